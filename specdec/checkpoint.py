@@ -1,0 +1,147 @@
+"""Save and load a drafter as a folder of safetensors and JSON. Nothing on the load path can run code from the folder.
+
+drafter.safetensors   the drafter's own tensors
+drafter.json          {_target_, arguments, target, target_fingerprint, versions}
+"""
+
+import importlib
+import json
+import os
+import shutil
+from pathlib import Path
+
+import safetensors.torch
+import torch
+import transformers
+from torch import Tensor
+
+import specdec
+from specdec.drafter import Drafter
+from specdec.target import Target
+
+HEADS = "specdec.heads."
+
+
+def write_folder(folder: Path, *, tensors: dict[str, dict[str, Tensor]], documents: dict[str, dict]) -> None:
+    """Writes `NAME: tensors` as safetensors and `NAME: document` as JSON; the folder appears whole or not at all.
+
+    Raises ValueError, and leaves nothing behind, if the disk is full.
+    """
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+        for name, values in tensors.items():
+            safetensors.torch.save_file({key: value.detach().cpu().contiguous() for key, value in values.items()}, partial / name)
+        for name, document in documents.items():
+            (partial / name).write_text(json.dumps(document, indent=2) + "\n")
+        for path in partial.iterdir():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+        shutil.rmtree(folder, ignore_errors=True)
+        partial.rename(folder)
+    except (OSError, safetensors.SafetensorError) as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise ValueError(
+            f"{folder} could not be written ({error}). Free some disk space and continue with resume=true; what was "
+            "saved before is untouched."
+        ) from error
+
+
+def write_text(path: Path, text: str) -> None:
+    """A small file that appears whole or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text)
+    partial.replace(path)
+
+
+def remove(folder: Path) -> None:
+    """Renames first, so that a folder is never half there under its own name."""
+    doomed = folder if folder.suffix == ".partial" else folder.rename(folder.with_name(folder.name + ".partial"))
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def save(folder: Path, drafter: Drafter, spec: dict, *, dtype: torch.dtype | None = None, extra: dict[str, dict] | None = None) -> None:
+    """spec: {"_target_": class under specdec.heads, arguments...}; extra: further JSON files, by name.
+
+    A draft vocabulary is saved with the tensors, not in the arguments.
+    """
+    tensors = {name: value.to(dtype) if dtype and value.is_floating_point() else value
+               for name, value in drafter.state_dict().items()}
+    document = {
+        **{key: value for key, value in spec.items() if key != "vocab"},
+        "target": drafter.target.name,
+        "target_fingerprint": drafter.target.fingerprint(),
+        "target_layers": list(drafter.target_layers),
+        "versions": {"specdec": specdec.__version__, "torch": torch.__version__, "transformers": transformers.__version__},
+    }
+    write_folder(folder, tensors={"drafter.safetensors": tensors}, documents={"drafter.json": document, **(extra or {})})
+
+
+RECORDED = ("target", "target_fingerprint", "target_layers", "versions")  # facts in drafter.json, not arguments
+
+
+def read_json(path: Path) -> dict:
+    """Raises ValueError, with what to do, for a missing or broken file."""
+    if not path.exists():
+        raise ValueError(
+            f"{path} does not exist. A checkpoint is a folder with drafter.json and drafter.safetensors, such as "
+            "checkpoints/<run>/step_000500 (or checkpoints/<run>/best, which names one)."
+        )
+    try:
+        return json.loads(path.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not valid JSON ({error}). Take another checkpoint of the run.") from error
+
+
+def resolve(folder: str | Path) -> Path:
+    """A checkpoint folder; a run folder stands for its best step, and so does its file `best`."""
+    folder = Path(folder)
+    if not (folder / "drafter.json").exists() and (folder / "best").is_file():
+        folder = folder / "best"
+    return folder.parent / folder.read_text().strip() if folder.is_file() else folder
+
+
+def drafter_class(path: str) -> type[Drafter]:
+    """The class that `_target_` names. Only final drafters inside specdec.heads are known here."""
+    module, _, name = path.rpartition(".")
+    refusal = ValueError(f"_target_ {path!r} is not a drafter of {HEADS}*; this folder was not made by specdec, or is unsafe.")
+    if not module.startswith(HEADS) or not all(part.isidentifier() for part in path.split(".")):
+        raise refusal
+    try:
+        found = vars(importlib.import_module(module)).get(name)
+    except ImportError:
+        raise refusal from None
+    if not (isinstance(found, type) and issubclass(found, Drafter) and found.__module__ == module):
+        raise refusal
+    return found
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    try:
+        return safetensors.torch.load_file(path)
+    except (OSError, safetensors.SafetensorError) as error:
+        raise ValueError(f"{path} is missing, truncated or damaged ({error}). Take another checkpoint of the run.") from error
+
+
+def load(folder: str | Path, target: Target) -> Drafter:
+    """The drafter in the target's dtype and on its device. Raises ValueError if the target is not the one it was trained for."""
+    folder = resolve(folder)
+    document = read_json(folder / "drafter.json")
+    tensors = read_tensors(folder / "drafter.safetensors")
+    if document.get("target_fingerprint") != target.fingerprint():
+        raise ValueError(
+            f"{folder} was trained for {document.get('target')} (fingerprint {document.get('target_fingerprint')}), not for "
+            f"{target.name} ({target.fingerprint()}). Use it with its own target: target.name=FOLDER."
+        )
+    arguments = {key: value for key, value in document.items() if key != "_target_" and key not in RECORDED}
+    vocab = tensors.get("draft_to_target")
+    found = drafter_class(str(document.get("_target_")))
+    try:
+        drafter = found(target, vocab=vocab, **arguments)
+        drafter.load_state_dict(tensors)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"{folder}: drafter.json and drafter.safetensors do not fit together: {error}") from error
+    if drafter.target_layers != tuple(document["target_layers"]):
+        raise ValueError(f"{folder}: trained on target layers {document['target_layers']}, not {list(drafter.target_layers)}.")
+    return drafter.to(device=target.device, dtype=target.dtype).eval()

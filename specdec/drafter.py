@@ -1,0 +1,96 @@
+"""The `Drafter` interface and the slot rule.
+
+THE SLOT RULE (the only alignment in the project; every other file refers to it):
+
+    Slot j sees token x_j and feature f_(j-1). Its step d sees x_(j+d-1) and the state its previous step returned,
+    guesses x_(j+d), and is judged by the target's output at position j+d-1.
+
+    position      0     1     2     3     4
+    token         x0    x1    x2    x3    x4
+    feature       f0    f1    f2    f3    f4      f_i: computed by the target once it has read x_i
+    target        p1    p2    p3    p4    p5      p_i: its law for token i, found at position i-1
+
+    slot 2 step 1   (f1, x2) -> h    guesses x3, judged by p3 (position 2)
+    slot 2 step 2   (h , x3) -> h'   guesses x4, judged by p4 (position 3)
+    slot 2 step 3   (h', x4) -> h''  guesses x5, judged by p5 (position 4)
+
+In decoding the newest committed token is the newest slot; its later tokens are drafted instead of given.
+"""
+
+from abc import ABC, abstractmethod
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from specdec.cache import RowCache
+from specdec.target import Target
+
+
+class Drafter(nn.Module, ABC):
+    """What is trained, decoded with and exported: one class for all three.
+
+    `step` returns a state and a readout rather than logits, so that both loops make logits only where they are
+    needed: the training unroll for judged slots, in chunks, the decoder for the frontier of the tree.
+    """
+
+    target_layers: tuple[int, ...]  # hidden states it reads (indices as in Target.read); () reads tokens only
+    depth: int | None  # the deepest step it can take; None: any
+    attends: Literal["path", "depth", "none"]  # what a step sees
+    draft_to_target: Tensor | None  # [W] target ids of a reduced draft vocabulary, increasing; None: all V
+
+    def __init__(self, target: Target, *, vocab: Tensor | None):
+        super().__init__()
+        self._target = (target,)  # a tuple, so that frozen weights are not registered, trained, moved or saved as ours
+        self.register_buffer("draft_to_target", vocab)
+        inverse = None
+        if vocab is not None:
+            if not bool((vocab[1:] > vocab[:-1]).all()) or int(vocab[-1]) >= target.vocab_size or int(vocab[0]) < 0:
+                raise ValueError("A draft vocabulary must hold increasing token ids of the target.")
+            inverse = torch.full((target.vocab_size,), -1)
+            inverse[vocab] = torch.arange(len(vocab))
+        self.register_buffer("target_to_draft", inverse, persistent=False)  # [V], -1 where a token is not drafted
+
+        rows = slice(None) if vocab is None else vocab
+        bias = target.lm_head.bias
+        self._goal_head = (target.lm_head.weight[rows], None if bias is None else bias[rows])  # frozen [W, D], [W]
+
+    @property
+    def target(self) -> Target:
+        return self._target[0]
+
+    def goal_logits(self, final: Tensor) -> Tensor:
+        """The target's logits over the draft vocabulary: final [..., D] -> [..., W]"""
+        weight, bias = self._goal_head
+        return nn.functional.linear(final.to(weight.dtype), weight, bias)
+
+    @property
+    def vocab_size(self) -> int:
+        """W: what `logits` are over."""
+        return self.target.vocab_size if self.draft_to_target is None else len(self.draft_to_target)
+
+    @abstractmethod
+    def cache(self, batch: int) -> RowCache:
+        """An empty cache for decoding `batch` rows."""
+
+    @abstractmethod
+    def encode(self, features: Tensor) -> Tensor:
+        """features [B, S, F*D] -> h [B, S, H]: what step 1 takes."""
+
+    @abstractmethod
+    def step(self, d: int, h: Tensor, tokens: Tensor, positions: Tensor, mask: Tensor, cache) -> tuple[Tensor, Tensor]:
+        """Step d in 1..K. h [B, S, H]; tokens, positions [B, S]; mask bool [B, 1, S, keys], True may attend.
+
+        -> h [B, S, H] for the next step, readout [B, S, R] for `logits`
+        """
+
+    @abstractmethod
+    def logits(self, d: int, readout: Tensor) -> Tensor:
+        """readout [..., R] of step d -> [..., W], over the draft vocabulary"""
+
+    def to_target(self, tokens: Tensor) -> Tensor:
+        """Draft ids -> target ids, any shape."""
+        return tokens if self.draft_to_target is None else self.draft_to_target[tokens]
+
+    def num_parameters(self) -> int:
+        return sum(p.numel() for p in self.parameters() if p.requires_grad)

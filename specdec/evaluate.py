@@ -1,0 +1,181 @@
+"""Validation is decoding: every prompt plainly and with drafts, in turn, and what that says.
+
+tau is the number of tokens emitted per target pass of a round, the bonus or correction token counted:
+tau = 1 + sum of survival. The first token of an answer comes from the prompt's pass and belongs to no round.
+"""
+
+import statistics
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+
+from specdec import replay
+from specdec.decode import Decoder, Generation
+from specdec.drafter import Drafter
+from specdec.proposers.base import Proposer
+from specdec.target import Target
+
+TAU = "tokens emitted per target pass of a round, bonus or correction token counted; the prompt's own pass is no round"
+RESAMPLES = 1000
+
+
+@dataclass(frozen=True)
+class Prompt:
+    id: str
+    category: str
+    tokens: list[int]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One prompt, decoded plainly and with drafts at one temperature."""
+
+    prompt: Prompt
+    plain: Generation
+    drafted: Generation
+    replayed_rounds: float  # expected rounds of drafting along the plain answer; nan without a drafter
+    replayed_accepted: list[float]  # [K]
+    gap: float | None  # at temperature 0, where the answers differ: the target's top-2 logit gap there; else None
+
+    @property
+    def num_rounds(self) -> int:
+        return len(self.drafted.accepted[0])
+
+    @property
+    def num_emitted(self) -> int:
+        """Tokens emitted by drafted rounds."""
+        return sum(self.drafted.accepted[0]) + self.num_rounds
+
+
+def measure(
+    target: Target,
+    proposer: Proposer,
+    drafter: Drafter | None,
+    prompts: list[Prompt],
+    *,
+    temperature: float,
+    max_new_tokens: int,
+    stop: set[int],
+    seed: int,
+    progress: Callable[[Iterable], Iterable] = lambda rows: rows,
+) -> list[Row]:
+    """Each prompt is decoded plainly and with drafts, one after the other and in alternating order, after a warm-up.
+
+    drafter: replayed along the plain answers if given (chains only; a tree's tau has no replay here).
+    """
+    plain = Decoder(target, None, temperature=temperature, stop=stop)
+    drafting = Decoder(target, proposer, temperature=temperature, stop=stop)
+    for decoder in (plain, drafting):
+        decoder.generate([prompts[0].tokens], min(8, max_new_tokens), generator=_generator(target, seed, 0))
+    rows = []
+    for number, prompt in enumerate(progress(prompts)):
+        found: dict[Decoder, Generation] = {}
+        for decoder in (plain, drafting) if number % 2 else (drafting, plain):
+            generator = _generator(target, seed, number)
+            found[decoder] = decoder.generate([prompt.tokens], max_new_tokens, generator=generator)
+        rounds, accepted = float("nan"), []
+        if drafter is not None:
+            accept = replay.acceptance(drafter, prompt.tokens, found[plain].tokens[0], depth=proposer.depth, temperature=temperature)
+            rounds, counts = replay.rounds(accept)
+            accepted = counts.tolist()
+        gap = top2_gap(target, prompt.tokens, found[plain].tokens[0], found[drafting].tokens[0]) if temperature == 0 else None
+        rows.append(Row(prompt, found[plain], found[drafting], rounds, accepted, gap))
+    return rows
+
+
+def _generator(target: Target, seed: int, number: int) -> torch.Generator:
+    return torch.Generator(target.device).manual_seed(seed + number)
+
+
+def top2_gap(target: Target, prompt: list[int], answer: list[int], other: list[int]) -> float | None:
+    """The gap between the target's two largest logits where two greedy answers part; None if they are the same."""
+    if answer == other:
+        return None
+    same = next((i for i, (a, b) in enumerate(zip(answer, other)) if a != b), min(len(answer), len(other)))
+    tokens = torch.tensor([prompt + answer[:same]], device=target.device)
+    top = target.logits(target.read(tokens, ()).final[0, -1]).topk(2).values
+    return float(top[0] - top[1])
+
+
+def summarise(rows: list[Row], *, depth: int, temperature: float, seed: int = 0) -> dict:
+    """One column of a report: overall figures with 95 % bootstrap intervals over prompts."""
+    rounds = sum(row.num_rounds for row in rows)
+    reached = [sum(a >= d for row in rows for a in row.drafted.accepted[0]) for d in range(1, depth + 1)]
+    survival = [count / rounds if rounds else float("nan") for count in reached]
+    before = [1.0, *survival[:-1]]
+    stages = {name: 1e3 * sum(row.drafted.stages[name] for row in rows) / max(1, rounds) for name in ("draft", "verify", "keep")}
+    summary = {
+        "temperature": temperature,
+        "num_prompts": len(rows),
+        "num_rounds": rounds,
+        "tau": _tau(rows),
+        "tau_ci": _interval(rows, _tau, seed),
+        "survival": survival,
+        "acceptance": [s / b if b else float("nan") for s, b in zip(survival, before)],
+        "tokens_per_second": _rate(rows, "drafted"),
+        "tokens_per_second_ci": _interval(rows, lambda some: _rate(some, "drafted"), seed),
+        "baseline_tokens_per_second": _rate(rows, "plain"),
+        "speedup": _speedup(rows),
+        "speedup_ci": _interval(rows, _speedup, seed),
+        "ms_per_round": stages,
+    }
+    if all(row.replayed_accepted for row in rows):
+        summary["replayed_tau"] = _replayed_tau(rows)
+        summary["replayed_tau_ci"] = _interval(rows, _replayed_tau, seed)
+    if temperature == 0:
+        gaps = [row.gap for row in rows if row.gap is not None]
+        summary["identical_outputs"] = 1 - len(gaps) / len(rows)
+        summary["largest_gap_at_difference"] = max(gaps, default=None)
+    else:
+        summary["identical_outputs"] = None  # the law is the same, not the draw
+    return summary
+
+
+def report(rows: list[Row], *, depth: int, temperature: float) -> dict:
+    """`summarise` overall and by category."""
+    categories = sorted({row.prompt.category for row in rows})
+    by_category = {name: summarise([row for row in rows if row.prompt.category == name], depth=depth, temperature=temperature)
+                   for name in categories}
+    return {**summarise(rows, depth=depth, temperature=temperature), "by_category": by_category}
+
+
+def verdict(summary: dict) -> str:
+    """One sentence on losslessness."""
+    if summary["temperature"] > 0:
+        return "lossless by the acceptance rule (answers are draws from the same law, not the same draws)"
+    num = round(summary["identical_outputs"] * summary["num_prompts"])
+    if num == summary["num_prompts"]:
+        return f"lossless: all {num} answers equal plain decoding"
+    return (f"{num} of {summary['num_prompts']} answers equal plain decoding; where they part, the target's two best logits "
+            f"are at most {summary['largest_gap_at_difference']:.3g} apart (rounding, if that is small for the dtype)")
+
+
+def _tau(rows: list[Row]) -> float:
+    rounds = sum(row.num_rounds for row in rows)
+    return sum(row.num_emitted for row in rows) / rounds if rounds else float("nan")
+
+
+def _replayed_tau(rows: list[Row]) -> float:
+    rounds = sum(row.replayed_rounds for row in rows)
+    return 1 + sum(sum(row.replayed_accepted) for row in rows) / rounds if rounds else float("nan")
+
+
+def _rate(rows: list[Row], kind: str) -> float:
+    """Aggregate tokens over aggregate seconds of rounds."""
+    generations = [row.drafted if kind == "drafted" else row.plain for row in rows]
+    seconds = sum(generation.seconds for generation in generations)
+    return sum(len(generation.tokens[0]) - 1 for generation in generations) / seconds if seconds else float("nan")
+
+
+def _speedup(rows: list[Row]) -> float:
+    return _rate(rows, "drafted") / _rate(rows, "plain")
+
+
+def _interval(rows: list[Row], statistic: Callable[[list[Row]], float], seed: int) -> list[float]:
+    """95 % percentile bootstrap over prompts: tokens of one prompt are strongly correlated."""
+    generator = torch.Generator().manual_seed(seed)
+    draws = torch.randint(len(rows), (RESAMPLES, len(rows)), generator=generator).tolist()
+    values = sorted(statistic([rows[i] for i in draw]) for draw in draws)
+    cuts = statistics.quantiles(values, n=40)
+    return [cuts[0], cuts[-1]]

@@ -1,0 +1,1 @@
+"""The drafters: one file and one configuration each."""

@@ -1,0 +1,66 @@
+"""The decoder block that trained heads share: Llama's, with the attention's keys left to the cache."""
+
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from specdec.target import Target
+
+RMSNorm = LlamaRMSNorm
+
+
+def block_config(target: Target, *, intermediate_size: int | None) -> LlamaConfig:
+    """A Llama configuration of the target's width, heads and rotary embedding, whatever family the target is of."""
+    theirs = target.config.to_dict()
+    return LlamaConfig(
+        hidden_size=target.width,
+        intermediate_size=intermediate_size or target.config.intermediate_size,
+        num_attention_heads=target.config.num_attention_heads,
+        num_key_value_heads=target.config.num_key_value_heads,
+        head_dim=target.head_dim,
+        rms_norm_eps=theirs.get("rms_norm_eps", 1e-6),
+        rope_parameters=theirs["rope_parameters"],
+        max_position_embeddings=target.config.max_position_embeddings,
+        hidden_act="silu",
+    )
+
+
+class Rotary(LlamaRotaryEmbedding):
+    """positions [B, S] -> cos, sin [B, S, head_dim]; has no parameters."""
+
+
+class Attention(nn.Module):
+    """Grouped-query attention over whatever the cache shows. `width` is that of the input, E."""
+
+    def __init__(self, config: LlamaConfig, *, width: int, layer: int):
+        super().__init__()
+        self.layer = layer
+        self.head_dim = config.head_dim
+        self.q_proj = nn.Linear(width, config.num_attention_heads * config.head_dim, bias=False)
+        self.k_proj = nn.Linear(width, config.num_key_value_heads * config.head_dim, bias=False)
+        self.v_proj = nn.Linear(width, config.num_key_value_heads * config.head_dim, bias=False)
+        self.o_proj = nn.Linear(config.num_attention_heads * config.head_dim, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor, cache) -> Tensor:
+        """x [B, S, E], rotary cos and sin [B, S, head_dim], mask [B, 1, S, keys] -> [B, S, D]"""
+        shape = (*x.shape[:2], -1, self.head_dim)
+        query, key, value = (p(x).view(shape).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
+        query, key = apply_rotary_pos_emb(query, key, *rotary)  # [B, heads, S, head_dim]
+        query, key = query.to(value.dtype), key.to(value.dtype)
+        out = cache.attend(self.layer, query, key, value, mask)  # [B, heads, S, head_dim]
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    """Attention and MLP, each with a residual; the norm before attention is the head's own business."""
+
+    def __init__(self, config: LlamaConfig, *, width: int, layer: int):
+        super().__init__()
+        self.self_attn = Attention(config, width=width, layer=layer)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp = LlamaMLP(config)
+
+    def forward(self, x: Tensor, residual: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor, cache) -> Tensor:
+        """x [B, S, E] into attention, residual [B, S, D] -> [B, S, D]"""
+        h = residual + self.self_attn(x, rotary, mask, cache)
+        return h + self.mlp(self.post_attention_layernorm(h))

@@ -1,0 +1,99 @@
+"""EAGLE (2401.15077) and EAGLE-3 (2503.01840, with the norms of 3.1): one decoder block over features and tokens."""
+
+import torch
+from torch import Tensor, nn
+
+from specdec.cache import RowCache
+from specdec.drafter import Drafter
+from specdec.heads.block import Block, RMSNorm, Rotary, block_config
+from specdec.target import Target
+
+
+class _OneBlock(Drafter):
+    """What the two share: one block, its cache, its rotary embedding; h and the readout have the target's width."""
+
+    depth = None
+    attends = "path"
+
+    def __init__(self, target: Target, *, width: int, intermediate_size: int | None, vocab: Tensor | None):
+        super().__init__(target, vocab=vocab)
+        self.config = block_config(target, intermediate_size=intermediate_size)
+        self.block = Block(self.config, width=width, layer=0)
+        self.rotary = Rotary(self.config)
+
+    def cache(self, batch: int) -> RowCache:
+        weight = self.block.self_attn.k_proj.weight
+        return RowCache(num_layers=1, batch=batch, num_heads=self.config.num_key_value_heads,
+                        head_dim=self.config.head_dim, dtype=weight.dtype, device=weight.device)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return self.target.embed(tokens).to(self.block.mlp.up_proj.weight.dtype)  # [B, S, D]
+
+
+class Eagle(_OneBlock):
+    """EAGLE-1: predicts the target's next feature (its final, normed state) and reads it with the target's LM head.
+
+    `vocab` keeps those rows of the borrowed LM head only; it changes speed and which tokens can be drafted.
+    """
+
+    def __init__(self, target: Target, *, intermediate_size: int | None = None, vocab: Tensor | None = None):
+        super().__init__(target, width=target.width, intermediate_size=intermediate_size, vocab=vocab)
+        self.target_layers = target.layer_ids([-1])
+        self.fc = nn.Linear(2 * target.width, target.width, bias=False)  # embedding first; no bias: engines disagree on it
+
+    def encode(self, features: Tensor) -> Tensor:
+        return features.to(self.fc.weight.dtype)
+
+    def step(self, d, h, tokens, positions, mask, cache):
+        x = self.fc(torch.cat([self.embed(tokens), h], dim=-1))  # [B, S, D]
+        h = self.block(x, x, self.rotary(x, positions), mask, cache)
+        return h, h
+
+    def logits(self, d, readout):
+        return self.goal_logits(readout)
+
+
+class Eagle3(_OneBlock):
+    """EAGLE-3: fuses several of the target's layers, trains an LM head of its own, recycles its own state.
+
+    target_layers: hidden states to fuse; None for the customary (2, L // 2, L - 3)
+    norm_features, norm_output: the norms of EAGLE 3.1 (2605.09992): each fused state is normed, and the state that is
+    fed back is the normed one. Off by default: the plain form is the one that every serving engine loads.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        *,
+        target_layers: list[int] | None = None,
+        intermediate_size: int | None = None,
+        norm_features: bool = False,
+        norm_output: bool = False,
+        vocab: Tensor | None = None,
+    ):
+        super().__init__(target, width=2 * target.width, intermediate_size=intermediate_size, vocab=vocab)
+        width, eps = target.width, self.config.rms_norm_eps
+        self.target_layers = target.layer_ids(target_layers or [2, target.num_layers // 2, target.num_layers - 3])
+        self.norm_output = norm_output
+        num = len(self.target_layers)
+        self.fc_norm = nn.ModuleList([RMSNorm(width, eps=eps) for _ in range(num)] if norm_features else [])
+        self.fc = nn.Linear(num * width, width, bias=False)
+        self.input_layernorm, self.hidden_norm, self.norm = (RMSNorm(width, eps=eps) for _ in range(3))
+        self.lm_head = nn.Linear(width, self.vocab_size, bias=False)
+        self.lm_head.weight.data.copy_(self._goal_head[0])
+
+    def encode(self, features: Tensor) -> Tensor:
+        features = features.to(self.fc.weight.dtype)
+        if self.fc_norm:
+            parts = features.chunk(len(self.fc_norm), dim=-1)
+            features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts)], dim=-1)
+        return self.fc(features)
+
+    def step(self, d, h, tokens, positions, mask, cache):
+        x = torch.cat([self.input_layernorm(self.embed(tokens)), self.hidden_norm(h)], dim=-1)  # [B, S, 2D]
+        h = self.block(x, h, self.rotary(x, positions), mask, cache)
+        normed = self.norm(h)
+        return (normed if self.norm_output else h), normed
+
+    def logits(self, d, readout):
+        return self.lm_head(readout)

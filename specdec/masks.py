@@ -1,0 +1,36 @@
+"""Who attends to whom. Every mask is boolean, True where a query may see a key (architecture, 1.4)."""
+
+import torch
+from torch import Tensor
+
+
+def causal(num: int, device) -> Tensor:
+    """[num, num]: each entry sees itself and those before it."""
+    return torch.ones(num, num, dtype=torch.bool, device=device).tril()
+
+
+def documents(index: Tensor) -> Tensor:
+    """index [B, T], the document of each entry (-1: none) -> [B, 1, T, T]: causal inside one document.
+
+    An entry of no document sees itself, so that no row is empty (an empty row would be a softmax over nothing).
+    """
+    num = index.shape[1]
+    same = (index[:, :, None] == index[:, None, :]) & (index >= 0)[:, None, :]  # [B, T, T]
+    mask = same & causal(num, index.device) | torch.eye(num, dtype=torch.bool, device=index.device)
+    return mask[:, None]
+
+
+def pending(ancestors: Tensor, lengths: Tensor, visible: int) -> Tensor:
+    """The mask of entries that stand behind each row's committed ones.
+
+    ancestors [B, S, P] (or [S, P]): which of the row's P pending entries each of the S queries sees (itself included)
+    lengths [B]: committed entries, all of them seen; visible: entries of the cache that the pass looks at
+    -> [B, 1, S, visible]
+    """
+    if ancestors.dim() == 2:
+        ancestors = ancestors.expand(lengths.shape[0], -1, -1)
+    offset = torch.arange(visible, device=lengths.device) - lengths[:, None]  # [B, C], >= 0 behind the committed
+    num_pending = ancestors.shape[2]
+    inside = (offset >= 0) & (offset < num_pending)  # [B, C]
+    column = offset.clamp(0, num_pending - 1)[:, None].expand(-1, ancestors.shape[1], -1)  # [B, S, C]
+    return ((offset < 0)[:, None] | (inside[:, None] & ancestors.gather(2, column)))[:, None]

@@ -1,0 +1,1 @@
+"""Whatever puts a draft tree before the target."""

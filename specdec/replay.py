@@ -1,0 +1,83 @@
+"""tau from the training unroll, exactly, without decoding (methods, section 2).
+
+Given that the target emitted x, a draft at depth d of a round was accepted with probability min(1, q(x) / p(x)) if it
+was sampled from q, and with 1 or 0 (is it x?) at temperature 0. Where rounds start follows from these acceptances, so
+tau is the number of emitted tokens over the expected number of rounds; at temperature 0 that is a walk, and exact.
+"""
+
+import torch
+from torch import Tensor
+
+from specdec.drafter import Drafter
+from specdec.unroll import unroll
+
+CHUNK = 256  # goals whose [., V] logits exist at a time
+
+
+def rounds(accept: Tensor) -> tuple[float, Tensor]:
+    """Expected rounds for one answer, and how many of them accept at least d drafts.
+
+    accept [K, n]: entry [d-1, s] is the probability that a round that starts when s tokens of the answer exist accepts
+    its draft at depth d, which is token s + d - 1, given that it accepted the ones before. Entry s = 0 is not read:
+    the first token comes from the prompt's pass. The last round counts what it emits before the answer ends.
+    -> number of rounds, accepted [K]: tau = (n - 1) / rounds = 1 + accepted.sum() / rounds
+    """
+    depth, num_tokens = accept.shape
+    accept = accept.double().cpu().tolist()
+    starts = [0.0] * (num_tokens + depth + 2)
+    starts[1] = 1.0
+    accepted = [0.0] * depth
+    for start in range(1, num_tokens):
+        alive = starts[start]
+        for d in range(1, depth + 1):
+            if start + d >= num_tokens:  # the target's own token fills the last place: a draft there is not emitted
+                break
+            survives = alive * accept[d - 1][start]
+            starts[start + d] += alive - survives
+            accepted[d - 1] += survives
+            alive = survives
+        else:
+            starts[start + depth + 1] += alive
+    return sum(starts[1:num_tokens]), torch.tensor(accepted, dtype=torch.float64)
+
+
+def tau(accept: Tensor) -> float:
+    """Tokens emitted per round over one answer, accept [K, n] as in `rounds`; nan for an answer without a round."""
+    num_tokens = accept.shape[1]
+    return (num_tokens - 1) / rounds(accept)[0] if num_tokens > 1 else float("nan")
+
+
+@torch.no_grad()
+def acceptance(drafter: Drafter, prompt: list[int], answer: list[int], *, depth: int, temperature: float) -> Tensor:
+    """accept [K, n] for `rounds`, where the target wrote `answer` (n tokens) to `prompt` at this temperature."""
+    target = drafter.target
+    tokens = torch.tensor([prompt + answer], device=target.device)  # [1, T]
+    length, num = tokens.shape[1], len(answer)
+    output = target.read(tokens, drafter.target_layers)
+    positions = torch.arange(length, device=tokens.device)[None]
+    goals = positions > len(prompt)  # the first answer token is nobody's guess
+    unrolled = unroll(drafter, tokens, output.features, documents=torch.zeros_like(tokens), positions=positions,
+                      goals=goals, depth=depth)
+    accept = torch.zeros(depth, num, dtype=torch.float64)
+    for chunk in goals[0].nonzero()[:, 0].split(CHUNK):  # [M] goal positions
+        token = tokens[0, chunk]
+        rows = torch.zeros_like(chunk)
+        truth = target.logits(output.final[0, chunk - 1]) if temperature > 0 else None  # [M, V]
+        for d in range(1, depth + 1):
+            readout, exists = unrolled.at(unrolled.readouts, d, rows, chunk)
+            chances = _chances(drafter, drafter.logits(d, readout), token, truth, temperature)
+            start = chunk - len(prompt) - d + 1  # tokens that existed when this round began
+            inside = (exists & (start >= 1)).cpu()
+            accept[d - 1, start.cpu()[inside]] = chances.double().cpu()[inside]
+    return accept
+
+
+def _chances(drafter: Drafter, logits: Tensor, token: Tensor, truth: Tensor | None, temperature: float) -> Tensor:
+    """[M]: how likely each token was accepted if it was drafted by logits [M, W]; truth [M, V]: the target's logits."""
+    if truth is None:
+        return drafter.to_target(logits.argmax(-1)) == token
+    draft = token if drafter.target_to_draft is None else drafter.target_to_draft[token]  # [M], -1 off the list
+    law = (logits.to(truth.dtype) / temperature).log_softmax(-1)
+    guess = law.gather(1, draft.clamp(min=0)[:, None])[:, 0]
+    real = (truth / temperature).log_softmax(-1).gather(1, token[:, None])[:, 0]
+    return torch.where(draft >= 0, (guess - real).exp().clamp(max=1), 0.0)

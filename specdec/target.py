@@ -1,0 +1,193 @@
+"""The frozen model that is being sped up. The only file that knows a transformers model from inside."""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from specdec.cache import RowCache
+
+
+@dataclass(frozen=True)
+class TargetOutput:
+    """What the target says at every position. Logits are `Target.logits(final)`, made for a few positions at a time."""
+
+    features: Tensor  # [B, T, F*D] hidden states of the layers asked for; zero width for none
+    final: Tensor  # [B, T, D] after the last norm
+
+
+class Target:
+    """A frozen causal language model.
+
+    Layers are numbered as transformers' `output_hidden_states`: 0 is the embedding, k the residual stream after k
+    layers, `num_layers` (or -1) the state after the final norm, which is what the LM head reads.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, name: str):
+        config = model.config.get_text_config()
+        _check_supported(config, name)
+        self.model = model.eval().requires_grad_(False)
+        self.config = config
+        self.name = name
+        decoder = model.get_decoder()
+        self.decoder = decoder
+        try:
+            self._points: list[nn.Module] = [*decoder.layers, decoder.norm]  # whose inputs are hidden states 0..L
+        except AttributeError as error:
+            raise ValueError(
+                f"{name}: {type(decoder).__name__} does not keep its blocks in `layers` and its last norm in `norm`; "
+                "choose a target of the Llama, Qwen, Mistral or a similarly built family."
+            ) from error
+        self.embed: nn.Embedding = model.get_input_embeddings()
+        self.lm_head: nn.Linear = model.get_output_embeddings()
+        self._check_logits()
+
+    @classmethod
+    def load(cls, name: str, *, dtype: str | torch.dtype = "bfloat16", device="cpu", revision: str | None = None) -> "Target":
+        """A folder, or a name on the Hugging Face Hub. Raises ValueError with what to do if it cannot be used."""
+        config = _from_pretrained(AutoConfig, name, revision=revision)
+        _check_supported(config.get_text_config(), name)
+        dtype = dtype if isinstance(dtype, torch.dtype) else {"bfloat16": torch.bfloat16, "float32": torch.float32,
+                                                             "float16": torch.float16, "float64": torch.float64}[dtype]
+        # sdpa is required: under eager attention a boolean mask would be added instead of applied.
+        model = _from_pretrained(AutoModelForCausalLM, name, revision=revision, dtype=dtype, attn_implementation="sdpa")
+        return cls(model.to(device), name=name)
+
+    @property
+    def device(self) -> torch.device:
+        return self.embed.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embed.weight.dtype
+
+    @property
+    def width(self) -> int:
+        return self.config.hidden_size
+
+    @property
+    def vocab_size(self) -> int:
+        return self.lm_head.weight.shape[0]
+
+    @property
+    def num_layers(self) -> int:
+        return self.config.num_hidden_layers
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one attention head; configurations may leave it to be derived."""
+        return self.config.to_dict().get("head_dim") or self.config.hidden_size // self.config.num_attention_heads
+
+    def layer_ids(self, layers: list[int] | tuple[int, ...]) -> tuple[int, ...]:
+        """Resolves negative indices (-1 is the final state); raises ValueError unless strictly increasing and in range."""
+        ids = tuple(k if k >= 0 else self.num_layers + 1 + k for k in layers)
+        if any(a >= b for a, b in zip(ids, ids[1:])) or any(not 0 <= k <= self.num_layers for k in ids):
+            raise ValueError(
+                f"target_layers={list(layers)}: {self.name} has hidden states 0..{self.num_layers} "
+                f"({self.num_layers} is the final, normed one, also written -1); they must be strictly increasing."
+            )
+        return ids
+
+    def cache(self, batch: int) -> RowCache:
+        return RowCache(num_layers=self.num_layers, batch=batch, num_heads=self.config.num_key_value_heads,
+                        head_dim=self.head_dim, dtype=self.dtype, device=self.device)
+
+    @torch.no_grad()
+    def read(
+        self,
+        tokens: Tensor,
+        layers: tuple[int, ...],
+        *,
+        positions: Tensor | None = None,
+        mask: Tensor | None = None,
+        cache: RowCache | None = None,
+    ) -> TargetOutput:
+        """tokens, positions [B, S]; mask [B, 1, S, keys] bool, True may attend; causal without one.
+
+        layers: indices from `layer_ids`. A cache must have been told with `reserve(S)`.
+        """
+        states: dict[int, Tensor] = {}
+
+        def keep(k):
+            return lambda module, args, kwargs: states.__setitem__(k, args[0] if args else kwargs["hidden_states"])
+
+        hooks = [self._points[k].register_forward_pre_hook(keep(k), with_kwargs=True) for k in layers if k < self.num_layers]
+        try:
+            output = self.decoder(input_ids=tokens, position_ids=positions, attention_mask=mask, past_key_values=cache,
+                                  use_cache=cache is not None)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        states[self.num_layers] = final = output.last_hidden_state  # [B, S, D]
+        features = torch.cat([states[k] for k in layers], dim=-1) if layers else final[..., :0]
+        return TargetOutput(features, final)
+
+    def logits(self, final: Tensor) -> Tensor:
+        """[..., D] -> [..., V], float32 (float64 for a float64 target)"""
+        logits = nn.functional.linear(final, self.lm_head.weight, self.lm_head.bias)
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+    def fingerprint(self) -> str:
+        """16 hex digits that name these weights, whatever dtype they were loaded in."""
+        digest = hashlib.sha256()
+        sizes = ("hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads", "intermediate_size")
+        config = self.config.to_dict()
+        digest.update(json.dumps({key: config[key] for key in sizes if key in config}).encode())
+        for name, parameter in sorted(self.model.named_parameters()):
+            flat = parameter.detach().reshape(-1)
+            sample = flat[:: max(1, len(flat) // 64)][:64].to(torch.bfloat16).float().cpu()
+            digest.update(name.encode() + sample.numpy().tobytes())
+        return digest.hexdigest()[:16]
+
+    def _check_logits(self) -> None:
+        """Refuses models that do more than lm_head(final), for instance cap or scale their logits."""
+        with torch.no_grad():
+            tokens = torch.ones(1, 2, dtype=torch.long, device=self.device)
+            theirs = self.model(tokens).logits.float()
+            ours = self.logits(self.read(tokens, ()).final).float()
+        if (theirs - ours).abs().max() > 0.05 * theirs.abs().max():
+            raise ValueError(
+                f"{self.name}: its logits are not lm_head(last hidden state) (soft-capped or scaled logits); "
+                "such targets are not supported."
+            )
+
+
+def load_tokenizer(name: str, *, revision: str | None = None) -> transformers.PreTrainedTokenizerBase:
+    return _from_pretrained(AutoTokenizer, name, revision=revision)
+
+
+def _from_pretrained(factory, name: str, **kwargs):
+    looks_local = name.startswith((".", "/", "~", "targets/", "checkpoints/")) or name.count("/") > 1
+    if looks_local and not Path(name).expanduser().is_dir():
+        raise ValueError(
+            f"The target folder {name} does not exist. `make setup` (or python scripts/get_target.py) makes the default "
+            "target; for another one set target.name to a folder or to a name on the Hugging Face Hub."
+        )
+    try:
+        return factory.from_pretrained(name, **kwargs)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{name} could not be loaded as a causal language model ({_first_line(error)}). Give target.name a folder "
+            "saved by save_pretrained (config.json, safetensors, tokenizer), or a Hub name with the network in reach."
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+def _check_supported(config, name: str) -> None:
+    """Drafting cuts refused tokens out of the cache again, which only full-attention layers allow."""
+    kinds = {type(layer) for layer in DynamicCache(config=config).layers} - {DynamicLayer}
+    if kinds:
+        kinds_seen = ", ".join(sorted(kind.__name__ for kind in kinds))
+        raise ValueError(
+            f"{name}: some layers keep a state that cannot be cut back after a refused draft ({kinds_seen}: sliding "
+            "window, recurrent or compressed attention). Choose a target whose layers all use full attention."
+        )

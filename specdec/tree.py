@@ -1,0 +1,63 @@
+"""Draft trees: their shape and their geometry."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Tree:
+    """What a proposer puts before the target. Nodes stand in an order in which parents come first."""
+
+    tokens: Tensor  # [B, N] node 0 is the newest committed token
+    parents: Tensor  # [B, N] parents[i] < i; parents[0] = -1
+    probs: Tensor | None  # [B, N, V] the law that node i was sampled from; None if nodes were chosen, not sampled
+
+    def depths(self) -> Tensor:
+        """-> [B, N]; the root has depth 0."""
+        return self.ancestors().sum(-1) - 1
+
+    def ancestors(self) -> Tensor:
+        """-> [B, N, N] bool; row i marks i and its ancestors."""
+        num_rows, num_nodes = self.parents.shape
+        seen = torch.eye(num_nodes, dtype=torch.bool, device=self.parents.device).repeat(num_rows, 1, 1)
+        rows = torch.arange(num_rows, device=self.parents.device)
+        for node in range(1, num_nodes):
+            seen[:, node] |= seen[rows, self.parents[:, node]]
+        return seen
+
+
+@dataclass(frozen=True)
+class TreeShape:
+    """How much to draft: `width` nodes a depth are widened, the best `nodes` of all are kept. Width 1 is a chain."""
+
+    depth: int
+    width: int
+    nodes: int
+
+    def __post_init__(self):
+        if min(self.depth, self.width, self.nodes) < 1:
+            raise ValueError(f"decode.depth, decode.width and decode.nodes must be at least 1, not {self}.")
+        if self.nodes < self.depth:
+            raise ValueError(
+                f"decode.nodes={self.nodes} cannot hold a path of decode.depth={self.depth}: raise nodes or lower depth."
+            )
+
+    @property
+    def chain(self) -> bool:
+        return self.width == 1
+
+    def __str__(self) -> str:
+        return f"chain of {self.depth}" if self.chain else f"tree of depth {self.depth}, width {self.width}, {self.nodes} nodes"
+
+
+def root(tokens: Tensor) -> Tree:
+    """The tree of no draft. tokens [B]: the newest committed ones."""
+    return Tree(tokens[:, None], torch.full_like(tokens[:, None], -1), None)
+
+
+def chain(tokens: Tensor, probs: Tensor | None) -> Tree:
+    """tokens [B, N], root first; probs [B, N, V] if the drafts were sampled (the root's entry is not read)."""
+    parents = torch.arange(-1, tokens.shape[1] - 1, device=tokens.device).expand_as(tokens)
+    return Tree(tokens, parents, probs)

@@ -1,0 +1,78 @@
+"""The training unroll: a drafter's step over every slot of a text. Training and replay share it; see the slot rule.
+
+Slot j is column j-1 here, because slot 0 has no feature:
+
+    column            0     1     2    ..   T-2
+    slot              1     2     3         T-1
+    step 1 reads     x1,f0 x2,f1 x3,f2
+    step d reads     x_d  x_(d+1) x_(d+2)         token index = column + d
+    step d guesses   x_(d+1) ...                  goal index = column + d + 1, judged at position column + d
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specdec import masks
+from specdec.cache import UnrollCache
+from specdec.drafter import Drafter
+
+
+@dataclass(frozen=True)
+class Unrolled:
+    """States and readouts of every step; steps after the first exist only for slots that some goal judges."""
+
+    states: list[Tensor]  # K of [B, S_d, H]
+    readouts: list[Tensor]  # K of [B, S_d, R]
+    place: Tensor  # [B, T-1] where a slot's column stands in steps 2..K
+    valid: Tensor  # [B, T-1] bool: the slot has a feature of its own document
+
+    def at(self, values: list[Tensor], d: int, rows: Tensor, goals: Tensor) -> tuple[Tensor, Tensor]:
+        """Step d of the slots that guess `goals` [M] of batch rows `rows` [M] -> values [M, .], exists [M] bool"""
+        column = goals - 1 - d  # the slot rule, see above
+        exists = column >= 0
+        column = column.clamp(min=0)
+        exists &= self.valid[rows, column]
+        place = column if d == 1 else self.place[rows, column]
+        return values[d - 1][rows, place], exists
+
+
+def unroll(drafter: Drafter, tokens: Tensor, features: Tensor, *, documents: Tensor, positions: Tensor, goals: Tensor,
+           depth: int) -> Unrolled:
+    """tokens, documents (-1: padding), positions [B, T]; features [B, T, F*D]; goals [B, T] bool: tokens to be guessed
+
+    Step 1 runs on all slots, since later slots attend to its keys; later steps run only where a goal follows.
+    """
+    assert drafter.attends == "path"
+    num_rows, length = tokens.shape
+    cache = UnrollCache()
+    valid = (documents[:, 1:] == documents[:, :-1]) & (documents[:, 1:] >= 0)  # [B, T-1]
+    mask = masks.documents(torch.where(valid, documents[:, 1:], -1))  # [B, 1, T-1, T-1]
+    slot_positions = positions[:, 1:]  # [B, T-1]
+    h = drafter.encode(features[:, :-1])
+    h, readout = drafter.step(1, h, tokens[:, 1:], slot_positions, mask, cache)
+    states, readouts = [h], [readout]
+
+    # The slots whose goals at steps 2..depth are judged, moved to the front of each row; rows are padded with column 0.
+    same = torch.stack([_later(documents, d + 1) == documents[:, 1:] for d in range(1, depth)] or [valid])
+    wanted = torch.stack([_later(goals.long(), d + 1).bool() for d in range(1, depth)] or [valid]) & same  # [K-1, B, T-1]
+    wanted = wanted.any(0) & valid
+    num = max(1, int(wanted.sum(1).max()))
+    order = wanted.sort(dim=1, descending=True, stable=True).indices[:, :num]  # [B, S]
+    place = torch.zeros_like(valid, dtype=torch.long).scatter(1, order, torch.arange(num, device=order.device).expand_as(order))
+    mask = mask.gather(2, order[:, None, :, None].expand(-1, 1, -1, length - 1))  # [B, 1, S, T-1]
+    h = h.gather(1, order[..., None].expand(-1, -1, h.shape[-1]))
+    for d in range(2, depth + 1):
+        step_tokens = _later(tokens, d - 1).gather(1, order)  # [B, S]
+        h, readout = drafter.step(d, h, step_tokens, slot_positions.gather(1, order) + d - 1, mask, cache)
+        states.append(h)
+        readouts.append(readout)
+    return Unrolled(states, readouts, place, valid)
+
+
+def _later(values: Tensor, num: int) -> Tensor:
+    """values [B, T] -> [B, T-1]: what stands `num` after each slot; past the end, nothing (0, or -1 for documents)."""
+    shifted = values[:, 1 + num :]
+    fill = values.new_full((values.shape[0], values.shape[1] - 1 - shifted.shape[1]), 0)
+    return torch.cat([shifted, fill], dim=1)

@@ -1,0 +1,101 @@
+"""accelerate launch train.py head=eagle    trains a drafter; validation decodes. --help lists every option."""
+
+import os
+import sys
+from functools import partial
+from pathlib import Path
+
+import hydra
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+from rich.progress import track
+
+from specdec.evaluate import Prompt, measure, summarise
+from specdec.proposers.heads import HeadProposer
+from specdec.target import Target, load_tokenizer
+from specdec.tree import TreeShape
+from train import data, display
+from train.features import Cached, Online
+from train.objective import Objective
+from train.trainer import Settings, Trainer, parameter_groups, schedule
+
+
+def fit(config: DictConfig) -> None:
+    folder = Path("checkpoints") / config.run
+    display.check_folder(folder, resume=config.resume)
+    os.environ.setdefault("WANDB_MODE", "online" if display.wandb_logged_in() else "offline")
+    set_seed(config.train.seed)
+    accelerator = Accelerator(
+        mixed_precision={"bf16": "bf16", "fp32": "no"}[config.precision],
+        log_with=None if config.tracker == "none" else config.tracker,
+        project_dir=folder,
+    )
+    if accelerator.device.type == "cpu":  # the launcher sets one thread a process
+        torch.set_num_threads(config.threads or max(1, os.cpu_count() // accelerator.num_processes))
+    main = accelerator.is_main_process
+    console = Console(quiet=not main)
+    shape = TreeShape(**config.decode)
+
+    target = Target.load(config.target.name, dtype=config.target.dtype, revision=config.target.revision, device=accelerator.device)
+    tokenizer = load_tokenizer(config.target.name, revision=config.target.revision)
+    stop = data.stop_tokens(tokenizer, target.model.generation_config)
+    conversations = data.load_conversations(config.data.train, split=config.data.split, limit=config.data.limit)
+    packs = data.Packs([data.encode(tokenizer, row) for row in conversations], length=config.data.length)
+    prompts = [Prompt(row["id"], row["category"], data.encode_prompt(tokenizer, row["messages"]))
+               for row in data.spread(data.load_prompts(config.data.heldout), config.validation.num_prompts)]
+    vocab = data.frequent_tokens(packs, config.head.vocab_size, num_tokens=target.vocab_size)
+
+    drafter = instantiate(config.head.drafter, target, vocab=vocab).to(accelerator.device)
+    objective = Objective(drafter, **config.head.objective)
+    optimizer = torch.optim.AdamW(parameter_groups(drafter, config.optimizer.weight_decay), lr=config.optimizer.lr,
+                                  betas=tuple(config.optimizer.betas), fused=True)
+    scheduler = schedule(optimizer, steps=config.train.steps, warmup=config.optimizer.warmup, final=config.optimizer.final)
+    collate = lambda indices: data.collate([packs[i] for i in indices], length=config.data.length, pad_token=0)  # noqa: E731
+    display.start(console, config, target, drafter, packs, prompts, vocab)
+
+    if config.features.mode == "online":
+        features = Online(target, drafter.target_layers)
+    else:
+        features = Cached(target, drafter.target_layers, packs=packs, length=config.data.length, folder=Path(config.features.folder))
+        mine = features.missing(len(packs))[accelerator.process_index :: accelerator.num_processes]
+        if mine:
+            console.print(f"Caching features: {features.num_bytes / 1e9:.2f} GB in {config.features.folder}")
+        features.make(mine, collate, partial(track, description="features", console=console, disable=not main))
+        accelerator.wait_for_everyone()
+
+    def validate(frozen) -> dict:
+        rows = measure(target, HeadProposer(frozen, shape), frozen if shape.chain else None, prompts,
+                       temperature=config.validation.temperature, max_new_tokens=config.validation.max_new_tokens,
+                       stop=stop, seed=config.train.seed)
+        summary = summarise(rows, depth=shape.depth, temperature=config.validation.temperature)
+        display.validation(console, summary, shape)
+        return summary
+
+    trainer = Trainer(accelerator, objective, optimizer, scheduler, packs=packs, collate=collate, features=features,
+                      validate=validate, settings=Settings(**config.train), spec=OmegaConf.to_container(config.head.drafter),
+                      folder=folder)
+    if config.resume:
+        trainer.resume()
+    if main:
+        OmegaConf.save(config, folder / "config.yaml", resolve=True)
+    accelerator.init_trackers("specdec", OmegaConf.to_container(config, resolve=True), {"wandb": {"name": config.run}})
+    trainer.fit()
+    accelerator.end_training()
+    display.end(console, folder, trainer)
+    sys.exit(130 if trainer.interrupted else 0)
+
+
+@hydra.main(version_base="1.3", config_path="conf", config_name="train")
+def main(config: DictConfig) -> None:
+    try:
+        fit(config)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Training of drafters: conversations to batches, target outputs to losses, and the loop."""

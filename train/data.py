@@ -1,0 +1,388 @@
+r"""Conversations to `Batch`: reading, the chat template and its assistant mask, truncation, packing.
+
+The mask says which tokens the assistant wrote. It comes from the chat template alone: from its generation markers, or
+from rendering the conversation up to each assistant turn.
+
+    rendered   <user>Hi<end>\n<assistant>\nHello!<end>\n<user>Bye<end>\n<assistant>\nSee you!<end>\n
+    prompt 1   <user>Hi<end>\n<assistant>\n
+    prompt 2   <user>Hi<end>\n<assistant>\nHello!<end>\n<user>Bye<end>\n<assistant>\n
+    mask                                   ^^^^^^^^^^^                               ^^^^^^^^^^^^^
+
+A turn ends with the first special token after its content; the template's text behind that token is nobody's.
+"""
+
+import hashlib
+import itertools
+import json
+import re
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import datasets
+import jinja2
+import numpy
+import rich.text
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+FORMS = "a .jsonl file, a folder of .jsonl files, a folder made by datasets' save_to_disk, or the name of a dataset"
+ADVICE = "add {% generation %} markers around what the assistant writes to its chat_template.jinja"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One conversation. `mask` is True where the assistant wrote the token, its end-of-turn token included."""
+
+    id: str
+    category: str
+    tokens: list[int]
+    mask: list[bool]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Packed conversations."""
+
+    tokens: Tensor  # [B, T] int64
+    loss_mask: Tensor  # [B, T] bool, True where the token is supervised, never at the start of a document
+    documents: Tensor  # [B, T] int64, which packed document, -1 for padding
+    positions: Tensor  # [B, T] int64, position inside its own document, 0 for padding
+
+    def to(self, device: torch.device | str) -> "Batch":
+        return Batch(
+            tokens=self.tokens.to(device),
+            loss_mask=self.loss_mask.to(device),
+            documents=self.documents.to(device),
+            positions=self.positions.to(device),
+        )
+
+
+# Reading
+
+
+def read_lines(path: Path) -> Iterator[tuple[str, dict]]:
+    """Yields (place, row) for every line that is not blank."""
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path}:{number}: not valid JSON ({error}). Repair or remove the line.") from None
+            if type(row) is not dict:
+                raise ValueError(f"{path}:{number}: expected a JSON object, found {type(row).__name__}.")
+            yield f"{path}:{number}", row
+
+
+def read_dataset(source: str, split: str) -> Iterator[tuple[str, dict]]:
+    """Yields (place, row) of one split of a dataset that is in a folder or that `datasets.load_dataset` finds."""
+    if Path(source).is_dir():
+        data = datasets.load_from_disk(source)
+        if isinstance(data, datasets.DatasetDict):
+            if split not in data:
+                raise ValueError(f"{source} has no split {split!r}; it has: {', '.join(data)}.")
+            data = data[split]
+    else:
+        try:
+            data = datasets.load_dataset(source, split=split)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"Could not read {source!r}. Give {FORMS}. ({type(error).__name__}: {error})") from error
+    return ((f"{source} row {index}", row) for index, row in enumerate(data))
+
+
+def read_rows(source: str, split: str) -> Iterator[tuple[str, dict]]:
+    """Yields (place, row) of any of the forms that `source` may take."""
+    path = Path(source)
+    if path.is_file():
+        return read_lines(path)
+    if path.is_dir() and (files := sorted(path.glob("*.jsonl"))):
+        return itertools.chain.from_iterable(map(read_lines, files))
+    if path.is_dir() and not ((path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists()):
+        raise ValueError(f"The folder {source} holds neither .jsonl files nor a saved dataset. Give {FORMS}.")
+    if not path.exists() and path.suffix == ".jsonl":
+        raise ValueError(f"There is no file {source}. Give {FORMS}.")
+    return read_dataset(source, split)
+
+
+def named(row: dict, index: int) -> dict:
+    """The row with its `id` and `category`, by default its index and "all"."""
+    row_id, category = row.get("id"), row.get("category")
+    return {**row, "id": str(index if row_id is None else row_id), "category": "all" if category is None else category}
+
+
+def check_messages(row: dict, place: str) -> list[dict]:
+    messages = row.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f'{place}: no messages. A row needs "messages": [{{"role": ..., "content": ...}}, ...].')
+    parts = [message.get(key) for message in messages for key in ("role", "content")]
+    if not all(isinstance(part, str) for part in parts):
+        raise ValueError(f"{place}: every message needs a role and a content, both text.")
+    return messages
+
+
+def load_conversations(source: str, *, split: str = "train", limit: int | None = None) -> list[dict]:
+    """Reads rows with `messages`, and `id` and `category` filled in; other keys are kept.
+
+    `source` is a .jsonl file, a folder of them, a folder made by `save_to_disk`, or a name for `load_dataset`; `split`
+    concerns the last two. Raises ValueError, naming file and line, for a row that is no conversation.
+    """
+    conversations = []
+    for place, row in itertools.islice(read_rows(source, split), limit):
+        check_messages(row, place)
+        conversations.append(named(row, len(conversations)))
+    return conversations
+
+
+def load_prompts(source: str, *, limit: int | None = None) -> list[dict]:
+    """Reads rows {"id", "category", "messages"} that end where the assistant is to answer.
+
+    A row has a `prompt` (text), or `messages`, of which those before the last assistant message are taken.
+    """
+    prompts = []
+    for place, row in itertools.islice(read_rows(source, "train"), limit):
+        if isinstance(row.get("prompt"), str):
+            messages = [{"role": "user", "content": row["prompt"]}]
+        elif row.get("messages") is not None:
+            messages = check_messages(row, place)
+            answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+            messages = messages[: answers[-1]] if answers else messages
+        else:
+            raise ValueError(f'{place}: no prompt. A row needs "prompt": "..." or "messages": [...].')
+        if not messages:
+            raise ValueError(f"{place}: nothing comes before the assistant's message, so there is no prompt.")
+        row = named(row, len(prompts))
+        prompts.append({"id": row["id"], "category": row["category"], "messages": messages})
+    return prompts
+
+
+# The chat template
+
+
+def render(tokenizer: PreTrainedTokenizerBase, messages: list[dict], *, add_generation_prompt: bool) -> str:
+    if not tokenizer.chat_template:
+        raise ValueError(
+            f"The tokenizer of {tokenizer.name_or_path} has no chat template. Choose an instruct model as target, or "
+            "put a chat_template.jinja in the target's folder."
+        )
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+    except jinja2.TemplateError as error:
+        roles = ", ".join(message["role"] for message in messages)
+        raise ValueError(f"The chat template refuses a conversation with the roles {roles}: {error}") from error
+
+
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: list[dict]) -> list[int]:
+    """The tokens after which the target writes its answer."""
+    text = render(tokenizer, messages, add_generation_prompt=True)
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def find_content_end(text: str, content: str, start: int, stop: int) -> int:
+    """Where `content` ends in text[start:stop]; `start` if the template has rewritten it beyond recognition."""
+    for wanted in (content, content.strip()):
+        found = text.find(wanted, start, stop)
+        if found >= 0:
+            return found + len(wanted)
+    return start
+
+
+def find_turns(tokenizer: PreTrainedTokenizerBase, conversation: dict, text: str) -> list[tuple[int, int, int]]:
+    """(start, content end, stop) of every assistant turn in characters; it ends somewhere in content end .. stop."""
+    messages = conversation["messages"]
+    answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    if answers[0] == 0:
+        raise ValueError(f"Row {conversation['id']} begins with the assistant's turn. Put a user message before it.")
+    prompts = [render(tokenizer, messages[:index], add_generation_prompt=True) for index in answers]
+    if not all(text.startswith(prompt) for prompt in prompts):
+        raise ValueError(
+            f"Row {conversation['id']}: the chat template of {tokenizer.name_or_path} rewrites history (a rendered "
+            f"prompt is not the beginning of the rendered conversation), so what the assistant wrote cannot be told "
+            f"from it. To train on such conversations, {ADVICE}."
+        )
+    starts = [len(prompt) for prompt in prompts]
+    stops = starts[1:] + [len(text)]
+    contents = [messages[index]["content"] for index in answers]
+    ends = [find_content_end(text, *turn) for turn in zip(contents, starts, stops, strict=True)]
+    return list(zip(starts, ends, stops, strict=True))
+
+
+def find_special(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Ids of special tokens, including those that a tokenizer marks as special without naming them."""
+    added = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return added | set(tokenizer.all_special_ids)
+
+
+def derive_mask(
+    tokens: list[int], starts: list[int], turns: list[tuple[int, int, int]], special: set[int]
+) -> list[bool]:
+    """Mask of what begins inside a turn; `starts` are the tokens' first characters.
+
+    A turn ends with the first special token after its content, or with its content where none follows.
+    """
+    mask = [False] * len(tokens)
+    for start, content_end, stop in turns:
+        inside = [index for index, first in enumerate(starts) if start <= first < stop]
+        after = [index for index in inside if starts[index] >= content_end]
+        end = next((index + 1 for index in after if tokens[index] in special), after[0] if after else len(tokens))
+        for index in inside:
+            mask[index] = index < end
+    return mask
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, conversation: dict) -> Row:
+    """Tokens and assistant mask of a row of `load_conversations`; every assistant turn is supervised.
+
+    Of a row with `finish: "length"` nothing is kept after the last answer's content, because the target did not write
+    an end of turn there. Raises ValueError if nothing or everything would be supervised.
+    """
+    messages = conversation["messages"]
+    answers = [message["content"] for message in messages if message["role"] == "assistant"]
+    if not answers:
+        raise ValueError(f"Row {conversation['id']} has no assistant turn. Answer it first (scripts/answer.py).")
+    text = render(tokenizer, messages, add_generation_prompt=False)
+    encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    tokens = encoding["input_ids"]
+    starts = [first for first, _ in encoding["offset_mapping"]]
+    if MARKERS.search(tokenizer.get_chat_template()):
+        marked = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+        assert marked["input_ids"] == tokens
+        mask = [bool(value) for value in marked["assistant_masks"]]
+    else:
+        mask = derive_mask(tokens, starts, find_turns(tokenizer, conversation, text), find_special(tokenizer))
+    if conversation.get("finish") == "length" and True in mask:
+        last = len(mask) - 1 - mask[::-1].index(True)
+        first = last - [*mask[last::-1], False].index(False) + 1
+        content_end = find_content_end(text, answers[-1], starts[first], len(text))
+        num_kept = sum(start < content_end for start in starts)
+        tokens, mask = tokens[:num_kept], mask[:num_kept]
+    row = Row(id=conversation["id"], category=conversation["category"], tokens=tokens, mask=mask)
+    if all(mask) or not any(mask):
+        raise ValueError(
+            f"Row {row.id}: {'everything' if any(mask) else 'nothing'} would be supervised. Look at its messages; if "
+            f"they are right, {ADVICE}. The row: {show(tokenizer, row).markup[:1000]}"
+        )
+    return row
+
+
+def show(tokenizer: PreTrainedTokenizerBase, row: Row) -> rich.text.Text:
+    """The row's text with what is supervised in green."""
+    text = rich.text.Text()
+    for supervised, group in itertools.groupby(zip(row.mask, row.tokens, strict=True), key=lambda pair: pair[0]):
+        piece = tokenizer.decode([token for _, token in group], clean_up_tokenization_spaces=False)
+        text.append(piece, style="bold green" if supervised else "dim")
+    return text
+
+
+# Rows to batches
+
+
+def truncate(row: Row, max_length: int) -> Row | None:
+    """The row's first `max_length` tokens; None if none of them could be a goal."""
+    if not any(row.mask[1:max_length]):
+        return None
+    return Row(id=row.id, category=row.category, tokens=row.tokens[:max_length], mask=row.mask[:max_length])
+
+
+def truncate_all(rows: list[Row], max_length: int) -> tuple[list[Row], int, int]:
+    """What remains of the rows, how many were cut and how many skipped; says so in one warning."""
+    pairs = [(row, truncate(row, max_length)) for row in rows]
+    num_skipped = sum(kept is None for _, kept in pairs)
+    num_cut = sum(kept is not None and len(kept.tokens) < len(row.tokens) for row, kept in pairs)
+    if num_cut or num_skipped:
+        warnings.warn(
+            f"Of {len(rows)} rows, {num_cut} are cut at {max_length} tokens and {num_skipped} are skipped, because "
+            f"their prompt alone is that long. Raise the length to keep them.",
+            stacklevel=2,
+        )
+    return [kept for _, kept in pairs if kept is not None], num_cut, num_skipped
+
+
+def pack(rows: list[Row], length: int) -> list[list[Row]]:
+    """First fit: every row, in order, goes into the first pack that has room. Rows must not exceed `length`."""
+    free = numpy.full(len(rows), length)  # one per pack; no more packs than rows are ever opened
+    packs = [[] for _ in rows]
+    for row in rows:
+        assert len(row.tokens) <= length
+        index = int((free >= len(row.tokens)).argmax())
+        free[index] -= len(row.tokens)
+        packs[index].append(row)
+    return [rows for rows in packs if rows]
+
+
+def collate(packs: list[list[Row]], *, length: int, pad_token: int) -> Batch:
+    """Lays each pack's rows one after the other and pads to `length`."""
+    tokens = torch.full((len(packs), length), pad_token)  # [B, T]
+    loss_mask = torch.zeros_like(tokens, dtype=torch.bool)  # [B, T]
+    documents = torch.full_like(tokens, -1)  # [B, T]
+    positions = torch.zeros_like(tokens)  # [B, T]
+    for index, rows in enumerate(packs):
+        start = 0
+        for document, row in enumerate(rows):
+            place = slice(start, start + len(row.tokens))
+            tokens[index, place] = torch.tensor(row.tokens)
+            loss_mask[index, place] = torch.tensor(row.mask)
+            loss_mask[index, start] = False  # nothing precedes it in its document, so nothing can guess it
+            documents[index, place] = document
+            positions[index, place] = torch.arange(len(row.tokens))
+            start = place.stop
+    return Batch(tokens=tokens, loss_mask=loss_mask, documents=documents, positions=positions)
+
+
+class Packs(torch.utils.data.Dataset):
+    """Rows cut to `length` and packed; items are packs for `collate`.
+
+    `fingerprint` (16 hex digits) changes with any token, mask or boundary; `num_supervised` counts goals.
+    """
+
+    def __init__(self, rows: list[Row], *, length: int):
+        rows, self.num_cut, self.num_skipped = truncate_all(rows, length)
+        if not rows:
+            raise ValueError(f"No row has a supervised token among its first {length}. Raise the length or add data.")
+        self.packs = pack(rows, length)
+        self.num_supervised = sum(sum(row.mask[1:]) for row in rows)
+        digest = hashlib.sha256()
+        for rows_of_pack in self.packs:
+            for row in rows_of_pack:
+                digest.update(numpy.array([len(rows_of_pack), len(row.tokens), *row.tokens], dtype="<i8").tobytes())
+                digest.update(bytes(row.mask))
+        self.fingerprint = digest.hexdigest()[:16]
+
+    def __len__(self) -> int:
+        return len(self.packs)
+
+    def __getitem__(self, index: int) -> list[Row]:
+        return self.packs[index]
+
+
+# What a run derives from its data
+
+
+def frequent_tokens(packs: Packs, size: int | None, *, num_tokens: int) -> torch.Tensor | None:
+    """The `size` ids that are supervised most often, increasing, [W]; None if `size` is. Ties prefer low ids."""
+    if size is None or size >= num_tokens:
+        return None
+    counts = torch.zeros(num_tokens, dtype=torch.long)
+    for rows in packs.packs:
+        for row in rows:
+            supervised = torch.tensor(row.tokens)[torch.tensor(row.mask)]
+            counts += torch.bincount(supervised, minlength=num_tokens)
+    return counts.sort(descending=True, stable=True).indices[:size].sort().values
+
+
+def spread(rows: list[dict], num: int | None) -> list[dict]:
+    """`num` rows, evenly over the list, so that a list sorted by category keeps its mixture; all rows for None."""
+    if num is None or num >= len(rows):
+        return rows
+    return [rows[int((index + 0.5) * len(rows) / num)] for index in range(num)]
+
+
+def stop_tokens(tokenizer: PreTrainedTokenizerBase, generation_config) -> set[int]:
+    """Ids that end an answer: the tokenizer's and the model's."""
+    theirs = generation_config.eos_token_id
+    ids = theirs if isinstance(theirs, list) else [theirs]
+    return {int(token) for token in (tokenizer.eos_token_id, *ids) if token is not None}

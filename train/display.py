@@ -1,0 +1,66 @@
+"""What a run prints, and the checks of its folder."""
+
+import os
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from specdec.evaluate import TAU, verdict
+
+
+def check_folder(folder: Path, *, resume: bool) -> None:
+    """Raises ValueError rather than overwrite a run, finished or begun."""
+    if (folder / "finished").exists():
+        raise ValueError(f"{folder} holds a finished run ({(folder / 'finished').read_text().strip()} steps). Choose another "
+                         f"run=NAME, or delete the folder to repeat it.")
+    begun = (folder / "log.jsonl").exists() or (folder / "state").exists()
+    if begun and not resume:
+        raise ValueError(f"{folder} holds a run that has begun. Continue it with resume=true, choose another run=NAME, or "
+                         "delete the folder.")
+
+
+def wandb_logged_in() -> bool:
+    """Whether W&B could upload: an API key in the environment or in ~/.netrc."""
+    netrc = Path.home() / ".netrc"
+    return "WANDB_API_KEY" in os.environ or (netrc.exists() and "api.wandb.ai" in netrc.read_text())
+
+
+def start(console: Console, config, target, drafter, packs, prompts, vocab) -> None:
+    console.print(f"target   {target.name} ({sum(p.numel() for p in target.model.parameters()) / 1e6:.1f} M parameters, frozen, "
+                  f"{str(target.dtype).removeprefix('torch.')})")
+    console.print(f"drafter  {type(drafter).__name__}: {drafter.num_parameters() / 1e6:.2f} M trained parameters, reads hidden "
+                  f"states {list(drafter.target_layers)}, drafts from {drafter.vocab_size:,} of {target.vocab_size:,} tokens")
+    console.print(f"data     {len(packs)} packs of {config.data.length} tokens, {packs.num_supervised:,} supervised tokens; "
+                  f"{len(prompts)} held-out prompts")
+    console.print(f"tau      {TAU}")
+
+
+def validation(console: Console, summary: dict, shape) -> None:
+    """The table that every validation prints."""
+    table = Table(title=f"{shape}, temperature {summary['temperature']:g}, {summary['num_prompts']} held-out prompts",
+                  title_justify="left")
+    for name in ("figure", "value", "95 % over prompts"):
+        table.add_column(name, justify="left" if name == "figure" else "right")
+
+    def row(name: str, value: float, interval=None, digits: int = 2):
+        table.add_row(name, f"{value:.{digits}f}", "" if interval is None else f"{interval[0]:.{digits}f} .. {interval[1]:.{digits}f}")
+
+    if "replayed_tau" in summary:
+        row("tau replayed", summary["replayed_tau"], summary["replayed_tau_ci"])
+    row("tau decoded", summary["tau"], summary["tau_ci"])
+    row("tokens/s plain", summary["baseline_tokens_per_second"], digits=1)
+    row("tokens/s drafted", summary["tokens_per_second"], summary["tokens_per_second_ci"], digits=1)
+    row("speedup", summary["speedup"], summary["speedup_ci"])
+    for name in ("survival", "acceptance"):
+        table.add_row(f"{name} by depth", " ".join(f"{value:.2f}" for value in summary[name]), "")
+    table.add_row("ms a round", ", ".join(f"{name} {value:.1f}" for name, value in summary["ms_per_round"].items()), "")
+    console.print(table)
+    console.print(f"  {verdict(summary)}", highlight=False)
+
+
+def end(console: Console, folder: Path, trainer) -> None:
+    if trainer.best:
+        best = f"{folder}/step_{trainer.best['step']:06d}"
+        console.print(f"best {trainer.settings.best_by} {trainer.best['figure']:.3f}: {best}")
+        console.print(f"next: python scripts/generate.py checkpoint={best} prompt='...'", highlight=False)

@@ -1,0 +1,305 @@
+"""The training loop."""
+
+import dataclasses
+import functools
+import json
+import math
+import random
+import signal
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from rich.progress import BarColumn, Progress, TextColumn
+from torch import nn
+
+from specdec import checkpoint, replay
+from specdec.drafter import Drafter
+from train.data import Batch, Packs
+from train.features import Cached, Online
+from train.objective import Loss, Objective
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """conf/train.yaml, `train`; every unit is a step of the optimizer unless it says otherwise."""
+
+    steps: int
+    batch: int  # packs a process and micro-batch
+    accumulation: int  # micro-batches a step
+    max_grad_norm: float
+    log_every: int
+    validate_every: int
+    save_every: int
+    best_by: str  # the figure that chooses the best checkpoint: tau or speedup
+    seed: int
+
+
+class Trainer:
+    """Trains `objective` on `packs`; everything a run leaves behind is in `folder`.
+
+    The order of packs and every random number follow from (seed, step, process), so that a resumed run continues
+    exactly. validate(drafter) -> summary (specdec.evaluate.summarise) of the main process.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        objective: Objective,
+        optimizer: torch.optim.Optimizer,
+        scheduler: torch.optim.lr_scheduler.LRScheduler,
+        *,
+        packs: Packs,
+        collate: Callable[[list[int]], Batch],
+        features: Online | Cached,
+        validate: Callable[[Drafter], dict],
+        settings: Settings,
+        spec: dict,
+        folder: Path,
+    ):
+        self.accelerator, self.settings, self.spec, self.folder = accelerator, settings, spec, folder
+        self.drafter = objective.drafter
+        self.objective, self.optimizer = accelerator.prepare(objective, optimizer)
+        self.scheduler = scheduler
+        self.packs, self.collate, self.features, self.validate = packs, collate, features, validate
+        self.step = 0
+        self.best: dict = {}
+        self.interrupted = False
+
+    # What a step sees
+
+    def indices(self, step: int, micro: int) -> list[int]:
+        """Packs of this process for one micro-batch; each epoch is a permutation made from the seed."""
+        settings, world = self.settings, self.accelerator.num_processes
+        start = ((step * settings.accumulation + micro) * world + self.accelerator.process_index) * settings.batch
+        found = []
+        for position in range(start, start + settings.batch):
+            epoch, place = divmod(position, len(self.packs))
+            found.append(_permutation(len(self.packs), settings.seed + epoch)[place])
+        return found
+
+    def fit(self) -> None:
+        """Trains to the last step. Raises ValueError if the loss is not finite; returns early, saved, after Ctrl-C."""
+        settings, main = self.settings, self.accelerator.is_main_process
+        previous = signal.signal(signal.SIGINT, self._interrupt)
+        self.objective.train()
+        columns = (TextColumn("step {task.completed}/{task.total}"), BarColumn(), TextColumn("{task.description}"))
+        clock, tokens, begun, spent = time.perf_counter(), 0, self.step, 0.0
+        try:
+            with Progress(*columns, disable=not main, transient=True) as bar:
+                task = bar.add_task("", total=settings.steps, completed=self.step)
+                while self.step < settings.steps:
+                    figures = self._train_step()
+                    self.step += 1
+                    tokens += figures.pop("tokens")
+                    last = self.step == settings.steps
+                    elapsed = time.perf_counter() - clock
+                    rate = tokens / elapsed
+                    left = (settings.steps - self.step) * (spent + elapsed) / (self.step - begun)
+                    line = (f"loss {figures['loss']:.4f}  text tau {figures['tau']:.3f}  {rate:,.0f} tokens/s  "
+                            f"{_minutes(left)} left")
+                    bar.update(task, completed=self.step, description=line)
+                    if self.step % settings.log_every == 0 or self.step == begun + 1 or last:
+                        figures |= {"tokens_per_second": rate, "learning_rate": self.scheduler.get_last_lr()[0]}
+                        bar.console.print(f"step {self.step:>5}/{settings.steps}  {line}", highlight=False)
+                        self._record(figures)
+                    if self.step % settings.validate_every == 0 or last:
+                        spent += time.perf_counter() - clock
+                        bar.stop()
+                        self._validate()
+                        bar.start()
+                        clock, tokens = time.perf_counter(), 0
+                    stop = self._anyone(self.interrupted)
+                    if self.step % settings.save_every == 0 or last or stop:
+                        self.save_state()
+                    if stop and not last:
+                        if main:
+                            bar.console.print(f"Interrupted after step {self.step}; saved. Run the same command with "
+                                              "resume=true to continue.")
+                        return
+        finally:
+            signal.signal(signal.SIGINT, previous)
+        if main:
+            checkpoint.write_text(self.folder / "finished", f"{self.step}\n")
+
+    def _train_step(self) -> dict:
+        settings, accelerator = self.settings, self.accelerator
+        torch.manual_seed(settings.seed * 1_000_003 + self.step * 1009 + accelerator.process_index)
+        groups = [self.indices(self.step, micro) for micro in range(settings.accumulation)]
+        batches = [self.collate(group) for group in groups]
+        counts = torch.tensor([sum(int(batch.loss_mask.sum()) for batch in batches)], device=accelerator.device)
+        num_goals = int(accelerator.gather(counts).sum())
+        found = []
+        for number, (group, batch) in enumerate(zip(groups, batches)):
+            batch = batch.to(accelerator.device)
+            synchronise = number == settings.accumulation - 1 or accelerator.num_processes == 1
+            with nullcontext() if synchronise else accelerator.no_sync(self.objective):
+                loss: Loss = self.objective(batch, self.features(group, batch))
+                # Gradients are averaged over processes: divide by the goals of all of them, times their number.
+                accelerator.backward(loss.total * accelerator.num_processes / num_goals)
+            found.append(loss.total.detach())
+        total = float(accelerator.reduce(torch.stack(found).sum(), "sum")) / num_goals
+        if not math.isfinite(total):
+            rows = [row.id for group in groups for index in group for row in self.packs[index]]
+            raise ValueError(
+                f"The loss is {total} at step {self.step + 1} (rows {', '.join(rows[:6])}{', ...' if len(rows) > 6 else ''}). "
+                f"Nothing of this step was kept; the last good state is that of step {self._saved_step()}. Lower "
+                "optimizer.lr or train.max_grad_norm, or look at these rows, then use resume=true."
+            )
+        norm = accelerator.clip_grad_norm_(self.objective.parameters(), settings.max_grad_norm)
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+        seen = sum(int((batch.documents >= 0).sum()) for batch in batches) * accelerator.num_processes
+        return {"loss": total, "tau": text_tau(batches[-1], loss.matches), "grad_norm": float(norm), "tokens": seen}
+
+    # What a run leaves behind
+
+    def _validate(self) -> None:
+        """Decodes on the main process; saves a checkpoint, and notes whether it is the best."""
+        if self.accelerator.is_main_process:
+            dtype = self.drafter.target.dtype
+            frozen = type(self.drafter)(self.drafter.target, vocab=self.drafter.draft_to_target, **arguments(self.spec))
+            frozen.load_state_dict(self.drafter.state_dict())
+            summary = self.validate(frozen.to(device=self.accelerator.device, dtype=dtype).eval())
+            self._record({"validation": summary})
+            name = f"step_{self.step:06d}"
+            checkpoint.save(self.folder / name, self.drafter, self.spec, dtype=dtype,
+                            extra={"report.json": {"step": self.step, **summary}})
+            figure = summary[self.settings.best_by]
+            if not self.best or figure > self.best["figure"]:
+                self.best = {"figure": figure, "step": self.step}
+                checkpoint.write_text(self.folder / "best", name + "\n")
+        self.accelerator.wait_for_everyone()
+        self.objective.train()
+
+    def save_state(self) -> None:
+        """What resuming needs, as safetensors and JSON; the previous state goes only when the new one is whole."""
+        if self.accelerator.is_main_process:
+            optimizer = self.optimizer.state_dict()
+            moments = {f"{number}.{key}": torch.as_tensor(value) for number, state in optimizer["state"].items()
+                       for key, value in state.items()}
+            document = {"step": self.step, "best": self.best, "groups": optimizer["param_groups"],
+                        "scheduler": {k: v for k, v in self.scheduler.state_dict().items() if k != "lr_lambdas"},
+                        "data": self.packs.fingerprint, "processes": self.accelerator.num_processes,
+                        "settings": dataclasses.asdict(self.settings)}
+            goal = self.folder / "state" / f"step_{self.step:06d}"
+            checkpoint.write_folder(
+                goal,
+                tensors={"drafter.safetensors": self.drafter.state_dict(), "optimizer.safetensors": moments},
+                documents={"state.json": document},
+            )
+            for old in (self.folder / "state").iterdir():
+                if old != goal:
+                    checkpoint.remove(old)
+        self.accelerator.wait_for_everyone()
+
+    def _saved_step(self) -> int:
+        saved = sorted((self.folder / "state").glob("step_??????"))
+        return int(saved[-1].name.removeprefix("step_")) if saved else 0
+
+    def resume(self) -> None:
+        """Continues from the newest state. Raises ValueError if data, processes or settings differ from then."""
+        folder = self.folder / "state" / f"step_{self._saved_step():06d}"
+        if not folder.exists():
+            return
+        document = checkpoint.read_json(folder / "state.json")
+        now = {"data": self.packs.fingerprint, "processes": self.accelerator.num_processes,
+               "settings": dataclasses.asdict(self.settings)}
+        wrong = [key for key in now if document[key] != now[key]]
+        if wrong:
+            details = "; ".join(f"{key} was {document[key]}, is {now[key]}" for key in wrong)
+            raise ValueError(f"{self.folder} was begun with other {', '.join(wrong)}: {details}. Resume with the settings "
+                             "it was begun with, or start another run=NAME.")
+        self.drafter.load_state_dict(checkpoint.read_tensors(folder / "drafter.safetensors"))
+        moments = checkpoint.read_tensors(folder / "optimizer.safetensors")
+        state: dict[int, dict] = {}
+        for name, value in moments.items():
+            number, key = name.split(".", 1)
+            state.setdefault(int(number), {})[key] = value
+        self.optimizer.load_state_dict({"state": state, "param_groups": document["groups"]})
+        self.scheduler.load_state_dict(document["scheduler"])
+        self.step, self.best = document["step"], document["best"]
+        log = self.folder / "log.jsonl"
+        if log.exists() and self.accelerator.is_main_process:  # what came after the state is done again
+            kept = [line for line in log.read_text().splitlines() if line and json.loads(line)["step"] <= self.step]
+            log.write_text("".join(line + "\n" for line in kept))
+        self.accelerator.print(f"Resumed from step {self.step}.")
+
+    def _record(self, figures: dict) -> None:
+        if not self.accelerator.is_main_process:
+            return
+        with (self.folder / "log.jsonl").open("a") as log:
+            log.write(json.dumps({"step": self.step, **figures}) + "\n")
+        flat = {f"validation/{k}": v for k, v in figures["validation"].items() if isinstance(v, int | float)} if (
+            "validation" in figures) else {f"train/{k}": v for k, v in figures.items()}
+        self.accelerator.log(flat, step=self.step)
+
+    def _interrupt(self, *_) -> None:
+        if self.interrupted:
+            raise KeyboardInterrupt
+        self.interrupted = True
+        self.accelerator.print("Stopping after this step (again to stop at once, losing what came after the last save) ...")
+
+    def _anyone(self, flag: bool) -> bool:
+        return bool(self.accelerator.reduce(torch.tensor(float(flag), device=self.accelerator.device), "sum"))
+
+
+def text_tau(batch: Batch, matches: torch.Tensor) -> float:
+    """tau of a greedy chain over the batch's own text: a draft counts if it is the text's token. matches [K, B, T]"""
+    emitted, rounds = 0, 0.0
+    matches = matches.cpu()
+    for row in range(batch.tokens.shape[0]):
+        for start, stop in _answers(batch.loss_mask[row].cpu(), batch.documents[row].cpu()):
+            accept = torch.zeros(matches.shape[0], stop - start)
+            for d in range(1, matches.shape[0] + 1):
+                found = matches[d - 1, row, start + d : stop]
+                accept[d - 1, 1 : 1 + len(found)] = found
+            emitted += stop - start - 1
+            rounds += replay.rounds(accept)[0]
+    return emitted / rounds if rounds else float("nan")
+
+
+def _answers(mask: torch.Tensor, documents: torch.Tensor) -> list[tuple[int, int]]:
+    """Supervised stretches [start, stop) of one row of a batch."""
+    keys = torch.where(mask, documents, -1).tolist()
+    cuts = [i for i in range(len(keys)) if i == 0 or keys[i] != keys[i - 1]] + [len(keys)]
+    return [(a, b) for a, b in zip(cuts, cuts[1:]) if keys[a] >= 0]
+
+
+def arguments(spec: dict) -> dict:
+    """A drafter's own arguments in the configuration."""
+    return {key: value for key, value in spec.items() if key not in ("_target_", "vocab")}
+
+
+def schedule(optimizer: torch.optim.Optimizer, *, steps: int, warmup: int, final: float) -> torch.optim.lr_scheduler.LambdaLR:
+    """Linear warm-up, then a cosine down to `final` of the peak."""
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / (warmup + 1)
+        progress = (step - warmup) / max(1, steps - warmup)
+        return final + (1 - final) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+
+
+def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict]:
+    """Matrices decay, norms do not."""
+    trained = [p for p in module.parameters() if p.requires_grad]
+    return [{"params": [p for p in trained if p.dim() > 1], "weight_decay": weight_decay},
+            {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0}]
+
+
+@functools.lru_cache(maxsize=2)
+def _permutation(num: int, seed: int) -> list[int]:
+    order = list(range(num))
+    random.Random(seed).shuffle(order)
+    return order
+
+
+def _minutes(seconds: float) -> str:
+    return f"{seconds / 60:.0f} min" if seconds > 90 else f"{seconds:.0f} s"
