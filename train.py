@@ -2,7 +2,6 @@
 
 import os
 import sys
-from functools import partial
 from pathlib import Path
 
 import hydra
@@ -12,7 +11,6 @@ from accelerate.utils import set_seed
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
-from rich.progress import track
 
 from specdec.evaluate import Prompt, measure, summarise
 from specdec.proposers.heads import HeadProposer
@@ -24,7 +22,8 @@ from train.objective import Objective
 from train.trainer import Settings, Trainer, parameter_groups, schedule
 
 
-def fit(config: DictConfig) -> None:
+def fit(config: DictConfig) -> int:
+    """Trains as the configuration says; ValueError says what to change. -> the exit status"""
     folder = Path("checkpoints") / config.run
     display.check_folder(folder, resume=config.resume)
     os.environ.setdefault("WANDB_MODE", "online" if display.wandb_logged_in() else "offline")
@@ -61,10 +60,10 @@ def fit(config: DictConfig) -> None:
         features = Online(target, drafter.target_layers)
     else:
         features = Cached(target, drafter.target_layers, packs=packs, length=config.data.length, folder=Path(config.features.folder))
-        mine = features.missing(len(packs))[accelerator.process_index :: accelerator.num_processes]
-        if mine:
-            console.print(f"Caching features: {features.num_bytes / 1e9:.2f} GB in {config.features.folder}")
-        features.make(mine, collate, partial(track, description="features", console=console, disable=not main))
+        if features.num_missing:
+            console.print(f"features up to {features.num_bytes / 1e9:.2f} GB will be written to {config.features.folder} as they are needed")
+        if main:
+            features.open()
         accelerator.wait_for_everyone()
 
     def validate(frozen) -> dict:
@@ -78,23 +77,24 @@ def fit(config: DictConfig) -> None:
     trainer = Trainer(accelerator, objective, optimizer, scheduler, packs=packs, collate=collate, features=features,
                       validate=validate, settings=Settings(**config.train), spec=OmegaConf.to_container(config.head.drafter),
                       folder=folder)
-    if config.resume:
-        trainer.resume()
+    if not (config.resume and trainer.resume()):
+        trainer.solve(config.solve_packs)
     if main:
         OmegaConf.save(config, folder / "config.yaml", resolve=True)
     accelerator.init_trackers("specdec", OmegaConf.to_container(config, resolve=True), {"wandb": {"name": config.run}})
     trainer.fit()
     accelerator.end_training()
     display.end(console, folder, trainer)
-    sys.exit(130 if trainer.interrupted else 0)
+    return 130 if trainer.interrupted else 0
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
 def main(config: DictConfig) -> None:
     try:
-        fit(config)
+        status = fit(config)
     except ValueError as error:
-        sys.exit(f"error: {error}")
+        status = f"error: {error}"
+    sys.exit(status)
 
 
 if __name__ == "__main__":

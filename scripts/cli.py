@@ -1,7 +1,9 @@
-"""Options of a script, written key=value, from a small dataclass."""
+"""Options of a script, written key=value (or group.key=value), from a small dataclass."""
 
 import dataclasses
+import os
 import sys
+from collections.abc import Iterator
 from typing import TypeVar
 
 from omegaconf import OmegaConf
@@ -10,9 +12,18 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 Options = TypeVar("Options")
 
 
-def describe(field: dataclasses.Field) -> str:
+def flatten(dataclass_type: type, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field]]:
+    """(name, field) of every option; a field that is itself a dataclass is a group."""
+    for field in dataclasses.fields(dataclass_type):
+        if dataclasses.is_dataclass(field.type):
+            yield from flatten(field.type, f"{prefix}{field.name}.")
+        else:
+            yield prefix + field.name, field
+
+
+def describe(name: str, field: dataclasses.Field) -> str:
     default = "required" if field.default is dataclasses.MISSING else f"default {field.default}"
-    return f"  {field.name:<16} {field.metadata['help']} ({default})"
+    return f"  {name:<22} {field.metadata['help']} ({default})"
 
 
 def options(dataclass_type: type[Options], docstring: str) -> Options:
@@ -21,23 +32,43 @@ def options(dataclass_type: type[Options], docstring: str) -> Options:
     A field without default is required; its metadata {"help": ...} explains it in one line. A field of type str may
     hold a comma list. What cannot be understood ends the program with a sentence.
     """
-    fields = dataclasses.fields(dataclass_type)
-    known = ", ".join(field.name for field in fields)
+    fields = dict(flatten(dataclass_type))
+    known = ", ".join(fields)
     arguments = sys.argv[1:]
     if "-h" in arguments or "--help" in arguments:
-        print("\n".join([docstring.strip(), "", "Options, written key=value:", *map(describe, fields)]))
+        print("\n".join([docstring.strip(), "", "Options, written key=value:", *(describe(*item) for item in fields.items())]))
         raise SystemExit(0)
+    given = {}
     for argument in arguments:
-        key, equals, _ = argument.partition("=")
+        key, equals, value = argument.partition("=")
         if not equals:
             raise SystemExit(f"{argument!r} is not of the form key=value. Known options: {known}. See --help.")
-        if key not in {field.name for field in fields}:
+        if key not in fields:
             raise SystemExit(f"There is no option {key!r}. Known options: {known}. See --help.")
+        given[key] = value  # kept as written: a prompt may hold quotes, commas and equals signs
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(dataclass_type), OmegaConf.from_cli(arguments))
+        merged = OmegaConf.structured(dataclass_type)
+        for key, value in given.items():
+            nothing = value.lower() in ("null", "none") and "None" in str(fields[key].type)
+            OmegaConf.update(merged, key, None if nothing else value)
         return OmegaConf.to_object(merged)
     except MissingMandatoryValue:
-        missing = ", ".join(field.name for field in fields if OmegaConf.is_missing(merged, field.name))
+        missing = ", ".join(name for name in fields if OmegaConf.is_missing(merged, name))
         raise SystemExit(f"Give a value for: {missing}. See --help.") from None
     except OmegaConfBaseException as error:
         raise SystemExit(f"{error.full_key}: {str(error).splitlines()[0]}. See --help.") from None
+
+
+def run(main) -> None:
+    """Runs a script's main: what a user did wrong ends in one sentence, Ctrl-C without a traceback."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        main()
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from None
+    except BrokenPipeError:
+        os._exit(1)
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None

@@ -82,6 +82,7 @@ class Decoder:
             following[torch.arange(len(num), device=device), num - 1] = newest
             self.proposer.commit(following, features, num)
         left = [max_new_tokens] * len(prompts)
+        draws = verify.Draws(generator)
         emitted = self._cut([[token] for token in newest.tolist()], left)
         result.prefill_seconds += self._now() - clock
         yield Round(emitted, [0] * len(prompts))
@@ -104,7 +105,7 @@ class Decoder:
             if self.temperature == 0:
                 path, num_kept, newest = verify.greedy(tree, logits.argmax(-1))
             else:
-                path, num_kept, newest = verify.sample(tree, verify.probabilities(logits, self.temperature), generator)
+                path, num_kept, newest = verify.sample(tree, verify.probabilities(logits, self.temperature), draws)
             counts = num_kept.tolist()
             verified = self._now()
             most = max(counts)

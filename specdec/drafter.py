@@ -18,6 +18,7 @@ In decoding the newest committed token is the newest slot; its later tokens are 
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from typing import Literal
 
 import torch
@@ -87,6 +88,13 @@ class Drafter(nn.Module, ABC):
     @abstractmethod
     def logits(self, d: int, readout: Tensor) -> Tensor:
         """readout [..., R] of step d -> [..., W], over the draft vocabulary"""
+
+    def solve(self, slots: Iterable[tuple[Tensor, Tensor, Tensor]]) -> bool:
+        """Sets weights in closed form before training; a head that knows how overrides this. -> whether it did
+
+        slots: chunks of (tokens x_j [M], features f_(j-1) [M, F*D], the target's final state at j [M, D])
+        """
+        return False
 
     def to_target(self, tokens: Tensor) -> Tensor:
         """Draft ids -> target ids, any shape."""

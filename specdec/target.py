@@ -14,6 +14,9 @@ from transformers.cache_utils import DynamicLayer
 from specdec.cache import RowCache
 
 
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16, "float64": torch.float64}
+
+
 @dataclass(frozen=True)
 class TargetOutput:
     """What the target says at every position. Logits are `Target.logits(final)`, made for a few positions at a time."""
@@ -49,14 +52,14 @@ class Target:
         self._check_logits()
 
     @classmethod
-    def load(cls, name: str, *, dtype: str | torch.dtype = "bfloat16", device="cpu", revision: str | None = None) -> "Target":
+    def load(cls, name: str, *, dtype: str = "bfloat16", device="cpu", revision: str | None = None) -> "Target":
         """A folder, or a name on the Hugging Face Hub. Raises ValueError with what to do if it cannot be used."""
         config = _from_pretrained(AutoConfig, name, revision=revision)
         _check_supported(config.get_text_config(), name)
-        dtype = dtype if isinstance(dtype, torch.dtype) else {"bfloat16": torch.bfloat16, "float32": torch.float32,
-                                                             "float16": torch.float16, "float64": torch.float64}[dtype]
+        if dtype not in DTYPES:
+            raise ValueError(f"target.dtype={dtype} must be one of {', '.join(DTYPES)}.")
         # sdpa is required: under eager attention a boolean mask would be added instead of applied.
-        model = _from_pretrained(AutoModelForCausalLM, name, revision=revision, dtype=dtype, attn_implementation="sdpa")
+        model = _from_pretrained(AutoModelForCausalLM, name, revision=revision, dtype=DTYPES[dtype], attn_implementation="sdpa")
         return cls(model.to(device), name=name)
 
     @property

@@ -42,7 +42,22 @@ def greedy(tree: Tree, choices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return path, num_kept, choices[rows, last]
 
 
-def sample(tree: Tree, probs: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor, Tensor]:
+class Draws:
+    """Where `sample` gets its chances from; a test puts an enumeration in its place."""
+
+    def __init__(self, generator: torch.Generator | None):
+        self.generator = generator
+
+    def accept(self, chance: Tensor) -> bool:
+        """True with probability `chance`, a scalar (1 or more: always)."""
+        return bool(torch.rand((), generator=self.generator, device=chance.device, dtype=chance.dtype) < chance)
+
+    def token(self, law: Tensor) -> Tensor:
+        """One index drawn from law [V]."""
+        return torch.multinomial(law, 1, generator=self.generator)[0]
+
+
+def sample(tree: Tree, probs: Tensor, draws: Draws) -> tuple[Tensor, Tensor, Tensor]:
     """Temperature > 0. probs [B, N, V]: the target's law after each node -> path, num_kept, next_token as in `greedy`."""
     num_rows, num_nodes = tree.tokens.shape
     path = torch.zeros_like(tree.tokens)
@@ -50,29 +65,25 @@ def sample(tree: Tree, probs: Tensor, generator: torch.Generator | None) -> tupl
     tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
     for row in range(num_rows):
         last, kept = 0, 1
-        residual = probs[row, 0]  # [V]
-        child = 1
-        while child < num_nodes:
+        residual = probs[row, 0]  # [V] what the next token is drawn from if no child is accepted
+        for child in range(1, num_nodes):  # a node's descendants all come after it
             if parents[row][child] != last:
-                child += 1
                 continue
             token = tokens[row][child]
             law = None if tree.probs is None else tree.probs[row, child]  # [V]
-            draw = torch.rand((), generator=generator, device=probs.device, dtype=probs.dtype)
-            if draw * (1.0 if law is None else law[token]) < residual[token]:
+            if draws.accept(residual[token] if law is None else residual[token] / law[token]):
                 path[row, kept] = last = child
                 kept += 1
                 residual = probs[row, child]
             else:
-                residual = _refuse(residual, token, law)
-            child += 1  # a node's children and descendants all come after it
+                residual = refuse(residual, token, law)
         num_kept[row] = kept
-        next_token[row] = torch.multinomial(residual, 1, generator=generator)
+        next_token[row] = draws.token(residual)
     return path, num_kept, next_token
 
 
-def _refuse(residual: Tensor, token: int, law: Tensor | None) -> Tensor:
-    """norm(max(r - q, 0)); r itself where nothing is left but rounding."""
+def refuse(residual: Tensor, token: int, law: Tensor | None) -> Tensor:
+    """norm(max(r - q, 0)) [V]; r itself where nothing is left but rounding. law None: q is one-hot at `token`."""
     if law is None:
         rest = residual.clone()
         rest[token] = 0

@@ -60,6 +60,10 @@ class Batch:
             positions=self.positions.to(device),
         )
 
+    def select(self, places: list[int]) -> "Batch":
+        """Some of the batch's packs."""
+        return Batch(self.tokens[places], self.loss_mask[places], self.documents[places], self.positions[places])
+
 
 # Reading
 

@@ -33,7 +33,7 @@ def start(console: Console, config, target, drafter, packs, prompts, vocab) -> N
                   f"states {list(drafter.target_layers)}, drafts from {drafter.vocab_size:,} of {target.vocab_size:,} tokens")
     console.print(f"data     {len(packs)} packs of {config.data.length} tokens, {packs.num_supervised:,} supervised tokens; "
                   f"{len(prompts)} held-out prompts")
-    console.print(f"tau      {TAU}")
+    console.print(f"tau: {TAU}")
 
 
 def validation(console: Console, summary: dict, shape) -> None:

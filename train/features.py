@@ -1,8 +1,8 @@
 """What the target says of a batch: computed live (`Online`) or read from disk (`Cached`)."""
 
 import json
+import os
 import shutil
-from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import safetensors
@@ -10,6 +10,7 @@ import safetensors.torch
 import torch
 
 from specdec import masks
+from specdec.checkpoint import write_text
 from specdec.target import Target, TargetOutput
 from train.data import Batch, Packs
 
@@ -26,7 +27,7 @@ class Online:
 
 
 class Cached:
-    """Target outputs in a folder, one file a pack, made on first use; an interrupted making continues.
+    """Target outputs in a folder, one file a pack, made when a pack is first used and read from then on.
 
     Raises ValueError for a folder made by another target or data set or without these layers, or a disk too small.
     """
@@ -48,32 +49,38 @@ class Cached:
                     f"The cached features in {folder} were made with another {', '.join(wrong)}. Delete the folder, or "
                     "set features.folder to another one, or use features.mode=online."
                 )
+        self.num_missing = sum(not self._path(index).exists() for index in range(len(packs)))
 
-    def missing(self, num: int) -> list[int]:
-        return [index for index in range(num) if not self._path(index).exists()]
-
-    def make(self, indices: list[int], collate: Callable[[list[int]], Batch], progress: Callable[[Iterable], Iterable]) -> None:
-        """Writes the packs `indices`; the caller says the size first."""
-        free = shutil.disk_usage(self.folder.parent if self.folder.parent.exists() else ".").free
-        if free < 1.1 * self.num_bytes and indices:
+    def open(self) -> None:
+        """Makes the folder; the caller says the size first."""
+        existing = next(parent for parent in (self.folder, *self.folder.absolute().parents) if parent.exists())
+        free = shutil.disk_usage(existing).free
+        if self.num_missing and free < 1.1 * self.num_bytes:
             raise ValueError(f"Cached features need {self.num_bytes / 1e9:.1f} GB and {free / 1e9:.1f} GB are free: "
                              "use features.mode=online, less data, or another features.folder.")
-        self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / "about.json").write_text(json.dumps(self.about, indent=2) + "\n")
-        for index in progress(indices):
-            output = self.online([index], collate([index]).to(self.online.target.device))
-            parts = output.features[0].cpu().chunk(len(self.online.layers), dim=-1)
-            tensors = {str(layer): part.contiguous() for layer, part in zip(self.online.layers, parts)}
-            partial = self._path(index).with_suffix(".partial")
-            safetensors.torch.save_file(tensors, partial)
-            partial.rename(self._path(index))
+        if not (self.folder / "about.json").exists():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_text(self.folder / "about.json", json.dumps(self.about, indent=2) + "\n")
 
     def __call__(self, indices: list[int], batch: Batch) -> TargetOutput:
+        missing = [place for place, index in enumerate(indices) if not self._path(index).exists()]
+        if missing:
+            self._write([indices[place] for place in missing], batch.select(missing))
+
         def read(layer: int) -> torch.Tensor:
             return torch.stack([file.get_tensor(str(layer)) for file in files]).to(batch.tokens.device)  # [B, T, D]
 
         files = [safetensors.safe_open(self._path(index), framework="pt") for index in indices]
         return TargetOutput(torch.cat([read(layer) for layer in self.layers], dim=-1), read(self.num_layers))
+
+    def _write(self, indices: list[int], batch: Batch) -> None:
+        layers = self.online.layers
+        output = self.online(indices, batch)
+        for index, features in zip(indices, output.features.cpu()):
+            parts = zip(layers, features.chunk(len(layers), dim=-1))
+            partial = self._path(index).with_suffix(f".{os.getpid()}.partial")
+            safetensors.torch.save_file({str(layer): part.contiguous() for layer, part in parts}, partial)
+            partial.replace(self._path(index))
 
     def _path(self, index: int) -> Path:
         return self.folder / f"pack_{index:06d}.safetensors"

@@ -88,3 +88,10 @@ class Objective(nn.Module):
                 total = total + self.shares[d - 1] * weight * (LOSSES[name](judged) * exists).sum()
             hits.append((drafter.to_target(logits.argmax(-1)) == tokens) & exists)
         return total, torch.stack(hits)
+
+
+def slots(batch: Batch, output: TargetOutput) -> tuple[Tensor, Tensor, Tensor]:
+    """Every slot of a batch for `Drafter.solve`: tokens x_j [M], features f_(j-1) [M, F*D], final states at j [M, D]"""
+    documents = batch.documents
+    valid = (documents[:, 1:] == documents[:, :-1]) & (documents[:, 1:] >= 0)  # [B, T-1]
+    return batch.tokens[:, 1:][valid], output.features[:, :-1][valid], output.final[:, 1:][valid]

@@ -20,7 +20,7 @@ from specdec import checkpoint, replay
 from specdec.drafter import Drafter
 from train.data import Batch, Packs
 from train.features import Cached, Online
-from train.objective import Loss, Objective
+from train.objective import Loss, Objective, slots
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +80,19 @@ class Trainer:
             epoch, place = divmod(position, len(self.packs))
             found.append(_permutation(len(self.packs), settings.seed + epoch)[place])
         return found
+
+    def solve(self, num_packs: int) -> None:
+        """Closed-form weights from the packs that training sees first, for a head that has them."""
+        first = [self.indices(step, 0) for step in range(num_packs // self.settings.batch)]
+        device = self.accelerator.device
+
+        def read():
+            for group in first:
+                batch = self.collate(group).to(device)
+                yield slots(batch, self.features(group, batch))
+
+        if num_packs and self.drafter.solve(read()):
+            self.accelerator.print(f"closed-form start from {len(first) * self.settings.batch} packs")
 
     def fit(self) -> None:
         """Trains to the last step. Raises ValueError if the loss is not finite; returns early, saved, after Ctrl-C."""
@@ -201,11 +214,11 @@ class Trainer:
         saved = sorted((self.folder / "state").glob("step_??????"))
         return int(saved[-1].name.removeprefix("step_")) if saved else 0
 
-    def resume(self) -> None:
-        """Continues from the newest state. Raises ValueError if data, processes or settings differ from then."""
+    def resume(self) -> bool:
+        """Continues from the newest state, if there is one (-> True). Raises ValueError if data, processes or settings differ from then."""
         folder = self.folder / "state" / f"step_{self._saved_step():06d}"
         if not folder.exists():
-            return
+            return False
         document = checkpoint.read_json(folder / "state.json")
         now = {"data": self.packs.fingerprint, "processes": self.accelerator.num_processes,
                "settings": dataclasses.asdict(self.settings)}
@@ -228,6 +241,7 @@ class Trainer:
             kept = [line for line in log.read_text().splitlines() if line and json.loads(line)["step"] <= self.step]
             log.write_text("".join(line + "\n" for line in kept))
         self.accelerator.print(f"Resumed from step {self.step}.")
+        return True
 
     def _record(self, figures: dict) -> None:
         if not self.accelerator.is_main_process:

@@ -1,0 +1,43 @@
+# make demo: train a head and see what it is worth.  make test: the tests.  Both set up what they need.
+PYTHON ?= python3
+BIN := .venv/bin
+TARGET := targets/smollm2-135m
+# Threads that wait by spinning slow each other down badly when the machine has other work.
+export OMP_WAIT_POLICY ?= PASSIVE
+
+.PHONY: help setup demo test lint
+
+help:
+	@echo "make setup   virtual environment in .venv, and the default target (once, a few minutes)"
+	@echo "make demo    train head=eagle on the CPU, validated by decoding; then the shipped head"
+	@echo "make test    the tests"
+	@echo "make lint    ruff and mypy"
+
+setup: .venv/ready $(TARGET)/config.json
+
+.venv/ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Python 3.11 or later is needed; name one: make PYTHON=python3.12 ..."; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet torch==2.13.0
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch .venv/ready
+
+$(TARGET)/config.json: | .venv/ready
+	$(BIN)/python scripts/get_target.py --out $(TARGET)
+
+demo: setup
+	@if [ -e checkpoints/demo/finished ]; then \
+	  echo "checkpoints/demo is trained; delete it to train again."; \
+	else \
+	  $(BIN)/accelerate launch --quiet --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
+	    train.py run=demo resume=true; \
+	fi
+	@echo; echo "== The head that ships, trained longer =="
+	$(BIN)/python scripts/generate.py checkpoint=checkpoints/shipped/eagle3 prompt="Why do we have seasons?"
+
+test: setup
+	$(BIN)/python -m pytest -q
+
+lint: setup
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy

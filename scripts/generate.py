@@ -1,0 +1,73 @@
+"""python scripts/generate.py checkpoint=DIR prompt="Why is the sky blue?"
+
+Streams an answer; green tokens were drafted and accepted, the others are the target's own. Then answers again without
+drafting, and says how the two compare.
+"""
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import rich.console
+import torch
+
+from scripts import common
+from scripts.cli import options, run
+from specdec.decode import Decoder, Generation
+from specdec.proposers.heads import HeadProposer
+from train import data
+
+
+@dataclass(frozen=True)
+class Generate:
+    checkpoint: str = field(metadata={"help": "a step's folder, or a run's folder for its best step"})
+    prompt: str = field(metadata={"help": "what the user says"})
+    max_new_tokens: int = field(default=128, metadata={"help": "the answer ends here at the latest"})
+    seed: int = field(default=0, metadata={"help": "of sampling"})
+    compare: bool = field(default=True, metadata={"help": "answer again without drafting, and compare"})
+    target: common.TargetOptions = field(default_factory=common.TargetOptions)
+    decode: common.DecodeOptions = field(default_factory=common.DecodeOptions)
+
+
+def main() -> None:
+    chosen = options(Generate, __doc__)
+    console = rich.console.Console()
+    temperature = chosen.decode.temperatures()[0]
+    loaded = common.load(chosen.checkpoint, chosen.target)
+    prompt = data.encode_prompt(loaded.tokenizer, [{"role": "user", "content": chosen.prompt}])
+    drafting = Decoder(loaded.target, HeadProposer(loaded.drafter, chosen.decode.shape()), temperature=temperature, stop=loaded.stop)
+    plain = Decoder(loaded.target, None, temperature=temperature, stop=loaded.stop)
+    for decoder in (drafting, plain):
+        decoder.generate([prompt], 4)  # a warm-up
+
+    result = Generation([[]], [[]])
+    shown = ""
+    for emitted in drafting.stream([prompt], chosen.max_new_tokens, generator=_generator(loaded, chosen.seed), result=result):
+        for place, token in enumerate(emitted.tokens[0]):
+            result.tokens[0].append(token)
+            text = loaded.tokenizer.decode([t for t in result.tokens[0] if t not in loaded.stop])
+            if text.endswith("\ufffd"):  # half a character: wait for the rest of its bytes
+                continue
+            console.print(text[len(shown) :], end="", style="green" if place < emitted.accepted[0] else "", markup=False, highlight=False)
+            shown = text
+    console.print("\n")
+    rounds = len(result.accepted[0])
+    if rounds:
+        console.print(f"{len(result.tokens[0])} tokens in {rounds} rounds: tau {(len(result.tokens[0]) - 1) / rounds:.2f}, "
+                      f"{(len(result.tokens[0]) - 1) / result.seconds:.1f} tokens/s ({chosen.decode.shape()}, temperature {temperature:g})")
+    if chosen.compare:
+        again = plain.generate([prompt], chosen.max_new_tokens, generator=_generator(loaded, chosen.seed))
+        if rounds and again.seconds:
+            rate = (len(again.tokens[0]) - 1) / again.seconds
+            console.print(f"without drafting {rate:.1f} tokens/s: speedup {(len(result.tokens[0]) - 1) / result.seconds / rate:.2f}"
+                          + (f"; the same answer: {again.tokens == result.tokens}" if temperature == 0 else ""))
+
+
+def _generator(loaded: common.Loaded, seed: int) -> torch.Generator:
+    return torch.Generator(loaded.target.device).manual_seed(seed)
+
+
+if __name__ == "__main__":
+    run(main)

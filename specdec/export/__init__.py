@@ -1,0 +1,1 @@
+"""Serving layouts: one file each."""

@@ -1,0 +1,128 @@
+"""Random tiny targets and drafters in float64, and the slow way to what a drafter says in decoding."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from specdec.proposers.heads import HeadProposer
+from specdec.target import Target
+from specdec.tree import Tree, TreeShape
+
+torch.set_num_threads(1)
+
+HEADS_FOLDER = Path(__file__).resolve().parents[1] / "conf" / "head"
+HEADS = sorted(path.stem for path in HEADS_FOLDER.glob("*.yaml"))
+# name, reduced vocabulary or not, arguments
+VARIANTS = [(head, reduced, {}) for head in HEADS for reduced in (False, True)]
+VARIANTS += [("eagle3", False, {"norm_features": True, "norm_output": True})]
+NAMES = [f"{head}{'-reduced' * reduced}{'-norms' * bool(arguments)}" for head, reduced, arguments in VARIANTS]
+
+
+def make_target(vocab_size: int, *, num_layers: int = 8) -> Target:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=num_layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=vocab_size,
+        max_position_embeddings=512,
+        initializer_range=0.4,  # logits that are not flat
+        attn_implementation="sdpa",
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return Target(LlamaForCausalLM(config).double(), name="tiny")
+
+
+def load_head(head: str):
+    return OmegaConf.load(HEADS_FOLDER / f"{head}.yaml")
+
+
+def make_drafter(target: Target, head: str, reduced: bool = False, arguments: dict | None = None):
+    """Every parameter is random, norms too. Reduced: two thirds of the vocabulary."""
+    torch.manual_seed(1)
+    vocab = torch.randperm(target.vocab_size)[: target.vocab_size * 2 // 3].sort().values if reduced else None
+    drafter = instantiate({**load_head(head).drafter, **(arguments or {})}, target, vocab=vocab).double().eval()
+    for parameter in drafter.parameters():
+        noise = torch.randn_like(parameter)
+        parameter.data = noise / parameter.shape[1] ** 0.5 if parameter.dim() == 2 else 1 + 0.3 * noise
+    return drafter
+
+
+@pytest.fixture(scope="session")
+def target() -> Target:
+    return make_target(61)
+
+
+@pytest.fixture(scope="session")
+def small_target() -> Target:
+    """So few tokens that a random drafter is often right."""
+    return make_target(6)
+
+
+@pytest.fixture(scope="session", params=HEADS)
+def drafter(request, target):
+    return make_drafter(target, request.param)
+
+
+@pytest.fixture(scope="session", params=VARIANTS, ids=NAMES)
+def any_drafter(request, target):
+    return make_drafter(target, *request.param)
+
+
+@pytest.fixture(scope="session", params=VARIANTS, ids=NAMES)
+def small_drafter(request, small_target):
+    return make_drafter(small_target, *request.param)
+
+
+def chain_of(depth: int) -> TreeShape:
+    return TreeShape(depth=depth, width=1, nodes=depth)
+
+
+def random_tokens(seed: int, num: int, vocab_size: int) -> list[int]:
+    return torch.randint(vocab_size, (num,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def random_tree(generator: torch.Generator, num_nodes: int, vocab_size: int) -> Tree:
+    """One row; parents at random, tokens of siblings distinct."""
+
+    def pick(num: int) -> int:
+        return int(torch.randint(num, (), generator=generator))
+
+    tokens, parents = [pick(vocab_size)], [-1]
+    while len(tokens) < num_nodes:
+        parent, token = pick(len(tokens)), pick(vocab_size)
+        if (parent, token) not in list(zip(parents, tokens)):
+            parents.append(parent)
+            tokens.append(token)
+    return Tree(torch.tensor([tokens]), torch.tensor([parents]), None)
+
+
+@torch.no_grad()
+def follow(drafter, tokens, features, slot: int, depth: int, parts: tuple[int, ...] = ()):
+    """What decoding says at one slot: true features up to there, then steps along the given tokens.
+
+    tokens [T], features [T, F*D]; parts: slots committed by the rounds before, each of which drafted on its own
+    -> states [H] and logits [W] of steps 1..depth
+    """
+    proposer = HeadProposer(drafter, chain_of(depth))
+    proposer.begin(tokens[None], torch.tensor([len(tokens)]))
+    first = 0
+    for last in (*parts, slot):
+        proposer.commit(tokens[None, first + 1 : last + 1], features[None, first:last], torch.tensor([last - first]))
+        first = last
+        if last != slot:
+            proposer.propose(0.0, None)
+    state, readout = proposer._absorb()
+    state, states, logits = state[:, -1:], [state[0, -1]], [drafter.logits(1, readout[0, -1])]
+    for d in range(2, depth + 1):
+        state, said = proposer._step(d, state, tokens[None, [slot + d - 1]], torch.ones(1, 1, d - 1).bool())
+        states.append(state[0, 0])
+        logits.append(said[0, 0])
+    return states, logits

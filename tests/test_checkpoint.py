@@ -1,0 +1,117 @@
+"""A drafter's folder: whole or not there, for its own target only, and never a way to run a stranger's code."""
+
+import json
+import os
+
+import pytest
+import torch
+
+from specdec import checkpoint
+from specdec.export import safetensors as plain_export
+from specdec.heads.eagle import Eagle3
+
+VOCAB = torch.arange(0, 60, 3)
+SPEC = {"_target_": "specdec.heads.eagle.Eagle3", "target_layers": [1, 2, 4], "norm_output": True}
+
+
+@pytest.fixture
+def saved(target, tmp_path):
+    torch.manual_seed(0)
+    drafter = Eagle3(target, vocab=VOCAB, target_layers=[1, 2, 4], norm_output=True).double()
+    checkpoint.save(tmp_path / "step_000001", drafter, SPEC)
+    return tmp_path / "step_000001", drafter
+
+
+def test_load_gives_the_same_drafter(saved, target):
+    folder, drafter = saved
+    loaded = checkpoint.load(folder, target)
+    assert loaded.norm_output and loaded.target_layers == (1, 2, 4)
+    assert loaded.state_dict().keys() == drafter.state_dict().keys()
+    for name, value in drafter.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], value), name
+    assert torch.equal(loaded.target_to_draft, drafter.target_to_draft)
+
+
+def test_only_the_drafters_own_tensors_are_saved(saved, target):
+    names = checkpoint.read_tensors(saved[0] / "drafter.safetensors")
+    theirs = {value.data_ptr() for value in target.model.state_dict().values()}
+    assert not any("embed" in name for name in names)
+    assert not any(parameter.data_ptr() in theirs for parameter in saved[1].parameters())
+
+
+def test_a_run_folder_stands_for_its_best_step(saved, target):
+    folder, _ = saved
+    (folder.parent / "best").write_text("step_000001\n")
+    assert checkpoint.resolve(folder.parent) == folder == checkpoint.resolve(folder.parent / "best")
+
+
+def test_export_is_read_back_with_both_vocabulary_maps(saved, target, tmp_path):
+    folder, _ = saved
+    tensors = plain_export.export(checkpoint.load(folder, target), folder, tmp_path / "out", dtype=torch.float32)
+    assert torch.equal(tensors["d2t"] + torch.arange(len(VOCAB)), VOCAB)
+    assert torch.equal(tensors["t2d"].nonzero()[:, 0], VOCAB)
+    with pytest.raises(ValueError, match="exists"):
+        plain_export.export(checkpoint.load(folder, target), folder, tmp_path / "out", dtype=torch.float32)
+
+
+def test_a_truncated_file_is_refused(saved, target):
+    path = saved[0] / "drafter.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ValueError, match="truncated"):
+        checkpoint.load(saved[0], target)
+
+
+def test_another_target_is_refused(saved, target):
+    weight = target.model.get_input_embeddings().weight
+    with torch.no_grad():
+        weight += 1
+    try:
+        with pytest.raises(ValueError, match="fingerprint"):
+            checkpoint.load(saved[0], target)
+    finally:
+        with torch.no_grad():
+            weight -= 1
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["os.system", "specdec.heads.eagle.torch", "specdec.heads.eagle.Drafter", "specdec.heads.os.system", "Eagle3",
+     "specdec.heads.nothing.Eagle3", "specdec.heads.eagle.Eagle3.load", "specdec.checkpoint.load", "specdec.heads..eagle.X"],
+)  # fmt: skip
+def test_only_drafters_can_be_named(saved, target, path):
+    document = json.loads((saved[0] / "drafter.json").read_text())
+    (saved[0] / "drafter.json").write_text(json.dumps(document | {"_target_": path}))
+    with pytest.raises(ValueError, match="not a drafter"):
+        checkpoint.load(saved[0], target)
+
+
+@pytest.mark.parametrize("change", [{"layers": 3}, {"target_layers": [1, 2, 5]}, {"norm_features": True}])
+def test_arguments_that_do_not_fit_are_refused(saved, target, change):
+    document = json.loads((saved[0] / "drafter.json").read_text())
+    (saved[0] / "drafter.json").write_text(json.dumps(document | change))
+    if change == {"target_layers": [1, 2, 5]}:  # it fits, and says what it is
+        assert checkpoint.load(saved[0], target).target_layers == (1, 2, 5)
+    else:
+        with pytest.raises(ValueError, match="do not fit"):
+            checkpoint.load(saved[0], target)
+
+
+def test_a_full_disk_leaves_what_was_there(saved, monkeypatch):
+    folder, drafter = saved
+    before = (folder / "drafter.safetensors").read_bytes()
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(ValueError, match="Free some disk space"):
+        checkpoint.save(folder, drafter, SPEC)
+    assert (folder / "drafter.safetensors").read_bytes() == before
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+
+
+def test_no_load_path_unpickles():
+    sources = [path.read_text() for path in (checkpoint.Path(checkpoint.__file__).parents[1]).glob("**/[!.]*.py")
+               if {".venv", "tests"}.isdisjoint(path.parts)]  # fmt: skip
+    assert len(sources) > 20
+    assert not any(word in source for source in sources for word in ("torch.load", "pickle", "load_state("))

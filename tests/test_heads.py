@@ -1,0 +1,207 @@
+"""Every head: what it learns with is what it decodes with."""
+
+import itertools
+
+import pytest
+import torch
+from conftest import chain_of, follow, random_tokens
+
+from specdec import masks
+from specdec.cache import UnrollCache
+from specdec.proposers.heads import HeadProposer
+from specdec.unroll import unroll
+
+LENGTH = 13
+
+
+def depth_of(drafter) -> int:
+    return min(5, drafter.depth or 5)
+
+
+@pytest.fixture(scope="module")
+def text(any_drafter):
+    """tokens [T], the features this drafter reads [T, F*D]"""
+    target = any_drafter.target
+    tokens = torch.tensor(random_tokens(0, LENGTH, target.vocab_size))
+    return tokens, target.read(tokens[None], any_drafter.target_layers).features[0]
+
+
+@torch.no_grad()
+def unroll_row(drafter, tokens, features, *, goals=None, documents=None, positions=None):
+    """The unroll over one row; by default one document, every token a goal."""
+    num = len(tokens)
+    return unroll(
+        drafter,
+        tokens[None],
+        features[None],
+        documents=torch.zeros(1, num, dtype=torch.long) if documents is None else documents[None],
+        positions=torch.arange(num)[None] if positions is None else positions[None],
+        goals=torch.ones(1, num, dtype=torch.bool) if goals is None else goals[None],
+        depth=depth_of(drafter),
+    )
+
+
+def at_goals(unrolled, values, d: int, goals: list[int]):
+    """values of step d [M, .] and whether they exist [M], for goals of row 0"""
+    return unrolled.at(values, d, torch.zeros(len(goals), dtype=torch.long), torch.tensor(goals))
+
+
+@pytest.mark.parametrize("slot, parts", [(1, ()), (2, (1,)), (4, ()), (7, (4, 6)), (8, (2, 3))])
+def test_unroll_equals_decoding(any_drafter, text, slot, parts):
+    depth = depth_of(any_drafter)
+    unrolled = unroll_row(any_drafter, *text)
+    states, logits = follow(any_drafter, *text, slot, depth, parts)
+    for d in range(1, depth + 1):
+        readout, exists = at_goals(unrolled, unrolled.readouts, d, [slot + d])
+        state, _ = at_goals(unrolled, unrolled.states, d, [slot + d])
+        assert exists.all()
+        torch.testing.assert_close(any_drafter.logits(d, readout)[0], logits[d - 1], atol=1e-10, rtol=0)
+        torch.testing.assert_close(state[0], states[d - 1], atol=1e-10, rtol=0)
+
+
+def test_slots_that_do_not_exist(any_drafter, text):
+    """Slot 0 has no feature, so token d is not guessed at step d."""
+    unrolled = unroll_row(any_drafter, *text)
+    for d in range(1, depth_of(any_drafter) + 1):
+        _, exists = at_goals(unrolled, unrolled.readouts, d, list(range(1, LENGTH)))
+        assert exists.tolist() == [goal - d >= 1 for goal in range(1, LENGTH)]
+
+
+@pytest.mark.parametrize("sizes", [(7, 6), (2, 8), (9, 1, 3)])
+def test_packed_documents(any_drafter, text, sizes):
+    """Documents in one row, and padding, give what each gives alone."""
+    tokens, _ = text
+    parts = tokens.split([*sizes, LENGTH - sum(sizes)])[: len(sizes)]
+    features = [any_drafter.target.read(part[None], any_drafter.target_layers).features[0] for part in parts]
+    padding = 4
+    packed = unroll_row(
+        any_drafter,
+        torch.cat([*parts, torch.zeros(padding, dtype=torch.long)]),
+        torch.cat([*features, torch.randn(padding, features[0].shape[1]).double()]),
+        documents=torch.tensor([document for document, num in enumerate(sizes) for _ in range(num)] + [-1] * padding),
+        positions=torch.cat([*map(torch.arange, sizes), torch.zeros(padding, dtype=torch.long)]),
+        goals=torch.tensor([place > 0 for num in sizes for place in range(num)] + [False] * padding),
+    )
+    start = 0
+    for part, feature in zip(parts, features):
+        alone = unroll_row(any_drafter, part, feature) if len(part) > 1 else None
+        for d, goal in itertools.product(range(1, depth_of(any_drafter) + 1), range(1, len(part))):
+            found, exists = at_goals(packed, packed.readouts, d, [start + goal])
+            assert exists[0] == (goal - d >= 1), f"step {d}, token {goal} of the document that starts at {start}"
+            if exists[0]:
+                wanted, _ = at_goals(alone, alone.readouts, d, [goal])
+                torch.testing.assert_close(found, wanted, atol=1e-10, rtol=0)
+        start += len(part)
+
+
+def test_rows_of_a_batch(any_drafter, text):
+    """Rows whose goals differ in number and place give what each gives alone."""
+    tokens, features = text
+    goals = torch.zeros(2, LENGTH, dtype=torch.bool)
+    goals[0, [3, 4, 12]] = True
+    goals[1, [9]] = True
+    depth = depth_of(any_drafter)
+    with torch.no_grad():
+        both = unroll(
+            any_drafter,
+            torch.stack([tokens, tokens.flip(0)]),
+            torch.stack([features, features.flip(0)]),
+            documents=torch.zeros_like(goals, dtype=torch.long),
+            positions=torch.arange(LENGTH).expand(2, -1),
+            goals=goals,
+            depth=depth,
+        )
+    for row, alone in enumerate(
+        [unroll_row(any_drafter, *text), unroll_row(any_drafter, tokens.flip(0), features.flip(0))]
+    ):
+        for d, goal in itertools.product(range(1, depth + 1), goals[row].nonzero().flatten().tolist()):
+            found, exists = both.at(both.readouts, d, torch.tensor([row]), torch.tensor([goal]))
+            wanted, wanted_exists = at_goals(alone, alone.readouts, d, [goal])
+            assert exists == wanted_exists
+            if exists:
+                torch.testing.assert_close(found, wanted, atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("some", [[1], [12], [6, 7], [2, 5, 11]])
+def test_sparse_goals(any_drafter, text, some):
+    """Later steps run on few slots and say there what they say when they run on all."""
+    sparse = unroll_row(any_drafter, *text, goals=torch.isin(torch.arange(LENGTH), torch.tensor(some)))
+    full = unroll_row(any_drafter, *text)
+    for d in range(1, depth_of(any_drafter) + 1):
+        assert sparse.readouts[d - 1].shape[1] <= (LENGTH - 1 if d == 1 else len(some) * (depth_of(any_drafter) - 1))
+        found, exists = at_goals(sparse, sparse.readouts, d, some)
+        wanted, wanted_exists = at_goals(full, full.readouts, d, some)
+        assert torch.equal(exists, wanted_exists)
+        torch.testing.assert_close(found[exists], wanted[exists], atol=1e-10, rtol=0)
+
+
+def readouts_by_slot(drafter, tokens, features) -> dict[tuple[int, int], torch.Tensor]:
+    """{(d, slot): readout} of all slots whose step d has a goal"""
+    unrolled = unroll_row(drafter, tokens, features)
+    pairs = [(d, slot) for d in range(1, depth_of(drafter) + 1) for slot in range(1, LENGTH - d)]
+    return {(d, slot): at_goals(unrolled, unrolled.readouts, d, [slot + d])[0] for d, slot in pairs}
+
+
+def test_what_a_step_depends_on(any_drafter, text):
+    """Perturb every input in turn: step d of slot j reads tokens 1..j+d-1 and features 0..j-1 and nothing else."""
+    assert any_drafter.attends == "path"
+    tokens, features = text
+    base = readouts_by_slot(any_drafter, tokens, features)
+    for place in range(LENGTH):
+        others = tokens.clone()
+        others[place] = (others[place] + 1) % any_drafter.target.vocab_size
+        by_token = readouts_by_slot(any_drafter, others, features)
+        moved = features.clone()
+        moved[place] += torch.linspace(-1, 1, moved.shape[1], dtype=moved.dtype)
+        by_feature = readouts_by_slot(any_drafter, tokens, moved)
+        for (d, slot), readout in base.items():
+            changed = not torch.equal(by_token[d, slot], readout)
+            assert changed == (1 <= place <= slot + d - 1), f"token {place}, step {d} of slot {slot}"
+            changed = not torch.equal(by_feature[d, slot], readout)
+            assert changed == (place <= slot - 1), f"feature {place}, step {d} of slot {slot}"
+
+
+def test_unroll_attention_against_a_dense_mask():
+    """[S, T + (d-1)*S] keys: those of step 1, then those of steps 2..d, of which a slot sees its own."""
+    torch.manual_seed(0)
+    rows, heads, kv_heads, size, width = 2, 4, 2, 7, 6
+    index = torch.tensor([[0, 0, 0, 1, 1, 1, -1], [0, 0, 0, 0, 0, 0, 0]])
+    mask = masks.documents(index)  # [B, 1, T, T]
+    some = torch.tensor([1, 2, 5])  # the slots of later steps
+    cache, keys, values, seen = UnrollCache(), [], [], []
+    for d in range(1, 5):
+        slots = torch.arange(size) if d == 1 else some
+        query = torch.randn(rows, heads, len(slots), width, dtype=torch.float64)
+        key, value = torch.randn(2, rows, kv_heads, len(slots), width, dtype=torch.float64)
+        found = cache.attend(3, query, key, value, mask[:, :, slots])
+        keys.append(key)
+        values.append(value)
+        own = torch.eye(len(some), dtype=torch.bool).expand(rows, 1, -1, -1)
+        seen = torch.cat([mask[:, :, slots], *[own] * (d - 1)], dim=-1)  # [B, 1, S, T + (d-1)*S]
+        every_key, every_value = (torch.cat(x, dim=2).repeat_interleave(heads // kv_heads, 1) for x in (keys, values))
+        scores = (query @ every_key.transpose(2, 3) / width**0.5).masked_fill(~seen, float("-inf"))
+        torch.testing.assert_close(found, scores.softmax(-1) @ every_value, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("accepted", [[0, 0], [2, 2], [4, 4], [0, 4], [3, 1]])
+def test_cache_after_a_round(any_drafter, accepted):
+    """Its lengths are the committed slots; refused drafts leave no trace in what is drafted next."""
+    target, layers = any_drafter.target, any_drafter.target_layers
+    texts = torch.tensor([random_tokens(row, 16, target.vocab_size) for row in range(2)])  # [B, T]
+    features = target.read(texts, layers).features
+    prompts = torch.tensor([6, 3])
+    proposer = HeadProposer(any_drafter, chain_of(4))
+    proposer.begin(texts[:, :6], prompts)
+    proposer.commit(texts[:, 1:7], features[:, :6], prompts)
+    proposer.propose(0.0, None)
+    assert torch.equal(proposer.cache.lengths, prompts) and proposer.cache.pending == 0
+    num = torch.tensor(accepted) + 1
+    new = prompts[:, None] + torch.arange(int(num.max()))  # [B, P] positions whose features are new
+    proposer.commit(texts.gather(1, new + 1), features[torch.arange(2)[:, None], new], num)
+    again = proposer.propose(0.0, None)
+    assert torch.equal(proposer.cache.lengths, prompts + num) and proposer.cache.pending == 0
+    for row, length in enumerate((prompts + num).tolist()):
+        fresh = HeadProposer(any_drafter, chain_of(4))
+        fresh.begin(texts[row : row + 1, :length], torch.tensor([length]))
+        fresh.commit(texts[row : row + 1, 1 : length + 1], features[row : row + 1, :length], torch.tensor([length]))
+        assert torch.equal(fresh.propose(0.0, None).tokens[0], again.tokens[row])

@@ -1,0 +1,192 @@
+"""The command itself on a tiny target: every head, resuming, two processes, and what a user can do wrong."""
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from specdec import checkpoint
+from specdec.target import Target
+from train import losses
+from train.trainer import Trainer
+
+ROOT = Path(__file__).resolve().parents[1]
+HEADS = sorted(path.stem for path in (ROOT / "conf" / "head").glob("*.yaml"))
+ANSWERS = [f"{number} is followed by {number + 1}, then by {number + 2}." for number in range(12)]
+
+# `import train` is the package: the command beside it is loaded by its path.
+spec = importlib.util.spec_from_file_location("train_command", ROOT / "train.py")
+command = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(command)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny target with the real tokenizer, conversations and prompts."""
+    folder = tmp_path_factory.mktemp("train")
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "targets" / "smollm2-135m")
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=8,
+                         num_attention_heads=4, num_key_value_heads=2, head_dim=8, eos_token_id=2)  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder / "target")
+    tokenizer.save_pretrained(folder / "target")
+    rows = [{"id": f"row-{n}", "messages": [{"role": "user", "content": f"Count from {n}."},
+                                            {"role": "assistant", "content": answer}]} for n, answer in enumerate(ANSWERS)]  # fmt: skip
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "prompts.jsonl").write_text('{"prompt": "Count from 3."}\n{"prompt": "Count on."}\n')
+    return folder
+
+
+def overrides(folder, run, *more):
+    return [f"run={run}", f"target.name={folder}/target", "target.dtype=float32", f"data.train={folder}/train.jsonl",
+            f"data.heldout={folder}/prompts.jsonl", "data.length=64", "precision=fp32", "features.mode=online", "threads=1",
+            "validation.max_new_tokens=4", "train.steps=4", "train.validate_every=4", "train.save_every=2", "train.log_every=1",
+            "optimizer.lr=1e-3", "optimizer.warmup=1", "head.vocab_size=500", *more]  # fmt: skip
+
+
+@pytest.fixture
+def fit(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def run(name, *more):
+        with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+            config = compose("train", overrides=overrides(folder, name, *more))
+        (tmp_path / "checkpoints" / name).mkdir(parents=True, exist_ok=True)
+        return command.fit(config)
+
+    return run
+
+
+def losses_of(run):
+    lines = [json.loads(line) for line in (Path("checkpoints") / run / "log.jsonl").read_text().splitlines()]
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_every_head_trains_and_its_checkpoint_loads(fit, folder, head):
+    before = Target.load(f"{folder}/target", dtype="float32").fingerprint()
+    assert fit(head, f"head={head}") == 0
+    target = Target.load(f"{folder}/target", dtype="float32")
+    drafter = checkpoint.load(f"checkpoints/{head}", target)
+    assert target.fingerprint() == before and drafter.vocab_size == 500
+    report = json.loads(Path(f"checkpoints/{head}/step_000004/report.json").read_text())
+    assert report["tau"] >= 1 and report["replayed_tau"] == pytest.approx(report["tau"], abs=1e-9)
+
+
+@pytest.mark.parametrize("mode", ["online", "cached"])
+def test_a_run_that_died_continues_with_the_same_losses(fit, monkeypatch, mode):
+    fit("whole", f"features.mode={mode}")
+    step = Trainer._train_step
+
+    def dies(self):
+        if self.step == 3:
+            raise KeyError("power cut")
+        return step(self)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyError):
+        patch.setattr(Trainer, "_train_step", dies)
+        fit("died", f"features.mode={mode}")
+    assert fit("died", f"features.mode={mode}", "resume=true") == 0
+    assert losses_of("died") == losses_of("whole") and len(losses_of("whole")) == 4
+    whole, died = (checkpoint.read_tensors(Path(f"checkpoints/{run}/step_000004/drafter.safetensors")) for run in ("whole", "died"))
+    assert all(torch.equal(whole[name], died[name]) for name in whole)
+
+
+def test_cached_features_train_like_online_ones(fit):
+    fit("live", "features.mode=online")
+    fit("disk", "features.mode=cached", "features.folder=cache")
+    assert losses_of("live") == losses_of("disk")
+
+
+def test_a_cache_of_other_data_or_layers_is_refused(fit, folder):
+    fit("first", "features.mode=cached", "features.folder=cache", "head=eagle")
+    with pytest.raises(ValueError, match="another layers"):
+        fit("layers", "features.mode=cached", "features.folder=cache", "head=eagle3")
+    with pytest.raises(ValueError, match="another data"):
+        fit("data", "features.mode=cached", "features.folder=cache", "data.limit=7")
+
+
+def test_a_loss_that_is_not_finite_stops_and_names_step_and_rows(fit, monkeypatch):
+    from train import objective
+
+    calls = []
+
+    def kl(judged):
+        calls.append(0)
+        return losses.kl(judged) * (float("nan") if len(calls) > 2 * 1 else 1)
+
+    monkeypatch.setitem(objective.LOSSES, "kl", kl)
+    with pytest.raises(ValueError, match=r"nan at step 3 \(rows row-.*last good state is that of step 2"):
+        fit("nan", "head.objective.losses={kl: 1.0}", "head.objective.depth=1")
+    assert checkpoint.read_json(Path("checkpoints/nan/state/step_000002/state.json"))["step"] == 2
+
+
+def test_runs_are_never_overwritten(fit):
+    fit("mine")
+    with pytest.raises(ValueError, match="finished run"):
+        fit("mine", "resume=true")
+    (Path("checkpoints/mine/finished")).unlink()
+    with pytest.raises(ValueError, match="resume=true"):
+        fit("mine")
+    with pytest.raises(ValueError, match="batch"):
+        fit("mine", "resume=true", "train.batch=2")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("target.name=./nowhere", "does not exist"),
+        ("data.train=nowhere.jsonl", "There is no file"),
+        ("head.objective.losses={klx: 1.0}", "known:"),
+        ("target.dtype=bf16", "must be one of"),
+        ("decode.nodes=2", "cannot hold a path"),
+    ],
+)
+def test_mistakes_are_answered_with_a_sentence(fit, override, message):
+    with pytest.raises(ValueError, match=message):
+        fit("wrong", override)
+
+
+def launch(folder, cwd, run, *more, processes=1):
+    arguments = [sys.executable, "-m", "accelerate.commands.launch", "-q", "--cpu", "--num_processes", str(processes),
+                 "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0",
+                 str(ROOT / "train.py"), *overrides(folder, run, *more)]  # fmt: skip
+    return subprocess.Popen(arguments, cwd=cwd, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                            env={**os.environ, "PYTHONPATH": str(ROOT)})  # fmt: skip
+
+
+def test_two_processes_train_like_one_that_accumulates(folder, tmp_path, fit):
+    pair = launch(folder, tmp_path, "two", "head.objective.noise=0", "head.objective.losses={kl: 1.0}", processes=2)
+    printed = pair.communicate(timeout=300)[0]
+    assert pair.returncode == 0, printed
+    fit("one", "train.accumulation=2", "head.objective.noise=0", "head.objective.losses={kl: 1.0}")
+    assert losses_of("two") == pytest.approx(losses_of("one"), rel=1e-5)
+    tensors = [checkpoint.read_tensors(Path(f"checkpoints/{run}/step_000004/drafter.safetensors")) for run in ("two", "one")]
+    for name, value in tensors[0].items():
+        torch.testing.assert_close(value, tensors[1][name], rtol=1e-3, atol=1e-5, msg=name)
+
+
+def test_ctrl_c_saves_and_says_how_to_go_on(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    more = ("train.steps=100000", "train.validate_every=100000", "train.save_every=100000")
+    run = launch(folder, tmp_path, "stopped", *more)
+    printed = ""
+    for line in run.stdout:
+        printed += line
+        if line.startswith("step ") and " 3/" in line:
+            os.killpg(run.pid, signal.SIGINT)  # what a terminal does
+            break
+    printed += run.communicate(timeout=120)[0]
+    assert "resume=true" in printed, printed
+    saved = list(Path("checkpoints/stopped/state").iterdir())
+    assert len(saved) == 1 and checkpoint.read_json(saved[0] / "state.json")["step"] >= 3
+
+
