@@ -39,44 +39,75 @@ def fit(config: DictConfig) -> int:
     console = Console(quiet=not main)
     shape = TreeShape(**config.decode)
 
-    target = Target.load(config.target.name, dtype=config.target.dtype, revision=config.target.revision, device=accelerator.device)
+    target = Target.load(
+        config.target.name, dtype=config.target.dtype, revision=config.target.revision, device=accelerator.device
+    )
     tokenizer = load_tokenizer(config.target.name, revision=config.target.revision)
     stop = data.stop_tokens(tokenizer, target.model.generation_config)
     conversations = data.load_conversations(config.data.train, split=config.data.split, limit=config.data.limit)
     packs = data.Packs([data.encode(tokenizer, row) for row in conversations], length=config.data.length)
-    prompts = [Prompt(row["id"], row["category"], data.encode_prompt(tokenizer, row["messages"]))
-               for row in data.spread(data.load_prompts(config.data.heldout), config.validation.num_prompts)]
+    prompts = [
+        Prompt(row["id"], row["category"], data.encode_prompt(tokenizer, row["messages"]))
+        for row in data.spread(data.load_prompts(config.data.heldout), config.validation.num_prompts)
+    ]
     vocab = data.frequent_tokens(packs, config.head.vocab_size, num_tokens=target.vocab_size)
 
     drafter = instantiate(config.head.drafter, target, vocab=vocab).to(accelerator.device)
     objective = Objective(drafter, **config.head.objective)
-    optimizer = torch.optim.AdamW(parameter_groups(drafter, config.optimizer.weight_decay), lr=config.optimizer.lr,
-                                  betas=tuple(config.optimizer.betas), fused=True)
-    scheduler = schedule(optimizer, steps=config.train.steps, warmup=config.optimizer.warmup, final=config.optimizer.final)
-    collate = lambda indices: data.collate([packs[i] for i in indices], length=config.data.length, pad_token=0)  # noqa: E731
+    optimizer = torch.optim.AdamW(
+        parameter_groups(drafter, config.optimizer.weight_decay),
+        lr=config.optimizer.lr,
+        betas=tuple(config.optimizer.betas),
+        fused=True,
+    )
+    scheduler = schedule(
+        optimizer, steps=config.train.steps, warmup=config.optimizer.warmup, final=config.optimizer.final
+    )
+    collate = lambda indices: data.collate([packs[i] for i in indices], length=config.data.length, pad_token=0)
     display.start(console, config, target, drafter, packs, prompts, vocab)
 
     if config.features.mode == "online":
         features = Online(target, drafter.target_layers)
     else:
-        features = Cached(target, drafter.target_layers, packs=packs, length=config.data.length, folder=Path(config.features.folder))
+        features = Cached(
+            target, drafter.target_layers, packs=packs, length=config.data.length, folder=Path(config.features.folder)
+        )
         if features.num_missing:
-            console.print(f"features up to {features.num_bytes / 1e9:.2f} GB will be written to {config.features.folder} as they are needed")
+            console.print(
+                f"features up to {features.num_bytes / 1e9:.2f} GB will be written to {config.features.folder} as they are needed"
+            )
         if main:
             features.open()
         accelerator.wait_for_everyone()
 
     def validate(frozen) -> dict:
-        rows = measure(target, HeadProposer(frozen, shape), frozen if shape.chain else None, prompts,
-                       temperature=config.validation.temperature, max_new_tokens=config.validation.max_new_tokens,
-                       stop=stop, seed=config.train.seed)
+        rows = measure(
+            target,
+            HeadProposer(frozen, shape),
+            frozen if shape.chain else None,
+            prompts,
+            temperature=config.validation.temperature,
+            max_new_tokens=config.validation.max_new_tokens,
+            stop=stop,
+            seed=config.train.seed,
+        )
         summary = summarise(rows, depth=shape.depth, temperature=config.validation.temperature)
         display.validation(console, summary, shape)
         return summary
 
-    trainer = Trainer(accelerator, objective, optimizer, scheduler, packs=packs, collate=collate, features=features,
-                      validate=validate, settings=Settings(**config.train), spec=OmegaConf.to_container(config.head.drafter),
-                      folder=folder)
+    trainer = Trainer(
+        accelerator,
+        objective,
+        optimizer,
+        scheduler,
+        packs=packs,
+        collate=collate,
+        features=features,
+        validate=validate,
+        settings=Settings(**config.train),
+        spec=OmegaConf.to_container(config.head.drafter),
+        folder=folder,
+    )
     if not (config.resume and trainer.resume()):
         trainer.solve(config.solve_packs)
     if main:

@@ -18,11 +18,12 @@ import rich.console
 import rich.progress
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scripts.cli import options
+from specdec.target import Target, load_tokenizer
 from train.data import encode_prompt, load_prompts
 
 SECONDS_BETWEEN_LINES = 30  # of progress, where there is no terminal to draw a bar on
@@ -185,9 +186,7 @@ class Rate(rich.progress.ProgressColumn):
 def run(chosen: Answer, console: rich.console.Console) -> None:
     out = Path(chosen.out)
     temperatures = parse_temperatures(chosen.temperature)
-    if chosen.dtype not in {"bfloat16", "float16", "float32"}:
-        raise ValueError(f"dtype={chosen.dtype} is not one of bfloat16, float16, float32.")
-    tokenizer = AutoTokenizer.from_pretrained(chosen.target)
+    tokenizer = load_tokenizer(chosen.target)
     jobs = list_jobs(tokenizer, load_prompts(chosen.prompts, limit=chosen.limit), temperatures)
     if len({job.id for job in jobs}) < len(jobs):
         raise ValueError(f"Two prompts of {chosen.prompts} have the same id. Make the ids unique.")
@@ -208,7 +207,8 @@ def run(chosen: Answer, console: rich.console.Console) -> None:
         return
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = AutoModelForCausalLM.from_pretrained(chosen.target, dtype=chosen.dtype).to(device).eval()
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1))
+    model = Target.load(chosen.target, dtype=chosen.dtype, device=device).model
     model.generation_config = plain_generation(model, tokenizer.eos_token_id)
 
     columns = [*rich.progress.Progress.get_default_columns()[:2], rich.progress.MofNCompleteColumn(), Rate()]

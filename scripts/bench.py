@@ -46,12 +46,19 @@ def main() -> None:
     chosen = options(Bench, __doc__)
     console = rich.console.Console()
     loaded = common.load(chosen.checkpoint, chosen.target)
-    prompts = [data.encode_prompt(loaded.tokenizer, row["messages"])
-               for row in data.spread(data.load_prompts(chosen.prompts), chosen.limit)]
+    prompts = [
+        data.encode_prompt(loaded.tokenizer, row["messages"])
+        for row in data.spread(data.load_prompts(chosen.prompts), chosen.limit)
+    ]
     shapes = [TreeShape(int(depth), 1, int(depth)) for depth in chosen.chain.split(",")]
     shapes += [TreeShape(*map(int, tree.split("x"))) for tree in chosen.tree.split(",") if tree]
-    ways: dict[str, Callable[[list[int]], int]] = {"transformers generate": lambda prompt: theirs(loaded, prompt, chosen.max_new_tokens)}
-    for name, proposer in {"plain": None, **{str(shape): HeadProposer(loaded.drafter, shape) for shape in shapes}}.items():
+    ways: dict[str, Callable[[list[int]], int]] = {
+        "transformers generate": lambda prompt: theirs(loaded, prompt, chosen.max_new_tokens)
+    }
+    for name, proposer in {
+        "plain": None,
+        **{str(shape): HeadProposer(loaded.drafter, shape) for shape in shapes},
+    }.items():
         decoder = Decoder(loaded.target, proposer, temperature=0, stop=loaded.stop)
         ways[name] = lambda prompt, decoder=decoder: len(decoder.generate([prompt], chosen.max_new_tokens).tokens[0])
     for way in ways.values():
@@ -63,14 +70,23 @@ def main() -> None:
             start = time.perf_counter()
             num_tokens = ways[name](prompt)
             rates[name].append(num_tokens / (time.perf_counter() - start))
-    table = rich.table.Table(title=f"{loaded.target.name}, {chosen.target.dtype}, {loaded.target.device}, {torch.get_num_threads()} threads; "
-                             f"{len(prompts)} prompts x {chosen.repeats}", title_justify="left")
+    table = rich.table.Table(
+        title=f"{loaded.target.name}, {chosen.target.dtype}, {loaded.target.device}, {torch.get_num_threads()} threads; "
+        f"{len(prompts)} prompts x {chosen.repeats}",
+        title_justify="left",
+    )
     for name in ("way", "tokens/s, median", "ratio to generate", "ratio to plain"):
         table.add_column(name, justify="left" if name == "way" else "right")
     figures = {}
     for name, values in rates.items():
-        ratios = [statistics.median(a / b for a, b in zip(values, rates[base])) for base in ("transformers generate", "plain")]
-        figures[name] = {"tokens_per_second": statistics.median(values), "to_generate": ratios[0], "to_plain": ratios[1]}
+        ratios = [
+            statistics.median(a / b for a, b in zip(values, rates[base])) for base in ("transformers generate", "plain")
+        ]
+        figures[name] = {
+            "tokens_per_second": statistics.median(values),
+            "to_generate": ratios[0],
+            "to_plain": ratios[1],
+        }
         table.add_row(name, f"{statistics.median(values):.1f}", *(f"{ratio:.2f}" for ratio in ratios))
     console.print(table)
     if chosen.out:
@@ -79,8 +95,13 @@ def main() -> None:
 
 def theirs(loaded: common.Loaded, prompt: list[int], max_new_tokens: int) -> int:
     tokens = torch.tensor([prompt], device=loaded.target.device)
-    answer = loaded.target.model.generate(tokens, attention_mask=torch.ones_like(tokens), do_sample=False,
-                                          max_new_tokens=max_new_tokens, eos_token_id=sorted(loaded.stop))
+    answer = loaded.target.model.generate(
+        tokens,
+        attention_mask=torch.ones_like(tokens),
+        do_sample=False,
+        max_new_tokens=max_new_tokens,
+        eos_token_id=sorted(loaded.stop),
+    )
     return answer.shape[1] - len(prompt)
 
 

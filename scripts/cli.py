@@ -36,7 +36,11 @@ def options(dataclass_type: type[Options], docstring: str) -> Options:
     known = ", ".join(fields)
     arguments = sys.argv[1:]
     if "-h" in arguments or "--help" in arguments:
-        print("\n".join([docstring.strip(), "", "Options, written key=value:", *(describe(*item) for item in fields.items())]))
+        print(
+            "\n".join(
+                [docstring.strip(), "", "Options, written key=value:", *(describe(*item) for item in fields.items())]
+            )
+        )
         raise SystemExit(0)
     given = {}
     for argument in arguments:
@@ -48,6 +52,8 @@ def options(dataclass_type: type[Options], docstring: str) -> Options:
         given[key] = value  # kept as written: a prompt may hold quotes, commas and equals signs
     try:
         merged = OmegaConf.structured(dataclass_type)
+        for group in {name.rpartition(".")[0] for name in fields}:  # a frozen dataclass becomes a read-only group
+            OmegaConf.set_readonly(OmegaConf.select(merged, group) if group else merged, False)
         for key, value in given.items():
             nothing = value.lower() in ("null", "none") and "None" in str(fields[key].type)
             OmegaConf.update(merged, key, None if nothing else value)

@@ -16,7 +16,9 @@ from train import data
 
 @dataclass(frozen=True)
 class TargetOptions:
-    name: str | None = field(default=None, metadata={"help": "folder or Hub name of the target; null: the checkpoint's"})
+    name: str | None = field(
+        default=None, metadata={"help": "folder or Hub name of the target; null: the checkpoint's"}
+    )
     dtype: str = field(default="bfloat16", metadata={"help": "bfloat16, float32, float16 or float64"})
     device: str | None = field(default=None, metadata={"help": "cpu or cuda; null: cuda if there is one"})
 
@@ -26,7 +28,9 @@ class DecodeOptions:
     temperature: str = field(default="0", metadata={"help": "0 is greedy; a comma list measures each"})
     depth: int = field(default=4, metadata={"help": "drafts along a path"})
     width: int = field(default=1, metadata={"help": "nodes widened at each depth (EAGLE-2's tree); 1 is a chain"})
-    nodes: int | None = field(default=None, metadata={"help": "drafts in a tree; null: depth for a chain, else depth x width"})
+    nodes: int | None = field(
+        default=None, metadata={"help": "drafts in a tree; null: depth for a chain, else depth x width"}
+    )
 
     def shape(self) -> TreeShape:
         return TreeShape(self.depth, self.width, self.nodes or self.depth * self.width)
@@ -58,4 +62,10 @@ def load(folder: str, options: TargetOptions) -> Loaded:
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     target = Target.load(name, dtype=options.dtype, device=device)
     tokenizer = load_tokenizer(name)
-    return Loaded(path, target, tokenizer, checkpoint.load(path, target), data.stop_tokens(tokenizer, target.model.generation_config))
+    return Loaded(
+        path,
+        target,
+        tokenizer,
+        checkpoint.load(path, target),
+        data.stop_tokens(tokenizer, target.model.generation_config),
+    )

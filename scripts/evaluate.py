@@ -29,11 +29,15 @@ from train import data, display
 @dataclass(frozen=True)
 class Evaluate:
     checkpoint: str = field(metadata={"help": "a step's folder, or a run's folder for its best step"})
-    prompts: str = field(default="data/prompts_heldout.jsonl", metadata={"help": "rows with prompt or messages (JSONL, folder, dataset)"})
+    prompts: str = field(
+        default="data/prompts_heldout.jsonl", metadata={"help": "rows with prompt or messages (JSONL, folder, dataset)"}
+    )
     limit: int | None = field(default=None, metadata={"help": "this many prompts, spread over the file"})
     max_new_tokens: int = field(default=128, metadata={"help": "an answer ends here at the latest"})
     seed: int = field(default=0, metadata={"help": "of sampling"})
-    out: str | None = field(default=None, metadata={"help": "the report; null: report.json in the checkpoint, or here if it is shipped"})
+    out: str | None = field(
+        default=None, metadata={"help": "the report; null: report.json in the checkpoint, or here if it is shipped"}
+    )
     target: common.TargetOptions = field(default_factory=common.TargetOptions)
     decode: common.DecodeOptions = field(default_factory=common.DecodeOptions)
 
@@ -43,21 +47,37 @@ def main() -> None:
     console = rich.console.Console()
     shape, temperatures = chosen.decode.shape(), chosen.decode.temperatures()
     loaded = common.load(chosen.checkpoint, chosen.target)
-    prompts = [Prompt(row["id"], row["category"], data.encode_prompt(loaded.tokenizer, row["messages"]))
-               for row in data.spread(data.load_prompts(chosen.prompts), chosen.limit)]
+    prompts = [
+        Prompt(row["id"], row["category"], data.encode_prompt(loaded.tokenizer, row["messages"]))
+        for row in data.spread(data.load_prompts(chosen.prompts), chosen.limit)
+    ]
     console.print(f"{loaded.folder} on {loaded.target.name}; tau: {TAU}", highlight=False)
     columns = []
     for temperature in temperatures:
         rows = measure(
-            loaded.target, HeadProposer(loaded.drafter, shape), loaded.drafter if shape.chain else None, prompts,
-            temperature=temperature, max_new_tokens=chosen.max_new_tokens, stop=loaded.stop, seed=chosen.seed,
-            progress=lambda items, t=temperature: track(items, description=f"temperature {t:g}", console=console, transient=True),
+            loaded.target,
+            HeadProposer(loaded.drafter, shape),
+            loaded.drafter if shape.chain else None,
+            prompts,
+            temperature=temperature,
+            max_new_tokens=chosen.max_new_tokens,
+            stop=loaded.stop,
+            seed=chosen.seed,
+            progress=lambda items, t=temperature: track(
+                items, description=f"temperature {t:g}", console=console, transient=True
+            ),
         )
         columns.append(report(rows, depth=shape.depth, temperature=temperature))
         display.validation(console, columns[-1], shape)
         console.print(by_category(columns[-1]))
-    settings = {**asdict(chosen), "shape": asdict(shape), "threads": torch.get_num_threads(), "machine": platform.machine(),
-                "device": str(loaded.target.device), "torch": torch.__version__}
+    settings = {
+        **asdict(chosen),
+        "shape": asdict(shape),
+        "threads": torch.get_num_threads(),
+        "machine": platform.machine(),
+        "device": str(loaded.target.device),
+        "torch": torch.__version__,
+    }
     document = {**columns[0], "definition_of_tau": TAU, "settings": settings, "temperatures": columns}
     out = Path(chosen.out) if chosen.out else loaded.folder / "report.json"
     checkpoint.write_text(out, json.dumps(document, indent=2) + "\n")
@@ -69,8 +89,14 @@ def by_category(column: dict) -> rich.table.Table:
     for name in ("category", "prompts", "tau", "95 %", "speedup", "95 %"):
         table.add_column(name, justify="left" if name == "category" else "right")
     for name, part in column["by_category"].items():
-        table.add_row(name, str(part["num_prompts"]), f"{part['tau']:.2f}", "{:.2f} .. {:.2f}".format(*part["tau_ci"]),
-                      f"{part['speedup']:.2f}", "{:.2f} .. {:.2f}".format(*part["speedup_ci"]))
+        table.add_row(
+            name,
+            str(part["num_prompts"]),
+            f"{part['tau']:.2f}",
+            "{:.2f} .. {:.2f}".format(*part["tau_ci"]),
+            f"{part['speedup']:.2f}",
+            "{:.2f} .. {:.2f}".format(*part["speedup_ci"]),
+        )
     return table
 
 

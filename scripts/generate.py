@@ -37,32 +37,46 @@ def main() -> None:
     temperature = chosen.decode.temperatures()[0]
     loaded = common.load(chosen.checkpoint, chosen.target)
     prompt = data.encode_prompt(loaded.tokenizer, [{"role": "user", "content": chosen.prompt}])
-    drafting = Decoder(loaded.target, HeadProposer(loaded.drafter, chosen.decode.shape()), temperature=temperature, stop=loaded.stop)
+    drafting = Decoder(
+        loaded.target, HeadProposer(loaded.drafter, chosen.decode.shape()), temperature=temperature, stop=loaded.stop
+    )
     plain = Decoder(loaded.target, None, temperature=temperature, stop=loaded.stop)
     for decoder in (drafting, plain):
         decoder.generate([prompt], 4)  # a warm-up
 
     result = Generation([[]], [[]])
     shown = ""
-    for emitted in drafting.stream([prompt], chosen.max_new_tokens, generator=_generator(loaded, chosen.seed), result=result):
+    for emitted in drafting.stream(
+        [prompt], chosen.max_new_tokens, generator=_generator(loaded, chosen.seed), result=result
+    ):
         for place, token in enumerate(emitted.tokens[0]):
             result.tokens[0].append(token)
             text = loaded.tokenizer.decode([t for t in result.tokens[0] if t not in loaded.stop])
             if text.endswith("\ufffd"):  # half a character: wait for the rest of its bytes
                 continue
-            console.print(text[len(shown) :], end="", style="green" if place < emitted.accepted[0] else "", markup=False, highlight=False)
+            console.print(
+                text[len(shown) :],
+                end="",
+                style="green" if place < emitted.accepted[0] else "",
+                markup=False,
+                highlight=False,
+            )
             shown = text
     console.print("\n")
     rounds = len(result.accepted[0])
     if rounds:
-        console.print(f"{len(result.tokens[0])} tokens in {rounds} rounds: tau {(len(result.tokens[0]) - 1) / rounds:.2f}, "
-                      f"{(len(result.tokens[0]) - 1) / result.seconds:.1f} tokens/s ({chosen.decode.shape()}, temperature {temperature:g})")
+        console.print(
+            f"{len(result.tokens[0])} tokens in {rounds} rounds: tau {(len(result.tokens[0]) - 1) / rounds:.2f}, "
+            f"{(len(result.tokens[0]) - 1) / result.seconds:.1f} tokens/s ({chosen.decode.shape()}, temperature {temperature:g})"
+        )
     if chosen.compare:
         again = plain.generate([prompt], chosen.max_new_tokens, generator=_generator(loaded, chosen.seed))
         if rounds and again.seconds:
             rate = (len(again.tokens[0]) - 1) / again.seconds
-            console.print(f"without drafting {rate:.1f} tokens/s: speedup {(len(result.tokens[0]) - 1) / result.seconds / rate:.2f}"
-                          + (f"; the same answer: {again.tokens == result.tokens}" if temperature == 0 else ""))
+            console.print(
+                f"without drafting {rate:.1f} tokens/s: speedup {(len(result.tokens[0]) - 1) / result.seconds / rate:.2f}"
+                + (f"; the same answer: {again.tokens == result.tokens}" if temperature == 0 else "")
+            )
 
 
 def _generator(loaded: common.Loaded, seed: int) -> torch.Generator:

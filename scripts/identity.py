@@ -43,9 +43,15 @@ def main() -> None:
     rows = data.spread(data.load_prompts(chosen.prompts), chosen.limit)
     prompts = sorted((data.encode_prompt(loaded.tokenizer, row["messages"]) for row in rows), key=len)
     groups = [prompts[start : start + chosen.batch] for start in range(0, len(prompts), chosen.batch)]
-    ways = {"plain": None, **{str(shape): HeadProposer(loaded.drafter, shape) for shape in (TreeShape(4, 1, 4), TreeShape(4, 3, 10))}}
-    expected = [answer for group in track(groups, description="generate", console=console, transient=True)
-                for answer in theirs(loaded, group, chosen.max_new_tokens)]
+    ways = {
+        "plain": None,
+        **{str(shape): HeadProposer(loaded.drafter, shape) for shape in (TreeShape(4, 1, 4), TreeShape(4, 3, 10))},
+    }
+    expected = [
+        answer
+        for group in track(groups, description="generate", console=console, transient=True)
+        for answer in theirs(loaded, group, chosen.max_new_tokens)
+    ]
     result = {}
     for name, proposer in ways.items():
         decoder = Decoder(loaded.target, proposer, temperature=0, stop=loaded.stop)
@@ -56,9 +62,17 @@ def main() -> None:
             accepted += sum(map(sum, found.accepted))
             rounds += sum(map(len, found.accepted))
         gaps = [top2_gap(loaded.target, *case) for case in zip(prompts, expected, answers) if case[1] != case[2]]
-        result[name] = {"identical": len(prompts) - len(gaps), "of": len(prompts), "gaps": gaps, "tau": 1 + accepted / rounds}
-        console.print(f"{name}: {len(prompts) - len(gaps)} of {len(prompts)} identical to generate, tau {1 + accepted / rounds:.3f}"
-                      + (f"; top-2 gaps where they part: {', '.join(f'{gap:.2g}' for gap in gaps)}" if gaps else ""), highlight=False)
+        result[name] = {
+            "identical": len(prompts) - len(gaps),
+            "of": len(prompts),
+            "gaps": gaps,
+            "tau": 1 + accepted / rounds,
+        }
+        console.print(
+            f"{name}: {len(prompts) - len(gaps)} of {len(prompts)} identical to generate, tau {1 + accepted / rounds:.3f}"
+            + (f"; top-2 gaps where they part: {', '.join(f'{gap:.2g}' for gap in gaps)}" if gaps else ""),
+            highlight=False,
+        )
     if chosen.out:
         checkpoint.write_text(Path(chosen.out), json.dumps(result, indent=2) + "\n")
 
@@ -69,10 +83,19 @@ def theirs(loaded: common.Loaded, prompts: list[list[int]], max_new_tokens: int)
     pad = min(loaded.stop)
     tokens = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts], device=loaded.target.device)
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=tokens.device)
-    found = loaded.target.model.generate(tokens, attention_mask=mask, do_sample=False, max_new_tokens=max_new_tokens,
-                                         eos_token_id=sorted(loaded.stop), pad_token_id=pad)
+    found = loaded.target.model.generate(
+        tokens,
+        attention_mask=mask,
+        do_sample=False,
+        max_new_tokens=max_new_tokens,
+        eos_token_id=sorted(loaded.stop),
+        pad_token_id=pad,
+    )
     answers = found[:, width:].tolist()
-    return [answer[: next((i + 1 for i, token in enumerate(answer) if token in loaded.stop), len(answer))] for answer in answers]
+    return [
+        answer[: next((i + 1 for i, token in enumerate(answer) if token in loaded.stop), len(answer))]
+        for answer in answers
+    ]
 
 
 if __name__ == "__main__":

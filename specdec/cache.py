@@ -22,7 +22,9 @@ class RowCache(transformers.Cache):
     Capacity doubles when it is exceeded; a forward pass sees only the first `visible` entries.
     """
 
-    def __init__(self, *, num_layers: int, batch: int, num_heads: int, head_dim: int, dtype, device, capacity: int = 256):
+    def __init__(
+        self, *, num_layers: int, batch: int, num_heads: int, head_dim: int, dtype, device, capacity: int = 256
+    ):
         super().__init__(layers=[])
         # [layers, 2, B, heads, C, head_dim]: one tensor, so that `keep` moves all layers at once
         self.data = torch.zeros(num_layers, 2, batch, num_heads, capacity, head_dim, dtype=dtype, device=device)
@@ -48,7 +50,9 @@ class RowCache(transformers.Cache):
         self.pending += num
         self.visible = min(self.capacity, -(-end // VISIBLE_STEP) * VISIBLE_STEP)
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs
+    ) -> tuple[Tensor, Tensor]:
         """[B, heads, S, head_dim] in; the visible entries [B, heads, visible, head_dim] out."""
         keys, values = self.data[layer_idx].unbind(0)  # [B, heads, C, head_dim]
         keys[self.rows, :, self.slots] = key_states.transpose(1, 2)
@@ -103,7 +107,9 @@ class UnrollCache:
         self.own[layer].append((key, value))
         groups = query.shape[1] // key.shape[1]
         base_key, base_value = (x.repeat_interleave(groups, dim=1) for x in self.base[layer])  # [B, H, T, head_dim]
-        own_key = torch.stack([k for k, _ in self.own[layer]], dim=-2).repeat_interleave(groups, dim=1)  # [B, H, S, d-1, .]
+        own_key = torch.stack([k for k, _ in self.own[layer]], dim=-2).repeat_interleave(
+            groups, dim=1
+        )  # [B, H, S, d-1, .]
         own_value = torch.stack([v for _, v in self.own[layer]], dim=-2).repeat_interleave(groups, dim=1)
         query = query * query.shape[-1] ** -0.5
         past = (query @ base_key.transpose(-1, -2)).masked_fill(~mask, float("-inf"))  # [B, H, S, T]

@@ -32,7 +32,9 @@ def write_folder(folder: Path, *, tensors: dict[str, dict[str, Tensor]], documen
     try:
         partial.mkdir(parents=True)
         for name, values in tensors.items():
-            safetensors.torch.save_file({key: value.detach().cpu().contiguous() for key, value in values.items()}, partial / name)
+            safetensors.torch.save_file(
+                {key: value.detach().cpu().contiguous() for key, value in values.items()}, partial / name
+            )
         for name, document in documents.items():
             (partial / name).write_text(json.dumps(document, indent=2) + "\n")
         for path in partial.iterdir():
@@ -61,21 +63,36 @@ def remove(folder: Path) -> None:
     shutil.rmtree(doomed, ignore_errors=True)
 
 
-def save(folder: Path, drafter: Drafter, spec: dict, *, dtype: torch.dtype | None = None, extra: dict[str, dict] | None = None) -> None:
+def save(
+    folder: Path,
+    drafter: Drafter,
+    spec: dict,
+    *,
+    dtype: torch.dtype | None = None,
+    extra: dict[str, dict] | None = None,
+) -> None:
     """spec: {"_target_": class under specdec.heads, arguments...}; extra: further JSON files, by name.
 
     A draft vocabulary is saved with the tensors, not in the arguments.
     """
-    tensors = {name: value.to(dtype) if dtype and value.is_floating_point() else value
-               for name, value in drafter.state_dict().items()}
+    tensors = {
+        name: value.to(dtype) if dtype and value.is_floating_point() else value
+        for name, value in drafter.state_dict().items()
+    }
     document = {
         **{key: value for key, value in spec.items() if key != "vocab"},
         "target": drafter.target.name,
         "target_fingerprint": drafter.target.fingerprint(),
         "target_layers": list(drafter.target_layers),
-        "versions": {"specdec": specdec.__version__, "torch": torch.__version__, "transformers": transformers.__version__},
+        "versions": {
+            "specdec": specdec.__version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
     }
-    write_folder(folder, tensors={"drafter.safetensors": tensors}, documents={"drafter.json": document, **(extra or {})})
+    write_folder(
+        folder, tensors={"drafter.safetensors": tensors}, documents={"drafter.json": document, **(extra or {})}
+    )
 
 
 RECORDED = ("target", "target_fingerprint", "target_layers", "versions")  # facts in drafter.json, not arguments
@@ -105,7 +122,9 @@ def resolve(folder: str | Path) -> Path:
 def drafter_class(path: str) -> type[Drafter]:
     """The class that `_target_` names. Only final drafters inside specdec.heads are known here."""
     module, _, name = path.rpartition(".")
-    refusal = ValueError(f"_target_ {path!r} is not a drafter of {HEADS}*; this folder was not made by specdec, or is unsafe.")
+    refusal = ValueError(
+        f"_target_ {path!r} is not a drafter of {HEADS}*; this folder was not made by specdec, or is unsafe."
+    )
     if not module.startswith(HEADS) or not all(part.isidentifier() for part in path.split(".")):
         raise refusal
     try:
@@ -121,7 +140,9 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     try:
         return safetensors.torch.load_file(path)
     except (OSError, safetensors.SafetensorError) as error:
-        raise ValueError(f"{path} is missing, truncated or damaged ({error}). Take another checkpoint of the run.") from error
+        raise ValueError(
+            f"{path} is missing, truncated or damaged ({error}). Take another checkpoint of the run."
+        ) from error
 
 
 def load(folder: str | Path, target: Target) -> Drafter:
@@ -143,5 +164,7 @@ def load(folder: str | Path, target: Target) -> Drafter:
     except (RuntimeError, TypeError) as error:
         raise ValueError(f"{folder}: drafter.json and drafter.safetensors do not fit together: {error}") from error
     if drafter.target_layers != tuple(document["target_layers"]):
-        raise ValueError(f"{folder}: trained on target layers {document['target_layers']}, not {list(drafter.target_layers)}.")
+        raise ValueError(
+            f"{folder}: trained on target layers {document['target_layers']}, not {list(drafter.target_layers)}."
+        )
     return drafter.to(device=target.device, dtype=target.dtype).eval()

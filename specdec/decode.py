@@ -50,7 +50,9 @@ class Decoder:
         self.temperature, self.stop = temperature, stop
         self.layers = proposer.target_layers if proposer else ()
 
-    def generate(self, prompts: list[list[int]], max_new_tokens: int, *, generator: torch.Generator | None = None) -> Generation:
+    def generate(
+        self, prompts: list[list[int]], max_new_tokens: int, *, generator: torch.Generator | None = None
+    ) -> Generation:
         """prompts: B lists of token ids -> answers of at most `max_new_tokens` each"""
         result = Generation([[] for _ in prompts], [[] for _ in prompts])
         for emitted in self.stream(prompts, max_new_tokens, generator=generator, result=result):
@@ -73,7 +75,9 @@ class Decoder:
         device = self.target.device
         clock = self._now()
         num = torch.tensor([len(prompt) for prompt in prompts], device=device)  # [B]
-        padded = torch.nn.utils.rnn.pad_sequence([torch.tensor(p) for p in prompts], batch_first=True).to(device)  # [B, T]
+        padded = torch.nn.utils.rnn.pad_sequence([torch.tensor(p) for p in prompts], batch_first=True).to(
+            device
+        )  # [B, T]
         cache = self.target.cache(len(prompts))
         newest, features = self._prefill(padded, num, cache, generator)  # [B], [B, T, F*D]
         if self.proposer:
@@ -154,7 +158,9 @@ class Decoder:
 
     def _check(self, prompts: list[list[int]], max_new_tokens: int) -> None:
         if not prompts or not all(prompts) or max_new_tokens < 1:
-            raise ValueError("Decoding needs at least one prompt, every prompt at least one token, and max_new_tokens >= 1.")
+            raise ValueError(
+                "Decoding needs at least one prompt, every prompt at least one token, and max_new_tokens >= 1."
+            )
         limit = self.target.config.max_position_embeddings
         depth = self.proposer.depth if self.proposer else 0
         longest = max(len(prompt) for prompt in prompts)

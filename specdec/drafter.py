@@ -39,6 +39,7 @@ class Drafter(nn.Module, ABC):
     depth: int | None  # the deepest step it can take; None: any
     attends: Literal["path", "depth", "none"]  # what a step sees
     draft_to_target: Tensor | None  # [W] target ids of a reduced draft vocabulary, increasing; None: all V
+    target_to_draft: Tensor | None  # [V] the inverse, -1 where a token is not drafted
 
     def __init__(self, target: Target, *, vocab: Tensor | None):
         super().__init__()
@@ -50,7 +51,7 @@ class Drafter(nn.Module, ABC):
                 raise ValueError("A draft vocabulary must hold increasing token ids of the target.")
             inverse = torch.full((target.vocab_size,), -1)
             inverse[vocab] = torch.arange(len(vocab))
-        self.register_buffer("target_to_draft", inverse, persistent=False)  # [V], -1 where a token is not drafted
+        self.register_buffer("target_to_draft", inverse, persistent=False)
 
         rows = slice(None) if vocab is None else vocab
         bias = target.lm_head.bias

@@ -76,10 +76,16 @@ def measure(
             found[decoder] = decoder.generate([prompt.tokens], max_new_tokens, generator=generator)
         rounds, accepted = float("nan"), []
         if drafter is not None:
-            accept = replay.acceptance(drafter, prompt.tokens, found[plain].tokens[0], depth=proposer.depth, temperature=temperature)
+            accept = replay.acceptance(
+                drafter, prompt.tokens, found[plain].tokens[0], depth=proposer.depth, temperature=temperature
+            )
             rounds, counts = replay.rounds(accept)
             accepted = counts.tolist()
-        gap = top2_gap(target, prompt.tokens, found[plain].tokens[0], found[drafting].tokens[0]) if temperature == 0 else None
+        gap = (
+            top2_gap(target, prompt.tokens, found[plain].tokens[0], found[drafting].tokens[0])
+            if temperature == 0
+            else None
+        )
         rows.append(Row(prompt, found[plain], found[drafting], rounds, accepted, gap))
     return rows
 
@@ -104,7 +110,10 @@ def summarise(rows: list[Row], *, depth: int, temperature: float, seed: int = 0)
     reached = [sum(a >= d for row in rows for a in row.drafted.accepted[0]) for d in range(1, depth + 1)]
     survival = [count / rounds if rounds else float("nan") for count in reached]
     before = [1.0, *survival[:-1]]
-    stages = {name: 1e3 * sum(row.drafted.stages[name] for row in rows) / max(1, rounds) for name in ("draft", "verify", "keep")}
+    stages = {
+        name: 1e3 * sum(row.drafted.stages[name] for row in rows) / max(1, rounds)
+        for name in ("draft", "verify", "keep")
+    }
     summary = {
         "temperature": temperature,
         "num_prompts": len(rows),
@@ -135,8 +144,10 @@ def summarise(rows: list[Row], *, depth: int, temperature: float, seed: int = 0)
 def report(rows: list[Row], *, depth: int, temperature: float) -> dict:
     """`summarise` overall and by category."""
     categories = sorted({row.prompt.category for row in rows})
-    by_category = {name: summarise([row for row in rows if row.prompt.category == name], depth=depth, temperature=temperature)
-                   for name in categories}
+    by_category = {
+        name: summarise([row for row in rows if row.prompt.category == name], depth=depth, temperature=temperature)
+        for name in categories
+    }
     return {**summarise(rows, depth=depth, temperature=temperature), "by_category": by_category}
 
 
@@ -147,8 +158,10 @@ def verdict(summary: dict) -> str:
     num = round(summary["identical_outputs"] * summary["num_prompts"])
     if num == summary["num_prompts"]:
         return f"lossless: all {num} answers equal plain decoding"
-    return (f"{num} of {summary['num_prompts']} answers equal plain decoding; where they part, the target's two best logits "
-            f"are at most {summary['largest_gap_at_difference']:.3g} apart (rounding, if that is small for the dtype)")
+    return (
+        f"{num} of {summary['num_prompts']} answers equal plain decoding; where they part, the target's two best logits "
+        f"are at most {summary['largest_gap_at_difference']:.3g} apart (rounding, if that is small for the dtype)"
+    )
 
 
 def _tau(rows: list[Row]) -> float:

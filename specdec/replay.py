@@ -23,7 +23,7 @@ def rounds(accept: Tensor) -> tuple[float, Tensor]:
     -> number of rounds, accepted [K]: tau = (n - 1) / rounds = 1 + accepted.sum() / rounds
     """
     depth, num_tokens = accept.shape
-    accept = accept.double().cpu().tolist()
+    chances = accept.double().cpu().tolist()
     starts = [0.0] * (num_tokens + depth + 2)
     starts[1] = 1.0
     accepted = [0.0] * depth
@@ -32,7 +32,7 @@ def rounds(accept: Tensor) -> tuple[float, Tensor]:
         for d in range(1, depth + 1):
             if start + d >= num_tokens:  # the target's own token fills the last place: a draft there is not emitted
                 break
-            survives = alive * accept[d - 1][start]
+            survives = alive * chances[d - 1][start]
             starts[start + d] += alive - survives
             accepted[d - 1] += survives
             alive = survives
@@ -56,8 +56,15 @@ def acceptance(drafter: Drafter, prompt: list[int], answer: list[int], *, depth:
     output = target.read(tokens, drafter.target_layers)
     positions = torch.arange(length, device=tokens.device)[None]
     goals = positions > len(prompt)  # the first answer token is nobody's guess
-    unrolled = unroll(drafter, tokens, output.features, documents=torch.zeros_like(tokens), positions=positions,
-                      goals=goals, depth=depth)
+    unrolled = unroll(
+        drafter,
+        tokens,
+        output.features,
+        documents=torch.zeros_like(tokens),
+        positions=positions,
+        goals=goals,
+        depth=depth,
+    )
     accept = torch.zeros(depth, num, dtype=torch.float64)
     for chunk in goals[0].nonzero()[:, 0].split(CHUNK):  # [M] goal positions
         token = tokens[0, chunk]

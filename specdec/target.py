@@ -4,6 +4,7 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 import transformers
@@ -11,8 +12,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
+from specdec import attention
 from specdec.cache import RowCache
-
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16, "float64": torch.float64}
 
@@ -47,8 +48,8 @@ class Target:
                 f"{name}: {type(decoder).__name__} does not keep its blocks in `layers` and its last norm in `norm`; "
                 "choose a target of the Llama, Qwen, Mistral or a similarly built family."
             ) from error
-        self.embed: nn.Embedding = model.get_input_embeddings()
-        self.lm_head: nn.Linear = model.get_output_embeddings()
+        self.embed = cast(nn.Embedding, model.get_input_embeddings())
+        self.lm_head = cast(nn.Linear, model.get_output_embeddings())
         self._check_logits()
 
     @classmethod
@@ -59,7 +60,9 @@ class Target:
         if dtype not in DTYPES:
             raise ValueError(f"target.dtype={dtype} must be one of {', '.join(DTYPES)}.")
         # sdpa is required: under eager attention a boolean mask would be added instead of applied.
-        model = _from_pretrained(AutoModelForCausalLM, name, revision=revision, dtype=DTYPES[dtype], attn_implementation="sdpa")
+        model = _from_pretrained(
+            AutoModelForCausalLM, name, revision=revision, dtype=DTYPES[dtype], attn_implementation=attention.NAME
+        )
         return cls(model.to(device), name=name)
 
     @property
@@ -98,8 +101,14 @@ class Target:
         return ids
 
     def cache(self, batch: int) -> RowCache:
-        return RowCache(num_layers=self.num_layers, batch=batch, num_heads=self.config.num_key_value_heads,
-                        head_dim=self.head_dim, dtype=self.dtype, device=self.device)
+        return RowCache(
+            num_layers=self.num_layers,
+            batch=batch,
+            num_heads=self.config.num_key_value_heads,
+            head_dim=self.head_dim,
+            dtype=self.dtype,
+            device=self.device,
+        )
 
     @torch.no_grad()
     def read(
@@ -120,10 +129,17 @@ class Target:
         def keep(k):
             return lambda module, args, kwargs: states.__setitem__(k, args[0] if args else kwargs["hidden_states"])
 
-        hooks = [self._points[k].register_forward_pre_hook(keep(k), with_kwargs=True) for k in layers if k < self.num_layers]
+        hooks = [
+            self._points[k].register_forward_pre_hook(keep(k), with_kwargs=True) for k in layers if k < self.num_layers
+        ]
         try:
-            output = self.decoder(input_ids=tokens, position_ids=positions, attention_mask=mask, past_key_values=cache,
-                                  use_cache=cache is not None)
+            output = self.decoder(
+                input_ids=tokens,
+                position_ids=positions,
+                attention_mask=mask,
+                past_key_values=cache,
+                use_cache=cache is not None,
+            )
         finally:
             for hook in hooks:
                 hook.remove()

@@ -49,7 +49,11 @@ class TreeShape:
         return self.width == 1
 
     def __str__(self) -> str:
-        return f"chain of {self.depth}" if self.chain else f"tree of depth {self.depth}, width {self.width}, {self.nodes} nodes"
+        return (
+            f"chain of {self.depth}"
+            if self.chain
+            else f"tree of depth {self.depth}, width {self.width}, {self.nodes} nodes"
+        )
 
 
 def root(tokens: Tensor) -> Tree:

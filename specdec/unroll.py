@@ -38,14 +38,22 @@ class Unrolled:
         return values[d - 1][rows, place], exists
 
 
-def unroll(drafter: Drafter, tokens: Tensor, features: Tensor, *, documents: Tensor, positions: Tensor, goals: Tensor,
-           depth: int) -> Unrolled:
+def unroll(
+    drafter: Drafter,
+    tokens: Tensor,
+    features: Tensor,
+    *,
+    documents: Tensor,
+    positions: Tensor,
+    goals: Tensor,
+    depth: int,
+) -> Unrolled:
     """tokens, documents (-1: padding), positions [B, T]; features [B, T, F*D]; goals [B, T] bool: tokens to be guessed
 
     Step 1 runs on all slots, since later slots attend to its keys; later steps run only where a goal follows.
     """
     assert drafter.attends == "path"
-    num_rows, length = tokens.shape
+    length = tokens.shape[1]
     cache = UnrollCache()
     valid = (documents[:, 1:] == documents[:, :-1]) & (documents[:, 1:] >= 0)  # [B, T-1]
     mask = masks.documents(torch.where(valid, documents[:, 1:], -1))  # [B, 1, T-1, T-1]
@@ -56,11 +64,15 @@ def unroll(drafter: Drafter, tokens: Tensor, features: Tensor, *, documents: Ten
 
     # The slots whose goals at steps 2..depth are judged, moved to the front of each row; rows are padded with column 0.
     same = torch.stack([_later(documents, d + 1) == documents[:, 1:] for d in range(1, depth)] or [valid])
-    wanted = torch.stack([_later(goals.long(), d + 1).bool() for d in range(1, depth)] or [valid]) & same  # [K-1, B, T-1]
+    wanted = (
+        torch.stack([_later(goals.long(), d + 1).bool() for d in range(1, depth)] or [valid]) & same
+    )  # [K-1, B, T-1]
     wanted = wanted.any(0) & valid
     num = max(1, int(wanted.sum(1).max()))
     order = wanted.sort(dim=1, descending=True, stable=True).indices[:, :num]  # [B, S]
-    place = torch.zeros_like(valid, dtype=torch.long).scatter(1, order, torch.arange(num, device=order.device).expand_as(order))
+    place = torch.zeros_like(valid, dtype=torch.long).scatter(
+        1, order, torch.arange(num, device=order.device).expand_as(order)
+    )
     mask = mask.gather(2, order[:, None, :, None].expand(-1, 1, -1, length - 1))  # [B, 1, S, T-1]
     h = h.gather(1, order[..., None].expand(-1, -1, h.shape[-1]))
     for d in range(2, depth + 1):

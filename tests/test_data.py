@@ -213,7 +213,7 @@ def test_broken_line_is_named(tmp_path, line, problem):
 def test_missing_sources(tmp_path):
     with pytest.raises(ValueError, match=r"no file .*none\.jsonl\. Give a \.jsonl file, a folder"):
         data.load_conversations(str(tmp_path / "none.jsonl"))
-    with pytest.raises(ValueError, match="neither .jsonl files nor a saved dataset"):
+    with pytest.raises(ValueError, match=r"neither \.jsonl files nor a saved dataset"):
         data.load_conversations(str(tmp_path))
 
 

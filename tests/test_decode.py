@@ -189,7 +189,7 @@ def test_stream_emits_nothing_after_the_end(target, answers):
     texts = [prompt + answer for prompt, answer in zip(prompts, answers)]
     stop = answers[0][2]
     rounds = list(greedy(target, Scripted(texts, 4, oracle(4)), {stop}).stream(prompts, NUM_NEW))
-    assert sum((emitted.tokens[0] for emitted in rounds), []) == answers[0][: answers[0].index(stop) + 1]
+    assert [token for emitted in rounds for token in emitted.tokens[0]] == answers[0][: answers[0].index(stop) + 1]
     assert len(rounds) > 2 and all(emitted.tokens[0] == [] and emitted.accepted[0] == 0 for emitted in rounds[2:])
 
 
@@ -202,10 +202,9 @@ def test_budget(target, answers):
         check_counters(generation)
 
 
-@pytest.mark.parametrize("head", ["eagle3"])
-def test_caches_grow_past_their_first_capacity(small_target, head):
+def test_caches_grow_past_their_first_capacity(small_target):
     """By rounds (240 + 40 entries) and by the prompt (300)."""
-    proposer = HeadProposer(make_drafter(small_target, head), SHAPES[2])
+    proposer = HeadProposer(make_drafter(small_target, "eagle3"), SHAPES[2])
     for num_prompt in (240, 300):
         prompt = random_tokens(7, num_prompt, small_target.vocab_size)
         generation = greedy(small_target, proposer).generate([prompt, prompt[:9]], 40)
@@ -215,11 +214,11 @@ def test_caches_grow_past_their_first_capacity(small_target, head):
 
 def test_what_cannot_be_decoded(target):
     for prompts, num in (([], 5), ([[]], 5), ([[1], []], 5), ([[1]], 0)):
-        with pytest.raises(ValueError, match="at least one prompt, every prompt at least one token, and max_new_tokens"):
+        with pytest.raises(ValueError, match="at least one prompt, every prompt at least one token"):
             greedy(target, None).generate(prompts, num)
     limit = target.config.max_position_embeddings
     proposer = Scripted([], 4, oracle(4))
-    with pytest.raises(ValueError, match=r"500 tokens, 9 new ones and 4 drafts exceed the target's 512 positions: short"):
+    with pytest.raises(ValueError, match=r"500 tokens, 9 new ones and 4 drafts exceed the target's 512 positions"):
         greedy(target, proposer).generate([[1], [1] * 500], 9)
     assert limit == 512 and len(greedy(target, None).generate([[1] * 500], 12).tokens[0]) == 12
     with pytest.raises(ValueError, match=r"decode\.temperature=-1"):
@@ -252,9 +251,10 @@ def test_sampled_text_has_the_targets_law(shape, reduced):
     proposer = shape and HeadProposer(make_drafter(target, "eagle", reduced), shape)
     decoder = Decoder(target, proposer, temperature=temperature, stop=set())
     generator = torch.Generator().manual_seed(0)
-    tokens = sum((decoder.generate([[1, 2, 3]] * 500, 3, generator=generator).tokens for _ in range(4)), [])
+    batches = [decoder.generate([[1, 2, 3]] * 500, 3, generator=generator) for _ in range(4)]
+    tokens = torch.tensor([answer for batch in batches for answer in batch.tokens])
     law = exact_law(target, [1, 2, 3], 3, temperature).flatten()
-    counts = torch.bincount(torch.tensor(tokens) @ torch.tensor([25, 5, 1]), minlength=125)
+    counts = torch.bincount(tokens @ torch.tensor([25, 5, 1]), minlength=125)
     expected = num * law
     common = expected >= 5
     counts, expected = (torch.cat([x[common], x[~common].sum()[None]]) for x in (counts, expected))

@@ -96,7 +96,9 @@ def test_a_run_that_died_continues_with_the_same_losses(fit, monkeypatch, mode):
         fit("died", f"features.mode={mode}")
     assert fit("died", f"features.mode={mode}", "resume=true") == 0
     assert losses_of("died") == losses_of("whole") and len(losses_of("whole")) == 4
-    whole, died = (checkpoint.read_tensors(Path(f"checkpoints/{run}/step_000004/drafter.safetensors")) for run in ("whole", "died"))
+    whole, died = (
+        checkpoint.read_tensors(Path(f"checkpoints/{run}/step_000004/drafter.safetensors")) for run in ("whole", "died")
+    )
     assert all(torch.equal(whole[name], died[name]) for name in whole)
 
 
@@ -169,7 +171,9 @@ def test_two_processes_train_like_one_that_accumulates(folder, tmp_path, fit):
     assert pair.returncode == 0, printed
     fit("one", "train.accumulation=2", "head.objective.noise=0", "head.objective.losses={kl: 1.0}")
     assert losses_of("two") == pytest.approx(losses_of("one"), rel=1e-5)
-    tensors = [checkpoint.read_tensors(Path(f"checkpoints/{run}/step_000004/drafter.safetensors")) for run in ("two", "one")]
+    tensors = [
+        checkpoint.read_tensors(Path(f"checkpoints/{run}/step_000004/drafter.safetensors")) for run in ("two", "one")
+    ]
     for name, value in tensors[0].items():
         torch.testing.assert_close(value, tensors[1][name], rtol=1e-3, atol=1e-5, msg=name)
 
@@ -188,5 +192,3 @@ def test_ctrl_c_saves_and_says_how_to_go_on(folder, tmp_path, monkeypatch):
     assert "resume=true" in printed, printed
     saved = list(Path("checkpoints/stopped/state").iterdir())
     assert len(saved) == 1 and checkpoint.read_json(saved[0] / "state.json")["step"] >= 3
-
-

@@ -112,11 +112,11 @@ def bush(q: dict, draws) -> Tree:
     return Tree(torch.tensor([[0, *first, *second]]), torch.tensor([[-1, 0, 0, 1, 1]]), laws[None])
 
 
+@pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("p_allowed, q_allowed", [(V, V), (V, V - 1), (V - 1, V)])
-def test_sampled_chain(p_allowed, q_allowed):
-    for seed in range(5):
-        p, q = random_laws(seed, allowed=p_allowed), random_laws(seed + 10, allowed=q_allowed)
-        assert error(p, lambda draws: verified(sampled_chain(q, draws), p, draws)) < 1e-12
+def test_sampled_chain(seed, p_allowed, q_allowed):
+    p, q = random_laws(seed, allowed=p_allowed), random_laws(seed + 10, allowed=q_allowed)
+    assert error(p, lambda draws: verified(sampled_chain(q, draws), p, draws)) < 1e-12
 
 
 def test_chain_sampled_from_the_target_is_never_refused():

@@ -309,7 +309,7 @@ def truncate_all(rows: list[Row], max_length: int) -> tuple[list[Row], int, int]
 def pack(rows: list[Row], length: int) -> list[list[Row]]:
     """First fit: every row, in order, goes into the first pack that has room. Rows must not exceed `length`."""
     free = numpy.full(len(rows), length)  # one per pack; no more packs than rows are ever opened
-    packs = [[] for _ in rows]
+    packs: list[list[Row]] = [[] for _ in rows]
     for row in rows:
         assert len(row.tokens) <= length
         index = int((free >= len(row.tokens)).argmax())

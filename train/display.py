@@ -12,12 +12,16 @@ from specdec.evaluate import TAU, verdict
 def check_folder(folder: Path, *, resume: bool) -> None:
     """Raises ValueError rather than overwrite a run, finished or begun."""
     if (folder / "finished").exists():
-        raise ValueError(f"{folder} holds a finished run ({(folder / 'finished').read_text().strip()} steps). Choose another "
-                         f"run=NAME, or delete the folder to repeat it.")
+        raise ValueError(
+            f"{folder} holds a finished run ({(folder / 'finished').read_text().strip()} steps). Choose another "
+            f"run=NAME, or delete the folder to repeat it."
+        )
     begun = (folder / "log.jsonl").exists() or (folder / "state").exists()
     if begun and not resume:
-        raise ValueError(f"{folder} holds a run that has begun. Continue it with resume=true, choose another run=NAME, or "
-                         "delete the folder.")
+        raise ValueError(
+            f"{folder} holds a run that has begun. Continue it with resume=true, choose another run=NAME, or "
+            "delete the folder."
+        )
 
 
 def wandb_logged_in() -> bool:
@@ -27,24 +31,36 @@ def wandb_logged_in() -> bool:
 
 
 def start(console: Console, config, target, drafter, packs, prompts, vocab) -> None:
-    console.print(f"target   {target.name} ({sum(p.numel() for p in target.model.parameters()) / 1e6:.1f} M parameters, frozen, "
-                  f"{str(target.dtype).removeprefix('torch.')})")
-    console.print(f"drafter  {type(drafter).__name__}: {drafter.num_parameters() / 1e6:.2f} M trained parameters, reads hidden "
-                  f"states {list(drafter.target_layers)}, drafts from {drafter.vocab_size:,} of {target.vocab_size:,} tokens")
-    console.print(f"data     {len(packs)} packs of {config.data.length} tokens, {packs.num_supervised:,} supervised tokens; "
-                  f"{len(prompts)} held-out prompts")
+    console.print(
+        f"target   {target.name} ({sum(p.numel() for p in target.model.parameters()) / 1e6:.1f} M parameters, frozen, "
+        f"{str(target.dtype).removeprefix('torch.')})"
+    )
+    console.print(
+        f"drafter  {type(drafter).__name__}: {drafter.num_parameters() / 1e6:.2f} M trained parameters, reads hidden "
+        f"states {list(drafter.target_layers)}, drafts from {drafter.vocab_size:,} of {target.vocab_size:,} tokens"
+    )
+    console.print(
+        f"data     {len(packs)} packs of {config.data.length} tokens, {packs.num_supervised:,} supervised tokens; "
+        f"{len(prompts)} held-out prompts"
+    )
     console.print(f"tau: {TAU}")
 
 
 def validation(console: Console, summary: dict, shape) -> None:
     """The table that every validation prints."""
-    table = Table(title=f"{shape}, temperature {summary['temperature']:g}, {summary['num_prompts']} held-out prompts",
-                  title_justify="left")
+    table = Table(
+        title=f"{shape}, temperature {summary['temperature']:g}, {summary['num_prompts']} held-out prompts",
+        title_justify="left",
+    )
     for name in ("figure", "value", "95 % over prompts"):
         table.add_column(name, justify="left" if name == "figure" else "right")
 
     def row(name: str, value: float, interval=None, digits: int = 2):
-        table.add_row(name, f"{value:.{digits}f}", "" if interval is None else f"{interval[0]:.{digits}f} .. {interval[1]:.{digits}f}")
+        table.add_row(
+            name,
+            f"{value:.{digits}f}",
+            "" if interval is None else f"{interval[0]:.{digits}f} .. {interval[1]:.{digits}f}",
+        )
 
     if "replayed_tau" in summary:
         row("tau replayed", summary["replayed_tau"], summary["replayed_tau_ci"])

@@ -23,7 +23,9 @@ class Online:
 
     def __call__(self, indices: list[int], batch: Batch) -> TargetOutput:
         """indices of the packs, batch of B packs -> features [B, T, F*D], final [B, T, D]"""
-        return self.target.read(batch.tokens, self.layers, positions=batch.positions, mask=masks.documents(batch.documents))
+        return self.target.read(
+            batch.tokens, self.layers, positions=batch.positions, mask=masks.documents(batch.documents)
+        )
 
 
 class Cached:
@@ -36,8 +38,13 @@ class Cached:
         self.folder, self.layers, self.num_layers = folder, layers, target.num_layers
         stored = sorted({*layers, target.num_layers})  # the last is the final state
         self.online = Online(target, tuple(stored))
-        self.about = {"target": target.fingerprint(), "data": packs.fingerprint, "length": length, "dtype": str(target.dtype),
-                      "layers": stored}
+        self.about = {
+            "target": target.fingerprint(),
+            "data": packs.fingerprint,
+            "length": length,
+            "dtype": str(target.dtype),
+            "layers": stored,
+        }
         self.num_bytes = len(packs) * length * len(stored) * target.width * target.embed.weight.element_size()
         known = folder / "about.json"
         if known.exists():
@@ -56,8 +63,10 @@ class Cached:
         existing = next(parent for parent in (self.folder, *self.folder.absolute().parents) if parent.exists())
         free = shutil.disk_usage(existing).free
         if self.num_missing and free < 1.1 * self.num_bytes:
-            raise ValueError(f"Cached features need {self.num_bytes / 1e9:.1f} GB and {free / 1e9:.1f} GB are free: "
-                             "use features.mode=online, less data, or another features.folder.")
+            raise ValueError(
+                f"Cached features need {self.num_bytes / 1e9:.1f} GB and {free / 1e9:.1f} GB are free: "
+                "use features.mode=online, less data, or another features.folder."
+            )
         if not (self.folder / "about.json").exists():
             self.folder.mkdir(parents=True, exist_ok=True)
             write_text(self.folder / "about.json", json.dumps(self.about, indent=2) + "\n")

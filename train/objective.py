@@ -13,7 +13,11 @@ from specdec.unroll import unroll
 from train import losses
 from train.data import Batch
 
-LOSSES = {name: function for name, function in inspect.getmembers(losses, inspect.isfunction) if function.__module__ == losses.__name__}
+LOSSES = {
+    name: function
+    for name, function in inspect.getmembers(losses, inspect.isfunction)
+    if function.__module__ == losses.__name__
+}
 
 
 @dataclass(frozen=True)
@@ -35,12 +39,23 @@ class Objective(nn.Module):
     chunk: goals whose [., W] logits exist at a time
     """
 
-    def __init__(self, drafter: Drafter, *, losses: dict[str, float], depth: int, decay: float, temperature: float,
-                 noise: float, chunk: int):
+    def __init__(
+        self,
+        drafter: Drafter,
+        *,
+        losses: dict[str, float],
+        depth: int,
+        decay: float,
+        temperature: float,
+        noise: float,
+        chunk: int,
+    ):
         super().__init__()
         unknown = set(losses) - set(LOSSES)
         if unknown or not losses:
-            raise ValueError(f"head.objective.losses={dict(losses)}: there is no {sorted(unknown)}; known: {sorted(LOSSES)}.")
+            raise ValueError(
+                f"head.objective.losses={dict(losses)}: there is no {sorted(unknown)}; known: {sorted(LOSSES)}."
+            )
         if drafter.depth is not None and depth > drafter.depth:
             raise ValueError(f"head.objective.depth={depth} is more than this drafter's {drafter.depth} steps.")
         self.drafter = drafter
@@ -53,8 +68,15 @@ class Objective(nn.Module):
         features = output.features
         if self.noise and self.training:
             features = features + (torch.rand_like(features) * 2 - 1) * self.noise
-        unrolled = unroll(self.drafter, batch.tokens, features, documents=batch.documents, positions=batch.positions,
-                          goals=batch.loss_mask, depth=self.depth)
+        unrolled = unroll(
+            self.drafter,
+            batch.tokens,
+            features,
+            documents=batch.documents,
+            positions=batch.positions,
+            goals=batch.loss_mask,
+            depth=self.depth,
+        )
         goals = batch.loss_mask.nonzero()  # [G, 2] row and position
         matches = torch.zeros(self.depth, *batch.tokens.shape, dtype=torch.bool, device=goals.device)  # [K, B, T]
         total = torch.zeros((), device=goals.device)

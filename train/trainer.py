@@ -112,8 +112,10 @@ class Trainer:
                     elapsed = time.perf_counter() - clock
                     rate = tokens / elapsed
                     left = (settings.steps - self.step) * (spent + elapsed) / (self.step - begun)
-                    line = (f"loss {figures['loss']:.4f}  text tau {figures['tau']:.3f}  {rate:,.0f} tokens/s  "
-                            f"{_minutes(left)} left")
+                    line = (
+                        f"loss {figures['loss']:.4f}  text tau {figures['tau']:.3f}  {rate:,.0f} tokens/s  "
+                        f"{_minutes(left)} left"
+                    )
                     bar.update(task, completed=self.step, description=line)
                     if self.step % settings.log_every == 0 or self.step == begun + 1 or last:
                         figures |= {"tokens_per_second": rate, "learning_rate": self.scheduler.get_last_lr()[0]}
@@ -130,8 +132,10 @@ class Trainer:
                         self.save_state()
                     if stop and not last:
                         if main:
-                            bar.console.print(f"Interrupted after step {self.step}; saved. Run the same command with "
-                                              "resume=true to continue.")
+                            bar.console.print(
+                                f"Interrupted after step {self.step}; saved. Run the same command with "
+                                "resume=true to continue."
+                            )
                         return
         finally:
             signal.signal(signal.SIGINT, previous)
@@ -180,8 +184,13 @@ class Trainer:
             summary = self.validate(frozen.to(device=self.accelerator.device, dtype=dtype).eval())
             self._record({"validation": summary})
             name = f"step_{self.step:06d}"
-            checkpoint.save(self.folder / name, self.drafter, self.spec, dtype=dtype,
-                            extra={"report.json": {"step": self.step, **summary}})
+            checkpoint.save(
+                self.folder / name,
+                self.drafter,
+                self.spec,
+                dtype=dtype,
+                extra={"report.json": {"step": self.step, **summary}},
+            )
             figure = summary[self.settings.best_by]
             if not self.best or figure > self.best["figure"]:
                 self.best = {"figure": figure, "step": self.step}
@@ -193,12 +202,20 @@ class Trainer:
         """What resuming needs, as safetensors and JSON; the previous state goes only when the new one is whole."""
         if self.accelerator.is_main_process:
             optimizer = self.optimizer.state_dict()
-            moments = {f"{number}.{key}": torch.as_tensor(value) for number, state in optimizer["state"].items()
-                       for key, value in state.items()}
-            document = {"step": self.step, "best": self.best, "groups": optimizer["param_groups"],
-                        "scheduler": {k: v for k, v in self.scheduler.state_dict().items() if k != "lr_lambdas"},
-                        "data": self.packs.fingerprint, "processes": self.accelerator.num_processes,
-                        "settings": dataclasses.asdict(self.settings)}
+            moments = {
+                f"{number}.{key}": torch.as_tensor(value)
+                for number, state in optimizer["state"].items()
+                for key, value in state.items()
+            }
+            document = {
+                "step": self.step,
+                "best": self.best,
+                "groups": optimizer["param_groups"],
+                "scheduler": {k: v for k, v in self.scheduler.state_dict().items() if k != "lr_lambdas"},
+                "data": self.packs.fingerprint,
+                "processes": self.accelerator.num_processes,
+                "settings": dataclasses.asdict(self.settings),
+            }
             goal = self.folder / "state" / f"step_{self.step:06d}"
             checkpoint.write_folder(
                 goal,
@@ -220,13 +237,18 @@ class Trainer:
         if not folder.exists():
             return False
         document = checkpoint.read_json(folder / "state.json")
-        now = {"data": self.packs.fingerprint, "processes": self.accelerator.num_processes,
-               "settings": dataclasses.asdict(self.settings)}
+        now = {
+            "data": self.packs.fingerprint,
+            "processes": self.accelerator.num_processes,
+            "settings": dataclasses.asdict(self.settings),
+        }
         wrong = [key for key in now if document[key] != now[key]]
         if wrong:
             details = "; ".join(f"{key} was {document[key]}, is {now[key]}" for key in wrong)
-            raise ValueError(f"{self.folder} was begun with other {', '.join(wrong)}: {details}. Resume with the settings "
-                             "it was begun with, or start another run=NAME.")
+            raise ValueError(
+                f"{self.folder} was begun with other {', '.join(wrong)}: {details}. Resume with the settings "
+                "it was begun with, or start another run=NAME."
+            )
         self.drafter.load_state_dict(checkpoint.read_tensors(folder / "drafter.safetensors"))
         moments = checkpoint.read_tensors(folder / "optimizer.safetensors")
         state: dict[int, dict] = {}
@@ -248,15 +270,20 @@ class Trainer:
             return
         with (self.folder / "log.jsonl").open("a") as log:
             log.write(json.dumps({"step": self.step, **figures}) + "\n")
-        flat = {f"validation/{k}": v for k, v in figures["validation"].items() if isinstance(v, int | float)} if (
-            "validation" in figures) else {f"train/{k}": v for k, v in figures.items()}
+        flat = (
+            {f"validation/{k}": v for k, v in figures["validation"].items() if isinstance(v, int | float)}
+            if ("validation" in figures)
+            else {f"train/{k}": v for k, v in figures.items()}
+        )
         self.accelerator.log(flat, step=self.step)
 
     def _interrupt(self, *_) -> None:
         if self.interrupted:
             raise KeyboardInterrupt
         self.interrupted = True
-        self.accelerator.print("Stopping after this step (again to stop at once, losing what came after the last save) ...")
+        self.accelerator.print(
+            "Stopping after this step (again to stop at once, losing what came after the last save) ..."
+        )
 
     def _anyone(self, flag: bool) -> bool:
         return bool(self.accelerator.reduce(torch.tensor(float(flag), device=self.accelerator.device), "sum"))
@@ -289,7 +316,9 @@ def arguments(spec: dict) -> dict:
     return {key: value for key, value in spec.items() if key not in ("_target_", "vocab")}
 
 
-def schedule(optimizer: torch.optim.Optimizer, *, steps: int, warmup: int, final: float) -> torch.optim.lr_scheduler.LambdaLR:
+def schedule(
+    optimizer: torch.optim.Optimizer, *, steps: int, warmup: int, final: float
+) -> torch.optim.lr_scheduler.LambdaLR:
     """Linear warm-up, then a cosine down to `final` of the peak."""
 
     def factor(step: int) -> float:
@@ -304,8 +333,10 @@ def schedule(optimizer: torch.optim.Optimizer, *, steps: int, warmup: int, final
 def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict]:
     """Matrices decay, norms do not."""
     trained = [p for p in module.parameters() if p.requires_grad]
-    return [{"params": [p for p in trained if p.dim() > 1], "weight_decay": weight_decay},
-            {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0}]
+    return [
+        {"params": [p for p in trained if p.dim() > 1], "weight_decay": weight_decay},
+        {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
+    ]
 
 
 @functools.lru_cache(maxsize=2)

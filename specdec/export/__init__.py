@@ -1,1 +1,1 @@
-"""Serving layouts: one file each."""
+"""Serving layouts: one file each, with `export(drafter, source, out, *, dtype) -> tensors`."""

@@ -17,9 +17,11 @@ def export(drafter: Drafter, source: Path, out: Path, *, dtype: torch.dtype) -> 
     """
     if out.exists():
         raise ValueError(f"{out} exists; choose another out=DIR or delete it.")
-    tensors = {name: value.to(dtype) if value.is_floating_point() else value for name, value in drafter.state_dict().items()}
+    tensors = {
+        name: value.to(dtype) if value.is_floating_point() else value for name, value in drafter.state_dict().items()
+    }
     vocab = tensors.pop("draft_to_target", None)
-    if vocab is not None:
+    if vocab is not None and drafter.target_to_draft is not None:
         tensors["d2t"] = vocab - torch.arange(len(vocab), device=vocab.device)
         tensors["t2d"] = drafter.target_to_draft >= 0
     document = checkpoint.read_json(source / "drafter.json")
@@ -32,5 +34,7 @@ def export(drafter: Drafter, source: Path, out: Path, *, dtype: torch.dtype) -> 
     }
     checkpoint.write_folder(out, tensors={"model.safetensors": tensors}, documents={"config.json": config})
     read = checkpoint.read_tensors(out / "model.safetensors")
-    assert read.keys() == tensors.keys() and all(torch.equal(read[name], value.cpu()) for name, value in tensors.items())
+    assert read.keys() == tensors.keys() and all(
+        torch.equal(read[name], value.cpu()) for name, value in tensors.items()
+    )
     return read

@@ -1,5 +1,7 @@
 """The decoder block that trained heads share: Llama's, with the attention's keys left to the cache."""
 
+from typing import cast
+
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
@@ -35,11 +37,13 @@ class Attention(nn.Module):
     def __init__(self, config: LlamaConfig, *, width: int, layer: int):
         super().__init__()
         self.layer = layer
-        self.head_dim = config.head_dim
-        self.q_proj = nn.Linear(width, config.num_attention_heads * config.head_dim, bias=False)
-        self.k_proj = nn.Linear(width, config.num_key_value_heads * config.head_dim, bias=False)
-        self.v_proj = nn.Linear(width, config.num_key_value_heads * config.head_dim, bias=False)
-        self.o_proj = nn.Linear(config.num_attention_heads * config.head_dim, config.hidden_size, bias=False)
+        self.head_dim = cast(int, config.head_dim)
+        queries = config.num_attention_heads * self.head_dim
+        keys = cast(int, config.num_key_value_heads) * self.head_dim
+        self.q_proj = nn.Linear(width, queries, bias=False)
+        self.k_proj = nn.Linear(width, keys, bias=False)
+        self.v_proj = nn.Linear(width, keys, bias=False)
+        self.o_proj = nn.Linear(queries, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor, cache) -> Tensor:
         """x [B, S, E], rotary cos and sin [B, S, head_dim], mask [B, 1, S, keys] -> [B, S, D]"""

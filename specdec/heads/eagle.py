@@ -25,8 +25,14 @@ class _OneBlock(Drafter):
 
     def cache(self, batch: int) -> RowCache:
         weight = self.block.self_attn.k_proj.weight
-        return RowCache(num_layers=1, batch=batch, num_heads=self.config.num_key_value_heads,
-                        head_dim=self.config.head_dim, dtype=weight.dtype, device=weight.device)
+        return RowCache(
+            num_layers=1,
+            batch=batch,
+            num_heads=self.target.config.num_key_value_heads,
+            head_dim=self.target.head_dim,
+            dtype=weight.dtype,
+            device=weight.device,
+        )
 
     def embed(self, tokens: Tensor) -> Tensor:
         return self.target.embed(tokens).to(self.block.mlp.up_proj.weight.dtype)  # [B, S, D]
@@ -41,7 +47,9 @@ class Eagle(_OneBlock):
     def __init__(self, target: Target, *, intermediate_size: int | None = None, vocab: Tensor | None = None):
         super().__init__(target, width=target.width, intermediate_size=intermediate_size, vocab=vocab)
         self.target_layers = target.layer_ids([-1])
-        self.fc = nn.Linear(2 * target.width, target.width, bias=False)  # embedding first; no bias: engines disagree on it
+        self.fc = nn.Linear(
+            2 * target.width, target.width, bias=False
+        )  # embedding first; no bias: engines disagree on it
 
     def encode(self, features: Tensor) -> Tensor:
         return features.to(self.fc.weight.dtype)

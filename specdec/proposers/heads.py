@@ -67,7 +67,9 @@ class HeadProposer(Proposer):
                 draft = logits[:, 0].argmax(-1)
             tokens.append(self.drafter.to_target(draft))
             if d < depth:
-                state, logits = self._step(d + 1, state, tokens[-1][:, None], seen[d - 1 : d, :d].expand(len(newest), -1, -1))
+                state, logits = self._step(
+                    d + 1, state, tokens[-1][:, None], seen[d - 1 : d, :d].expand(len(newest), -1, -1)
+                )
         self.cache.pending = 0
         return chain(torch.stack(tokens, dim=1), self._spread(laws) if laws else None)
 
@@ -114,7 +116,9 @@ class HeadProposer(Proposer):
         # A child never scores above its parent, and a stable sort puts the earlier first: a kept child's parent is kept.
         ranked = every_score.sort(dim=1, descending=True, stable=True).indices
         kept = ranked[:, : 1 + num_nodes].sort(dim=1).values  # [B, N], in the order of making
-        number = torch.zeros_like(every_parent).scatter(1, kept, torch.arange(kept.shape[1], device=device).expand_as(kept))
+        number = torch.zeros_like(every_parent).scatter(
+            1, kept, torch.arange(kept.shape[1], device=device).expand_as(kept)
+        )
         kept_parents = every_parent.gather(1, kept)
         kept_parents = torch.where(kept_parents < 0, -1, number.gather(1, kept_parents.clamp(min=0)))
         return Tree(every_token.gather(1, kept), kept_parents, None)

@@ -1,0 +1,74 @@
+"""The direction of imports: scripts -> train -> specdec, and inside specdec downwards only."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+# A file may import what stands before it, and nothing of its own row.
+ORDER = [
+    "cache",
+    "masks",
+    "tree",
+    "target",
+    "verify",
+    "drafter",
+    "heads.block",
+    "heads.*",
+    "unroll",
+    "replay",
+    "proposers.base",
+    "proposers.*",
+    "decode",
+    "evaluate",
+    "checkpoint",
+    "export.*",
+]
+FILES = sorted((ROOT / "specdec").rglob("*.py"))
+
+
+def imported(path: Path) -> set[str]:
+    """Modules that a file imports, anywhere in it; `from a import b` counts as a and as a.b, which may be a module."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return names
+
+
+def rank(module: str) -> int | None:
+    """The row of a module of specdec; None for packages themselves, other modules and names inside modules."""
+    path = module.removeprefix("specdec.")
+    if not (ROOT / "specdec" / (path.replace(".", "/") + ".py")).exists() or path == module:
+        return None
+    return ORDER.index(path if path in ORDER else path.rsplit(".", 1)[0] + ".*")
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_specdec_imports_downwards_only(path):
+    names = imported(path)
+    assert not {name.split(".")[0] for name in names} & {"train", "scripts", "hydra", "omegaconf", "accelerate"}
+    ours = {name for name in names if name.startswith("specdec.")}
+    if path.name == "__init__.py":
+        assert not ours
+        return
+    own = rank(".".join(path.relative_to(ROOT).with_suffix("").parts))
+    assert own is not None
+    above = {name for name in ours if rank(name) is not None and rank(name) >= own}
+    assert not above, f"{path.name} imports what stands behind it: {above}"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "train").rglob("*.py")), ids=lambda path: path.name)
+def test_train_knows_no_hydra(path):
+    assert not {name.split(".")[0] for name in imported(path)} & {"hydra", "omegaconf", "scripts"}
+
+
+def test_the_reader_reads():
+    """The files above import one another, and are seen to."""
+    assert "specdec.unroll" in imported(ROOT / "specdec" / "replay.py")
+    assert rank("specdec.heads.eagle") == ORDER.index("heads.*") and rank("specdec.tree.Tree") is None
+    assert sum(len(imported(path)) for path in FILES) > 50
