@@ -2,8 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 TARGET := targets/smollm2-135m
-# Threads that wait by spinning slow each other down badly when the machine has other work.
-export OMP_WAIT_POLICY ?= PASSIVE
+# Threads that wait by spinning for long slow each other down badly when the machine has other work (RESULTS.md).
+export GOMP_SPINCOUNT ?= 2000
 
 .PHONY: help setup demo test lint
 

@@ -1,4 +1,4 @@
-"""accelerate launch train.py head=eagle    trains a drafter; validation decodes. --help lists every option."""
+"""accelerate launch train.py head=eagle    trains a drafter; validation decodes."""
 
 import os
 import sys
@@ -129,4 +129,6 @@ def main(config: DictConfig) -> None:
 
 
 if __name__ == "__main__":
+    if {"-h", "--help"} & set(sys.argv):
+        sys.exit(print(__doc__, display.usage(Path(__file__).parent / "conf"), sep="\n"))
     main()

@@ -34,6 +34,7 @@ class Evaluate:
     )
     limit: int | None = field(default=None, metadata={"help": "this many prompts, spread over the file"})
     max_new_tokens: int = field(default=128, metadata={"help": "an answer ends here at the latest"})
+    batch: int = field(default=1, metadata={"help": "prompts decoded at once; latency is that of 1"})
     seed: int = field(default=0, metadata={"help": "of sampling"})
     out: str | None = field(
         default=None, metadata={"help": "the report; null: report.json in the checkpoint, or here if it is shipped"}
@@ -63,6 +64,7 @@ def main() -> None:
             max_new_tokens=chosen.max_new_tokens,
             stop=loaded.stop,
             seed=chosen.seed,
+            batch=chosen.batch,
             progress=lambda items, t=temperature: track(
                 items, description=f"temperature {t:g}", console=console, transient=True
             ),

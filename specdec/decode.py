@@ -32,9 +32,19 @@ class Generation:
     prefill_seconds: float = 0.0
     stages: dict[str, float] = field(default_factory=lambda: {"draft": 0.0, "verify": 0.0, "keep": 0.0})
 
-    @property
-    def num_rounds(self) -> int:
-        return max((len(row) for row in self.accepted), default=0)
+    def split(self) -> list["Generation"]:
+        """One for each row; the clocks are shared out equally."""
+        share = 1 / len(self.tokens)
+        return [
+            Generation(
+                [tokens],
+                [accepted],
+                self.seconds * share,
+                self.prefill_seconds * share,
+                {name: spent * share for name, spent in self.stages.items()},
+            )
+            for tokens, accepted in zip(self.tokens, self.accepted)
+        ]
 
 
 class Decoder:

@@ -58,35 +58,37 @@ def measure(
     max_new_tokens: int,
     stop: set[int],
     seed: int,
-    progress: Callable[[Iterable], Iterable] = lambda rows: rows,
+    batch: int = 1,
+    progress: Callable[[list], Iterable] = iter,
 ) -> list[Row]:
     """Each prompt is decoded plainly and with drafts, one after the other and in alternating order, after a warm-up.
 
     drafter: replayed along the plain answers if given (chains only; a tree's tau has no replay here).
+    batch: prompts decoded at once; rates are then those of the batch, shared out equally.
     """
     plain = Decoder(target, None, temperature=temperature, stop=stop)
     drafting = Decoder(target, proposer, temperature=temperature, stop=stop)
     for decoder in (plain, drafting):
         decoder.generate([prompts[0].tokens], min(8, max_new_tokens), generator=_generator(target, seed, 0))
+    groups = [prompts[start : start + batch] for start in range(0, len(prompts), batch)]
     rows = []
-    for number, prompt in enumerate(progress(prompts)):
-        found: dict[Decoder, Generation] = {}
+    for number, group in enumerate(progress(groups)):
+        found: dict[Decoder, list[Generation]] = {}
         for decoder in (plain, drafting) if number % 2 else (drafting, plain):
             generator = _generator(target, seed, number)
-            found[decoder] = decoder.generate([prompt.tokens], max_new_tokens, generator=generator)
-        rounds, accepted = float("nan"), []
-        if drafter is not None:
-            accept = replay.acceptance(
-                drafter, prompt.tokens, found[plain].tokens[0], depth=proposer.depth, temperature=temperature
-            )
-            rounds, counts = replay.rounds(accept)
-            accepted = counts.tolist()
-        gap = (
-            top2_gap(target, prompt.tokens, found[plain].tokens[0], found[drafting].tokens[0])
-            if temperature == 0
-            else None
-        )
-        rows.append(Row(prompt, found[plain], found[drafting], rounds, accepted, gap))
+            tokens = [prompt.tokens for prompt in group]
+            found[decoder] = decoder.generate(tokens, max_new_tokens, generator=generator).split()
+        for prompt, alone, drafted in zip(group, found[plain], found[drafting]):
+            rounds, accepted, gap = float("nan"), [], None
+            if drafter is not None:
+                accept = replay.acceptance(
+                    drafter, prompt.tokens, alone.tokens[0], depth=proposer.depth, temperature=temperature
+                )
+                rounds, counts = replay.rounds(accept)
+                accepted = counts.tolist()
+            if temperature == 0:
+                gap = top2_gap(target, prompt.tokens, alone.tokens[0], drafted.tokens[0])
+            rows.append(Row(prompt, alone, drafted, rounds, accepted, gap))
     return rows
 
 

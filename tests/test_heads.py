@@ -1,5 +1,6 @@
 """Every head: what it learns with is what it decodes with."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -9,6 +10,7 @@ from conftest import chain_of, follow, random_tokens
 from specdec import masks
 from specdec.cache import UnrollCache
 from specdec.proposers.heads import HeadProposer
+from specdec.tree import TreeShape
 from specdec.unroll import unroll
 
 LENGTH = 13
@@ -57,6 +59,28 @@ def test_unroll_equals_decoding(any_drafter, text, slot, parts):
         assert exists.all()
         torch.testing.assert_close(any_drafter.logits(d, readout)[0], logits[d - 1], atol=1e-10, rtol=0)
         torch.testing.assert_close(state[0], states[d - 1], atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("shape", [chain_of(5), TreeShape(depth=4, width=3, nodes=30)], ids=str)
+def test_drafts_are_the_best_of_each_step(any_drafter, text, shape):
+    """Every node's children are the likeliest tokens of the step along its own path, the likeliest first."""
+    slot = 6
+    tokens, features = text[0][: slot + 1], text[1][:slot]
+    shape = dataclasses.replace(shape, depth=min(shape.depth, depth_of(any_drafter)))
+    proposer = HeadProposer(any_drafter, shape)
+    proposer.begin(tokens[None, :slot], torch.tensor([slot]))
+    proposer.commit(tokens[None, 1:], features[None], torch.tensor([slot]))
+    tree = proposer.propose(0.0, None)
+    paths, drafts, parents = [tokens], tree.tokens[0].tolist(), tree.parents[0].tolist()
+    for node in range(1, len(drafts)):
+        paths.append(torch.cat([paths[parents[node]], tree.tokens[0, node : node + 1]]))
+    for node, path in enumerate(paths):
+        children = [drafts[child] for child in range(1, len(drafts)) if parents[child] == node]
+        if children:
+            _, logits = follow(any_drafter, path, features, slot, len(path) - slot)
+            best = logits[-1].topk(len(children)).indices
+            assert any_drafter.to_target(best).tolist() == children
+    assert max(map(len, paths)) == slot + 1 + shape.depth
 
 
 def test_slots_that_do_not_exist(any_drafter, text):
