@@ -24,11 +24,12 @@ from train.trainer import Settings, Trainer, parameter_groups, schedule
 
 def fit(config: DictConfig) -> int:
     """Trains as the configuration says; ValueError says what to change. -> the exit status"""
-    folder = Path("checkpoints") / config.run
+    folder = Path("checkpoints") / str(config.run)
     display.check_folder(folder, resume=config.resume)
     os.environ.setdefault("WANDB_MODE", "online" if display.wandb_logged_in() else "offline")
     set_seed(config.train.seed)
     accelerator = Accelerator(
+        cpu=not torch.accelerator.is_available(),  # said outright, or several processes would not find each other
         mixed_precision={"bf16": "bf16", "fp32": "no"}[config.precision],
         log_with=None if config.tracker == "none" else config.tracker,
         project_dir=folder,

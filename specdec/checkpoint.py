@@ -83,7 +83,7 @@ def save(
         **{key: value for key, value in spec.items() if key != "vocab"},
         "target": drafter.target.name,
         "target_fingerprint": drafter.target.fingerprint(),
-        "target_layers": list(drafter.target_layers),
+        "reads_layers": list(drafter.target_layers),
         "versions": {
             "specdec": specdec.__version__,
             "torch": torch.__version__,
@@ -95,7 +95,7 @@ def save(
     )
 
 
-RECORDED = ("target", "target_fingerprint", "target_layers", "versions")  # facts in drafter.json, not arguments
+RECORDED = ("target", "target_fingerprint", "reads_layers", "versions")  # facts in drafter.json, not arguments
 
 
 def read_json(path: Path) -> dict:
@@ -163,8 +163,8 @@ def load(folder: str | Path, target: Target) -> Drafter:
         drafter.load_state_dict(tensors)
     except (RuntimeError, TypeError) as error:
         raise ValueError(f"{folder}: drafter.json and drafter.safetensors do not fit together: {error}") from error
-    if drafter.target_layers != tuple(document["target_layers"]):
+    if drafter.target_layers != tuple(document["reads_layers"]):
         raise ValueError(
-            f"{folder}: trained on target layers {document['target_layers']}, not {list(drafter.target_layers)}."
+            f"{folder}: trained on target layers {document['reads_layers']}, not {list(drafter.target_layers)}."
         )
     return drafter.to(device=target.device, dtype=target.dtype).eval()

@@ -8,6 +8,7 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from specdec import attention
 from specdec.proposers.heads import HeadProposer
 from specdec.target import Target
 from specdec.tree import Tree, TreeShape
@@ -33,7 +34,7 @@ def make_target(vocab_size: int, *, num_layers: int = 8) -> Target:
         vocab_size=vocab_size,
         max_position_embeddings=512,
         initializer_range=0.4,  # logits that are not flat
-        attn_implementation="sdpa",
+        attn_implementation=attention.NAME,
         bos_token_id=None,
         eos_token_id=None,
     )

@@ -2,12 +2,13 @@
 
 import dataclasses
 import itertools
+import types
 
 import pytest
 import torch
 from conftest import chain_of, follow, random_tokens
 
-from specdec import masks
+from specdec import attention, masks
 from specdec.cache import UnrollCache
 from specdec.proposers.heads import HeadProposer
 from specdec.tree import TreeShape
@@ -205,6 +206,22 @@ def test_unroll_attention_against_a_dense_mask():
         every_key, every_value = (torch.cat(x, dim=2).repeat_interleave(heads // kv_heads, 1) for x in (keys, values))
         scores = (query @ every_key.transpose(2, 3) / width**0.5).masked_fill(~seen, float("-inf"))
         torch.testing.assert_close(found, scores.softmax(-1) @ every_value, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("num_rows, num_tokens", [(2, 3), (5, 1), (5, 3), (5, 20)])
+def test_attention_of_the_target_against_softmax(num_rows, num_tokens):
+    """Its own kernel for many rows, and transformers' for the rest."""
+    torch.manual_seed(0)
+    heads, kv_heads, num_keys, width = 6, 2, 24, 4
+    query = torch.randn(num_rows, heads, num_tokens, width, dtype=torch.float64)
+    key, value = torch.randn(2, num_rows, kv_heads, num_keys, width, dtype=torch.float64)
+    mask = torch.rand(num_rows, 1, num_tokens, num_keys) < 0.5
+    mask[..., 0] = True
+    layer = types.SimpleNamespace(num_key_value_groups=heads // kv_heads, is_causal=True, training=False)
+    found, _ = attention.attention(layer, query, key, value, mask, scaling=0.3)
+    key, value = (part.repeat_interleave(heads // kv_heads, dim=1) for part in (key, value))
+    weights = (query @ key.transpose(2, 3) * 0.3).masked_fill(~mask, float("-inf")).softmax(-1)
+    torch.testing.assert_close(found, (weights @ value).transpose(1, 2), atol=1e-12, rtol=0)
 
 
 @pytest.mark.parametrize("accepted", [[0, 0], [2, 2], [4, 4], [0, 4], [3, 1]])

@@ -11,6 +11,7 @@ ORDER = [
     "cache",
     "masks",
     "tree",
+    "attention",
     "target",
     "verify",
     "drafter",

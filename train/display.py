@@ -11,7 +11,11 @@ from specdec.evaluate import TAU, verdict
 
 def usage(conf: Path) -> str:
     """What --help prints: the options as they stand in the files, with their comments."""
-    groups = {group.name: sorted(file.stem for file in group.glob("*.yaml")) for group in sorted(conf.iterdir()) if group.is_dir()}
+    groups = {
+        group.name: sorted(file.stem for file in group.glob("*.yaml"))
+        for group in sorted(conf.iterdir())
+        if group.is_dir()
+    }
     text = "\n".join(f"  {group}={'|'.join(names)}" for group, names in groups.items())
     text = f"Choices, each a file in conf/:\n{text}\n\nOptions, KEY=VALUE, and their defaults (conf/train.yaml):\n\n"
     text += (conf / "train.yaml").read_text().split("_self_")[1].split("\nhydra:")[0].strip()

@@ -37,7 +37,6 @@ class Cached:
     def __init__(self, target: Target, layers: tuple[int, ...], *, packs: Packs, length: int, folder: Path):
         self.folder, self.layers, self.num_layers = folder, layers, target.num_layers
         stored = sorted({*layers, target.num_layers})  # the last is the final state
-        self.online = Online(target, tuple(stored))
         self.about = {
             "target": target.fingerprint(),
             "data": packs.fingerprint,
@@ -45,10 +44,8 @@ class Cached:
             "dtype": str(target.dtype),
             "layers": stored,
         }
-        self.num_bytes = len(packs) * length * len(stored) * target.width * target.embed.weight.element_size()
-        known = folder / "about.json"
-        if known.exists():
-            made = json.loads(known.read_text())
+        if (folder / "about.json").exists():
+            made = json.loads((folder / "about.json").read_text())
             wrong = [key for key in self.about if key != "layers" and made.get(key) != self.about[key]]
             wrong += [] if set(stored) <= set(made.get("layers", ())) else ["layers"]
             if wrong:
@@ -56,6 +53,10 @@ class Cached:
                     f"The cached features in {folder} were made with another {', '.join(wrong)}. Delete the folder, or "
                     "set features.folder to another one, or use features.mode=online."
                 )
+            self.about = made  # every file holds all the layers that the folder was made for
+        self.online = Online(target, tuple(self.about["layers"]))
+        width = len(self.about["layers"]) * target.width
+        self.num_bytes = len(packs) * length * width * target.embed.weight.element_size()
         self.num_missing = sum(not self._path(index).exists() for index in range(len(packs)))
 
     def open(self) -> None:

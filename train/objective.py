@@ -32,7 +32,7 @@ class Loss:
 class Objective(nn.Module):
     """This, not the drafter, is what accelerate prepares: gradient synchronisation lives in a module's `forward`.
 
-    losses: weights by name, of the functions in train/losses.py
+    losses: weights by name, of the functions in train/losses.py; what has weight 0 is not computed
     depth: steps of the unroll (EAGLE-3's training-time test); decay: weight of a step relative to the one before
     temperature: of both laws in losses on logits
     noise: half-width of the uniform noise on features, EAGLE-1's augmentation
@@ -51,15 +51,15 @@ class Objective(nn.Module):
         chunk: int,
     ):
         super().__init__()
-        unknown = set(losses) - set(LOSSES)
-        if unknown or not losses:
+        used = {name: weight for name, weight in losses.items() if weight}
+        if not used or set(used) - set(LOSSES):
             raise ValueError(
-                f"head.objective.losses={dict(losses)}: there is no {sorted(unknown)}; known: {sorted(LOSSES)}."
+                f"head.objective.losses={dict(losses)}: give weights to some of {', '.join(sorted(LOSSES))}."
             )
         if drafter.depth is not None and depth > drafter.depth:
             raise ValueError(f"head.objective.depth={depth} is more than this drafter's {drafter.depth} steps.")
         self.drafter = drafter
-        self.losses, self.depth, self.decay = dict(losses), depth, decay
+        self.losses, self.depth = used, depth
         self.temperature, self.noise, self.chunk = temperature, noise, chunk
         weights = [decay**step for step in range(depth)]
         self.shares = [weight / sum(weights) for weight in weights]  # [K]

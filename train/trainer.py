@@ -82,17 +82,17 @@ class Trainer:
         return found
 
     def solve(self, num_packs: int) -> None:
-        """Closed-form weights from the packs that training sees first, for a head that has them."""
-        first = [self.indices(step, 0) for step in range(num_packs // self.settings.batch)]
+        """Closed-form weights, for a head that has them, from the packs that training sees first; alike in all processes."""
+        first = _permutation(len(self.packs), self.settings.seed)[:num_packs]
         device = self.accelerator.device
 
         def read():
-            for group in first:
-                batch = self.collate(group).to(device)
-                yield slots(batch, self.features(group, batch))
+            for index in first:
+                batch = self.collate([index]).to(device)
+                yield slots(batch, self.features([index], batch))
 
-        if num_packs and self.drafter.solve(read()):
-            self.accelerator.print(f"closed-form start from {len(first) * self.settings.batch} packs")
+        if first and self.drafter.solve(read()):
+            self.accelerator.print(f"closed-form start from {len(first)} packs")
 
     def fit(self) -> None:
         """Trains to the last step. Raises ValueError if the loss is not finite; returns early, saved, after Ctrl-C."""
@@ -256,7 +256,7 @@ class Trainer:
             number, key = name.split(".", 1)
             state.setdefault(int(number), {})[key] = value
         self.optimizer.load_state_dict({"state": state, "param_groups": document["groups"]})
-        self.scheduler.load_state_dict(document["scheduler"])
+        self.scheduler.load_state_dict(document["scheduler"] | {"lr_lambdas": [None] * len(document["groups"])})
         self.step, self.best = document["step"], document["best"]
         log = self.folder / "log.jsonl"
         if log.exists() and self.accelerator.is_main_process:  # what came after the state is done again
