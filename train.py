@@ -2,10 +2,12 @@
 
 import os
 import sys
+import warnings
 from pathlib import Path
 
 import hydra
 import torch
+import transformers
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from hydra.utils import instantiate
@@ -28,6 +30,8 @@ def fit(config: DictConfig) -> int:
     display.check_folder(folder, resume=config.resume)
     os.environ.setdefault("WANDB_MODE", "online" if display.wandb_logged_in() else "offline")
     set_seed(config.train.seed)
+    transformers.utils.logging.disable_progress_bar()
+    warnings.formatwarning = lambda message, *_: f"warning: {message}\n"
     accelerator = Accelerator(
         cpu=not torch.accelerator.is_available(),  # said outright, or several processes would not find each other
         mixed_precision={"bf16": "bf16", "fp32": "no"}[config.precision],
@@ -107,6 +111,7 @@ def fit(config: DictConfig) -> int:
         validate=validate,
         settings=Settings(**config.train),
         spec=OmegaConf.to_container(config.head.drafter),
+        about=flatten(OmegaConf.to_container(config, resolve=True)),
         folder=folder,
     )
     if not (config.resume and trainer.resume()):
@@ -120,12 +125,25 @@ def fit(config: DictConfig) -> int:
     return 130 if trainer.interrupted else 0
 
 
+def flatten(config: dict, prefix: str = "") -> dict:
+    """The settings that a run's figures depend on, by dotted name."""
+    free = ("resume", "tracker", "threads", "features", "decode", "validation", "run")
+    free += tuple(f"train.{key}" for key in ("log_every", "validate_every", "save_every", "best_by"))
+    flat = {}
+    for key, value in config.items():
+        if prefix + key not in free:
+            flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
+
+
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
 def main(config: DictConfig) -> None:
     try:
         status = fit(config)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         status = f"error: {error}"
+    except KeyboardInterrupt:
+        status = "Stopped at once. resume=true continues from the last save."
     sys.exit(status)
 
 

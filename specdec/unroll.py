@@ -12,7 +12,7 @@ Slot j is column j-1 here, because slot 0 has no feature:
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from specdec import masks
 from specdec.cache import UnrollCache
@@ -26,14 +26,15 @@ class Unrolled:
     states: list[Tensor]  # K of [B, S_d, H]
     readouts: list[Tensor]  # K of [B, S_d, R]
     place: Tensor  # [B, T-1] where a slot's column stands in steps 2..K
-    valid: Tensor  # [B, T-1] bool: the slot has a feature of its own document
+    positions: Tensor  # [B, T] of the tokens in their documents
 
     def at(self, values: list[Tensor], d: int, rows: Tensor, goals: Tensor) -> tuple[Tensor, Tensor]:
-        """Step d of the slots that guess `goals` [M] of batch rows `rows` [M] -> values [M, .], exists [M] bool"""
-        column = goals - 1 - d  # the slot rule, see above
-        exists = column >= 0
-        column = column.clamp(min=0)
-        exists &= self.valid[rows, column]
+        """Step d of the slots that guess `goals` [M] of batch rows `rows` [M] -> values [M, .], exists [M] bool
+
+        A document's slot 0 has no feature, so nothing guesses its tokens 0..d at step d.
+        """
+        exists = self.positions[rows, goals] > d
+        column = (goals - 1 - d).clamp(min=0)  # the slot rule, see above
         place = column if d == 1 else self.place[rows, column]
         return values[d - 1][rows, place], exists
 
@@ -55,24 +56,18 @@ def unroll(
     assert drafter.attends == "path"
     length = tokens.shape[1]
     cache = UnrollCache()
-    valid = (documents[:, 1:] == documents[:, :-1]) & (documents[:, 1:] >= 0)  # [B, T-1]
-    mask = masks.documents(torch.where(valid, documents[:, 1:], -1))  # [B, 1, T-1, T-1]
-    slot_positions = positions[:, 1:]  # [B, T-1]
+    slot_positions = positions[:, 1:]  # [B, T-1], 0 where a slot has no feature of its own document, and for padding
+    mask = masks.documents(torch.where(slot_positions > 0, documents[:, 1:], -1))  # [B, 1, T-1, T-1]
     h = drafter.encode(features[:, :-1])
     h, readout = drafter.step(1, h, tokens[:, 1:], slot_positions, mask, cache)
     states, readouts = [h], [readout]
 
-    # The slots whose goals at steps 2..depth are judged, moved to the front of each row; rows are padded with column 0.
-    same = torch.stack([_later(documents, d + 1) == documents[:, 1:] for d in range(1, depth)] or [valid])
-    wanted = (
-        torch.stack([_later(goals.long(), d + 1).bool() for d in range(1, depth)] or [valid]) & same
-    )  # [K-1, B, T-1]
-    wanted = wanted.any(0) & valid
+    # The slots whose guesses of steps 2..depth are judged, moved to the front of each row, which others fill up.
+    judged = [_later(goals & (positions > d), d) for d in range(2, depth + 1)]  # of [B, T-1]
+    wanted = torch.stack(judged).any(0) if judged else torch.zeros_like(slot_positions, dtype=torch.bool)
     num = max(1, int(wanted.sum(1).max()))
     order = wanted.sort(dim=1, descending=True, stable=True).indices[:, :num]  # [B, S]
-    place = torch.zeros_like(valid, dtype=torch.long).scatter(
-        1, order, torch.arange(num, device=order.device).expand_as(order)
-    )
+    place = torch.zeros_like(slot_positions).scatter(1, order, torch.arange(num, device=order.device).expand_as(order))
     mask = mask.gather(2, order[:, None, :, None].expand(-1, 1, -1, length - 1))  # [B, 1, S, T-1]
     h = h.gather(1, order[..., None].expand(-1, -1, h.shape[-1]))
     for d in range(2, depth + 1):
@@ -80,11 +75,10 @@ def unroll(
         h, readout = drafter.step(d, h, step_tokens, slot_positions.gather(1, order) + d - 1, mask, cache)
         states.append(h)
         readouts.append(readout)
-    return Unrolled(states, readouts, place, valid)
+    return Unrolled(states, readouts, place, positions)
 
 
 def _later(values: Tensor, num: int) -> Tensor:
-    """values [B, T] -> [B, T-1]: what stands `num` after each slot; past the end, nothing (0, or -1 for documents)."""
+    """values [B, T] -> [B, T-1]: what stands `num` after each slot; past the end, 0."""
     shifted = values[:, 1 + num :]
-    fill = values.new_full((values.shape[0], values.shape[1] - 1 - shifted.shape[1]), 0)
-    return torch.cat([shifted, fill], dim=1)
+    return nn.functional.pad(shifted, (0, values.shape[1] - 1 - shifted.shape[1]))

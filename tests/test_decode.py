@@ -88,19 +88,21 @@ def test_drafting_changes_nothing_where_nearly_all_is_refused(any_drafter, targe
 class Scripted(Proposer):
     """Knows every row's text: drafts(text, place of the newest token) -> Tree of one row."""
 
-    target_layers = ()
+    target_layers = (3, 8)
 
     def __init__(self, texts: list[list[int]], depth: int, drafts):
         self.texts, self.depth, self.drafts = texts, depth, drafts
 
     def begin(self, tokens, num):
         self.places = [0] * len(num)
+        self.features = [[] for _ in num]
 
     def commit(self, tokens, features, num):
         for row, count in enumerate(num.tolist()):
             first, self.places[row] = self.places[row] + 1, self.places[row] + count
             text = self.texts[row][first : first + count]
             assert tokens[row, : len(text)].tolist() == text  # what is committed is the text, in order
+            self.features[row] += features[row, : len(text)]
 
     def propose(self, temperature, generator):
         trees = [self.drafts(text, min(place, len(text) - 1)) for text, place in zip(self.texts, self.places)]
@@ -161,6 +163,10 @@ def test_accepted_paths_through_scattered_nodes(target, answers):
         assert generation.tokens == [answers[row] for row in batch]
         check_counters(generation)
         assert len(set(itertools.chain(*generation.accepted))) > 2
+        for text, features in zip(proposer.texts, proposer.features):  # they belong to the tokens that were kept
+            wanted = target.read(torch.tensor([text]), proposer.target_layers).features[0, : len(features)]
+            torch.testing.assert_close(torch.stack(features), wanted, atol=1e-9, rtol=0)
+            assert len(features) == len(text) - 1
     assert any(path != tuple(range(len(path))) for path in paths)
 
 

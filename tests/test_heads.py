@@ -84,6 +84,20 @@ def test_drafts_are_the_best_of_each_step(any_drafter, text, shape):
     assert max(map(len, paths)) == slot + 1 + shape.depth
 
 
+def test_sampled_drafts_have_the_laws_of_their_steps(any_drafter, text):
+    slot, depth, temperature, target = 6, depth_of(any_drafter), 0.6, any_drafter.target
+    tokens, features = text[0][: slot + 1], text[1][:slot]
+    proposer = HeadProposer(any_drafter, chain_of(depth))
+    proposer.begin(tokens[None, :slot], torch.tensor([slot]))
+    proposer.commit(tokens[None, 1:], features[None], torch.tensor([slot]))
+    tree = proposer.propose(temperature, torch.Generator().manual_seed(0))
+    _, logits = follow(any_drafter, torch.cat([tokens, tree.tokens[0, 1:]]), features, slot, depth)
+    for d in range(1, depth + 1):
+        law = torch.zeros(target.vocab_size, dtype=torch.float64)
+        law[any_drafter.to_target(torch.arange(any_drafter.vocab_size))] = (logits[d - 1] / temperature).softmax(-1)
+        torch.testing.assert_close(tree.probs[0, d], law, atol=1e-10, rtol=0)
+
+
 def test_slots_that_do_not_exist(any_drafter, text):
     """Slot 0 has no feature, so token d is not guessed at step d."""
     unrolled = unroll_row(any_drafter, *text)

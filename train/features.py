@@ -37,7 +37,7 @@ class Cached:
     def __init__(self, target: Target, layers: tuple[int, ...], *, packs: Packs, length: int, folder: Path):
         self.folder, self.layers, self.num_layers = folder, layers, target.num_layers
         stored = sorted({*layers, target.num_layers})  # the last is the final state
-        self.about = {
+        self.about: dict = {
             "target": target.fingerprint(),
             "data": packs.fingerprint,
             "length": length,

@@ -59,7 +59,7 @@ class Objective(nn.Module):
         if drafter.depth is not None and depth > drafter.depth:
             raise ValueError(f"head.objective.depth={depth} is more than this drafter's {drafter.depth} steps.")
         self.drafter = drafter
-        self.losses, self.depth = used, depth
+        self.losses, self.depth, self.decay = used, depth, decay
         self.temperature, self.noise, self.chunk = temperature, noise, chunk
         weights = [decay**step for step in range(depth)]
         self.shares = [weight / sum(weights) for weight in weights]  # [K]
@@ -114,6 +114,5 @@ class Objective(nn.Module):
 
 def slots(batch: Batch, output: TargetOutput) -> tuple[Tensor, Tensor, Tensor]:
     """Every slot of a batch for `Drafter.solve`: tokens x_j [M], features f_(j-1) [M, F*D], final states at j [M, D]"""
-    documents = batch.documents
-    valid = (documents[:, 1:] == documents[:, :-1]) & (documents[:, 1:] >= 0)  # [B, T-1]
-    return batch.tokens[:, 1:][valid], output.features[:, :-1][valid], output.final[:, 1:][valid]
+    real = batch.positions[:, 1:] > 0  # [B, T-1]
+    return batch.tokens[:, 1:][real], output.features[:, :-1][real], output.final[:, 1:][real]

@@ -42,7 +42,7 @@ class Trainer:
     """Trains `objective` on `packs`; everything a run leaves behind is in `folder`.
 
     The order of packs and every random number follow from (seed, step, process), so that a resumed run continues
-    exactly. validate(drafter) -> summary (specdec.evaluate.summarise) of the main process.
+    exactly. about: what must not change between a run and its resumption. validate(drafter) -> summary (specdec.evaluate.summarise) of the main process.
     """
 
     def __init__(
@@ -58,9 +58,11 @@ class Trainer:
         validate: Callable[[Drafter], dict],
         settings: Settings,
         spec: dict,
+        about: dict,
         folder: Path,
     ):
         self.accelerator, self.settings, self.spec, self.folder = accelerator, settings, spec, folder
+        self.about = {**about, "data": packs.fingerprint, "processes": accelerator.num_processes}
         self.drafter = objective.drafter
         self.objective, self.optimizer = accelerator.prepare(objective, optimizer)
         self.scheduler = scheduler
@@ -212,9 +214,7 @@ class Trainer:
                 "best": self.best,
                 "groups": optimizer["param_groups"],
                 "scheduler": {k: v for k, v in self.scheduler.state_dict().items() if k != "lr_lambdas"},
-                "data": self.packs.fingerprint,
-                "processes": self.accelerator.num_processes,
-                "settings": dataclasses.asdict(self.settings),
+                "about": self.about,
             }
             goal = self.folder / "state" / f"step_{self.step:06d}"
             checkpoint.write_folder(
@@ -232,22 +232,19 @@ class Trainer:
         return int(saved[-1].name.removeprefix("step_")) if saved else 0
 
     def resume(self) -> bool:
-        """Continues from the newest state, if there is one (-> True). Raises ValueError if data, processes or settings differ from then."""
+        """Continues from the newest state, if there is one (-> True). Raises ValueError if `about` differs from then."""
         folder = self.folder / "state" / f"step_{self._saved_step():06d}"
         if not folder.exists():
             return False
         document = checkpoint.read_json(folder / "state.json")
-        now = {
-            "data": self.packs.fingerprint,
-            "processes": self.accelerator.num_processes,
-            "settings": dataclasses.asdict(self.settings),
-        }
-        wrong = [key for key in now if document[key] != now[key]]
-        if wrong:
-            details = "; ".join(f"{key} was {document[key]}, is {now[key]}" for key in wrong)
+        before = document["about"]
+        changed = [
+            f"{key} was {before.get(key)}, is {value}" for key, value in self.about.items() if before.get(key) != value
+        ]
+        if changed:
             raise ValueError(
-                f"{self.folder} was begun with other {', '.join(wrong)}: {details}. Resume with the settings "
-                "it was begun with, or start another run=NAME."
+                f"{self.folder} was begun with other settings: {'; '.join(changed)}. Resume with those it was begun with, "
+                "or start another run=NAME."
             )
         self.drafter.load_state_dict(checkpoint.read_tensors(folder / "drafter.safetensors"))
         moments = checkpoint.read_tensors(folder / "optimizer.safetensors")

@@ -1,0 +1,128 @@
+"""The scripts that decode, on a tiny checkpoint: what they print and write, and what they say to a mistake."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from scripts import bench, evaluate, export, generate, identity
+from specdec import checkpoint
+from specdec.heads.eagle import Eagle
+from specdec.target import Target
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("scripts")
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "targets" / "smollm2-135m")
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=3,
+                         num_attention_heads=4, num_key_value_heads=2, head_dim=8, eos_token_id=2)  # fmt: skip
+    for name in ("target", "other"):
+        LlamaForCausalLM(config).save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    target = Target.load(f"{folder}/target", dtype="float32")
+    drafter = Eagle(target, vocab=torch.arange(0, 40_000, 4))
+    checkpoint.save(folder / "head", drafter, {"_target_": "specdec.heads.eagle.Eagle"})
+    rows = [{"id": str(n), "category": "ab"[n % 2], "prompt": f"Count to {n}."} for n in range(4)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@pytest.fixture
+def run(folder, monkeypatch, capsys):
+    def run(script, *arguments):
+        given = [f"checkpoint={folder}/head", "target.dtype=float32", *arguments]
+        monkeypatch.setattr(sys, "argv", ["script", *given])
+        script.main()
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_evaluate_writes_every_figure(run, folder):
+    printed = run(
+        evaluate,
+        f"prompts={folder}/prompts.jsonl",
+        "max_new_tokens=6",
+        "decode.temperature=0,1",
+        f"out={folder}/r.json",
+    )
+    assert "tau decoded" in printed and "tau replayed" in printed and "lossless" in printed
+    report = json.loads((folder / "r.json").read_text())
+    for key in ("tau", "tau_ci", "survival", "acceptance", "tokens_per_second", "baseline_tokens_per_second", "speedup",
+                "speedup_ci", "identical_outputs", "by_category", "settings"):  # fmt: skip
+        assert key in report
+    assert report["identical_outputs"] == 1 and report["tau"] == pytest.approx(1 + sum(report["survival"]))
+    assert report["tau"] == pytest.approx(report["replayed_tau"])
+    assert set(report["by_category"]) == {"a", "b"} and [c["temperature"] for c in report["temperatures"]] == [0, 1]
+
+
+def test_batches_give_the_same_figures(run, folder):
+    for batch in (1, 3):
+        run(evaluate, f"prompts={folder}/prompts.jsonl", "max_new_tokens=6", f"batch={batch}", f"out={folder}/b{batch}.json",
+            "decode.width=2", "decode.depth=3")  # fmt: skip
+    alone, together = (json.loads((folder / f"b{batch}.json").read_text()) for batch in (1, 3))
+    assert alone["tau"] == together["tau"] and alone["survival"] == together["survival"]
+    assert together["identical_outputs"] == 1
+
+
+def test_generate_streams_the_answer_that_plain_decoding_gives(run):
+    printed = run(generate, "prompt=Say \"hello, world\" = 'hi'", "max_new_tokens=8")
+    assert "tau" in printed and "the same answer: True" in printed
+
+
+def test_identity_and_bench(run, folder):
+    printed = run(identity, f"prompts={folder}/prompts.jsonl", "max_new_tokens=6", "batch=2")
+    assert printed.count("4 of 4 identical") == 3
+    printed = run(
+        bench, f"prompts={folder}/prompts.jsonl", "max_new_tokens=4", "limit=2", "repeats=1", f"out={folder}/bench.json"
+    )
+    figures = json.loads((folder / "bench.json").read_text())
+    assert figures["plain"]["to_plain"] == 1 and len(figures) == 4
+
+
+def test_export(run, folder):
+    assert "read back and equal" in run(export, f"out={folder}/exported", "format=safetensors")
+    with pytest.raises(ValueError, match="There is no format 'vlm'; there are: safetensors"):
+        run(export, f"out={folder}/other_format", "format=vlm")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["checkpoint=nowhere"], "does not exist"),
+        (["decode.temperature=hot"], "give numbers"),
+        (["decode.temperature=-1"], "0 .greedy. or above"),
+        (["decode.depth=0"], "at least 1"),
+        (["prompts=nowhere.jsonl"], "There is no file"),
+        (["max_new_tokens=100000"], "positions"),
+    ],
+)
+def test_mistakes_are_answered_with_a_sentence(run, folder, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        run(evaluate, f"prompts={folder}/prompts.jsonl", *arguments)
+
+
+def test_another_target_is_refused(run, folder):
+    with pytest.raises(ValueError, match="fingerprint"):
+        run(evaluate, f"target.name={folder}/other")
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("chekpoint=x", "no option 'chekpoint'"),
+        ("limit=many", "limit"),
+        ("decode.dept=3", "no option"),
+        ("x", "key=value"),
+    ],
+)
+def test_misspelt_options_end_with_a_sentence(run, argument, message):
+    with pytest.raises(SystemExit, match=message):
+        run(evaluate, argument)
