@@ -100,6 +100,7 @@ def fit(config: DictConfig) -> int:
         display.validation(console, summary, shape)
         return summary
 
+    about = flatten(OmegaConf.to_container(config, resolve=True))
     trainer = Trainer(
         accelerator,
         objective,
@@ -111,14 +112,15 @@ def fit(config: DictConfig) -> int:
         validate=validate,
         settings=Settings(**config.train),
         spec=OmegaConf.to_container(config.head.drafter),
-        about=flatten(OmegaConf.to_container(config, resolve=True)),
+        about=about,
         folder=folder,
     )
     if not (config.resume and trainer.resume()):
         trainer.solve(config.solve_packs)
     if main:
         OmegaConf.save(config, folder / "config.yaml", resolve=True)
-    accelerator.init_trackers("specdec", OmegaConf.to_container(config, resolve=True), {"wandb": {"name": config.run}})
+    plain = {key: value if isinstance(value, int | float | str) else str(value) for key, value in about.items()}
+    accelerator.init_trackers("specdec", plain, {"wandb": {"name": str(config.run)}})
     trainer.fit()
     accelerator.end_training()
     display.end(console, folder, trainer)

@@ -128,9 +128,9 @@ def test_noise_is_for_training_only(drafter):
 
 
 def test_wrong_settings(drafter, monkeypatch):
-    with pytest.raises(ValueError, match=r"there is no \['nothing'\]; known: "):
+    with pytest.raises(ValueError, match=r"head\.objective\.losses=.*'nothing'.*kl"):
         make_objective(drafter, losses={"kl": 1.0, "nothing": 1.0})
-    with pytest.raises(ValueError, match="known"):
+    with pytest.raises(ValueError, match=r"head\.objective\.losses=\{\}"):
         make_objective(drafter, losses={})
     monkeypatch.setattr(drafter, "depth", 3)
     with pytest.raises(ValueError, match=r"head\.objective\.depth=4 is more than this drafter's 3 steps"):
@@ -248,7 +248,7 @@ def test_replay_equals_decoding(small_drafter, small_target):
 
 def test_replay_equals_decoding_when_sampled(small_drafter, small_target):
     """Temperature 0.7: both are estimates of the expected number of rounds over answers of the same length."""
-    prompt, num, length, depth = [1, 2, 3], 120, 14, 3
+    prompt, num, length, depth = [1, 2, 3], 80, 14, 3
     plain, drafted = (
         Decoder(small_target, proposer, temperature=0.7, stop=set()).generate(
             [prompt] * num, length, generator=torch.Generator().manual_seed(0)
@@ -262,7 +262,7 @@ def test_replay_equals_decoding_when_sampled(small_drafter, small_target):
     replayed = torch.tensor(replayed)
     counted = torch.tensor([float(len(accepted)) for accepted in drafted.accepted])
     error = (replayed.var() / num + counted.var() / num).sqrt()
-    assert error < 0.03 * counted.mean()
+    assert error < 0.04 * counted.mean()
     assert abs(replayed.mean() - counted.mean()) < 3 * error
 
 

@@ -12,7 +12,7 @@ from train.data import Row, collate
 from train.features import Online
 from train.objective import Objective
 
-V, LENGTH, DEPTH, STEPS = 17, 22, 3, 300
+V, LENGTH, DEPTH, STEPS = 17, 22, 3, 200
 
 
 class Clock(Target):

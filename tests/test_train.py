@@ -102,6 +102,15 @@ def test_a_run_that_died_continues_with_the_same_losses(fit, monkeypatch, mode):
     assert all(torch.equal(whole[name], died[name]) for name in whole)
 
 
+@pytest.mark.parametrize(("tracker", "trace"), [("tensorboard", "**/events.out*"), ("wandb", "wandb/offline-run-*")])
+def test_trackers_write_without_a_network(fit, tmp_path, monkeypatch, tracker, trace):
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    assert fit(tracker, f"tracker={tracker}", "train.steps=2", "train.validate_every=2") == 0
+    assert list(tmp_path.glob(trace))
+
+
 def test_cached_features_train_like_online_ones(fit):
     fit("live", "features.mode=online")
     fit("disk", "features.mode=cached", "features.folder=cache")
