@@ -36,9 +36,7 @@ class Evaluate:
     max_new_tokens: int = field(default=128, metadata={"help": "an answer ends here at the latest"})
     batch: int = field(default=1, metadata={"help": "prompts decoded at once; latency is that of 1"})
     seed: int = field(default=0, metadata={"help": "of sampling"})
-    out: str | None = field(
-        default=None, metadata={"help": "the report; null: report.json in the checkpoint, or here if it is shipped"}
-    )
+    out: str = field(default="report.json", metadata={"help": "the report to write"})
     target: common.TargetOptions = field(default_factory=common.TargetOptions)
     decode: common.DecodeOptions = field(default_factory=common.DecodeOptions)
 
@@ -81,9 +79,8 @@ def main() -> None:
         "torch": torch.__version__,
     }
     document = {**columns[0], "definition_of_tau": TAU, "settings": settings, "temperatures": columns}
-    out = Path(chosen.out) if chosen.out else loaded.folder / "report.json"
-    checkpoint.write_text(out, json.dumps(document, indent=2) + "\n")
-    console.print(f"written: {out}", highlight=False)
+    checkpoint.write_text(Path(chosen.out), json.dumps(document, indent=2) + "\n")
+    console.print(f"written: {chosen.out}", highlight=False)
 
 
 def by_category(column: dict) -> rich.table.Table:
