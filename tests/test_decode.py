@@ -47,6 +47,20 @@ def check_counters(generation) -> None:
         assert len(tokens) == 1 + sum(count + 1 for count in accepted)
 
 
+def test_features_are_transformers_hidden_states(target):
+    tokens = torch.tensor([random_tokens(0, 7, target.vocab_size)])
+    theirs = target.model(tokens, output_hidden_states=True)
+    layers = target.layer_ids([0, 2, -2, -1])
+    assert layers == (0, 2, 7, 8)
+    output = target.read(tokens, layers)
+    torch.testing.assert_close(output.features, torch.cat([theirs.hidden_states[k] for k in layers], dim=-1))
+    torch.testing.assert_close(target.logits(output.final), theirs.logits)
+    assert target.read(tokens, ()).features.shape == (1, 7, 0)
+    for wrong in ([2, 1], [1, 1], [9], [-10]):
+        with pytest.raises(ValueError, match=r"has hidden states 0\.\.8 .*strictly increasing"):
+            target.layer_ids(wrong)
+
+
 # Drafters
 
 
