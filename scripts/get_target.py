@@ -35,7 +35,10 @@ def convert(gguf: Path, out: Path) -> None:
     """Dequantises into `out`, which appears whole or not at all."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     # 4-bit weights carry no more than bfloat16 holds, and norms are stored in float32 but came from bfloat16.
     model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16)
