@@ -34,7 +34,8 @@ demo: setup
 	    train.py run=demo resume=true; \
 	fi
 	@echo; echo "== The head that ships, trained longer =="
-	$(BIN)/python scripts/generate.py checkpoint=checkpoints/shipped/eagle prompt="Why do we have seasons?"
+	$(BIN)/python scripts/generate.py checkpoint=checkpoints/shipped/eagle \
+	  prompt="Write a Python function that returns the factorial of a number."
 
 test: setup
 	$(BIN)/python -m pytest -q
