@@ -26,7 +26,7 @@ class TargetOptions:
 @dataclass(frozen=True)
 class DecodeOptions:
     temperature: str = field(default="0", metadata={"help": "0 is greedy; a comma list measures each"})
-    depth: int = field(default=3, metadata={"help": "drafts along a path"})
+    depth: int = field(default=2, metadata={"help": "drafts along a path"})
     width: int = field(default=1, metadata={"help": "nodes widened at each depth (EAGLE-2's tree); 1 is a chain"})
     nodes: int | None = field(
         default=None, metadata={"help": "drafts in a tree; null: depth for a chain, else depth x width"}

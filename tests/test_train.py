@@ -158,7 +158,7 @@ def test_runs_are_never_overwritten(fit):
         ("data.train=nowhere.jsonl", "There is no file"),
         ("head.objective.losses={kl: 0, smooth_l1: 0}", "give weights"),
         ("target.dtype=bf16", "must be one of"),
-        ("decode.nodes=2", "cannot hold a path"),
+        ("decode.nodes=1", "cannot hold a path"),
     ],
 )
 def test_mistakes_are_answered_with_a_sentence(fit, override, message):
