@@ -23,6 +23,7 @@ from transformers import GenerationConfig, PreTrainedModel
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scripts.cli import options
+from scripts.common import use_threads
 from specdec.target import Target, load_tokenizer
 from train.data import encode_prompt, load_prompts
 
@@ -207,7 +208,7 @@ def run(chosen: Answer, console: rich.console.Console) -> None:
         return
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1))
+    use_threads()
     model = Target.load(chosen.target, dtype=chosen.dtype, device=device).model
     model.generation_config = plain_generation(model, tokenizer.eos_token_id)
 

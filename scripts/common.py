@@ -53,9 +53,14 @@ class Loaded:
     stop: set[int]
 
 
+def use_threads() -> None:
+    """All cores, unless OMP_NUM_THREADS says otherwise."""
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1))
+
+
 def load(folder: str, options: TargetOptions) -> Loaded:
     """Raises ValueError, with what to do, for a wrong folder or target."""
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1))
+    use_threads()
     path = checkpoint.resolve(folder)
     document = checkpoint.read_json(path / "drafter.json")
     name = options.name or str(document.get("target"))
