@@ -50,7 +50,9 @@ def fit(config: DictConfig) -> int:
     tokenizer = load_tokenizer(config.target.name, revision=config.target.revision)
     stop = data.stop_tokens(tokenizer, target.model.generation_config)
     conversations = data.load_conversations(config.data.train, split=config.data.split, limit=config.data.limit)
-    packs = data.Packs([data.encode(tokenizer, row) for row in conversations], length=config.data.length)
+    _, conversations = data.hold_out(conversations, config.data.hold_out)
+    encoded = data.first_tokens([data.encode(tokenizer, row) for row in conversations], config.data.tokens)
+    packs = data.Packs(encoded, length=config.data.length)
     prompts = [
         Prompt(row["id"], row["category"], data.encode_prompt(tokenizer, row["messages"]))
         for row in data.spread(data.load_prompts(config.data.heldout), config.validation.num_prompts)

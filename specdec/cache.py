@@ -57,12 +57,17 @@ class RowCache(transformers.Cache):
         keys, values = self.data[layer_idx].unbind(0)  # [B, heads, C, head_dim]
         keys[self.rows, :, self.slots] = key_states.transpose(1, 2)
         values[self.rows, :, self.slots] = value_states.transpose(1, 2)
-        return keys[:, :, : self.visible], values[:, :, : self.visible]
+        return self.look(layer_idx)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
         """query [B, heads, S, head_dim], mask [B, 1, S, visible] bool -> [B, heads, S, head_dim]"""
         keys, values = self.update(key, value, layer)
         return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=True)
+
+    def look(self, layer: int) -> tuple[Tensor, Tensor]:
+        """What `update` wrote, without writing: K, V [B, heads, visible, head_dim]"""
+        keys, values = self.data[layer].unbind(0)
+        return keys[:, :, : self.visible], values[:, :, : self.visible]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.longest
@@ -88,7 +93,7 @@ class RowCache(transformers.Cache):
 
 
 class UnrollCache:
-    """The keys of a training unroll: append-only and differentiable, for `attends="path"` (architecture, 1.4).
+    """The keys of a training unroll: append-only and differentiable (architecture, 1.4).
 
     Step 1 stores the keys of all T slots. Each later step of slot j sees the step-1 keys of slots <= j (its mask) and
     its own keys of steps 2..d: a diagonal, computed directly. Later steps may run on a subset of S slots.
@@ -97,6 +102,13 @@ class UnrollCache:
     def __init__(self):
         self.base: dict[int, tuple[Tensor, Tensor]] = {}  # layer -> step-1 K, V [B, heads, T, head_dim]
         self.own: dict[int, list[tuple[Tensor, Tensor]]] = {}  # layer -> K, V of steps 2..d [B, heads, S, head_dim]
+
+    def update(self, key: Tensor, value: Tensor, layer: int) -> None:
+        """Stores K and V that nothing differs from later: a block drafter's context."""
+        self.base[layer] = key, value
+
+    def look(self, layer: int) -> tuple[Tensor, Tensor]:
+        return self.base[layer]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
         """query [B, heads, S, head_dim], mask [B, 1, S, T] bool over step-1 keys -> [B, heads, S, head_dim]"""

@@ -68,19 +68,15 @@ def save(
     drafter: Drafter,
     spec: dict,
     *,
-    dtype: torch.dtype | None = None,
     extra: dict[str, dict] | None = None,
 ) -> None:
     """spec: {"_target_": class under specdec.heads, arguments...}; extra: further JSON files, by name.
 
     A draft vocabulary is saved with the tensors, not in the arguments.
     """
-    tensors = {
-        name: value.to(dtype) if dtype and value.is_floating_point() else value
-        for name, value in drafter.state_dict().items()
-    }
     document = {
         **{key: value for key, value in spec.items() if key != "vocab"},
+        **drafter.arguments(),
         "target": drafter.target.name,
         "target_fingerprint": drafter.target.fingerprint(),
         "reads_layers": list(drafter.target_layers),
@@ -91,7 +87,7 @@ def save(
         },
     }
     write_folder(
-        folder, tensors={"drafter.safetensors": tensors}, documents={"drafter.json": document, **(extra or {})}
+        folder, tensors={"drafter.safetensors": drafter.state_dict()}, documents={"drafter.json": document, **(extra or {})}
     )
 
 

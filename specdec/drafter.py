@@ -15,10 +15,19 @@ THE SLOT RULE (the only alignment in the project; every other file refers to it)
     slot 2 step 3   (h', x4) -> h''  guesses x5, judged by p5 (position 4)
 
 In decoding the newest committed token is the newest slot; its later tokens are drafted instead of given.
+
+WHAT A STEP SEES (`attends`; architecture, 1.4), in training and in decoding alike:
+
+    path    keys of committed slots' first steps, and of its own steps 2..d        EAGLE, shared MTP, Meta's heads
+    depth   keys of module d at slots whose step d needs committed tokens only     MTP, a module for each depth
+    block   the features of slots <= j as keys, and its own block of K states      DFlash, DSpark
+    text    the tokens before: step d of slot j is step 1 of slot j+d-1            draft models
+    none    nothing                                                                Medusa, Hydra
 """
 
+import copy
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -26,6 +35,15 @@ from torch import Tensor, nn
 
 from specdec.cache import RowCache
 from specdec.target import Target
+
+
+@dataclass(frozen=True)
+class Slots:
+    """M slots of training texts, for `Drafter.solve`: what their steps 1..K read, and what these estimate."""
+
+    features: Tensor  # [M, F*D] f_(j-1)
+    tokens: Tensor  # [M, K] x_j .. x_(j+K-1)
+    goals: Tensor  # [M, K, D] the target's final states there
 
 
 class Drafter(nn.Module, ABC):
@@ -37,7 +55,8 @@ class Drafter(nn.Module, ABC):
 
     target_layers: tuple[int, ...]  # hidden states it reads (indices as in Target.read); () reads tokens only
     depth: int | None  # the deepest step it can take; None: any
-    attends: Literal["path", "depth", "none"]  # what a step sees
+    attends: Literal["path", "depth", "block", "text", "none"]  # what a step sees
+    adapts_target = False  # whether it changes the target in place, so that outputs are those of an adapted target
     draft_to_target: Tensor | None  # [W] target ids of a reduced draft vocabulary, increasing; None: all V
     target_to_draft: Tensor | None  # [V] the inverse, -1 where a token is not drafted
 
@@ -71,6 +90,11 @@ class Drafter(nn.Module, ABC):
         """W: what `logits` are over."""
         return self.target.vocab_size if self.draft_to_target is None else len(self.draft_to_target)
 
+    @property
+    def first_slot(self) -> int:
+        """The first slot that has what step 1 reads: a drafter of features begins behind the first of them."""
+        return 1 if self.target_layers else 0
+
     @abstractmethod
     def cache(self, batch: int) -> RowCache:
         """An empty cache for decoding `batch` rows."""
@@ -79,23 +103,38 @@ class Drafter(nn.Module, ABC):
     def encode(self, features: Tensor) -> Tensor:
         """features [B, S, F*D] -> h [B, S, H]: what step 1 takes."""
 
+    def context(self, h: Tensor, positions: Tensor, cache) -> None:
+        """`attends="block"` only: keys and values of the features in h [B, S, H], at their positions [B, S], into the cache."""
+        raise NotImplementedError
+
     @abstractmethod
     def step(self, d: int, h: Tensor, tokens: Tensor, positions: Tensor, mask: Tensor, cache) -> tuple[Tensor, Tensor]:
         """Step d in 1..K. h [B, S, H]; tokens, positions [B, S]; mask bool [B, 1, S, keys], True may attend.
 
-        -> h [B, S, H] for the next step, readout [B, S, R] for `logits`
+        -> h [B, S, H] for the next step, readout [B, S, R] for `logits`. H may differ from step to step. The mask is not
+        to be read where `attends` says that a step sees nothing: there it may be None.
         """
 
     @abstractmethod
     def logits(self, d: int, readout: Tensor) -> Tensor:
         """readout [..., R] of step d -> [..., W], over the draft vocabulary"""
 
-    def solve(self, slots: Iterable[tuple[Tensor, Tensor, Tensor]]) -> bool:
-        """Sets weights in closed form before training; a head that knows how overrides this. -> whether it did
+    def confidence(self, d: int, readout: Tensor) -> Tensor | None:
+        """readout [..., R] of step d -> [...], the logit of "this draft is accepted"; None for a head that does not say"""
+        return None
 
-        slots: chunks of (tokens x_j [M], features f_(j-1) [M, F*D], the target's final state at j [M, D])
-        """
+    def solve(self, slots: list[Slots]) -> bool:
+        """Sets weights in closed form before training; a head that knows how overrides this. -> whether it did"""
         return False
+
+    def decodable(self) -> "Drafter":
+        """A frozen copy to decode with and to save, so that training goes on undisturbed."""
+        shared = (self._target, self._goal_head)
+        return copy.deepcopy(self, {id(part): part for part in shared}).eval().requires_grad_(False)
+
+    def arguments(self) -> dict:
+        """Arguments that a checkpoint needs instead of those that training was given."""
+        return {}
 
     def to_target(self, tokens: Tensor) -> Tensor:
         """Draft ids -> target ids, any shape."""

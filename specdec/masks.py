@@ -9,15 +9,20 @@ def causal(num: int, device) -> Tensor:
     return torch.ones(num, num, dtype=torch.bool, device=device).tril()
 
 
-def documents(index: Tensor) -> Tensor:
+def documents(index: Tensor, *, lag: int = 0) -> Tensor:
     """index [B, T], the document of each entry (-1: none) -> [B, 1, T, T]: causal inside one document.
 
-    An entry of no document sees itself, so that no row is empty (an empty row would be a softmax over nothing).
+    lag: an entry sees itself, and of the others those that stand at least `lag` before it. An entry of no document sees itself, so that no row is empty (an empty row would be a softmax over nothing).
     """
     num = index.shape[1]
     same = (index[:, :, None] == index[:, None, :]) & (index >= 0)[:, None, :]  # [B, T, T]
-    mask = same & causal(num, index.device) | torch.eye(num, dtype=torch.bool, device=index.device)
+    mask = same & causal(num, index.device).tril(-lag) | torch.eye(num, dtype=torch.bool, device=index.device)
     return mask[:, None]
+
+
+def committed(lengths: Tensor, visible: int) -> Tensor:
+    """lengths [B] -> [B, 1, 1, visible]: the committed entries and nothing else."""
+    return (torch.arange(visible, device=lengths.device) < lengths[:, None])[:, None, None]
 
 
 def pending(ancestors: Tensor, lengths: Tensor, visible: int) -> Tensor:

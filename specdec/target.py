@@ -90,6 +90,11 @@ class Target:
         """Width of one attention head; configurations may leave it to be derived."""
         return self.config.to_dict().get("head_dim") or self.config.hidden_size // self.config.num_attention_heads
 
+    @property
+    def norm(self) -> nn.Module:
+        """The final norm, whose output is what the LM head reads."""
+        return self._points[-1]
+
     def layer_ids(self, layers: list[int] | tuple[int, ...]) -> tuple[int, ...]:
         """Resolves negative indices (-1 is the final state); raises ValueError unless strictly increasing and in range."""
         ids = tuple(k if k >= 0 else self.num_layers + 1 + k for k in layers)

@@ -1,12 +1,12 @@
 """The training unroll: a drafter's step over every slot of a text. Training and replay share it; see the slot rule.
 
-Slot j is column j-1 here, because slot 0 has no feature:
+Column c is slot c + first; a drafter that reads features has first = 1, because slot 0 has none:
 
     column            0     1     2    ..   T-2
     slot              1     2     3         T-1
     step 1 reads     x1,f0 x2,f1 x3,f2
-    step d reads     x_d  x_(d+1) x_(d+2)         token index = column + d
-    step d guesses   x_(d+1) ...                  goal index = column + d + 1, judged at position column + d
+    step d reads     x_d  x_(d+1) x_(d+2)         token index = column + first + d - 1
+    step d guesses   x_(d+1) ...                  goal index = column + first + d, judged at the position before
 """
 
 from dataclasses import dataclass
@@ -21,22 +21,21 @@ from specdec.drafter import Drafter
 
 @dataclass(frozen=True)
 class Unrolled:
-    """States and readouts of every step; steps after the first exist only for slots that some goal judges."""
+    """States and readouts of every step. A step need not have run everywhere: where nothing is judged, it is spared."""
 
     states: list[Tensor]  # K of [B, S_d, H]
     readouts: list[Tensor]  # K of [B, S_d, R]
-    place: Tensor  # [B, T-1] where a slot's column stands in steps 2..K
+    places: list[Tensor]  # K of [B, columns] where a slot stands in step d, -1 if it has none
     positions: Tensor  # [B, T] of the tokens in their documents
+    first: int
+    share: list[float]  # K: of the slots with a goal, how many were run; below 1 where they were sampled
 
     def at(self, values: list[Tensor], d: int, rows: Tensor, goals: Tensor) -> tuple[Tensor, Tensor]:
-        """Step d of the slots that guess `goals` [M] of batch rows `rows` [M] -> values [M, .], exists [M] bool
-
-        A document's slot 0 has no feature, so nothing guesses its tokens 0..d at step d.
-        """
-        exists = self.positions[rows, goals] > d
-        column = (goals - 1 - d).clamp(min=0)  # the slot rule, see above
-        place = column if d == 1 else self.place[rows, column]
-        return values[d - 1][rows, place], exists
+        """Step d of the slots that guess `goals` [M] of batch rows `rows` [M] -> values [M, .], exists [M] bool"""
+        column = (goals - d - self.first).clamp(min=0)  # the slot rule, see above
+        place = self.places[d - 1][rows, column]
+        exists = (self.positions[rows, goals] >= d + self.first) & (place >= 0)
+        return values[d - 1][rows, place.clamp(min=0)], exists
 
 
 def unroll(
@@ -48,37 +47,67 @@ def unroll(
     positions: Tensor,
     goals: Tensor,
     depth: int,
+    anchors: int | None = None,
 ) -> Unrolled:
     """tokens, documents (-1: padding), positions [B, T]; features [B, T, F*D]; goals [B, T] bool: tokens to be guessed
 
-    Step 1 runs on all slots, since later slots attend to its keys; later steps run only where a goal follows.
+    anchors: so many random slots a row, of those with a goal, run the steps that later slots do not look at; None: all
     """
-    assert drafter.attends == "path"
-    length = tokens.shape[1]
-    cache = UnrollCache()
-    slot_positions = positions[:, 1:]  # [B, T-1], 0 where a slot has no feature of its own document, and for padding
-    mask = masks.documents(torch.where(slot_positions > 0, documents[:, 1:], -1))  # [B, 1, T-1, T-1]
-    h = drafter.encode(features[:, :-1])
-    h, readout = drafter.step(1, h, tokens[:, 1:], slot_positions, mask, cache)
-    states, readouts = [h], [readout]
+    first, kind = drafter.first_slot, drafter.attends
+    num = tokens.shape[1] - first
 
-    # The slots whose guesses of steps 2..depth are judged, moved to the front of each row, which others fill up.
-    judged = [_later(goals & (positions > d), d) for d in range(2, depth + 1)]  # of [B, T-1]
-    wanted = torch.stack(judged).any(0) if judged else torch.zeros_like(slot_positions, dtype=torch.bool)
-    num = max(1, int(wanted.sum(1).max()))
-    order = wanted.sort(dim=1, descending=True, stable=True).indices[:, :num]  # [B, S]
-    place = torch.zeros_like(slot_positions).scatter(1, order, torch.arange(num, device=order.device).expand_as(order))
-    mask = mask.gather(2, order[:, None, :, None].expand(-1, 1, -1, length - 1))  # [B, 1, S, T-1]
-    h = h.gather(1, order[..., None].expand(-1, -1, h.shape[-1]))
-    for d in range(2, depth + 1):
-        step_tokens = _later(tokens, d - 1).gather(1, order)  # [B, S]
-        h, readout = drafter.step(d, h, step_tokens, slot_positions.gather(1, order) + d - 1, mask, cache)
+    def later(values: Tensor, ahead: int) -> Tensor:
+        """values [B, T] -> [B, columns]: what stands `ahead` after each slot; past the end, 0."""
+        shifted = values[:, first + ahead :]
+        return nn.functional.pad(shifted, (0, num - shifted.shape[1]))
+
+    cache = UnrollCache()
+    slot_positions = later(positions, 0)  # [B, columns], below `first` where a slot has no feature of its own document
+    index = torch.where(slot_positions >= first, later(documents, 0), -1)
+    judged = [later(goals & (positions >= d + first), d) for d in range(1, depth + 1)]  # of [B, columns]
+    h = drafter.encode(features[:, :num])  # the feature of column c is that of the slot before it
+    every = torch.arange(num, device=tokens.device).expand_as(slot_positions)
+
+    if kind == "text":
+        _, readout = drafter.step(1, h, later(tokens, 0), slot_positions, masks.documents(index), cache)
+        places = [nn.functional.pad(every[:, d:], (0, d), value=-1) for d in range(depth)]
+        return Unrolled([h] * depth, [readout] * depth, places, positions, first, [1.0] * depth)
+
+    states, readouts, places, share = [], [], [], []
+    order = every
+    sparse_from = {"block": 1, "path": 2, "none": 2, "depth": depth + 1}[kind]  # keys of earlier steps are for all to see
+    mask = None if kind in ("none", "depth") else masks.documents(index)  # [B, 1, S, columns]
+    if kind == "block":
+        drafter.context(h, slot_positions - 1, cache)
+    place, kept = every, 1.0
+    for d in range(1, depth + 1):
+        if d == sparse_from:
+            order, place, kept = _choose(torch.stack(judged[d - 1 :]).any(0), anchors)
+            h = h.gather(1, order[..., None].expand(-1, -1, h.shape[-1]))
+            if mask is not None:
+                mask = mask.gather(2, order[:, None, :, None].expand(-1, 1, -1, num))  # [B, 1, S, columns]
+        if kind == "depth":
+            mask = masks.documents(index, lag=d - 1)
+        at = slot_positions.gather(1, order) + d - 1
+        h, readout = drafter.step(d, h, later(tokens, d - 1).gather(1, order), at, mask, cache)
         states.append(h)
         readouts.append(readout)
-    return Unrolled(states, readouts, place, positions)
+        places.append(place)
+        share.append(kept)
+    return Unrolled(states, readouts, places, positions, first, share)
 
 
-def _later(values: Tensor, num: int) -> Tensor:
-    """values [B, T] -> [B, T-1]: what stands `num` after each slot; past the end, 0."""
-    shifted = values[:, 1 + num :]
-    return nn.functional.pad(shifted, (0, values.shape[1] - 1 - shifted.shape[1]))
+def _choose(wanted: Tensor, limit: int | None) -> tuple[Tensor, Tensor, float]:
+    """wanted [B, C] bool -> order [B, S]: wanted columns first, at most `limit` of them, at random; others fill rows up
+
+    -> order, place [B, C] of a column in it (-1 if it is not there), the share of wanted columns that are
+    """
+    num = max(1, int(wanted.sum(1).max()))
+    score = wanted.float()
+    if limit is not None and num > limit:
+        num, score = limit, score + torch.rand_like(score) * score
+    order = score.sort(dim=1, descending=True, stable=True).indices[:, :num].sort(dim=1).values  # [B, S]
+    place = torch.full_like(wanted, -1, dtype=torch.long)
+    place.scatter_(1, order, torch.arange(num, device=order.device).expand_as(order))
+    place = torch.where(wanted, place, -1)
+    return order, place, int((place >= 0).sum()) / max(1, int(wanted.sum()))

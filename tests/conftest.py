@@ -1,7 +1,9 @@
 """Random tiny targets and drafters in float64, and the slow way to what a drafter says in decoding."""
 
+import functools
 from pathlib import Path
 
+import hydra
 import pytest
 import torch
 from hydra.utils import instantiate
@@ -19,8 +21,13 @@ HEADS_FOLDER = Path(__file__).resolve().parents[1] / "conf" / "head"
 HEADS = sorted(path.stem for path in HEADS_FOLDER.glob("*.yaml"))
 # name, reduced vocabulary or not, arguments
 VARIANTS = [(head, reduced, {}) for head in HEADS for reduced in (False, True)]
-VARIANTS += [("eagle3", False, {"norm_features": True, "norm_output": True})]
-NAMES = [f"{head}{'-reduced' * reduced}{'-norms' * bool(arguments)}" for head, reduced, arguments in VARIANTS]
+VARIANTS += [
+    ("eagle3", False, {"norm_features": True, "norm_output": True}),
+    ("mtp", True, {"num_modules": 3}),
+    ("medusa", True, {"own_output": True, "num_blocks": 2}),
+    ("hydra", True, {"own_output": True}),
+]
+NAMES = ["-".join([head, "reduced" * reduced, *arguments]) for head, reduced, arguments in VARIANTS]
 
 
 def make_target(vocab_size: int, *, num_layers: int = 8) -> Target:
@@ -41,15 +48,18 @@ def make_target(vocab_size: int, *, num_layers: int = 8) -> Target:
     return Target(LlamaForCausalLM(config).double(), name="tiny")
 
 
-def load_head(head: str):
-    return OmegaConf.load(HEADS_FOLDER / f"{head}.yaml")
+@functools.cache
+def load_head(head: str) -> dict:
+    """conf/head/<head>.yaml with what it stands on."""
+    with hydra.initialize_config_dir(str(HEADS_FOLDER.parent), version_base="1.3"):
+        return OmegaConf.to_container(hydra.compose("train", overrides=[f"head={head}"]).head)
 
 
 def make_drafter(target: Target, head: str, reduced: bool = False, arguments: dict | None = None):
     """Every parameter is random, norms too. Reduced: two thirds of the vocabulary."""
     torch.manual_seed(1)
     vocab = torch.randperm(target.vocab_size)[: target.vocab_size * 2 // 3].sort().values if reduced else None
-    drafter = instantiate({**load_head(head).drafter, **(arguments or {})}, target, vocab=vocab).double().eval()
+    drafter = instantiate({**load_head(head)["drafter"], **(arguments or {})}, target, vocab=vocab).double().eval()
     for parameter in drafter.parameters():
         noise = torch.randn_like(parameter)
         parameter.data = noise / parameter.shape[1] ** 0.5 if parameter.dim() == 2 else 1 + 0.3 * noise

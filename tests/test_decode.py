@@ -1,5 +1,6 @@
 """The round loop: drafting changes the speed and nothing else."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -80,6 +81,7 @@ def test_plain_decoding(target, answers):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_drafting_changes_nothing(small_drafter, small_target, small_answers, shape):
     prompts = prompts_of(small_target)
+    shape = dataclasses.replace(shape, depth=min(shape.depth, small_drafter.depth or shape.depth))
     decoder = greedy(small_target, HeadProposer(small_drafter, shape))
     alone = [decoder.generate([prompt], NUM_NEW) for prompt in prompts[:2]]
     together = decoder.generate(prompts, NUM_NEW)

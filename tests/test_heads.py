@@ -103,7 +103,7 @@ def test_slots_that_do_not_exist(any_drafter, text):
     unrolled = unroll_row(any_drafter, *text)
     for d in range(1, depth_of(any_drafter) + 1):
         _, exists = at_goals(unrolled, unrolled.readouts, d, list(range(1, LENGTH)))
-        assert exists.tolist() == [goal - d >= 1 for goal in range(1, LENGTH)]
+        assert exists.tolist() == [goal - d >= any_drafter.first_slot for goal in range(1, LENGTH)]
 
 
 @pytest.mark.parametrize("sizes", [(7, 6), (2, 8), (9, 1, 3)])
@@ -126,7 +126,7 @@ def test_packed_documents(any_drafter, text, sizes):
         alone = unroll_row(any_drafter, part, feature) if len(part) > 1 else None
         for d, goal in itertools.product(range(1, depth_of(any_drafter) + 1), range(1, len(part))):
             found, exists = at_goals(packed, packed.readouts, d, [start + goal])
-            assert exists[0] == (goal - d >= 1), f"step {d}, token {goal} of the document that starts at {start}"
+            assert exists[0] == (goal - d >= any_drafter.first_slot), f"step {d}, token {goal} of the document that starts at {start}"
             if exists[0]:
                 wanted, _ = at_goals(alone, alone.readouts, d, [goal])
                 torch.testing.assert_close(found, wanted, atol=1e-10, rtol=0)
@@ -167,7 +167,9 @@ def test_sparse_goals(any_drafter, text, some):
     sparse = unroll_row(any_drafter, *text, goals=torch.isin(torch.arange(LENGTH), torch.tensor(some)))
     full = unroll_row(any_drafter, *text)
     for d in range(1, depth_of(any_drafter) + 1):
-        assert sparse.readouts[d - 1].shape[1] <= (LENGTH - 1 if d == 1 else len(some) * (depth_of(any_drafter) - 1))
+        spared = {"path": d > 1, "none": d > 1, "block": True, "depth": False, "text": False}[any_drafter.attends]
+        limit = len(some) * depth_of(any_drafter) if spared else LENGTH - any_drafter.first_slot
+        assert sparse.readouts[d - 1].shape[1] <= limit
         found, exists = at_goals(sparse, sparse.readouts, d, some)
         wanted, wanted_exists = at_goals(full, full.readouts, d, some)
         assert torch.equal(exists, wanted_exists)
@@ -181,9 +183,26 @@ def readouts_by_slot(drafter, tokens, features) -> dict[tuple[int, int], torch.T
     return {(d, slot): at_goals(unrolled, unrolled.readouts, d, [slot + d])[0] for d, slot in pairs}
 
 
+# Which tokens step d of slot j reads, and which features
+READS = {
+    "Eagle": (lambda d, j: range(1, j + d), lambda d, j: range(j)),
+    "Eagle3": (lambda d, j: range(1, j + d), lambda d, j: range(j)),
+    "MTP": (lambda d, j: range(1, j + d), lambda d, j: range(j)),
+    "Medusa": (lambda d, j: (), lambda d, j: (j - 1,)),
+    "Hydra": (lambda d, j: range(j, j + d), lambda d, j: (j - 1,)),
+    "ParallelMTP": (lambda d, j: (), lambda d, j: range(j)),
+    "BlockDrafter": (lambda d, j: (j,), lambda d, j: range(j)),
+    "BlockDrafter with a Markov head": (lambda d, j: (j, j + d - 1), lambda d, j: range(j)),
+    "Draft": (lambda d, j: range(j + d), lambda d, j: ()),
+}
+
+
 def test_what_a_step_depends_on(any_drafter, text):
-    """Perturb every input in turn: step d of slot j reads tokens 1..j+d-1 and features 0..j-1 and nothing else."""
-    assert any_drafter.attends == "path"
+    """Perturb every input in turn: a step reads what its family reads, and nothing later."""
+    name = type(any_drafter).__name__
+    if "markov_in.weight" in any_drafter.state_dict():
+        name += " with a Markov head"
+    reads_token, reads_feature = READS[name]
     tokens, features = text
     base = readouts_by_slot(any_drafter, tokens, features)
     for place in range(LENGTH):
@@ -195,9 +214,9 @@ def test_what_a_step_depends_on(any_drafter, text):
         by_feature = readouts_by_slot(any_drafter, tokens, moved)
         for (d, slot), readout in base.items():
             changed = not torch.equal(by_token[d, slot], readout)
-            assert changed == (1 <= place <= slot + d - 1), f"token {place}, step {d} of slot {slot}"
+            assert changed == (place in reads_token(d, slot)), f"token {place}, step {d} of slot {slot}"
             changed = not torch.equal(by_feature[d, slot], readout)
-            assert changed == (place <= slot - 1), f"feature {place}, step {d} of slot {slot}"
+            assert changed == (place in reads_feature(d, slot)), f"feature {place}, step {d} of slot {slot}"
 
 
 def test_unroll_attention_against_a_dense_mask():
@@ -241,22 +260,23 @@ def test_attention_of_the_target_against_softmax(num_rows, num_tokens):
 @pytest.mark.parametrize("accepted", [[0, 0], [2, 2], [4, 4], [0, 4], [3, 1]])
 def test_cache_after_a_round(any_drafter, accepted):
     """Its lengths are the committed slots; refused drafts leave no trace in what is drafted next."""
-    target, layers = any_drafter.target, any_drafter.target_layers
+    target, layers, depth = any_drafter.target, any_drafter.target_layers, min(4, depth_of(any_drafter))
     texts = torch.tensor([random_tokens(row, 16, target.vocab_size) for row in range(2)])  # [B, T]
     features = target.read(texts, layers).features
     prompts = torch.tensor([6, 3])
-    proposer = HeadProposer(any_drafter, chain_of(4))
+    proposer = HeadProposer(any_drafter, chain_of(depth))
     proposer.begin(texts[:, :6], prompts)
     proposer.commit(texts[:, 1:7], features[:, :6], prompts)
     proposer.propose(0.0, None)
-    assert torch.equal(proposer.cache.lengths, prompts) and proposer.cache.pending == 0
+    more = 1 - any_drafter.first_slot  # slot 0 is committed too
+    assert torch.equal(proposer.cache.lengths, prompts + more) and proposer.cache.pending == 0
     num = torch.tensor(accepted) + 1
     new = prompts[:, None] + torch.arange(int(num.max()))  # [B, P] positions whose features are new
     proposer.commit(texts.gather(1, new + 1), features[torch.arange(2)[:, None], new], num)
     again = proposer.propose(0.0, None)
-    assert torch.equal(proposer.cache.lengths, prompts + num) and proposer.cache.pending == 0
+    assert torch.equal(proposer.cache.lengths, prompts + num + more) and proposer.cache.pending == 0
     for row, length in enumerate((prompts + num).tolist()):
-        fresh = HeadProposer(any_drafter, chain_of(4))
+        fresh = HeadProposer(any_drafter, chain_of(depth))
         fresh.begin(texts[row : row + 1, :length], torch.tensor([length]))
         fresh.commit(texts[row : row + 1, 1 : length + 1], features[row : row + 1, :length], torch.tensor([length]))
         assert torch.equal(fresh.propose(0.0, None).tokens[0], again.tokens[row])

@@ -40,8 +40,8 @@ def test_every_draft_is_right_in_the_end(head):
     said = target.logits(target.read(target.text[None], ()).final[0]).argmax(-1)
     assert torch.equal(said[:-1], target.text[1:]) and len(set(target.text.tolist())) > V // 2
     config = load_head(head)
-    drafter = instantiate(config.drafter, target, vocab=None)
-    objective = Objective(drafter, **{**config.objective, "depth": DEPTH, "noise": 0.0})
+    drafter = instantiate(config["drafter"], target, vocab=None)
+    objective = Objective(drafter, **{**config["objective"], "depth": DEPTH, "noise": 0.0})
     row = Row("0", "all", target.text.tolist(), [False] + [True] * (LENGTH - 1))
     batch = collate([[row]], length=LENGTH, pad_token=0)
     output = Online(target, drafter.target_layers)([0], batch)

@@ -4,7 +4,9 @@ import torch
 
 from specdec import masks
 from specdec.cache import UnrollCache
-from specdec.heads.eagle import RIDGE, Eagle
+from specdec.drafter import Slots
+from specdec.heads.block import RIDGE
+from specdec.heads.eagle import Eagle
 
 
 def test_solve_against_stacked_least_squares(target):
@@ -13,7 +15,8 @@ def test_solve_against_stacked_least_squares(target):
     width, num = target.width, 300
     tokens = torch.randint(0, target.vocab_size, (num,))
     features, goals = torch.randn(num, width).double(), torch.randn(num, width).double()
-    assert head.solve([(tokens[:100], features[:100], goals[:100]), (tokens[100:], features[100:], goals[100:])])
+    parts = (slice(0, 100), slice(100, num))
+    assert head.solve([Slots(features[part], tokens[part, None], goals[part, None]) for part in parts])
 
     x = torch.cat([target.embed(tokens), features], dim=-1)  # [M, 2D]
     strength = RIDGE * (x**2).sum(0).mean()

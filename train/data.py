@@ -142,6 +142,21 @@ def load_conversations(source: str, *, split: str = "train", limit: int | None =
     return conversations
 
 
+def hold_out(conversations: list[dict], num: int) -> tuple[list[dict], list[dict]]:
+    """The first `num` rows written at temperature 0, and the rest: what scripts/replay.py judges is not trained on."""
+    greedy = [index for index, row in enumerate(conversations) if row.get("temperature") == 0][:num]
+    if len(greedy) < num:
+        raise ValueError(f"Only {len(greedy)} rows were written at temperature 0: lower data.hold_out={num}.")
+    held = set(greedy)
+    return [conversations[i] for i in greedy], [row for i, row in enumerate(conversations) if i not in held]
+
+
+def first_tokens(rows: list[Row], num: int | None) -> list[Row]:
+    """The first rows, until `num` supervised tokens are reached; all for None."""
+    counts = itertools.accumulate(sum(row.mask) for row in rows)
+    return rows if num is None else [row for row, count in zip(rows, counts) if count - sum(row.mask) < num]
+
+
 def load_prompts(source: str, *, limit: int | None = None) -> list[dict]:
     """Reads rows {"id", "category", "messages"} that end where the assistant is to answer.
 
@@ -361,6 +376,13 @@ class Packs(torch.utils.data.Dataset):
 
     def __getitem__(self, index: int) -> list[Row]:
         return self.packs[index]
+
+
+def answers(batch: Batch, row: int) -> list[tuple[int, int]]:
+    """Supervised stretches [start, stop) of one row of a batch."""
+    keys = torch.where(batch.loss_mask[row], batch.documents[row], -1).tolist()
+    cuts = [i for i in range(len(keys)) if i == 0 or keys[i] != keys[i - 1]] + [len(keys)]
+    return [(a, b) for a, b in zip(cuts, cuts[1:]) if keys[a] >= 0]
 
 
 # What a run derives from its data

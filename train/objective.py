@@ -1,41 +1,61 @@
-"""The training objective: unroll, then judge every goal at every depth."""
+"""The training objective: unroll, judge every goal at every depth, weigh what was judged."""
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from specdec.drafter import Drafter
+from specdec.drafter import Drafter, Slots
 from specdec.target import TargetOutput
-from specdec.unroll import unroll
-from train import losses
-from train.data import Batch
+from specdec.unroll import Unrolled, unroll
+from train import losses, survival
+from train.data import Batch, answers
 
 LOSSES = {
     name: function
     for name, function in inspect.getmembers(losses, inspect.isfunction)
-    if function.__module__ == losses.__name__
+    if function.__module__ == losses.__name__ and not name.startswith("_")
 }
+TEXT_LOSSES = {"lk", "e2e_tv", "rounds"}  # of whole slots or texts: functions of train/survival.py
+WEIGHTINGS = ("decay", "dpace", "vat")
+FULL_LAW = {"tv", "nla", "top_k", "confidence", *TEXT_LOSSES}  # need the target's law over all V tokens
+NORM_CHUNK = 256  # slots whose [., V] logits exist at a time
 
 
 @dataclass(frozen=True)
 class Loss:
     """Sums over the batch's judged slots, so that the mean can be taken over all processes and micro-batches."""
 
-    total: Tensor  # scalar, weighted by depth (decay ** (d - 1), normalised) and by the losses' weights
+    total: Tensor  # scalar, weighted by depth and by the losses' weights
     num_goals: Tensor  # scalar: supervised tokens, the divisor
     matches: Tensor  # [K, B, T] bool: the guess of depth d for token i is the token that the text has
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What is known of G goals at K depths, [K, G] each; `None` where no loss in use needs it."""
+
+    exists: Tensor  # bool: a slot guessed this goal at this depth
+    matches: Tensor  # bool
+    pointwise: Tensor  # the weighted sum of per-slot losses
+    kl: Tensor | None
+    overlap: Tensor | None  # sum of min(p, q): the acceptance of a sampled draft
+    accept: Tensor | None  # min(1, q(x) / p(x)) of the text's token
+    chance: Tensor | None  # q(x)
 
 
 class Objective(nn.Module):
     """This, not the drafter, is what accelerate prepares: gradient synchronisation lives in a module's `forward`.
 
-    losses: weights by name, of the functions in train/losses.py; what has weight 0 is not computed
+    losses: weights by name, of the functions in train/losses.py and of lk, e2e_tv and rounds in train/survival.py;
+        what has weight 0 is not computed
     depth: steps of the unroll (EAGLE-3's training-time test); decay: weight of a step relative to the one before
-    temperature: of both laws in losses on logits
+    weighting: decay alone, or D-PACE's or VAT's weights by the text's own survival (VAT decays behind the refusal)
+    temperature: of both laws in losses on logits; eta: of the LK hybrid
     noise: half-width of the uniform noise on features, EAGLE-1's augmentation
+    anchors: slots a row that run the steps after the first (a block drafter's only step); None: all with a goal
     chunk: goals whose [., W] logits exist at a time
     """
 
@@ -46,22 +66,30 @@ class Objective(nn.Module):
         losses: dict[str, float],
         depth: int,
         decay: float,
+        weighting: str,
         temperature: float,
+        eta: float,
         noise: float,
+        anchors: int | None,
         chunk: int,
     ):
         super().__init__()
         used = {name: weight for name, weight in losses.items() if weight}
-        if not used or set(used) - set(LOSSES):
+        known = {*LOSSES, *TEXT_LOSSES}
+        if not used or set(used) - known:
             raise ValueError(
-                f"head.objective.losses={dict(losses)}: give weights to some of {', '.join(sorted(LOSSES))}."
+                f"head.objective.losses={dict(losses)}: give weights to some of {', '.join(sorted(known))}."
             )
+        if weighting not in WEIGHTINGS:
+            raise ValueError(f"head.objective.weighting={weighting} must be one of {', '.join(WEIGHTINGS)}.")
+        if anchors is not None and "rounds" in used:
+            raise ValueError("The rounds objective walks whole texts: set head.objective.anchors=null with it.")
         if drafter.depth is not None and depth > drafter.depth:
             raise ValueError(f"head.objective.depth={depth} is more than this drafter's {drafter.depth} steps.")
         self.drafter = drafter
-        self.losses, self.depth, self.decay = used, depth, decay
-        self.temperature, self.noise, self.chunk = temperature, noise, chunk
-        weights = [decay**step for step in range(depth)]
+        self.losses, self.depth, self.decay, self.weighting = used, depth, decay, weighting
+        self.temperature, self.eta, self.noise, self.anchors, self.chunk = temperature, eta, noise, anchors, chunk
+        weights = [decay**step for step in range(depth)] if weighting == "decay" else [1.0] * depth
         self.shares = [weight / sum(weights) for weight in weights]  # [K]
 
     def forward(self, batch: Batch, output: TargetOutput) -> Loss:
@@ -76,43 +104,127 @@ class Objective(nn.Module):
             positions=batch.positions,
             goals=batch.loss_mask,
             depth=self.depth,
+            anchors=self.anchors,
         )
         goals = batch.loss_mask.nonzero()  # [G, 2] row and position
-        matches = torch.zeros(self.depth, *batch.tokens.shape, dtype=torch.bool, device=goals.device)  # [K, B, T]
-        total = torch.zeros((), device=goals.device)
+        parts = []
         chunks = goals.split(self.chunk)
         for chunk in chunks:
             # With one chunk its logits are kept for the backward pass; with several they are made again there.
             if len(chunks) > 1 and torch.is_grad_enabled():
-                part, hits = checkpoint(self._judge, chunk, batch, output.final, unrolled, use_reentrant=False)
+                parts.append(checkpoint(self._judge, chunk, batch, output.final, unrolled, use_reentrant=False))
             else:
-                part, hits = self._judge(chunk, batch, output.final, unrolled)
-            total = total + part
-            matches[:, chunk[:, 0], chunk[:, 1]] = hits
+                parts.append(self._judge(chunk, batch, output.final, unrolled))
+        judged = Judgement(*(None if some[0] is None else torch.cat(some, dim=1) for some in zip(*parts)))
+        matches = torch.zeros(self.depth, *batch.tokens.shape, dtype=torch.bool, device=goals.device)  # [K, B, T]
+        matches[:, goals[:, 0], goals[:, 1]] = judged.matches
+        total = self._weigh(judged, goals, batch, unrolled.share)
         return Loss(total, torch.tensor(len(goals), device=goals.device), matches)
 
-    def _judge(self, goals: Tensor, batch: Batch, final: Tensor, unrolled) -> tuple[Tensor, Tensor]:
-        """goals [M, 2] -> the weighted sum of losses, matches [K, M]"""
-        drafter = self.drafter
+    def _judge(self, goals: Tensor, batch: Batch, final: Tensor, unrolled: Unrolled) -> tuple[Tensor | None, ...]:
+        """goals [M, 2] -> the fields of `Judgement`, [K, M] each"""
+        drafter, device = self.drafter, goals.device
         rows, position = goals.unbind(1)
         tokens = batch.tokens[rows, position]  # [M]
         token = tokens if drafter.target_to_draft is None else drafter.target_to_draft[tokens]
         judge = final[rows, position - 1]  # [M, D]
         with torch.no_grad():
             goal_logits = drafter.goal_logits(judge).float() / self.temperature  # [M, W]
-        total, hits = torch.zeros((), device=goals.device), []
+            goal_norm = self._norm(judge, goal_logits)
+        found: dict[str, list[Tensor]] = {field.name: [] for field in fields(Judgement)}
+        wanted = {
+            "kl": losses.kl if "lk" in self.losses else None,
+            "overlap": survival.overlap if {"lk", "e2e_tv"} & set(self.losses) else None,
+            "accept": survival.accept if "rounds" in self.losses else None,
+            "chance": survival.chance if self.weighting == "dpace" else None,
+        }
         for d in range(1, self.depth + 1):
             readout, exists = unrolled.at(unrolled.readouts, d, rows, position)
             state, _ = unrolled.at(unrolled.states, d, rows, position)
-            logits = drafter.logits(d, readout).float()  # [M, W]
-            judged = losses.Judged(state, logits / self.temperature, judge, goal_logits, token)
+            logits = drafter.logits(d, readout[exists]).float()  # [m, W]
+            judged = losses.Judged(
+                state[exists],
+                logits / self.temperature,
+                judge[exists],
+                goal_logits[exists],
+                token[exists],
+                goal_norm[exists],
+                drafter.confidence(d, readout[exists]),
+            )
+            pointwise = torch.zeros(len(logits), device=device)
             for name, weight in self.losses.items():
-                total = total + self.shares[d - 1] * weight * (LOSSES[name](judged) * exists).sum()
-            hits.append((drafter.to_target(logits.argmax(-1)) == tokens) & exists)
-        return total, torch.stack(hits)
+                if name in LOSSES:
+                    pointwise = pointwise + weight * LOSSES[name](judged)
+
+            def spread(values: Tensor, exists: Tensor = exists) -> Tensor:  # [m] -> [M]
+                return torch.zeros(len(exists), dtype=values.dtype, device=device).masked_scatter(exists, values)
+
+            found["exists"].append(exists)
+            found["matches"].append(spread(drafter.to_target(logits.argmax(-1)) == tokens[exists]))
+            found["pointwise"].append(spread(pointwise))
+            for name, function in wanted.items():
+                if function is not None:
+                    found[name].append(spread(function(judged)))
+        return tuple(torch.stack(values) if values else None for values in found.values())
+
+    def _norm(self, judge: Tensor, goal_logits: Tensor) -> Tensor:
+        """[M] log-normaliser of the target's law over all V tokens; over the draft vocabulary where that suffices."""
+        if self.drafter.draft_to_target is None or not FULL_LAW & set(self.losses):
+            return goal_logits.logsumexp(-1)
+        logits = (self.drafter.target.logits(part) / self.temperature for part in judge.split(NORM_CHUNK))
+        return torch.cat([part.logsumexp(-1).float() for part in logits])
+
+    def _weigh(self, judged: Judgement, goals: Tensor, batch: Batch, share: list[float]) -> Tensor:
+        """The scalar loss of everything judged; share [K] of the slots with a goal that were run."""
+        num_rows, length = batch.tokens.shape
+        device, depths = goals.device, torch.arange(1, self.depth + 1, device=goals.device)
+        # Where goal g, guessed at depth d, has its slot: d tokens before
+        slot = goals[:, 0] * length + goals[:, 1] - depths[:, None]  # [K, G]
+        slot = torch.where(judged.exists, slot, num_rows * length)  # one more for those that do not exist
+
+        def by_slot(values: Tensor) -> Tensor:  # [K, G] -> [K, B*T]
+            wide = torch.zeros(self.depth, num_rows * length + 1, dtype=values.dtype, device=device)
+            return wide.scatter(1, slot, values)[:, :-1]
+
+        losses_by_goal = judged.pointwise
+        if "lk" in self.losses:
+            hybrid = survival.lk(judged.kl, judged.overlap, judged.exists, eta=self.eta)
+            losses_by_goal = losses_by_goal + self.losses["lk"] * hybrid
+        factors = torch.tensor([a / b if b else 0.0 for a, b in zip(self.shares, share)], device=device)[:, None]
+        weights = factors * judged.exists  # [K, G]
+        if self.weighting != "decay":
+            counted = by_slot(judged.exists)
+            if self.weighting == "dpace":
+                by_slots = survival.dpace(by_slot(judged.chance), counted)
+            else:
+                by_slots = survival.vat(by_slot(judged.matches), counted, decay=self.decay)
+            weights = weights * nn.functional.pad(by_slots, (0, 1)).gather(1, slot)
+        total = (weights * losses_by_goal).sum()
+        if "e2e_tv" in self.losses:
+            slots = survival.e2e_tv(by_slot(judged.overlap), by_slot(judged.exists)) / (share[-1] or 1.0)
+            total = total + self.losses["e2e_tv"] * slots.sum()
+        if "rounds" in self.losses:
+            by_goal = torch.zeros(self.depth, num_rows, length, device=device)
+            by_goal = by_goal.index_put((depths[:, None] - 1, goals[:, 0], goals[:, 1]), judged.accept.float())
+            for row in range(num_rows):
+                for start, stop in answers(batch, row):
+                    total = total + self.losses["rounds"] * survival.rounds(by_start(by_goal[:, row, start:stop]))
+        return total
 
 
-def slots(batch: Batch, output: TargetOutput) -> tuple[Tensor, Tensor, Tensor]:
-    """Every slot of a batch for `Drafter.solve`: tokens x_j [M], features f_(j-1) [M, F*D], final states at j [M, D]"""
-    real = batch.positions[:, 1:] > 0  # [B, T-1]
-    return batch.tokens[:, 1:][real], output.features[:, :-1][real], output.final[:, 1:][real]
+def by_start(values: Tensor) -> Tensor:
+    """values [K, n]: depth d's guess of token i -> [K, n] as in replay.rounds: entry [d-1, s] is that of token s+d-1."""
+    num = values.shape[1]
+    moved = [nn.functional.pad(row[d:], (1, min(d - 1, num - 1)))[:num] for d, row in enumerate(values, start=1)]
+    return torch.stack(moved)
+
+
+def slots(batch: Batch, output: TargetOutput, depth: int) -> Slots:
+    """Every slot of a batch whose steps 1..depth stay inside its document, for `Drafter.solve`."""
+    length = batch.tokens.shape[1]
+    num = length - depth  # slots 1..length-depth
+    at = torch.arange(1, num + 1, device=batch.tokens.device)[:, None] + torch.arange(depth, device=batch.tokens.device)
+    real = (batch.positions[:, 1 : num + 1] > 0) & (
+        batch.documents[:, 1 : num + 1] == batch.documents[:, depth : num + depth]
+    )
+    return Slots(output.features[:, :num][real], batch.tokens[:, at][real], output.final[:, at][real])

@@ -5,7 +5,9 @@ import functools
 import json
 import math
 import random
+import resource
 import signal
+import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -18,9 +20,9 @@ from torch import nn
 
 from specdec import checkpoint, replay
 from specdec.drafter import Drafter
-from train.data import Batch, Packs
+from train.data import Batch, Packs, answers
 from train.features import Cached, Online
-from train.objective import Loss, Objective, slots
+from train.objective import Loss, Objective, by_start, slots
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,11 +65,12 @@ class Trainer:
     ):
         self.accelerator, self.settings, self.spec, self.folder = accelerator, settings, spec, folder
         self.about = {**about, "data": packs.fingerprint, "processes": accelerator.num_processes}
-        self.drafter = objective.drafter
+        self.drafter, self.depth = objective.drafter, objective.depth
         self.objective, self.optimizer = accelerator.prepare(objective, optimizer)
         self.scheduler = scheduler
         self.packs, self.collate, self.features, self.validate = packs, collate, features, validate
         self.step = 0
+        self.seen, self.seconds = 0, 0.0  # tokens and seconds of training, validation and saving left out
         self.best: dict = {}
         self.interrupted = False
 
@@ -88,12 +91,11 @@ class Trainer:
         first = _permutation(len(self.packs), self.settings.seed)[:num_packs]
         device = self.accelerator.device
 
-        def read():
-            for index in first:
-                batch = self.collate([index]).to(device)
-                yield slots(batch, self.features([index], batch))
-
-        if first and self.drafter.solve(read()):
+        found = []
+        for index in first:
+            batch = self.collate([index]).to(device)
+            found.append(slots(batch, self.features([index], batch), self.depth))
+        if found and self.drafter.solve(found):
             self.accelerator.print(f"closed-form start from {len(first)} packs")
 
     def fit(self) -> None:
@@ -102,18 +104,20 @@ class Trainer:
         previous = signal.signal(signal.SIGINT, self._interrupt)
         self.objective.train()
         columns = (TextColumn("step {task.completed}/{task.total}"), BarColumn(), TextColumn("{task.description}"))
-        clock, tokens, begun, spent = time.perf_counter(), 0, self.step, 0.0
+        clock, tokens, begun, seconds = time.perf_counter(), 0, self.step, self.seconds
         try:
             with Progress(*columns, disable=not main, transient=True) as bar:
                 task = bar.add_task("", total=settings.steps, completed=self.step)
                 while self.step < settings.steps:
+                    start = time.perf_counter()
                     figures = self._train_step()
+                    self.seconds += time.perf_counter() - start
                     self.step += 1
-                    tokens += figures.pop("tokens")
+                    tokens += figures["tokens"]
+                    self.seen += figures.pop("tokens")
                     last = self.step == settings.steps
-                    elapsed = time.perf_counter() - clock
-                    rate = tokens / elapsed
-                    left = (settings.steps - self.step) * (spent + elapsed) / (self.step - begun)
+                    rate = tokens / (time.perf_counter() - clock)
+                    left = (settings.steps - self.step) * (self.seconds - seconds) / (self.step - begun)
                     line = (
                         f"loss {figures['loss']:.4f}  text tau {figures['tau']:.3f}  {rate:,.0f} tokens/s  "
                         f"{_minutes(left)} left"
@@ -124,7 +128,6 @@ class Trainer:
                         bar.console.print(f"step {self.step:>5}/{settings.steps}  {line}", highlight=False)
                         self._record(figures)
                     if self.step % settings.validate_every == 0 or last:
-                        spent += time.perf_counter() - clock
                         bar.stop()
                         self._validate()
                         bar.start()
@@ -181,17 +184,15 @@ class Trainer:
         """Decodes on the main process; saves a checkpoint, and notes whether it is the best."""
         if self.accelerator.is_main_process:
             dtype = self.drafter.target.dtype
-            frozen = type(self.drafter)(self.drafter.target, vocab=self.drafter.draft_to_target, **arguments(self.spec))
-            frozen.load_state_dict(self.drafter.state_dict())
-            summary = self.validate(frozen.to(device=self.accelerator.device, dtype=dtype).eval())
+            frozen = self.drafter.decodable().to(dtype=dtype)
+            summary = self.validate(frozen)
             self._record({"validation": summary})
             name = f"step_{self.step:06d}"
             checkpoint.save(
                 self.folder / name,
-                self.drafter,
+                frozen,
                 self.spec,
-                dtype=dtype,
-                extra={"report.json": {"step": self.step, **summary}},
+                extra={"report.json": {"step": self.step, **summary, "training": self._cost()}},
             )
             figure = summary[self.settings.best_by]
             if not self.best or figure > self.best["figure"]:
@@ -199,6 +200,20 @@ class Trainer:
                 checkpoint.write_text(self.folder / "best", name + "\n")
         self.accelerator.wait_for_everyone()
         self.objective.train()
+
+    def _cost(self) -> dict:
+        """What training took until now; peak memory is the process's on a CPU, the device's on a GPU."""
+        if self.accelerator.device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated()
+        else:
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        return {
+            "tokens": self.seen,
+            "seconds": self.seconds,
+            "tokens_per_second": self.seen / self.seconds if self.seconds else None,
+            "peak_memory": peak,
+            "processes": self.accelerator.num_processes,
+        }
 
     def save_state(self) -> None:
         """What resuming needs, as safetensors and JSON; the previous state goes only when the new one is whole."""
@@ -211,6 +226,8 @@ class Trainer:
             }
             document = {
                 "step": self.step,
+                "seen": self.seen,
+                "seconds": self.seconds,
                 "best": self.best,
                 "groups": optimizer["param_groups"],
                 "scheduler": {k: v for k, v in self.scheduler.state_dict().items() if k != "lr_lambdas"},
@@ -255,6 +272,7 @@ class Trainer:
         self.optimizer.load_state_dict({"state": state, "param_groups": document["groups"]})
         self.scheduler.load_state_dict(document["scheduler"] | {"lr_lambdas": [None] * len(document["groups"])})
         self.step, self.best = document["step"], document["best"]
+        self.seen, self.seconds = document["seen"], document["seconds"]
         log = self.folder / "log.jsonl"
         if log.exists() and self.accelerator.is_main_process:  # what came after the state is done again
             kept = [line for line in log.read_text().splitlines() if line and json.loads(line)["step"] <= self.step]
@@ -289,28 +307,12 @@ class Trainer:
 def text_tau(batch: Batch, matches: torch.Tensor) -> float:
     """tau of a greedy chain over the batch's own text: a draft counts if it is the text's token. matches [K, B, T]"""
     emitted, rounds = 0, 0.0
-    matches = matches.cpu()
+    matches = matches.cpu().float()
     for row in range(batch.tokens.shape[0]):
-        for start, stop in _answers(batch.loss_mask[row].cpu(), batch.documents[row].cpu()):
-            accept = torch.zeros(matches.shape[0], stop - start)
-            for d in range(1, matches.shape[0] + 1):
-                found = matches[d - 1, row, start + d : stop]
-                accept[d - 1, 1 : 1 + len(found)] = found
+        for start, stop in answers(batch, row):
             emitted += stop - start - 1
-            rounds += replay.rounds(accept)[0]
+            rounds += replay.rounds(by_start(matches[:, row, start:stop]))[0]
     return emitted / rounds if rounds else float("nan")
-
-
-def _answers(mask: torch.Tensor, documents: torch.Tensor) -> list[tuple[int, int]]:
-    """Supervised stretches [start, stop) of one row of a batch."""
-    keys = torch.where(mask, documents, -1).tolist()
-    cuts = [i for i in range(len(keys)) if i == 0 or keys[i] != keys[i - 1]] + [len(keys)]
-    return [(a, b) for a, b in zip(cuts, cuts[1:]) if keys[a] >= 0]
-
-
-def arguments(spec: dict) -> dict:
-    """A drafter's own arguments in the configuration."""
-    return {key: value for key, value in spec.items() if key not in ("_target_", "vocab")}
 
 
 def schedule(

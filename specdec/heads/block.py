@@ -1,14 +1,41 @@
-"""The decoder block that trained heads share: Llama's, with the attention's keys left to the cache."""
+"""What trained heads share: Llama's decoder block, with the attention's keys left to the cache, and ridge regression."""
 
+from collections.abc import Iterable
 from typing import cast
 
+import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from specdec.cache import RowCache
 from specdec.target import Target
 
 RMSNorm = LlamaRMSNorm
+RIDGE = 0.01  # relative to the mean of the diagonal
+
+
+def ridge(pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
+    """The matrix [D, E] that takes x [M, E] nearest to y [M, D] over all chunks (x, y); in float32 at least."""
+    gram = cross = torch.zeros(())
+    for x, y in pairs:
+        x, y = (part.to(torch.promote_types(part.dtype, torch.float32)) for part in (x, y))
+        gram = gram.to(x) + x.T @ x
+        cross = cross.to(x) + x.T @ y.to(x)
+    gram.diagonal().add_(RIDGE * gram.diagonal().mean())
+    return torch.linalg.solve(gram, cross).T
+
+
+def row_cache(target: Target, weight: Tensor, *, layers: int, batch: int) -> RowCache:
+    """An empty cache of a head whose attention has the target's shapes, in the dtype and on the device of `weight`."""
+    return RowCache(
+        num_layers=layers,
+        batch=batch,
+        num_heads=target.config.num_key_value_heads,
+        head_dim=target.head_dim,
+        dtype=weight.dtype,
+        device=weight.device,
+    )
 
 
 def block_config(target: Target, *, intermediate_size: int | None) -> LlamaConfig:
@@ -68,3 +95,9 @@ class Block(nn.Module):
         """x [B, S, E] into attention, residual [B, S, D] -> [B, S, D]"""
         h = residual + self.self_attn(x, rotary, mask, cache)
         return h + self.mlp(self.post_attention_layernorm(h))
+
+    @torch.no_grad()
+    def start_as_identity(self) -> None:
+        """forward(x, residual) = residual, until training moves it."""
+        self.self_attn.o_proj.weight.zero_()
+        self.mlp.down_proj.weight.zero_()

@@ -5,10 +5,8 @@ from torch import Tensor, nn
 
 from specdec.cache import RowCache
 from specdec.drafter import Drafter
-from specdec.heads.block import Block, RMSNorm, Rotary, block_config
+from specdec.heads.block import Block, RMSNorm, Rotary, block_config, ridge, row_cache
 from specdec.target import Target
-
-RIDGE = 0.01  # relative to the mean of the diagonal
 
 
 class _OneBlock(Drafter):
@@ -24,15 +22,7 @@ class _OneBlock(Drafter):
         self.rotary = Rotary(self.config)
 
     def cache(self, batch: int) -> RowCache:
-        weight = self.block.self_attn.k_proj.weight
-        return RowCache(
-            num_layers=1,
-            batch=batch,
-            num_heads=self.target.config.num_key_value_heads,
-            head_dim=self.target.head_dim,
-            dtype=weight.dtype,
-            device=weight.device,
-        )
+        return row_cache(self.target, self.block.self_attn.k_proj.weight, layers=1, batch=batch)
 
     def embed(self, tokens: Tensor) -> Tensor:
         return self.target.embed(tokens).to(self.block.mlp.up_proj.weight.dtype)  # [B, S, D]
@@ -68,16 +58,12 @@ class Eagle(_OneBlock):
 
         Worth more than the first hundreds of steps of training (RESULTS.md).
         """
-        width = 2 * self.target.width
-        gram, cross = self.fc.weight.new_zeros(width, width), self.fc.weight.new_zeros(width, self.target.width)
-        for tokens, features, goals in slots:
-            x = torch.cat([self.embed(tokens), self.encode(features)], dim=-1)  # [M, 2D]
-            gram += x.T @ x
-            cross += x.T @ goals.to(x.dtype)
-        gram.diagonal().add_(RIDGE * gram.diagonal().mean())
-        self.fc.weight.copy_(torch.linalg.solve(gram, cross).T)
-        self.block.self_attn.o_proj.weight.zero_()
-        self.block.mlp.down_proj.weight.zero_()
+        pairs = (
+            (torch.cat([self.embed(some.tokens[:, 0]), self.encode(some.features)], dim=-1), some.goals[:, 0])
+            for some in slots
+        )
+        self.fc.weight.copy_(ridge(pairs))
+        self.block.start_as_identity()
         return True
 
 

@@ -27,32 +27,73 @@ class HeadProposer(Proposer):
 
     def begin(self, tokens, num):
         self.cache = self.drafter.cache(tokens.shape[0])
+        self.opening = tokens[:, :1]  # [B, 1] the token of slot 0, which `commit` does not bring
+        self.carried: list[Tensor] = []  # attends="depth": of modules 1..K-1, the state [B, 1, H] of their newest slot
 
     def commit(self, tokens, features, num):
+        if self.drafter.first_slot == 0 and self.cache.longest == 0:
+            tokens, num = torch.cat([self.opening, tokens], dim=1), num + 1
         self.tokens, self.features, self.num = tokens, features, num
 
     @torch.no_grad()
     def propose(self, temperature, generator):
+        newest = self._newest(self.tokens)[:, 0]  # [B]
         state, readout = self._absorb()
-        rows = torch.arange(len(self.num), device=self.num.device)
-        last = self.num - 1
-        newest = self.tokens[rows, last]  # [B]
-        state, logits = state[rows, last][:, None], self.drafter.logits(1, readout[rows, last])[:, None]  # [B, 1, .]
+        logits = self.drafter.logits(1, readout)
         if self.shape.chain:
             return self._chain(newest, state, logits, temperature, generator)
         return self._tree(newest, state, logits)
 
+    def _newest(self, values: Tensor) -> Tensor:
+        """[B, S, ...] of the newly committed -> [B, 1, ...] of each row's last"""
+        return values[torch.arange(len(self.num), device=self.num.device), self.num - 1][:, None]
+
     def _absorb(self) -> tuple[Tensor, Tensor]:
-        """Step 1 over the newly committed tokens with their true features; their keys stay."""
-        num_new = self.tokens.shape[1]
-        start = self.cache.lengths + 1  # the first slot is slot 1: it is the first with a feature
+        """Step 1 over the newly committed tokens with their true features; what later rounds look at stays in the cache.
+
+        -> state, readout [B, 1, .] of step 1 of the newest slot
+        """
+        drafter, cache, num_new = self.drafter, self.cache, self.tokens.shape[1]
+        start = cache.lengths + drafter.first_slot  # [B] the first new slot
         positions = start[:, None] + torch.arange(num_new, device=start.device)  # [B, S]
-        self.cache.reserve(num_new)
-        mask = masks.pending(masks.causal(num_new, start.device), self.cache.lengths, self.cache.visible)
-        h = self.drafter.encode(self.features)
-        state, readout = self.drafter.step(1, h, self.tokens, positions, mask, self.cache)
-        self.cache.commit(self.num, num_new)
-        return state, readout
+        if drafter.first_slot == 0:
+            h = self.features.new_zeros(*self.tokens.shape, 0)
+        else:
+            h = drafter.encode(self.features)
+        if drafter.attends in ("none", "block"):
+            cache.reserve(num_new)
+            if drafter.attends == "block":
+                drafter.context(h, positions - 1, cache)
+            cache.commit(self.num, num_new)
+            seen = masks.committed(cache.lengths, cache.visible)
+            return drafter.step(1, *map(self._newest, (h, self.tokens, positions)), seen, cache)
+
+        cache.reserve(num_new)
+        mask = masks.pending(masks.causal(num_new, start.device), cache.lengths, cache.visible)
+        state, readout = drafter.step(1, h, self.tokens, positions, mask, cache)
+        if drafter.attends == "depth":
+            self._absorb_deeper(state, positions, mask)
+        cache.commit(self.num, num_new)
+        return self._newest(state), self._newest(readout)
+
+    def _absorb_deeper(self, state: Tensor, positions: Tensor, mask: Tensor) -> None:
+        """Modules 2..K read the new tokens too, each one slot further back; state [B, S, H] of module 1.
+
+        An entry of the cache stands for a token: module d's is that of the slot whose step d reads this token.
+        """
+        last = []
+        for d in range(2, self.shape.depth + 1):
+            before = self.carried[d - 2] if self.carried else torch.zeros_like(state[:, :1])
+            last.append(self._newest(state))
+            h = torch.cat([before, state[:, :-1]], dim=1)
+            state, _ = self.drafter.step(d, h, self.tokens, positions, self._without_slots(mask, d), self.cache)
+        self.carried = last
+
+    def _without_slots(self, mask: Tensor, d: int) -> Tensor:
+        """The first d - 1 tokens are read by no slot's step d; a query among them sees itself, so that no row is empty."""
+        unread = torch.arange(mask.shape[-1], device=mask.device) < d - 1  # [C]
+        itself = torch.arange(mask.shape[-1], device=mask.device) == self.cache.slots[:, None, :, None]  # [B, 1, S, C]
+        return mask & ~unread | itself
 
     def _chain(self, newest, state, logits, temperature, generator) -> Tree:
         depth = self.shape.depth
@@ -125,8 +166,14 @@ class HeadProposer(Proposer):
 
     def _step(self, d: int, state: Tensor, tokens: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
         """Step d of drafted nodes. state [B, w, H], tokens [B, w], seen [B, w, P] -> state, logits [B, w, .]"""
-        self.cache.reserve(tokens.shape[1])
-        mask = masks.pending(seen, self.cache.lengths, self.cache.visible)
-        positions = (self.cache.lengths + d - 1)[:, None].expand_as(tokens)
-        state, readout = self.drafter.step(d, state, tokens, positions, mask, self.cache)
-        return state, self.drafter.logits(d, readout)
+        drafter, cache, mask = self.drafter, self.cache, None
+        positions = (cache.lengths + drafter.first_slot + d - 2)[:, None].expand_as(tokens)
+        if drafter.attends not in ("none", "block"):
+            cache.reserve(tokens.shape[1])
+            if drafter.attends == "depth":
+                seen = torch.zeros_like(seen)  # the nodes before it are those of other modules; it sees itself
+            mask = masks.pending(seen, cache.lengths, cache.visible)
+            if drafter.attends == "depth":
+                mask = self._without_slots(mask, d)
+        state, readout = drafter.step(d, state, tokens, positions, mask, cache)
+        return state, drafter.logits(d, readout)

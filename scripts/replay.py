@@ -1,0 +1,71 @@
+"""python scripts/replay.py checkpoint=DIR answers=FILE [hold_out=60 temperature=0 depth=4]
+
+What a chain would be worth along answers that the target wrote, without decoding: tau and survival by depth, replayed
+round by round (methods: `specdec/replay.py`). By default over the rows that `data.hold_out` keeps from training.
+"""
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import rich.console
+from rich.progress import track
+
+from scripts import common
+from scripts.cli import options, run
+from specdec import replay
+from train import data
+
+
+@dataclass(frozen=True)
+class Replay:
+    checkpoint: str = field(metadata={"help": "a step's folder, or a run's folder for its best step"})
+    answers: str = field(metadata={"help": "conversations whose last message the target wrote"})
+    hold_out: int | None = field(default=60, metadata={"help": "the first rows at temperature 0; null: all rows"})
+    temperature: float = field(default=0.0, metadata={"help": "at which these answers were written, and drafts are made"})
+    depth: int = field(default=4, metadata={"help": "drafts a round"})
+    length: int = field(default=1024, metadata={"help": "longer rows are cut"})
+    target: common.TargetOptions = field(default_factory=common.TargetOptions)
+
+
+def main() -> None:
+    chosen = options(Replay, __doc__)
+    console = rich.console.Console()
+    loaded = common.load(chosen.checkpoint, chosen.target)
+    conversations = [
+        row
+        for row in data.load_conversations(chosen.answers)
+        if row.get("temperature", chosen.temperature) == chosen.temperature
+    ]
+    if chosen.hold_out is not None:
+        conversations, _ = data.hold_out(conversations, chosen.hold_out)
+    if not conversations:
+        raise ValueError(f"{chosen.answers} has no row at temperature={chosen.temperature:g}.")
+    depth = min(chosen.depth, loaded.drafter.depth or chosen.depth)
+    emitted, rounds, accepted = 0, 0.0, 0.0
+    rows = [data.encode(loaded.tokenizer, row) for row in conversations]
+    for row in track(rows, console=console, transient=True):
+        tokens = row.tokens[: chosen.length]
+        start = len(row.mask) - row.mask[::-1].index(True) - 1  # the last supervised token ...
+        while row.mask[start - 1]:
+            start -= 1  # ... and the first of its answer
+        if len(tokens) - start < 2:
+            continue
+        accept = replay.acceptance(
+            loaded.drafter, tokens[:start], tokens[start:], depth=depth, temperature=chosen.temperature
+        )
+        some, counts = replay.rounds(accept)
+        emitted, rounds, accepted = emitted + len(tokens) - start - 1, rounds + some, accepted + counts
+    survival = " ".join(f"{value:.3f}" for value in (accepted / rounds).tolist())
+    console.print(
+        f"{loaded.folder}: replayed tau {emitted / rounds:.3f} (chain of {depth}, temperature {chosen.temperature:g}, "
+        f"{len(rows)} answers, {emitted} tokens), survival by depth {survival}",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+if __name__ == "__main__":
+    run(main)

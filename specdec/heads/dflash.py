@@ -1,0 +1,150 @@
+"""Block drafters: DFlash (2602.06036) and DSpark (2607.05147), all drafts in one pass over the target's features.
+
+    input    e(x_j)   mask   mask   mask          a block at slot j; keys: features f_0 .. f_(j-1), then the block's own
+    DFlash            draft1 draft2 draft3        a mask guesses its own position
+    DSpark   draft1   draft2 draft3               an input guesses the next one, so K inputs make K drafts
+"""
+
+import torch
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaMLP, apply_rotary_pos_emb
+
+from specdec.cache import RowCache
+from specdec.drafter import Drafter
+from specdec.heads.block import RMSNorm, Rotary, block_config, row_cache
+from specdec.target import Target
+
+
+class Layer(nn.Module):
+    """A decoder layer over blocks; its attention has the context's keys beside the block's own (Qwen3's q and k norms)."""
+
+    def __init__(self, config, *, layer: int):
+        super().__init__()
+        width, eps, self.head_dim, self.layer = config.hidden_size, config.rms_norm_eps, config.head_dim, layer
+        self.groups = config.num_key_value_heads
+        queries, keys = config.num_attention_heads * self.head_dim, self.groups * self.head_dim
+        self.input_layernorm, self.post_attention_layernorm = (RMSNorm(width, eps=eps) for _ in range(2))
+        self.q_norm, self.k_norm = (RMSNorm(self.head_dim, eps=eps) for _ in range(2))
+        self.q_proj = nn.Linear(width, queries, bias=False)
+        self.k_proj = nn.Linear(width, keys, bias=False)
+        self.v_proj = nn.Linear(width, keys, bias=False)
+        self.o_proj = nn.Linear(queries, width, bias=False)
+        self.mlp = LlamaMLP(config)
+
+    def keys(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """x [B, S, D] -> K, V [B, G, S, head_dim]"""
+        shape = (*x.shape[:2], self.groups, self.head_dim)
+        key, value = self.k_norm(self.k_proj(x).view(shape)).transpose(1, 2), self.v_proj(x).view(shape).transpose(1, 2)
+        return apply_rotary_pos_emb(key, key, *rotary)[0].to(value.dtype), value
+
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor, cache, *, size: int) -> Tensor:
+        """x [B, S*size, D], S blocks one after the other; mask [B, 1, S, C] over the context -> [B, S*size, D]"""
+        num_rows, num = x.shape[:2]
+        normed = self.input_layernorm(x)
+        query = self.q_norm(self.q_proj(normed).view(num_rows, num, -1, self.head_dim)).transpose(1, 2)
+        query = apply_rotary_pos_emb(query, query, *rotary)[0] * self.head_dim**-0.5
+        own_key, own_value = self.keys(normed, rotary)  # [B, G, S*size, head_dim]
+        context_key, context_value = cache.look(self.layer)  # [B, G, C, head_dim]
+        # [B, G, H/G, S, size, head_dim] against the context's [B, G, C, .] and the block's [B, G, S, size, .]
+        query = query.to(own_value.dtype).view(num_rows, self.groups, -1, num // size, size, self.head_dim)
+        own_key, own_value = (t.unflatten(2, (-1, size)) for t in (own_key, own_value))
+        past = torch.einsum("bghsqe,bgce->bghsqc", query, context_key)
+        past = past.masked_fill(~mask[:, :, None, :, None], float("-inf"))
+        own = torch.einsum("bghsqe,bgske->bghsqk", query, own_key)  # every input of a block sees all of it
+        weights = torch.cat([past, own], dim=-1).softmax(-1, dtype=torch.promote_types(x.dtype, torch.float32))
+        weights = weights.to(own_value.dtype)
+        num_past = past.shape[-1]
+        out = torch.einsum("bghsqc,bgce->bghsqe", weights[..., :num_past], context_value)
+        out = out + torch.einsum("bghsqk,bgske->bghsqe", weights[..., num_past:], own_value)
+        out = out.flatten(1, 2).flatten(2, 3).transpose(1, 2).flatten(2)  # [B, S*size, H * head_dim]
+        x = x + self.o_proj(out)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class BlockDrafter(Drafter):
+    """num_drafts drafts from one pass of num_layers layers; the target's embedding and LM head are borrowed.
+
+    target_layers: hidden states to fuse; null: five, evenly from 2 to L - 2 (the outputs of layers 1 to L - 3)
+    anchor_predicts: DSpark's alignment, see above; else DFlash's
+    markov_rank: DSpark's Markov head: what the token before adds to a draft's logits, W2 W1 e(token); null: none.
+        The paper has a free table for W1 e; through the embedding it is small and generalises, and a table follows from it
+    confidence: DSpark's confidence head: whether a draft will be accepted, from its state and the token before
+    """
+
+    attends = "block"
+
+    def __init__(
+        self,
+        target: Target,
+        *,
+        num_drafts: int = 4,
+        num_layers: int = 2,
+        target_layers: list[int] | None = None,
+        intermediate_size: int | None = None,
+        anchor_predicts: bool = False,
+        markov_rank: int | None = None,
+        confidence: bool = False,
+        vocab: Tensor | None = None,
+    ):
+        super().__init__(target, vocab=vocab)
+        width, last = target.width, target.num_layers - 2
+        self.depth, self.anchor_predicts = num_drafts, anchor_predicts
+        self.target_layers = target.layer_ids(
+            target_layers or sorted({2 + round(number * (last - 2) / 4) for number in range(5)})
+        )
+        config = block_config(target, intermediate_size=intermediate_size)
+        self.fc = nn.Linear(len(self.target_layers) * width, width, bias=False)
+        self.hidden_norm, self.norm = (RMSNorm(width, eps=config.rms_norm_eps) for _ in range(2))
+        self.layers = nn.ModuleList(Layer(config, layer=layer) for layer in range(num_layers))
+        self.mask_embedding = nn.Parameter(target.embed.weight.detach().float().mean(0).clone())  # [D]
+        self.rotary = Rotary(config)
+        self.markov_in = self.markov_out = self.confidence_head = None
+        if markov_rank is not None:
+            self.markov_in = nn.Linear(width, markov_rank, bias=False)
+            self.markov_out = nn.Linear(markov_rank, self.vocab_size, bias=False)
+            nn.init.zeros_(self.markov_out.weight)
+        if confidence:
+            self.confidence_head = nn.Linear(width + (markov_rank or 0), 1)
+        with torch.no_grad():
+            self.norm.weight.copy_(target.norm.weight)  # type: ignore[arg-type]
+
+    def cache(self, batch: int) -> RowCache:
+        return row_cache(self.target, self.fc.weight, layers=len(self.layers), batch=batch)
+
+    def encode(self, features: Tensor) -> Tensor:
+        return self.hidden_norm(self.fc(features.to(self.fc.weight.dtype)))
+
+    def context(self, h, positions, cache):
+        rotary = self.rotary(h, positions)
+        for layer in self.layers:
+            key, value = layer.keys(h, rotary)
+            cache.update(key, value, layer.layer)
+
+    def step(self, d, h, tokens, positions, mask, cache):
+        embedding = self.target.embed(tokens).to(self.fc.weight.dtype)  # [B, S, D] of the token before draft d
+        if d == 1:
+            h = self._block(embedding, positions, mask, cache)
+        readout = h.chunk(self.depth, dim=-1)[d - 1]
+        if self.markov_in is not None:
+            readout = torch.cat([readout, self.markov_in(embedding)], dim=-1)  # [B, S, D + rank]
+        return h, readout
+
+    def _block(self, embedding: Tensor, positions: Tensor, mask: Tensor, cache) -> Tensor:
+        """embedding [B, S, D] of the anchors -> the states of all drafts, [B, S, K*D]"""
+        num_rows, num = positions.shape
+        size = self.depth + (not self.anchor_predicts)
+        masks = self.mask_embedding.to(embedding.dtype).expand(num_rows, num, size - 1, -1)
+        x = torch.cat([embedding[:, :, None], masks], dim=2).flatten(1, 2)  # [B, S*size, D]
+        at = (positions[..., None] + torch.arange(size, device=positions.device)).flatten(1)
+        rotary = self.rotary(x, at)
+        for layer in self.layers:
+            x = layer(x, rotary, mask, cache, size=size)
+        return self.norm(x).unflatten(1, (num, size))[:, :, size - self.depth :].flatten(2)
+
+    def logits(self, d, readout):
+        width = self.target.width
+        logits = self.goal_logits(readout[..., :width])
+        return logits if self.markov_out is None else logits + self.markov_out(readout[..., width:])
+
+    def confidence(self, d, readout):
+        return None if self.confidence_head is None else self.confidence_head(readout)[..., 0]

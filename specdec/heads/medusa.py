@@ -1,0 +1,118 @@
+"""Medusa (2401.10774) and Hydra (2402.05109): one small network a depth on the target's last state, without attention."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from specdec.cache import RowCache
+from specdec.drafter import Drafter
+from specdec.heads.block import ridge, row_cache
+from specdec.target import Target
+
+
+class ResBlock(nn.Module):
+    """x + SiLU(W x + b), the identity at first (Medusa, section 2.1.1)."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.silu(self.linear(x))
+
+
+class _Heads(Drafter):
+    """What the two share: `num_heads` heads that see nothing but their input, and an output layer for each or for none.
+
+    own_output: each head trains an LM head of its own, begun as the target's; else all borrow the target's, frozen
+    """
+
+    attends = "none"
+
+    def __init__(self, target: Target, *, num_heads: int, own_output: bool, vocab: Tensor | None):
+        super().__init__(target, vocab=vocab)
+        self.depth = num_heads
+        self.target_layers = target.layer_ids([-1])
+        self.lm_heads = nn.ModuleList(
+            nn.Linear(target.width, self.vocab_size, bias=False) for _ in range(num_heads if own_output else 0)
+        )
+        for head in self.lm_heads:
+            head.weight.data.copy_(self._goal_head[0])
+
+    def cache(self, batch: int) -> RowCache:
+        return row_cache(self.target, next(self.parameters()), layers=0, batch=batch)
+
+    def encode(self, features: Tensor) -> Tensor:
+        return features.to(next(self.parameters()).dtype)
+
+    def logits(self, d, readout):
+        return self.lm_heads[d - 1](readout) if self.lm_heads else self.goal_logits(readout)
+
+
+class Medusa(_Heads):
+    """Head d reads the last state alone, not the tokens drafted before it."""
+
+    def __init__(
+        self,
+        target: Target,
+        *,
+        num_heads: int = 4,
+        num_blocks: int = 1,
+        own_output: bool = False,
+        vocab: Tensor | None = None,
+    ):
+        super().__init__(target, num_heads=num_heads, own_output=own_output, vocab=vocab)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(*(ResBlock(target.width) for _ in range(num_blocks))) for _ in range(num_heads)
+        )
+
+    def step(self, d, h, tokens, positions, mask, cache):
+        return h, self.blocks[d - 1](h)
+
+
+class Hydra(_Heads):
+    """Head d reads the last state and the embeddings of the newest token and of the d - 1 drafted after it.
+
+    The first layer joins them, W x + SiLU(W' x); residual blocks follow. h grows by an embedding a step.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        *,
+        num_heads: int = 4,
+        num_blocks: int = 1,
+        own_output: bool = False,
+        vocab: Tensor | None = None,
+    ):
+        super().__init__(target, num_heads=num_heads, own_output=own_output, vocab=vocab)
+        width = target.width
+        self.join = nn.ModuleList(nn.Linear((d + 2) * width, width, bias=False) for d in range(num_heads))
+        self.gate = nn.ModuleList(nn.Linear((d + 2) * width, width) for d in range(num_heads))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(*(ResBlock(width) for _ in range(num_blocks))) for _ in range(num_heads)
+        )
+
+    def step(self, d, h, tokens, positions, mask, cache):
+        h = torch.cat([h, self.target.embed(tokens).to(h.dtype)], dim=-1)  # [B, S, (1 + d) * D]
+        return h, self.blocks[d - 1](self.join[d - 1](h) + F.silu(self.gate[d - 1](h)))
+
+    @torch.no_grad()
+    def solve(self, slots):
+        """`join` by ridge regression onto the state that each head is to guess; the rest starts at zero."""
+        for d, (join, gate) in enumerate(zip(self.join, self.gate), start=1):
+            if d > slots[0].tokens.shape[1]:
+                break
+            pairs = (
+                (
+                    torch.cat([self.encode(some.features), self.target.embed(some.tokens[:, :d]).flatten(1)], dim=-1),
+                    some.goals[:, d - 1],
+                )
+                for some in slots
+            )
+            join.weight.copy_(ridge(pairs))
+            nn.init.zeros_(gate.weight)
+            nn.init.zeros_(gate.bias)
+        return True

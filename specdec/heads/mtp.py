@@ -1,0 +1,132 @@
+"""Multi-token prediction: DeepSeek-V3's sequential modules (2412.19437), FastMTP's shared one (2509.18362), Meta's
+independent heads (2404.19737)."""
+
+import torch
+from torch import Tensor, nn
+
+from specdec.cache import RowCache
+from specdec.drafter import Drafter
+from specdec.heads.block import Block, RMSNorm, Rotary, block_config, ridge, row_cache
+from specdec.target import Target
+
+
+class Module(nn.Module):
+    """Norms of token and state, their join, one block of the target's kind, and the norm before the shared LM head."""
+
+    def __init__(self, config, *, layer: int):
+        super().__init__()
+        width, eps = config.hidden_size, config.rms_norm_eps
+        self.enorm, self.hnorm, self.input_layernorm, self.norm = (RMSNorm(width, eps=eps) for _ in range(4))
+        self.eh_proj = nn.Linear(2 * width, width, bias=False)  # embedding first
+        self.block = Block(config, width=width, layer=layer)
+
+    def join(self, embedding: Tensor, h: Tensor) -> Tensor:
+        return torch.cat([self.enorm(embedding), self.hnorm(h)], dim=-1)  # [..., 2D]
+
+    def forward(self, embedding: Tensor, h: Tensor, rotary, mask: Tensor, cache) -> Tensor:
+        x = self.eh_proj(self.join(embedding, h))
+        return self.block(self.input_layernorm(x), x, rotary, mask, cache)
+
+
+class MTP(Drafter):
+    """Module d takes the state of module d - 1 (at first the target's last state) and the newest token.
+
+    num_modules: one for each depth, each seeing its own depth; null: one module, used recursively to any depth
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        *,
+        num_modules: int | None = None,
+        intermediate_size: int | None = None,
+        vocab: Tensor | None = None,
+    ):
+        super().__init__(target, vocab=vocab)
+        self.depth = num_modules
+        self.attends = "path" if num_modules is None else "depth"
+        self.target_layers = target.layer_ids([-1])
+        config = block_config(target, intermediate_size=intermediate_size)
+        self.modules_by_depth = nn.ModuleList(Module(config, layer=layer) for layer in range(num_modules or 1))
+        self.rotary = Rotary(config)
+
+    def module(self, d: int) -> Module:
+        return self.modules_by_depth[0 if self.depth is None else d - 1]  # type: ignore[return-value]
+
+    def cache(self, batch: int) -> RowCache:
+        return row_cache(self.target, self.module(1).eh_proj.weight, layers=self.depth or 1, batch=batch)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return self.target.embed(tokens).to(self.module(1).eh_proj.weight.dtype)
+
+    def encode(self, features: Tensor) -> Tensor:
+        return features.to(self.module(1).eh_proj.weight.dtype)
+
+    def step(self, d, h, tokens, positions, mask, cache):
+        h = self.module(d)(self.embed(tokens), h, self.rotary(h, positions), mask, cache)
+        return h, self.module(d).norm(h)
+
+    def logits(self, d, readout):
+        return self.goal_logits(readout)
+
+    @torch.no_grad()
+    def solve(self, slots):
+        """`eh_proj` by ridge regression onto the state that each module is to guess; its block starts as the identity.
+
+        The last norm starts at the constant that gives a state its usual size, so that state and readout agree.
+        """
+        states = [self.encode(some.features) for some in slots]
+        for d, module in enumerate(self.modules_by_depth, start=1):
+            if d > slots[0].tokens.shape[1]:
+                break
+            joined = [
+                module.join(self.embed(some.tokens[:, d - 1]), state) for some, state in zip(slots, states)
+            ]
+            goals = [some.goals[:, d - 1] for some in slots]
+            module.eh_proj.weight.copy_(ridge(zip(joined, goals)))
+            module.block.start_as_identity()
+            module.norm.weight.fill_(torch.cat(goals).float().pow(2).mean().sqrt())
+            states = [module.eh_proj(x) for x in joined]
+        return True
+
+
+class ParallelMTP(Drafter):
+    """Meta's independent heads: a block each on the shared trunk (here the frozen target), blind to the drafted tokens.
+
+    Meta trains them with the model; its first head is the target's own. `h` carries the states of all K of them.
+    """
+
+    attends = "path"
+
+    def __init__(
+        self,
+        target: Target,
+        *,
+        num_heads: int = 4,
+        intermediate_size: int | None = None,
+        vocab: Tensor | None = None,
+    ):
+        super().__init__(target, vocab=vocab)
+        self.depth = num_heads
+        self.target_layers = target.layer_ids([-1])
+        config = block_config(target, intermediate_size=intermediate_size)
+        self.norm_in = RMSNorm(target.width, eps=config.rms_norm_eps)
+        self.blocks = nn.ModuleList(Block(config, width=target.width, layer=layer) for layer in range(num_heads))
+        self.rotary = Rotary(config)
+        for block in self.blocks:
+            block.start_as_identity()  # each starts as the target's own head
+
+    def cache(self, batch: int) -> RowCache:
+        return row_cache(self.target, self.norm_in.weight, layers=len(self.blocks), batch=batch)
+
+    def encode(self, features: Tensor) -> Tensor:
+        return features.to(self.norm_in.weight.dtype)
+
+    def step(self, d, h, tokens, positions, mask, cache):
+        if d == 1:
+            x, rotary = self.norm_in(h), self.rotary(h, positions)
+            h = torch.cat([block(x, h, rotary, mask, cache) for block in self.blocks], dim=-1)  # [B, S, K*D]
+        return h, h.chunk(len(self.blocks), dim=-1)[d - 1]
+
+    def logits(self, d, readout):
+        return self.goal_logits(readout)
