@@ -10,6 +10,7 @@ import torch
 import transformers
 from accelerate import Accelerator
 from accelerate.utils import set_seed
+from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
@@ -21,6 +22,7 @@ from specdec.tree import TreeShape
 from train import data, display
 from train.features import Cached, Online
 from train.objective import Objective
+from train.onpolicy import OnPolicy
 from train.trainer import Settings, Trainer, parameter_groups, schedule
 
 
@@ -59,10 +61,10 @@ def fit(config: DictConfig) -> int:
     ]
     vocab = data.frequent_tokens(packs, config.head.vocab_size, num_tokens=target.vocab_size)
 
-    drafter = instantiate(config.head.drafter, target, vocab=vocab).to(accelerator.device)
+    drafter = instantiate(config.head.drafter, target, vocab=vocab, _convert_="all").to(accelerator.device)
     objective = Objective(drafter, **config.head.objective)
     optimizer = torch.optim.AdamW(
-        parameter_groups(drafter, config.optimizer.weight_decay),
+        parameter_groups(drafter, config.optimizer.weight_decay, adapter=config.head.get("adapter")),
         lr=config.optimizer.lr,
         betas=tuple(config.optimizer.betas),
         fused=True,
@@ -73,7 +75,9 @@ def fit(config: DictConfig) -> int:
     collate = lambda indices: data.collate([packs[i] for i in indices], length=config.data.length, pad_token=0)
     display.start(console, config, target, drafter, packs, prompts, vocab)
 
-    if config.features.mode == "online":
+    if drafter.adapts_target:
+        features = None  # the objective reads the target itself, with gradient
+    elif config.features.mode == "online":
         features = Online(target, drafter.target_layers)
     else:
         features = Cached(
@@ -87,6 +91,17 @@ def fit(config: DictConfig) -> int:
             features.open()
         accelerator.wait_for_everyone()
 
+    on_policy = None
+    if config.data.on_policy:
+        on_policy = OnPolicy(
+            drafter,
+            packs,
+            length=config.data.length,
+            fraction=config.data.on_policy,
+            temperature=config.data.on_policy_temperature,
+            stop=stop,
+        )
+
     def validate(frozen) -> dict:
         rows = measure(
             target,
@@ -98,7 +113,7 @@ def fit(config: DictConfig) -> int:
             stop=stop,
             seed=config.train.seed,
         )
-        summary = summarise(rows, depth=shape.depth, temperature=config.validation.temperature)
+        summary = summarise(rows, depth=shape.depth, temperature=config.validation.temperature, adapted=target.adapted)
         display.validation(console, summary, shape)
         return summary
 
@@ -111,6 +126,7 @@ def fit(config: DictConfig) -> int:
         packs=packs,
         collate=collate,
         features=features,
+        on_policy=on_policy,
         validate=validate,
         settings=Settings(**config.train),
         spec=OmegaConf.to_container(config.head.drafter),
@@ -132,7 +148,7 @@ def fit(config: DictConfig) -> int:
 def flatten(config: dict, prefix: str = "") -> dict:
     """The settings that a run's figures depend on, by dotted name."""
     free = ("resume", "tracker", "threads", "features", "decode", "validation", "run")
-    free += tuple(f"train.{key}" for key in ("log_every", "validate_every", "save_every", "best_by"))
+    free += tuple(f"train.{key}" for key in ("log_every", "validate_every", "validate_first", "save_every", "best_by"))
     flat = {}
     for key, value in config.items():
         if prefix + key not in free:
@@ -144,6 +160,10 @@ def flatten(config: dict, prefix: str = "") -> dict:
 def main(config: DictConfig) -> None:
     try:
         status = fit(config)
+    except InstantiationException as error:
+        if not isinstance(error.__cause__, ValueError | TypeError):
+            raise
+        status = f"error: {error.__cause__}"
     except (ValueError, OSError) as error:
         status = f"error: {error}"
     except KeyboardInterrupt:

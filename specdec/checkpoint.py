@@ -151,6 +151,7 @@ def load(folder: str | Path, target: Target) -> Drafter:
             f"{folder} was trained for {document.get('target')} (fingerprint {document.get('target_fingerprint')}), not for "
             f"{target.name} ({target.fingerprint()}). Use it with its own target: target.name=FOLDER."
         )
+    target.check_unadapted()
     arguments = {key: value for key, value in document.items() if key != "_target_" and key not in RECORDED}
     vocab = tensors.get("draft_to_target")
     found = drafter_class(str(document.get("_target_")))

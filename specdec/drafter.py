@@ -42,6 +42,7 @@ class Slots:
     """M slots of training texts, for `Drafter.solve`: what their steps 1..K read, and what these estimate."""
 
     features: Tensor  # [M, F*D] f_(j-1)
+    state: Tensor  # [M, D] the target's final state at j-1
     tokens: Tensor  # [M, K] x_j .. x_(j+K-1)
     goals: Tensor  # [M, K, D] the target's final states there
 

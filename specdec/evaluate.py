@@ -106,8 +106,8 @@ def top2_gap(target: Target, prompt: list[int], answer: list[int], other: list[i
     return float(top[0] - top[1])
 
 
-def summarise(rows: list[Row], *, depth: int, temperature: float, seed: int = 0) -> dict:
-    """One column of a report: overall figures with 95 % bootstrap intervals over prompts."""
+def summarise(rows: list[Row], *, depth: int, temperature: float, adapted: bool = False, seed: int = 0) -> dict:
+    """One column of a report: overall figures with 95 % bootstrap intervals over prompts. adapted: `Target.adapted`"""
     rounds = sum(row.num_rounds for row in rows)
     reached = [sum(a >= d for row in rows for a in row.drafted.accepted[0]) for d in range(1, depth + 1)]
     survival = [count / rounds if rounds else float("nan") for count in reached]
@@ -118,6 +118,7 @@ def summarise(rows: list[Row], *, depth: int, temperature: float, seed: int = 0)
     }
     summary = {
         "temperature": temperature,
+        "adapted_target": adapted,
         "num_prompts": len(rows),
         "num_rounds": rounds,
         "tau": _tau(rows),
@@ -143,37 +144,30 @@ def summarise(rows: list[Row], *, depth: int, temperature: float, seed: int = 0)
     return summary
 
 
-def report(rows: list[Row], *, depth: int, temperature: float) -> dict:
+def report(rows: list[Row], *, depth: int, temperature: float, adapted: bool = False) -> dict:
     """`summarise` overall and by category."""
     categories = sorted({row.prompt.category for row in rows})
     by_category = {
-        name: summarise([row for row in rows if row.prompt.category == name], depth=depth, temperature=temperature)
+        name: summarise(
+            [row for row in rows if row.prompt.category == name], depth=depth, temperature=temperature, adapted=adapted
+        )
         for name in categories
     }
-    return {**summarise(rows, depth=depth, temperature=temperature), "by_category": by_category}
+    return {**summarise(rows, depth=depth, temperature=temperature, adapted=adapted), "by_category": by_category}
 
 
 def verdict(summary: dict) -> str:
     """One sentence on losslessness."""
+    whose = "; outputs are those of the adapted target, not of the original one" if summary["adapted_target"] else ""
     if summary["temperature"] > 0:
-        return "lossless by the acceptance rule (answers are draws from the same law, not the same draws)"
+        return f"lossless by the acceptance rule (answers are draws from the same law, not the same draws){whose}"
     num = round(summary["identical_outputs"] * summary["num_prompts"])
     if num == summary["num_prompts"]:
-        return f"lossless: all {num} answers equal plain decoding"
+        return f"lossless: all {num} answers equal plain decoding{whose}"
     return (
         f"{num} of {summary['num_prompts']} answers equal plain decoding; where they part, the target's two best logits "
-        f"are at most {summary['largest_gap_at_difference']:.3g} apart (rounding, if that is small for the dtype)"
+        f"are at most {summary['largest_gap_at_difference']:.3g} apart (rounding, if that is small for the dtype){whose}"
     )
-
-
-def difference(rows: list[Row], others: list[Row], *, seed: int = 0) -> dict:
-    """tau of `rows` minus tau of `others`, the same prompts in the same order, and its paired 95 % interval."""
-
-    def statistic(pairs: list[tuple[Row, Row]]) -> float:
-        return _tau([row for row, _ in pairs]) - _tau([other for _, other in pairs])
-
-    pairs = list(zip(rows, others, strict=True))
-    return {"tau_difference": statistic(pairs), "tau_difference_ci": _interval(pairs, statistic, seed)}
 
 
 def _tau(rows: list[Row]) -> float:

@@ -1,5 +1,6 @@
 """The frozen model that is being sped up. The only file that knows a transformers model from inside."""
 
+import contextlib
 import hashlib
 import json
 from dataclasses import dataclass
@@ -50,6 +51,8 @@ class Target:
             ) from error
         self.embed = cast(nn.Embedding, model.get_input_embeddings())
         self.lm_head = cast(nn.Linear, model.get_output_embeddings())
+        self.adapted = False
+        self._fingerprint = self._take_fingerprint()
         self._check_logits()
 
     @classmethod
@@ -115,7 +118,6 @@ class Target:
             device=self.device,
         )
 
-    @torch.no_grad()
     def read(
         self,
         tokens: Tensor,
@@ -124,11 +126,16 @@ class Target:
         positions: Tensor | None = None,
         mask: Tensor | None = None,
         cache: RowCache | None = None,
+        gradient: bool = False,
     ) -> TargetOutput:
         """tokens, positions [B, S]; mask [B, 1, S, keys] bool, True may attend; causal without one.
 
-        layers: indices from `layer_ids`. A cache must have been told with `reserve(S)`.
+        layers: indices from `layer_ids`. A cache must have been told with `reserve(S)`. gradient: for an adapted target
         """
+        with torch.set_grad_enabled(gradient and torch.is_grad_enabled()):
+            return self._read(tokens, layers, positions, mask, cache)
+
+    def _read(self, tokens, layers, positions, mask, cache) -> TargetOutput:
         states: dict[int, Tensor] = {}
 
         def keep(k):
@@ -157,8 +164,46 @@ class Target:
         logits = nn.functional.linear(final, self.lm_head.weight, self.lm_head.bias)
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
+    def adapt(self, *, rank: int, alpha: float, modules: list[str]) -> dict[str, nn.Parameter]:
+        """Puts LoRA (2106.09685) beside the layers named so; B = 0, so nothing changes yet. -> its parameters, float32
+
+        Raises ValueError if no layer has such a name, or the target is adapted already.
+        """
+        self.check_unadapted()
+        import peft  # only an adapted target needs it
+
+        config = peft.LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(modules))
+        try:
+            peft.inject_adapter_in_model(config, self.model)
+        except ValueError as error:
+            raise ValueError(f"{self.name} has no layers named {', '.join(modules)}: change lora_modules.") from error
+        self.adapted = True
+        found = {name: value for name, value in self.model.named_parameters() if "lora_" in name}
+        for parameter in found.values():
+            parameter.data = parameter.data.to(torch.promote_types(self.dtype, torch.float32))
+        return found
+
+    def check_unadapted(self) -> None:
+        if self.adapted:
+            raise ValueError(f"{self.name} was adapted in place by another drafter: load the target anew for this one.")
+
+    @contextlib.contextmanager
+    def original(self):
+        """Within, an adapted target says what it said before."""
+        layers = [module for module in self.model.modules() if "lora_A" in vars(module).get("_modules", {})]
+        for layer in layers:
+            layer.enable_adapters(False)  # type: ignore[operator]
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer.enable_adapters(True)  # type: ignore[operator]
+
     def fingerprint(self) -> str:
-        """16 hex digits that name these weights, whatever dtype they were loaded in."""
+        """16 hex digits that name these weights, whatever dtype they were loaded in; adapting does not change it."""
+        return self._fingerprint
+
+    def _take_fingerprint(self) -> str:
         digest = hashlib.sha256()
         sizes = ("hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads", "intermediate_size")
         config = self.config.to_dict()

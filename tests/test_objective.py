@@ -158,14 +158,17 @@ def test_slots_against_a_loop(target, depth):
     rows = [make_row(0, 3, 4, 61), make_row(1, 2, 2, 61)]
     batch = collate([rows, rows[1:]], length=12, pad_token=0)
     found = slots(batch, Online(target, (3,))([0, 1], batch), depth)
-    features, tokens, goals = [], [], []
+    features, states, tokens, goals = [], [], [], []
     for row in [*rows, rows[1]]:
         alone = target.read(torch.tensor([row.tokens]), (3,))
         for j in range(1, len(row.tokens) - depth + 1):
             features.append(alone.features[0, j - 1])
+            states.append(alone.final[0, j - 1])
             tokens.append(torch.tensor(row.tokens[j : j + depth]))
             goals.append(alone.final[0, j : j + depth])
-    for one, other in zip((found.features, found.tokens, found.goals), (features, tokens, goals)):
+    for one, other in zip(
+        (found.features, found.state, found.tokens, found.goals), (features, states, tokens, goals)
+    ):
         torch.testing.assert_close(one, torch.stack(other), atol=1e-10, rtol=0)
 
 

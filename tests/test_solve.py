@@ -16,7 +16,7 @@ def test_solve_against_stacked_least_squares(target):
     tokens = torch.randint(0, target.vocab_size, (num,))
     features, goals = torch.randn(num, width).double(), torch.randn(num, width).double()
     parts = (slice(0, 100), slice(100, num))
-    assert head.solve([Slots(features[part], tokens[part, None], goals[part, None]) for part in parts])
+    assert head.solve([Slots(features[part], features[part], tokens[part, None], goals[part, None]) for part in parts])
 
     x = torch.cat([target.embed(tokens), features], dim=-1)  # [M, 2D]
     strength = RIDGE * (x**2).sum(0).mean()

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from specdec import masks
 from specdec.drafter import Drafter, Slots
 from specdec.target import TargetOutput
 from specdec.unroll import Unrolled, unroll
@@ -19,6 +20,7 @@ LOSSES = {
     if function.__module__ == losses.__name__ and not name.startswith("_")
 }
 TEXT_LOSSES = {"lk", "e2e_tv", "rounds"}  # of whole slots or texts: functions of train/survival.py
+ADAPTED = "original"  # of a drafter that adapts its target: how far that has moved, a KL
 WEIGHTINGS = ("decay", "dpace", "vat")
 FULL_LAW = {"tv", "nla", "top_k", "confidence", *TEXT_LOSSES}  # need the target's law over all V tokens
 NORM_CHUNK = 256  # slots whose [., V] logits exist at a time
@@ -49,8 +51,8 @@ class Judgement:
 class Objective(nn.Module):
     """This, not the drafter, is what accelerate prepares: gradient synchronisation lives in a module's `forward`.
 
-    losses: weights by name, of the functions in train/losses.py and of lk, e2e_tv and rounds in train/survival.py;
-        what has weight 0 is not computed
+    losses: weights by name, of the functions in train/losses.py, of lk, e2e_tv and rounds in train/survival.py, and
+        of `original`, how far an adapted target has moved; what has weight 0 is not computed
     depth: steps of the unroll (EAGLE-3's training-time test); decay: weight of a step relative to the one before
     weighting: decay alone, or D-PACE's or VAT's weights by the text's own survival (VAT decays behind the refusal)
     temperature: of both laws in losses on logits; eta: of the LK hybrid
@@ -75,13 +77,15 @@ class Objective(nn.Module):
     ):
         super().__init__()
         used = {name: weight for name, weight in losses.items() if weight}
-        known = {*LOSSES, *TEXT_LOSSES}
+        known = {*LOSSES, *TEXT_LOSSES, ADAPTED}
         if not used or set(used) - known:
             raise ValueError(
                 f"head.objective.losses={dict(losses)}: give weights to some of {', '.join(sorted(known))}."
             )
         if weighting not in WEIGHTINGS:
             raise ValueError(f"head.objective.weighting={weighting} must be one of {', '.join(WEIGHTINGS)}.")
+        if ADAPTED in used and not drafter.adapts_target:
+            raise ValueError("head.objective.losses.original is for heads that adapt the target, such as medusa2: set it to 0.")
         if anchors is not None and "rounds" in used:
             raise ValueError("The rounds objective walks whole texts: set head.objective.anchors=null with it.")
         if drafter.depth is not None and depth > drafter.depth:
@@ -92,7 +96,11 @@ class Objective(nn.Module):
         weights = [decay**step for step in range(depth)] if weighting == "decay" else [1.0] * depth
         self.shares = [weight / sum(weights) for weight in weights]  # [K]
 
-    def forward(self, batch: Batch, output: TargetOutput) -> Loss:
+    def forward(self, batch: Batch, output: TargetOutput | None) -> Loss:
+        """output: of the frozen target; None for a drafter that adapts its target, which is then read here"""
+        original = None
+        if output is None:
+            output, original = self._read(batch)
         features = output.features
         if self.noise and self.training:
             features = features + (torch.rand_like(features) * 2 - 1) * self.noise
@@ -119,7 +127,28 @@ class Objective(nn.Module):
         matches = torch.zeros(self.depth, *batch.tokens.shape, dtype=torch.bool, device=goals.device)  # [K, B, T]
         matches[:, goals[:, 0], goals[:, 1]] = judged.matches
         total = self._weigh(judged, goals, batch, unrolled.share)
+        if original is not None and ADAPTED in self.losses:
+            total = total + self.losses[ADAPTED] * self._drift(goals, output.final, original.final)
         return Loss(total, torch.tensor(len(goals), device=goals.device), matches)
+
+    def _read(self, batch: Batch) -> tuple[TargetOutput, TargetOutput]:
+        """The adapted target, with gradient, and what it said before."""
+        target, layers = self.drafter.target, self.drafter.target_layers
+        place = {"positions": batch.positions, "mask": masks.documents(batch.documents)}
+        with target.original():
+            original = target.read(batch.tokens, (), **place)
+        return target.read(batch.tokens, layers, **place, gradient=True), original
+
+    def _drift(self, goals: Tensor, final: Tensor, original: Tensor) -> Tensor:
+        """KL of the adapted target from the original one, summed over the goals."""
+
+        def part(rows: Tensor, position: Tensor) -> Tensor:
+            logits = (self.drafter.target.logits(values[rows, position - 1]) for values in (original, final))
+            before, after = ((each / self.temperature).log_softmax(-1) for each in logits)  # [M, V]
+            return (before.exp() * (before - after)).sum()
+
+        chunks = (goals[start : start + NORM_CHUNK].unbind(1) for start in range(0, len(goals), NORM_CHUNK))
+        return torch.stack([checkpoint(part, *chunk, use_reentrant=False) for chunk in chunks]).sum()  # type: ignore[misc]
 
     def _judge(self, goals: Tensor, batch: Batch, final: Tensor, unrolled: Unrolled) -> tuple[Tensor | None, ...]:
         """goals [M, 2] -> the fields of `Judgement`, [K, M] each"""
@@ -127,7 +156,7 @@ class Objective(nn.Module):
         rows, position = goals.unbind(1)
         tokens = batch.tokens[rows, position]  # [M]
         token = tokens if drafter.target_to_draft is None else drafter.target_to_draft[tokens]
-        judge = final[rows, position - 1]  # [M, D]
+        judge = final[rows, position - 1].detach()  # [M, D]
         with torch.no_grad():
             goal_logits = drafter.goal_logits(judge).float() / self.temperature  # [M, W]
             goal_norm = self._norm(judge, goal_logits)
@@ -227,4 +256,5 @@ def slots(batch: Batch, output: TargetOutput, depth: int) -> Slots:
     real = (batch.positions[:, 1 : num + 1] > 0) & (
         batch.documents[:, 1 : num + 1] == batch.documents[:, depth : num + depth]
     )
-    return Slots(output.features[:, :num][real], batch.tokens[:, at][real], output.final[:, at][real])
+    before = output.features[:, :num][real], output.final[:, :num][real]
+    return Slots(*before, batch.tokens[:, at][real], output.final[:, at][real])

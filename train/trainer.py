@@ -23,6 +23,7 @@ from specdec.drafter import Drafter
 from train.data import Batch, Packs, answers
 from train.features import Cached, Online
 from train.objective import Loss, Objective, by_start, slots
+from train.onpolicy import OnPolicy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Settings:
     max_grad_norm: float
     log_every: int
     validate_every: int
+    validate_first: bool  # before training too
     save_every: int
     best_by: str  # the figure that chooses the best checkpoint: tau or speedup
     seed: int
@@ -56,7 +58,8 @@ class Trainer:
         *,
         packs: Packs,
         collate: Callable[[list[int]], Batch],
-        features: Online | Cached,
+        features: Online | Cached | None,
+        on_policy: OnPolicy | None,
         validate: Callable[[Drafter], dict],
         settings: Settings,
         spec: dict,
@@ -69,6 +72,7 @@ class Trainer:
         self.objective, self.optimizer = accelerator.prepare(objective, optimizer)
         self.scheduler = scheduler
         self.packs, self.collate, self.features, self.validate = packs, collate, features, validate
+        self.on_policy = on_policy
         self.step = 0
         self.seen, self.seconds = 0, 0.0  # tokens and seconds of training, validation and saving left out
         self.best: dict = {}
@@ -88,6 +92,8 @@ class Trainer:
 
     def solve(self, num_packs: int) -> None:
         """Closed-form weights, for a head that has them, from the packs that training sees first; alike in all processes."""
+        if self.features is None:
+            return
         first = _permutation(len(self.packs), self.settings.seed)[:num_packs]
         device = self.accelerator.device
 
@@ -105,6 +111,8 @@ class Trainer:
         self.objective.train()
         columns = (TextColumn("step {task.completed}/{task.total}"), BarColumn(), TextColumn("{task.description}"))
         clock, tokens, begun, seconds = time.perf_counter(), 0, self.step, self.seconds
+        if settings.validate_first and self.step == 0:
+            self._validate()
         try:
             with Progress(*columns, disable=not main, transient=True) as bar:
                 task = bar.add_task("", total=settings.steps, completed=self.step)
@@ -151,15 +159,17 @@ class Trainer:
         settings, accelerator = self.settings, self.accelerator
         torch.manual_seed(settings.seed * 1_000_003 + self.step * 1009 + accelerator.process_index)
         groups = [self.indices(self.step, micro) for micro in range(settings.accumulation)]
-        batches = [self.collate(group) for group in groups]
+        written = [self.on_policy(group) if self.on_policy else None for group in groups]
+        batches = [own or self.collate(group) for group, own in zip(groups, written)]
         counts = torch.tensor([sum(int(batch.loss_mask.sum()) for batch in batches)], device=accelerator.device)
         num_goals = int(accelerator.gather(counts).sum())
         found = []
         for number, (group, batch) in enumerate(zip(groups, batches)):
             batch = batch.to(accelerator.device)
+            features = self.on_policy.features if self.on_policy and written[number] else self.features
             synchronise = number == settings.accumulation - 1 or accelerator.num_processes == 1
             with nullcontext() if synchronise else accelerator.no_sync(self.objective):
-                loss: Loss = self.objective(batch, self.features(group, batch))
+                loss: Loss = self.objective(batch, features(group, batch) if features else None)
                 # Gradients are averaged over processes: divide by the goals of all of them, times their number.
                 accelerator.backward(loss.total * accelerator.num_processes / num_goals)
             found.append(loss.total.detach())
@@ -318,24 +328,30 @@ def text_tau(batch: Batch, matches: torch.Tensor) -> float:
 def schedule(
     optimizer: torch.optim.Optimizer, *, steps: int, warmup: int, final: float
 ) -> torch.optim.lr_scheduler.LambdaLR:
-    """Linear warm-up, then a cosine down to `final` of the peak."""
+    """Linear warm-up, then a cosine down to `final` of the peak; a group with a `delay` does nothing for so many steps."""
 
-    def factor(step: int) -> float:
-        if step < warmup:
-            return (step + 1) / (warmup + 1)
-        progress = (step - warmup) / max(1, steps - warmup)
+    def factor(step: int, delay: int) -> float:
+        if step < warmup + delay:
+            return max(0, step - delay + 1) / (warmup + 1)
+        progress = (step - warmup - delay) / max(1, steps - warmup - delay)
         return final + (1 - final) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    delays = [group.get("delay", 0) for group in optimizer.param_groups]
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, [functools.partial(factor, delay=delay) for delay in delays])
 
 
-def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict]:
-    """Matrices decay, norms do not."""
-    trained = [p for p in module.parameters() if p.requires_grad]
-    return [
-        {"params": [p for p in trained if p.dim() > 1], "weight_decay": weight_decay},
-        {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
+def parameter_groups(module: nn.Module, weight_decay: float, *, adapter: dict | None = None) -> list[dict]:
+    """Matrices decay, norms do not; adapter: the lr and the delay of the target's adapter, if the drafter has one."""
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    own = [p for name, p in trained.items() if not name.startswith("adapter.")]
+    groups = [
+        {"params": [p for p in own if p.dim() > 1], "weight_decay": weight_decay},
+        {"params": [p for p in own if p.dim() <= 1], "weight_decay": 0.0},
     ]
+    if adapter is not None:
+        theirs = [p for name, p in trained.items() if name.startswith("adapter.")]
+        groups.append({"params": theirs, "weight_decay": 0.0, **adapter})
+    return groups
 
 
 @functools.lru_cache(maxsize=2)

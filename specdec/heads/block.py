@@ -67,9 +67,9 @@ class Attention(nn.Module):
         self.head_dim = cast(int, config.head_dim)
         queries = config.num_attention_heads * self.head_dim
         keys = cast(int, config.num_key_value_heads) * self.head_dim
-        self.q_proj = nn.Linear(width, queries, bias=False)
-        self.k_proj = nn.Linear(width, keys, bias=False)
-        self.v_proj = nn.Linear(width, keys, bias=False)
+        self.q_proj = nn.Linear(width, queries, bias=config.attention_bias)
+        self.k_proj = nn.Linear(width, keys, bias=config.attention_bias)
+        self.v_proj = nn.Linear(width, keys, bias=config.attention_bias)
         self.o_proj = nn.Linear(queries, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor, cache) -> Tensor:

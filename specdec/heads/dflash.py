@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, apply_rotary_pos_
 
 from specdec.cache import RowCache
 from specdec.drafter import Drafter
-from specdec.heads.block import RMSNorm, Rotary, block_config, row_cache
+from specdec.heads.block import RMSNorm, Rotary, block_config, ridge, row_cache
 from specdec.target import Target
 
 
@@ -66,6 +66,8 @@ class BlockDrafter(Drafter):
 
     target_layers: hidden states to fuse; null: five, evenly from 2 to L - 2 (the outputs of layers 1 to L - 3)
     anchor_predicts: DSpark's alignment, see above; else DFlash's
+    fuse: input fusion beside the keys and values: a linear map of the anchor's embedding and the newest feature is added
+        to every input. Not in the papers, and no engine has it, but it gives a short run a closed-form start (RESULTS.md)
     markov_rank: DSpark's Markov head: what the token before adds to a draft's logits, W2 W1 e(token); null: none.
         The paper has a free table for W1 e; through the embedding it is small and generalises, and a table follows from it
     confidence: DSpark's confidence head: whether a draft will be accepted, from its state and the token before
@@ -82,6 +84,7 @@ class BlockDrafter(Drafter):
         target_layers: list[int] | None = None,
         intermediate_size: int | None = None,
         anchor_predicts: bool = False,
+        fuse: bool = False,
         markov_rank: int | None = None,
         confidence: bool = False,
         vocab: Tensor | None = None,
@@ -98,6 +101,7 @@ class BlockDrafter(Drafter):
         self.layers = nn.ModuleList(Layer(config, layer=layer) for layer in range(num_layers))
         self.mask_embedding = nn.Parameter(target.embed.weight.detach().float().mean(0).clone())  # [D]
         self.rotary = Rotary(config)
+        self.join = nn.Linear(2 * width, num_drafts * width, bias=False) if fuse else None
         self.markov_in = self.markov_out = self.confidence_head = None
         if markov_rank is not None:
             self.markov_in = nn.Linear(width, markov_rank, bias=False)
@@ -123,18 +127,22 @@ class BlockDrafter(Drafter):
     def step(self, d, h, tokens, positions, mask, cache):
         embedding = self.target.embed(tokens).to(self.fc.weight.dtype)  # [B, S, D] of the token before draft d
         if d == 1:
-            h = self._block(embedding, positions, mask, cache)
+            h = self._block(embedding, h, positions, mask, cache)
         readout = h.chunk(self.depth, dim=-1)[d - 1]
         if self.markov_in is not None:
             readout = torch.cat([readout, self.markov_in(embedding)], dim=-1)  # [B, S, D + rank]
         return h, readout
 
-    def _block(self, embedding: Tensor, positions: Tensor, mask: Tensor, cache) -> Tensor:
-        """embedding [B, S, D] of the anchors -> the states of all drafts, [B, S, K*D]"""
+    def _block(self, embedding: Tensor, h: Tensor, positions: Tensor, mask: Tensor, cache) -> Tensor:
+        """embedding [B, S, D] of the anchors, h [B, S, D] of the newest features -> states of all drafts, [B, S, K*D]"""
         num_rows, num = positions.shape
         size = self.depth + (not self.anchor_predicts)
         masks = self.mask_embedding.to(embedding.dtype).expand(num_rows, num, size - 1, -1)
-        x = torch.cat([embedding[:, :, None], masks], dim=2).flatten(1, 2)  # [B, S*size, D]
+        x = torch.cat([embedding[:, :, None], masks], dim=2)  # [B, S, size, D]
+        if self.join is not None:
+            fused = self.join(torch.cat([embedding, h], dim=-1)).unflatten(-1, (self.depth, -1))
+            x = x + nn.functional.pad(fused, (0, 0, size - self.depth, 0))
+        x = x.flatten(1, 2)  # [B, S*size, D]
         at = (positions[..., None] + torch.arange(size, device=positions.device)).flatten(1)
         rotary = self.rotary(x, at)
         for layer in self.layers:
@@ -148,3 +156,31 @@ class BlockDrafter(Drafter):
 
     def confidence(self, d, readout):
         return None if self.confidence_head is None else self.confidence_head(readout)[..., 0]
+
+    @torch.no_grad()
+    def solve(self, slots):
+        """`fc` by ridge regression onto the newest final state; `join` from that and the anchor onto the states to guess.
+
+        The layers start as the identity, and the last norm as a constant: so each draft starts at its own regression.
+        """
+        if self.join is None:
+            return False
+        size = torch.cat([some.state for some in slots]).float().pow(2).mean().sqrt()
+        self.fc.weight.copy_(ridge((some.features, some.state) for some in slots))
+        self.hidden_norm.weight.fill_(size)
+        joined = [
+            torch.cat([self.target.embed(some.tokens[:, 0]).float(), self.encode(some.features)], dim=-1)
+            for some in slots
+        ]
+        num = min(self.depth, slots[0].goals.shape[1])
+        maps = [ridge((x, some.goals[:, d]) for x, some in zip(joined, slots)) for d in range(num)]  # of [D, 2D]
+        if self.anchor_predicts:
+            maps[0] = maps[0] - torch.eye(*maps[0].shape, device=size.device)  # its input is the embedding already
+        nn.init.zeros_(self.join.weight)
+        self.join.weight[: num * self.target.width].copy_(torch.cat(maps))
+        self.mask_embedding.zero_()
+        self.norm.weight.fill_(size)
+        for layer in self.layers:
+            layer.o_proj.weight.zero_()  # type: ignore[union-attr, operator]
+            layer.mlp.down_proj.weight.zero_()  # type: ignore[union-attr, operator]
+        return True

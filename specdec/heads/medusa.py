@@ -72,6 +72,34 @@ class Medusa(_Heads):
         return h, self.blocks[d - 1](h)
 
 
+class Medusa2(Medusa):
+    """Medusa-2: the heads and a LoRA adapter of the target, trained together.
+
+    The adapter is these parameters, which the target uses in place; so what is decoded is the adapted target, and
+    "lossless" is said of it.
+    """
+
+    adapts_target = True
+
+    def __init__(
+        self,
+        target: Target,
+        *,
+        num_heads: int = 4,
+        num_blocks: int = 1,
+        own_output: bool = False,
+        lora_rank: int = 16,
+        lora_alpha: float = 32.0,
+        lora_modules: tuple[str, ...] = ("q_proj", "v_proj"),
+        vocab: Tensor | None = None,
+    ):
+        super().__init__(
+            target, num_heads=num_heads, num_blocks=num_blocks, own_output=own_output, vocab=vocab
+        )
+        found = target.adapt(rank=lora_rank, alpha=lora_alpha, modules=list(lora_modules))
+        self.adapter = nn.ParameterDict({name.replace(".", "/"): value for name, value in found.items()})
+
+
 class Hydra(_Heads):
     """Head d reads the last state and the embeddings of the newest token and of the d - 1 drafted after it.
 

@@ -7,11 +7,12 @@ from torch import Tensor, nn
 from specdec.cache import RowCache
 from specdec.drafter import Drafter
 from specdec.heads.block import Block, RMSNorm, Rotary, block_config, ridge, row_cache
+from specdec.heads.native import read
 from specdec.target import Target
 
 
 class Module(nn.Module):
-    """Norms of token and state, their join, one block of the target's kind, and the norm before the shared LM head."""
+    """Norms of token and state, their join, one block of Llama's kind, and the norm before the shared LM head."""
 
     def __init__(self, config, *, layer: int):
         super().__init__()
@@ -24,14 +25,17 @@ class Module(nn.Module):
         return torch.cat([self.enorm(embedding), self.hnorm(h)], dim=-1)  # [..., 2D]
 
     def forward(self, embedding: Tensor, h: Tensor, rotary, mask: Tensor, cache) -> Tensor:
+        """[B, S, D] -> [B, S, D]: what the LM head reads, and the next step (checkpoint-formats, 9.1)"""
         x = self.eh_proj(self.join(embedding, h))
-        return self.block(self.input_layernorm(x), x, rotary, mask, cache)
+        return self.norm(self.block(self.input_layernorm(x), x, rotary, mask, cache))
 
 
 class MTP(Drafter):
     """Module d takes the state of module d - 1 (at first the target's last state) and the newest token.
 
     num_modules: one for each depth, each seeing its own depth; null: one module, used recursively to any depth
+    native: start from the modules that the target ships; what this costs in training is then what it gains
+    attention_bias: biases of q, k and v, as in Qwen2's blocks (native modules decide for themselves)
     """
 
     def __init__(
@@ -40,15 +44,40 @@ class MTP(Drafter):
         *,
         num_modules: int | None = None,
         intermediate_size: int | None = None,
+        native: bool = False,
+        attention_bias: bool = False,
         vocab: Tensor | None = None,
     ):
         super().__init__(target, vocab=vocab)
         self.depth = num_modules
         self.attends = "path" if num_modules is None else "depth"
         self.target_layers = target.layer_ids([-1])
+        self.native = native
+        shipped = read(target) if native else []
+        self.attention_bias = "block.self_attn.q_proj.bias" in shipped[0] if native else attention_bias
         config = block_config(target, intermediate_size=intermediate_size)
+        config.attention_bias = self.attention_bias
         self.modules_by_depth = nn.ModuleList(Module(config, layer=layer) for layer in range(num_modules or 1))
         self.rotary = Rotary(config)
+        if native:
+            self._start_from(shipped)
+
+    def _start_from(self, shipped: list[dict[str, Tensor]]) -> None:
+        if len(shipped) < len(self.modules_by_depth):
+            raise ValueError(
+                f"{self.target.name} ships {len(shipped)} MTP modules: set head.drafter.num_modules to at most that, or to null."
+            )
+        for module, tensors in zip(self.modules_by_depth, shipped):
+            try:
+                module.load_state_dict(tensors)
+            except RuntimeError as error:
+                raise ValueError(
+                    f"The MTP modules of {self.target.name} are not made of one dense block of Llama's or Qwen2's kind "
+                    f"({error}): set head.drafter.native=false."
+                ) from error
+
+    def arguments(self) -> dict:
+        return {"native": False, "attention_bias": self.attention_bias}
 
     def module(self, d: int) -> Module:
         return self.modules_by_depth[0 if self.depth is None else d - 1]  # type: ignore[return-value]
@@ -64,7 +93,7 @@ class MTP(Drafter):
 
     def step(self, d, h, tokens, positions, mask, cache):
         h = self.module(d)(self.embed(tokens), h, self.rotary(h, positions), mask, cache)
-        return h, self.module(d).norm(h)
+        return h, h
 
     def logits(self, d, readout):
         return self.goal_logits(readout)
@@ -73,8 +102,10 @@ class MTP(Drafter):
     def solve(self, slots):
         """`eh_proj` by ridge regression onto the state that each module is to guess; its block starts as the identity.
 
-        The last norm starts at the constant that gives a state its usual size, so that state and readout agree.
+        Nothing is done to native modules. The last norm starts at the constant that gives a state its usual size, as the target's own states have it.
         """
+        if self.native:
+            return False
         states = [self.encode(some.features) for some in slots]
         for d, module in enumerate(self.modules_by_depth, start=1):
             if d > slots[0].tokens.shape[1]:
@@ -86,7 +117,7 @@ class MTP(Drafter):
             module.eh_proj.weight.copy_(ridge(zip(joined, goals)))
             module.block.start_as_identity()
             module.norm.weight.fill_(torch.cat(goals).float().pow(2).mean().sqrt())
-            states = [module.eh_proj(x) for x in joined]
+            states = [module.norm(module.eh_proj(x)) for x in joined]
         return True
 
 

@@ -1,0 +1,65 @@
+"""MTP modules that a target ships in its own checkpoint, under the names of this project (checkpoint-formats, 9)."""
+
+import json
+import re
+from pathlib import Path
+
+import safetensors
+import torch
+from torch import Tensor
+from transformers.utils import cached_file
+
+from specdec.target import Target
+
+# layout: key pattern (module number, rest), first module's number, our names for what is not the block's, join order
+DEEPSEEK = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "shared_head.norm": "norm"}
+MIMO = {"token_layernorm": "enorm", "hidden_layernorm": "hnorm", "input_proj": "eh_proj", "final_layernorm": "norm"}
+COPIES = ("embed_tokens.weight", "shared_head.head.weight")  # of the target's own
+
+
+def read(target: Target) -> list[dict[str, Tensor]]:
+    """One dictionary of `heads.mtp.Module` tensors for each module; ValueError if the target has none that fit.
+
+    Knows the DeepSeek layout (model.layers.L..) and MiMo's (model.mtp_layers.0..), both with a dense block.
+    """
+    layouts = (
+        (re.compile(r"model\.mtp_layers\.(\d+)\.(.+)"), 0, MIMO, True),
+        (re.compile(r"model\.layers\.(\d+)\.(.+)"), target.num_layers, DEEPSEEK, False),
+    )
+    files = _files(target)
+    for pattern, first, names, hidden_first in layouts:
+        modules: dict[int, dict[str, Tensor]] = {}
+        for key, path in files.items():
+            found = pattern.fullmatch(key)
+            if found and int(found[1]) >= first and found[2] not in COPIES:
+                with safetensors.safe_open(path, framework="pt") as file:
+                    modules.setdefault(int(found[1]) - first, {})[_rename(found[2], names)] = file.get_tensor(key)
+        if modules:
+            for tensors in modules.values():
+                if hidden_first and "eh_proj.weight" in tensors:
+                    tensors["eh_proj.weight"] = torch.cat(tensors["eh_proj.weight"].chunk(2, dim=1)[::-1], dim=1)
+            return [modules[number] for number in sorted(modules)]
+    raise ValueError(
+        f"{target.name} ships no MTP modules in the DeepSeek or the MiMo layout: set head.drafter.native=false."
+    )
+
+
+def _rename(name: str, names: dict[str, str]) -> str:
+    module, _, kind = name.rpartition(".")
+    if module in names:
+        return f"{names[module]}.{kind}"
+    return name if module == "input_layernorm" else f"block.{name}"
+
+
+def _files(target: Target) -> dict[str, Path]:
+    """Every tensor's name and the file it is in, of the target's folder or of its copy from the Hub."""
+    index = cached_file(target.name, "model.safetensors.index.json", _raise_exceptions_for_missing_entries=False)
+    if index is not None:
+        places = json.loads(Path(index).read_text())["weight_map"]
+        paths = {name: Path(str(cached_file(target.name, name))) for name in set(places.values())}
+        return {key: paths[name] for key, name in places.items()}
+    single = cached_file(target.name, "model.safetensors", _raise_exceptions_for_missing_entries=False)
+    if single is None:
+        raise ValueError(f"{target.name} has no safetensors to read MTP modules from: set head.drafter.native=false.")
+    with safetensors.safe_open(single, framework="pt") as file:
+        return dict.fromkeys(file.keys(), Path(single))
