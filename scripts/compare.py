@@ -112,10 +112,12 @@ def main() -> None:
 
     rows = {key: {run.name: rows_of(lines, run, *key) for run in runs} for key in product(temperatures, shapes)}
     columns = {
-        key: {run.name: report(
+        key: {
+            run.name: report(
                 each[run.name], depth=run.shapes[key[1]].depth, temperature=key[0], adapted=run.plain != FROZEN
             )
-            for run in runs}
+            for run in runs
+        }
         for key, each in rows.items()
     }
     ranked = sorted(runs, key=lambda run: -columns[temperatures[0], "chain"][run.name]["tau"])

@@ -67,9 +67,7 @@ def main() -> None:
                 items, description=f"temperature {t:g}", console=console, transient=True
             ),
         )
-        columns.append(
-            report(rows, depth=shape.depth, temperature=temperature, adapted=loaded.target.adapted)
-        )
+        columns.append(report(rows, depth=shape.depth, temperature=temperature, adapted=loaded.target.adapted))
         display.validation(console, columns[-1], shape)
         console.print(by_category(columns[-1]))
     settings = {

@@ -24,7 +24,9 @@ class Replay:
     checkpoint: str = field(metadata={"help": "a step's folder, or a run's folder for its best step"})
     answers: str = field(metadata={"help": "conversations whose last message the target wrote"})
     hold_out: int | None = field(default=60, metadata={"help": "the first rows at temperature 0; null: all rows"})
-    temperature: float = field(default=0.0, metadata={"help": "at which these answers were written, and drafts are made"})
+    temperature: float = field(
+        default=0.0, metadata={"help": "at which these answers were written, and drafts are made"}
+    )
     depth: int = field(default=4, metadata={"help": "drafts a round"})
     length: int = field(default=1024, metadata={"help": "longer rows are cut"})
     target: common.TargetOptions = field(default_factory=common.TargetOptions)

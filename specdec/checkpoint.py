@@ -87,7 +87,9 @@ def save(
         },
     }
     write_folder(
-        folder, tensors={"drafter.safetensors": drafter.state_dict()}, documents={"drafter.json": document, **(extra or {})}
+        folder,
+        tensors={"drafter.safetensors": drafter.state_dict()},
+        documents={"drafter.json": document, **(extra or {})},
     )
 
 

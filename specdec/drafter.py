@@ -109,7 +109,9 @@ class Drafter(nn.Module, ABC):
         raise NotImplementedError
 
     @abstractmethod
-    def step(self, d: int, h: Tensor, tokens: Tensor, positions: Tensor, mask: Tensor, cache) -> tuple[Tensor, Tensor]:
+    def step(
+        self, d: int, h: Tensor, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache
+    ) -> tuple[Tensor, Tensor]:
         """Step d in 1..K. h [B, S, H]; tokens, positions [B, S]; mask bool [B, 1, S, keys], True may attend.
 
         -> h [B, S, H] for the next step, readout [B, S, R] for `logits`. H may differ from step to step. The mask is not

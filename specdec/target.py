@@ -164,7 +164,7 @@ class Target:
         logits = nn.functional.linear(final, self.lm_head.weight, self.lm_head.bias)
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
-    def adapt(self, *, rank: int, alpha: float, modules: list[str]) -> dict[str, nn.Parameter]:
+    def adapt(self, *, rank: int, alpha: int, modules: list[str]) -> dict[str, nn.Parameter]:
         """Puts LoRA (2106.09685) beside the layers named so; B = 0, so nothing changes yet. -> its parameters, float32
 
         Raises ValueError if no layer has such a name, or the target is adapted already.

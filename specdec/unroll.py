@@ -75,7 +75,9 @@ def unroll(
 
     states, readouts, places, share = [], [], [], []
     order = every
-    sparse_from = {"block": 1, "path": 2, "none": 2, "depth": depth + 1}[kind]  # keys of earlier steps are for all to see
+    sparse_from = {"block": 1, "path": 2, "none": 2, "depth": depth + 1}[
+        kind
+    ]  # keys of earlier steps are for all to see
     mask = None if kind in ("none", "depth") else masks.documents(index)  # [B, 1, S, columns]
     if kind == "block":
         drafter.context(h, slot_positions - 1, cache)

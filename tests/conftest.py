@@ -29,7 +29,6 @@ VARIANTS += [
     ("hydra", True, {"own_output": True}),
     ("draft", True, {"borrow_embeddings": False}),
     ("draft", False, {"width": 16}),
-    ("draft", True, {"lora": {"r": 2}}),
     ("dspark", False, {"fuse": True}),
     ("dflash", True, {"fuse": True}),
 ]

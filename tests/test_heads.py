@@ -126,7 +126,9 @@ def test_packed_documents(any_drafter, text, sizes):
         alone = unroll_row(any_drafter, part, feature) if len(part) > 1 else None
         for d, goal in itertools.product(range(1, depth_of(any_drafter) + 1), range(1, len(part))):
             found, exists = at_goals(packed, packed.readouts, d, [start + goal])
-            assert exists[0] == (goal - d >= any_drafter.first_slot), f"step {d}, token {goal} of the document that starts at {start}"
+            assert exists[0] == (goal - d >= any_drafter.first_slot), (
+                f"step {d}, token {goal} of the document that starts at {start}"
+            )
             if exists[0]:
                 wanted, _ = at_goals(alone, alone.readouts, d, [goal])
                 torch.testing.assert_close(found, wanted, atol=1e-10, rtol=0)

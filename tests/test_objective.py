@@ -166,9 +166,7 @@ def test_slots_against_a_loop(target, depth):
             states.append(alone.final[0, j - 1])
             tokens.append(torch.tensor(row.tokens[j : j + depth]))
             goals.append(alone.final[0, j : j + depth])
-    for one, other in zip(
-        (found.features, found.state, found.tokens, found.goals), (features, states, tokens, goals)
-    ):
+    for one, other in zip((found.features, found.state, found.tokens, found.goals), (features, states, tokens, goals)):
         torch.testing.assert_close(one, torch.stack(other), atol=1e-10, rtol=0)
 
 
@@ -177,7 +175,9 @@ def test_what_looks_at_whole_slots_against_a_loop(any_drafter, name):
     """Two documents in a row and one in another; every value is that of the functions of train/survival.py by hand."""
     rows = [make_row(seed, 4 + seed, 6, 61) for seed in range(3)]
     weighted = name in ("dpace", "vat")
-    objective = make_objective(any_drafter, losses={"kl": 1.0} if weighted else {name: 2.0}, weighting=name if weighted else "decay")
+    objective = make_objective(
+        any_drafter, losses={"kl": 1.0} if weighted else {name: 2.0}, weighting=name if weighted else "decay"
+    )
     loss, _ = judge(objective, [rows[:2], rows[2:]], 24)
     depth, every = objective.depth, [laws(objective, row) for row in rows]
     overlap = [{key: float(torch.minimum(p, q).sum()) for key, (p, q, _) in found.items()} for found in every]
@@ -200,7 +200,9 @@ def test_what_looks_at_whole_slots_against_a_loop(any_drafter, name):
             elif name == "dpace":
                 chances = {d: 0.0 if x is None else float(q[x]) for d, (p, q, x) in here.items()}
                 for d, (p, q, _) in here.items():
-                    weight = sum(math.prod(0.5 * chances.get(i, 1.0) + 0.5 for i in range(1, j + 1)) for j in range(d, depth + 1))
+                    weight = sum(
+                        math.prod(0.5 * chances.get(i, 1.0) + 0.5 for i in range(1, j + 1)) for j in range(d, depth + 1)
+                    )
                     total += weight / depth * kl(p, q)
             elif name == "vat":
                 first = min((d for d, (_, q, x) in here.items() if x is None or int(q.argmax()) != x), default=depth)
@@ -210,7 +212,9 @@ def test_what_looks_at_whole_slots_against_a_loop(any_drafter, name):
             start = row.mask.index(True)
             accept = torch.zeros(depth, len(row.tokens) - start, dtype=torch.float64)
             for (slot, d), (p, q, x) in found.items():
-                if slot >= start:  # entry s: the round that starts when s tokens of the answer exist has slot start + s - 1
+                if (
+                    slot >= start
+                ):  # entry s: the round that starts when s tokens of the answer exist has slot start + s - 1
                     accept[d - 1, slot - start + 1] = 0.0 if x is None else min(1.0, float(q[x] / p[x]))
             total += 2.0 * replay.rounds(accept)[0]
     assert loss.total.item() == pytest.approx(total, rel=1e-5)
@@ -322,7 +326,9 @@ def test_text_tau_equals_replay(small_drafter, small_target):
         answer = Decoder(small_target, None, temperature=0.0, stop=set()).generate([prompt], 10 + seed).tokens[0]
         mask = [False] * num_prompt + [True] * len(answer)
         rows.append(Row(id=str(seed), category="all", tokens=prompt + answer, mask=mask))
-        accept = replay.acceptance(small_drafter, prompt, answer, depth=min(4, small_drafter.depth or 4), temperature=0.0)
+        accept = replay.acceptance(
+            small_drafter, prompt, answer, depth=min(4, small_drafter.depth or 4), temperature=0.0
+        )
         num_rounds += replay.rounds(accept)[0]
         emitted += len(answer) - 1
     loss, batch = judge(make_objective(small_drafter), [rows[:3], rows[3:]], 50)

@@ -81,7 +81,8 @@ class Cached:
             return torch.stack([file.get_tensor(str(layer)) for file in files]).to(batch.tokens.device)  # [B, T, D]
 
         files = [safetensors.safe_open(self._path(index), framework="pt") for index in indices]
-        return TargetOutput(torch.cat([read(layer) for layer in self.layers], dim=-1), read(self.num_layers))
+        final = read(self.num_layers)
+        return TargetOutput(torch.cat([*map(read, self.layers), final[..., :0]], dim=-1), final)
 
     def _write(self, indices: list[int], batch: Batch) -> None:
         layers = self.online.layers

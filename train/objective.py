@@ -1,7 +1,7 @@
 """The training objective: unroll, judge every goal at every depth, weigh what was judged."""
 
 import inspect
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -35,17 +35,11 @@ class Loss:
     matches: Tensor  # [K, B, T] bool: the guess of depth d for token i is the token that the text has
 
 
-@dataclass(frozen=True)
-class Judgement:
-    """What is known of G goals at K depths, [K, G] each; `None` where no loss in use needs it."""
-
-    exists: Tensor  # bool: a slot guessed this goal at this depth
-    matches: Tensor  # bool
-    pointwise: Tensor  # the weighted sum of per-slot losses
-    kl: Tensor | None
-    overlap: Tensor | None  # sum of min(p, q): the acceptance of a sampled draft
-    accept: Tensor | None  # min(1, q(x) / p(x)) of the text's token
-    chance: Tensor | None  # q(x)
+# What is known of G goals at K depths, [K, G] each, under these names:
+#   exists    bool: a slot guessed this goal at this depth          matches   bool: rightly
+#   pointwise the weighted sum of per-slot losses
+# and, where a loss in use needs them, kl, overlap (sum of min(p, q)), accept (min(1, q(x) / p(x))), chance (q(x))
+Judgement = dict[str, Tensor]
 
 
 class Objective(nn.Module):
@@ -85,7 +79,9 @@ class Objective(nn.Module):
         if weighting not in WEIGHTINGS:
             raise ValueError(f"head.objective.weighting={weighting} must be one of {', '.join(WEIGHTINGS)}.")
         if ADAPTED in used and not drafter.adapts_target:
-            raise ValueError("head.objective.losses.original is for heads that adapt the target, such as medusa2: set it to 0.")
+            raise ValueError(
+                "head.objective.losses.original is for heads that adapt the target, such as medusa2: set it to 0."
+            )
         if anchors is not None and "rounds" in used:
             raise ValueError("The rounds objective walks whole texts: set head.objective.anchors=null with it.")
         if drafter.depth is not None and depth > drafter.depth:
@@ -123,9 +119,9 @@ class Objective(nn.Module):
                 parts.append(checkpoint(self._judge, chunk, batch, output.final, unrolled, use_reentrant=False))
             else:
                 parts.append(self._judge(chunk, batch, output.final, unrolled))
-        judged = Judgement(*(None if some[0] is None else torch.cat(some, dim=1) for some in zip(*parts)))
+        judged = {name: torch.cat([part[name] for part in parts], dim=1) for name in parts[0]}
         matches = torch.zeros(self.depth, *batch.tokens.shape, dtype=torch.bool, device=goals.device)  # [K, B, T]
-        matches[:, goals[:, 0], goals[:, 1]] = judged.matches
+        matches[:, goals[:, 0], goals[:, 1]] = judged["matches"]
         total = self._weigh(judged, goals, batch, unrolled.share)
         if original is not None and ADAPTED in self.losses:
             total = total + self.losses[ADAPTED] * self._drift(goals, output.final, original.final)
@@ -134,10 +130,11 @@ class Objective(nn.Module):
     def _read(self, batch: Batch) -> tuple[TargetOutput, TargetOutput]:
         """The adapted target, with gradient, and what it said before."""
         target, layers = self.drafter.target, self.drafter.target_layers
-        place = {"positions": batch.positions, "mask": masks.documents(batch.documents)}
+        mask = masks.documents(batch.documents)
         with target.original():
-            original = target.read(batch.tokens, (), **place)
-        return target.read(batch.tokens, layers, **place, gradient=True), original
+            original = target.read(batch.tokens, (), positions=batch.positions, mask=mask)
+        output = target.read(batch.tokens, layers, positions=batch.positions, mask=mask, gradient=True)
+        return output, original
 
     def _drift(self, goals: Tensor, final: Tensor, original: Tensor) -> Tensor:
         """KL of the adapted target from the original one, summed over the goals."""
@@ -150,8 +147,8 @@ class Objective(nn.Module):
         chunks = (goals[start : start + NORM_CHUNK].unbind(1) for start in range(0, len(goals), NORM_CHUNK))
         return torch.stack([checkpoint(part, *chunk, use_reentrant=False) for chunk in chunks]).sum()  # type: ignore[misc]
 
-    def _judge(self, goals: Tensor, batch: Batch, final: Tensor, unrolled: Unrolled) -> tuple[Tensor | None, ...]:
-        """goals [M, 2] -> the fields of `Judgement`, [K, M] each"""
+    def _judge(self, goals: Tensor, batch: Batch, final: Tensor, unrolled: Unrolled) -> Judgement:
+        """goals [M, 2] -> [K, M] each"""
         drafter, device = self.drafter, goals.device
         rows, position = goals.unbind(1)
         tokens = batch.tokens[rows, position]  # [M]
@@ -160,13 +157,16 @@ class Objective(nn.Module):
         with torch.no_grad():
             goal_logits = drafter.goal_logits(judge).float() / self.temperature  # [M, W]
             goal_norm = self._norm(judge, goal_logits)
-        found: dict[str, list[Tensor]] = {field.name: [] for field in fields(Judgement)}
-        wanted = {
-            "kl": losses.kl if "lk" in self.losses else None,
-            "overlap": survival.overlap if {"lk", "e2e_tv"} & set(self.losses) else None,
-            "accept": survival.accept if "rounds" in self.losses else None,
-            "chance": survival.chance if self.weighting == "dpace" else None,
-        }
+        wanted = {}
+        if "lk" in self.losses:
+            wanted["kl"] = losses.kl
+        if {"lk", "e2e_tv"} & set(self.losses):
+            wanted["overlap"] = survival.overlap
+        if "rounds" in self.losses:
+            wanted["accept"] = survival.accept
+        if self.weighting == "dpace":
+            wanted["chance"] = survival.chance
+        found: dict[str, list[Tensor]] = {name: [] for name in ("exists", "matches", "pointwise", *wanted)}
         for d in range(1, self.depth + 1):
             readout, exists = unrolled.at(unrolled.readouts, d, rows, position)
             state, _ = unrolled.at(unrolled.states, d, rows, position)
@@ -192,9 +192,8 @@ class Objective(nn.Module):
             found["matches"].append(spread(drafter.to_target(logits.argmax(-1)) == tokens[exists]))
             found["pointwise"].append(spread(pointwise))
             for name, function in wanted.items():
-                if function is not None:
-                    found[name].append(spread(function(judged)))
-        return tuple(torch.stack(values) if values else None for values in found.values())
+                found[name].append(spread(function(judged)))
+        return {name: torch.stack(values) for name, values in found.items()}
 
     def _norm(self, judge: Tensor, goal_logits: Tensor) -> Tensor:
         """[M] log-normaliser of the target's law over all V tokens; over the draft vocabulary where that suffices."""
@@ -209,32 +208,32 @@ class Objective(nn.Module):
         device, depths = goals.device, torch.arange(1, self.depth + 1, device=goals.device)
         # Where goal g, guessed at depth d, has its slot: d tokens before
         slot = goals[:, 0] * length + goals[:, 1] - depths[:, None]  # [K, G]
-        slot = torch.where(judged.exists, slot, num_rows * length)  # one more for those that do not exist
+        slot = torch.where(judged["exists"], slot, num_rows * length)  # one more for those that do not exist
 
         def by_slot(values: Tensor) -> Tensor:  # [K, G] -> [K, B*T]
             wide = torch.zeros(self.depth, num_rows * length + 1, dtype=values.dtype, device=device)
             return wide.scatter(1, slot, values)[:, :-1]
 
-        losses_by_goal = judged.pointwise
+        losses_by_goal = judged["pointwise"]
         if "lk" in self.losses:
-            hybrid = survival.lk(judged.kl, judged.overlap, judged.exists, eta=self.eta)
+            hybrid = survival.lk(judged["kl"], judged["overlap"], judged["exists"], eta=self.eta)
             losses_by_goal = losses_by_goal + self.losses["lk"] * hybrid
         factors = torch.tensor([a / b if b else 0.0 for a, b in zip(self.shares, share)], device=device)[:, None]
-        weights = factors * judged.exists  # [K, G]
+        weights = factors * judged["exists"]  # [K, G]
         if self.weighting != "decay":
-            counted = by_slot(judged.exists)
+            counted = by_slot(judged["exists"])
             if self.weighting == "dpace":
-                by_slots = survival.dpace(by_slot(judged.chance), counted)
+                by_slots = survival.dpace(by_slot(judged["chance"]), counted)
             else:
-                by_slots = survival.vat(by_slot(judged.matches), counted, decay=self.decay)
+                by_slots = survival.vat(by_slot(judged["matches"]), counted, decay=self.decay)
             weights = weights * nn.functional.pad(by_slots, (0, 1)).gather(1, slot)
         total = (weights * losses_by_goal).sum()
         if "e2e_tv" in self.losses:
-            slots = survival.e2e_tv(by_slot(judged.overlap), by_slot(judged.exists)) / (share[-1] or 1.0)
+            slots = survival.e2e_tv(by_slot(judged["overlap"]), by_slot(judged["exists"])) / (share[-1] or 1.0)
             total = total + self.losses["e2e_tv"] * slots.sum()
         if "rounds" in self.losses:
             by_goal = torch.zeros(self.depth, num_rows, length, device=device)
-            by_goal = by_goal.index_put((depths[:, None] - 1, goals[:, 0], goals[:, 1]), judged.accept.float())
+            by_goal = by_goal.index_put((depths[:, None] - 1, goals[:, 0], goals[:, 1]), judged["accept"].float())
             for row in range(num_rows):
                 for start, stop in answers(batch, row):
                     total = total + self.losses["rounds"] * survival.rounds(by_start(by_goal[:, row, start:stop]))

@@ -1,8 +1,8 @@
 """Block drafters: DFlash (2602.06036) and DSpark (2607.05147), all drafts in one pass over the target's features.
 
-    input    e(x_j)   mask   mask   mask          a block at slot j; keys: features f_0 .. f_(j-1), then the block's own
-    DFlash            draft1 draft2 draft3        a mask guesses its own position
-    DSpark   draft1   draft2 draft3               an input guesses the next one, so K inputs make K drafts
+input    e(x_j)   mask   mask   mask          a block at slot j; keys: features f_0 .. f_(j-1), then the block's own
+DFlash            draft1 draft2 draft3        a mask guesses its own position
+DSpark   draft1   draft2 draft3               an input guesses the next one, so K inputs make K drafts
 """
 
 import torch
@@ -91,7 +91,8 @@ class BlockDrafter(Drafter):
     ):
         super().__init__(target, vocab=vocab)
         width, last = target.width, target.num_layers - 2
-        self.depth, self.anchor_predicts = num_drafts, anchor_predicts
+        self.depth = self.num_drafts = num_drafts
+        self.anchor_predicts = anchor_predicts
         self.target_layers = target.layer_ids(
             target_layers or sorted({2 + round(number * (last - 2) / 4) for number in range(5)})
         )
@@ -136,18 +137,18 @@ class BlockDrafter(Drafter):
     def _block(self, embedding: Tensor, h: Tensor, positions: Tensor, mask: Tensor, cache) -> Tensor:
         """embedding [B, S, D] of the anchors, h [B, S, D] of the newest features -> states of all drafts, [B, S, K*D]"""
         num_rows, num = positions.shape
-        size = self.depth + (not self.anchor_predicts)
+        size = self.num_drafts + (not self.anchor_predicts)
         masks = self.mask_embedding.to(embedding.dtype).expand(num_rows, num, size - 1, -1)
         x = torch.cat([embedding[:, :, None], masks], dim=2)  # [B, S, size, D]
         if self.join is not None:
-            fused = self.join(torch.cat([embedding, h], dim=-1)).unflatten(-1, (self.depth, -1))
-            x = x + nn.functional.pad(fused, (0, 0, size - self.depth, 0))
+            fused = self.join(torch.cat([embedding, h], dim=-1)).unflatten(-1, (self.num_drafts, -1))
+            x = x + nn.functional.pad(fused, (0, 0, size - self.num_drafts, 0))
         x = x.flatten(1, 2)  # [B, S*size, D]
         at = (positions[..., None] + torch.arange(size, device=positions.device)).flatten(1)
         rotary = self.rotary(x, at)
         for layer in self.layers:
             x = layer(x, rotary, mask, cache, size=size)
-        return self.norm(x).unflatten(1, (num, size))[:, :, size - self.depth :].flatten(2)
+        return self.norm(x).unflatten(1, (num, size))[:, :, size - self.num_drafts :].flatten(2)
 
     def logits(self, d, readout):
         width = self.target.width
@@ -172,7 +173,7 @@ class BlockDrafter(Drafter):
             torch.cat([self.target.embed(some.tokens[:, 0]).float(), self.encode(some.features)], dim=-1)
             for some in slots
         ]
-        num = min(self.depth, slots[0].goals.shape[1])
+        num = min(self.num_drafts, slots[0].goals.shape[1])
         maps = [ridge((x, some.goals[:, d]) for x, some in zip(joined, slots)) for d in range(num)]  # of [D, 2D]
         if self.anchor_predicts:
             maps[0] = maps[0] - torch.eye(*maps[0].shape, device=size.device)  # its input is the embedding already
@@ -181,6 +182,6 @@ class BlockDrafter(Drafter):
         self.mask_embedding.zero_()
         self.norm.weight.fill_(size)
         for layer in self.layers:
-            layer.o_proj.weight.zero_()  # type: ignore[union-attr, operator]
-            layer.mlp.down_proj.weight.zero_()  # type: ignore[union-attr, operator]
+            nn.init.zeros_(layer.o_proj.weight)
+            nn.init.zeros_(layer.mlp.down_proj.weight)
         return True

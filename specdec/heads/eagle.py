@@ -9,6 +9,9 @@ from specdec.heads.block import Block, RMSNorm, Rotary, block_config, ridge, row
 from specdec.target import Target
 
 
+SELF = 4.0  # squared scale of EAGLE-3's first queries and keys: attention of a position to itself
+
+
 class _OneBlock(Drafter):
     """What the two share: one block, its cache, its rotary embedding; h and the readout have the target's width."""
 
@@ -111,3 +114,36 @@ class Eagle3(_OneBlock):
 
     def logits(self, d, readout):
         return self.lm_head(readout)
+
+    @torch.no_grad()
+    def solve(self, slots):
+        """A start by regression for a head whose residual stream carries features and whose tokens enter by attention.
+
+        `fc` estimates the final state at j-1; attention looks at its own position, because queries and keys are one
+        random map of the embedding; values and output are the rank that the heads allow of the ridge regression of what
+        is missing to the final state at j; the MLP starts at zero and the last norm as a constant.
+        """
+        attention, config = self.block.self_attn, self.config
+        size = torch.cat([some.state for some in slots]).float().pow(2).mean().sqrt()
+        if not self.fc_norm:
+            self.fc.weight.copy_(ridge((some.features, some.state) for some in slots))
+        states = [self.encode(some.features) for some in slots]
+        inputs = [
+            torch.cat([self.input_layernorm(self.embed(some.tokens[:, 0])), self.hidden_norm(state)], dim=-1)
+            for some, state in zip(slots, states)
+        ]
+        missing = [some.goals[:, 0] - state for some, state in zip(slots, states)]
+        whole = ridge(zip(inputs, missing))  # [D, 2D]
+        spread = sum(((x @ whole.T).T @ (x @ whole.T) for x in inputs), torch.zeros((), device=size.device))  # [D, D]
+        groups, heads, width = config.num_key_value_heads, config.num_attention_heads, attention.head_dim
+        best = torch.linalg.eigh(spread).eigenvectors[:, -groups * width :]  # [D, rank] where the regression varies most
+        attention.v_proj.weight.copy_(best.T @ whole)
+        shared = best.unflatten(1, (groups, 1, width)).expand(-1, -1, heads // groups, -1) * (groups / heads)
+        attention.o_proj.weight.copy_(shared.flatten(1))  # query heads of a group see the same values
+        key = torch.randn(groups, width, self.target.width, device=size.device) * (SELF / self.target.width) ** 0.5
+        key = torch.cat([key, torch.zeros_like(key)], dim=-1)  # [groups, head_dim, 2D], blind to the state
+        attention.k_proj.weight.copy_(key.flatten(0, 1))
+        attention.q_proj.weight.copy_(key[:, None].expand(-1, heads // groups, -1, -1).flatten(0, 2))
+        self.block.mlp.down_proj.weight.zero_()
+        self.norm.weight.fill_(size)
+        return True

@@ -89,13 +89,11 @@ class Medusa2(Medusa):
         num_blocks: int = 1,
         own_output: bool = False,
         lora_rank: int = 16,
-        lora_alpha: float = 32.0,
+        lora_alpha: int = 32,
         lora_modules: tuple[str, ...] = ("q_proj", "v_proj"),
         vocab: Tensor | None = None,
     ):
-        super().__init__(
-            target, num_heads=num_heads, num_blocks=num_blocks, own_output=own_output, vocab=vocab
-        )
+        super().__init__(target, num_heads=num_heads, num_blocks=num_blocks, own_output=own_output, vocab=vocab)
         found = target.adapt(rank=lora_rank, alpha=lora_alpha, modules=list(lora_modules))
         self.adapter = nn.ParameterDict({name.replace(".", "/"): value for name, value in found.items()})
 

@@ -110,9 +110,7 @@ class MTP(Drafter):
         for d, module in enumerate(self.modules_by_depth, start=1):
             if d > slots[0].tokens.shape[1]:
                 break
-            joined = [
-                module.join(self.embed(some.tokens[:, d - 1]), state) for some, state in zip(slots, states)
-            ]
+            joined = [module.join(self.embed(some.tokens[:, d - 1]), state) for some, state in zip(slots, states)]
             goals = [some.goals[:, d - 1] for some in slots]
             module.eh_proj.weight.copy_(ridge(zip(joined, goals)))
             module.block.start_as_identity()

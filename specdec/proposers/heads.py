@@ -66,7 +66,8 @@ class HeadProposer(Proposer):
                 drafter.context(h, positions - 1, cache)
             cache.commit(self.num, num_new)
             seen = masks.committed(cache.lengths, cache.visible)
-            return drafter.step(1, *map(self._newest, (h, self.tokens, positions)), seen, cache)
+            h, tokens, positions = map(self._newest, (h, self.tokens, positions))
+            return drafter.step(1, h, tokens, positions, seen, cache)
 
         cache.reserve(num_new)
         mask = masks.pending(masks.causal(num_new, start.device), cache.lengths, cache.visible)
