@@ -81,7 +81,12 @@ def fit(config: DictConfig) -> int:
         features = Online(target, drafter.target_layers)
     else:
         features = Cached(
-            target, drafter.target_layers, packs=packs, length=config.data.length, folder=Path(config.features.folder)
+            target,
+            drafter.target_layers,
+            packs=packs,
+            length=config.data.length,
+            folder=Path(config.features.folder),
+            also=config.features.layers,
         )
         if features.num_missing:
             console.print(

@@ -127,7 +127,7 @@ def test_matches(small_drafter):
             _, logits = follow(small_drafter, tokens, features, goal - d, d)
             wanted = int(small_drafter.to_target(logits[-1].argmax())) == row.tokens[goal]
         assert loss.matches[d - 1, 0, goal] == wanted
-    assert 4 < loss.matches.sum() < 60
+    assert 3 < loss.matches.sum() < 60
 
 
 def test_noise_is_for_training_only(drafter):

@@ -65,4 +65,4 @@ def test_a_start_beats_a_random_one(head):
         seen[..., 0] = True
         _, readout = drafter.step(1, h, tokens[:, :1], position, seen, cache)
         right.append(float((drafter.logits(1, readout)[:, 0].argmax(-1) == said[0]).double().mean()))
-    assert right[0] < 0.3 and right[1] > 0.6, right
+    assert right[0] < 0.3 and right[1] > 0.4, right

@@ -31,12 +31,13 @@ class Online:
 class Cached:
     """Target outputs in a folder, one file a pack, made when a pack is first used and read from then on.
 
+    also: further layers to store, so that drafters that read others can share the folder.
     Raises ValueError for a folder made by another target or data set or without these layers, or a disk too small.
     """
 
-    def __init__(self, target: Target, layers: tuple[int, ...], *, packs: Packs, length: int, folder: Path):
+    def __init__(self, target: Target, layers: tuple[int, ...], *, packs: Packs, length: int, folder: Path, also=()):
         self.folder, self.layers, self.num_layers = folder, layers, target.num_layers
-        stored = sorted({*layers, target.num_layers})  # the last is the final state
+        stored = sorted({*layers, *target.layer_ids(also), target.num_layers})  # the last is the final state
         self.about: dict = {
             "target": target.fingerprint(),
             "data": packs.fingerprint,
@@ -47,11 +48,11 @@ class Cached:
         if (folder / "about.json").exists():
             made = json.loads((folder / "about.json").read_text())
             wrong = [key for key in self.about if key != "layers" and made.get(key) != self.about[key]]
-            wrong += [] if set(stored) <= set(made.get("layers", ())) else ["layers"]
+            wrong += [] if {*layers, target.num_layers} <= set(made.get("layers", ())) else ["layers"]
             if wrong:
                 raise ValueError(
                     f"The cached features in {folder} were made with another {', '.join(wrong)}. Delete the folder, or "
-                    "set features.folder to another one, or use features.mode=online."
+                    "set features.folder to another one, or use features.mode=online (features.layers lets heads share a folder)."
                 )
             self.about = made  # every file holds all the layers that the folder was made for
         self.online = Online(target, tuple(self.about["layers"]))
