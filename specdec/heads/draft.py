@@ -1,0 +1,260 @@
+"""Draft models: a small causal LM of its own, distilled for the target (DistillSpec, 2310.08461)."""
+
+import copy
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from specdec import attention
+from specdec.cache import RowCache
+from specdec.drafter import Drafter
+from specdec.heads.block import block_config
+from specdec.target import Target, load_tokenizer
+
+NUM_LAYERS = 2
+
+
+class Draft(Drafter):
+    """A small LM made like the target (the default), a smaller Llama (`width`), or an existing model (`model`).
+
+    num_layers: null: 2, or those of copy_layers
+    width: null: the target's, and then the target's own architecture; else a fresh Llama with the target's head width
+    intermediate_size: null: the target's, in proportion to the width
+    copy_layers: the target's layers (0 .. L-1, or from the end) that it starts from, one for each of its own; null:
+        evenly from the first to the last, where the shapes are the target's; []: none
+    borrow_embeddings: embedding and LM head are the target's, frozen and not saved; null: where the width is the
+        target's. Else they are trained, and start as the target's where the width is
+    model: folder or Hub name of an existing causal LM with the target's tokenizer, to distil further
+    lora: arguments of peft.LoraConfig, such as {r: 16, lora_alpha: 32}: only adapters on `model` or on copied layers
+        are trained; `decodable` merges them
+    config: of an architecture to rebuild without its origin, weights to be loaded; what a checkpoint has
+    """
+
+    attends = "text"
+
+    def __init__(
+        self,
+        target: Target,
+        *,
+        num_layers: int | None = None,
+        width: int | None = None,
+        intermediate_size: int | None = None,
+        copy_layers: list[int] | None = None,
+        borrow_embeddings: bool | None = None,
+        model: str | None = None,
+        lora: dict | None = None,
+        config: dict | None = None,
+        vocab: Tensor | None = None,
+    ):
+        super().__init__(target, vocab=vocab)
+        self.depth, self.target_layers = None, ()
+        copied: list[int] = []
+        if config is not None:
+            lm = _make(AutoConfig.for_model(**config))
+            borrows = bool(borrow_embeddings)
+        elif model is not None:
+            if borrow_embeddings or any(x is not None for x in (num_layers, width, intermediate_size, copy_layers)):
+                raise ValueError(
+                    f"head.drafter.model={model} brings its layers and embeddings: leave num_layers, width, "
+                    "intermediate_size, copy_layers and borrow_embeddings null."
+                )
+            lm, borrows = _existing(target, model), False
+        else:
+            same_width = width in (None, target.width)
+            copied = _layers_to_copy(target, num_layers, copy_layers, possible=same_width and intermediate_size is None)
+            lm = _make(_config(target, width, num_layers or len(copied) or NUM_LAYERS, intermediate_size))
+            borrows = same_width if borrow_embeddings is None else borrow_embeddings
+            if borrows and not same_width:
+                raise ValueError(
+                    f"head.drafter.width={width}: the target's embeddings have {target.width}, so they cannot be "
+                    "borrowed; set head.drafter.borrow_embeddings=false, or width=null."
+                )
+            for mine, theirs in zip(lm.decoder.layers, copied):
+                mine.load_state_dict(target.decoder.layers[theirs].state_dict())
+            if same_width:
+                lm.norm.load_state_dict(target.norm.state_dict())
+                lm.embed.load_state_dict(target.embed.state_dict())
+                lm.lm_head.load_state_dict(target.lm_head.state_dict())
+
+        self.config = lm.config
+        self.cache_shape = {
+            "num_layers": lm.num_layers,
+            "num_heads": lm.config.num_key_value_heads,
+            "head_dim": lm.head_dim,
+        }
+        self.body = lm.decoder.requires_grad_(True)  # with adapters, peft's wrapper of it
+        self.borrows = borrows
+        self.lm_head: nn.Linear | None = None  # trained; null if it is borrowed or the embedding itself
+        if borrows:
+            self.body.set_input_embeddings(None)
+        else:
+            assert lm.lm_head.bias is None
+            if lm.lm_head.weight is not lm.embed.weight:
+                self.lm_head = lm.lm_head.requires_grad_(True)
+        self.adapted = lora is not None
+        if lora is not None:
+            if model is None and not copied:
+                raise ValueError(
+                    "head.drafter.lora adapts weights that are worth keeping: set head.drafter.model or copy_layers of "
+                    "the target, or lora=null."
+                )
+            self._adapt(lora)
+        self._rows: Tensor | None = None  # [W, D] of its own output layer, see `logits`
+
+    def _adapt(self, lora: dict) -> None:
+        from peft import LoraConfig, LoraModel  # for training only; checkpoints hold merged weights
+
+        self.requires_grad_(False)
+        self.body = LoraModel(self.body, LoraConfig(**lora), "default")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.parameters()).dtype
+
+    def cache(self, batch: int) -> RowCache:
+        return RowCache(**self.cache_shape, batch=batch, dtype=self.dtype, device=self.target.device)
+
+    def encode(self, features: Tensor) -> Tensor:
+        return features  # [B, S, 0]: what it knows is in its cache
+
+    def step(self, d, h, tokens, positions, mask, cache):
+        embed = self.target.embed if self.borrows else self.body.get_input_embeddings()
+        decoding = isinstance(cache, RowCache)  # the unroll reads the whole text at once
+        output = self.body(
+            inputs_embeds=embed(tokens).to(self.dtype),
+            position_ids=positions,
+            attention_mask=mask,
+            past_key_values=cache if decoding else None,
+            use_cache=decoding,
+        )
+        return h, output.last_hidden_state
+
+    def logits(self, d, readout):
+        if self.borrows:
+            return self.goal_logits(readout)
+        weight = (self.lm_head or self.body.get_input_embeddings()).weight  # [V, D]
+        if self.draft_to_target is None:
+            return nn.functional.linear(readout, weight)
+        if self.training or torch.is_grad_enabled():
+            return nn.functional.linear(readout, weight[self.draft_to_target])
+        if self._rows is None:  # nothing changes them until `train`, so a decoder's steps share one copy
+            self._rows = weight[self.draft_to_target]
+        return nn.functional.linear(readout, self._rows)
+
+    def train(self, mode=True):
+        self._rows = None
+        return super().train(mode)
+
+    def decodable(self) -> "Draft":
+        frozen = cast(Draft, super().decodable())
+        if frozen.adapted:
+            frozen.body, frozen.adapted = frozen.body.merge_and_unload(), False
+        return frozen
+
+    def arguments(self) -> dict:
+        assert not self.adapted, "save what `decodable` returns"
+        origin = dict.fromkeys(["num_layers", "width", "intermediate_size", "copy_layers", "model", "lora"])
+        return {**origin, "borrow_embeddings": self.borrows, "config": self.config.to_dict()}
+
+    def language_model(self, dtype: torch.dtype) -> PreTrainedModel:
+        """A copy as transformers knows it, a causal LM over all V tokens with its own tensors only."""
+        frozen = self.decodable()
+        head = self.target.lm_head if self.borrows else frozen.lm_head
+        if self.borrows:
+            frozen.body.set_input_embeddings(self.target.embed)
+        model = AutoModelForCausalLM.from_config(self.config, dtype=dtype, attn_implementation=attention.NAME)
+        model.get_decoder().load_state_dict(frozen.body.state_dict())
+        if head is not None:  # else it is the embedding
+            model.get_output_embeddings().load_state_dict(head.state_dict())
+        model.generation_config = copy.deepcopy(self.target.model.generation_config)
+        return model.eval()
+
+
+def _make(config: PreTrainedConfig) -> Target:
+    """A model with random weights. `Target` names its parts, and its refusals hold for a draft too."""
+    model = AutoModelForCausalLM.from_config(
+        config, dtype=torch.get_default_dtype(), attn_implementation=attention.NAME
+    )
+    return Target(model, name="the draft")
+
+
+def _config(target: Target, width: int | None, num_layers: int, intermediate_size: int | None) -> PreTrainedConfig:
+    """The target's with fewer layers; for another width, a Llama's with heads of the target's width."""
+    tied = target.lm_head.weight is target.embed.weight
+    if width in (None, target.width):
+        theirs = target.config.to_dict() | {"num_hidden_layers": num_layers, "tie_word_embeddings": tied}
+        if theirs.get("layer_types"):
+            theirs["layer_types"] = theirs["layer_types"][:1] * num_layers  # all alike, or `Target` had refused it
+        if intermediate_size:
+            theirs["intermediate_size"] = intermediate_size
+        return AutoConfig.for_model(**theirs)
+    if width % target.head_dim:
+        raise ValueError(f"head.drafter.width={width} must be a multiple of {target.head_dim}, an attention head's.")
+    config = block_config(
+        target, intermediate_size=intermediate_size or target.config.intermediate_size * width // target.width
+    )
+    num_heads = width // target.head_dim
+    group = target.config.num_attention_heads // target.config.num_key_value_heads
+    config.update(
+        {
+            "hidden_size": width,
+            "num_hidden_layers": num_layers,
+            "num_attention_heads": num_heads,
+            "num_key_value_heads": num_heads // group if num_heads % group == 0 else num_heads,
+            "vocab_size": target.vocab_size,
+            "tie_word_embeddings": tied,
+            "bos_token_id": target.config.bos_token_id,
+            "eos_token_id": target.config.eos_token_id,
+        }
+    )
+    return config
+
+
+def _layers_to_copy(target: Target, num: int | None, wanted: list[int] | None, *, possible: bool) -> list[int]:
+    """Which of the target's layers the draft's start from; none for random ones."""
+    if wanted is None:
+        num = num or NUM_LAYERS
+        return [round(i * (target.num_layers - 1) / max(1, num - 1)) for i in range(num)] if possible else []
+    if wanted and not possible:
+        raise ValueError(
+            "head.drafter.copy_layers needs layers of the target's shape: leave width and intermediate_size null, or "
+            "set copy_layers=[]."
+        )
+    if wanted and num not in (None, len(wanted)):
+        raise ValueError(
+            f"head.drafter.copy_layers={list(wanted)} must name a layer for each of num_layers={num}, or leave "
+            "num_layers null."
+        )
+    if any(not -target.num_layers <= k < target.num_layers for k in wanted):
+        raise ValueError(
+            f"head.drafter.copy_layers={list(wanted)}: {target.name} has layers 0..{target.num_layers - 1} "
+            f"(or -{target.num_layers}..-1)."
+        )
+    return [k % target.num_layers for k in wanted]
+
+
+def _existing(target: Target, name: str) -> Target:
+    """A model of the target's tokenizer, its rows cut or padded to the target's V.
+
+    A row that is added is the mean of all others, so that its logit is never the greatest.
+    """
+    try:
+        lm = Target.load(name, dtype="float32")
+        same = load_tokenizer(name).get_vocab() == load_tokenizer(target.name).get_vocab()
+    except ValueError as error:
+        raise ValueError(f"head.drafter.model={name}: {error}") from error
+    if not same:
+        raise ValueError(
+            f"head.drafter.model={name} has another tokenizer than {target.name}, so its tokens mean other texts. Take "
+            "a smaller model of the target's family, or leave model=null for a fresh draft."
+        )
+    num = lm.vocab_size
+    if num != target.vocab_size:
+        lm.model.resize_token_embeddings(target.vocab_size, mean_resizing=False)
+        for layer in (lm.model.get_input_embeddings(), lm.model.get_output_embeddings()):
+            weight = cast(nn.Embedding, layer).weight.data
+            weight[num:] = weight[:num].mean(0)
+        lm = Target(lm.model, name=name)
+    return lm

@@ -1,0 +1,88 @@
+"""On-policy distillation (DistillSpec, 2310.08461): the draft learns at texts that it wrote itself.
+
+corpus     <prompt> the corpus's or the target's answer     loss on the answer
+on policy  <prompt> the draft's answer                      loss on the answer, judged by the target as ever
+"""
+
+import dataclasses
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from specdec.drafter import Drafter
+from specdec.proposers.heads import HeadProposer
+from specdec.tree import TreeShape
+from train.data import Batch, Packs, Row, collate
+from train.features import Online
+
+ROUND = 16  # tokens sampled before they are read again: the laws [B, ROUND, V] are held that long
+
+
+class OnPolicy:
+    """Writes micro-batches whose last answers are the current draft's; `features` is what the target says of them.
+
+    No gradient passes through the sampling. All chance comes from torch's own generator, which the trainer seeds for
+    each step, so that a resumed run writes the same texts.
+    """
+
+    def __init__(
+        self, drafter: Drafter, packs: Packs, *, length: int, fraction: float, temperature: float, stop: set[int]
+    ):
+        if not 0 <= fraction <= 1 or temperature < 0:
+            raise ValueError(
+                f"data.on_policy={fraction} must be a share, 0 to 1, and data.on_policy_temperature={temperature} 0 or "
+                "above."
+            )
+        if drafter.attends != "text":
+            raise ValueError(
+                f"data.on_policy={fraction}: {type(drafter).__name__} cannot write a text without the target. Use "
+                "head=draft, or data.on_policy=0."
+            )
+        self.drafter, self.packs, self.length = drafter, packs, length
+        self.fraction, self.temperature, self.stop = fraction, temperature, stop
+        self.features = Online(drafter.target, drafter.target_layers)
+
+    def __call__(self, indices: list[int]) -> Batch | None:
+        """The packs of a micro-batch with their prompts answered anew; None if they keep their answers."""
+        if float(torch.rand(())) >= self.fraction:
+            return None
+        packs = [self.packs[index] for index in indices]
+        rows = [row for pack in packs for row in pack]
+        spans = [_last_answer(row) for row in rows]
+        answers = self.write(
+            [row.tokens[:start] for row, (start, _) in zip(rows, spans)], [stop - start for start, stop in spans]
+        )
+        written = iter(
+            dataclasses.replace(row, tokens=row.tokens[:start] + answer, mask=[False] * start + [True] * len(answer))
+            for row, (start, _), answer in zip(rows, spans, answers)
+        )
+        return collate([[next(written) for _ in pack] for pack in packs], length=self.length, pad_token=0)
+
+    @torch.no_grad()
+    def write(self, prompts: list[list[int]], limits: list[int]) -> list[list[int]]:
+        """The draft's own texts: as many tokens as `limits` say, or up to a stop token, which is included."""
+        frozen = self.drafter.decodable().to(dtype=self.drafter.target.dtype)
+        device = self.drafter.target.device
+        proposer = HeadProposer(frozen, TreeShape(depth=ROUND, width=1, nodes=ROUND))
+        num = torch.tensor([len(prompt) for prompt in prompts], device=device)  # [B]
+        tokens = pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True).to(device)  # [B, T]
+        proposer.begin(tokens, num)
+        new, num = tokens[:, 1:], num - 1  # `begin` has the first token
+        answers: list[list[int]] = [[] for _ in prompts]
+        ended = [False] * len(prompts)
+        while not all(ended):
+            proposer.commit(new, torch.zeros(*new.shape, 0, dtype=frozen.target.dtype, device=device), num)
+            new = proposer.propose(self.temperature, None).tokens[:, 1:]  # [B, ROUND]
+            num = torch.full_like(num, ROUND)
+            for row, drafts in enumerate(new.tolist()):
+                for token in drafts:
+                    if not ended[row]:
+                        answers[row].append(token)
+                        ended[row] = token in self.stop or len(answers[row]) == limits[row]
+        return answers
+
+
+def _last_answer(row: Row) -> tuple[int, int]:
+    """Where it begins and ends; before it are a prompt and perhaps earlier answers, which are then context only."""
+    stop = len(row.mask) - row.mask[::-1].index(True)
+    return stop - row.mask[stop - 1 :: -1].index(False), stop
