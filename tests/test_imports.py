@@ -16,6 +16,7 @@ ORDER = [
     "verify",
     "drafter",
     "heads.block",
+    "heads.native",
     "heads.*",
     "unroll",
     "replay",

@@ -32,8 +32,15 @@ def test_solve_against_stacked_least_squares(target):
     torch.testing.assert_close(h[0], x @ wanted)
 
 
-
-SOLVED = {"eagle": {}, "hass": {}, "eagle3": {}, "hydra": {}, "mtp": {}, "dspark": {"fuse": True}, "dflash": {"fuse": True}}
+SOLVED = {
+    "eagle": {},
+    "hass": {},
+    "eagle3": {},
+    "hydra": {},
+    "mtp": {},
+    "dspark": {"fuse": True},
+    "dflash": {"fuse": True},
+}
 
 
 @torch.no_grad()

@@ -8,7 +8,6 @@ from specdec.drafter import Drafter
 from specdec.heads.block import Block, RMSNorm, Rotary, block_config, ridge, row_cache
 from specdec.target import Target
 
-
 SELF = 4.0  # squared scale of EAGLE-3's first queries and keys: attention of a position to itself
 
 
@@ -136,7 +135,9 @@ class Eagle3(_OneBlock):
         whole = ridge(zip(inputs, missing))  # [D, 2D]
         spread = sum(((x @ whole.T).T @ (x @ whole.T) for x in inputs), torch.zeros((), device=size.device))  # [D, D]
         groups, heads, width = config.num_key_value_heads, config.num_attention_heads, attention.head_dim
-        best = torch.linalg.eigh(spread).eigenvectors[:, -groups * width :]  # [D, rank] where the regression varies most
+        best = torch.linalg.eigh(spread).eigenvectors[
+            :, -groups * width :
+        ]  # [D, rank] where the regression varies most
         attention.v_proj.weight.copy_(best.T @ whole)
         shared = best.unflatten(1, (groups, 1, width)).expand(-1, -1, heads // groups, -1) * (groups / heads)
         attention.o_proj.weight.copy_(shared.flatten(1))  # query heads of a group see the same values
