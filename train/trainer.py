@@ -19,11 +19,14 @@ from rich.progress import BarColumn, Progress, TextColumn
 from torch import nn
 
 from specdec import checkpoint, replay
-from specdec.drafter import Drafter
+from specdec.drafter import Drafter, Slots
 from train.data import Batch, Packs, answers
 from train.features import Cached, Online
 from train.objective import Loss, Objective, by_start, slots
 from train.onpolicy import OnPolicy
+
+
+SOLVE_SLOTS = 30_000  # more are not held in memory at once, unless the target is so wide that it needs them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,12 +100,14 @@ class Trainer:
         first = _permutation(len(self.packs), self.settings.seed)[:num_packs]
         device = self.accelerator.device
 
-        found = []
+        found: list[Slots] = []
         for index in first:
             batch = self.collate([index]).to(device)
             found.append(slots(batch, self.features([index], batch), self.depth))
+            if sum(len(some.tokens) for some in found) > max(SOLVE_SLOTS, 6 * self.drafter.target.width):
+                break
         if found and self.drafter.solve(found):
-            self.accelerator.print(f"closed-form start from {len(first)} packs")
+            self.accelerator.print(f"closed-form start from {len(found)} packs")
 
     def fit(self) -> None:
         """Trains to the last step. Raises ValueError if the loss is not finite; returns early, saved, after Ctrl-C."""
