@@ -25,7 +25,6 @@ from train.features import Cached, Online
 from train.objective import Loss, Objective, by_start, slots
 from train.onpolicy import OnPolicy
 
-
 SOLVE_SLOTS = 30_000  # more are not held in memory at once, unless the target is so wide that it needs them
 
 
@@ -72,6 +71,7 @@ class Trainer:
         self.accelerator, self.settings, self.spec, self.folder = accelerator, settings, spec, folder
         self.about = {**about, "data": packs.fingerprint, "processes": accelerator.num_processes}
         self.drafter, self.depth = objective.drafter, objective.depth
+        self.every_slot = objective.anchors is None  # only then can the batch's text be replayed
         self.objective, self.optimizer = accelerator.prepare(objective, optimizer)
         self.scheduler = scheduler
         self.packs, self.collate, self.features, self.validate = packs, collate, features, validate
@@ -131,10 +131,8 @@ class Trainer:
                     last = self.step == settings.steps
                     rate = tokens / (time.perf_counter() - clock)
                     left = (settings.steps - self.step) * (self.seconds - seconds) / (self.step - begun)
-                    line = (
-                        f"loss {figures['loss']:.4f}  text tau {figures['tau']:.3f}  {rate:,.0f} tokens/s  "
-                        f"{_minutes(left)} left"
-                    )
+                    worth = f"text tau {figures['tau']:.3f}  " if "tau" in figures else ""
+                    line = f"loss {figures['loss']:.4f}  {worth}{rate:,.0f} tokens/s  {_minutes(left)} left"
                     bar.update(task, completed=self.step, description=line)
                     if self.step % settings.log_every == 0 or self.step == begun + 1 or last:
                         figures |= {"tokens_per_second": rate, "learning_rate": self.scheduler.get_last_lr()[0]}
@@ -191,7 +189,10 @@ class Trainer:
         self.scheduler.step()
         self.optimizer.zero_grad()
         seen = sum(int((batch.documents >= 0).sum()) for batch in batches) * accelerator.num_processes
-        return {"loss": total, "tau": text_tau(batches[-1], loss.matches), "grad_norm": float(norm), "tokens": seen}
+        figures = {"loss": total, "grad_norm": float(norm), "tokens": seen}
+        if self.every_slot:
+            figures["tau"] = text_tau(batches[-1], loss.matches)
+        return figures
 
     # What a run leaves behind
 
