@@ -57,6 +57,7 @@ class Drafter(nn.Module, ABC):
     target_layers: tuple[int, ...]  # hidden states it reads (indices as in Target.read); () reads tokens only
     depth: int | None  # the deepest step it can take; None: any
     attends: Literal["path", "depth", "block", "text", "none"]  # what a step sees
+    confident = False  # whether `confidence` says something
     adapts_target = False  # whether it changes the target in place, so that outputs are those of an adapted target
     draft_to_target: Tensor | None  # [W] target ids of a reduced draft vocabulary, increasing; None: all V
     target_to_draft: Tensor | None  # [V] the inverse, -1 where a token is not drafted

@@ -23,10 +23,15 @@ def make_row(seed: int, num_prompt: int, num_answer: int, vocab_size: int) -> Ro
     return Row(id=str(seed), category="all", tokens=tokens, mask=[False] * num_prompt + [True] * num_answer)
 
 
-def make_objective(drafter, *, chunk: int = 1000, **arguments) -> Objective:
-    settings = {"losses": WEIGHTS, "depth": min(4, drafter.depth or 4), "decay": 0.7, "weighting": "decay",
-                "temperature": 1.5, "eta": 3.0, "noise": 0.0, "anchors": None}  # fmt: skip
-    return Objective(drafter, chunk=chunk, **{**settings, **arguments})
+def make_settings(**arguments) -> dict:
+    settings = {"losses": WEIGHTS, "depth": 4, "decay": 0.7, "weighting": "decay", "temperature": 1.5, "eta": 3.0,
+                "noise": 0.0, "anchors": None, "chunk": 1000}  # fmt: skip
+    return {**settings, **arguments}
+
+
+def make_objective(drafter, **arguments) -> Objective:
+    drafter.confident = "confidence" in arguments.get("losses", WEIGHTS)  # else it would be refused
+    return Objective(drafter, **make_settings(**{"depth": min(4, drafter.depth or 4), **arguments}))
 
 
 def judge(objective: Objective, packs: list[list[Row]], length: int):
@@ -147,8 +152,11 @@ def test_wrong_settings(drafter, monkeypatch):
         make_objective(drafter, losses={})
     with pytest.raises(ValueError, match=r"head\.objective\.weighting=nothing must be one of decay"):
         make_objective(drafter, weighting="nothing")
+    drafter.confident = not drafter.confident
+    with pytest.raises(ValueError, match=r"losses\.confidence and a head with a confidence output.* go together"):
+        Objective(drafter, **make_settings(losses={"kl": 1.0, **({} if drafter.confident else {"confidence": 1.0})}))
     monkeypatch.setattr(drafter, "depth", 3)
-    with pytest.raises(ValueError, match=r"head\.objective\.depth=4 is more than this drafter's 3 steps"):
+    with pytest.raises(ValueError, match=r"head\.objective\.depth=4 must be this drafter's number of steps, 3"):
         make_objective(drafter, depth=4)
 
 

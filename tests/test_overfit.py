@@ -12,7 +12,7 @@ from train.data import Row, collate
 from train.features import Online
 from train.objective import Objective
 
-V, LENGTH, DEPTH, STEPS = 17, 22, 3, 200
+V, LENGTH, STEPS = 17, 26, 300
 
 
 class Clock(Target):
@@ -41,7 +41,8 @@ def test_every_draft_is_right_in_the_end(head):
     assert torch.equal(said[:-1], target.text[1:]) and len(set(target.text.tolist())) > V // 2
     config = load_head(head)
     drafter = instantiate(config["drafter"], target, vocab=None)
-    objective = Objective(drafter, **{**config["objective"], "depth": DEPTH, "noise": 0.0})
+    depth = drafter.depth or 3
+    objective = Objective(drafter, **{**config["objective"], "depth": depth if drafter.attends != "text" else 1})
     row = Row("0", "all", target.text.tolist(), [False] + [True] * (LENGTH - 1))
     batch = collate([[row]], length=LENGTH, pad_token=0)
     output = Online(target, drafter.target_layers)([0], batch)
@@ -54,9 +55,9 @@ def test_every_draft_is_right_in_the_end(head):
         scheduler.step()
         optimizer.zero_grad()
     for num_prompt in (2, 5):
-        num_rounds = (LENGTH - DEPTH - num_prompt - 1) // (DEPTH + 1)
-        decoder = Decoder(target, HeadProposer(drafter, chain_of(DEPTH)), temperature=0.0, stop=set())
-        prompt, num = target.text[:num_prompt].tolist(), 1 + num_rounds * (DEPTH + 1)
+        num_rounds = (LENGTH - depth - num_prompt - 1) // (depth + 1)
+        decoder = Decoder(target, HeadProposer(drafter, chain_of(depth)), temperature=0.0, stop=set())
+        prompt, num = target.text[:num_prompt].tolist(), 1 + num_rounds * (depth + 1)
         generation = decoder.generate([prompt], num)
         assert generation.tokens == [target.text[num_prompt : num_prompt + num].tolist()]
-        assert num_rounds >= 3 and generation.accepted == [[DEPTH] * num_rounds]  # tau = DEPTH + 1
+        assert num_rounds >= 3 and generation.accepted == [[depth] * num_rounds]  # tau = depth + 1

@@ -83,8 +83,7 @@ def smooth_l1(judged: Judged) -> Tensor:
 
 def confidence(judged: Judged) -> Tensor:
     """Binary cross-entropy of the confidence against the acceptance (DSpark); it does not train q."""
-    if judged.confidence is None:
-        raise ValueError("head.objective.losses.confidence needs a head with a confidence output, such as dspark.")
+    assert judged.confidence is not None
     overlap = _overlap(judged).detach()
     return F.binary_cross_entropy_with_logits(judged.confidence.to(overlap.dtype), overlap, reduction="none")
 

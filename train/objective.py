@@ -82,10 +82,18 @@ class Objective(nn.Module):
             raise ValueError(
                 "head.objective.losses.original is for heads that adapt the target, such as medusa2: set it to 0."
             )
+        if ("confidence" in used) != drafter.confident:
+            raise ValueError(
+                "head.objective.losses.confidence and a head with a confidence output, such as dspark, go together: "
+                "set head.drafter.confidence=false or the weight to 0, or set both."
+            )
         if anchors is not None and "rounds" in used:
             raise ValueError("The rounds objective walks whole texts: set head.objective.anchors=null with it.")
-        if drafter.depth is not None and depth > drafter.depth:
-            raise ValueError(f"head.objective.depth={depth} is more than this drafter's {drafter.depth} steps.")
+        if drafter.depth not in (None, depth):
+            raise ValueError(
+                f"head.objective.depth={depth} must be this drafter's number of steps, {drafter.depth}: more do not exist, "
+                "and fewer would leave parts untrained. Change it, or the drafter's num_heads, num_modules or num_drafts."
+            )
         self.drafter = drafter
         self.losses, self.depth, self.decay, self.weighting = used, depth, decay, weighting
         self.temperature, self.eta, self.noise, self.anchors, self.chunk = temperature, eta, noise, anchors, chunk

@@ -108,6 +108,7 @@ class BlockDrafter(Drafter):
             self.markov_in = nn.Linear(width, markov_rank, bias=False)
             self.markov_out = nn.Linear(markov_rank, self.vocab_size, bias=False)
             nn.init.zeros_(self.markov_out.weight)
+        self.confident = confidence
         if confidence:
             self.confidence_head = nn.Linear(width + (markov_rank or 0), 1)
         with torch.no_grad():
