@@ -64,6 +64,10 @@ class Run:
 Columns = dict[tuple[float, str], dict[str, dict]]  # (temperature, shape) -> run -> summary
 
 
+def digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
 def main() -> None:
     chosen = cli.options(Compare, __doc__)
     console = rich.console.Console()
@@ -81,10 +85,10 @@ def main() -> None:
     if not prompts:
         raise ValueError(f"prompts={chosen.prompts} limit={chosen.limit} leaves no prompt: raise limit.")
     settings = {
-        "runs": {run.name: str(run.folder) for run in runs},
+        "runs": {run.name: f"{run.folder} {digest((run.folder / 'drafter.safetensors').read_bytes())}" for run in runs},
         "prompts": chosen.prompts,
         "num_prompts": len(prompts),
-        "prompts_digest": hashlib.sha256(repr(prompts).encode()).hexdigest()[:16],
+        "prompts_digest": digest(repr(prompts).encode()),
         "max_new_tokens": chosen.max_new_tokens,
         "temperatures": temperatures,
         "shapes": {name: str(shape) for name, shape in shapes.items()},
@@ -248,9 +252,9 @@ def table(ranked: list[Run], columns: Columns) -> str:
         line = {
             "run": run.name,
             "head": type(run.drafter).__name__ + (f" ({ADAPTED})" if run.plain != FROZEN else ""),
-            "trained": f"{run.drafter.num_parameters() / 1e6:.2f} M",
+            "trained": f"{{'parameters': run.drafter.num_parameters(), **(spent or {})}['parameters'] / 1e6:.2f} M",
             "tokens seen": f"{spent['tokens'] / 1e6:.2f} M" if spent else "-",
-            "training tokens/s": f"{spent['tokens_per_second']:,.0f}" if spent else "-",
+            "training tokens/s": f"{spent['tokens_per_second']:,.0f}" if spent and spent["tokens"] else "-",
             "peak memory": f"{spent['peak_memory'] / 2**30:.2f} GiB" if spent else "-",
             "depth chain, tree": ", ".join(str(shape.depth) for shape in run.shapes.values()),
         }

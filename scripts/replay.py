@@ -23,7 +23,10 @@ from train import data
 class Replay:
     checkpoint: str = field(metadata={"help": "a step's folder, or a run's folder for its best step"})
     answers: str = field(metadata={"help": "conversations whose last message the target wrote"})
-    hold_out: int | None = field(default=60, metadata={"help": "the first rows at temperature 0; null: all rows"})
+    hold_out: int | None = field(
+        default=60,
+        metadata={"help": "the first rows at temperature 0 (data.hold_out); null: all rows at `temperature`"},
+    )
     temperature: float = field(
         default=0.0, metadata={"help": "at which these answers were written, and drafts are made"}
     )
@@ -36,23 +39,22 @@ def main() -> None:
     chosen = options(Replay, __doc__)
     console = rich.console.Console()
     loaded = common.load(chosen.checkpoint, chosen.target)
-    conversations = [
-        row
-        for row in data.load_conversations(chosen.answers)
-        if row.get("temperature", chosen.temperature) == chosen.temperature
-    ]
+    if loaded.target.adapted:
+        raise ValueError(
+            f"{loaded.folder} adapts its target, which did not write these answers: use scripts/evaluate.py."
+        )
+    conversations = data.load_conversations(chosen.answers)
     if chosen.hold_out is not None:
         conversations, _ = data.hold_out(conversations, chosen.hold_out)
+    conversations = [row for row in conversations if row.get("temperature", chosen.temperature) == chosen.temperature]
     if not conversations:
         raise ValueError(f"{chosen.answers} has no row at temperature={chosen.temperature:g}.")
     depth = min(chosen.depth, loaded.drafter.depth or chosen.depth)
     emitted, rounds, accepted = 0, 0.0, 0.0
     rows = [data.encode(loaded.tokenizer, row) for row in conversations]
     for row in track(rows, console=console, transient=True):
-        tokens = row.tokens[: chosen.length]
-        start = len(row.mask) - row.mask[::-1].index(True) - 1  # the last supervised token ...
-        while row.mask[start - 1]:
-            start -= 1  # ... and the first of its answer
+        start, stop = data.last_answer(row)
+        tokens = row.tokens[: min(stop, chosen.length)]
         if len(tokens) - start < 2:
             continue
         accept = replay.acceptance(
@@ -60,6 +62,8 @@ def main() -> None:
         )
         some, counts = replay.rounds(accept)
         emitted, rounds, accepted = emitted + len(tokens) - start - 1, rounds + some, accepted + counts
+    if not rounds:
+        raise ValueError(f"No answer has a second token within length={chosen.length}: raise it.")
     survival = " ".join(f"{value:.3f}" for value in (accepted / rounds).tolist())
     console.print(
         f"{loaded.folder}: replayed tau {emitted / rounds:.3f} (chain of {depth}, temperature {chosen.temperature:g}, "

@@ -166,4 +166,7 @@ def load(folder: str | Path, target: Target) -> Drafter:
         raise ValueError(
             f"{folder}: trained on target layers {document['reads_layers']}, not {list(drafter.target_layers)}."
         )
-    return drafter.to(device=target.device, dtype=target.dtype).eval()
+    drafter = drafter.to(device=target.device, dtype=target.dtype).eval()
+    if drafter.adapts_target:
+        target.merge()
+    return drafter

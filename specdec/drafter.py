@@ -57,6 +57,7 @@ class Drafter(nn.Module, ABC):
     target_layers: tuple[int, ...]  # hidden states it reads (indices as in Target.read); () reads tokens only
     depth: int | None  # the deepest step it can take; None: any
     attends: Literal["path", "depth", "block", "text", "none"]  # what a step sees
+    estimates = False  # whether its state estimates the target's next final state, so that the two can be compared
     confident = False  # whether `confidence` says something
     adapts_target = False  # whether it changes the target in place, so that outputs are those of an adapted target
     draft_to_target: Tensor | None  # [W] target ids of a reduced draft vocabulary, increasing; None: all V
@@ -77,6 +78,16 @@ class Drafter(nn.Module, ABC):
         rows = slice(None) if vocab is None else vocab
         bias = target.lm_head.bias
         self._goal_head = (target.lm_head.weight[rows], None if bias is None else bias[rows])  # frozen [W, D], [W]
+
+    def _apply(self, fn, recurse=True):
+        """Moves and casts, but leaves rotary frequencies in float32: rounded to bfloat16 they are far off at position 200."""
+        exact = {name: buffer for name, buffer in self.named_buffers() if name.endswith("inv_freq")}
+        super()._apply(fn, recurse)
+        for name, buffer in exact.items():
+            module, _, leaf = name.rpartition(".")
+            owner = self.get_submodule(module)
+            setattr(owner, leaf, buffer.to(owner.get_buffer(leaf).device))
+        return self
 
     @property
     def target(self) -> Target:

@@ -170,6 +170,16 @@ def verdict(summary: dict) -> str:
     )
 
 
+def difference(rows: list[Row], others: list[Row], *, seed: int = 0) -> dict:
+    """tau of `rows` minus tau of `others`, the same prompts in the same order, and its paired 95 % interval."""
+
+    def statistic(pairs: list[tuple[Row, Row]]) -> float:
+        return _tau([row for row, _ in pairs]) - _tau([other for _, other in pairs])
+
+    pairs = list(zip(rows, others, strict=True))
+    return {"tau_difference": statistic(pairs), "tau_difference_ci": _interval(pairs, statistic, seed)}
+
+
 def _tau(rows: list[Row]) -> float:
     rounds = sum(row.num_rounds for row in rows)
     return sum(row.num_emitted for row in rows) / rounds if rounds else float("nan")

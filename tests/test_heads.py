@@ -282,3 +282,13 @@ def test_cache_after_a_round(any_drafter, accepted):
         fresh.begin(texts[row : row + 1, :length], torch.tensor([length]))
         fresh.commit(texts[row : row + 1, 1 : length + 1], features[row : row + 1, :length], torch.tensor([length]))
         assert torch.equal(fresh.propose(0.0, None).tokens[0], again.tokens[row])
+
+
+def test_casting_leaves_rotary_frequencies_exact(drafter):
+    """In bfloat16 they would be so far off that position 200 is another one."""
+    cast = drafter.decodable().to(torch.bfloat16)
+    frequencies = {name: buffer for name, buffer in cast.named_buffers() if name.endswith("inv_freq")}
+    assert all(parameter.dtype == torch.bfloat16 for parameter in cast.parameters())
+    for name, buffer in frequencies.items():
+        assert buffer.dtype == torch.float32 and torch.equal(buffer, drafter.get_buffer(name))
+    assert bool(frequencies) == (drafter.attends != "none")

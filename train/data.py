@@ -146,7 +146,7 @@ def hold_out(conversations: list[dict], num: int) -> tuple[list[dict], list[dict
     """The first `num` rows written at temperature 0, and the rest: what scripts/replay.py judges is not trained on."""
     greedy = [index for index, row in enumerate(conversations) if row.get("temperature") == 0][:num]
     if len(greedy) < num:
-        raise ValueError(f"Only {len(greedy)} rows were written at temperature 0: lower data.hold_out={num}.")
+        raise ValueError(f"Only {len(greedy)} rows were written at temperature 0: lower hold_out={num}.")
     held = set(greedy)
     return [conversations[i] for i in greedy], [row for i, row in enumerate(conversations) if i not in held]
 
@@ -376,6 +376,12 @@ class Packs(torch.utils.data.Dataset):
 
     def __getitem__(self, index: int) -> list[Row]:
         return self.packs[index]
+
+
+def last_answer(row: Row) -> tuple[int, int]:
+    """Where the last supervised stretch begins and ends; before it are a prompt and perhaps earlier answers."""
+    stop = len(row.mask) - row.mask[::-1].index(True)
+    return stop - row.mask[stop - 1 :: -1].index(False), stop
 
 
 def answers(batch: Batch, row: int) -> list[tuple[int, int]]:

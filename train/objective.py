@@ -76,6 +76,18 @@ class Objective(nn.Module):
             raise ValueError(
                 f"head.objective.losses={dict(losses)}: give weights to some of {', '.join(sorted(known))}."
             )
+        if min(depth, chunk, 1 if anchors is None else anchors) < 1 or temperature <= 0:
+            raise ValueError(
+                f"head.objective: depth={depth}, chunk={chunk} and anchors={anchors} must be at least 1, temperature="
+                f"{temperature} above 0."
+            )
+        if not used.keys() - {"smooth_l1", "confidence", ADAPTED}:
+            raise ValueError(f"head.objective.losses={used}: one of them must judge what is drafted, such as kl.")
+        if "smooth_l1" in used and not drafter.estimates:
+            raise ValueError(
+                "head.objective.losses.smooth_l1 compares a state with the target's, which only eagle, hass, eagle3 and "
+                "mtp estimate: set it to 0."
+            )
         if weighting not in WEIGHTINGS:
             raise ValueError(f"head.objective.weighting={weighting} must be one of {', '.join(WEIGHTINGS)}.")
         if ADAPTED in used and not drafter.adapts_target:
@@ -87,8 +99,13 @@ class Objective(nn.Module):
                 "head.objective.losses.confidence and a head with a confidence output, such as dspark, go together: "
                 "set head.drafter.confidence=false or the weight to 0, or set both."
             )
-        if anchors is not None and "rounds" in used:
-            raise ValueError("The rounds objective walks whole texts: set head.objective.anchors=null with it.")
+        whole_slots = drafter.attends == "block"  # elsewhere step 1 is judged on all slots, sampled or not
+        if anchors is not None and (
+            "rounds" in used or (not whole_slots and ("e2e_tv" in used or weighting != "decay"))
+        ):
+            raise ValueError(
+                "rounds walks whole texts, and e2e_tv, dpace and vat whole slots: set head.objective.anchors=null."
+            )
         if drafter.depth not in (None, depth):
             raise ValueError(
                 f"head.objective.depth={depth} must be this drafter's number of steps, {drafter.depth}: more do not exist, "

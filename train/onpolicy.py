@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from specdec.drafter import Drafter
 from specdec.proposers.heads import HeadProposer
 from specdec.tree import TreeShape
-from train.data import Batch, Packs, Row, collate
+from train.data import Batch, Packs, collate, last_answer
 from train.features import Online
 
 ROUND = 16  # tokens sampled before they are read again: the laws [B, ROUND, V] are held that long
@@ -48,7 +48,7 @@ class OnPolicy:
             return None
         packs = [self.packs[index] for index in indices]
         rows = [row for pack in packs for row in pack]
-        spans = [_last_answer(row) for row in rows]
+        spans = [last_answer(row) for row in rows]
         answers = self.write(
             [row.tokens[:start] for row, (start, _) in zip(rows, spans)], [stop - start for start, stop in spans]
         )
@@ -80,9 +80,3 @@ class OnPolicy:
                         answers[row].append(token)
                         ended[row] = token in self.stop or len(answers[row]) == limits[row]
         return answers
-
-
-def _last_answer(row: Row) -> tuple[int, int]:
-    """Where it begins and ends; before it are a prompt and perhaps earlier answers, which are then context only."""
-    stop = len(row.mask) - row.mask[::-1].index(True)
-    return stop - row.mask[stop - 1 :: -1].index(False), stop

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import broadcast
 from rich.progress import BarColumn, Progress, TextColumn
 from torch import nn
 
@@ -95,7 +96,7 @@ class Trainer:
 
     def solve(self, num_packs: int) -> None:
         """Closed-form weights, for a head that has them, from the packs that training sees first; alike in all processes."""
-        if self.features is None:
+        if self.features is None or type(self.drafter).solve is Drafter.solve:
             return
         first = _permutation(len(self.packs), self.settings.seed)[:num_packs]
         device = self.accelerator.device
@@ -107,6 +108,8 @@ class Trainer:
             if sum(len(some.tokens) for some in found) > max(SOLVE_SLOTS, 6 * self.drafter.target.width):
                 break
         if found and self.drafter.solve(found):
+            for parameter in self.drafter.parameters():  # processes may round differently
+                parameter.data = broadcast(parameter.data)
             self.accelerator.print(f"closed-form start from {len(found)} packs")
 
     def fit(self) -> None:
@@ -190,7 +193,7 @@ class Trainer:
         self.optimizer.zero_grad()
         seen = sum(int((batch.documents >= 0).sum()) for batch in batches) * accelerator.num_processes
         figures = {"loss": total, "grad_norm": float(norm), "tokens": seen}
-        if self.every_slot:
+        if self.every_slot and written[-1] is None:  # of its own text a draft is always sure
             figures["tau"] = text_tau(batches[-1], loss.matches)
         return figures
 
@@ -201,6 +204,7 @@ class Trainer:
         if self.accelerator.is_main_process:
             dtype = self.drafter.target.dtype
             frozen = self.drafter.decodable().to(dtype=dtype)
+            cost = self._cost()  # before decoding takes its memory
             summary = self.validate(frozen)
             self._record({"validation": summary})
             name = f"step_{self.step:06d}"
@@ -208,7 +212,7 @@ class Trainer:
                 self.folder / name,
                 frozen,
                 self.spec,
-                extra={"report.json": {"step": self.step, **summary, "training": self._cost()}},
+                extra={"report.json": {"step": self.step, **summary, "training": cost}},
             )
             figure = summary[self.settings.best_by]
             if not self.best or figure > self.best["figure"]:
@@ -224,6 +228,7 @@ class Trainer:
         else:
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         return {
+            "parameters": self.drafter.num_parameters(),
             "tokens": self.seen,
             "seconds": self.seconds,
             "tokens_per_second": self.seen / self.seconds if self.seconds else None,

@@ -157,7 +157,7 @@ class BlockDrafter(Drafter):
         return logits if self.markov_out is None else logits + self.markov_out(readout[..., width:])
 
     def confidence(self, d, readout):
-        return None if self.confidence_head is None else self.confidence_head(readout)[..., 0]
+        return None if self.confidence_head is None else self.confidence_head(readout.detach())[..., 0]
 
     @torch.no_grad()
     def solve(self, slots):

@@ -16,6 +16,7 @@ class _OneBlock(Drafter):
 
     depth = None
     attends = "path"
+    estimates = True
 
     def __init__(self, target: Target, *, width: int, intermediate_size: int | None, vocab: Tensor | None):
         super().__init__(target, vocab=vocab)
@@ -138,6 +139,7 @@ class Eagle3(_OneBlock):
         best = torch.linalg.eigh(spread).eigenvectors[
             :, -groups * width :
         ]  # [D, rank] where the regression varies most
+        best = nn.functional.pad(best, (groups * width - best.shape[1], 0))  # heads may hold more than the width
         attention.v_proj.weight.copy_(best.T @ whole)
         shared = best.unflatten(1, (groups, 1, width)).expand(-1, -1, heads // groups, -1) * (groups / heads)
         attention.o_proj.weight.copy_(shared.flatten(1))  # query heads of a group see the same values

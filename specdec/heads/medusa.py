@@ -97,6 +97,15 @@ class Medusa2(Medusa):
         found = target.adapt(rank=lora_rank, alpha=lora_alpha, modules=list(lora_modules))
         self.adapter = nn.ParameterDict({name.replace(".", "/"): value for name, value in found.items()})
 
+    def _apply(self, fn, recurse=True):
+        """The adapter stays as exact as it was trained, whatever the heads are cast to."""
+        exact = {name: value.data for name, value in self.adapter.items()}
+        super()._apply(fn, recurse)
+        for name, value in exact.items():
+            moved = self.adapter[name]
+            moved.data = value.to(moved.device, torch.promote_types(value.dtype, moved.dtype))
+        return self
+
 
 class Hydra(_Heads):
     """Head d reads the last state and the embeddings of the newest token and of the d - 1 drafted after it.

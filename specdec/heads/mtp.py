@@ -34,9 +34,11 @@ class MTP(Drafter):
     """Module d takes the state of module d - 1 (at first the target's last state) and the newest token.
 
     num_modules: one for each depth, each seeing its own depth; null: one module, used recursively to any depth
-    native: start from the modules that the target ships; what this costs in training is then what it gains
+    native: start from the modules that the target ships
     attention_bias: biases of q, k and v, as in Qwen2's blocks (native modules decide for themselves)
     """
+
+    estimates = True
 
     def __init__(
         self,

@@ -11,7 +11,7 @@ from transformers.utils import cached_file
 
 from specdec.target import Target
 
-# layout: key pattern (module number, rest), first module's number, our names for what is not the block's, join order
+# Our names for what is not the block's
 DEEPSEEK = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "shared_head.norm": "norm"}
 MIMO = {"token_layernorm": "enorm", "hidden_layernorm": "hnorm", "input_proj": "eh_proj", "final_layernorm": "norm"}
 COPIES = ("embed_tokens.weight", "shared_head.head.weight")  # of the target's own

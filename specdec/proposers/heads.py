@@ -87,14 +87,18 @@ class HeadProposer(Proposer):
             before = self.carried[d - 2] if self.carried else torch.zeros_like(state[:, :1])
             last.append(self._newest(state))
             h = torch.cat([before, state[:, :-1]], dim=1)
-            state, _ = self.drafter.step(d, h, self.tokens, positions, self._without_slots(mask, d), self.cache)
+            state, _ = self.drafter.step(d, h, self.tokens, positions, self._lagging(mask, d), self.cache)
         self.carried = last
 
-    def _without_slots(self, mask: Tensor, d: int) -> Tensor:
-        """The first d - 1 tokens are read by no slot's step d; a query among them sees itself, so that no row is empty."""
-        unread = torch.arange(mask.shape[-1], device=mask.device) < d - 1  # [C]
-        itself = torch.arange(mask.shape[-1], device=mask.device) == self.cache.slots[:, None, :, None]  # [B, 1, S, C]
-        return mask & ~unread | itself
+    def _lagging(self, mask: Tensor, d: int) -> Tensor:
+        """attends="depth": of module d's entries, those that the newest slot of its time could see (architecture, 1.4).
+
+        The first d - 1 tokens are read by no slot's step d. The slot whose step d reads an entry's token is d - 1 before it,
+        and saw keys of tokens up to its own; and itself, so that no row is empty.
+        """
+        entry = torch.arange(mask.shape[-1], device=mask.device)  # [C]
+        own = self.cache.slots[:, None, :, None]  # [B, 1, S, 1]
+        return mask & (entry >= d - 1) & (entry <= own - (d - 1)) | (entry == own)
 
     def _chain(self, newest, state, logits, temperature, generator) -> Tree:
         depth = self.shape.depth
@@ -175,6 +179,6 @@ class HeadProposer(Proposer):
                 seen = torch.zeros_like(seen)  # the nodes before it are those of other modules; it sees itself
             mask = masks.pending(seen, cache.lengths, cache.visible)
             if drafter.attends == "depth":
-                mask = self._without_slots(mask, d)
+                mask = self._lagging(mask, d)
         state, readout = drafter.step(d, state, tokens, positions, mask, cache)
         return state, drafter.logits(d, readout)
