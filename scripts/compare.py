@@ -249,10 +249,11 @@ def table(ranked: list[Run], columns: Columns) -> str:
     for run in ranked:
         each, main = {label(key): column[run.name] for key, column in columns.items()}, columns[first][run.name]
         spent = run.training
+        trained = {"parameters": run.drafter.num_parameters(), **(spent or {})}["parameters"]  # a saved LoRA is merged
         line = {
             "run": run.name,
             "head": type(run.drafter).__name__ + (f" ({ADAPTED})" if run.plain != FROZEN else ""),
-            "trained": f"{{'parameters': run.drafter.num_parameters(), **(spent or {})}['parameters'] / 1e6:.2f} M",
+            "trained": f"{trained / 1e6:.2f} M",
             "tokens seen": f"{spent['tokens'] / 1e6:.2f} M" if spent else "-",
             "training tokens/s": f"{spent['tokens_per_second']:,.0f}" if spent and spent["tokens"] else "-",
             "peak memory": f"{spent['peak_memory'] / 2**30:.2f} GiB" if spent else "-",

@@ -6,10 +6,11 @@ import types
 
 import pytest
 import torch
-from conftest import chain_of, follow, random_tokens
+from conftest import chain_of, follow, make_drafter, random_tokens
 
 from specdec import attention, masks
 from specdec.cache import UnrollCache
+from specdec.heads import dflash
 from specdec.proposers.heads import HeadProposer
 from specdec.tree import TreeShape
 from specdec.unroll import unroll
@@ -292,3 +293,17 @@ def test_casting_leaves_rotary_frequencies_exact(drafter):
     for name, buffer in frequencies.items():
         assert buffer.dtype == torch.float32 and torch.equal(buffer, drafter.get_buffer(name))
     assert bool(frequencies) == (drafter.attends != "none")
+
+
+def test_blocks_attend_in_parts(target, monkeypatch):
+    """Where scores would take too much memory, slots are taken a few at a time; values and gradients stay."""
+    drafter, found = make_drafter(target, "dspark"), []
+    tokens = torch.tensor(random_tokens(0, LENGTH, target.vocab_size))
+    features = target.read(tokens[None], drafter.target_layers).features
+    for limit in (2**27, 300):
+        monkeypatch.setattr(dflash, "SCORES", limit)
+        goals = torch.ones(1, LENGTH, dtype=torch.bool)
+        unrolled = unroll(drafter, tokens[None], features, documents=torch.zeros_like(goals, dtype=torch.long),
+                          positions=torch.arange(LENGTH)[None], goals=goals, depth=4)  # fmt: skip
+        found.append((unrolled.states[0], torch.autograd.grad(unrolled.states[0].sum(), drafter.fc.weight)[0]))
+    torch.testing.assert_close(found[0], found[1], atol=1e-10, rtol=0)

@@ -7,12 +7,27 @@ DSpark   draft1   draft2 draft3               an input guesses the next one, so 
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers.models.llama.modeling_llama import LlamaMLP, apply_rotary_pos_emb
 
 from specdec.cache import RowCache
 from specdec.drafter import Drafter
 from specdec.heads.block import RMSNorm, Rotary, block_config, ridge, row_cache
 from specdec.target import Target
+
+SCORES = 2**27  # attention scores of a layer that exist at a time
+
+
+def _attend(query, mask, own_key, own_value, context_key, context_value) -> Tensor:
+    """query [B, G, H/G, S, size, e], scaled; mask [B, 1, S, C]; own [B, G, S, size, e]; context [B, G, C, e] -> as query"""
+    past = torch.einsum("bghsqe,bgce->bghsqc", query, context_key)
+    past = past.masked_fill(~mask[:, :, None, :, None], float("-inf"))
+    own = torch.einsum("bghsqe,bgske->bghsqk", query, own_key)  # every input of a block sees all of it
+    weights = torch.cat([past, own], dim=-1).softmax(-1, dtype=torch.promote_types(query.dtype, torch.float32))
+    weights = weights.to(own_value.dtype)
+    num_past = past.shape[-1]
+    out = torch.einsum("bghsqc,bgce->bghsqe", weights[..., :num_past], context_value)
+    return out + torch.einsum("bghsqk,bgske->bghsqe", weights[..., num_past:], own_value)
 
 
 class Layer(nn.Module):
@@ -48,14 +63,15 @@ class Layer(nn.Module):
         # [B, G, H/G, S, size, head_dim] against the context's [B, G, C, .] and the block's [B, G, S, size, .]
         query = query.to(own_value.dtype).view(num_rows, self.groups, -1, num // size, size, self.head_dim)
         own_key, own_value = (t.unflatten(2, (-1, size)) for t in (own_key, own_value))
-        past = torch.einsum("bghsqe,bgce->bghsqc", query, context_key)
-        past = past.masked_fill(~mask[:, :, None, :, None], float("-inf"))
-        own = torch.einsum("bghsqe,bgske->bghsqk", query, own_key)  # every input of a block sees all of it
-        weights = torch.cat([past, own], dim=-1).softmax(-1, dtype=torch.promote_types(x.dtype, torch.float32))
-        weights = weights.to(own_value.dtype)
-        num_past = past.shape[-1]
-        out = torch.einsum("bghsqc,bgce->bghsqe", weights[..., :num_past], context_value)
-        out = out + torch.einsum("bghsqk,bgske->bghsqe", weights[..., num_past:], own_value)
+        some = max(1, SCORES // (num_rows * query.shape[1] * query.shape[2] * size * mask.shape[-1]))
+        parts = list(zip(query.split(some, 3), mask.split(some, 2), own_key.split(some, 2), own_value.split(some, 2)))
+        attended = []
+        for part in parts:  # one, unless its scores would take too much memory
+            if len(parts) > 1 and torch.is_grad_enabled():
+                attended.append(checkpoint(_attend, *part, context_key, context_value, use_reentrant=False))
+            else:
+                attended.append(_attend(*part, context_key, context_value))
+        out = torch.cat(attended, dim=3)  # [B, G, H/G, S, size, head_dim]
         out = out.flatten(1, 2).flatten(2, 3).transpose(1, 2).flatten(2)  # [B, S*size, H * head_dim]
         x = x + self.o_proj(out)
         return x + self.mlp(self.post_attention_layernorm(x))
