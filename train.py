@@ -19,7 +19,7 @@ from specdec.evaluate import Prompt, measure, summarise
 from specdec.proposers.heads import HeadProposer
 from specdec.target import Target, load_tokenizer
 from specdec.tree import TreeShape
-from train import data, display
+from train import data, display, reading
 from train.features import Cached, Online
 from train.objective import Objective
 from train.onpolicy import OnPolicy
@@ -51,13 +51,13 @@ def fit(config: DictConfig) -> int:
     )
     tokenizer = load_tokenizer(config.target.name, revision=config.target.revision)
     stop = data.stop_tokens(tokenizer, target.model.generation_config)
-    conversations = data.load_conversations(config.data.train, split=config.data.split, limit=config.data.limit)
-    _, conversations = data.hold_out(conversations, config.data.hold_out)
+    conversations = reading.load_conversations(config.data.train, split=config.data.split, limit=config.data.limit)
+    _, conversations = reading.hold_out(conversations, config.data.hold_out)
     encoded = data.first_tokens([data.encode(tokenizer, row) for row in conversations], config.data.tokens)
     packs = data.Packs(encoded, length=config.data.length)
     prompts = [
         Prompt(row["id"], row["category"], data.encode_prompt(tokenizer, row["messages"]))
-        for row in data.spread(data.load_prompts(config.data.heldout), config.validation.num_prompts)
+        for row in reading.spread(reading.load_prompts(config.data.heldout), config.validation.num_prompts)
     ]
     vocab = data.frequent_tokens(packs, config.head.vocab_size, num_tokens=target.vocab_size)
 

@@ -25,7 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from scripts.cli import options
 from scripts.common import use_threads
 from specdec.target import Target, load_tokenizer
-from train.data import encode_prompt, load_prompts
+from train.data import encode_prompt
+from train.reading import load_prompts
 
 SECONDS_BETWEEN_LINES = 30  # of progress, where there is no terminal to draw a bar on
 

@@ -26,7 +26,7 @@ from specdec import checkpoint
 from specdec.decode import Decoder
 from specdec.proposers.heads import HeadProposer
 from specdec.tree import TreeShape
-from train import data
+from train import data, reading
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def main() -> None:
     loaded = common.load(chosen.checkpoint, chosen.target)
     prompts = [
         data.encode_prompt(loaded.tokenizer, row["messages"])
-        for row in data.spread(data.load_prompts(chosen.prompts), chosen.limit)
+        for row in reading.spread(reading.load_prompts(chosen.prompts), chosen.limit)
     ]
     shapes = [TreeShape(int(depth), 1, int(depth)) for depth in chosen.chain.split(",")]
     shapes += [TreeShape(*map(int, tree.split("x"))) for tree in chosen.tree.split(",") if tree]

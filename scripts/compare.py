@@ -29,7 +29,7 @@ from specdec.evaluate import TAU, Prompt, Row, difference, report, top2_gap, ver
 from specdec.proposers.heads import HeadProposer
 from specdec.target import Target, load_tokenizer
 from specdec.tree import TreeShape
-from train import data
+from train import data, reading
 
 FROZEN = "the frozen target"
 ADAPTED = "outputs of the adapted target"
@@ -80,7 +80,7 @@ def main() -> None:
     stop = data.stop_tokens(tokenizer, target.model.generation_config)
     prompts = [
         Prompt(row["id"], row["category"], data.encode_prompt(tokenizer, row["messages"]))
-        for row in data.spread(data.load_prompts(chosen.prompts), chosen.limit)
+        for row in reading.spread(reading.load_prompts(chosen.prompts), chosen.limit)
     ]
     if not prompts:
         raise ValueError(f"prompts={chosen.prompts} limit={chosen.limit} leaves no prompt: raise limit.")

@@ -23,7 +23,7 @@ from scripts.cli import options, run
 from specdec import checkpoint
 from specdec.evaluate import TAU, Prompt, measure, report
 from specdec.proposers.heads import HeadProposer
-from train import data, display
+from train import data, display, reading
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def main() -> None:
     loaded = common.load(chosen.checkpoint, chosen.target)
     prompts = [
         Prompt(row["id"], row["category"], data.encode_prompt(loaded.tokenizer, row["messages"]))
-        for row in data.spread(data.load_prompts(chosen.prompts), chosen.limit)
+        for row in reading.spread(reading.load_prompts(chosen.prompts), chosen.limit)
     ]
     console.print(f"{loaded.folder} on {loaded.target.name}; tau: {TAU}", highlight=False)
     columns = []

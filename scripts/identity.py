@@ -22,7 +22,7 @@ from specdec.decode import Decoder
 from specdec.evaluate import top2_gap
 from specdec.proposers.heads import HeadProposer
 from specdec.tree import TreeShape
-from train import data
+from train import data, reading
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def main() -> None:
     chosen = options(Identity, __doc__)
     console = rich.console.Console()
     loaded = common.load(chosen.checkpoint, chosen.target)
-    rows = data.spread(data.load_prompts(chosen.prompts), chosen.limit)
+    rows = reading.spread(reading.load_prompts(chosen.prompts), chosen.limit)
     prompts = sorted((data.encode_prompt(loaded.tokenizer, row["messages"]) for row in rows), key=len)
     groups = [prompts[start : start + chosen.batch] for start in range(0, len(prompts), chosen.batch)]
     ways = {

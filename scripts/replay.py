@@ -16,7 +16,7 @@ from rich.progress import track
 from scripts import common
 from scripts.cli import options, run
 from specdec import replay
-from train import data
+from train import data, reading
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ def main() -> None:
         raise ValueError(
             f"{loaded.folder} adapts its target, which did not write these answers: use scripts/evaluate.py."
         )
-    conversations = data.load_conversations(chosen.answers)
+    conversations = reading.load_conversations(chosen.answers)
     if chosen.hold_out is not None:
-        conversations, _ = data.hold_out(conversations, chosen.hold_out)
+        conversations, _ = reading.hold_out(conversations, chosen.hold_out)
     conversations = [row for row in conversations if row.get("temperature", chosen.temperature) == chosen.temperature]
     if not conversations:
         raise ValueError(f"{chosen.answers} has no row at temperature={chosen.temperature:g}.")

@@ -13,7 +13,8 @@ from transformers import AutoTokenizer
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scripts.cli import options
-from train.data import encode, load_conversations, show, truncate
+from train.data import encode, show, truncate
+from train.reading import load_conversations
 
 
 @dataclass(frozen=True)

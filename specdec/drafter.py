@@ -118,7 +118,7 @@ class Drafter(nn.Module, ABC):
 
     def context(self, h: Tensor, positions: Tensor, cache) -> None:
         """`attends="block"` only: keys and values of the features in h [B, S, H], at their positions [B, S], into the cache."""
-        raise NotImplementedError
+        raise TypeError(f"{type(self).__name__} has no context: it attends {self.attends}.")
 
     @abstractmethod
     def step(

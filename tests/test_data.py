@@ -14,7 +14,7 @@ from scripts.answer import batches, check_settings, list_jobs, pad_left, parse_t
 from scripts.cli import options
 from scripts.show_data import ShowData
 from specdec import masks
-from train import data
+from train import data, reading
 
 TARGET = Path(__file__).resolve().parents[1] / "targets" / "smollm2-135m"
 SINGLE = [
@@ -178,20 +178,20 @@ def test_show_colours_what_is_supervised(tokenizer):
 def test_conversations_from_every_form(tmp_path):
     lines = [json.dumps({"messages": SINGLE}), "", json.dumps({"id": 5, "category": "math", "messages": MULTI})]
     file = write(tmp_path / "b.jsonl", *lines)
-    rows = data.load_conversations(file)
+    rows = reading.load_conversations(file)
     assert [(row["id"], row["category"]) for row in rows] == [("0", "all"), ("5", "math")]
     assert rows[1]["messages"] == MULTI
     write(tmp_path / "a.jsonl", json.dumps({"id": "first", "messages": SINGLE}))
-    assert [row["id"] for row in data.load_conversations(str(tmp_path))] == ["first", "1", "5"]
-    assert len(data.load_conversations(str(tmp_path), limit=2)) == 2
+    assert [row["id"] for row in reading.load_conversations(str(tmp_path))] == ["first", "1", "5"]
+    assert len(reading.load_conversations(str(tmp_path), limit=2)) == 2
 
     saved = datasets.Dataset.from_list([{"messages": SINGLE}])
     saved.save_to_disk(tmp_path / "saved")
-    assert data.load_conversations(str(tmp_path / "saved"))[0]["messages"] == SINGLE
+    assert reading.load_conversations(str(tmp_path / "saved"))[0]["messages"] == SINGLE
     datasets.DatasetDict({"dev": saved}).save_to_disk(tmp_path / "splits")
-    assert len(data.load_conversations(str(tmp_path / "splits"), split="dev")) == 1
+    assert len(reading.load_conversations(str(tmp_path / "splits"), split="dev")) == 1
     with pytest.raises(ValueError, match="no split 'train'; it has: dev"):
-        data.load_conversations(str(tmp_path / "splits"))
+        reading.load_conversations(str(tmp_path / "splits"))
 
 
 @pytest.mark.parametrize(
@@ -207,23 +207,23 @@ def test_conversations_from_every_form(tmp_path):
 def test_broken_line_is_named(tmp_path, line, problem):
     file = write(tmp_path / "rows.jsonl", json.dumps({"messages": SINGLE}), line)
     with pytest.raises(ValueError, match=rf"rows\.jsonl:2: .*{problem}"):
-        data.load_conversations(file)
+        reading.load_conversations(file)
 
 
 def test_missing_sources(tmp_path):
     with pytest.raises(ValueError, match=r"no file .*none\.jsonl\. Give a \.jsonl file, a folder"):
-        data.load_conversations(str(tmp_path / "none.jsonl"))
+        reading.load_conversations(str(tmp_path / "none.jsonl"))
     with pytest.raises(ValueError, match=r"neither \.jsonl files nor a saved dataset"):
-        data.load_conversations(str(tmp_path))
+        reading.load_conversations(str(tmp_path))
 
 
 def test_prompts(tmp_path):
     rows = [{"prompt": "Say hello.", "category": "qa"}, {"id": "x", "messages": MULTI}, {"messages": SINGLE[:1]}]
-    prompts = data.load_prompts(write(tmp_path / "prompts.jsonl", *map(json.dumps, rows)))
+    prompts = reading.load_prompts(write(tmp_path / "prompts.jsonl", *map(json.dumps, rows)))
     assert [prompt["messages"] for prompt in prompts] == [SINGLE[:1], MULTI[:3], SINGLE[:1]]
     assert [(prompt["id"], prompt["category"]) for prompt in prompts] == [("0", "qa"), ("x", "all"), ("2", "all")]
     with pytest.raises(ValueError, match=r"prompts\.jsonl:1: no prompt"):
-        data.load_prompts(write(tmp_path / "prompts.jsonl", "{}"))
+        reading.load_prompts(write(tmp_path / "prompts.jsonl", "{}"))
 
 
 # Batches

@@ -1,4 +1,4 @@
-r"""Conversations to `Batch`: reading, the chat template and its assistant mask, truncation, packing.
+r"""Conversations to `Batch`: the chat template and its assistant mask, truncation, packing.
 
 The mask says which tokens the assistant wrote. It comes from the chat template alone: from its generation markers, or
 from rendering the conversation up to each assistant turn.
@@ -13,14 +13,10 @@ A turn ends with the first special token after its content; the template's text 
 
 import hashlib
 import itertools
-import json
 import re
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
-import datasets
 import jinja2
 import numpy
 import rich.text
@@ -29,7 +25,6 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
-FORMS = "a .jsonl file, a folder of .jsonl files, a folder made by datasets' save_to_disk, or the name of a dataset"
 ADVICE = "add {% generation %} markers around what the assistant writes to its chat_template.jinja"
 
 
@@ -63,120 +58,6 @@ class Batch:
     def select(self, places: list[int]) -> "Batch":
         """Some of the batch's packs."""
         return Batch(self.tokens[places], self.loss_mask[places], self.documents[places], self.positions[places])
-
-
-# Reading
-
-
-def read_lines(path: Path) -> Iterator[tuple[str, dict]]:
-    """Yields (place, row) for every line that is not blank."""
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path}:{number}: not valid JSON ({error}). Repair or remove the line.") from None
-            if type(row) is not dict:
-                raise ValueError(f"{path}:{number}: expected a JSON object, found {type(row).__name__}.")
-            yield f"{path}:{number}", row
-
-
-def read_dataset(source: str, split: str) -> Iterator[tuple[str, dict]]:
-    """Yields (place, row) of one split of a dataset that is in a folder or that `datasets.load_dataset` finds."""
-    if Path(source).is_dir():
-        data = datasets.load_from_disk(source)
-        if isinstance(data, datasets.DatasetDict):
-            if split not in data:
-                raise ValueError(f"{source} has no split {split!r}; it has: {', '.join(data)}.")
-            data = data[split]
-    else:
-        try:
-            data = datasets.load_dataset(source, split=split)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"Could not read {source!r}. Give {FORMS}. ({type(error).__name__}: {error})") from error
-    return ((f"{source} row {index}", row) for index, row in enumerate(data))
-
-
-def read_rows(source: str, split: str) -> Iterator[tuple[str, dict]]:
-    """Yields (place, row) of any of the forms that `source` may take."""
-    path = Path(source)
-    if path.is_file():
-        return read_lines(path)
-    if path.is_dir() and (files := sorted(path.glob("*.jsonl"))):
-        return itertools.chain.from_iterable(map(read_lines, files))
-    if path.is_dir() and not ((path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists()):
-        raise ValueError(f"The folder {source} holds neither .jsonl files nor a saved dataset. Give {FORMS}.")
-    if not path.exists() and path.suffix == ".jsonl":
-        raise ValueError(f"There is no file {source}. Give {FORMS}.")
-    return read_dataset(source, split)
-
-
-def named(row: dict, index: int) -> dict:
-    """The row with its `id` and `category`, by default its index and "all"."""
-    row_id, category = row.get("id"), row.get("category")
-    return {**row, "id": str(index if row_id is None else row_id), "category": "all" if category is None else category}
-
-
-def check_messages(row: dict, place: str) -> list[dict]:
-    messages = row.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise ValueError(f'{place}: no messages. A row needs "messages": [{{"role": ..., "content": ...}}, ...].')
-    parts = [message.get(key) for message in messages for key in ("role", "content")]
-    if not all(isinstance(part, str) for part in parts):
-        raise ValueError(f"{place}: every message needs a role and a content, both text.")
-    return messages
-
-
-def load_conversations(source: str, *, split: str = "train", limit: int | None = None) -> list[dict]:
-    """Reads rows with `messages`, and `id` and `category` filled in; other keys are kept.
-
-    `source` is a .jsonl file, a folder of them, a folder made by `save_to_disk`, or a name for `load_dataset`; `split`
-    concerns the last two. Raises ValueError, naming file and line, for a row that is no conversation.
-    """
-    conversations = []
-    for place, row in itertools.islice(read_rows(source, split), limit):
-        check_messages(row, place)
-        conversations.append(named(row, len(conversations)))
-    return conversations
-
-
-def hold_out(conversations: list[dict], num: int) -> tuple[list[dict], list[dict]]:
-    """The first `num` rows written at temperature 0, and the rest: what scripts/replay.py judges is not trained on."""
-    greedy = [index for index, row in enumerate(conversations) if row.get("temperature") == 0][:num]
-    if len(greedy) < num:
-        raise ValueError(f"Only {len(greedy)} rows were written at temperature 0: lower hold_out={num}.")
-    held = set(greedy)
-    return [conversations[i] for i in greedy], [row for i, row in enumerate(conversations) if i not in held]
-
-
-def first_tokens(rows: list[Row], num: int | None) -> list[Row]:
-    """The first rows, until `num` supervised tokens are reached; all for None."""
-    counts = itertools.accumulate(sum(row.mask) for row in rows)
-    return rows if num is None else [row for row, count in zip(rows, counts) if count - sum(row.mask) < num]
-
-
-def load_prompts(source: str, *, limit: int | None = None) -> list[dict]:
-    """Reads rows {"id", "category", "messages"} that end where the assistant is to answer.
-
-    A row has a `prompt` (text), or `messages`, of which those before the last assistant message are taken.
-    """
-    prompts = []
-    for place, row in itertools.islice(read_rows(source, "train"), limit):
-        if isinstance(row.get("prompt"), str):
-            messages = [{"role": "user", "content": row["prompt"]}]
-        elif row.get("messages") is not None:
-            messages = check_messages(row, place)
-            answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-            messages = messages[: answers[-1]] if answers else messages
-        else:
-            raise ValueError(f'{place}: no prompt. A row needs "prompt": "..." or "messages": [...].')
-        if not messages:
-            raise ValueError(f"{place}: nothing comes before the assistant's message, so there is no prompt.")
-        row = named(row, len(prompts))
-        prompts.append({"id": row["id"], "category": row["category"], "messages": messages})
-    return prompts
 
 
 # The chat template
@@ -300,6 +181,12 @@ def show(tokenizer: PreTrainedTokenizerBase, row: Row) -> rich.text.Text:
 # Rows to batches
 
 
+def first_tokens(rows: list[Row], num: int | None) -> list[Row]:
+    """The first rows, until `num` supervised tokens are reached; all for None."""
+    counts = itertools.accumulate(sum(row.mask) for row in rows)
+    return rows if num is None else [row for row, count in zip(rows, counts) if count - sum(row.mask) < num]
+
+
 def truncate(row: Row, max_length: int) -> Row | None:
     """The row's first `max_length` tokens; None if none of them could be a goal."""
     if not any(row.mask[1:max_length]):
@@ -404,13 +291,6 @@ def frequent_tokens(packs: Packs, size: int | None, *, num_tokens: int) -> torch
             supervised = torch.tensor(row.tokens)[torch.tensor(row.mask)]
             counts += torch.bincount(supervised, minlength=num_tokens)
     return counts.sort(descending=True, stable=True).indices[:size].sort().values
-
-
-def spread(rows: list[dict], num: int | None) -> list[dict]:
-    """`num` rows, evenly over the list, so that a list sorted by category keeps its mixture; all rows for None."""
-    if num is None or num >= len(rows):
-        return rows
-    return [rows[int((index + 0.5) * len(rows) / num)] for index in range(num)]
 
 
 def stop_tokens(tokenizer: PreTrainedTokenizerBase, generation_config) -> set[int]:
