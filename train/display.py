@@ -12,16 +12,19 @@ from specdec.evaluate import TAU, verdict
 def usage(conf: Path) -> str:
     """What --help prints: the options as they stand in the files, with their comments."""
     groups = {
-        group.name: sorted(file.stem for file in group.glob("*.yaml"))
+        group.name: sorted(str(file.relative_to(group).with_suffix("")) for file in group.rglob("*.yaml"))
         for group in sorted(conf.iterdir())
-        if group.is_dir()
+        if group.is_dir() and group.name != "objective"  # every head stands on it
     }
     text = "\n".join(f"  {group}={'|'.join(names)}" for group, names in groups.items())
     text = f"Choices, each a file in conf/:\n{text}\n\nOptions, KEY=VALUE, and their defaults (conf/train.yaml):\n\n"
-    text += (conf / "train.yaml").read_text().split("_self_")[1].split("\nhydra:")[0].strip()
+    text += (conf / "train.yaml").read_text().split("null\n  - override hydra/job_logging: stdout\n")[1].split("\nhydra:")[0].strip()
     for group, name in (("head", "eagle"), ("data", "shipped"), ("target", "smollm2-135m"), ("decode", "chain")):
         lines = (conf / group / f"{name}.yaml").read_text().strip().splitlines()
         text += f"\n\n{group}: # {group}={name}\n" + "\n".join("  " + line for line in lines)
+        if group == "head":
+            settings = (conf / "objective" / "base.yaml").read_text().strip().splitlines()
+            text += "\n  # every other setting of head.objective:\n" + "\n".join("    " + line for line in settings)
     return text
 
 
