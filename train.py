@@ -75,6 +75,8 @@ def fit(config: DictConfig) -> int:
     collate = lambda indices: data.collate([packs[i] for i in indices], length=config.data.length, pad_token=0)
     display.start(console, config, target, drafter, packs, prompts, vocab)
 
+    if drafter.adapts_target and "adapter" not in config.head:
+        raise ValueError("A head that adapts the target needs head.adapter: {lr, delay}, see conf/head/medusa2.yaml.")
     HeadProposer(drafter, shape)  # refuses now what validation would refuse later
     if drafter.adapts_target:
         features = None  # the objective reads the target itself, with gradient

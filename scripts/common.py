@@ -1,6 +1,7 @@
 """What the scripts that decode share: the checkpoint, its target, the tree's shape."""
 
 import os
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -67,10 +68,13 @@ def load(folder: str, options: TargetOptions) -> Loaded:
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     target = Target.load(name, dtype=options.dtype, device=device)
     tokenizer = load_tokenizer(name)
+    drafter = checkpoint.load(path, target)
+    if target.adapted:
+        print(f"{path} adapts its target: all outputs are those of the adapted one.", file=sys.stderr)
     return Loaded(
         path,
         target,
         tokenizer,
-        checkpoint.load(path, target),
+        drafter,
         data.stop_tokens(tokenizer, target.model.generation_config),
     )

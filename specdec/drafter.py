@@ -57,6 +57,9 @@ class Drafter(nn.Module, ABC):
     target_layers: tuple[int, ...]  # hidden states it reads (indices as in Target.read); () reads tokens only
     depth: int | None  # the deepest step it can take; None: any
     attends: Literal["path", "depth", "block", "text", "none"]  # what a step sees
+    pretrained = (
+        False  # whether it starts from weights that were trained before: validation then comes before training too
+    )
     estimates = False  # whether its state estimates the target's next final state, so that the two can be compared
     confident = False  # whether `confidence` says something
     adapts_target = False  # whether it changes the target in place, so that outputs are those of an adapted target

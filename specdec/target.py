@@ -179,6 +179,8 @@ class Target:
             raise ValueError(f"{self.name} has no layers named {', '.join(modules)}: change lora_modules.") from error
         self.adapted = True
         found = {name: value for name, value in self.model.named_parameters() if "lora_" in name}
+        if not all(".layers." in name for name in found):
+            raise ValueError(f"lora_modules={modules}: only layers inside the decoder's blocks can be adapted.")
         for parameter in found.values():
             parameter.data = parameter.data.to(torch.promote_types(self.dtype, torch.float32))
         return found

@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from specdec import checkpoint
 from specdec.target import Target
 from train import losses
-from train.trainer import Trainer
+from train.trainer import Settings, Trainer
 
 ROOT = Path(__file__).resolve().parents[1]
 HEADS = sorted(path.stem for path in (ROOT / "conf" / "head").glob("*.yaml"))
@@ -209,3 +210,29 @@ def test_ctrl_c_saves_and_says_how_to_go_on(folder, tmp_path, monkeypatch):
     assert "resume=true" in printed, printed
     saved = list(Path("checkpoints/stopped/state").iterdir())
     assert len(saved) == 1 and checkpoint.read_json(saved[0] / "state.json")["step"] >= 3
+
+
+EXPERIMENTS = sorted(
+    str(path.relative_to(ROOT / "conf" / "experiment").with_suffix(""))
+    for path in (ROOT / "conf" / "experiment").rglob("*.yaml")
+)
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_every_experiment_composes(experiment):
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        config = compose("train", overrides=[f"experiment={experiment}", "run=some"])
+    settings = OmegaConf.to_container(config, resolve=True)
+    assert Settings(**settings["train"]).steps % settings["train"]["validate_every"] == 0  # so that the last one counts
+    drafter, depth = settings["head"]["drafter"], settings["head"]["objective"]["depth"]
+    for name in ("num_heads", "num_modules", "num_drafts"):
+        assert drafter.get(name) in (None, depth), name
+    assert settings["decode"]["nodes"] == settings["decode"]["depth"]  # a chain
+
+
+def test_validation_before_training(fit):
+    """What a start is worth, for heads that begin with weights that somebody trained."""
+    assert fit("first", "train.validate_first=true") == 0
+    report = json.loads(Path("checkpoints/first/step_000000/report.json").read_text())
+    assert report["tau"] >= 1 and report["training"]["tokens"] == 0
+    assert Path("checkpoints/first/step_000004/report.json").exists()

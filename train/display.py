@@ -18,7 +18,13 @@ def usage(conf: Path) -> str:
     }
     text = "\n".join(f"  {group}={'|'.join(names)}" for group, names in groups.items())
     text = f"Choices, each a file in conf/:\n{text}\n\nOptions, KEY=VALUE, and their defaults (conf/train.yaml):\n\n"
-    text += (conf / "train.yaml").read_text().split("null\n  - override hydra/job_logging: stdout\n")[1].split("\nhydra:")[0].strip()
+    text += (
+        (conf / "train.yaml")
+        .read_text()
+        .split("null\n  - override hydra/job_logging: stdout\n")[1]
+        .split("\nhydra:")[0]
+        .strip()
+    )
     for group, name in (("head", "eagle"), ("data", "shipped"), ("target", "smollm2-135m"), ("decode", "chain")):
         lines = (conf / group / f"{name}.yaml").read_text().strip().splitlines()
         text += f"\n\n{group}: # {group}={name}\n" + "\n".join("  " + line for line in lines)

@@ -23,7 +23,7 @@ class Judged:
     Logits are at the objective's temperature.
     """
 
-    state: Tensor  # [M, H] what the step returned
+    state: Tensor | None  # [M, D] what the step returned, for a drafter whose state estimates the target's
     logits: Tensor  # [M, W]
     goal_state: Tensor  # [M, D] the target's final state one position on: what EAGLE-1's state estimates
     goal_logits: Tensor  # [M, W] the target's, for the drafted tokens
@@ -77,6 +77,7 @@ def top_k(judged: Judged) -> Tensor:
 
 def smooth_l1(judged: Judged) -> Tensor:
     """EAGLE-1's feature regression (2401.15077, equation 5), the mean over the width."""
+    assert judged.state is not None
     dtype = judged.logits.dtype  # states may be half precision, logits are not
     return F.smooth_l1_loss(judged.state.to(dtype), judged.goal_state.to(dtype), reduction="none").mean(-1)
 

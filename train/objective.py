@@ -194,10 +194,10 @@ class Objective(nn.Module):
         found: dict[str, list[Tensor]] = {name: [] for name in ("exists", "matches", "pointwise", *wanted)}
         for d in range(1, self.depth + 1):
             readout, exists = unrolled.at(unrolled.readouts, d, rows, position)
-            state, _ = unrolled.at(unrolled.states, d, rows, position)
+            state = unrolled.at(unrolled.states, d, rows, position)[0][exists] if self.drafter.estimates else None
             logits = drafter.logits(d, readout[exists]).float()  # [m, W]
             judged = losses.Judged(
-                state[exists],
+                state,
                 logits / self.temperature,
                 judge[exists],
                 goal_logits[exists],

@@ -119,7 +119,7 @@ class Trainer:
         self.objective.train()
         columns = (TextColumn("step {task.completed}/{task.total}"), BarColumn(), TextColumn("{task.description}"))
         clock, tokens, begun, seconds = time.perf_counter(), 0, self.step, self.seconds
-        if settings.validate_first and self.step == 0:
+        if (settings.validate_first or self.drafter.pretrained) and self.step == 0:
             self._validate()
         try:
             with Progress(*columns, disable=not main, transient=True) as bar:

@@ -54,7 +54,7 @@ class MTP(Drafter):
         self.depth = num_modules
         self.attends = "path" if num_modules is None else "depth"
         self.target_layers = target.layer_ids([-1])
-        self.native = native
+        self.pretrained = native
         shipped = read(target) if native else []
         self.attention_bias = "block.self_attn.q_proj.bias" in shipped[0] if native else attention_bias
         config = block_config(target, intermediate_size=intermediate_size)
@@ -106,7 +106,7 @@ class MTP(Drafter):
 
         Nothing is done to native modules. The last norm starts at the constant that gives a state its usual size, as the target's own states have it.
         """
-        if self.native:
+        if self.pretrained:
             return False
         states = [self.encode(some.features) for some in slots]
         for d, module in enumerate(self.modules_by_depth, start=1):
