@@ -31,7 +31,7 @@ def make_settings(**arguments) -> dict:
 
 def make_objective(drafter, **arguments) -> Objective:
     drafter.confident = "confidence" in arguments.get("losses", WEIGHTS)  # else it would be refused
-    return Objective(drafter, **make_settings(**{"depth": min(4, drafter.depth or 4), **arguments}))
+    return Objective(drafter, **make_settings(**{"depth": drafter.depth or 4, **arguments}))
 
 
 def judge(objective: Objective, packs: list[list[Row]], length: int):
@@ -290,9 +290,9 @@ def decoded(generation, row: int, depth: int) -> tuple[int, list[int]]:
 
 def test_replay_equals_decoding(small_drafter, small_target):
     """Temperature 0, several prompts, answers cut anywhere and answers that end with a stop token."""
-    depth, seen = min(4, small_drafter.depth or 4), set()
+    depth, seen = small_drafter.depth or 4, set()
     proposer = HeadProposer(small_drafter, chain_of(depth))
-    prompts = [random_tokens(seed, 1 + seed, 6) for seed in range(12)]
+    prompts = [random_tokens(seed, 1 + seed, 6) for seed in range(20)]
     for num_new, stop in itertools.product((1, 14, 17), ((), (2, 5))):
         plain, drafted = (
             Decoder(small_target, each, temperature=0.0, stop=set(stop)).generate(prompts, num_new)
@@ -334,9 +334,7 @@ def test_text_tau_equals_replay(small_drafter, small_target):
         answer = Decoder(small_target, None, temperature=0.0, stop=set()).generate([prompt], 10 + seed).tokens[0]
         mask = [False] * num_prompt + [True] * len(answer)
         rows.append(Row(id=str(seed), category="all", tokens=prompt + answer, mask=mask))
-        accept = replay.acceptance(
-            small_drafter, prompt, answer, depth=min(4, small_drafter.depth or 4), temperature=0.0
-        )
+        accept = replay.acceptance(small_drafter, prompt, answer, depth=small_drafter.depth or 4, temperature=0.0)
         num_rounds += replay.rounds(accept)[0]
         emitted += len(answer) - 1
     loss, batch = judge(make_objective(small_drafter), [rows[:3], rows[3:]], 50)
