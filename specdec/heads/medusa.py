@@ -24,14 +24,22 @@ class ResBlock(nn.Module):
 
 
 class _Heads(Drafter):
-    """What the two share: `num_heads` heads that see nothing but their input, and an output layer for each or for none.
+    """What they share: `num_heads` heads that see nothing but their input, each with residual blocks.
 
     own_output: each head trains an LM head of its own, begun as the target's; else all borrow the target's, frozen
     """
 
     attends = "none"
 
-    def __init__(self, target: Target, *, num_heads: int, own_output: bool, vocab: Tensor | None):
+    def __init__(
+        self,
+        target: Target,
+        *,
+        num_heads: int = 4,
+        num_blocks: int = 1,
+        own_output: bool = False,
+        vocab: Tensor | None = None,
+    ):
         super().__init__(target, vocab=vocab)
         self.depth = num_heads
         self.target_layers = target.layer_ids([-1])
@@ -40,6 +48,9 @@ class _Heads(Drafter):
         )
         for head in self.lm_heads:
             head.weight.data.copy_(self._goal_head[0])
+        self.blocks = nn.ModuleList(
+            nn.Sequential(*(ResBlock(target.width) for _ in range(num_blocks))) for _ in range(num_heads)
+        )
 
     def cache(self, batch: int) -> RowCache:
         return row_cache(self.target, next(self.parameters()), layers=0, batch=batch)
@@ -53,20 +64,6 @@ class _Heads(Drafter):
 
 class Medusa(_Heads):
     """Head d reads the last state alone, not the tokens drafted before it."""
-
-    def __init__(
-        self,
-        target: Target,
-        *,
-        num_heads: int = 4,
-        num_blocks: int = 1,
-        own_output: bool = False,
-        vocab: Tensor | None = None,
-    ):
-        super().__init__(target, num_heads=num_heads, own_output=own_output, vocab=vocab)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(*(ResBlock(target.width) for _ in range(num_blocks))) for _ in range(num_heads)
-        )
 
     def step(self, d, h, tokens, positions, mask, cache):
         return h, self.blocks[d - 1](h)
@@ -85,15 +82,12 @@ class Medusa2(Medusa):
         self,
         target: Target,
         *,
-        num_heads: int = 4,
-        num_blocks: int = 1,
-        own_output: bool = False,
         lora_rank: int = 16,
         lora_alpha: int = 32,
         lora_modules: tuple[str, ...] = ("q_proj", "v_proj"),
-        vocab: Tensor | None = None,
+        **heads,
     ):
-        super().__init__(target, num_heads=num_heads, num_blocks=num_blocks, own_output=own_output, vocab=vocab)
+        super().__init__(target, **heads)
         found = target.adapt(rank=lora_rank, alpha=lora_alpha, modules=list(lora_modules))
         self.adapter = nn.ParameterDict({name.replace(".", "/"): value for name, value in found.items()})
 
@@ -113,22 +107,11 @@ class Hydra(_Heads):
     The first layer joins them, W x + SiLU(W' x); residual blocks follow. h grows by an embedding a step.
     """
 
-    def __init__(
-        self,
-        target: Target,
-        *,
-        num_heads: int = 4,
-        num_blocks: int = 1,
-        own_output: bool = False,
-        vocab: Tensor | None = None,
-    ):
-        super().__init__(target, num_heads=num_heads, own_output=own_output, vocab=vocab)
+    def __init__(self, target: Target, *, num_heads: int = 4, **heads):
+        super().__init__(target, num_heads=num_heads, **heads)
         width = target.width
         self.join = nn.ModuleList(nn.Linear((d + 2) * width, width, bias=False) for d in range(num_heads))
         self.gate = nn.ModuleList(nn.Linear((d + 2) * width, width) for d in range(num_heads))
-        self.blocks = nn.ModuleList(
-            nn.Sequential(*(ResBlock(width) for _ in range(num_blocks))) for _ in range(num_heads)
-        )
 
     def step(self, d, h, tokens, positions, mask, cache):
         h = torch.cat([h, self.target.embed(tokens).to(h.dtype)], dim=-1)  # [B, S, (1 + d) * D]
