@@ -75,9 +75,8 @@ def unroll(
 
     states, readouts, places, share = [], [], [], []
     order = every
-    sparse_from = {"block": 1, "path": 2, "none": 2, "depth": depth + 1}[
-        kind
-    ]  # keys of earlier steps are for all to see
+    # The first step that runs on chosen slots only: no other slot looks at its keys
+    sparse_from = {"block": 1, "path": 2, "none": 2, "depth": depth + 1}[kind]
     mask = None if kind in ("none", "depth") else masks.documents(index)  # [B, 1, S, columns]
     if kind == "block":
         drafter.context(h, slot_positions - 1, cache)
