@@ -15,10 +15,9 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
-from specdec.evaluate import Prompt, measure, summarise
-from specdec.proposers.heads import HeadProposer
+from specdec.evaluate import Drafting, Prompt, measure, summarise
+from specdec.sampling import Sampling
 from specdec.target import Target, load_tokenizer
-from specdec.tree import TreeShape
 from train import data, display, reading
 from train.features import Cached, Online
 from train.objective import Objective
@@ -44,7 +43,8 @@ def fit(config: DictConfig) -> int:
         torch.set_num_threads(config.threads or max(1, os.cpu_count() // accelerator.num_processes))
     main = accelerator.is_main_process
     console = Console(quiet=not main)
-    shape = TreeShape(**config.decode)
+    drafting = Drafting(**OmegaConf.to_container(config.decode))
+    sampling = Sampling(temperature=config.validation.temperature)
 
     target = Target.load(
         config.target.name, dtype=config.target.dtype, revision=config.target.revision, device=accelerator.device
@@ -77,7 +77,7 @@ def fit(config: DictConfig) -> int:
 
     if drafter.adapts_target and "adapter" not in config.head:
         raise ValueError("A head that adapts the target needs head.adapter: {lr, delay}, see conf/head/medusa2.yaml.")
-    HeadProposer(drafter, shape)  # refuses now what validation would refuse later
+    drafting.proposer(drafter)  # refuses now what validation would refuse later
     if drafter.adapts_target:
         features = None  # the objective reads the target itself, with gradient
     elif config.features.mode == "online":
@@ -113,16 +113,16 @@ def fit(config: DictConfig) -> int:
     def validate(frozen) -> dict:
         rows = measure(
             target,
-            HeadProposer(frozen, shape),
-            frozen if shape.chain else None,
+            frozen,
+            drafting,
             prompts,
-            temperature=config.validation.temperature,
+            sampling=sampling,
             max_new_tokens=config.validation.max_new_tokens,
             stop=stop,
             seed=config.train.seed,
         )
-        summary = summarise(rows, depth=shape.depth, temperature=config.validation.temperature, adapted=target.adapted)
-        display.validation(console, summary, shape)
+        summary = summarise(rows, depth=drafting.depth, temperature=sampling.temperature, adapted=target.adapted)
+        display.validation(console, summary, drafting.shape)
         return summary
 
     about = flatten(OmegaConf.to_container(config, resolve=True))

@@ -6,12 +6,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+import yaml
+from omegaconf import OmegaConf
 from transformers import PreTrainedTokenizerBase
 
 from specdec import checkpoint
 from specdec.drafter import Drafter
+from specdec.evaluate import Drafting
+from specdec.proposers.heads import Stopping
+from specdec.sampling import Sampling
 from specdec.target import Target, load_tokenizer
-from specdec.tree import TreeShape
 from train import data
 
 
@@ -27,20 +31,59 @@ class TargetOptions:
 @dataclass(frozen=True)
 class DecodeOptions:
     temperature: str = field(default="0", metadata={"help": "0 is greedy; a comma list measures each"})
+    top_k: int | None = field(default=None, metadata={"help": "sample from so many tokens only"})
+    top_p: float | None = field(default=None, metadata={"help": "sample from the likeliest tokens of this mass only"})
+    repetition_penalty: float = field(default=1.0, metadata={"help": "above 1: tokens seen before are less likely"})
+    file: str | None = field(
+        default=None, metadata={"help": "YAML of decode settings, as scripts/tune.py writes; replaces those below"}
+    )
     depth: int = field(default=2, metadata={"help": "drafts along a path"})
     width: int = field(default=1, metadata={"help": "nodes widened at each depth (EAGLE-2's tree); 1 is a chain"})
     nodes: int | None = field(
         default=None, metadata={"help": "drafts in a tree; null: depth for a chain, else depth x width"}
     )
+    children: str = field(
+        default="chosen",
+        metadata={"help": "of a tree, at temperature > 0: chosen, or sampled: distinct or independent"},
+    )
+    rule: str = field(default="token", metadata={"help": "token, block (whole paths) or typical (needs lossy=true)"})
+    lossy: bool = field(default=False, metadata={"help": "allow rules that change what the target says"})
+    compile: bool = field(
+        default=False, metadata={"help": "compile for the shapes that occur: slow start, fast rounds"}
+    )
 
-    def shape(self) -> TreeShape:
-        return TreeShape(self.depth, self.width, self.nodes or self.depth * self.width)
+    def drafting(self) -> Drafting:
+        if self.file is not None:
+            return read_drafting(self.file, compile=self.compile)
+        return Drafting(
+            depth=self.depth,
+            width=self.width,
+            nodes=self.nodes,
+            children=self.children,  # type: ignore[arg-type]  # it is checked there
+            rule=self.rule,
+            lossy=self.lossy,
+            compile=self.compile,
+        )
 
-    def temperatures(self) -> list[float]:
+    def samplings(self) -> list[Sampling]:
         try:
-            return [float(value) for value in self.temperature.split(",")]
+            temperatures = [float(value) for value in self.temperature.split(",")]
         except ValueError:
             raise ValueError(f"decode.temperature={self.temperature}: give numbers, such as 0 or 0,1.") from None
+        return [Sampling(value, self.top_k, self.top_p, self.repetition_penalty) for value in temperatures]
+
+
+def read_drafting(path: str, *, compile: bool) -> Drafting:
+    """What scripts/tune.py wrote. Raises ValueError with what to do."""
+    try:
+        found = OmegaConf.to_container(OmegaConf.load(path))
+        drafting = Drafting(**{**found, "compile": compile or found["compile"]})
+        _ = drafting.shape, Stopping(**(drafting.stopping or {}))  # here, where a mistake can be told from its place
+        return drafting
+    except (OSError, TypeError, KeyError, yaml.YAMLError) as error:
+        raise ValueError(
+            f"decode.file={path} cannot be used ({error}): give a file that scripts/tune.py wrote."
+        ) from error
 
 
 @dataclass(frozen=True)

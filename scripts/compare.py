@@ -27,6 +27,7 @@ from specdec.decode import Decoder, Generation
 from specdec.drafter import Drafter
 from specdec.evaluate import TAU, Prompt, Row, difference, report, top2_gap, verdict
 from specdec.proposers.heads import HeadProposer
+from specdec.sampling import Sampling
 from specdec.target import Target, load_tokenizer
 from specdec.tree import TreeShape
 from train import data, reading
@@ -72,7 +73,9 @@ def main() -> None:
     chosen = cli.options(Compare, __doc__)
     console = rich.console.Console()
     common.use_threads()
-    temperatures = sorted(set(common.DecodeOptions(temperature=chosen.temperature).temperatures()))
+    temperatures = sorted(
+        {each.temperature for each in common.DecodeOptions(temperature=chosen.temperature).samplings()}
+    )
     shapes = {"chain": TreeShape(chosen.chain, 1, chosen.chain), "tree": tree_shape(chosen.tree)}
     runs = load(chosen, shapes)
     target = runs[0].drafter.target
@@ -82,8 +85,6 @@ def main() -> None:
         Prompt(row["id"], row["category"], data.encode_prompt(tokenizer, row["messages"]))
         for row in reading.spread(reading.load_prompts(chosen.prompts), chosen.limit)
     ]
-    if not prompts:
-        raise ValueError(f"prompts={chosen.prompts} limit={chosen.limit} leaves no prompt: raise limit.")
     settings = {
         "runs": {run.name: f"{run.folder} {digest((run.folder / 'drafter.safetensors').read_bytes())}" for run in runs},
         "prompts": chosen.prompts,
@@ -194,7 +195,7 @@ def decoders(runs: list[Run], temperature: float, stop: set[int]) -> dict[tuple[
     for run in runs:
         proposers = {kind: HeadProposer(run.drafter, shape) for kind, shape in run.shapes.items()}
         for name, kind, proposer in [(run.plain, "plain", None), *((run.name, *item) for item in proposers.items())]:
-            found[name, kind] = Decoder(run.drafter.target, proposer, temperature=temperature, stop=stop)
+            found[name, kind] = Decoder(run.drafter.target, proposer, sampling=Sampling(temperature), stop=stop)
     return found
 
 
@@ -204,7 +205,7 @@ def decode(runs: list[Run], ways: dict[tuple[str, str], Decoder], prompt: Prompt
     for key in [*ways][turn:] + [*ways][:turn]:
         generator = torch.Generator(ways[key].target.device).manual_seed(number)
         found[key] = ways[key].generate([prompt.tokens], limit, generator=generator)
-    temperature = ways[runs[0].name, "chain"].temperature
+    temperature = ways[runs[0].name, "chain"].sampling.temperature
     drafted: dict[str, dict[str, dict]] = {run.name: {} for run in runs}
     for run in runs:
         drafter, alone = run.drafter, found[run.plain, "plain"].tokens[0]
@@ -213,7 +214,11 @@ def decode(runs: list[Run], ways: dict[tuple[str, str], Decoder], prompt: Prompt
             if kind == "chain":
                 accept = replay.acceptance(drafter, prompt.tokens, alone, depth=shape.depth, temperature=temperature)
                 rounds, accepted = replay.rounds(accept)
-            gap = top2_gap(drafter.target, prompt.tokens, alone, answer.tokens[0]) if temperature == 0 else None
+            gap = (
+                top2_gap(drafter.target, prompt.tokens, alone, answer.tokens[0], Sampling())
+                if temperature == 0
+                else None
+            )
             cell = {"replayed_rounds": rounds, "replayed_accepted": accepted.tolist(), "gap": gap}
             drafted[run.name][kind] = {"drafted": asdict(answer), **cell}
     plain = {name: asdict(generation) for (name, kind), generation in found.items() if kind == "plain"}

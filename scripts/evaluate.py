@@ -20,9 +20,9 @@ from rich.progress import track
 
 from scripts import common
 from scripts.cli import options, run
-from specdec import checkpoint
-from specdec.evaluate import TAU, Prompt, measure, report
-from specdec.proposers.heads import HeadProposer
+from specdec import checkpoint, verify
+from specdec.compile import Runner
+from specdec.evaluate import TAU, Prompt, fastest_batch, measure, report
 from train import data, display, reading
 
 
@@ -34,7 +34,10 @@ class Evaluate:
     )
     limit: int | None = field(default=None, metadata={"help": "this many prompts, spread over the file"})
     max_new_tokens: int = field(default=128, metadata={"help": "an answer ends here at the latest"})
-    batch: int = field(default=1, metadata={"help": "prompts decoded at once; latency is that of 1"})
+    batch: int | None = field(
+        default=1,
+        metadata={"help": "prompts decoded at once; null: the fastest, found out first; latency is that of 1"},
+    )
     seed: int = field(default=0, metadata={"help": "of sampling"})
     out: str = field(default="report.json", metadata={"help": "the report to write"})
     target: common.TargetOptions = field(default_factory=common.TargetOptions)
@@ -44,35 +47,58 @@ class Evaluate:
 def main() -> None:
     chosen = options(Evaluate, __doc__)
     console = rich.console.Console()
-    shape, temperatures = chosen.decode.shape(), chosen.decode.temperatures()
+    drafting, samplings = chosen.decode.drafting(), chosen.decode.samplings()
     loaded = common.load(chosen.checkpoint, chosen.target)
     prompts = [
         Prompt(row["id"], row["category"], data.encode_prompt(loaded.tokenizer, row["messages"]))
         for row in reading.spread(reading.load_prompts(chosen.prompts), chosen.limit)
     ]
     console.print(f"{loaded.folder} on {loaded.target.name}; tau: {TAU}", highlight=False)
+    batch = chosen.batch
+    if batch is None:
+        runner, proposer = Runner(drafting.compile), drafting.proposer(loaded.drafter)
+        decoder = drafting.decoder(loaded.target, proposer, sampling=samplings[0], stop=loaded.stop, runner=runner)
+
+        def rate(tokens: list[list[int]]) -> float:
+            found = decoder.generate(tokens, min(32, chosen.max_new_tokens))
+            return sum(map(len, found.tokens)) / (found.prefill_seconds + found.seconds)
+
+        batch = fastest_batch(rate, [prompt.tokens for prompt in prompts])
+        console.print(
+            f"decoding {batch} prompts at once, which is fastest here; latency figures are those of the batch",
+            highlight=False,
+        )
     columns = []
-    for temperature in temperatures:
+    for sampling in samplings:
         rows = measure(
             loaded.target,
-            HeadProposer(loaded.drafter, shape),
-            loaded.drafter if shape.chain else None,
+            loaded.drafter,
+            drafting,
             prompts,
-            temperature=temperature,
+            sampling=sampling,
             max_new_tokens=chosen.max_new_tokens,
             stop=loaded.stop,
             seed=chosen.seed,
-            batch=chosen.batch,
-            progress=lambda items, t=temperature: track(
+            batch=batch,
+            progress=lambda items, t=sampling.temperature: track(
                 items, description=f"temperature {t:g}", console=console, transient=True
             ),
         )
-        columns.append(report(rows, depth=shape.depth, temperature=temperature, adapted=loaded.target.adapted))
-        display.validation(console, columns[-1], shape)
+        columns.append(
+            report(
+                rows,
+                depth=drafting.depth,
+                temperature=sampling.temperature,
+                adapted=loaded.target.adapted,
+                lossy=drafting.lossy and drafting.rule in verify.LOSSY,
+            )
+        )
+        display.validation(console, columns[-1], drafting.shape)
         console.print(by_category(columns[-1]))
     settings = {
         **asdict(chosen),
-        "shape": asdict(shape),
+        "batch": batch,
+        "drafting": asdict(drafting),
         "threads": torch.get_num_threads(),
         "machine": platform.machine(),
         "device": str(loaded.target.device),

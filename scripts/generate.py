@@ -15,8 +15,8 @@ import torch
 
 from scripts import common
 from scripts.cli import options, run
-from specdec.decode import Decoder, Generation
-from specdec.proposers.heads import HeadProposer
+from specdec.compile import Runner
+from specdec.decode import Decoder, Generation, StopStrings
 from train import data
 
 
@@ -25,6 +25,7 @@ class Generate:
     checkpoint: str = field(metadata={"help": "a step's folder, or a run's folder for its best step"})
     prompt: str = field(metadata={"help": "what the user says"})
     max_new_tokens: int = field(default=128, metadata={"help": "the answer ends here at the latest"})
+    stop_strings: str | None = field(default=None, metadata={"help": "comma list of texts that end the answer"})
     seed: int = field(default=0, metadata={"help": "of sampling"})
     compare: bool = field(default=True, metadata={"help": "answer again without drafting, and compare"})
     target: common.TargetOptions = field(default_factory=common.TargetOptions)
@@ -34,19 +35,25 @@ class Generate:
 def main() -> None:
     chosen = options(Generate, __doc__)
     console = rich.console.Console()
-    temperature = chosen.decode.temperatures()[0]
+    sampling, drafting = chosen.decode.samplings()[0], chosen.decode.drafting()
     loaded = common.load(chosen.checkpoint, chosen.target)
     prompt = data.encode_prompt(loaded.tokenizer, [{"role": "user", "content": chosen.prompt}])
-    drafting = Decoder(
-        loaded.target, HeadProposer(loaded.drafter, chosen.decode.shape()), temperature=temperature, stop=loaded.stop
-    )
-    plain = Decoder(loaded.target, None, temperature=temperature, stop=loaded.stop)
-    for decoder in (drafting, plain):
-        decoder.generate([prompt], 4)  # a warm-up
+    strings = tuple(chosen.stop_strings.split(",")) if chosen.stop_strings else ()
+    runner = Runner(drafting.compile)
+    ways = {
+        "sampling": sampling,
+        "stop": loaded.stop,
+        "stop_strings": StopStrings(strings, loaded.tokenizer.decode) if strings else None,
+        "runner": runner,
+    }
+    decoder = drafting.decoder(loaded.target, drafting.proposer(loaded.drafter), **ways)
+    plain = Decoder(loaded.target, None, **ways)
+    for warm in (decoder, plain):
+        warm.generate([prompt], 4)  # a warm-up
 
     result = Generation([[]], [[]])
     shown = ""
-    for emitted in drafting.stream(
+    for emitted in decoder.stream(
         [prompt], chosen.max_new_tokens, generator=_generator(loaded, chosen.seed), result=result
     ):
         for place, token in enumerate(emitted.tokens[0]):
@@ -67,7 +74,7 @@ def main() -> None:
     if rounds:
         console.print(
             f"{len(result.tokens[0])} tokens in {rounds} rounds: tau {(len(result.tokens[0]) - 1) / rounds:.2f}, "
-            f"{(len(result.tokens[0]) - 1) / result.seconds:.1f} tokens/s ({chosen.decode.shape()}, temperature {temperature:g})"
+            f"{(len(result.tokens[0]) - 1) / result.seconds:.1f} tokens/s ({drafting.shape}, temperature {sampling.temperature:g})"
         )
     if chosen.compare:
         again = plain.generate([prompt], chosen.max_new_tokens, generator=_generator(loaded, chosen.seed))
@@ -75,7 +82,7 @@ def main() -> None:
             rate = (len(again.tokens[0]) - 1) / again.seconds
             console.print(
                 f"without drafting {rate:.1f} tokens/s: speedup {(len(result.tokens[0]) - 1) / result.seconds / rate:.2f}"
-                + (f"; the same answer: {again.tokens == result.tokens}" if temperature == 0 else "")
+                + (f"; the same answer: {again.tokens == result.tokens}" if sampling.greedy else "")
             )
 
 

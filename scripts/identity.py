@@ -21,6 +21,7 @@ from specdec import checkpoint
 from specdec.decode import Decoder
 from specdec.evaluate import top2_gap
 from specdec.proposers.heads import HeadProposer
+from specdec.sampling import Sampling
 from specdec.tree import TreeShape
 from train import data, reading
 
@@ -54,14 +55,16 @@ def main() -> None:
     ]
     result = {}
     for name, proposer in ways.items():
-        decoder = Decoder(loaded.target, proposer, temperature=0, stop=loaded.stop)
+        decoder = Decoder(loaded.target, proposer, sampling=Sampling(), stop=loaded.stop)
         answers, accepted, rounds = [], 0, 0
         for group in track(groups, description=name, console=console, transient=True):
             found = decoder.generate(group, chosen.max_new_tokens)
             answers += found.tokens
             accepted += sum(map(sum, found.accepted))
             rounds += sum(map(len, found.accepted))
-        gaps = [top2_gap(loaded.target, *case) for case in zip(prompts, expected, answers) if case[1] != case[2]]
+        gaps = [
+            top2_gap(loaded.target, *case, Sampling()) for case in zip(prompts, expected, answers) if case[1] != case[2]
+        ]
         result[name] = {
             "identical": len(prompts) - len(gaps),
             "of": len(prompts),

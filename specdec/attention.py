@@ -5,6 +5,7 @@ scaled_dot_product_attention takes several times as long as two matrix products,
 """
 
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -24,8 +25,15 @@ def attention(
 ) -> tuple[Tensor, None]:
     """query [B, H, S, E], key and value [B, G, C, E], mask [B, 1, S, C] bool -> [B, S, H, E]"""
     num_rows, num_heads, num_tokens, width = query.shape
-    if query.device.type != "cpu" or num_rows <= FEW_ROWS or num_tokens > FEW_TOKENS or attention_mask is None:
+    if query.device.type != "cpu" or attention_mask is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    if (
+        num_rows <= FEW_ROWS or num_tokens > FEW_TOKENS
+    ):  # transformers would first copy each key for all heads of its group
+        out = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=True
+        )
+        return out.transpose(1, 2), None
     groups = key.shape[1]
     scores = (query * (scaling or width**-0.5)).reshape(num_rows, groups, -1, width) @ key.transpose(
         -1, -2

@@ -4,12 +4,13 @@ A head's attention calls `cache.attend` and never learns which loop it is in: wh
 mask's business (architecture, 1.4). Only this file touches the cache interface of transformers.
 """
 
+import copy
+from collections.abc import Sequence
+
 import torch
 import transformers
 from torch import Tensor
 from torch.nn import functional as F
-
-VISIBLE_STEP = 64  # visible capacity is rounded up to this many entries, so that shapes repeat
 
 
 class RowCache(transformers.Cache):
@@ -19,7 +20,7 @@ class RowCache(transformers.Cache):
     and that are not committed yet. Usage: `reserve(S)`, one forward pass (which calls `update` once a layer), then
     `commit` or `keep`; or `reserve` again, to read the next level of a tree behind the last.
 
-    Capacity doubles when it is exceeded; a forward pass sees only the first `visible` entries.
+    Capacity doubles when it is exceeded, so that few shapes occur; a forward pass sees all of it and masks what is not there.
     """
 
     def __init__(
@@ -28,36 +29,51 @@ class RowCache(transformers.Cache):
         super().__init__(layers=[])
         # [layers, 2, B, heads, C, head_dim]: one tensor, so that `keep` moves all layers at once
         self.data = torch.zeros(num_layers, 2, batch, num_heads, capacity, head_dim, dtype=dtype, device=device)
+        self.halves = _halves(self.data)
         self.lengths = torch.zeros(batch, dtype=torch.long, device=device)  # [B]
         self.rows = torch.arange(batch, device=device)[:, None]  # [B, 1]
         self.pending = 0
         self.longest = 0  # on the host: an upper bound of lengths.max(), so that no shape waits for the device
-        self.visible = 0
         self.slots = torch.zeros(batch, 0, dtype=torch.long, device=device)  # [B, S] where the next update writes
 
     @property
-    def capacity(self) -> int:
+    def visible(self) -> int:
+        """Entries that a forward pass sees."""
         return self.data.shape[4]
+
+    def make_room(self, num: int) -> None:
+        """Capacity for `num` entries behind everything that is there."""
+        end, more = self.longest + self.pending + num, 0
+        while self.visible + more < end:
+            more += self.visible + more
+        if more:
+            self.data = F.pad(self.data, (0, 0, 0, more))
+            self.halves = _halves(self.data)
 
     def reserve(self, num: int) -> None:
         """Makes the next forward pass write `num` entries behind everything that is there."""
-        end = self.longest + self.pending + num
-        if end > self.capacity:
-            more = max(self.capacity, end - self.capacity)
-            self.data = F.pad(self.data, (0, 0, 0, more))
+        self.make_room(num)
         offsets = torch.arange(self.pending, self.pending + num, device=self.lengths.device)  # [S]
         self.slots = self.lengths[:, None] + offsets  # [B, S]
         self.pending += num
-        self.visible = min(self.capacity, -(-end // VISIBLE_STEP) * VISIBLE_STEP)
+
+    def over(self, halves: Sequence[Tensor], lengths: Tensor) -> "RowCache":
+        """The same place in other tensors: what a compiled function, to which they are arguments, works on.
+
+        halves: K and V of every layer in turn, [B, heads, C, head_dim] each; two for one layer, whatever its number
+        """
+        cache = copy.copy(self)
+        cache.halves, cache.lengths = list(halves), lengths
+        return cache
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs
     ) -> tuple[Tensor, Tensor]:
         """[B, heads, S, head_dim] in; the visible entries [B, heads, visible, head_dim] out."""
-        keys, values = self.data[layer_idx].unbind(0)  # [B, heads, C, head_dim]
+        keys, values = self.look(layer_idx)
         keys[self.rows, :, self.slots] = key_states.transpose(1, 2)
         values[self.rows, :, self.slots] = value_states.transpose(1, 2)
-        return self.look(layer_idx)
+        return keys, values
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
         """query [B, heads, S, head_dim], mask [B, 1, S, visible] bool -> [B, heads, S, head_dim]"""
@@ -66,8 +82,8 @@ class RowCache(transformers.Cache):
 
     def look(self, layer: int) -> tuple[Tensor, Tensor]:
         """What `update` wrote, without writing: K, V [B, heads, visible, head_dim]"""
-        keys, values = self.data[layer].unbind(0)
-        return keys[:, :, : self.visible], values[:, :, : self.visible]
+        place = 2 * layer if len(self.halves) > 2 else 0
+        return self.halves[place], self.halves[place + 1]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.longest
@@ -78,18 +94,16 @@ class RowCache(transformers.Cache):
         self.longest += most
         self.pending = 0
 
-    def keep(self, path: Tensor, num_kept: Tensor, most: int) -> None:
-        """Moves the accepted nodes of a tree behind the committed entries and commits them.
+    def keep(self, path: Tensor) -> None:
+        """Moves the nodes of a path, path [B, P], in order and node 0 first, to the first pending places; `commit` follows."""
+        source = self.lengths[:, None] + path  # [B, P]
+        goal = self.lengths[:, None] + torch.arange(path.shape[1], device=path.device)  # [B, P]
+        moved = self.data[:, :, self.rows, :, source]  # [B, P, layers, 2, heads, head_dim]
+        self.data[:, :, self.rows, :, goal] = moved
 
-        path [B, P]: pending entries in order (node 0 first); num_kept [B]: how many of them count.
-        """
-        if most > 1:  # node 0 is always entry 0
-            path = path[:, :most]
-            source = self.lengths[:, None] + path  # [B, P]
-            goal = self.lengths[:, None] + torch.arange(most, device=path.device)  # [B, P]
-            moved = self.data[:, :, self.rows, :, source]  # [B, P, layers, 2, heads, head_dim]
-            self.data[:, :, self.rows, :, goal] = moved
-        self.commit(num_kept, most)
+
+def _halves(data: Tensor) -> list[Tensor]:
+    return [half for layer in data.unbind(0) for half in layer.unbind(0)]
 
 
 class UnrollCache:

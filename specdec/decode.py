@@ -1,7 +1,7 @@
 """The round loop: propose, verify, keep. Plain decoding is the same loop with a tree of one node."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -9,9 +9,11 @@ from torch import Tensor
 
 from specdec import masks, verify
 from specdec.cache import RowCache
+from specdec.compile import Runner
 from specdec.proposers.base import Proposer
-from specdec.target import Target
-from specdec.tree import root
+from specdec.sampling import Sampling, seen
+from specdec.target import Target, TargetOutput
+from specdec.tree import Tree, root
 
 
 @dataclass(frozen=True)
@@ -22,15 +24,20 @@ class Round:
     accepted: list[int]  # [B] how many of them were drafted
 
 
+STAGES = ("draft", "verify", "keep", "other")
+
+
 @dataclass
 class Generation:
     """Answers and how they came about. The first token of an answer comes from reading the prompt, outside all rounds."""
 
     tokens: list[list[int]]  # [B][.] the answers
     accepted: list[list[int]]  # [B][rounds] drafts emitted by each round; a round emits one token more than that
-    seconds: float = 0.0  # all rounds, wall clock
+    drafted: list[int] = field(default_factory=list)  # [rounds] nodes beside the root that each round put to the target
+    seconds: float = 0.0  # all rounds, wall clock, without compiling
     prefill_seconds: float = 0.0
-    stages: dict[str, float] = field(default_factory=lambda: {"draft": 0.0, "verify": 0.0, "keep": 0.0})
+    compile_seconds: float = 0.0
+    stages: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))  # what `seconds` consists of
 
     def split(self) -> list["Generation"]:
         """One for each row; the clocks are shared out equally."""
@@ -39,26 +46,72 @@ class Generation:
             Generation(
                 [tokens],
                 [accepted],
+                self.drafted,
                 self.seconds * share,
                 self.prefill_seconds * share,
+                self.compile_seconds * share,
                 {name: spent * share for name, spent in self.stages.items()},
             )
             for tokens, accepted in zip(self.tokens, self.accepted)
         ]
 
 
+@dataclass(frozen=True)
+class StopStrings:
+    """Ends an answer with the token that completes one of `strings`; `decode` turns token ids into text."""
+
+    strings: tuple[str, ...]
+    decode: Callable[[list[int]], str]
+
+    def end(self, written: list[int], new: list[int]) -> int | None:
+        """How many of the `new` tokens behind `written` the answer keeps; None if it goes on."""
+        longest = max(map(len, self.strings))
+        tail = written[-4 * longest :] + new  # a token holds a byte at least, and a character four at most
+        if not self._complete(tail):
+            return None
+        return next(num for num in range(1, len(new) + 1) if self._complete(tail[: len(tail) - len(new) + num]))
+
+    def _complete(self, tokens: list[int]) -> bool:
+        text = self.decode(tokens)
+        return any(string in text for string in self.strings)
+
+
 class Decoder:
     """Draft and verify without changing the target's distribution; `proposer=None` is plain decoding.
 
-    temperature 0 is greedy. `stop` ends an answer at (and including) any of these token ids.
+    stop: token ids that end an answer, which includes them; stop_strings: texts that do
+    rule: how drafts are verified (verify.RULES); those in verify.LOSSY change the distribution and need lossy=True
+    runner: what compiles the target's passes; decoders of one target can share it. Default: nothing is compiled
     """
 
-    def __init__(self, target: Target, proposer: Proposer | None, *, temperature: float, stop: set[int]):
-        if temperature < 0:
-            raise ValueError(f"decode.temperature={temperature} must be 0 (greedy) or above.")
+    def __init__(
+        self,
+        target: Target,
+        proposer: Proposer | None,
+        *,
+        sampling: Sampling,
+        stop: set[int],
+        stop_strings: StopStrings | None = None,
+        rule: str = "token",
+        lossy: bool = False,
+        runner: Runner | None = None,
+    ):
+        if rule not in verify.RULES:
+            raise ValueError(f"decode.rule={rule} must be one of {', '.join(verify.RULES)}.")
+        if rule in verify.LOSSY and not lossy:
+            raise ValueError(
+                f"decode.rule={rule} changes what the target says. If that is wanted, set decode.lossy=true; else take "
+                "decode.rule=token or block."
+            )
+        if rule in verify.LOSSY and sampling.greedy:
+            raise ValueError(
+                f"decode.rule={rule} needs decode.temperature above 0: it weighs the target's probabilities."
+            )
         self.target, self.proposer = target, proposer
-        self.temperature, self.stop = temperature, stop
+        self.sampling, self.rule = sampling, verify.RULES[rule]
+        self.stop, self.stop_strings = stop, stop_strings
         self.layers = proposer.target_layers if proposer else ()
+        self.runner = runner or Runner()
 
     def generate(
         self, prompts: list[list[int]], max_new_tokens: int, *, generator: torch.Generator | None = None
@@ -83,67 +136,109 @@ class Decoder:
         result = result or Generation([[] for _ in prompts], [[] for _ in prompts])
         self._check(prompts, max_new_tokens)
         device = self.target.device
-        clock = self._now()
+        clock, compiling = self._now(), self._compiling()
         num = torch.tensor([len(prompt) for prompt in prompts], device=device)  # [B]
         padded = torch.nn.utils.rnn.pad_sequence([torch.tensor(p) for p in prompts], batch_first=True).to(
             device
         )  # [B, T]
         cache = self.target.cache(len(prompts))
-        newest, features = self._prefill(padded, num, cache, generator)  # [B], [B, T, F*D]
+        draws = verify.Draws(generator)
+        self.seen = self._mark(padded, num)
+        newest, features = self._prefill(padded, num, cache, draws)  # [B], [B, T, F*D]
+        if self.seen is not None:
+            self.seen.scatter_(1, newest[:, None], True)
         if self.proposer:
             self.proposer.begin(padded, num)
             following = torch.cat([padded[:, 1:], newest[:, None]], dim=1)  # [B, T]
             following[torch.arange(len(num), device=device), num - 1] = newest
-            self.proposer.commit(following, features, num)
+            self.proposer.commit(following, features, num, padded.shape[1])
         left = [max_new_tokens] * len(prompts)
-        draws = verify.Draws(generator)
-        emitted = self._cut([[token] for token in newest.tolist()], left)
-        result.prefill_seconds += self._now() - clock
+        written: list[list[int]] = [[] for _ in prompts]
+        emitted = self._cut([[token] for token in newest.tolist()], left, written)
+        result.prefill_seconds += self._now() - clock - (self._compiling() - compiling)
         yield Round(emitted, [0] * len(prompts))
 
         while any(left):
-            start = self._now()
-            tree = self.proposer.propose(self.temperature, generator) if self.proposer else root(newest)
-            drafted = self._now()
-            num_nodes = tree.tokens.shape[1]
-            ancestors = tree.ancestors()  # [B, N, N]
-            cache.reserve(num_nodes)
-            output = self.target.read(
-                tree.tokens,
-                self.layers,
-                positions=cache.lengths[:, None] + tree.depths(),
-                mask=masks.pending(ancestors, cache.lengths, cache.visible),
-                cache=cache,
-            )
-            logits = self.target.logits(output.final)  # [B, N, V]
-            if self.temperature == 0:
-                path, num_kept, newest = verify.greedy(tree, logits.argmax(-1))
-            else:
-                path, num_kept, newest = verify.sample(tree, verify.probabilities(logits, self.temperature), draws)
-            counts = num_kept.tolist()
-            verified = self._now()
-            most = max(counts)
-            cache.keep(path, num_kept, most)
-            path = path[:, :most]  # [B, P]
+            start, compiling = self._now(), self._compiling()
+            tree = self.proposer.propose(self.sampling, generator) if self.proposer else root(newest)
+            drafted, spent_drafting = self._now(), self._compiling()
+            path, num_kept, newest, output = self._verify(tree, cache, draws)
+            depth = 1 + min(self.proposer.depth if self.proposer else 0, tree.tokens.shape[1] - 1)
+            path = path[:, :depth]  # [B, P]
             accepted = tree.tokens.gather(1, path)  # [B, P], the root first
             following = torch.cat([accepted[:, 1:], newest[:, None]], dim=1)  # [B, P]
-            following[torch.arange(len(counts), device=device), num_kept - 1] = newest
+            following[cache.rows[:, 0], num_kept - 1] = newest
+            *lists, counts = torch.cat([following, num_kept[:, None]], dim=1).T.tolist()  # the one wait for the device
+            verified, spent_verifying = self._now(), self._compiling()
+            most = max(counts)
+            if not tree.linear:
+                cache.keep(path)
+            cache.commit(num_kept, most)
             if self.proposer:
-                features = output.features.gather(1, path[..., None].expand(-1, -1, output.features.shape[-1]))
-                self.proposer.commit(following, features, num_kept)
+                features = output.features
+                if not tree.linear:
+                    features = features.gather(1, path[..., None].expand(-1, -1, features.shape[-1]))
+                self.proposer.commit(following, features, num_kept, most)
+            kept = self._now()
             running = [n > 0 for n in left]
-            emitted = self._cut([row[:n] for row, n in zip(following.tolist(), counts)], left)
+            emitted = self._cut([list(row[:n]) for row, n in zip(zip(*lists), counts)], left, written)
             drafts = [max(0, len(row) - 1) for row in emitted]
             for row, count in enumerate(drafts):
                 if running[row]:
                     result.accepted[row].append(count)
+            result.drafted.append(tree.tokens.shape[1] - 1)
+            if self.seen is not None:
+                self.seen.scatter_(
+                    1,
+                    torch.where(torch.arange(depth, device=device) < num_kept[:, None], following, newest[:, None]),
+                    True,
+                )
             end = self._now()
-            for stage, spent in (("draft", drafted - start), ("verify", verified - drafted), ("keep", end - verified)):
+            compiled = self._compiling() - compiling
+            result.compile_seconds += compiled
+            result.seconds += end - start - compiled
+            for stage, spent in zip(
+                STAGES,
+                (
+                    drafted - start - (spent_drafting - compiling),
+                    verified - drafted - (spent_verifying - spent_drafting),
+                    kept - verified,
+                    end - kept,
+                ),
+            ):
                 result.stages[stage] += spent
-            result.seconds += end - start
             yield Round(emitted, drafts)
 
-    def _prefill(self, padded: Tensor, num: Tensor, cache: RowCache, generator) -> tuple[Tensor, Tensor]:
+    def _verify(self, tree: Tree, cache: RowCache, draws: verify.Draws) -> tuple[Tensor, Tensor, Tensor, TargetOutput]:
+        """One pass of the target over a tree, and the rule's verdict: path [B, N], num_kept [B], next token [B]"""
+        cache.reserve(tree.tokens.shape[1])
+        linear = tree.linear
+
+        def place(tokens, parents, lengths):
+            tree = Tree(tokens, parents, None, linear=linear)
+            ancestors = tree.ancestors()  # [B, N, N]
+            return lengths[:, None] + ancestors.sum(-1) - 1, masks.pending(ancestors, lengths, cache.visible)
+
+        run = self.runner
+        positions, mask = run(("place", linear, cache.visible), place, tree.tokens, tree.parents, cache.lengths)
+        output = self.target.read_compiled(
+            tree.tokens, self.layers, positions=positions, mask=mask, cache=cache, runner=run
+        )
+        if self.sampling.greedy and self.seen is None:
+
+            def greedy(final, tokens, parents):
+                choices = self.target.logits(final).argmax(-1)  # [B, N]
+                return verify.greedy(Tree(tokens, parents, None, linear=linear), choices)
+
+            return *run(("greedy", linear), greedy, output.final, tree.tokens, tree.parents), output
+        logits = run("logits", self.target.logits, output.final)  # [B, N, V]
+        if self.seen is not None:
+            logits = self.sampling.penalise(logits, seen(tree, self.seen))
+        if self.sampling.greedy:
+            return *verify.greedy(tree, logits.argmax(-1)), output
+        return *self.rule(tree, self.sampling.law(logits), draws), output
+
+    def _prefill(self, padded: Tensor, num: Tensor, cache: RowCache, draws: verify.Draws) -> tuple[Tensor, Tensor]:
         """Reads the prompts. -> the first token of each answer [B], the prompts' features [B, T, F*D]"""
         num_rows, length = padded.shape
         cache.reserve(length)
@@ -151,20 +246,41 @@ class Decoder:
         mask = masks.pending(masks.causal(length, padded.device), cache.lengths, cache.visible)
         output = self.target.read(padded, self.layers, positions=positions, mask=mask, cache=cache)
         cache.commit(num, length)
-        logits = self.target.logits(output.final[torch.arange(num_rows, device=num.device), num - 1])  # [B, V]
-        if self.temperature == 0:
+        logits = self.target.logits(output.final[cache.rows[:, 0], num - 1])  # [B, V]
+        if self.seen is not None:
+            logits = self.sampling.penalise(logits, self.seen)
+        if self.sampling.greedy:
             return logits.argmax(-1), output.features
-        law = verify.probabilities(logits, self.temperature)
-        return torch.multinomial(law, 1, generator=generator)[:, 0], output.features
+        law = self.sampling.law(logits)
+        return draws.token(law, torch.ones_like(num, dtype=torch.bool)), output.features
 
-    def _cut(self, emitted: list[list[int]], left: list[int]) -> list[list[int]]:
-        """Ends each row at a stop token or at its budget; `left` is counted down, to 0 where an answer has ended."""
+    def _mark(self, padded: Tensor, num: Tensor) -> Tensor | None:
+        """[B, V] bool, the prompts' tokens, where a penalty asks for them"""
+        if self.sampling.repetition_penalty == 1:
+            return None
+        real = torch.arange(padded.shape[1], device=padded.device) < num[:, None]  # [B, T]
+        marks = torch.zeros(len(num), self.target.vocab_size, dtype=torch.bool, device=padded.device)
+        return marks.scatter_(1, torch.where(real, padded, padded[:, :1]), True)
+
+    def _cut(self, emitted: list[list[int]], left: list[int], written: list[list[int]]) -> list[list[int]]:
+        """Ends each row at a stop token or text or at its budget; `left` is counted down, to 0 where an answer has ended.
+
+        written: the answers so far, to which is added; kept up only if there are texts to look for
+        """
         for row, tokens in enumerate(emitted):
+            tokens = tokens[: left[row]]
             end = next((i + 1 for i, token in enumerate(tokens) if token in self.stop), None)
-            emitted[row] = tokens[: min(end or len(tokens), left[row])]
-            ended = end is not None and end <= left[row]
-            left[row] = 0 if ended else left[row] - len(emitted[row])
+            tokens = tokens[:end]
+            if self.stop_strings and tokens:
+                last = self.stop_strings.end(written[row], tokens)
+                tokens, end = tokens[:last], end if last is None else last
+                written[row] += tokens
+            emitted[row] = tokens
+            left[row] = 0 if end is not None else left[row] - len(tokens)
         return emitted
+
+    def _compiling(self) -> float:
+        return self.runner.seconds + (self.proposer.compile_seconds if self.proposer else 0.0)
 
     def _check(self, prompts: list[list[int]], max_new_tokens: int) -> None:
         if not prompts or not all(prompts) or max_new_tokens < 1:

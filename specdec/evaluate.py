@@ -11,13 +11,57 @@ from dataclasses import dataclass
 import torch
 
 from specdec import replay
-from specdec.decode import Decoder, Generation
+from specdec.compile import Runner
+from specdec.decode import STAGES, Decoder, Generation
 from specdec.drafter import Drafter
 from specdec.proposers.base import Proposer
+from specdec.proposers.heads import Children, HeadProposer, Stopping
+from specdec.sampling import Sampling
 from specdec.target import Target
+from specdec.tree import TreeShape
 
 TAU = "tokens emitted per target pass of a round, bonus or correction token counted; the prompt's own pass is no round"
 RESAMPLES = 1000
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """How to draft and verify, as conf/decode says it.
+
+    depth, width, nodes: see TreeShape; nodes: null: depth of a chain, else depth x width
+    children, stopping: see HeadProposer; stopping holds the arguments of Stopping
+    rule, lossy: see Decoder
+    compile: whether the target's passes and the drafter's steps are compiled for the shapes that occur
+    """
+
+    depth: int
+    width: int = 1
+    nodes: int | None = None
+    children: Children = "chosen"
+    stopping: dict | None = None
+    rule: str = "token"
+    lossy: bool = False
+    compile: bool = False
+
+    def __post_init__(self):
+        if self.children not in ("chosen", "distinct", "independent"):
+            raise ValueError(f"decode.children={self.children} must be chosen, distinct or independent.")
+
+    @property
+    def shape(self) -> TreeShape:
+        return TreeShape(self.depth, self.width, self.nodes or self.depth * self.width)
+
+    def proposer(self, drafter: Drafter) -> HeadProposer:
+        stopping = None if self.stopping is None else Stopping(**self.stopping)
+        return HeadProposer(drafter, self.shape, children=self.children, stopping=stopping, compile=self.compile)
+
+    def decoder(self, target: Target, proposer: Proposer | None, **arguments) -> Decoder:
+        return Decoder(target, proposer, rule=self.rule, lossy=self.lossy, **arguments)
+
+    def replayable(self, sampling: Sampling) -> bool:
+        """Whether replay tells tau under these settings: fixed chains, verified token by token."""
+        plain = sampling == Sampling(temperature=sampling.temperature)
+        return self.shape.chain and self.stopping is None and plain and (sampling.greedy or self.rule == "token")
 
 
 @dataclass(frozen=True)
@@ -50,11 +94,11 @@ class Row:
 
 def measure(
     target: Target,
-    proposer: Proposer,
-    drafter: Drafter | None,
+    drafter: Drafter,
+    drafting: Drafting,
     prompts: list[Prompt],
     *,
-    temperature: float,
+    sampling: Sampling,
     max_new_tokens: int,
     stop: set[int],
     seed: int,
@@ -63,32 +107,33 @@ def measure(
 ) -> list[Row]:
     """Each prompt is decoded plainly and with drafts, one after the other and in alternating order, after a warm-up.
 
-    drafter: replayed along the plain answers if given (chains only; a tree's tau has no replay here).
+    Where replay can tell tau, the drafter is replayed along the plain answers. What compiling takes is not counted.
     batch: prompts decoded at once; rates are then those of the batch, shared out equally.
     """
-    plain = Decoder(target, None, temperature=temperature, stop=stop)
-    drafting = Decoder(target, proposer, temperature=temperature, stop=stop)
-    for decoder in (plain, drafting):
+    runner = Runner(drafting.compile)
+    plain = Decoder(target, None, sampling=sampling, stop=stop, runner=runner)
+    drafted = drafting.decoder(target, drafting.proposer(drafter), sampling=sampling, stop=stop, runner=runner)
+    for decoder in (plain, drafted):
         decoder.generate([prompts[0].tokens], min(8, max_new_tokens), generator=_generator(target, seed, 0))
     groups = [prompts[start : start + batch] for start in range(0, len(prompts), batch)]
     rows = []
     for number, group in enumerate(progress(groups)):
         found: dict[Decoder, list[Generation]] = {}
-        for decoder in (plain, drafting) if number % 2 else (drafting, plain):
+        for decoder in (plain, drafted) if number % 2 else (drafted, plain):
             generator = _generator(target, seed, number)
             tokens = [prompt.tokens for prompt in group]
             found[decoder] = decoder.generate(tokens, max_new_tokens, generator=generator).split()
-        for prompt, alone, drafted in zip(group, found[plain], found[drafting]):
+        for prompt, alone, together in zip(group, found[plain], found[drafted]):
             rounds, accepted, gap = float("nan"), [], None
-            if drafter is not None:
+            if drafting.replayable(sampling):
                 accept = replay.acceptance(
-                    drafter, prompt.tokens, alone.tokens[0], depth=proposer.depth, temperature=temperature
+                    drafter, prompt.tokens, alone.tokens[0], depth=drafting.depth, temperature=sampling.temperature
                 )
                 rounds, counts = replay.rounds(accept)
                 accepted = counts.tolist()
-            if temperature == 0:
-                gap = top2_gap(target, prompt.tokens, alone.tokens[0], drafted.tokens[0])
-            rows.append(Row(prompt, alone, drafted, rounds, accepted, gap))
+            if sampling.greedy:
+                gap = top2_gap(target, prompt.tokens, alone.tokens[0], together.tokens[0], sampling)
+            rows.append(Row(prompt, alone, together, rounds, accepted, gap))
     return rows
 
 
@@ -96,45 +141,52 @@ def _generator(target: Target, seed: int, number: int) -> torch.Generator:
     return torch.Generator(target.device).manual_seed(seed + number)
 
 
-def top2_gap(target: Target, prompt: list[int], answer: list[int], other: list[int]) -> float | None:
+def top2_gap(
+    target: Target, prompt: list[int], answer: list[int], other: list[int], sampling: Sampling
+) -> float | None:
     """The gap between the target's two largest logits where two greedy answers part; None if they are the same."""
     if answer == other:
         return None
     same = next((i for i, (a, b) in enumerate(zip(answer, other)) if a != b), min(len(answer), len(other)))
     tokens = torch.tensor([prompt + answer[:same]], device=target.device)
-    top = target.logits(target.read(tokens, ()).final[0, -1]).topk(2).values
+    logits = target.logits(target.read(tokens, ()).final[:, -1:])  # [1, 1, V]
+    before = torch.zeros_like(logits, dtype=torch.bool).scatter_(2, tokens[None], True)
+    top = sampling.penalise(logits, before)[0, 0].topk(2).values
     return float(top[0] - top[1])
 
 
-def summarise(rows: list[Row], *, depth: int, temperature: float, adapted: bool = False, seed: int = 0) -> dict:
-    """One column of a report: overall figures with 95 % bootstrap intervals over prompts. adapted: `Target.adapted`"""
+def summarise(
+    rows: list[Row], *, depth: int, temperature: float, adapted: bool = False, lossy: bool = False, seed: int = 0
+) -> dict:
+    """One column of a report: overall figures with 95 % bootstrap intervals over prompts.
+
+    adapted: `Target.adapted`; lossy: whether the rule that verified is one of verify.LOSSY
+    """
     rounds = sum(row.num_rounds for row in rows)
     reached = [sum(a >= d for row in rows for a in row.drafted.accepted[0]) for d in range(1, depth + 1)]
     survival = [count / rounds if rounds else float("nan") for count in reached]
     before = [1.0, *survival[:-1]]
-    stages = {
-        name: 1e3 * sum(row.drafted.stages[name] for row in rows) / max(1, rounds)
-        for name in ("draft", "verify", "keep")
-    }
+    stages = {name: 1e3 * sum(row.drafted.stages[name] for row in rows) / max(1, rounds) for name in STAGES}
     summary = {
         "temperature": temperature,
         "adapted_target": adapted,
+        "lossy": lossy,
         "num_prompts": len(rows),
         "num_rounds": rounds,
         "tau": _tau(rows),
-        "tau_ci": _interval(rows, _tau, seed),
+        "tau_ci": interval(rows, _tau, seed),
         "survival": survival,
         "acceptance": [s / b if b else float("nan") for s, b in zip(survival, before)],
         "tokens_per_second": _rate(rows, "drafted"),
-        "tokens_per_second_ci": _interval(rows, lambda some: _rate(some, "drafted"), seed),
+        "tokens_per_second_ci": interval(rows, lambda some: _rate(some, "drafted"), seed),
         "baseline_tokens_per_second": _rate(rows, "plain"),
         "speedup": _speedup(rows),
-        "speedup_ci": _interval(rows, _speedup, seed),
+        "speedup_ci": interval(rows, _speedup, seed),
         "ms_per_round": stages,
     }
     if all(row.replayed_accepted for row in rows):
         summary["replayed_tau"] = _replayed_tau(rows)
-        summary["replayed_tau_ci"] = _interval(rows, _replayed_tau, seed)
+        summary["replayed_tau_ci"] = interval(rows, _replayed_tau, seed)
     if temperature == 0:
         gaps = [row.gap for row in rows if row.gap is not None]
         summary["identical_outputs"] = 1 - len(gaps) / len(rows)
@@ -144,21 +196,20 @@ def summarise(rows: list[Row], *, depth: int, temperature: float, adapted: bool 
     return summary
 
 
-def report(rows: list[Row], *, depth: int, temperature: float, adapted: bool = False) -> dict:
+def report(rows: list[Row], **settings) -> dict:
     """`summarise` overall and by category."""
     categories = sorted({row.prompt.category for row in rows})
     by_category = {
-        name: summarise(
-            [row for row in rows if row.prompt.category == name], depth=depth, temperature=temperature, adapted=adapted
-        )
-        for name in categories
+        name: summarise([row for row in rows if row.prompt.category == name], **settings) for name in categories
     }
-    return {**summarise(rows, depth=depth, temperature=temperature, adapted=adapted), "by_category": by_category}
+    return {**summarise(rows, **settings), "by_category": by_category}
 
 
 def verdict(summary: dict) -> str:
     """One sentence on losslessness."""
     whose = "; outputs are those of the adapted target, not of the original one" if summary["adapted_target"] else ""
+    if summary["lossy"]:
+        return f"NOT lossless: this rule accepts what the target would seldom say, so answers follow another law{whose}"
     if summary["temperature"] > 0:
         return f"lossless by the acceptance rule (answers are draws from the same law, not the same draws){whose}"
     num = round(summary["identical_outputs"] * summary["num_prompts"])
@@ -177,7 +228,7 @@ def difference(rows: list[Row], others: list[Row], *, seed: int = 0) -> dict:
         return _tau([row for row, _ in pairs]) - _tau([other for _, other in pairs])
 
     pairs = list(zip(rows, others, strict=True))
-    return {"tau_difference": statistic(pairs), "tau_difference_ci": _interval(pairs, statistic, seed)}
+    return {"tau_difference": statistic(pairs), "tau_difference_ci": interval(pairs, statistic, seed)}
 
 
 def _tau(rows: list[Row]) -> float:
@@ -201,10 +252,25 @@ def _speedup(rows: list[Row]) -> float:
     return _rate(rows, "drafted") / _rate(rows, "plain")
 
 
-def _interval(rows: list, statistic: Callable[[list], float], seed: int) -> list[float]:
+def interval(rows: list, statistic: Callable[[list], float], seed: int) -> list[float]:
     """95 % percentile bootstrap over prompts: tokens of one prompt are strongly correlated."""
     generator = torch.Generator().manual_seed(seed)
     draws = torch.randint(len(rows), (RESAMPLES, len(rows)), generator=generator).tolist()
     values = sorted(statistic([rows[i] for i in draw]) for draw in draws)
     cuts = statistics.quantiles(values, n=40)
     return [cuts[0], cuts[-1]]
+
+
+def fastest_batch(
+    decode: Callable[[list[list[int]]], float], prompts: list[list[int]], sizes: tuple[int, ...] = (1, 4, 16)
+) -> int:
+    """The size of group at which `decode`, which takes a group of prompts and returns its tokens/s, is fastest.
+
+    Medians over the first three groups of each size, after a warm-up; sizes that the prompts do not fill are left out.
+    """
+    rates = {}
+    for size in [size for size in sizes if size <= len(prompts)]:
+        groups = [prompts[start : start + size] for start in range(0, len(prompts) - size + 1, size)]
+        decode(groups[0])
+        rates[size] = statistics.median(map(decode, groups[:3]))
+    return max(rates, key=lambda size: rates[size])

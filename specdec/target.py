@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import json
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -15,6 +16,7 @@ from transformers.cache_utils import DynamicLayer
 
 from specdec import attention
 from specdec.cache import RowCache
+from specdec.compile import Runner
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16, "float64": torch.float64}
 
@@ -158,6 +160,59 @@ class Target:
         states[self.num_layers] = final = output.last_hidden_state  # [B, S, D]
         features = torch.cat([states[k] for k in layers], dim=-1) if layers else final[..., :0]
         return TargetOutput(features, final)
+
+    def read_compiled(
+        self,
+        tokens: Tensor,
+        layers: tuple[int, ...],
+        *,
+        positions: Tensor,
+        mask: Tensor,
+        cache: RowCache,
+        runner: Runner,
+    ) -> TargetOutput:
+        """`read`, its layers compiled once and run one after the other without transformers in between.
+
+        Raises ValueError if that is not what the model does: the first pass of every shape is compared with `read`.
+        """
+        if not runner.compile:
+            return self.read(tokens, layers, positions=positions, mask=mask, cache=cache)
+
+        def begin(tokens, positions):
+            h = self.embed(tokens)
+            return h, *self.decoder.rotary_emb(h, positions)  # [B, S, D], cos and sin [B, S, head_dim]
+
+        def layer(module, h, cos, sin, mask, positions, slots, keys, values):
+            place = cache.over([keys, values], cache.lengths)
+            place.slots = slots
+            return module(
+                h,
+                attention_mask=mask,
+                position_ids=positions,
+                position_embeddings=(cos, sin),
+                past_key_values=place,
+                use_cache=True,
+            )
+
+        seconds = runner.seconds
+        h, cos, sin = runner("the target's embedding", begin, tokens, positions)
+        shared = cos, sin, mask, positions, cache.slots
+        functions = runner.layers("the target's layer", layer, self.decoder.layers, h, *shared, *cache.halves[:2])
+        states = []
+        for function, keys, values in zip(functions, cache.halves[::2], cache.halves[1::2]):
+            states.append(h)
+            h = function(h, *shared, keys, values)
+        states.append(runner("the target's last norm", self.norm, h))
+        output = TargetOutput(torch.cat([states[k] for k in layers], dim=-1) if layers else h[..., :0], states[-1])
+        if runner.seconds > seconds:
+            start = time.perf_counter()
+            wanted = self.read(tokens, (), positions=positions, mask=mask, cache=cache).final
+            if (wanted - output.final).abs().max() > 0.1 * wanted.abs().max():
+                raise ValueError(
+                    f"{self.name} does more than its layers one after the other: set decode.compile=false."
+                )
+            runner.seconds += time.perf_counter() - start
+        return output
 
     def logits(self, final: Tensor) -> Tensor:
         """[..., D] -> [..., V], float32 (float64 for a float64 target)"""

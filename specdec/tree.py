@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from specdec import masks
+
 
 @dataclass(frozen=True)
 class Tree:
@@ -13,6 +15,7 @@ class Tree:
     tokens: Tensor  # [B, N] node 0 is the newest committed token
     parents: Tensor  # [B, N] parents[i] < i; parents[0] = -1
     probs: Tensor | None  # [B, N, V] the law that node i was sampled from; None if nodes were chosen, not sampled
+    linear: bool = False  # whether every row is a chain
 
     def depths(self) -> Tensor:
         """-> [B, N]; the root has depth 0."""
@@ -21,6 +24,8 @@ class Tree:
     def ancestors(self) -> Tensor:
         """-> [B, N, N] bool; row i marks i and its ancestors."""
         num_rows, num_nodes = self.parents.shape
+        if self.linear:
+            return masks.causal(num_nodes, self.parents.device).expand(num_rows, -1, -1)
         seen = torch.eye(num_nodes, dtype=torch.bool, device=self.parents.device).repeat(num_rows, 1, 1)
         rows = torch.arange(num_rows, device=self.parents.device)
         for node in range(1, num_nodes):
@@ -58,10 +63,10 @@ class TreeShape:
 
 def root(tokens: Tensor) -> Tree:
     """The tree of no draft. tokens [B]: the newest committed ones."""
-    return Tree(tokens[:, None], torch.full_like(tokens[:, None], -1), None)
+    return chain(tokens[:, None], None)
 
 
 def chain(tokens: Tensor, probs: Tensor | None) -> Tree:
     """tokens [B, N], root first; probs [B, N, V] if the drafts were sampled (the root's entry is not read)."""
     parents = torch.arange(-1, tokens.shape[1] - 1, device=tokens.device).expand_as(tokens)
-    return Tree(tokens, parents, probs)
+    return Tree(tokens, parents, probs, linear=True)

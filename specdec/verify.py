@@ -1,16 +1,25 @@
-"""Lossless acceptance rules: pure functions of a tree and the target's laws. No model is needed here.
+"""Acceptance rules: pure functions of a tree and the target's laws. No model is needed here, and no rule waits for a
+GPU: Python counts nodes, tensors do the rest.
 
-One rule serves sampled chains and chosen trees (Leviathan et al. 2211.17192; Chen et al. 2302.01318; SpecInfer
-2305.09781, multi-step): walk down from the root; at a node, try its children in order; accept child x with
-probability min(1, r(x) / q(x)), where r starts as the target's law p and becomes norm(max(r - q, 0)) after a refusal.
-A child that was chosen, not sampled, has a one-hot q: it is accepted with r(x), else r(x) = 0 and r is normalised.
-When every child is refused the next token is drawn from r. Greedy decoding is the case of a one-hot p.
+tree.probs[b, i] is the law that node i was really drawn from, given its parent's context and its earlier siblings;
+all that the rules know of drafting is in it. So it is q for a chain (Leviathan et al. 2211.17192; Chen et al.
+2302.01318) and for children drawn independently (SpecInfer 2305.09781). For children drawn without replacement
+(Sequoia 2402.12374; RSD 2402.14160) the proposer hands in q without the earlier siblings' tokens, normalised. For
+children that were chosen it would be one-hot, which tree.probs = None says in less memory.
+
+Every rule returns path [B, P], the accepted nodes from node 0 down (P = N; entries past num_kept are 0), num_kept [B]
+and next_token [B]. Laws of the target, probs [B, N, V], are in float32 or float64.
 """
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from specdec.sampling import pick
 from specdec.tree import Tree
+
+Verdict = tuple[Tensor, Tensor, Tensor]
 
 
 def probabilities(logits: Tensor, temperature: float) -> Tensor:
@@ -19,75 +28,136 @@ def probabilities(logits: Tensor, temperature: float) -> Tensor:
     return (logits.to(dtype) / temperature).softmax(-1)
 
 
-def greedy(tree: Tree, choices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Temperature 0: follow the child that equals the target's choice.
-
-    choices [B, N]: the target's argmax after each node
-    -> path [B, P] accepted nodes from node 0 down (P = N; entries past num_kept are 0), num_kept [B], next_token [B]
-    """
-    num_rows, num_nodes = tree.tokens.shape
-    rows = torch.arange(num_rows, device=choices.device)
-    # A node is accepted if its token is its parent's choice and its parent is accepted.
-    matches = tree.tokens == choices.gather(1, tree.parents.clamp(min=0))  # [B, N]
-    path = torch.zeros_like(tree.tokens)
-    num_kept = torch.ones_like(path[:, 0])
-    last = torch.zeros_like(num_kept)
-    for node in range(1, num_nodes):
-        accepted = matches[:, node] & (tree.parents[:, node] == last)
-        last = torch.where(accepted, node, last)
-        path[rows, num_kept.clamp(max=num_nodes - 1)] = torch.where(
-            accepted, node, path[rows, num_kept.clamp(max=num_nodes - 1)]
-        )
-        num_kept = num_kept + accepted
-    return path, num_kept, choices[rows, last]
-
-
 class Draws:
-    """Where `sample` gets its chances from; a test puts an enumeration in its place."""
+    """Where the rules get their chances from; a test puts an enumeration in its place."""
 
     def __init__(self, generator: torch.Generator | None):
         self.generator = generator
 
-    def accept(self, chance: Tensor) -> bool:
-        """True with probability `chance`, a scalar (1 or more: always)."""
-        return bool(torch.rand((), generator=self.generator, device=chance.device, dtype=chance.dtype) < chance)
+    def accept(self, chance: Tensor, where: Tensor) -> Tensor:
+        """chance [B] (1 or more: always), where [B] bool -> [B] bool; False, and no draw, where `where` is False."""
+        uniform = torch.rand(chance.shape, generator=self.generator, device=chance.device, dtype=chance.dtype)
+        return where & (uniform < chance)
 
-    def token(self, law: Tensor) -> Tensor:
-        """One index drawn from law [V]."""
-        return torch.multinomial(law, 1, generator=self.generator)[0]
+    def token(self, law: Tensor, where: Tensor) -> Tensor:
+        """law [B, V], where [B] bool -> one index drawn for each row [B]; any index where `where` is False."""
+        return pick(law, torch.rand(len(law), 1, generator=self.generator, device=law.device, dtype=torch.float64))
 
 
-def sample(tree: Tree, probs: Tensor, draws: Draws) -> tuple[Tensor, Tensor, Tensor]:
-    """Temperature > 0. probs [B, N, V]: the target's law after each node -> path, num_kept, next_token as in `greedy`."""
+def greedy(tree: Tree, choices: Tensor) -> Verdict:
+    """Temperature 0, lossless: follow the children that equal the target's choice.
+
+    choices [B, N]: the target's argmax after each node
+    """
+    path, num_kept, end = longest(tree, tree.tokens == choices.gather(1, tree.parents.clamp(min=0)))
+    return path, num_kept, choices.gather(1, end[:, None])[:, 0]
+
+
+def sample(tree: Tree, probs: Tensor, draws: Draws) -> Verdict:
+    """Token by token, lossless for whatever drafting tree.probs tells of (see above).
+
+    Walk down from the root; at a node, try its children in order; accept child x with probability min(1, r(x) / q(x)),
+    where r starts as the target's law p and becomes norm(max(r - q, 0)) after a refusal. A chosen child is accepted
+    with r(x), else r(x) = 0 and r is normalised. When every child is refused the next token is drawn from r. probs is
+    overwritten.
+    """
+    rows = torch.arange(len(probs), device=probs.device)
+    end = torch.zeros_like(tree.tokens[:, 0])  # [B] the last accepted node
+    for node in range(1, tree.tokens.shape[1]):  # a node's descendants all come after it
+        parent = tree.parents[:, node]
+        law = probs[rows, parent]  # [B, V] r, as the parent's earlier children leave it
+        accepted = draws.accept(chance(law, tree, node), parent == end)
+        probs[rows, parent], _ = refuse(law, tree, node)
+        end = torch.where(accepted, node, end)
+    return *trace(tree.ancestors(), end), draws.token(probs[rows, end], torch.ones_like(end, dtype=torch.bool))
+
+
+def block(tree: Tree, probs: Tensor, draws: Draws) -> Verdict:
+    """Whole paths at once: traversal verification (2505.12398), on a chain block verification (2403.10444).
+
+    Lossless for whatever drafting tree.probs tells of (see above): chains, chosen children, children drawn with or
+    without replacement. probs is overwritten.
+
+    A node is the end of the path with a chance P if no node before it is, in post-order (leaves first, the root last).
+    P(root) = 1, P(x) = min(1, P p(x) / q(x)) with P and p of x's parent, which become, for the parent's next child and
+    for the parent's own turn, p = norm(R) and P = |R| / (|R| + 1 - P), where R = max(P p - q, 0). No draw has a say in
+    this, for a turn only comes when all before it were refused; so it is worked out in the order of nodes.
+    """
     num_rows, num_nodes = tree.tokens.shape
-    path = torch.zeros_like(tree.tokens)
-    num_kept, next_token = torch.ones_like(path[:, 0]), torch.zeros_like(path[:, 0])
-    tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
-    for row in range(num_rows):
-        last, kept = 0, 1
-        residual = probs[row, 0]  # [V] what the next token is drawn from if no child is accepted
-        for child in range(1, num_nodes):  # a node's descendants all come after it
-            if parents[row][child] != last:
-                continue
-            token = tokens[row][child]
-            law = None if tree.probs is None else tree.probs[row, child]  # [V]
-            if draws.accept(residual[token] if law is None else residual[token] / law[token]):
-                path[row, kept] = last = child
-                kept += 1
-                residual = probs[row, child]
-            else:
-                residual = refuse(residual, token, law)
-        num_kept[row] = kept
-        next_token[row] = draws.token(residual)
-    return path, num_kept, next_token
+    rows = torch.arange(num_rows, device=probs.device)
+    ancestors = tree.ancestors()  # [B, N, N]
+    size = ancestors.sum(1)  # [B, N] nodes from each downwards
+    turn = torch.zeros_like(size)  # [B, N] begins as the first turn below a node that is free, ends as its own
+    budget = torch.ones_like(probs[..., 0])  # [B, N] P
+    for node in range(1, num_nodes):
+        parent = tree.parents[:, node]
+        before = budget[rows, parent]  # [B]
+        mass = before[:, None] * probs[rows, parent]  # [B, V] P p
+        budget[:, node] = chance(mass, tree, node)
+        probs[rows, parent], total = refuse(mass, tree, node)
+        budget[rows, parent] = torch.where(before == 1, before, total / (total + 1 - before))
+        turn[:, node] = turn[rows, parent]
+        turn[rows, parent] += size[:, node]
+    end = torch.zeros_like(size[:, 0])
+    undecided = torch.ones_like(end, dtype=torch.bool)  # [B]
+    for candidate in turn.argsort(1)[:, :-1].unbind(1):  # [B] each; the root, whose chance is 1, needs no draw
+        accepted = draws.accept(budget[rows, candidate], undecided)
+        end = torch.where(accepted, candidate, end)
+        undecided = undecided & ~accepted
+    return *trace(ancestors, end), draws.token(probs[rows, end], torch.ones_like(undecided))
 
 
-def refuse(residual: Tensor, token: int, law: Tensor | None) -> Tensor:
-    """norm(max(r - q, 0)) [V]; r itself where nothing is left but rounding. law None: q is one-hot at `token`."""
-    if law is None:
-        rest = residual.clone()
-        rest[token] = 0
+def typical(tree: Tree, probs: Tensor, draws: Draws, *, epsilon: float = 0.09, delta: float = 0.3) -> Verdict:
+    """Medusa's typical acceptance (2401.10774). NOT lossless: what comes out is not distributed as the target's text.
+
+    A child is acceptable if p(x) > min(epsilon, delta exp(-H(p))) at its parent; the longest acceptable path is kept
+    (the first of equals), and the next token is drawn from p at its end.
+    """
+    rows = torch.arange(len(probs), device=probs.device)
+    parents = tree.parents.clamp(min=0)
+    entropy = torch.special.entr(probs).sum(-1)  # [B, N] in nats
+    bound = (delta * torch.exp(-entropy)).clamp(max=epsilon)  # [B, N]
+    path, num_kept, end = longest(tree, probs[rows[:, None], parents, tree.tokens] > bound.gather(1, parents))
+    return path, num_kept, draws.token(probs[rows, end], torch.ones_like(rows, dtype=torch.bool))
+
+
+def chance(mass: Tensor, tree: Tree, node: int) -> Tensor:
+    """min(1, r(x) / q(x)) [B] of a node's token x; mass [B, V] is r."""
+    token = tree.tokens[:, node, None]  # [B, 1]
+    ours = mass.gather(1, token)[:, 0]
+    return ours if tree.probs is None else (ours / tree.probs[:, node].gather(1, token)[:, 0]).clamp(max=1)
+
+
+def refuse(mass: Tensor, tree: Tree, node: int) -> tuple[Tensor, Tensor]:
+    """norm(R) [B, V] and |R| [B] for R = max(r - q, 0), q being the law of `node`; mass [B, V] is r.
+
+    Where |R| is no more than rounding, r itself comes back: if r is a law, refusals are as unlikely as that.
+    """
+    if tree.probs is None:
+        rest = mass.scatter(1, tree.tokens[:, node, None], 0)
     else:
-        rest = (residual - law).clamp(min=0)
-    total = rest.sum()
-    return rest / total if total > 0 else residual
+        rest = (mass - tree.probs[:, node]).clamp_(min=0)
+    total = rest.sum(-1, keepdim=True)  # [B, 1]
+    rounding = (total <= torch.finfo(mass.dtype).eps).to(mass.dtype)
+    return rest.addcmul_(mass, rounding).div_(total + rounding), total[:, 0]  # torch.where would be slower
+
+
+def longest(tree: Tree, kept: Tensor) -> Verdict:
+    """kept [B, N] bool -> the longest path from the root over nodes that are kept (the root is), and its end [B]."""
+    ancestors = tree.ancestors()  # [B, N, N]
+    reached = (kept[:, None] | ~ancestors)[..., 1:].all(-1)  # [B, N]
+    end = (reached * ancestors.sum(-1)).argmax(-1)
+    return *trace(ancestors, end), end
+
+
+def trace(ancestors: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
+    """ancestors [B, N, N] as of Tree, end [B] -> path [B, N] from the root to `end`, num_kept [B]"""
+    numbers = torch.arange(ancestors.shape[1], device=end.device)  # [N]
+    onward = ancestors[torch.arange(len(end), device=end.device), end]  # [B, N]
+    num_kept = onward.sum(-1)
+    path = torch.where(onward, numbers, len(numbers)).sort(1).values  # parents come first
+    return path.masked_fill(numbers >= num_kept[:, None], 0), num_kept
+
+
+RULES: dict[str, Callable[[Tree, Tensor, Draws], Verdict]] = {"token": sample, "block": block, "typical": typical}
+LOSSY = {"typical"}

@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from specdec import attention
 from specdec.proposers.heads import HeadProposer
+from specdec.sampling import Sampling
 from specdec.target import Target
 from specdec.tree import Tree, TreeShape
 
@@ -131,14 +132,17 @@ def follow(drafter, tokens, features, slot: int, depth: int, parts: tuple[int, .
     proposer.begin(tokens[None], torch.tensor([len(tokens)]))
     first = 0
     for last in (*parts, slot):
-        proposer.commit(tokens[None, first + 1 : last + 1], features[None, first:last], torch.tensor([last - first]))
+        proposer.commit(
+            tokens[None, first + 1 : last + 1], features[None, first:last], torch.tensor([last - first]), last - first
+        )
         first = last
         if last != slot:
-            proposer.propose(0.0, None)
-    state, readout = proposer._absorb()
-    state, states, logits = state[:, -1:], [state[0, -1]], [drafter.logits(1, readout[0, -1])]
+            proposer.propose(Sampling(), None)
+    _, state, said, _ = proposer._first_step()
+    states, logits = [state[0, -1]], [said[0, -1]]
     for d in range(2, depth + 1):
-        state, said = proposer._step(d, state, tokens[None, [slot + d - 1]], torch.ones(1, 1, d - 1).bool())
+        seen = torch.ones(1, 1, d - 1, dtype=torch.bool)
+        state, said, _ = proposer._take_step(d, d - 2, state, tokens[None, [slot + d - 1]], seen)
         states.append(state[0, 0])
         logits.append(said[0, 0])
     return states, logits

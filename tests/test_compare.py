@@ -172,7 +172,7 @@ def test_a_shallow_drafter_is_cut_and_an_adapting_one_has_its_own_target(run, fo
         (["runs={folder}/target"], "does not exist"),
         (["tree=4,3"], "give depth,width,nodes"),
         (["temperature=hot"], "give numbers"),
-        (["limit=0"], "leaves no prompt"),
+        (["limit=0"], "leave nothing to decode"),
     ],
 )
 def test_mistakes_are_answered_with_a_sentence(run, folder, arguments, message):

@@ -10,6 +10,7 @@ from conftest import HEADS, chain_of, make_drafter, make_target, random_tokens
 from specdec.decode import Decoder
 from specdec.proposers.base import Proposer
 from specdec.proposers.heads import HeadProposer
+from specdec.sampling import Sampling
 from specdec.tree import Tree, TreeShape, chain
 
 SHAPES = [chain_of(1), chain_of(4), TreeShape(depth=3, width=3, nodes=8)]
@@ -17,7 +18,7 @@ LENGTHS, NUM_NEW = (5, 12, 2, 9, 1), 24  # of prompts; more rows than specdec.at
 
 
 def greedy(target, proposer, stop=frozenset()) -> Decoder:
-    return Decoder(target, proposer, temperature=0.0, stop=set(stop))
+    return Decoder(target, proposer, sampling=Sampling(0.0), stop=set(stop))
 
 
 def prompts_of(target) -> list[list[int]]:
@@ -113,14 +114,14 @@ class Scripted(Proposer):
         self.places = [0] * len(num)
         self.features = [[] for _ in num]
 
-    def commit(self, tokens, features, num):
+    def commit(self, tokens, features, num, most):
         for row, count in enumerate(num.tolist()):
             first, self.places[row] = self.places[row] + 1, self.places[row] + count
             text = self.texts[row][first : first + count]
             assert tokens[row, : len(text)].tolist() == text  # what is committed is the text, in order
             self.features[row] += features[row, : len(text)]
 
-    def propose(self, temperature, generator):
+    def propose(self, sampling, generator):
         trees = [self.drafts(text, min(place, len(text) - 1)) for text, place in zip(self.texts, self.places)]
         return Tree(torch.cat([tree.tokens for tree in trees]), torch.cat([tree.parents for tree in trees]), None)
 
@@ -236,7 +237,7 @@ def test_caches_grow_past_their_first_capacity(small_target):
         prompt = random_tokens(7, num_prompt, small_target.vocab_size)
         generation = greedy(small_target, proposer).generate([prompt, prompt[:9]], 40)
         assert generation.tokens == [theirs(small_target, text, 40) for text in (prompt, prompt[:9])]
-        assert proposer.cache.capacity > 256
+        assert proposer.cache.visible > 256
 
 
 def test_what_cannot_be_decoded(target):
@@ -249,7 +250,7 @@ def test_what_cannot_be_decoded(target):
         greedy(target, proposer).generate([[1], [1] * 500], 9)
     assert limit == 512 and len(greedy(target, None).generate([[1] * 500], 12).tokens[0]) == 12
     with pytest.raises(ValueError, match=r"decode\.temperature=-1"):
-        Decoder(target, None, temperature=-1, stop=set())
+        Decoder(target, None, sampling=Sampling(-1), stop=set())
 
 
 # Sampling
@@ -277,7 +278,7 @@ def test_sampled_text_has_the_targets_law(shape, reduced, head):
     temperature, num = 1.3, 600
     target = make_target(3, num_layers=8)
     proposer = shape and HeadProposer(make_drafter(target, head, reduced), shape)
-    decoder = Decoder(target, proposer, temperature=temperature, stop=set())
+    decoder = Decoder(target, proposer, sampling=Sampling(temperature), stop=set())
     generator = torch.Generator().manual_seed(0)
     tokens = torch.tensor(decoder.generate([[1, 2, 0]] * num, 3, generator=generator).tokens)
     law = exact_law(target, [1, 2, 0], 3, temperature).flatten()

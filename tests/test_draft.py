@@ -25,6 +25,7 @@ from specdec.export import transformers as exporter
 from specdec.heads.draft import Draft
 from specdec.heads.eagle import Eagle
 from specdec.proposers.heads import HeadProposer
+from specdec.sampling import Sampling
 from specdec.target import Target
 from train.data import Packs, Row
 from train.onpolicy import OnPolicy
@@ -85,7 +86,7 @@ def shake(drafter: Draft) -> Draft:
 def test_a_draft_with_all_layers_is_the_target(target):
     draft = Draft(target, copy_layers=list(range(target.num_layers))).double().eval()
     assert torch.equal(said(draft, text()), target.logits(target.read(text(), ()).final))
-    decoder = Decoder(target, HeadProposer(draft, chain_of(3)), temperature=0.0, stop=set())
+    decoder = Decoder(target, HeadProposer(draft, chain_of(3)), sampling=Sampling(0.0), stop=set())
     generation = decoder.generate([random_tokens(1, 5, V), random_tokens(2, 3, V)], 17)
     assert generation.accepted == [[3] * 4] * 2  # tau = 4
 

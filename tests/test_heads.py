@@ -12,6 +12,7 @@ from specdec import attention, masks
 from specdec.cache import UnrollCache
 from specdec.heads import dflash
 from specdec.proposers.heads import HeadProposer
+from specdec.sampling import Sampling
 from specdec.tree import TreeShape
 from specdec.unroll import unroll
 
@@ -71,8 +72,8 @@ def test_drafts_are_the_best_of_each_step(any_drafter, text, shape):
     shape = dataclasses.replace(shape, depth=min(shape.depth, depth_of(any_drafter)))
     proposer = HeadProposer(any_drafter, shape)
     proposer.begin(tokens[None, :slot], torch.tensor([slot]))
-    proposer.commit(tokens[None, 1:], features[None], torch.tensor([slot]))
-    tree = proposer.propose(0.0, None)
+    proposer.commit(tokens[None, 1:], features[None], torch.tensor([slot]), slot)
+    tree = proposer.propose(Sampling(), None)
     paths, drafts, parents = [tokens], tree.tokens[0].tolist(), tree.parents[0].tolist()
     for node in range(1, len(drafts)):
         paths.append(torch.cat([paths[parents[node]], tree.tokens[0, node : node + 1]]))
@@ -90,8 +91,8 @@ def test_sampled_drafts_have_the_laws_of_their_steps(any_drafter, text):
     tokens, features = text[0][: slot + 1], text[1][:slot]
     proposer = HeadProposer(any_drafter, chain_of(depth))
     proposer.begin(tokens[None, :slot], torch.tensor([slot]))
-    proposer.commit(tokens[None, 1:], features[None], torch.tensor([slot]))
-    tree = proposer.propose(temperature, torch.Generator().manual_seed(0))
+    proposer.commit(tokens[None, 1:], features[None], torch.tensor([slot]), slot)
+    tree = proposer.propose(Sampling(temperature), torch.Generator().manual_seed(0))
     _, logits = follow(any_drafter, torch.cat([tokens, tree.tokens[0, 1:]]), features, slot, depth)
     for d in range(1, depth + 1):
         law = torch.zeros(target.vocab_size, dtype=torch.float64)
@@ -269,20 +270,22 @@ def test_cache_after_a_round(any_drafter, accepted):
     prompts = torch.tensor([6, 3])
     proposer = HeadProposer(any_drafter, chain_of(depth))
     proposer.begin(texts[:, :6], prompts)
-    proposer.commit(texts[:, 1:7], features[:, :6], prompts)
-    proposer.propose(0.0, None)
+    proposer.commit(texts[:, 1:7], features[:, :6], prompts, 6)
+    proposer.propose(Sampling(), None)
     more = 1 - any_drafter.first_slot  # slot 0 is committed too
     assert torch.equal(proposer.cache.lengths, prompts + more) and proposer.cache.pending == 0
     num = torch.tensor(accepted) + 1
     new = prompts[:, None] + torch.arange(int(num.max()))  # [B, P] positions whose features are new
-    proposer.commit(texts.gather(1, new + 1), features[torch.arange(2)[:, None], new], num)
-    again = proposer.propose(0.0, None)
+    proposer.commit(texts.gather(1, new + 1), features[torch.arange(2)[:, None], new], num, int(num.max()))
+    again = proposer.propose(Sampling(), None)
     assert torch.equal(proposer.cache.lengths, prompts + num + more) and proposer.cache.pending == 0
     for row, length in enumerate((prompts + num).tolist()):
         fresh = HeadProposer(any_drafter, chain_of(depth))
         fresh.begin(texts[row : row + 1, :length], torch.tensor([length]))
-        fresh.commit(texts[row : row + 1, 1 : length + 1], features[row : row + 1, :length], torch.tensor([length]))
-        assert torch.equal(fresh.propose(0.0, None).tokens[0], again.tokens[row])
+        fresh.commit(
+            texts[row : row + 1, 1 : length + 1], features[row : row + 1, :length], torch.tensor([length]), length
+        )
+        assert torch.equal(fresh.propose(Sampling(), None).tokens[0], again.tokens[row])
 
 
 def test_casting_leaves_rotary_frequencies_exact(drafter):

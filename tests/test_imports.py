@@ -9,8 +9,10 @@ ROOT = Path(__file__).resolve().parents[1]
 # A file may import what stands before it, and nothing of its own row.
 ORDER = [
     "cache",
+    "compile",
     "masks",
     "tree",
+    "sampling",
     "attention",
     "target",
     "verify",
@@ -24,6 +26,7 @@ ORDER = [
     "proposers.*",
     "decode",
     "evaluate",
+    "speed",
     "checkpoint",
     "export.*",
 ]

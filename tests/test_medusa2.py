@@ -10,6 +10,7 @@ from specdec.decode import Decoder
 from specdec.heads.eagle import Eagle
 from specdec.heads.medusa import Medusa2
 from specdec.proposers.heads import HeadProposer
+from specdec.sampling import Sampling
 from specdec.tree import TreeShape
 from train.data import Row, collate
 from train.objective import Objective
@@ -45,11 +46,11 @@ def test_drafting_changes_nothing_of_the_adapted_target(shape):
     drafter, _ = make()
     prompts = [random_tokens(seed, 3 + seed, 6) for seed in range(4)]
     plain, drafted = (
-        Decoder(drafter.target, proposer, temperature=0.0, stop=set()).generate(prompts, 24)
+        Decoder(drafter.target, proposer, sampling=Sampling(0.0), stop=set()).generate(prompts, 24)
         for proposer in (None, HeadProposer(drafter, shape))
     )
     with drafter.target.original():
-        original = Decoder(drafter.target, None, temperature=0.0, stop=set()).generate(prompts, 24)
+        original = Decoder(drafter.target, None, sampling=Sampling(0.0), stop=set()).generate(prompts, 24)
     assert drafted.tokens == plain.tokens != original.tokens
     assert sum(map(sum, drafted.accepted)) > 0
 
@@ -88,19 +89,19 @@ def test_the_adapter_has_its_own_learning_rate():
 def test_saved_with_the_head(tmp_path):
     drafter, _ = make()
     prompt = [random_tokens(5, 6, 6)]
-    wanted = Decoder(drafter.target, None, temperature=0.0, stop=set()).generate(prompt, 20).tokens
+    wanted = Decoder(drafter.target, None, sampling=Sampling(0.0), stop=set()).generate(prompt, 20).tokens
     checkpoint.save(tmp_path / "step", drafter.decodable(), CONFIG["drafter"])
     fresh = make_target(6)
-    assert Decoder(fresh, None, temperature=0.0, stop=set()).generate(prompt, 20).tokens != wanted
+    assert Decoder(fresh, None, sampling=Sampling(0.0), stop=set()).generate(prompt, 20).tokens != wanted
     loaded = checkpoint.load(tmp_path / "step", fresh)
-    decoder = Decoder(fresh, HeadProposer(loaded, chain_of(4)), temperature=0.0, stop=set())
+    decoder = Decoder(fresh, HeadProposer(loaded, chain_of(4)), sampling=Sampling(0.0), stop=set())
     assert decoder.generate(prompt, 20).tokens == wanted
     with pytest.raises(ValueError, match="adapted in place by another drafter"):
         checkpoint.load(tmp_path / "step", fresh)
 
 
 def test_reports_say_so():
-    summary = {"temperature": 0.0, "adapted_target": True, "identical_outputs": 1.0, "num_prompts": 3}
+    summary = {"temperature": 0.0, "lossy": False, "adapted_target": True, "identical_outputs": 1.0, "num_prompts": 3}
     assert "adapted target, not of the original" in evaluate.verdict(summary)
     assert "adapted" not in evaluate.verdict({**summary, "adapted_target": False})
 

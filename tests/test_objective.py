@@ -10,6 +10,7 @@ from conftest import HEADS, chain_of, follow, load_head, make_drafter, random_to
 from specdec import replay
 from specdec.decode import Decoder
 from specdec.proposers.heads import HeadProposer
+from specdec.sampling import Sampling
 from train.data import Row, collate
 from train.features import Online
 from train.objective import Objective, slots
@@ -295,7 +296,7 @@ def test_replay_equals_decoding(small_drafter, small_target):
     prompts = [random_tokens(seed, 1 + seed, 6) for seed in range(20)]
     for num_new, stop in itertools.product((1, 14, 17), ((), (2, 5))):
         plain, drafted = (
-            Decoder(small_target, each, temperature=0.0, stop=set(stop)).generate(prompts, num_new)
+            Decoder(small_target, each, sampling=Sampling(0.0), stop=set(stop)).generate(prompts, num_new)
             for each in (None, proposer)
         )
         for row, prompt in enumerate(prompts):
@@ -310,7 +311,7 @@ def test_replay_equals_decoding_when_sampled(small_drafter, small_target):
     """Temperature 0.7: both are estimates of the expected number of rounds over answers of the same length."""
     prompt, num, length, depth = [1, 2, 3], 80, 14, 3
     plain, drafted = (
-        Decoder(small_target, proposer, temperature=0.7, stop=set()).generate(
+        Decoder(small_target, proposer, sampling=Sampling(0.7), stop=set()).generate(
             [prompt] * num, length, generator=torch.Generator().manual_seed(0)
         )
         for proposer in (None, HeadProposer(small_drafter, chain_of(depth)))
@@ -331,7 +332,7 @@ def test_text_tau_equals_replay(small_drafter, small_target):
     rows, num_rounds, emitted = [], 0.0, 0
     for seed, num_prompt in enumerate((6, 1, 4, 2)):
         prompt = random_tokens(seed, num_prompt, 6)
-        answer = Decoder(small_target, None, temperature=0.0, stop=set()).generate([prompt], 10 + seed).tokens[0]
+        answer = Decoder(small_target, None, sampling=Sampling(0.0), stop=set()).generate([prompt], 10 + seed).tokens[0]
         mask = [False] * num_prompt + [True] * len(answer)
         rows.append(Row(id=str(seed), category="all", tokens=prompt + answer, mask=mask))
         accept = replay.acceptance(small_drafter, prompt, answer, depth=small_drafter.depth or 4, temperature=0.0)

@@ -7,6 +7,7 @@ from hydra.utils import instantiate
 
 from specdec.decode import Decoder
 from specdec.proposers.heads import HeadProposer
+from specdec.sampling import Sampling
 from specdec.target import Target, TargetOutput
 from train.data import Row, collate
 from train.features import Online
@@ -56,7 +57,7 @@ def test_every_draft_is_right_in_the_end(head):
         optimizer.zero_grad()
     for num_prompt in (2, 5):
         num_rounds = (LENGTH - depth - num_prompt - 1) // (depth + 1)
-        decoder = Decoder(target, HeadProposer(drafter, chain_of(depth)), temperature=0.0, stop=set())
+        decoder = Decoder(target, HeadProposer(drafter, chain_of(depth)), sampling=Sampling(0.0), stop=set())
         prompt, num = target.text[:num_prompt].tolist(), 1 + num_rounds * (depth + 1)
         generation = decoder.generate([prompt], num)
         assert generation.tokens == [target.text[num_prompt : num_prompt + num].tolist()]

@@ -84,7 +84,9 @@ def test_identity_and_bench(run, folder):
         bench, f"prompts={folder}/prompts.jsonl", "max_new_tokens=4", "limit=2", "repeats=1", f"out={folder}/bench.json"
     )
     figures = json.loads((folder / "bench.json").read_text())
-    assert figures["plain"]["to_plain"] == 1 and len(figures) == 4
+    ways = figures["ways"]
+    assert ways["plain"]["to_plain"] == 1 and ways["transformers generate"]["to_generate"] == 1 and len(ways) > 3
+    assert all(way["tokens_per_second"] > 0 for way in ways.values()) and figures["limit_tokens_per_second"] > 0
 
 
 def test_export(run, folder):

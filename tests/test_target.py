@@ -7,6 +7,7 @@ import transformers
 from specdec.decode import Decoder
 from specdec.heads.eagle import Eagle3
 from specdec.proposers.heads import HeadProposer
+from specdec.sampling import Sampling
 from specdec.target import Target, load_tokenizer
 from specdec.tree import TreeShape
 
@@ -34,7 +35,7 @@ def test_families_decode_like_their_own_generate(tmp_path, family, arguments):
                                    do_sample=False, max_new_tokens=12)[0, 5:].tolist()  # fmt: skip
     for shape in (None, TreeShape(3, 1, 3), TreeShape(3, 3, 7)):
         proposer = HeadProposer(head, shape) if shape else None
-        assert Decoder(target, proposer, temperature=0, stop=set()).generate([prompt], 12).tokens == [theirs]
+        assert Decoder(target, proposer, sampling=Sampling(0), stop=set()).generate([prompt], 12).tokens == [theirs]
 
 
 def test_hidden_states_are_numbered_like_transformers(tmp_path):

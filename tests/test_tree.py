@@ -5,6 +5,7 @@ import torch
 from conftest import chain_of, random_tokens, random_tree
 
 from specdec.proposers.heads import HeadProposer
+from specdec.sampling import Sampling
 from specdec.tree import Tree, TreeShape, chain, root
 
 
@@ -43,8 +44,8 @@ def propose(drafter, shape: TreeShape, temperature: float, seed: int) -> tuple[T
     width = len(drafter.target_layers) * drafter.target.width
     proposer = HeadProposer(drafter, shape)
     proposer.begin(tokens, num)
-    proposer.commit(tokens, torch.randn(2, 7, width, generator=generator, dtype=torch.float64), num)
-    return proposer.propose(temperature, generator), tokens[[0, 1], num - 1]
+    proposer.commit(tokens, torch.randn(2, 7, width, generator=generator, dtype=torch.float64), num, 7)
+    return proposer.propose(Sampling(temperature), generator), tokens[[0, 1], num - 1]
 
 
 @pytest.mark.parametrize("shape", [TreeShape(1, 3, 2), TreeShape(3, 3, 8), TreeShape(4, 2, 30), TreeShape(3, 90, 12)])

@@ -11,6 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from specdec.drafter import Drafter
 from specdec.proposers.heads import HeadProposer
+from specdec.sampling import Sampling
 from specdec.tree import TreeShape
 from train.data import Batch, Packs, collate, last_answer
 from train.features import Online
@@ -69,10 +70,12 @@ class OnPolicy:
         proposer.begin(tokens, num)
         new, num = tokens[:, 1:], num - 1  # `begin` has the first token
         answers: list[list[int]] = [[] for _ in prompts]
+        sampling = Sampling(temperature=self.temperature)
         ended = [False] * len(prompts)
         while not all(ended):
-            proposer.commit(new, torch.zeros(*new.shape, 0, dtype=frozen.target.dtype, device=device), num)
-            new = proposer.propose(self.temperature, None).tokens[:, 1:]  # [B, ROUND]
+            features = torch.zeros(*new.shape, 0, dtype=frozen.target.dtype, device=device)
+            proposer.commit(new, features, num, new.shape[1])
+            new = proposer.propose(sampling, None).tokens[:, 1:]  # [B, ROUND]
             num = torch.full_like(num, ROUND)
             for row, drafts in enumerate(new.tolist()):
                 for token in drafts:

@@ -116,7 +116,12 @@ def load_prompts(source: str, *, limit: int | None = None) -> list[dict]:
 
 
 def spread(rows: list[dict], num: int | None) -> list[dict]:
-    """`num` rows, evenly over the list, so that a list sorted by category keeps its mixture; all rows for None."""
+    """`num` rows, evenly over the list, so that a list sorted by category keeps its mixture; all rows for None.
+
+    Raises ValueError if none would be left.
+    """
+    if not rows or num == 0:
+        raise ValueError("No rows leave nothing to decode: give a file with some, and a limit of 1 or more.")
     if num is None or num >= len(rows):
         return rows
     return [rows[int((index + 0.5) * len(rows) / num)] for index in range(num)]

@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
+from specdec.sampling import Sampling
 from specdec.tree import Tree
 
 
@@ -14,13 +15,18 @@ class Proposer(ABC):
     target_layers: tuple[int, ...]  # hidden states it wants in `commit`
     depth: int  # the deepest node it may propose
 
+    @property
+    def compile_seconds(self) -> float:
+        """What compiling has taken so far."""
+        return 0.0
+
     @abstractmethod
     def begin(self, tokens: Tensor, num: Tensor) -> None:
         """A new batch. tokens [B, T]: prompts, right-padded; num [B]: their lengths. Forgets the last batch."""
 
     @abstractmethod
-    def commit(self, tokens: Tensor, features: Tensor, num: Tensor) -> None:
-        """What was committed since: the first num[b] of S entries count in row b.
+    def commit(self, tokens: Tensor, features: Tensor, num: Tensor, most: int) -> None:
+        """What was committed since: the first num[b] of S entries count in row b; most: the greatest of num, on the host.
 
         tokens [B, S]: each the token that follows the position of features [B, S, F*D], which is the pair that the
         slot rule joins. The first call after `begin` brings the whole prompt; its last token, and every later call's,
@@ -28,5 +34,5 @@ class Proposer(ABC):
         """
 
     @abstractmethod
-    def propose(self, temperature: float, generator: torch.Generator | None) -> Tree:
+    def propose(self, sampling: Sampling, generator: torch.Generator | None) -> Tree:
         """A tree whose root is each row's newest committed token."""

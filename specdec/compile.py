@@ -1,0 +1,227 @@
+"""Functions of tensors, traced for the shapes they are called with and compiled by inductor.
+
+torch.compile checks guards and unpacks modules at every call, which for a small model costs more than the arithmetic
+(RESULTS.md); here a caller promises instead that everything but the tensors it passes is as it was at the trace. On a CPU
+the weights of linear layers are reordered once into oneDNN's blocked layout, and products of one tensor become one.
+"""
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+LINEAR = {torch.ops.aten.mm.default: (None, 0, 1), torch.ops.aten.addmm.default: (0, 1, 2)}  # bias, input, weight.T
+# Kernels between the products are too small to share out; C++ around them saves a third of the overhead.
+# Runner compares shapes and strides itself, and packed weights have none.
+CPU_OPTIONS = {"cpp.threads": 1, "cpp_wrapper": True, "size_asserts": False}
+
+torch.library.define("specdec::packed_linear", "(Tensor input, Tensor weight) -> Tensor")
+
+
+@torch.library.impl("specdec::packed_linear", "CompositeExplicitAutograd")
+def _packed_linear(input: Tensor, weight: Tensor) -> Tensor:
+    """input [M, D], weight [E, D] as `pack` returns it -> [M, E]"""
+    return torch.ops.mkldnn._linear_pointwise(input, weight, None, "none", [], "")
+
+
+@torch.library.register_fake("specdec::packed_linear")
+def _(input: Tensor, weight: Tensor) -> Tensor:
+    return input.new_empty(input.shape[0], weight.shape[0])
+
+
+@functools.cache
+def _lower_packed_linear() -> None:
+    """Tells inductor to call oneDNN directly: its own lowering of that operator takes constants only."""
+    from torch._inductor import ir, mkldnn_ir  # slow to import, and needed by those who compile only
+    from torch._inductor.lowering import register_lowering
+
+    def lower(input, weight):
+        input = ir.ExternKernel.require_contiguous(ir.ExternKernel.realize_input(input))
+        weight = ir.ExternKernel.realize_input(weight)
+        layout = ir.FixedLayout(input.get_device(), input.get_dtype(), [input.get_size()[0], weight.get_size()[0]])
+        return ir.TensorBox.create(mkldnn_ir.LinearUnary(layout, [input, weight], [None, "none", [-1], ""]))
+
+    register_lowering(torch.ops.specdec.packed_linear.default, type_promotion_kind=None)(lower)
+
+
+def packable(weight: Tensor) -> bool:
+    if weight.device.type != "cpu" or weight.dtype not in (torch.bfloat16, torch.float32):
+        return False
+    return torch.backends.mkldnn.is_available() and (
+        weight.dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    )
+
+
+def pack(weights: Sequence[Tensor]) -> Tensor:
+    """[E_i, D] each -> [sum of E_i, D] in oneDNN's blocked layout, an opaque tensor"""
+    return torch.ops.mkldnn._reorder_linear_weight(torch.cat(list(weights)).contiguous(), 1)
+
+
+class Graph:
+    """`function` as it ran on `inputs`, compiled; the tensors that it closed over are `captured`.
+
+    Arguments that the function changes in place are changed in place. Outputs are a tensor or a flat tuple.
+    """
+
+    def __init__(self, function: Callable, inputs: Sequence[Tensor]):
+        _lower_packed_linear()
+        traced = make_fx(lambda *inputs: function(*inputs))(*inputs)  # fx counts the self of a bound method
+        self.graph = traced.graph
+        self.last = [node for node in self.graph.nodes if node.op == "placeholder"][-1]
+        self.captured: list[Tensor] = []
+        self.products: list[list[int]] = []  # weights that became one, by their places in `captured`
+        places = self._lift(traced)
+        self._pack_products(places)
+        output = next(node for node in self.graph.nodes if node.op == "output")
+        self.single = isinstance(output.args[0], fx.Node)
+        output.args = ((output.args[0],),) if self.single else (tuple(output.args[0]),)
+        self.graph.set_codegen(fx.graph.CodeGen())
+        self.graph.eliminate_dead_code()
+        for node in self.graph.nodes:
+            node.meta.clear()
+        module = fx.GraphModule(traced, self.graph)
+        options = CPU_OPTIONS if all(tensor.device.type == "cpu" for tensor in inputs) else {}
+        # Inductor keeps what it compiles on disk for examples that are fake and static, and none of oneDNN's.
+        joined = [torch.cat([self.captured[place] for place in places]) for places in self.products]
+        fake = FakeTensorMode(shape_env=ShapeEnv())
+        examples: list = [fake.from_tensor(tensor, static_shapes=True) for tensor in (*inputs, *self.captured, *joined)]
+        self.compiled = torch._inductor.compile(module, examples, options=dict(options))
+
+    def bind(self, captured: Sequence[Tensor], packed: dict[tuple[int, ...], Tensor]) -> Callable:
+        """The function with these tensors in the places of those that it closed over; packed: weights that were before."""
+        compiled, constants = self.compiled, list(captured)
+        for places in self.products:
+            weights = [captured[place] for place in places]
+            key = tuple(weight.data_ptr() for weight in weights)
+            if key not in packed:
+                packed[key] = pack(weights)
+            constants.append(packed[key])
+        if self.single:
+            return lambda *inputs: compiled(*inputs, *constants)[0]
+        return lambda *inputs: compiled(*inputs, *constants)
+
+    def _placeholder(self, name: str) -> fx.Node:
+        with self.graph.inserting_after(self.last):
+            self.last = self.graph.placeholder(name)
+        return self.last
+
+    def _lift(self, traced: fx.GraphModule) -> list[fx.Node]:
+        """Makes arguments of the tensors that the function closed over."""
+        nodes: dict[int, fx.Node] = {}
+        for node in [node for node in self.graph.nodes if node.op == "get_attr"]:
+            tensor = getattr(traced, node.target)
+            if id(tensor) not in nodes:
+                nodes[id(tensor)] = self._placeholder(f"captured_{len(self.captured)}")
+                self.captured.append(tensor)
+            node.replace_all_uses_with(nodes[id(tensor)])
+            self.graph.erase_node(node)
+        return list(nodes.values())
+
+    def _pack_products(self, places: list[fx.Node]) -> None:
+        """Replaces x @ weight.T by the packed product, and several of one x by one."""
+        found: dict[object, list[tuple[fx.Node, int, fx.Node | None]]] = {}  # by x: product, place of its weight, bias
+        for node in self.graph.nodes:
+            if node.target not in LINEAR:
+                continue
+            bias, x, weight = _operands(node)
+            if weight.target is torch.ops.aten.t.default and weight.args[0] in places:
+                place = places.index(weight.args[0])
+                if packable(self.captured[place]):
+                    same = (x.args[0], *x.args[1]) if x.target is torch.ops.aten.view.default else x
+                    found.setdefault(same, []).append((node, place, bias))
+        for members in found.values():
+            first = members[0][0]
+            packed = self._placeholder(f"packed_{len(self.products)}")
+            self.products.append([place for _, place, _ in members])
+            with self.graph.inserting_before(first):
+                x = _operands(first)[1]
+                whole = self.graph.call_function(torch.ops.specdec.packed_linear.default, (x, packed))  # [M, E]
+                stop = 0
+                for node, place, bias in members:
+                    start, stop = stop, stop + self.captured[place].shape[0]
+                    part = self.graph.call_function(torch.ops.aten.slice.Tensor, (whole, 1, start, stop))
+                    if bias is not None:
+                        part = self.graph.call_function(torch.ops.aten.add.Tensor, (part, bias))
+                    node.replace_all_uses_with(part)
+            for node, _, _ in members:
+                self.graph.erase_node(node)
+
+
+def _operands(product: fx.Node) -> tuple:
+    """bias (or None), input and transposed weight of a node whose target is in LINEAR"""
+    return tuple(None if index is None else product.args[index] for index in LINEAR[product.target])  # type: ignore[index]
+
+
+class Runner:
+    """Runs functions as they are, or compiles each for every set of shapes that it meets.
+
+    Compiled, a name stands for one function and for everything that it reads besides its arguments: models must not
+    change while a runner knows them. `seconds` counts what tracing and compiling took.
+    """
+
+    def __init__(self, compile: bool = False):
+        self.compile, self.seconds = compile, 0.0
+        self.known: dict[tuple, Callable | list[Callable]] = {}
+        self.packed: dict[tuple[int, ...], Tensor] = {}  # by where the weights are
+
+    def __call__(self, name: object, function: Callable, *inputs: Tensor):
+        """function(*inputs), whose result is a tensor or a flat tuple of tensors"""
+        if not self.compile:
+            return function(*inputs)
+        key = (name, *((tensor.shape, tensor.stride()) for tensor in inputs))
+        if key not in self.known:
+            with self._counted():
+                graph = self._build(name, function, inputs)
+                self.known[key] = bound = graph.bind(graph.captured, self.packed)
+                return bound(*inputs)  # the first call loads code and fills caches
+        return self.known[key](*inputs)  # type: ignore[operator]
+
+    @contextlib.contextmanager
+    def _counted(self):
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds += time.perf_counter() - start
+
+    def layers(self, name: object, function: Callable, modules: Iterable[nn.Module], *inputs: Tensor) -> list[Callable]:
+        """function(module, *inputs) for each of several modules that differ in nothing but their weights."""
+        key = (name, *((tensor.shape, tensor.stride()) for tensor in inputs))
+        if key not in self.known:
+            first, *_ = modules = list(modules)
+            shapes, *more = [{name: tensor.shape for name, tensor in _tensors(module).items()} for module in modules]
+            if any(some != shapes for some in more):
+                raise ValueError(
+                    f"{name} differs from place to place in more than its weights: set decode.compile=false."
+                )
+            with self._counted():
+                graph = self._build(name, lambda *inputs: function(first, *inputs), inputs)
+                places = {tensor.data_ptr(): place for place, tensor in _tensors(first).items()}
+                wanted = [(places.get(tensor.data_ptr()), tensor) for tensor in graph.captured]
+                self.known[key] = found = [
+                    graph.bind([tensors[place] if place else shared for place, shared in wanted], self.packed)
+                    for tensors in map(_tensors, modules)
+                ]
+                for bound in found:
+                    bound(*inputs)  # the first call loads code and fills caches
+        return self.known[key]  # type: ignore[return-value]
+
+    def _build(self, name: object, function: Callable, inputs: Sequence[Tensor]) -> Graph:
+        try:
+            return Graph(function, inputs)
+        except Exception as error:  # tracing runs a model's code, and compiling a compiler's: anything can go wrong
+            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise ValueError(
+                f"{name} could not be compiled ({first}). Inductor needs a C++ compiler on a CPU; decode.compile=false "
+                "decodes without it."
+            ) from error
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
