@@ -110,6 +110,8 @@ def measure(
     Where replay can tell tau, the drafter is replayed along the plain answers. What compiling takes is not counted.
     batch: prompts decoded at once; rates are then those of the batch, shared out equally.
     """
+    if batch < 1:
+        raise ValueError(f"batch={batch} must be at least 1.")
     runner = Runner(drafting.compile)
     plain = Decoder(target, None, sampling=sampling, stop=stop, runner=runner)
     drafted = drafting.decoder(target, drafting.proposer(drafter), sampling=sampling, stop=stop, runner=runner)

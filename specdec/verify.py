@@ -22,12 +22,6 @@ from specdec.tree import Tree
 Verdict = tuple[Tensor, Tensor, Tensor]
 
 
-def probabilities(logits: Tensor, temperature: float) -> Tensor:
-    """logits [..., V] -> the target's law at temperature > 0, in float32 (or float64, if that is what came in)."""
-    dtype = torch.promote_types(logits.dtype, torch.float32)
-    return (logits.to(dtype) / temperature).softmax(-1)
-
-
 class Draws:
     """Where the rules get their chances from; a test puts an enumeration in its place."""
 

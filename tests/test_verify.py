@@ -371,11 +371,3 @@ def test_draws():
     assert not accepted[~where].any() and accepted[where].float().mean() == pytest.approx(0.3, abs=0.02)
     assert draws.accept(torch.ones(20000), torch.ones_like(where)).all()
     assert not draws.accept(torch.zeros(20000), torch.ones_like(where)).any()
-
-
-def test_probabilities():
-    logits = torch.tensor([[1.0, 2.0, 4.0]], dtype=torch.float64)
-    for temperature in (0.5, 1.0, 2.0):
-        naive = (logits / temperature).exp()
-        torch.testing.assert_close(verify.probabilities(logits, temperature), naive / naive.sum())
-    assert verify.probabilities(logits.bfloat16(), 1.0).dtype == torch.float32
