@@ -15,6 +15,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
+from specdec import verify
 from specdec.evaluate import Drafting, Prompt, measure, summarise
 from specdec.sampling import Sampling
 from specdec.target import Target, load_tokenizer
@@ -77,7 +78,9 @@ def fit(config: DictConfig) -> int:
 
     if drafter.adapts_target and "adapter" not in config.head:
         raise ValueError("A head that adapts the target needs head.adapter: {lr, delay}, see conf/head/medusa2.yaml.")
-    drafting.proposer(drafter)  # refuses now what validation would refuse later
+    drafting.decoder(
+        target, drafting.proposer(drafter), sampling=sampling, stop=stop
+    )  # refuses now what validation would refuse later
     if drafter.adapts_target:
         features = None  # the objective reads the target itself, with gradient
     elif config.features.mode == "online":
@@ -121,7 +124,13 @@ def fit(config: DictConfig) -> int:
             stop=stop,
             seed=config.train.seed,
         )
-        summary = summarise(rows, depth=drafting.depth, temperature=sampling.temperature, adapted=target.adapted)
+        summary = summarise(
+            rows,
+            depth=drafting.depth,
+            temperature=sampling.temperature,
+            adapted=target.adapted,
+            lossy=drafting.rule in verify.LOSSY,
+        )
         display.validation(console, summary, drafting.shape)
         return summary
 

@@ -75,7 +75,9 @@ def main() -> None:
     chosen = options(Bench, __doc__)
     console = rich.console.Console(width=None if sys.stdout.isatty() else 130)
     first, *others = [common.load(folder, chosen.target) for folder in chosen.checkpoint.split(",")]
-    if any(one.target.fingerprint() != first.target.fingerprint() or one.target.adapted for one in [first, *others]):
+    if others and any(
+        one.target.fingerprint() != first.target.fingerprint() or one.target.adapted for one in [first, *others]
+    ):
         raise ValueError(
             "The checkpoints are of different targets: bench each target, and each adapted one, by itself."
         )
@@ -83,7 +85,7 @@ def main() -> None:
         data.encode_prompt(first.tokenizer, row["messages"])
         for row in reading.spread(reading.load_prompts(chosen.prompts), chosen.limit)
     ]
-    ways = all_ways(chosen, [first, *others])
+    ways = all_ways(chosen, [first, *others], longest=max(map(len, prompts)))
     for way in track(ways.values(), description="warm-up and compiling", console=console, transient=True):
         for prompt in (min(prompts, key=len), max(prompts, key=len)):  # the least and the greatest cache
             way(prompt)
@@ -137,21 +139,26 @@ def main() -> None:
 GENERATE, PLAIN = "transformers generate", "plain"
 
 
-def all_ways(chosen: Bench, loaded: list[common.Loaded]) -> dict[str, Way]:
-    """By name, in the order of the table; those of transformers and llama.cpp first."""
+def all_ways(chosen: Bench, loaded: list[common.Loaded], *, longest: int) -> dict[str, Way]:
+    """By name, in the order of the table; those of transformers and llama.cpp first. longest: tokens of a prompt"""
     first = loaded[0]
+    called = names_of([one.folder for one in loaded])
     ways: dict[str, Way] = {GENERATE: lambda prompt: theirs(first, prompt, chosen.max_new_tokens)}
     for one in loaded:
         if isinstance(one.drafter, Draft):
-            assistant = one.drafter.language_model(first.target.dtype)
             for num in [None, *map(int, chosen.chain.split(","))]:
-                settings = {} if num is None else {"num_assistant_tokens": num, "assistant_confidence_threshold": 0.0}
-                name = f"generate, assistant_model {one.folder.name}, {f'{num} drafts' if num else 'its defaults'}"
-                ways[name] = lambda prompt, assistant=assistant, settings=settings: theirs(
-                    first, prompt, chosen.max_new_tokens, assistant=assistant, settings=settings
+                settings: dict = {}
+                if num:
+                    settings = {"num_assistant_tokens": num, "assistant_confidence_threshold": 0.0}
+                    settings["num_assistant_tokens_schedule"] = "constant"
+                assistant = one.drafter.language_model(first.target.dtype)
+                assistant.generation_config.update(**settings)
+                name = f"generate, assistant_model {called[one.folder]}, {f'{num} drafts' if num else 'its defaults'}"
+                ways[name] = lambda prompt, assistant=assistant: theirs(
+                    first, prompt, chosen.max_new_tokens, assistant=assistant
                 )
     if chosen.gguf:
-        llama = LlamaCpp(chosen.gguf, threads=torch.get_num_threads(), context=2048)
+        llama = LlamaCpp(chosen.gguf, threads=torch.get_num_threads(), context=longest + chosen.max_new_tokens)
         ways["llama.cpp (xllamacpp)"] = lambda prompt: timed(
             lambda: len(llama.generate(prompt, chosen.max_new_tokens, first.stop)[0])
         )
@@ -166,10 +173,22 @@ def all_ways(chosen: Bench, loaded: list[common.Loaded]) -> dict[str, Way]:
             depth = min(depth, one.drafter.depth or depth)
             drafting = Drafting(depth, width, depth if width == 1 else nodes, compile=chosen.compile)
             proposer = drafting.proposer(one.drafter)
-            ours[f"{one.folder.name}, {drafting.shape}"] = drafting.decoder(
+            ours[f"{called[one.folder]}, {drafting.shape}"] = drafting.decoder(
                 first.target, proposer, sampling=Sampling(), stop=first.stop, runner=runner
             )
     return ways | {name: Ours(decoder, chosen.max_new_tokens) for name, decoder in ours.items()}
+
+
+def names_of(folders: list[Path]) -> dict[Path, str]:
+    """A step's folder is called by its run's name too. Raises ValueError if two are called the same."""
+    called = {
+        path: f"{path.parent.name}/{path.name}" if path.name.startswith("step_") else path.name for path in folders
+    }
+    if len(set(called.values())) < len(folders):
+        raise ValueError(
+            f"Two checkpoints are called alike ({', '.join(map(str, folders))}): list each once, or rename one."
+        )
+    return called
 
 
 def timed(generate: Callable[[], int]) -> tuple[int, float]:
@@ -177,11 +196,9 @@ def timed(generate: Callable[[], int]) -> tuple[int, float]:
     return generate(), time.perf_counter() - start
 
 
-def theirs(loaded: common.Loaded, prompt: list[int], max_new_tokens: int, *, assistant=None, settings=None):
+def theirs(loaded: common.Loaded, prompt: list[int], max_new_tokens: int, *, assistant=None):
     """transformers' greedy generate. -> new tokens, seconds"""
     tokens = torch.tensor([prompt], device=loaded.target.device)
-    if assistant is not None:
-        assistant.generation_config.update(num_assistant_tokens_schedule="constant", **settings)
     return timed(
         lambda: (
             loaded.target.model.generate(

@@ -48,8 +48,11 @@ class DecodeOptions:
     )
     rule: str = field(default="token", metadata={"help": "token, block (whole paths) or typical (needs lossy=true)"})
     lossy: bool = field(default=False, metadata={"help": "allow rules that change what the target says"})
-    compile: bool = field(
-        default=False, metadata={"help": "compile for the shapes that occur: slow start, fast rounds"}
+    compile: bool | None = field(
+        default=None,
+        metadata={
+            "help": "compile for the shapes that occur: slow start, fast rounds; null: as decode.file, else false"
+        },
     )
 
     def drafting(self) -> Drafting:
@@ -62,7 +65,7 @@ class DecodeOptions:
             children=self.children,  # type: ignore[arg-type]  # it is checked there
             rule=self.rule,
             lossy=self.lossy,
-            compile=self.compile,
+            compile=bool(self.compile),
         )
 
     def samplings(self) -> list[Sampling]:
@@ -73,11 +76,11 @@ class DecodeOptions:
         return [Sampling(value, self.top_k, self.top_p, self.repetition_penalty) for value in temperatures]
 
 
-def read_drafting(path: str, *, compile: bool) -> Drafting:
+def read_drafting(path: str, *, compile: bool | None) -> Drafting:
     """What scripts/tune.py wrote. Raises ValueError with what to do."""
     try:
         found = OmegaConf.to_container(OmegaConf.load(path))
-        drafting = Drafting(**{**found, "compile": compile or found["compile"]})
+        drafting = Drafting(**{**found, "compile": found["compile"] if compile is None else compile})
         _ = drafting.shape, Stopping(**(drafting.stopping or {}))  # here, where a mistake can be told from its place
         return drafting
     except (OSError, TypeError, KeyError, yaml.YAMLError) as error:

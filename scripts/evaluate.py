@@ -90,7 +90,7 @@ def main() -> None:
                 depth=drafting.depth,
                 temperature=sampling.temperature,
                 adapted=loaded.target.adapted,
-                lossy=drafting.lossy and drafting.rule in verify.LOSSY,
+                lossy=drafting.rule in verify.LOSSY,
             )
         )
         display.validation(console, columns[-1], drafting.shape)

@@ -48,7 +48,7 @@ def main() -> None:
     }
     decoder = drafting.decoder(loaded.target, drafting.proposer(loaded.drafter), **ways)
     plain = Decoder(loaded.target, None, **ways)
-    for warm in (decoder, plain):
+    for warm in (decoder, plain) if chosen.compare else (decoder,):
         warm.generate([prompt], 4)  # a warm-up
 
     result = Generation([[]], [[]])

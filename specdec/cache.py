@@ -33,8 +33,12 @@ class RowCache(transformers.Cache):
         self.lengths = torch.zeros(batch, dtype=torch.long, device=device)  # [B]
         self.rows = torch.arange(batch, device=device)[:, None]  # [B, 1]
         self.pending = 0
-        self.longest = 0  # on the host: an upper bound of lengths.max(), so that no shape waits for the device
+        self.known = [0] * batch  # on the host: bounds of the lengths, so that no shape waits for the device
         self.slots = torch.zeros(batch, 0, dtype=torch.long, device=device)  # [B, S] where the next update writes
+
+    @property
+    def longest(self) -> int:
+        return max(self.known)
 
     @property
     def visible(self) -> int:
@@ -88,10 +92,10 @@ class RowCache(transformers.Cache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.longest
 
-    def commit(self, num: Tensor, most: int) -> None:
-        """The first `num[b]` pending entries of row b are committed, the rest dropped; `most` >= num.max(), on the host."""
+    def commit(self, num: Tensor, counts: list[int]) -> None:
+        """The first `num[b]` pending entries of row b are committed, the rest dropped; counts: the same on the host."""
         self.lengths = self.lengths + num
-        self.longest += most
+        self.known = [known + count for known, count in zip(self.known, counts)]
         self.pending = 0
 
     def keep(self, path: Tensor) -> None:

@@ -63,6 +63,10 @@ class StopStrings:
     strings: tuple[str, ...]
     decode: Callable[[list[int]], str]
 
+    def __post_init__(self):
+        if not all(self.strings):
+            raise ValueError("A stop string must hold a character: every text holds the empty one.")
+
     def end(self, written: list[int], new: list[int]) -> int | None:
         """How many of the `new` tokens behind `written` the answer keeps; None if it goes on."""
         longest = max(map(len, self.strings))
@@ -151,7 +155,7 @@ class Decoder:
             self.proposer.begin(padded, num)
             following = torch.cat([padded[:, 1:], newest[:, None]], dim=1)  # [B, T]
             following[torch.arange(len(num), device=device), num - 1] = newest
-            self.proposer.commit(following, features, num, padded.shape[1])
+            self.proposer.commit(following, features, num, [len(prompt) for prompt in prompts])
         left = [max_new_tokens] * len(prompts)
         written: list[list[int]] = [[] for _ in prompts]
         emitted = self._cut([[token] for token in newest.tolist()], left, written)
@@ -170,15 +174,14 @@ class Decoder:
             following[cache.rows[:, 0], num_kept - 1] = newest
             *lists, counts = torch.cat([following, num_kept[:, None]], dim=1).T.tolist()  # the one wait for the device
             verified, spent_verifying = self._now(), self._compiling()
-            most = max(counts)
             if not tree.linear:
                 cache.keep(path)
-            cache.commit(num_kept, most)
+            cache.commit(num_kept, counts)
             if self.proposer:
                 features = output.features
                 if not tree.linear:
                     features = features.gather(1, path[..., None].expand(-1, -1, features.shape[-1]))
-                self.proposer.commit(following, features, num_kept, most)
+                self.proposer.commit(following, features, num_kept, counts)
             kept = self._now()
             running = [n > 0 for n in left]
             emitted = self._cut([list(row[:n]) for row, n in zip(zip(*lists), counts)], left, written)
@@ -245,7 +248,7 @@ class Decoder:
         positions = torch.arange(length, device=padded.device).expand(num_rows, -1)
         mask = masks.pending(masks.causal(length, padded.device), cache.lengths, cache.visible)
         output = self.target.read(padded, self.layers, positions=positions, mask=mask, cache=cache)
-        cache.commit(num, length)
+        cache.commit(num, num.tolist())
         logits = self.target.logits(output.final[cache.rows[:, 0], num - 1])  # [B, V]
         if self.seen is not None:
             logits = self.sampling.penalise(logits, self.seen)

@@ -6,7 +6,7 @@ tau = 1 + sum of survival. The first token of an answer comes from the prompt's 
 
 import statistics
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -46,6 +46,9 @@ class Drafting:
     def __post_init__(self):
         if self.children not in ("chosen", "distinct", "independent"):
             raise ValueError(f"decode.children={self.children} must be chosen, distinct or independent.")
+        known = [field.name for field in fields(Stopping)]
+        if not set(self.stopping or ()) <= set(known):
+            raise ValueError(f"decode.stopping={self.stopping} may hold {', '.join(known)} and nothing else.")
 
     @property
     def shape(self) -> TreeShape:
@@ -179,9 +182,9 @@ def summarise(
         "tau_ci": interval(rows, _tau, seed),
         "survival": survival,
         "acceptance": [s / b if b else float("nan") for s, b in zip(survival, before)],
-        "tokens_per_second": _rate(rows, "drafted"),
-        "tokens_per_second_ci": interval(rows, lambda some: _rate(some, "drafted"), seed),
-        "baseline_tokens_per_second": _rate(rows, "plain"),
+        "tokens_per_second": rate(rows, "drafted"),
+        "tokens_per_second_ci": interval(rows, lambda some: rate(some, "drafted"), seed),
+        "baseline_tokens_per_second": rate(rows, "plain"),
         "speedup": _speedup(rows),
         "speedup_ci": interval(rows, _speedup, seed),
         "ms_per_round": stages,
@@ -243,7 +246,7 @@ def _replayed_tau(rows: list[Row]) -> float:
     return 1 + sum(sum(row.replayed_accepted) for row in rows) / rounds if rounds else float("nan")
 
 
-def _rate(rows: list[Row], kind: str) -> float:
+def rate(rows: list[Row], kind: str) -> float:
     """Aggregate tokens over aggregate seconds of rounds."""
     generations = [row.drafted if kind == "drafted" else row.plain for row in rows]
     seconds = sum(generation.seconds for generation in generations)
@@ -251,7 +254,7 @@ def _rate(rows: list[Row], kind: str) -> float:
 
 
 def _speedup(rows: list[Row]) -> float:
-    return _rate(rows, "drafted") / _rate(rows, "plain")
+    return rate(rows, "drafted") / rate(rows, "plain")
 
 
 def interval(rows: list, statistic: Callable[[list], float], seed: int) -> list[float]:

@@ -6,7 +6,6 @@ A round of plain decoding emits one token. `stages` are seconds by decode.STAGES
 """
 
 import statistics
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,7 +14,7 @@ from torch.nn import functional as F
 
 from specdec import replay
 from specdec.decode import STAGES, Decoder, Generation
-from specdec.evaluate import Row, interval
+from specdec.evaluate import Row, interval, rate
 from specdec.proposers.heads import HeadProposer, Stopping
 
 RIDGE = 1.0  # of the fit: one over the variance of a normal prior around Stopping(), which believes the drafter
@@ -97,12 +96,9 @@ def explain(name: str, tau: float, stages: dict[str, float], plain: dict[str, fl
 def ratio_interval(rows: list[Row], others: list[Row]) -> list[float]:
     """95 % over prompts of the speed of `rows` over that of `others`, the same prompts in the same order."""
 
-    def rate(rows: Iterable[Row]) -> float:
-        generations = [row.drafted for row in rows]
-        return sum(len(found.tokens[0]) - 1 for found in generations) / sum(found.seconds for found in generations)
-
     def statistic(pairs: list[tuple[Row, Row]]) -> float:
-        return rate(row for row, _ in pairs) / rate(other for _, other in pairs)
+        ours, theirs = (rate([pair[side] for pair in pairs], "drafted") for side in (0, 1))
+        return ours / theirs if theirs else float("nan")
 
     return interval(list(zip(rows, others, strict=True)), statistic, 0)
 

@@ -133,7 +133,7 @@ def follow(drafter, tokens, features, slot: int, depth: int, parts: tuple[int, .
     first = 0
     for last in (*parts, slot):
         proposer.commit(
-            tokens[None, first + 1 : last + 1], features[None, first:last], torch.tensor([last - first]), last - first
+            tokens[None, first + 1 : last + 1], features[None, first:last], torch.tensor([last - first]), [last - first]
         )
         first = last
         if last != slot:

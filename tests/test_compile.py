@@ -154,7 +154,10 @@ def test_sampled_trees_that_grow_wider_than_their_width(shallow, traced):
                 proposer.cache.make_room(400)
             for first, last in ((1, num), (num, num + 5)):
                 proposer.commit(
-                    tokens[:, first:last], features[:, first - 1 : last - 1], torch.tensor([last - first]), last - first
+                    tokens[:, first:last],
+                    features[:, first - 1 : last - 1],
+                    torch.tensor([last - first]),
+                    [last - first],
                 )
                 tree = proposer.propose(Sampling(1.0), torch.Generator().manual_seed(0))
             trees.append(tree)
@@ -252,7 +255,7 @@ def read(target: Target, runner: Runner, num: int = 3):
     positions = torch.arange(6).expand(2, -1)
     mask = masks.pending(masks.causal(6, None), cache.lengths, cache.visible)
     target.read(prompt, (), positions=positions, mask=mask, cache=cache)
-    cache.commit(torch.tensor([6, 4]), 6)
+    cache.commit(torch.tensor([6, 4]), [6, 4])
     cache.reserve(num)
     positions = cache.lengths[:, None] + torch.arange(num)
     mask = masks.pending(masks.causal(num, None), cache.lengths, cache.visible)

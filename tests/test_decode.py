@@ -114,7 +114,7 @@ class Scripted(Proposer):
         self.places = [0] * len(num)
         self.features = [[] for _ in num]
 
-    def commit(self, tokens, features, num, most):
+    def commit(self, tokens, features, num, counts):
         for row, count in enumerate(num.tolist()):
             first, self.places[row] = self.places[row] + 1, self.places[row] + count
             text = self.texts[row][first : first + count]

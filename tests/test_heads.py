@@ -72,7 +72,7 @@ def test_drafts_are_the_best_of_each_step(any_drafter, text, shape):
     shape = dataclasses.replace(shape, depth=min(shape.depth, depth_of(any_drafter)))
     proposer = HeadProposer(any_drafter, shape)
     proposer.begin(tokens[None, :slot], torch.tensor([slot]))
-    proposer.commit(tokens[None, 1:], features[None], torch.tensor([slot]), slot)
+    proposer.commit(tokens[None, 1:], features[None], torch.tensor([slot]), [slot])
     tree = proposer.propose(Sampling(), None)
     paths, drafts, parents = [tokens], tree.tokens[0].tolist(), tree.parents[0].tolist()
     for node in range(1, len(drafts)):
@@ -91,7 +91,7 @@ def test_sampled_drafts_have_the_laws_of_their_steps(any_drafter, text):
     tokens, features = text[0][: slot + 1], text[1][:slot]
     proposer = HeadProposer(any_drafter, chain_of(depth))
     proposer.begin(tokens[None, :slot], torch.tensor([slot]))
-    proposer.commit(tokens[None, 1:], features[None], torch.tensor([slot]), slot)
+    proposer.commit(tokens[None, 1:], features[None], torch.tensor([slot]), [slot])
     tree = proposer.propose(Sampling(temperature), torch.Generator().manual_seed(0))
     _, logits = follow(any_drafter, torch.cat([tokens, tree.tokens[0, 1:]]), features, slot, depth)
     for d in range(1, depth + 1):
@@ -270,20 +270,20 @@ def test_cache_after_a_round(any_drafter, accepted):
     prompts = torch.tensor([6, 3])
     proposer = HeadProposer(any_drafter, chain_of(depth))
     proposer.begin(texts[:, :6], prompts)
-    proposer.commit(texts[:, 1:7], features[:, :6], prompts, 6)
+    proposer.commit(texts[:, 1:7], features[:, :6], prompts, prompts.tolist())
     proposer.propose(Sampling(), None)
     more = 1 - any_drafter.first_slot  # slot 0 is committed too
     assert torch.equal(proposer.cache.lengths, prompts + more) and proposer.cache.pending == 0
     num = torch.tensor(accepted) + 1
     new = prompts[:, None] + torch.arange(int(num.max()))  # [B, P] positions whose features are new
-    proposer.commit(texts.gather(1, new + 1), features[torch.arange(2)[:, None], new], num, int(num.max()))
+    proposer.commit(texts.gather(1, new + 1), features[torch.arange(2)[:, None], new], num, num.tolist())
     again = proposer.propose(Sampling(), None)
     assert torch.equal(proposer.cache.lengths, prompts + num + more) and proposer.cache.pending == 0
     for row, length in enumerate((prompts + num).tolist()):
         fresh = HeadProposer(any_drafter, chain_of(depth))
         fresh.begin(texts[row : row + 1, :length], torch.tensor([length]))
         fresh.commit(
-            texts[row : row + 1, 1 : length + 1], features[row : row + 1, :length], torch.tensor([length]), length
+            texts[row : row + 1, 1 : length + 1], features[row : row + 1, :length], torch.tensor([length]), [length]
         )
         assert torch.equal(fresh.propose(Sampling(), None).tokens[0], again.tokens[row])
 

@@ -44,7 +44,7 @@ def propose(drafter, shape: TreeShape, temperature: float, seed: int) -> tuple[T
     width = len(drafter.target_layers) * drafter.target.width
     proposer = HeadProposer(drafter, shape)
     proposer.begin(tokens, num)
-    proposer.commit(tokens, torch.randn(2, 7, width, generator=generator, dtype=torch.float64), num, 7)
+    proposer.commit(tokens, torch.randn(2, 7, width, generator=generator, dtype=torch.float64), num, num.tolist())
     return proposer.propose(Sampling(temperature), generator), tokens[[0, 1], num - 1]
 
 

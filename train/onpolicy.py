@@ -74,7 +74,7 @@ class OnPolicy:
         ended = [False] * len(prompts)
         while not all(ended):
             features = torch.zeros(*new.shape, 0, dtype=frozen.target.dtype, device=device)
-            proposer.commit(new, features, num, new.shape[1])
+            proposer.commit(new, features, num, num.tolist())
             new = proposer.propose(sampling, None).tokens[:, 1:]  # [B, ROUND]
             num = torch.full_like(num, ROUND)
             for row, drafts in enumerate(new.tolist()):

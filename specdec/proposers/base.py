@@ -25,8 +25,8 @@ class Proposer(ABC):
         """A new batch. tokens [B, T]: prompts, right-padded; num [B]: their lengths. Forgets the last batch."""
 
     @abstractmethod
-    def commit(self, tokens: Tensor, features: Tensor, num: Tensor, most: int) -> None:
-        """What was committed since: the first num[b] of S entries count in row b; most: the greatest of num, on the host.
+    def commit(self, tokens: Tensor, features: Tensor, num: Tensor, counts: list[int]) -> None:
+        """What was committed since: the first num[b] of S entries count in row b; counts: num, on the host.
 
         tokens [B, S]: each the token that follows the position of features [B, S, F*D], which is the pair that the
         slot rule joins. The first call after `begin` brings the whole prompt; its last token, and every later call's,

@@ -75,10 +75,10 @@ class HeadProposer(Proposer):
         self.opening = tokens[:, :1]  # [B, 1] the token of slot 0, which `commit` does not bring
         self.carried: list[Tensor] = []  # attends="depth": of modules 1..K-1, the state [B, 1, H] of their newest slot
 
-    def commit(self, tokens, features, num, most):
+    def commit(self, tokens, features, num, counts):
         if self.drafter.first_slot == 0 and self.cache.longest == 0:
-            tokens, num, most = torch.cat([self.opening, tokens], dim=1), num + 1, most + 1
-        self.tokens, self.features, self.num, self.most = tokens, features, num, most
+            tokens, num, counts = torch.cat([self.opening, tokens], dim=1), num + 1, [count + 1 for count in counts]
+        self.tokens, self.features, self.num, self.counts = tokens, features, num, counts
 
     @torch.no_grad()
     def propose(self, sampling, generator):
@@ -98,7 +98,7 @@ class HeadProposer(Proposer):
         inputs = (self.tokens, self.features, self.num, self.cache.lengths, *self.cache.halves, *self.carried)
         *found, newest, state, logits, evidence = run(("absorb", self.shape.depth), self._absorb_all, *inputs)
         self.carried = found
-        self.cache.commit(self.num, self.most)
+        self.cache.commit(self.num, self.counts)
         return [newest, state, logits, evidence]
 
     def _chooses(self, sampling: Sampling) -> bool:
