@@ -140,17 +140,17 @@ class Decoder:
         result = result or Generation([[] for _ in prompts], [[] for _ in prompts])
         self._check(prompts, max_new_tokens)
         device = self.target.device
-        clock, compiling = self._now(), self._compiling()
+        start = self._clock()
         num = torch.tensor([len(prompt) for prompt in prompts], device=device)  # [B]
         padded = torch.nn.utils.rnn.pad_sequence([torch.tensor(p) for p in prompts], batch_first=True).to(
             device
         )  # [B, T]
         cache = self.target.cache(len(prompts))
         draws = verify.Draws(generator)
-        self.seen = self._mark(padded, num)
-        newest, features = self._prefill(padded, num, cache, draws)  # [B], [B, T, F*D]
-        if self.seen is not None:
-            self.seen.scatter_(1, newest[:, None], True)
+        marks = self._mark(padded, num)
+        newest, features = self._prefill(padded, num, cache, marks, draws)  # [B], [B, T, F*D]
+        if marks is not None:
+            marks.scatter_(1, newest[:, None], True)
         if self.proposer:
             self.proposer.begin(padded, num)
             following = torch.cat([padded[:, 1:], newest[:, None]], dim=1)  # [B, T]
@@ -159,21 +159,21 @@ class Decoder:
         left = [max_new_tokens] * len(prompts)
         written: list[list[int]] = [[] for _ in prompts]
         emitted = self._cut([[token] for token in newest.tolist()], left, written)
-        result.prefill_seconds += self._now() - clock - (self._compiling() - compiling)
+        result.prefill_seconds += self._clock() - start
         yield Round(emitted, [0] * len(prompts))
 
         while any(left):
-            start, compiling = self._now(), self._compiling()
+            start, compiled = self._clock(), self._compiling()
             tree = self.proposer.propose(self.sampling, generator) if self.proposer else root(newest)
-            drafted, spent_drafting = self._now(), self._compiling()
-            path, num_kept, newest, output = self._verify(tree, cache, draws)
+            drafted = self._clock()
+            path, num_kept, newest, output = self._verify(tree, cache, marks, draws)
             depth = 1 + min(self.proposer.depth if self.proposer else 0, tree.tokens.shape[1] - 1)
             path = path[:, :depth]  # [B, P]
             accepted = tree.tokens.gather(1, path)  # [B, P], the root first
             following = torch.cat([accepted[:, 1:], newest[:, None]], dim=1)  # [B, P]
             following[cache.rows[:, 0], num_kept - 1] = newest
             *lists, counts = torch.cat([following, num_kept[:, None]], dim=1).T.tolist()  # the one wait for the device
-            verified, spent_verifying = self._now(), self._compiling()
+            verified = self._clock()
             if not tree.linear:
                 cache.keep(path)
             cache.commit(num_kept, counts)
@@ -182,7 +182,7 @@ class Decoder:
                 if not tree.linear:
                     features = features.gather(1, path[..., None].expand(-1, -1, features.shape[-1]))
                 self.proposer.commit(following, features, num_kept, counts)
-            kept = self._now()
+            kept = self._clock()
             running = [n > 0 for n in left]
             emitted = self._cut([list(row[:n]) for row, n in zip(zip(*lists), counts)], left, written)
             drafts = [max(0, len(row) - 1) for row in emitted]
@@ -190,29 +190,19 @@ class Decoder:
                 if running[row]:
                     result.accepted[row].append(count)
             result.drafted.append(tree.tokens.shape[1] - 1)
-            if self.seen is not None:
-                self.seen.scatter_(
-                    1,
-                    torch.where(torch.arange(depth, device=device) < num_kept[:, None], following, newest[:, None]),
-                    True,
-                )
-            end = self._now()
-            compiled = self._compiling() - compiling
-            result.compile_seconds += compiled
-            result.seconds += end - start - compiled
-            for stage, spent in zip(
-                STAGES,
-                (
-                    drafted - start - (spent_drafting - compiling),
-                    verified - drafted - (spent_verifying - spent_drafting),
-                    kept - verified,
-                    end - kept,
-                ),
-            ):
+            if marks is not None:
+                real = torch.arange(following.shape[1], device=device) < num_kept[:, None]
+                marks.scatter_(1, torch.where(real, following, newest[:, None]), True)
+            end = self._clock()
+            result.compile_seconds += self._compiling() - compiled
+            result.seconds += end - start
+            for stage, spent in zip(STAGES, (drafted - start, verified - drafted, kept - verified, end - kept)):
                 result.stages[stage] += spent
             yield Round(emitted, drafts)
 
-    def _verify(self, tree: Tree, cache: RowCache, draws: verify.Draws) -> tuple[Tensor, Tensor, Tensor, TargetOutput]:
+    def _verify(
+        self, tree: Tree, cache: RowCache, marks: Tensor | None, draws: verify.Draws
+    ) -> tuple[Tensor, Tensor, Tensor, TargetOutput]:
         """One pass of the target over a tree, and the rule's verdict: path [B, N], num_kept [B], next token [B]"""
         cache.reserve(tree.tokens.shape[1])
         linear = tree.linear
@@ -227,7 +217,7 @@ class Decoder:
         output = self.target.read_compiled(
             tree.tokens, self.layers, positions=positions, mask=mask, cache=cache, runner=run
         )
-        if self.sampling.greedy and self.seen is None:
+        if self.sampling.greedy and marks is None:
 
             def greedy(final, tokens, parents):
                 choices = self.target.logits(final).argmax(-1)  # [B, N]
@@ -235,13 +225,15 @@ class Decoder:
 
             return *run(("greedy", linear), greedy, output.final, tree.tokens, tree.parents), output
         logits = run("logits", self.target.logits, output.final)  # [B, N, V]
-        if self.seen is not None:
-            logits = self.sampling.penalise(logits, seen(tree, self.seen))
+        if marks is not None:
+            logits = self.sampling.penalise(logits, seen(tree, marks))
         if self.sampling.greedy:
             return *verify.greedy(tree, logits.argmax(-1)), output
         return *self.rule(tree, self.sampling.law(logits), draws), output
 
-    def _prefill(self, padded: Tensor, num: Tensor, cache: RowCache, draws: verify.Draws) -> tuple[Tensor, Tensor]:
+    def _prefill(
+        self, padded: Tensor, num: Tensor, cache: RowCache, marks: Tensor | None, draws: verify.Draws
+    ) -> tuple[Tensor, Tensor]:
         """Reads the prompts. -> the first token of each answer [B], the prompts' features [B, T, F*D]"""
         num_rows, length = padded.shape
         cache.reserve(length)
@@ -250,8 +242,8 @@ class Decoder:
         output = self.target.read(padded, self.layers, positions=positions, mask=mask, cache=cache)
         cache.commit(num, num.tolist())
         logits = self.target.logits(output.final[cache.rows[:, 0], num - 1])  # [B, V]
-        if self.seen is not None:
-            logits = self.sampling.penalise(logits, self.seen)
+        if marks is not None:
+            logits = self.sampling.penalise(logits, marks)
         if self.sampling.greedy:
             return logits.argmax(-1), output.features
         law = self.sampling.law(logits)
@@ -281,6 +273,10 @@ class Decoder:
             emitted[row] = tokens
             left[row] = 0 if end is not None else left[row] - len(tokens)
         return emitted
+
+    def _clock(self) -> float:
+        """Seconds, those of compiling left out."""
+        return self._now() - self._compiling()
 
     def _compiling(self) -> float:
         return self.runner.seconds + (self.proposer.compile_seconds if self.proposer else 0.0)
