@@ -142,7 +142,8 @@ GENERATE, PLAIN = "transformers generate", "plain"
 def all_ways(chosen: Bench, loaded: list[common.Loaded], *, longest: int) -> dict[str, Way]:
     """By name, in the order of the table; those of transformers and llama.cpp first. longest: tokens of a prompt"""
     first = loaded[0]
-    called = names_of([one.folder for one in loaded])
+    names = common.run_names([Path(folder) for folder in chosen.checkpoint.split(",")])
+    called = dict(zip([one.folder for one in loaded], names))
     ways: dict[str, Way] = {GENERATE: lambda prompt: theirs(first, prompt, chosen.max_new_tokens)}
     for one in loaded:
         if isinstance(one.drafter, Draft):
@@ -177,18 +178,6 @@ def all_ways(chosen: Bench, loaded: list[common.Loaded], *, longest: int) -> dic
                 first.target, proposer, sampling=Sampling(), stop=first.stop, runner=runner
             )
     return ways | {name: Ours(decoder, chosen.max_new_tokens) for name, decoder in ours.items()}
-
-
-def names_of(folders: list[Path]) -> dict[Path, str]:
-    """A step's folder is called by its run's name too. Raises ValueError if two are called the same."""
-    called = {
-        path: f"{path.parent.name}/{path.name}" if path.name.startswith("step_") else path.name for path in folders
-    }
-    if len(set(called.values())) < len(folders):
-        raise ValueError(
-            f"Two checkpoints are called alike ({', '.join(map(str, folders))}): list each once, or rename one."
-        )
-    return called
 
 
 def timed(generate: Callable[[], int]) -> tuple[int, float]:

@@ -105,6 +105,15 @@ def use_threads() -> None:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1))
 
 
+def run_names(folders: list[Path]) -> list[str]:
+    """A run's folder has its own name, a step's its run's too. Raises ValueError if two are called the same."""
+    names = [path.name if (path / "best").is_file() else f"{path.parent.name}/{path.name}" for path in folders]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"Two runs are called {', '.join(twice)}: list each once, or rename a folder.")
+    return names
+
+
 def load(folder: str, options: TargetOptions) -> Loaded:
     """Raises ValueError, with what to do, for a wrong folder or target."""
     use_threads()

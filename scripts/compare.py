@@ -147,10 +147,7 @@ def load(chosen: Compare, shapes: dict[str, TreeShape]) -> list[Run]:
     given = [Path(part.strip()) for part in chosen.runs.split(",") if part.strip()]
     if not given:
         raise ValueError("runs= names no run: give folders, such as runs=checkpoints/a,checkpoints/b.")
-    names = [folder.name if (folder / "best").is_file() else f"{folder.parent.name}/{folder.name}" for folder in given]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ValueError(f"Two runs are called {', '.join(twice)}: list each once, or rename a folder.")
+    names = common.run_names(given)
     device = chosen.target.device or ("cuda" if torch.cuda.is_available() else "cpu")
     runs: list[Run] = []
     targets: dict[str, Target] = {}

@@ -88,9 +88,13 @@ class Graph:
         module = fx.GraphModule(traced, self.graph)
         options = CPU_OPTIONS if all(tensor.device.type == "cpu" for tensor in inputs) else {}
         # Inductor keeps what it compiles on disk for examples that are fake and static, and none of oneDNN's.
-        joined = [torch.cat([self.captured[place] for place in places]) for places in self.products]
         fake = FakeTensorMode(shape_env=ShapeEnv())
-        examples: list = [fake.from_tensor(tensor, static_shapes=True) for tensor in (*inputs, *self.captured, *joined)]
+        given, captured = (
+            [fake.from_tensor(tensor, static_shapes=True) for tensor in some] for some in (inputs, self.captured)
+        )
+        with fake:
+            joined = [torch.cat([captured[place] for place in places]) for places in self.products]
+        examples: list = [*given, *captured, *joined]
         self.compiled = torch._inductor.compile(module, examples, options=dict(options))
 
     def bind(self, captured: Sequence[Tensor], packed: dict[tuple[int, ...], Tensor]) -> Callable:

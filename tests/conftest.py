@@ -8,7 +8,7 @@ import pytest
 import torch
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from specdec import attention
 from specdec.proposers.heads import HeadProposer
@@ -18,7 +18,8 @@ from specdec.tree import Tree, TreeShape
 
 torch.set_num_threads(1)
 
-HEADS_FOLDER = Path(__file__).resolve().parents[1] / "conf" / "head"
+ROOT = Path(__file__).resolve().parents[1]
+HEADS_FOLDER = ROOT / "conf" / "head"
 ADAPTING = ("medusa2",)  # they change the target, which tests share: see test_medusa2.py
 HEADS = sorted(path.stem for path in HEADS_FOLDER.glob("*.yaml") if path.stem not in ADAPTING)
 # name, reduced vocabulary or not, arguments
@@ -52,6 +53,16 @@ def make_target(vocab_size: int, *, num_layers: int = 8) -> Target:
         eos_token_id=None,
     )
     return Target(LlamaForCausalLM(config).double(), name="tiny")
+
+
+def save_target(folder: Path, *, num_layers: int = 3, seed: int = 0) -> None:
+    """A tiny target with the real tokenizer, as a folder that scripts and train.py load."""
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "targets" / "smollm2-135m")
+    torch.manual_seed(seed)
+    config = LlamaConfig(vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=num_layers,
+                         num_attention_heads=4, num_key_value_heads=2, head_dim=8, eos_token_id=2)  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 @functools.cache

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from conftest import save_target
 
 from scripts import compare
 from specdec import checkpoint
@@ -23,12 +23,7 @@ TRAINING = {"tokens": 2_000_000, "tokens_per_second": 1234.5, "peak_memory": 2**
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("compare")
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "targets" / "smollm2-135m")
-    torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=3,
-                         num_attention_heads=4, num_key_value_heads=2, head_dim=8, eos_token_id=2)  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(folder / "target")
-    tokenizer.save_pretrained(folder / "target")
+    save_target(folder / "target")
     target = Target.load(f"{folder}/target", dtype="float32")
     for name, extra in (("one", {"report.json": {"training": TRAINING}}), ("two", {})):
         drafter = Eagle(target, vocab=torch.arange(0, 40_000, 4))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from conftest import save_target
 
 from scripts import bench, evaluate, export, generate, identity
 from specdec import checkpoint
@@ -19,13 +19,8 @@ ROOT = Path(__file__).resolve().parents[1]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("scripts")
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "targets" / "smollm2-135m")
-    torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=3,
-                         num_attention_heads=4, num_key_value_heads=2, head_dim=8, eos_token_id=2)  # fmt: skip
-    for name in ("target", "other"):
-        LlamaForCausalLM(config).save_pretrained(folder / name)
-        tokenizer.save_pretrained(folder / name)
+    save_target(folder / "target")
+    save_target(folder / "other", seed=1)
     target = Target.load(f"{folder}/target", dtype="float32")
     drafter = Eagle(target, vocab=torch.arange(0, 40_000, 4))
     checkpoint.save(folder / "head", drafter, {"_target_": "specdec.heads.eagle.Eagle"})

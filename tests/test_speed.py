@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from conftest import save_target
 
 from scripts import common, tune
 from specdec import checkpoint, replay, speed
@@ -195,12 +195,7 @@ def test_the_ratio_is_paired():
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tune")
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "targets" / "smollm2-135m")
-    torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=3,
-                         num_attention_heads=4, num_key_value_heads=2, head_dim=8, eos_token_id=2)  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(folder / "target")
-    tokenizer.save_pretrained(folder / "target")
+    save_target(folder / "target")
     target = Target.load(f"{folder}/target", dtype="float32")
     spec = {"_target_": "specdec.heads.medusa.Medusa", "num_heads": 3}
     checkpoint.save(folder / "head", Medusa(target, num_heads=3, vocab=torch.arange(0, 40_000, 4)), spec)

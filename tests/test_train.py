@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import save_target
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from specdec import checkpoint
 from specdec.target import Target
@@ -33,12 +33,7 @@ spec.loader.exec_module(command)
 def folder(tmp_path_factory):
     """A tiny target with the real tokenizer, conversations and prompts."""
     folder = tmp_path_factory.mktemp("train")
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "targets" / "smollm2-135m")
-    torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=8,
-                         num_attention_heads=4, num_key_value_heads=2, head_dim=8, eos_token_id=2)  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(folder / "target")
-    tokenizer.save_pretrained(folder / "target")
+    save_target(folder / "target", num_layers=8)
     rows = [{"id": f"row-{n}", "messages": [{"role": "user", "content": f"Count from {n}."},
                                             {"role": "assistant", "content": answer}]} for n, answer in enumerate(ANSWERS)]  # fmt: skip
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
