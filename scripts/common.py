@@ -114,6 +114,14 @@ def run_names(folders: list[Path]) -> list[str]:
     return names
 
 
+def trained_on(folder: Path) -> str | None:
+    """The training data that the run's config.yaml names, by the file's name; None if there is no such file."""
+    for path in (folder / "config.yaml", folder.parent / "config.yaml"):
+        if path.exists():
+            return Path(str(OmegaConf.load(path).data.train)).name
+    return None
+
+
 def load(folder: str, options: TargetOptions) -> Loaded:
     """Raises ValueError, with what to do, for a wrong folder or target."""
     use_threads()

@@ -1,8 +1,11 @@
-"""python scripts/export.py checkpoint=DIR format=safetensors out=DIR
+"""python scripts/export.py checkpoint=DIR format=vllm out=DIR
 
-Writes a drafter for others to load: model.safetensors and config.json, checked by reading them back.
+Writes a drafter for others to load: the weights in safetensors, config.json and a model card with the launch line of each
+engine, checked against the format's manifest and read back. Formats: vllm, sglang, speculators, eagle, medusa,
+transformers, gguf (what llama.cpp's converter takes), safetensors (our own names).
 """
 
+import json
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +18,9 @@ import pkgutil
 import specdec.export
 from scripts import common
 from scripts.cli import options, run
-from specdec.target import DTYPES
+from specdec import serving
+from specdec.heads.medusa import Medusa2
+from specdec.target import DTYPES, Target
 
 
 @dataclass(frozen=True)
@@ -23,6 +28,17 @@ class Export:
     checkpoint: str = field(metadata={"help": "a step's folder, or a run's folder for its best step"})
     out: str = field(metadata={"help": "folder to make"})
     format: str = field(default="safetensors", metadata={"help": "one of the files in specdec/export"})
+    num_drafts: int | None = field(
+        default=None,
+        metadata={"help": "drafts a round, for the launch lines; null: fastest by the checkpoint's report"},
+    )
+    license: str = field(default="other", metadata={"help": "licence of the weights, for the model card"})
+    data: str | None = field(
+        default=None, metadata={"help": "what it was trained on, for the model card; null: from the run's config.yaml"}
+    )
+    merged_target: str | None = field(
+        default=None, metadata={"help": "of an adapted target (medusa2): folder to make with the merged model"}
+    )
     target: common.TargetOptions = field(default_factory=common.TargetOptions)
 
 
@@ -31,11 +47,36 @@ def main() -> None:
     formats = [module.name for module in pkgutil.iter_modules(specdec.export.__path__)]
     if chosen.format not in formats:
         raise ValueError(f"There is no format {chosen.format!r}; there are: {', '.join(formats)}.")
+    if chosen.num_drafts is not None and chosen.num_drafts < 1:
+        raise ValueError(f"num_drafts={chosen.num_drafts} must be at least 1.")
     loaded = common.load(chosen.checkpoint, chosen.target)
-    exporter = importlib.import_module(f"specdec.export.{chosen.format}")
-    tensors = exporter.export(loaded.drafter, loaded.folder, Path(chosen.out), dtype=DTYPES[chosen.target.dtype])
+    drafter, target, out = loaded.drafter, loaded.target, Path(chosen.out)
+    if chosen.merged_target is not None:
+        if not isinstance(drafter, Medusa2):
+            raise ValueError(f"merged_target={chosen.merged_target}: this drafter does not adapt its target.")
+        target.save_merged(chosen.merged_target)
+        loaded.tokenizer.save_pretrained(chosen.merged_target)
+        target = Target.load(chosen.merged_target, dtype=chosen.target.dtype, device=target.device)
+        drafter = drafter.heads_for(target)
+        print(f"{chosen.merged_target}: the adapted target, merged")
+    form = importlib.import_module(f"specdec.export.{chosen.format}").form(drafter)
+    facts = serving.Facts.read(
+        loaded.folder,
+        target=target,
+        license=chosen.license,
+        data=chosen.data or common.trained_on(loaded.folder),
+        num_drafts=chosen.num_drafts,
+    )
+    if chosen.num_drafts is not None and chosen.num_drafts > (form.most_drafts or chosen.num_drafts):
+        raise ValueError(f"num_drafts={chosen.num_drafts} is more than this drafter's {form.most_drafts} steps.")
+    tensors = serving.write(form, out, dtype=DTYPES[chosen.target.dtype], facts=facts)
     size = sum(value.numel() * value.element_size() for value in tensors.values())
-    print(f"{chosen.out}: {len(tensors)} tensors, {size / 1e6:.1f} MB, read back and equal")
+    print(f"{out}: {len(tensors)} tensors, {size / 1e6:.1f} MB, as the manifest asks, read back and equal")
+    num = serving.num_drafts(form, facts)
+    for engine, line in form.engines.items():
+        print(f"\n{engine}, {num} drafts a round:\n{serving.filled(line, chosen.out, num)}")
+    if form.settings:
+        print(f"\nas a configuration: {json.dumps(serving.settings(form, chosen.out, num))}")
 
 
 if __name__ == "__main__":

@@ -96,17 +96,20 @@ def save(
 RECORDED = ("target", "target_fingerprint", "reads_layers", "versions")  # facts in drafter.json, not arguments
 
 
-def read_json(path: Path) -> dict:
-    """Raises ValueError, with what to do, for a missing or broken file."""
+CHECKPOINT = (
+    "A checkpoint is a folder with drafter.json and drafter.safetensors, such as checkpoints/<run>/step_000500 (or "
+    "checkpoints/<run>/best, which names one)"
+)
+
+
+def read_json(path: Path, *, what: str = CHECKPOINT) -> dict:
+    """Raises ValueError, with what to do, for a missing or broken file; `what` ought to be there."""
     if not path.exists():
-        raise ValueError(
-            f"{path} does not exist. A checkpoint is a folder with drafter.json and drafter.safetensors, such as "
-            "checkpoints/<run>/step_000500 (or checkpoints/<run>/best, which names one)."
-        )
+        raise ValueError(f"{path} does not exist. {what}.")
     try:
         return json.loads(path.read_text())
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not valid JSON ({error}). Take another checkpoint of the run.") from error
+        raise ValueError(f"{path} is not valid JSON ({error}): take another copy of it.") from error
 
 
 def resolve(folder: str | Path) -> Path:
@@ -143,6 +146,16 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         ) from error
 
 
+def build(spec: dict, tensors: dict[str, Tensor], target: Target) -> Drafter:
+    """A drafter with these tensors, in the target's dtype and on its device; spec as in `save`. RuntimeError or TypeError
+    if they do not fit together."""
+    arguments = {key: value for key, value in spec.items() if key != "_target_" and key not in RECORDED}
+    found = drafter_class(str(spec.get("_target_")))
+    drafter = found(target, vocab=tensors.get("draft_to_target"), **arguments)
+    drafter.load_state_dict(tensors)
+    return drafter.to(device=target.device, dtype=target.dtype).eval()
+
+
 def load(folder: str | Path, target: Target) -> Drafter:
     """The drafter in the target's dtype and on its device. Raises ValueError if the target is not the one it was trained for."""
     folder = resolve(folder)
@@ -154,19 +167,14 @@ def load(folder: str | Path, target: Target) -> Drafter:
             f"{target.name} ({target.fingerprint()}). Use it with its own target: target.name=FOLDER."
         )
     target.check_unadapted()
-    arguments = {key: value for key, value in document.items() if key != "_target_" and key not in RECORDED}
-    vocab = tensors.get("draft_to_target")
-    found = drafter_class(str(document.get("_target_")))
     try:
-        drafter = found(target, vocab=vocab, **arguments)
-        drafter.load_state_dict(tensors)
+        drafter = build(document, tensors, target)
     except (RuntimeError, TypeError) as error:
         raise ValueError(f"{folder}: drafter.json and drafter.safetensors do not fit together: {error}") from error
     if drafter.target_layers != tuple(document["reads_layers"]):
         raise ValueError(
             f"{folder}: trained on target layers {document['reads_layers']}, not {list(drafter.target_layers)}."
         )
-    drafter = drafter.to(device=target.device, dtype=target.dtype).eval()
     if drafter.adapts_target:
         target.merge()
     return drafter

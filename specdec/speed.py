@@ -83,6 +83,23 @@ def predict(tau: float, stages: dict[str, float], plain: dict[str, float]) -> fl
     return tau * sum(plain.values()) / sum(stages.values())
 
 
+def best_chain(report: dict) -> int:
+    """The length of chain that a report (evaluate.summarise, of a chain) makes fastest: 1 .. the one that it measured.
+
+    A step of drafting is taken to cost the same at every depth, and what a draft adds to the target's pass likewise.
+    """
+    survival, stages = report["survival"], report["ms_per_round"]
+    depth, plain = len(survival), 1e3 / report["baseline_tokens_per_second"]
+
+    def speedup(num: int) -> float:
+        share = num / depth
+        verify = plain + share * (stages["verify"] - plain)
+        rest = sum(spent for stage, spent in stages.items() if stage not in ("draft", "verify"))
+        return (1 + sum(survival[:num])) * plain / (share * stages["draft"] + verify + rest)
+
+    return max(range(1, depth + 1), key=speedup)
+
+
 def explain(name: str, tau: float, stages: dict[str, float], plain: dict[str, float]) -> str:
     """A line on where the time goes."""
     draft, verify, *rest = (1e3 * stages[stage] for stage in STAGES)

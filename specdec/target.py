@@ -249,6 +249,17 @@ class Target:
         for layer in self._adapted_layers():
             layer.merge()  # type: ignore[operator]
 
+    def save_merged(self, folder: str) -> None:
+        """The adapted model as a folder of its own, after `merge`. Raises ValueError if the folder exists."""
+        if Path(folder).exists():
+            raise ValueError(f"{folder} exists; choose another folder for the merged target or delete it.")
+        state = {
+            name.replace(".base_layer.", "."): value
+            for name, value in self.model.state_dict().items()
+            if ".lora_" not in name
+        }
+        self.model.save_pretrained(folder, state_dict=state)
+
     def _adapted_layers(self) -> list[nn.Module]:
         return [module for module in self.model.modules() if "lora_A" in vars(module).get("_modules", {})]
 

@@ -28,6 +28,14 @@ ORDER = [
     "evaluate",
     "speed",
     "checkpoint",
+    "generate",
+    "layouts.base",
+    "layouts.eagle",
+    "layouts.medusa",
+    "layouts.mtp",
+    "layouts.*",
+    "layouts.folder",
+    "serving",
     "export.*",
 ]
 FILES = sorted((ROOT / "specdec").rglob("*.py"))

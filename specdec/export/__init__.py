@@ -1,1 +1,1 @@
-"""Serving layouts: one file each, with `export(drafter, source, out, *, dtype) -> tensors`."""
+"""Serving formats: one file each, with `form(drafter) -> specdec.serving.Form`."""

@@ -26,22 +26,30 @@ def ridge(pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
     return torch.linalg.solve(gram, cross).T
 
 
-def row_cache(target: Target, weight: Tensor, *, layers: int, batch: int) -> RowCache:
-    """An empty cache of a head whose attention has the target's shapes, in the dtype and on the device of `weight`."""
+def row_cache(config: LlamaConfig, weight: Tensor, *, layers: int, batch: int) -> RowCache:
+    """An empty cache of a head whose attention has these shapes, in the dtype and on the device of `weight`."""
     return RowCache(
         num_layers=layers,
         batch=batch,
-        num_heads=target.config.num_key_value_heads,
-        head_dim=target.head_dim,
+        num_heads=cast(int, config.num_key_value_heads),
+        head_dim=cast(int, config.head_dim),
         dtype=weight.dtype,
         device=weight.device,
     )
 
 
-def block_config(target: Target, *, intermediate_size: int | None) -> LlamaConfig:
-    """A Llama configuration of the target's width, heads and rotary embedding, whatever family the target is of."""
+IMPORTED = ("num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_parameters", "hidden_act")
+
+
+def block_config(target: Target, *, intermediate_size: int | None, block: dict | None = None) -> LlamaConfig:
+    """A Llama configuration of the target's width, heads and rotary embedding, whatever family the target is of.
+
+    block: fields of IMPORTED in which the head differs from its target, as published heads do
+    """
+    if not set(block or ()) <= set(IMPORTED):
+        raise ValueError(f"head.drafter.block={block} may hold {', '.join(IMPORTED)} and nothing else.")
     theirs = target.config.to_dict()
-    return LlamaConfig(
+    config = LlamaConfig(
         hidden_size=target.width,
         intermediate_size=intermediate_size or target.config.intermediate_size,
         num_attention_heads=target.config.num_attention_heads,
@@ -52,6 +60,9 @@ def block_config(target: Target, *, intermediate_size: int | None) -> LlamaConfi
         max_position_embeddings=target.config.max_position_embeddings,
         hidden_act="silu",
     )
+    if block:
+        config = LlamaConfig(**{**config.to_dict(), **block})
+    return config
 
 
 class Rotary(LlamaRotaryEmbedding):

@@ -112,7 +112,7 @@ class BlockDrafter(Drafter):
         self.target_layers = target.layer_ids(
             target_layers or sorted({2 + round(number * (last - 2) / 4) for number in range(5)})
         )
-        config = block_config(target, intermediate_size=intermediate_size)
+        self.config = config = block_config(target, intermediate_size=intermediate_size)
         self.fc = nn.Linear(len(self.target_layers) * width, width, bias=False)
         self.hidden_norm, self.norm = (RMSNorm(width, eps=config.rms_norm_eps) for _ in range(2))
         self.layers = nn.ModuleList(Layer(config, layer=layer) for layer in range(num_layers))
@@ -131,7 +131,7 @@ class BlockDrafter(Drafter):
             self.norm.weight.copy_(target.norm.weight)  # type: ignore[arg-type]
 
     def cache(self, batch: int) -> RowCache:
-        return row_cache(self.target, self.fc.weight, layers=len(self.layers), batch=batch)
+        return row_cache(self.config, self.fc.weight, layers=len(self.layers), batch=batch)
 
     def encode(self, features: Tensor) -> Tensor:
         return self.hidden_norm(self.fc(features.to(self.fc.weight.dtype)))

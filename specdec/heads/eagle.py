@@ -18,14 +18,16 @@ class _OneBlock(Drafter):
     attends = "path"
     estimates = True
 
-    def __init__(self, target: Target, *, width: int, intermediate_size: int | None, vocab: Tensor | None):
+    def __init__(
+        self, target: Target, *, width: int, intermediate_size: int | None, block: dict | None, vocab: Tensor | None
+    ):
         super().__init__(target, vocab=vocab)
-        self.config = block_config(target, intermediate_size=intermediate_size)
+        self.config = block_config(target, intermediate_size=intermediate_size, block=block)
         self.block = Block(self.config, width=width, layer=0)
         self.rotary = Rotary(self.config)
 
     def cache(self, batch: int) -> RowCache:
-        return row_cache(self.target, self.block.self_attn.k_proj.weight, layers=1, batch=batch)
+        return row_cache(self.config, self.block.self_attn.k_proj.weight, layers=1, batch=batch)
 
     def embed(self, tokens: Tensor) -> Tensor:
         return self.target.embed(tokens).to(self.block.mlp.up_proj.weight.dtype)  # [B, S, D]
@@ -35,14 +37,22 @@ class Eagle(_OneBlock):
     """EAGLE-1: predicts the target's next feature (its final, normed state) and reads it with the target's LM head.
 
     `vocab` keeps those rows of the borrowed LM head only; it changes speed and which tokens can be drafted.
+    fc_bias: of published heads; train without, because engines disagree on it (checkpoint-formats, 4)
+    block: see block_config
     """
 
-    def __init__(self, target: Target, *, intermediate_size: int | None = None, vocab: Tensor | None = None):
-        super().__init__(target, width=target.width, intermediate_size=intermediate_size, vocab=vocab)
+    def __init__(
+        self,
+        target: Target,
+        *,
+        intermediate_size: int | None = None,
+        fc_bias: bool = False,
+        block: dict | None = None,
+        vocab: Tensor | None = None,
+    ):
+        super().__init__(target, width=target.width, intermediate_size=intermediate_size, block=block, vocab=vocab)
         self.target_layers = target.layer_ids([-1])
-        self.fc = nn.Linear(
-            2 * target.width, target.width, bias=False
-        )  # embedding first; no bias: engines disagree on it
+        self.fc = nn.Linear(2 * target.width, target.width, bias=fc_bias)  # embedding first
 
     def encode(self, features: Tensor) -> Tensor:
         return features.to(self.fc.weight.dtype)
@@ -66,6 +76,8 @@ class Eagle(_OneBlock):
             for some in slots
         )
         self.fc.weight.copy_(ridge(pairs))
+        if self.fc.bias is not None:
+            self.fc.bias.zero_()
         self.block.start_as_identity()
         return True
 
@@ -76,6 +88,8 @@ class Eagle3(_OneBlock):
     target_layers: hidden states to fuse; None for the customary (2, L // 2, L - 3)
     norm_features, norm_output: the norms of EAGLE 3.1 (2605.09992): each fused state is normed, and the state that is
     fed back is the normed one. Off by default: the plain form is the one that every serving engine loads.
+    norm_before_fc, norm_before_residual, block: of published heads: one norm of all fused states; the residual is the
+    normed state; see block_config
     """
 
     def __init__(
@@ -86,13 +100,17 @@ class Eagle3(_OneBlock):
         intermediate_size: int | None = None,
         norm_features: bool = False,
         norm_output: bool = False,
+        norm_before_fc: bool = False,
+        norm_before_residual: bool = False,
+        block: dict | None = None,
         vocab: Tensor | None = None,
     ):
-        super().__init__(target, width=2 * target.width, intermediate_size=intermediate_size, vocab=vocab)
+        super().__init__(target, width=2 * target.width, intermediate_size=intermediate_size, block=block, vocab=vocab)
         width, eps = target.width, self.config.rms_norm_eps
         self.target_layers = target.layer_ids(target_layers or [2, target.num_layers // 2, target.num_layers - 3])
-        self.norm_output = norm_output
+        self.norm_output, self.norm_before_residual = norm_output, norm_before_residual
         num = len(self.target_layers)
+        self.input_norm = RMSNorm(num * width, eps=eps) if norm_before_fc else None
         self.fc_norm = nn.ModuleList([RMSNorm(width, eps=eps) for _ in range(num)] if norm_features else [])
         self.fc = nn.Linear(num * width, width, bias=False)
         self.input_layernorm, self.hidden_norm, self.norm = (RMSNorm(width, eps=eps) for _ in range(3))
@@ -101,14 +119,17 @@ class Eagle3(_OneBlock):
 
     def encode(self, features: Tensor) -> Tensor:
         features = features.to(self.fc.weight.dtype)
+        if self.input_norm is not None:
+            features = self.input_norm(features)
         if self.fc_norm:
             parts = features.chunk(len(self.fc_norm), dim=-1)
             features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts)], dim=-1)
         return self.fc(features)
 
     def step(self, d, h, tokens, positions, mask, cache):
-        x = torch.cat([self.input_layernorm(self.embed(tokens)), self.hidden_norm(h)], dim=-1)  # [B, S, 2D]
-        h = self.block(x, h, self.rotary(x, positions), mask, cache)
+        normed = self.hidden_norm(h)
+        x = torch.cat([self.input_layernorm(self.embed(tokens)), normed], dim=-1)  # [B, S, 2D]
+        h = self.block(x, normed if self.norm_before_residual else h, self.rotary(x, positions), mask, cache)
         normed = self.norm(h)
         return (normed if self.norm_output else h), normed
 
@@ -125,14 +146,15 @@ class Eagle3(_OneBlock):
         """
         attention, config = self.block.self_attn, self.config
         size = torch.cat([some.state for some in slots]).float().pow(2).mean().sqrt()
-        if not self.fc_norm:
+        if not self.fc_norm and self.input_norm is None:
             self.fc.weight.copy_(ridge((some.features, some.state) for some in slots))
         states = [self.encode(some.features) for some in slots]
         inputs = [
             torch.cat([self.input_layernorm(self.embed(some.tokens[:, 0])), self.hidden_norm(state)], dim=-1)
             for some, state in zip(slots, states)
         ]
-        missing = [some.goals[:, 0] - state for some, state in zip(slots, states)]
+        residuals = [self.hidden_norm(state) for state in states] if self.norm_before_residual else states
+        missing = [some.goals[:, 0] - residual for some, residual in zip(slots, residuals)]
         whole = ridge(zip(inputs, missing))  # [D, 2D]
         spread = sum(((x @ whole.T).T @ (x @ whole.T) for x in inputs), torch.zeros((), device=size.device))  # [D, D]
         groups, heads, width = config.num_key_value_heads, config.num_attention_heads, attention.head_dim

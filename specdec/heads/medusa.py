@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 from specdec.cache import RowCache
 from specdec.drafter import Drafter
-from specdec.heads.block import ridge, row_cache
+from specdec.heads.block import block_config, ridge, row_cache
 from specdec.target import Target
 
 
@@ -53,7 +53,8 @@ class _Heads(Drafter):
         )
 
     def cache(self, batch: int) -> RowCache:
-        return row_cache(self.target, next(self.parameters()), layers=0, batch=batch)
+        config = block_config(self.target, intermediate_size=None)
+        return row_cache(config, next(self.parameters()), layers=0, batch=batch)
 
     def encode(self, features: Tensor) -> Tensor:
         return features.to(next(self.parameters()).dtype)
@@ -99,6 +100,13 @@ class Medusa2(Medusa):
             moved = self.adapter[name]
             moved.data = value.to(moved.device, torch.promote_types(value.dtype, moved.dtype))
         return self
+
+    def heads_for(self, merged: Target) -> Medusa:
+        """The heads alone, for the adapted target once it is a model of its own."""
+        shape = {"num_heads": len(self.blocks), "num_blocks": len(self.blocks[0]), "own_output": len(self.lm_heads) > 0}
+        heads = Medusa(merged, **shape, vocab=self.draft_to_target).to(next(self.blocks.parameters()))
+        heads.load_state_dict({name: value for name, value in self.state_dict().items() if "adapter." not in name})
+        return heads.eval()
 
 
 class Hydra(_Heads):

@@ -57,7 +57,7 @@ class MTP(Drafter):
         self.pretrained = native
         shipped = read(target) if native else []
         self.attention_bias = "block.self_attn.q_proj.bias" in shipped[0] if native else attention_bias
-        config = block_config(target, intermediate_size=intermediate_size)
+        self.config = config = block_config(target, intermediate_size=intermediate_size)
         config.attention_bias = self.attention_bias
         self.modules_by_depth = nn.ModuleList(Module(config, layer=layer) for layer in range(num_modules or 1))
         self.rotary = Rotary(config)
@@ -85,7 +85,7 @@ class MTP(Drafter):
         return self.modules_by_depth[0 if self.depth is None else d - 1]  # type: ignore[return-value]
 
     def cache(self, batch: int) -> RowCache:
-        return row_cache(self.target, self.module(1).eh_proj.weight, layers=self.depth or 1, batch=batch)
+        return row_cache(self.config, self.module(1).eh_proj.weight, layers=self.depth or 1, batch=batch)
 
     def embed(self, tokens: Tensor) -> Tensor:
         return self.target.embed(tokens).to(self.module(1).eh_proj.weight.dtype)
@@ -140,7 +140,7 @@ class ParallelMTP(Drafter):
         super().__init__(target, vocab=vocab)
         self.depth = num_heads
         self.target_layers = target.layer_ids([-1])
-        config = block_config(target, intermediate_size=intermediate_size)
+        self.config = config = block_config(target, intermediate_size=intermediate_size)
         self.norm_in = RMSNorm(target.width, eps=config.rms_norm_eps)
         self.blocks = nn.ModuleList(Block(config, width=target.width, layer=layer) for layer in range(num_heads))
         self.rotary = Rotary(config)
@@ -148,7 +148,7 @@ class ParallelMTP(Drafter):
             block.start_as_identity()  # each starts as the target's own head
 
     def cache(self, batch: int) -> RowCache:
-        return row_cache(self.target, self.norm_in.weight, layers=len(self.blocks), batch=batch)
+        return row_cache(self.config, self.norm_in.weight, layers=len(self.blocks), batch=batch)
 
     def encode(self, features: Tensor) -> Tensor:
         return features.to(self.norm_in.weight.dtype)

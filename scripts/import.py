@@ -1,0 +1,46 @@
+"""python scripts/import.py source=DIR target.name=FOLDER out=checkpoints/NAME
+
+Brings a head of a public layout in as one of our checkpoints, so that it can be evaluated, compared and trained further:
+EAGLE-1 and EAGLE-3 (SafeAILab, SGLang, vLLM), Medusa (reference and vLLM), DFlash, MTP in MiMo's layout, and the Speculators
+container of EAGLE-3 and DFlash.
+"""
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from scripts import common
+from scripts.cli import options, run
+from specdec import checkpoint
+from specdec.layouts import folder
+from specdec.target import Target
+
+
+@dataclass(frozen=True)
+class Import:
+    source: str = field(metadata={"help": "folder of the head: config.json and its weights"})
+    out: str = field(metadata={"help": "checkpoint to make, such as checkpoints/NAME"})
+    target: common.TargetOptions = field(default_factory=common.TargetOptions)
+
+
+def main() -> None:
+    chosen = options(Import, __doc__)
+    common.use_threads()
+    out = Path(chosen.out)
+    if out.exists():
+        raise ValueError(f"{out} exists; choose another out=DIR or delete it.")
+    if chosen.target.name is None:
+        raise ValueError("target.name= must name the model that the head was trained for, a folder or a Hub name.")
+    target = Target.load(chosen.target.name, dtype=chosen.target.dtype, device=chosen.target.device or "cpu")
+    spec, tensors = folder.read(Path(chosen.source), target)
+    drafter = checkpoint.build(spec, tensors, target)
+    checkpoint.save(out, drafter, spec)
+    print(f"{out}: {type(drafter).__name__}, {drafter.num_parameters() / 1e6:.2f} M parameters, reads hidden states "
+          f"{list(drafter.target_layers)}, drafts from {drafter.vocab_size:,} of {target.vocab_size:,} tokens")  # fmt: skip
+    print(f"Next: python scripts/evaluate.py checkpoint={out}")
+
+
+if __name__ == "__main__":
+    run(main)

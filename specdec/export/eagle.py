@@ -1,0 +1,30 @@
+"""SafeAILab's layout of EAGLE-1 and EAGLE-3, as its code reads it (checkpoint-formats, 4 and 5)."""
+
+from specdec.drafter import Drafter
+from specdec.heads.eagle import Eagle, Eagle3
+from specdec.layouts import eagle
+from specdec.serving import Form
+
+SHARDED = "SafeAILab's loader wants the base model in shards with an index: model.save_pretrained(DIR, max_shard_size='200MB')."
+
+
+def form(drafter: Drafter) -> Form:
+    """Raises ValueError for what its code does not run."""
+    line = f"EaModel.from_pretrained(base_model_path='{drafter.target.name}', ea_model_path='<out>', use_eagle3=%s)"
+    match drafter:
+        case Eagle():
+            bias = drafter.fc.bias is not None and bool(drafter.fc.bias.any())
+            layout = eagle.eagle1(drafter, architecture="LlamaForCausalLM", bias=bias)
+            reduced = drafter.draft_to_target is not None
+            return Form(layout, {"SafeAILab/EAGLE": line % False}, whole_vocabulary=reduced, notes=(SHARDED,))
+        case Eagle3():
+            eagle.check_plain(drafter, "SafeAILab's code")
+            if drafter.target_layers != eagle.default_layers(drafter.target):
+                raise ValueError(
+                    f"SafeAILab's code reads hidden states {list(eagle.default_layers(drafter.target))}, and this head "
+                    f"{list(drafter.target_layers)}. Train with head.drafter.target_layers=null."
+                )
+            return Form(eagle.eagle3(drafter), {"SafeAILab/EAGLE": line % True}, notes=(SHARDED,))
+    raise ValueError(
+        f"format=eagle is for head=eagle, hass and eagle3, not for {type(drafter).__name__}: try format=vllm."
+    )

@@ -1,0 +1,46 @@
+"""What llama.cpp's converter takes: EAGLE-3, DFlash, DSpark, draft models (checkpoint-formats, 3, 5 and 10)."""
+
+from specdec.drafter import Drafter
+from specdec.heads.dflash import BlockDrafter
+from specdec.heads.draft import Draft
+from specdec.heads.eagle import Eagle3
+from specdec.layouts import block, draft, eagle
+from specdec.layouts.base import Layout
+from specdec.serving import Form, whole_vocabulary
+
+
+def form(drafter: Drafter) -> Form:
+    """Raises ValueError for what llama.cpp cannot serve, with the nearest form that it can."""
+    reduced = drafter.draft_to_target is not None
+    match drafter:
+        case Eagle3():
+            if drafter.norm_output or len(drafter.fc_norm):
+                eagle.check_plain(drafter, "llama.cpp")
+            if len(drafter.target_layers) != 3:
+                raise ValueError("llama.cpp's converter takes EAGLE-3 heads of exactly three hidden states.")
+            return _form(drafter, eagle.eagle3(drafter), "draft-eagle3")
+        case BlockDrafter() if drafter.anchor_predicts or drafter.markov_in is not None:
+            return _form(drafter, block.dspark(drafter), "draft-dspark")
+        case BlockDrafter():  # its DFlash has no draft vocabulary
+            whole = whole_vocabulary(drafter)
+            assert isinstance(whole, BlockDrafter)
+            return _form(drafter, block.dflash(whole), "draft-dflash", whole_vocabulary=reduced)
+        case Draft():
+            layout, more = draft.language_model(drafter)
+            return _form(drafter, layout, "draft-simple", tokenizer=False, whole_vocabulary=reduced, more=more)
+    raise ValueError(
+        f"llama.cpp has nothing that runs {type(drafter).__name__} beside a {drafter.target.config.model_type} target. "
+        "Nearest to it, and served: head=eagle3, head=draft."
+    )
+
+
+def _form(drafter: Drafter, layout: Layout, kind: str, *, tokenizer: bool = True, **fields) -> Form:
+    target = drafter.target.name
+    convert = "python convert_hf_to_gguf.py <out> --outtype bf16 --outfile <out>.gguf"
+    line = f"{convert}{f' --target-model-dir {target}' * tokenizer}\n"
+    line += f"python convert_hf_to_gguf.py {target} --outtype bf16 --outfile target.gguf\n"
+    line += (
+        f"llama-server -m target.gguf -md <out>.gguf --spec-type {kind} --spec-draft-n-max <num> --spec-draft-p-min 0"
+    )
+    settings = {"kind": kind.removeprefix("draft-"), "num": "<num>"}
+    return Form(layout, {"llama.cpp": line}, settings=settings, most_drafts=drafter.depth, **fields)

@@ -1,0 +1,48 @@
+"""SGLang (0.5): EAGLE-1, EAGLE-3, MTP in MiMo's layout, DFlash, draft models. Written from its source, not run here."""
+
+from specdec.drafter import Drafter
+from specdec.heads.dflash import BlockDrafter
+from specdec.heads.draft import Draft
+from specdec.heads.eagle import Eagle, Eagle3
+from specdec.heads.mtp import MTP
+from specdec.layouts import block, draft, eagle, mtp
+from specdec.layouts.base import Layout
+from specdec.serving import Form
+
+UNSEEN = "SGLang was not run: this folder rests on its source and on the manifest."
+POSITIONS = (
+    "Its MTP classes blank the embedding at position 0, which training does not; it touches one row of a prompt."
+)
+
+
+def form(drafter: Drafter) -> Form:
+    """Raises ValueError for what SGLang cannot serve, with the nearest form that it can."""
+    reduced = drafter.draft_to_target is not None
+    match drafter:
+        case Eagle():
+            layout = eagle.eagle1(drafter, architecture="LlamaForCausalLMEagle")
+            return _form(drafter, layout, "EAGLE", f"--speculative-token-map <out>/{eagle.TOKEN_MAP}" * reduced)
+        case Eagle3():
+            if drafter.norm_before_residual:
+                raise ValueError("SGLang ignores norm_before_residual, which this head has: take format=vllm.")
+            return _form(drafter, eagle.eagle3(drafter), "EAGLE3")
+        case MTP():
+            return _form(drafter, mtp.mimo(drafter), "EAGLE", notes=(POSITIONS,), whole_vocabulary=reduced)
+        case BlockDrafter() if not drafter.anchor_predicts and drafter.markov_in is None:
+            return _form(drafter, block.dflash(drafter), "DFLASH")
+        case Draft():
+            layout, more = draft.language_model(drafter)
+            return _form(drafter, layout, "STANDALONE", whole_vocabulary=reduced, more=more)
+    raise ValueError(
+        f"SGLang has nothing that runs {type(drafter).__name__}. Nearest to it, and served: head=eagle3, head=eagle, "
+        "head=mtp (one module)."
+    )
+
+
+def _form(
+    drafter: Drafter, layout: Layout, algorithm: str, option: str = "", notes: tuple[str, ...] = (), **fields
+) -> Form:
+    line = f"python -m sglang.launch_server --model {drafter.target.name} --speculative-algorithm {algorithm} "
+    line += "--speculative-draft-model-path <out> --speculative-num-steps <num> --speculative-eagle-topk 1 "
+    line += f"--speculative-num-draft-tokens <num+1> {option}".rstrip()
+    return Form(layout, {"SGLang": line}, most_drafts=drafter.depth, notes=(*notes, UNSEEN), **fields)

@@ -1,0 +1,104 @@
+"""The Speculators container (0.9): EAGLE-3, DFlash, DSpark (checkpoint-formats, 11). vLLM serves it by its own name too."""
+
+import json
+
+from transformers import AutoConfig
+
+from specdec.drafter import Drafter
+from specdec.heads.dflash import BlockDrafter
+from specdec.heads.eagle import Eagle3
+from specdec.layouts import base, block, eagle
+from specdec.layouts.base import Layout
+from specdec.serving import Form
+
+VERSION = "0.9.0"
+COMMON = frozenset(
+    "architectures speculators_model_type speculators_version speculators_config transformer_layer_config "
+    "draft_vocab_size target_hidden_size torch_dtype".split()
+)
+FIELDS3 = COMMON | {
+    "norm_before_residual",
+    "norm_before_fc",
+    "fc_norm",
+    "norm_output",
+    "eagle_aux_hidden_state_layer_ids",
+    "embed_requires_grad",
+}
+BLOCK = COMMON | {"block_size", "aux_hidden_state_layer_ids", "mask_token_id", "sample_from_anchor"}
+DSPARK = BLOCK | {"markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"}
+
+
+def form(drafter: Drafter) -> Form:
+    """Raises ValueError for families that the container has no type for, or that vLLM has no loader for."""
+    match drafter:
+        case Eagle3():
+            plain = eagle.eagle3(drafter)
+            own = {
+                **{name: plain.config[name] for name in eagle.norms(drafter)},
+                "eagle_aux_hidden_state_layer_ids": list(drafter.target_layers),
+                "embed_requires_grad": False,
+            }
+            tensors = base.rename(plain.tensors, [("midlayer.", "layers.0.")])
+            shapes = eagle.shapes3(plain.config, prefix="layers.0.")
+            return _form(drafter, "eagle3", "llama", Layout(tensors, own, shapes, FIELDS3), plain)
+        case BlockDrafter() if drafter.anchor_predicts or drafter.markov_in is not None:
+            plain = block.dspark(drafter)
+            names = DSPARK - COMMON - {"aux_hidden_state_layer_ids"}
+            own = {name: plain.config[name] for name in names}
+            own["aux_hidden_state_layer_ids"] = list(drafter.target_layers)
+            return _form(drafter, "dspark", "qwen3", Layout(plain.tensors, own, plain.shapes, DSPARK), plain)
+        case BlockDrafter():
+            plain = block.dflash(drafter)
+            own = {
+                "block_size": plain.config["block_size"],
+                "aux_hidden_state_layer_ids": list(drafter.target_layers),
+                "mask_token_id": block.mask_token(drafter),
+                "sample_from_anchor": False,
+            }
+            return _form(
+                drafter, "dflash", "qwen3", Layout(plain.tensors, own, plain.shapes, BLOCK, plain.pickles), plain
+            )
+    raise ValueError(
+        f"The Speculators container has no place for {type(drafter).__name__}, or vLLM has no loader for it. Take format=vllm, or train "
+        "head=eagle3."
+    )
+
+
+def _form(drafter: Drafter, algorithm: str, model_type: str, own: Layout, plain: Layout) -> Form:
+    """own: the container's tensors, fields and manifest without what all types share; plain: the family's own layout."""
+    names = ("hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim hidden_act rms_norm_eps "
+             "rope_parameters max_position_embeddings vocab_size attention_bias num_hidden_layers")  # fmt: skip
+    layer = AutoConfig.for_model(model_type, **{name: plain.config[name] for name in names.split()}).to_dict()
+    target = drafter.target
+    config = {
+        "architectures": [{"eagle3": "Eagle3", "dflash": "DFlash", "dspark": "DSpark"}[algorithm] + "Speculator"],
+        "speculators_model_type": algorithm,
+        "speculators_version": VERSION,
+        "speculators_config": {
+            "algorithm": algorithm,
+            "proposal_methods": [
+                {
+                    "proposal_type": "greedy",
+                    "speculative_tokens": drafter.depth or 3,
+                    "verifier_accept_k": 1,
+                    "accept_tolerance": 0.0,
+                }
+            ],
+            "default_proposal_method": "greedy",
+            "verifier": {"name_or_path": target.name, "architectures": [type(target.model).__name__]},
+        },
+        "transformer_layer_config": layer,
+        "draft_vocab_size": drafter.vocab_size,
+        "target_hidden_size": target.width,
+        "torch_dtype": None,
+        **own.config,
+    }
+    settings = {"method": algorithm, "model": "<out>", "num_speculative_tokens": "<num>"}
+    given = json.dumps(settings).replace('"<num>"', "<num>")
+    lines = {
+        "vLLM": f"vllm serve {target.name} --speculative-config '{given}'",
+        "vLLM, which then finds the target by the name in config.json": "vllm serve <out>",
+        "Speculators": "SpeculatorModel.from_pretrained('<out>')",
+    }
+    layout = Layout(own.tensors, config, own.shapes, own.fields, own.pickles)
+    return Form(layout, lines, settings=settings, most_drafts=drafter.depth)

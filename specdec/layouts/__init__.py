@@ -1,0 +1,1 @@
+"""How each family stands on disk outside this project: names, shapes and config fields, in both directions."""

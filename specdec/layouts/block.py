@@ -1,0 +1,177 @@
+"""DFlash and DSpark on disk (checkpoint-formats, 10)."""
+
+import torch
+from torch import Tensor
+
+from specdec.heads.dflash import BlockDrafter
+from specdec.layouts import base
+from specdec.layouts.base import Layout, Shapes
+from specdec.layouts.eagle import BLOCK_FIELDS, check_layers
+from specdec.target import Target
+
+MASK = "mask_embedding.pt"
+FIELDS = BLOCK_FIELDS | {"block_size", "num_target_layers", "layer_types", "dflash_config", "draft_vocab_size"}
+DSPARK_FIELDS = FIELDS - {"dflash_config"} | frozenset(
+    "target_layer_ids mask_token_id sample_from_anchor dspark_bonus_anchor markov_rank markov_head_type "
+    "enable_confidence_head confidence_head_with_markov".split()
+)
+NAMES = [(f"{part}.", f"self_attn.{part}.") for part in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")]
+
+
+def mask_token(drafter: BlockDrafter) -> int:
+    """The token in whose place the mask's embedding is put: one that ends answers, so nothing is drafted behind it."""
+    config = drafter.target.config
+    end = config.eos_token_id
+    found = end[0] if isinstance(end, list) else end
+    return int(found if found is not None else config.to_dict().get("pad_token_id") or 0)
+
+
+def _common(drafter: BlockDrafter, *, needs: str) -> tuple[dict, dict]:
+    """-> tensors of the layers, config fields. Raises ValueError for what no engine has."""
+    target = drafter.target
+    if drafter.join is not None:
+        raise ValueError(
+            "head.drafter.fuse=true adds an input that no engine knows. Train with head.drafter.fuse=false, or serve an "
+            "EAGLE-3 head, which starts in closed form too."
+        )
+    check_layers(drafter.target_layers, target)
+    tensors = {
+        name: value
+        for name, value in drafter.state_dict().items()
+        if name.split(".")[0] in ("fc", "hidden_norm", "norm") or name.startswith("layers.")
+    }
+    for number in range(len(drafter.layers)):
+        prefix = f"layers.{number}."
+        tensors = base.rename(tensors, [(prefix + ours, prefix + theirs) for ours, theirs in NAMES])
+    config = {
+        "architectures": [needs],
+        "model_type": "qwen3",
+        "num_hidden_layers": len(drafter.layers),
+        **base.block_fields(drafter.config, target),
+        "num_target_layers": target.num_layers,
+        "layer_types": ["full_attention"] * len(drafter.layers),
+        "draft_vocab_size": drafter.vocab_size,
+        "torch_dtype": None,
+    }
+    if drafter.draft_to_target is not None:
+        tensors |= {"lm_head.weight": drafter._goal_head[0], **base.vocab_tensors(drafter)}
+    return tensors, config
+
+
+def dflash(drafter: BlockDrafter) -> Layout:
+    """Raises ValueError for anchors that predict, Markov and confidence heads, which are DSpark's, and for `fuse`."""
+    if drafter.anchor_predicts or drafter.markov_in is not None:
+        raise ValueError("This is a DSpark drafter, not a DFlash one.")
+    tensors, config = _common(drafter, needs="DFlashDraftModel")
+    mask = mask_token(drafter)
+    config |= {
+        "block_size": drafter.num_drafts + 1,
+        # numbers of layers whose outputs are read, one below those of hidden states
+        "dflash_config": {"mask_token_id": mask, "target_layer_ids": [k - 1 for k in drafter.target_layers]},
+    }
+    pickles = {MASK: {"mask_token_id": mask, "embedding": drafter.mask_embedding.detach().clone()}}
+    return Layout(tensors, config, shapes(config, len(drafter.target_layers)), FIELDS, pickles)
+
+
+def dspark(drafter: BlockDrafter) -> Layout:
+    """With the target's embedding, in which the mask has the place of one token: DSpark reads its mask from nowhere else."""
+    tensors, config = _common(drafter, needs="Qwen3DSparkModel")
+    if drafter.markov_in is None or drafter.markov_out is None:
+        raise ValueError("Engines have no DSpark without a Markov head: train with head.drafter.markov_rank=256.")
+    mask, embedding = mask_token(drafter), drafter.target.embed.weight.detach()
+    rank, dtype = drafter.markov_in.weight.shape[0], drafter.fc.weight.dtype
+    table = torch.nn.functional.linear(embedding.to(dtype), drafter.markov_in.weight)  # [V, rank]
+    embedding = embedding.to(dtype).clone()
+    embedding[mask] = drafter.mask_embedding.to(dtype)
+    tensors |= {
+        "embed_tokens.weight": embedding,
+        "markov_head.markov_w1.weight": table,
+        "markov_head.markov_w2.weight": drafter.markov_out.weight,
+    }
+    if drafter.confidence_head is not None:
+        tensors["confidence_head.proj.weight"] = drafter.confidence_head.weight
+        tensors["confidence_head.proj.bias"] = drafter.confidence_head.bias
+    config |= {
+        "block_size": drafter.num_drafts + (not drafter.anchor_predicts),
+        "target_layer_ids": [k - 1 for k in drafter.target_layers],
+        "mask_token_id": mask,
+        "sample_from_anchor": drafter.anchor_predicts,
+        "dspark_bonus_anchor": not drafter.anchor_predicts,
+        "markov_rank": rank,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": drafter.confident,
+        "confidence_head_with_markov": drafter.confident,
+    }
+    found = shapes(config, len(drafter.target_layers))
+    hidden, rows = config["hidden_size"], config["vocab_size"]
+    found |= {
+        "embed_tokens.weight": (rows, hidden),
+        "markov_head.markov_w1.weight": (rows, rank),
+        "markov_head.markov_w2.weight": (config["draft_vocab_size"], rank),
+    }
+    if config["enable_confidence_head"]:
+        found |= {"confidence_head.proj.weight": (1, hidden + rank), "confidence_head.proj.bias": (1,)}
+    return Layout(tensors, config, found, DSPARK_FIELDS)
+
+
+def shapes(config: dict, num_features: int) -> Shapes:
+    hidden, each = config["hidden_size"], config["head_dim"]
+    found: Shapes = {
+        "fc.weight": (hidden, num_features * hidden),
+        "hidden_norm.weight": (hidden,),
+        "norm.weight": (hidden,),
+    }
+    for number in range(config["num_hidden_layers"]):
+        prefix = f"layers.{number}."
+        found |= base.block_shapes(config, prefix=prefix)
+        found |= {
+            f"{prefix}input_layernorm.weight": (hidden,),
+            f"{prefix}self_attn.q_norm.weight": (each,),
+            f"{prefix}self_attn.k_norm.weight": (each,),
+        }
+    vocab = base.vocab_shapes(config)
+    return found | ({"lm_head.weight": (config["draft_vocab_size"], hidden), **vocab} if vocab else {})
+
+
+def read(config: dict, tensors: dict[str, Tensor], mask: Tensor | None, target: Target) -> tuple[dict, dict]:
+    """DFlash -> the arguments of `heads.dflash.BlockDrafter`, its tensors. Raises ValueError for what is none of this target.
+
+    config: flat; `dflash_config` or a container's `aux_hidden_state_layer_ids`. mask [H]: in the place of the target's row
+    """
+    nested = config.get("dflash_config") or {}
+    layers = config.get("aux_hidden_state_layer_ids") or [k + 1 for k in nested.get("target_layer_ids", [])]
+    mask_id = config.get("mask_token_id", nested.get("mask_token_id"))
+    if not layers or (mask is None and mask_id is None):
+        raise ValueError("config.json names no hidden states or no mask token: is this a DFlash drafter?")
+    if any("markov_head" in name for name in tensors):
+        raise ValueError("DSpark drafters have a free Markov table, which ours is not: they cannot be imported.")
+    rows = config.get("draft_vocab_size") or target.vocab_size
+    config = {**base.complete(config), "vocab_size": target.vocab_size, "draft_vocab_size": rows}
+    tensors = dict(tensors)
+    base.drop_copy(tensors, "embed_tokens.weight", target.embed.weight)
+    vocab = None
+    if "d2t" in tensors:
+        vocab = base.check_vocab(tensors["d2t"], tensors.get("t2d"))
+    base.drop_copy(tensors, "lm_head.weight", target.lm_head.weight if vocab is None else target.lm_head.weight[vocab])
+    wanted = {name: shape for name, shape in shapes(config, len(layers)).items() if name != "lm_head.weight"}
+    base.check_tensors(tensors, wanted)
+    found = {name: value for name, value in tensors.items() if name not in ("d2t", "t2d")}
+    for number in range(config["num_hidden_layers"]):
+        prefix = f"layers.{number}."
+        found = base.rename(found, [(prefix + theirs, prefix + ours) for ours, theirs in NAMES])
+    found["mask_embedding"] = mask if mask is not None else target.embed.weight[int(mask_id or 0)].detach().clone()
+    if vocab is not None:
+        found["draft_to_target"] = vocab
+    sizes = base.read_block(config, target)
+    if sizes.pop("block"):
+        raise ValueError(
+            "The drafter has other heads, norms or rotary embeddings than its target: it cannot be imported."
+        )
+    arguments = {
+        "_target_": "specdec.heads.dflash.BlockDrafter",
+        **sizes,
+        "num_drafts": config["block_size"] - 1,
+        "num_layers": config["num_hidden_layers"],
+        "target_layers": list(layers),
+    }
+    return arguments, found

@@ -1,0 +1,193 @@
+"""EAGLE-1 and EAGLE-3 on disk (checkpoint-formats, 4 and 5)."""
+
+import torch
+from torch import Tensor
+
+from specdec.heads.eagle import Eagle, Eagle3
+from specdec.layouts import base
+from specdec.layouts.base import Layout, Shapes
+from specdec.target import Target
+
+NAMES1 = [("block.", "layers.0.")]
+NAMES3 = [
+    ("block.", "midlayer."),
+    ("input_layernorm.", "midlayer.input_layernorm."),
+    ("hidden_norm.", "midlayer.hidden_norm."),
+]
+BACK1 = [(theirs, ours) for ours, theirs in NAMES1]
+# Specific names first; SGLang, modelopt and Speculators call the layer layers.0
+BACK3 = [
+    (theirs.replace("midlayer.", prefix), ours)
+    for ours, theirs in [*NAMES3[1:], NAMES3[0]]
+    for prefix in ("midlayer.", "layers.0.")
+]
+TOKEN_MAP = "token_map.pt"  # EAGLE-1 has no other place for a draft vocabulary; SGLang: --speculative-token-map
+
+
+def eagle1(drafter: Eagle, *, architecture: str, bias: bool = False) -> Layout:
+    """bias: what config.json says of `fc`; the tensor is written in any case, because SGLang always has one."""
+    head = {name: value for name, value in drafter.state_dict().items() if name != "draft_to_target"}
+    head.setdefault("fc.bias", torch.zeros_like(head["fc.weight"][:, 0]))
+    config = {
+        "architectures": [architecture],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        **base.block_fields(drafter.config, drafter.target),
+        "bias": bias,
+        "torch_dtype": None,
+    }
+    vocab = drafter.draft_to_target
+    pickles = {} if vocab is None else {TOKEN_MAP: vocab.tolist()}
+    return Layout(base.rename(head, NAMES1), config, shapes1(config), FIELDS1, pickles)
+
+
+def shapes1(config: dict) -> Shapes:
+    hidden = config["hidden_size"]
+    return {
+        "fc.weight": (hidden, 2 * hidden),
+        "fc.bias": (hidden,),
+        **base.block_shapes(config, prefix="layers.0."),
+    }
+
+
+BLOCK_FIELDS = frozenset(
+    "hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim hidden_act rms_norm_eps rope_theta "
+    "rope_scaling rope_parameters max_position_embeddings vocab_size attention_bias mlp_bias tie_word_embeddings "
+    "bos_token_id eos_token_id pad_token_id architectures model_type num_hidden_layers torch_dtype".split()
+)
+FIELDS1 = BLOCK_FIELDS | {"bias"}
+FIELDS3 = BLOCK_FIELDS | {"draft_vocab_size", "fc_norm", "norm_output", "norm_before_fc", "norm_before_residual"}
+LAYER_FIELDS = frozenset({"eagle_aux_hidden_state_layer_ids", "eagle_config", "num_aux_hidden_states"})
+
+
+def read1(config: dict, tensors: dict[str, Tensor], vocab: Tensor | None, target: Target) -> tuple[dict, dict]:
+    """-> the arguments of `heads.eagle.Eagle`, its tensors. Raises ValueError for what is no EAGLE-1 head of this target."""
+    tensors = dict(tensors)
+    base.drop_copy(tensors, "embed_tokens.weight", target.embed.weight)
+    tensors.setdefault("fc.bias", torch.zeros_like(tensors["fc.weight"][:, 0]))
+    arguments = {"_target_": "specdec.heads.eagle.Eagle", **base.read_block(config, target)}
+    base.check_tensors(tensors, shapes1(base.complete(config)))
+    found = base.rename(tensors, BACK1)
+    arguments["fc_bias"] = bool(found["fc.bias"].any())
+    if not arguments["fc_bias"]:
+        del found["fc.bias"]
+    if vocab is not None:
+        found["draft_to_target"] = vocab
+    return arguments, found
+
+
+def default_layers(target: Target) -> tuple[int, int, int]:
+    """What every engine takes if a config.json names no layers."""
+    return 2, target.num_layers // 2, target.num_layers - 3
+
+
+def check_layers(layers: tuple[int, ...], target: Target) -> None:
+    """Raises ValueError for hidden states that engines number or norm otherwise."""
+    if not 1 <= layers[0] <= layers[-1] < target.num_layers:
+        raise ValueError(
+            f"The head reads hidden states {list(layers)}. Engines have 1 .. {target.num_layers - 1} in common with "
+            f"training; {target.num_layers} is before the final norm there. Train with other head.drafter.target_layers."
+        )
+
+
+def eagle3(drafter: Eagle3) -> Layout:
+    """The form that vLLM, SGLang, SafeAILab's code and llama.cpp's converter have in common."""
+    target, layers = drafter.target, drafter.target_layers
+    check_layers(layers, target)
+    head = {name: value for name, value in drafter.state_dict().items() if name != "draft_to_target"}
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        **base.block_fields(drafter.config, target),
+        "draft_vocab_size": drafter.vocab_size,
+        **norms(drafter),
+        "torch_dtype": None,
+    }
+    fields = FIELDS3
+    if layers != default_layers(target):  # vLLM reads the outer numbers, SGLang the inner ones, which are outputs
+        inner = {"eagle_aux_hidden_state_layer_ids": [k - 1 for k in layers], "use_aux_hidden_state": True}
+        config |= {"eagle_aux_hidden_state_layer_ids": list(layers), "num_aux_hidden_states": len(layers)}
+        config["eagle_config"] = inner
+        fields = fields | LAYER_FIELDS
+    tensors = base.rename(head, NAMES3) | base.vocab_tensors(drafter)
+    return Layout(tensors, config, shapes3(config), fields)
+
+
+def norms(drafter: Eagle3) -> dict[str, bool]:
+    """The switches, each written out: engines differ in what a missing one means."""
+    return {
+        "fc_norm": len(drafter.fc_norm) > 0,
+        "norm_output": drafter.norm_output,
+        "norm_before_fc": drafter.input_norm is not None,
+        "norm_before_residual": drafter.norm_before_residual,
+    }
+
+
+def check_plain(drafter: Eagle3, whose: str) -> None:
+    """Raises ValueError for an EAGLE-3 head with switches that an engine ignores."""
+    on = [name for name, given in norms(drafter).items() if given]
+    if on:
+        raise ValueError(f"{whose} has no {', '.join(on)}, which this head was trained with: take format=vllm.")
+
+
+def shapes3(config: dict, *, prefix: str = "midlayer.") -> Shapes:
+    hidden = config["hidden_size"]
+    num = len(config.get("eagle_aux_hidden_state_layer_ids") or [None] * 3)
+    shapes = {
+        "fc.weight": (hidden, num * hidden),
+        f"{prefix}input_layernorm.weight": (hidden,),
+        f"{prefix}hidden_norm.weight": (hidden,),
+        **base.block_shapes(config, prefix=prefix, width=2 * hidden),
+        "norm.weight": (hidden,),
+        "lm_head.weight": (config["draft_vocab_size"], hidden),
+        **base.vocab_shapes(config),
+    }
+    if config.get("fc_norm"):
+        shapes |= {f"fc_norm.{number}.weight": (hidden,) for number in range(num)}
+    if config.get("norm_before_fc"):
+        shapes["input_norm.weight"] = (num * hidden,)
+    return shapes
+
+
+def read3(config: dict, tensors: dict[str, Tensor], target: Target) -> tuple[dict, dict]:
+    """-> the arguments of `heads.eagle.Eagle3`, its tensors. Raises ValueError for what is no EAGLE-3 head of this target.
+
+    config: flat; a Speculators container's `transformer_layer_config` belongs in it
+    """
+    tensors = dict(tensors)
+    base.drop_copy(tensors, "embed_tokens.weight", target.embed.weight)
+    nested = config.get("eagle_config") or {}
+    inner = nested.get("eagle_aux_hidden_state_layer_ids")
+    layers = config.get("eagle_aux_hidden_state_layer_ids") or ([k + 1 for k in inner] if inner else None)
+    config = {
+        **base.complete(config),
+        "eagle_aux_hidden_state_layer_ids": layers,
+        "norm_before_fc": config.get("norm_before_fc", nested.get("norm_before_fc", False)),
+        "vocab_size": target.vocab_size,
+    }
+    config["draft_vocab_size"] = config.get("draft_vocab_size") or len(tensors.get("lm_head.weight", ())) or None
+    if config.get("num_hidden_layers", 1) != 1 or config.get("attention_bias"):
+        raise ValueError("Only EAGLE-3 heads of one layer without attention biases can be imported.")
+    vocab = None
+    if "d2t" in tensors:
+        vocab = base.check_vocab(tensors["d2t"], tensors.get("t2d"))
+        tensors.setdefault("t2d", torch.zeros(target.vocab_size, dtype=torch.bool))
+    if config["draft_vocab_size"] == target.vocab_size:  # then the maps say nothing
+        tensors = {name: value for name, value in tensors.items() if name not in ("d2t", "t2d")}
+        vocab = None
+    prefix = "layers.0." if any(name.startswith("layers.0.") for name in tensors) else "midlayer."
+    base.check_tensors(tensors, shapes3(config, prefix=prefix))
+    found = base.rename({name: value for name, value in tensors.items() if name not in ("d2t", "t2d")}, BACK3)
+    if vocab is not None:
+        found["draft_to_target"] = vocab
+    arguments = {
+        "_target_": "specdec.heads.eagle.Eagle3",
+        **base.read_block(config, target),
+        "target_layers": list(layers or default_layers(target)),
+        "norm_features": bool(config.get("fc_norm", False)),
+        "norm_output": bool(config.get("norm_output", False)),
+        "norm_before_fc": bool(config["norm_before_fc"]),
+        "norm_before_residual": bool(config.get("norm_before_residual", False)),
+    }
+    return arguments, found

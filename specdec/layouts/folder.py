@@ -1,0 +1,85 @@
+"""Reads a drafter's folder of any layout known here: which family it is, and how its tensors are called at home."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from specdec import checkpoint
+from specdec.layouts import block, eagle, medusa, mtp
+from specdec.target import Target
+
+WEIGHTS = ("model.safetensors", "pytorch_model.bin", medusa.FILE)
+
+
+def read(folder: Path, target: Target) -> tuple[dict, dict[str, Tensor]]:
+    """-> the drafter's class and arguments, as checkpoint.save takes them, and its tensors
+
+    Raises ValueError, with what to do, for folders that hold no drafter of this target. Nothing in them can run code.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"There is no folder {folder}: give source= a local copy of a published head.")
+    path = folder / "config.json"
+    config = checkpoint.read_json(path, what="A published head is a folder with config.json and its weights") | {}
+    tensors = _tensors(folder)
+    try:
+        return _family(folder, config, tensors, target)
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from error
+
+
+def _family(folder: Path, config: dict, tensors: dict[str, Tensor], target: Target) -> tuple[dict, dict[str, Tensor]]:
+    if "model.embed_tokens.weight" in tensors:
+        raise ValueError("This is a whole language model: train it further with head=draft head.drafter.model=DIR.")
+    if "drafter" in config:
+        raise ValueError(
+            "This is format=safetensors, which is for other readers: use the checkpoint that it was made of."
+        )
+    kind = config.get("speculators_model_type")
+    if kind is not None:
+        config = {**config.get("transformer_layer_config", {}), **config}
+        if kind == "eagle3":
+            config.setdefault("norm_before_residual", False)  # what Speculators' own class takes
+        elif kind != "dflash":
+            raise ValueError(f"Speculators of type {kind} cannot be imported; eagle3 and dflash can.")
+    if any("linear" in name or name.startswith("blocks.") for name in tensors):
+        return medusa.read(config, tensors, target)
+    if any("mtp_layers" in name for name in tensors):
+        return mtp.read(config, tensors, target)
+    if "layers.0.self_attn.q_norm.weight" in tensors and "hidden_norm.weight" in tensors:
+        state = _pickle(folder / block.MASK)
+        return block.read(config, tensors, state["embedding"].reshape(-1) if isinstance(state, dict) else state, target)
+    if "norm.weight" in tensors and "fc.weight" in tensors:
+        return eagle.read3(config, tensors, target)
+    if "fc.weight" in tensors:
+        tokens = _pickle(folder / eagle.TOKEN_MAP)
+        return eagle.read1(config, tensors, None if tokens is None else torch.tensor(tokens).sort().values, target)
+    raise ValueError(
+        f"its tensors ({', '.join(sorted(tensors)[:3])}, ...) are those of no layout known here: EAGLE-1, EAGLE-3, Medusa, "
+        "DFlash, MTP in MiMo's layout, and the Speculators container of EAGLE-3 and DFlash."
+    )
+
+
+def _tensors(folder: Path) -> dict[str, Tensor]:
+    if (folder / "model.safetensors.index.json").exists():
+        names = set(checkpoint.read_json(folder / "model.safetensors.index.json")["weight_map"].values())
+        return {key: value for name in sorted(names) for key, value in checkpoint.read_tensors(folder / name).items()}
+    for name in WEIGHTS:
+        if (folder / name).exists():
+            if name.endswith(".safetensors"):
+                return checkpoint.read_tensors(folder / name)
+            found = _pickle(folder / name)
+            if isinstance(found, dict) and all(isinstance(value, Tensor) for value in found.values()):
+                return found
+            raise ValueError(f"{folder / name} holds something else than named tensors.")
+    raise ValueError(f"{folder} has no weights: none of {', '.join(WEIGHTS)} is there.")
+
+
+def _pickle(path: Path):
+    """What torch.save wrote, tensors and plain values only; None if the file is not there."""
+    if not path.exists():
+        return None
+    try:
+        return torch.load(path, weights_only=True, map_location="cpu")
+    except Exception as error:  # torch raises many kinds for a damaged file
+        raise ValueError(f"{path} cannot be read as plain tensors ({str(error).splitlines()[0]}).") from error

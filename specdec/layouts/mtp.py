@@ -1,0 +1,80 @@
+"""An MTP module on disk, in MiMo's layout, which vLLM and SGLang serve beside a dense target (checkpoint-formats, 9)."""
+
+import torch
+from torch import Tensor
+
+from specdec.heads.mtp import MTP
+from specdec.heads.native import MIMO
+from specdec.layouts import base
+from specdec.layouts.base import Layout, Shapes
+from specdec.layouts.eagle import BLOCK_FIELDS
+from specdec.target import Target
+
+FIELDS = BLOCK_FIELDS | {"num_nextn_predict_layers"}
+PREFIX = "model.mtp_layers.0."
+NAMES = [(f"{ours}.", f"{PREFIX}{theirs}.") for theirs, ours in MIMO.items()]
+NAMES += [("input_layernorm.", f"{PREFIX}input_layernorm."), ("block.", PREFIX)]
+OVERRIDE = {"num_nextn_predict_layers": 1}  # of the target's configuration, from which engines take it
+
+
+def mimo(drafter: MTP) -> Layout:
+    """Raises ValueError for modules that the engines would not run as they were trained."""
+    if drafter.depth not in (None, 1):
+        raise ValueError(
+            f"Engines run the first of these {drafter.depth} MTP modules for every draft. Train with "
+            "head.drafter.num_modules=null, one module for all depths."
+        )
+    target, config = drafter.target, drafter.config
+    theirs = {**target.config.to_dict(), "head_dim": target.width // target.config.num_attention_heads}
+    for key in ("intermediate_size", "head_dim", "rms_norm_eps"):
+        if getattr(config, key) != theirs.get(key):
+            raise ValueError(
+                f"Engines build MTP modules by the target's configuration, where {key} is {theirs.get(key)} and not "
+                f"{getattr(config, key)}. Train with the target's sizes, or take head=eagle, which has its own."
+            )
+    if theirs.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"Engines run MTP modules with the target's {theirs['hidden_act']}, and this one has silu.")
+    module = drafter.module(1).state_dict()
+    for part in "qkv":  # a missing bias is left uninitialised there
+        weight = module[f"block.self_attn.{part}_proj.weight"]
+        module.setdefault(f"block.self_attn.{part}_proj.bias", torch.zeros_like(weight[:, 0]))
+    module["eh_proj.weight"] = _swap(module["eh_proj.weight"])
+    fields = {
+        "architectures": ["MiMoForCausalLM"],
+        "model_type": "qwen2",  # transformers knows no mimo
+        **base.block_fields(config, target),
+        "num_hidden_layers": target.num_layers,
+        **OVERRIDE,
+        "torch_dtype": None,
+    }
+    return Layout(base.rename(module, NAMES), fields, shapes(fields), FIELDS)
+
+
+def _swap(weight: Tensor) -> Tensor:
+    """Between our order, embedding and state, and MiMo's."""
+    return torch.cat(weight.chunk(2, dim=1)[::-1], dim=1)
+
+
+def read(config: dict, tensors: dict[str, Tensor], target: Target) -> tuple[dict, dict]:
+    """-> the arguments of `heads.mtp.MTP`, its tensors. Raises ValueError for what is no such module of this target."""
+    base.check_tensors(tensors, shapes(base.complete(config)))
+    module = base.rename(tensors, [(theirs, ours) for ours, theirs in NAMES])
+    module["eh_proj.weight"] = _swap(module["eh_proj.weight"])
+    biases = [f"block.self_attn.{part}_proj.bias" for part in "qkv"]
+    biased = any(bool(module[name].any()) for name in biases)
+    if not biased:
+        module = {name: value for name, value in module.items() if name not in biases}
+    sizes = base.read_block(config, target)
+    if sizes.pop("block"):
+        raise ValueError("The MTP module has other heads, norms or rotary embeddings than its target.")
+    arguments = {"_target_": "specdec.heads.mtp.MTP", **sizes, "native": False, "attention_bias": biased}
+    return arguments, {f"modules_by_depth.0.{name}": value for name, value in module.items()}
+
+
+def shapes(config: dict) -> Shapes:
+    hidden = config["hidden_size"]
+    found = base.block_shapes(config, prefix=PREFIX)
+    found |= {name.replace("weight", "bias"): shape[:1] for name, shape in found.items() if name[-13:-12] in "qkv"}
+    norms = ("token_layernorm", "hidden_layernorm", "final_layernorm", "input_layernorm")
+    found |= {f"{PREFIX}{name}.weight": (hidden,) for name in norms}
+    return found | {f"{PREFIX}input_proj.weight": (hidden, 2 * hidden)}

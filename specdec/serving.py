@@ -1,0 +1,196 @@
+"""A drafter in the form that an engine loads: checked, written, read back, with a model card."""
+
+import copy
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from specdec import checkpoint
+from specdec.drafter import Drafter
+from specdec.layouts.base import Layout
+from specdec.speed import best_chain
+from specdec.target import Target
+
+SERVED = "served.json"  # beside a checkpoint's report.json: what engines made of it (scripts/check_engines.py)
+
+
+@dataclass(frozen=True)
+class Form:
+    """engines: a launch line for each, in which <out>, <num> and <num+1> stand for the folder and the number of drafts
+
+    settings: the engine's own configuration of speculation, likewise; most_drafts: more than that it has not
+    whole_vocabulary: drafts come from all V tokens there, whatever the checkpoint's draft vocabulary
+    more: writes further files into a folder
+    """
+
+    layout: Layout
+    engines: dict[str, str]
+    settings: dict = field(default_factory=dict)
+    most_drafts: int | None = None
+    whole_vocabulary: bool = False
+    notes: tuple[str, ...] = ()
+    more: Callable[[Path], None] | None = None
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the card says beside the form."""
+
+    source: str  # the checkpoint's name
+    document: dict  # drafter.json
+    target: str
+    fingerprint: str
+    report: dict | None  # report.json, of the validation that chose the checkpoint
+    served: dict  # by engine, see SERVED
+    data: str
+    license: str
+    num_drafts: int
+
+    @classmethod
+    def read(cls, folder: Path, *, target: Target, license: str, data: str | None, num_drafts: int | None) -> "Facts":
+        """Of a checkpoint's folder; num_drafts: None: what was fastest by its own validation."""
+        document = checkpoint.read_json(folder / "drafter.json")
+        report, served = (
+            checkpoint.read_json(folder / name) if (folder / name).exists() else None
+            for name in ("report.json", SERVED)
+        )
+        num = num_drafts or (best_chain(report) if report else 3)
+        name = f"{folder.parent.name}/{folder.name}"
+        data = data or "not recorded"
+        return cls(name, document, target.name, target.fingerprint(), report, served or {}, data, license, num)
+
+
+def whole_vocabulary(drafter: Drafter) -> Drafter:
+    """A copy of a drafter that borrows the target's LM head, drafting from all V tokens."""
+    whole = copy.copy(drafter.decodable())
+    whole._buffers = {**whole._buffers, "draft_to_target": None, "target_to_draft": None}
+    whole._goal_head = (drafter.target.lm_head.weight, drafter.target.lm_head.bias)
+    return whole
+
+
+def write(form: Form, out: Path, *, dtype: torch.dtype, facts: Facts) -> dict[str, Tensor]:
+    """Makes the folder `out`. -> the tensors, as they were read back
+
+    Raises ValueError if `out` exists, or if the layout is not what its manifest asks for; then nothing is written.
+    """
+    if out.exists():
+        raise ValueError(f"{out} exists; choose another out=DIR or delete it.")
+    layout = form.layout
+    tensors = {name: _cast(value, dtype) for name, value in layout.tensors.items()}
+    config = dict(layout.config)
+    if "torch_dtype" in config:
+        config["torch_dtype"] = str(dtype).removeprefix("torch.")
+    Layout(tensors, config, layout.shapes, layout.fields).check()
+    pickles = {
+        name: {key: _cast(part, dtype) for key, part in value.items()} if isinstance(value, dict) else value
+        for name, value in layout.pickles.items()
+    }
+    partial = out.with_name(out.name + ".partial")
+    checkpoint.write_folder(partial, tensors={"model.safetensors": tensors}, documents={"config.json": config})
+    try:
+        for name, value in pickles.items():
+            torch.save(value, partial / name)
+        if form.more is not None:
+            form.more(partial)
+        (partial / "README.md").write_text(card(form, facts, str(out), dtype))
+        read = checkpoint.read_tensors(partial / "model.safetensors")
+        assert read.keys() == tensors.keys() and all(torch.equal(read[name], tensors[name]) for name in tensors)
+        assert json.loads((partial / "config.json").read_text()) == json.loads(json.dumps(config))
+        for name, value in pickles.items():
+            assert _equal(torch.load(partial / name, weights_only=True), value)
+        partial.rename(out)
+    except OSError as error:
+        raise ValueError(f"{out} could not be written ({error}). Free some disk space and try again.") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return read
+
+
+def _cast(value, dtype: torch.dtype):
+    if not isinstance(value, Tensor):
+        return value
+    return (value.to(dtype) if value.is_floating_point() else value).detach().cpu().contiguous()
+
+
+def _equal(read, written) -> bool:
+    if isinstance(written, Tensor):
+        return read.dtype == written.dtype and torch.equal(read, written)
+    if isinstance(written, dict):
+        return read.keys() == written.keys() and all(_equal(read[key], written[key]) for key in written)
+    return read == written
+
+
+def filled(text: str, out: str, num: int) -> str:
+    return text.replace("<out>", out).replace("<num>", str(num)).replace("<num+1>", str(num + 1))
+
+
+def settings(form: Form, out: str, num: int) -> dict:
+    """The engine's configuration of speculation, for this folder and this many drafts."""
+    return {key: {"<out>": out, "<num>": num}.get(value, value) for key, value in form.settings.items()}
+
+
+def num_drafts(form: Form, facts: Facts) -> int:
+    return min(facts.num_drafts, form.most_drafts or facts.num_drafts)
+
+
+def card(form: Form, facts: Facts, out: str, dtype: torch.dtype) -> str:
+    """The model card: how to launch each engine, what to expect, what it was made of."""
+    document, report, num = facts.document, facts.report, num_drafts(form, facts)
+    kind = str(document["_target_"]).rpartition(".")[2]
+    parts = [
+        f"---\nlicense: {facts.license}\nbase_model: {facts.target}\ntags: [speculative-decoding, {kind.lower()}]\n---",
+        f"# {kind} for {facts.target}",
+        f"A drafter for speculative decoding: it guesses, {facts.target} checks, and the text stays the target's own. "
+        f"Made from the checkpoint `{facts.source}` by specdec {document['versions']['specdec']}; weights in "
+        f"{str(dtype).removeprefix('torch.')}.",
+        "\n".join(
+            [
+                "| | |\n|---|---|",
+                f"| target | {facts.target}, fingerprint {facts.fingerprint} |",
+                f"| hidden states read | {', '.join(map(str, document['reads_layers'])) or 'none'} |",
+                f"| trained on | {facts.data} |",
+                f"| licence | {facts.license} (the target has its own) |",
+                f"| drafts a round | {num} |",
+            ]
+        ),
+        "## Launch",
+    ]
+    for engine, line in form.engines.items():
+        parts.append(f"{engine}:\n\n```\n{filled(line, out, num)}\n```")
+    parts.append("## What to expect")
+    parts.append(_expected(report, facts.served, kind))
+    if form.whole_vocabulary and "draft_vocab_size" not in form.layout.config:
+        parts.append(
+            "The checkpoint drafts from a reduced vocabulary and this engine from the whole one: acceptance is then a "
+            "little higher than validated, and each draft costs more."
+        )
+    if form.notes:
+        parts.append("## Notes\n\n" + "\n".join(f"- {note}" for note in form.notes))
+    return "\n\n".join(parts) + "\n"
+
+
+def _expected(report: dict | None, served: dict, kind: str) -> str:
+    lines = ["| measured by | setting | tau |\n|---|---|---|"]
+    if report:
+        low, high = report["tau_ci"]
+        lines.append(
+            f"| specdec, validation | {report['num_prompts']} prompts, temperature {report['temperature']:g}, "
+            f"chain of {len(report['survival'])} | {report['tau']:.2f} ({low:.2f} .. {high:.2f}) |"
+        )
+    for engine, found in served.items():
+        setting = f"{found['num_prompts']} prompts, temperature 0, chain of {found['num_drafts']}, {found['dtype']}"
+        lines.append(f"| specdec, as served | {setting} | {found['tau']:.3f} |")
+        lines.append(
+            f"| {engine} | the same | {found['served_tau']:.3f} ({100 * (found['served_tau'] / found['tau'] - 1):+.1f} %) |"
+        )
+    if len(lines) == 1:
+        return "Not measured. `python scripts/evaluate.py` says what the checkpoint is worth on your prompts."
+    return (
+        "tau: tokens emitted per target pass of a round, the bonus or correction token counted; it must not be compared "
+        "across chain lengths.\n\n" + "\n".join(lines)
+    )
