@@ -135,8 +135,12 @@ class Decoder:
         *,
         generator: torch.Generator | None = None,
         result: Generation | None = None,
+        penalised: Tensor | None = None,
     ) -> Iterator[Round]:
-        """Yields what the prompt's own pass and then every round emitted; counts and clocks go into `result`."""
+        """Yields what the prompt's own pass and then every round emitted; counts and clocks go into `result`.
+
+        penalised: [B, V] bool, the tokens that a repetition penalty is for from the start; None: the prompts'
+        """
         result = result or Generation([[] for _ in prompts], [[] for _ in prompts])
         self._check(prompts, max_new_tokens)
         device = self.target.device
@@ -147,7 +151,7 @@ class Decoder:
         )  # [B, T]
         cache = self.target.cache(len(prompts))
         draws = verify.Draws(generator)
-        marks = self._mark(padded, num)
+        marks = self._mark(padded, num) if penalised is None else penalised.clone()
         newest, features = self._prefill(padded, num, cache, marks, draws)  # [B], [B, T, F*D]
         if marks is not None:
             marks.scatter_(1, newest[:, None], True)

@@ -1,0 +1,323 @@
+"""A drafter inside transformers: model.generate(**inputs, custom_generate=Speculative("checkpoints/shipped/eagle")).
+
+`generate` prepares the prompts, its settings and its stopping criteria as ever; in the place of its own loop stands the
+decoder of this project.
+"""
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers.generation import (
+    BaseStreamer,
+    GenerateDecoderOnlyOutput,
+    GenerationMode,
+    LogitNormalization,
+    LogitsProcessorList,
+    RepetitionPenaltyLogitsProcessor,
+    StoppingCriteriaList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from specdec import attention, checkpoint
+from specdec.compile import Runner
+from specdec.decode import Generation, Round
+from specdec.evaluate import Drafting
+from specdec.proposers.heads import HeadProposer
+from specdec.sampling import Sampling
+from specdec.target import Target
+
+# What changes logits, in the order in which Sampling does it; the last normalises, which changes no law.
+PROCESSORS: tuple[type, ...] = (
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    LogitNormalization,
+)
+MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+MODE_SETTINGS = ("prompt_lookup_num_tokens", "use_mtp", "assistant_early_exit", "penalty_alpha", "dola_layers",
+                 "constraints", "force_words_ids")  # fmt: skip
+OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+ARGUMENTS = ("assistant_model", "synced_gpus", "negative_prompt_ids", "negative_prompt_attention_mask")
+MODEL_ARGUMENTS = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep")
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """A drafter beside the model that it was loaded for."""
+
+    weights: list[tuple[int, int]]  # where they are, and how often they were changed in place
+    model: PreTrainedModel
+    target: Target
+    drafting: Drafting
+    proposer: HeadProposer
+    runner: Runner
+
+
+class Speculative:
+    """What `generate` takes as `custom_generate`: its own answers, drafted by a checkpoint and verified by the model.
+
+    checkpoint: a step's folder, or a run's folder for its best step
+    decode: how to draft and verify; None: a chain of two drafts
+
+    The drafter is loaded at the first call and kept, with the model, until another model comes. Raises ValueError for
+    a model that is not the checkpoint's target, and for settings of `generate` that drafts cannot honour. `last` holds
+    the answers, counts and clocks of the last call. While a call runs, the model's attention is this project's; so
+    one model should not generate in two threads at once.
+    """
+
+    def __init__(self, checkpoint: str | Path, decode: Drafting | None = None):
+        self._folder, self._decode = checkpoint, decode
+        self.last: Generation | None = None
+        self._loaded: _Loaded | None = None
+
+    def __getattr__(self, name: str):
+        # Before transformers (5.17 to 5.23) reads the signature of a callable, it puts `tokenizer` aside; then it forgets
+        # it, and refuses stop_strings. So the tokenizer goes back to the arguments, where it is looked for next.
+        if name == "__signature__":
+            variables = _variables(GenerationMixin._extract_generation_mode_kwargs)
+            if "tokenizer" in variables.get("generation_mode_kwargs", {}):
+                variables["kwargs"]["tokenizer"] = variables["generation_mode_kwargs"]["tokenizer"]
+        raise AttributeError(f"{type(self).__name__} has no attribute {name}")
+
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        *,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        streamer: BaseStreamer | None = None,
+        tokenizer: Any = None,
+        **model_kwargs,
+    ) -> Tensor | GenerateDecoderOnlyOutput:
+        """input_ids [B, T] -> [B, T + new], or that in an output object; called by `generate`"""
+        given = _variables(GenerationMixin.generate)  # which hands a callable neither `streamer` nor ARGUMENTS
+        streamer = given.get("streamer") if streamer is None else streamer
+        _check(model, generation_config, {name: given.get(name) for name in ARGUMENTS} | model_kwargs)
+        sampling, ignored = _sampling(logits_processor, bool(generation_config.do_sample), input_ids.shape[1])
+        mask = _mask(input_ids, model_kwargs)
+        pad = _pad(generation_config, stopping_criteria)
+        num_new = (stopping_criteria.max_length or generation_config.max_length) - input_ids.shape[1]
+        prompts = [tokens[real].tolist() for tokens, real in zip(input_ids, mask)]
+        result = Generation([[] for _ in prompts], [[] for _ in prompts])
+        with _borrowed(model):
+            loaded = self._load(model)
+            decoder = loaded.drafting.decoder(
+                loaded.target, loaded.proposer, sampling=sampling, stop=set(), runner=loaded.runner
+            )
+            penalised = None
+            if sampling.repetition_penalty != 1:
+                penalised = _marks(input_ids[:, ignored:], loaded.target.vocab_size)
+            rounds = decoder.stream(prompts, max(1, num_new), penalised=penalised, result=result)
+            sequences = _hand_out(rounds, result, input_ids, stopping_criteria, pad, streamer)
+        self.last = result
+        if generation_config.return_dict_in_generate:
+            return GenerateDecoderOnlyOutput(sequences=sequences)  # type: ignore[arg-type]  # they are whole numbers
+        return sequences
+
+    def _load(self, model: PreTrainedModel) -> _Loaded:
+        """The drafter for this model, which is loaded again only if the model is another one or has changed."""
+        weights = [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in model.parameters()]
+        if self._loaded and self._loaded.model is model and self._loaded.weights == weights:
+            return self._loaded
+        self._loaded = None
+        folder = checkpoint.resolve(self._folder)
+        document = checkpoint.read_json(folder / "drafter.json")
+        if checkpoint.drafter_class(str(document.get("_target_"))).adapts_target:
+            raise ValueError(
+                f"{folder} adapts its target, which would change your model: decode with scripts/generate.py, or take a "
+                "checkpoint that leaves its target as it is."
+            )
+        target = Target(model, name=model.name_or_path or type(model).__name__)
+        drafter = checkpoint.load(folder, target)
+        drafting = self._decode or Drafting(min(2, drafter.depth or 2))
+        self._loaded = _Loaded(weights, model, target, drafting, drafting.proposer(drafter), Runner(drafting.compile))
+        return self._loaded
+
+
+def _hand_out(
+    rounds: Iterator[Round],
+    result: Generation,
+    input_ids: Tensor,
+    criteria: StoppingCriteriaList,
+    pad: int | None,
+    streamer: BaseStreamer | None,
+) -> Tensor:
+    """The loop of `generate`, its tokens taken from rounds: rows get ahead of each other, columns are handed out in turn.
+
+    So every criterion sees the texts that it sees in `generate`, in the same order. input_ids [B, T] -> [B, T + new];
+    result: counts, which end up complete; pad: follows answers that have ended, None: they go on until all have
+    """
+    running = torch.ones(len(input_ids), dtype=torch.bool, device=input_ids.device)
+    awaited = list(range(len(input_ids)))  # rows whose next token is not padding
+    lengths, num = [0] * len(input_ids), 0
+    for emitted in rounds:
+        for answer, tokens in zip(result.tokens, emitted.tokens):
+            answer += tokens
+        while awaited and all(len(result.tokens[row]) > num for row in awaited):
+            column = [pad] * len(input_ids)
+            for row in awaited:
+                column[row], lengths[row] = result.tokens[row][num], num + 1
+            num += 1
+            new = torch.tensor(column, device=input_ids.device)
+            input_ids = torch.cat([input_ids, new[:, None]], dim=1)
+            running &= ~criteria(input_ids, None)  # type: ignore[arg-type]  # as in `generate` without output_scores
+            if streamer is not None:
+                streamer.put(new.cpu())
+            if pad is not None or not running.any():
+                awaited = running.nonzero()[:, 0].tolist()
+        if not awaited:
+            break
+    if streamer is not None:
+        streamer.end()
+    for row, length in enumerate(lengths):
+        result.tokens[row] = result.tokens[row][:length]
+        result.accepted[row] = _within(result.accepted[row], length)
+    return input_ids
+
+
+def _within(accepted: list[int], length: int) -> list[int]:
+    """The drafts emitted by each round, of those rounds that an answer of `length` tokens consists of."""
+    counts, left = [], length - 1
+    for count in accepted:
+        if left > 0:
+            counts.append(min(count, left - 1))
+        left -= count + 1
+    return counts
+
+
+def _variables(function: Callable) -> dict[str, Any]:
+    """The variables of the innermost running call of a function; none if it is not running."""
+    code, frame = inspect.unwrap(function).__code__, inspect.currentframe()
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return {} if frame is None else dict(frame.f_locals)
+
+
+@contextlib.contextmanager
+def _borrowed(model: PreTrainedModel) -> Iterator[None]:
+    """Within, the model may be a Target; afterwards its attention, its modes and its gradients are as before."""
+    config = model.config.get_text_config()
+    implementation = config._attn_implementation
+    training = [module for module in model.modules() if module.training]
+    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    config._attn_implementation = attention.NAME
+    try:
+        model.eval()
+        yield
+    finally:
+        config._attn_implementation = implementation
+        for module in training:
+            module.training = True
+        for parameter in learning:
+            parameter.requires_grad_(True)
+
+
+def _refusal(setting: str, advice: str) -> ValueError:
+    return ValueError(f"Speculative cannot honour {setting}: {advice}, or call generate without custom_generate.")
+
+
+def _check(model: PreTrainedModel, config: GenerationConfig, arguments: dict[str, Any]) -> None:
+    """Raises ValueError for what the decoder does not do."""
+    if model.config.is_encoder_decoder:
+        raise _refusal("an encoder and decoder", "take a decoder-only model")
+    if (config.num_beams or 1) > 1:
+        raise _refusal(f"num_beams={config.num_beams}", "set num_beams=1")
+    if (mode := config.get_generation_mode()) not in MODES:
+        names = [name for name in MODE_SETTINGS if getattr(config, name, None)]
+        raise _refusal(f"{mode.value} ({', '.join(names)})", "set that to None")
+    for name in OUTPUTS:
+        if getattr(config, name):
+            raise _refusal(name, "only token ids are returned, so set it to False")
+    if config.cache_implementation not in (None, "dynamic"):
+        raise _refusal(
+            f"cache_implementation={config.cache_implementation}", "it keeps a cache of its own, so set None"
+        )
+    if config.prefill_chunk_size is not None:
+        raise _refusal("prefill_chunk_size", "prompts are read at once, so set it to None")
+    cache = arguments.get("past_key_values")
+    if cache is not None and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length()):
+        raise _refusal("past_key_values", "it keeps a cache of its own, so pass the whole prompt and no cache")
+    for name, value in arguments.items():
+        if name not in MODEL_ARGUMENTS and value is not None and value is not False:
+            raise _refusal(name, "it takes token ids, their attention_mask and no further models, so leave it out")
+
+
+def _sampling(processors: LogitsProcessorList, do_sample: bool, length: int) -> tuple[Sampling, int]:
+    """What the processors do, and how many of the prompts' `length` columns a penalty leaves out.
+
+    Raises ValueError for processors that do something else.
+    """
+    kinds: list[type] = [type(processor) for processor in processors]
+    for kind in kinds:
+        if kind not in PROCESSORS:
+            known = ", ".join(kind.__name__ for kind in PROCESSORS)
+            raise _refusal(
+                kind.__name__, f"the logits processors that it knows are {known}; leave out what adds others"
+            )
+    if [kind for kind in PROCESSORS if kind in kinds] != kinds:
+        order = " before ".join(kind.__name__ for kind in PROCESSORS if kind in kinds)
+        raise _refusal("this order of logits processors", f"have each once, {order}")
+    found: dict[type, Any] = dict(zip(kinds, processors))
+    penalty, temperature, top_k, top_p = (found.get(kind) for kind in PROCESSORS[:4])
+    for warper in filter(None, (top_k, top_p)):
+        if warper.filter_value != -torch.inf:
+            raise _refusal(f"filter_value={warper.filter_value}", "leave it at minus infinity")
+    if top_p and top_p.min_tokens_to_keep != 1:
+        raise _refusal(f"min_tokens_to_keep={top_p.min_tokens_to_keep} of top_p", "leave it at 1")
+    strength = penalty.penalty if penalty else 1.0
+    ignored = penalty.prompt_ignore_length or 0 if penalty else 0
+    if ignored > length:
+        raise _refusal(f"prompt_ignore_length={ignored}", f"make it at most {length}, the length of the prompts")
+    if not do_sample:  # the best token stays the best at any temperature
+        return Sampling(repetition_penalty=strength), ignored
+    if top_p and top_p.top_p == 0:
+        raise _refusal("top_p=0", "set do_sample=False for the likeliest token")
+    sampling = Sampling(
+        temperature.temperature if temperature else 1.0,
+        top_k.top_k if top_k else None,
+        top_p.top_p if top_p else None,
+        strength,
+    )
+    return sampling, ignored
+
+
+def _mask(input_ids: Tensor, model_kwargs: dict[str, Any]) -> Tensor:
+    """[B, T] bool, the prompts' tokens. Raises ValueError for right padding and positions that do not count them."""
+    mask = model_kwargs.get("attention_mask")
+    mask = torch.ones_like(input_ids) if mask is None else mask
+    if mask.shape != input_ids.shape or not mask[:, -1].all():
+        raise _refusal("this attention_mask", 'pad prompts on the left (tokenizer.padding_side="left")')
+    mask = mask.bool()
+    positions = model_kwargs.get("position_ids")
+    if positions is not None and bool((positions != mask.cumsum(-1) - 1)[mask].any()):
+        raise _refusal("these position_ids", "leave them out, and positions count the tokens of each prompt")
+    return mask
+
+
+def _pad(config: GenerationConfig, criteria: StoppingCriteriaList) -> int | None:
+    """What `generate` puts behind an answer that ended; None where it lets such an answer go on, without an eos token."""
+    if not any(hasattr(criterion, "eos_token_id") for criterion in criteria):
+        return None
+    if config._pad_token_tensor is None:
+        raise ValueError(
+            "Answers end at an eos token of stopping_criteria, but there is no pad token: set pad_token_id."
+        )
+    return int(config._pad_token_tensor)
+
+
+def _marks(tokens: Tensor, vocab_size: int) -> Tensor:
+    """tokens [B, T] -> [B, V] bool, where they are; like `generate`, the padding too, and none past the vocabulary"""
+    marks = torch.zeros(len(tokens), vocab_size + 1, dtype=torch.bool, device=tokens.device)
+    return marks.scatter_(1, tokens.clamp(max=vocab_size), True)[:, :-1]
