@@ -5,13 +5,14 @@ TARGET := targets/smollm2-135m
 # Threads that wait by spinning for long slow each other down badly when the machine has other work (RESULTS.md).
 export GOMP_SPINCOUNT ?= 2000
 
-.PHONY: help setup demo test lint
+.PHONY: help setup demo test lint engines
 
 help:
 	@echo "make setup   virtual environment in .venv, and the default target (once, a few minutes)"
 	@echo "make demo    train head=eagle on the CPU, validated by decoding; then the shipped head"
 	@echo "make test    the tests"
 	@echo "make lint    ruff and mypy"
+	@echo "make engines vLLM, Speculators and llama.cpp on the CPU, in engines (once, 4 minutes, 4 GB), for tests of exports"
 
 setup: .venv/ready $(TARGET)/config.json
 
@@ -42,3 +43,6 @@ test: setup
 
 lint: setup
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+
+engines:
+	@$(PYTHON) scripts/get_engines.py

@@ -20,7 +20,7 @@ from rich.progress import track
 
 from scripts import common
 from scripts.cli import options, run
-from specdec import checkpoint, verify
+from specdec import checkpoint, serving, verify
 from specdec.compile import Runner
 from specdec.evaluate import TAU, Prompt, fastest_batch, measure, report
 from train import data, display, reading
@@ -104,7 +104,21 @@ def main() -> None:
         "device": str(loaded.target.device),
         "torch": torch.__version__,
     }
-    document = {**columns[0], "definition_of_tau": TAU, "settings": settings, "temperatures": columns}
+    path = loaded.folder / serving.SERVED
+    served = checkpoint.read_json(path) if path.exists() else {}  # what engines made of it: scripts/check_engines.py
+    for engine, found in served.items():
+        console.print(
+            f"{engine}: tau {found['served_tau']:.3f}, here {found['tau']:.3f} (chain of {found['num_drafts']}, "
+            f"{found['num_prompts']} prompts, {found['dtype']}, temperature 0)",
+            highlight=False,
+        )
+    document = {
+        **columns[0],
+        "definition_of_tau": TAU,
+        "served": served,
+        "settings": settings,
+        "temperatures": columns,
+    }
     checkpoint.write_text(Path(chosen.out), json.dumps(document, indent=2) + "\n")
     console.print(f"written: {chosen.out}", highlight=False)
 

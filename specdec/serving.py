@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import safetensors.torch
 import torch
 from torch import Tensor
 
@@ -82,7 +83,8 @@ def write(form: Form, out: Path, *, dtype: torch.dtype, facts: Facts) -> dict[st
         raise ValueError(f"{out} exists; choose another out=DIR or delete it.")
     layout = form.layout
     tensors = {name: _cast(value, dtype) for name, value in layout.tensors.items()}
-    config = dict(layout.config)
+    num = num_drafts(form, facts)
+    config = json.loads(json.dumps(layout.config).replace('"<num>"', str(num)))
     if "torch_dtype" in config:
         config["torch_dtype"] = str(dtype).removeprefix("torch.")
     Layout(tensors, config, layout.shapes, layout.fields).check()
@@ -91,8 +93,10 @@ def write(form: Form, out: Path, *, dtype: torch.dtype, facts: Facts) -> dict[st
         for name, value in layout.pickles.items()
     }
     partial = out.with_name(out.name + ".partial")
-    checkpoint.write_folder(partial, tensors={"model.safetensors": tensors}, documents={"config.json": config})
+    checkpoint.write_folder(partial, tensors={}, documents={"config.json": config})
     try:
+        # older transformers load nothing without this format
+        safetensors.torch.save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
         for name, value in pickles.items():
             torch.save(value, partial / name)
         if form.more is not None:
@@ -100,11 +104,11 @@ def write(form: Form, out: Path, *, dtype: torch.dtype, facts: Facts) -> dict[st
         (partial / "README.md").write_text(card(form, facts, str(out), dtype))
         read = checkpoint.read_tensors(partial / "model.safetensors")
         assert read.keys() == tensors.keys() and all(torch.equal(read[name], tensors[name]) for name in tensors)
-        assert json.loads((partial / "config.json").read_text()) == json.loads(json.dumps(config))
+        assert json.loads((partial / "config.json").read_text()) == config
         for name, value in pickles.items():
             assert _equal(torch.load(partial / name, weights_only=True), value)
         partial.rename(out)
-    except OSError as error:
+    except (OSError, safetensors.SafetensorError) as error:
         raise ValueError(f"{out} could not be written ({error}). Free some disk space and try again.") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)

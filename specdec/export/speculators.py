@@ -2,8 +2,6 @@
 
 import json
 
-from transformers import AutoConfig
-
 from specdec.drafter import Drafter
 from specdec.heads.dflash import BlockDrafter
 from specdec.heads.eagle import Eagle3
@@ -68,7 +66,7 @@ def _form(drafter: Drafter, algorithm: str, model_type: str, own: Layout, plain:
     """own: the container's tensors, fields and manifest without what all types share; plain: the family's own layout."""
     names = ("hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim hidden_act rms_norm_eps "
              "rope_parameters max_position_embeddings vocab_size attention_bias num_hidden_layers")  # fmt: skip
-    layer = AutoConfig.for_model(model_type, **{name: plain.config[name] for name in names.split()}).to_dict()
+    layer = {"model_type": model_type, **{name: plain.config[name] for name in names.split()}}
     target = drafter.target
     config = {
         "architectures": [{"eagle3": "Eagle3", "dflash": "DFlash", "dspark": "DSpark"}[algorithm] + "Speculator"],
@@ -79,7 +77,7 @@ def _form(drafter: Drafter, algorithm: str, model_type: str, own: Layout, plain:
             "proposal_methods": [
                 {
                     "proposal_type": "greedy",
-                    "speculative_tokens": drafter.depth or 3,
+                    "speculative_tokens": "<num>",
                     "verifier_accept_k": 1,
                     "accept_tolerance": 0.0,
                 }

@@ -32,7 +32,7 @@ def form(drafter: Drafter) -> Form:
             raise ValueError(medusa.ADAPTED)
         case Medusa():
             notes = ("vLLM drafts the top-1 chain of Medusa heads, not their tree.",)
-            return _form(drafter, medusa.vllm(drafter), "medusa", notes=notes)
+            return _form(drafter, medusa.vllm(drafter), "medusa", notes=notes, whole_vocabulary=reduced)
         case MTP():
             notes = (  # type: ignore[assignment]
                 "vLLM builds the module by the target's configuration, hence --hf-overrides.",

@@ -16,7 +16,7 @@ ADAPTED = (
     "merged_target=DIR, which writes the adapted model for the engine to serve."
 )
 FIELDS = frozenset(
-    "architectures model_type hidden_size vocab_size truncated_vocab_size num_heads num_hidden_layers medusa_fc_bias "
+    "architectures model_type hidden_size vocab_size num_heads num_hidden_layers medusa_fc_bias "
     "original_lm_head torch_dtype".split()
 )
 REFERENCE_FIELDS = frozenset(
@@ -26,33 +26,37 @@ REFERENCE_FIELDS = frozenset(
 
 
 def vllm(drafter: Medusa) -> Layout:
-    """One LM head for all if they are borrowed. Raises ValueError for LM heads of their own over a draft vocabulary."""
-    vocab, own = drafter.draft_to_target, len(drafter.lm_heads) > 0
-    if own and vocab is not None:
-        raise ValueError(
-            "vLLM has no Medusa heads with LM heads of their own over a draft vocabulary. Train with "
-            "head.vocab_size=null or head.drafter.own_output=false; format=medusa has the same limit."
-        )
+    """One LM head for all if they are borrowed, over all V tokens: vLLM 0.32 refuses a `token_map`, having read it.
+
+    Raises ValueError for LM heads of their own over a draft vocabulary.
+    """
+    own = len(drafter.lm_heads) > 0
+    check_whole(drafter)
     tensors = _blocks(drafter, "blocks.{}.layers.{}.")
     if own:
         tensors |= {f"lm_heads.{name}": value for name, value in drafter.lm_heads.state_dict().items()}
     else:
-        tensors["lm_head.weight"] = drafter._goal_head[0]
-    if vocab is not None:
-        tensors["token_map"] = vocab
+        tensors["lm_head.weight"] = drafter.target.lm_head.weight
     config = {
         "architectures": ["MedusaModel"],
         "model_type": "medusa",
         "hidden_size": drafter.target.width,
         "vocab_size": drafter.target.vocab_size,
-        "truncated_vocab_size": drafter.vocab_size,
         "num_heads": drafter.depth,
-        "num_hidden_layers": len(drafter.blocks[0]),
+        "num_hidden_layers": len(drafter.blocks[0]),  # type: ignore[arg-type]
         "medusa_fc_bias": True,
         "original_lm_head": not own,
         "torch_dtype": None,
     }
     return Layout(tensors, config, shapes(config), FIELDS)
+
+
+def check_whole(drafter: Medusa) -> None:
+    if drafter.lm_heads and drafter.draft_to_target is not None:
+        raise ValueError(
+            "Engines run Medusa's own LM heads over the whole vocabulary only. Train with head.vocab_size=null or "
+            "head.drafter.own_output=false."
+        )
 
 
 def _blocks(drafter: Medusa, prefix: str) -> dict[str, Tensor]:
@@ -64,15 +68,14 @@ def _blocks(drafter: Medusa, prefix: str) -> dict[str, Tensor]:
 
 
 def shapes(config: dict) -> Shapes:
-    width, num, rows = config["hidden_size"], config["num_heads"], config["truncated_vocab_size"]
+    width, num, rows = config["hidden_size"], config["num_heads"], config["vocab_size"]
     found: Shapes = {}
     for number in range(num):
         for layer in range(config["num_hidden_layers"]):
             name = f"blocks.{number}.layers.{layer}."
             found |= {f"{name}weight": (width, width), f"{name}bias": (width,)}
     heads = ["lm_head.weight"] if config["original_lm_head"] else [f"lm_heads.{n}.weight" for n in range(num)]
-    found |= dict.fromkeys(heads, (rows, width))
-    return found | ({"token_map": (rows,)} if rows != config["vocab_size"] else {})
+    return found | dict.fromkeys(heads, (rows, width))
 
 
 def reference(drafter: Medusa) -> Layout:
@@ -85,8 +88,7 @@ def reference(drafter: Medusa) -> Layout:
             "The reference's code uses one block several times where a head has several. Train with "
             "head.drafter.num_blocks=1, or take format=vllm."
         )
-    if drafter.lm_heads and drafter.draft_to_target is not None:
-        raise ValueError("The reference's layout has no draft vocabulary: train with head.vocab_size=null.")
+    check_whole(drafter)
     tensors = _blocks(drafter, "{}.{}.linear.")
     own = [head.weight for head in drafter.lm_heads] or [drafter.target.lm_head.weight] * len(drafter.blocks)
     # without clones, safetensors refuses the shared storage

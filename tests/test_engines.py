@@ -1,0 +1,193 @@
+"""Real engines on a tiny random target: what they draft and accept. Needs `make engines`, else these tests skip."""
+
+import functools
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from scripts import get_engines, llamacpp
+from scripts.llamacpp import LlamaCpp, convert
+from scripts.vllm import Served, Vllm
+
+ROOT = Path(__file__).resolve().parents[1]
+PYTHON = str(ROOT / "engines" / "bin" / "python")
+engines = pytest.mark.skipif(
+    not (ROOT / "engines" / "ready").is_file(), reason="the engines are not installed: make engines"
+)
+PROMPTS = [[11, 42, 7, 300, 5], [9, 400, 401], [77, 3, 3, 250, 18, 21, 90]]
+NEW, K = 14, 3
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """target, and a draft model that is the target with some noise, so that it is often right and often wrong."""
+    folder = tmp_path_factory.mktemp("engines")
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "targets" / "smollm2-135m")  # llama.cpp's converter wants one
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=len(tokenizer), hidden_size=128, intermediate_size=256, num_hidden_layers=6,
+                         num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=512,
+                         initializer_range=0.1, bos_token_id=1, eos_token_id=2)  # fmt: skip
+    model = LlamaForCausalLM(config)
+    for name in ("target", "draft"):
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+        with torch.no_grad():
+            for parameter in model.model.layers.parameters():
+                parameter += 0.01 * torch.randn_like(parameter)
+    return folder
+
+
+@functools.cache
+def load(folder: Path) -> LlamaForCausalLM:
+    return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+@torch.no_grad()
+def greedy(folder: Path, prompt: list[int], num: int) -> list[int]:
+    model, tokens = load(folder), list(prompt)
+    for _ in range(num):
+        tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+@pytest.fixture(scope="module")
+def plain(folder) -> list[list[int]]:
+    return [greedy(folder / "target", prompt, NEW) for prompt in PROMPTS]
+
+
+def vllm(folder: Path, draft: str) -> Vllm:
+    speculative = {"method": "draft_model", "model": str(folder / draft), "num_speculative_tokens": K}
+    return Vllm(
+        str(folder / "target"), speculative=speculative, dtype="float32", max_model_len=64, python=PYTHON, threads=1
+    )
+
+
+@engines
+def test_vllm_with_the_target_as_its_draft_model_accepts_everything(folder, plain):
+    with vllm(folder, "target") as engine:
+        served = engine.generate(PROMPTS, NEW, set())
+        alone = [engine.generate([prompt], NEW, set()) for prompt in PROMPTS]
+        stop = plain[0][5]
+        cut = engine.generate(PROMPTS[:1], NEW, {stop})
+        with pytest.raises(ValueError, match="max_model_len=64: give"):
+            engine.generate(PROMPTS, 60, set())
+    assert served.answers == plain == [one.answers[0] for one in alone]
+    assert served.rounds == [one.rounds[0] for one in alone]
+    for answer, rounds in zip(plain, served.rounds):
+        assert [len(before) for _, before in rounds] == [1, 5, 9, 13]
+        for drafted, before in rounds[:3]:
+            assert drafted == answer[len(before) : len(before) + K]
+    # The last of 14 tokens is that of a round whose drafts were accepted too, behind the end.
+    assert served.tau == pytest.approx(13 / 4) and served.emitted == [[4, 4, 4, 1]] * 3
+    assert served.survival == pytest.approx([3 / 4] * K)
+    assert (served.drafts, served.draft_tokens, served.accepted) == (12, 36, 36)
+    assert served.accepted_per_position == [12] * K and served.engine_tau == 1 + K
+    length = plain[0].index(stop) + 1
+    assert cut.answers == [plain[0][:length]] and sum(cut.emitted[0]) == length - 1
+
+
+@engines
+def test_vllm_records_what_a_draft_model_drafts(folder, plain):
+    with vllm(folder, "draft") as engine:
+        served = engine.generate(PROMPTS, NEW, set())
+    assert served.answers == plain and 1 < served.tau < 1 + K
+    assert served.tau == pytest.approx(1 + sum(served.survival))
+    for prompt, answer, rounds, emitted in zip(PROMPTS, plain, served.rounds, served.emitted):
+        for (drafted, before), num in zip(rounds, emitted):
+            assert drafted == greedy(folder / "draft", prompt + before, K)
+            right = next((i for i, (a, b) in enumerate(zip(drafted, answer[len(before) :])) if a != b), K)
+            assert num == min(right + 1, len(answer) - len(before))
+
+
+@engines
+def test_vllm_says_why_it_refuses_a_folder(folder):
+    with pytest.raises(ValueError, match=r"cannot load .*target with .*nowhere: .*nowhere"):
+        vllm(folder, "nowhere")
+
+
+@engines
+def test_llama_cpp(folder, plain, monkeypatch):
+    monkeypatch.setattr(llamacpp, "ENGINES", ROOT / "engines")
+    for name in ("target", "draft"):
+        convert(str(folder / name), str(folder / f"{name}.gguf"))
+    counts = {}
+    for draft in ("target", "draft", None):
+        with LlamaCpp(str(folder / "target.gguf"), threads=1, context=7 + NEW, cache="f32", python=PYTHON,
+                      draft=draft and str(folder / f"{draft}.gguf"), num=K) as engine:  # fmt: skip
+            for prompt, answer in zip(PROMPTS, plain):
+                tokens, seconds = engine.generate(prompt, NEW, set())
+                assert tokens == answer and seconds > 0
+                counts[draft, len(prompt)] = engine.rounds, engine.drafted, engine.accepted
+                if draft:
+                    assert sum(engine.accepted_per_position) == engine.accepted
+    # Four rounds emit 4, 4, 4 and 1: llama.cpp drafts nothing for the last token of an answer.
+    assert all(counts["target", len(prompt)] == (4, 9, 9) for prompt in PROMPTS)
+    assert all(4 < counts["draft", len(prompt)][0] < NEW for prompt in PROMPTS)
+    assert all(counts[None, len(prompt)] == (0, 0, 0) for prompt in PROMPTS)
+
+
+def test_served_counts_what_answers_hold():
+    rounds = [[([5, 6, 7], [1]), ([8, 9, 3], [1, 5, 6, 2])], [([], [4]), ([4, 4, 4], [4, 2])]]
+    served = Served([[1, 5, 6, 2, 8], [4, 2, 9]], rounds, 3, 9, 5, [2, 2, 1])
+    assert served.emitted == [[3, 1], [1, 1]] and served.tau == 6 / 4
+    assert served.survival == [1 / 4, 1 / 4, 0] and served.engine_tau == 1 + 5 / 3
+
+
+def test_llama_cpp_may_not_draft_less_than_asked():
+    """A block drafter drafts its block at most, and llama.cpp says so in its log only."""
+    engine = LlamaCpp.__new__(LlamaCpp)
+    engine.num = 5
+    engine._count([[10], [40], [0], [0] * 5], 12, 12)  # eleven rounds, drafting 5, ..., 5, 4, 3, 2, 1, 0
+    assert engine.rounds == 11
+    engine._count([[2], [10], [6], [2, 2, 1, 1, 0]], 7, 12)  # an end token was drafted, and two drafts behind it
+    assert engine.rounds == 2
+    for counts, length in (([[10], [27], [0], [0] * 5], 12), ([[6], [18], [0], [0] * 5], 7)):
+        with pytest.raises(ValueError, match="not 5 in each"):
+            engine._count(counts, length, 12)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Vllm("t", speculative=None, dtype="float32", max_model_len=8, python="nowhere"), "make engines"),
+        (lambda: LlamaCpp("no.gguf", threads=1, context=8, python="python"), "There is no file no.gguf"),
+        (lambda: LlamaCpp("no.gguf", threads=1, context=8, python="python", kind="x"), "kind=x must be one of draft"),
+        (lambda: convert("model", "out"), "make engines"),
+    ],
+)
+def test_absent_engines_are_named(monkeypatch, make, message):
+    monkeypatch.setattr(llamacpp, "ENGINES", Path("nowhere"))
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_the_converter_is_quoted_when_it_fails(tmp_path, monkeypatch):
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").symlink_to(sys.executable)
+    (tmp_path / "llama.cpp").mkdir()
+    (tmp_path / "llama.cpp" / "convert_hf_to_gguf.py").write_text("import sys; print('one\\ntwo'); sys.exit('three')")
+    monkeypatch.setattr(llamacpp, "ENGINES", tmp_path)
+    with pytest.raises(ValueError, match=r"converter refuses model: .*one \| two"):
+        convert("model", "out")
+
+
+def test_get_engines_leaves_out_what_has_no_cpu_build_and_stops_when_it_is_done(tmp_path, monkeypatch, capsys):
+    requires = ["numpy", "torch==2.12", "torchvision", "hs_connectors==1", "click>=8; python_version > '3'",
+                "ray; extra == 'x'"]  # fmt: skip
+    for name, lines in (("a", requires), ("hs-connectors", ["torch>=2", "fastapi[standard]<1"])):
+        metadata = f"Name: {name}\n" + "".join(f"Requires-Dist: {line}\n" for line in lines) + "\nAbout torch.\n"
+        with zipfile.ZipFile(tmp_path / f"{name}.whl", "w") as wheel:
+            wheel.writestr(f"{name}.dist-info/METADATA", metadata)
+    assert get_engines.requirements(tmp_path) == ["click>=8; python_version > '3'", "fastapi[standard]<1", "numpy"]
+    (tmp_path / "ready").write_text(get_engines.PINS)
+    monkeypatch.setattr("sys.argv", ["get_engines.py", "--out", str(tmp_path)])
+    get_engines.main()
+    assert "already there" in capsys.readouterr().out
+    (tmp_path / "ready").write_text("other pins")
+    monkeypatch.setattr(get_engines, "PYTHONS", ((3, 1), (3, 2)))
+    with pytest.raises(SystemExit, match=r"need Linux and Python 3\.1 to 3\.1; this is"):
+        get_engines.main()
