@@ -1,7 +1,7 @@
 """python scripts/bench.py checkpoint=DIR[,DIR ...] [limit=8 max_new_tokens=64 gguf=FILE out=bench.json]
 
-Times, on the same prompts in one interleaved run, greedy: transformers' generate, alone and with assistant_model where a
-checkpoint is a draft model; llama.cpp where a GGUF file is given; our plain decoding; and every checkpoint as a chain and
+Times, on the same prompts in one interleaved run, greedy: transformers' generate, alone, with assistant_model where a
+checkpoint is a draft model, and with custom_generate, which puts our decoder inside it; llama.cpp where a GGUF file is given; our plain decoding; and every checkpoint as a chain and
 as a tree. Absolute times say little on a shared machine: read the ratios, which are medians over prompts of figures
 measured next to each other. Rates include the prompt's pass, and leave out what compiling takes.
 """
@@ -28,6 +28,7 @@ from specdec import checkpoint
 from specdec.compile import Runner
 from specdec.decode import STAGES, Decoder, Generation
 from specdec.evaluate import Drafting
+from specdec.generate import Speculative
 from specdec.heads.draft import Draft
 from specdec.sampling import Sampling
 from train import data, reading
@@ -158,6 +159,14 @@ def all_ways(chosen: Bench, loaded: list[common.Loaded], *, longest: int) -> dic
                 ways[name] = lambda prompt, assistant=assistant: theirs(
                     first, prompt, chosen.max_new_tokens, assistant=assistant
                 )
+    depth = int(chosen.chain.split(",")[0])
+    for one in loaded:
+        if not one.drafter.adapts_target:
+            num = min(depth, one.drafter.depth or depth)
+            custom = Speculative(one.folder, Drafting(num, compile=chosen.compile))
+            ways[f"generate, custom_generate {called[one.folder]}, chain of {num}"] = lambda prompt, custom=custom: (
+                theirs(first, prompt, chosen.max_new_tokens, custom=custom)
+            )
     if chosen.gguf:
         llama = LlamaCpp(chosen.gguf, threads=torch.get_num_threads(), context=longest + chosen.max_new_tokens)
         ways["llama.cpp (xllamacpp)"] = lambda prompt: timed(
@@ -185,10 +194,10 @@ def timed(generate: Callable[[], int]) -> tuple[int, float]:
     return generate(), time.perf_counter() - start
 
 
-def theirs(loaded: common.Loaded, prompt: list[int], max_new_tokens: int, *, assistant=None):
-    """transformers' greedy generate. -> new tokens, seconds"""
+def theirs(loaded: common.Loaded, prompt: list[int], max_new_tokens: int, *, assistant=None, custom=None):
+    """transformers' greedy generate. -> new tokens, seconds without those of compiling"""
     tokens = torch.tensor([prompt], device=loaded.target.device)
-    return timed(
+    num, seconds = timed(
         lambda: (
             loaded.target.model.generate(
                 tokens,
@@ -197,10 +206,12 @@ def theirs(loaded: common.Loaded, prompt: list[int], max_new_tokens: int, *, ass
                 max_new_tokens=max_new_tokens,
                 eos_token_id=sorted(loaded.stop),
                 assistant_model=assistant,
+                custom_generate=custom,
             ).shape[1]
             - len(prompt)
         )
     )
+    return num, seconds - (custom.last.compile_seconds if custom else 0.0)
 
 
 def size_of(model: torch.nn.Module) -> int:

@@ -31,6 +31,7 @@ from specdec.drafter import Drafter
 from specdec.evaluate import Drafting
 from specdec.export import gguf, medusa, speculators
 from specdec.export import vllm as vllm_export
+from specdec.heads.dflash import BlockDrafter
 from specdec.layouts.mtp import OVERRIDE
 from specdec.proposers.base import Proposer
 from specdec.sampling import Sampling
@@ -218,7 +219,7 @@ def overfit(
         vocab = torch.tensor(sorted({*range(100), *(token for row in rows for token in row.tokens)}))
     with hydra.initialize_config_dir(str(Path("conf").resolve()), version_base="1.3"):
         config = hydra.compose("train", overrides=[f"head={head}"]).head
-    drafter = instantiate({**config.drafter, **arguments}, target, vocab=vocab)
+    drafter = instantiate({**config.drafter, **arguments, "_convert_": "all"}, target, vocab=vocab)
     wanted = {"ce"} | ({"confidence"} if drafter.confident else set())
     weights = {name: float(name in wanted) for name in config.objective.losses}
     depth = 1 if drafter.attends == "text" else NUM_DRAFTS
@@ -273,7 +274,8 @@ def real(chosen: Check, console: rich.console.Console) -> Iterator[dict]:
         loaded = common.load(folder, chosen.target)
         rows = reading.spread(reading.load_prompts(chosen.prompts), chosen.limit)
         prompts = [data.encode_prompt(loaded.tokenizer, row["messages"]) for row in rows]
-        num = min(chosen.num_drafts, loaded.drafter.depth or chosen.num_drafts)
+        depth, whole = loaded.drafter.depth, isinstance(loaded.drafter, BlockDrafter)
+        num = depth if whole and depth else min(chosen.num_drafts, depth or chosen.num_drafts)
         name = common.run_names([loaded.folder])[0]
         facts = serving.Facts.read(loaded.folder, target=loaded.target, license="other", data=None, num_drafts=num)
         served = dict(facts.served)

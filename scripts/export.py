@@ -67,12 +67,13 @@ def main() -> None:
         data=chosen.data or common.trained_on(loaded.folder),
         num_drafts=chosen.num_drafts,
     )
-    if chosen.num_drafts is not None and chosen.num_drafts > (form.most_drafts or chosen.num_drafts):
-        raise ValueError(f"num_drafts={chosen.num_drafts} is more than this drafter's {form.most_drafts} steps.")
+    num = serving.num_drafts(form, facts)
+    if chosen.num_drafts not in (None, num):
+        reason = "a block is drafted whole" if form.whole_block else "it has no more steps"
+        raise ValueError(f"num_drafts={chosen.num_drafts}: this drafter drafts {num} tokens a round, because {reason}.")
     tensors = serving.write(form, out, dtype=DTYPES[chosen.target.dtype], facts=facts)
     size = sum(value.numel() * value.element_size() for value in tensors.values())
     print(f"{out}: {len(tensors)} tensors, {size / 1e6:.1f} MB, as the manifest asks, read back and equal")
-    num = serving.num_drafts(form, facts)
     for engine, line in form.engines.items():
         print(f"\n{engine}, {num} drafts a round:\n{serving.filled(line, chosen.out, num)}")
     if form.settings:

@@ -25,6 +25,8 @@ class Form:
     """engines: a launch line for each, in which <out>, <num> and <num+1> stand for the folder and the number of drafts
 
     settings: the engine's own configuration of speculation, likewise; most_drafts: more than that it has not
+    whole_block: it drafts that many or is not what was trained: engines put as many masks as drafts into a block, and
+        all of a block see each other
     whole_vocabulary: drafts come from all V tokens there, whatever the checkpoint's draft vocabulary
     more: writes further files into a folder
     """
@@ -33,6 +35,7 @@ class Form:
     engines: dict[str, str]
     settings: dict = field(default_factory=dict)
     most_drafts: int | None = None
+    whole_block: bool = False
     whole_vocabulary: bool = False
     notes: tuple[str, ...] = ()
     more: Callable[[Path], None] | None = None
@@ -139,6 +142,8 @@ def settings(form: Form, out: str, num: int) -> dict:
 
 
 def num_drafts(form: Form, facts: Facts) -> int:
+    if form.whole_block and form.most_drafts:
+        return form.most_drafts
     return min(facts.num_drafts, form.most_drafts or facts.num_drafts)
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import chain_of, random_tokens
+from test_layouts import export, make_form
 from test_train import command, fit, folder, losses_of  # noqa: F401 (fixtures)
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
@@ -21,7 +22,6 @@ from transformers import (
 from specdec import attention, checkpoint, masks
 from specdec.cache import UnrollCache
 from specdec.decode import Decoder
-from specdec.export import transformers as exporter
 from specdec.heads.draft import Draft
 from specdec.heads.eagle import Eagle
 from specdec.proposers.heads import HeadProposer
@@ -191,8 +191,8 @@ def test_export_is_an_ordinary_folder_that_generate_takes(draft, saved_target, t
     before = saved_target.fingerprint()
     checkpoint.save(tmp_path / "head", draft.decodable(), SPEC)
     loaded = checkpoint.load(tmp_path / "head", saved_target)
-    tensors = exporter.export(loaded, tmp_path / "head", tmp_path / "out", dtype=torch.float32)
-    assert saved_target.fingerprint() == before and sum(map(torch.numel, tensors.values())) > 0
+    form = export(loaded, "transformers", tmp_path / "out", dtype=torch.float32)
+    assert saved_target.fingerprint() == before and form.whole_vocabulary
     assistant = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert AutoTokenizer.from_pretrained(tmp_path / "out").get_vocab() == make_tokenizer(57).get_vocab()
     with torch.no_grad():
@@ -204,18 +204,27 @@ def test_export_is_an_ordinary_folder_that_generate_takes(draft, saved_target, t
         model.generate(prompt, assistant_model=assistant, **settings), model.generate(prompt, **settings)
     )
     with pytest.raises(ValueError, match="exists"):
-        exporter.export(loaded, tmp_path / "head", tmp_path / "out", dtype=torch.float32)
+        export(loaded, "transformers", tmp_path / "out")
+
+
+@pytest.mark.parametrize("other", ["vllm", "sglang", "gguf"])
+def test_servers_take_the_same_folder(draft, other):
+    layout, theirs = (make_form(draft, form).layout for form in ("transformers", other))
+    theirs.check()
+    assert layout.config == theirs.config and layout.shapes == theirs.shapes
+    assert theirs.tensors.keys() == layout.tensors.keys()
+    assert all(torch.equal(value, layout.tensors[name]) for name, value in theirs.tensors.items())
 
 
 def test_export_of_another_dtype_leaves_the_target_alone(saved_target, tmp_path):
-    exporter.export(Draft(saved_target).eval(), tmp_path, tmp_path / "out", dtype=torch.bfloat16)
+    export(Draft(saved_target).eval(), "transformers", tmp_path / "out", dtype=torch.bfloat16)
     assert saved_target.dtype == torch.float32
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
 
 
-def test_export_refuses_heads_that_are_no_language_models(saved_target, tmp_path):
-    with pytest.raises(ValueError, match="format=safetensors"):
-        exporter.export(Eagle(saved_target), tmp_path, tmp_path / "out", dtype=torch.float32)
+def test_export_refuses_heads_that_are_no_language_models(saved_target):
+    with pytest.raises(ValueError, match="is for head=draft: Eagle is no language model"):
+        make_form(Eagle(saved_target), "transformers")
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ def test_identity_and_bench(run, folder):
 
 def test_export(run, folder):
     assert "read back and equal" in run(export, f"out={folder}/exported", "format=safetensors")
-    with pytest.raises(ValueError, match="There is no format 'vlm'; there are: safetensors"):
+    with pytest.raises(ValueError, match="There is no format 'vlm'; there are: eagle, gguf, medusa, safetensors"):
         run(export, f"out={folder}/other_format", "format=vlm")
 
 

@@ -43,4 +43,11 @@ def _form(drafter: Drafter, layout: Layout, kind: str, *, tokenizer: bool = True
         f"llama-server -m target.gguf -md <out>.gguf --spec-type {kind} --spec-draft-n-max <num> --spec-draft-p-min 0"
     )
     settings = {"kind": kind.removeprefix("draft-"), "num": "<num>"}
-    return Form(layout, {"llama.cpp": line}, settings=settings, most_drafts=drafter.depth, **fields)
+    return Form(
+        layout,
+        {"llama.cpp": line},
+        settings=settings,
+        most_drafts=drafter.depth,
+        whole_block=isinstance(drafter, BlockDrafter),
+        **fields,
+    )

@@ -10,9 +10,7 @@ from specdec.layouts.base import Layout
 from specdec.serving import Form
 
 UNSEEN = "SGLang was not run: this folder rests on its source and on the manifest."
-POSITIONS = (
-    "Its MTP classes blank the embedding at position 0, which training does not; it touches one row of a prompt."
-)
+POSITIONS = "Its MTP classes blank the embedding of the first row of a prompt, which training does not: later rows see that row."
 
 
 def form(drafter: Drafter) -> Form:
@@ -45,4 +43,11 @@ def _form(
     line = f"python -m sglang.launch_server --model {drafter.target.name} --speculative-algorithm {algorithm} "
     line += "--speculative-draft-model-path <out> --speculative-num-steps <num> --speculative-eagle-topk 1 "
     line += f"--speculative-num-draft-tokens <num+1> {option}".rstrip()
-    return Form(layout, {"SGLang": line}, most_drafts=drafter.depth, notes=(*notes, UNSEEN), **fields)
+    return Form(
+        layout,
+        {"SGLang": line},
+        most_drafts=drafter.depth,
+        whole_block=isinstance(drafter, BlockDrafter),
+        notes=(*notes, UNSEEN),
+        **fields,
+    )

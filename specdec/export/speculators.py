@@ -99,4 +99,6 @@ def _form(drafter: Drafter, algorithm: str, model_type: str, own: Layout, plain:
         "Speculators": "SpeculatorModel.from_pretrained('<out>')",
     }
     layout = Layout(own.tensors, config, own.shapes, own.fields, own.pickles)
-    return Form(layout, lines, settings=settings, most_drafts=drafter.depth)
+    return Form(
+        layout, lines, settings=settings, most_drafts=drafter.depth, whole_block=isinstance(drafter, BlockDrafter)
+    )

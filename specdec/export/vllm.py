@@ -36,7 +36,7 @@ def form(drafter: Drafter) -> Form:
         case MTP():
             notes = (  # type: ignore[assignment]
                 "vLLM builds the module by the target's configuration, hence --hf-overrides.",
-                "Its MTP classes blank the embedding at position 0, which training does not; it touches one row of a prompt.",
+                "Its MTP classes blank the embedding of the first row of a prompt, which training does not: later rows see that row.",
             )
             return _form(
                 drafter, mtp.mimo(drafter), "mtp", notes=notes, whole_vocabulary=reduced, override=mtp.OVERRIDE
@@ -60,4 +60,11 @@ def _form(drafter: Drafter, layout: Layout, method: str, *, override: dict | Non
     line = f"vllm serve {drafter.target.name} --speculative-config '{json.dumps(settings)}'".replace('"<num>"', "<num>")
     if override:
         line += f" --hf-overrides '{json.dumps(override)}'"
-    return Form(layout, {"vLLM": line}, settings=settings, most_drafts=drafter.depth, **fields)
+    return Form(
+        layout,
+        {"vLLM": line},
+        settings=settings,
+        most_drafts=drafter.depth,
+        whole_block=isinstance(drafter, BlockDrafter),
+        **fields,
+    )

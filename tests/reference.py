@@ -1,0 +1,270 @@
+"""What engines make of an exported folder, in plain torch: written from their conventions, not from specdec.heads.
+
+Every reader is called as reader(folder, target, tokens, slot, depth) with tokens [T] and gives `Drafts`: step d has seen
+the target's states 0 .. slot-1 and tokens 0 .. slot+d-1, and guesses the one behind. Nothing is cached: each step runs all
+rows again. A row pairs the state of position i with the embedding of token i+1 and has position i.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import safetensors.torch
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True)
+class Served:
+    """What an engine has of the target and of a text."""
+
+    config: dict
+    embed: Tensor  # [V, H]
+    lm_head: Tensor  # [V, H]
+    states: Tensor  # [L+1, T, H] behind 0 .. L layers, the last after the final norm
+
+
+@dataclass(frozen=True)
+class Drafts:
+    logits: Tensor  # [depth, W]
+    ids: Tensor  # [W] of the target
+    confidence: Tensor | None = None  # [depth]
+
+
+@torch.no_grad()
+def serve(model, tokens: Tensor) -> Served:
+    states = model(tokens[None], output_hidden_states=True).hidden_states
+    embed, lm_head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    return Served(model.config.to_dict(), embed, lm_head, torch.stack(states)[:, 0])
+
+
+def read(folder: Path) -> tuple[dict, dict[str, Tensor]]:
+    return json.loads((folder / "config.json").read_text()), safetensors.torch.load_file(folder / "model.safetensors")
+
+
+# Parts
+
+
+def frequencies(config: dict) -> Tensor:
+    """[head_dim / 2]; however often the config says it, it must say the same."""
+    said = []
+    if "rope_parameters" in config:
+        said.append((config["rope_parameters"], config["rope_parameters"]["rope_theta"]))
+    if "rope_theta" in config:
+        scaling = config["rope_scaling"] or {"type": "default", "rope_type": "default"}
+        assert scaling["type"] == scaling["rope_type"]
+        said.append((scaling, config["rope_theta"]))
+    kinds = {(rope["rope_type"], rope.get("factor"), theta) for rope, theta in said}
+    assert len(kinds) == 1, kinds
+    kind, factor, theta = kinds.pop()
+    assert kind in ("default", "linear")
+    each = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    return 1 / (theta ** (torch.arange(0, each, 2) / each)) / (factor if kind == "linear" else 1)
+
+
+def rotate(x: Tensor, positions: Tensor, config: dict) -> Tensor:
+    """x [heads, S, head_dim], the first half of a head's width paired with the second"""
+    angles = positions[:, None].double() * frequencies(config)
+    cos, sin = angles.cos(), angles.sin()
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
+
+
+def norm(x: Tensor, weight: Tensor, config: dict) -> Tensor:
+    return weight * x * (x.square().mean(-1, keepdim=True) + config["rms_norm_eps"]).rsqrt()
+
+
+def attention(w: dict, config: dict, x: Tensor, keys: Tensor, start: int, mask: Tensor) -> Tensor:
+    """x [S, width] at positions start .. start+S-1; keys [N, width] at positions 0 .. N-1; mask [S, N] -> [S, H]"""
+    heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
+
+    def project(name: str, rows: Tensor, number: int) -> Tensor:
+        rows = F.linear(rows, w[f"self_attn.{name}_proj.weight"], w.get(f"self_attn.{name}_proj.bias"))
+        rows = rows.view(len(rows), number, -1).transpose(0, 1)
+        return norm(rows, w[f"self_attn.{name}_norm.weight"], config) if f"self_attn.{name}_norm.weight" in w else rows
+
+    q = rotate(project("q", x, heads), start + torch.arange(len(x)), config)
+    k = rotate(project("k", keys, groups), torch.arange(len(keys)), config)
+    k, v = (part.repeat_interleave(heads // groups, 0) for part in (k, project("v", keys, groups)))
+    scores = (q @ k.transpose(1, 2) / q.shape[-1] ** 0.5).masked_fill(~mask, -torch.inf)
+    return F.linear((scores.softmax(-1) @ v).transpose(0, 1).flatten(1), w["self_attn.o_proj.weight"])
+
+
+def causal(w: dict, config: dict, x: Tensor) -> Tensor:
+    return attention(w, config, x, x, 0, torch.ones(len(x), len(x)).tril().bool())
+
+
+def mlp(w: dict, config: dict, x: Tensor) -> Tensor:
+    """With the residual and the norm before it."""
+    assert config.get("hidden_act", "silu") == "silu"
+    y = norm(x, w["post_attention_layernorm.weight"], config)
+    y = F.silu(y @ w["mlp.gate_proj.weight"].T) * (y @ w["mlp.up_proj.weight"].T)
+    return x + y @ w["mlp.down_proj.weight"].T
+
+
+def under(tensors: dict, *prefixes: str) -> dict:
+    return {name[len(p) :]: value for p in prefixes for name, value in tensors.items() if name.startswith(p)}
+
+
+def vocabulary(tensors: dict, config: dict, target: Served) -> tuple[Tensor, Tensor]:
+    """-> LM head [W, H], target ids [W]; d2t holds offsets"""
+    rows = config["draft_vocab_size"]
+    if "d2t" not in tensors:
+        assert rows == len(target.lm_head)
+    ids = torch.arange(rows) + tensors.get("d2t", 0)
+    return tensors.get("lm_head.weight", target.lm_head), ids
+
+
+# Families
+
+
+def eagle1(folder: Path, target: Served, tokens: Tensor, slot: int, depth: int, *, engine: str = "vllm") -> Drafts:
+    """vLLM never has a bias of fc, SGLang always, SafeAILab unless the config denies it. SGLang has a map of tokens."""
+    config, tensors = read(folder)
+    accepted = {"vllm": ("LlamaForCausalLM", "EagleLlamaForCausalLM"), "sglang": ("LlamaForCausalLMEagle",)}
+    assert engine not in accepted or config["architectures"][0] in accepted[engine]
+    assert not tensors.keys() & {"lm_head.weight", "layers.0.input_layernorm.weight", "norm.weight"}
+    biased = engine == "sglang" or (engine == "safeailab" and config.get("bias", True))
+    bias = tensors["fc.bias"] if biased else None
+    embed, w = tensors.get("embed_tokens.weight", target.embed), under(tensors, "layers.0.")
+    lm_head, ids = target.lm_head, torch.arange(len(target.lm_head))
+    if engine == "sglang" and (folder / "token_map.pt").exists():
+        ids = torch.tensor(torch.load(folder / "token_map.pt"))
+        lm_head = lm_head[ids]
+    h, logits = target.states[-1, :slot], []
+    for d in range(1, depth + 1):
+        x = F.linear(torch.cat([embed[tokens[1 : slot + d]], h], dim=-1), tensors["fc.weight"], bias)
+        out = mlp(w, config, x + causal(w, config, x))
+        logits.append(lm_head @ out[-1])
+        h = torch.cat([h, out[-1:]])
+    return Drafts(torch.stack(logits), ids)
+
+
+def eagle3(folder: Path, target: Served, tokens: Tensor, slot: int, depth: int, *, engine: str = "vllm") -> Drafts:
+    """A raw folder or a Speculators container. Layer ids: vLLM reads the outer ones, SGLang the inner ones plus one."""
+    config, tensors = read(folder)
+    if "speculators_model_type" in config:
+        assert config["speculators_model_type"] == "eagle3" and engine == "vllm"
+        assert config["transformer_layer_config"]["model_type"] == "llama" and "norm_before_residual" in config
+        config = {**config["transformer_layer_config"], **config}
+    else:
+        assert config["architectures"] == ["LlamaForCausalLMEagle3"]
+    num_layers, inner = len(target.states) - 1, config.get("eagle_config", {})
+    layers = inner.get("eagle_aux_hidden_state_layer_ids")
+    if engine == "vllm":
+        layers = config.get("eagle_aux_hidden_state_layer_ids") or layers
+    else:
+        layers = layers and [k + 1 for k in layers]
+    layers = sorted(layers or [2, num_layers // 2, num_layers - 3])
+
+    w = under(tensors, "midlayer.", "layers.0.")
+    embed = tensors.get("embed_tokens.weight", target.embed)
+    lm_head, ids = vocabulary(tensors, config, target)
+    g = torch.cat(list(target.states[layers, :slot]), dim=-1)
+    if config.get("norm_before_fc", inner.get("norm_before_fc")):
+        g = norm(g, tensors["input_norm.weight"], config)
+    if config.get("fc_norm"):  # behind the other norm, by vLLM's source
+        parts = enumerate(g.chunk(len(layers), dim=-1))
+        g = torch.cat([norm(part, tensors[f"fc_norm.{i}.weight"], config) for i, part in parts], dim=-1)
+    h, logits = g @ tensors["fc.weight"].T, []
+    for d in range(1, depth + 1):
+        e = norm(embed[tokens[1 : slot + d]], w["input_layernorm.weight"], config)
+        n = norm(h, w["hidden_norm.weight"], config)
+        y = (n if config.get("norm_before_residual") else h) + causal(w, config, torch.cat([e, n], dim=-1))
+        y = mlp(w, config, y)[-1:]
+        readout = norm(y, tensors["norm.weight"], config)
+        logits.append(lm_head @ readout[0])
+        h = torch.cat([h, readout if config.get("norm_output") else y])
+    return Drafts(torch.stack(logits), ids)
+
+
+def medusa(folder: Path, target: Served, tokens: Tensor, slot: int, depth: int, *, engine: str = "vllm") -> Drafts:
+    """vLLM reads its own names and the reference's; the reference reads its pickle and always has biases."""
+    config = json.loads((folder / "config.json").read_text())
+    if engine == "reference":
+        tensors = torch.load(folder / "medusa_lm_head.pt")
+        num, num_blocks = config["medusa_num_heads"], config["medusa_num_layers"]
+    else:
+        tensors = read(folder)[1]
+        assert config["model_type"] == "medusa" and config["hidden_size"] == target.embed.shape[1]
+        counts = {key: value for key, value in config.items() if "num" in key}
+        (num,) = (value for key, value in counts.items() if "heads" in key)
+        (num_blocks,) = (value for key, value in counts.items() if "layers" in key)
+    rows = config.get("truncated_vocab_size", config["vocab_size"])
+    logits = []
+    for i in range(depth):
+        assert i < num
+        x = target.states[-1, slot - 1]
+        for j in range(num_blocks):
+            name = f"blocks.{i}.layers.{j}" if f"blocks.{i}.layers.{j}.weight" in tensors else f"{i}.{j}.linear"
+            bias = tensors[f"{name}.bias"] if engine == "reference" or config.get("medusa_fc_bias") else 0
+            x = x + F.silu(tensors[f"{name}.weight"] @ x + bias)
+        names = (
+            ["lm_head.weight"]
+            if config.get("original_lm_head")
+            else [f"lm_heads.{i}.weight", f"{i}.{num_blocks}.weight"]
+        )
+        (head,) = (tensors[name] for name in names if name in tensors)
+        assert len(head) == rows
+        logits.append(head @ x)
+    ids = tensors["token_map"] if rows < config["vocab_size"] else torch.arange(rows)
+    return Drafts(torch.stack(logits), ids)
+
+
+def mtp(folder: Path, target: Served, tokens: Tensor, slot: int, depth: int, *, blank: bool = True) -> Drafts:
+    """MiMo's class, which takes sizes from the target; blank: no embedding at position 0, as vLLM and SGLang have it."""
+    config, tensors = read(folder)
+    assert config["architectures"] == ["MiMoForCausalLM"] and config["num_nextn_predict_layers"] == 1
+    config = {**target.config, "head_dim": target.config["hidden_size"] // target.config["num_attention_heads"]}
+    w = under(tensors, "model.mtp_layers.0.")
+    assert all(f"self_attn.{part}_proj.bias" in w for part in "qkv")
+    h, logits = target.states[-1, :slot], []
+    for d in range(1, depth + 1):
+        e = target.embed[tokens[1 : slot + d]].clone()
+        if blank:
+            e[0] = 0
+        e, n = norm(e, w["token_layernorm.weight"], config), norm(h, w["hidden_layernorm.weight"], config)
+        x = torch.cat([n, e], dim=-1) @ w["input_proj.weight"].T
+        x = mlp(w, config, x + causal(w, config, norm(x, w["input_layernorm.weight"], config)))
+        h = torch.cat([h, norm(x, w["final_layernorm.weight"], config)[-1:]])
+        logits.append(target.lm_head @ h[-1])
+    return Drafts(torch.stack(logits), torch.arange(len(target.lm_head)))
+
+
+def block(folder: Path, target: Served, tokens: Tensor, slot: int, depth: int) -> Drafts:
+    """DFlash and DSpark, raw or in a Speculators container: one pass over the newest token and masks, not causal."""
+    config, tensors = read(folder)
+    if "speculators_model_type" in config:
+        assert config["transformer_layer_config"]["model_type"] == "qwen3"
+        config = {**config["transformer_layer_config"], **config}
+        layers, mask_id = config["aux_hidden_state_layer_ids"], config["mask_token_id"]
+    else:
+        assert config["architectures"][0] in ("DFlashDraftModel", "Qwen3DSparkModel")
+        said = config.get("dflash_config", config)
+        layers, mask_id = [k + 1 for k in said["target_layer_ids"]], said["mask_token_id"]
+    lm_head, ids = vocabulary(tensors, config, target)
+    embed = tensors.get("embed_tokens.weight", target.embed)
+    mask = embed[mask_id]
+    if (folder / "mask_embedding.pt").exists():
+        mask = torch.load(folder / "mask_embedding.pt")["embedding"]
+
+    context = torch.cat(list(target.states[layers, :slot]), dim=-1) @ tensors["fc.weight"].T
+    context = norm(context, tensors["hidden_norm.weight"], config)
+    x = torch.cat([embed[tokens[slot]][None], mask.expand(config["block_size"] - 1, -1)])
+    for number in range(config["num_hidden_layers"]):
+        w = under(tensors, f"layers.{number}.")
+        y = norm(x, w["input_layernorm.weight"], config)
+        keys = torch.cat([context, y])
+        x = mlp(w, config, x + attention(w, config, y, keys, slot, torch.ones(len(y), len(keys), dtype=torch.bool)))
+    x = norm(x, tensors["norm.weight"], config)[0 if config.get("sample_from_anchor") else 1 :][:depth]
+    logits, confidence = x @ lm_head.T, None
+    if "markov_rank" in config:
+        before = tensors["markov_head.markov_w1.weight"][tokens[slot : slot + depth]]
+        logits = logits + before @ tensors["markov_head.markov_w2.weight"].T
+        if config["enable_confidence_head"]:
+            seen = torch.cat([x, before], dim=-1)
+            confidence = F.linear(seen, tensors["confidence_head.proj.weight"], tensors["confidence_head.proj.bias"])[
+                :, 0
+            ]
+    return Drafts(logits, ids, confidence)
