@@ -15,7 +15,8 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
-from specdec import verify
+from specdec import checkpoint, verify
+from specdec.drafter import Drafter
 from specdec.evaluate import Drafting, Prompt, measure, summarise
 from specdec.sampling import Sampling
 from specdec.target import Target, load_tokenizer
@@ -60,9 +61,8 @@ def fit(config: DictConfig) -> int:
         Prompt(row["id"], row["category"], data.encode_prompt(tokenizer, row["messages"]))
         for row in reading.spread(reading.load_prompts(config.data.heldout), config.validation.num_prompts)
     ]
-    vocab = data.frequent_tokens(packs, config.head.vocab_size, num_tokens=target.vocab_size)
-
-    drafter = instantiate(config.head.drafter, target, vocab=vocab, _convert_="all").to(accelerator.device)
+    drafter, spec = make_drafter(config, target, packs)
+    drafter.to(accelerator.device)
     objective = Objective(drafter, **config.head.objective)
     optimizer = torch.optim.AdamW(
         parameter_groups(drafter, config.optimizer.weight_decay, adapter=config.head.get("adapter")),
@@ -74,7 +74,7 @@ def fit(config: DictConfig) -> int:
         optimizer, steps=config.train.steps, warmup=config.optimizer.warmup, final=config.optimizer.final
     )
     collate = lambda indices: data.collate([packs[i] for i in indices], length=config.data.length, pad_token=0)
-    display.start(console, config, target, drafter, packs, prompts, vocab)
+    display.start(console, config, target, drafter, packs, prompts)
 
     if drafter.adapts_target and "adapter" not in config.head:
         raise ValueError("A head that adapts the target needs head.adapter: {lr, delay}, see conf/head/medusa2.yaml.")
@@ -146,11 +146,11 @@ def fit(config: DictConfig) -> int:
         on_policy=on_policy,
         validate=validate,
         settings=Settings(**config.train),
-        spec=OmegaConf.to_container(config.head.drafter),
+        spec=spec,
         about=about,
         folder=folder,
     )
-    if not (config.resume and trainer.resume()):
+    if not (config.resume and trainer.resume()) and config.start is None:
         trainer.solve(config.solve_packs)
     if main:
         OmegaConf.save(config, folder / "config.yaml", resolve=True)
@@ -160,6 +160,21 @@ def fit(config: DictConfig) -> int:
     accelerator.end_training()
     display.end(console, folder, trainer)
     return 130 if trainer.interrupted else 0
+
+
+def make_drafter(config: DictConfig, target: Target, packs: data.Packs) -> tuple[Drafter, dict]:
+    """A fresh drafter as the configuration says, or that of the checkpoint `start`, and its spec for checkpoints."""
+    spec = OmegaConf.to_container(config.head.drafter)
+    if config.start is None:
+        vocab = data.frequent_tokens(packs, config.head.vocab_size, num_tokens=target.vocab_size)
+        return instantiate(config.head.drafter, target, vocab=vocab, _convert_="all"), spec
+    drafter, found = checkpoint.start(config.start, target)
+    if found["_target_"] != spec["_target_"]:
+        raise ValueError(
+            f"start={config.start} holds {found['_target_']} and head={config.head.drafter._target_}: give head= the family "
+            "of the checkpoint. Its sizes and vocabulary are then the checkpoint's, the objective is the head's."
+        )
+    return drafter, found
 
 
 def flatten(config: dict, prefix: str = "") -> dict:

@@ -35,11 +35,11 @@ def main() -> None:
         raise ValueError("target.name= must name the model that the head was trained for, a folder or a Hub name.")
     target = Target.load(chosen.target.name, dtype=chosen.target.dtype, device=chosen.target.device or "cpu")
     spec, tensors = folder.read(Path(chosen.source), target)
-    drafter = checkpoint.build(spec, tensors, target)
+    drafter = checkpoint.build(spec, tensors, target).eval()
     checkpoint.save(out, drafter, spec)
     print(f"{out}: {type(drafter).__name__}, {drafter.num_parameters() / 1e6:.2f} M parameters, reads hidden states "
           f"{list(drafter.target_layers)}, drafts from {drafter.vocab_size:,} of {target.vocab_size:,} tokens")  # fmt: skip
-    print(f"Next: python scripts/evaluate.py checkpoint={out}")
+    print(f"Next: python scripts/evaluate.py checkpoint={out}, or train it further: train.py head=... start={out}")
 
 
 if __name__ == "__main__":

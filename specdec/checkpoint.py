@@ -146,19 +146,34 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         ) from error
 
 
-def build(spec: dict, tensors: dict[str, Tensor], target: Target) -> Drafter:
-    """A drafter with these tensors, in the target's dtype and on its device; spec as in `save`. RuntimeError or TypeError
-    if they do not fit together."""
+def build(spec: dict, tensors: dict[str, Tensor], target: Target, *, dtype: torch.dtype | None = None) -> Drafter:
+    """A drafter with these tensors, on the target's device and in its dtype unless another is given; spec as in `save`.
+
+    Raises RuntimeError or TypeError if they do not fit together.
+    """
     arguments = {key: value for key, value in spec.items() if key != "_target_" and key not in RECORDED}
     found = drafter_class(str(spec.get("_target_")))
     drafter = found(target, vocab=tensors.get("draft_to_target"), **arguments)
     drafter.load_state_dict(tensors)
-    return drafter.to(device=target.device, dtype=target.dtype).eval()
+    return drafter.to(device=target.device, dtype=dtype or target.dtype)
+
+
+def start(folder: str | Path, target: Target) -> tuple[Drafter, dict]:
+    """The drafter to be trained further, in float32, and what `save` takes as its spec. Raises ValueError as `load`."""
+    drafter, document = _read(resolve(folder), target, torch.float32)
+    drafter.pretrained = True
+    return drafter.train(), {key: value for key, value in document.items() if key not in RECORDED}
 
 
 def load(folder: str | Path, target: Target) -> Drafter:
     """The drafter in the target's dtype and on its device. Raises ValueError if the target is not the one it was trained for."""
-    folder = resolve(folder)
+    drafter, _ = _read(resolve(folder), target, None)
+    if drafter.adapts_target:
+        target.merge()
+    return drafter.eval()
+
+
+def _read(folder: Path, target: Target, dtype: torch.dtype | None) -> tuple[Drafter, dict]:
     document = read_json(folder / "drafter.json")
     tensors = read_tensors(folder / "drafter.safetensors")
     if document.get("target_fingerprint") != target.fingerprint():
@@ -168,13 +183,11 @@ def load(folder: str | Path, target: Target) -> Drafter:
         )
     target.check_unadapted()
     try:
-        drafter = build(document, tensors, target)
+        drafter = build(document, tensors, target, dtype=dtype)
     except (RuntimeError, TypeError) as error:
         raise ValueError(f"{folder}: drafter.json and drafter.safetensors do not fit together: {error}") from error
     if drafter.target_layers != tuple(document["reads_layers"]):
         raise ValueError(
             f"{folder}: trained on target layers {document['reads_layers']}, not {list(drafter.target_layers)}."
         )
-    if drafter.adapts_target:
-        target.merge()
-    return drafter
+    return drafter, document

@@ -231,3 +231,34 @@ def test_validation_before_training(fit):
     report = json.loads(Path("checkpoints/first/step_000000/report.json").read_text())
     assert report["tau"] >= 1 and report["training"]["tokens"] == 0
     assert Path("checkpoints/first/step_000004/report.json").exists()
+
+
+@pytest.mark.parametrize("head", ["eagle", "draft", "medusa2"])
+def test_a_checkpoint_is_trained_further(fit, head):
+    fit("first", f"head={head}", "train.steps=2", "train.validate_every=2")
+    sizes = "head.vocab_size=400"  # of no account: the checkpoint has its own
+    fit(
+        "further",
+        f"head={head}",
+        sizes,
+        "start=checkpoints/first",
+        "train.steps=1",
+        "optimizer.lr=0",
+        "train.validate_every=1",
+    )
+    before, after = (next(Path("checkpoints", run).glob("step_*")) for run in ("first", "further"))
+    old, new = (checkpoint.read_tensors(folder / "drafter.safetensors") for folder in (before, after))
+    assert old.keys() == new.keys() and all(torch.equal(old[name], new[name]) for name in old)
+    documents = [checkpoint.read_json(folder / "drafter.json") for folder in (before, after)]
+    assert documents[0] == documents[1]
+    fit("learning", f"head={head}", "start=checkpoints/first", "train.steps=2", "train.validate_every=2")
+    learned = checkpoint.read_tensors(next(Path("checkpoints/learning").glob("step_000002")) / "drafter.safetensors")
+    assert any(not torch.equal(old[name], learned[name]) for name in old)
+
+
+def test_a_start_of_another_family_is_refused(fit):
+    fit("first", "head=eagle", "train.steps=1", "train.validate_every=1")
+    with pytest.raises(ValueError, match="give head= the family of the checkpoint"):
+        fit("further", "head=medusa", "start=checkpoints/first")
+    with pytest.raises(ValueError, match="does not exist. A checkpoint is a folder"):
+        fit("further", "head=eagle", "start=checkpoints/none")

@@ -55,7 +55,7 @@ def wandb_logged_in() -> bool:
     return "WANDB_API_KEY" in os.environ or (netrc.exists() and "api.wandb.ai" in netrc.read_text())
 
 
-def start(console: Console, config, target, drafter, packs, prompts, vocab) -> None:
+def start(console: Console, config, target, drafter, packs, prompts) -> None:
     console.print(
         f"target   {target.name} ({sum(p.numel() for p in target.model.parameters()) / 1e6:.1f} M parameters, frozen, "
         f"{str(target.dtype).removeprefix('torch.')})"
