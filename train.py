@@ -132,7 +132,7 @@ def fit(config: DictConfig) -> int:
             lossy=drafting.rule in verify.LOSSY,
         )
         display.validation(console, summary, drafting.shape)
-        return summary
+        return {"shape": str(drafting.shape), **summary}
 
     about = flatten(OmegaConf.to_container(config, resolve=True))
     trainer = Trainer(

@@ -1,11 +1,15 @@
 """python scripts/check_engines.py [checkpoint=DIR,DIR,... prompts=FILE limit=16]
 
 Serves drafters in real engines (`make engines`) and compares them with our decoder. Without a checkpoint: a tiny target,
-and a head of each family that is trained until every draft is right; a faithful engine then accepts every one. With
-checkpoints: their exports on real prompts at temperature 0, the engine's tau beside ours, which served.json keeps beside
-the checkpoint for model cards.
+and a head of each family that is trained until every draft is right, so that a faithful engine accepts every one; then the
+same head with noise on its weights, which is right now and then, and whose drafts depend on all that it reads: a faithful
+engine drafts the same tokens, or, where it does not tell them, accepts as many. With checkpoints: their exports on real
+prompts at temperature 0, the engine's tau beside ours; record=true keeps both in served.json
+beside the checkpoint, for model cards.
 """
 
+import copy
+import itertools
 import json
 import sys
 import tempfile
@@ -16,14 +20,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import hydra
-import rich.box
 import rich.console
-import rich.table
 import torch
 import transformers
 from hydra.utils import instantiate
 
-from scripts import common, llamacpp, vllm
+from scripts import common, get_engines, llamacpp, vllm
 from scripts.cli import options, run
 from specdec import checkpoint, serving
 from specdec.decode import Decoder
@@ -32,6 +34,7 @@ from specdec.evaluate import Drafting
 from specdec.export import gguf, medusa, speculators
 from specdec.export import vllm as vllm_export
 from specdec.heads.dflash import BlockDrafter
+from specdec.heads.mtp import MTP
 from specdec.layouts.mtp import OVERRIDE
 from specdec.proposers.base import Proposer
 from specdec.sampling import Sampling
@@ -41,13 +44,16 @@ from train.features import Online
 from train.objective import Objective
 
 FORMATS = {"vllm": vllm_export, "speculators": speculators, "medusa": medusa, "gguf": gguf}
+VLLM, LLAMA_CPP = (" ".join(pin.split("==")) for pin in (get_engines.WHEELS[0], get_engines.WHEELS[3]))
 NUM_DRAFTS = 3
 # head, arguments, draft vocabulary or not; the formats in which engines on a CPU take it
 TINY = [
     ("eagle", {}, False, ("vllm",)),
     ("eagle3", {}, True, ("vllm", "speculators", "gguf")),
     ("eagle3", {"target_layers": [1, 3, 6]}, False, ("vllm", "speculators", "gguf")),
-    ("medusa", {"num_heads": 3}, False, ("vllm",)),
+    ("eagle3", {"norm_features": True, "norm_output": True}, True, ("vllm", "speculators")),
+    ("eagle3", {"norm_before_fc": True, "norm_before_residual": True}, True, ("vllm", "speculators", "gguf")),
+    ("medusa", {"num_heads": 3, "num_blocks": 2}, False, ("vllm",)),
     ("medusa", {"num_heads": 3, "own_output": True}, False, ("vllm", "medusa")),
     ("mtp", {}, False, ("vllm",)),
     ("dflash", {"num_drafts": NUM_DRAFTS}, True, ("vllm", "speculators")),
@@ -55,6 +61,7 @@ TINY = [
     ("dspark", {"num_drafts": 3, "markov_rank": 16}, True, ("gguf",)),
     ("draft", {}, False, ("vllm", "gguf")),
 ]
+TOLERANCE = 0.02  # of tau, served against validated
 STEPS, EVERY = 1200, 50  # at most so many steps of overfitting, and how often it is decoded
 
 
@@ -66,6 +73,7 @@ class Check:
     prompts: str = field(default="data/prompts_heldout.jsonl", metadata={"help": "rows with prompt or messages"})
     limit: int | None = field(default=16, metadata={"help": "this many prompts, spread over the file; null: all"})
     max_new_tokens: int = field(default=64, metadata={"help": "an answer ends here at the latest"})
+    record: bool = field(default=False, metadata={"help": "keep the figures in served.json beside each checkpoint"})
     num_drafts: int = field(default=NUM_DRAFTS, metadata={"help": "drafts a round, at most those that the head has"})
     batch: int = field(default=8, metadata={"help": "prompts that our decoder reads at once"})
     out: str = field(default="engines.json", metadata={"help": "the table as JSON"})
@@ -79,8 +87,8 @@ class Told:
     answers: list[list[int]]
     tau: float
     drafted: dict[tuple[int, int], list[int]]  # (prompt, tokens of the answer so far) -> draft ids
-    all_accepted: bool
-    counters: str = ""
+    accepted: int = 0  # by the engine's own counters
+    offered: int = 0
 
 
 class Recorder(Proposer):
@@ -119,7 +127,23 @@ def ours(target: Target, drafter: Drafter, prompts: list[list[int]], chosen: Che
             counts += accepted
         answers += found.tokens
     tau = sum(count + 1 for count in counts) / max(1, len(counts))
-    return Told(answers, tau, drafted, all_accepted=False)
+    return Told(answers, tau, drafted)
+
+
+class Blanked(MTP):
+    """As engines run it: with no embedding in the first row of a prompt."""
+
+    def step(self, d, h, tokens, positions, mask, cache):
+        embedding = torch.where(positions[..., None] == self.first_slot, 0.0, self.embed(tokens))
+        h = self.module(d)(embedding, h, self.rotary(h, positions), mask, cache)
+        return h, h
+
+
+def as_engines_run_it(drafter: Drafter) -> Drafter:
+    if isinstance(drafter, MTP):
+        drafter = copy.copy(drafter)
+        drafter.__class__ = Blanked
+    return drafter
 
 
 def in_vllm(target: str, form: serving.Form, folder: str, prompts, chosen: Check, num: int, stop: set[int]) -> Told:
@@ -132,9 +156,7 @@ def in_vllm(target: str, form: serving.Form, folder: str, prompts, chosen: Check
     drafted = {
         (row, len(before)): list(ids) for row, rounds in enumerate(served.rounds) for ids, before in rounds if ids
     }
-    whole = all(_right(ids, served.answers[row][written:]) for (row, written), ids in drafted.items())
-    counted = f"{served.accepted}/{served.draft_tokens} accepted"
-    return Told(served.answers, served.tau, drafted, whole, counted)
+    return Told(served.answers, served.tau, drafted, served.accepted, served.draft_tokens)
 
 
 def _right(ids: list[int], answer: list[int]) -> bool:
@@ -155,7 +177,7 @@ def in_llamacpp(target: str, form: serving.Form, folder: str, prompts, chosen: C
             answers.append(engine.generate(prompt, chosen.max_new_tokens, stop)[0])
             rounds, drafted, accepted = rounds + engine.rounds, drafted + engine.drafted, accepted + engine.accepted
     emitted = sum(len(answer) - 1 for answer in answers)
-    return Told(answers, emitted / max(1, rounds), {}, accepted == drafted, f"{accepted}/{drafted} accepted")
+    return Told(answers, emitted / max(1, rounds), {}, accepted, drafted)
 
 
 def exported(drafter: Drafter, name: str, folder: Path, facts: serving.Facts, dtype: torch.dtype):
@@ -171,10 +193,12 @@ def compare(target, drafter, name, folder, facts, prompts, chosen: Check, num: i
     serve = in_llamacpp if name == "gguf" else in_vllm
     theirs = serve(target.name, form, str(folder), prompts, chosen, num, stop)
     mine = ours(target, served_drafter, prompts, chosen, num, stop)
-    common_rounds = mine.drafted.keys() & theirs.drafted.keys()
-    same = sum(_right(theirs.drafted[key], mine.drafted[key]) for key in common_rounds)
+    run_there = as_engines_run_it(served_drafter)
+    told = mine if run_there is served_drafter else ours(target, run_there, prompts, chosen, num, stop)
+    common_rounds = told.drafted.keys() & theirs.drafted.keys()
+    same = sum(_right(theirs.drafted[key], told.drafted[key]) for key in common_rounds)
     return {
-        "engine": "llama.cpp" if name == "gguf" else "vLLM",
+        "engine": LLAMA_CPP if name == "gguf" else VLLM,
         "format": name,
         "num_drafts": num,
         "num_prompts": len(prompts),
@@ -182,11 +206,12 @@ def compare(target, drafter, name, folder, facts, prompts, chosen: Check, num: i
         "tau": mine.tau,
         "served_tau": theirs.tau,
         "difference": theirs.tau / mine.tau - 1,
+        "tau_as_run_there": told.tau,
         "same_answers": sum(a == b for a, b in zip(mine.answers, theirs.answers)),
         "same_drafts": same if theirs.drafted else None,
         "rounds_compared": len(common_rounds) if theirs.drafted else None,
-        "all_accepted": theirs.all_accepted,
-        "counters": theirs.counters,
+        "accepted": theirs.accepted,
+        "offered": theirs.offered,
         "launch": serving.filled(next(iter(form.engines.values())), "DIR", num),
     }
 
@@ -198,7 +223,7 @@ def tiny_target(folder: Path) -> Target:
     config = transformers.LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=128, intermediate_size=256, num_hidden_layers=8, num_attention_heads=4,
         num_key_value_heads=2, head_dim=32, max_position_embeddings=256, initializer_range=0.15, eos_token_id=2,
-        bos_token_id=1, tie_word_embeddings=False)  # fmt: skip
+        bos_token_id=1, rms_norm_eps=1e-5, rope_parameters={"rope_type": "default", "rope_theta": 50_000.0}, tie_word_embeddings=False)  # fmt: skip
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return Target.load(str(folder), dtype="float32")
@@ -240,6 +265,29 @@ def overfit(
     raise ValueError(f"The tiny {head} has not learned its answers in {STEPS} steps: tau {told.tau:.2f}.")
 
 
+def perturbed(target: Target, drafter: Drafter, prompts: list[list[int]], chosen: Check) -> Drafter:
+    """Noise on every weight, until about half of the drafts are wrong."""
+    for scale in (0.05, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8, 1.2):
+        torch.manual_seed(2)
+        noisy = drafter.decodable()
+        for parameter in noisy.parameters():
+            parameter += scale * parameter.abs().mean() * torch.randn_like(parameter)
+        if ours(target, noisy, prompts, chosen, NUM_DRAFTS, set()).tau < 1 + NUM_DRAFTS / 2:
+            break
+    return noisy
+
+
+def faithful(row: dict, whole: bool) -> bool:
+    """whole: the head's drafts are all right; else: the same drafts, but for a near tie, or as many accepted"""
+    if row["same_answers"] < row["num_prompts"] or not row["offered"]:
+        return False
+    if whole and row["accepted"] < row["offered"]:
+        return False
+    if row["same_drafts"] is None:
+        return abs(row["served_tau"] / row["tau_as_run_there"] - 1) < 1e-6
+    return row["rounds_compared"] > 0 and row["same_drafts"] >= 0.98 * row["rounds_compared"]
+
+
 def tiny(chosen: Check, console: rich.console.Console) -> Iterator[dict]:
     wanted = None if chosen.formats is None else chosen.formats.split(",")
     with tempfile.TemporaryDirectory() as scratch:
@@ -259,14 +307,14 @@ def tiny(chosen: Check, console: rich.console.Console) -> Iterator[dict]:
                         "reads_layers": list(drafter.target_layers)}  # fmt: skip
             facts = serving.Facts("tiny", document, target.name, target.fingerprint(), None, {}, "its own answers",
                                   "other", NUM_DRAFTS)  # fmt: skip
-            for form in formats:
-                folder = Path(scratch, f"{number}-{form}")
-                row = compare(target, drafter, form, folder, facts, prompts, chosen, NUM_DRAFTS, set())
-                verdict = "every draft accepted" if row["all_accepted"] else f"NOT every draft: {row['counters']}"
-                console.print(
-                    f"  {row['engine']}, format={form}: {verdict}; tau {row['served_tau']:.2f}", highlight=False
-                )
-                yield {"name": name, **row}
+            noisy = perturbed(target, drafter, prompts, chosen)
+            for form, whole in itertools.product(formats, (True, False)):
+                folder = Path(scratch, f"{number}-{form}-{whole}")
+                head_there = drafter if whole else noisy
+                row = compare(target, head_there, form, folder, facts, prompts, chosen, NUM_DRAFTS, set())
+                row |= {"name": name if whole else f"{name}, noisy", "faithful": faithful(row, whole)}
+                console.print(f"  {line(row)}", highlight=False)
+                yield row
 
 
 def real(chosen: Check, console: rich.console.Console) -> Iterator[dict]:
@@ -276,36 +324,41 @@ def real(chosen: Check, console: rich.console.Console) -> Iterator[dict]:
         prompts = [data.encode_prompt(loaded.tokenizer, row["messages"]) for row in rows]
         depth, whole = loaded.drafter.depth, isinstance(loaded.drafter, BlockDrafter)
         num = depth if whole and depth else min(chosen.num_drafts, depth or chosen.num_drafts)
-        name = common.run_names([loaded.folder])[0]
+        called = common.run_names([loaded.folder])[0]
         facts = serving.Facts.read(loaded.folder, target=loaded.target, license="other", data=None, num_drafts=num)
         served = dict(facts.served)
-        for form in FORMATS if chosen.formats is None else chosen.formats.split(","):
+        for name in chosen.formats.split(",") if chosen.formats else FORMATS:
+            try:
+                FORMATS[name].form(loaded.drafter)
+            except ValueError as error:  # the format has no such family
+                console.print(f"{called}, format={name}: {error}", highlight=False)
+                continue
             with tempfile.TemporaryDirectory() as scratch:
-                try:
-                    row = compare(loaded.target, loaded.drafter, form, Path(scratch, "head"), facts, prompts, chosen, num,
-                                  loaded.stop)  # fmt: skip
-                except ValueError as error:
-                    console.print(f"{name}, format={form}: {error}", highlight=False)
-                    continue
-            console.print(f"{name}, {row['engine']}, format={form}: tau {row['tau']:.3f} here, {row['served_tau']:.3f} there",
-                          highlight=False)  # fmt: skip
-            kept = ("num_drafts", "num_prompts", "dtype", "tau", "served_tau")
-            served[f"{row['engine']}, format={form}"] = {key: row[key] for key in kept}
-            checkpoint.write_text(loaded.folder / serving.SERVED, json.dumps(served, indent=2) + "\n")
-            yield {"name": name, **row}
+                folder = Path(scratch, "head")
+                row = compare(loaded.target, loaded.drafter, name, folder, facts, prompts, chosen, num, loaded.stop)
+            row |= {"name": called, "prompts": Path(chosen.prompts).name, "max_new_tokens": chosen.max_new_tokens}
+            row["faithful"] = abs(row["difference"]) < TOLERANCE
+            console.print(line(row), highlight=False)
+            if chosen.record:
+                kept = ("prompts", "num_prompts", "max_new_tokens", "num_drafts", "dtype", "tau", "served_tau")
+                served[f"{row['engine']}, format={name}"] = {key: row[key] for key in kept}
+                checkpoint.write_text(loaded.folder / serving.SERVED, json.dumps(served, indent=2) + "\n")
+            yield row
 
 
-def table(rows: list[dict]) -> rich.table.Table:
-    """answers: that are ours too; drafts: rounds that both decoders had, and how many drafted the same; the engine's count"""
-    shown = rich.table.Table(title="served and validated", title_justify="left", box=rich.box.SIMPLE, pad_edge=False)
-    for name in ("drafter", "served by", "tau here, there", "answers", "drafts", "its counters"):
-        shown.add_column(name)
-    for row in rows:
-        drafts = "" if row["same_drafts"] is None else f"{row['same_drafts']}/{row['rounds_compared']}"
-        taus = f"{row['tau']:.3f} {row['served_tau']:.3f} {100 * row['difference']:+.1f} %"
-        answers = f"{row['same_answers']}/{row['num_prompts']}"
-        shown.add_row(row["name"], f"{row['engine']}, {row['format']}", taus, answers, drafts, row["counters"])
-    return shown
+def line(row: dict) -> str:
+    """One engine's answers against ours."""
+    parts = [
+        f"{row['name']}, {row['engine']}, format={row['format']}: tau {row['tau']:.3f} here, {row['served_tau']:.3f} there "
+        f"({100 * row['difference']:+.1f} %)",
+        f"{row['same_answers']} of {row['num_prompts']} answers are the same",
+        f"its counters: {row['accepted']} of {row['offered']} accepted",
+    ]
+    if row["same_drafts"] is not None:
+        parts.append(f"the same drafts in {row['same_drafts']} of {row['rounds_compared']} rounds")
+    if not row.get("faithful", True):
+        parts.append("NOT FAITHFUL")
+    return "; ".join(parts)
 
 
 def main() -> None:
@@ -315,19 +368,21 @@ def main() -> None:
     unknown = set((chosen.formats or "vllm").split(",")) - FORMATS.keys()
     if unknown:
         raise ValueError(f"formats={chosen.formats}: engines on a CPU take {', '.join(FORMATS)}.")
-    if not Path(vllm.PYTHON).is_file():
+    if chosen.only not in (None, *(head for head, *_ in TINY)):
+        raise ValueError(f"only={chosen.only}: the tiny heads are {', '.join(sorted({head for head, *_ in TINY}))}.")
+    if not (llamacpp.ENGINES / "ready").is_file():
         raise ValueError("There are no engines to check: `make engines` sets them up (4 GB, a few minutes).")
     rows = []
     for row in tiny(chosen, console) if chosen.checkpoint is None else real(chosen, console):
         rows.append(row)
         checkpoint.write_text(Path(chosen.out), json.dumps(rows, indent=2) + "\n")
-    console.print(table(rows))
+    if not rows:
+        raise ValueError("Nothing was served: no format of those asked for takes these drafters.")
     console.print(f"written: {chosen.out}", highlight=False)
-    wrong = [
-        f"{row['name']} ({row['format']})" for row in rows if chosen.checkpoint is None and not row["all_accepted"]
-    ]
-    if wrong:
-        raise ValueError(f"not every draft was accepted: {', '.join(wrong)}.")
+    if wrong := [f"{row['name']} ({row['format']})" for row in rows if not row.get("faithful", True)]:
+        raise ValueError(f"these are not what was trained: {', '.join(wrong)}.")
+    if chosen.checkpoint is None:
+        console.print(f"{len(rows)} of {len(rows)} are faithful", highlight=False)
 
 
 if __name__ == "__main__":

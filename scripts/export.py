@@ -49,8 +49,11 @@ def main() -> None:
         raise ValueError(f"There is no format {chosen.format!r}; there are: {', '.join(formats)}.")
     if chosen.num_drafts is not None and chosen.num_drafts < 1:
         raise ValueError(f"num_drafts={chosen.num_drafts} must be at least 1.")
+    out = Path(chosen.out)
+    if out.exists():
+        raise ValueError(f"{out} exists; choose another out=DIR or delete it.")
     loaded = common.load(chosen.checkpoint, chosen.target)
-    drafter, target, out = loaded.drafter, loaded.target, Path(chosen.out)
+    drafter, target = loaded.drafter, loaded.target
     if chosen.merged_target is not None:
         if not isinstance(drafter, Medusa2):
             raise ValueError(f"merged_target={chosen.merged_target}: this drafter does not adapt its target.")

@@ -35,7 +35,11 @@ def main() -> None:
         raise ValueError("target.name= must name the model that the head was trained for, a folder or a Hub name.")
     target = Target.load(chosen.target.name, dtype=chosen.target.dtype, device=chosen.target.device or "cpu")
     spec, tensors = folder.read(Path(chosen.source), target)
-    drafter = checkpoint.build(spec, tensors, target).eval()
+    dtype = next(value.dtype for value in tensors.values() if value.is_floating_point())  # kept: nothing is rounded
+    try:
+        drafter = checkpoint.build(spec, tensors, target, dtype=dtype).eval()
+    except (RuntimeError, TypeError, KeyError) as error:
+        raise ValueError(f"{chosen.source}: its config.json and weights do not make a drafter ({error}).") from error
     checkpoint.save(out, drafter, spec)
     print(f"{out}: {type(drafter).__name__}, {drafter.num_parameters() / 1e6:.2f} M parameters, reads hidden states "
           f"{list(drafter.target_layers)}, drafts from {drafter.vocab_size:,} of {target.vocab_size:,} tokens")  # fmt: skip

@@ -45,8 +45,8 @@ def write_folder(folder: Path, *, tensors: dict[str, dict[str, Tensor]], documen
     except (OSError, safetensors.SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise ValueError(
-            f"{folder} could not be written ({error}). Free some disk space and continue with resume=true; what was "
-            "saved before is untouched."
+            f"{folder} could not be written ({error}). Free some disk space or choose another folder; what was saved before "
+            "is untouched, and training continues with resume=true."
         ) from error
 
 
@@ -142,7 +142,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         return safetensors.torch.load_file(path)
     except (OSError, safetensors.SafetensorError) as error:
         raise ValueError(
-            f"{path} is missing, truncated or damaged ({error}). Take another checkpoint of the run."
+            f"{path} is missing, truncated or damaged ({error}). Take another copy of it, or another checkpoint of the run."
         ) from error
 
 

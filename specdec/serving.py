@@ -57,13 +57,14 @@ class Facts:
 
     @classmethod
     def read(cls, folder: Path, *, target: Target, license: str, data: str | None, num_drafts: int | None) -> "Facts":
-        """Of a checkpoint's folder; num_drafts: None: what was fastest by its own validation."""
+        """Of a checkpoint's folder; num_drafts: None: what its own validation, of a chain, says is fastest."""
         document = checkpoint.read_json(folder / "drafter.json")
         report, served = (
             checkpoint.read_json(folder / name) if (folder / name).exists() else None
             for name in ("report.json", SERVED)
         )
-        num = num_drafts or (best_chain(report) if report else 3)
+        chain = report is not None and str(report.get("shape", "chain")).startswith("chain")
+        num = num_drafts or (best_chain(report) if report is not None and chain else 3)
         name = f"{folder.parent.name}/{folder.name}"
         data = data or "not recorded"
         return cls(name, document, target.name, target.fingerprint(), report, served or {}, data, license, num)
@@ -96,10 +97,12 @@ def write(form: Form, out: Path, *, dtype: torch.dtype, facts: Facts) -> dict[st
         for name, value in layout.pickles.items()
     }
     partial = out.with_name(out.name + ".partial")
-    checkpoint.write_folder(partial, tensors={}, documents={"config.json": config})
+    shutil.rmtree(partial, ignore_errors=True)
     try:
+        partial.mkdir(parents=True)
         # older transformers load nothing without this format
         safetensors.torch.save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
+        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         for name, value in pickles.items():
             torch.save(value, partial / name)
         if form.more is not None:
@@ -111,8 +114,10 @@ def write(form: Form, out: Path, *, dtype: torch.dtype, facts: Facts) -> dict[st
         for name, value in pickles.items():
             assert _equal(torch.load(partial / name, weights_only=True), value)
         partial.rename(out)
-    except (OSError, safetensors.SafetensorError) as error:
-        raise ValueError(f"{out} could not be written ({error}). Free some disk space and try again.") from error
+    except (OSError, safetensors.SafetensorError, RuntimeError) as error:  # the last: torch.save on a full disk
+        raise ValueError(
+            f"{out} could not be written ({error}). Free some disk space or choose another out=DIR."
+        ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return read
@@ -172,8 +177,8 @@ def card(form: Form, facts: Facts, out: str, dtype: torch.dtype) -> str:
     for engine, line in form.engines.items():
         parts.append(f"{engine}:\n\n```\n{filled(line, out, num)}\n```")
     parts.append("## What to expect")
-    parts.append(_expected(report, facts.served, kind))
-    if form.whole_vocabulary and "draft_vocab_size" not in form.layout.config:
+    parts.append(_expected(report, facts.served))
+    if form.whole_vocabulary:
         parts.append(
             "The checkpoint drafts from a reduced vocabulary and this engine from the whole one: acceptance is then a "
             "little higher than validated, and each draft costs more."
@@ -183,16 +188,20 @@ def card(form: Form, facts: Facts, out: str, dtype: torch.dtype) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _expected(report: dict | None, served: dict, kind: str) -> str:
+def _expected(report: dict | None, served: dict) -> str:
     lines = ["| measured by | setting | tau |\n|---|---|---|"]
     if report:
         low, high = report["tau_ci"]
+        shape = report.get("shape", f"chain of {len(report['survival'])}")
         lines.append(
             f"| specdec, validation | {report['num_prompts']} prompts, temperature {report['temperature']:g}, "
-            f"chain of {len(report['survival'])} | {report['tau']:.2f} ({low:.2f} .. {high:.2f}) |"
+            f"{shape} | {report['tau']:.2f} ({low:.2f} .. {high:.2f}) |"
         )
     for engine, found in served.items():
-        setting = f"{found['num_prompts']} prompts, temperature 0, chain of {found['num_drafts']}, {found['dtype']}"
+        setting = (
+            f"{found['num_prompts']} prompts of {found['prompts']}, temperature 0, chain of {found['num_drafts']}, "
+        )
+        setting += found["dtype"]
         lines.append(f"| specdec, as served | {setting} | {found['tau']:.3f} |")
         lines.append(
             f"| {engine} | the same | {found['served_tau']:.3f} ({100 * (found['served_tau'] / found['tau'] - 1):+.1f} %) |"

@@ -258,7 +258,9 @@ class Target:
             for name, value in self.model.state_dict().items()
             if ".lora_" not in name
         }
-        self.model.save_pretrained(folder, state_dict=state)
+        partial = Path(f"{folder}.partial")
+        self.model.save_pretrained(partial, state_dict=state)
+        partial.rename(folder)
 
     def _adapted_layers(self) -> list[nn.Module]:
         return [module for module in self.model.modules() if "lora_A" in vars(module).get("_modules", {})]

@@ -18,6 +18,16 @@ from specdec import checkpoint, serving
 from specdec.target import Target
 
 import_script = importlib.import_module("scripts.import")
+OTHER_ROPE = {
+    "rope_parameters": {
+        "rope_type": "llama3",
+        "rope_theta": 500.0,
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 128,
+    }
+}
 EVERY = ("vllm", "sglang", "speculators", "eagle", "medusa", "gguf", "transformers")
 
 
@@ -34,7 +44,10 @@ def config_of(drafter, form: str) -> dict:
         *((head, False, {}, "vllm", "nothing that runs .* Nearest to it, and served: head=eagle3")
           for head in ("hydra", "mtp_parallel")),
         *((head, False, {}, "sglang", "nothing that runs .* Nearest to it, and served: head=eagle3")
-          for head in ("hydra", "medusa", "dspark", "mtp_parallel")),
+          for head in ("hydra", "medusa", "mtp_parallel")),
+        *((head, False, {}, "sglang", "take format=vllm or gguf, or train head=eagle3") for head in ("dflash", "dspark")),
+        ("eagle3", False, {"norm_features": True, "norm_before_fc": True}, "speculators", "not both: take format=vllm"),
+        ("eagle", False, {"block": OTHER_ROPE}, "eagle", "rotary embeddings of the kinds default, linear, dynamic only"),
         *((head, False, {}, "gguf", "nothing that runs .* Nearest to it, and served: head=eagle3")
           for head in ("eagle", "mtp", "medusa", "hydra")),
         *((head, False, {}, "speculators", "Take format=vllm, or train head=eagle3")
@@ -210,7 +223,17 @@ def test_the_container_says_what_the_two_readers_guess_differently(target):
 
 REPORT = {"tau": 1.5, "tau_ci": [1.25, 1.75], "num_prompts": 8, "temperature": 0.0, "survival": [0.3, 0.15, 0.05],
           "ms_per_round": {"draft": 9.0, "verify": 25.0, "keep": 0.0, "other": 0.0}, "baseline_tokens_per_second": 50.0}  # fmt: skip
-SERVED = {"vLLM 0.32.0": {"num_prompts": 6, "num_drafts": 3, "dtype": "float32", "tau": 2.0, "served_tau": 1.9}}
+SERVED = {
+    "vLLM 0.32.0": {
+        "prompts": "p.jsonl",
+        "max_new_tokens": 8,
+        "num_prompts": 6,
+        "num_drafts": 3,
+        "dtype": "float32",
+        "tau": 2.0,
+        "served_tau": 1.9,
+    }
+}
 
 
 @pytest.mark.parametrize("form", EVERY[:4])
@@ -339,5 +362,5 @@ def test_medusa2_is_served_beside_its_merged_target(run, home, tmp_path):
 
 def test_a_block_is_drafted_whole(target):
     drafter = make(target, "dflash", False)
-    for name in ("vllm", "sglang", "speculators", "gguf"):
+    for name in ("vllm", "speculators", "gguf"):
         assert serving.num_drafts(make_form(drafter, name), make_facts(drafter, num_drafts=1)) == drafter.depth

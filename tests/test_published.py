@@ -8,8 +8,10 @@ import pytest
 import reference
 import safetensors.torch
 import torch
+from conftest import make_target
 from test_layouts import (
     ALL_NORMS,
+    CONTAINED,
     OTHER_BLOCK,
     REFERENCE_MEDUSA,
     SAFEAILAB1,
@@ -18,6 +20,7 @@ from test_layouts import (
     exact,  # noqa: F401 (a fixture, used by itself)
     export,
     make,
+    make_form,
     with_vocabularies,
 )
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -61,7 +64,8 @@ RETURNING = [
     ("eagle", {"fc_bias": True}, "eagle"),
     ("eagle", {"block": OTHER_BLOCK, "intermediate_size": 20}, "vllm"),
     *(("eagle3", arguments, form) for form in ("vllm", "speculators")
-      for arguments in ({}, ALL_NORMS, {"target_layers": [1, 4, 6]}, {"block": OTHER_BLOCK})),
+      for arguments in ({}, CONTAINED, {"target_layers": [1, 4, 6]}, {"block": OTHER_BLOCK})),
+    ("eagle3", ALL_NORMS, "vllm"),
     ("medusa", {}, "vllm"),
     ("medusa", {}, "medusa"),
     ("medusa", {"own_output": True}, "medusa"),
@@ -254,3 +258,79 @@ def test_what_exports_but_does_not_come_back(target, tmp_path, form, message):
     export(make(target, "dspark"), form, tmp_path / "out")
     rewrite(tmp_path / "out", dflash_config={"target_layer_ids": [1]})
     refuse(tmp_path / "out", target, message)
+
+
+# What review found in real configurations
+
+
+def test_a_container_as_speculators_itself_writes_it(target, tmp_path):
+    drafter = make(target, "eagle3", True)
+    export(drafter, "speculators", tmp_path / "out")
+    rewrite(tmp_path / "out", target_hidden_size=None)  # null, where the widths are the same
+    found, _ = reference.read(tmp_path / "out")
+    (tmp_path / "out" / "config.json").write_text(json.dumps({**found, "target_hidden_size": None}))
+    assert_equal_drafters(bring_in(tmp_path / "out", target), drafter)
+    rewrite(tmp_path / "out", norm_before_residual=None)
+    refuse(tmp_path / "out", target, "write norm_before_residual, true or false")
+
+
+@pytest.mark.parametrize(
+    ("head", "changes", "message"),
+    [
+        ("eagle3", {"eagle_aux_hidden_state_layer_ids": [2, 4, 8]}, "8 is before the final norm there"),
+        (
+            "eagle3",
+            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 7]}},
+            "8 is before the final norm there",
+        ),
+        ("eagle3", {"eagle_config": {"norm_output": True}}, "eagle_config holds norm_output"),
+        ("dflash", {"is_causal": True}, "DFlash with is_causal"),
+        ("dflash", {"sample_from_anchor": True}, "DFlash with sample_from_anchor"),
+        ("dflash", {"layer_types": ["sliding_attention"] * 2}, "DFlash with sliding layers"),
+    ],
+)
+def test_what_would_be_misread_is_refused(target, tmp_path, head, changes, message):
+    export(make(target, head), "vllm", tmp_path / "out")
+    rewrite(tmp_path / "out", **changes)
+    refuse(tmp_path / "out", target, message)
+
+
+def test_what_old_files_hold_besides(target, tmp_path):
+    drafter = make(target, "eagle", True)
+    export(drafter, "eagle", tmp_path / "out")
+    rewrite(tmp_path / "out", tensors={"layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4, dtype=torch.float64)})
+    assert_equal_drafters(bring_in(tmp_path / "out", target), drafter)
+    rewrite(tmp_path / "out", tensors={"layers.0.self_attn.q_proj.bias": torch.ones(32, dtype=torch.float64)})
+    refuse(tmp_path / "out", target, "Attention biases cannot be imported")
+
+
+def test_a_token_map_may_be_in_any_order(target, tmp_path):
+    drafter = make(target, "medusa", True, {"own_output": True})
+    whole = make(target, "medusa", False, {"own_output": True})
+    export(whole, "vllm", tmp_path / "out")
+    vocab = drafter.draft_to_target.flip(0)
+    rows = {f"lm_heads.{n}.weight": head.weight.data.flip(0).clone() for n, head in enumerate(drafter.lm_heads)}
+    rewrite(tmp_path / "out", tensors={**rows, "token_map": vocab})
+    found = bring_in(tmp_path / "out", target)
+    assert torch.equal(found.draft_to_target, drafter.draft_to_target)
+    assert all(torch.equal(a.weight, b.weight) for a, b in zip(found.lm_heads, drafter.lm_heads))
+
+
+def test_embeddings_that_a_target_scales(monkeypatch, tmp_path):
+    target = make_target(11)
+    heads = {head: make(target, head) for head in ("eagle", "eagle3", "dflash")}
+    unscaled = target.embed
+    monkeypatch.setattr(target, "embed", lambda tokens: 2 * unscaled(tokens))
+    monkeypatch.setattr(target.embed, "weight", unscaled.weight, raising=False)
+    export(heads["eagle3"], "vllm", tmp_path / "out")
+    for head in ("eagle", "dflash"):
+        with pytest.raises(ValueError, match="scales its embeddings"):
+            make_form(heads[head], "vllm")
+
+
+def test_heads_turn_whole_whatever_their_target_does():
+    target = make_target(11)
+    target.config.rope_parameters = {**target.config.rope_parameters, "partial_rotary_factor": 0.5}
+    assert "partial_rotary_factor" not in make(target, "eagle").config.rope_parameters
+    with pytest.raises(ValueError, match="turn a part of each head"):
+        make_form(make(target, "mtp"), "vllm")

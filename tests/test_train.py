@@ -260,5 +260,5 @@ def test_a_start_of_another_family_is_refused(fit):
     fit("first", "head=eagle", "train.steps=1", "train.validate_every=1")
     with pytest.raises(ValueError, match="give head= the family of the checkpoint"):
         fit("further", "head=medusa", "start=checkpoints/first")
-    with pytest.raises(ValueError, match="does not exist. A checkpoint is a folder"):
+    with pytest.raises(ValueError, match=r"does not exist\. A checkpoint is a folder"):
         fit("further", "head=eagle", "start=checkpoints/none")

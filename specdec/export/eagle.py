@@ -8,8 +8,15 @@ from specdec.serving import Form
 SHARDED = "SafeAILab's loader wants the base model in shards with an index: model.save_pretrained(DIR, max_shard_size='200MB')."
 
 
+ROPES = ("default", "linear", "dynamic")
+
+
 def form(drafter: Drafter) -> Form:
     """Raises ValueError for what its code does not run."""
+    if isinstance(drafter, Eagle | Eagle3) and dict(drafter.config.rope_parameters or {})["rope_type"] not in ROPES:
+        raise ValueError(
+            f"SafeAILab's code has rotary embeddings of the kinds {', '.join(ROPES)} only: take format=vllm."
+        )
     line = f"EaModel.from_pretrained(base_model_path='{drafter.target.name}', ea_model_path='<out>', use_eagle3=%s)"
     match drafter:
         case Eagle():
@@ -18,7 +25,7 @@ def form(drafter: Drafter) -> Form:
             reduced = drafter.draft_to_target is not None
             return Form(layout, {"SafeAILab/EAGLE": line % False}, whole_vocabulary=reduced, notes=(SHARDED,))
         case Eagle3():
-            eagle.check_plain(drafter, "SafeAILab's code")
+            eagle.check_plain(drafter, "SafeAILab's code", lacks=tuple(eagle.norms(drafter)))
             if drafter.target_layers != eagle.default_layers(drafter.target):
                 raise ValueError(
                     f"SafeAILab's code reads hidden states {list(eagle.default_layers(drafter.target))}, and this head "

@@ -14,8 +14,7 @@ def form(drafter: Drafter) -> Form:
     reduced = drafter.draft_to_target is not None
     match drafter:
         case Eagle3():
-            if drafter.norm_output or len(drafter.fc_norm):
-                eagle.check_plain(drafter, "llama.cpp")
+            eagle.check_plain(drafter, "llama.cpp", lacks=("fc_norm", "norm_output"))
             if len(drafter.target_layers) != 3:
                 raise ValueError("llama.cpp's converter takes EAGLE-3 heads of exactly three hidden states.")
             return _form(drafter, eagle.eagle3(drafter), "draft-eagle3")

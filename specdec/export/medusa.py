@@ -19,5 +19,8 @@ def form(drafter: Drafter) -> Form:
         settings=settings,
         most_drafts=drafter.depth,
         whole_vocabulary=drafter.draft_to_target is not None,
-        notes=("The reference's code was not run; vLLM reads these names too, with method medusa.",),
+        notes=(
+            "The weights are here twice: medusa_lm_head.pt for the reference's code, which was not run, and model.safetensors, "
+            "which vLLM reads with method medusa.",
+        ),
     )

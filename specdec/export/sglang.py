@@ -1,11 +1,11 @@
-"""SGLang (0.5): EAGLE-1, EAGLE-3, MTP in MiMo's layout, DFlash, draft models. Written from its source, not run here."""
+"""SGLang (0.5): EAGLE-1, EAGLE-3, MTP in MiMo's layout, draft models. Written from its source, not run here."""
 
 from specdec.drafter import Drafter
 from specdec.heads.dflash import BlockDrafter
 from specdec.heads.draft import Draft
 from specdec.heads.eagle import Eagle, Eagle3
 from specdec.heads.mtp import MTP
-from specdec.layouts import block, draft, eagle, mtp
+from specdec.layouts import draft, eagle, mtp
 from specdec.layouts.base import Layout
 from specdec.serving import Form
 
@@ -21,13 +21,15 @@ def form(drafter: Drafter) -> Form:
             layout = eagle.eagle1(drafter, architecture="LlamaForCausalLMEagle")
             return _form(drafter, layout, "EAGLE", f"--speculative-token-map <out>/{eagle.TOKEN_MAP}" * reduced)
         case Eagle3():
-            if drafter.norm_before_residual:
-                raise ValueError("SGLang ignores norm_before_residual, which this head has: take format=vllm.")
+            eagle.check_plain(drafter, "SGLang", lacks=("norm_before_residual",))
             return _form(drafter, eagle.eagle3(drafter), "EAGLE3")
         case MTP():
             return _form(drafter, mtp.mimo(drafter), "EAGLE", notes=(POSITIONS,), whole_vocabulary=reduced)
-        case BlockDrafter() if not drafter.anchor_predicts and drafter.markov_in is None:
-            return _form(drafter, block.dflash(drafter), "DFLASH")
+        case BlockDrafter():
+            raise ValueError(
+                "SGLang reads the mask's embedding from the target's own rows, where the one that was trained is not: take "
+                "format=vllm or gguf, or train head=eagle3."
+            )
         case Draft():
             layout, more = draft.language_model(drafter)
             return _form(drafter, layout, "STANDALONE", whole_vocabulary=reduced, more=more)

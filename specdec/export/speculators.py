@@ -30,6 +30,8 @@ def form(drafter: Drafter) -> Form:
     """Raises ValueError for families that the container has no type for, or that vLLM has no loader for."""
     match drafter:
         case Eagle3():
+            if len(drafter.fc_norm) and drafter.input_norm is not None:
+                raise ValueError("Speculators takes fc_norm or norm_before_fc, not both: take format=vllm.")
             plain = eagle.eagle3(drafter)
             own = {
                 **{name: plain.config[name] for name in eagle.norms(drafter)},

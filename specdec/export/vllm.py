@@ -25,7 +25,10 @@ def form(drafter: Drafter) -> Form:
                     "vLLM drops the bias of EAGLE-1's fc, and this head has one: take format=sglang or eagle."
                 )
             layout = eagle.eagle1(drafter, architecture="EagleLlamaForCausalLM")
-            return _form(drafter, layout, "eagle", whole_vocabulary=reduced)
+            notes = (
+                "token_map.pt is the draft vocabulary, for SGLang and for scripts/import.py; vLLM has no place for it.",
+            )
+            return _form(drafter, layout, "eagle", whole_vocabulary=reduced, notes=notes if reduced else ())
         case Eagle3():
             return _form(drafter, eagle.eagle3(drafter), "eagle3")
         case Medusa2():

@@ -56,7 +56,8 @@ def block_config(target: Target, *, intermediate_size: int | None, block: dict |
         num_key_value_heads=target.config.num_key_value_heads,
         head_dim=target.head_dim,
         rms_norm_eps=theirs.get("rms_norm_eps", 1e-6),
-        rope_parameters=theirs["rope_parameters"],
+        # Llama's rotary embedding turns whole heads, whatever part of them the target's does
+        rope_parameters={k: v for k, v in theirs["rope_parameters"].items() if k != "partial_rotary_factor"},
         max_position_embeddings=target.config.max_position_embeddings,
         hidden_act="silu",
     )

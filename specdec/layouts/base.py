@@ -147,9 +147,7 @@ def read_block(config: dict, target: Target) -> dict:
     Raises ValueError for a head of another width.
     """
     config = complete(config)
-    if config.get("target_hidden_size", config["hidden_size"]) != config["hidden_size"] or (
-        config["hidden_size"] != target.width
-    ):
+    if not (config.get("target_hidden_size") or target.width) == config["hidden_size"] == target.width:
         raise ValueError(
             f"The head is {config['hidden_size']} wide and {target.name} is {target.width}: only heads of their target's "
             "width can be imported. Is target= the model that it was trained for?"
@@ -182,15 +180,29 @@ def rename(tensors: dict[str, Tensor], names: list[tuple[str, str]]) -> dict[str
     return found
 
 
+def check_embedding(target: Target) -> None:
+    """Raises ValueError for a target that scales its embeddings: engines give a head the rows as they are."""
+    token = torch.zeros(1, dtype=torch.long, device=target.device)
+    if not torch.equal(target.embed(token), target.embed.weight[token]):
+        raise ValueError(
+            f"{target.name} scales its embeddings, and engines hand this head the rows unscaled. Train head=eagle3 or head=mtp, "
+            "which norm them."
+        )
+
+
+def is_copy(value: Tensor, original: Tensor) -> bool:
+    """Whether they are the same but for rounding to 16 bits."""
+    if value.shape != original.shape:
+        return False
+    return bool((value.to(original) - original).float().norm() <= 0.01 * original.float().norm())
+
+
 def drop_copy(tensors: dict[str, Tensor], name: str, original: Tensor) -> None:
     """Takes out a copy of one of the target's own tensors. Raises ValueError if it is another one."""
     copy = tensors.pop(name, None)
     if copy is None:
         return
-    close = copy.shape == original.shape and bool(
-        (copy.to(original) - original).float().norm() <= 0.01 * original.float().norm()
-    )
-    if not close:
+    if not is_copy(copy, original):
         raise ValueError(
             f"{name} is not the target's: heads with embeddings of their own cannot be imported. Is target= the model "
             "that it was trained for?"

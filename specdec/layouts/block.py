@@ -35,6 +35,7 @@ def _common(drafter: BlockDrafter, *, needs: str) -> tuple[dict, dict]:
             "EAGLE-3 head, which starts in closed form too."
         )
     check_layers(drafter.target_layers, target)
+    base.check_embedding(target)
     tensors = {
         name: value
         for name, value in drafter.state_dict().items()
@@ -145,6 +146,12 @@ def read(config: dict, tensors: dict[str, Tensor], mask: Tensor | None, target: 
         raise ValueError("config.json names no hidden states or no mask token: is this a DFlash drafter?")
     if any("markov_head" in name for name in tensors):
         raise ValueError("DSpark drafters have a free Markov table, which ours is not: they cannot be imported.")
+    sliding = set(config.get("layer_types") or ()) - {"full_attention"}
+    others = {"causal": nested.get("causal"), "is_causal": config.get("is_causal"), "sliding layers": sliding,
+              "sample_from_anchor": config.get("sample_from_anchor")}  # fmt: skip
+    if on := [name for name, value in others.items() if value]:
+        raise ValueError(f"DFlash with {', '.join(on)} cannot be imported.")
+    check_layers(tuple(layers), target)
     rows = config.get("draft_vocab_size") or target.vocab_size
     config = {**base.complete(config), "vocab_size": target.vocab_size, "draft_vocab_size": rows}
     tensors = dict(tensors)

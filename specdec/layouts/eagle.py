@@ -26,6 +26,7 @@ TOKEN_MAP = "token_map.pt"  # EAGLE-1 has no other place for a draft vocabulary;
 
 def eagle1(drafter: Eagle, *, architecture: str, bias: bool = False) -> Layout:
     """bias: what config.json says of `fc`; the tensor is written in any case, because SGLang always has one."""
+    base.check_embedding(drafter.target)
     head = {name: value for name, value in drafter.state_dict().items() if name != "draft_to_target"}
     head.setdefault("fc.bias", torch.zeros_like(head["fc.weight"][:, 0]))
     config = {
@@ -64,6 +65,8 @@ def read1(config: dict, tensors: dict[str, Tensor], vocab: Tensor | None, target
     """-> the arguments of `heads.eagle.Eagle`, its tensors. Raises ValueError for what is no EAGLE-1 head of this target."""
     tensors = dict(tensors)
     base.drop_copy(tensors, "embed_tokens.weight", target.embed.weight)
+    if any(name.endswith("_proj.bias") for name in tensors):
+        raise ValueError("Attention biases cannot be imported: this head has some.")
     tensors.setdefault("fc.bias", torch.zeros_like(tensors["fc.weight"][:, 0]))
     arguments = {"_target_": "specdec.heads.eagle.Eagle", **base.read_block(config, target)}
     base.check_tensors(tensors, shapes1(base.complete(config)))
@@ -124,9 +127,9 @@ def norms(drafter: Eagle3) -> dict[str, bool]:
     }
 
 
-def check_plain(drafter: Eagle3, whose: str) -> None:
+def check_plain(drafter: Eagle3, whose: str, *, lacks: tuple[str, ...]) -> None:
     """Raises ValueError for an EAGLE-3 head with switches that an engine ignores."""
-    on = [name for name, given in norms(drafter).items() if given]
+    on = [name for name, given in norms(drafter).items() if given and name in lacks]
     if on:
         raise ValueError(f"{whose} has no {', '.join(on)}, which this head was trained with: take format=vllm.")
 
@@ -158,12 +161,15 @@ def read3(config: dict, tensors: dict[str, Tensor], target: Target) -> tuple[dic
     tensors = dict(tensors)
     base.drop_copy(tensors, "embed_tokens.weight", target.embed.weight)
     nested = config.get("eagle_config") or {}
+    inside = [name for name in ("norm_output", "norm_before_residual", "fc_norm") if nested.get(name)]
+    if inside:
+        raise ValueError(f"eagle_config holds {', '.join(inside)}, which engines read one level up: put it there.")
     inner = nested.get("eagle_aux_hidden_state_layer_ids")
     layers = config.get("eagle_aux_hidden_state_layer_ids") or ([k + 1 for k in inner] if inner else None)
     config = {
         **base.complete(config),
         "eagle_aux_hidden_state_layer_ids": layers,
-        "norm_before_fc": config.get("norm_before_fc", nested.get("norm_before_fc", False)),
+        "norm_before_fc": nested.get("norm_before_fc", config.get("norm_before_fc", False)),
         "vocab_size": target.vocab_size,
     }
     config["draft_vocab_size"] = config.get("draft_vocab_size") or len(tensors.get("lm_head.weight", ())) or None
@@ -181,6 +187,7 @@ def read3(config: dict, tensors: dict[str, Tensor], target: Target) -> tuple[dic
     found = base.rename({name: value for name, value in tensors.items() if name not in ("d2t", "t2d")}, BACK3)
     if vocab is not None:
         found["draft_to_target"] = vocab
+    check_layers(tuple(layers or default_layers(target)), target)
     arguments = {
         "_target_": "specdec.heads.eagle.Eagle3",
         **base.read_block(config, target),

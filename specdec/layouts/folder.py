@@ -9,7 +9,7 @@ from specdec import checkpoint
 from specdec.layouts import block, eagle, medusa, mtp
 from specdec.target import Target
 
-WEIGHTS = ("model.safetensors", "pytorch_model.bin", medusa.FILE)
+WEIGHTS = ("model.safetensors", "pytorch_model.bin", medusa.FILE, "medusa_lm_head.safetensors")
 
 
 def read(folder: Path, target: Target) -> tuple[dict, dict[str, Tensor]]:
@@ -20,8 +20,11 @@ def read(folder: Path, target: Target) -> tuple[dict, dict[str, Tensor]]:
     if not folder.is_dir():
         raise ValueError(f"There is no folder {folder}: give source= a local copy of a published head.")
     path = folder / "config.json"
-    config = checkpoint.read_json(path, what="A published head is a folder with config.json and its weights") | {}
-    tensors = _tensors(folder)
+    config = checkpoint.read_json(path, what="A published head is a folder with config.json and its weights")
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} holds no settings: is this the folder of a drafter?")
+    # old transformers saved the frequencies of rotary embeddings, which follow from the configuration
+    tensors = {name: value for name, value in _tensors(folder).items() if not name.endswith("rotary_emb.inv_freq")}
     try:
         return _family(folder, config, tensors, target)
     except ValueError as error:
@@ -38,9 +41,11 @@ def _family(folder: Path, config: dict, tensors: dict[str, Tensor], target: Targ
     kind = config.get("speculators_model_type")
     if kind is not None:
         config = {**config.get("transformer_layer_config", {}), **config}
-        if kind == "eagle3":
-            config.setdefault("norm_before_residual", False)  # what Speculators' own class takes
-        elif kind != "dflash":
+        if kind == "eagle3" and config.get("norm_before_residual") is None:
+            raise ValueError(
+                "write norm_before_residual, true or false, into config.json: vLLM and Speculators guess differently."
+            )
+        if kind not in ("eagle3", "dflash"):
             raise ValueError(f"Speculators of type {kind} cannot be imported; eagle3 and dflash can.")
     if any("linear" in name or name.startswith("blocks.") for name in tensors):
         return medusa.read(config, tensors, target)

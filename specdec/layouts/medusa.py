@@ -148,8 +148,14 @@ def read(config: dict, tensors: dict[str, Tensor], target: Target) -> tuple[dict
     num_blocks = 1 + max(int(name.split(".")[2]) for name in found)
     for name in [name for name in found if name.endswith(".weight")]:
         found.setdefault(name.replace("weight", "bias"), torch.zeros_like(found[name][:, 0]))
+    if vocab is not None:  # ours increases
+        vocab, order = vocab.sort()
+        heads = {number: value[order] for number, value in heads.items()}
+        shared = None if shared is None else shared[order]
     original = target.lm_head.weight if vocab is None else target.lm_head.weight[vocab]
-    borrowed = all(_same(value, original) for value in [*heads.values(), *([shared] if shared is not None else [])])
+    borrowed = all(
+        base.is_copy(value, original) for value in [*heads.values(), *([shared] if shared is not None else [])]
+    )
     if not borrowed:
         each = heads or dict.fromkeys(range(num), shared)
         found |= {f"lm_heads.{number}.weight": value for number, value in each.items() if value is not None}
@@ -166,7 +172,3 @@ def read(config: dict, tensors: dict[str, Tensor], target: Target) -> tuple[dict
         found["draft_to_target"] = vocab
     arguments = {"num_heads": num, "num_blocks": num_blocks, "own_output": not borrowed}
     return {"_target_": "specdec.heads.medusa.Medusa", **arguments}, found
-
-
-def _same(value: Tensor, original: Tensor) -> bool:
-    return value.shape == original.shape and torch.equal(value, original.to(value.dtype))

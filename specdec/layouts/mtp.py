@@ -32,6 +32,10 @@ def mimo(drafter: MTP) -> Layout:
                 f"Engines build MTP modules by the target's configuration, where {key} is {theirs.get(key)} and not "
                 f"{getattr(config, key)}. Train with the target's sizes, or take head=eagle, which has its own."
             )
+    if theirs["rope_parameters"].get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError(
+            "Engines turn a part of each head of an MTP module as the target does, and this one turns all of it."
+        )
     if theirs.get("hidden_act", "silu") != "silu":
         raise ValueError(f"Engines run MTP modules with the target's {theirs['hidden_act']}, and this one has silu.")
     module = drafter.module(1).state_dict()
