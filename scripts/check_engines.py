@@ -19,18 +19,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import hydra
 import rich.console
 import torch
-import transformers
-from hydra.utils import instantiate
 
-from scripts import common, get_engines, llamacpp, vllm
+from scripts import common, get_engines, llamacpp, tiny_heads, vllm
 from scripts.cli import options, run
 from specdec import checkpoint, serving
 from specdec.decode import Decoder
 from specdec.drafter import Drafter
-from specdec.evaluate import Drafting
+from specdec.evaluate import Drafting, top2_gap
 from specdec.export import gguf, medusa, speculators
 from specdec.export import vllm as vllm_export
 from specdec.heads.dflash import BlockDrafter
@@ -40,11 +37,11 @@ from specdec.proposers.base import Proposer
 from specdec.sampling import Sampling
 from specdec.target import Target
 from train import data, reading
-from train.features import Online
-from train.objective import Objective
 
 FORMATS = {"vllm": vllm_export, "speculators": speculators, "medusa": medusa, "gguf": gguf}
-VLLM, LLAMA_CPP = (" ".join(pin.split("==")) for pin in (get_engines.WHEELS[0], get_engines.WHEELS[3]))
+VLLM, LLAMA_CPP = (
+    name + get_engines.WHEELS[n].partition("==")[2] for name, n in (("vLLM ", 0), ("llama.cpp, xllamacpp ", 3))
+)
 NUM_DRAFTS = 3
 # head, arguments, draft vocabulary or not; the formats in which engines on a CPU take it
 TINY = [
@@ -62,7 +59,6 @@ TINY = [
     ("draft", {}, False, ("vllm", "gguf")),
 ]
 TOLERANCE = 0.02  # of tau, served against validated
-STEPS, EVERY = 1200, 50  # at most so many steps of overfitting, and how often it is decoded
 
 
 @dataclass(frozen=True)
@@ -85,10 +81,15 @@ class Told:
     """What a decoder did with the prompts: answers, and for each round what was drafted behind which length."""
 
     answers: list[list[int]]
-    tau: float
+    rounds: list[int]  # of each answer
     drafted: dict[tuple[int, int], list[int]]  # (prompt, tokens of the answer so far) -> draft ids
     accepted: int = 0  # by the engine's own counters
     offered: int = 0
+
+    def tau(self, some: list[int] | None = None) -> float:
+        """Over these prompts; None: all"""
+        chosen = range(len(self.answers)) if some is None else some
+        return sum(len(self.answers[n]) - 1 for n in chosen) / max(1, sum(self.rounds[n] for n in chosen))
 
 
 class Recorder(Proposer):
@@ -114,7 +115,7 @@ def ours(target: Target, drafter: Drafter, prompts: list[list[int]], chosen: Che
     """Chains of `num` drafts, verified greedily."""
     answers: list[list[int]] = []
     drafted: dict[tuple[int, int], list[int]] = {}
-    counts: list[int] = []
+    rounds: list[int] = []
     for start in range(0, len(prompts), chosen.batch):
         recorder = Recorder(Drafting(depth=num).proposer(drafter))
         decoder = Decoder(target, recorder, sampling=Sampling(), stop=stop)
@@ -124,10 +125,9 @@ def ours(target: Target, drafter: Drafter, prompts: list[list[int]], chosen: Che
             for trees, count in zip(recorder.trees, accepted):
                 drafted[start + row, written] = trees[row][1:]
                 written += count + 1
-            counts += accepted
+            rounds.append(len(accepted))
         answers += found.tokens
-    tau = sum(count + 1 for count in counts) / max(1, len(counts))
-    return Told(answers, tau, drafted)
+    return Told(answers, rounds, drafted)
 
 
 class Blanked(MTP):
@@ -156,7 +156,7 @@ def in_vllm(target: str, form: serving.Form, folder: str, prompts, chosen: Check
     drafted = {
         (row, len(before)): list(ids) for row, rounds in enumerate(served.rounds) for ids, before in rounds if ids
     }
-    return Told(served.answers, served.tau, drafted, served.accepted, served.draft_tokens)
+    return Told(served.answers, list(map(len, served.rounds)), drafted, served.accepted, served.draft_tokens)
 
 
 def _right(ids: list[int], answer: list[int]) -> bool:
@@ -170,14 +170,14 @@ def in_llamacpp(target: str, form: serving.Form, folder: str, prompts, chosen: C
     llamacpp.convert(target, str(made))
     llamacpp.convert(folder, str(drafts), target=None if kind == "simple" else target)
     context = max(map(len, prompts)) + chosen.max_new_tokens + num + 2
-    answers, rounds, drafted, accepted = [], 0, 0, 0
+    answers, rounds, drafted, accepted = [], [], 0, 0
     with llamacpp.LlamaCpp(str(made), threads=torch.get_num_threads(), context=context, draft=str(drafts), kind=kind,
                            num=num, cache="f32") as engine:  # fmt: skip
         for prompt in prompts:
             answers.append(engine.generate(prompt, chosen.max_new_tokens, stop)[0])
-            rounds, drafted, accepted = rounds + engine.rounds, drafted + engine.drafted, accepted + engine.accepted
-    emitted = sum(len(answer) - 1 for answer in answers)
-    return Told(answers, emitted / max(1, rounds), {}, accepted, drafted)
+            rounds.append(engine.rounds)
+            drafted, accepted = drafted + engine.drafted, accepted + engine.accepted
+    return Told(answers, rounds, {}, accepted, drafted)
 
 
 def exported(drafter: Drafter, name: str, folder: Path, facts: serving.Facts, dtype: torch.dtype):
@@ -196,6 +196,9 @@ def compare(target, drafter, name, folder, facts, prompts, chosen: Check, num: i
     run_there = as_engines_run_it(served_drafter)
     told = mine if run_there is served_drafter else ours(target, run_there, prompts, chosen, num, stop)
     common_rounds = told.drafted.keys() & theirs.drafted.keys()
+    alike = [n for n, pair in enumerate(zip(mine.answers, theirs.answers)) if pair[0] == pair[1]]
+    answers = zip(prompts, mine.answers, theirs.answers)
+    gaps = [top2_gap(target, *three, Sampling()) for three in answers if three[1] != three[2]]
     same = sum(_right(theirs.drafted[key], told.drafted[key]) for key in common_rounds)
     return {
         "engine": LLAMA_CPP if name == "gguf" else VLLM,
@@ -203,78 +206,19 @@ def compare(target, drafter, name, folder, facts, prompts, chosen: Check, num: i
         "num_drafts": num,
         "num_prompts": len(prompts),
         "dtype": chosen.target.dtype,
-        "tau": mine.tau,
-        "served_tau": theirs.tau,
-        "difference": theirs.tau / mine.tau - 1,
-        "tau_as_run_there": told.tau,
-        "same_answers": sum(a == b for a, b in zip(mine.answers, theirs.answers)),
+        "tau": mine.tau(),
+        "served_tau": theirs.tau(),
+        "difference": theirs.tau() / mine.tau() - 1,
+        "difference_as_run_there": theirs.tau() / told.tau() - 1,
+        "same_answers": len(alike),
+        "largest_gap_at_difference": max(gaps, default=None),
+        "difference_of_same_answers": theirs.tau(alike) / told.tau(alike) - 1 if alike else None,
         "same_drafts": same if theirs.drafted else None,
         "rounds_compared": len(common_rounds) if theirs.drafted else None,
         "accepted": theirs.accepted,
         "offered": theirs.offered,
         "launch": serving.filled(next(iter(form.engines.values())), "DIR", num),
     }
-
-
-def tiny_target(folder: Path) -> Target:
-    """Random, with the default target's tokenizer, which llama.cpp's converter asks for."""
-    torch.manual_seed(0)
-    tokenizer = transformers.AutoTokenizer.from_pretrained("targets/smollm2-135m")
-    config = transformers.LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=128, intermediate_size=256, num_hidden_layers=8, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=256, initializer_range=0.15, eos_token_id=2,
-        bos_token_id=1, rms_norm_eps=1e-5, rope_parameters={"rope_type": "default", "rope_theta": 50_000.0}, tie_word_embeddings=False)  # fmt: skip
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return Target.load(str(folder), dtype="float32")
-
-
-def overfit(
-    target: Target, head: str, arguments: dict, reduced: bool, prompts: list[list[int]], chosen: Check
-) -> Drafter:
-    """A drafter that says beforehand what the target answers to these prompts. Raises ValueError if it does not learn it."""
-    torch.manual_seed(1)
-    plain = Decoder(target, None, sampling=Sampling(), stop=set()).generate(prompts, chosen.max_new_tokens + 8)
-    rows = [
-        data.Row(str(n), "all", prompt + answer, [False] * len(prompt) + [True] * len(answer))
-        for n, (prompt, answer) in enumerate(zip(prompts, plain.tokens))
-    ]
-    vocab = None
-    if reduced:
-        vocab = torch.tensor(sorted({*range(100), *(token for row in rows for token in row.tokens)}))
-    with hydra.initialize_config_dir(str(Path("conf").resolve()), version_base="1.3"):
-        config = hydra.compose("train", overrides=[f"head={head}"]).head
-    drafter = instantiate({**config.drafter, **arguments, "_convert_": "all"}, target, vocab=vocab)
-    wanted = {"ce"} | ({"confidence"} if drafter.confident else set())
-    weights = {name: float(name in wanted) for name in config.objective.losses}
-    depth = 1 if drafter.attends == "text" else NUM_DRAFTS
-    objective = Objective(drafter, **{**config.objective, "losses": weights, "depth": depth, "anchors": None})
-    batch = data.collate([[row] for row in rows], length=max(len(row.tokens) for row in rows), pad_token=0)
-    output = Online(target, drafter.target_layers)([0], batch)
-    optimizer = torch.optim.Adam([p for p in drafter.parameters() if p.requires_grad], lr=2e-3)
-    for step in range(1, STEPS + 1):
-        loss = objective(batch, output)
-        (loss.total / loss.num_goals).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if step % EVERY == 0:
-            frozen = drafter.decodable()
-            told = ours(target, frozen, prompts, chosen, NUM_DRAFTS, set())
-            if all(_right(ids, told.answers[row][written:]) for (row, written), ids in told.drafted.items()):
-                return frozen
-    raise ValueError(f"The tiny {head} has not learned its answers in {STEPS} steps: tau {told.tau:.2f}.")
-
-
-def perturbed(target: Target, drafter: Drafter, prompts: list[list[int]], chosen: Check) -> Drafter:
-    """Noise on every weight, until about half of the drafts are wrong."""
-    for scale in (0.05, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8, 1.2):
-        torch.manual_seed(2)
-        noisy = drafter.decodable()
-        for parameter in noisy.parameters():
-            parameter += scale * parameter.abs().mean() * torch.randn_like(parameter)
-        if ours(target, noisy, prompts, chosen, NUM_DRAFTS, set()).tau < 1 + NUM_DRAFTS / 2:
-            break
-    return noisy
 
 
 def faithful(row: dict, whole: bool) -> bool:
@@ -284,14 +228,14 @@ def faithful(row: dict, whole: bool) -> bool:
     if whole and row["accepted"] < row["offered"]:
         return False
     if row["same_drafts"] is None:
-        return abs(row["served_tau"] / row["tau_as_run_there"] - 1) < 1e-6
+        return abs(row["difference_as_run_there"]) < 1e-6
     return row["rounds_compared"] > 0 and row["same_drafts"] >= 0.98 * row["rounds_compared"]
 
 
 def tiny(chosen: Check, console: rich.console.Console) -> Iterator[dict]:
     wanted = None if chosen.formats is None else chosen.formats.split(",")
     with tempfile.TemporaryDirectory() as scratch:
-        target = tiny_target(Path(scratch, "target"))
+        target = tiny_heads.make_target(Path(scratch, "target"))
         generator = torch.Generator().manual_seed(5)
         prompts = [torch.randint(100, 40_000, (8,), generator=generator).tolist() for _ in range(4)]
         for number, (head, arguments, reduced, formats) in enumerate(TINY):
@@ -302,12 +246,20 @@ def tiny(chosen: Check, console: rich.console.Console) -> Iterator[dict]:
             if chosen.only not in (None, head) or not formats:
                 continue
             console.print(f"{name}: training until every draft is right ...", highlight=False)
-            drafter = overfit(target, head, arguments, reduced, prompts, chosen)
+
+            def share(some: Drafter) -> float:
+                told = ours(target, some, prompts, chosen, NUM_DRAFTS, set())
+                right = [_right(ids, told.answers[row][written:]) for (row, written), ids in told.drafted.items()]
+                return sum(right) / len(right)
+
+            drafter = tiny_heads.overfit(
+                target, head, arguments, reduced, prompts, chosen.max_new_tokens + 8, depth=NUM_DRAFTS, share=share
+            )
             document = {"_target_": f"specdec.tiny.{type(drafter).__name__}", "versions": {"specdec": "0"},
                         "reads_layers": list(drafter.target_layers)}  # fmt: skip
             facts = serving.Facts("tiny", document, target.name, target.fingerprint(), None, {}, "its own answers",
                                   "other", NUM_DRAFTS)  # fmt: skip
-            noisy = perturbed(target, drafter, prompts, chosen)
+            noisy = tiny_heads.perturbed(drafter, share=share)
             for form, whole in itertools.product(formats, (True, False)):
                 folder = Path(scratch, f"{number}-{form}-{whole}")
                 head_there = drafter if whole else noisy
@@ -352,8 +304,13 @@ def line(row: dict) -> str:
         f"{row['name']}, {row['engine']}, format={row['format']}: tau {row['tau']:.3f} here, {row['served_tau']:.3f} there "
         f"({100 * row['difference']:+.1f} %)",
         f"{row['same_answers']} of {row['num_prompts']} answers are the same",
-        f"its counters: {row['accepted']} of {row['offered']} accepted",
     ]
+    if row["largest_gap_at_difference"] is not None:
+        parts.append(
+            f"their tau {100 * (row['difference_of_same_answers'] or 0):+.1f} %; where the others part, the target's two "
+            f"best logits are at most {row['largest_gap_at_difference']:.2g} apart"
+        )
+    parts.append(f"its counters: {row['accepted']} of {row['offered']} accepted")
     if row["same_drafts"] is not None:
         parts.append(f"the same drafts in {row['same_drafts']} of {row['rounds_compared']} rounds")
     if not row.get("faithful", True):

@@ -1,6 +1,7 @@
 """Real engines on a tiny random target: what they draft and accept. Needs `make engines`, else these tests skip."""
 
 import functools
+import json
 import sys
 import zipfile
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from scripts import get_engines, llamacpp
+from scripts import check_engines, get_engines, llamacpp
 from scripts.llamacpp import LlamaCpp, convert
 from scripts.vllm import Served, Vllm
 
@@ -191,3 +192,43 @@ def test_get_engines_leaves_out_what_has_no_cpu_build_and_stops_when_it_is_done(
     monkeypatch.setattr(get_engines, "PYTHONS", ((3, 1), (3, 2)))
     with pytest.raises(SystemExit, match=r"need Linux and Python 3\.1 to 3\.1; this is"):
         get_engines.main()
+
+
+GOOD = {"same_answers": 4, "num_prompts": 4, "offered": 12, "accepted": 12, "same_drafts": 4, "rounds_compared": 4,
+        "difference_as_run_there": 0.0}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("whole", "changes", "wanted"),
+    [
+        (True, {}, True),
+        (True, {"same_drafts": None, "rounds_compared": None}, True),  # llama.cpp does not tell what it drafts
+        (True, {"accepted": 11}, False),
+        (True, {"offered": 0, "accepted": 0}, False),
+        (True, {"same_answers": 3}, False),
+        (True, {"same_drafts": 0, "rounds_compared": 0}, False),
+        (False, {"accepted": 5}, True),
+        (False, {"same_drafts": 3}, False),
+        (False, {"same_drafts": None, "accepted": 5}, True),
+        (False, {"same_drafts": None, "accepted": 5, "difference_as_run_there": 0.01}, False),
+    ],
+)
+def test_what_counts_as_faithful(whole, changes, wanted):
+    assert check_engines.faithful({**GOOD, **changes}, whole) is wanted
+
+
+def test_check_engines_refuses_what_it_does_not_know(monkeypatch):
+    for given, message in [(["only=egle"], "the tiny heads are"), (["formats=onnx"], "engines on a CPU take")]:
+        monkeypatch.setattr(sys, "argv", ["check_engines.py", *given])
+        with pytest.raises(ValueError, match=message):
+            check_engines.main()
+
+
+@engines
+def test_a_tiny_head_is_served_as_it_was_trained(monkeypatch, tmp_path):
+    given = ["only=medusa", "formats=medusa", "max_new_tokens=12", f"out={tmp_path}/engines.json"]
+    monkeypatch.setattr(sys, "argv", ["check_engines.py", *given])
+    check_engines.main()
+    whole, noisy = json.loads((tmp_path / "engines.json").read_text())
+    assert whole["accepted"] == whole["offered"] > 0 and noisy["accepted"] < noisy["offered"]
+    assert noisy["same_drafts"] == noisy["rounds_compared"] > 0
