@@ -131,7 +131,7 @@ def ours(target: Target, drafter: Drafter, prompts: list[list[int]], chosen: Che
 
 
 class Blanked(MTP):
-    """As engines run it: with no embedding in the first row of a prompt."""
+    """As vLLM runs it: with no embedding in the first row of a prompt."""
 
     def step(self, d, h, tokens, positions, mask, cache):
         embedding = torch.where(positions[..., None] == self.first_slot, 0.0, self.embed(tokens))
@@ -139,10 +139,28 @@ class Blanked(MTP):
         return h, h
 
 
-def as_engines_run_it(drafter: Drafter) -> Drafter:
-    if isinstance(drafter, MTP):
+class FirstNorm(BlockDrafter):
+    """As vLLM's CPU build runs it: the features' keys of all layers are normed with the first layer's weight.
+
+    It norms them in one call of an operator that knows a weight for each layer on a GPU and not here.
+    """
+
+    def context(self, h, positions, cache):
+        own = [layer.k_norm for layer in self.layers]
+        for layer in self.layers:
+            layer.k_norm = own[0]
+        super().context(h, positions, cache)
+        for layer, norm in zip(self.layers, own):
+            layer.k_norm = norm
+
+
+AS_RUN = {MTP: Blanked, BlockDrafter: FirstNorm}
+
+
+def as_vllm_runs_it(drafter: Drafter) -> Drafter:
+    if type(drafter) in AS_RUN:
         drafter = copy.copy(drafter)
-        drafter.__class__ = Blanked
+        drafter.__class__ = AS_RUN[type(drafter)]
     return drafter
 
 
@@ -193,7 +211,7 @@ def compare(target, drafter, name, folder, facts, prompts, chosen: Check, num: i
     serve = in_llamacpp if name == "gguf" else in_vllm
     theirs = serve(target.name, form, str(folder), prompts, chosen, num, stop)
     mine = ours(target, served_drafter, prompts, chosen, num, stop)
-    run_there = as_engines_run_it(served_drafter)
+    run_there = served_drafter if name == "gguf" else as_vllm_runs_it(served_drafter)
     told = mine if run_there is served_drafter else ours(target, run_there, prompts, chosen, num, stop)
     common_rounds = told.drafted.keys() & theirs.drafted.keys()
     alike = [n for n, pair in enumerate(zip(mine.answers, theirs.answers)) if pair[0] == pair[1]]
@@ -236,8 +254,7 @@ def tiny(chosen: Check, console: rich.console.Console) -> Iterator[dict]:
     wanted = None if chosen.formats is None else chosen.formats.split(",")
     with tempfile.TemporaryDirectory() as scratch:
         target = tiny_heads.make_target(Path(scratch, "target"))
-        generator = torch.Generator().manual_seed(5)
-        prompts = [torch.randint(100, 40_000, (8,), generator=generator).tolist() for _ in range(4)]
+        prompts = tiny_heads.make_prompts(target, 4, num_tokens=chosen.max_new_tokens + 8)
         for number, (head, arguments, reduced, formats) in enumerate(TINY):
             name = " ".join(
                 [head, *(f"{key}={value}" for key, value in arguments.items()), "reduced" * reduced]

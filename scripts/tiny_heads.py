@@ -33,6 +33,20 @@ def make_target(folder: Path) -> Target:
     return Target.load(str(folder), dtype="float32")
 
 
+def make_prompts(target: Target, num: int, *, num_tokens: int) -> list[list[int]]:
+    """Of random prompts, those whose answers have no near ties, which engines round differently."""
+    generator = torch.Generator().manual_seed(5)
+    prompts = [torch.randint(100, 40_000, (8,), generator=generator).tolist() for _ in range(4 * num)]
+    answers = Decoder(target, None, sampling=Sampling(), stop=set()).generate(prompts, num_tokens).tokens
+
+    def margin(n: int) -> float:
+        tokens = torch.tensor([prompts[n] + answers[n]])
+        best = target.logits(target.read(tokens, ()).final[0, len(prompts[n]) - 1 : -1]).topk(2).values
+        return float((best[:, 0] - best[:, 1]).min())
+
+    return [prompts[n] for n in sorted(range(len(prompts)), key=margin)[-num:]]
+
+
 def overfit(
     target: Target,
     head: str,

@@ -12,7 +12,11 @@ from specdec.layouts import block, draft, eagle, medusa, mtp
 from specdec.layouts.base import Layout
 from specdec.serving import Form
 
-PICKLED = "mask_embedding.pt has the mask's embedding: keep it beside the weights, vLLM looks for it there."
+BLOCK_NOTES = (
+    "mask_embedding.pt has the mask's embedding: keep it beside the weights, vLLM looks for it there.",
+    "vLLM 0.32 on a CPU norms the features' keys of all layers with the first layer's weight, so a head of several layers "
+    "drafts a little otherwise there; GPUs were not tried.",
+)
 
 
 def form(drafter: Drafter) -> Form:
@@ -48,7 +52,7 @@ def form(drafter: Drafter) -> Form:
             notes = ("Only vLLM's V2 runner (GPU) drafts with DSpark.",)
             return _form(drafter, block.dspark(drafter), "dspark", notes=notes)
         case BlockDrafter():
-            return _form(drafter, block.dflash(drafter), "dflash", notes=(PICKLED,))
+            return _form(drafter, block.dflash(drafter), "dflash", notes=BLOCK_NOTES)
         case Draft():
             layout, more = draft.language_model(drafter)
             return _form(drafter, layout, "draft_model", whole_vocabulary=reduced, more=more)
