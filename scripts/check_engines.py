@@ -309,8 +309,8 @@ def real(chosen: Check, console: rich.console.Console) -> Iterator[dict]:
             row["faithful"] = abs(row["difference"]) < TOLERANCE
             console.print(line(row), highlight=False)
             if chosen.record:
-                kept = ("prompts", "num_prompts", "max_new_tokens", "num_drafts", "dtype", "tau", "served_tau")
-                served[f"{row['engine']}, format={name}"] = {key: row[key] for key in kept}
+                entry = f"{row['engine']}, format={name}"
+                served[entry] = {key: row[key] for key in serving.SERVED_FIELDS}
                 checkpoint.write_text(loaded.folder / serving.SERVED, json.dumps(served, indent=2) + "\n")
             yield row
 

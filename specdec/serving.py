@@ -19,6 +19,9 @@ from specdec.target import Target
 
 SERVED = "served.json"  # beside a checkpoint's report.json: what engines made of it (scripts/check_engines.py)
 
+# of each entry, by the engine's name
+SERVED_FIELDS = ("prompts", "num_prompts", "max_new_tokens", "num_drafts", "dtype", "tau", "served_tau")
+
 
 @dataclass(frozen=True)
 class Form:
@@ -63,6 +66,8 @@ class Facts:
             checkpoint.read_json(folder / name) if (folder / name).exists() else None
             for name in ("report.json", SERVED)
         )
+        if not all(set(SERVED_FIELDS) <= set(found) for found in (served or {}).values()):
+            raise ValueError(f"{folder / SERVED} is not what scripts/check_engines.py writes: delete it.")
         chain = report is not None and str(report.get("shape", "chain")).startswith("chain")
         num = num_drafts or (best_chain(report) if report is not None and chain else 3)
         name = f"{folder.parent.name}/{folder.name}"
