@@ -185,8 +185,8 @@ def card(form: Form, facts: Facts, out: str, dtype: torch.dtype) -> str:
     parts.append(_expected(report, facts.served))
     if form.whole_vocabulary:
         parts.append(
-            "The checkpoint drafts from a reduced vocabulary and this engine from the whole one: acceptance is then a "
-            "little higher than validated, and each draft costs more."
+            "The checkpoint drafts from a reduced vocabulary and this engine from the whole one, on which it was not trained: "
+            "acceptance is another than the validated one, and each draft costs more."
         )
     if form.notes:
         parts.append("## Notes\n\n" + "\n".join(f"- {note}" for note in form.notes))
