@@ -156,7 +156,7 @@ def test_llama_cpp_may_not_draft_less_than_asked():
     [
         (lambda: Vllm("t", speculative=None, dtype="float32", max_model_len=8, python="nowhere"), "make engines"),
         (lambda: LlamaCpp("no.gguf", threads=1, context=8, python="python"), "There is no file no.gguf"),
-        (lambda: LlamaCpp("no.gguf", threads=1, context=8, python="python", kind="x"), "kind=x must be one of draft"),
+        (lambda: LlamaCpp("no.gguf", threads=1, context=8, python="python", kind="x"), "kind=x must be one of simple"),
         (lambda: convert("model", "out"), "make engines"),
     ],
 )
