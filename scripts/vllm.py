@@ -5,7 +5,6 @@ Needs `make engines`. vLLM runs in a process of its own, with the Python of that
 """
 
 import contextlib
-import itertools
 import json
 import os
 import re
@@ -33,8 +32,8 @@ class Served:
     rounds: [P][rounds] one for each pass of the target after the prompt's own: the ids drafted for it, and the answer
         as far as it was then. A round without drafts is a round too
     drafts, draft_tokens, accepted, accepted_per_position [K]: what vLLM's own counters say of these prompts.
-        They differ from ours at the end of an answer: drafts that were accepted behind its last token count there,
-        and not in `tau`. Rounds without drafts, as where method ngram finds nothing, count in `tau` and not there.
+        tau is not theirs but of `answers` and `rounds`: drafts that were accepted behind an answer's last token count in
+        the counters, and rounds without drafts, as where method ngram finds nothing, do not.
     """
 
     answers: list[list[int]]
@@ -43,33 +42,6 @@ class Served:
     draft_tokens: int
     accepted: int
     accepted_per_position: list[int]
-
-    @property
-    def emitted(self) -> list[list[int]]:
-        """[P][rounds] tokens that each round gave the answer, cut at its end; the target's own token counts."""
-        starts = [[len(before) for _, before in rounds] for rounds in self.rounds]
-        return [
-            [end - start for start, end in itertools.pairwise([*row, len(answer)])]
-            for row, answer in zip(starts, self.answers)
-        ]
-
-    @property
-    def tau(self) -> float:
-        """Tokens emitted per target pass of a round, as specdec.evaluate counts them; nan without a round."""
-        emitted = list(itertools.chain(*self.emitted))
-        return sum(emitted) / len(emitted) if emitted else float("nan")
-
-    @property
-    def survival(self) -> list[float]:
-        """[K] the share of rounds that emitted at least d drafts; tau = 1 + their sum."""
-        emitted = list(itertools.chain(*self.emitted))
-        longest = max((len(drafted) for rounds in self.rounds for drafted, _ in rounds), default=0)
-        return [sum(num > depth for num in emitted) / len(emitted) for depth in range(1, longest + 1)]
-
-    @property
-    def engine_tau(self) -> float:
-        """1 + accepted drafts per draft, from vLLM's counters; nan where it drafted nothing."""
-        return 1 + self.accepted / self.drafts if self.drafts else float("nan")
 
 
 class Vllm:

@@ -1,6 +1,7 @@
 """Real engines on a tiny random target: what they draft and accept. Needs `make engines`, else these tests skip."""
 
 import functools
+import itertools
 import json
 import sys
 import zipfile
@@ -67,6 +68,15 @@ def vllm(folder: Path, draft: str) -> Vllm:
     )
 
 
+def emitted(served: Served) -> list[list[int]]:
+    """[P][rounds] tokens that each round gave the answer, the target's own included"""
+    starts = [[len(before) for _, before in rounds] for rounds in served.rounds]
+    return [
+        [end - start for start, end in itertools.pairwise([*row, len(answer)])]
+        for row, answer in zip(starts, served.answers)
+    ]
+
+
 @engines
 def test_vllm_with_the_target_as_its_draft_model_accepts_everything(folder, plain):
     with vllm(folder, "target") as engine:
@@ -83,22 +93,20 @@ def test_vllm_with_the_target_as_its_draft_model_accepts_everything(folder, plai
         for drafted, before in rounds[:3]:
             assert drafted == answer[len(before) : len(before) + K]
     # The last of 14 tokens is that of a round whose drafts were accepted too, behind the end.
-    assert served.tau == pytest.approx(13 / 4) and served.emitted == [[4, 4, 4, 1]] * 3
-    assert served.survival == pytest.approx([3 / 4] * K)
+    assert emitted(served) == [[4, 4, 4, 1]] * 3
     assert (served.drafts, served.draft_tokens, served.accepted) == (12, 36, 36)
-    assert served.accepted_per_position == [12] * K and served.engine_tau == 1 + K
+    assert served.accepted_per_position == [12] * K
     length = plain[0].index(stop) + 1
-    assert cut.answers == [plain[0][:length]] and sum(cut.emitted[0]) == length - 1
+    assert cut.answers == [plain[0][:length]] and sum(emitted(cut)[0]) == length - 1
 
 
 @engines
 def test_vllm_records_what_a_draft_model_drafts(folder, plain):
     with vllm(folder, "draft") as engine:
         served = engine.generate(PROMPTS, NEW, set())
-    assert served.answers == plain and 1 < served.tau < 1 + K
-    assert served.tau == pytest.approx(1 + sum(served.survival))
-    for prompt, answer, rounds, emitted in zip(PROMPTS, plain, served.rounds, served.emitted):
-        for (drafted, before), num in zip(rounds, emitted):
+    assert served.answers == plain and 0 < served.accepted < served.draft_tokens
+    for prompt, answer, rounds, counts in zip(PROMPTS, plain, served.rounds, emitted(served)):
+        for (drafted, before), num in zip(rounds, counts):
             assert drafted == greedy(folder / "draft", prompt + before, K)
             right = next((i for i, (a, b) in enumerate(zip(drafted, answer[len(before) :])) if a != b), K)
             assert num == min(right + 1, len(answer) - len(before))
@@ -129,13 +137,6 @@ def test_llama_cpp(folder, plain, monkeypatch):
     assert all(counts["target", len(prompt)] == (4, 9, 9) for prompt in PROMPTS)
     assert all(4 < counts["draft", len(prompt)][0] < NEW for prompt in PROMPTS)
     assert all(counts[None, len(prompt)] == (0, 0, 0) for prompt in PROMPTS)
-
-
-def test_served_counts_what_answers_hold():
-    rounds = [[([5, 6, 7], [1]), ([8, 9, 3], [1, 5, 6, 2])], [([], [4]), ([4, 4, 4], [4, 2])]]
-    served = Served([[1, 5, 6, 2, 8], [4, 2, 9]], rounds, 3, 9, 5, [2, 2, 1])
-    assert served.emitted == [[3, 1], [1, 1]] and served.tau == 6 / 4
-    assert served.survival == [1 / 4, 1 / 4, 0] and served.engine_tau == 1 + 5 / 3
 
 
 def test_llama_cpp_may_not_draft_less_than_asked():
