@@ -54,8 +54,8 @@ TINY = [
     ("medusa", {"num_heads": 3, "own_output": True}, False, ("vllm", "medusa")),
     ("mtp", {}, False, ("vllm",)),
     ("dflash", {"num_drafts": NUM_DRAFTS}, True, ("vllm", "speculators")),
-    ("dflash", {"num_drafts": 3}, False, ("vllm", "gguf")),
-    ("dspark", {"num_drafts": 3, "markov_rank": 16}, True, ("gguf",)),
+    ("dflash", {"num_drafts": NUM_DRAFTS}, False, ("vllm", "gguf")),
+    ("dspark", {"num_drafts": NUM_DRAFTS, "markov_rank": 16}, True, ("gguf",)),
     ("draft", {}, False, ("vllm", "gguf")),
 ]
 TOLERANCE = 0.02  # of tau, served against validated
@@ -198,16 +198,12 @@ def in_llamacpp(target: str, form: serving.Form, folder: str, prompts, chosen: C
     return Told(answers, rounds, {}, accepted, drafted)
 
 
-def exported(drafter: Drafter, name: str, folder: Path, facts: serving.Facts, dtype: torch.dtype):
-    """-> the form, and the drafter as that form serves it"""
-    form = FORMATS[name].form(drafter)
-    serving.write(form, folder, dtype=dtype, facts=facts)
-    return form, serving.whole_vocabulary(drafter) if form.whole_vocabulary else drafter
-
-
-def compare(target, drafter, name, folder, facts, prompts, chosen: Check, num: int, stop: set[int]) -> dict:
+def compare(
+    target, drafter, name, form: serving.Form, folder, facts, prompts, chosen: Check, num: int, stop: set[int]
+) -> dict:
     """Exports to `folder`, serves it, and says how far the engine and our decoder agree."""
-    form, served_drafter = exported(drafter, name, folder, facts, target.dtype)
+    serving.write(form, folder, dtype=target.dtype, facts=facts)
+    served_drafter = serving.whole_vocabulary(drafter) if form.whole_vocabulary else drafter
     serve = in_llamacpp if name == "gguf" else in_vllm
     theirs = serve(target.name, form, str(folder), prompts, chosen, num, stop)
     mine = ours(target, served_drafter, prompts, chosen, num, stop)
@@ -277,10 +273,11 @@ def tiny(chosen: Check, console: rich.console.Console) -> Iterator[dict]:
             facts = serving.Facts("tiny", document, target.name, target.fingerprint(), None, {}, "its own answers",
                                   "other", NUM_DRAFTS)  # fmt: skip
             noisy = tiny_heads.perturbed(drafter, share=share)
-            for form, whole in itertools.product(formats, (True, False)):
-                folder = Path(scratch, f"{number}-{form}-{whole}")
+            for form_name, whole in itertools.product(formats, (True, False)):
+                folder = Path(scratch, f"{number}-{form_name}-{whole}")
                 head_there = drafter if whole else noisy
-                row = compare(target, head_there, form, folder, facts, prompts, chosen, NUM_DRAFTS, set())
+                form = FORMATS[form_name].form(head_there)
+                row = compare(target, head_there, form_name, form, folder, facts, prompts, chosen, NUM_DRAFTS, set())
                 row |= {"name": name if whole else f"{name}, noisy", "faithful": faithful(row, whole)}
                 console.print(f"  {line(row)}", highlight=False)
                 yield row
@@ -298,13 +295,15 @@ def real(chosen: Check, console: rich.console.Console) -> Iterator[dict]:
         served = dict(facts.served)
         for name in chosen.formats.split(",") if chosen.formats else FORMATS:
             try:
-                FORMATS[name].form(loaded.drafter)
+                form = FORMATS[name].form(loaded.drafter)
             except ValueError as error:  # the format has no such family
                 console.print(f"{called}, format={name}: {error}", highlight=False)
                 continue
             with tempfile.TemporaryDirectory() as scratch:
                 folder = Path(scratch, "head")
-                row = compare(loaded.target, loaded.drafter, name, folder, facts, prompts, chosen, num, loaded.stop)
+                row = compare(
+                    loaded.target, loaded.drafter, name, form, folder, facts, prompts, chosen, num, loaded.stop
+                )
             row |= {"name": called, "prompts": Path(chosen.prompts).name, "max_new_tokens": chosen.max_new_tokens}
             row["faithful"] = abs(row["difference"]) < TOLERANCE
             console.print(line(row), highlight=False)

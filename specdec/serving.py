@@ -151,6 +151,16 @@ def settings(form: Form, out: str, num: int) -> dict:
     return {key: {"<out>": out, "<num>": num}.get(value, value) for key, value in form.settings.items()}
 
 
+def vllm_settings(method: str) -> dict:
+    """vLLM's speculative config, as `Form.settings`."""
+    return {"method": method, "model": "<out>", "num_speculative_tokens": "<num>"}
+
+
+def vllm_line(target: str, given: dict) -> str:
+    """The command that serves `target` with such settings, as in `Form.engines`."""
+    return f"vllm serve {target} --speculative-config '{json.dumps(given)}'".replace('"<num>"', "<num>")
+
+
 def num_drafts(form: Form, facts: Facts) -> int:
     if form.whole_block and form.most_drafts:
         return form.most_drafts

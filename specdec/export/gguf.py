@@ -18,7 +18,7 @@ def form(drafter: Drafter) -> Form:
             if len(drafter.target_layers) != 3:
                 raise ValueError("llama.cpp's converter takes EAGLE-3 heads of exactly three hidden states.")
             return _form(drafter, eagle.eagle3(drafter), "draft-eagle3")
-        case BlockDrafter() if drafter.anchor_predicts or drafter.markov_in is not None:
+        case BlockDrafter() if block.is_dspark(drafter):
             return _form(drafter, block.dspark(drafter), "draft-dspark")
         case BlockDrafter():  # its DFlash has no draft vocabulary
             whole = whole_vocabulary(drafter)

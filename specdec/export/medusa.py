@@ -3,7 +3,7 @@
 from specdec.drafter import Drafter
 from specdec.heads.medusa import Medusa, Medusa2
 from specdec.layouts import medusa
-from specdec.serving import Form
+from specdec.serving import Form, vllm_settings
 
 
 def form(drafter: Drafter) -> Form:
@@ -12,11 +12,10 @@ def form(drafter: Drafter) -> Form:
         raise ValueError(medusa.ADAPTED)
     if not isinstance(drafter, Medusa):
         raise ValueError(f"format=medusa is for head=medusa, not for {type(drafter).__name__}: try format=vllm.")
-    settings = {"method": "medusa", "model": "<out>", "num_speculative_tokens": "<num>"}
     return Form(
         medusa.reference(drafter),
         {"FasterDecoding/Medusa": "MedusaModel.from_pretrained('<out>')"},
-        settings=settings,
+        settings=vllm_settings("medusa"),
         most_drafts=drafter.depth,
         whole_vocabulary=drafter.draft_to_target is not None,
         notes=(

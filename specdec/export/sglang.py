@@ -10,7 +10,6 @@ from specdec.layouts.base import Layout
 from specdec.serving import Form
 
 UNSEEN = "SGLang was not run: this folder rests on its source and on the manifest."
-POSITIONS = "Its MTP classes blank the embedding of the first row of a prompt, which training does not: later rows see that row."
 
 
 def form(drafter: Drafter) -> Form:
@@ -24,7 +23,7 @@ def form(drafter: Drafter) -> Form:
             eagle.check_plain(drafter, "SGLang", lacks=("norm_before_residual",))
             return _form(drafter, eagle.eagle3(drafter), "EAGLE3")
         case MTP():
-            return _form(drafter, mtp.mimo(drafter), "EAGLE", notes=(POSITIONS,), whole_vocabulary=reduced)
+            return _form(drafter, mtp.mimo(drafter), "EAGLE", notes=(mtp.BLANKED,), whole_vocabulary=reduced)
         case BlockDrafter():
             raise ValueError(
                 "SGLang reads the mask's embedding from the target's own rows, where the one that was trained is not: take "
@@ -49,7 +48,6 @@ def _form(
         layout,
         {"SGLang": line},
         most_drafts=drafter.depth,
-        whole_block=isinstance(drafter, BlockDrafter),
         notes=(*notes, UNSEEN),
         **fields,
     )

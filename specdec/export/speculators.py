@@ -1,13 +1,11 @@
 """The Speculators container (0.9): EAGLE-3, DFlash, DSpark (checkpoint-formats, 11). vLLM serves it by its own name too."""
 
-import json
-
 from specdec.drafter import Drafter
 from specdec.heads.dflash import BlockDrafter
 from specdec.heads.eagle import Eagle3
 from specdec.layouts import base, block, eagle
 from specdec.layouts.base import Layout
-from specdec.serving import Form
+from specdec.serving import Form, vllm_line, vllm_settings
 
 VERSION = "0.9.0"
 COMMON = frozenset(
@@ -41,7 +39,7 @@ def form(drafter: Drafter) -> Form:
             tensors = base.rename(plain.tensors, [("midlayer.", "layers.0.")])
             shapes = eagle.shapes3(plain.config, prefix="layers.0.")
             return _form(drafter, "eagle3", "llama", Layout(tensors, own, shapes, FIELDS3), plain)
-        case BlockDrafter() if drafter.anchor_predicts or drafter.markov_in is not None:
+        case BlockDrafter() if block.is_dspark(drafter):
             plain = block.dspark(drafter)
             names = DSPARK - COMMON - {"aux_hidden_state_layer_ids"}
             own = {name: plain.config[name] for name in names}
@@ -93,10 +91,9 @@ def _form(drafter: Drafter, algorithm: str, model_type: str, own: Layout, plain:
         "torch_dtype": None,
         **own.config,
     }
-    settings = {"method": algorithm, "model": "<out>", "num_speculative_tokens": "<num>"}
-    given = json.dumps(settings).replace('"<num>"', "<num>")
+    settings = vllm_settings(algorithm)
     lines = {
-        "vLLM": f"vllm serve {target.name} --speculative-config '{given}'",
+        "vLLM": vllm_line(target.name, settings),
         "vLLM, which then finds the target by the name in config.json": "vllm serve <out>",
         "Speculators": "SpeculatorModel.from_pretrained('<out>')",
     }

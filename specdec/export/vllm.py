@@ -10,7 +10,7 @@ from specdec.heads.medusa import Medusa, Medusa2
 from specdec.heads.mtp import MTP
 from specdec.layouts import block, draft, eagle, medusa, mtp
 from specdec.layouts.base import Layout
-from specdec.serving import Form
+from specdec.serving import Form, vllm_line, vllm_settings
 
 BLOCK_NOTES = (
     "mask_embedding.pt has the mask's embedding: keep it beside the weights, vLLM looks for it there.",
@@ -43,12 +43,12 @@ def form(drafter: Drafter) -> Form:
         case MTP():
             notes = (  # type: ignore[assignment]
                 "vLLM builds the module by the target's configuration, hence --hf-overrides.",
-                "Its MTP classes blank the embedding of the first row of a prompt, which training does not: later rows see that row.",
+                mtp.BLANKED,
             )
             return _form(
                 drafter, mtp.mimo(drafter), "mtp", notes=notes, whole_vocabulary=reduced, override=mtp.OVERRIDE
             )
-        case BlockDrafter() if drafter.anchor_predicts or drafter.markov_in is not None:
+        case BlockDrafter() if block.is_dspark(drafter):
             notes = ("Only vLLM's V2 runner (GPU) drafts with DSpark.",)
             return _form(drafter, block.dspark(drafter), "dspark", notes=notes)
         case BlockDrafter():
@@ -63,8 +63,8 @@ def form(drafter: Drafter) -> Form:
 
 
 def _form(drafter: Drafter, layout: Layout, method: str, *, override: dict | None = None, **fields) -> Form:
-    settings = {"method": method, "model": "<out>", "num_speculative_tokens": "<num>"}
-    line = f"vllm serve {drafter.target.name} --speculative-config '{json.dumps(settings)}'".replace('"<num>"', "<num>")
+    settings = vllm_settings(method)
+    line = vllm_line(drafter.target.name, settings)
     if override:
         line += f" --hf-overrides '{json.dumps(override)}'"
     return Form(

@@ -37,11 +37,16 @@ def read(target: Target) -> list[dict[str, Tensor]]:
         if modules:
             for tensors in modules.values():
                 if hidden_first and "eh_proj.weight" in tensors:
-                    tensors["eh_proj.weight"] = torch.cat(tensors["eh_proj.weight"].chunk(2, dim=1)[::-1], dim=1)
+                    tensors["eh_proj.weight"] = swap_halves(tensors["eh_proj.weight"])
             return [modules[number] for number in sorted(modules)]
     raise ValueError(
         f"{target.name} ships no MTP modules in the DeepSeek or the MiMo layout: set head.drafter.native=false."
     )
+
+
+def swap_halves(weight: Tensor) -> Tensor:
+    """weight [D, 2D] of a join: between our order, embedding and state, and MiMo's"""
+    return torch.cat(weight.chunk(2, dim=1)[::-1], dim=1)
 
 
 def _rename(name: str, names: dict[str, str]) -> str:

@@ -18,6 +18,10 @@ DSPARK_FIELDS = FIELDS - {"dflash_config"} | frozenset(
 NAMES = [(f"{part}.", f"self_attn.{part}.") for part in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")]
 
 
+def is_dspark(drafter: BlockDrafter) -> bool:
+    return drafter.anchor_predicts or drafter.markov_in is not None
+
+
 def mask_token(drafter: BlockDrafter) -> int:
     """The token in whose place the mask's embedding is put: one that ends answers, so nothing is drafted behind it."""
     config = drafter.target.config
@@ -61,7 +65,7 @@ def _common(drafter: BlockDrafter, *, needs: str) -> tuple[dict, dict]:
 
 def dflash(drafter: BlockDrafter) -> Layout:
     """Raises ValueError for anchors that predict, Markov and confidence heads, which are DSpark's, and for `fuse`."""
-    if drafter.anchor_predicts or drafter.markov_in is not None:
+    if is_dspark(drafter):
         raise ValueError("This is a DSpark drafter, not a DFlash one.")
     tensors, config = _common(drafter, needs="DFlashDraftModel")
     mask = mask_token(drafter)

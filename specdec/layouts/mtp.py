@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from specdec.heads.mtp import MTP
-from specdec.heads.native import MIMO
+from specdec.heads.native import MIMO, swap_halves
 from specdec.layouts import base
 from specdec.layouts.base import Layout, Shapes
 from specdec.layouts.eagle import BLOCK_FIELDS
@@ -14,6 +14,7 @@ FIELDS = BLOCK_FIELDS | {"num_nextn_predict_layers"}
 PREFIX = "model.mtp_layers.0."
 NAMES = [(f"{ours}.", f"{PREFIX}{theirs}.") for theirs, ours in MIMO.items()]
 NAMES += [("input_layernorm.", f"{PREFIX}input_layernorm."), ("block.", PREFIX)]
+BLANKED = "Its MTP classes blank the embedding of the first row of a prompt, which training does not: later rows see that row."
 OVERRIDE = {"num_nextn_predict_layers": 1}  # of the target's configuration, from which engines take it
 
 
@@ -42,7 +43,7 @@ def mimo(drafter: MTP) -> Layout:
     for part in "qkv":  # a missing bias is left uninitialised there
         weight = module[f"block.self_attn.{part}_proj.weight"]
         module.setdefault(f"block.self_attn.{part}_proj.bias", torch.zeros_like(weight[:, 0]))
-    module["eh_proj.weight"] = _swap(module["eh_proj.weight"])
+    module["eh_proj.weight"] = swap_halves(module["eh_proj.weight"])
     fields = {
         "architectures": ["MiMoForCausalLM"],
         "model_type": "qwen2",  # transformers knows no mimo
@@ -54,16 +55,11 @@ def mimo(drafter: MTP) -> Layout:
     return Layout(base.rename(module, NAMES), fields, shapes(fields), FIELDS)
 
 
-def _swap(weight: Tensor) -> Tensor:
-    """Between our order, embedding and state, and MiMo's."""
-    return torch.cat(weight.chunk(2, dim=1)[::-1], dim=1)
-
-
 def read(config: dict, tensors: dict[str, Tensor], target: Target) -> tuple[dict, dict]:
     """-> the arguments of `heads.mtp.MTP`, its tensors. Raises ValueError for what is no such module of this target."""
     base.check_tensors(tensors, shapes(base.complete(config)))
     module = base.rename(tensors, [(theirs, ours) for ours, theirs in NAMES])
-    module["eh_proj.weight"] = _swap(module["eh_proj.weight"])
+    module["eh_proj.weight"] = swap_halves(module["eh_proj.weight"])
     biases = [f"block.self_attn.{part}_proj.bias" for part in "qkv"]
     biased = any(bool(module[name].any()) for name in biases)
     if not biased:
