@@ -11,9 +11,10 @@ from specdec import masks, verify
 from specdec.cache import RowCache
 from specdec.compile import Runner
 from specdec.proposers.base import Proposer
-from specdec.sampling import Sampling, seen
-from specdec.target import Target, TargetOutput
+from specdec.sampling import Sampling
+from specdec.target import Target
 from specdec.tree import Tree, root
+from specdec.verification import Verifier
 
 
 @dataclass(frozen=True)
@@ -112,10 +113,17 @@ class Decoder:
                 f"decode.rule={rule} needs decode.temperature above 0: it weighs the target's probabilities."
             )
         self.target, self.proposer = target, proposer
-        self.sampling, self.rule = sampling, verify.RULES[rule]
-        self.stop, self.stop_strings = stop, stop_strings
+        self.sampling, self.stop, self.stop_strings = sampling, stop, stop_strings
         self.layers = proposer.target_layers if proposer else ()
         self.runner = runner or Runner()
+        self.verify = Verifier(
+            target,
+            sampling=sampling,
+            rule=rule,
+            runner=self.runner,
+            layers=self.layers,
+            choices=proposer is not None and proposer.watches,
+        )
 
     def generate(
         self, prompts: list[list[int]], max_new_tokens: int, *, generator: torch.Generator | None = None
@@ -156,6 +164,7 @@ class Decoder:
         if marks is not None:
             marks.scatter_(1, newest[:, None], True)
         if self.proposer:
+            self.proposer.share(cache)
             self.proposer.begin(padded, num)
             following = torch.cat([padded[:, 1:], newest[:, None]], dim=1)  # [B, T]
             following[torch.arange(len(num), device=device), num - 1] = newest
@@ -168,11 +177,12 @@ class Decoder:
 
         while any(left):
             start, compiled = self._clock(), self._compiling()
-            tree = self.proposer.propose(self.sampling, generator) if self.proposer else root(newest)
+            tree = self._propose(newest, generator)
             drafted = self._clock()
-            path, num_kept, newest, output = self._verify(tree, cache, marks, draws)
+            judged = self.verify(tree, cache, draws, marks)
+            num_kept, newest = judged.num_kept, judged.next_token
             depth = 1 + min(self.proposer.depth if self.proposer else 0, tree.tokens.shape[1] - 1)
-            path = path[:, :depth]  # [B, P]
+            path = judged.path[:, :depth]  # [B, P]
             accepted = tree.tokens.gather(1, path)  # [B, P], the root first
             following = torch.cat([accepted[:, 1:], newest[:, None]], dim=1)  # [B, P]
             following[cache.rows[:, 0], num_kept - 1] = newest
@@ -182,7 +192,9 @@ class Decoder:
                 cache.keep(path)
             cache.commit(num_kept, counts)
             if self.proposer:
-                features = output.features
+                if self.proposer.watches and judged.choices is not None:
+                    self.proposer.watch(tree, judged.choices)
+                features = judged.output.features
                 if not tree.linear:
                     features = features.gather(1, path[..., None].expand(-1, -1, features.shape[-1]))
                 self.proposer.commit(following, features, num_kept, counts)
@@ -204,36 +216,15 @@ class Decoder:
                 result.stages[stage] += spent
             yield Round(emitted, drafts)
 
-    def _verify(
-        self, tree: Tree, cache: RowCache, marks: Tensor | None, draws: verify.Draws
-    ) -> tuple[Tensor, Tensor, Tensor, TargetOutput]:
-        """One pass of the target over a tree, and the rule's verdict: path [B, N], num_kept [B], next token [B]"""
-        cache.reserve(tree.tokens.shape[1])
-        linear = tree.linear
-
-        def place(tokens, parents, lengths):
-            tree = Tree(tokens, parents, None, linear=linear)
-            ancestors = tree.ancestors()  # [B, N, N]
-            return lengths[:, None] + ancestors.sum(-1) - 1, masks.pending(ancestors, lengths, cache.visible)
-
-        run = self.runner
-        positions, mask = run(("place", linear, cache.visible), place, tree.tokens, tree.parents, cache.lengths)
-        output = self.target.read_compiled(
-            tree.tokens, self.layers, positions=positions, mask=mask, cache=cache, runner=run
-        )
-        if self.sampling.greedy and marks is None:
-
-            def greedy(final, tokens, parents):
-                choices = self.target.logits(final).argmax(-1)  # [B, N]
-                return verify.greedy(Tree(tokens, parents, None, linear=linear), choices)
-
-            return *run(("greedy", linear), greedy, output.final, tree.tokens, tree.parents), output
-        logits = run("logits", self.target.logits, output.final)  # [B, N, V]
-        if marks is not None:
-            logits = self.sampling.penalise(logits, seen(tree, marks))
-        if self.sampling.greedy:
-            return *verify.greedy(tree, logits.argmax(-1)), output
-        return *self.rule(tree, self.sampling.law(logits), draws), output
+    def _propose(self, newest: Tensor, generator: torch.Generator | None) -> Tree:
+        if self.proposer is None:
+            return root(newest)
+        tree = self.proposer.propose(self.sampling, generator)
+        num = tree.tokens.shape[1] - 1
+        if not num or not self.runner.compile or not self.proposer.varies:
+            return tree
+        few = 1 << (num - 1).bit_length()  # a power of two
+        return tree.filled(min(few, self.proposer.depth) if tree.linear else few)
 
     def _prefill(
         self, padded: Tensor, num: Tensor, cache: RowCache, marks: Tensor | None, draws: verify.Draws

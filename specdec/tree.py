@@ -4,8 +4,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from specdec import masks
+
+Draft = list[tuple[int, int]]  # one row's drafts, nodes 1, 2, .. of a tree: (token, parent), the root being node 0
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,25 @@ class Tree:
         for node in range(1, num_nodes):
             seen[:, node] |= seen[rows, self.parents[:, node]]
         return seen
+
+    def filled(self, num: int) -> "Tree":
+        """With `num` drafts, if it has fewer: a chain guesses its last token again, a tree repeats its first draft, which
+        no rule accepts twice."""
+        missing = num + 1 - self.tokens.shape[1]
+        if missing <= 0:
+            return self
+        if self.linear:
+            tokens, parents = (
+                self.tokens[:, -1:],
+                torch.arange(num + 1 - missing, num + 1, device=self.tokens.device) - 1,
+            )
+        else:
+            tokens, parents = self.tokens[:, 1:2], torch.zeros(missing, dtype=torch.long, device=self.tokens.device)
+        tokens, parents = tokens.expand(-1, missing), parents.expand(len(tokens), -1)
+        probs = self.probs
+        if probs is not None:
+            probs = torch.cat([probs, F.one_hot(tokens, probs.shape[-1]).to(probs.dtype)], dim=1)
+        return Tree(torch.cat([self.tokens, tokens], 1), torch.cat([self.parents, parents], 1), probs, self.linear)
 
 
 @dataclass(frozen=True)
@@ -70,3 +92,21 @@ def chain(tokens: Tensor, probs: Tensor | None) -> Tree:
     """tokens [B, N], root first; probs [B, N, V] if the drafts were sampled (the root's entry is not read)."""
     parents = torch.arange(-1, tokens.shape[1] - 1, device=tokens.device).expand_as(tokens)
     return Tree(tokens, parents, probs, linear=True)
+
+
+def plant(newest: list[int], drafts: list[Draft], device) -> Tree:
+    """A tree of chosen drafts for each row; rows with fewer than the largest are filled up as by `Tree.filled`."""
+    linear = all(parent == number for draft in drafts for number, (_, parent) in enumerate(draft))
+    num = max(map(len, drafts))
+    rows, parents = [], []
+    for root_token, draft in zip(newest, drafts):
+        tokens, owners = [root_token], [-1]
+        for token, parent in draft:
+            tokens.append(token)
+            owners.append(parent)
+        missing = num - len(draft)
+        tokens += [tokens[-1] if linear else tokens[min(1, len(draft))]] * missing
+        owners += range(len(draft), num) if linear else [0] * missing
+        rows.append(tokens)
+        parents.append(owners)
+    return Tree(torch.tensor(rows, device=device), torch.tensor(parents, device=device), None, linear)

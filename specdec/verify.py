@@ -59,6 +59,8 @@ def sample(tree: Tree, probs: Tensor, draws: Draws) -> Verdict:
     end = torch.zeros_like(tree.tokens[:, 0])  # [B] the last accepted node
     for node in range(1, tree.tokens.shape[1]):  # a node's descendants all come after it
         parent = tree.parents[:, node]
+        if probs.device.type == "cpu" and not bool((parent == end).any()):
+            continue  # nobody is there, nor will be; elsewhere asking costs more than it saves
         law = probs[rows, parent]  # [B, V] r, as the parent's earlier children leave it
         accepted = draws.accept(chance(law, tree, node), parent == end)
         probs[rows, parent], _ = refuse(law, tree, node)

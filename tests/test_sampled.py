@@ -224,7 +224,7 @@ def test_a_forgotten_penalty_is_found(monkeypatch):
     decoder = decoder_of("penalty")
     assert error(decoder, 2, seed=1, monkeypatch=monkeypatch) < 1e-12
     monkeypatch.setattr(
-        "specdec.decode.seen", lambda tree, committed: committed[:, None].expand(-1, tree.tokens.shape[1], -1)
+        "specdec.verification.seen", lambda tree, committed: committed[:, None].expand(-1, tree.tokens.shape[1], -1)
     )
     assert error(decoder_of("penalty"), 1, monkeypatch=monkeypatch) > 1e-3
 

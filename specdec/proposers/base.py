@@ -5,20 +5,34 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
+from specdec.cache import RowCache
 from specdec.sampling import Sampling
 from specdec.tree import Tree
 
 
 class Proposer(ABC):
-    """Proposes a tree of drafts for every row of a batch; told after each round what was committed."""
+    """Proposes a tree of drafts for every row of a batch; told after each round what was committed.
+
+    The order of calls: share, begin, commit, then for each round propose, watch (if it watches) and commit.
+    """
 
     target_layers: tuple[int, ...]  # hidden states it wants in `commit`
     depth: int  # the deepest node it may propose
+    watches = False  # whether it wants to know what the target said at every node
+    varies = (
+        False  # whether trees differ in size from round to round: they are filled up, so that few sizes are compiled
+    )
 
     @property
     def compile_seconds(self) -> float:
         """What compiling has taken so far."""
         return 0.0
+
+    def share(self, cache: RowCache) -> None:  # noqa: B027  # for most there is nothing to do
+        """The target's cache of the next batch, for who drafts with the target itself.
+
+        `propose` may write entries behind the committed ones, and must leave `cache.pending` at 0.
+        """
 
     @abstractmethod
     def begin(self, tokens: Tensor, num: Tensor) -> None:
@@ -36,3 +50,18 @@ class Proposer(ABC):
     @abstractmethod
     def propose(self, sampling: Sampling, generator: torch.Generator | None) -> Tree:
         """A tree whose root is each row's newest committed token."""
+
+    def watch(self, tree: Tree, choices: Tensor) -> None:
+        """choices [B, N]: the target's likeliest token after each node of the tree that was just verified.
+
+        tree: the one that was proposed, perhaps with more nodes behind its own. Called before `commit`, if `watches`.
+        """
+        raise TypeError(f"{type(self).__name__} does not watch.")
+
+    def mark(self) -> object:
+        """The state after a `commit`, for `rewind`. For those that can draft for a cascade (proposers/cascade.py)."""
+        raise ValueError(f"{type(self).__name__} cannot take back what it was told, so it cannot draft for a cascade.")
+
+    def rewind(self, mark: object) -> None:
+        """Forgets everything since `mark`, of the same batch; what was proposed since too."""
+        raise TypeError(f"{type(self).__name__} has no marks.")

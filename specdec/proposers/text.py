@@ -1,0 +1,42 @@
+"""What proposers that only look at text have in common: the rows on the host, and trees made there."""
+
+from abc import abstractmethod
+
+from specdec.proposers.base import Proposer
+from specdec.tree import Draft, plant
+
+
+class TextProposer(Proposer):
+    """Knows each row's text and nothing else: texts[b] is row b's prompt and answer, the newest token last."""
+
+    target_layers = ()
+    varies = True
+
+    def begin(self, tokens, num):
+        self.device = tokens.device
+        self.texts: list[list[int]] = [[] for _ in range(len(tokens))]
+        self.clear()
+        for row, (first, *_) in enumerate(tokens.tolist()):
+            self.texts[row].append(first)
+            self.extend(row, [first])
+
+    def commit(self, tokens, features, num, counts):
+        for row, (new, count) in enumerate(zip(tokens.tolist(), counts)):
+            self.texts[row] += new[:count]
+            self.extend(row, new[:count])
+
+    def propose(self, sampling, generator):
+        drafts = [self.draft(row) for row in range(len(self.texts))]
+        return plant([text[-1] for text in self.texts], drafts, self.device)
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Forgets the last batch; `texts` holds an empty list for each row of the new one."""
+
+    @abstractmethod
+    def extend(self, row: int, new: list[int]) -> None:
+        """texts[row] now ends with `new`."""
+
+    @abstractmethod
+    def draft(self, row: int) -> Draft:
+        """What may follow texts[row]; nothing, if there is nothing to go by."""

@@ -1,0 +1,78 @@
+"""One pass of the target over a tree, and the rule's verdict."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from specdec import masks, verify
+from specdec.cache import RowCache
+from specdec.compile import Runner
+from specdec.sampling import Sampling, seen
+from specdec.target import Target, TargetOutput
+from specdec.tree import Tree
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """A verdict, as of verify.py, and what it rests on."""
+
+    path: Tensor  # [B, N] the accepted nodes from node 0 down; entries past num_kept are 0
+    num_kept: Tensor  # [B]
+    next_token: Tensor  # [B]
+    output: TargetOutput  # of the nodes, [B, N, .]
+    choices: Tensor | None  # [B, N] the likeliest token after each node; at temperature > 0 only if asked for
+    law: Tensor | None  # [B, N, V] the target's law after each node, if asked for and temperature > 0
+
+
+class Verifier:
+    """Puts trees before the target. layers: hidden states wanted in `Judgement.output`; choices, law: see there."""
+
+    def __init__(
+        self,
+        target: Target,
+        *,
+        sampling: Sampling,
+        rule: str,
+        runner: Runner,
+        layers: tuple[int, ...] = (),
+        choices: bool = False,
+        law: bool = False,
+    ):
+        self.target, self.sampling, self.rule, self.runner = target, sampling, verify.RULES[rule], runner
+        self.layers, self.choices, self.law = layers, choices, law
+
+    def __call__(self, tree: Tree, cache: RowCache, draws: verify.Draws, marks: Tensor | None = None) -> Judgement:
+        """The nodes' entries are pending in the cache afterwards. marks [B, V]: see Decoder.stream"""
+        cache.reserve(tree.tokens.shape[1])
+        linear = tree.linear
+
+        def place(tokens, parents, lengths):
+            tree = Tree(tokens, parents, None, linear=linear)
+            ancestors = tree.ancestors()  # [B, N, N]
+            return lengths[:, None] + ancestors.sum(-1) - 1, masks.pending(ancestors, lengths, cache.visible)
+
+        run = self.runner
+        positions, mask = run(("place", linear, cache.visible), place, tree.tokens, tree.parents, cache.lengths)
+        output = self.target.read_compiled(
+            tree.tokens, self.layers, positions=positions, mask=mask, cache=cache, runner=run
+        )
+        if self.sampling.greedy and marks is None:
+
+            def greedy(final, tokens, parents):
+                choices = self.target.logits(final).argmax(-1)  # [B, N]
+                return *verify.greedy(Tree(tokens, parents, None, linear=linear), choices), choices
+
+            path, num_kept, next_token, choices = run(
+                ("greedy", linear), greedy, output.final, tree.tokens, tree.parents
+            )
+            return Judgement(path, num_kept, next_token, output, choices, None)
+        logits = run("logits", self.target.logits, output.final)  # [B, N, V]
+        if marks is not None:
+            logits = self.sampling.penalise(logits, seen(tree, marks))
+        if self.sampling.greedy:
+            choices = logits.argmax(-1)
+            return Judgement(*verify.greedy(tree, choices), output, choices, None)
+        choices = logits.argmax(-1) if self.choices else None
+        law = self.sampling.law(logits)
+        kept = law.clone() if self.law else None  # the rule overwrites it
+        return Judgement(*self.rule(tree, law, draws), output, choices, kept)
