@@ -21,6 +21,7 @@ from specdec.evaluate import Drafting, Prompt, measure, summarise
 from specdec.sampling import Sampling
 from specdec.target import Target, load_tokenizer
 from train import data, display, reading
+from train.consistency import ConsistencyObjective
 from train.features import Cached, Online
 from train.objective import Objective
 from train.onpolicy import OnPolicy
@@ -63,7 +64,8 @@ def fit(config: DictConfig) -> int:
     ]
     drafter, spec = make_drafter(config, target, packs)
     drafter.to(accelerator.device)
-    objective = Objective(drafter, **config.head.objective)
+    judge = ConsistencyObjective if drafter.attends == "itself" else Objective
+    objective = judge(drafter, **config.head.objective)
     optimizer = torch.optim.AdamW(
         parameter_groups(drafter, config.optimizer.weight_decay, adapter=config.head.get("adapter")),
         lr=config.optimizer.lr,
@@ -116,9 +118,10 @@ def fit(config: DictConfig) -> int:
     def validate(frozen) -> dict:
         rows = measure(
             target,
-            frozen,
+            drafting.proposer(frozen),
             drafting,
             prompts,
+            replayed=frozen,
             sampling=sampling,
             max_new_tokens=config.validation.max_new_tokens,
             stop=stop,

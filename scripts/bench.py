@@ -1,8 +1,10 @@
 """python scripts/bench.py checkpoint=DIR[,DIR ...] [limit=8 max_new_tokens=64 gguf=FILE out=bench.json]
+python scripts/bench.py proposers=ngram prompts=data/prompts_copy.jsonl     # against generate's prompt lookup
 
 Times, on the same prompts in one interleaved run, greedy: transformers' generate, alone, with assistant_model where a
-checkpoint is a draft model, and with custom_generate, which puts our decoder inside it; llama.cpp where a GGUF file is given; our plain decoding; and every checkpoint as a chain and
-as a tree. Absolute times say little on a shared machine: read the ratios, which are medians over prompts of figures
+checkpoint is a draft model, with custom_generate, which puts our decoder inside it, and with prompt_lookup_num_tokens
+where ngram is among the proposers; llama.cpp where a GGUF file is given; our plain decoding; every checkpoint as a
+chain and as a tree; and every proposer of conf/proposer that is named. Absolute times say little on a shared machine: read the ratios, which are medians over prompts of figures
 measured next to each other. Rates include the prompt's pass, and leave out what compiling takes.
 """
 
@@ -20,8 +22,9 @@ import rich.console
 import rich.table
 import torch
 from rich.progress import track
+from specdec.proposers.ngram import Ngram
 
-from scripts import common
+from scripts import common, proposers
 from scripts.cli import options, run
 from scripts.llamacpp import LlamaCpp
 from specdec import checkpoint
@@ -39,7 +42,11 @@ Way = Callable[[list[int]], tuple[int, float]]  # a prompt -> new tokens, second
 @dataclass(frozen=True)
 class Bench:
     checkpoint: str = field(
-        metadata={"help": "comma list of a step's folders, or of runs' folders for their best steps"}
+        default="", metadata={"help": "comma list of a step's folders, or of runs' folders for their best steps"}
+    )
+    proposers: str = field(default="", metadata={"help": "comma list of files of conf/proposer"})
+    settings: dict[str, str] = field(
+        default_factory=dict, metadata={"prefix": "proposer.", "help": "NAME.KEY=VALUE: settings of a proposer"}
     )
     prompts: str = field(default="data/prompts_heldout.jsonl", metadata={"help": "rows with prompt or messages"})
     limit: int = field(default=8, metadata={"help": "this many prompts, spread over the file"})
@@ -75,9 +82,12 @@ class Ours:
 def main() -> None:
     chosen = options(Bench, __doc__)
     console = rich.console.Console(width=None if sys.stdout.isatty() else 130)
-    first, *others = [common.load(folder, chosen.target) for folder in chosen.checkpoint.split(",")]
-    if others and any(
-        one.target.fingerprint() != first.target.fingerprint() or one.target.adapted for one in [first, *others]
+    loaded = [common.load(folder, chosen.target) for folder in chosen.checkpoint.split(",") if folder]
+    if not loaded and not chosen.proposers:
+        raise ValueError("There is nothing to time: give checkpoint=DIR, or proposers=ngram, or both.")
+    first = loaded[0] if loaded else common.load_target(chosen.target)
+    if len(loaded) > 1 and any(
+        one.target.fingerprint() != first.target.fingerprint() or one.target.adapted for one in loaded
     ):
         raise ValueError(
             "The checkpoints are of different targets: bench each target, and each adapted one, by itself."
@@ -86,7 +96,7 @@ def main() -> None:
         data.encode_prompt(first.tokenizer, row["messages"])
         for row in reading.spread(reading.load_prompts(chosen.prompts), chosen.limit)
     ]
-    ways = all_ways(chosen, [first, *others], longest=max(map(len, prompts)))
+    ways = all_ways(chosen, first, loaded, longest=max(map(len, prompts)))
     for way in track(ways.values(), description="warm-up and compiling", console=console, transient=True):
         for prompt in (min(prompts, key=len), max(prompts, key=len)):  # the least and the greatest cache
             way(prompt)
@@ -140,10 +150,9 @@ def main() -> None:
 GENERATE, PLAIN = "transformers generate", "plain"
 
 
-def all_ways(chosen: Bench, loaded: list[common.Loaded], *, longest: int) -> dict[str, Way]:
+def all_ways(chosen: Bench, first: common.Opened, loaded: list[common.Loaded], *, longest: int) -> dict[str, Way]:
     """By name, in the order of the table; those of transformers and llama.cpp first. longest: tokens of a prompt"""
-    first = loaded[0]
-    names = common.run_names([Path(folder) for folder in chosen.checkpoint.split(",")])
+    names = common.run_names([Path(folder) for folder in chosen.checkpoint.split(",") if folder])
     called = dict(zip([one.folder for one in loaded], names))
     ways: dict[str, Way] = {GENERATE: lambda prompt: theirs(first, prompt, chosen.max_new_tokens)}
     for one in loaded:
@@ -167,6 +176,25 @@ def all_ways(chosen: Bench, loaded: list[common.Loaded], *, longest: int) -> dic
             ways[f"generate, custom_generate {called[one.folder]}, chain of {num}"] = lambda prompt, custom=custom: (
                 theirs(first, prompt, chosen.max_new_tokens, custom=custom)
             )
+    untrained = proposers.build_all(
+        chosen.proposers,
+        first.target,
+        settings=chosen.settings,
+        drafting=Drafting(depth, compile=chosen.compile),
+        checkpoint=str(loaded[0].folder) if loaded else None,
+    )
+    lookup = untrained.get("ngram")
+    if isinstance(lookup, Ngram):
+        for num, longest_match in dict.fromkeys([(10, 2), (lookup.depth, lookup.max)]):  # theirs by default, and ours
+            ways[f"generate, prompt_lookup_num_tokens={num}, n-grams of up to {longest_match}"] = (
+                lambda prompt, num=num, longest_match=longest_match: theirs(
+                    first,
+                    prompt,
+                    chosen.max_new_tokens,
+                    prompt_lookup_num_tokens=num,
+                    max_matching_ngram_size=longest_match,
+                )
+            )
     if chosen.gguf:
         llama = LlamaCpp(chosen.gguf, threads=torch.get_num_threads(), context=longest + chosen.max_new_tokens)
         ways["llama.cpp (xllamacpp)"] = lambda prompt: timed(
@@ -186,6 +214,11 @@ def all_ways(chosen: Bench, loaded: list[common.Loaded], *, longest: int) -> dic
             ours[f"{called[one.folder]}, {drafting.shape}"] = drafting.decoder(
                 first.target, proposer, sampling=Sampling(), stop=first.stop, runner=runner
             )
+    for name, proposer in untrained.items():
+        for runs in (runner, Runner())[: 1 + (chosen.compile and proposer is lookup)]:
+            ours[name + ", not compiled" * (runs is not runner)] = Decoder(
+                first.target, proposer, sampling=Sampling(), stop=first.stop, runner=runs
+            )
     return ways | {name: Ours(decoder, chosen.max_new_tokens) for name, decoder in ours.items()}
 
 
@@ -194,7 +227,7 @@ def timed(generate: Callable[[], int]) -> tuple[int, float]:
     return generate(), time.perf_counter() - start
 
 
-def theirs(loaded: common.Loaded, prompt: list[int], max_new_tokens: int, *, assistant=None, custom=None):
+def theirs(loaded: common.Opened, prompt: list[int], max_new_tokens: int, *, assistant=None, custom=None, **lookup):
     """transformers' greedy generate. -> new tokens, seconds without those of compiling"""
     tokens = torch.tensor([prompt], device=loaded.target.device)
     num, seconds = timed(
@@ -207,6 +240,7 @@ def theirs(loaded: common.Loaded, prompt: list[int], max_new_tokens: int, *, ass
                 eos_token_id=sorted(loaded.stop),
                 assistant_model=assistant,
                 custom_generate=custom,
+                **lookup,
             ).shape[1]
             - len(prompt)
         )

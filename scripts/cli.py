@@ -22,6 +22,8 @@ def flatten(dataclass_type: type, prefix: str = "") -> Iterator[tuple[str, datac
 
 
 def describe(name: str, field: dataclasses.Field) -> str:
+    if "prefix" in field.metadata:
+        return f"  {field.metadata['prefix'] + 'KEY':<22} {field.metadata['help']}"
     default = "required" if field.default is dataclasses.MISSING else f"default {field.default}"
     return f"  {name:<22} {field.metadata['help']} ({default})"
 
@@ -30,10 +32,11 @@ def options(dataclass_type: type[Options], docstring: str) -> Options:
     """The dataclass filled from the command line; -h or --help prints `docstring` and every field, and exits.
 
     A field without default is required; its metadata {"help": ...} explains it in one line. A field of type str may
-    hold a comma list. What cannot be understood ends the program with a sentence.
+    hold a comma list; a dict with metadata {"prefix": "NAME."} takes every NAME.KEY=VALUE as it is written. What cannot be understood ends the program with a sentence.
     """
     fields = dict(flatten(dataclass_type))
-    known = ", ".join(fields)
+    open_ended = {field.metadata["prefix"]: name for name, field in fields.items() if "prefix" in field.metadata}
+    known = ", ".join([name for name in fields if name not in open_ended.values()] + [f"{p}KEY" for p in open_ended])
     arguments = sys.argv[1:]
     if "-h" in arguments or "--help" in arguments:
         print(
@@ -42,12 +45,16 @@ def options(dataclass_type: type[Options], docstring: str) -> Options:
             )
         )
         raise SystemExit(0)
-    given = {}
+    given: dict = {}
     for argument in arguments:
         key, equals, value = argument.partition("=")
         if not equals:
             raise SystemExit(f"{argument!r} is not of the form key=value. Known options: {known}. See --help.")
-        if key not in fields:
+        prefix = next((prefix for prefix in open_ended if key.startswith(prefix)), None)
+        if prefix:
+            given.setdefault(open_ended[prefix], {})[key.removeprefix(prefix)] = value
+            continue
+        if key not in fields or key in open_ended.values():
             raise SystemExit(f"There is no option {key!r}. Known options: {known}. See --help.")
         given[key] = value  # kept as written: a prompt may hold quotes, commas and equals signs
     try:
@@ -55,7 +62,7 @@ def options(dataclass_type: type[Options], docstring: str) -> Options:
         for group in {name.rpartition(".")[0] for name in fields}:  # a frozen dataclass becomes a read-only group
             OmegaConf.set_readonly(OmegaConf.select(merged, group) if group else merged, False)
         for key, value in given.items():
-            nothing = value.lower() in ("null", "none") and "None" in str(fields[key].type)
+            nothing = isinstance(value, str) and value.lower() in ("null", "none") and "None" in str(fields[key].type)
             OmegaConf.update(merged, key, None if nothing else value)
         return OmegaConf.to_object(merged)
     except MissingMandatoryValue:

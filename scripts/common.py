@@ -18,6 +18,8 @@ from specdec.sampling import Sampling
 from specdec.target import Target, load_tokenizer
 from train import data
 
+CONF = Path(__file__).resolve().parents[1] / "conf"
+
 
 @dataclass(frozen=True)
 class TargetOptions:
@@ -90,14 +92,20 @@ def read_drafting(path: str, *, compile: bool | None) -> Drafting:
 
 
 @dataclass(frozen=True)
-class Loaded:
+class Opened:
+    """A target, ready to answer."""
+
+    target: Target
+    tokenizer: PreTrainedTokenizerBase
+    stop: set[int]
+
+
+@dataclass(frozen=True)
+class Loaded(Opened):
     """A checkpoint beside its target."""
 
     folder: Path
-    target: Target
-    tokenizer: PreTrainedTokenizerBase
     drafter: Drafter
-    stop: set[int]
 
 
 def use_threads() -> None:
@@ -122,22 +130,26 @@ def trained_on(folder: Path) -> str | None:
     return None
 
 
-def load(folder: str, options: TargetOptions) -> Loaded:
-    """Raises ValueError, with what to do, for a wrong folder or target."""
+def load_target(options: TargetOptions, *, default: str | None = None) -> Opened:
+    """default: its name, where the options give none; without one, that of conf/target. Raises ValueError as Target.load."""
     use_threads()
-    path = checkpoint.resolve(folder)
-    document = checkpoint.read_json(path / "drafter.json")
-    name = options.name or str(document.get("target"))
+    name = options.name or default or str(OmegaConf.load(CONF / "target" / "smollm2-135m.yaml").name)
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     target = Target.load(name, dtype=options.dtype, device=device)
     tokenizer = load_tokenizer(name)
-    drafter = checkpoint.load(path, target)
-    if target.adapted:
+    return Opened(target, tokenizer, data.stop_tokens(tokenizer, target.model.generation_config))
+
+
+def target_of(folder: Path) -> str:
+    """The name of the target that a checkpoint was trained for."""
+    return str(checkpoint.read_json(folder / "drafter.json").get("target"))
+
+
+def load(folder: str, options: TargetOptions) -> Loaded:
+    """Raises ValueError, with what to do, for a wrong folder or target."""
+    path = checkpoint.resolve(folder)
+    opened = load_target(options, default=target_of(path))
+    drafter = checkpoint.load(path, opened.target)
+    if opened.target.adapted:
         print(f"{path} adapts its target: all outputs are those of the adapted one.", file=sys.stderr)
-    return Loaded(
-        path,
-        target,
-        tokenizer,
-        drafter,
-        data.stop_tokens(tokenizer, target.model.generation_config),
-    )
+    return Loaded(**vars(opened), folder=path, drafter=drafter)

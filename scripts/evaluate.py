@@ -1,6 +1,7 @@
 """python scripts/evaluate.py checkpoint=DIR [prompts=FILE decode.temperature=0,1 decode.depth=4 decode.width=1 ...]
+python scripts/evaluate.py proposer=ngram [proposer.max=4 ...]
 
-Decodes every prompt plainly and with drafts, in turn, and prints what the drafter is worth: tau (tokens emitted per
+Decodes every prompt plainly and with drafts, in turn, and prints what the drafting is worth: tau (tokens emitted per
 target pass of a round, bonus or correction token counted), survival by depth, speedup, losslessness, each mean with a
 95 % interval over prompts. Writes everything to report.json.
 """
@@ -18,17 +19,17 @@ import rich.table
 import torch
 from rich.progress import track
 
-from scripts import common
+from scripts import common, proposers
 from scripts.cli import options, run
 from specdec import checkpoint, serving, verify
 from specdec.compile import Runner
 from specdec.evaluate import TAU, Prompt, fastest_batch, measure, report
+from specdec.proposers.heads import HeadProposer
 from train import data, display, reading
 
 
 @dataclass(frozen=True)
-class Evaluate:
-    checkpoint: str = field(metadata={"help": "a step's folder, or a run's folder for its best step"})
+class Evaluate(proposers.ProposerOptions):
     prompts: str = field(
         default="data/prompts_heldout.jsonl", metadata={"help": "rows with prompt or messages (JSONL, folder, dataset)"}
     )
@@ -48,15 +49,16 @@ def main() -> None:
     chosen = options(Evaluate, __doc__)
     console = rich.console.Console()
     drafting, samplings = chosen.decode.drafting(), chosen.decode.samplings()
-    loaded = common.load(chosen.checkpoint, chosen.target)
+    loaded = proposers.load(chosen, chosen.target, drafting)
+    proposer = loaded.proposer
     prompts = [
         Prompt(row["id"], row["category"], data.encode_prompt(loaded.tokenizer, row["messages"]))
         for row in reading.spread(reading.load_prompts(chosen.prompts), chosen.limit)
     ]
-    console.print(f"{loaded.folder} on {loaded.target.name}; tau: {TAU}", highlight=False)
+    console.print(f"{loaded.checkpoint or chosen.proposer} on {loaded.target.name}; tau: {TAU}", highlight=False)
     batch = chosen.batch
     if batch is None:
-        runner, proposer = Runner(drafting.compile), drafting.proposer(loaded.drafter)
+        runner = Runner(drafting.compile)
         decoder = drafting.decoder(loaded.target, proposer, sampling=samplings[0], stop=loaded.stop, runner=runner)
 
         def rate(tokens: list[list[int]]) -> float:
@@ -68,13 +70,15 @@ def main() -> None:
             f"decoding {batch} prompts at once, which is fastest here; latency figures are those of the batch",
             highlight=False,
         )
+    shape = str(drafting.shape) if isinstance(proposer, HeadProposer) else chosen.proposer
     columns = []
     for sampling in samplings:
         rows = measure(
             loaded.target,
-            loaded.drafter,
+            proposer,
             drafting,
             prompts,
+            replayed=proposer.drafter if isinstance(proposer, HeadProposer) else None,
             sampling=sampling,
             max_new_tokens=chosen.max_new_tokens,
             stop=loaded.stop,
@@ -87,13 +91,13 @@ def main() -> None:
         columns.append(
             report(
                 rows,
-                depth=drafting.depth,
+                depth=proposer.depth,
                 temperature=sampling.temperature,
                 adapted=loaded.target.adapted,
                 lossy=drafting.rule in verify.LOSSY,
             )
         )
-        display.validation(console, columns[-1], drafting.shape)
+        display.validation(console, columns[-1], shape)
         console.print(by_category(columns[-1]))
     settings = {
         **asdict(chosen),
@@ -104,8 +108,10 @@ def main() -> None:
         "device": str(loaded.target.device),
         "torch": torch.__version__,
     }
-    path = loaded.folder / serving.SERVED
-    served = checkpoint.read_json(path) if path.exists() else {}  # what engines made of it: scripts/check_engines.py
+    path = loaded.checkpoint and loaded.checkpoint / serving.SERVED
+    served = (
+        checkpoint.read_json(path) if path and path.exists() else {}
+    )  # what engines made of it: scripts/check_engines.py
     for engine, found in served.items():
         console.print(
             f"{engine}: tau {found['served_tau']:.3f}, here {found['tau']:.3f} (chain of {found['num_drafts']}, "

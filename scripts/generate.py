@@ -1,4 +1,5 @@
 """python scripts/generate.py checkpoint=DIR prompt="Why is the sky blue?"
+python scripts/generate.py proposer=ngram prompt="Say it twice: the sky is blue."
 
 Streams an answer; green tokens were drafted and accepted, the others are the target's own. Then answers again without
 drafting, and says how the two compare.
@@ -13,16 +14,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import rich.console
 import torch
 
-from scripts import common
+from scripts import common, proposers
 from scripts.cli import options, run
 from specdec.compile import Runner
 from specdec.decode import Decoder, Generation, StopStrings
 from train import data
 
 
-@dataclass(frozen=True)
-class Generate:
-    checkpoint: str = field(metadata={"help": "a step's folder, or a run's folder for its best step"})
+@dataclass(frozen=True, kw_only=True)
+class Generate(proposers.ProposerOptions):
     prompt: str = field(metadata={"help": "what the user says"})
     max_new_tokens: int = field(default=128, metadata={"help": "the answer ends here at the latest"})
     stop_strings: str | None = field(default=None, metadata={"help": "comma list of texts that end the answer"})
@@ -36,7 +36,7 @@ def main() -> None:
     chosen = options(Generate, __doc__)
     console = rich.console.Console()
     sampling, drafting = chosen.decode.samplings()[0], chosen.decode.drafting()
-    loaded = common.load(chosen.checkpoint, chosen.target)
+    loaded = proposers.load(chosen, chosen.target, drafting)
     prompt = data.encode_prompt(loaded.tokenizer, [{"role": "user", "content": chosen.prompt}])
     strings = tuple(chosen.stop_strings.split(",")) if chosen.stop_strings else ()
     runner = Runner(drafting.compile)
@@ -46,7 +46,7 @@ def main() -> None:
         "stop_strings": StopStrings(strings, loaded.tokenizer.decode) if strings else None,
         "runner": runner,
     }
-    decoder = drafting.decoder(loaded.target, drafting.proposer(loaded.drafter), **ways)
+    decoder = drafting.decoder(loaded.target, loaded.proposer, **ways)
     plain = Decoder(loaded.target, None, **ways)
     for warm in (decoder, plain) if chosen.compare else (decoder,):
         warm.generate([prompt], 4)  # a warm-up

@@ -22,7 +22,7 @@ from matplotlib import colormaps
 from matplotlib.figure import Figure
 from rich.progress import track
 
-from scripts import cli, common, compare
+from scripts import cli, common, compare, comparison
 from specdec import checkpoint
 from specdec.compile import Runner
 from specdec.decode import Decoder, Generation
@@ -132,7 +132,7 @@ def groups(prompts: list[list[int]], batch: int, most: int) -> list[list[list[in
     return reading.spread([rows[first::num] for first in range(num)], most)
 
 
-def decoders(runs: list[compare.Run], drafting: Drafting, **shared) -> dict[tuple[str, str], Decoder]:
+def decoders(runs: list[comparison.Run], drafting: Drafting, **shared) -> dict[tuple[str, str], Decoder]:
     """By the keys of a `Trial`; plain decoding once for each distinct target. shared: arguments of every Decoder"""
     found: dict[tuple[str, str], Decoder] = {}
     runners = {run.plain: Runner(drafting.compile) for run in runs}
@@ -163,7 +163,7 @@ def figures(found: list[Generation]) -> dict[str, float]:
     }
 
 
-def summarise(found: list[Trial], runs: list[compare.Run]) -> dict[str, dict]:
+def summarise(found: list[Trial], runs: list[comparison.Run]) -> dict[str, dict]:
     """By Run.name: the figures of plain and drafted decoding, every trial's ratio of tokens/s, and their median."""
     found = [trial for trial in found if all(one.drafted for one in trial.values())]  # the others saw no round
     if not found:
@@ -191,7 +191,7 @@ def table(name: str, cells: Cells) -> rich.table.Table:
     return found
 
 
-def picture(runs: list[compare.Run], cells: Cells, conditions: str) -> Figure:
+def picture(runs: list[comparison.Run], cells: Cells, conditions: str) -> Figure:
     """tokens/s and speedup by batch size; a checkpoint has the same colour in both panels."""
     drawing = Figure(figsize=(11, 5), layout="constrained")
     left, right = drawing.subplots(1, 2)

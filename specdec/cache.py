@@ -31,6 +31,9 @@ class RowCache(transformers.Cache):
         self.data = torch.zeros(num_layers, 2, batch, num_heads, capacity, head_dim, dtype=dtype, device=device)
         self.halves = _halves(self.data)
         self.lengths = torch.zeros(batch, dtype=torch.long, device=device)  # [B]
+        self.skipped = torch.zeros_like(
+            self.lengths
+        )  # [B] positions without an entry here, all before the next token's
         self.rows = torch.arange(batch, device=device)[:, None]  # [B, 1]
         self.pending = 0
         self.known = [0] * batch  # on the host: bounds of the lengths, so that no shape waits for the device

@@ -23,6 +23,7 @@ WHAT A STEP SEES (`attends`; architecture, 1.4), in training and in decoding ali
     block   the features of slots <= j as keys, and its own block of K states      DFlash, DSpark
     text    the tokens before: step d of slot j is step 1 of slot j+d-1            draft models
     none    nothing                                                                Medusa, Hydra
+    itself  no step: the (adapted) target guesses by Jacobi iteration              CLLM
 """
 
 import copy
@@ -56,7 +57,7 @@ class Drafter(nn.Module, ABC):
 
     target_layers: tuple[int, ...]  # hidden states it reads (indices as in Target.read); () reads tokens only
     depth: int | None  # the deepest step it can take; None: any
-    attends: Literal["path", "depth", "block", "text", "none"]  # what a step sees
+    attends: Literal["path", "depth", "block", "text", "none", "itself"]  # what a step sees
     pretrained = (
         False  # whether it starts from weights that were trained before: validation then comes before training too
     )

@@ -97,10 +97,11 @@ class Row:
 
 def measure(
     target: Target,
-    drafter: Drafter,
+    proposer: Proposer,
     drafting: Drafting,
     prompts: list[Prompt],
     *,
+    replayed: Drafter | None,
     sampling: Sampling,
     max_new_tokens: int,
     stop: set[int],
@@ -110,14 +111,15 @@ def measure(
 ) -> list[Row]:
     """Each prompt is decoded plainly and with drafts, one after the other and in alternating order, after a warm-up.
 
-    Where replay can tell tau, the drafter is replayed along the plain answers. What compiling takes is not counted.
+    What compiling takes is not counted.
+    replayed: the drafter to replay along the plain answers, where replay can tell tau
     batch: prompts decoded at once; rates are then those of the batch, shared out equally.
     """
     if batch < 1:
         raise ValueError(f"batch={batch} must be at least 1.")
     runner = Runner(drafting.compile)
     plain = Decoder(target, None, sampling=sampling, stop=stop, runner=runner)
-    drafted = drafting.decoder(target, drafting.proposer(drafter), sampling=sampling, stop=stop, runner=runner)
+    drafted = drafting.decoder(target, proposer, sampling=sampling, stop=stop, runner=runner)
     for decoder in (plain, drafted):
         decoder.generate([prompts[0].tokens], min(8, max_new_tokens), generator=_generator(target, seed, 0))
     groups = [prompts[start : start + batch] for start in range(0, len(prompts), batch)]
@@ -130,9 +132,9 @@ def measure(
             found[decoder] = decoder.generate(tokens, max_new_tokens, generator=generator).split()
         for prompt, alone, together in zip(group, found[plain], found[drafted]):
             rounds, accepted, gap = float("nan"), [], None
-            if drafting.replayable(sampling):
+            if replayed is not None and drafting.replayable(sampling):
                 accept = replay.acceptance(
-                    drafter, prompt.tokens, alone.tokens[0], depth=drafting.depth, temperature=sampling.temperature
+                    replayed, prompt.tokens, alone.tokens[0], depth=drafting.depth, temperature=sampling.temperature
                 )
                 rounds, counts = replay.rounds(accept)
                 accepted = counts.tolist()
@@ -224,6 +226,13 @@ def verdict(summary: dict) -> str:
         f"{num} of {summary['num_prompts']} answers equal plain decoding; where they part, the target's two best logits "
         f"are at most {summary['largest_gap_at_difference']:.3g} apart (rounding, if that is small for the dtype){whose}"
     )
+
+
+def by_depth(values: list[float]) -> str:
+    """Survival or acceptance as a line of text, as far as it goes: drafts of some proposers are long and seldom."""
+    last = max((depth for depth, value in enumerate(values, 1) if value >= 0.005), default=1)
+    shown = values[: min(last, 8)]
+    return " ".join(f"{value:.2f}" for value in shown) + (" .." if last > len(shown) else "")
 
 
 def difference(rows: list[Row], others: list[Row], *, seed: int = 0) -> dict:

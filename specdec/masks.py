@@ -39,3 +39,23 @@ def pending(ancestors: Tensor, lengths: Tensor, visible: int) -> Tensor:
     inside = (offset >= 0) & (offset < num_pending)  # [B, C]
     column = offset.clamp(0, num_pending - 1)[:, None].expand(-1, ancestors.shape[1], -1)  # [B, S, C]
     return ((offset < 0)[:, None] | (inside[:, None] & ancestors.gather(2, column)))[:, None]
+
+
+def blocks(index: Tensor, starts: Tensor, num: int) -> Tensor:
+    """Blocks of `num` tokens that stand behind a text of T, each a continuation of the text before its start.
+
+    index [B, T]: documents, as in `documents`; starts [B, M]: the place in the row that each block's first token takes.
+    Block m's token k is entry k * M + m, so that what is written token by token lies as what is read at once:
+
+        keys     x_0 .. x_(T-1)                     | k=0: block 0 .. M-1 | k=1: block 0 .. M-1 | ...
+        sees     the block's document before start  | its own block's tokens up to k
+
+    -> [B, 1, num * M, T + num * M]
+    """
+    length = index.shape[1]
+    places = torch.arange(length, device=index.device)
+    document = index.gather(1, (starts - 1).clamp(min=0))  # [B, M] that of the token before
+    text = (index[:, None] == document[..., None]) & (places < starts[..., None])  # [B, M, T]
+    own = torch.eye(starts.shape[1], dtype=torch.bool, device=index.device)  # [M, M]
+    own = (causal(num, index.device)[:, None, :, None] & own[None, :, None]).flatten(2).flatten(0, 1)  # [n*M, n*M]
+    return torch.cat([text.repeat(1, num, 1), own.expand(len(index), -1, -1)], dim=-1)[:, None]

@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -161,26 +162,27 @@ class Target:
         features = torch.cat([states[k] for k in layers], dim=-1) if layers else final[..., :0]
         return TargetOutput(features, final)
 
-    def read_compiled(
+    def begin(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """tokens, positions [B, S] -> what the first layer reads, [B, S, D], and what turns keys: cos, sin [B, S, head_dim]"""
+        h = self.embed(tokens)
+        return h, *self.decoder.rotary_emb(h, positions)
+
+    def run_layers(
         self,
-        tokens: Tensor,
-        layers: tuple[int, ...],
+        h: Tensor,
+        numbers: Sequence[int],
         *,
+        rotary: Sequence[Tensor],
         positions: Tensor,
         mask: Tensor,
         cache: RowCache,
         runner: Runner,
-    ) -> TargetOutput:
-        """`read`, its layers compiled once and run one after the other without transformers in between.
+    ) -> list[Tensor]:
+        """Chosen layers, the first being 0, one after the other -> h [B, S, D] before each of them and after the last.
 
-        Raises ValueError if that is not what the model does: the first pass of every shape is compared with `read`.
+        rotary: cos and sin of the positions, as from `begin`. K and V go where `cache.reserve` says. All layers at once
+        are what `read` does if `check_layers` finds nothing.
         """
-        if not runner.compile:
-            return self.read(tokens, layers, positions=positions, mask=mask, cache=cache)
-
-        def begin(tokens, positions):
-            h = self.embed(tokens)
-            return h, *self.decoder.rotary_emb(h, positions)  # [B, S, D], cos and sin [B, S, head_dim]
 
         def layer(module, h, cos, sin, mask, positions, slots, keys, values):
             place = cache.over([keys, values], cache.lengths)
@@ -194,25 +196,70 @@ class Target:
                 use_cache=True,
             )
 
+        states = [h]
+        if not numbers:
+            return states
+        shared = *rotary, mask, positions, cache.slots
+        # Layers that meet a shape for the first time all try it on the K and V of the one that runs next.
+        halves = cache.halves[2 * numbers[0] : 2 * numbers[0] + 2]
+        functions = runner.layers("the target's layer", layer, self.decoder.layers, h, *shared, *halves)
+        for number in numbers:
+            states.append(functions[number](states[-1], *shared, *cache.halves[2 * number : 2 * number + 2]))
+        return states
+
+    def read_compiled(
+        self,
+        tokens: Tensor,
+        layers: tuple[int, ...],
+        *,
+        positions: Tensor,
+        mask: Tensor,
+        cache: RowCache,
+        runner: Runner,
+        states: Tensor | None = None,
+        num_layers: int = 0,
+    ) -> TargetOutput:
+        """`read`, its layers compiled once and run one after the other without transformers in between.
+
+        states [B, S, D]: where the first `num_layers` layers have been run already, what they made of these tokens; their
+        K and V are in the cache. Raises ValueError if the model does more than its layers: the first pass of every shape
+        is compared with `read`.
+        """
+        if states is None and not runner.compile:
+            return self.read(tokens, layers, positions=positions, mask=mask, cache=cache)
         seconds = runner.seconds
-        h, cos, sin = runner("the target's embedding", begin, tokens, positions)
-        shared = cos, sin, mask, positions, cache.slots
-        functions = runner.layers("the target's layer", layer, self.decoder.layers, h, *shared, *cache.halves[:2])
-        states = []
-        for function, keys, values in zip(functions, cache.halves[::2], cache.halves[1::2]):
-            states.append(h)
-            h = function(h, *shared, keys, values)
-        states.append(runner("the target's last norm", self.norm, h))
-        output = TargetOutput(torch.cat([states[k] for k in layers], dim=-1) if layers else h[..., :0], states[-1])
+        if states is None:
+            h, *rotary = runner("the target's embedding", self.begin, tokens, positions)
+        else:
+            assert states.shape[:2] == tokens.shape and all(k >= num_layers for k in layers)
+            h, rotary = states, runner("the target's rotary embedding", self.decoder.rotary_emb, states, positions)
+        numbers = range(num_layers, self.num_layers)
+        found = self.run_layers(h, numbers, rotary=rotary, positions=positions, mask=mask, cache=cache, runner=runner)
+        found[-1] = runner("the target's last norm", self.norm, found[-1])
+        output = TargetOutput(
+            torch.cat([found[k - num_layers] for k in layers], dim=-1) if layers else h[..., :0], found[-1]
+        )
         if runner.seconds > seconds:
             start = time.perf_counter()
             wanted = self.read(tokens, (), positions=positions, mask=mask, cache=cache).final
-            if not (wanted - output.final).float().norm() <= 0.05 * wanted.float().norm():
-                raise ValueError(
-                    f"{self.name} does more than its layers one after the other: set decode.compile=false."
-                )
+            self._check_same(output.final, wanted, "set decode.compile=false.")
             runner.seconds += time.perf_counter() - start
         return output
+
+    @torch.no_grad()
+    def check_layers(self, advice: str) -> None:
+        """Raises ValueError, ending in `advice`, if the model does more than its layers one after the other."""
+        tokens, cache = torch.ones(1, 2, dtype=torch.long, device=self.device), self.cache(1)
+        cache.reserve(2)
+        mask = torch.ones(1, 1, 2, cache.visible, dtype=torch.bool, device=self.device).tril()
+        h, *rotary = self.begin(tokens, cache.slots)
+        numbers, runner = range(self.num_layers), Runner()
+        *_, h = self.run_layers(h, numbers, rotary=rotary, positions=cache.slots, mask=mask, cache=cache, runner=runner)
+        self._check_same(self.norm(h), self.read(tokens, ()).final, advice)
+
+    def _check_same(self, final: Tensor, wanted: Tensor, advice: str) -> None:
+        if not (wanted - final).float().norm() <= 0.05 * wanted.float().norm():
+            raise ValueError(f"{self.name} does more than its layers one after the other: {advice}")
 
     def logits(self, final: Tensor) -> Tensor:
         """[..., D] -> [..., V], float32 (float64 for a float64 target)"""

@@ -19,6 +19,10 @@ class Tree:
     parents: Tensor  # [B, N] parents[i] < i; parents[0] = -1
     probs: Tensor | None  # [B, N, V] the law that node i was sampled from; None if nodes were chosen, not sampled
     linear: bool = False  # whether every row is a chain
+    # What a proposer that drafts with the target's first `num_layers` layers has done of the target's pass already: the
+    # nodes' hidden states, while their K and V are in the target's cache, in order, behind the committed entries.
+    states: Tensor | None = None  # [B, N, D]
+    num_layers: int = 0
 
     def depths(self) -> Tensor:
         """-> [B, N]; the root has depth 0."""
@@ -37,7 +41,7 @@ class Tree:
 
     def filled(self, num: int) -> "Tree":
         """With `num` drafts, if it has fewer: a chain guesses its last token again, a tree repeats its first draft, which
-        no rule accepts twice."""
+        no rule accepts twice. What was filled up has no states."""
         missing = num + 1 - self.tokens.shape[1]
         if missing <= 0:
             return self

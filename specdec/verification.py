@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from specdec import masks, verify
@@ -22,6 +23,13 @@ class Judgement:
     output: TargetOutput  # of the nodes, [B, N, .]
     choices: Tensor | None  # [B, N] the likeliest token after each node; at temperature > 0 only if asked for
     law: Tensor | None  # [B, N, V] the target's law after each node, if asked for and temperature > 0
+
+    def along(self, tree: Tree, depth: int) -> tuple[Tensor, Tensor]:
+        """-> path [B, P], no longer than `depth` allows, and what followed each of its nodes [B, P]: the accepted drafts,
+        then the target's own token; entries past num_kept mean nothing"""
+        path = self.path[:, : 1 + depth]
+        following = torch.cat([tree.tokens.gather(1, path)[:, 1:], self.next_token[:, None]], dim=1)
+        return path, following.scatter(1, self.num_kept[:, None] - 1, self.next_token[:, None])
 
 
 class Verifier:
@@ -46,15 +54,24 @@ class Verifier:
         cache.reserve(tree.tokens.shape[1])
         linear = tree.linear
 
-        def place(tokens, parents, lengths):
+        def place(tokens, parents, lengths, skipped):
             tree = Tree(tokens, parents, None, linear=linear)
             ancestors = tree.ancestors()  # [B, N, N]
-            return lengths[:, None] + ancestors.sum(-1) - 1, masks.pending(ancestors, lengths, cache.visible)
+            positions = (lengths + skipped)[:, None] + ancestors.sum(-1) - 1  # [B, N]
+            return positions, masks.pending(ancestors, lengths, cache.visible)
 
         run = self.runner
-        positions, mask = run(("place", linear, cache.visible), place, tree.tokens, tree.parents, cache.lengths)
+        inputs = tree.tokens, tree.parents, cache.lengths, cache.skipped
+        positions, mask = run(("place", linear, cache.visible), place, *inputs)
         output = self.target.read_compiled(
-            tree.tokens, self.layers, positions=positions, mask=mask, cache=cache, runner=run
+            tree.tokens,
+            self.layers,
+            positions=positions,
+            mask=mask,
+            cache=cache,
+            runner=run,
+            states=tree.states,
+            num_layers=tree.num_layers,
         )
         if self.sampling.greedy and marks is None:
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import save_target
 
-from scripts import compare
+from scripts import compare, comparison
 from specdec import checkpoint
 from specdec.decode import Generation
 from specdec.evaluate import Prompt, Row, difference, summarise
@@ -37,7 +37,7 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def run(folder, monkeypatch, capsys):
     def run(*arguments):
-        given = {"runs": f"{folder}/one,{folder}/two", "prompts": f"{folder}/prompts.jsonl", "out": f"{folder}/out",
+        given = {"runs": f"{folder}/one,{folder}/two", "proposers": "lookahead", "prompts": f"{folder}/prompts.jsonl", "out": f"{folder}/out",
                  "max_new_tokens": "6", "chain": "3", "tree": "3,2,4", "target.dtype": "float32"}  # fmt: skip
         given |= dict(argument.split("=", 1) for argument in arguments)
         monkeypatch.setattr(sys, "argv", ["script", *(f"{key}={value}" for key, value in given.items())])
@@ -61,34 +61,32 @@ def cells(out: Path, title: str) -> dict[str, dict[str, str]]:
     return {line[0]: dict(zip(header, line)) for line in lines}
 
 
-def rows(lines: list[dict], name: str, temperature: float, kind: str):
-    run = compare.Run(name, Path(), None, {}, compare.FROZEN, {})
-    return compare.rows_of(lines, run, temperature, kind)
+def rows(lines: list[dict], name: str, temperature: float):
+    return compare.rows_of(lines, comparison.Way(name, None, 3, comparison.FROZEN, None), temperature)
 
 
 def test_the_table_holds_what_summarise_says_of_the_rows(compared):
     out, lines = compared
     assert len(lines) == 6 and (out / "comparison.png").stat().st_size > 10_000
     table = cells(out, "Comparison")
-    assert set(table) == {"one", "two"}
+    assert set(table) == {"one, chain", "one, tree", "two, chain", "two, tree", "lookahead"}
     for name in table:
         for temperature in (0.0, 1.0):
-            for kind in ("chain", "tree"):
-                found = rows(lines, name, temperature, kind)
-                assert [row.prompt.id for row in found] == ["0", "1", "2"]
-                summary = summarise(found, depth=3, temperature=temperature)
-                column = f"{kind} T={temperature:g}"
-                assert table[name][f"tau {column}"] == compare.figure(summary, "tau")
-                assert table[name][f"speedup {column}, tokens/s"].startswith(compare.figure(summary, "speedup"))
-                assert ("replayed_tau" in summary) == (kind == "chain")
-                if temperature == 0:
-                    assert summary["identical_outputs"] == 1
-    assert table["one"]["tokens seen"] == "2.00 M" and table["one"]["peak memory"] == "1.00 GiB"
-    assert table["two"]["tokens seen"] == "-"
+            found = rows(lines, name, temperature)
+            assert [row.prompt.id for row in found] == ["0", "1", "2"]
+            summary = summarise(found, depth=3, temperature=temperature)
+            column = f"T={temperature:g}"
+            assert table[name][f"tau {column}"] == comparison.figure(summary, "tau")
+            assert table[name][f"speedup {column}, tokens/s"].startswith(comparison.figure(summary, "speedup"))
+            assert ("replayed_tau" in summary) == ("chain" in name)
+            if temperature == 0:
+                assert summary["identical_outputs"] == 1
+    assert table["one, chain"]["tokens seen"] == "2.00 M" and table["one, tree"]["peak memory"] == "1.00 GiB"
+    assert table["two, tree"]["tokens seen"] == table["lookahead"]["trained"] == "-"
 
 
 def test_at_temperature_0_a_chain_is_replayed_exactly(compared):
-    summary = summarise(rows(compared[1], "one", 0.0, "chain"), depth=3, temperature=0.0)
+    summary = summarise(rows(compared[1], "one, chain", 0.0), depth=3, temperature=0.0)
     assert summary["replayed_tau"] == pytest.approx(summary["tau"])
 
 
@@ -127,8 +125,8 @@ def test_the_same_command_continues(run, compared):
     assert again.startswith("".join(finished)) and len(again.splitlines()) == 6
     for before, after in zip(lines, map(json.loads, again.splitlines())):
         assert (before["number"], before["temperature"]) == (after["number"], after["temperature"])
-        for name in ("one", "two"):
-            tokens = [line["runs"][name]["tree"]["drafted"]["tokens"] for line in (before, after)]
+        for name in ("one, tree", "two, tree", "lookahead"):
+            tokens = [line["ways"][name]["drafted"]["tokens"] for line in (before, after)]
             assert tokens[0] == tokens[1]
 
 
@@ -153,15 +151,22 @@ def test_a_shallow_drafter_is_cut_and_an_adapting_one_has_its_own_target(run, fo
     monkeypatch.setattr(Eagle, "depth", 2)
     monkeypatch.setattr(Eagle, "adapts_target", True)
     printed = run(f"runs={folder}/one", f"out={folder}/shallow", "limit=1")
-    assert cells(folder / "shallow", "Comparison")["one"]["depth chain, tree"] == "2, 2"
+    table = cells(folder / "shallow", "Comparison")
+    assert table["one, chain"]["depth"] == table["one, tree"]["depth"] == "2"
     line = json.loads((folder / "shallow" / "rows.jsonl").read_text().splitlines()[0])
-    assert set(line["plain"]) == {"one"} and compare.ADAPTED in printed
+    assert set(line["plain"]) == {"one", comparison.FROZEN} and comparison.ADAPTED in printed
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["runs="], "names no run"),
+        (["runs=", "proposers="], "nothing to compare"),
+        (["proposers=ngrams"], "no proposer 'ngrams'; there are: .*ngram"),
+        (["proposers=ngram,ngram"], "list each once"),
+        (["proposers=merged"], "needs a trained head"),
+        (["proposer.ngram.most=3"], "ngram has the settings"),
+        (["proposer.max=3"], "proposer.NAME.KEY"),
+        (["proposer.ngram.max=none"], "proposer.max"),
         (["runs=nowhere"], "does not exist"),
         (["runs={folder}/one,{folder}/one"], "Two runs are called one"),
         (["runs={folder}/target"], "does not exist"),

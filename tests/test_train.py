@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import save_target
+from conftest import ADAPTING, save_target
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
@@ -21,6 +21,7 @@ from train.trainer import Settings, Trainer
 
 ROOT = Path(__file__).resolve().parents[1]
 HEADS = sorted(path.stem for path in (ROOT / "conf" / "head").glob("*.yaml"))
+ITSELF = ("consistency",)  # the target guesses for itself: no draft vocabulary, and no unroll that could be replayed
 ANSWERS = [f"{number} is followed by {number + 1}, then by {number + 2}." for number in range(12)]
 
 # `import train` is the package: the command beside it is loaded by its path.
@@ -69,17 +70,25 @@ def losses_of(run):
 @pytest.mark.parametrize("head", HEADS)
 def test_every_head_trains_and_its_checkpoint_loads(fit, folder, head):
     before = Target.load(f"{folder}/target", dtype="float32").fingerprint()
-    assert fit(head, f"head={head}") == 0
+    size = "null" if head in ITSELF else "500"
+    assert fit(head, f"head={head}", f"head.vocab_size={size}") == 0
     target = Target.load(f"{folder}/target", dtype="float32")
     drafter = checkpoint.load(f"checkpoints/{head}", target)
-    assert target.fingerprint() == before and drafter.vocab_size == 500
+    assert target.fingerprint() == before and drafter.vocab_size == (target.vocab_size if head in ITSELF else 500)
     report = json.loads(Path(f"checkpoints/{head}/step_000004/report.json").read_text())
-    assert report["tau"] >= 1 and report["replayed_tau"] == pytest.approx(report["tau"], abs=1e-9)
+    assert report["tau"] >= 1 and ("replayed_tau" in report) == (head not in ITSELF)
+    assert report["adapted_target"] == (head in ADAPTING)
+    if head not in ITSELF:
+        assert report["replayed_tau"] == pytest.approx(report["tau"], abs=1e-9)
 
 
-@pytest.mark.parametrize("mode", ["online", "cached"])
-def test_a_run_that_died_continues_with_the_same_losses(fit, monkeypatch, mode):
-    fit("whole", f"features.mode={mode}")
+@pytest.mark.parametrize(
+    "settings",
+    [["features.mode=online"], ["features.mode=cached"], ["head=consistency", "head.vocab_size=null"]],
+    ids=" ".join,
+)
+def test_a_run_that_died_continues_with_the_same_losses(fit, monkeypatch, settings):
+    fit("whole", *settings)
     step = Trainer._train_step
 
     def dies(self):
@@ -89,8 +98,8 @@ def test_a_run_that_died_continues_with_the_same_losses(fit, monkeypatch, mode):
 
     with monkeypatch.context() as patch, pytest.raises(KeyError):
         patch.setattr(Trainer, "_train_step", dies)
-        fit("died", f"features.mode={mode}")
-    assert fit("died", f"features.mode={mode}", "resume=true") == 0
+        fit("died", *settings)
+    assert fit("died", *settings, "resume=true") == 0
     assert losses_of("died") == losses_of("whole") and len(losses_of("whole")) == 4
     whole, died = (
         checkpoint.read_tensors(Path(f"checkpoints/{run}/step_000004/drafter.safetensors")) for run in ("whole", "died")
@@ -223,6 +232,18 @@ def test_every_experiment_composes(experiment):
     for name in ("num_heads", "num_modules", "num_drafts"):
         assert drafter.get(name) in (None, depth), name
     assert settings["decode"]["nodes"] == settings["decode"]["depth"]  # a chain
+
+
+@pytest.mark.parametrize("experiment", ["blockwise", "consistency"])
+def test_an_experiment_runs(fit, experiment):
+    """As it is written, but for target, data and length."""
+    less = ("data.hold_out=0", "data.tokens=null", "features.layers=[]", "head.vocab_size=null", "train.steps=2", "train.validate_every=2")  # fmt: skip
+    assert fit("some", f"experiment={experiment}", *less) == 0
+    report = json.loads(Path("checkpoints/some/step_000002/report.json").read_text())
+    assert report["tau"] >= 1 and report["adapted_target"] == (experiment == "consistency")
+    assert (
+        report["identical_outputs"] == 1 and len(report["survival"]) == {"blockwise": 4, "consistency": 6}[experiment]
+    )
 
 
 def test_validation_before_training(fit):

@@ -6,7 +6,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from specdec.evaluate import TAU, verdict
+from specdec.evaluate import TAU, by_depth, verdict
 
 
 def usage(conf: Path) -> str:
@@ -94,7 +94,7 @@ def validation(console: Console, summary: dict, shape) -> None:
     row("tokens/s drafted", summary["tokens_per_second"], summary["tokens_per_second_ci"], digits=1)
     row("speedup", summary["speedup"], summary["speedup_ci"])
     for name in ("survival", "acceptance"):
-        table.add_row(f"{name} by depth", " ".join(f"{value:.2f}" for value in summary[name]), "")
+        table.add_row(f"{name} by depth", by_depth(summary[name]), "")
     table.add_row("ms a round", ", ".join(f"{name} {value:.1f}" for name, value in summary["ms_per_round"].items()), "")
     console.print(table)
     console.print(f"  {verdict(summary)}", highlight=False)

@@ -1,6 +1,7 @@
 """The training objective: unroll, judge every goal at every depth, weigh what was judged."""
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from specdec import masks
 from specdec.drafter import Drafter, Slots
-from specdec.target import TargetOutput
+from specdec.target import Target, TargetOutput
 from specdec.unroll import Unrolled, unroll
 from train import losses, survival
 from train.data import Batch, answers
@@ -114,6 +115,7 @@ class Objective(nn.Module):
         self.drafter = drafter
         self.losses, self.depth, self.decay, self.weighting = used, depth, decay, weighting
         self.temperature, self.eta, self.noise, self.anchors, self.chunk = temperature, eta, noise, anchors, chunk
+        self.every_slot = anchors is None  # only then can the batch's text be replayed
         weights = [decay**step for step in range(depth)] if weighting == "decay" else [1.0] * depth
         self.shares = [weight / sum(weights) for weight in weights]  # [K]
 
@@ -149,7 +151,11 @@ class Objective(nn.Module):
         matches[:, goals[:, 0], goals[:, 1]] = judged["matches"]
         total = self._weigh(judged, goals, batch, unrolled.share)
         if original is not None and ADAPTED in self.losses:
-            total = total + self.losses[ADAPTED] * self._drift(goals, output.final, original.final)
+            rows, position = goals.unbind(1)
+            finals = output.final[rows, position - 1], original.final[rows, position - 1]
+            total = total + self.losses[ADAPTED] * divergence(
+                self.drafter.target, *finals, temperature=self.temperature
+            )
         return Loss(total, torch.tensor(len(goals), device=goals.device), matches)
 
     def _read(self, batch: Batch) -> tuple[TargetOutput, TargetOutput]:
@@ -160,17 +166,6 @@ class Objective(nn.Module):
             original = target.read(batch.tokens, (), positions=batch.positions, mask=mask)
         output = target.read(batch.tokens, layers, positions=batch.positions, mask=mask, gradient=True)
         return output, original
-
-    def _drift(self, goals: Tensor, final: Tensor, original: Tensor) -> Tensor:
-        """KL of the adapted target from the original one, summed over the goals."""
-
-        def part(rows: Tensor, position: Tensor) -> Tensor:
-            logits = (self.drafter.target.logits(values[rows, position - 1]) for values in (original, final))
-            before, after = ((each / self.temperature).log_softmax(-1) for each in logits)  # [M, V]
-            return (before.exp() * (before - after)).sum()
-
-        chunks = (goals[start : start + NORM_CHUNK].unbind(1) for start in range(0, len(goals), NORM_CHUNK))
-        return torch.stack([checkpoint(part, *chunk, use_reentrant=False) for chunk in chunks]).sum()  # type: ignore[misc]
 
     def _judge(self, goals: Tensor, batch: Batch, final: Tensor, unrolled: Unrolled) -> Judgement:
         """goals [M, 2] -> [K, M] each"""
@@ -263,6 +258,31 @@ class Objective(nn.Module):
                 for start, stop in answers(batch, row):
                     total = total + self.losses["rounds"] * survival.rounds(by_start(by_goal[:, row, start:stop]))
         return total
+
+
+def divergence(target: Target, final: Tensor, wanted: Tensor, *, temperature: float = 1.0) -> Tensor:
+    """KL of the target's law at `final` from that at `wanted`, [M, D] each, over all V tokens, summed over M."""
+
+    def part(final: Tensor, wanted: Tensor) -> Tensor:
+        q, p = ((target.logits(values) / temperature).log_softmax(-1) for values in (final, wanted))  # [m, V]
+        return (p.exp() * (p - q)).sum()
+
+    return _in_parts(part, final, wanted)
+
+
+def cross_entropy(target: Target, final: Tensor, tokens: Tensor) -> Tensor:
+    """-log of the target's law at final [M, D] for tokens [M], summed over M"""
+
+    def part(final: Tensor, tokens: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(target.logits(final), tokens, reduction="sum")
+
+    return _in_parts(part, final, tokens)
+
+
+def _in_parts(part: Callable[..., Tensor], *values: Tensor) -> Tensor:
+    """The sum of `part` over chunks of the values, whose logits are made again in the backward pass."""
+    chunks = zip(*(each.split(NORM_CHUNK) for each in values))
+    return torch.stack([checkpoint(part, *chunk, use_reentrant=False) for chunk in chunks]).sum()  # type: ignore[misc]
 
 
 def by_start(values: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from torch import nn
 
 from specdec import checkpoint, replay
 from specdec.drafter import Drafter, Slots
+from train.consistency import ConsistencyObjective
 from train.data import Batch, Packs, answers
 from train.features import Cached, Online
 from train.objective import Loss, Objective, by_start, slots
@@ -55,7 +56,7 @@ class Trainer:
     def __init__(
         self,
         accelerator: Accelerator,
-        objective: Objective,
+        objective: Objective | ConsistencyObjective,
         optimizer: torch.optim.Optimizer,
         scheduler: torch.optim.lr_scheduler.LRScheduler,
         *,
@@ -72,7 +73,7 @@ class Trainer:
         self.accelerator, self.settings, self.spec, self.folder = accelerator, settings, spec, folder
         self.about = {**about, "data": packs.fingerprint, "processes": accelerator.num_processes}
         self.drafter, self.depth = objective.drafter, objective.depth
-        self.every_slot = objective.anchors is None  # only then can the batch's text be replayed
+        self.every_slot = objective.every_slot
         self.objective, self.optimizer = accelerator.prepare(objective, optimizer)
         self.scheduler = scheduler
         self.packs, self.collate, self.features, self.validate = packs, collate, features, validate

@@ -26,7 +26,8 @@ class Draft(Drafter):
         evenly from the first to the last, where the shapes are the target's; []: none
     borrow_embeddings: embedding and LM head are the target's, frozen and not saved; null: where the width is the
         target's. Else they are trained, and start as the target's where the width is
-    model: folder or Hub name of an existing causal LM with the target's tokenizer, to distil further
+    model: folder or Hub name of an existing causal LM with the target's tokenizer, to distil further in float32; or one
+        that `existing` has loaded
     lora: arguments of peft.LoraConfig, such as {r: 16, lora_alpha: 32}: only adapters on `model` or on copied layers
         are trained; `decodable` merges them
     config: of an architecture to rebuild without its origin, weights to be loaded; what a checkpoint has
@@ -43,7 +44,7 @@ class Draft(Drafter):
         intermediate_size: int | None = None,
         copy_layers: list[int] | None = None,
         borrow_embeddings: bool | None = None,
-        model: str | None = None,
+        model: str | Target | None = None,
         lora: dict | None = None,
         config: dict | None = None,
         vocab: Tensor | None = None,
@@ -65,7 +66,9 @@ class Draft(Drafter):
                     f"head.drafter.model={model} brings its layers and embeddings: leave num_layers, width, "
                     "intermediate_size, copy_layers and borrow_embeddings null."
                 )
-            lm, borrows = _existing(target, model), False
+            if isinstance(model, str):
+                model = existing(target, model, dtype="float32", option="head.drafter.model")
+            lm, borrows = model, False
         else:
             same_width = width in (None, target.width)
             copied = _layers_to_copy(target, num_layers, copy_layers, possible=same_width and intermediate_size is None)
@@ -240,20 +243,21 @@ def _layers_to_copy(target: Target, num: int | None, wanted: list[int] | None, *
     return [k % target.num_layers for k in wanted]
 
 
-def _existing(target: Target, name: str) -> Target:
-    """A model of the target's tokenizer, its rows cut or padded to the target's V.
+def existing(target: Target, name: str, *, dtype: str, option: str) -> Target:
+    """A model of the target's tokenizer, its rows cut or padded to the target's V, on the target's device.
 
-    A row that is added is the mean of all others, so that its logit is never the greatest.
+    A row that is added is the mean of all others, so that its logit is never the greatest. Raises ValueError, which
+    names `option`, if the model cannot be used.
     """
     try:
-        lm = Target.load(name, dtype="float32")
+        lm = Target.load(name, dtype=dtype, device=target.device)
         same = load_tokenizer(name).get_vocab() == load_tokenizer(target.name).get_vocab()
     except ValueError as error:
-        raise ValueError(f"head.drafter.model={name}: {error}") from error
+        raise ValueError(f"{option}={name}: {error}") from error
     if not same:
         raise ValueError(
-            f"head.drafter.model={name} has another tokenizer than {target.name}, so its tokens mean other texts. Take "
-            "a smaller model of the target's family, or leave model=null for a fresh draft."
+            f"{option}={name} has another tokenizer than {target.name}, so its tokens mean other texts. Take a smaller "
+            "model of the target's family, or train a draft of your own with head=draft."
         )
     num = lm.vocab_size
     if num != target.vocab_size:

@@ -6,6 +6,7 @@ from torch.nn import functional as F
 
 from specdec.cache import RowCache
 from specdec.drafter import Drafter
+from specdec.heads.adapter import AdaptsTarget
 from specdec.heads.block import block_config, ridge, row_cache
 from specdec.target import Target
 
@@ -70,14 +71,8 @@ class Medusa(_Heads):
         return h, self.blocks[d - 1](h)
 
 
-class Medusa2(Medusa):
-    """Medusa-2: the heads and a LoRA adapter of the target, trained together.
-
-    The adapter is these parameters, which the target uses in place; so what is decoded is the adapted target, and
-    "lossless" is said of it.
-    """
-
-    adapts_target = True
+class Medusa2(AdaptsTarget, Medusa):
+    """Medusa-2: the heads and a LoRA adapter of the target, trained together."""
 
     def __init__(
         self,
@@ -88,18 +83,7 @@ class Medusa2(Medusa):
         lora_modules: tuple[str, ...] = ("q_proj", "v_proj"),
         **heads,
     ):
-        super().__init__(target, **heads)
-        found = target.adapt(rank=lora_rank, alpha=lora_alpha, modules=list(lora_modules))
-        self.adapter = nn.ParameterDict({name.replace(".", "/"): value for name, value in found.items()})
-
-    def _apply(self, fn, recurse=True):
-        """The adapter stays as exact as it was trained, whatever the heads are cast to."""
-        exact = {name: value.data for name, value in self.adapter.items()}
-        super()._apply(fn, recurse)
-        for name, value in exact.items():
-            moved = self.adapter[name]
-            moved.data = value.to(moved.device, torch.promote_types(value.dtype, moved.dtype))
-        return self
+        super().__init__(target, lora_rank=lora_rank, lora_alpha=lora_alpha, lora_modules=lora_modules, **heads)
 
     def heads_for(self, merged: Target) -> Medusa:
         """The heads alone, for the adapted target once it is a model of its own."""

@@ -74,16 +74,24 @@ class HeadProposer(Proposer):
         self.cache = self.drafter.cache(tokens.shape[0])
         self.opening = tokens[:, :1]  # [B, 1] the token of slot 0, which `commit` does not bring
         self.carried: list[Tensor] = []  # attends="depth": of modules 1..K-1, the state [B, 1, H] of their newest slot
+        self.absorbed: list[Tensor] = []  # what `_first_step` found, until more is committed
 
     def commit(self, tokens, features, num, counts):
         if self.drafter.first_slot == 0 and self.cache.longest == 0:
             tokens, num, counts = torch.cat([self.opening, tokens], dim=1), num + 1, [count + 1 for count in counts]
         self.tokens, self.features, self.num, self.counts = tokens, features, num, counts
+        self.absorbed = []
+
+    @torch.no_grad()
+    def mark(self):
+        absorbed = self._first_step()  # now, for the next `commit` would replace what still waits
+        return self.cache.lengths, self.cache.known, self.carried, absorbed
+
+    def rewind(self, mark):
+        self.cache.lengths, self.cache.known, self.carried, self.absorbed = mark  # later entries will be overwritten
 
     @torch.no_grad()
     def propose(self, sampling, generator):
-        drafts = max(self.shape.depth * self.shape.width, self.shape.nodes)  # levels of a sampled tree may be wider
-        self.cache.make_room(self.tokens.shape[1] + drafts)
         self.evidence = []
         newest, state, logits, evidence = self._first_step()
         draft = self._chain if self.shape.chain else self._tree if self._chooses(sampling) else self._sampled_tree
@@ -93,13 +101,18 @@ class HeadProposer(Proposer):
 
     def _first_step(self) -> list[Tensor]:
         """Takes in what was committed. -> newest token [B, 1], state, logits [B, 1, .] and evidence [B, 2] of its step 1"""
+        if self.absorbed:
+            return self.absorbed
+        drafts = max(self.shape.depth * self.shape.width, self.shape.nodes)  # levels of a sampled tree may be wider
+        self.cache.make_room(self.tokens.shape[1] + drafts)
         opening = self.cache.longest == 0  # a prompt's shape seldom comes again: not worth compiling
         run = Runner() if opening else self.runner
         inputs = (self.tokens, self.features, self.num, self.cache.lengths, *self.cache.halves, *self.carried)
         *found, newest, state, logits, evidence = run(("absorb", self.shape.depth), self._absorb_all, *inputs)
         self.carried = found
         self.cache.commit(self.num, self.counts)
-        return [newest, state, logits, evidence]
+        self.absorbed = [newest, state, logits, evidence]
+        return self.absorbed
 
     def _chooses(self, sampling: Sampling) -> bool:
         return sampling.greedy or self.children == "chosen"

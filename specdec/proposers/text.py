@@ -40,3 +40,19 @@ class TextProposer(Proposer):
     @abstractmethod
     def draft(self, row: int) -> Draft:
         """What may follow texts[row]; nothing, if there is nothing to go by."""
+
+
+class RetractableTextProposer(TextProposer):
+    """One that can be rewound: a mark is the length of each text."""
+
+    def mark(self):
+        return [len(text) for text in self.texts]
+
+    def rewind(self, mark):
+        for row, length in enumerate(mark):
+            self.retract(row, length)
+            del self.texts[row][length:]
+
+    @abstractmethod
+    def retract(self, row: int, length: int) -> None:
+        """texts[row] will be cut to `length` tokens: undoes what `extend` made of the others, which it still holds."""

@@ -1,0 +1,132 @@
+"""What stands in conf/proposer, built for a target."""
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import yaml
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from scripts import common
+from specdec.checkpoint import load as load_drafter
+from specdec.checkpoint import resolve
+from specdec.evaluate import Drafting
+from specdec.proposers.base import Proposer
+from specdec.proposers.heads import HeadProposer
+from specdec.target import Target
+
+FOLDER = common.CONF / "proposer"
+NESTED = ("members", "inner")  # arguments that are proposers themselves, written as names
+Settings = dict[str, str]  # as written: KEY: VALUE, and MEMBER.KEY: VALUE for a proposer inside another
+
+
+@dataclass(frozen=True)
+class ProposerOptions:
+    """What a script's options hold beside target and decode, to choose any proposer."""
+
+    checkpoint: str | None = field(
+        default=None, metadata={"help": "a trained head: a step's folder, or a run's folder for its best step"}
+    )
+    proposer: str = field(default="head", metadata={"help": "what drafts: a file of conf/proposer, which says more"})
+    settings: dict[str, str] = field(
+        default_factory=dict, metadata={"prefix": "proposer.", "help": "settings of the proposer, see conf/proposer"}
+    )
+
+
+@dataclass(frozen=True)
+class Chosen(common.Opened):
+    """A proposer beside its target."""
+
+    proposer: Proposer
+    checkpoint: Path | None
+
+
+def names() -> list[str]:
+    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+
+
+def load(given: ProposerOptions, options: common.TargetOptions, drafting: Drafting) -> Chosen:
+    """The target is that of the checkpoint, if there is one. Raises ValueError, with what to do."""
+    folder = resolve(given.checkpoint) if given.checkpoint else None
+    opened = common.load_target(options, default=folder and common.target_of(folder))
+    proposer = build(
+        given.proposer, opened.target, settings=given.settings, drafting=drafting, checkpoint=folder and str(folder)
+    )
+    return Chosen(**vars(opened), proposer=proposer, checkpoint=folder)
+
+
+def build(name: str, target: Target, *, settings: Settings, drafting: Drafting, checkpoint: str | None) -> Proposer:
+    """conf/proposer/<name>.yaml with `settings`; there ${decode.KEY} is the drafting's, ${checkpoint} the trained head.
+
+    Raises ValueError, with what to do, for what does not exist or does not fit.
+    """
+    shared = {"decode": {**asdict(drafting), "nodes": drafting.shape.nodes}, "checkpoint": checkpoint}
+    config = _read(name, {key: value for key, value in settings.items() if "." not in key}, shared)
+    nested = {key: config.pop(key) for key in NESTED if key in config}
+    members = [name for value in nested.values() for name in ([value] if isinstance(value, str) else value)]
+    inside: dict[str, Settings] = {member: {} for member in members}
+    for key, value in settings.items():
+        member, dot, rest = key.partition(".")
+        if dot and member not in inside:
+            raise ValueError(f"proposer.{key}={value}: {name} has no proposer {member!r} inside it.")
+        if dot:
+            inside[member][rest] = value
+    built = {
+        member: build(member, target, settings=inside[member], drafting=drafting, checkpoint=checkpoint)
+        for member in members
+    }
+    arguments = {
+        key: built[value] if isinstance(value, str) else [built[member] for member in value]
+        for key, value in nested.items()
+    }
+    try:
+        return instantiate(config, target, **arguments, _convert_="all")
+    except InstantiationException as error:
+        if isinstance(error.__cause__, ValueError):
+            raise error.__cause__ from None
+        raise
+
+
+def build_all(
+    named: str, target: Target, *, settings: Settings, drafting: Drafting, checkpoint: str | None
+) -> dict[str, Proposer]:
+    """The proposers of a comma list; settings: NAME.KEY: VALUE. Raises ValueError as `build`."""
+    found = [name.strip() for name in named.split(",") if name.strip()]
+    if len(set(found)) < len(found):
+        raise ValueError(f"proposers={named}: list each once.")
+    inside: dict[str, Settings] = {name: {} for name in found}
+    for key, value in settings.items():
+        name, _, rest = key.partition(".")
+        if name not in inside or not rest:
+            raise ValueError(f"proposer.{key}={value}: write proposer.NAME.KEY, with a NAME of proposers=.")
+        inside[name][rest] = value
+    return {
+        name: build(name, target, settings=inside[name], drafting=drafting, checkpoint=checkpoint) for name in found
+    }
+
+
+def _read(name: str, settings: Settings, shared: dict) -> DictConfig:
+    if name not in names():
+        raise ValueError(f"There is no proposer {name!r}; there are: {', '.join(names())}.")
+    config = OmegaConf.load(FOLDER / f"{name}.yaml")
+    known = [str(key) for key in config if key != "_target_"]
+    for key, value in settings.items():
+        if key not in known:
+            raise ValueError(f"proposer.{key}={value}: {name} has the settings {', '.join(known)}.")
+        config[key] = yaml.safe_load(value)
+    whole = OmegaConf.create({"proposer": config, **shared})
+    try:
+        found = OmegaConf.to_container(whole.proposer, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        key = str(error.full_key).rpartition(".")[2]
+        raise ValueError(f"Give proposer.{key}=...: {name} needs it (see conf/proposer/{name}.yaml).") from None
+    if found.get("checkpoint", "") is None:
+        raise ValueError(f"proposer={name} needs a trained head: give checkpoint=DIR.")
+    return OmegaConf.create(found)
+
+
+def head(target: Target, *, checkpoint: str, decode: dict) -> HeadProposer:
+    """conf/proposer/head.yaml: the drafter of a checkpoint, drafting as `decode` says."""
+    return Drafting(**decode).proposer(load_drafter(checkpoint, target))

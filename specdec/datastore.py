@@ -1,0 +1,153 @@
+"""Texts to retrieve continuations from: a folder that is memory-mapped, and sorted so that a row's text is found in it.
+
+tokens.npy      int32 [T]  every text's tokens; a separator stands before the first text and behind every one
+suffixes.npy    int32 [T]  every place of tokens.npy, sorted by the token there, then by the one before it, and so on
+datastore.json  {tokenizer_fingerprint, num_tokens, num_texts, length, ...}; `length`: how many tokens are sorted by
+
+The places where texts end with given tokens so stand in one range, and the range of a longer ending lies inside:
+
+    tokens     -1  a  b  c -1  b  b  c  d -1        ends with c: places 3, 7       with b c: 3, 7      with a b c: 3
+    place       0  1  2  3  4  5  6  7  8  9        followed by: nothing, d
+"""
+
+import bisect
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy
+import transformers
+
+SEPARATOR = -1
+ADVICE = "Make one with python scripts/datastore.py data=FILE out=FOLDER"
+
+
+@dataclass(frozen=True)
+class Datastore:
+    """Both arrays as they are mapped; reading an entry gives an int."""
+
+    tokens: memoryview  # [T]
+    suffixes: memoryview  # [T]
+    length: int
+
+    def matches(self, text: list[int], longest: int) -> list[range]:
+        """For each of the suffixes of `text` that end some place, of 1, 2, .. tokens and at most `longest`, the entries of
+        `suffixes` that hold those places."""
+        assert longest <= self.length
+        entries, found = range(len(self.suffixes)), []
+        for back in range(min(longest, len(text))):
+            entries = self._narrow(entries, back, text[-1 - back])
+            if not entries:
+                break
+            found.append(entries)
+        return found
+
+    def _narrow(self, entries: range, back: int, token: int) -> range:
+        """Those of the entries that hold `token` so many tokens back."""
+        tokens = self.tokens
+
+        def there(place: int) -> int:
+            return tokens[place - back]  # never before the first separator, which ends every match
+
+        first = bisect.bisect_left(self.suffixes, token, entries.start, entries.stop, key=there)
+        last = bisect.bisect_right(self.suffixes, token, first, entries.stop, key=there)
+        return range(first, last)
+
+
+def fingerprint(tokenizer: transformers.PreTrainedTokenizerBase) -> str:
+    """16 hex digits that name the vocabulary: which text stands for which id."""
+    pairs = sorted(tokenizer.get_vocab().items(), key=lambda pair: pair[1])
+    return hashlib.sha256(json.dumps(pairs).encode()).hexdigest()[:16]
+
+
+def join(texts: Iterable[list[int]]) -> numpy.ndarray:
+    """Token ids of texts, none of them empty -> [T] int32, with separators"""
+    parts = [numpy.array([SEPARATOR], dtype=numpy.int32)]
+    for text in texts:
+        parts.append(numpy.array([*text, SEPARATOR], dtype=numpy.int32))
+    joined = numpy.concatenate(parts)
+    if len(joined) >= 2**31:
+        raise ValueError(f"{len(joined)} tokens are more than a datastore can count (2^31): give less data.")
+    return joined
+
+
+def sort(tokens: numpy.ndarray, length: int, progress: Callable[[list], Iterable] = iter) -> numpy.ndarray:
+    """`suffixes` of tokens [T]; ties are in the order of places. Takes some 40 bytes of memory for every token.
+
+    Prefix doubling (Manber and Myers, 1990): what is sorted by so many tokens is, joined with itself so many tokens
+    before, sorted by twice as many.
+    """
+    ranks = tokens.astype(numpy.int64) - SEPARATOR  # [T] from 0
+    order = numpy.argsort(ranks, kind="stable")
+    covered = [1]
+    while covered[-1] < length:
+        covered.append(min(2 * covered[-1], length))
+    for before, after in progress(list(zip(covered, covered[1:]))):
+        keys = ranks * (ranks.max() + 1)
+        keys[after - before :] += ranks[: before - after]
+        order = numpy.argsort(keys, kind="stable")
+        keys = keys[order]
+        ranks[order[0]] = 0
+        ranks[order[1:]] = numpy.cumsum(keys[1:] != keys[:-1])
+    return order.astype(numpy.int32)
+
+
+def write(folder: Path, tokens: numpy.ndarray, suffixes: numpy.ndarray, document: dict) -> None:
+    """The folder appears whole or not at all. Raises ValueError, and leaves nothing behind, if it cannot be written.
+
+    document: tokenizer_fingerprint, num_texts, length, and what else a reader may want to know
+    """
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    document = {**document, "num_tokens": len(tokens) - document["num_texts"] - 1}
+    try:
+        partial.mkdir(parents=True)
+        numpy.save(partial / "tokens.npy", tokens)
+        numpy.save(partial / "suffixes.npy", suffixes)
+        (partial / "datastore.json").write_text(json.dumps(document, indent=2) + "\n")
+        for path in partial.iterdir():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+        partial.rename(folder)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise ValueError(f"{folder} could not be written ({error}): free some disk space or choose another.") from error
+
+
+def read(folder: Path, tokenizer_fingerprint: str) -> Datastore:
+    """Maps a datastore made with this tokenizer; raises ValueError, with what to do, if it cannot be used."""
+    if not folder.exists():
+        raise ValueError(f"proposer.datastore={folder} does not exist. {ADVICE}.")
+    if not (folder / "datastore.json").is_file():
+        raise ValueError(f"proposer.datastore={folder} is not a datastore: it has no datastore.json. {ADVICE}.")
+    try:
+        document = json.loads((folder / "datastore.json").read_text())
+        made_with, length = document["tokenizer_fingerprint"], document["length"]
+        num_tokens, num_texts = document["num_tokens"], document["num_texts"]
+        tokens = numpy.load(folder / "tokens.npy", mmap_mode="r")
+        suffixes = numpy.load(folder / "suffixes.npy", mmap_mode="r")
+    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"proposer.datastore={folder} is damaged or not whole ({type(error).__name__}: {error}): take another copy "
+            "of it, or make it again with scripts/datastore.py."
+        ) from error
+    for array in (tokens, suffixes):
+        if array.shape != (num_tokens + num_texts + 1,) or array.dtype != numpy.int32:
+            raise ValueError(
+                f"proposer.datastore={folder} is damaged: datastore.json tells of {num_tokens} tokens in {num_texts} "
+                f"texts, which an array of shape {array.shape} and type {array.dtype} cannot hold. Take another copy of "
+                "it, or make it again with scripts/datastore.py."
+            )
+    if made_with != tokenizer_fingerprint:
+        raise ValueError(
+            f"proposer.datastore={folder} was made with another tokenizer (fingerprint {made_with}, the target's is "
+            f"{tokenizer_fingerprint}), so its tokens mean other texts. Make one with the target's own: "
+            "python scripts/datastore.py data=FILE out=FOLDER target.name=TARGET."
+        )
+    if not num_tokens:
+        raise ValueError(f"proposer.datastore={folder} is empty: it holds no tokens. {ADVICE}.")
+    return Datastore(tokens.data, suffixes.data, length)

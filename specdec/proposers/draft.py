@@ -1,0 +1,18 @@
+"""An existing small causal LM as it is: speculative decoding as it began (2211.17192, 2302.01318)."""
+
+from specdec.heads.draft import Draft, existing
+from specdec.proposers.heads import Children, HeadProposer
+from specdec.target import Target
+from specdec.tree import TreeShape
+
+
+def draft(
+    target: Target, *, model: str, depth: int, width: int, nodes: int, children: Children, compile: bool
+) -> HeadProposer:
+    """Frozen, in the target's dtype. Raises ValueError if the model cannot be used.
+
+    model: folder or Hub name of a causal LM with the target's tokenizer; depth, width, nodes: see TreeShape
+    """
+    lm = existing(target, model, dtype=str(target.dtype).removeprefix("torch."), option="proposer.model")
+    drafter = Draft(target, model=lm).requires_grad_(False)
+    return HeadProposer(drafter, TreeShape(depth, width, nodes), children=children, compile=compile)

@@ -1,0 +1,115 @@
+"""Several proposers' trees joined into one (SpecInfer, 2305.09781)."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from specdec.proposers.base import Proposer
+from specdec.target import Target
+from specdec.tree import Draft, Tree, plant, root
+
+
+class Merged(Proposer):
+    """Asks every member in turn and joins their trees at the root.
+
+    Chosen nodes become one trie: equal paths are one, siblings stand in the order of the members. Sampled trees stand
+    behind it as they were drawn, each node with its own law: a draw that was left out, or taken for its equal, because
+    of what it turned out to be would change the law of the answer (methods, 1.4).
+    """
+
+    varies = True
+
+    def __init__(self, target: Target, *, members: list[Proposer]):
+        if len(members) < 2:
+            raise ValueError(f"proposer.members must name at least two proposers to join, not {len(members)}.")
+        self.members = members
+        self.width, self.vocab_size = target.width, target.vocab_size
+        self.target_layers = tuple(sorted({layer for member in members for layer in member.target_layers}))
+        self.depth = max(member.depth for member in members)
+        self.watches = any(member.watches for member in members)
+        self.shown: list[tuple[Tree, Tensor]] = []  # each member's last tree, and its nodes' numbers in the joined one
+
+    @property
+    def compile_seconds(self) -> float:
+        return sum(member.compile_seconds for member in self.members)
+
+    def share(self, cache):
+        for member in self.members:
+            member.share(cache)
+
+    def begin(self, tokens, num):
+        for member in self.members:
+            member.begin(tokens, num)
+
+    def commit(self, tokens, features, num, counts):
+        layers = dict(zip(self.target_layers, features.split(self.width, dim=-1)))  # [B, S, D] each
+        for member in self.members:
+            own = [layers[layer] for layer in member.target_layers]
+            member.commit(tokens, torch.cat(own, dim=-1) if own else features[..., :0], num, counts)
+
+    def propose(self, sampling, generator):
+        trees = [member.propose(sampling, generator) for member in self.members]
+        chosen = [number for number, tree in enumerate(trees) if tree.probs is None]
+        joined, found = root(trees[0].tokens[:, 0]), {}
+        if chosen:
+            joined, places = union([trees[number] for number in chosen])
+            found = dict(zip(chosen, places))
+        for number, tree in enumerate(trees):
+            if tree.probs is not None:
+                joined, found[number] = beside(joined, tree, self.vocab_size)
+        self.shown = [(tree, found[number]) for number, tree in enumerate(trees)]
+        return joined
+
+    def watch(self, tree, choices):
+        for member, (own, places) in zip(self.members, self.shown):
+            if member.watches:
+                member.watch(own, choices.gather(1, places))
+
+    def mark(self):
+        return [member.mark() for member in self.members]
+
+    def rewind(self, mark):
+        for member, own in zip(self.members, mark):
+            member.rewind(own)
+
+
+def union(trees: list[Tree]) -> tuple[Tree, list[Tensor]]:
+    """The trie of chosen trees, its rows filled up as by `plant`; and each tree's nodes' numbers in it, [B, N] each."""
+    device, num_rows = trees[0].tokens.device, len(trees[0].tokens)
+    largest = max(trees, key=lambda tree: tree.tokens.shape[1])
+    if sum(tree.tokens.shape[1] > 1 for tree in trees) < 2:  # nothing to join, so nothing to wait for
+        return largest, [torch.arange(tree.tokens.shape[1], device=device).expand(num_rows, -1) for tree in trees]
+    drafts: list[Draft] = [[] for _ in range(num_rows)]
+    known: list[dict[tuple[int, int], int]] = [{} for _ in drafts]  # (token, parent) -> number
+    places = []
+    for tree in trees:
+        numbers = []
+        for row, (tokens, parents) in enumerate(zip(tree.tokens.tolist(), tree.parents.tolist())):
+            numbers.append([0])
+            for token, parent in zip(tokens[1:], parents[1:]):
+                node = token, numbers[row][parent]
+                if node not in known[row]:
+                    drafts[row].append(node)
+                    known[row][node] = len(drafts[row])
+                numbers[row].append(known[row][node])
+        places.append(torch.tensor(numbers, device=device))
+    return plant(largest.tokens[:, 0].tolist(), drafts, device), places
+
+
+def beside(first: Tree, second: Tree, vocab_size: int) -> tuple[Tree, Tensor]:
+    """Both under one root, the nodes of the second, which was sampled, last; and their numbers there [B, N]"""
+    assert second.probs is not None
+    numbers = torch.arange(second.tokens.shape[1], device=second.tokens.device).expand_as(second.tokens)
+    more = first.tokens.shape[1] - 1
+    if more == 0:
+        return second, numbers
+    probs = first.probs
+    if probs is None:
+        probs = F.one_hot(first.tokens, vocab_size).to(second.probs.dtype)
+    parents = second.parents[:, 1:]
+    joined = Tree(
+        torch.cat([first.tokens, second.tokens[:, 1:]], dim=1),
+        torch.cat([first.parents, torch.where(parents > 0, parents + more, 0)], dim=1),
+        torch.cat([probs, second.probs[:, 1:]], dim=1),
+    )
+    return joined, torch.where(numbers > 0, numbers + more, 0)
