@@ -22,7 +22,6 @@ import rich.console
 import rich.table
 import torch
 from rich.progress import track
-from specdec.proposers.ngram import Ngram
 
 from scripts import common, proposers
 from scripts.cli import options, run
@@ -33,6 +32,8 @@ from specdec.decode import STAGES, Decoder, Generation
 from specdec.evaluate import Drafting
 from specdec.generate import Speculative
 from specdec.heads.draft import Draft
+from specdec.proposers.ngram import Ngram
+from specdec.proposers.suffix import Suffix
 from specdec.sampling import Sampling
 from train import data, reading
 
@@ -183,6 +184,11 @@ def all_ways(chosen: Bench, first: common.Opened, loaded: list[common.Loaded], *
         drafting=Drafting(depth, compile=chosen.compile),
         checkpoint=str(loaded[0].folder) if loaded else None,
     )
+    if any(isinstance(one, Suffix) and one.memory for one in untrained.values()) and chosen.repeats > 1:
+        raise ValueError(
+            "suffix remembers answers, and would know those of repeated prompts by heart: give proposer.suffix.memory=0, "
+            "or repeats=1."
+        )
     lookup = untrained.get("ngram")
     if isinstance(lookup, Ngram):
         for num, longest_match in dict.fromkeys([(10, 2), (lookup.depth, lookup.max)]):  # theirs by default, and ours

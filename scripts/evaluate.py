@@ -73,6 +73,10 @@ def main() -> None:
     shape = str(drafting.shape) if isinstance(proposer, HeadProposer) else chosen.proposer
     columns = []
     for sampling in samplings:
+        if not isinstance(proposer, HeadProposer) and (columns or chosen.batch is None):
+            proposer = proposers.load(
+                chosen, chosen.target, drafting, onto=loaded
+            ).proposer  # some learn while they draft
         rows = measure(
             loaded.target,
             proposer,

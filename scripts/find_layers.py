@@ -1,4 +1,4 @@
-"""python scripts/find_layers.py target.name=FOLDER [prompts=FILE limit=16 max_new_tokens=64 depth=4 compile=true ...]
+"""python scripts/find_layers.py target.name=FOLDER [prompts=FILE limit=8 max_new_tokens=64 depth=4 compile=true ...]
 
 Which of a target's layers to draft with (proposer=layerskip; Draft & Verify, 2309.08168). The target answers some prompts;
 then layers are taken away one by one, each time the one whose absence leaves the most first drafts right. What a round
@@ -36,7 +36,7 @@ from train import data, reading
 @dataclass(frozen=True)
 class FindLayers:
     prompts: str = field(default="data/prompts_train.jsonl", metadata={"help": "rows with prompt or messages"})
-    limit: int | None = field(default=16, metadata={"help": "this many prompts, spread over the file"})
+    limit: int | None = field(default=8, metadata={"help": "this many prompts, spread over the file"})
     max_new_tokens: int = field(default=64, metadata={"help": "an answer ends here at the latest"})
     depth: int = field(default=4, metadata={"help": "most drafts a round"})
     tries: int = field(
@@ -250,6 +250,8 @@ def main() -> None:
     texts = [Text(target, prompt, answer) for prompt, answer in zip(prompts, answers) if len(answer) > 1]
     if not texts:
         raise ValueError("No answer has a second token: raise max_new_tokens or give other prompts.")
+    rounds = sum(len(text.starts) for text in texts)
+    console.print(f"{len(texts)} answers, {rounds} places where a round can start; now doing without layers")
     clock = Clock(target, 1 + chosen.depth, compile=chosen.compile)
     found = search(texts, chosen.tries, lambda items: show(items, "layers"))
     firsts = {
@@ -257,7 +259,7 @@ def main() -> None:
     }
     choices = [judge(texts, *found[size], depth=chosen.depth, clock=clock) for size in show(sorted(found), "rounds")]
     table = rich.table.Table(
-        title=f"{target.name}: {len(texts)} answers, {sum(len(text.starts) for text in texts)} rounds",
+        title=f"{target.name}: {len(texts)} answers, {rounds} rounds",
         box=rich.box.SIMPLE,
     )
     for name in ("layers", "first drafts right", "of the first so many", "depth", "tau", "predicted speedup"):

@@ -47,14 +47,16 @@ def names() -> list[str]:
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 
-def load(given: ProposerOptions, options: common.TargetOptions, drafting: Drafting) -> Chosen:
-    """The target is that of the checkpoint, if there is one. Raises ValueError, with what to do."""
+def load(
+    given: ProposerOptions, options: common.TargetOptions, drafting: Drafting, *, onto: common.Opened | None = None
+) -> Chosen:
+    """The target is `onto`, else that of the checkpoint, if there is one. Raises ValueError, with what to do."""
     folder = resolve(given.checkpoint) if given.checkpoint else None
-    opened = common.load_target(options, default=folder and common.target_of(folder))
+    opened = onto or common.load_target(options, default=folder and common.target_of(folder))
     proposer = build(
         given.proposer, opened.target, settings=given.settings, drafting=drafting, checkpoint=folder and str(folder)
     )
-    return Chosen(**vars(opened), proposer=proposer, checkpoint=folder)
+    return Chosen(opened.target, opened.tokenizer, opened.stop, proposer, folder)
 
 
 def build(name: str, target: Target, *, settings: Settings, drafting: Drafting, checkpoint: str | None) -> Proposer:

@@ -84,9 +84,13 @@ def rewound_and_fresh(drafter, shape):
     return found
 
 
+HEADS = [("draft", {}), ("medusa", {}), ("eagle3", {}), ("mtp", {}), ("mtp", {"num_modules": 5}), ("dspark", {})]
+
+
 @pytest.mark.parametrize("shape", [chain_of(3), TREE], ids=str)
-def test_a_rewound_head_drafts_what_a_fresh_one_does(any_drafter, shape):
-    rewound, fresh = rewound_and_fresh(any_drafter, shape)
+@pytest.mark.parametrize("head, arguments", HEADS, ids=str)
+def test_a_rewound_head_drafts_what_a_fresh_one_does(target, head, arguments, shape):
+    rewound, fresh = rewound_and_fresh(make_drafter(target, head, arguments=arguments), shape)
     for ours, theirs in zip(rewound[0], fresh[0]):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
     assert torch.equal(rewound[1].tokens, fresh[1].tokens) and torch.equal(rewound[1].parents, fresh[1].parents)

@@ -12,11 +12,11 @@ The answers of a batch are cut into blocks of n tokens. Jacobi iteration continu
     judged by           y*_1   y*_2    y*_3         the original's law at the same position of the fixed point
 
 States are on policy, because those that decoding will meet are the adapted target's own guesses; what the original
-guesses behind a wrong token is worth little. Fixed points are the original's, as the paper's are: with the adapted
-target's own the two move together, and in ten steps it agreed with the original on 70 % of tokens (RESULTS.md). y* need
-not be iterated to: greedy decoding finds the same tokens, all blocks side by side, and reads each once. And since y* is
-the target's continuation, not the text's, it does not matter at which temperature a row was written; the text is only
-what stands before. (Behind an end of turn y* goes on, which decoding would not: a few tokens in a hundred.)
+guesses behind a wrong token is worth little. Fixed points are the original's, as the paper's are, so that what is
+learned does not move with who learns it, and every state teaches to say what the original says. y* need not be iterated
+to: greedy decoding finds the same tokens, all blocks side by side, and reads each once. And since y* is the target's
+continuation, not the text's, it does not matter at which temperature a row was written; the text is only what stands
+before. (Behind an end of turn y* goes on, which decoding would not: a few tokens in a hundred.)
 """
 
 from dataclasses import dataclass

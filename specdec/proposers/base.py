@@ -60,7 +60,7 @@ class Proposer(ABC):
 
     def mark(self) -> object:
         """The state after a `commit`, for `rewind`. For those that can draft for a cascade (proposers/cascade.py)."""
-        raise ValueError(f"{type(self).__name__} cannot take back what it was told, so it cannot draft for a cascade.")
+        raise TypeError(f"{type(self).__name__} has no marks.")
 
     def rewind(self, mark: object) -> None:
         """Forgets everything since `mark`, of the same batch; what was proposed since too."""

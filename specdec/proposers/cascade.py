@@ -39,6 +39,10 @@ class Cascade(Proposer):
                 raise ValueError(f"proposer.{name}={value} must be at least {least}.")
         if chunk < 1:
             raise ValueError(f"proposer.chunk={chunk} must be at least 1; proposer.chunks=0 takes none.")
+        if type(inner).mark is Proposer.mark:
+            raise ValueError(
+                f"proposer.inner: {type(inner).__name__} cannot take back what it was told, so it cannot draft for a cascade."
+            )
         self.target, self.inner = target, inner
         self.depth = num
         self.sinks, self.window, self.chunks, self.chunk = sinks, window, chunks, chunk

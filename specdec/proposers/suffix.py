@@ -17,7 +17,7 @@ class Suffix(TextProposer):
     """Drafts the likeliest ways on from the longest end of the text that occurred before; the longer that is, the more.
 
     It is looked for in the row's own text and in the memory, the answers of earlier batches; where it is as long in both,
-    the row's own text counts. The paper takes whichever promises more accepted drafts instead; measured, that accepts 1 % fewer.
+    the row's own text counts. The paper takes whichever promises more accepted drafts instead; measured, its tau is 1 % lower.
     Rows of a batch do not see one another's texts, so what a row drafts does not depend on its neighbours.
 
     num: drafts of a tree at most; factor, offset: and at most ceil(factor * length of the match) + offset
