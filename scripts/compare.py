@@ -27,7 +27,6 @@ from specdec.compile import Runner
 from specdec.decode import Decoder, Generation
 from specdec.evaluate import Drafting, Prompt, Row, report, top2_gap
 from specdec.proposers.base import Proposer
-from specdec.proposers.heads import HeadProposer
 from specdec.sampling import Sampling
 from specdec.target import Target, load_tokenizer
 from specdec.tree import TreeShape
@@ -234,8 +233,9 @@ def decoders(
 
     for run in runs:
         for kind, shape in run.shapes.items():
-            proposer = HeadProposer(run.drafter, shape, compile=compile)
-            replayed = run.drafter if kind == "chain" else None
+            drafting = Drafting(shape.depth, shape.width, shape.nodes, compile=compile)
+            proposer = drafting.proposer(run.drafter)
+            replayed = run.drafter if drafting.replayable(run.drafter, Sampling(temperature)) else None
             add(Way(f"{run.name}, {kind}", run, shape.depth, run.plain, replayed), run.drafter.target, proposer)
     for name, proposer in untrained.items():
         add(Way(name, None, proposer.depth, FROZEN, None), target, proposer)

@@ -19,8 +19,7 @@ from scripts import common
 from scripts.cli import options, run
 from specdec import checkpoint
 from specdec.decode import Decoder
-from specdec.evaluate import top2_gap
-from specdec.proposers.heads import HeadProposer
+from specdec.evaluate import Drafting, top2_gap
 from specdec.sampling import Sampling
 from specdec.tree import TreeShape
 from train import data, reading
@@ -46,7 +45,10 @@ def main() -> None:
     groups = [prompts[start : start + chosen.batch] for start in range(0, len(prompts), chosen.batch)]
     ways = {
         "plain": None,
-        **{str(shape): HeadProposer(loaded.drafter, shape) for shape in (TreeShape(4, 1, 4), TreeShape(4, 3, 10))},
+        **{
+            str(shape): Drafting(shape.depth, shape.width, shape.nodes).proposer(loaded.drafter)
+            for shape in (TreeShape(4, 1, 4), TreeShape(4, 3, 10))
+        },
     }
     expected = [
         answer

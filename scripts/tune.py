@@ -142,12 +142,12 @@ def main() -> None:
             loaded.drafter, prompt.tokens, answer.generation.tokens[0], depth=longest, temperature=given.temperature
         )
         for prompt, answer in zip(prompts, answers[PLAIN])
-        if any(drafting.replayable(sampling) for drafting in chains.values())
+        if any(drafting.replayable(loaded.drafter, sampling) for drafting in chains.values())
     ]
     settings = []
     for drafting in draftings:
         name = name_of(drafting)
-        replayed = drafting.replayable(sampling)
+        replayed = drafting.replayable(loaded.drafter, sampling)
         tau = speed.replayed_tau(accepts, drafting.depth) if replayed else speed.decoded_tau(answers[name])
         settings.append(Setting(drafting, tau, costs[name], costs[PLAIN]))
 

@@ -181,11 +181,7 @@ class Decoder:
             drafted = self._clock()
             judged = self.verify(tree, cache, draws, marks)
             num_kept, newest = judged.num_kept, judged.next_token
-            depth = 1 + min(self.proposer.depth if self.proposer else 0, tree.tokens.shape[1] - 1)
-            path = judged.path[:, :depth]  # [B, P]
-            accepted = tree.tokens.gather(1, path)  # [B, P], the root first
-            following = torch.cat([accepted[:, 1:], newest[:, None]], dim=1)  # [B, P]
-            following[cache.rows[:, 0], num_kept - 1] = newest
+            path, following = judged.along(tree, self.proposer.depth if self.proposer else 0)  # [B, P] each
             *lists, counts = torch.cat([following, num_kept[:, None]], dim=1).T.tolist()  # the one wait for the device
             verified = self._clock()
             if not tree.linear:
@@ -220,11 +216,7 @@ class Decoder:
         if self.proposer is None:
             return root(newest)
         tree = self.proposer.propose(self.sampling, generator)
-        num = tree.tokens.shape[1] - 1
-        if not num or not self.runner.compile or not self.proposer.varies:
-            return tree
-        few = 1 << (num - 1).bit_length()  # a power of two
-        return tree.filled(min(few, self.proposer.depth) if tree.linear else few)
+        return tree.rounded(self.proposer.depth) if self.runner.compile and self.proposer.varies else tree
 
     def _prefill(
         self, padded: Tensor, num: Tensor, cache: RowCache, marks: Tensor | None, draws: verify.Draws

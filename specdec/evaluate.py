@@ -16,6 +16,7 @@ from specdec.decode import STAGES, Decoder, Generation
 from specdec.drafter import Drafter
 from specdec.proposers.base import Proposer
 from specdec.proposers.heads import Children, HeadProposer, Stopping
+from specdec.proposers.lookahead import Lookahead
 from specdec.sampling import Sampling
 from specdec.target import Target
 from specdec.tree import TreeShape
@@ -54,15 +55,20 @@ class Drafting:
     def shape(self) -> TreeShape:
         return TreeShape(self.depth, self.width, self.nodes or self.depth * self.width)
 
-    def proposer(self, drafter: Drafter) -> HeadProposer:
+    def proposer(self, drafter: Drafter) -> Proposer:
+        """What drafts with a trained drafter; a target that was trained to guess ahead of itself does so by Jacobi iteration."""
+        if drafter.attends == "itself":
+            return Lookahead(drafter.target, window=self.depth, ngram=2, guesses=0, from_text=False)
         stopping = None if self.stopping is None else Stopping(**self.stopping)
         return HeadProposer(drafter, self.shape, children=self.children, stopping=stopping, compile=self.compile)
 
     def decoder(self, target: Target, proposer: Proposer | None, **arguments) -> Decoder:
         return Decoder(target, proposer, rule=self.rule, lossy=self.lossy, **arguments)
 
-    def replayable(self, sampling: Sampling) -> bool:
-        """Whether replay tells tau under these settings: fixed chains, verified token by token."""
+    def replayable(self, drafter: Drafter, sampling: Sampling) -> bool:
+        """Whether replay tells tau under these settings: fixed chains of a drafter's steps, verified token by token."""
+        if drafter.attends == "itself":
+            return False
         plain = sampling == Sampling(temperature=sampling.temperature)
         return self.shape.chain and self.stopping is None and plain and (sampling.greedy or self.rule == "token")
 
@@ -132,7 +138,7 @@ def measure(
             found[decoder] = decoder.generate(tokens, max_new_tokens, generator=generator).split()
         for prompt, alone, together in zip(group, found[plain], found[drafted]):
             rounds, accepted, gap = float("nan"), [], None
-            if replayed is not None and drafting.replayable(sampling):
+            if replayed is not None and drafting.replayable(replayed, sampling):
                 accept = replay.acceptance(
                     replayed, prompt.tokens, alone.tokens[0], depth=drafting.depth, temperature=sampling.temperature
                 )

@@ -31,7 +31,7 @@ from specdec import attention, checkpoint
 from specdec.compile import Runner
 from specdec.decode import Generation, Round
 from specdec.evaluate import Drafting
-from specdec.proposers.heads import HeadProposer
+from specdec.proposers.base import Proposer
 from specdec.sampling import Sampling
 from specdec.target import Target
 
@@ -59,7 +59,7 @@ class _Loaded:
     model: PreTrainedModel
     target: Target
     drafting: Drafting
-    proposer: HeadProposer
+    proposer: Proposer
     runner: Runner
 
 

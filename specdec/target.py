@@ -59,15 +59,31 @@ class Target:
         self._check_logits()
 
     @classmethod
-    def load(cls, name: str, *, dtype: str = "bfloat16", device="cpu", revision: str | None = None) -> "Target":
-        """A folder, or a name on the Hugging Face Hub. Raises ValueError with what to do if it cannot be used."""
-        config = _from_pretrained(AutoConfig, name, revision=revision)
+    def load(
+        cls,
+        name: str,
+        *,
+        dtype: str = "bfloat16",
+        device="cpu",
+        revision: str | None = None,
+        option: str = "target.name",
+    ) -> "Target":
+        """A folder, or a name on the Hugging Face Hub. Raises ValueError with what to do if it cannot be used.
+
+        option: the setting that gave the name
+        """
+        config = _from_pretrained(AutoConfig, name, option=option, revision=revision)
         _check_supported(config.get_text_config(), name)
         if dtype not in DTYPES:
             raise ValueError(f"target.dtype={dtype} must be one of {', '.join(DTYPES)}.")
         # sdpa is required: under eager attention a boolean mask would be added instead of applied.
         model = _from_pretrained(
-            AutoModelForCausalLM, name, revision=revision, dtype=DTYPES[dtype], attn_implementation=attention.NAME
+            AutoModelForCausalLM,
+            name,
+            option=option,
+            revision=revision,
+            dtype=DTYPES[dtype],
+            attn_implementation=attention.NAME,
         )
         return cls(model.to(device), name=name)
 
@@ -352,22 +368,24 @@ class Target:
             )
 
 
-def load_tokenizer(name: str, *, revision: str | None = None) -> transformers.PreTrainedTokenizerBase:
-    return _from_pretrained(AutoTokenizer, name, revision=revision)
+def load_tokenizer(
+    name: str, *, revision: str | None = None, option: str = "target.name"
+) -> transformers.PreTrainedTokenizerBase:
+    return _from_pretrained(AutoTokenizer, name, option=option, revision=revision)
 
 
-def _from_pretrained(factory, name: str, **kwargs):
+def _from_pretrained(factory, name: str, *, option: str, **kwargs):
     looks_local = name.startswith((".", "/", "~", "targets/", "checkpoints/")) or name.count("/") > 1
     if looks_local and not Path(name).expanduser().is_dir():
         raise ValueError(
-            f"The target folder {name} does not exist. `make setup` (or python scripts/get_target.py) makes the default "
-            "target; for another one set target.name to a folder or to a name on the Hugging Face Hub."
+            f"The folder {name} does not exist. Give {option} a folder or a name on the Hugging Face Hub; `make setup` (or "
+            "python scripts/get_target.py) makes targets/smollm2-135m, the default target."
         )
     try:
         return factory.from_pretrained(name, **kwargs)
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"{name} could not be loaded as a causal language model ({_first_line(error)}). Give target.name a folder "
+            f"{name} could not be loaded as a causal language model ({_first_line(error)}). Give {option} a folder "
             "saved by save_pretrained (config.json, safetensors, tokenizer), or a Hub name with the network in reach."
         ) from error
 

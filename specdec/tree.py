@@ -39,6 +39,12 @@ class Tree:
             seen[:, node] |= seen[rows, self.parents[:, node]]
         return seen
 
+    def rounded(self, depth: int) -> "Tree":
+        """Filled up to a power of two drafts, a chain to no more than `depth`, so that few sizes need compiling."""
+        num = self.tokens.shape[1] - 1
+        few = 1 << (num - 1).bit_length() if num else 0
+        return self.filled(min(few, depth) if self.linear else few)
+
     def filled(self, num: int) -> "Tree":
         """With `num` drafts, if it has fewer: a chain guesses its last token again, a tree repeats its first draft, which
         no rule accepts twice. What was filled up has no states."""

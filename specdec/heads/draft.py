@@ -250,8 +250,8 @@ def existing(target: Target, name: str, *, dtype: str, option: str) -> Target:
     names `option`, if the model cannot be used.
     """
     try:
-        lm = Target.load(name, dtype=dtype, device=target.device)
-        same = load_tokenizer(name).get_vocab() == load_tokenizer(target.name).get_vocab()
+        lm = Target.load(name, dtype=dtype, device=target.device, option=option)
+        same = load_tokenizer(name, option=option).get_vocab() == load_tokenizer(target.name).get_vocab()
     except ValueError as error:
         raise ValueError(f"{option}={name}: {error}") from error
     if not same:

@@ -9,7 +9,7 @@ from specdec.cache import RowCache
 from specdec.compile import Runner
 from specdec.proposers.base import Proposer
 from specdec.target import Target
-from specdec.tree import Tree, chain
+from specdec.tree import chain
 from specdec.verification import Verifier
 
 
@@ -105,7 +105,9 @@ class Cascade(Proposer):
         laws: Tensor | None = None  # [B, 2 + num, V]
         done, known = torch.zeros_like(self.newest), [0] * len(tokens)  # [B] drafts so far; the same on the host
         while min(known) < num:
-            tree = self._few(inner.propose(sampling, generator))
+            tree = inner.propose(sampling, generator)
+            if self.runner.compile and inner.varies:
+                tree = tree.rounded(inner.depth)
             judged = verifier(tree, part, draws)
             path, following = judged.along(tree, inner.depth)  # [B, P] each
             kept = torch.minimum(judged.num_kept, (num - done).clamp(min=1))  # [B] no more than is wanted, so that the
@@ -128,14 +130,6 @@ class Cascade(Proposer):
             inner.commit(following, judged.output.features[rows, path], kept, counts)
         inner.rewind(mark)
         return chain(tokens[:, : 1 + num], None if laws is None else laws[:, : 1 + num])
-
-    def _few(self, tree: Tree) -> Tree:
-        """Filled up, if that saves compiling for its size."""
-        num = tree.tokens.shape[1] - 1
-        if not num or not self.runner.compile or not self.inner.varies:
-            return tree
-        few = 1 << (num - 1).bit_length()  # a power of two
-        return tree.filled(min(few, self.inner.depth) if tree.linear else few)
 
     def _take_part(self) -> None:
         full, part = self.full, self.part
