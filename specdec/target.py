@@ -60,18 +60,9 @@ class Target:
 
     @classmethod
     def load(
-        cls,
-        name: str,
-        *,
-        dtype: str = "bfloat16",
-        device="cpu",
-        revision: str | None = None,
-        option: str = "target.name",
+        cls, name: str, *, dtype: str = "bfloat16", device="cpu", revision: str | None = None, option="target.name"
     ) -> "Target":
-        """A folder, or a name on the Hugging Face Hub. Raises ValueError with what to do if it cannot be used.
-
-        option: the setting that gave the name
-        """
+        """A folder, or a name on the Hugging Face Hub, given by `option`. Raises ValueError with what to do."""
         config = _from_pretrained(AutoConfig, name, option=option, revision=revision)
         _check_supported(config.get_text_config(), name)
         if dtype not in DTYPES:

@@ -114,8 +114,8 @@ def test_options(target):
     for name, value in (("num", 0), ("sinks", -1), ("window", 0), ("chunks", -1), ("chunk", 0)):
         with pytest.raises(ValueError, match=rf"^proposer\.{name}={value} must be at least"):
             cascade(target, **{**SMALL, name: value})
-    with pytest.raises(ValueError, match=r"^Stubborn cannot take back what it was told"):
-        greedy(target, cascade(target, Stubborn(), **SMALL)).generate([[1, 2]], 4)
+    with pytest.raises(ValueError, match=r"^proposer\.inner: Stubborn cannot take back what it was told"):
+        cascade(target, Stubborn(), **SMALL)
 
 
 # The part

@@ -1,30 +1,27 @@
-"""Drafting with the target's own layers: what they say, what verification makes of it, and which are worth running."""
+"""Drafting with the target's own layers: what they say, and what verification makes of it."""
 
 import copy
 import dataclasses
 import itertools
-import json
 import re
-import sys
 
 import pytest
 import torch
 import torch._inductor
-import yaml
-from conftest import make_target, random_tokens, save_target
+from conftest import make_target, random_tokens
 from test_decode import NUM_NEW, greedy, prompts_of
 from test_sampled import SAMPLINGS, error, statistic, target_of
 from torch import nn
 from transformers import DynamicCache
 
-from scripts import find_layers
-from specdec import masks, replay, verify
+from specdec import masks, verify
 from specdec.compile import Runner
 from specdec.decode import Decoder
 from specdec.proposers import heads, layerskip
 from specdec.proposers.layerskip import LayerSkip
 from specdec.sampling import Sampling
 from specdec.target import Target
+from specdec.tree import Tree
 from specdec.verification import Verifier
 
 SUBSETS = {"first": 5, "both": [0, 1, 2, 4, 6, 7], "later": [1, 3, 4, 5, 6, 7], "all": 8}
@@ -211,20 +208,27 @@ def test_lossless(enumerated, rule, sampling, layers):
         assert error(decoder, number, seed=seed, monkeypatch=enumerated) < 1e-12
 
 
-def test_lossless_where_drafting_stops_now_and_then(enumerated):
-    found = set()
-    for threshold in (0.7, 0.9):
-        decoder = decoder_of(threshold=threshold)
-        right = decoder.proposer.propose
+@pytest.mark.parametrize("anticipating", [False, True])
+def test_lossless_where_drafting_stops_now_and_then(enumerated, anticipating):
+    """Whether there is a third draft depends on the first; it must not depend on the third."""
+    decoder = decoder_of(depth=3, threshold=0.7)
+    propose, stream, nums = decoder.proposer.propose, decoder.stream, set()
 
-        def propose(*arguments, right=right, threshold=threshold):
-            tree = right(*arguments)
-            found.add((threshold, tree.tokens.shape[1]))
-            return tree
+    def note(*arguments):
+        tree = propose(*arguments)
+        num = tree.tokens.shape[1]
+        if anticipating and num == 4 and tree.tokens[0, 3] != tree.probs[0, 3].argmax():
+            tree = Tree(tree.tokens[:, :3], tree.parents[:, :3], tree.probs[:, :3], linear=True)
+        nums.add(num)
+        return tree
 
-        decoder.proposer.propose = propose
-        assert error(decoder, 1, alone=True, monkeypatch=enumerated) < 1e-12
-    assert len(found) > 2  # one threshold at least stops some drafts and not others
+    def cut(*arguments):  # texts are compared up to their third token
+        for emitted in stream(*arguments):
+            yield dataclasses.replace(emitted, tokens=[tokens[:3] for tokens in emitted.tokens])
+
+    decoder.proposer.propose, decoder.stream = note, cut
+    assert (error(decoder, 1, alone=True, monkeypatch=enumerated) < 1e-12) == (not anticipating)
+    assert nums == {3, 4}
 
 
 def flatter(tree):
@@ -334,85 +338,3 @@ def test_a_model_that_does_more_than_its_layers(monkeypatch):
         ValueError, match=r"^tiny does more than its layers one after the other: it cannot draft with some"
     ):
         LayerSkip(target, layers=1, depth=2)
-
-
-# The script
-
-
-@pytest.mark.parametrize("layers", SUBSETS.values(), ids=SUBSETS)
-@torch.inference_mode()
-def test_replay_is_decoding(small_target, small_answers, layers):
-    """Rounds, and what each accepts at every depth; the first drafts, among all places, are step 1's."""
-    prompts, depth = prompts_of(small_target), 3
-    proposer = LayerSkip(small_target, layers=layers, depth=depth)
-    decoder = greedy(small_target, proposer)
-    for prompt, answer in zip(prompts[:3], small_answers):
-        text = find_layers.Text(small_target, prompt, answer)
-        accept = text.accept(proposer.layers, depth)
-        num_rounds, accepted = replay.rounds(accept)
-        decoded = decoder.generate([prompt], NUM_NEW).accepted[0]
-        assert num_rounds == len(decoded)
-        assert accepted.tolist() == [sum(count >= d for count in decoded) for d in (1, 2, 3)]
-        for start in (1, 2, 5):  # rounds that begin elsewhere than decoding's own
-            logits = naive(small_target, proposer.layers, prompt + answer[: start - 1], answer[start - 1 : start + 2])
-            right = [int(guess) == token for guess, token in zip(logits.argmax(-1), answer[start : start + 3])]
-            assert [bool(flag) for flag in accept[:, start]] == right
-        assert find_layers.share([text], [text.first_step(proposer.layers)[-1]]) == float(accept[0, 1:].double().mean())
-
-
-@torch.inference_mode()
-def test_search_takes_the_best_away(small_target, small_answers):
-    """Trying everything, against the same search without its short cuts."""
-    texts = [find_layers.Text(small_target, p, a) for p, a in zip(prompts_of(small_target), small_answers)]
-    right = lambda numbers: find_layers.share(texts, (text.first_step(numbers)[-1] for text in texts))
-    found = find_layers.search(texts, 8)
-    assert sorted(found) == list(range(1, 9)) and found[8] == (tuple(range(8)), 1.0)
-    for size in range(1, 8):
-        (chosen, share), (larger, _) = found[size], found[size + 1]
-        shares = [right(tuple(k for k in larger if k != number)) for number in larger]
-        assert set(chosen) < set(larger) and share == right(chosen) == max(shares)
-    assert len({share for _, share in found.values()}) > 4
-    fewer = find_layers.search(texts, 2)
-    assert sorted(fewer) == sorted(found) and fewer[7] == found[7]
-
-
-def test_end_to_end(tmp_path, monkeypatch, capsys):
-    save_target(tmp_path / "target", num_layers=4)
-    rows = [{"id": str(n), "category": "a", "prompt": f"Count to {n}."} for n in range(3)]
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    given = [
-        f"target.name={tmp_path}/target",
-        "target.dtype=float32",
-        f"prompts={tmp_path}/prompts.jsonl",
-        "max_new_tokens=6",
-        "depth=2",
-        f"out={tmp_path}/layers.yaml",
-    ]
-    monkeypatch.setattr(sys, "argv", ["script", *given])
-    find_layers.main()
-    printed = capsys.readouterr().out
-    written = yaml.safe_load((tmp_path / "layers.yaml").read_text())
-    numbers = written["layers"]
-    assert f"proposer.layers=[{','.join(map(str, numbers))}]" in printed and "predicted speedup" in printed
-    assert written["_target_"] == "specdec.proposers.layerskip.LayerSkip" and written["threshold"] == 0
-    assert len((tmp_path / "layers.yaml").read_text().splitlines()) == 7 + 4
-    target = Target.load(f"{tmp_path}/target", dtype="float32")
-    assert LayerSkip(target, layers=numbers, depth=written["depth"]).layers == tuple(numbers)
-    for wrong, message in (
-        (given[1:], "Give target.name=FOLDER"),
-        ([*given, "depth=0"], "must be at least 1"),
-        ([*given, "max_new_tokens=1"], "No answer has a second token"),
-        ([*given, "prompts=nowhere.jsonl"], "There is no file"),
-    ):
-        monkeypatch.setattr(sys, "argv", ["script", *wrong])
-        with pytest.raises(ValueError, match=message):
-            find_layers.main()
-
-
-def test_figures_add_up(small_target, monkeypatch):
-    monkeypatch.setattr(find_layers, "time_pass", lambda target, runner, width, layers: 1.0 + width + 10 * layers)
-    clock = find_layers.Clock(small_target, 4, compile=False)
-    assert clock(1, 8) == pytest.approx(82) and clock(3, 4) == pytest.approx(44) and clock(1, 0) == pytest.approx(2)
-    assert clock.speedup(2.0, 3, (0, 1, 4)) == pytest.approx(2 * 82 / (3 * 32 + 20 + (1 + 4 + 60)))
-    assert clock.speedup(2.0, 3, (1, 4)) == pytest.approx(2 * 82 / (3 * 22 + (1 + 4 + 80)))
-    assert find_layers.ranges((0, 1, 2, 5)) == "0-2 5"

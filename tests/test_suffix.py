@@ -202,13 +202,6 @@ def test_decoding_with_memory(small_target):
     assert sum(map(len, again.accepted)) < 0.8 * sum(map(len, first.accepted))
 
 
-def test_it_takes_nothing_back():
-    proposer = make()
-    begin(proposer, [[1, 2]])
-    with pytest.raises(ValueError, match="cannot draft for a cascade"):
-        proposer.mark()
-
-
 @pytest.mark.parametrize(
     "wrong",
     [{"num": 0}, {"factor": -1.0}, {"offset": -1}, {"memory": -1}, {"least": 1.0}, {"factor": 0.0, "offset": 0}],

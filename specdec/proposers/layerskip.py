@@ -48,8 +48,8 @@ class LayerSkip(Proposer):
     the drafts behind them. If the first layers are among the chosen, 0 .. E-1, then for them a draft's K and V are right
     too, and so are the hidden states behind them: verification goes on from there, and overwrites K and V of the others.
 
-    At temperature > 0 drafts are sampled. threshold: draft no deeper once the product of the likeliest tokens' chances,
-    by the drafting layers, is below it in every row; it does not look at what was drawn and not offered (methods, 1.4).
+    At temperature > 0 drafts are sampled. threshold: the last draft is the first at which the product of the likeliest
+    tokens' chances so far, by the drafting layers, is below it in every row (methods, 1.4: laws alone have a say in it).
     """
 
     target_layers = ()
@@ -97,17 +97,15 @@ class LayerSkip(Proposer):
             states.append(before)
             logits, best, log_chance = self.runner("draft", self._read_out, h)
             certainty = certainty + log_chance
-            if self.threshold and bool(certainty.max().exp() < self.threshold):
-                break
             if not sampling.greedy:
                 laws.append(sampling.law(logits))
-                best = pick(
-                    laws[-1], torch.rand(len(best), 1, generator=generator, device=best.device, dtype=torch.float64)
-                )
+                uniform = torch.rand(len(best), 1, generator=generator, device=best.device, dtype=torch.float64)
+                best = pick(laws[-1], uniform)
             tokens.append(best)
-        else:
-            if self.num_shared:
-                states.append(self._run(tokens[-1], self.layers[: self.num_shared])[0])
+            if self.threshold and bool(certainty.max().exp() < self.threshold):
+                break
+        if self.num_shared:
+            states.append(self._run(tokens[-1], self.layers[: self.num_shared])[0])
         self.cache.pending = 0
         tree = chain(torch.stack(tokens, dim=1), None)
         if laws:
