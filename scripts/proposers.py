@@ -117,7 +117,7 @@ def _read(name: str, settings: Settings, shared: dict) -> DictConfig:
     for key, value in settings.items():
         if key not in known:
             raise ValueError(f"proposer.{key}={value}: {name} has the settings {', '.join(known)}.")
-        config[key] = yaml.safe_load(value)
+        config[key] = _parse(config, key, value)
     whole = OmegaConf.create({"proposer": config, **shared})
     try:
         found = OmegaConf.to_container(whole.proposer, resolve=True, throw_on_missing=True)
@@ -127,6 +127,21 @@ def _read(name: str, settings: Settings, shared: dict) -> DictConfig:
     if found.get("checkpoint", "") is None:
         raise ValueError(f"proposer={name} needs a trained head: give checkpoint=DIR.")
     return OmegaConf.create(found)
+
+
+def _parse(config: DictConfig, key: str, value: str):
+    """A setting as YAML reads it. Raises ValueError if that is no number, name or list where the default is one."""
+    try:
+        found = yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise ValueError(f"proposer.{key}={value} cannot be read ({error}).") from None
+    if OmegaConf.is_interpolation(config, key) or OmegaConf.is_missing(config, key) or config[key] is None:
+        return found
+    default = OmegaConf.to_container(config)[key]
+    if type(found) is not type(default) and not (isinstance(default, float) and type(found) is int):
+        kinds = {int: "a whole number", float: "a number", bool: "true or false", list: "a list", str: "a name"}
+        raise ValueError(f"proposer.{key}={value} must be {kinds[type(default)]}, such as {default}.")
+    return found
 
 
 def head(target: Target, *, checkpoint: str, decode: dict) -> HeadProposer:

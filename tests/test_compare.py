@@ -37,7 +37,7 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def run(folder, monkeypatch, capsys):
     def run(*arguments):
-        given = {"runs": f"{folder}/one,{folder}/two", "proposers": "lookahead", "prompts": f"{folder}/prompts.jsonl", "out": f"{folder}/out",
+        given = {"runs": f"{folder}/one,{folder}/two", "proposers": "ngram", "prompts": f"{folder}/prompts.jsonl", "out": f"{folder}/out",
                  "max_new_tokens": "6", "chain": "3", "tree": "3,2,4", "target.dtype": "float32"}  # fmt: skip
         given |= dict(argument.split("=", 1) for argument in arguments)
         monkeypatch.setattr(sys, "argv", ["script", *(f"{key}={value}" for key, value in given.items())])
@@ -69,7 +69,7 @@ def test_the_table_holds_what_summarise_says_of_the_rows(compared):
     out, lines = compared
     assert len(lines) == 6 and (out / "comparison.png").stat().st_size > 10_000
     table = cells(out, "Comparison")
-    assert set(table) == {"one, chain", "one, tree", "two, chain", "two, tree", "lookahead"}
+    assert set(table) == {"one, chain", "one, tree", "two, chain", "two, tree", "ngram"}
     for name in table:
         for temperature in (0.0, 1.0):
             found = rows(lines, name, temperature)
@@ -82,7 +82,7 @@ def test_the_table_holds_what_summarise_says_of_the_rows(compared):
             if temperature == 0:
                 assert summary["identical_outputs"] == 1
     assert table["one, chain"]["tokens seen"] == "2.00 M" and table["one, tree"]["peak memory"] == "1.00 GiB"
-    assert table["two, tree"]["tokens seen"] == table["lookahead"]["trained"] == "-"
+    assert table["two, tree"]["tokens seen"] == table["ngram"]["trained"] == "-"
 
 
 def test_at_temperature_0_a_chain_is_replayed_exactly(compared):
@@ -125,7 +125,7 @@ def test_the_same_command_continues(run, compared):
     assert again.startswith("".join(finished)) and len(again.splitlines()) == 6
     for before, after in zip(lines, map(json.loads, again.splitlines())):
         assert (before["number"], before["temperature"]) == (after["number"], after["temperature"])
-        for name in ("one, tree", "two, tree", "lookahead"):
+        for name in ("one, tree", "two, tree", "ngram"):
             tokens = [line["ways"][name]["drafted"]["tokens"] for line in (before, after)]
             assert tokens[0] == tokens[1]
 
@@ -166,7 +166,7 @@ def test_a_shallow_drafter_is_cut_and_an_adapting_one_has_its_own_target(run, fo
         (["proposers=merged"], "needs a trained head"),
         (["proposer.ngram.most=3"], "ngram has the settings"),
         (["proposer.max=3"], "proposer.NAME.KEY"),
-        (["proposer.ngram.max=none"], "proposer.max"),
+        (["proposer.ngram.max=none"], "proposer.max=none must be a whole number, such as"),
         (["runs=nowhere"], "does not exist"),
         (["runs={folder}/one,{folder}/one"], "Two runs are called one"),
         (["runs={folder}/target"], "does not exist"),

@@ -47,7 +47,7 @@ def made(tmp_path_factory):
     folders: dict[int, Path] = {}
     with pytest.MonkeyPatch.context() as patch:
         for module in (retrieval, heads_draft):
-            patch.setattr(module, "load_tokenizer", lambda name: TOKENIZER)
+            patch.setattr(module, "load_tokenizer", lambda name, option=None: TOKENIZER)
         yield make
 
 
@@ -137,6 +137,9 @@ def test_a_rule_that_forgets_what_was_refused_is_noticed(made, tiny_target, monk
         ("ngrams", {}, "no proposer 'ngrams'; there are: .*ngram"),
         ("ngram", {"most": "3"}, "proposer.most=3: ngram has the settings"),
         ("merged", {"suffix.num": "3"}, "no proposer 'suffix' inside it"),
+        ("ngram", {"max": "[1"}, "proposer.max=.1 cannot be read"),
+        ("ngram", {"max": "many"}, "proposer.max=many must be a whole number, such as"),
+        ("suffix", {"least": "no"}, "proposer.least=no must be a number"),
         ("merged", {"members": "[ngram, heads]"}, "no proposer 'heads'"),
         ("draft", {"model": "???"}, "Give proposer.model"),
         ("retrieval", {"datastore": "nowhere"}, "nowhere does not exist"),
