@@ -33,7 +33,6 @@ from specdec.evaluate import Drafting
 from specdec.generate import Speculative
 from specdec.heads.draft import Draft
 from specdec.proposers.ngram import Ngram
-from specdec.proposers.suffix import Suffix
 from specdec.sampling import Sampling
 from train import data, reading
 
@@ -84,7 +83,7 @@ def main() -> None:
     chosen = options(Bench, __doc__)
     console = rich.console.Console(width=None if sys.stdout.isatty() else 130)
     loaded = [common.load(folder, chosen.target) for folder in chosen.checkpoint.split(",") if folder]
-    if not loaded and not chosen.proposers:
+    if not loaded and not proposers.names_in(chosen.proposers):
         raise ValueError("There is nothing to time: give checkpoint=DIR, or proposers=ngram, or both.")
     first = loaded[0] if loaded else common.load_target(chosen.target)
     if len(loaded) > 1 and any(
@@ -184,11 +183,12 @@ def all_ways(chosen: Bench, first: common.Opened, loaded: list[common.Loaded], *
         drafting=Drafting(depth, compile=chosen.compile),
         checkpoint=str(loaded[0].folder) if loaded else None,
     )
-    if any(isinstance(one, Suffix) and one.memory for one in untrained.values()) and chosen.repeats > 1:
-        raise ValueError(
-            "suffix remembers answers, and would know those of repeated prompts by heart: give proposer.suffix.memory=0, "
-            "or repeats=1."
-        )
+    for name, proposer in untrained.items():
+        if proposer.remembers:
+            raise ValueError(
+                f"{name} remembers answers, and would know those of prompts that it has seen by heart: give "
+                "proposer.suffix.memory=0 (proposer.merged.suffix.memory=0 inside another)."
+            )
     lookup = untrained.get("ngram")
     if isinstance(lookup, Ngram):
         for num, longest_match in dict.fromkeys([(10, 2), (lookup.depth, lookup.max)]):  # theirs by default, and ours

@@ -164,7 +164,7 @@ def tree_shape(text: str) -> TreeShape:
 def load(chosen: Compare, shapes: dict[str, TreeShape]) -> list[Run]:
     """Every run beside the one frozen target; a drafter that changes its target in place gets a target of its own."""
     given = [Path(part.strip()) for part in chosen.runs.split(",") if part.strip()]
-    if not given and not chosen.proposers:
+    if not given and not proposers.names_in(chosen.proposers):
         raise ValueError(
             "There is nothing to compare: give runs=checkpoints/a,checkpoints/b, or proposers=ngram,suffix, or both."
         )

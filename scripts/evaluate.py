@@ -9,7 +9,7 @@ target pass of a round, bonus or correction token counted), survival by depth, s
 import json
 import platform
 import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -51,6 +51,8 @@ def main() -> None:
     drafting, samplings = chosen.decode.drafting(), chosen.decode.samplings()
     loaded = proposers.load(chosen, chosen.target, drafting)
     proposer = loaded.proposer
+    if isinstance(proposer, HeadProposer):  # its own settings may have replaced those of decode
+        drafting = replace(drafting, **asdict(proposer.shape), children=proposer.children)
     prompts = [
         Prompt(row["id"], row["category"], data.encode_prompt(loaded.tokenizer, row["messages"]))
         for row in reading.spread(reading.load_prompts(chosen.prompts), chosen.limit)
@@ -73,10 +75,8 @@ def main() -> None:
     shape = str(drafting.shape) if isinstance(proposer, HeadProposer) else chosen.proposer
     columns = []
     for sampling in samplings:
-        if not isinstance(proposer, HeadProposer) and (columns or chosen.batch is None):
-            proposer = proposers.load(
-                chosen, chosen.target, drafting, onto=loaded
-            ).proposer  # some learn while they draft
+        if proposer.remembers and (columns or chosen.batch is None):
+            proposer = proposers.load(chosen, chosen.target, drafting, onto=loaded).proposer
         rows = measure(
             loaded.target,
             proposer,

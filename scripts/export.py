@@ -55,13 +55,18 @@ def main() -> None:
     loaded = common.load(chosen.checkpoint, chosen.target)
     drafter, target = loaded.drafter, loaded.target
     if chosen.merged_target is not None:
-        if not isinstance(drafter, Medusa2):
+        if not drafter.adapts_target:
             raise ValueError(f"merged_target={chosen.merged_target}: this drafter does not adapt its target.")
         target.save_merged(chosen.merged_target)
         loaded.tokenizer.save_pretrained(chosen.merged_target)
+        if not isinstance(drafter, Medusa2):
+            print(f"{chosen.merged_target}: the adapted target, merged, which is all of this drafter")
+            return
         target = Target.load(chosen.merged_target, dtype=chosen.target.dtype, device=target.device)
         drafter = drafter.heads_for(target)
         print(f"{chosen.merged_target}: the adapted target, merged")
+    if drafter.attends == "itself":
+        raise ValueError(f"{chosen.checkpoint} is an adapter of its target and nothing else: give merged_target=DIR.")
     form = importlib.import_module(f"specdec.export.{chosen.format}").form(drafter)
     facts = serving.Facts.read(
         loaded.folder,

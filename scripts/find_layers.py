@@ -1,4 +1,4 @@
-"""python scripts/find_layers.py target.name=FOLDER [prompts=FILE limit=8 max_new_tokens=64 depth=4 compile=true ...]
+"""python scripts/find_layers.py [target.name=FOLDER prompts=FILE limit=8 max_new_tokens=64 depth=4 compile=true ...]
 
 Which of a target's layers to draft with (proposer=layerskip; Draft & Verify, 2309.08168). The target answers some prompts;
 then layers are taken away one by one, each time the one whose absence leaves the most first drafts right. What a round
@@ -28,7 +28,7 @@ from specdec.compile import Runner
 from specdec.decode import Decoder
 from specdec.proposers.layerskip import LayerSkip, num_shared
 from specdec.sampling import Sampling
-from specdec.target import Target, load_tokenizer
+from specdec.target import Target
 from train import data, reading
 
 REPEATS = 10  # of every timed pass
@@ -44,7 +44,7 @@ class FindLayers:
         default=8, metadata={"help": "layers that each step tries to do without: those that mattered least so far"}
     )
     compile: bool = field(default=False, metadata={"help": "time compiled passes, for decode.compile=true"})
-    out: str = field(default="layers.yaml", metadata={"help": "the proposer's YAML to write"})
+    out: str = field(default="layers.yaml", metadata={"help": "YAML to write, for conf/proposer"})
     target: common.TargetOptions = field(default_factory=common.TargetOptions)
 
 
@@ -226,16 +226,11 @@ def judge(texts: list[Text], numbers: tuple[int, ...], right: float, depth: int,
 def main() -> None:
     chosen = options(FindLayers, __doc__)
     console = rich.console.Console(highlight=False, soft_wrap=True)
-    if chosen.target.name is None:
-        raise ValueError("Give target.name=FOLDER, whose layers to try, such as targets/smollm2-135m.")
     if min(chosen.depth, chosen.tries) < 1:
         raise ValueError(f"depth={chosen.depth} and tries={chosen.tries} must be at least 1.")
-    common.use_threads()
-    device = chosen.target.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    target = Target.load(chosen.target.name, dtype=chosen.target.dtype, device=device)
+    opened = common.load_target(chosen.target)
+    target, tokenizer, stop = opened.target, opened.tokenizer, opened.stop
     LayerSkip(target, layers=1, depth=1)  # refuses targets that cannot
-    tokenizer = load_tokenizer(chosen.target.name)
-    stop = data.stop_tokens(tokenizer, target.model.generation_config)
     prompts = [
         data.encode_prompt(tokenizer, row["messages"])
         for row in reading.spread(reading.load_prompts(chosen.prompts), chosen.limit)
@@ -273,7 +268,7 @@ def main() -> None:
     numbers = ",".join(map(str, best.numbers))
     console.print(f'proposer=layerskip "proposer.layers=[{numbers}]" proposer.depth={best.depth}')
     lines = [
-        f"# Written by scripts/find_layers.py for {target.name} ({target.fingerprint()}), {chosen.target.dtype}, {device}",
+        f"# Written by scripts/find_layers.py for {target.name} ({target.fingerprint()}), {chosen.target.dtype}, {target.device}",
         f"# {best}",
         "_target_: specdec.proposers.layerskip.LayerSkip",
         f"layers: [{numbers}]",

@@ -74,7 +74,7 @@ def main() -> None:
     if rounds:
         console.print(
             f"{len(result.tokens[0])} tokens in {rounds} rounds: tau {(len(result.tokens[0]) - 1) / rounds:.2f}, "
-            f"{(len(result.tokens[0]) - 1) / result.seconds:.1f} tokens/s ({drafting.shape}, temperature {sampling.temperature:g})"
+            f"{(len(result.tokens[0]) - 1) / result.seconds:.1f} tokens/s ({chosen.proposer}, temperature {sampling.temperature:g})"
         )
     if chosen.compare:
         again = plain.generate([prompt], chosen.max_new_tokens, generator=_generator(loaded, chosen.seed))

@@ -46,7 +46,7 @@ TASKS = {"copy": copying, "letter": writing}
 @dataclass(frozen=True)
 class LongPrompts:
     out: str = field(metadata={"help": "JSONL to write: id, category, messages"})
-    tokens: int = field(default=4000, metadata={"help": "length of each prompt, at most"})
+    tokens: int = field(default=4000, metadata={"help": "length of each prompt, about"})
     num: int = field(default=8, metadata={"help": "so many prompts, in turn of each kind of task"})
     data: str = field(
         default="data/prompts_train.jsonl", metadata={"help": "rows with prompt or messages; each prompt is a note"}
@@ -57,6 +57,8 @@ class LongPrompts:
 
 def main() -> None:
     chosen = options(LongPrompts, __doc__)
+    if chosen.num < 1:
+        raise ValueError(f"num={chosen.num} must be at least 1.")
     tokenizer, chance = load_tokenizer(chosen.target), random.Random(chosen.seed)
     texts = [row["messages"][-1]["content"] for row in reading.load_prompts(chosen.data)]
     lines = []

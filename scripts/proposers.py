@@ -1,5 +1,6 @@
 """What stands in conf/proposer, built for a target."""
 
+import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -10,8 +11,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from scripts import common
+from specdec.checkpoint import drafter_class, read_json, resolve
 from specdec.checkpoint import load as load_drafter
-from specdec.checkpoint import resolve
 from specdec.evaluate import Drafting
 from specdec.proposers.base import Proposer
 from specdec.proposers.heads import HeadProposer
@@ -56,6 +57,8 @@ def load(
     proposer = build(
         given.proposer, opened.target, settings=given.settings, drafting=drafting, checkpoint=folder and str(folder)
     )
+    if opened.target.adapted:
+        print(f"{folder} adapts its target: all outputs are those of the adapted one.", file=sys.stderr)
     return Chosen(opened.target, opened.tokenizer, opened.stop, proposer, folder)
 
 
@@ -68,6 +71,8 @@ def build(name: str, target: Target, *, settings: Settings, drafting: Drafting, 
     config = _read(name, {key: value for key, value in settings.items() if "." not in key}, shared)
     nested = {key: config.pop(key) for key in NESTED if key in config}
     members = [name for value in nested.values() for name in ([value] if isinstance(value, str) else value)]
+    if len(set(members)) < len(members):
+        raise ValueError(f"proposer.members={members}: list each once.")
     inside: dict[str, Settings] = {member: {} for member in members}
     for key, value in settings.items():
         member, dot, rest = key.partition(".")
@@ -91,13 +96,26 @@ def build(name: str, target: Target, *, settings: Settings, drafting: Drafting, 
         raise
 
 
+def names_in(listed: str) -> list[str]:
+    return [name.strip() for name in listed.split(",") if name.strip()]
+
+
+def adapts(folder: str | Path) -> bool:
+    """Whether the head of a checkpoint changes its target."""
+    return drafter_class(str(read_json(Path(folder) / "drafter.json").get("_target_"))).adapts_target
+
+
 def build_all(
     named: str, target: Target, *, settings: Settings, drafting: Drafting, checkpoint: str | None
 ) -> dict[str, Proposer]:
     """The proposers of a comma list; settings: NAME.KEY: VALUE. Raises ValueError as `build`."""
-    found = [name.strip() for name in named.split(",") if name.strip()]
+    found = names_in(named)
     if len(set(found)) < len(found):
         raise ValueError(f"proposers={named}: list each once.")
+    if checkpoint and adapts(checkpoint):
+        raise ValueError(
+            f"checkpoint={checkpoint} adapts its target, which the others share: evaluate it alone, or name it in runs=."
+        )
     inside: dict[str, Settings] = {name: {} for name in found}
     for key, value in settings.items():
         name, _, rest = key.partition(".")
@@ -114,11 +132,11 @@ def _read(name: str, settings: Settings, shared: dict) -> DictConfig:
         raise ValueError(f"There is no proposer {name!r}; there are: {', '.join(names())}.")
     config = OmegaConf.load(FOLDER / f"{name}.yaml")
     known = [str(key) for key in config if key != "_target_"]
+    whole = OmegaConf.create({"proposer": config, **shared})
     for key, value in settings.items():
         if key not in known:
             raise ValueError(f"proposer.{key}={value}: {name} has the settings {', '.join(known)}.")
-        config[key] = _parse(config, key, value)
-    whole = OmegaConf.create({"proposer": config, **shared})
+        whole.proposer[key] = _parse(whole.proposer, key, value)
     try:
         found = OmegaConf.to_container(whole.proposer, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
@@ -135,11 +153,21 @@ def _parse(config: DictConfig, key: str, value: str):
         found = yaml.safe_load(value)
     except yaml.YAMLError as error:
         raise ValueError(f"proposer.{key}={value} cannot be read ({error}).") from None
-    if OmegaConf.is_interpolation(config, key) or OmegaConf.is_missing(config, key) or config[key] is None:
+    if OmegaConf.is_missing(config, key):
+        return value  # a name or a folder, as it is written
+    if config[key] is None:
         return found
-    default = OmegaConf.to_container(config)[key]
+    default = config[key]  # what an interpolation stands for
+    default = OmegaConf.to_container(default) if OmegaConf.is_config(default) else default
     if type(found) is not type(default) and not (isinstance(default, float) and type(found) is int):
-        kinds = {int: "a whole number", float: "a number", bool: "true or false", list: "a list", str: "a name"}
+        kinds = {
+            int: "a whole number",
+            float: "a number",
+            bool: "true or false",
+            list: "a list",
+            str: "a name",
+            dict: "settings",
+        }
         raise ValueError(f"proposer.{key}={value} must be {kinds[type(default)]}, such as {default}.")
     return found
 

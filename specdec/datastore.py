@@ -126,8 +126,8 @@ def read(folder: Path, tokenizer_fingerprint: str) -> Datastore:
         raise ValueError(f"proposer.datastore={folder} is not a datastore: it has no datastore.json. {ADVICE}.")
     try:
         document = json.loads((folder / "datastore.json").read_text())
-        made_with, length = document["tokenizer_fingerprint"], document["length"]
-        num_tokens, num_texts = document["num_tokens"], document["num_texts"]
+        made_with = document["tokenizer_fingerprint"]
+        length, num_tokens, num_texts = (int(document[key]) for key in ("length", "num_tokens", "num_texts"))
         tokens = numpy.load(folder / "tokens.npy", mmap_mode="r")
         suffixes = numpy.load(folder / "suffixes.npy", mmap_mode="r")
     except (OSError, EOFError, ValueError, KeyError, TypeError) as error:

@@ -172,6 +172,7 @@ class Decoder:
         left = [max_new_tokens] * len(prompts)
         written: list[list[int]] = [[] for _ in prompts]
         emitted = self._cut([[token] for token in newest.tolist()], left, written)
+        nums = [len(row) for row in emitted]  # tokens emitted so far
         result.prefill_seconds += self._clock() - start
         yield Round(emitted, [0] * len(prompts))
 
@@ -210,7 +211,10 @@ class Decoder:
             result.seconds += end - start
             for stage, spent in zip(STAGES, (drafted - start, verified - drafted, kept - verified, end - kept)):
                 result.stages[stage] += spent
+            nums = [num + len(row) for num, row in zip(nums, emitted)]
             yield Round(emitted, drafts)
+        if self.proposer:
+            self.proposer.finish(nums)
 
     def _propose(self, newest: Tensor, generator: torch.Generator | None) -> Tree:
         if self.proposer is None:

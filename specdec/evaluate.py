@@ -15,7 +15,7 @@ from specdec.compile import Runner
 from specdec.decode import STAGES, Decoder, Generation
 from specdec.drafter import Drafter
 from specdec.proposers.base import Proposer
-from specdec.proposers.heads import Children, HeadProposer, Stopping
+from specdec.proposers.heads import CHILDREN, Children, HeadProposer, Stopping
 from specdec.proposers.lookahead import Lookahead
 from specdec.sampling import Sampling
 from specdec.target import Target
@@ -45,8 +45,8 @@ class Drafting:
     compile: bool = False
 
     def __post_init__(self):
-        if self.children not in ("chosen", "distinct", "independent"):
-            raise ValueError(f"decode.children={self.children} must be chosen, distinct or independent.")
+        if self.children not in CHILDREN:
+            raise ValueError(f"decode.children={self.children} must be {', '.join(CHILDREN[:-1])} or {CHILDREN[-1]}.")
         known = [field.name for field in fields(Stopping)]
         if not set(self.stopping or ()) <= set(known):
             raise ValueError(f"decode.stopping={self.stopping} may hold {', '.join(known)} and nothing else.")
@@ -58,6 +58,11 @@ class Drafting:
     def proposer(self, drafter: Drafter) -> Proposer:
         """What drafts with a trained drafter; a target that was trained to guess ahead of itself does so by Jacobi iteration."""
         if drafter.attends == "itself":
+            if self.width > 1 or self.stopping is not None:
+                raise ValueError(
+                    f"{type(drafter).__name__} guesses by Jacobi iteration, a chain: set decode.width=1 (or tree= to compare) "
+                    "and decode.stopping=null."
+                )
             return Lookahead(drafter.target, window=self.depth, ngram=2, guesses=0, from_text=False)
         stopping = None if self.stopping is None else Stopping(**self.stopping)
         return HeadProposer(drafter, self.shape, children=self.children, stopping=stopping, compile=self.compile)

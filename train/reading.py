@@ -96,7 +96,7 @@ def hold_out(conversations: list[dict], num: int) -> tuple[list[dict], list[dict
 def load_prompts(source: str, *, limit: int | None = None) -> list[dict]:
     """Reads rows {"id", "category", "messages"} that end where the assistant is to answer.
 
-    A row has a `prompt` (text), or `messages`, of which those before the last assistant message are taken.
+    A row has a `prompt` (text), or `messages`, of which an assistant's at the end is left out.
     """
     prompts: list[dict] = []
     for place, row in itertools.islice(read_rows(source, "train"), limit):
@@ -105,7 +105,8 @@ def load_prompts(source: str, *, limit: int | None = None) -> list[dict]:
         elif row.get("messages") is not None:
             messages = check_messages(row, place)
             answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-            messages = messages[: answers[-1]] if answers else messages
+            if messages and messages[-1]["role"] == "assistant":
+                messages = messages[: answers[-1]]
         else:
             raise ValueError(f'{place}: no prompt. A row needs "prompt": "..." or "messages": [...].')
         if not messages:

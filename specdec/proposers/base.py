@@ -13,15 +13,15 @@ from specdec.tree import Tree
 class Proposer(ABC):
     """Proposes a tree of drafts for every row of a batch; told after each round what was committed.
 
-    The order of calls: share, begin, commit, then for each round propose, watch (if it watches) and commit.
+    The order of calls: share, begin, commit, then for each round propose, watch (if it watches) and commit; then finish.
     """
 
     target_layers: tuple[int, ...]  # hidden states it wants in `commit`
     depth: int  # the deepest node it may propose
     watches = False  # whether it wants to know what the target said at every node
-    varies = (
-        False  # whether trees differ in size from round to round: they are filled up, so that few sizes are compiled
-    )
+    remembers = False  # whether it learns from one batch for the next
+    rewinds = False  # whether it has marks, so that it can draft for a cascade (proposers/cascade.py)
+    varies = False  # whether trees differ in size from round to round: filled up, they come in few sizes to compile
 
     @property
     def compile_seconds(self) -> float:
@@ -58,8 +58,11 @@ class Proposer(ABC):
         """
         raise TypeError(f"{type(self).__name__} does not watch.")
 
+    def finish(self, nums: list[int]) -> None:  # noqa: B027  # for most there is nothing to do
+        """The batch has ended: row b's answer is the first nums[b] tokens behind its prompt, whatever else was committed."""
+
     def mark(self) -> object:
-        """The state after a `commit`, for `rewind`. For those that can draft for a cascade (proposers/cascade.py)."""
+        """The state after a `commit`, for `rewind`, if it `rewinds`."""
         raise TypeError(f"{type(self).__name__} has no marks.")
 
     def rewind(self, mark: object) -> None:

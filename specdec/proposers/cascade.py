@@ -19,7 +19,7 @@ class Cascade(Proposer):
     The part of a row's cache, taken anew each round: its first `sinks` entries, its last `window`, and the `chunks` chunks
     of `chunk` entries between them whose keys are most like the newest ones. `inner` drafts for the target on that part,
     which verifies token by token, until every row has exactly `num` drafts; each is distributed as the partial target
-    says, so its laws are those that the full target's verification needs.
+    says, so its laws are those that the full target's verification needs. A repetition penalty is left to that.
     """
 
     def __init__(
@@ -39,14 +39,14 @@ class Cascade(Proposer):
                 raise ValueError(f"proposer.{name}={value} must be at least {least}.")
         if chunk < 1:
             raise ValueError(f"proposer.chunk={chunk} must be at least 1; proposer.chunks=0 takes none.")
-        if type(inner).mark is Proposer.mark:
+        if not inner.rewinds:
             raise ValueError(
                 f"proposer.inner: {type(inner).__name__} cannot take back what it was told, so it cannot draft for a cascade."
             )
         self.target, self.inner = target, inner
         self.depth = num
         self.sinks, self.window, self.chunks, self.chunk = sinks, window, chunks, chunk
-        self.target_layers, self.watches = inner.target_layers, inner.watches
+        self.target_layers = inner.target_layers
         self.runner = Runner(compile)
 
     @property
@@ -80,9 +80,6 @@ class Cascade(Proposer):
         self.newest = tokens.gather(1, num[:, None] - 1)[:, 0]  # [B]
         self.inner.commit(tokens, features, num, counts)
 
-    def watch(self, tree, choices):
-        self.inner.watch(tree, choices)
-
     @torch.no_grad()
     def propose(self, sampling, generator):
         num, part, inner = self.depth, self.part, self.inner
@@ -92,7 +89,6 @@ class Cascade(Proposer):
             rule="token",
             runner=self.runner,
             layers=self.target_layers,
-            choices=self.watches,
             law=True,
         )
         draws = verify.Draws(generator)
@@ -125,8 +121,6 @@ class Cascade(Proposer):
             if not tree.linear:
                 part.keep(path)
             part.commit(kept, counts)
-            if self.watches and judged.choices is not None:
-                inner.watch(tree, judged.choices)
             inner.commit(following, judged.output.features[rows, path], kept, counts)
         inner.rewind(mark)
         return chain(tokens[:, : 1 + num], None if laws is None else laws[:, : 1 + num])

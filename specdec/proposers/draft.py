@@ -7,12 +7,12 @@ from specdec.tree import TreeShape
 
 
 def draft(
-    target: Target, *, model: str, depth: int, width: int, nodes: int, children: Children, compile: bool
+    target: Target, *, model: str, depth: int, width: int, nodes: int | None, children: Children, compile: bool
 ) -> HeadProposer:
     """Frozen, in the target's dtype. Raises ValueError if the model cannot be used.
 
-    model: folder or Hub name of a causal LM with the target's tokenizer; depth, width, nodes: see TreeShape
+    model: folder or Hub name of a causal LM with the target's tokenizer; depth, width, nodes: see TreeShape; nodes None: all
     """
     lm = existing(target, model, dtype=str(target.dtype).removeprefix("torch."), option="proposer.model")
     drafter = Draft(target, model=lm).requires_grad_(False)
-    return HeadProposer(drafter, TreeShape(depth, width, nodes), children=children, compile=compile)
+    return HeadProposer(drafter, TreeShape(depth, width, nodes or depth * width), children=children, compile=compile)

@@ -2,7 +2,7 @@
 
 import heapq
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from specdec.sampling import Sampling, pick
 from specdec.tree import Tree, TreeShape, chain, root
 
 Children = Literal["chosen", "distinct", "independent"]
+CHILDREN = get_args(Children)
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,8 @@ class HeadProposer(Proposer):
     a tree of fixed shape, siblings without or with replacement.
     """
 
+    rewinds = True
+
     def __init__(
         self,
         drafter: Drafter,
@@ -55,6 +58,8 @@ class HeadProposer(Proposer):
         stopping: Stopping | None = None,
         compile: bool = False,
     ):
+        if children not in CHILDREN:
+            raise ValueError(f"decode.children={children} must be {', '.join(CHILDREN[:-1])} or {CHILDREN[-1]}.")
         if drafter.depth is not None and shape.depth > drafter.depth:
             raise ValueError(f"decode.depth={shape.depth} is more than this drafter's {drafter.depth} steps.")
         self.drafter = drafter.eval()

@@ -1,5 +1,7 @@
 """Several proposers' trees joined into one (SpecInfer, 2305.09781)."""
 
+import dataclasses
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -27,11 +29,20 @@ class Merged(Proposer):
         self.target_layers = tuple(sorted({layer for member in members for layer in member.target_layers}))
         self.depth = max(member.depth for member in members)
         self.watches = any(member.watches for member in members)
+        self.rewinds = all(member.rewinds for member in members)
         self.shown: list[tuple[Tree, Tensor]] = []  # each member's last tree, and its nodes' numbers in the joined one
 
     @property
     def compile_seconds(self) -> float:
         return sum(member.compile_seconds for member in self.members)
+
+    @property
+    def remembers(self) -> bool:
+        return any(member.remembers for member in self.members)
+
+    def finish(self, nums):
+        for member in self.members:
+            member.finish(nums)
 
     def share(self, cache):
         for member in self.members:
@@ -58,6 +69,10 @@ class Merged(Proposer):
             if tree.probs is not None:
                 joined, found[number] = beside(joined, tree, self.vocab_size)
         self.shown = [(tree, found[number]) for number, tree in enumerate(trees)]
+        if joined.num_layers > min(
+            self.target_layers, default=joined.num_layers
+        ):  # others want layers that were skipped
+            joined = dataclasses.replace(joined, states=None, num_layers=0)
         return joined
 
     def watch(self, tree, choices):

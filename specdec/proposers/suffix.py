@@ -41,11 +41,17 @@ class Suffix(TextProposer):
         self.texts: list[list[int]] = []
         self.starts: list[int] = []
 
+    @property
+    def remembers(self) -> bool:
+        return self.memory > 0
+
     def begin(self, tokens, num):
-        for text, start in zip(self.texts, self.starts):
-            self.remember(text[start:])
         self.starts = num.tolist()  # of the answers
         super().begin(tokens, num)
+
+    def finish(self, nums):
+        for text, start, num in zip(self.texts, self.starts, nums):
+            self.remember(text[start : start + num])
 
     def remember(self, answer: list[int]) -> None:
         """Forgets the older generation when the younger is full."""

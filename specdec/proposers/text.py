@@ -45,6 +45,8 @@ class TextProposer(Proposer):
 class RetractableTextProposer(TextProposer):
     """One that can be rewound: a mark is the length of each text."""
 
+    rewinds = True
+
     def mark(self):
         return [len(text) for text in self.texts]
 
