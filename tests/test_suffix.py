@@ -115,13 +115,29 @@ def tokens(draft) -> list[int]:
     return [token for token, _ in draft]
 
 
+def then(proposer: Suffix, prompts, *, cut: int = 0) -> None:
+    """Ends the batch, its answers `cut` tokens before what was committed last, and begins another."""
+    proposer.finish([len(text) - start - cut for text, start in zip(proposer.texts, proposer.starts)])
+    begin(proposer, prompts)
+
+
+def test_what_follows_an_answers_end_is_not_remembered():
+    proposer = make()
+    begin(proposer, [[1, 2, 10]])
+    commit(proposer, [[11, 12, 13, 14]])
+    then(proposer, [[1, 10, 11]], cut=2)
+    assert tokens(proposer.draft(0)) == [12]
+    begin(proposer, [[5, 6]])  # the batch before was not finished
+    assert proposer.younger.num_tokens == 3
+
+
 def test_answers_are_remembered_from_the_next_batch_on():
     text = list(range(10, 30))
     proposer = make()
     begin(proposer, [[1, 2, text[0]], text[:3]])
     commit(proposer, [text[1:], [2, *text[:3]]])
     assert tokens(proposer.draft(1))[:4] == [2, *text[:3]]  # its own, and nothing of its neighbour's
-    begin(proposer, [text[:3], [40, 1]])
+    then(proposer, [text[:3], [40, 1]])
     assert tokens(proposer.draft(0)) == text[3:13]  # 2 * 3 + 4
     assert proposer.draft(1) == []  # prompts are not remembered
     commit(proposer, [[50], text[5:7]])
@@ -133,9 +149,9 @@ def test_longest_match_and_own_text_first():
     proposer = make(num=1)
     begin(proposer, [[99, 98]])
     commit(proposer, [[1, 2, 3, 4]])
-    begin(proposer, [[2, 3, 5, 6, 2, 3]])
+    then(proposer, [[2, 3, 5, 6, 2, 3]])
     assert tokens(proposer.draft(0)) == [5]  # two tokens match in both
-    begin(proposer, [[2, 3, 5, 1, 2, 3]])
+    then(proposer, [[2, 3, 5, 1, 2, 3]])
     assert tokens(proposer.draft(0)) == [4]  # three in the memory
 
 
@@ -166,16 +182,19 @@ def test_memory_is_bounded():
             assert vars(known) == vars(automaton_of(goal))
             assert known.num_tokens <= 100 and len(known.counts) <= 201
         commit(proposer, [answer[1:]])
+        proposer.finish([len(answer)])
         if sum(map(len, younger)) + len(answer) > 100:
             younger, older = [], younger
         younger.append(answer)
+    begin(proposer, [[9, 9, 8]])
     commit(proposer, [list(range(500))])  # longer than the memory
-    begin(proposer, [[9, 9]])
+    then(proposer, [[9, 9]])
     assert proposer.younger.num_tokens == 100
     none = make(memory=0)
     for _ in range(3):
         begin(none, [[1, 2]])
         commit(none, [[3, 4, 5]])
+        none.finish([4])
     assert none.younger.num_tokens == none.older.num_tokens == 0
 
 
