@@ -71,7 +71,7 @@ def table(ranked: list[Way], columns: Columns) -> str:
             if spent:
                 line["tokens seen"] = f"{spent['tokens'] / 1e6:.2f} M"
                 line["peak memory"] = f"{spent['peak_memory'] / 2**30:.2f} GiB"
-            if spent and spent["tokens"]:
+            if spent.get("tokens_per_second"):  # unknown where the run was continued from another
                 line["training tokens/s"] = f"{spent['tokens_per_second']:,.0f}"
         line["depth"] = str(way.depth)
         line |= {f"tau T={t:g}": figure(one, "tau") for t, one in each.items()}

@@ -253,7 +253,7 @@ def existing(target: Target, name: str, *, dtype: str, option: str) -> Target:
         lm = Target.load(name, dtype=dtype, device=target.device, option=option)
         same = load_tokenizer(name, option=option).get_vocab() == load_tokenizer(target.name).get_vocab()
     except ValueError as error:
-        raise ValueError(str(error) if option in str(error) else f"{option}={name}: {error}") from error
+        raise ValueError(f"{option}={name}: {error}") from error
     if not same:
         raise ValueError(
             f"{option}={name} has another tokenizer than {target.name}, so its tokens mean other texts. Take a smaller "
