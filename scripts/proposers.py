@@ -143,7 +143,7 @@ def _read(name: str, settings: Settings, shared: dict) -> DictConfig:
         key = str(error.full_key).rpartition(".")[2]
         raise ValueError(f"Give proposer.{key}=...: {name} needs it (see conf/proposer/{name}.yaml).") from None
     if found.get("checkpoint", "") is None:
-        raise ValueError(f"proposer={name} needs a trained head: give checkpoint=DIR.")
+        raise ValueError(f"proposer={name} needs a trained head: give checkpoint=DIR, or another proposer=.")
     return OmegaConf.create(found)
 
 
