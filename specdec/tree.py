@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from specdec import masks
 
-Draft = list[tuple[int, int]]  # one row's drafts, nodes 1, 2, .. of a tree: (token, parent), the root being node 0
+Nodes = list[tuple[int, int]]  # one row's drafts, nodes 1, 2, .. of a tree: (token, parent), the root being node 0
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def chain(tokens: Tensor, probs: Tensor | None) -> Tree:
     return Tree(tokens, parents, probs, linear=True)
 
 
-def plant(newest: list[int], drafts: list[Draft], device) -> Tree:
+def plant(newest: list[int], drafts: list[Nodes], device) -> Tree:
     """A tree of chosen drafts for each row; rows with fewer than the largest are filled up as by `Tree.filled`."""
     linear = all(parent == number for draft in drafts for number, (_, parent) in enumerate(draft))
     num = max(map(len, drafts))

@@ -1,12 +1,14 @@
 """Geometry of trees, and what HeadProposer proposes."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from conftest import chain_of, random_tokens, random_tree
 
 from specdec.proposers.heads import HeadProposer
 from specdec.sampling import Sampling
-from specdec.tree import Tree, TreeShape, chain, root
+from specdec.tree import Tree, TreeShape, chain, plant, root
 
 
 def walk_up(parents: list[int], node: int) -> list[int]:
@@ -110,3 +112,30 @@ def test_deeper_than_the_drafter(drafter, monkeypatch):
     HeadProposer(drafter, chain_of(3))
     with pytest.raises(ValueError, match=r"decode\.depth=4 is more than this drafter's 3 steps"):
         HeadProposer(drafter, chain_of(4))
+
+
+def test_rows_are_planted_side_by_side():
+    drafts = [[(7, 0), (8, 1), (9, 0)], [], [(5, 0)]]
+    tree = plant([1, 2, 3], drafts, "cpu")
+    assert not tree.linear and tree.probs is None
+    assert tree.tokens.tolist() == [[1, 7, 8, 9], [2, 2, 2, 2], [3, 5, 5, 5]]
+    assert tree.parents.tolist() == [[-1, 0, 1, 0], [-1, 0, 0, 0], [-1, 0, 0, 0]]
+    chains = plant([1, 2], [[(7, 0), (8, 1), (9, 2)], [(5, 0)]], "cpu")
+    assert chains.linear and chains.tokens.tolist() == [[1, 7, 8, 9], [2, 5, 5, 5]]
+    assert chains.parents.tolist() == [[-1, 0, 1, 2]] * 2
+    assert plant([1, 2], [[], []], "cpu").tokens.tolist() == [[1], [2]]
+
+
+@pytest.mark.parametrize("linear", [True, False])
+def test_filled_up_trees_keep_their_nodes_and_their_law(linear):
+    tree = plant([1], [[(7, 0), (8, 1), (9, 2 if linear else 0)]], "cpu")
+    sampled = replace(tree, probs=torch.nn.functional.one_hot(tree.tokens, 10).double())
+    for each in (tree, sampled):
+        assert each.filled(3) is each
+        more = each.filled(5)
+        assert more.linear == linear and more.tokens.tolist()[0] == [1, 7, 8, 9] + ([9, 9] if linear else [7, 7])
+        assert more.parents.tolist()[0] == ([-1, 0, 1, 2, 3, 4] if linear else [-1, 0, 1, 0, 0, 0])
+        assert each.probs is None or more.probs.argmax(-1).equal(more.tokens)
+    assert tree.rounded(depth=8).tokens.shape[1] == 1 + 4
+    assert tree.rounded(depth=3).tokens.shape[1] == 1 + (3 if linear else 4)
+    assert plant([1], [[]], "cpu").rounded(depth=3).tokens.tolist() == [[1]]

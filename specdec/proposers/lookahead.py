@@ -26,7 +26,7 @@ in the window too: what the target says there is the same.
 
 from specdec.proposers.text import TextProposer
 from specdec.target import Target
-from specdec.tree import Draft
+from specdec.tree import Nodes
 
 
 class Lookahead(TextProposer):
@@ -68,7 +68,7 @@ class Lookahead(TextProposer):
         text, columns = self.texts[row], self.columns[row]
         if not columns:
             columns += [[text[number * len(text) // self.window]] for number in range(self.window)]
-        draft: Draft = []
+        draft: Nodes = []
         numbers: dict[tuple[int, int], int] = {}  # of nodes, by token and parent
 
         def hang(tokens, node: int) -> int:

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from specdec.proposers.base import Proposer
 from specdec.target import Target
-from specdec.tree import Draft, Tree, plant, root
+from specdec.tree import Nodes, Tree, plant, root
 
 
 class Merged(Proposer):
@@ -94,7 +94,7 @@ def union(trees: list[Tree]) -> tuple[Tree, list[Tensor]]:
     largest = max(trees, key=lambda tree: tree.tokens.shape[1])
     if sum(tree.tokens.shape[1] > 1 for tree in trees) < 2:  # nothing to join, so nothing to wait for
         return largest, [torch.arange(tree.tokens.shape[1], device=device).expand(num_rows, -1) for tree in trees]
-    drafts: list[Draft] = [[] for _ in range(num_rows)]
+    drafts: list[Nodes] = [[] for _ in range(num_rows)]
     known: list[dict[tuple[int, int], int]] = [{} for _ in drafts]  # (token, parent) -> number
     places = []
     for tree in trees:

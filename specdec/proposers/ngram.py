@@ -2,7 +2,7 @@
 
 from specdec.proposers.text import RetractableTextProposer
 from specdec.target import Target
-from specdec.tree import Draft
+from specdec.tree import Nodes
 
 
 class Ngram(RetractableTextProposer):
@@ -31,7 +31,7 @@ class Ngram(RetractableTextProposer):
     def retract(self, row, length):
         self.indices[row].retract(length)
 
-    def draft(self, row) -> Draft:
+    def draft(self, row) -> Nodes:
         text, place = self.texts[row], self.indices[row].find()
         if place is None:
             return []

@@ -7,7 +7,7 @@ from pathlib import Path
 from specdec import datastore as store
 from specdec.proposers.text import RetractableTextProposer
 from specdec.target import Target, load_tokenizer
-from specdec.tree import Draft
+from specdec.tree import Nodes
 
 
 class Retrieval(RetractableTextProposer):
@@ -58,9 +58,9 @@ class Retrieval(RetractableTextProposer):
         return found
 
 
-def grow(tokens: memoryview, places: list[int], *, num: int, depth: int) -> Draft:
+def grow(tokens: memoryview, places: list[int], *, num: int, depth: int) -> Nodes:
     """Of the trie of what follows the places, the `num` nodes with the highest counts; of equals, those nearest the root."""
-    draft: Draft = []
+    draft: Nodes = []
     order = itertools.count()
     best: list[
         tuple

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from specdec.proposers.text import TextProposer
 from specdec.target import Target
-from specdec.tree import Draft
+from specdec.tree import Nodes
 
 
 class Suffix(TextProposer):
@@ -163,13 +163,13 @@ class Automaton:
             length = self.lengths[state]
         return Match(self.children[state][token], length + 1)
 
-    def likeliest(self, state: int, num: int, least: float) -> Draft:
+    def likeliest(self, state: int, num: int, least: float) -> Nodes:
         """At most `num` tokens that may follow the state's strings, the likeliest first; of equals, the first found.
 
         A token's chance is its share of what followed, a path's the product; it is at least `least`. Where nothing ever
         followed, as at the end of a text that so runs on into itself, the longest end of it that something followed counts.
         """
-        draft: Draft = []
+        draft: Nodes = []
         order = itertools.count()
         heap: list[tuple[float, int, int, int, int]] = []  # minus the chance, order, token, parent, state
         chance = 1.0

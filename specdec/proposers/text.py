@@ -3,7 +3,7 @@
 from abc import abstractmethod
 
 from specdec.proposers.base import Proposer
-from specdec.tree import Draft, plant
+from specdec.tree import Nodes, plant
 
 
 class TextProposer(Proposer):
@@ -38,7 +38,7 @@ class TextProposer(Proposer):
         """texts[row] now ends with `new`."""
 
     @abstractmethod
-    def draft(self, row: int) -> Draft:
+    def draft(self, row: int) -> Nodes:
         """What may follow texts[row]; nothing, if there is nothing to go by."""
 
 
