@@ -81,7 +81,6 @@ def test_end_to_end(tmp_path, monkeypatch, capsys):
     target = Target.load(f"{tmp_path}/target", dtype="float32")
     assert LayerSkip(target, layers=numbers, depth=written["depth"]).layers == tuple(numbers)
     for wrong, message in (
-        (given[1:], "Give target.name=FOLDER"),
         ([*given, "depth=0"], "must be at least 1"),
         ([*given, "max_new_tokens=1"], "No answer has a second token"),
         ([*given, "prompts=nowhere.jsonl"], "There is no file"),
