@@ -72,7 +72,6 @@ def main() -> None:
             f"decoding {batch} prompts at once, which is fastest here; latency figures are those of the batch",
             highlight=False,
         )
-    shape = str(drafting.shape) if isinstance(proposer, HeadProposer) else chosen.proposer
     columns = []
     for sampling in samplings:
         if proposer.remembers and (columns or chosen.batch is None):
@@ -101,7 +100,7 @@ def main() -> None:
                 lossy=drafting.rule in verify.LOSSY,
             )
         )
-        display.validation(console, columns[-1], shape)
+        display.validation(console, columns[-1], loaded.what)
         console.print(by_category(columns[-1]))
     settings = {
         **asdict(chosen),

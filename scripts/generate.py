@@ -74,7 +74,7 @@ def main() -> None:
     if rounds:
         console.print(
             f"{len(result.tokens[0])} tokens in {rounds} rounds: tau {(len(result.tokens[0]) - 1) / rounds:.2f}, "
-            f"{(len(result.tokens[0]) - 1) / result.seconds:.1f} tokens/s ({chosen.proposer}, temperature {sampling.temperature:g})"
+            f"{(len(result.tokens[0]) - 1) / result.seconds:.1f} tokens/s ({loaded.what}, temperature {sampling.temperature:g})"
         )
     if chosen.compare:
         again = plain.generate([prompt], chosen.max_new_tokens, generator=_generator(loaded, chosen.seed))
@@ -86,7 +86,7 @@ def main() -> None:
             )
 
 
-def _generator(loaded: common.Loaded, seed: int) -> torch.Generator:
+def _generator(loaded: common.Opened, seed: int) -> torch.Generator:
     return torch.Generator(loaded.target.device).manual_seed(seed)
 
 

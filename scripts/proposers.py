@@ -40,8 +40,14 @@ class ProposerOptions:
 class Chosen(common.Opened):
     """A proposer beside its target."""
 
+    name: str  # of the file in conf/proposer
     proposer: Proposer
     checkpoint: Path | None
+
+    @property
+    def what(self) -> str:
+        """For a title: a trained head's chain or tree, or the name."""
+        return str(self.proposer.shape) if isinstance(self.proposer, HeadProposer) else self.name
 
 
 def names() -> list[str]:
@@ -59,7 +65,7 @@ def load(
     )
     if opened.target.adapted:
         print(f"{folder} adapts its target: all outputs are those of the adapted one.", file=sys.stderr)
-    return Chosen(opened.target, opened.tokenizer, opened.stop, proposer, folder)
+    return Chosen(opened.target, opened.tokenizer, opened.stop, given.proposer, proposer, folder)
 
 
 def build(name: str, target: Target, *, settings: Settings, drafting: Drafting, checkpoint: str | None) -> Proposer:

@@ -15,7 +15,7 @@ from specdec.compile import Runner
 from specdec.decode import STAGES, Decoder, Generation
 from specdec.drafter import Drafter
 from specdec.proposers.base import Proposer
-from specdec.proposers.heads import CHILDREN, Children, HeadProposer, Stopping
+from specdec.proposers.heads import Children, HeadProposer, Stopping, check_children
 from specdec.proposers.lookahead import Lookahead
 from specdec.sampling import Sampling
 from specdec.target import Target
@@ -45,8 +45,7 @@ class Drafting:
     compile: bool = False
 
     def __post_init__(self):
-        if self.children not in CHILDREN:
-            raise ValueError(f"decode.children={self.children} must be {', '.join(CHILDREN[:-1])} or {CHILDREN[-1]}.")
+        check_children(self.children)
         known = [field.name for field in fields(Stopping)]
         if not set(self.stopping or ()) <= set(known):
             raise ValueError(f"decode.stopping={self.stopping} may hold {', '.join(known)} and nothing else.")

@@ -60,6 +60,11 @@ def pick(law: Tensor, uniform: Tensor) -> Tensor:
     return torch.searchsorted(reached, uniform * reached[:, -1:], right=True)[:, 0]
 
 
+def uniforms(num: int, generator: torch.Generator | None, device) -> Tensor:
+    """[num, 1] in float64, from [0, 1): what `pick` takes"""
+    return torch.rand(num, 1, generator=generator, device=device, dtype=torch.float64)
+
+
 def precise(logits: Tensor) -> Tensor:
     """In float32, or float64 if that is what came in."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from specdec.sampling import pick
+from specdec.sampling import pick, uniforms
 from specdec.tree import Tree
 
 Verdict = tuple[Tensor, Tensor, Tensor]
@@ -35,7 +35,7 @@ class Draws:
 
     def token(self, law: Tensor, where: Tensor) -> Tensor:
         """law [B, V], where [B] bool -> one index drawn for each row [B]; any index where `where` is False."""
-        return pick(law, torch.rand(len(law), 1, generator=self.generator, device=law.device, dtype=torch.float64))
+        return pick(law, uniforms(len(law), self.generator, law.device))
 
 
 def greedy(tree: Tree, choices: Tensor) -> Verdict:

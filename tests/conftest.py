@@ -55,6 +55,18 @@ def make_target(vocab_size: int, *, num_layers: int = 8) -> Target:
     return Target(LlamaForCausalLM(config).double(), name="tiny")
 
 
+def scale_forward(target: Target, monkeypatch) -> None:
+    """Makes the target do more than its layers one after the other."""
+    forward = target.decoder.forward
+
+    def scaled(*args, **kwargs):
+        output = forward(*args, **kwargs)
+        output.last_hidden_state = 1.5 * output.last_hidden_state
+        return output
+
+    monkeypatch.setattr(target.decoder, "forward", scaled)
+
+
 def save_target(folder: Path, *, num_layers: int = 3, seed: int = 0) -> None:
     """A tiny target with the real tokenizer, as a folder that scripts and train.py load."""
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "targets" / "smollm2-135m")

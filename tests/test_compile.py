@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 import torch._inductor
-from conftest import chain_of, make_drafter, make_target, random_tokens
+from conftest import chain_of, make_drafter, make_target, random_tokens, scale_forward
 from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -302,14 +302,7 @@ def test_with_inductor(graphs):
 
 def test_a_model_that_does_more_than_its_layers(traced, monkeypatch):
     target = tiny()
-    forward = target.decoder.forward
-
-    def scaled(*args, **kwargs):
-        output = forward(*args, **kwargs)
-        output.last_hidden_state = 1.5 * output.last_hidden_state
-        return output
-
-    monkeypatch.setattr(target.decoder, "forward", scaled)
+    scale_forward(target, monkeypatch)
     sentence = r"^tiny does more than its layers one after the other: set decode\.compile=false\.$"
     with pytest.raises(ValueError, match=sentence):
         decoder_of(target, compiled=True).generate(prompts_of(target, 0), 4)

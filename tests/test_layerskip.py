@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 import torch._inductor
-from conftest import make_target, random_tokens
+from conftest import make_target, random_tokens, scale_forward
 from test_decode import NUM_NEW, greedy, prompts_of
 from test_sampled import SAMPLINGS, error, statistic, target_of
 from torch import nn
@@ -326,14 +326,7 @@ def test_other_options_out_of_range(target):
 
 def test_a_model_that_does_more_than_its_layers(monkeypatch):
     target = make_target(6, num_layers=2)
-    forward = target.decoder.forward
-
-    def scaled(*args, **kwargs):
-        output = forward(*args, **kwargs)
-        output.last_hidden_state = 1.5 * output.last_hidden_state
-        return output
-
-    monkeypatch.setattr(target.decoder, "forward", scaled)
+    scale_forward(target, monkeypatch)
     with pytest.raises(
         ValueError, match=r"^tiny does more than its layers one after the other: it cannot draft with some"
     ):

@@ -10,6 +10,11 @@ from specdec.sampling import Sampling
 from specdec.tree import Tree
 
 
+def last_of(values: Tensor, num: Tensor) -> Tensor:
+    """values [B, S, ...], of which the first num[b] count in row b -> [B, ...] the last of those"""
+    return values[torch.arange(len(num), device=num.device), num - 1]
+
+
 class Proposer(ABC):
     """Proposes a tree of drafts for every row of a batch; told after each round what was committed.
 

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from specdec import verify
 from specdec.cache import RowCache
 from specdec.compile import Runner
-from specdec.proposers.base import Proposer
+from specdec.proposers.base import Proposer, last_of
 from specdec.target import Target
 from specdec.tree import chain
 from specdec.verification import Verifier
@@ -77,7 +77,7 @@ class Cascade(Proposer):
         self.inner.begin(tokens, num)
 
     def commit(self, tokens, features, num, counts):
-        self.newest = tokens.gather(1, num[:, None] - 1)[:, 0]  # [B]
+        self.newest = last_of(tokens, num)  # [B]
         self.inner.commit(tokens, features, num, counts)
 
     @torch.no_grad()

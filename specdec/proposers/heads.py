@@ -12,12 +12,17 @@ from specdec import masks
 from specdec.cache import RowCache
 from specdec.compile import Runner
 from specdec.drafter import Drafter
-from specdec.proposers.base import Proposer
-from specdec.sampling import Sampling, pick
+from specdec.proposers.base import Proposer, last_of
+from specdec.sampling import Sampling, pick, uniforms
 from specdec.tree import Tree, TreeShape, chain, root
 
 Children = Literal["chosen", "distinct", "independent"]
-CHILDREN = get_args(Children)
+
+
+def check_children(children: str) -> None:
+    """Raises ValueError unless it is one of `Children`."""
+    if children not in get_args(Children):
+        raise ValueError(f"decode.children={children} must be chosen, distinct or independent.")
 
 
 @dataclass(frozen=True)
@@ -58,8 +63,7 @@ class HeadProposer(Proposer):
         stopping: Stopping | None = None,
         compile: bool = False,
     ):
-        if children not in CHILDREN:
-            raise ValueError(f"decode.children={children} must be {', '.join(CHILDREN[:-1])} or {CHILDREN[-1]}.")
+        check_children(children)
         if drafter.depth is not None and shape.depth > drafter.depth:
             raise ValueError(f"decode.depth={shape.depth} is more than this drafter's {drafter.depth} steps.")
         self.drafter = drafter.eval()
@@ -143,7 +147,7 @@ class HeadProposer(Proposer):
 
     def _newest(self, values: Tensor, num: Tensor) -> Tensor:
         """[B, S, ...] of the newly committed -> [B, 1, ...] of each row's last"""
-        return values[torch.arange(len(num), device=num.device), num - 1][:, None]
+        return last_of(values, num)[:, None]
 
     def _absorb_all(self, tokens, features, num, lengths, *rest):
         """`_absorb`: what is carried on, then what `_first_step` returns."""
@@ -226,16 +230,13 @@ class HeadProposer(Proposer):
                 draft = logits[:, 0].argmax(-1)
             else:
                 laws.append(sampling.law(logits[:, 0]))  # [B, W]
-                draft = pick(laws[-1], self._uniform(generator, newest))
+                draft = pick(laws[-1], uniforms(len(newest), generator, newest.device))
             tokens.append(self.drafter.to_target(draft))
             if d < self.shape.depth:
                 state, logits, evidence = self._take_step(
                     d + 1, d - 1, state, tokens[-1][:, None], seen[:, d - 1 : d, :d]
                 )
         return chain(torch.stack(tokens, dim=1), self._spread(laws) if laws else None)
-
-    def _uniform(self, generator: torch.Generator | None, like: Tensor) -> Tensor:
-        return torch.rand(len(like), 1, generator=generator, device=like.device, dtype=torch.float64)
 
     def _spread(self, laws: list[Tensor]) -> Tensor:
         """Laws over the draft vocabulary, [B, W] each -> [B, 1 + N, V]; nothing is on the root and off the list."""
@@ -325,7 +326,7 @@ class HeadProposer(Proposer):
             for place, node in enumerate(level):
                 law = sampling.law(logits[:, place])  # [B, W]
                 for child in [child for child in range(1, len(parents)) if parents[child] == node]:
-                    draft = pick(law, self._uniform(generator, newest))
+                    draft = pick(law, uniforms(len(newest), generator, newest.device))
                     laws[child - 1], tokens[child] = law, self.drafter.to_target(draft)
                     if self.children == "distinct":
                         law = _without(law, draft)

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from specdec import masks
 from specdec.compile import Runner
-from specdec.proposers.base import Proposer
-from specdec.sampling import pick
+from specdec.proposers.base import Proposer, last_of
+from specdec.sampling import pick, uniforms
 from specdec.target import Target
 from specdec.tree import chain
 
@@ -85,7 +85,7 @@ class LayerSkip(Proposer):
         pass
 
     def commit(self, tokens, features, num, counts):
-        self.newest = tokens[torch.arange(len(num), device=num.device), num - 1]  # [B]
+        self.newest = last_of(tokens, num)  # [B]
 
     @torch.no_grad()
     def propose(self, sampling, generator):
@@ -99,7 +99,7 @@ class LayerSkip(Proposer):
             certainty = certainty + log_chance
             if not sampling.greedy:
                 laws.append(sampling.law(logits))
-                uniform = torch.rand(len(best), 1, generator=generator, device=best.device, dtype=torch.float64)
+                uniform = uniforms(len(best), generator, best.device)
                 best = pick(laws[-1], uniform)
             tokens.append(best)
             if self.threshold and bool(certainty.max().exp() < self.threshold):
