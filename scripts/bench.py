@@ -40,13 +40,9 @@ Way = Callable[[list[int]], tuple[int, float]]  # a prompt -> new tokens, second
 
 
 @dataclass(frozen=True)
-class Bench:
+class Bench(proposers.SeveralOptions):
     checkpoint: str = field(
         default="", metadata={"help": "comma list of a step's folders, or of runs' folders for their best steps"}
-    )
-    proposers: str = field(default="", metadata={"help": "comma list of files of conf/proposer"})
-    settings: dict[str, str] = field(
-        default_factory=dict, metadata={"prefix": "proposer.", "help": "NAME.KEY=VALUE: settings of a proposer"}
     )
     prompts: str = field(default="data/prompts_heldout.jsonl", metadata={"help": "rows with prompt or messages"})
     limit: int = field(default=8, metadata={"help": "this many prompts, spread over the file"})
@@ -100,10 +96,15 @@ def main() -> None:
     for way in track(ways.values(), description="warm-up and compiling", console=console, transient=True):
         for prompt in (min(prompts, key=len), max(prompts, key=len)):  # the least and the greatest cache
             way(prompt)
-        if isinstance(way, Ours):
-            way.done.clear()
+    ours = [way for way in ways.values() if isinstance(way, Ours)]
+    for way in ours:
+        way.done.clear()
     rates: dict[str, list[float]] = {name: [] for name in ways}  # tokens/s
     for number, prompt in enumerate(track(prompts * chosen.repeats, console=console, transient=True)):
+        if number % len(prompts) == 0:
+            for way in ours:  # the answers to prompts that will come again
+                if way.decoder.proposer:
+                    way.decoder.proposer.forget()
         names = list(ways)
         for name in names[number % len(names) :] + names[: number % len(names)]:
             num_tokens, seconds = ways[name](prompt)
@@ -176,19 +177,13 @@ def all_ways(chosen: Bench, first: common.Opened, loaded: list[common.Loaded], *
             ways[f"generate, custom_generate {called[one.folder]}, chain of {num}"] = lambda prompt, custom=custom: (
                 theirs(first, prompt, chosen.max_new_tokens, custom=custom)
             )
-    untrained = proposers.build_all(
+    configs = proposers.configure_all(
         chosen.proposers,
-        first.target,
         settings=chosen.settings,
         drafting=Drafting(depth, compile=chosen.compile),
         checkpoint=str(loaded[0].folder) if loaded else None,
     )
-    for name, proposer in untrained.items():
-        if proposer.remembers:
-            raise ValueError(
-                f"{name} remembers answers, and would know those of prompts that it has seen by heart: give "
-                "proposer.suffix.memory=0 (proposer.merged.suffix.memory=0 inside another)."
-            )
+    untrained = {name: proposers.make(config, first.target) for name, config in configs.items()}
     lookup = untrained.get("ngram")
     if isinstance(lookup, Ngram):
         for num, longest_match in dict.fromkeys([(10, 2), (lookup.depth, lookup.max)]):  # theirs by default, and ours

@@ -6,6 +6,7 @@ proposers that need no training, in turn, and writes what each is worth to OUT/t
 OUT/rows.jsonl: after Ctrl-C or a kill, the same command continues.
 """
 
+import collections
 import hashlib
 import json
 import platform
@@ -36,17 +37,11 @@ Decoders = dict[str, Decoder]  # by the name of a way; plain decoding by Way.pla
 
 
 @dataclass(frozen=True)
-class Compare:
+class Compare(proposers.SeveralOptions):
     runs: str = field(
         default="", metadata={"help": "comma list of run folders (their best steps) or of steps' folders"}
     )
-    proposers: str = field(
-        default="", metadata={"help": "comma list of files of conf/proposer, compared beside the runs"}
-    )
     checkpoint: str | None = field(default=None, metadata={"help": "the trained head of a proposer that holds one"})
-    settings: dict[str, str] = field(
-        default_factory=dict, metadata={"prefix": "proposer.", "help": "NAME.KEY=VALUE: settings of a proposer"}
-    )
     prompts: str = field(default="data/prompts_heldout.jsonl", metadata={"help": "rows with prompt or messages"})
     limit: int | None = field(default=None, metadata={"help": "this many prompts, spread over the file"})
     max_new_tokens: int = field(default=64, metadata={"help": "an answer ends here at the latest"})
@@ -61,6 +56,14 @@ class Compare:
 
 def digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
+
+
+def digest_folder(folder: Path) -> str:
+    found = []
+    for path in sorted(path for path in folder.iterdir() if path.is_file()):
+        with path.open("rb") as file:
+            found.append(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}")
+    return digest("\n".join(found).encode())
 
 
 def main() -> None:
@@ -86,11 +89,17 @@ def main() -> None:
         Prompt(row["id"], row["category"], data.encode_prompt(tokenizer, row["messages"]))
         for row in reading.spread(reading.load_prompts(chosen.prompts), chosen.limit)
     ]
+    configs = proposers.configure_all(
+        chosen.proposers,
+        settings=chosen.settings,
+        drafting=Drafting(chosen.chain, compile=chosen.compile),
+        checkpoint=chosen.checkpoint and str(checkpoint.resolve(chosen.checkpoint)),
+    )
     settings = {
         "runs": {run.name: f"{run.folder} {digest((run.folder / 'drafter.safetensors').read_bytes())}" for run in runs},
-        "proposers": chosen.proposers,
+        "proposers": configs,
         "proposer_settings": chosen.settings,
-        "checkpoint": chosen.checkpoint,
+        "files": {folder: digest_folder(Path(folder)) for folder in sorted(proposers.folders(configs))},
         "prompts": chosen.prompts,
         "num_prompts": len(prompts),
         "prompts_digest": digest(repr(prompts).encode()),
@@ -105,35 +114,28 @@ def main() -> None:
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
     }
-    folder = chosen.checkpoint and str(checkpoint.resolve(chosen.checkpoint))
-    made = {}
-    for temperature in temperatures:  # new proposers each time: some remember what they saw
-        untrained = proposers.build_all(
-            chosen.proposers,
-            target,
-            settings=chosen.settings,
-            drafting=Drafting(chosen.chain, compile=chosen.compile),
-            checkpoint=folder,
-        )
-        made[temperature] = decoders(runs, untrained, target, temperature, stop, chosen.compile)
+    untrained = {name: proposers.make(config, target) for name, config in configs.items()}
+    runners: dict[str, Runner] = collections.defaultdict(lambda: Runner(chosen.compile))
+    made = {temperature: decoders(runs, untrained, target, temperature, stop, runners) for temperature in temperatures}
     ways = made[temperatures[0]][0]
     out = Path(chosen.out)
     lines = begin(out, settings)
     done = {(line["number"], line["temperature"]) for line in lines}
-    groups = []
-    for temperature in temperatures:
-        numbers = [number for number in range(len(prompts)) if (number, temperature) not in done]
-        groups += [(numbers[i : i + chosen.batch], temperature) for i in range(0, len(numbers), chosen.batch)]
     console.print(
         f"{len(done)} of {len(prompts) * len(temperatures)} prompts x temperatures are in {out}", highlight=False
     )
-    for temperature in dict.fromkeys(temperature for _, temperature in groups):
-        list(decode(*made[temperature], prompts, [0], min(8, chosen.max_new_tokens)))  # a warm-up
-    with (out / "rows.jsonl").open("a", buffering=1) as file:
-        for numbers, temperature in track(groups, description="decoding", console=console, transient=True):
-            for line in decode(*made[temperature], prompts, numbers, chosen.max_new_tokens):
-                file.write(json.dumps(line) + "\n")
-                lines.append(line)
+    for temperature in temperatures:
+        left = [number for number in range(len(prompts)) if (number, temperature) not in done]
+        groups = [left[start : start + chosen.batch] for start in range(0, len(left), chosen.batch)]
+        if groups:
+            list(decode(*made[temperature], prompts, [0], min(8, chosen.max_new_tokens)))  # a warm-up
+        for proposer in untrained.values():
+            proposer.forget()
+        with (out / "rows.jsonl").open("a", buffering=1) as file:
+            for numbers in track(groups, f"temperature {temperature:g}", console=console, transient=True):
+                for line in decode(*made[temperature], prompts, numbers, chosen.max_new_tokens):
+                    file.write(json.dumps(line) + "\n")
+                    lines.append(line)
     lines.sort(key=lambda line: line["number"])
 
     rows = {temperature: {way.name: rows_of(lines, way, temperature) for way in ways} for temperature in temperatures}
@@ -210,14 +212,18 @@ def begin(out: Path, settings: dict) -> list[dict]:
 
 
 def decoders(
-    runs: list[Run], untrained: dict[str, Proposer], target: Target, temperature: float, stop: set[int], compile: bool
+    runs: list[Run],
+    untrained: dict[str, Proposer],
+    target: Target,
+    temperature: float,
+    stop: set[int],
+    runners: dict[str, Runner],
 ) -> tuple[list[Way], Decoders]:
     """The ways, and what decodes them at this temperature; plain decoding once for each distinct target.
 
-    target: that of the untrained proposers
+    target: that of the untrained proposers; runners: by Way.plain, made where there is none
     """
     ways, found = [], {}
-    runners: dict[str, Runner] = {}
 
     def add(way: Way, target: Target, proposer: Proposer) -> None:
         if way.name in found:
@@ -225,7 +231,7 @@ def decoders(
         shared = {
             "sampling": Sampling(temperature),
             "stop": stop,
-            "runner": runners.setdefault(way.plain, Runner(compile)),
+            "runner": runners[way.plain],
         }
         found.setdefault(way.plain, Decoder(target, None, **shared))
         found[way.name] = Decoder(target, proposer, **shared)
@@ -233,7 +239,7 @@ def decoders(
 
     for run in runs:
         for kind, shape in run.shapes.items():
-            drafting = Drafting(shape.depth, shape.width, shape.nodes, compile=compile)
+            drafting = Drafting(shape.depth, shape.width, shape.nodes, compile=runners[run.plain].compile)
             proposer = drafting.proposer(run.drafter)
             replayed = run.drafter if drafting.replayable(run.drafter, Sampling(temperature)) else None
             add(Way(f"{run.name}, {kind}", run, shape.depth, run.plain, replayed), run.drafter.target, proposer)

@@ -51,10 +51,10 @@ def figure(summary: dict, name: str, form: str = ".2f") -> str:
 
 
 def table(ranked: list[Way], columns: Columns) -> str:
-    """One line a way; survival and times are those at the lowest temperature."""
-    first, lines = min(columns), []
+    """One line a way, and in it a cell of each figure for every temperature."""
+    lines = []
     for way in ranked:
-        each, main = {t: column[way.name] for t, column in columns.items()}, columns[first][way.name]
+        each = {t: column[way.name] for t, column in columns.items()}
         line = {
             "way": way.name,
             "head": "-",
@@ -78,8 +78,9 @@ def table(ranked: list[Way], columns: Columns) -> str:
         if any("replayed_tau" in column[other.name] for column in columns.values() for other in ranked):
             for t, one in each.items():
                 line[f"replayed tau T={t:g}"] = figure(one, "replayed_tau") if "replayed_tau" in one else "-"
-        line[f"survival by depth T={first:g}"] = by_depth(main["survival"])
-        line |= {f"{stage} ms T={first:g}": f"{main['ms_per_round'][stage]:.1f}" for stage in ("draft", "verify")}
+        line |= {f"survival by depth T={t:g}": by_depth(one["survival"]) for t, one in each.items()}
+        for stage in ("draft", "verify"):
+            line |= {f"{stage} ms T={t:g}": f"{one['ms_per_round'][stage]:.1f}" for t, one in each.items()}
         for t, one in each.items():
             line[f"speedup T={t:g}, tokens/s"] = f"{figure(one, 'speedup')}, {one['tokens_per_second']:.1f}"
         lines.append(line)

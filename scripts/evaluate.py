@@ -74,8 +74,6 @@ def main() -> None:
         )
     columns = []
     for sampling in samplings:
-        if proposer.remembers and (columns or chosen.batch is None):
-            proposer = proposers.load(chosen, chosen.target, drafting, onto=loaded).proposer
         rows = measure(
             loaded.target,
             proposer,

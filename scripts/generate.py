@@ -50,6 +50,7 @@ def main() -> None:
     plain = Decoder(loaded.target, None, **ways)
     for warm in (decoder, plain) if chosen.compare else (decoder,):
         warm.generate([prompt], 4)  # a warm-up
+    loaded.proposer.forget()
 
     result = Generation([[]], [[]])
     shown = ""

@@ -3,6 +3,7 @@
 import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import yaml
 from hydra.errors import InstantiationException
@@ -21,6 +22,7 @@ from specdec.target import Target
 FOLDER = common.CONF / "proposer"
 NESTED = ("members", "inner")  # arguments that are proposers themselves, written as names
 Settings = dict[str, str]  # as written: KEY: VALUE, and MEMBER.KEY: VALUE for a proposer inside another
+Config = dict[str, Any]  # a file of conf/proposer with the values that count; at NESTED, by name, those inside
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,16 @@ class ProposerOptions:
     proposer: str = field(default="head", metadata={"help": "what drafts: a file of conf/proposer, which says more"})
     settings: dict[str, str] = field(
         default_factory=dict, metadata={"prefix": "proposer.", "help": "settings of the proposer, see conf/proposer"}
+    )
+
+
+@dataclass(frozen=True)
+class SeveralOptions:
+    """The same for scripts that set several beside each other."""
+
+    proposers: str = field(default="", metadata={"help": "comma list of files of conf/proposer"})
+    settings: dict[str, str] = field(
+        default_factory=dict, metadata={"prefix": "proposer.", "help": "NAME.KEY=VALUE: settings of a proposer"}
     )
 
 
@@ -54,12 +66,10 @@ def names() -> list[str]:
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 
-def load(
-    given: ProposerOptions, options: common.TargetOptions, drafting: Drafting, *, onto: common.Opened | None = None
-) -> Chosen:
-    """The target is `onto`, else that of the checkpoint, if there is one. Raises ValueError, with what to do."""
+def load(given: ProposerOptions, options: common.TargetOptions, drafting: Drafting) -> Chosen:
+    """The target is that of the checkpoint, if there is one. Raises ValueError, with what to do."""
     folder = resolve(given.checkpoint) if given.checkpoint else None
-    opened = onto or common.load_target(options, default=folder and common.target_of(folder))
+    opened = common.load_target(options, default=folder and common.target_of(folder))
     proposer = build(
         given.proposer, opened.target, settings=given.settings, drafting=drafting, checkpoint=folder and str(folder)
     )
@@ -69,33 +79,41 @@ def load(
 
 
 def build(name: str, target: Target, *, settings: Settings, drafting: Drafting, checkpoint: str | None) -> Proposer:
-    """conf/proposer/<name>.yaml with `settings`; there ${decode.KEY} is the drafting's, ${checkpoint} the trained head.
+    """Raises ValueError, with what to do, for what does not exist or does not fit."""
+    return make(configure(name, settings=settings, drafting=drafting, checkpoint=checkpoint), target)
 
-    Raises ValueError, with what to do, for what does not exist or does not fit.
-    """
+
+def configure(name: str, *, settings: Settings, drafting: Drafting, checkpoint: str | None) -> Config:
+    """conf/proposer/<name>.yaml with `settings`; there ${decode.KEY} is the drafting's, ${checkpoint} the trained head."""
     shared = {"decode": {**asdict(drafting), "nodes": drafting.shape.nodes}, "checkpoint": checkpoint}
     config = _read(name, {key: value for key, value in settings.items() if "." not in key}, shared)
-    nested = {key: config.pop(key) for key in NESTED if key in config}
-    members = [name for value in nested.values() for name in ([value] if isinstance(value, str) else value)]
-    if len(set(members)) < len(members):
-        raise ValueError(f"proposer.members={members}: list each once.")
-    inside: dict[str, Settings] = {member: {} for member in members}
+    nested = {key: [config[key]] if isinstance(config[key], str) else config[key] for key in NESTED if key in config}
+    inside: dict[str, Settings] = {member: {} for members in nested.values() for member in members}
+    for key, members in nested.items():
+        if len(set(members)) < len(members):
+            raise ValueError(f"proposer.{key}={members}: list each once.")
     for key, value in settings.items():
         member, dot, rest = key.partition(".")
         if dot and member not in inside:
             raise ValueError(f"proposer.{key}={value}: {name} has no proposer {member!r} inside it.")
         if dot:
             inside[member][rest] = value
-    built = {
-        member: build(member, target, settings=inside[member], drafting=drafting, checkpoint=checkpoint)
-        for member in members
-    }
-    arguments = {
-        key: built[value] if isinstance(value, str) else [built[member] for member in value]
-        for key, value in nested.items()
-    }
+    for key, members in nested.items():
+        config[key] = {
+            member: configure(member, settings=inside[member], drafting=drafting, checkpoint=checkpoint)
+            for member in members
+        }
+    return config
+
+
+def make(config: Config, target: Target) -> Proposer:
+    """The proposer of a `configure`d file. Raises ValueError, with what to do, for what does not fit."""
+    inside = {key: [make(one, target) for one in config[key].values()] for key in NESTED if key in config}
+    arguments = {key: made if key == "members" else made[0] for key, made in inside.items()}
     try:
-        return instantiate(config, target, **arguments, _convert_="all")
+        return instantiate(
+            {key: value for key, value in config.items() if key not in NESTED}, target, **arguments, _convert_="all"
+        )
     except InstantiationException as error:
         if isinstance(error.__cause__, ValueError):
             raise error.__cause__ from None
@@ -111,9 +129,7 @@ def adapts(folder: str | Path) -> bool:
     return drafter_class(str(read_json(Path(folder) / "drafter.json").get("_target_"))).adapts_target
 
 
-def build_all(
-    named: str, target: Target, *, settings: Settings, drafting: Drafting, checkpoint: str | None
-) -> dict[str, Proposer]:
+def configure_all(named: str, *, settings: Settings, drafting: Drafting, checkpoint: str | None) -> dict[str, Config]:
     """The proposers of a comma list; settings: NAME.KEY: VALUE. Raises ValueError as `build`."""
     found = names_in(named)
     if len(set(found)) < len(found):
@@ -128,12 +144,21 @@ def build_all(
         if name not in inside or not rest:
             raise ValueError(f"proposer.{key}={value}: write proposer.NAME.KEY, with a NAME of proposers=.")
         inside[name][rest] = value
-    return {
-        name: build(name, target, settings=inside[name], drafting=drafting, checkpoint=checkpoint) for name in found
-    }
+    return {name: configure(name, settings=inside[name], drafting=drafting, checkpoint=checkpoint) for name in found}
 
 
-def _read(name: str, settings: Settings, shared: dict) -> DictConfig:
+def folders(config: Config) -> set[str]:
+    """What is named anywhere in a configuration and lies on this machine."""
+    found: set[str] = set()
+    for value in config.values():
+        if isinstance(value, dict):
+            found |= folders(value)
+        elif isinstance(value, str) and Path(value).is_dir():
+            found.add(value)
+    return found
+
+
+def _read(name: str, settings: Settings, shared: dict) -> Config:
     if name not in names():
         raise ValueError(f"There is no proposer {name!r}; there are: {', '.join(names())}.")
     config = OmegaConf.load(FOLDER / f"{name}.yaml")
@@ -150,7 +175,7 @@ def _read(name: str, settings: Settings, shared: dict) -> DictConfig:
         raise ValueError(f"Give proposer.{key}=...: {name} needs it (see conf/proposer/{name}.yaml).") from None
     if found.get("checkpoint", "") is None:
         raise ValueError(f"proposer={name} needs a trained head: give checkpoint=DIR, or another proposer=.")
-    return OmegaConf.create(found)
+    return found
 
 
 def _parse(config: DictConfig, key: str, value: str):

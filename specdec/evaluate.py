@@ -121,7 +121,7 @@ def measure(
 ) -> list[Row]:
     """Each prompt is decoded plainly and with drafts, one after the other and in alternating order, after a warm-up.
 
-    What compiling takes is not counted.
+    What compiling takes is not counted. What the proposer learned before is forgotten.
     replayed: the drafter to replay along the plain answers, where replay can tell tau
     batch: prompts decoded at once; rates are then those of the batch, shared out equally.
     """
@@ -132,6 +132,7 @@ def measure(
     drafted = drafting.decoder(target, proposer, sampling=sampling, stop=stop, runner=runner)
     for decoder in (plain, drafted):
         decoder.generate([prompts[0].tokens], min(8, max_new_tokens), generator=_generator(target, seed, 0))
+    proposer.forget()
     groups = [prompts[start : start + batch] for start in range(0, len(prompts), batch)]
     rows = []
     for number, group in enumerate(progress(groups)):

@@ -136,7 +136,7 @@ def test_a_rule_that_forgets_what_was_refused_is_noticed(made, tiny_target, monk
     [
         ("ngrams", {}, "no proposer 'ngrams'; there are: .*ngram"),
         ("ngram", {"most": "3"}, "proposer.most=3: ngram has the settings"),
-        ("merged", {"suffix.num": "3"}, "no proposer 'suffix' inside it"),
+        ("merged", {"ngram.num": "3"}, "no proposer 'ngram' inside it"),
         ("ngram", {"max": "[1"}, "proposer.max=.1 cannot be read"),
         ("ngram", {"max": "many"}, "proposer.max=many must be a whole number, such as"),
         ("suffix", {"least": "no"}, "proposer.least=no must be a number"),

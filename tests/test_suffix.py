@@ -8,6 +8,8 @@ from conftest import random_tokens
 from test_ngram import begin, check_rounds, commit, texts
 
 from specdec.decode import Decoder
+from specdec.evaluate import Drafting, Prompt, measure
+from specdec.proposers.merged import Merged
 from specdec.proposers.suffix import NOWHERE, Automaton, Suffix
 from specdec.sampling import Sampling
 
@@ -219,6 +221,16 @@ def test_decoding_with_memory(small_target):
     first, again = (decoder.generate(prompts, 40) for _ in range(2))
     assert first.tokens == again.tokens
     assert sum(map(len, again.accepted)) < 0.8 * sum(map(len, first.accepted))
+
+
+def test_a_measurement_begins_without_memory(small_target):
+    """Inside `Merged` too, and though the warm-up is on the first prompt."""
+    settings = {"replayed": None, "sampling": Sampling(0.0), "max_new_tokens": 30, "stop": set(), "seed": 0}
+    prompts = [Prompt(str(seed), "", random_tokens(seed, 9, 6)) for seed in (0, 1, 0)]
+    for proposer in (suffix := make(num=8, offset=8, least=0.0), Merged(small_target, members=[suffix, make(num=2)])):
+        first, again = (measure(small_target, proposer, Drafting(2), prompts, **settings) for _ in range(2))
+        assert [row.drafted.accepted for row in first] == [row.drafted.accepted for row in again]
+        assert len(first[2].drafted.accepted[0]) < len(first[0].drafted.accepted[0])  # by heart
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,6 @@ class Proposer(ABC):
     target_layers: tuple[int, ...]  # hidden states it wants in `commit`
     depth: int  # the deepest node it may propose
     watches = False  # whether it wants to know what the target said at every node
-    remembers = False  # whether it learns from one batch for the next
     rewinds = False  # whether it has marks, so that it can draft for a cascade (proposers/cascade.py)
     varies = False  # whether trees differ in size from round to round: filled up, they come in few sizes to compile
 
@@ -65,6 +64,9 @@ class Proposer(ABC):
 
     def finish(self, nums: list[int]) -> None:  # noqa: B027  # for most there is nothing to do
         """The batch has ended: row b's answer is the first nums[b] tokens behind its prompt, whatever else was committed."""
+
+    def forget(self) -> None:  # noqa: B027  # for most there is nothing to do
+        """What was learned from earlier batches: figures then do not depend on what was decoded before."""
 
     def mark(self) -> object:
         """The state after a `commit`, for `rewind`, if it `rewinds`."""

@@ -36,13 +36,13 @@ class Merged(Proposer):
     def compile_seconds(self) -> float:
         return sum(member.compile_seconds for member in self.members)
 
-    @property
-    def remembers(self) -> bool:
-        return any(member.remembers for member in self.members)
-
     def finish(self, nums):
         for member in self.members:
             member.finish(nums)
+
+    def forget(self):
+        for member in self.members:
+            member.forget()
 
     def share(self, cache):
         for member in self.members:

@@ -37,13 +37,12 @@ class Suffix(TextProposer):
             raise ValueError(f"proposer.least={least} must be a probability below 1.")
         self.num, self.factor, self.offset, self.least, self.memory = num, factor, offset, least, memory
         self.depth = num
-        self.younger, self.older = Automaton(), Automaton()  # two generations of memory
+        self.forget()
         self.texts: list[list[int]] = []
         self.starts: list[int] = []
 
-    @property
-    def remembers(self) -> bool:
-        return self.memory > 0
+    def forget(self):
+        self.younger, self.older = Automaton(), Automaton()  # two generations of memory
 
     def begin(self, tokens, num):
         self.starts = num.tolist()  # of the answers
