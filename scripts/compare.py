@@ -190,15 +190,21 @@ def load(chosen: Compare, shapes: dict[str, TreeShape]) -> list[Run]:
     return runs
 
 
+def changes(before: dict, now: dict, prefix: str = "") -> Iterator[str]:
+    for key in [*now, *(key for key in before if key not in now)]:
+        then, value = before.get(key), now.get(key)
+        if isinstance(then, dict) and isinstance(value, dict):
+            yield from changes(then, value, f"{prefix}{key}.")
+        elif then != value:
+            yield f"{prefix}{key} (then {then}, now {value})"
+
+
 def begin(out: Path, settings: dict) -> list[dict]:
     """What was decoded before under the same settings. Raises ValueError if they differ or a line cannot be read."""
     out.mkdir(parents=True, exist_ok=True)
     if not (out / "settings.json").exists():
         checkpoint.write_text(out / "settings.json", json.dumps(settings, indent=2) + "\n")
-    before = checkpoint.read_json(out / "settings.json")
-    changed = [
-        f"{key} (then {before.get(key)}, now {value})" for key, value in settings.items() if before.get(key) != value
-    ]
+    changed = list(changes(checkpoint.read_json(out / "settings.json"), settings))
     if changed:
         raise ValueError(f"{out} was begun with other settings: {'; '.join(changed)}. Choose another out=FOLDER.")
     path, lines = out / "rows.jsonl", []

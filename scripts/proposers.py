@@ -95,7 +95,8 @@ def configure(name: str, *, settings: Settings, drafting: Drafting, checkpoint: 
     for key, value in settings.items():
         member, dot, rest = key.partition(".")
         if dot and member not in inside:
-            raise ValueError(f"proposer.{key}={value}: {name} has no proposer {member!r} inside it.")
+            others = f", only {' and '.join(inside)}" if inside else ""
+            raise ValueError(f"proposer.{key}={value}: {name} has no proposer {member!r} inside it{others}.")
         if dot:
             inside[member][rest] = value
     for key, members in nested.items():

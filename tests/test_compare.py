@@ -145,13 +145,13 @@ def test_other_settings_are_refused(run, compared, folder):
         run("max_new_tokens=7")
     with pytest.raises(ValueError, match="runs"):
         run(f"runs={folder}/one")
-    with pytest.raises(ValueError, match=r"proposers \(then .*'max': 6.* now .*'max': 4"):
+    with pytest.raises(ValueError, match=r"proposers\.ngram\.max \(then 6, now 4\)"):
         run("proposer.ngram.max=4")
     given = "runs=", "proposers=merged", f"checkpoint={folder}/two", f"out={folder}/changed", "limit=1", "temperature=0"
     run(*given)
     step = folder / "two" / "step_000001"
     (step / "drafter.safetensors").write_bytes((folder / "one" / "step_000001" / "drafter.safetensors").read_bytes())
-    with pytest.raises(ValueError, match=rf"files \(then .*{step}"):
+    with pytest.raises(ValueError, match=rf"files\.{step} \(then"):
         run(*given)
 
 
