@@ -98,7 +98,6 @@ def main() -> None:
     settings = {
         "runs": {run.name: f"{run.folder} {digest((run.folder / 'drafter.safetensors').read_bytes())}" for run in runs},
         "proposers": configs,
-        "proposer_settings": chosen.settings,
         "files": {folder: digest_folder(Path(folder)) for folder in sorted(proposers.folders(configs))},
         "prompts": chosen.prompts,
         "num_prompts": len(prompts),
@@ -148,7 +147,7 @@ def main() -> None:
     }
     ranked = sorted(ways, key=lambda way: -columns[temperatures[0]][way.name]["tau"])
     parts = [table(ranked, columns), categories(ranked, columns), differences(ranked, ways[0], rows)]
-    text = "\n\n".join([*parts, *conditions(ranked, columns, settings)])
+    text = "\n\n".join([*parts, *conditions(ranked, columns, settings, chosen.settings)])
     checkpoint.write_text(out / "table.md", text + "\n")
     picture(ranked, columns, settings).savefig(out / "comparison.png", dpi=130)
     print(text)
@@ -171,16 +170,12 @@ def load(chosen: Compare, shapes: dict[str, TreeShape]) -> list[Run]:
             "There is nothing to compare: give runs=checkpoints/a,checkpoints/b, or proposers=ngram,suffix, or both."
         )
     names = common.run_names(given)
-    device = chosen.target.device or ("cuda" if torch.cuda.is_available() else "cpu")
     runs: list[Run] = []
     targets: dict[str, Target] = {}
     for name, folder in zip(names, map(checkpoint.resolve, given)):
-        document = checkpoint.read_json(folder / "drafter.json")
-        adapts = checkpoint.drafter_class(str(document.get("_target_"))).adapts_target
-        plain = name if adapts else FROZEN
+        plain = name if proposers.adapts(folder) else FROZEN
         if plain not in targets:
-            target_name = chosen.target.name or str(document.get("target"))
-            targets[plain] = Target.load(target_name, dtype=chosen.target.dtype, device=device)
+            targets[plain] = common.load_target(chosen.target, default=common.target_of(folder)).target
         drafter = checkpoint.load(folder, targets[plain])
         deepest = drafter.depth or max(shape.depth for shape in shapes.values())
         cut = {kind: replace(shape, depth=min(shape.depth, deepest)) for kind, shape in shapes.items()}

@@ -110,19 +110,18 @@ def differences(ranked: list[Way], first: Way, rows: dict[float, dict[str, list[
     return markdown(f"tau minus that of {first.name} on the same prompts", against)
 
 
-def conditions(ranked: list[Way], columns: Columns, settings: dict) -> list[str]:
-    """What all ways had in common, and whether each is lossless."""
+def conditions(ranked: list[Way], columns: Columns, settings: dict, given: dict[str, str]) -> list[str]:
+    """What all ways had in common, and whether each is lossless; given: settings of proposers as they were written"""
     rates = [
         f"{column[name]['baseline_tokens_per_second']:.1f} ({owner}, T={temperature:g})"
         for owner, name in {way.plain: way.name for way in ranked}.items()
         for temperature, column in columns.items()
     ]
     verdicts = [f"- {way.name}: {verdict(columns[min(columns)][way.name])}" for way in ranked]
-    given = [f"{key}={value}" for key, value in settings["proposer_settings"].items()]
     return [
         CONDITIONS.format(**settings)
         + f"; runs: {' and '.join(settings['shapes'].values())}, cut to what a head can draft"
-        + (f"; proposers with {', '.join(given)}" if given else "")
+        + (f"; proposers with {', '.join(map('='.join, given.items()))}" if given else "")
         + f"; torch {settings['torch']}, {'compiled' if settings['compile'] else 'not compiled'}, batches of "
         f"{settings['batch']}, prompts of {settings['prompts']}. tau: {TAU}. In brackets: 95 % bootstrap intervals over prompts. All ways of decoding "
         f"take turns on every prompt; ms are those of a round. Plain decoding, tokens/s: {', '.join(rates)}.",

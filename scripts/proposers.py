@@ -88,23 +88,10 @@ def configure(name: str, *, settings: Settings, drafting: Drafting, checkpoint: 
     shared = {"decode": {**asdict(drafting), "nodes": drafting.shape.nodes}, "checkpoint": checkpoint}
     config = _read(name, {key: value for key, value in settings.items() if "." not in key}, shared)
     nested = {key: [config[key]] if isinstance(config[key], str) else config[key] for key in NESTED if key in config}
-    inside: dict[str, Settings] = {member: {} for members in nested.values() for member in members}
-    for key, members in nested.items():
-        if len(set(members)) < len(members):
-            raise ValueError(f"proposer.{key}={members}: list each once.")
-    for key, value in settings.items():
-        member, dot, rest = key.partition(".")
-        if dot and member not in inside:
-            others = f", only {' and '.join(inside)}" if inside else ""
-            raise ValueError(f"proposer.{key}={value}: {name} has no proposer {member!r} inside it{others}.")
-        if dot:
-            inside[member][rest] = value
-    for key, members in nested.items():
-        config[key] = {
-            member: configure(member, settings=inside[member], drafting=drafting, checkpoint=checkpoint)
-            for member in members
-        }
-    return config
+    members = [member for key in nested for member in nested[key]]
+    inside = {key: value for key, value in settings.items() if "." in key}
+    found = _configure_each(members, name, settings=inside, drafting=drafting, checkpoint=checkpoint)
+    return config | {key: {member: found[member] for member in nested[key]} for key in nested}
 
 
 def make(config: Config, target: Target) -> Proposer:
@@ -132,20 +119,29 @@ def adapts(folder: str | Path) -> bool:
 
 def configure_all(named: str, *, settings: Settings, drafting: Drafting, checkpoint: str | None) -> dict[str, Config]:
     """The proposers of a comma list; settings: NAME.KEY: VALUE. Raises ValueError as `build`."""
-    found = names_in(named)
-    if len(set(found)) < len(found):
-        raise ValueError(f"proposers={named}: list each once.")
     if checkpoint and adapts(checkpoint):
         raise ValueError(
             f"checkpoint={checkpoint} adapts its target, which the others share: evaluate it alone, or name it in runs=."
         )
-    inside: dict[str, Settings] = {name: {} for name in found}
+    return _configure_each(
+        names_in(named), f"proposers={named}", settings=settings, drafting=drafting, checkpoint=checkpoint
+    )
+
+
+def _configure_each(
+    named: list[str], where: str, *, settings: Settings, drafting: Drafting, checkpoint: str | None
+) -> dict[str, Config]:
+    """settings: NAME.KEY: VALUE; where: they are listed, for a message"""
+    if len(set(named)) < len(named):
+        raise ValueError(f"{where} has {', '.join(named)} inside it: list each once.")
+    inside: dict[str, Settings] = {name: {} for name in named}
     for key, value in settings.items():
         name, _, rest = key.partition(".")
         if name not in inside or not rest:
-            raise ValueError(f"proposer.{key}={value}: write proposer.NAME.KEY, with a NAME of proposers=.")
+            only = f", only {' and '.join(named)}: write proposer.NAME.KEY" if named else ""
+            raise ValueError(f"proposer.{key}={value}: {where} has no proposer {name!r} inside it{only}.")
         inside[name][rest] = value
-    return {name: configure(name, settings=inside[name], drafting=drafting, checkpoint=checkpoint) for name in found}
+    return {name: configure(name, settings=inside[name], drafting=drafting, checkpoint=checkpoint) for name in named}
 
 
 def folders(config: Config) -> set[str]:

@@ -8,9 +8,8 @@ class Consistency(AdaptsTarget):
     """An adapter of the target and nothing else: it has no step, the adapted target guesses for itself.
 
     A round reads the newest token and guesses behind it, as many as decode.depth says (`num_drafts` is what it was
-    trained for); what the target says at them verifies them, and
-    is the next round's guesses. So decoding needs no other model and no further pass, and outputs are those of the
-    adapted target.
+    trained for); what the target says at them verifies them, and is the next round's guesses. So decoding needs no other
+    model and no further pass, and outputs are those of the adapted target.
     """
 
     attends = "itself"

@@ -69,9 +69,8 @@ class Merged(Proposer):
             if tree.probs is not None:
                 joined, found[number] = beside(joined, tree, self.vocab_size)
         self.shown = [(tree, found[number]) for number, tree in enumerate(trees)]
-        if joined.num_layers > min(
-            self.target_layers, default=joined.num_layers
-        ):  # others want layers that were skipped
+        first = min(self.target_layers, default=joined.num_layers)
+        if joined.num_layers > first:  # others want layers that were skipped
             joined = dataclasses.replace(joined, states=None, num_layers=0)
         return joined
 
