@@ -15,7 +15,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
-from specdec import checkpoint, verify
+from specdec import checkpoint, rules
 from specdec.drafter import Drafter
 from specdec.evaluate import Drafting, Prompt, measure, summarise
 from specdec.sampling import Sampling
@@ -132,7 +132,7 @@ def fit(config: DictConfig) -> int:
             depth=drafting.depth,
             temperature=sampling.temperature,
             adapted=target.adapted,
-            lossy=drafting.rule in verify.LOSSY,
+            lossy=drafting.rule in rules.LOSSY,
         )
         display.validation(console, summary, drafting.shape)
         return {"shape": str(drafting.shape), **summary}

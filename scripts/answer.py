@@ -8,7 +8,6 @@ gets one answer per temperature. The rows of `out` are conversations for trainin
 import hashlib
 import json
 import os
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -20,10 +19,8 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from scripts.cli import options
-from scripts.common import use_threads
+from helpers.loading import use_threads
+from helpers.options import options
 from specdec.target import Target, load_tokenizer
 from train.data import encode_prompt
 from train.reading import load_prompts

@@ -16,16 +16,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import rich.console
 import rich.table
 import torch
 from rich.progress import track
 
-from scripts import common, proposers
-from scripts.cli import options, run
-from scripts.llamacpp import LlamaCpp
+from engine_clients.llamacpp_client import LlamaCpp
+from helpers import loading, proposers
+from helpers.options import options, run
 from specdec import checkpoint
 from specdec.compile import Runner
 from specdec.decode import STAGES, Decoder, Generation
@@ -53,7 +51,7 @@ class Bench(proposers.SeveralOptions):
     compile: bool = field(default=True, metadata={"help": "compile ours; plain decoding is then timed without it too"})
     gguf: str | None = field(default=None, metadata={"help": "the target as a GGUF file, for llama.cpp"})
     out: str | None = field(default=None, metadata={"help": "JSON file for the figures"})
-    target: common.TargetOptions = field(default_factory=common.TargetOptions)
+    target: loading.TargetOptions = field(default_factory=loading.TargetOptions)
 
 
 class Ours:
@@ -78,10 +76,10 @@ class Ours:
 def main() -> None:
     chosen = options(Bench, __doc__)
     console = rich.console.Console(width=None if sys.stdout.isatty() else 130)
-    loaded = [common.load(folder, chosen.target) for folder in chosen.checkpoint.split(",") if folder]
+    loaded = [loading.load(folder, chosen.target) for folder in chosen.checkpoint.split(",") if folder]
     if not loaded and not proposers.names_in(chosen.proposers):
         raise ValueError("There is nothing to time: give checkpoint=DIR, or proposers=ngram, or both.")
-    first = loaded[0] if loaded else common.load_target(chosen.target)
+    first = loaded[0] if loaded else loading.load_target(chosen.target)
     if len(loaded) > 1 and any(
         one.target.fingerprint() != first.target.fingerprint() or one.target.adapted for one in loaded
     ):
@@ -151,9 +149,9 @@ def main() -> None:
 GENERATE, PLAIN = "transformers generate", "plain"
 
 
-def all_ways(chosen: Bench, first: common.Opened, loaded: list[common.Loaded], *, longest: int) -> dict[str, Way]:
+def all_ways(chosen: Bench, first: loading.Opened, loaded: list[loading.Loaded], *, longest: int) -> dict[str, Way]:
     """By name, in the order of the table; those of transformers and llama.cpp first. longest: tokens of a prompt"""
-    names = common.run_names([Path(folder) for folder in chosen.checkpoint.split(",") if folder])
+    names = loading.run_names([Path(folder) for folder in chosen.checkpoint.split(",") if folder])
     called = dict(zip([one.folder for one in loaded], names))
     ways: dict[str, Way] = {GENERATE: lambda prompt: theirs(first, prompt, chosen.max_new_tokens)}
     for one in loaded:
@@ -228,7 +226,7 @@ def timed(generate: Callable[[], int]) -> tuple[int, float]:
     return generate(), time.perf_counter() - start
 
 
-def theirs(loaded: common.Opened, prompt: list[int], max_new_tokens: int, *, assistant=None, custom=None, **lookup):
+def theirs(loaded: loading.Opened, prompt: list[int], max_new_tokens: int, *, assistant=None, custom=None, **lookup):
     """transformers' greedy generate. -> new tokens, seconds without those of compiling"""
     tokens = torch.tensor([prompt], device=loaded.target.device)
     num, seconds = timed(

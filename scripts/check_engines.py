@@ -11,19 +11,18 @@ beside the checkpoint, for model cards.
 import copy
 import itertools
 import json
-import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import rich.console
 import torch
 
-from scripts import common, get_engines, llamacpp, tiny_heads, vllm
-from scripts.cli import options, run
+from engine_clients import llamacpp_client, tiny_heads, vllm_client
+from helpers import loading
+from helpers.options import options, run
+from scripts import get_engines
 from specdec import checkpoint, serving
 from specdec.decode import Decoder
 from specdec.drafter import Drafter
@@ -73,7 +72,7 @@ class Check:
     num_drafts: int = field(default=NUM_DRAFTS, metadata={"help": "drafts a round, at most those that the head has"})
     batch: int = field(default=8, metadata={"help": "prompts that our decoder reads at once"})
     out: str = field(default="engines.json", metadata={"help": "the table as JSON"})
-    target: common.TargetOptions = field(default_factory=lambda: common.TargetOptions(dtype="float32"))
+    target: loading.TargetOptions = field(default_factory=lambda: loading.TargetOptions(dtype="float32"))
 
 
 @dataclass(frozen=True)
@@ -168,7 +167,7 @@ def in_vllm(target: str, form: serving.Form, folder: str, prompts, chosen: Check
     settings = serving.settings(form, folder, num)
     longest = max(map(len, prompts)) + chosen.max_new_tokens + num + 1
     override = OVERRIDE if settings["method"] == "mtp" else None
-    with vllm.Vllm(target, speculative=settings, dtype=chosen.target.dtype, max_model_len=longest + 8,
+    with vllm_client.Vllm(target, speculative=settings, dtype=chosen.target.dtype, max_model_len=longest + 8,
                    overrides=override, threads=torch.get_num_threads()) as engine:  # fmt: skip
         served = engine.generate(prompts, chosen.max_new_tokens, stop)
     drafted = {
@@ -185,11 +184,11 @@ def _right(ids: list[int], answer: list[int]) -> bool:
 def in_llamacpp(target: str, form: serving.Form, folder: str, prompts, chosen: Check, num: int, stop: set[int]) -> Told:
     kind = form.settings["kind"]
     made, drafts = Path(folder).with_suffix(".target.gguf"), Path(folder).with_suffix(".gguf")
-    llamacpp.convert(target, str(made))
-    llamacpp.convert(folder, str(drafts), target=None if kind == "simple" else target)
+    llamacpp_client.convert(target, str(made))
+    llamacpp_client.convert(folder, str(drafts), target=None if kind == "simple" else target)
     context = max(map(len, prompts)) + chosen.max_new_tokens + num + 2
     answers, rounds, drafted, accepted = [], [], 0, 0
-    with llamacpp.LlamaCpp(str(made), threads=torch.get_num_threads(), context=context, draft=str(drafts), kind=kind,
+    with llamacpp_client.LlamaCpp(str(made), threads=torch.get_num_threads(), context=context, draft=str(drafts), kind=kind,
                            num=num, cache="f32") as engine:  # fmt: skip
         for prompt in prompts:
             answers.append(engine.generate(prompt, chosen.max_new_tokens, stop)[0])
@@ -285,12 +284,12 @@ def tiny(chosen: Check, console: rich.console.Console) -> Iterator[dict]:
 
 def real(chosen: Check, console: rich.console.Console) -> Iterator[dict]:
     for folder in str(chosen.checkpoint).split(","):
-        loaded = common.load(folder, chosen.target)
+        loaded = loading.load(folder, chosen.target)
         rows = reading.spread(reading.load_prompts(chosen.prompts), chosen.limit)
         prompts = [data.encode_prompt(loaded.tokenizer, row["messages"]) for row in rows]
         depth, whole = loaded.drafter.depth, isinstance(loaded.drafter, BlockDrafter)
         num = depth if whole and depth else min(chosen.num_drafts, depth or chosen.num_drafts)
-        called = common.run_names([loaded.folder])[0]
+        called = loading.run_names([loaded.folder])[0]
         facts = serving.Facts.read(loaded.folder, target=loaded.target, license="other", data=None, num_drafts=num)
         served = dict(facts.served)
         for name in chosen.formats.split(",") if chosen.formats else FORMATS:
@@ -337,13 +336,13 @@ def line(row: dict) -> str:
 def main() -> None:
     chosen = options(Check, __doc__)
     console = rich.console.Console()
-    common.use_threads()
+    loading.use_threads()
     unknown = set((chosen.formats or "vllm").split(",")) - FORMATS.keys()
     if unknown:
         raise ValueError(f"formats={chosen.formats}: engines on a CPU take {', '.join(FORMATS)}.")
     if chosen.only not in (None, *(head for head, *_ in TINY)):
         raise ValueError(f"only={chosen.only}: the tiny heads are {', '.join(sorted({head for head, *_ in TINY}))}.")
-    if not (llamacpp.ENGINES / "ready").is_file():
+    if not (llamacpp_client.ENGINES / "ready").is_file():
         raise ValueError("There are no engines to check: `make engines` sets them up (4 GB, a few minutes).")
     rows = []
     for row in tiny(chosen, console) if chosen.checkpoint is None else real(chosen, console):

@@ -10,19 +10,16 @@ import collections
 import hashlib
 import json
 import platform
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import rich.console
 import torch
 from rich.progress import track
 
-from scripts import cli, common, proposers
-from scripts.comparison import FROZEN, Run, Way, categories, conditions, differences, picture, table
+from helpers import loading, options, proposers
+from helpers.comparison import FROZEN, Run, Way, categories, conditions, differences, picture, table
 from specdec import checkpoint, replay
 from specdec.compile import Runner
 from specdec.decode import Decoder, Generation
@@ -51,7 +48,7 @@ class Compare(proposers.SeveralOptions):
     compile: bool = field(default=False, metadata={"help": "compile for the shapes that occur"})
     batch: int = field(default=1, metadata={"help": "prompts decoded at once; speedups are then those of the batch"})
     out: str = field(default="comparison", metadata={"help": "folder for table.md, comparison.png and rows.jsonl"})
-    target: common.TargetOptions = field(default_factory=common.TargetOptions)
+    target: loading.TargetOptions = field(default_factory=loading.TargetOptions)
 
 
 def digest(content: bytes) -> str:
@@ -67,11 +64,11 @@ def digest_folder(folder: Path) -> str:
 
 
 def main() -> None:
-    chosen = cli.options(Compare, __doc__)
+    chosen = options.options(Compare, __doc__)
     console = rich.console.Console()
-    common.use_threads()
+    loading.use_threads()
     temperatures = sorted(
-        {each.temperature for each in common.DecodeOptions(temperature=chosen.temperature).samplings()}
+        {each.temperature for each in loading.DecodeOptions(temperature=chosen.temperature).samplings()}
     )
     if chosen.batch < 1:
         raise ValueError(f"batch={chosen.batch} must be at least 1.")
@@ -82,7 +79,7 @@ def main() -> None:
     target = next((run.drafter.target for run in runs if run.plain == FROZEN), None)
     if target is None:  # there is no run, or each adapts a target of its own
         folder = runs[0].folder if runs else checkpoint.resolve(chosen.checkpoint) if chosen.checkpoint else None
-        target = common.load_target(chosen.target, default=folder and common.target_of(folder)).target
+        target = loading.load_target(chosen.target, default=folder and loading.target_of(folder)).target
     tokenizer = load_tokenizer(target.name)
     stop = data.stop_tokens(tokenizer, target.model.generation_config)
     prompts = [
@@ -169,13 +166,13 @@ def load(chosen: Compare, shapes: dict[str, TreeShape]) -> list[Run]:
         raise ValueError(
             "There is nothing to compare: give runs=checkpoints/a,checkpoints/b, or proposers=ngram,suffix, or both."
         )
-    names = common.run_names(given)
+    names = loading.run_names(given)
     runs: list[Run] = []
     targets: dict[str, Target] = {}
     for name, folder in zip(names, map(checkpoint.resolve, given)):
         plain = name if proposers.adapts(folder) else FROZEN
         if plain not in targets:
-            targets[plain] = common.load_target(chosen.target, default=common.target_of(folder)).target
+            targets[plain] = loading.load_target(chosen.target, default=loading.target_of(folder)).target
         drafter = checkpoint.load(folder, targets[plain])
         deepest = drafter.depth or max(shape.depth for shape in shapes.values())
         cut = {kind: replace(shape, depth=min(shape.depth, deepest)) for kind, shape in shapes.items()}
@@ -293,4 +290,4 @@ def rows_of(lines: list[dict], way: Way, temperature: float) -> list[Row]:
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    options.run(main)

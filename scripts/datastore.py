@@ -6,13 +6,10 @@ target writes, the more of its drafts are accepted: answers of the target itself
 """
 
 import itertools
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy
 import rich.console
@@ -20,7 +17,7 @@ import transformers
 from rich.progress import track
 
 import specdec
-from scripts.cli import options, run
+from helpers.options import options, run
 from specdec import datastore
 from specdec.target import load_tokenizer
 from train import data, reading

@@ -8,20 +8,17 @@ target pass of a round, bonus or correction token counted), survival by depth, s
 
 import json
 import platform
-import sys
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import rich.console
 import rich.table
 import torch
 from rich.progress import track
 
-from scripts import common, proposers
-from scripts.cli import options, run
-from specdec import checkpoint, serving, verify
+from helpers import loading, proposers
+from helpers.options import options, run
+from specdec import checkpoint, rules, serving
 from specdec.compile import Runner
 from specdec.evaluate import TAU, Prompt, fastest_batch, measure, report
 from specdec.proposers.heads import HeadProposer
@@ -41,8 +38,8 @@ class Evaluate(proposers.ProposerOptions):
     )
     seed: int = field(default=0, metadata={"help": "of sampling"})
     out: str = field(default="report.json", metadata={"help": "the report to write"})
-    target: common.TargetOptions = field(default_factory=common.TargetOptions)
-    decode: common.DecodeOptions = field(default_factory=common.DecodeOptions)
+    target: loading.TargetOptions = field(default_factory=loading.TargetOptions)
+    decode: loading.DecodeOptions = field(default_factory=loading.DecodeOptions)
 
 
 def main() -> None:
@@ -95,7 +92,7 @@ def main() -> None:
                 depth=proposer.depth,
                 temperature=sampling.temperature,
                 adapted=loaded.target.adapted,
-                lossy=drafting.rule in verify.LOSSY,
+                lossy=drafting.rule in rules.LOSSY,
             )
         )
         display.validation(console, columns[-1], loaded.what)

@@ -5,19 +5,15 @@ engine, checked against the format's manifest and read back. Formats: vllm, sgla
 transformers, gguf (what llama.cpp's converter takes), safetensors (our own names).
 """
 
+import importlib
 import json
-import sys
+import pkgutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import importlib
-import pkgutil
-
 import specdec.export
-from scripts import common
-from scripts.cli import options, run
+from helpers import loading
+from helpers.options import options, run
 from specdec import serving
 from specdec.heads.medusa import Medusa2
 from specdec.target import DTYPES, Target
@@ -39,7 +35,7 @@ class Export:
     merged_target: str | None = field(
         default=None, metadata={"help": "of an adapted target (medusa2): folder to make with the merged model"}
     )
-    target: common.TargetOptions = field(default_factory=common.TargetOptions)
+    target: loading.TargetOptions = field(default_factory=loading.TargetOptions)
 
 
 def main() -> None:
@@ -52,7 +48,7 @@ def main() -> None:
     out = Path(chosen.out)
     if out.exists():
         raise ValueError(f"{out} exists; choose another out=DIR or delete it.")
-    loaded = common.load(chosen.checkpoint, chosen.target)
+    loaded = loading.load(chosen.checkpoint, chosen.target)
     drafter, target = loaded.drafter, loaded.target
     if chosen.merged_target is not None:
         if not drafter.adapts_target:
@@ -72,7 +68,7 @@ def main() -> None:
         loaded.folder,
         target=target,
         license=chosen.license,
-        data=chosen.data or common.trained_on(loaded.folder),
+        data=chosen.data or loading.trained_on(loaded.folder),
         num_drafts=chosen.num_drafts,
     )
     num = serving.num_drafts(form, facts)

@@ -6,13 +6,10 @@ would accept is replayed along the answers, exactly as decoding would have it, a
 tau and speedup. Prints the best layers of every size and writes the fastest as a proposer's YAML.
 """
 
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import rich.box
 import rich.console
@@ -21,8 +18,8 @@ import torch
 from rich.progress import track
 from torch import Tensor
 
-from scripts import common
-from scripts.cli import options, run
+from helpers import loading
+from helpers.options import options, run
 from specdec import checkpoint, masks, replay
 from specdec.compile import Runner
 from specdec.decode import Decoder
@@ -45,7 +42,7 @@ class FindLayers:
     )
     compile: bool = field(default=False, metadata={"help": "time compiled passes, for decode.compile=true"})
     out: str = field(default="layers.yaml", metadata={"help": "YAML to write, for conf/proposer"})
-    target: common.TargetOptions = field(default_factory=common.TargetOptions)
+    target: loading.TargetOptions = field(default_factory=loading.TargetOptions)
 
 
 class Text:
@@ -228,7 +225,7 @@ def main() -> None:
     console = rich.console.Console(highlight=False, soft_wrap=True)
     if min(chosen.depth, chosen.tries) < 1:
         raise ValueError(f"depth={chosen.depth} and tries={chosen.tries} must be at least 1.")
-    opened = common.load_target(chosen.target)
+    opened = loading.load_target(chosen.target)
     target, tokenizer, stop = opened.target, opened.tokenizer, opened.stop
     LayerSkip(target, layers=1, depth=1)  # refuses targets that cannot
     prompts = [

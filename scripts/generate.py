@@ -5,17 +5,13 @@ Streams an answer; green tokens were drafted and accepted, the others are the ta
 drafting, and says how the two compare.
 """
 
-import sys
 from dataclasses import dataclass, field
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import rich.console
 import torch
 
-from scripts import common, proposers
-from scripts.cli import options, run
+from helpers import loading, proposers
+from helpers.options import options, run
 from specdec.compile import Runner
 from specdec.decode import Decoder, Generation, StopStrings
 from train import data
@@ -28,8 +24,8 @@ class Generate(proposers.ProposerOptions):
     stop_strings: str | None = field(default=None, metadata={"help": "comma list of texts that end the answer"})
     seed: int = field(default=0, metadata={"help": "of sampling"})
     compare: bool = field(default=True, metadata={"help": "answer again without drafting, and compare"})
-    target: common.TargetOptions = field(default_factory=common.TargetOptions)
-    decode: common.DecodeOptions = field(default_factory=common.DecodeOptions)
+    target: loading.TargetOptions = field(default_factory=loading.TargetOptions)
+    decode: loading.DecodeOptions = field(default_factory=loading.DecodeOptions)
 
 
 def main() -> None:
@@ -87,7 +83,7 @@ def main() -> None:
             )
 
 
-def _generator(loaded: common.Opened, seed: int) -> torch.Generator:
+def _generator(loaded: loading.Opened, seed: int) -> torch.Generator:
     return torch.Generator(loaded.target.device).manual_seed(seed)
 
 

@@ -5,18 +5,15 @@ difference must be a near-tie, shown by the gap of the target's two best logits;
 """
 
 import json
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import rich.console
 import torch
 from rich.progress import track
 
-from scripts import common
-from scripts.cli import options, run
+from helpers import loading
+from helpers.options import options, run
 from specdec import checkpoint
 from specdec.decode import Decoder
 from specdec.evaluate import Drafting, top2_gap
@@ -33,13 +30,13 @@ class Identity:
     max_new_tokens: int = field(default=64, metadata={"help": "an answer ends here at the latest"})
     batch: int = field(default=1, metadata={"help": "prompts decoded at once by us and, left-padded, by generate"})
     out: str | None = field(default=None, metadata={"help": "JSON file for the result"})
-    target: common.TargetOptions = field(default_factory=lambda: common.TargetOptions(dtype="float32"))
+    target: loading.TargetOptions = field(default_factory=lambda: loading.TargetOptions(dtype="float32"))
 
 
 def main() -> None:
     chosen = options(Identity, __doc__)
     console = rich.console.Console()
-    loaded = common.load(chosen.checkpoint, chosen.target)
+    loaded = loading.load(chosen.checkpoint, chosen.target)
     rows = reading.spread(reading.load_prompts(chosen.prompts), chosen.limit)
     prompts = sorted((data.encode_prompt(loaded.tokenizer, row["messages"]) for row in rows), key=len)
     groups = [prompts[start : start + chosen.batch] for start in range(0, len(prompts), chosen.batch)]
@@ -82,7 +79,7 @@ def main() -> None:
         checkpoint.write_text(Path(chosen.out), json.dumps(result, indent=2) + "\n")
 
 
-def theirs(loaded: common.Loaded, prompts: list[list[int]], max_new_tokens: int) -> list[list[int]]:
+def theirs(loaded: loading.Loaded, prompts: list[list[int]], max_new_tokens: int) -> list[list[int]]:
     """Greedy answers of transformers' own generate."""
     width = max(map(len, prompts))
     pad = min(loaded.stop)

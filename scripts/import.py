@@ -5,14 +5,11 @@ EAGLE-1 and EAGLE-3 (SafeAILab, SGLang, vLLM), Medusa (reference and vLLM), DFla
 container of EAGLE-3 and DFlash.
 """
 
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from scripts import common
-from scripts.cli import options, run
+from helpers import loading
+from helpers.options import options, run
 from specdec import checkpoint
 from specdec.layouts import folder
 from specdec.target import Target
@@ -22,12 +19,12 @@ from specdec.target import Target
 class Import:
     source: str = field(metadata={"help": "folder of the head: config.json and its weights"})
     out: str = field(metadata={"help": "checkpoint to make, such as checkpoints/NAME"})
-    target: common.TargetOptions = field(default_factory=common.TargetOptions)
+    target: loading.TargetOptions = field(default_factory=loading.TargetOptions)
 
 
 def main() -> None:
     chosen = options(Import, __doc__)
-    common.use_threads()
+    loading.use_threads()
     out = Path(chosen.out)
     if out.exists():
         raise ValueError(f"{out} exists; choose another out=DIR or delete it.")

@@ -6,13 +6,10 @@ then a task: to copy one of the first half, as a few were before, or to write a 
 
 import json
 import random
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from scripts.cli import options, run
+from helpers.options import options, run
 from specdec import checkpoint
 from specdec.target import load_tokenizer
 from train import reading

@@ -4,17 +4,13 @@ What a chain would be worth along answers that the target wrote, without decodin
 round by round (methods: `specdec/replay.py`). By default over the rows that `data.hold_out` keeps from training.
 """
 
-import sys
 from dataclasses import dataclass, field
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import rich.console
 from rich.progress import track
 
-from scripts import common
-from scripts.cli import options, run
+from helpers import loading
+from helpers.options import options, run
 from specdec import replay
 from train import data, reading
 
@@ -32,13 +28,13 @@ class Replay:
     )
     depth: int = field(default=4, metadata={"help": "drafts a round"})
     length: int = field(default=1024, metadata={"help": "longer rows are cut"})
-    target: common.TargetOptions = field(default_factory=common.TargetOptions)
+    target: loading.TargetOptions = field(default_factory=loading.TargetOptions)
 
 
 def main() -> None:
     chosen = options(Replay, __doc__)
     console = rich.console.Console()
-    loaded = common.load(chosen.checkpoint, chosen.target)
+    loaded = loading.load(chosen.checkpoint, chosen.target)
     if loaded.target.adapted:
         raise ValueError(
             f"{loaded.folder} adapts its target, which did not write these answers: use scripts/evaluate.py."

@@ -3,16 +3,12 @@
 Prints conversations as the trainer sees them: after the chat template, with the supervised tokens in green.
 """
 
-import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import rich.console
 from transformers import AutoTokenizer
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from scripts.cli import options
+from helpers.options import options
 from train.data import encode, show, truncate
 from train.reading import load_conversations
 

@@ -9,11 +9,8 @@ import itertools
 import json
 import platform
 import statistics
-import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import rich.console
 import rich.table
@@ -22,7 +19,8 @@ from matplotlib import colormaps
 from matplotlib.figure import Figure
 from rich.progress import track
 
-from scripts import cli, common, compare, comparison
+from helpers import comparison, loading, options
+from scripts import compare
 from specdec import checkpoint
 from specdec.compile import Runner
 from specdec.decode import Decoder, Generation
@@ -49,14 +47,14 @@ class Sweep:
     max_new_tokens: int = field(default=32, metadata={"help": "an answer ends here at the latest"})
     ignore_stop: bool = field(default=True, metadata={"help": "no answer ends before: batches are comparable"})
     out: str = field(default="sweep", metadata={"help": "folder for sweep.json and sweep.png"})
-    target: common.TargetOptions = field(default_factory=common.TargetOptions)
-    decode: common.DecodeOptions = field(default_factory=common.DecodeOptions)
+    target: loading.TargetOptions = field(default_factory=loading.TargetOptions)
+    decode: loading.DecodeOptions = field(default_factory=loading.DecodeOptions)
 
 
 def main() -> None:
-    chosen = cli.options(Sweep, __doc__)
+    chosen = options.options(Sweep, __doc__)
     console = rich.console.Console()
-    common.use_threads()
+    loading.use_threads()
     batches, sampling, drafting = check(chosen), chosen.decode.samplings()[0], chosen.decode.drafting()
     runs = compare.load(compare.Compare(runs=chosen.checkpoint, target=chosen.target), {"drafted": drafting.shape})
     target = runs[0].drafter.target
@@ -216,4 +214,4 @@ def picture(runs: list[comparison.Run], cells: Cells, conditions: str) -> Figure
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    options.run(main)

@@ -7,12 +7,9 @@ over that of its own; then all are decoded again, in turn, to see whether the pr
 
 import json
 import platform
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import rich.box
 import rich.console
@@ -21,8 +18,8 @@ import torch
 import yaml
 from rich.progress import track
 
-from scripts import common
-from scripts.cli import options, run
+from helpers import loading
+from helpers.options import options, run
 from specdec import checkpoint, replay, speed
 from specdec.compile import Runner
 from specdec.decode import Decoder
@@ -70,7 +67,7 @@ class Tune:
     seed: int = field(default=0, metadata={"help": "of sampling"})
     out: str = field(default="tuned.yaml", metadata={"help": "the settings to write"})
     out_json: str | None = field(default=None, metadata={"help": "JSON file for all figures"})
-    target: common.TargetOptions = field(default_factory=common.TargetOptions)
+    target: loading.TargetOptions = field(default_factory=loading.TargetOptions)
     decode: TuneDecodeOptions = field(default_factory=TuneDecodeOptions)
 
 
@@ -101,7 +98,7 @@ def main() -> None:
     given = chosen.decode
     sampling = Sampling(given.temperature, given.top_k, given.top_p, given.repetition_penalty)
     shapes = [*read_shapes("chains", chosen.chains, 1), *read_shapes("trees", chosen.trees, 3)]
-    loaded = common.load(chosen.checkpoint, chosen.target)
+    loaded = loading.load(chosen.checkpoint, chosen.target)
     prompts = [
         Prompt(row["id"], row["category"], data.encode_prompt(loaded.tokenizer, row["messages"]))
         for row in reading.spread(reading.load_prompts(chosen.prompts), chosen.limit)
@@ -251,7 +248,7 @@ def name_of(drafting: Drafting) -> str:
     return f"chain of up to {drafting.depth}, stopping below {Stopping(**drafting.stopping).threshold:.2f}"
 
 
-def describe(loaded: common.Loaded, chosen: Tune, num_prompts: int) -> str:
+def describe(loaded: loading.Loaded, chosen: Tune, num_prompts: int) -> str:
     device = loaded.target.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     return (

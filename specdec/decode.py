@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from specdec import masks, verify
+from specdec import masks, rules
 from specdec.cache import RowCache
 from specdec.compile import Runner
 from specdec.proposers.base import Proposer
 from specdec.sampling import Sampling
 from specdec.target import Target
 from specdec.tree import Tree, root
-from specdec.verification import Verifier
+from specdec.verifier import Verifier
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Decoder:
     """Draft and verify without changing the target's distribution; `proposer=None` is plain decoding.
 
     stop: token ids that end an answer, which includes them; stop_strings: texts that do
-    rule: how drafts are verified (verify.RULES); those in verify.LOSSY change the distribution and need lossy=True
+    rule: how drafts are verified (rules.RULES); those in rules.LOSSY change the distribution and need lossy=True
     runner: what compiles the target's passes; decoders of one target can share it. Default: nothing is compiled
     """
 
@@ -101,14 +101,14 @@ class Decoder:
         lossy: bool = False,
         runner: Runner | None = None,
     ):
-        if rule not in verify.RULES:
-            raise ValueError(f"decode.rule={rule} must be one of {', '.join(verify.RULES)}.")
-        if rule in verify.LOSSY and not lossy:
+        if rule not in rules.RULES:
+            raise ValueError(f"decode.rule={rule} must be one of {', '.join(rules.RULES)}.")
+        if rule in rules.LOSSY and not lossy:
             raise ValueError(
                 f"decode.rule={rule} changes what the target says. If that is wanted, set decode.lossy=true; else take "
                 "decode.rule=token or block."
             )
-        if rule in verify.LOSSY and sampling.greedy:
+        if rule in rules.LOSSY and sampling.greedy:
             raise ValueError(
                 f"decode.rule={rule} needs decode.temperature above 0: it weighs the target's probabilities."
             )
@@ -158,7 +158,7 @@ class Decoder:
             device
         )  # [B, T]
         cache = self.target.cache(len(prompts))
-        draws = verify.Draws(generator)
+        draws = rules.Draws(generator)
         marks = self._mark(padded, num) if penalised is None else penalised.clone()
         newest, features = self._prefill(padded, num, cache, marks, draws)  # [B], [B, T, F*D]
         if marks is not None:
@@ -223,7 +223,7 @@ class Decoder:
         return tree.rounded(self.proposer.depth) if self.runner.compile and self.proposer.varies else tree
 
     def _prefill(
-        self, padded: Tensor, num: Tensor, cache: RowCache, marks: Tensor | None, draws: verify.Draws
+        self, padded: Tensor, num: Tensor, cache: RowCache, marks: Tensor | None, draws: rules.Draws
     ) -> tuple[Tensor, Tensor]:
         """Reads the prompts. -> the first token of each answer [B], the prompts' features [B, T, F*D]"""
         num_rows, length = padded.shape

@@ -178,7 +178,7 @@ def summarise(
 ) -> dict:
     """One column of a report: overall figures with 95 % bootstrap intervals over prompts.
 
-    adapted: `Target.adapted`; lossy: whether the rule that verified is one of verify.LOSSY
+    adapted: `Target.adapted`; lossy: whether the rule that verified is one of rules.LOSSY
     """
     rounds = sum(row.num_rounds for row in rows)
     reached = [sum(a >= d for row in rows for a in row.drafted.accepted[0]) for d in range(1, depth + 1)]

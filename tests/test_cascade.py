@@ -2,11 +2,9 @@
 
 import pytest
 import torch
-from conftest import chain_of, make_drafter, random_tokens
-from test_decode import check_counters, greedy, prompts_of
-from test_sampled import statistic, target_of, without_temperature
 
-from specdec import masks, verify
+from conftest import chain_of, make_drafter, random_tokens
+from specdec import masks, rules
 from specdec.compile import Runner
 from specdec.decode import Decoder
 from specdec.proposers.base import Proposer
@@ -15,7 +13,9 @@ from specdec.proposers.heads import HeadProposer
 from specdec.proposers.ngram import Ngram
 from specdec.sampling import Sampling
 from specdec.tree import TreeShape, chain, root
-from specdec.verification import Verifier
+from specdec.verifier import Verifier
+from test_decode import check_counters, greedy, prompts_of
+from test_sampled import statistic, target_of, without_temperature
 
 TREE = TreeShape(depth=2, width=2, nodes=4)
 SMALL = {"num": 4, "sinks": 1, "window": 3, "chunks": 0, "chunk": 1}
@@ -138,7 +138,7 @@ def said_on_the_part(target, proposer, cache, tokens):
     proposer.share(cache)
     proposer._take_part()
     verifier = Verifier(target, sampling=Sampling(), rule="token", runner=Runner())
-    return target.logits(verifier(chain(tokens, None), proposer.part, verify.Draws(None)).output.final)
+    return target.logits(verifier(chain(tokens, None), proposer.part, rules.Draws(None)).output.final)
 
 
 PROMPTS = [random_tokens(seed, num, 61) for seed, num in enumerate((12, 3, 17, 8))]

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import save_target
 
-from scripts import compare, comparison
+from conftest import save_target
+from helpers import comparison
+from scripts import compare
 from specdec import checkpoint
 from specdec.decode import Generation
 from specdec.evaluate import Prompt, Row, difference, summarise

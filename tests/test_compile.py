@@ -9,10 +9,10 @@ import time
 import pytest
 import torch
 import torch._inductor
-from conftest import chain_of, make_drafter, make_target, random_tokens, scale_forward
 from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from conftest import chain_of, make_drafter, make_target, random_tokens, scale_forward
 from specdec import attention, compile, masks
 from specdec.compile import Graph, Runner
 from specdec.decode import STAGES, Decoder

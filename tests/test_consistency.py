@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from conftest import load_head, make_target, random_tokens
 from hydra.utils import instantiate
 
+from conftest import load_head, make_target, random_tokens
 from specdec import checkpoint, masks
 from specdec.decode import Decoder
 from specdec.heads.consistency import Consistency

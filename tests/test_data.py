@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from helpers.options import options
 from scripts.answer import batches, check_settings, list_jobs, pad_left, parse_temperatures, read_finished, trim
-from scripts.cli import options
 from scripts.show_data import ShowData
 from specdec import masks
 from train import data, reading

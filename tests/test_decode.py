@@ -5,8 +5,8 @@ import itertools
 
 import pytest
 import torch
-from conftest import HEADS, chain_of, make_drafter, make_target, random_tokens
 
+from conftest import HEADS, chain_of, make_drafter, make_target, random_tokens
 from specdec.decode import Decoder
 from specdec.proposers.base import Proposer
 from specdec.proposers.heads import HeadProposer

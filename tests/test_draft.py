@@ -5,9 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import chain_of, random_tokens
-from test_layouts import export, make_form
-from test_train import command, fit, folder, losses_of  # noqa: F401 (fixtures)
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -19,6 +16,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from conftest import chain_of, random_tokens
 from specdec import attention, checkpoint, masks
 from specdec.cache import UnrollCache
 from specdec.decode import Decoder
@@ -27,6 +25,8 @@ from specdec.heads.eagle import Eagle
 from specdec.proposers.heads import HeadProposer
 from specdec.sampling import Sampling
 from specdec.target import Target
+from test_layouts import export, make_form
+from test_train import command, fit, folder, losses_of  # noqa: F401 (fixtures)
 from train.data import Packs, Row
 from train.onpolicy import OnPolicy
 

@@ -4,17 +4,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import random_tokens
-from test_draft import make_folder
 from transformers import AutoModelForCausalLM
 
-from scripts import proposers
+from conftest import random_tokens
+from helpers import proposers
 from specdec.decode import Decoder
 from specdec.evaluate import Drafting
 from specdec.heads.draft import Draft
 from specdec.proposers.heads import HeadProposer
 from specdec.sampling import Sampling
 from specdec.target import Target
+from test_draft import make_folder
 
 V, DEPTH, NUM_NEW = 61, 3, 21
 CHAIN = Drafting(DEPTH)

@@ -11,9 +11,10 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from scripts import check_engines, get_engines, llamacpp
-from scripts.llamacpp import LlamaCpp, convert
-from scripts.vllm import Served, Vllm
+from engine_clients import llamacpp_client
+from engine_clients.llamacpp_client import LlamaCpp, convert
+from engine_clients.vllm_client import Served, Vllm
+from scripts import check_engines, get_engines
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTHON = str(ROOT / "engines" / "bin" / "python")
@@ -120,7 +121,7 @@ def test_vllm_says_why_it_refuses_a_folder(folder):
 
 @engines
 def test_llama_cpp(folder, plain, monkeypatch):
-    monkeypatch.setattr(llamacpp, "ENGINES", ROOT / "engines")
+    monkeypatch.setattr(llamacpp_client, "ENGINES", ROOT / "engines")
     for name in ("target", "draft"):
         convert(str(folder / name), str(folder / f"{name}.gguf"))
     counts = {}
@@ -162,7 +163,7 @@ def test_llama_cpp_may_not_draft_less_than_asked():
     ],
 )
 def test_absent_engines_are_named(monkeypatch, make, message):
-    monkeypatch.setattr(llamacpp, "ENGINES", Path("nowhere"))
+    monkeypatch.setattr(llamacpp_client, "ENGINES", Path("nowhere"))
     with pytest.raises(ValueError, match=message):
         make()
 
@@ -172,7 +173,7 @@ def test_the_converter_is_quoted_when_it_fails(tmp_path, monkeypatch):
     (tmp_path / "bin" / "python").symlink_to(sys.executable)
     (tmp_path / "llama.cpp").mkdir()
     (tmp_path / "llama.cpp" / "convert_hf_to_gguf.py").write_text("import sys; print('one\\ntwo'); sys.exit('three')")
-    monkeypatch.setattr(llamacpp, "ENGINES", tmp_path)
+    monkeypatch.setattr(llamacpp_client, "ENGINES", tmp_path)
     with pytest.raises(ValueError, match=r"converter refuses model: .*one \| two"):
         convert("model", "out")
 

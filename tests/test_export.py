@@ -5,17 +5,17 @@ import json
 import sys
 
 import pytest
-import reference
 import torch
-from conftest import follow, load_head, make_target, random_tokens, save_target
 from hydra.utils import instantiate
-from test_layouts import ALL_NORMS, OTHER_BLOCK, export, make, make_facts, make_form
-from test_published import bring_in
 from transformers import AutoModelForCausalLM
 
+import reference
+from conftest import follow, load_head, make_target, random_tokens, save_target
 from scripts import export as export_script
 from specdec import checkpoint, serving
 from specdec.target import Target
+from test_layouts import ALL_NORMS, OTHER_BLOCK, export, make, make_facts, make_form
+from test_published import bring_in
 
 import_script = importlib.import_module("scripts.import")
 OTHER_ROPE = {

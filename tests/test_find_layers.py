@@ -6,14 +6,14 @@ import sys
 import pytest
 import torch
 import yaml
-from conftest import save_target
-from test_decode import NUM_NEW, greedy, prompts_of
-from test_layerskip import SUBSETS, naive
 
+from conftest import save_target
 from scripts import find_layers
 from specdec import replay
 from specdec.proposers.layerskip import LayerSkip
 from specdec.target import Target
+from test_decode import NUM_NEW, greedy, prompts_of
+from test_layerskip import SUBSETS, naive
 
 
 @pytest.fixture(scope="module")

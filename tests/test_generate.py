@@ -6,7 +6,6 @@ import json
 
 import pytest
 import torch
-from conftest import load_head, make_drafter, make_target, random_tokens
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig, PreTrainedTokenizerFast
@@ -21,6 +20,7 @@ from transformers.generation import (
     TopPLogitsWarper,
 )
 
+from conftest import load_head, make_drafter, make_target, random_tokens
 from specdec import checkpoint
 from specdec.evaluate import Drafting
 from specdec.generate import Speculative

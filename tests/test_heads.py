@@ -6,8 +6,8 @@ import types
 
 import pytest
 import torch
-from conftest import chain_of, follow, make_drafter, random_tokens
 
+from conftest import chain_of, follow, make_drafter, random_tokens
 from specdec import attention, masks
 from specdec.cache import UnrollCache
 from specdec.heads import dflash

@@ -8,13 +8,11 @@ import re
 import pytest
 import torch
 import torch._inductor
-from conftest import make_target, random_tokens, scale_forward
-from test_decode import NUM_NEW, greedy, prompts_of
-from test_sampled import SAMPLINGS, error, statistic, target_of
 from torch import nn
 from transformers import DynamicCache
 
-from specdec import masks, verify
+from conftest import make_target, random_tokens, scale_forward
+from specdec import masks, rules
 from specdec.compile import Runner
 from specdec.decode import Decoder
 from specdec.proposers import heads, layerskip
@@ -22,7 +20,9 @@ from specdec.proposers.layerskip import LayerSkip
 from specdec.sampling import Sampling
 from specdec.target import Target
 from specdec.tree import Tree
-from specdec.verification import Verifier
+from specdec.verifier import Verifier
+from test_decode import NUM_NEW, greedy, prompts_of
+from test_sampled import SAMPLINGS, error, statistic, target_of
 
 SUBSETS = {"first": 5, "both": [0, 1, 2, 4, 6, 7], "later": [1, 3, 4, 5, 6, 7], "all": 8}
 GREEDY = Sampling()
@@ -130,7 +130,7 @@ def test_the_cache_grows_while_drafting(small_target):
 def differences(target: Target, tree, cache, prompts, runner=None) -> tuple[float, float]:
     """Of logits and of K and V: after verification, and by reading every row's text at once"""
     verifier = Verifier(target, sampling=Sampling(), rule="token", runner=runner or Runner())
-    judged = verifier(tree, cache, verify.Draws(None))
+    judged = verifier(tree, cache, rules.Draws(None))
     logits, entries = 0.0, 0.0
     for row, prompt in enumerate(prompts):
         text, whole = torch.tensor([prompt[:-1] + tree.tokens[row].tolist()]), DynamicCache()

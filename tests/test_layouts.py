@@ -6,12 +6,12 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import reference
 import torch
-from conftest import follow, make_drafter, random_tokens
 
+import reference
+from conftest import follow, make_drafter, random_tokens
 from specdec import serving
-from specdec.heads.block import RMSNorm, Rotary
+from specdec.heads.decoder_block import RMSNorm, Rotary
 from specdec.layouts.eagle import shapes3
 
 TOKENS = 1 + torch.tensor(random_tokens(3, 16, 60))  # without token 0, in whose place DSpark has its mask

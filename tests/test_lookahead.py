@@ -5,10 +5,10 @@ import itertools
 
 import pytest
 import torch
-from conftest import make_target
-from test_decode import LENGTHS, NUM_NEW, check_counters, greedy, prompts_of
 
+from conftest import make_target
 from specdec.proposers.lookahead import Lookahead
+from test_decode import LENGTHS, NUM_NEW, check_counters, greedy, prompts_of
 
 SETTINGS = [(1, 2, 0), (5, 2, 0), (3, 2, 2), (1, 4, 3), (4, 3, 0), (4, 3, 4), (3, 5, 2)]  # window, ngram, guesses
 

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from conftest import chain_of, follow, load_head, make_target, random_tokens
 from hydra.utils import instantiate
 
+from conftest import chain_of, follow, load_head, make_target, random_tokens
 from specdec import checkpoint, evaluate
 from specdec.decode import Decoder
 from specdec.heads.eagle import Eagle

@@ -6,12 +6,8 @@ import math
 
 import pytest
 import torch
-from conftest import HEADS, chain_of, make_drafter, random_tokens, random_tree
-from test_decode import greedy, prompts_of
-from test_sampled import SAMPLINGS, TREE, error, target_of
-from test_verify import LOSSLESS, drafted, random_laws, rows_of
-from test_verify import error as rule_error
 
+from conftest import HEADS, chain_of, make_drafter, random_tokens, random_tree
 from specdec.decode import Decoder
 from specdec.proposers.base import Proposer
 from specdec.proposers.heads import HeadProposer
@@ -19,6 +15,10 @@ from specdec.proposers.merged import Merged, beside, union
 from specdec.proposers.text import TextProposer
 from specdec.sampling import Sampling
 from specdec.tree import Tree, TreeShape, plant
+from test_decode import greedy, prompts_of
+from test_sampled import SAMPLINGS, TREE, error, target_of
+from test_verify import LOSSLESS, drafted, random_laws, rows_of
+from test_verify import error as rule_error
 
 NUM_NEW = 16
 SHAPES = [chain_of(3), TreeShape(depth=3, width=2, nodes=5)]

@@ -3,8 +3,8 @@
 import pytest
 import safetensors.torch
 import torch
-from conftest import make_target
 
+from conftest import make_target
 from specdec.checkpoint import read_tensors
 from specdec.heads.mtp import MTP
 from specdec.target import Target

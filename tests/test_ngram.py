@@ -4,9 +4,9 @@ import random
 
 import pytest
 import torch
-from conftest import random_tokens
 from torch.nn.utils.rnn import pad_sequence
 
+from conftest import random_tokens
 from specdec.decode import Decoder
 from specdec.proposers.ngram import Ngram
 from specdec.sampling import Sampling

@@ -5,8 +5,8 @@ import math
 
 import pytest
 import torch
-from conftest import HEADS, chain_of, follow, load_head, make_drafter, random_tokens
 
+from conftest import HEADS, chain_of, follow, load_head, make_drafter, random_tokens
 from specdec import replay
 from specdec.decode import Decoder
 from specdec.proposers.heads import HeadProposer

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from conftest import HEADS, chain_of, load_head, make_target
 from hydra.utils import instantiate
 
+from conftest import HEADS, chain_of, load_head, make_target
 from specdec.decode import Decoder
 from specdec.proposers.heads import HeadProposer
 from specdec.sampling import Sampling

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import make_drafter, make_target, random_tokens
 
-from scripts import proposers
-from specdec import checkpoint, datastore, verify
+from conftest import make_drafter, make_target, random_tokens
+from helpers import proposers
+from specdec import checkpoint, datastore, rules
 from specdec.decode import Decoder
 from specdec.evaluate import Drafting
 from specdec.heads import draft as heads_draft
@@ -127,7 +127,7 @@ def test_sampled_answers_have_the_target_s_law(name, made, tiny_target):
 
 
 def test_a_rule_that_forgets_what_was_refused_is_noticed(made, tiny_target, monkeypatch):
-    monkeypatch.setattr(verify, "refuse", lambda mass, tree, node: (mass, mass.sum(-1)))
+    monkeypatch.setattr(rules, "refuse", lambda mass, tree, node: (mass, mass.sum(-1)))
     assert chi_square(tiny_target, made("ngram", tiny_target), Sampling(temperature=3.0))[0] < 1e-6
 
 

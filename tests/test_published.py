@@ -5,10 +5,15 @@ import os
 from pathlib import Path
 
 import pytest
-import reference
 import safetensors.torch
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import reference
 from conftest import make_target
+from specdec import checkpoint, serving
+from specdec.layouts import folder as layouts
+from specdec.target import Target
 from test_layouts import (
     ALL_NORMS,
     CONTAINED,
@@ -23,11 +28,6 @@ from test_layouts import (
     make_form,
     with_vocabularies,
 )
-from transformers import LlamaConfig, LlamaForCausalLM
-
-from specdec import checkpoint, serving
-from specdec.layouts import folder as layouts
-from specdec.target import Target
 
 
 def bring_in(path: Path, target):

@@ -11,10 +11,10 @@ from types import SimpleNamespace
 
 import numpy
 import pytest
-from conftest import ROOT, random_tokens, save_target
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
+from conftest import ROOT, random_tokens, save_target
 from scripts import datastore as script
 from specdec import datastore as store
 from specdec.decode import Decoder

@@ -7,8 +7,6 @@ import math
 
 import pytest
 import torch
-from conftest import chain_of, make_drafter, make_target
-from test_verify import Enumerate
 from transformers import (
     LogitsProcessorList,
     RepetitionPenaltyLogitsProcessor,
@@ -17,13 +15,15 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from conftest import chain_of, make_drafter, make_target
+from specdec import rules
 from specdec import sampling as specdec_sampling
-from specdec import verify
 from specdec.decode import Decoder
 from specdec.proposers import heads
 from specdec.proposers.heads import HeadProposer, Stopping
 from specdec.sampling import Sampling
 from specdec.tree import Tree, TreeShape, root
+from test_verify import Enumerate
 
 V, PROMPT = 3, (1, 1)
 CHAIN, TREE = chain_of(2), TreeShape(depth=2, width=2, nodes=4)
@@ -63,7 +63,7 @@ def chance(sampling: Sampling, before: tuple[int, ...], text: tuple[int, ...]) -
 
 
 class Switch:
-    """In the place of verify.Draws: at random, the same for every row, until it is switched on; then an enumeration."""
+    """In the place of rules.Draws: at random, the same for every row, until it is switched on; then an enumeration."""
 
     def __init__(self, scripts: list[list[int]], seed: int):
         self.enumeration, self.on = Enumerate(scripts), False
@@ -92,7 +92,7 @@ def outcomes(decoder: Decoder, number: int, *, seed: int, alone: bool, monkeypat
         draws = Switch(scripts, seed)
         everywhere = torch.ones(len(scripts), dtype=torch.bool)
         with monkeypatch.context() as patch:
-            patch.setattr(verify, "Draws", lambda generator, draws=draws: draws)
+            patch.setattr(rules, "Draws", lambda generator, draws=draws: draws)
             patch.setattr(heads, "pick", lambda law, uniform, draws=draws, where=everywhere: draws.token(law, where))
             stream, before = decoder.stream([list(PROMPT)] * len(scripts), 50), PROMPT
             for place in range(number + 1):
@@ -130,7 +130,7 @@ def decoder_of(
     if wrong:
         right = proposer.propose
         proposer.propose = lambda *arguments: wrong(right(*arguments))
-    lossy = rule in verify.LOSSY
+    lossy = rule in rules.LOSSY
     return Decoder(target, proposer, sampling=SAMPLINGS[sampling], stop=set(), rule=rule, lossy=lossy)
 
 
@@ -224,7 +224,7 @@ def test_a_forgotten_penalty_is_found(monkeypatch):
     decoder = decoder_of("penalty")
     assert error(decoder, 2, seed=1, monkeypatch=monkeypatch) < 1e-12
     monkeypatch.setattr(
-        "specdec.verification.seen", lambda tree, committed: committed[:, None].expand(-1, tree.tokens.shape[1], -1)
+        "specdec.verifier.seen", lambda tree, committed: committed[:, None].expand(-1, tree.tokens.shape[1], -1)
     )
     assert error(decoder_of("penalty"), 1, monkeypatch=monkeypatch) > 1e-3
 

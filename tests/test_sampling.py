@@ -4,7 +4,6 @@ import dataclasses
 
 import pytest
 import torch
-from conftest import random_tree
 from transformers.generation.logits_process import (
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
@@ -12,6 +11,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from conftest import random_tree
 from specdec.sampling import Sampling, seen
 from specdec.tree import chain
 

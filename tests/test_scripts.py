@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import save_target
 
+from conftest import save_target
 from scripts import bench, evaluate, export, generate, identity
 from specdec import checkpoint
 from specdec.heads.eagle import Eagle

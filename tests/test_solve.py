@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from conftest import load_head, make_target
 from hydra.utils import instantiate
 
+from conftest import load_head, make_target
 from specdec import masks
 from specdec.cache import UnrollCache
 from specdec.drafter import Slots
-from specdec.heads.block import RIDGE
+from specdec.heads.decoder_block import RIDGE
 from specdec.heads.eagle import Eagle
 
 

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import save_target
 
-from scripts import common, tune
+from conftest import save_target
+from helpers import loading
+from scripts import tune
 from specdec import checkpoint, replay, speed
 from specdec.decode import Decoder, Generation
 from specdec.evaluate import Drafting, Prompt, Row
@@ -229,7 +230,7 @@ def test_what_tune_writes_is_what_decoding_reads(run, folder, temperature):
             assert setting["tau"] == pytest.approx(setting["measured"]["tau"])
     text = (folder / "tuned.yaml").read_text()
     assert text.startswith(f"# {folder}/head on {folder}/target: ") and f"temperature {temperature}" in text
-    drafting = common.read_drafting(f"{folder}/tuned.yaml", compile=False)
+    drafting = loading.read_drafting(f"{folder}/tuned.yaml", compile=False)
     assert drafting == Drafting(**figures["settings"][figures["chosen"]]["drafting"])
     assert tune.name_of(drafting) == figures["chosen"]
 

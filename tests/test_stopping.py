@@ -6,17 +6,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import chain_of, make_drafter, make_target, random_tokens
 from omegaconf import OmegaConf
-from test_decode import NUM_NEW, Scripted, check_counters, oracle, prompts_of
 
-from scripts.common import DecodeOptions
+from conftest import chain_of, make_drafter, make_target, random_tokens
+from helpers.loading import DecodeOptions
 from specdec.decode import Decoder, Generation, StopStrings
 from specdec.evaluate import Drafting
 from specdec.proposers.heads import FIRST_CHILD, NEXT_CHILD, HeadProposer, Stopping, static_parents
 from specdec.sampling import Sampling
 from specdec.target import Target
 from specdec.tree import TreeShape
+from test_decode import NUM_NEW, Scripted, check_counters, oracle, prompts_of
 
 CHAIN, TREE = chain_of(4), TreeShape(depth=3, width=3, nodes=8)
 STOPPING = Stopping(threshold=0.3)

@@ -4,14 +4,14 @@ import itertools
 import random
 
 import pytest
-from conftest import random_tokens
-from test_ngram import begin, check_rounds, commit, texts
 
+from conftest import random_tokens
 from specdec.decode import Decoder
 from specdec.evaluate import Drafting, Prompt, measure
 from specdec.proposers.merged import Merged
 from specdec.proposers.suffix import NOWHERE, Automaton, Suffix
 from specdec.sampling import Sampling
+from test_ngram import begin, check_rounds, commit, texts
 
 
 def automaton_of(known: list[list[int]]) -> Automaton:

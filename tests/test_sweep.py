@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import save_target
 
+from conftest import save_target
 from scripts import compare, evaluate, sweep
 from specdec import checkpoint
 from specdec.decode import Generation

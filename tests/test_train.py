@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ADAPTING, save_target
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from conftest import ADAPTING, save_target
 from specdec import checkpoint
 from specdec.target import Target
 from train import losses

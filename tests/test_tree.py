@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import chain_of, random_tokens, random_tree
 
+from conftest import chain_of, random_tokens, random_tree
 from specdec.proposers.heads import HeadProposer
 from specdec.sampling import Sampling
 from specdec.tree import Tree, TreeShape, chain, plant, root

@@ -7,9 +7,9 @@ import math
 
 import pytest
 import torch
-from conftest import random_tree
 
-from specdec import verify
+from conftest import random_tree
+from specdec import rules
 from specdec.sampling import Sampling, seen
 from specdec.tree import Tree, chain
 
@@ -21,12 +21,12 @@ BUSH = [-1, 0, 0, 1, 1, 3]  # neither its order of nodes nor the reverse is a po
 DRAFTINGS = ["chosen", "chain", "with replacement", "without replacement"]
 SAMPLINGS = [Sampling(0.6), Sampling(1.0, top_k=2), Sampling(1.0, top_p=0.7), Sampling(1.0, repetition_penalty=1.7)]
 SAMPLINGS += [Sampling(1.3, top_k=2, top_p=0.9, repetition_penalty=1.3)]
-LOSSLESS = [verify.sample, verify.block]
-EVERY = [lambda tree, probs, draws: verify.greedy(tree, probs.argmax(-1)), *verify.RULES.values()]
+LOSSLESS = [rules.sample, rules.block]
+EVERY = [lambda tree, probs, draws: rules.greedy(tree, probs.argmax(-1)), *rules.RULES.values()]
 
 
 class Enumerate:
-    """In the place of verify.Draws: a row follows its script, then takes the first possible outcome and notes others."""
+    """In the place of rules.Draws: a row follows its script, then takes the first possible outcome and notes others."""
 
     def __init__(self, scripts: list[list[int]]):
         self.scripts, self.others = scripts, []
@@ -203,17 +203,17 @@ def test_wrong_drafting_is_found(rule):
 @pytest.mark.parametrize("rule", LOSSLESS)
 @pytest.mark.parametrize("drafting", DRAFTINGS)
 def test_same_law_after_a_refusal_is_found(rule, drafting, monkeypatch):
-    monkeypatch.setattr(verify, "refuse", lambda mass, tree, node: (mass / mass.sum(-1, keepdim=True), mass.sum(-1)))
+    monkeypatch.setattr(rules, "refuse", lambda mass, tree, node: (mass / mass.sum(-1, keepdim=True), mass.sum(-1)))
     assert error(random_laws(0), rule, [drafted(drafting, 10)]) > 1e-2
 
 
 def test_wrong_budgets_are_found(monkeypatch):
-    p, right = random_laws(0), verify.chance
+    p, right = random_laws(0), rules.chance
     not_clipped = lambda mass, *node: 1e9 * right(mass / 1e9, *node)
     forgotten = lambda mass, *node: right(mass / mass.sum(-1, keepdim=True), *node)  # p / q, without P of the parent
     for wrong in (not_clipped, forgotten):
-        monkeypatch.setattr(verify, "chance", wrong)
-        assert error(p, verify.block, [drafted("chain", 10)]) > 1e-2
+        monkeypatch.setattr(rules, "chance", wrong)
+        assert error(p, rules.block, [drafted("chain", 10)]) > 1e-2
 
 
 def direct_block(p: dict, q: dict, drawn: tuple[int, ...]) -> list[float]:
@@ -233,7 +233,7 @@ def test_block_on_a_chain_is_block_verification(seed):
     p, q = random_laws(seed), random_laws(seed + 10)
     tree, _ = drafted("chain", seed + 10)
     found = torch.zeros(len(tree.tokens), DEPTH + 1, dtype=torch.float64)
-    for row, weight, emitted in outcomes(verify.block, tree, at_nodes(tree, p)):
+    for row, weight, emitted in outcomes(rules.block, tree, at_nodes(tree, p)):
         found[row, len(emitted) - 1] += weight
     direct = [direct_block(p, q, tuple(row)) for row in tree.tokens[:, 1:].tolist()]
     torch.testing.assert_close(found, torch.tensor(direct, dtype=torch.float64), rtol=0, atol=1e-12)
@@ -245,12 +245,12 @@ def test_who_accepts_more(drafting):
     totals = torch.zeros(3, dtype=torch.float64)
     for seed in range(5):
         p, parts = random_laws(seed), drafted(drafting, seed + 10)
-        token, block, typical = (expected_drafts(p, rule, *parts) for rule in (*LOSSLESS, verify.typical))
+        token, block, typical = (expected_drafts(p, rule, *parts) for rule in (*LOSSLESS, rules.typical))
         assert block >= token - 1e-12 and (drafting != "chosen" or block == pytest.approx(token, abs=1e-12))
-        assert error(p, verify.typical, [parts]) > 1e-3
+        assert error(p, rules.typical, [parts]) > 1e-3
         totals += torch.tensor([token, block, typical], dtype=torch.float64)
     assert totals[2] > totals[1] and (drafting == "chosen" or totals[1] > totals[0] + 0.1)
-    assert {name for name, rule in verify.RULES.items() if rule not in LOSSLESS} == verify.LOSSY
+    assert {name for name, rule in rules.RULES.items() if rule not in LOSSLESS} == rules.LOSSY
 
 
 def independent(p: torch.Tensor, q: torch.Tensor, depth: int, rule) -> float:
@@ -259,7 +259,7 @@ def independent(p: torch.Tensor, q: torch.Tensor, depth: int, rule) -> float:
     return expected_drafts(collections.defaultdict(lambda: p), rule, tree, weights)
 
 
-@pytest.mark.parametrize("rule, figure", [(verify.sample, 10 / 9), (verify.block, 11 / 9)])
+@pytest.mark.parametrize("rule, figure", [(rules.sample, 10 / 9), (rules.block, 11 / 9)])
 def test_toy_figures(rule, figure):
     """methods, section 1.2"""
     p = torch.tensor([1 / 3, 2 / 3, 0], dtype=torch.float64)
@@ -270,7 +270,7 @@ def test_toy_figures(rule, figure):
 def test_expected_length(alpha, depth, tau):
     """Independent, equal acceptance at every depth; the figures are those of methods, section 2."""
     p = torch.tensor([1 - alpha / 2, alpha / 2, 0], dtype=torch.float64)
-    found = 1 + independent(p, p[[1, 0, 2]], depth, verify.sample)
+    found = 1 + independent(p, p[[1, 0, 2]], depth, rules.sample)
     assert found == pytest.approx((1 - alpha ** (depth + 1)) / (1 - alpha), abs=1e-12)
     assert found == pytest.approx(tau, abs=5e-4)
 
@@ -303,9 +303,9 @@ def test_greedy_is_the_case_of_a_certain_target():
             tree = chain(tree.tokens, random_probs(generator, 40, 7, V))
         choices = torch.randint(V, (40, 7), generator=generator)
         onehot = torch.nn.functional.one_hot(choices, V).double()
-        found = verify.greedy(tree, choices)
+        found = rules.greedy(tree, choices)
         for rule in LOSSLESS:
-            for ours, theirs in zip(found, rule(tree, onehot.clone(), verify.Draws(generator)), strict=True):
+            for ours, theirs in zip(found, rule(tree, onehot.clone(), rules.Draws(generator)), strict=True):
                 assert torch.equal(ours, theirs)
         for row, (path, num_kept, next_token) in enumerate(zip(*(x.tolist() for x in found))):
             walked = longest(tree, row, onehot[row])
@@ -318,7 +318,7 @@ def test_greedy_is_the_case_of_a_certain_target():
 def test_typical_keeps_the_longest_acceptable_path():
     generator = torch.Generator().manual_seed(0)
     tree, probs = random_trees(generator, 40, 7, 4), random_probs(generator, 40, 7, 4)
-    path, num_kept, _ = verify.typical(tree, probs, verify.Draws(generator), epsilon=0.2, delta=0.5)
+    path, num_kept, _ = rules.typical(tree, probs, rules.Draws(generator), epsilon=0.2, delta=0.5)
     bounds = (0.5 * (probs * probs.log()).sum(-1, keepdim=True).exp()).clamp(max=0.2)
     for row in range(40):
         best = longest(tree, row, probs[row] > bounds[row])
@@ -356,11 +356,11 @@ def test_nothing_waits_for_the_device(sampled):
     probs = torch.empty(2, 4, V, device="meta")
     tree = chain(torch.empty(2, 4, dtype=torch.long, device="meta"), probs if sampled else None)
     for rule in EVERY:
-        assert [tuple(x.shape) for x in rule(tree, probs.clone(), verify.Draws(None))] == [(2, 4), (2,), (2,)]
+        assert [tuple(x.shape) for x in rule(tree, probs.clone(), rules.Draws(None))] == [(2, 4), (2,), (2,)]
 
 
 def test_draws():
-    draws = verify.Draws(torch.Generator().manual_seed(0))
+    draws = rules.Draws(torch.Generator().manual_seed(0))
     law = torch.tensor([0.0, 0.7, 0.0, 0.3, 0.0])
     where = torch.ones(20000, dtype=torch.bool)
     drawn = draws.token(3 * law.expand(20000, 5), where)  # its sum does not matter

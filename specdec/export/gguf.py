@@ -4,7 +4,7 @@ from specdec.drafter import Drafter
 from specdec.heads.dflash import BlockDrafter
 from specdec.heads.draft import Draft
 from specdec.heads.eagle import Eagle3
-from specdec.layouts import block, draft, eagle
+from specdec.layouts import block_drafter, eagle, language_model
 from specdec.layouts.base import Layout
 from specdec.serving import Form, whole_vocabulary
 
@@ -18,14 +18,14 @@ def form(drafter: Drafter) -> Form:
             if len(drafter.target_layers) != 3:
                 raise ValueError("llama.cpp's converter takes EAGLE-3 heads of exactly three hidden states.")
             return _form(drafter, eagle.eagle3(drafter), "draft-eagle3")
-        case BlockDrafter() if block.is_dspark(drafter):
-            return _form(drafter, block.dspark(drafter), "draft-dspark")
+        case BlockDrafter() if block_drafter.is_dspark(drafter):
+            return _form(drafter, block_drafter.dspark(drafter), "draft-dspark")
         case BlockDrafter():  # its DFlash has no draft vocabulary
             whole = whole_vocabulary(drafter)
             assert isinstance(whole, BlockDrafter)
-            return _form(drafter, block.dflash(whole), "draft-dflash", whole_vocabulary=reduced)
+            return _form(drafter, block_drafter.dflash(whole), "draft-dflash", whole_vocabulary=reduced)
         case Draft():
-            layout, more = draft.language_model(drafter)
+            layout, more = language_model.language_model(drafter)
             return _form(drafter, layout, "draft-simple", tokenizer=False, whole_vocabulary=reduced, more=more)
     raise ValueError(
         f"llama.cpp has nothing that runs {type(drafter).__name__} beside a {drafter.target.config.model_type} target. "

@@ -5,7 +5,7 @@ from specdec.heads.dflash import BlockDrafter
 from specdec.heads.draft import Draft
 from specdec.heads.eagle import Eagle, Eagle3
 from specdec.heads.mtp import MTP
-from specdec.layouts import draft, eagle, mtp
+from specdec.layouts import eagle, language_model, mtp
 from specdec.layouts.base import Layout
 from specdec.serving import Form
 
@@ -30,7 +30,7 @@ def form(drafter: Drafter) -> Form:
                 "format=vllm or gguf, or train head=eagle3."
             )
         case Draft():
-            layout, more = draft.language_model(drafter)
+            layout, more = language_model.language_model(drafter)
             return _form(drafter, layout, "STANDALONE", whole_vocabulary=reduced, more=more)
     raise ValueError(
         f"SGLang has nothing that runs {type(drafter).__name__}. Nearest to it, and served: head=eagle3, head=eagle, "

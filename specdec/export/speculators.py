@@ -3,7 +3,7 @@
 from specdec.drafter import Drafter
 from specdec.heads.dflash import BlockDrafter
 from specdec.heads.eagle import Eagle3
-from specdec.layouts import base, block, eagle
+from specdec.layouts import base, block_drafter, eagle
 from specdec.layouts.base import Layout
 from specdec.serving import Form, vllm_line, vllm_settings
 
@@ -39,18 +39,18 @@ def form(drafter: Drafter) -> Form:
             tensors = base.rename(plain.tensors, [("midlayer.", "layers.0.")])
             shapes = eagle.shapes3(plain.config, prefix="layers.0.")
             return _form(drafter, "eagle3", "llama", Layout(tensors, own, shapes, FIELDS3), plain)
-        case BlockDrafter() if block.is_dspark(drafter):
-            plain = block.dspark(drafter)
+        case BlockDrafter() if block_drafter.is_dspark(drafter):
+            plain = block_drafter.dspark(drafter)
             names = DSPARK - COMMON - {"aux_hidden_state_layer_ids"}
             own = {name: plain.config[name] for name in names}
             own["aux_hidden_state_layer_ids"] = list(drafter.target_layers)
             return _form(drafter, "dspark", "qwen3", Layout(plain.tensors, own, plain.shapes, DSPARK), plain)
         case BlockDrafter():
-            plain = block.dflash(drafter)
+            plain = block_drafter.dflash(drafter)
             own = {
                 "block_size": plain.config["block_size"],
                 "aux_hidden_state_layer_ids": list(drafter.target_layers),
-                "mask_token_id": block.mask_token(drafter),
+                "mask_token_id": block_drafter.mask_token(drafter),
                 "sample_from_anchor": False,
             }
             return _form(

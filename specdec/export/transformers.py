@@ -2,7 +2,7 @@
 
 from specdec.drafter import Drafter
 from specdec.heads.draft import Draft
-from specdec.layouts import draft
+from specdec.layouts import language_model
 from specdec.serving import Form
 
 LINE = (
@@ -18,5 +18,5 @@ def form(drafter: Drafter) -> Form:
             f"format=transformers is for head=draft: {type(drafter).__name__} is no language model of its own. In transformers "
             "it runs by model.generate(..., custom_generate=Speculative(CHECKPOINT)), see README; for servers take format=vllm."
         )
-    layout, more = draft.language_model(drafter)
+    layout, more = language_model.language_model(drafter)
     return Form(layout, {"transformers": LINE}, whole_vocabulary=drafter.draft_to_target is not None, more=more)

@@ -8,7 +8,7 @@ from specdec.heads.draft import Draft
 from specdec.heads.eagle import Eagle, Eagle3
 from specdec.heads.medusa import Medusa, Medusa2
 from specdec.heads.mtp import MTP
-from specdec.layouts import block, draft, eagle, medusa, mtp
+from specdec.layouts import block_drafter, eagle, language_model, medusa, mtp
 from specdec.layouts.base import Layout
 from specdec.serving import Form, vllm_line, vllm_settings
 
@@ -48,13 +48,13 @@ def form(drafter: Drafter) -> Form:
             return _form(
                 drafter, mtp.mimo(drafter), "mtp", notes=notes, whole_vocabulary=reduced, override=mtp.OVERRIDE
             )
-        case BlockDrafter() if block.is_dspark(drafter):
+        case BlockDrafter() if block_drafter.is_dspark(drafter):
             notes = ("Only vLLM's V2 runner (GPU) drafts with DSpark.",)
-            return _form(drafter, block.dspark(drafter), "dspark", notes=notes)
+            return _form(drafter, block_drafter.dspark(drafter), "dspark", notes=notes)
         case BlockDrafter():
-            return _form(drafter, block.dflash(drafter), "dflash", notes=BLOCK_NOTES)
+            return _form(drafter, block_drafter.dflash(drafter), "dflash", notes=BLOCK_NOTES)
         case Draft():
-            layout, more = draft.language_model(drafter)
+            layout, more = language_model.language_model(drafter)
             return _form(drafter, layout, "draft_model", whole_vocabulary=reduced, more=more)
     raise ValueError(
         f"vLLM has nothing that runs {type(drafter).__name__}. Nearest to it, and served: head=eagle3, head=mtp (one module), "

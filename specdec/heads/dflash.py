@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, apply_rotary_pos_
 
 from specdec.cache import RowCache
 from specdec.drafter import Drafter
-from specdec.heads.block import RMSNorm, Rotary, block_config, ridge, row_cache
+from specdec.heads.decoder_block import RMSNorm, Rotary, block_config, ridge, row_cache
 from specdec.target import Target
 
 SCORES = 2**27  # attention scores of a layer that exist at a time

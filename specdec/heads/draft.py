@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from specdec import attention
 from specdec.cache import RowCache
 from specdec.drafter import Drafter
-from specdec.heads.block import block_config
+from specdec.heads.decoder_block import block_config
 from specdec.target import Target, load_tokenizer
 
 NUM_LAYERS = 2

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from specdec.cache import RowCache
 from specdec.drafter import Drafter
-from specdec.heads.block import Block, RMSNorm, Rotary, block_config, ridge, row_cache
+from specdec.heads.decoder_block import Block, RMSNorm, Rotary, block_config, ridge, row_cache
 from specdec.target import Target
 
 SELF = 4.0  # squared scale of EAGLE-3's first queries and keys: attention of a position to itself

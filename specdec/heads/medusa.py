@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from specdec.cache import RowCache
 from specdec.drafter import Drafter
 from specdec.heads.adapter import AdaptsTarget
-from specdec.heads.block import block_config, ridge, row_cache
+from specdec.heads.decoder_block import block_config, ridge, row_cache
 from specdec.target import Target
 
 

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from specdec.cache import RowCache
 from specdec.drafter import Drafter
-from specdec.heads.block import Block, RMSNorm, Rotary, block_config, ridge, row_cache
+from specdec.heads.decoder_block import Block, RMSNorm, Rotary, block_config, ridge, row_cache
 from specdec.heads.native import read
 from specdec.target import Target
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from specdec import checkpoint
-from specdec.layouts import block, eagle, medusa, mtp
+from specdec.layouts import block_drafter, eagle, medusa, mtp
 from specdec.target import Target
 
 WEIGHTS = ("model.safetensors", "pytorch_model.bin", medusa.FILE, "medusa_lm_head.safetensors")
@@ -52,8 +52,10 @@ def _family(folder: Path, config: dict, tensors: dict[str, Tensor], target: Targ
     if any("mtp_layers" in name for name in tensors):
         return mtp.read(config, tensors, target)
     if "layers.0.self_attn.q_norm.weight" in tensors and "hidden_norm.weight" in tensors:
-        state = _pickle(folder / block.MASK)
-        return block.read(config, tensors, state["embedding"].reshape(-1) if isinstance(state, dict) else state, target)
+        state = _pickle(folder / block_drafter.MASK)
+        return block_drafter.read(
+            config, tensors, state["embedding"].reshape(-1) if isinstance(state, dict) else state, target
+        )
     if "norm.weight" in tensors and "fc.weight" in tensors:
         return eagle.read3(config, tensors, target)
     if "fc.weight" in tensors:

@@ -4,13 +4,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specdec import verify
+from specdec import rules
 from specdec.cache import RowCache
 from specdec.compile import Runner
 from specdec.proposers.base import Proposer, last_of
 from specdec.target import Target
 from specdec.tree import chain
-from specdec.verification import Verifier
+from specdec.verifier import Verifier
 
 
 class Cascade(Proposer):
@@ -91,7 +91,7 @@ class Cascade(Proposer):
             layers=self.target_layers,
             law=True,
         )
-        draws = verify.Draws(generator)
+        draws = rules.Draws(generator)
         self._take_part()
         mark = inner.mark()
         rows = part.rows

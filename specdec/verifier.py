@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specdec import masks, verify
+from specdec import masks, rules
 from specdec.cache import RowCache
 from specdec.compile import Runner
 from specdec.sampling import Sampling, seen
@@ -15,7 +15,7 @@ from specdec.tree import Tree
 
 @dataclass(frozen=True)
 class Judgement:
-    """A verdict, as of verify.py, and what it rests on."""
+    """A verdict, as of rules.py, and what it rests on."""
 
     path: Tensor  # [B, N] the accepted nodes from node 0 down; entries past num_kept are 0
     num_kept: Tensor  # [B]
@@ -46,10 +46,10 @@ class Verifier:
         choices: bool = False,
         law: bool = False,
     ):
-        self.target, self.sampling, self.rule, self.runner = target, sampling, verify.RULES[rule], runner
+        self.target, self.sampling, self.rule, self.runner = target, sampling, rules.RULES[rule], runner
         self.layers, self.choices, self.law = layers, choices, law
 
-    def __call__(self, tree: Tree, cache: RowCache, draws: verify.Draws, marks: Tensor | None = None) -> Judgement:
+    def __call__(self, tree: Tree, cache: RowCache, draws: rules.Draws, marks: Tensor | None = None) -> Judgement:
         """The nodes' entries are pending in the cache afterwards. marks [B, V]: see Decoder.stream"""
         cache.reserve(tree.tokens.shape[1])
         linear = tree.linear
@@ -77,7 +77,7 @@ class Verifier:
 
             def greedy(final, tokens, parents):
                 choices = self.target.logits(final).argmax(-1)  # [B, N]
-                return *verify.greedy(Tree(tokens, parents, None, linear=linear), choices), choices
+                return *rules.greedy(Tree(tokens, parents, None, linear=linear), choices), choices
 
             path, num_kept, next_token, choices = run(
                 ("greedy", linear), greedy, output.final, tree.tokens, tree.parents
@@ -88,7 +88,7 @@ class Verifier:
             logits = self.sampling.penalise(logits, seen(tree, marks))
         if self.sampling.greedy:
             choices = logits.argmax(-1)
-            return Judgement(*verify.greedy(tree, choices), output, choices, None)
+            return Judgement(*rules.greedy(tree, choices), output, choices, None)
         choices = logits.argmax(-1) if self.choices else None
         law = self.sampling.law(logits)
         kept = law.clone() if self.law else None  # the rule overwrites it

@@ -18,7 +18,7 @@ from specdec.sampling import Sampling
 from specdec.target import Target, load_tokenizer
 from train import data
 
-CONF = Path(__file__).resolve().parents[1] / "conf"
+CONF = Path(__file__).resolve().parents[2] / "conf"
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from scripts import common
+from helpers import loading
 from specdec.checkpoint import drafter_class, read_json, resolve
 from specdec.checkpoint import load as load_drafter
 from specdec.evaluate import Drafting
@@ -19,7 +19,7 @@ from specdec.proposers.base import Proposer
 from specdec.proposers.heads import HeadProposer
 from specdec.target import Target
 
-FOLDER = common.CONF / "proposer"
+FOLDER = loading.CONF / "proposer"
 NESTED = ("members", "inner")  # arguments that are proposers themselves, written as names
 Settings = dict[str, str]  # as written: KEY: VALUE, and MEMBER.KEY: VALUE for a proposer inside another
 Config = dict[str, Any]  # a file of conf/proposer with the values that count; at NESTED, by name, those inside
@@ -49,7 +49,7 @@ class SeveralOptions:
 
 
 @dataclass(frozen=True)
-class Chosen(common.Opened):
+class Chosen(loading.Opened):
     """A proposer beside its target."""
 
     name: str  # of the file in conf/proposer
@@ -66,10 +66,10 @@ def names() -> list[str]:
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 
-def load(given: ProposerOptions, options: common.TargetOptions, drafting: Drafting) -> Chosen:
+def load(given: ProposerOptions, options: loading.TargetOptions, drafting: Drafting) -> Chosen:
     """The target is that of the checkpoint, if there is one. Raises ValueError, with what to do."""
     folder = resolve(given.checkpoint) if given.checkpoint else None
-    opened = common.load_target(options, default=folder and common.target_of(folder))
+    opened = loading.load_target(options, default=folder and loading.target_of(folder))
     proposer = build(
         given.proposer, opened.target, settings=given.settings, drafting=drafting, checkpoint=folder and str(folder)
     )
