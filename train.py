@@ -1,5 +1,6 @@
 """accelerate launch train.py head=eagle    trains a drafter; validation decodes."""
 
+import dataclasses
 import os
 import sys
 import warnings
@@ -17,7 +18,9 @@ from rich.console import Console
 
 from specdec import checkpoint, rules
 from specdec.drafter import Drafter
-from specdec.evaluate import Drafting, Prompt, measure, summarise
+from specdec.drafting import Drafting
+from specdec.measurement import measure
+from specdec.report import Report, summarise
 from specdec.sampling import Sampling
 from specdec.target import Target, load_tokenizer
 from train import data, display, reading
@@ -58,10 +61,7 @@ def fit(config: DictConfig) -> int:
     _, conversations = reading.hold_out(conversations, config.data.hold_out)
     encoded = data.first_tokens([data.encode(tokenizer, row) for row in conversations], config.data.tokens)
     packs = data.Packs(encoded, length=config.data.length)
-    prompts = [
-        Prompt(row["id"], row["category"], data.encode_prompt(tokenizer, row["messages"]))
-        for row in reading.spread(reading.load_prompts(config.data.heldout), config.validation.num_prompts)
-    ]
+    prompts = data.load_prompts(config.data.heldout, tokenizer, limit=config.validation.num_prompts)
     drafter, spec = make_drafter(config, target, packs)
     drafter.to(accelerator.device)
     judge = ConsistencyObjective if drafter.attends == "itself" else Objective
@@ -115,8 +115,8 @@ def fit(config: DictConfig) -> int:
             stop=stop,
         )
 
-    def validate(frozen) -> dict:
-        rows = measure(
+    def validate(frozen) -> Report:
+        results = measure(
             target,
             drafting.proposer(frozen),
             drafting,
@@ -127,15 +127,15 @@ def fit(config: DictConfig) -> int:
             stop=stop,
             seed=config.train.seed,
         )
-        summary = summarise(
-            rows,
+        report = summarise(
+            results,
             depth=drafting.depth,
             temperature=sampling.temperature,
             adapted=target.adapted,
             lossy=drafting.rule in rules.LOSSY,
         )
-        display.validation(console, summary, drafting.shape)
-        return {"shape": str(drafting.shape), **summary}
+        display.validation(console, report, drafting.shape)
+        return dataclasses.replace(report, shape=str(drafting.shape))
 
     about = flatten(OmegaConf.to_container(config, resolve=True))
     trainer = Trainer(

@@ -26,12 +26,13 @@ from scripts import get_engines
 from specdec import checkpoint, serving
 from specdec.decode import Decoder
 from specdec.drafter import Drafter
-from specdec.evaluate import Drafting, top2_gap
+from specdec.drafting import Drafting
 from specdec.export import gguf, medusa, speculators
 from specdec.export import vllm as vllm_export
 from specdec.heads.dflash import BlockDrafter
 from specdec.heads.mtp import MTP
 from specdec.layouts.mtp import OVERRIDE
+from specdec.measurement import top2_gap
 from specdec.proposers.base import Proposer
 from specdec.sampling import Sampling
 from specdec.target import Target

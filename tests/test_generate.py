@@ -22,7 +22,7 @@ from transformers.generation import (
 
 from conftest import load_head, make_drafter, make_target, random_tokens
 from specdec import checkpoint
-from specdec.evaluate import Drafting
+from specdec.drafting import Drafting
 from specdec.generate import Speculative
 
 V, PAD = 12, 0  # so few tokens that a random drafter is sometimes right

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from conftest import chain_of, make_drafter, make_target, random_tokens
 from helpers.loading import DecodeOptions
 from specdec.decode import Decoder, Generation, StopStrings
-from specdec.evaluate import Drafting
+from specdec.drafting import Drafting
 from specdec.proposers.heads import FIRST_CHILD, NEXT_CHILD, HeadProposer, Stopping, static_parents
 from specdec.sampling import Sampling
 from specdec.target import Target

@@ -11,9 +11,9 @@ from conftest import save_target
 from scripts import compare, evaluate, sweep
 from specdec import checkpoint
 from specdec.decode import Generation
-from specdec.evaluate import fastest_batch
 from specdec.heads.eagle import Eagle
 from specdec.target import Target
+from specdec.timing import fastest_batch
 
 ROOT = Path(__file__).resolve().parents[1]
 

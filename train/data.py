@@ -24,6 +24,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from specdec.measurement import Prompt
+from train import reading
+
 MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 ADVICE = "add {% generation %} markers around what the assistant writes to its chat_template.jinja"
 
@@ -80,6 +83,15 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: list[dict]) -> l
     """The tokens after which the target writes its answer."""
     text = render(tokenizer, messages, add_generation_prompt=True)
     return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def load_prompts(source: str, tokenizer: PreTrainedTokenizerBase, *, limit: int | None = None) -> list[Prompt]:
+    """Prompts to decode, from any form that reading.load_prompts reads; `limit` of them, spread evenly over the rows.
+
+    Raises ValueError as reading.load_prompts and reading.spread.
+    """
+    rows = reading.spread(reading.load_prompts(source), limit)
+    return [Prompt(row["id"], row["category"], encode_prompt(tokenizer, row["messages"])) for row in rows]
 
 
 def find_content_end(text: str, content: str, start: int, stop: int) -> int:

@@ -6,7 +6,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from specdec.evaluate import TAU, by_depth, verdict
+from specdec.figures import TAU
+from specdec.report import Report, by_depth, verdict
 
 
 def usage(conf: Path) -> str:
@@ -71,10 +72,10 @@ def start(console: Console, config, target, drafter, packs, prompts) -> None:
     console.print(f"tau: {TAU}")
 
 
-def validation(console: Console, summary: dict, shape) -> None:
+def validation(console: Console, report: Report, shape) -> None:
     """The table that every validation prints."""
     table = Table(
-        title=f"{shape}, temperature {summary['temperature']:g}, {summary['num_prompts']} held-out prompts",
+        title=f"{shape}, temperature {report.temperature:g}, {report.num_prompts} held-out prompts",
         title_justify="left",
     )
     for name in ("figure", "value", "95 % over prompts"):
@@ -87,17 +88,17 @@ def validation(console: Console, summary: dict, shape) -> None:
             "" if interval is None else f"{interval[0]:.{digits}f} .. {interval[1]:.{digits}f}",
         )
 
-    if "replayed_tau" in summary:
-        row("tau replayed", summary["replayed_tau"], summary["replayed_tau_ci"])
-    row("tau decoded", summary["tau"], summary["tau_ci"])
-    row("tokens/s plain", summary["baseline_tokens_per_second"], digits=1)
-    row("tokens/s drafted", summary["tokens_per_second"], summary["tokens_per_second_ci"], digits=1)
-    row("speedup", summary["speedup"], summary["speedup_ci"])
-    for name in ("survival", "acceptance"):
-        table.add_row(f"{name} by depth", by_depth(summary[name]), "")
-    table.add_row("ms a round", ", ".join(f"{name} {value:.1f}" for name, value in summary["ms_per_round"].items()), "")
+    if report.replayed_tau is not None:
+        row("tau replayed", report.replayed_tau, report.replayed_tau_ci)
+    row("tau decoded", report.tau, report.tau_ci)
+    row("tokens/s plain", report.baseline_tokens_per_second, digits=1)
+    row("tokens/s drafted", report.tokens_per_second, report.tokens_per_second_ci, digits=1)
+    row("speedup", report.speedup, report.speedup_ci)
+    table.add_row("survival by depth", by_depth(report.survival), "")
+    table.add_row("acceptance by depth", by_depth(report.acceptance), "")
+    table.add_row("ms a round", ", ".join(f"{name} {value:.1f}" for name, value in report.ms_per_round.items()), "")
     console.print(table)
-    console.print(f"  {verdict(summary)}", highlight=False)
+    console.print(f"  {verdict(report)}", highlight=False)
 
 
 def end(console: Console, folder: Path, trainer) -> None:

@@ -21,6 +21,7 @@ from torch import nn
 
 from specdec import checkpoint, replay
 from specdec.drafter import Drafter, Slots
+from specdec.report import Report, Training
 from train.consistency import ConsistencyObjective
 from train.data import Batch, Packs, answers
 from train.features import Cached, Online
@@ -45,12 +46,16 @@ class Settings:
     best_by: str  # the figure that chooses the best checkpoint: tau or speedup
     seed: int
 
+    def __post_init__(self):
+        if self.best_by not in ("tau", "speedup"):
+            raise ValueError(f"best_by={self.best_by} must be tau or speedup.")
+
 
 class Trainer:
     """Trains `objective` on `packs`; everything a run leaves behind is in `folder`.
 
     The order of packs and every random number follow from (seed, step, process), so that a resumed run continues
-    exactly. about: what must not change between a run and its resumption. validate(drafter) -> summary (specdec.evaluate.summarise) of the main process.
+    exactly. about: what must not change between a run and its resumption. validate(drafter) is called on the main process.
     """
 
     def __init__(
@@ -64,7 +69,7 @@ class Trainer:
         collate: Callable[[list[int]], Batch],
         features: Online | Cached | None,
         on_policy: OnPolicy | None,
-        validate: Callable[[Drafter], dict],
+        validate: Callable[[Drafter], Report],
         settings: Settings,
         spec: dict,
         about: dict,
@@ -206,36 +211,36 @@ class Trainer:
             dtype = self.drafter.target.dtype
             frozen = self.drafter.decodable().to(dtype=dtype)
             cost = self._cost()  # before decoding takes its memory
-            summary = self.validate(frozen)
-            self._record({"validation": summary})
+            report = dataclasses.replace(self.validate(frozen), step=self.step, training=cost)
+            self._record({"validation": report.to_json()})
             name = f"step_{self.step:06d}"
             checkpoint.save(
                 self.folder / name,
                 frozen,
                 self.spec,
-                extra={"report.json": {"step": self.step, **summary, "training": cost}},
+                extra={"report.json": report.to_json()},
             )
-            figure = summary[self.settings.best_by]
+            figure = getattr(report, self.settings.best_by)
             if not self.best or figure > self.best["figure"]:
                 self.best = {"figure": figure, "step": self.step}
                 checkpoint.write_text(self.folder / "best", name + "\n")
         self.accelerator.wait_for_everyone()
         self.objective.train()
 
-    def _cost(self) -> dict:
+    def _cost(self) -> Training:
         """What training took until now; peak memory is the process's on a CPU, the device's on a GPU."""
         if self.accelerator.device.type == "cuda":
             peak = torch.cuda.max_memory_allocated()
         else:
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-        return {
-            "parameters": self.drafter.num_parameters(),
-            "tokens": self.seen,
-            "seconds": self.seconds,
-            "tokens_per_second": self.seen / self.seconds if self.seconds else None,
-            "peak_memory": peak,
-            "processes": self.accelerator.num_processes,
-        }
+        return Training(
+            parameters=self.drafter.num_parameters(),
+            tokens=self.seen,
+            seconds=self.seconds,
+            tokens_per_second=self.seen / self.seconds if self.seconds else None,
+            peak_memory=peak,
+            processes=self.accelerator.num_processes,
+        )
 
     def save_state(self) -> None:
         """What resuming needs, as safetensors and JSON; the previous state goes only when the new one is whole."""
