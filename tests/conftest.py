@@ -1,6 +1,7 @@
 """Random tiny targets and drafters in float64, and the slow way to what a drafter says in decoding."""
 
 import functools
+import os
 from pathlib import Path
 
 import hydra
@@ -17,6 +18,18 @@ from specdec.target import Target
 from specdec.tree import Tree, TreeShape
 
 torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config):
+    """No line that a script prints is wrapped, whatever the terminal's width and the length of a path."""
+    reporter = config.pluginmanager.getplugin("terminalreporter")
+    if reporter is not None:  # pytest's own lines keep the terminal's width
+        writer = config.get_terminal_writer()
+        writer.fullwidth = writer.fullwidth
+    os.environ["COLUMNS"] = "10000"
+
 
 ROOT = Path(__file__).resolve().parents[1]
 HEADS_FOLDER = ROOT / "conf" / "head"

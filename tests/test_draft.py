@@ -41,9 +41,11 @@ def make_tokenizer(num_words: int, prefix: str = "w") -> PreTrainedTokenizerFast
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token=f"{prefix}0", eos_token=f"{prefix}1")
 
 
-def make_folder(path: Path, *, rows: int = V, width: int = 32, tied: bool = False, prefix: str = "w") -> Path:
+def make_folder(
+    path: Path, *, rows: int = V, width: int = 32, tied: bool = False, prefix: str = "w", seed: int = 0
+) -> Path:
     """A saved model of 57 words."""
-    torch.manual_seed(len(str(path)))
+    torch.manual_seed(seed)
     config = LlamaConfig(vocab_size=rows, hidden_size=width, intermediate_size=48, num_hidden_layers=4, head_dim=8,
                          num_attention_heads=4, num_key_value_heads=2, initializer_range=0.4, tie_word_embeddings=tied,
                          bos_token_id=None, eos_token_id=1, pad_token_id=None)  # fmt: skip

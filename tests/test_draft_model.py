@@ -14,6 +14,7 @@ from specdec.heads.draft import Draft
 from specdec.proposers.heads import HeadProposer
 from specdec.sampling import Sampling
 from specdec.target import Target
+from specdec.tree import Tree
 from test_draft import make_folder
 
 V, DEPTH, NUM_NEW = 61, 3, 21
@@ -31,17 +32,12 @@ def target(target_folder) -> Target:
     return Target.load(str(target_folder), dtype="float64")
 
 
-@pytest.fixture(scope="module", params=["itself", "shaken", "another"])
+@pytest.fixture(scope="module", params=["itself", "another"])
 def model(request, target_folder, tmp_path_factory) -> Path:
-    """Always right, often right and seldom right."""
-    path = make_folder(tmp_path_factory.mktemp("draft") / request.param, rows=V, width=24)
-    if request.param != "another":
-        lm = AutoModelForCausalLM.from_pretrained(target_folder)
-        torch.manual_seed(0)
-        for parameter in lm.parameters():
-            parameter.data += (0.0 if request.param == "itself" else 0.03) * torch.randn_like(parameter)
-        lm.save_pretrained(path)
-    return path
+    """A draft model that is always right, and one that is nearly always wrong."""
+    if request.param == "itself":
+        return target_folder
+    return make_folder(tmp_path_factory.mktemp("draft") / "another", rows=V, width=24, seed=1)
 
 
 def propose_with(target: Target, model: Path, drafting: Drafting = CHAIN) -> HeadProposer:
@@ -77,37 +73,60 @@ def continued(lm, text: list[int], num: int) -> list[int]:
     return tokens[len(text) :]
 
 
-def test_its_cache_keeps_up(target, model, monkeypatch):
-    """After a round of any length it holds the whole text (methods, 1.5), and drafts what the LM says behind it."""
+def script(tree: Tree, texts: list[list[int]], answers: list[list[int]], num_round: int) -> Tree:
+    """The tree with other drafts in it, of which row r's first (num_round + r) % (DEPTH + 1) are right, the next is wrong.
+
+    texts: prompt and what is committed, for each row; answers: prompt and the whole answer
+    """
+    rows = []
+    for row, (text, answer) in enumerate(zip(texts, answers)):
+        right = answer[len(text) : len(text) + DEPTH]
+        num = (num_round + row) % (DEPTH + 1)
+        rows.append([text[-1], *(token if n < num else (token + 1) % V for n, token in enumerate(right))])
+        rows[-1] += [0] * (DEPTH + 1 - len(rows[-1]))  # at the end of the answer
+    return Tree(torch.tensor(rows), tree.parents, None)
+
+
+@pytest.mark.parametrize("scripted", [False, True], ids=["own drafts", "scripted drafts"])
+def test_its_cache_keeps_up(target, model, target_folder, monkeypatch, scripted):
+    """After a round of any length it holds the whole text (docs/methods.md, section 1), and drafts what the LM says next.
+
+    Scripted: the verifier is given drafts of which every number 0 .. DEPTH is accepted, in turn.
+    """
     proposer = propose_with(target, model)
     lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
     texts, accepted, trees = prompts(), [], []
+    plain = Decoder(target, None, sampling=Sampling(), stop=set()).generate(texts, NUM_NEW).tokens
+    answers = [text + answer for text, answer in zip(texts, plain)]
     propose = proposer.propose
 
     def watched(*arguments):
         trees.append(propose(*arguments))
         assert proposer.cache.lengths.tolist() == proposer.cache.known == [len(text) for text in texts]
         assert proposer.cache.pending == 0
-        return trees[-1]
+        return script(trees[-1], texts, answers, len(trees)) if scripted else trees[-1]
 
     monkeypatch.setattr(proposer, "propose", watched)
-    plain = Decoder(target, None, sampling=Sampling(), stop=set()).generate(texts, NUM_NEW).tokens
     for emitted in Decoder(target, proposer, sampling=Sampling(), stop=set()).stream(texts, NUM_NEW):
         if trees:
             for text, tree in zip(texts, trees[-1].tokens.tolist()):
                 assert tree == [text[-1], *continued(lm, text, DEPTH)]
+            accepted.append(emitted.accepted)
         if not all(map(len, emitted.tokens)):
             break  # an answer is full, and its text goes on unseen
         for text, tokens in zip(texts, emitted.tokens):
             text += tokens
-        accepted += emitted.accepted
-    assert all(
-        text[num : num + NUM_NEW] == answer[: len(text) - num] for text, num, answer in zip(texts, LENGTHS, plain)
-    )
-    wanted = {"itself": {0, DEPTH}, "shaken": set(range(DEPTH + 1)), "another": {0}}[model.name]
-    assert wanted <= set(accepted)
-    if model.name == "itself":
-        assert accepted[len(LENGTHS) :] == [DEPTH] * (len(accepted) - len(LENGTHS))
+    assert all(text == answer[: len(text)] for text, answer in zip(texts, answers))
+    full = accepted[: (NUM_NEW - 1) // (DEPTH + 1)]  # rounds before any answer can be full
+    if scripted:
+        assert full == [
+            [(number + row) % (DEPTH + 1) for row in range(len(LENGTHS))] for number in range(1, len(full) + 1)
+        ]
+        assert {count for counts in full for count in counts} == set(range(DEPTH + 1))
+    elif model == target_folder:
+        assert full == [[DEPTH] * len(LENGTHS)] * len(full)
+    else:
+        assert any(0 in counts for counts in full)
 
 
 @pytest.mark.parametrize("rows", [57, 64])
