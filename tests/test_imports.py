@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.support import ROOT
+
 # A file may import what stands before it, and nothing of its own row.
 ORDER = [
     "cache",
