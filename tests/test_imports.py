@@ -29,6 +29,7 @@ ORDER = [
     "proposers.text",
     "proposers.heads",
     "proposers.*",
+    "layer_search",
     "decode",
     "evaluate",
     "speed",
