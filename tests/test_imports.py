@@ -30,6 +30,7 @@ ORDER = [
     "proposers.text",
     "proposers.heads",
     "proposers.*",
+    "layer_search",
     "decode",
     "timing",
     "drafting",
