@@ -27,8 +27,6 @@ class Report:
     """Figures of drafting on a set of prompts (docs/figures.md). `*_ci` are 95 % bootstrap intervals over prompts."""
 
     temperature: float
-    adapted_target: bool  # whether outputs are those of a target that the head has changed
-    lossy: bool  # whether the acceptance rule changes the law of the answers
     num_prompts: int
     num_rounds: int
     tau: float
@@ -41,6 +39,8 @@ class Report:
     speedup: float
     speedup_ci: list[float]
     ms_per_round: dict[str, float]  # by decode.STAGES
+    adapted_target: bool = False  # whether outputs are those of a target that the head has changed
+    lossy: bool = False  # whether the acceptance rule changes the law of the answers
     identical_outputs: float | None = None  # share of the answers that equal plain decoding; None at temperature > 0
     largest_gap_at_difference: float | None = None  # the largest top-2 logit gap where a greedy answer differs
     replayed_tau: float | None = None  # None where replay does not apply

@@ -1,6 +1,5 @@
 """The training objective: unroll, judge every goal at every depth, weigh what was judged."""
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,12 +13,8 @@ from specdec.target import Target, TargetOutput
 from specdec.unroll import Unrolled, unroll
 from train import losses, survival
 from train.data import Batch, answers
+from train.losses import LOSSES
 
-LOSSES = {
-    name: function
-    for name, function in inspect.getmembers(losses, inspect.isfunction)
-    if function.__module__ == losses.__name__ and not name.startswith("_")
-}
 TEXT_LOSSES = {"lk", "e2e_tv", "rounds"}  # of whole slots or texts: functions of train/survival.py
 ADAPTED = "original"  # of a drafter that adapts its target: how far that has moved, a KL
 WEIGHTINGS = ("decay", "dpace", "vat")
@@ -72,46 +67,16 @@ class Objective(nn.Module):
     ):
         super().__init__()
         used = {name: weight for name, weight in losses.items() if weight}
-        known = {*LOSSES, *TEXT_LOSSES, ADAPTED}
-        if not used or set(used) - known:
-            raise ValueError(
-                f"head.objective.losses={dict(losses)}: give weights to some of {', '.join(sorted(known))}."
-            )
-        if min(depth, chunk, 1 if anchors is None else anchors) < 1 or temperature <= 0:
-            raise ValueError(
-                f"head.objective: depth={depth}, chunk={chunk} and anchors={anchors} must be at least 1, temperature="
-                f"{temperature} above 0."
-            )
-        if not used.keys() - {"smooth_l1", "confidence", ADAPTED}:
-            raise ValueError(f"head.objective.losses={used}: one of them must judge what is drafted, such as kl.")
-        if "smooth_l1" in used and not drafter.estimates:
-            raise ValueError(
-                "head.objective.losses.smooth_l1 compares a state with the target's, which only eagle, hass, eagle3 and "
-                "mtp estimate: set it to 0."
-            )
-        if weighting not in WEIGHTINGS:
-            raise ValueError(f"head.objective.weighting={weighting} must be one of {', '.join(WEIGHTINGS)}.")
-        if ADAPTED in used and not drafter.adapts_target:
-            raise ValueError(
-                "head.objective.losses.original is for heads that adapt the target, such as medusa2: set it to 0."
-            )
-        if ("confidence" in used) != drafter.confident:
-            raise ValueError(
-                "head.objective.losses.confidence and a head with a confidence output, such as dspark, go together: "
-                "set head.drafter.confidence=false or the weight to 0, or set both."
-            )
-        whole_slots = drafter.attends == "block"  # elsewhere step 1 is judged on all slots, sampled or not
-        if anchors is not None and (
-            "rounds" in used or (not whole_slots and ("e2e_tv" in used or weighting != "decay"))
-        ):
-            raise ValueError(
-                "rounds walks whole texts, and e2e_tv, dpace and vat whole slots: set head.objective.anchors=null."
-            )
-        if drafter.depth not in (None, depth):
-            raise ValueError(
-                f"head.objective.depth={depth} must be this drafter's number of steps, {drafter.depth}: more do not exist, "
-                "and fewer would leave parts untrained. Change it, or the drafter's num_heads, num_modules or num_drafts."
-            )
+        _check(
+            drafter,
+            losses,
+            used,
+            depth=depth,
+            weighting=weighting,
+            temperature=temperature,
+            anchors=anchors,
+            chunk=chunk,
+        )
         self.drafter = drafter
         self.losses, self.depth, self.decay, self.weighting = used, depth, decay, weighting
         self.temperature, self.eta, self.noise, self.anchors, self.chunk = temperature, eta, noise, anchors, chunk
@@ -181,7 +146,7 @@ class Objective(nn.Module):
         if "lk" in self.losses:
             wanted["kl"] = losses.kl
         if {"lk", "e2e_tv"} & set(self.losses):
-            wanted["overlap"] = survival.overlap
+            wanted["overlap"] = losses.overlap
         if "rounds" in self.losses:
             wanted["accept"] = survival.accept
         if self.weighting == "dpace":
@@ -258,6 +223,60 @@ class Objective(nn.Module):
                 for start, stop in answers(batch, row):
                     total = total + self.losses["rounds"] * survival.rounds(by_start(by_goal[:, row, start:stop]))
         return total
+
+
+def _check(
+    drafter: Drafter,
+    given: dict[str, float],
+    used: dict[str, float],
+    *,
+    depth: int,
+    weighting: str,
+    temperature: float,
+    anchors: int | None,
+    chunk: int,
+) -> None:
+    """Raises ValueError, with what to change, for settings of an objective that do not fit together or the drafter."""
+    known = {*LOSSES, *TEXT_LOSSES, ADAPTED}
+    if not used or set(used) - known:
+        raise ValueError(f"losses={dict(given)}: give weights to some of {', '.join(sorted(known))}.")
+    if min(depth, chunk, 1 if anchors is None else anchors) < 1 or temperature <= 0:
+        raise ValueError(
+            f"depth={depth}, chunk={chunk} and anchors={anchors} must be at least 1, and temperature={temperature} above 0."
+        )
+    if not used.keys() - {"smooth_l1", "confidence", ADAPTED}:
+        raise ValueError(f"losses={used}: one of them must judge the drafted tokens, such as kl.")
+    if weighting not in WEIGHTINGS:
+        raise ValueError(f"weighting={weighting} must be one of {', '.join(WEIGHTINGS)}.")
+    if drafter.depth not in (None, depth):
+        raise ValueError(
+            f"depth={depth} must be this drafter's number of steps, {drafter.depth}: more steps do not exist, and fewer would "
+            "leave parts untrained. Change it, or the drafter's num_heads, num_modules or num_drafts."
+        )
+    _check_losses(drafter, used, weighting=weighting, anchors=anchors)
+
+
+def _check_losses(drafter: Drafter, used: dict[str, float], *, weighting: str, anchors: int | None) -> None:
+    """The losses that only some drafters, or only some samplings of slots, can have."""
+    if "smooth_l1" in used and not drafter.estimates:
+        raise ValueError(
+            "The loss smooth_l1 compares a state with the target's, which only eagle, hass, eagle3 and mtp estimate: set "
+            "its weight in losses= to 0."
+        )
+    if ADAPTED in used and not drafter.adapts_target:
+        raise ValueError(
+            "The loss original is for heads that adapt the target, such as medusa2: set its weight in losses= to 0."
+        )
+    if ("confidence" in used) != drafter.confident:
+        raise ValueError(
+            "The loss confidence and a head with a confidence output, such as dspark, go together: set the head's "
+            "confidence to false or the weight in losses= to 0, or set both."
+        )
+    whole_slots = drafter.attends == "block"  # elsewhere step 1 is judged on all slots, sampled or not
+    if anchors is not None and ("rounds" in used or (not whole_slots and ("e2e_tv" in used or weighting != "decay"))):
+        raise ValueError(
+            "The loss rounds needs whole texts; e2e_tv, dpace and vat need all depths of a slot: set anchors=null."
+        )
 
 
 def divergence(target: Target, final: Tensor, wanted: Tensor, *, temperature: float = 1.0) -> Tensor:

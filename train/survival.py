@@ -7,19 +7,14 @@ where a pair has a supervised token and a guess; what the other pairs hold is no
 import torch
 from torch import Tensor
 
-from train.losses import Judged, _log_goal, _overlap
+from train.losses import Judged, goal_log_probs
 
 # One depth of M slots, [M]
 
 
-def overlap(judged: Judged) -> Tensor:
-    """The probability that a draft sampled from q is accepted, whatever it is: sum of min(p, q) = 1 - tv."""
-    return _overlap(judged)
-
-
 def accept(judged: Judged) -> Tensor:
     """The probability that the text's token x was accepted, given that the target emitted it: min(1, q(x) / p(x))."""
-    excess = _of_token(judged.logits.log_softmax(-1), judged.token) - _of_token(_log_goal(judged), judged.token)
+    excess = _of_token(judged.logits.log_softmax(-1), judged.token) - _of_token(goal_log_probs(judged), judged.token)
     return torch.where(judged.token >= 0, excess.clamp(max=0).exp(), 0)
 
 

@@ -19,7 +19,7 @@ from tests.loops import follow
 from tests.support import chain_of, load_head, make_target, random_tokens
 from train.data import Row, collate
 from train.objective import Objective
-from train.trainer import parameter_groups
+from train.optimization import parameter_groups
 
 CONFIG = load_head("medusa2")
 ROW = Row("0", "all", random_tokens(0, 14, 6), [False] * 4 + [True] * 10)
