@@ -1,7 +1,7 @@
-"""How far drafts survive, for losses that look at more than one depth.
+"""Survival of drafts, for losses that combine several depths of a round (docs/methods.md, section 3).
 
-Slot-aligned tensors are [K, S]: row d - 1 is depth d of the round that starts at a slot. `counted` [K, S] bool says
-where a pair has a supervised token and a guess; what the other pairs hold is not read.
+Tensors by slot are [K, S]: row d - 1 is depth d of the round that starts at a slot. `counted` [K, S] bool is True where
+a depth of a slot has a supervised token and a guess; all other entries are ignored.
 """
 
 import torch
@@ -32,7 +32,7 @@ def _of_token(values: Tensor, token: Tensor) -> Tensor:
 
 
 def lk(kl: Tensor, overlap: Tensor, counted: Tensor, *, eta: float) -> Tensor:
-    """LK's hybrid (2602.23881) [K, S]: KL hands over to TV as a depth's mean overlap grows; 0 where not counted."""
+    """LK's hybrid (2602.23881) [K, S]: the weight moves from KL to TV as the mean overlap of a depth grows; 0 where not counted."""
     known = torch.where(counted, overlap.detach(), 0)
     mean = known.sum(1, keepdim=True) / counted.sum(1, keepdim=True).clamp(min=1)  # [K, 1]
     share = (-eta * mean).exp()
@@ -42,17 +42,17 @@ def lk(kl: Tensor, overlap: Tensor, counted: Tensor, *, eta: float) -> Tensor:
 def e2e_tv(overlap: Tensor, counted: Tensor) -> Tensor:
     """Bebop (2606.12370) [S]: the share of K drafts that a round is expected to lose.
 
-    A pair that is not counted ends the round, as if rejected; a slot without a counted depth has loss 0.
+    A depth that is not counted ends the round, as a rejection does. A slot without any counted depth has loss 0.
     """
     survival = torch.where(counted, overlap, 0).cumprod(0)  # [K, S]
     return torch.where(counted.any(0), 1 - survival.mean(0), 0)
 
 
 def dpace(chance: Tensor, counted: Tensor, *, smoothing: float = 0.5) -> Tensor:
-    """D-PACE's weights (2605.18810) [K, S], detached: how much of the expected length hangs on a depth.
+    """D-PACE's weights (2605.18810) [K, S], detached: how much of the expected accepted length depends on a depth.
 
     w_k = sum over j >= k of prod over i <= j of s_i, with s = (1 - smoothing) q(x) + smoothing. Where not counted, s is
-    1 and the weight is 0: the last survival counts again for every depth beyond.
+    1 and the weight is 0, so the survival of the last counted depth is repeated for all deeper ones.
     """
     survival = torch.where(counted, (1 - smoothing) * chance.detach() + smoothing, 1).cumprod(0)  # [K, S]
     return torch.where(counted, survival.flip(0).cumsum(0).flip(0), 0)
