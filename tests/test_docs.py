@@ -102,7 +102,7 @@ def option_class(script: str) -> type:
     """The dataclass that a script passes to `options`."""
     tree = ast.parse((ROOT / "scripts" / f"{script}.py").read_text())
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    names = [call.args[0].id for call in calls if isinstance(call.func, ast.Name) and call.func.id == "options"]
+    names = [call.args[0].id for call in calls if ast.unparse(call.func) in ("options", "options.options")]
     assert len(names) == 1, f"scripts/{script}.py should call options(DATACLASS, __doc__) once, not {len(names)} times"
     return getattr(importlib.import_module(f"scripts.{script}"), names[0])
 
