@@ -346,5 +346,5 @@ def test_mistakes_are_answered_with_a_sentence(run, tmp_path, data, arguments, m
 
 def test_what_exists_is_not_overwritten(run, tmp_path):
     (tmp_path / "d").mkdir()
-    with pytest.raises(ValueError, match="exists; choose another out or delete it"):
+    with pytest.raises(ValueError, match="exists; choose another out=FOLDER or delete it"):
         run("rows.jsonl", tmp_path / "d")
