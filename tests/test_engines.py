@@ -15,6 +15,7 @@ from engine_clients import llamacpp_client
 from engine_clients.llamacpp_client import LlamaCpp, convert
 from engine_clients.vllm_client import Served, Vllm
 from scripts import check_engines, get_engines
+from specdec.served import Agreement
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTHON = str(ROOT / "engines" / "bin" / "python")
@@ -131,9 +132,9 @@ def test_llama_cpp(folder, plain, monkeypatch):
             for prompt, answer in zip(PROMPTS, plain):
                 tokens, seconds = engine.generate(prompt, NEW, set())
                 assert tokens == answer and seconds > 0
-                counts[draft, len(prompt)] = engine.rounds, engine.drafted, engine.accepted
+                counts[draft, len(prompt)] = engine.counts.rounds, engine.counts.drafted, engine.counts.accepted
                 if draft:
-                    assert sum(engine.accepted_per_position) == engine.accepted
+                    assert sum(engine.counts.accepted_per_position) == engine.counts.accepted
     # Four rounds emit 4, 4, 4 and 1: llama.cpp drafts nothing for the last token of an answer.
     assert all(counts["target", len(prompt)] == (4, 9, 9) for prompt in PROMPTS)
     assert all(4 < counts["draft", len(prompt)][0] < NEW for prompt in PROMPTS)
@@ -142,15 +143,14 @@ def test_llama_cpp(folder, plain, monkeypatch):
 
 def test_llama_cpp_may_not_draft_less_than_asked():
     """A block drafter drafts its block at most, and llama.cpp says so in its log only."""
-    engine = LlamaCpp.__new__(LlamaCpp)
-    engine.num = 5
-    engine._count([[10], [40], [0], [0] * 5], 12, 12)  # eleven rounds, drafting 5, ..., 5, 4, 3, 2, 1, 0
-    assert engine.rounds == 11
-    engine._count([[2], [10], [6], [2, 2, 1, 1, 0]], 7, 12)  # an end token was drafted, and two drafts behind it
-    assert engine.rounds == 2
-    for counts, length in (([[10], [27], [0], [0] * 5], 12), ([[6], [18], [0], [0] * 5], 7)):
+    count = functools.partial(llamacpp_client.count, num=5, max_new_tokens=12)
+    # eleven rounds, drafting 5, ..., 5, 4, 3, 2, 1, 0
+    assert count([[10], [40], [0], [0] * 5], num_tokens=12).rounds == 11
+    # an end token was drafted, and two drafts behind it
+    assert count([[2], [10], [6], [2, 2, 1, 1, 0]], num_tokens=7).rounds == 2
+    for counters, length in (([[10], [27], [0], [0] * 5], 12), ([[6], [18], [0], [0] * 5], 7)):
         with pytest.raises(ValueError, match="not 5 in each"):
-            engine._count(counts, length, 12)
+            count(counters, num_tokens=length)
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,8 @@ def test_get_engines_leaves_out_what_has_no_cpu_build_and_stops_when_it_is_done(
         get_engines.main()
 
 
-GOOD = {"same_answers": 4, "num_prompts": 4, "offered": 12, "accepted": 12, "same_drafts": 4, "rounds_compared": 4,
+GOOD = {"tau": 4.0, "served_tau": 4.0, "difference": 0.0, "largest_gap_at_difference": None,
+        "difference_of_same_answers": 0.0, "same_answers": 4, "num_prompts": 4, "offered": 12, "accepted": 12, "same_drafts": 4, "rounds_compared": 4,
         "difference_as_run_there": 0.0}  # fmt: skip
 
 
@@ -216,7 +217,7 @@ GOOD = {"same_answers": 4, "num_prompts": 4, "offered": 12, "accepted": 12, "sam
     ],
 )
 def test_what_counts_as_faithful(whole, changes, wanted):
-    assert check_engines.faithful({**GOOD, **changes}, whole) is wanted
+    assert Agreement(**{**GOOD, **changes}).faithful(exact=whole) is wanted
 
 
 def test_check_engines_refuses_what_it_does_not_know(monkeypatch):

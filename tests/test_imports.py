@@ -33,6 +33,7 @@ ORDER = [
     "decode",
     "evaluate",
     "speed",
+    "served",
     "checkpoint",
     "generate",
     "layouts.base",
