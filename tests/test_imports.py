@@ -38,6 +38,7 @@ ORDER = [
     "figures",
     "report",
     "speed",
+    "served",
     "checkpoint",
     "generate",
     "layouts.base",

@@ -73,7 +73,7 @@ def rounds(accept: Tensor) -> Tensor:
 
     A round from s emits k tokens with probability w_k(s). With r(s) the chance that a round starts at s and l(t) the
     expected rounds from t on, l(t) = 1 + sum_k w_k(t) l(t + k), the answer is l(1), and its derivative with respect to
-    w_k(s) is r(s) l(s + k). So only w needs a graph, and has it for all s at once.
+    w_k(s) is r(s) l(s + k). So autograd needs a graph for w only, which is one tensor operation for all s.
     """
     depth, num_tokens = accept.shape
     start = torch.arange(num_tokens, device=accept.device)

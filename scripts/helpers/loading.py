@@ -31,6 +31,15 @@ class TargetOptions:
 
 
 @dataclass(frozen=True)
+class TokenizerOptions:
+    """For commands that read the target's tokenizer and not its weights."""
+
+    name: str = field(
+        default="targets/smollm2-135m", metadata={"help": "folder or Hub name of the target, for its tokenizer"}
+    )
+
+
+@dataclass(frozen=True)
 class DecodeOptions:
     temperature: str = field(default="0", metadata={"help": "0 is greedy; a comma list measures each"})
     top_k: int | None = field(default=None, metadata={"help": "sample from so many tokens only"})

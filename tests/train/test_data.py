@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from helpers.loading import TokenizerOptions
 from helpers.options import options
 from scripts.answer import parse_temperatures
 from scripts.show_data import ShowData
@@ -351,9 +352,9 @@ def test_padding_and_trimming():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["target=a", "data=b", "rows=3"], "no option 'rows'. Known options: target, data, row, num, max_length"),
-        (["target=a"], "Give a value for: data"),
-        (["target=a", "data=b", "row=x"], "row: Value 'x'"),
+        (["data=b", "rows=3"], "no option 'rows'. Known options: data, row, num, max_length, target.name"),
+        (["target.name=a"], "Give a value for: data"),
+        (["target.name=a", "data=b", "row=x"], "row: Value 'x'"),
         (["target"], "not of the form key=value"),
     ],
 )
@@ -364,8 +365,8 @@ def test_options_are_refused_with_a_sentence(monkeypatch, arguments, message):
 
 
 def test_options(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["script", "target=0,1", "data=2", "row=3"])
-    assert options(ShowData, "doc") == ShowData(target="0,1", data="2", row=3)
+    monkeypatch.setattr("sys.argv", ["script", "target.name=0,1", "data=2", "row=3"])
+    assert options(ShowData, "doc") == ShowData(data="2", row=3, target=TokenizerOptions("0,1"))
     monkeypatch.setattr("sys.argv", ["script", "--help"])
     with pytest.raises(SystemExit):
         options(ShowData, "python scripts/show_data.py")
