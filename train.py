@@ -16,14 +16,12 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 from specdec import checkpoint, rules
-from specdec.drafter import Drafter
+from specdec.drafter import Head
 from specdec.evaluate import Drafting, Prompt, measure, summarise
 from specdec.sampling import Sampling
 from specdec.target import Target, load_tokenizer
 from train import data, display, reading
-from train.consistency import ConsistencyObjective
 from train.features import Cached, Online
-from train.objective import Objective
 from train.onpolicy import OnPolicy
 from train.trainer import Settings, Trainer, parameter_groups, schedule
 
@@ -64,8 +62,7 @@ def fit(config: DictConfig) -> int:
     ]
     drafter, spec = make_drafter(config, target, packs)
     drafter.to(accelerator.device)
-    judge = ConsistencyObjective if drafter.attends == "itself" else Objective
-    objective = judge(drafter, **config.head.objective)
+    objective = instantiate(config.head.objective, drafter, _convert_="all")
     optimizer = torch.optim.AdamW(
         parameter_groups(drafter, config.optimizer.weight_decay, adapter=config.head.get("adapter")),
         lr=config.optimizer.lr,
@@ -165,7 +162,7 @@ def fit(config: DictConfig) -> int:
     return 130 if trainer.interrupted else 0
 
 
-def make_drafter(config: DictConfig, target: Target, packs: data.Packs) -> tuple[Drafter, dict]:
+def make_drafter(config: DictConfig, target: Target, packs: data.Packs) -> tuple[Head, dict]:
     """A fresh drafter as the configuration says, or that of the checkpoint `start`, and its spec for checkpoints."""
     spec = OmegaConf.to_container(config.head.drafter)
     if config.start is None:
@@ -182,7 +179,7 @@ def make_drafter(config: DictConfig, target: Target, packs: data.Packs) -> tuple
 
 def flatten(config: dict, prefix: str = "") -> dict:
     """The settings that a run's figures depend on, by dotted name."""
-    free = ("resume", "tracker", "threads", "features", "decode", "validation", "run")
+    free = ("resume", "tracker", "threads", "features", "decode", "validation", "run", "head.objective._target_")
     free += tuple(f"train.{key}" for key in ("log_every", "validate_every", "validate_first", "save_every", "best_by"))
     flat = {}
     for key, value in config.items():

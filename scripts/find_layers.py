@@ -22,6 +22,7 @@ from helpers import loading
 from helpers.options import options, run
 from specdec import checkpoint, masks, replay
 from specdec.compile import Runner
+from specdec.compiled_target import CompiledTarget
 from specdec.decode import Decoder
 from specdec.proposers.layerskip import LayerSkip, num_shared
 from specdec.sampling import Sampling
@@ -58,6 +59,7 @@ class Text:
     def __init__(self, target: Target, prompt: list[int], answer: list[int]):
         device = target.device
         self.target, self.num_prompt = target, len(prompt)
+        self.layered = CompiledTarget(target, Runner())
         self.answer = torch.tensor(answer, device=device)  # [n]
         self.starts = torch.arange(1, len(answer), device=device)  # [S], S = n - 1
         tokens = torch.tensor([prompt + answer[:-1]], device=device)  # [1, T]
@@ -70,7 +72,7 @@ class Text:
 
     def first_step(self, numbers: Sequence[int]) -> list[Tensor]:
         """h [1, S, D] before each of these layers and after the last"""
-        self.cache.pending = 0
+        self.cache.drop_pending()
         return self.run_layers(self.begin(1), numbers)
 
     def begin(self, d: int) -> Tensor:
@@ -84,18 +86,17 @@ class Text:
         own = (drafted >= 0) & (drafted < d * num) & (drafted % num == (self.starts - 1)[:, None])
         self.mask = (before | own)[None, None]
         self.positions = (self.num_prompt + places)[None]
-        h, *self.rotary = self.target.begin(self.answer[None, places], self.positions)
+        h, *self.rotary = self.layered.begin(self.answer[None, places], self.positions)
         return h
 
     def run_layers(self, h: Tensor, numbers: Sequence[int]) -> list[Tensor]:
-        return self.target.run_layers(
+        return self.layered.run_layers(
             h,
             numbers,
             rotary=self.rotary,
             positions=self.positions,
             mask=self.mask,
             cache=self.cache,
-            runner=Runner(),
         )
 
     def right(self, h: Tensor, d: int) -> Tensor:
@@ -106,7 +107,7 @@ class Text:
 
     def accept(self, numbers: Sequence[int], depth: int) -> Tensor:
         """[K, n] for replay.rounds, if these layers draft"""
-        self.cache.pending = 0
+        self.cache.drop_pending()
         found = torch.zeros(depth, len(self.answer), device=self.answer.device)
         for d in range(1, depth + 1):
             found[d - 1, 1:] = self.right(self.run_layers(self.begin(d), numbers)[-1], d)
@@ -182,10 +183,9 @@ def time_pass(target: Target, runner: Runner, num_tokens: int, num_layers: int) 
     start = time.perf_counter()
     cache.reserve(num_tokens)
     mask = masks.pending(masks.causal(num_tokens, device), cache.lengths, cache.visible)
-    h, *rotary = runner("begin", target.begin, tokens, cache.slots)
-    *_, h = target.run_layers(
-        h, range(num_layers), rotary=rotary, positions=cache.slots, mask=mask, cache=cache, runner=runner
-    )
+    layered = CompiledTarget(target, runner)
+    h, *rotary = runner("begin", layered.begin, tokens, cache.slots)
+    *_, h = layered.run_layers(h, range(num_layers), rotary=rotary, positions=cache.slots, mask=mask, cache=cache)
     runner("end", lambda h: target.logits(target.norm(h)).argmax(-1), h).tolist()
     return time.perf_counter() - start
 

@@ -24,7 +24,7 @@ from specdec import checkpoint, replay, speed
 from specdec.compile import Runner
 from specdec.decode import Decoder
 from specdec.evaluate import Drafting, Prompt, Row, summarise
-from specdec.proposers.heads import Stopping
+from specdec.proposers.stopping import Stopping
 from specdec.sampling import Sampling
 from specdec.speed import Answer
 from train import data, reading

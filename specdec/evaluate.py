@@ -13,10 +13,12 @@ import torch
 from specdec import replay
 from specdec.compile import Runner
 from specdec.decode import STAGES, Decoder, Generation
-from specdec.drafter import Drafter
+from specdec.drafter import Drafter, Head
 from specdec.proposers.base import Proposer
-from specdec.proposers.heads import Children, HeadProposer, Stopping, check_children
+from specdec.proposers.growth import Children, check_children
+from specdec.proposers.heads import HeadProposer
 from specdec.proposers.lookahead import Lookahead
+from specdec.proposers.stopping import Stopping
 from specdec.sampling import Sampling
 from specdec.target import Target
 from specdec.tree import TreeShape
@@ -54,9 +56,9 @@ class Drafting:
     def shape(self) -> TreeShape:
         return TreeShape(self.depth, self.width, self.nodes or self.depth * self.width)
 
-    def proposer(self, drafter: Drafter) -> Proposer:
+    def proposer(self, drafter: Head) -> Proposer:
         """What drafts with a trained drafter; a target that was trained to guess ahead of itself does so by Jacobi iteration."""
-        if drafter.attends == "itself":
+        if not isinstance(drafter, Drafter):
             if self.width > 1 or self.stopping is not None:
                 raise ValueError(
                     f"{type(drafter).__name__} guesses by Jacobi iteration, a chain: set decode.width=1 (or tree= to compare) "
@@ -69,9 +71,9 @@ class Drafting:
     def decoder(self, target: Target, proposer: Proposer | None, **arguments) -> Decoder:
         return Decoder(target, proposer, rule=self.rule, lossy=self.lossy, **arguments)
 
-    def replayable(self, drafter: Drafter, sampling: Sampling) -> bool:
+    def replayable(self, drafter: Head, sampling: Sampling) -> bool:
         """Whether replay tells tau under these settings: fixed chains of a drafter's steps, verified token by token."""
-        if drafter.attends == "itself":
+        if not isinstance(drafter, Drafter):
             return False
         plain = sampling == Sampling(temperature=sampling.temperature)
         return self.shape.chain and self.stopping is None and plain and (sampling.greedy or self.rule == "token")
@@ -111,7 +113,7 @@ def measure(
     drafting: Drafting,
     prompts: list[Prompt],
     *,
-    replayed: Drafter | None,
+    replayed: Head | None,
     sampling: Sampling,
     max_new_tokens: int,
     stop: set[int],
@@ -143,7 +145,7 @@ def measure(
             found[decoder] = decoder.generate(tokens, max_new_tokens, generator=generator).split()
         for prompt, alone, together in zip(group, found[plain], found[drafted]):
             rounds, accepted, gap = float("nan"), [], None
-            if replayed is not None and drafting.replayable(replayed, sampling):
+            if isinstance(replayed, Drafter) and drafting.replayable(replayed, sampling):
                 accept = replay.acceptance(
                     replayed, prompt.tokens, alone.tokens[0], depth=drafting.depth, temperature=sampling.temperature
                 )

@@ -15,7 +15,8 @@ from torch.nn import functional as F
 from specdec import replay
 from specdec.decode import STAGES, Decoder, Generation
 from specdec.evaluate import Row, interval, rate
-from specdec.proposers.heads import HeadProposer, Stopping
+from specdec.proposers.heads import HeadProposer
+from specdec.proposers.stopping import Stopping
 
 RIDGE = 1.0  # of the fit: one over the variance of a normal prior around Stopping(), which believes the drafter
 THRESHOLDS = [num / 50 for num in range(50)]

@@ -79,9 +79,11 @@ def save_target(folder: Path, *, num_layers: int = 3, seed: int = 0) -> None:
 
 @functools.cache
 def load_head(head: str) -> dict:
-    """conf/head/<head>.yaml with what it stands on."""
+    """conf/head/<head>.yaml with what it stands on; tests name the objective's class themselves."""
     with hydra.initialize_config_dir(str(HEADS_FOLDER.parent), version_base="1.3"):
-        return OmegaConf.to_container(hydra.compose("train", overrides=[f"head={head}"]).head)
+        config = OmegaConf.to_container(hydra.compose("train", overrides=[f"head={head}"]).head)
+    del config["objective"]["_target_"]
+    return config
 
 
 def make_drafter(target: Target, head: str, reduced: bool = False, arguments: dict | None = None):
@@ -161,11 +163,11 @@ def follow(drafter, tokens, features, slot: int, depth: int, parts: tuple[int, .
         first = last
         if last != slot:
             proposer.propose(Sampling(), None)
-    _, state, said, _ = proposer._first_step()
+    _, (state, said, _) = proposer.absorb()
     states, logits = [state[0, -1]], [said[0, -1]]
     for d in range(2, depth + 1):
         seen = torch.ones(1, 1, d - 1, dtype=torch.bool)
-        state, said, _ = proposer._take_step(d, d - 2, state, tokens[None, [slot + d - 1]], seen)
+        state, said, _ = proposer.step(d, d - 2, state, tokens[None, [slot + d - 1]], seen)
         states.append(state[0, 0])
         logits.append(said[0, 0])
     return states, logits

@@ -11,6 +11,7 @@ from specdec.heads.eagle import Eagle
 from specdec.heads.medusa import Medusa2
 from specdec.proposers.heads import HeadProposer
 from specdec.sampling import Sampling
+from specdec.target_adapter import original
 from specdec.tree import TreeShape
 from train.data import Row, collate
 from train.objective import Objective
@@ -36,7 +37,7 @@ def test_the_adapter_is_the_targets():
     drafter, before = make()
     target, tokens = drafter.target, torch.tensor([ROW.tokens])
     assert (target.read(tokens, ()).final - before).abs().max() > 0.1
-    with target.original():
+    with original(target):
         assert torch.equal(target.read(tokens, ()).final, before)
     assert target.fingerprint() == make_target(6).fingerprint()
 
@@ -49,9 +50,9 @@ def test_drafting_changes_nothing_of_the_adapted_target(shape):
         Decoder(drafter.target, proposer, sampling=Sampling(0.0), stop=set()).generate(prompts, 24)
         for proposer in (None, HeadProposer(drafter, shape))
     )
-    with drafter.target.original():
-        original = Decoder(drafter.target, None, sampling=Sampling(0.0), stop=set()).generate(prompts, 24)
-    assert drafted.tokens == plain.tokens != original.tokens
+    with original(drafter.target):
+        unadapted = Decoder(drafter.target, None, sampling=Sampling(0.0), stop=set()).generate(prompts, 24)
+    assert drafted.tokens == plain.tokens != unadapted.tokens
     assert sum(map(sum, drafted.accepted)) > 0
 
 

@@ -16,7 +16,8 @@ from specdec import checkpoint, replay, speed
 from specdec.decode import Decoder, Generation
 from specdec.evaluate import Drafting, Prompt, Row
 from specdec.heads.medusa import Medusa
-from specdec.proposers.heads import HeadProposer, Stopping
+from specdec.proposers.heads import HeadProposer
+from specdec.proposers.stopping import Stopping
 from specdec.sampling import Sampling
 from specdec.speed import Answer, Lengths, Timed
 from specdec.target import Target

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from specdec import masks
 from specdec.drafter import Drafter, Slots
 from specdec.target import Target, TargetOutput
+from specdec.target_adapter import original as original_target
 from specdec.unroll import Unrolled, unroll
 from train import losses, survival
 from train.data import Batch, answers
@@ -162,7 +163,7 @@ class Objective(nn.Module):
         """The adapted target, with gradient, and what it said before."""
         target, layers = self.drafter.target, self.drafter.target_layers
         mask = masks.documents(batch.documents)
-        with target.original():
+        with original_target(target):
             original = target.read(batch.tokens, (), positions=batch.positions, mask=mask)
         output = target.read(batch.tokens, layers, positions=batch.positions, mask=mask, gradient=True)
         return output, original

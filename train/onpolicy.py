@@ -9,7 +9,7 @@ import dataclasses
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from specdec.drafter import Drafter
+from specdec.drafter import Drafter, Head
 from specdec.proposers.heads import HeadProposer
 from specdec.sampling import Sampling
 from specdec.tree import TreeShape
@@ -27,14 +27,14 @@ class OnPolicy:
     """
 
     def __init__(
-        self, drafter: Drafter, packs: Packs, *, length: int, fraction: float, temperature: float, stop: set[int]
+        self, drafter: Head, packs: Packs, *, length: int, fraction: float, temperature: float, stop: set[int]
     ):
         if not 0 <= fraction <= 1 or temperature < 0:
             raise ValueError(
                 f"data.on_policy={fraction} must be a share, 0 to 1, and data.on_policy_temperature={temperature} 0 or "
                 "above."
             )
-        if drafter.attends != "text":
+        if not isinstance(drafter, Drafter) or drafter.attends != "text":
             raise ValueError(
                 f"data.on_policy={fraction}: {type(drafter).__name__} cannot write a text without the target. Use "
                 "head=draft, or data.on_policy=0."

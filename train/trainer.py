@@ -20,7 +20,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from torch import nn
 
 from specdec import checkpoint, replay
-from specdec.drafter import Drafter, Slots
+from specdec.drafter import Drafter, Head, Slots
 from train.consistency import ConsistencyObjective
 from train.data import Batch, Packs, answers
 from train.features import Cached, Online
@@ -64,7 +64,7 @@ class Trainer:
         collate: Callable[[list[int]], Batch],
         features: Online | Cached | None,
         on_policy: OnPolicy | None,
-        validate: Callable[[Drafter], dict],
+        validate: Callable[[Head], dict],
         settings: Settings,
         spec: dict,
         about: dict,
@@ -97,7 +97,7 @@ class Trainer:
 
     def solve(self, num_packs: int) -> None:
         """Closed-form weights, for a head that has them, from the packs that training sees first; alike in all processes."""
-        if self.features is None or type(self.drafter).solve is Drafter.solve:
+        if self.features is None or not isinstance(self.drafter, Drafter) or type(self.drafter).solve is Drafter.solve:
             return
         first = _permutation(len(self.packs), self.settings.seed)[:num_packs]
         device = self.accelerator.device

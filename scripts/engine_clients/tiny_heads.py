@@ -74,7 +74,8 @@ def overfit(
     wanted = {"ce"} | ({"confidence"} if drafter.confident else set())
     weights = {name: float(name in wanted) for name in config.objective.losses}
     depth = 1 if drafter.attends == "text" else depth
-    objective = Objective(drafter, **{**config.objective, "losses": weights, "depth": depth, "anchors": None})
+    settings = {key: value for key, value in config.objective.items() if key != "_target_"}
+    objective = Objective(drafter, **{**settings, "losses": weights, "depth": depth, "anchors": None})
     batch = data.collate([[row] for row in rows], length=max(len(row.tokens) for row in rows), pad_token=0)
     output = Online(target, drafter.target_layers)([0], batch)
     optimizer = torch.optim.Adam([p for p in drafter.parameters() if p.requires_grad], lr=2e-3)
