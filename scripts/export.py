@@ -15,8 +15,10 @@ import specdec.export
 from helpers import loading
 from helpers.options import options, run
 from specdec import serving
+from specdec.drafter import Drafter
 from specdec.heads.medusa import Medusa2
 from specdec.target import DTYPES, Target
+from specdec.target_adapter import save_merged
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ def main() -> None:
     if chosen.merged_target is not None:
         if not drafter.adapts_target:
             raise ValueError(f"merged_target={chosen.merged_target}: this drafter does not adapt its target.")
-        target.save_merged(chosen.merged_target)
+        save_merged(target, chosen.merged_target)
         loaded.tokenizer.save_pretrained(chosen.merged_target)
         if not isinstance(drafter, Medusa2):
             print(f"{chosen.merged_target}: the adapted target, merged, which is all of this drafter")
@@ -61,7 +63,7 @@ def main() -> None:
         target = Target.load(chosen.merged_target, dtype=chosen.target.dtype, device=target.device)
         drafter = drafter.heads_for(target)
         print(f"{chosen.merged_target}: the adapted target, merged")
-    if drafter.attends == "itself":
+    if not isinstance(drafter, Drafter):
         raise ValueError(f"{chosen.checkpoint} is an adapter of its target and nothing else: give merged_target=DIR.")
     form = importlib.import_module(f"specdec.export.{chosen.format}").form(drafter)
     facts = serving.Facts.read(

@@ -73,7 +73,8 @@ def overfit(drafter: Drafter, rows: list[data.Row], objective: dict, *, depth: i
     wanted = {"ce", "confidence"} if drafter.confident else {"ce"}
     weights = {name: float(name in wanted) for name in objective["losses"]}
     depth = 1 if drafter.attends == "text" else depth
-    loss_of = Objective(drafter, **{**objective, "losses": weights, "depth": depth, "anchors": None})
+    settings = {key: value for key, value in objective.items() if key != "_target_"}
+    loss_of = Objective(drafter, **{**settings, "losses": weights, "depth": depth, "anchors": None})
     batch = data.collate([[row] for row in rows], length=max(len(row.tokens) for row in rows), pad_token=0)
     output = Online(target, drafter.target_layers)([0], batch)
     optimizer = torch.optim.Adam([p for p in drafter.parameters() if p.requires_grad], lr=2e-3)

@@ -11,9 +11,9 @@ from omegaconf import OmegaConf
 from transformers import PreTrainedTokenizerBase
 
 from specdec import checkpoint
-from specdec.drafter import Drafter
+from specdec.drafter import Head
 from specdec.drafting import Drafting
-from specdec.proposers.heads import Stopping
+from specdec.proposers.stopping import Stopping
 from specdec.sampling import Sampling
 from specdec.target import Target, load_tokenizer
 from train import data
@@ -117,7 +117,7 @@ class Loaded(Opened):
     """A checkpoint beside its target."""
 
     folder: Path
-    drafter: Drafter
+    drafter: Head
 
 
 def use_threads() -> None:

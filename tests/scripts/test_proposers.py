@@ -47,7 +47,7 @@ def made(tmp_path_factory):
     folders: dict[int, Path] = {}
     with pytest.MonkeyPatch.context() as patch:
         for module in (retrieval, heads_draft):
-            patch.setattr(module, "load_tokenizer", lambda name, option=None: TOKENIZER)
+            patch.setattr(module, "load_tokenizer", lambda name: TOKENIZER)
         yield make
 
 

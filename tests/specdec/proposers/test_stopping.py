@@ -10,7 +10,9 @@ from omegaconf import OmegaConf
 from helpers.loading import DecodeOptions
 from specdec.decode import Decoder, Generation, StopStrings
 from specdec.drafting import Drafting
-from specdec.proposers.heads import FIRST_CHILD, NEXT_CHILD, HeadProposer, Stopping, static_parents
+from specdec.proposers.growth import FIRST_CHILD, NEXT_CHILD, static_parents
+from specdec.proposers.heads import HeadProposer
+from specdec.proposers.stopping import Stopping
 from specdec.sampling import Sampling
 from specdec.target import Target
 from specdec.tree import TreeShape
