@@ -66,18 +66,18 @@ def main() -> None:
     if not isinstance(drafter, Drafter):
         raise ValueError(f"{chosen.checkpoint} is an adapter of its target and nothing else: give merged_target=DIR.")
     form = importlib.import_module(f"specdec.export.{chosen.format}").form(drafter)
-    facts = serving.Facts.read(
+    provenance = serving.Provenance.read(
         loaded.folder,
         target=target,
         license=chosen.license,
         data=chosen.data or loading.trained_on(loaded.folder),
         num_drafts=chosen.num_drafts,
     )
-    num = serving.num_drafts(form, facts)
+    num = serving.num_drafts(form, provenance)
     if chosen.num_drafts not in (None, num):
         reason = "a block is drafted whole" if form.whole_block else "it has no more steps"
         raise ValueError(f"num_drafts={chosen.num_drafts}: this drafter drafts {num} tokens a round, because {reason}.")
-    tensors = serving.write(form, out, dtype=DTYPES[chosen.target.dtype], facts=facts)
+    tensors = serving.write(form, out, dtype=DTYPES[chosen.target.dtype], provenance=provenance)
     size = sum(value.numel() * value.element_size() for value in tensors.values())
     print(f"{out}: {len(tensors)} tensors, {size / 1e6:.1f} MB, as the manifest asks, read back and equal")
     for engine, line in form.engines.items():
