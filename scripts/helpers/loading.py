@@ -2,7 +2,7 @@
 
 import os
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 import torch
@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from specdec import checkpoint
 from specdec.drafter import Drafter
-from specdec.evaluate import Drafting
+from specdec.drafting import Drafting
 from specdec.proposers.heads import Stopping
 from specdec.sampling import Sampling
 from specdec.target import Target, load_tokenizer
@@ -28,6 +28,15 @@ class TargetOptions:
     )
     dtype: str = field(default="bfloat16", metadata={"help": "bfloat16, float32, float16 or float64"})
     device: str | None = field(default=None, metadata={"help": "cpu or cuda; null: cuda if there is one"})
+
+
+@dataclass(frozen=True)
+class TokenizerOptions:
+    """For commands that read the target's tokenizer and not its weights."""
+
+    name: str = field(
+        default="targets/smollm2-135m", metadata={"help": "folder or Hub name of the target, for its tokenizer"}
+    )
 
 
 @dataclass(frozen=True)
@@ -82,6 +91,9 @@ def read_drafting(path: str, *, compile: bool | None) -> Drafting:
     """What scripts/tune.py wrote. Raises ValueError with what to do."""
     try:
         found = OmegaConf.to_container(OmegaConf.load(path))
+        missing = [item.name for item in fields(Drafting) if item.name not in found]
+        if missing:
+            raise KeyError(f"it lacks {', '.join(missing)}")
         drafting = Drafting(**{**found, "compile": found["compile"] if compile is None else compile})
         _ = drafting.shape, Stopping(**(drafting.stopping or {}))  # here, where a mistake can be told from its place
         return drafting

@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from helpers import loading
 from specdec.checkpoint import drafter_class, read_json, resolve
 from specdec.checkpoint import load as load_drafter
-from specdec.evaluate import Drafting
+from specdec.drafting import Drafting
 from specdec.proposers.base import Proposer
 from specdec.proposers.heads import HeadProposer
 from specdec.target import Target

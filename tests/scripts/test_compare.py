@@ -11,8 +11,10 @@ from helpers import comparison
 from scripts import compare
 from specdec import checkpoint
 from specdec.decode import Generation
-from specdec.evaluate import Prompt, Row, difference, summarise
+from specdec.figures import tau_difference
 from specdec.heads.medusa import Medusa2
+from specdec.measurement import Prompt, PromptResult
+from specdec.report import summarise
 from tests.support import save_eagle, save_target, write_prompts
 
 TRAINING = {"tokens": 2_000_000, "tokens_per_second": 1234.5, "peak_memory": 2**30, "seconds": 1620.0}
@@ -22,7 +24,8 @@ TRAINING = {"tokens": 2_000_000, "tokens_per_second": 1234.5, "peak_memory": 2**
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("compare")
     target = save_target(folder / "target")
-    for seed, (name, extra) in enumerate([("one", {"report.json": {"training": TRAINING}}), ("two", {})]):
+    report = {**summarise(made_up(0), depth=4, temperature=1.0).to_json(), "training": TRAINING}
+    for seed, (name, extra) in enumerate([("one", {"report.json": report}), ("two", {})]):
         save_eagle(folder / name / "step_000001", target, seed=seed, extra=extra)
         (folder / name / "best").write_text("step_000001\n")
     shape = {"num_heads": 2, "lora_rank": 2}
@@ -80,41 +83,41 @@ def test_the_table_holds_what_summarise_says_of_the_rows(compared):
             column = f"T={temperature:g}"
             assert table[name][f"tau {column}"] == comparison.figure(summary, "tau")
             assert table[name][f"speedup {column}, tokens/s"].startswith(comparison.figure(summary, "speedup"))
-            assert ("replayed_tau" in summary) == ("chain" in name)
+            assert (summary.replayed_tau is not None) == ("chain" in name)
             if temperature == 0:
-                assert summary["identical_outputs"] == 1
+                assert summary.identical_outputs == 1
     assert table["one, chain"]["tokens seen"] == "2.00 M" and table["one, tree"]["peak memory"] == "1.00 GiB"
     assert table["two, tree"]["tokens seen"] == table["ngram"]["trained"] == "-"
 
 
 def test_at_temperature_0_a_chain_is_replayed_exactly(compared):
     summary = summarise(rows(compared[1], "one, chain", 0.0), depth=3, temperature=0.0)
-    assert summary["replayed_tau"] == pytest.approx(summary["tau"])
+    assert summary.replayed_tau == pytest.approx(summary.tau)
 
 
-def made_up(seed: int) -> list[Row]:
+def made_up(seed: int) -> list[PromptResult]:
     """Five prompts of 3 to 7 rounds with 0 to 4 accepted drafts each."""
     generator = torch.Generator().manual_seed(seed)
     counts = [torch.randint(5, (num,), generator=generator).tolist() for num in range(3, 8)]
     plain = Generation([[0] * 9], [[0] * 8], 1.0)
-    return [Row(Prompt("", "", [0]), plain, Generation([[0]], [found]), 1.0, [], None) for found in counts]
+    return [PromptResult(Prompt("", "", [0]), plain, Generation([[0]], [found]), 1.0, [], None) for found in counts]
 
 
 def test_a_run_does_not_differ_from_itself():
-    assert difference(made_up(0), made_up(0)) == {"tau_difference": 0.0, "tau_difference_ci": [0.0, 0.0]}
+    assert tau_difference(made_up(0), made_up(0)) == (0.0, [0.0, 0.0])
 
 
 def test_differences_are_paired():
     rows, others = made_up(0), made_up(1)
-    there, back = difference(rows, others), difference(others, rows)
-    assert there["tau_difference"] == -back["tau_difference"] != 0
-    assert there["tau_difference_ci"] == pytest.approx([-end for end in back["tau_difference_ci"][::-1]])
-    taus = [summarise(found, depth=4, temperature=1.0)["tau"] for found in (rows, others)]
-    assert there["tau_difference"] == pytest.approx(taus[0] - taus[1])
+    (there, interval), (back, interval_back) = tau_difference(rows, others), tau_difference(others, rows)
+    assert there == -back != 0
+    assert interval == pytest.approx([-end for end in interval_back[::-1]])
+    taus = [summarise(results, depth=4, temperature=1.0).tau for results in (rows, others)]
+    assert there == pytest.approx(taus[0] - taus[1])
     longer = [
         replace(row, drafted=replace(row.drafted, accepted=[[a + 1 for a in row.drafted.accepted[0]]])) for row in rows
     ]
-    assert difference(longer, rows)["tau_difference_ci"] == pytest.approx([1.0, 1.0])  # unpaired, it would be wide
+    assert tau_difference(longer, rows)[1] == pytest.approx([1.0, 1.0])  # unpaired, it would be wide
 
 
 def test_the_same_command_continues(run, compared):

@@ -15,7 +15,8 @@ from engine_clients import llamacpp_client
 from engine_clients.llamacpp_client import LlamaCpp, convert
 from engine_clients.vllm_client import Served, Vllm
 from scripts import check_engines, get_engines
-from tests.support import REAL_TARGET, ROOT, write_rows
+from specdec.served import Agreement
+from tests.support import REAL_TARGET, ROOT
 
 PYTHON = str(ROOT / "engines" / "bin" / "python")
 engines = pytest.mark.skipif(
@@ -131,45 +132,25 @@ def test_llama_cpp(folder, plain, monkeypatch):
             for prompt, answer in zip(PROMPTS, plain):
                 tokens, seconds = engine.generate(prompt, NEW, set())
                 assert tokens == answer and seconds > 0
-                counts[draft, len(prompt)] = engine.rounds, engine.drafted, engine.accepted
+                counts[draft, len(prompt)] = engine.counts.rounds, engine.counts.drafted, engine.counts.accepted
                 if draft:
-                    assert sum(engine.accepted_per_position) == engine.accepted
+                    assert sum(engine.counts.accepted_per_position) == engine.counts.accepted
     # Four rounds emit 4, 4, 4 and 1: llama.cpp drafts nothing for the last token of an answer.
     assert all(counts["target", len(prompt)] == (4, 9, 9) for prompt in PROMPTS)
     assert all(4 < counts["draft", len(prompt)][0] < NEW for prompt in PROMPTS)
     assert all(counts[None, len(prompt)] == (0, 0, 0) for prompt in PROMPTS)
 
 
-CHILD = """#!/bin/sh
-echo ready
-while read -r request; do IFS= read -r answer <&3; printf '%s\\n' "$answer"; done 3<"$(dirname "$0")/answers.jsonl"
-"""
-
-
-def test_llama_cpp_may_not_draft_less_than_asked(tmp_path):
-    """A block drafter drafts its block at most, and llama.cpp says so in its log only. Its process is played back."""
-    played = [
-        ([[10], [40], [0], [0] * 5], 12, 11),  # eleven rounds, drafting 5, ..., 5, 4, 3, 2, 1, 0
-        ([[2], [10], [6], [2, 2, 1, 1, 0]], 7, 2),  # an end token was drafted, and two drafts behind it
-        ([[10], [27], [0], [0] * 5], 12, None),
-        ([[6], [18], [0], [0] * 5], 7, None),
-    ]
-    write_rows(tmp_path / "answers.jsonl", [
-        {"timings": {"prompt_n": 1, "predicted_n": num, "predicted_ms": 1.0}, "__verbose": {"tokens": [0] * num},
-         "counts": counts} for counts, num, _ in played])  # fmt: skip
-    (tmp_path / "python").write_text(CHILD)
-    (tmp_path / "python").chmod(0o755)
-    for name in ("target.gguf", "draft.gguf"):
-        (tmp_path / name).touch()
-    with LlamaCpp(f"{tmp_path}/target.gguf", threads=1, context=32, draft=f"{tmp_path}/draft.gguf", num=5,
-                  python=f"{tmp_path}/python") as engine:  # fmt: skip
-        for _, num, rounds in played:
-            if rounds is None:
-                with pytest.raises(ValueError, match="not 5 in each"):
-                    engine.generate([1], 12, set())
-            else:
-                tokens, _ = engine.generate([1], 12, set())
-                assert len(tokens) == num and engine.rounds == rounds
+def test_llama_cpp_may_not_draft_less_than_asked():
+    """A block drafter drafts its block at most, and llama.cpp says so in its log only."""
+    count = functools.partial(llamacpp_client.count, num=5, max_new_tokens=12)
+    # eleven rounds, drafting 5, ..., 5, 4, 3, 2, 1, 0
+    assert count([[10], [40], [0], [0] * 5], num_tokens=12).rounds == 11
+    # an end token was drafted, and two drafts behind it
+    assert count([[2], [10], [6], [2, 2, 1, 1, 0]], num_tokens=7).rounds == 2
+    for counters, length in (([[10], [27], [0], [0] * 5], 12), ([[6], [18], [0], [0] * 5], 7)):
+        with pytest.raises(ValueError, match="not 5 in each"):
+            count(counters, num_tokens=length)
 
 
 @pytest.mark.parametrize(
@@ -206,16 +187,17 @@ def test_get_engines_leaves_out_what_has_no_cpu_build_and_stops_when_it_is_done(
             wheel.writestr(f"{name}.dist-info/METADATA", metadata)
     assert get_engines.requirements(tmp_path) == ["click>=8; python_version > '3'", "fastapi[standard]<1", "numpy"]
     (tmp_path / "ready").write_text(get_engines.PINS)
-    monkeypatch.setattr("sys.argv", ["get_engines.py", "--out", str(tmp_path)])
+    monkeypatch.setattr("sys.argv", ["get_engines.py", f"out={tmp_path}"])
     get_engines.main()
     assert "already there" in capsys.readouterr().out
     (tmp_path / "ready").write_text("other pins")
     monkeypatch.setattr(get_engines, "PYTHONS", ((3, 1), (3, 2)))
-    with pytest.raises(SystemExit, match=r"need Linux and Python 3\.1 to 3\.1; this is"):
+    with pytest.raises(ValueError, match=r"need Linux and Python 3\.1 to 3\.1; this is"):
         get_engines.main()
 
 
-GOOD = {"same_answers": 4, "num_prompts": 4, "offered": 12, "accepted": 12, "same_drafts": 4, "rounds_compared": 4,
+GOOD = {"tau": 4.0, "served_tau": 4.0, "difference": 0.0, "largest_gap_at_difference": None,
+        "difference_of_same_answers": 0.0, "same_answers": 4, "num_prompts": 4, "offered": 12, "accepted": 12, "same_drafts": 4, "rounds_compared": 4,
         "difference_as_run_there": 0.0}  # fmt: skip
 
 
@@ -235,7 +217,7 @@ GOOD = {"same_answers": 4, "num_prompts": 4, "offered": 12, "accepted": 12, "sam
     ],
 )
 def test_what_counts_as_faithful(whole, changes, wanted):
-    assert check_engines.faithful({**GOOD, **changes}, whole) is wanted
+    assert Agreement(**{**GOOD, **changes}).faithful(exact=whole) is wanted
 
 
 def test_check_engines_refuses_what_it_does_not_know(monkeypatch):

@@ -5,7 +5,7 @@ import torch
 import yaml
 
 from scripts import find_layers
-from specdec import replay
+from specdec import layer_search, replay
 from specdec.proposers.layerskip import LayerSkip
 from specdec.target import Target
 from tests.loops import logits_of_layers
@@ -25,7 +25,7 @@ def test_replay_is_decoding(small_target, small_answers, layers):
     proposer = LayerSkip(small_target, layers=layers, depth=depth)
     decoder = greedy(small_target, proposer)
     for prompt, answer in zip(prompts[:3], small_answers):
-        text = find_layers.Text(small_target, prompt, answer)
+        text = layer_search.AnsweredPrompt(small_target, prompt, answer)
         accept = text.accept(proposer.layers, depth)
         num_rounds, accepted = replay.rounds(accept)
         decoded = decoder.generate([prompt], NUM_NEW).accepted[0]
@@ -37,22 +37,24 @@ def test_replay_is_decoding(small_target, small_answers, layers):
             )
             right = [int(guess) == token for guess, token in zip(logits.argmax(-1), answer[start : start + 3])]
             assert [bool(flag) for flag in accept[:, start]] == right
-        assert find_layers.share([text], [text.first_step(proposer.layers)[-1]]) == float(accept[0, 1:].double().mean())
+        assert layer_search.share_right([text], [text.first_step(proposer.layers)[-1]]) == float(
+            accept[0, 1:].double().mean()
+        )
 
 
 @torch.inference_mode()
 def test_search_takes_the_best_away(small_target, small_answers):
     """Trying everything, against the same search without its short cuts."""
-    texts = [find_layers.Text(small_target, p, a) for p, a in zip(prompts_of(small_target), small_answers)]
-    right = lambda numbers: find_layers.share(texts, (text.first_step(numbers)[-1] for text in texts))
-    found = find_layers.search(texts, 8)
+    texts = [layer_search.AnsweredPrompt(small_target, p, a) for p, a in zip(prompts_of(small_target), small_answers)]
+    right = lambda numbers: layer_search.share_right(texts, (text.first_step(numbers)[-1] for text in texts))
+    found = layer_search.search(texts, 8)
     assert sorted(found) == list(range(1, 9)) and found[8] == (tuple(range(8)), 1.0)
     for size in range(1, 8):
         (chosen, share), (larger, _) = found[size], found[size + 1]
         shares = [right(tuple(k for k in larger if k != number)) for number in larger]
         assert set(chosen) < set(larger) and share == right(chosen) == max(shares)
     assert len({share for _, share in found.values()}) > 4
-    fewer = find_layers.search(texts, 2)
+    fewer = layer_search.search(texts, 2)
     assert sorted(fewer) == sorted(found) and fewer[7] == found[7]
 
 
@@ -84,9 +86,9 @@ def test_end_to_end(tmp_path, run_script, refuse):
 
 
 def test_figures_add_up(small_target, monkeypatch):
-    monkeypatch.setattr(find_layers, "time_pass", lambda target, runner, width, layers: 1.0 + width + 10 * layers)
-    clock = find_layers.Clock(small_target, 4, compile=False)
+    monkeypatch.setattr(layer_search, "time_pass", lambda target, runner, width, layers: 1.0 + width + 10 * layers)
+    clock = layer_search.Clock(small_target, 4, compile=False)
     assert clock(1, 8) == pytest.approx(82) and clock(3, 4) == pytest.approx(44) and clock(1, 0) == pytest.approx(2)
     assert clock.speedup(2.0, 3, (0, 1, 4)) == pytest.approx(2 * 82 / (3 * 32 + 20 + (1 + 4 + 60)))
     assert clock.speedup(2.0, 3, (1, 4)) == pytest.approx(2 * 82 / (3 * 22 + (1 + 4 + 80)))
-    assert find_layers.ranges((0, 1, 2, 5)) == "0-2 5"
+    assert layer_search.ranges((0, 1, 2, 5)) == "0-2 5"

@@ -10,7 +10,7 @@ import torch
 from helpers import proposers
 from specdec import checkpoint, datastore, rules
 from specdec.decode import Decoder
-from specdec.evaluate import Drafting
+from specdec.drafting import Drafting
 from specdec.heads import draft as heads_draft
 from specdec.proposers import retrieval
 from specdec.sampling import Sampling

@@ -7,7 +7,7 @@ import pytest
 
 from scripts import compare, evaluate, sweep
 from specdec.decode import Generation
-from specdec.evaluate import fastest_batch
+from specdec.timing import fastest_batch
 from tests.support import save_eagle, save_target, write_prompts
 
 

@@ -8,7 +8,7 @@ import torch
 from helpers import loading
 from scripts import tune
 from specdec import checkpoint, speed
-from specdec.evaluate import Drafting
+from specdec.drafting import Drafting
 from specdec.heads.medusa import Medusa
 from tests.support import save_target, write_prompts
 

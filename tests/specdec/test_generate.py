@@ -21,7 +21,7 @@ from transformers.generation import (
 )
 
 from specdec import checkpoint
-from specdec.evaluate import Drafting
+from specdec.drafting import Drafting
 from specdec.generate import Speculative
 from tests.support import load_head, make_drafter, make_target, random_tokens
 

@@ -9,7 +9,8 @@ import torch
 
 from specdec import replay, speed
 from specdec.decode import Decoder, Generation
-from specdec.evaluate import Prompt, Row
+from specdec.figures import rate_ratio_interval
+from specdec.measurement import Prompt, PromptResult
 from specdec.proposers.heads import HeadProposer, Stopping
 from specdec.sampling import Sampling
 from specdec.speed import Answer, Lengths, Timed
@@ -47,7 +48,7 @@ def test_a_disturbance_counts_for_nothing_and_lengths_do_count():
 
     nothing = Generation([[]], [[]])
     answers = [Answer(nothing, rounds([2.0, 2.0, 90.0], 1) + rounds([4.0], 3)), Answer(nothing, rounds([3.0], 1))]
-    assert speed.typical(answers) == pytest.approx(stages(1.0, (3 * 2.0 + 4.0 + 3.0) / 5))
+    assert speed.median_stages(answers) == pytest.approx(stages(1.0, (3 * 2.0 + 4.0 + 3.0) / 5))
 
 
 def test_between():
@@ -177,8 +178,8 @@ def test_what_asking_costs_is_shared_out_over_the_steps():
 def test_the_ratio_is_paired():
     prompt = Prompt("", "", [0])
     rows = [
-        Row(prompt, Generation([[0]], [[]]), Generation([[0] * 9], [[1] * 4], seconds=s), math.nan, [], None)
+        PromptResult(prompt, Generation([[0]], [[]]), Generation([[0] * 9], [[1] * 4], seconds=s), math.nan, [], None)
         for s in (1, 5)
     ]
     slower = [replace(row, drafted=replace(row.drafted, seconds=2 * row.drafted.seconds)) for row in rows]
-    assert speed.ratio_interval(slower, rows) == pytest.approx([0.5, 0.5])
+    assert rate_ratio_interval(slower, rows) == pytest.approx([0.5, 0.5])

@@ -9,12 +9,15 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from helpers.loading import TokenizerOptions
 from helpers.options import options
-from scripts.answer import batches, check_settings, list_jobs, pad_left, parse_temperatures, read_finished, trim
+from scripts.answer import parse_temperatures
 from scripts.show_data import ShowData
 from specdec import masks
 from tests.support import REAL_TARGET
 from train import data, reading
+from train.answering import batches, list_jobs, pad_left, trim
+from train.resumable import Resumable, read_rows
 
 SINGLE = [
     {"role": "user", "content": "Say hello."},
@@ -283,28 +286,49 @@ def test_packs():
 
 def test_finished_rows_without_the_half_written_one(tmp_path):
     out = tmp_path / "out.jsonl"
-    assert read_finished(out) == set()
+    assert read_rows(out) == []
     whole = b'{"id": "a@0"}\n{"id": "b@0", "text": "\xc3\xa9"}\n'
     out.write_bytes(whole + b'{"id": "c@0", "text": "\xc3')
-    assert read_finished(out) == {"a@0", "b@0"}
+    assert {row["id"] for row in read_rows(out)} == {"a@0", "b@0"}
     assert out.read_bytes() == whole
-    assert read_finished(out) == {"a@0", "b@0"}
-    out.write_bytes(b'{"id": "a@0"}\n{"id\n{"id": "c@0"}\n')
-    with pytest.raises(ValueError, match=r"out\.jsonl:2 is not a row"):
-        read_finished(out)
+    assert {row["id"] for row in read_rows(out)} == {"a@0", "b@0"}
+    for damaged in (b'{"id', b"[1]", b'"\xc3"'):
+        out.write_bytes(b'{"id": "a@0"}\n' + damaged + b'\n{"id": "c@0"}\n')
+        with pytest.raises(ValueError, match=r"out\.jsonl: line 2 is damaged"):
+            read_rows(out)
 
 
 def test_other_settings_are_refused(tmp_path):
     out = tmp_path / "new" / "out.jsonl"
-    check_settings(out, {"seed": 0, "top_p": 1.0, "dtype": "float32"})
-    check_settings(out, {"seed": 1, "top_p": 1.0, "dtype": "float32"})  # nothing is written yet
-    out.write_text('{"id": "a@0"}\n')
-    check_settings(out, {"seed": 1, "top_p": 1.0, "dtype": "float32"})
-    with pytest.raises(ValueError, match=r"seed \(1 there, 0 now\), top_p \(1.0 there, 0.9 now\)\. Use the same"):
-        check_settings(out, {"seed": 0, "top_p": 0.9, "dtype": "float32"})
+
+    def begin(settings):
+        return Resumable(out.with_name("out.jsonl.meta.json"), out, settings, advice="Use the same.")
+
+    begin({"seed": 0, "top_p": 1.0, "dtype": "float32"})
+    begin({"seed": 1, "top_p": 1.0, "dtype": "float32"}).append({"id": "a@0"})  # nothing was written before
+    assert begin({"seed": 1, "top_p": 1.0, "dtype": "float32"}).rows == [{"id": "a@0"}]
+    with pytest.raises(ValueError, match=r"seed \(then 1, now 0\), top_p \(then 1.0, now 0.9\)\. Use the same"):
+        begin({"seed": 0, "top_p": 0.9, "dtype": "float32"})
     os.remove(tmp_path / "new" / "out.jsonl.meta.json")
-    with pytest.raises(ValueError, match="how it was made is unknown"):
-        check_settings(out, {"seed": 1})
+    with pytest.raises(ValueError, match="its settings are unknown"):
+        begin({"seed": 1})
+
+
+def test_continuing_adds_rows_and_names_nested_settings(tmp_path):
+    def begin(**proposer):
+        settings = {"sizes": (1, 2), "proposer": proposer}
+        return Resumable(tmp_path / "settings.json", tmp_path / "rows.jsonl", settings, advice="")
+
+    results = begin(max=4)
+    results.append({"a": 1}, {"a": float("inf")})
+    results.append({"a": 3})
+    with (tmp_path / "rows.jsonl").open("a") as file:
+        file.write('{"a": 4')
+    results = begin(max=4)
+    results.append({"a": 4})
+    assert [row["a"] for row in results.rows] == [1, float("inf"), 3, 4] and begin(max=4).rows == results.rows
+    with pytest.raises(ValueError, match=r"proposer\.min \(then None, now 3\), proposer\.max \(then 4, now None\)"):
+        begin(min=3)
 
 
 def test_jobs_and_batches(tokenizer):
@@ -328,9 +352,9 @@ def test_padding_and_trimming():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["target=a", "data=b", "rows=3"], "no option 'rows'. Known options: target, data, row, num, max_length"),
-        (["target=a"], "Give a value for: data"),
-        (["target=a", "data=b", "row=x"], "row: Value 'x'"),
+        (["data=b", "rows=3"], "no option 'rows'. Known options: data, row, num, max_length, target.name"),
+        (["target.name=a"], "Give a value for: data"),
+        (["target.name=a", "data=b", "row=x"], "row: Value 'x'"),
         (["target"], "not of the form key=value"),
     ],
 )
@@ -341,8 +365,8 @@ def test_options_are_refused_with_a_sentence(monkeypatch, arguments, message):
 
 
 def test_options(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["script", "target=0,1", "data=2", "row=3"])
-    assert options(ShowData, "doc") == ShowData(target="0,1", data="2", row=3)
+    monkeypatch.setattr("sys.argv", ["script", "target.name=0,1", "data=2", "row=3"])
+    assert options(ShowData, "doc") == ShowData(data="2", row=3, target=TokenizerOptions("0,1"))
     monkeypatch.setattr("sys.argv", ["script", "--help"])
     with pytest.raises(SystemExit):
         options(ShowData, "python scripts/show_data.py")

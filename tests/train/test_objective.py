@@ -15,7 +15,7 @@ from tests.support import HEADS, chain_of, load_head, make_drafter, random_token
 from train.data import Row, collate
 from train.features import Online
 from train.objective import Objective, slots
-from train.trainer import text_tau
+from train.progress import text_rounds
 
 WEIGHTS = {"kl": 0.5, "ce": 1.5, "tv": 2.5}
 
@@ -341,7 +341,8 @@ def test_text_tau_equals_replay(small_drafter, small_target):
         emitted += len(answer) - 1
     loss, batch = judge(make_objective(small_drafter), [rows[:3], rows[3:]], 50)
     assert num_rounds < emitted
-    assert text_tau(batch, loss.matches) == pytest.approx(emitted / num_rounds, abs=1e-12)
+    tokens, rounds = text_rounds(batch, loss.matches)
+    assert tokens / rounds == pytest.approx(emitted / num_rounds, abs=1e-12)
 
 
 def test_objectives_of_the_heads(target):

@@ -24,7 +24,9 @@ def make_packs() -> Packs:
 
 def make_on_policy(target, *, fraction=1.0, temperature=1.0, stop=()) -> OnPolicy:
     draft = disturb(Draft(target, vocab=VOCAB)).double()
-    return OnPolicy(draft, make_packs(), length=24, fraction=fraction, temperature=temperature, stop=set(stop))
+    return OnPolicy(
+        draft, make_packs(), length=24, on_policy=fraction, on_policy_temperature=temperature, stop=set(stop)
+    )
 
 
 def test_the_draft_answers_the_same_prompts(target):

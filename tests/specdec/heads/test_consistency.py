@@ -11,7 +11,7 @@ from specdec.sampling import Sampling
 from tests.support import load_head, make_target, random_tokens
 from train.consistency import ConsistencyObjective, Reader, cut, draw, place
 from train.data import Row, collate
-from train.trainer import parameter_groups
+from train.optimization import parameter_groups
 
 V, N = 11, 4
 CONFIG = load_head("consistency")

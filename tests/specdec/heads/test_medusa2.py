@@ -1,21 +1,25 @@
 """Medusa-2 adapts its target in place: what is decoded is the adapted one, and the original can still be asked."""
 
+import math
+
 import pytest
 import torch
 from hydra.utils import instantiate
 
-from specdec import checkpoint, evaluate
-from specdec.decode import Decoder
+from specdec import checkpoint
+from specdec.decode import Decoder, Generation
 from specdec.heads.eagle import Eagle
 from specdec.heads.medusa import Medusa2
+from specdec.measurement import Prompt, PromptResult
 from specdec.proposers.heads import HeadProposer
+from specdec.report import summarise, verdict
 from specdec.sampling import Sampling
 from specdec.tree import TreeShape
 from tests.loops import follow
 from tests.support import chain_of, load_head, make_target, random_tokens
 from train.data import Row, collate
 from train.objective import Objective
-from train.trainer import parameter_groups
+from train.optimization import parameter_groups
 
 CONFIG = load_head("medusa2")
 ROW = Row("0", "all", random_tokens(0, 14, 6), [False] * 4 + [True] * 10)
@@ -102,9 +106,11 @@ def test_saved_with_the_head(tmp_path):
 
 
 def test_reports_say_so():
-    summary = {"temperature": 0.0, "lossy": False, "adapted_target": True, "identical_outputs": 1.0, "num_prompts": 3}
-    assert "adapted target, not of the original" in evaluate.verdict(summary)
-    assert "adapted" not in evaluate.verdict({**summary, "adapted_target": False})
+    generation = Generation([[0] * 3], [[1]], seconds=1.0)
+    results = [PromptResult(Prompt("", "", [0]), generation, generation, math.nan, [], None)]
+    for adapted in (True, False):
+        report = summarise(results, depth=1, temperature=0, adapted=adapted)
+        assert ("adapted target, not of the original" in verdict(report)) == adapted
 
 
 def test_what_a_user_can_do_wrong():

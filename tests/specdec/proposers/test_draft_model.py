@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from helpers import proposers
 from specdec.decode import Decoder
-from specdec.evaluate import Drafting
+from specdec.drafting import Drafting
 from specdec.heads.draft import Draft
 from specdec.proposers.heads import HeadProposer
 from specdec.sampling import Sampling

@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 from helpers.loading import DecodeOptions
 from specdec.decode import Decoder, Generation, StopStrings
-from specdec.evaluate import Drafting
+from specdec.drafting import Drafting
 from specdec.proposers.heads import FIRST_CHILD, NEXT_CHILD, HeadProposer, Stopping, static_parents
 from specdec.sampling import Sampling
 from specdec.target import Target

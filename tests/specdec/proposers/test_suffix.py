@@ -6,7 +6,8 @@ import random
 import pytest
 
 from specdec.decode import Decoder
-from specdec.evaluate import Drafting, Prompt, measure
+from specdec.drafting import Drafting
+from specdec.measurement import Prompt, measure
 from specdec.proposers.merged import Merged
 from specdec.proposers.suffix import NOWHERE, Automaton, Suffix
 from specdec.sampling import Sampling

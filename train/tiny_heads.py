@@ -1,12 +1,15 @@
-"""A tiny target, and heads of any family that are right about everything it says, or about half of it."""
+"""A tiny random target, and heads of any family that draft it without a mistake, or wrongly in half of the rounds.
+
+They show whether an engine runs a head as it was trained: a faithful engine accepts every draft of the first kind, and
+drafts what this project drafts with the second kind, whose drafts depend on everything that the head reads.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
 
-import hydra
 import torch
 import transformers
-from hydra.utils import instantiate
+from torch import Tensor
 
 from specdec.decode import Decoder
 from specdec.drafter import Drafter
@@ -16,20 +19,20 @@ from train import data
 from train.features import Online
 from train.objective import Objective
 
-STEPS, EVERY = 1200, 50  # at most so many steps of overfitting, and how often it is decoded
-Share = Callable[[Drafter], float]  # of its rounds, how many draft only what the target then says
+STEPS, EVERY = 1200, 50  # largest number of training steps, and steps between two tests of the drafts
+ShareRight = Callable[[Drafter], float]  # the share of rounds that draft only what the target then says
 
 
-def make_target(folder: Path) -> Target:
-    """Random, with the default target's tokenizer, which llama.cpp's converter asks for."""
+def make_target(folder: Path, *, tokenizer: str) -> Target:
+    """Random weights, written to `folder` with the tokenizer of another folder, which llama.cpp's converter asks for."""
     torch.manual_seed(0)
-    tokenizer = transformers.AutoTokenizer.from_pretrained("targets/smollm2-135m")
+    loaded = transformers.AutoTokenizer.from_pretrained(tokenizer)
     config = transformers.LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=128, intermediate_size=256, num_hidden_layers=8, num_attention_heads=4,
+        vocab_size=len(loaded), hidden_size=128, intermediate_size=256, num_hidden_layers=8, num_attention_heads=4,
         num_key_value_heads=2, head_dim=32, max_position_embeddings=256, initializer_range=0.15, eos_token_id=2,
         bos_token_id=1, rms_norm_eps=1e-5, rope_parameters={"rope_type": "default", "rope_theta": 50_000.0}, tie_word_embeddings=False)  # fmt: skip
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    loaded.save_pretrained(folder)
     return Target.load(str(folder), dtype="float32")
 
 
@@ -47,56 +50,52 @@ def make_prompts(target: Target, num: int, *, num_tokens: int) -> list[list[int]
     return [prompts[n] for n in sorted(range(len(prompts)), key=margin)[-num:]]
 
 
-def overfit(
-    target: Target,
-    head: str,
-    arguments: dict,
-    reduced: bool,
-    prompts: list[list[int]],
-    num_tokens: int,
-    *,
-    depth: int,
-    share: Share,
-) -> Drafter:
-    """A drafter that says beforehand what the target answers to these prompts. Raises ValueError if it does not learn it."""
-    torch.manual_seed(1)
+def answered(target: Target, prompts: list[list[int]], num_tokens: int) -> list[data.Row]:
+    """The prompts with the target's answers of `num_tokens` tokens, as rows to train on."""
     plain = Decoder(target, None, sampling=Sampling(), stop=set()).generate(prompts, num_tokens)
-    rows = [
+    return [
         data.Row(str(n), "all", prompt + answer, [False] * len(prompt) + [True] * len(answer))
         for n, (prompt, answer) in enumerate(zip(prompts, plain.tokens))
     ]
-    vocab = None
-    if reduced:
-        vocab = torch.tensor(sorted({*range(100), *(token for row in rows for token in row.tokens)}))
-    with hydra.initialize_config_dir(str(Path("conf").resolve()), version_base="1.3"):
-        config = hydra.compose("train", overrides=[f"head={head}"]).head
-    drafter = instantiate({**config.drafter, **arguments, "_convert_": "all"}, target, vocab=vocab)
-    wanted = {"ce"} | ({"confidence"} if drafter.confident else set())
-    weights = {name: float(name in wanted) for name in config.objective.losses}
+
+
+def small_vocab(rows: list[data.Row]) -> Tensor:
+    """[W] the first hundred ids and every id in the rows, increasing"""
+    return torch.tensor(sorted({*range(100), *(token for row in rows for token in row.tokens)}))
+
+
+def overfit(drafter: Drafter, rows: list[data.Row], objective: dict, *, depth: int, share_right: ShareRight) -> Drafter:
+    """A copy of the drafter that drafts these rows without a mistake. Raises ValueError if it does not learn them.
+
+    objective: arguments of `Objective`, of whose losses only cross-entropy counts, and confidence where the head has it
+    """
+    target = drafter.target
+    wanted = {"ce", "confidence"} if drafter.confident else {"ce"}
+    weights = {name: float(name in wanted) for name in objective["losses"]}
     depth = 1 if drafter.attends == "text" else depth
-    objective = Objective(drafter, **{**config.objective, "losses": weights, "depth": depth, "anchors": None})
+    loss_of = Objective(drafter, **{**objective, "losses": weights, "depth": depth, "anchors": None})
     batch = data.collate([[row] for row in rows], length=max(len(row.tokens) for row in rows), pad_token=0)
     output = Online(target, drafter.target_layers)([0], batch)
     optimizer = torch.optim.Adam([p for p in drafter.parameters() if p.requires_grad], lr=2e-3)
     for step in range(1, STEPS + 1):
-        loss = objective(batch, output)
+        loss = loss_of(batch, output)
         (loss.total / loss.num_goals).backward()
         optimizer.step()
         optimizer.zero_grad()
         if step % EVERY == 0:
             frozen = drafter.decodable()
-            if share(frozen) == 1:
+            if share_right(frozen) == 1:
                 return frozen
-    raise ValueError(f"The tiny {head} has not learned its answers in {STEPS} steps.")
+    raise ValueError(f"The tiny {type(drafter).__name__} has not learned its answers in {STEPS} steps.")
 
 
-def perturbed(drafter: Drafter, *, share: Share) -> Drafter:
-    """Noise on every weight, until half of the rounds draft something wrong."""
+def perturbed(drafter: Drafter, *, share_right: ShareRight) -> Drafter:
+    """A copy with noise on every weight, enough that more than half of the rounds draft something wrong."""
     for scale in (0.05, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8, 1.2):
         torch.manual_seed(2)
         noisy = drafter.decodable()
         for parameter in noisy.parameters():
-            parameter += scale * parameter.abs().mean() * torch.randn_like(parameter)
-        if share(noisy) < 0.5:
+            parameter.add_(scale * parameter.abs().mean() * torch.randn_like(parameter))
+        if share_right(noisy) < 0.5:
             break
     return noisy
