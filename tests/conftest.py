@@ -57,3 +57,11 @@ def compiler() -> None:
         cpp_builder.get_cpp_compiler()
     except Exception as error:
         pytest.skip(f"no C++ compiler, which decode.compile=true needs: {type(error).__name__}")
+
+
+@pytest.fixture
+def traced(monkeypatch) -> None:
+    """Compiled functions run as they were traced: what inductor would make of them takes seconds for each."""
+    import torch._inductor
+
+    monkeypatch.setattr(torch._inductor, "compile", lambda module, inputs, options: module)

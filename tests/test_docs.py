@@ -26,10 +26,10 @@ from specdec.proposers.heads import HeadProposer
 from specdec.sampling import Sampling
 from specdec.target import Target
 from specdec.tree import TreeShape
+from tests.support import ROOT
 from train.data import Row, collate
 from train.objective import Objective
 
-ROOT = Path(__file__).resolve().parents[1]
 GUIDES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]  # their commands must work today
 LOGS = [ROOT / "RESULTS.md", *sorted((ROOT / "results").glob("*.md"))]  # their commands are those of their commits
 PAGES = [*GUIDES, *LOGS, ROOT / "data" / "README.md", ROOT / "checkpoints" / "README.md"]

@@ -57,7 +57,7 @@ def test_generate_streams_the_answer_that_plain_decoding_gives(run):
     assert "tau" in printed and "the same answer: True" in printed
 
 
-def test_identity_and_bench(run, folder):
+def test_identity_and_bench(run, folder, traced):
     printed = run(identity, f"prompts={folder}/prompts.jsonl", "max_new_tokens=6", "batch=2")
     assert printed.count("4 of 4 identical") == 3
     printed = run(

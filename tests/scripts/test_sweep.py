@@ -15,8 +15,8 @@ from tests.support import save_eagle, save_target, write_prompts
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sweep")
     target = save_target(folder / "target")
-    for name in ("one", "two"):
-        save_eagle(folder / "heads" / name, target)
+    for seed, name in enumerate(("one", "two")):
+        save_eagle(folder / "heads" / name, target, seed=seed)
     write_prompts(folder / "prompts.jsonl", 4)
     return folder
 

@@ -45,12 +45,6 @@ def runner() -> Runner:
 
 
 @pytest.fixture
-def traced(monkeypatch):
-    """Graphs run as they were traced."""
-    monkeypatch.setattr(torch._inductor, "compile", lambda module, inputs, options: module)
-
-
-@pytest.fixture
 def graphs(monkeypatch) -> list[Graph]:
     """Those that are built from now on."""
     built: list[Graph] = []
@@ -283,7 +277,7 @@ def test_packed_layers(traced, graphs):
 
 
 @torch.inference_mode()
-def test_with_inductor(graphs):
+def test_with_inductor(graphs, compiler):
     """The whole way, in float32: C++, oneDNN's packed weights, in-place changes of the caches."""
     target = tiny()
     drafter = make_drafter(target, "eagle").float()

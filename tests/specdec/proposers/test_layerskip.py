@@ -233,12 +233,6 @@ def test_whole_answers():
 # Compiled
 
 
-@pytest.fixture
-def traced(monkeypatch):
-    """Graphs run as they were traced."""
-    monkeypatch.setattr(torch._inductor, "compile", lambda module, inputs, options: module)
-
-
 @pytest.fixture(scope="module")
 def shallow() -> Target:
     return make_target(6, num_layers=3)
