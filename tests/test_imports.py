@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.support import ROOT
+
 # A file may import what stands before it, and nothing of its own row.
 ORDER = [
     "cache",
@@ -34,9 +35,15 @@ ORDER = [
     "proposers.growth",
     "proposers.heads",
     "proposers.*",
+    "layer_search",
     "decode",
-    "evaluate",
+    "timing",
+    "drafting",
+    "measurement",
+    "figures",
+    "report",
     "speed",
+    "served",
     "checkpoint",
     "generate",
     "layouts.base",

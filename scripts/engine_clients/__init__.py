@@ -1,3 +1,3 @@
-"""Engines that serve exported drafters: one client a file, and tiny heads to serve."""
+"""Real engines that serve exported drafters: a client for each, and the program that runs in the engine's own process."""
 
 import helpers  # noqa: F401  # makes the clone's own packages importable

@@ -1,0 +1,80 @@
+"""Work that is continued after an interruption: rows of results in a JSONL file, and beside it a record of its settings."""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from specdec import checkpoint
+
+
+class Resumable:
+    """A JSONL file of results that the same settings continue and that other settings must not touch.
+
+    record: a JSON file with the settings of the rows; it is written when the file has no rows yet
+    rows: the JSONL file. A last line without its end, which a killed process leaves behind, is removed
+    settings: a dict that JSON can hold
+    advice: the sentence that ends a refusal: what to do about other settings
+
+    Raises ValueError if the settings differ from the recorded ones, if there are rows without a record, or if a line
+    cannot be read. `self.rows` are the rows so far, those of `append` included.
+    """
+
+    def __init__(self, record: Path, rows: Path, settings: dict, *, advice: str):
+        self.path = rows
+        if not rows.exists() or rows.stat().st_size == 0:
+            rows.parent.mkdir(parents=True, exist_ok=True)
+            checkpoint.write_text(record, json.dumps(settings, indent=1) + "\n")
+        elif not record.exists():
+            raise ValueError(f"{rows} exists, but not {record}, so its settings are unknown. {advice}")
+        else:
+            check_settings(rows, checkpoint.read_json(record), settings, advice=advice)
+        self.rows = read_rows(rows)
+
+    def append(self, *rows: dict) -> None:
+        """Adds rows to the end of the file; when this returns, they are on the disk."""
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+            file.flush()
+            os.fsync(file.fileno())
+        self.rows += rows
+
+
+def check_settings(results: Path, recorded: dict, settings: dict, *, advice: str) -> None:
+    """Raises ValueError, with every setting that differs, if results were made with other settings than these."""
+    differing = list(differences(recorded, json.loads(json.dumps(settings))))
+    if differing:
+        raise ValueError(f"{results} was begun with other settings: {', '.join(differing)}. {advice}")
+
+
+def differences(recorded: dict, settings: dict, prefix: str = "") -> Iterator[str]:
+    """One phrase for each setting that differs; settings inside a nested dict are named `outer.inner`."""
+    for key in [*settings, *(key for key in recorded if key not in settings)]:
+        then, now = recorded.get(key), settings.get(key)
+        if isinstance(then, dict) and isinstance(now, dict):
+            yield from differences(then, now, f"{prefix}{key}.")
+        elif then != now:
+            yield f"{prefix}{key} (then {then}, now {now})"
+
+
+def read_rows(path: Path) -> list[dict]:
+    """The rows of a JSONL file, none if there is no file. Removes a last line that was not written to its end.
+
+    Raises ValueError for any other line that is not a JSON object.
+    """
+    if not path.exists():
+        return []
+    content = path.read_bytes()
+    complete = content[: content.rfind(b"\n") + 1]
+    if len(complete) < len(content):
+        os.truncate(path, len(complete))
+    rows = []
+    for number, line in enumerate(complete.split(b"\n")[:-1], start=1):
+        try:
+            row = json.loads(line)
+        except ValueError:  # JSONDecodeError, or bytes that are not UTF-8
+            row = None
+        if not isinstance(row, dict):
+            raise ValueError(f"{path}: line {number} is damaged: delete that line and run this again.")
+        rows.append(row)
+    return rows
