@@ -27,8 +27,10 @@ from specdec.report import Report, summarise
 from specdec.sampling import Sampling
 from specdec.target import Target, load_tokenizer
 from train import data, display, reading
+from train.consistency import ConsistencyObjective
 from train.features import Cached, Online
 from train.naming import named
+from train.objective import Objective
 from train.onpolicy import OnPolicy
 from train.optimization import parameter_groups, schedule
 from train.run_folder import RunFolder
@@ -132,7 +134,7 @@ def make_drafter(config: DictConfig, target: Target, packs: data.Packs) -> tuple
     return drafter, spec
 
 
-def make_objective(config: DictConfig, drafter: Head) -> torch.nn.Module:
+def make_objective(config: DictConfig, drafter: Head) -> Objective | ConsistencyObjective:
     with named("head.objective"):
         return build(config.head.objective, drafter, _convert_="all")
 
@@ -259,7 +261,7 @@ def build(config: DictConfig, *arguments, **more):
 
 def flatten(config: dict, prefix: str = "") -> dict:
     """The settings that a run's figures depend on, by dotted name."""
-    free = ("resume", "tracker", "threads", "features", "decode", "validation", "run", "head.objective._target_")
+    free = ("resume", "tracker", "threads", "features", "decode", "validation", "run")
     free += tuple(f"train.{key}" for key in ("log_every", "validate_every", "validate_first", "save_every", "best_by"))
     flat = {}
     for key, value in config.items():

@@ -36,7 +36,7 @@ class AnsweredPrompt:
     def __init__(self, target: Target, prompt: list[int], answer: list[int]):
         device = target.device
         self.target, self.num_prompt = target, len(prompt)
-        self.layered = CompiledTarget(target, Runner())
+        self.compiled = CompiledTarget(target, Runner())
         self.answer = torch.tensor(answer, device=device)  # [n]
         self.starts = torch.arange(1, len(answer), device=device)  # [S], S = n - 1
         tokens = torch.tensor([prompt + answer[:-1]], device=device)  # [1, T]
@@ -63,19 +63,13 @@ class AnsweredPrompt:
         own = (drafted >= 0) & (drafted < d * num) & (drafted % num == (self.starts - 1)[:, None])
         self.mask = (before | own)[None, None]
         self.positions = (self.num_prompt + places)[None]
-        h, *self.rotary = self.layered.begin(self.answer[None, places], self.positions)
+        h, *self.rotary = self.compiled.begin(self.answer[None, places], self.positions)
         return h
 
     def run_layers(self, h: Tensor, numbers: Sequence[int]) -> list[Tensor]:
         """h [1, S, D] of the current step -> h before each of these layers and after the last"""
-        return self.layered.run_layers(
-            h,
-            numbers,
-            rotary=self.rotary,
-            positions=self.positions,
-            mask=self.mask,
-            cache=self.cache,
-        )
+        rotary, positions, mask = self.rotary, self.positions, self.mask
+        return self.compiled.run_layers(h, numbers, rotary=rotary, positions=positions, mask=mask, cache=self.cache)
 
     def right(self, h: Tensor, d: int) -> Tensor:
         """h [1, S, D] after the last layer of step d -> [S] bool: whether each round's draft is the answer's token"""
@@ -167,9 +161,9 @@ def time_pass(target: Target, runner: Runner, num_tokens: int, num_layers: int) 
     start = time.perf_counter()
     cache.reserve(num_tokens)
     mask = masks.pending(masks.causal(num_tokens, device), cache.lengths, cache.visible)
-    layered = CompiledTarget(target, runner)
-    h, *rotary = runner("begin", layered.begin, tokens, cache.slots)
-    *_, h = layered.run_layers(h, range(num_layers), rotary=rotary, positions=cache.slots, mask=mask, cache=cache)
+    compiled = CompiledTarget(target, runner)
+    h, *rotary = runner("begin", compiled.begin, tokens, cache.slots)
+    *_, h = compiled.run_layers(h, range(num_layers), rotary=rotary, positions=cache.slots, mask=mask, cache=cache)
     runner("end", lambda h: target.logits(target.norm(h)).argmax(-1), h).tolist()
     return time.perf_counter() - start
 

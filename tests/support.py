@@ -100,7 +100,7 @@ def scale_forward(target: Target, monkeypatch) -> None:
 
 @functools.cache
 def load_head(head: str) -> dict:
-    """The composed configuration of conf/head/<head>.yaml; tests name the objective's class themselves."""
+    """The composed configuration of conf/head/<head>.yaml, without the objective's class, which tests name themselves."""
     with hydra.initialize_config_dir(str(HEADS_FOLDER.parent), version_base="1.3"):
         config = OmegaConf.to_container(hydra.compose("train", overrides=[f"head={head}"]).head)
     del config["objective"]["_target_"]

@@ -33,7 +33,7 @@ class Retrieval(RetractableTextProposer):
         if max > self.store.length:
             raise ValueError(
                 f"max={max} exceeds the {self.store.length} tokens that datastore={datastore} is sorted by: lower max=, or "
-                f"make the datastore with length={max}."
+                f"sort the datastore by {max} tokens."
             )
         self.max, self.min, self.samples, self.num, self.depth = max, min, samples, num, depth
 

@@ -144,7 +144,7 @@ def test_a_rule_that_forgets_what_was_refused_is_noticed(made, tiny_target, monk
         ("draft", {"model": "???"}, "Give proposer.model"),
         ("retrieval", {"datastore": "nowhere"}, "nowhere does not exist"),
         ("layerskip", {"layers": "[0, 8]"}, "has 8 layers"),
-        ("cascade", {"inner": "suffix"}, "cannot take back"),
+        ("cascade", {"inner": "suffix"}, "cannot be rewound"),
     ],
 )
 def test_mistakes_are_answered_with_a_sentence(made, small_target, name, settings, message):

@@ -240,7 +240,7 @@ def test_the_adapter_is_all_there_is_to_train():
 
 
 def test_what_a_user_can_do_wrong():
-    with pytest.raises(ValueError, match=r"set vocab_size=null"):
+    with pytest.raises(ValueError, match=r"set vocab_size to null"):
         Consistency(make_target(V), vocab=torch.arange(4))
     with pytest.raises(ValueError, match=r"num_drafts=0 must be at least 1"):
         Consistency(make_target(V), num_drafts=0)
@@ -248,7 +248,7 @@ def test_what_a_user_can_do_wrong():
     for wrong, message in (
         ({"losses": {"kl": 1.0}}, "give weights to some of consistency, original, ce"),
         ({"losses": {"consistency": 0.0, "ce": 1.0}}, "the first needs one"),
-        ({"depth": 3}, r"depth=3 must be the drafter's num_drafts, 4"),
+        ({"depth": 3}, r"^depth=3 must be the drafter's num_drafts, 4"),
         ({"passes": 4}, "passes=4 must be 0 to depth - 1 = 3"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -14,7 +14,7 @@ from transformers import DynamicCache
 from specdec import masks, rules
 from specdec.compile import Runner
 from specdec.decode import Decoder
-from specdec.proposers import heads, layerskip
+from specdec.proposers import growth, layerskip
 from specdec.proposers.layerskip import LayerSkip
 from specdec.sampling import Sampling
 from specdec.target import Target
@@ -181,7 +181,7 @@ def decoder_of(*, rule="token", sampling="warm", wrong=None, **how) -> Decoder:
 @pytest.fixture
 def enumerated(monkeypatch):
     """Draws of this proposer go where tests/test_sampled.py sends those of heads."""
-    monkeypatch.setattr(layerskip, "pick", lambda law, uniform: heads.pick(law, uniform))
+    monkeypatch.setattr(layerskip, "pick", lambda law, uniform: growth.pick(law, uniform))
     return monkeypatch
 
 
@@ -274,19 +274,19 @@ def test_compiled_passes_leave_other_layers_alone(shallow, traced, layers):
     [
         (
             0,
-            "proposer.layers=0: tiny has 8 layers; give how many of the first to draft with, 1 to 8, or a list of some",
+            "layers=0: tiny has 8 layers; give how many of the first to draft with, 1 to 8, or a list of some",
         ),
-        (9, "proposer.layers=9: tiny has 8 layers"),
-        (2.5, "proposer.layers=2.5: tiny has 8 layers"),
-        (-1, "proposer.layers=-1: tiny has 8 layers"),
-        ([], "proposer.layers=[]: tiny has 8 layers"),
-        ([0, 8], "proposer.layers=[0, 8]: tiny has 8 layers"),
-        ([-9, 1], "proposer.layers=[-9, 1]: tiny has 8 layers"),
-        ([0, 1.5], "proposer.layers=[0, 1.5]: tiny has 8 layers"),
-        ("many", "proposer.layers=many: tiny has 8 layers"),
-        ([0, 2, 2], "proposer.layers=[0, 2, 2]: list every layer once and in order"),
-        ([3, 1], "proposer.layers=[3, 1]: list every layer once and in order"),
-        ([7, -1], "proposer.layers=[7, -1]: list every layer once and in order"),
+        (9, "layers=9: tiny has 8 layers"),
+        (2.5, "layers=2.5: tiny has 8 layers"),
+        (-1, "layers=-1: tiny has 8 layers"),
+        ([], "layers=[]: tiny has 8 layers"),
+        ([0, 8], "layers=[0, 8]: tiny has 8 layers"),
+        ([-9, 1], "layers=[-9, 1]: tiny has 8 layers"),
+        ([0, 1.5], "layers=[0, 1.5]: tiny has 8 layers"),
+        ("many", "layers=many: tiny has 8 layers"),
+        ([0, 2, 2], "layers=[0, 2, 2]: list every layer once and in the order"),
+        ([3, 1], "layers=[3, 1]: list every layer once and in the order"),
+        ([7, -1], "layers=[7, -1]: list every layer once and in the order"),
     ],
 )
 def test_layers_that_are_not_there(target, layers, message):
