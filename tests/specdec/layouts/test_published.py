@@ -333,5 +333,5 @@ def test_heads_turn_whole_whatever_their_target_does():
     target = make_target(11)
     target.config.rope_parameters = {**target.config.rope_parameters, "partial_rotary_factor": 0.5}
     assert "partial_rotary_factor" not in make_exact(target, "eagle").config.rope_parameters
-    with pytest.raises(ValueError, match="turn a part of each head"):
+    with pytest.raises(ValueError, match="rotate only a part of each attention head"):
         make_form(make_exact(target, "mtp"), "vllm")
