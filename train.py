@@ -1,8 +1,11 @@
 """accelerate launch train.py head=eagle    trains a drafter; validation decodes."""
 
+import contextlib
 import os
 import sys
 import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import hydra
@@ -14,109 +17,151 @@ from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
+from transformers import PreTrainedTokenizerBase
 
 from specdec import checkpoint, rules
-from specdec.drafter import Drafter
-from specdec.evaluate import Drafting, Prompt, measure, summarise
+from specdec.drafter import Head
+from specdec.drafting import Drafting
+from specdec.measurement import Prompt, measure
+from specdec.report import Report, summarise
 from specdec.sampling import Sampling
 from specdec.target import Target, load_tokenizer
 from train import data, display, reading
 from train.consistency import ConsistencyObjective
 from train.features import Cached, Online
+from train.naming import named
 from train.objective import Objective
 from train.onpolicy import OnPolicy
-from train.trainer import Settings, Trainer, parameter_groups, schedule
+from train.optimization import parameter_groups, schedule
+from train.run_folder import RunFolder
+from train.trainer import Material, NotFiniteLoss, Settings, Trainer
 
 
 def fit(config: DictConfig) -> int:
-    """Trains as the configuration says; ValueError says what to change. -> the exit status"""
-    folder = Path("checkpoints") / str(config.run)
-    display.check_folder(folder, resume=config.resume)
+    """Trains as the configuration says. -> the exit status. Raises ValueError, which says what to change."""
+    path = Path("checkpoints") / str(config.run)
+    RunFolder(path, {}, {}).check(resume=config.resume)
+    accelerator = make_accelerator(config, path)
+    console = Console(quiet=not accelerator.is_main_process)
+    target, tokenizer = load_target(config, accelerator.device)
+    stop = data.stop_tokens(tokenizer, target.model.generation_config)
+    packs = load_packs(config, tokenizer)
+    prompts = data.load_prompts(config.data.heldout, tokenizer, limit=config.validation.num_prompts)
+    drafter, spec = make_drafter(config, target, packs)
+    drafter.to(accelerator.device)
+    objective = make_objective(config, drafter)
+    optimizer, scheduler = make_optimizer(config, drafter)
+    display.start(console, config, target, drafter, packs, prompts)
+    validate = make_validation(config, drafter, prompts, stop, console)
+    material = make_material(config, drafter, packs, stop, accelerator, console)
+    folder = RunFolder(path, spec, flatten(OmegaConf.to_container(config, resolve=True)))
+    trainer = Trainer(
+        accelerator,
+        objective,
+        optimizer,
+        scheduler,
+        material=material,
+        validate=validate,
+        settings=make_settings(config),
+        folder=folder,
+    )
+    if not (config.resume and trainer.resume()) and config.start is None:
+        trainer.solve(config.solve_packs)
+    if accelerator.is_main_process:
+        OmegaConf.save(config, path / "config.yaml", resolve=True)
+    start_tracker(accelerator, config, trainer.folder.settings)
+    try:
+        trainer.fit()
+    except NotFiniteLoss as error:
+        raise ValueError(
+            f"{error} Lower optimizer.lr or train.max_grad_norm, or look at these rows, then use resume=true."
+        ) from error
+    accelerator.end_training()
+    display.end(console, trainer)
+    return 130 if trainer.interrupted else 0
+
+
+def make_accelerator(config: DictConfig, path: Path) -> Accelerator:
+    """Seeds everything, and sets the threads of a CPU."""
     os.environ.setdefault("WANDB_MODE", "online" if display.wandb_logged_in() else "offline")
     set_seed(config.train.seed)
     transformers.utils.logging.disable_progress_bar()
-    warnings.formatwarning = lambda message, *_: f"warning: {message}\n"
     accelerator = Accelerator(
         cpu=not torch.accelerator.is_available(),  # said outright, or several processes would not find each other
         mixed_precision={"bf16": "bf16", "fp32": "no"}[config.precision],
         log_with=None if config.tracker == "none" else config.tracker,
-        project_dir=folder,
+        project_dir=path,
     )
     if accelerator.device.type == "cpu":  # the launcher sets one thread a process
         torch.set_num_threads(config.threads or max(1, os.cpu_count() // accelerator.num_processes))
-    main = accelerator.is_main_process
-    console = Console(quiet=not main)
-    drafting = Drafting(**OmegaConf.to_container(config.decode))
-    sampling = Sampling(temperature=config.validation.temperature)
+    return accelerator
 
-    target = Target.load(
-        config.target.name, dtype=config.target.dtype, revision=config.target.revision, device=accelerator.device
-    )
-    tokenizer = load_tokenizer(config.target.name, revision=config.target.revision)
-    stop = data.stop_tokens(tokenizer, target.model.generation_config)
-    conversations = reading.load_conversations(config.data.train, split=config.data.split, limit=config.data.limit)
-    _, conversations = reading.hold_out(conversations, config.data.hold_out)
-    encoded = data.first_tokens([data.encode(tokenizer, row) for row in conversations], config.data.tokens)
-    packs = data.Packs(encoded, length=config.data.length)
-    prompts = [
-        Prompt(row["id"], row["category"], data.encode_prompt(tokenizer, row["messages"]))
-        for row in reading.spread(reading.load_prompts(config.data.heldout), config.validation.num_prompts)
-    ]
-    drafter, spec = make_drafter(config, target, packs)
-    drafter.to(accelerator.device)
-    judge = ConsistencyObjective if drafter.attends == "itself" else Objective
-    objective = judge(drafter, **config.head.objective)
-    optimizer = torch.optim.AdamW(
-        parameter_groups(drafter, config.optimizer.weight_decay, adapter=config.head.get("adapter")),
-        lr=config.optimizer.lr,
-        betas=tuple(config.optimizer.betas),
-        fused=True,
-    )
-    scheduler = schedule(
-        optimizer, steps=config.train.steps, warmup=config.optimizer.warmup, final=config.optimizer.final
-    )
-    collate = lambda indices: data.collate([packs[i] for i in indices], length=config.data.length, pad_token=0)
-    display.start(console, config, target, drafter, packs, prompts)
 
+def load_target(config: DictConfig, device: torch.device) -> tuple[Target, PreTrainedTokenizerBase]:
+    with named("target"):
+        target = Target.load(
+            config.target.name, dtype=config.target.dtype, revision=config.target.revision, device=device
+        )
+        return target, load_tokenizer(config.target.name, revision=config.target.revision)
+
+
+def load_packs(config: DictConfig, tokenizer: PreTrainedTokenizerBase) -> data.Packs:
+    """The conversations that are trained on."""
+    with named("data"):
+        conversations = reading.load_conversations(config.data.train, split=config.data.split, limit=config.data.limit)
+        _, conversations = reading.hold_out(conversations, config.data.hold_out)
+        rows = [data.encode(tokenizer, row) for row in conversations]
+        return data.Packs(data.first_tokens(rows, config.data.tokens), length=config.data.length)
+
+
+def make_drafter(config: DictConfig, target: Target, packs: data.Packs) -> tuple[Head, dict]:
+    """A new drafter as the configuration says, or the one of the checkpoint `start`, and its spec for checkpoints."""
+    spec = OmegaConf.to_container(config.head.drafter)
+    if config.start is None:
+        vocab = data.frequent_tokens(packs, config.head.vocab_size, num_tokens=target.vocab_size)
+        with named("head.drafter"):
+            drafter = build(config.head.drafter, target, vocab=vocab, _convert_="all")
+    else:
+        drafter, start_spec = checkpoint.start(config.start, target)
+        if start_spec["_target_"] != spec["_target_"]:
+            raise ValueError(
+                f"start={config.start} holds {start_spec['_target_']} and head={config.head.drafter._target_}: give head= "
+                "the family of the checkpoint. Its sizes and vocabulary are then the checkpoint's, the objective is the head's."
+            )
+        spec = start_spec
     if drafter.adapts_target and "adapter" not in config.head:
         raise ValueError("A head that adapts the target needs head.adapter: {lr, delay}, see conf/head/medusa2.yaml.")
-    drafting.decoder(
-        target, drafting.proposer(drafter), sampling=sampling, stop=stop
-    )  # refuses now what validation would refuse later
-    if drafter.adapts_target:
-        features = None  # the objective reads the target itself, with gradient
-    elif config.features.mode == "online":
-        features = Online(target, drafter.target_layers)
-    else:
-        features = Cached(
-            target,
-            drafter.target_layers,
-            packs=packs,
-            length=config.data.length,
-            folder=Path(config.features.folder),
-            also=config.features.layers,
-        )
-        if features.num_missing:
-            console.print(
-                f"features up to {features.num_bytes / 1e9:.2f} GB will be written to {config.features.folder} as they are needed"
-            )
-        if main:
-            features.open()
-        accelerator.wait_for_everyone()
+    return drafter, spec
 
-    on_policy = None
-    if config.data.on_policy:
-        on_policy = OnPolicy(
-            drafter,
-            packs,
-            length=config.data.length,
-            fraction=config.data.on_policy,
-            temperature=config.data.on_policy_temperature,
-            stop=stop,
-        )
 
-    def validate(frozen) -> dict:
-        rows = measure(
+def make_objective(config: DictConfig, drafter: Head) -> Objective | ConsistencyObjective:
+    with named("head.objective"):
+        return build(config.head.objective, drafter, _convert_="all")
+
+
+def make_optimizer(
+    config: DictConfig, drafter: Head
+) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+    settings = config.optimizer
+    groups = parameter_groups(drafter, settings.weight_decay, adapter=config.head.get("adapter"))
+    optimizer = torch.optim.AdamW(groups, lr=settings.lr, betas=tuple(settings.betas), fused=True)
+    return optimizer, schedule(optimizer, steps=config.train.steps, warmup=settings.warmup, final=settings.final)
+
+
+def make_validation(
+    config: DictConfig, drafter: Head, prompts: list[Prompt], stop: set[int], console: Console
+) -> Callable[[Head], Report]:
+    """What the trainer calls at every validation. Refuses now what validation would refuse after hours of training."""
+    target = drafter.target
+    with named("decode"):
+        drafting = Drafting(**OmegaConf.to_container(config.decode))
+    with named("validation"):
+        sampling = Sampling(temperature=config.validation.temperature)
+    with named("decode"):
+        drafting.decoder(target, drafting.proposer(drafter), sampling=sampling, stop=stop)
+
+    def validate(frozen: Head) -> Report:
+        results = measure(
             target,
             drafting.proposer(frozen),
             drafting,
@@ -127,57 +172,91 @@ def fit(config: DictConfig) -> int:
             stop=stop,
             seed=config.train.seed,
         )
-        summary = summarise(
-            rows,
+        report = summarise(
+            results,
             depth=drafting.depth,
             temperature=sampling.temperature,
             adapted=target.adapted,
             lossy=drafting.rule in rules.LOSSY,
         )
-        display.validation(console, summary, drafting.shape)
-        return {"shape": str(drafting.shape), **summary}
+        display.validation(console, report, drafting.shape)
+        return replace(report, shape=str(drafting.shape))
 
-    about = flatten(OmegaConf.to_container(config, resolve=True))
-    trainer = Trainer(
-        accelerator,
-        objective,
-        optimizer,
-        scheduler,
-        packs=packs,
-        collate=collate,
-        features=features,
-        on_policy=on_policy,
-        validate=validate,
-        settings=Settings(**config.train),
-        spec=spec,
-        about=about,
-        folder=folder,
-    )
-    if not (config.resume and trainer.resume()) and config.start is None:
-        trainer.solve(config.solve_packs)
-    if main:
-        OmegaConf.save(config, folder / "config.yaml", resolve=True)
-    plain = {key: value if isinstance(value, int | float | str) else str(value) for key, value in about.items()}
-    accelerator.init_trackers("specdec", plain, {"wandb": {"name": str(config.run)}})
-    trainer.fit()
-    accelerator.end_training()
-    display.end(console, folder, trainer)
-    return 130 if trainer.interrupted else 0
+    return validate
 
 
-def make_drafter(config: DictConfig, target: Target, packs: data.Packs) -> tuple[Drafter, dict]:
-    """A fresh drafter as the configuration says, or that of the checkpoint `start`, and its spec for checkpoints."""
-    spec = OmegaConf.to_container(config.head.drafter)
-    if config.start is None:
-        vocab = data.frequent_tokens(packs, config.head.vocab_size, num_tokens=target.vocab_size)
-        return instantiate(config.head.drafter, target, vocab=vocab, _convert_="all"), spec
-    drafter, found = checkpoint.start(config.start, target)
-    if found["_target_"] != spec["_target_"]:
-        raise ValueError(
-            f"start={config.start} holds {found['_target_']} and head={config.head.drafter._target_}: give head= the family "
-            "of the checkpoint. Its sizes and vocabulary are then the checkpoint's, the objective is the head's."
+def make_material(
+    config: DictConfig,
+    drafter: Head,
+    packs: data.Packs,
+    stop: set[int],
+    accelerator: Accelerator,
+    console: Console,
+) -> Material:
+    """The packs, and the target's outputs for them: computed for every batch, or kept on disk."""
+    features: Online | Cached | None
+    if drafter.adapts_target:
+        features = None  # the objective reads the target itself, with gradient
+    elif config.features.mode == "online":
+        features = Online(drafter.target, drafter.target_layers)
+    else:
+        features = open_features(config, drafter, packs, accelerator, console)
+    on_policy = None
+    if config.data.on_policy:
+        with named("data"):
+            on_policy = OnPolicy(
+                drafter,
+                packs,
+                length=config.data.length,
+                on_policy=config.data.on_policy,
+                on_policy_temperature=config.data.on_policy_temperature,
+                stop=stop,
+            )
+    return Material(packs, config.data.length, features, on_policy)
+
+
+def open_features(
+    config: DictConfig, drafter: Head, packs: data.Packs, accelerator: Accelerator, console: Console
+) -> Cached:
+    """The folder of the target's outputs; says how large it will be."""
+    with named("features"):
+        features = Cached(
+            drafter.target,
+            drafter.target_layers,
+            packs=packs,
+            length=config.data.length,
+            folder=Path(config.features.folder),
+            extra_layers=config.features.layers,
         )
-    return drafter, found
+        if features.num_missing:
+            size = features.num_bytes / 1e9
+            console.print(f"features up to {size:.2f} GB will be written to {features.folder} as they are needed")
+        if accelerator.is_main_process:
+            features.open()
+    accelerator.wait_for_everyone()
+    return features
+
+
+def make_settings(config: DictConfig) -> Settings:
+    with named("train"):
+        return Settings(**config.train)
+
+
+def start_tracker(accelerator: Accelerator, config: DictConfig, settings: dict) -> None:
+    plain = {key: value if isinstance(value, int | float | str) else str(value) for key, value in settings.items()}
+    accelerator.init_trackers("specdec", plain, {"wandb": {"name": str(config.run)}})
+
+
+def build(config: DictConfig, *arguments, **more):
+    """Hydra's instantiate; a refusal of the constructor is raised as it is."""
+    try:
+        return instantiate(config, *arguments, **more)
+    except InstantiationException as error:
+        if isinstance(error.__cause__, ValueError):
+            raise error.__cause__ from None
+        if isinstance(error.__cause__, TypeError):
+            raise ValueError(str(error.__cause__)) from error
+        raise
 
 
 def flatten(config: dict, prefix: str = "") -> dict:
@@ -191,14 +270,22 @@ def flatten(config: dict, prefix: str = "") -> dict:
     return flat
 
 
+@contextlib.contextmanager
+def plain_warnings() -> Iterator[None]:
+    """Within, a warning is one line without the place in the code."""
+    formatwarning = warnings.formatwarning
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
+    try:
+        yield
+    finally:
+        warnings.formatwarning = formatwarning
+
+
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
 def main(config: DictConfig) -> None:
     try:
-        status = fit(config)
-    except InstantiationException as error:
-        if not isinstance(error.__cause__, ValueError | TypeError):
-            raise
-        status = f"error: {error.__cause__}"
+        with plain_warnings():
+            status = fit(config)
     except (ValueError, OSError) as error:
         status = f"error: {error}"
     except KeyboardInterrupt:
@@ -208,5 +295,6 @@ def main(config: DictConfig) -> None:
 
 if __name__ == "__main__":
     if {"-h", "--help"} & set(sys.argv):
-        sys.exit(print(__doc__, display.usage(Path(__file__).parent / "conf"), sep="\n"))
+        print(__doc__, display.usage(Path(__file__).parent / "conf"), sep="\n")
+        sys.exit()
     main()

@@ -27,7 +27,7 @@ from helpers.options import options, run
 from specdec import checkpoint
 from specdec.compile import Runner
 from specdec.decode import STAGES, Decoder, Generation
-from specdec.evaluate import Drafting
+from specdec.drafting import Drafting
 from specdec.generate import Speculative
 from specdec.heads.draft import Draft
 from specdec.proposers.ngram import Ngram

@@ -23,8 +23,10 @@ from helpers.comparison import FROZEN, Run, Way, categories, conditions, differe
 from specdec import checkpoint, replay
 from specdec.compile import Runner
 from specdec.decode import Decoder, Generation
-from specdec.evaluate import Drafting, Prompt, Row, report, top2_gap
+from specdec.drafting import Drafting
+from specdec.measurement import Prompt, PromptResult, top2_gap
 from specdec.proposers.base import Proposer
+from specdec.report import Report, summarise_by_category
 from specdec.sampling import Sampling
 from specdec.target import Target, load_tokenizer
 from specdec.tree import TreeShape
@@ -137,12 +139,14 @@ def main() -> None:
     rows = {temperature: {way.name: rows_of(lines, way, temperature) for way in ways} for temperature in temperatures}
     columns = {
         temperature: {
-            way.name: report(each[way.name], depth=way.depth, temperature=temperature, adapted=way.plain != FROZEN)
+            way.name: summarise_by_category(
+                each[way.name], depth=way.depth, temperature=temperature, adapted=way.plain != FROZEN
+            )
             for way in ways
         }
         for temperature, each in rows.items()
     }
-    ranked = sorted(ways, key=lambda way: -columns[temperatures[0]][way.name]["tau"])
+    ranked = sorted(ways, key=lambda way: -columns[temperatures[0]][way.name].tau)
     parts = [table(ranked, columns), categories(ranked, columns), differences(ranked, ways[0], rows)]
     text = "\n\n".join([*parts, *conditions(ranked, columns, settings, chosen.settings)])
     checkpoint.write_text(out / "table.md", text + "\n")
@@ -177,8 +181,8 @@ def load(chosen: Compare, shapes: dict[str, TreeShape]) -> list[Run]:
         deepest = drafter.depth or max(shape.depth for shape in shapes.values())
         cut = {kind: replace(shape, depth=min(shape.depth, deepest)) for kind, shape in shapes.items()}
         written = folder / "report.json"
-        training = checkpoint.read_json(written).get("training", {}) if written.exists() else {}
-        runs.append(Run(name, folder, drafter, cut, plain, training))
+        report = Report.from_json(checkpoint.read_json(written), source=str(written)) if written.exists() else None
+        runs.append(Run(name, folder, drafter, cut, plain, report and report.training))
     return runs
 
 
@@ -279,13 +283,13 @@ def decode(
         }
 
 
-def rows_of(lines: list[dict], way: Way, temperature: float) -> list[Row]:
+def rows_of(lines: list[dict], way: Way, temperature: float) -> list[PromptResult]:
     """What `decode` wrote of one way at one temperature, in the order of the file."""
     found = []
     for line in (line for line in lines if line["temperature"] == temperature):
         cell = {**line["ways"][way.name]}
         plain, drafted = Generation(**line["plain"][way.plain]), Generation(**cell.pop("drafted"))
-        found.append(Row(Prompt(**line["prompt"]), plain, drafted, **cell))
+        found.append(PromptResult(Prompt(**line["prompt"]), plain, drafted, **cell))
     return found
 
 

@@ -20,8 +20,11 @@ from helpers import loading, proposers
 from helpers.options import options, run
 from specdec import checkpoint, rules, serving
 from specdec.compile import Runner
-from specdec.evaluate import TAU, Prompt, fastest_batch, measure, report
+from specdec.figures import TAU
+from specdec.measurement import Prompt, measure
 from specdec.proposers.heads import HeadProposer
+from specdec.report import Report, summarise_by_category
+from specdec.timing import fastest_batch
 from train import data, display, reading
 
 
@@ -87,7 +90,7 @@ def main() -> None:
             ),
         )
         columns.append(
-            report(
+            summarise_by_category(
                 rows,
                 depth=proposer.depth,
                 temperature=sampling.temperature,
@@ -117,28 +120,28 @@ def main() -> None:
             highlight=False,
         )
     document = {
-        **columns[0],
+        **columns[0].to_json(),
         "definition_of_tau": TAU,
         "served": served,
         "settings": settings,
-        "temperatures": columns,
+        "temperatures": [column.to_json() for column in columns],
     }
     checkpoint.write_text(Path(chosen.out), json.dumps(document, indent=2) + "\n")
     console.print(f"written: {chosen.out}", highlight=False)
 
 
-def by_category(column: dict) -> rich.table.Table:
-    table = rich.table.Table(title=f"by category, temperature {column['temperature']:g}", title_justify="left")
+def by_category(column: Report) -> rich.table.Table:
+    table = rich.table.Table(title=f"by category, temperature {column.temperature:g}", title_justify="left")
     for name in ("category", "prompts", "tau", "95 %", "speedup", "95 %"):
         table.add_column(name, justify="left" if name == "category" else "right")
-    for name, part in column["by_category"].items():
+    for name, part in column.by_category.items():
         table.add_row(
             name,
-            str(part["num_prompts"]),
-            f"{part['tau']:.2f}",
-            "{:.2f} .. {:.2f}".format(*part["tau_ci"]),
-            f"{part['speedup']:.2f}",
-            "{:.2f} .. {:.2f}".format(*part["speedup_ci"]),
+            str(part.num_prompts),
+            f"{part.tau:.2f}",
+            "{:.2f} .. {:.2f}".format(*part.tau_ci),
+            f"{part.speedup:.2f}",
+            "{:.2f} .. {:.2f}".format(*part.speedup_ci),
         )
     return table
 

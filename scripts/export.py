@@ -18,6 +18,7 @@ from specdec import serving
 from specdec.drafter import Drafter
 from specdec.heads.medusa import Medusa2
 from specdec.target import DTYPES, Target
+from specdec.target_adapter import save_merged
 
 FORMATS = [module.name for module in pkgutil.iter_modules(export_formats.__path__)]
 
@@ -46,7 +47,7 @@ def merge_target(chosen: Export, loaded: loading.Loaded) -> Drafter | None:
     folder = str(chosen.merged_target)
     if not loaded.drafter.adapts_target:
         raise ValueError(f"merged_target={folder}: this drafter does not adapt its target.")
-    loaded.target.save_merged(folder)
+    save_merged(loaded.target, folder)
     loaded.tokenizer.save_pretrained(folder)
     print(f"written: {folder}, the adapted target")
     if not isinstance(loaded.drafter, Medusa2):
@@ -71,7 +72,7 @@ def main() -> None:
         if drafter is None:
             print("The adapted target is the whole drafter: there is nothing else to export.")
             return
-    if drafter.attends == "itself":
+    if not isinstance(drafter, Drafter):
         raise ValueError(f"{chosen.checkpoint} is only an adapter of its target: give merged_target=DIR.")
     form = importlib.import_module(f"specdec.export.{chosen.format}").form(drafter)
     provenance = serving.Provenance.read(

@@ -16,7 +16,8 @@ from helpers import loading
 from helpers.options import options, run
 from specdec import checkpoint
 from specdec.decode import Decoder
-from specdec.evaluate import Drafting, top2_gap
+from specdec.drafting import Drafting
+from specdec.measurement import top2_gap
 from specdec.sampling import Sampling
 from specdec.tree import TreeShape
 from train import data, reading

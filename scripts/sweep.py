@@ -24,7 +24,8 @@ from scripts import compare
 from specdec import checkpoint
 from specdec.compile import Runner
 from specdec.decode import Decoder, Generation
-from specdec.evaluate import TAU, Drafting
+from specdec.drafting import Drafting
+from specdec.figures import TAU
 from specdec.target import load_tokenizer
 from train import data, reading
 

@@ -23,8 +23,11 @@ from helpers.options import options, run
 from specdec import checkpoint, replay, speed
 from specdec.compile import Runner
 from specdec.decode import Decoder
-from specdec.evaluate import Drafting, Prompt, Row, summarise
-from specdec.proposers.heads import Stopping
+from specdec.drafting import Drafting
+from specdec.figures import rate_ratio_interval
+from specdec.measurement import Prompt, PromptResult
+from specdec.proposers.stopping import Stopping
+from specdec.report import Report, summarise
 from specdec.sampling import Sampling
 from specdec.speed import Answer
 from train import data, reading
@@ -133,7 +136,7 @@ def main() -> None:
     answers = decode({**decoders, **asked}, seed=chosen.seed, what="costs")
     if not any(answer.rounds for answer in answers[PLAIN]):
         raise ValueError("Every answer ended with its first token: give other prompts, or raise max_new_tokens.")
-    costs = {name: speed.typical(found) for name, found in answers.items()}
+    costs = {name: speed.median_stages(found) for name, found in answers.items()}
     accepts = [
         replay.acceptance(
             loaded.drafter, prompt.tokens, answer.generation.tokens[0], depth=longest, temperature=given.temperature
@@ -163,7 +166,7 @@ def main() -> None:
             name = name_of(drafting)
             decoders[name] = decoder(drafting)
             answers = decode({PLAIN: plain, name: decoders[name]}, seed=chosen.seed, what="costs of stopping")
-            costs = {name: speed.typical(found) for name, found in answers.items()}
+            costs = {name: speed.median_stages(found) for name, found in answers.items()}
             settings.append(Setting(drafting, speed.decoded_tau(answers[name]), costs[name], costs[PLAIN]))
         else:
             console.print("stopping: left out; it would not have paid")
@@ -173,7 +176,7 @@ def main() -> None:
     answers = decode(decoders, seed=chosen.seed + len(prompts), what="verification")
     rows = {
         setting.name: [
-            Row(prompt, alone.generation, drafted.generation, float("nan"), [], None)
+            PromptResult(prompt, alone.generation, drafted.generation, float("nan"), [], None)
             for prompt, alone, drafted in zip(prompts, answers[PLAIN], answers[setting.name])
         ]
         for setting in settings
@@ -183,14 +186,14 @@ def main() -> None:
         for setting in settings
     }
     expected = max(settings, key=lambda setting: setting.predicted)
-    best = max(settings, key=lambda setting: measured[setting.name]["speedup"])
-    interval = speed.ratio_interval(rows[expected.name], rows[best.name])
+    best = max(settings, key=lambda setting: measured[setting.name].speedup)
+    interval = rate_ratio_interval(rows[expected.name], rows[best.name])
     final = expected if interval[1] >= 1 else best
     console.print(table(settings, measured, final))
     verdict = judge(expected, best, final, interval, measured)
     console.print(verdict)
     comment = f"# {conditions}\n# {final.name}: speedup {final.predicted:.2f} predicted, "
-    comment += f"{measured[final.name]['speedup']:.2f} measured\n"
+    comment += f"{measured[final.name].speedup:.2f} measured\n"
     checkpoint.write_text(Path(chosen.out), comment + yaml.safe_dump(asdict(final.drafting), sort_keys=False))
     console.print(f"written: {chosen.out}; use it with decode.file={chosen.out}")
     if chosen.out_json:
@@ -203,7 +206,7 @@ def main() -> None:
                 setting.name: {
                     **asdict(setting),
                     "predicted": setting.predicted,
-                    "measured": {name: measured[setting.name][name] for name in FIGURES},
+                    "measured": {name: getattr(measured[setting.name], name) for name in FIGURES},
                 }
                 for setting in settings
             },
@@ -287,7 +290,7 @@ def show_lengths(lengths: speed.Lengths) -> str:
     return f"chains of 0, 1, .. drafts that may stop, ms: draft {draft}; verify {verify}"
 
 
-def table(settings: list[Setting], measured: dict[str, dict], final: Setting) -> rich.table.Table:
+def table(settings: list[Setting], measured: dict[str, Report], final: Setting) -> rich.table.Table:
     table = rich.table.Table(
         title="Speedup over plain decoding: tokens by seconds of rounds, all prompts together (* chosen)",
         title_justify="left",
@@ -301,14 +304,14 @@ def table(settings: list[Setting], measured: dict[str, dict], final: Setting) ->
             setting.name + " *" * (setting == final),
             f"{setting.tau:.2f}",
             f"{setting.predicted:.2f}",
-            f"{found['speedup']:.2f}",
-            "{:.2f} .. {:.2f}".format(*found["speedup_ci"]),
-            f"{100 * (found['speedup'] / setting.predicted - 1):+.1f} %",
+            f"{found.speedup:.2f}",
+            "{:.2f} .. {:.2f}".format(*found.speedup_ci),
+            f"{100 * (found.speedup / setting.predicted - 1):+.1f} %",
         )
     return table
 
 
-def judge(expected: Setting, best: Setting, final: Setting, interval: list[float], measured: dict[str, dict]) -> str:
+def judge(expected: Setting, best: Setting, final: Setting, interval: list[float], measured: dict[str, Report]) -> str:
     """What was chosen, and whether it was the best measured."""
     if expected == best:
         text = f"{expected.name} was predicted to be the fastest, and was."
@@ -319,7 +322,7 @@ def judge(expected: Setting, best: Setting, final: Setting, interval: list[float
         text += (
             "That is within the noise: the prediction stands." if final == expected else "The measured best is written."
         )
-    if measured[final.name]["speedup_ci"][1] < 1:
+    if measured[final.name].speedup_ci[1] < 1:
         text += f" Plain decoding is faster than {final.name}: on this device, do not draft with this checkpoint."
     return text
 

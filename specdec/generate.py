@@ -30,7 +30,7 @@ from transformers.generation import (
 from specdec import attention, checkpoint
 from specdec.compile import Runner
 from specdec.decode import Generation, Round
-from specdec.evaluate import Drafting
+from specdec.drafting import Drafting
 from specdec.proposers.base import Proposer
 from specdec.sampling import Sampling
 from specdec.target import Target

@@ -7,9 +7,10 @@ import torch
 
 from specdec.decode import Decoder
 from specdec.drafter import Drafter
-from specdec.evaluate import Drafting, top2_gap
+from specdec.drafting import Drafting
 from specdec.heads.dflash import BlockDrafter
 from specdec.heads.mtp import MTP
+from specdec.measurement import top2_gap
 from specdec.proposers.base import Proposer
 from specdec.sampling import Sampling
 from specdec.target import Target

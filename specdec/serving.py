@@ -14,6 +14,7 @@ from specdec import checkpoint
 from specdec.drafter import Drafter
 from specdec.heads.dflash import BlockDrafter
 from specdec.layouts.base import Layout
+from specdec.report import Report
 from specdec.speed import best_chain
 from specdec.target import Target
 
@@ -78,7 +79,7 @@ class Provenance:
         if not all(set(SERVED_FIELDS) <= set(entry) for entry in (served or {}).values()):
             raise ValueError(f"{folder / SERVED} is not a record of served figures: delete it.")
         chain = report is not None and str(report.get("shape", "chain")).startswith("chain")
-        num = num_drafts or (best_chain(report) if report is not None and chain else 3)
+        num = num_drafts or (best_chain(Report.from_json(report)) if report is not None and chain else 3)
         name = f"{folder.parent.name}/{folder.name}"
         data = data or "not recorded"
         return cls(name, document, target.name, target.fingerprint(), report, served or {}, data, license, num)

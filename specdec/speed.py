@@ -14,8 +14,9 @@ from torch.nn import functional as F
 
 from specdec import replay
 from specdec.decode import STAGES, Decoder, Generation
-from specdec.evaluate import Row, interval, rate
-from specdec.proposers.heads import HeadProposer, Stopping
+from specdec.proposers.heads import HeadProposer
+from specdec.proposers.stopping import Stopping
+from specdec.report import Report
 
 RIDGE = 1.0  # of the fit: one over the variance of a normal prior around Stopping(), which believes the drafter
 THRESHOLDS = [num / 50 for num in range(50)]
@@ -63,7 +64,7 @@ def replayed_tau(accepts: list[Tensor], depth: int) -> float:
     return 1 + sum(float(accepted.sum()) for _, accepted in found) / sum(rounds for rounds, _ in found)
 
 
-def typical(answers: list[Answer]) -> dict[str, float]:
+def median_stages(answers: list[Answer]) -> dict[str, float]:
     """Stages of a round. Rounds of one answer with equally many drafts count with their medians: what else the machine
     did in the meantime plays no part then, but longer answers and longer chains do."""
     groups: dict[tuple[int, int], list[Timed]] = {}
@@ -83,13 +84,13 @@ def predict(tau: float, stages: dict[str, float], plain: dict[str, float]) -> fl
     return tau * sum(plain.values()) / sum(stages.values())
 
 
-def best_chain(report: dict) -> int:
-    """The length of chain that a report (evaluate.summarise, of a chain) makes fastest: 1 .. the one that it measured.
+def best_chain(report: Report) -> int:
+    """The length of chain that a report of a chain makes fastest: 1 .. the one that it measured.
 
     A step of drafting is taken to cost the same at every depth, and what a draft adds to the target's pass likewise.
     """
-    survival, stages = report["survival"], report["ms_per_round"]
-    depth, plain = len(survival), 1e3 / report["baseline_tokens_per_second"]
+    survival, stages = report.survival, report.ms_per_round
+    depth, plain = len(survival), 1e3 / report.baseline_tokens_per_second
 
     def speedup(num: int) -> float:
         share = num / depth
@@ -108,16 +109,6 @@ def explain(name: str, tau: float, stages: dict[str, float], plain: dict[str, fl
         f"{draft + verify + sum(rest):.1f} ms against {1e3 * sum(plain.values()):.1f} ms plain: predicted "
         f"{predict(tau, stages, plain):.2f}"
     )
-
-
-def ratio_interval(rows: list[Row], others: list[Row]) -> list[float]:
-    """95 % over prompts of the speed of `rows` over that of `others`, the same prompts in the same order."""
-
-    def statistic(pairs: list[tuple[Row, Row]]) -> float:
-        ours, theirs = (rate([pair[side] for pair in pairs], "drafted") for side in (0, 1))
-        return ours / theirs if theirs else float("nan")
-
-    return interval(list(zip(rows, others, strict=True)), statistic, 0)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from rendering the conversation up to each assistant turn.
     prompt 2   <user>Hi<end>\n<assistant>\nHello!<end>\n<user>Bye<end>\n<assistant>\n
     mask                                   ^^^^^^^^^^^                               ^^^^^^^^^^^^^
 
-A turn ends with the first special token after its content; the template's text behind that token is nobody's.
+A turn ends with the first special token after its content. The template's text behind that token belongs to no turn.
 """
 
 import hashlib
@@ -23,6 +23,9 @@ import rich.text
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
+
+from specdec.measurement import Prompt
+from train import reading
 
 MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 ADVICE = "add {% generation %} markers around what the assistant writes to its chat_template.jinja"
@@ -82,8 +85,17 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: list[dict]) -> l
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
+def load_prompts(source: str, tokenizer: PreTrainedTokenizerBase, *, limit: int | None = None) -> list[Prompt]:
+    """Prompts to decode, from any form that reading.load_prompts reads; `limit` of them, spread evenly over the rows.
+
+    Raises ValueError as reading.load_prompts and reading.spread.
+    """
+    rows = reading.spread(reading.load_prompts(source), limit)
+    return [Prompt(row["id"], row["category"], encode_prompt(tokenizer, row["messages"])) for row in rows]
+
+
 def find_content_end(text: str, content: str, start: int, stop: int) -> int:
-    """Where `content` ends in text[start:stop]; `start` if the template has rewritten it beyond recognition."""
+    """Where `content` ends in text[start:stop]; `start` if the template changed the content so that it cannot be found."""
     for wanted in (content, content.strip()):
         found = text.find(wanted, start, stop)
         if found >= 0:
@@ -92,7 +104,7 @@ def find_content_end(text: str, content: str, start: int, stop: int) -> int:
 
 
 def find_turns(tokenizer: PreTrainedTokenizerBase, conversation: dict, text: str) -> list[tuple[int, int, int]]:
-    """(start, content end, stop) of every assistant turn in characters; it ends somewhere in content end .. stop."""
+    """(start, content end, stop) of every assistant turn, in characters; the turn ends somewhere from content end to stop."""
     messages = conversation["messages"]
     answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if answers[0] == 0:
@@ -120,7 +132,7 @@ def find_special(tokenizer: PreTrainedTokenizerBase) -> set[int]:
 def derive_mask(
     tokens: list[int], starts: list[int], turns: list[tuple[int, int, int]], special: set[int]
 ) -> list[bool]:
-    """Mask of what begins inside a turn; `starts` are the tokens' first characters.
+    """Mask of the tokens that begin inside a turn; `starts` are the places of the tokens' first characters.
 
     A turn ends with the first special token after its content, or with its content where none follows.
     """
@@ -137,13 +149,13 @@ def derive_mask(
 def encode(tokenizer: PreTrainedTokenizerBase, conversation: dict) -> Row:
     """Tokens and assistant mask of a row of `load_conversations`; every assistant turn is supervised.
 
-    Of a row with `finish: "length"` nothing is kept after the last answer's content, because the target did not write
-    an end of turn there. Raises ValueError if nothing or everything would be supervised.
+    A row with `finish: "length"` is cut behind the content of its last answer, because the target did not write an
+    end of turn there. Raises ValueError if nothing or everything would be supervised.
     """
     messages = conversation["messages"]
     answers = [message["content"] for message in messages if message["role"] == "assistant"]
     if not answers:
-        raise ValueError(f"Row {conversation['id']} has no assistant turn. Answer it first (scripts/answer.py).")
+        raise ValueError(f"Row {conversation['id']} has no assistant turn. Let the target answer it first.")
     text = render(tokenizer, messages, add_generation_prompt=False)
     encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     tokens = encoding["input_ids"]
@@ -170,7 +182,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, conversation: dict) -> Row:
 
 
 def show(tokenizer: PreTrainedTokenizerBase, row: Row) -> rich.text.Text:
-    """The row's text with what is supervised in green."""
+    """The row's text, the supervised part in green."""
     text = rich.text.Text()
     for supervised, group in itertools.groupby(zip(row.mask, row.tokens, strict=True), key=lambda pair: pair[0]):
         piece = tokenizer.decode([token for _, token in group], clean_up_tokenization_spaces=False)
@@ -195,7 +207,7 @@ def truncate(row: Row, max_length: int) -> Row | None:
 
 
 def truncate_all(rows: list[Row], max_length: int) -> tuple[list[Row], int, int]:
-    """What remains of the rows, how many were cut and how many skipped; says so in one warning."""
+    """-> the rows that remain, and how many were cut and skipped. One warning tells the user."""
     pairs = [(row, truncate(row, max_length)) for row in rows]
     num_skipped = sum(kept is None for _, kept in pairs)
     num_cut = sum(kept is not None and len(kept.tokens) < len(row.tokens) for row, kept in pairs)
@@ -209,7 +221,7 @@ def truncate_all(rows: list[Row], max_length: int) -> tuple[list[Row], int, int]
 
 
 def pack(rows: list[Row], length: int) -> list[list[Row]]:
-    """First fit: every row, in order, goes into the first pack that has room. Rows must not exceed `length`."""
+    """First fit: every row, in order, goes into the first pack with enough room. Rows must not exceed `length`."""
     free = numpy.full(len(rows), length)  # one per pack; no more packs than rows are ever opened
     packs: list[list[Row]] = [[] for _ in rows]
     for row in rows:
@@ -295,6 +307,6 @@ def frequent_tokens(packs: Packs, size: int | None, *, num_tokens: int) -> torch
 
 def stop_tokens(tokenizer: PreTrainedTokenizerBase, generation_config) -> set[int]:
     """Ids that end an answer: the tokenizer's and the model's."""
-    theirs = generation_config.eos_token_id
-    ids = theirs if isinstance(theirs, list) else [theirs]
+    ends = generation_config.eos_token_id
+    ids = ends if isinstance(ends, list) else [ends]
     return {int(token) for token in (tokenizer.eos_token_id, *ids) if token is not None}

@@ -1,4 +1,4 @@
-"""What a run prints, and the checks of its folder."""
+"""What a training run prints."""
 
 import os
 from pathlib import Path
@@ -6,7 +6,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from specdec.evaluate import TAU, by_depth, verdict
+from specdec.figures import TAU
+from specdec.report import Report, by_depth, verdict
 
 
 def usage(conf: Path) -> str:
@@ -14,17 +15,11 @@ def usage(conf: Path) -> str:
     groups = {
         group.name: sorted(str(file.relative_to(group).with_suffix("")) for file in group.rglob("*.yaml"))
         for group in sorted(conf.iterdir())
-        if group.is_dir() and group.name != "objective"  # every head stands on it
+        if group.is_dir() and group.name not in ("objective", "proposer")  # part of every head; of other commands
     }
     text = "\n".join(f"  {group}={'|'.join(names)}" for group, names in groups.items())
     text = f"Choices, each a file in conf/:\n{text}\n\nOptions, KEY=VALUE, and their defaults (conf/train.yaml):\n\n"
-    text += (
-        (conf / "train.yaml")
-        .read_text()
-        .split("null\n  - override hydra/job_logging: stdout\n")[1]
-        .split("\nhydra:")[0]
-        .strip()
-    )
+    text += _options((conf / "train.yaml").read_text())
     for group, name in (("head", "eagle"), ("data", "shipped"), ("target", "smollm2-135m"), ("decode", "chain")):
         lines = (conf / group / f"{name}.yaml").read_text().strip().splitlines()
         text += f"\n\n{group}: # {group}={name}\n" + "\n".join("  " + line for line in lines)
@@ -34,19 +29,10 @@ def usage(conf: Path) -> str:
     return text
 
 
-def check_folder(folder: Path, *, resume: bool) -> None:
-    """Raises ValueError rather than overwrite a run, finished or begun."""
-    if (folder / "finished").exists():
-        raise ValueError(
-            f"{folder} holds a finished run ({(folder / 'finished').read_text().strip()} steps). Choose another "
-            f"run=NAME, or delete the folder to repeat it."
-        )
-    begun = (folder / "log.jsonl").exists() or (folder / "state").exists()
-    if begun and not resume:
-        raise ValueError(
-            f"{folder} holds a run that has begun. Continue it with resume=true, choose another run=NAME, or "
-            "delete the folder."
-        )
+def _options(text: str) -> str:
+    """The paragraphs of a configuration without Hydra's own: its list of defaults and its settings."""
+    paragraphs = [part.strip() for part in text.split("\n\n")]
+    return "\n\n".join(part for part in paragraphs if not part.startswith("hydra:") and "\ndefaults:" not in part)
 
 
 def wandb_logged_in() -> bool:
@@ -71,10 +57,10 @@ def start(console: Console, config, target, drafter, packs, prompts) -> None:
     console.print(f"tau: {TAU}")
 
 
-def validation(console: Console, summary: dict, shape) -> None:
+def validation(console: Console, report: Report, shape) -> None:
     """The table that every validation prints."""
     table = Table(
-        title=f"{shape}, temperature {summary['temperature']:g}, {summary['num_prompts']} held-out prompts",
+        title=f"{shape}, temperature {report.temperature:g}, {report.num_prompts} held-out prompts",
         title_justify="left",
     )
     for name in ("figure", "value", "95 % over prompts"):
@@ -87,21 +73,28 @@ def validation(console: Console, summary: dict, shape) -> None:
             "" if interval is None else f"{interval[0]:.{digits}f} .. {interval[1]:.{digits}f}",
         )
 
-    if "replayed_tau" in summary:
-        row("tau replayed", summary["replayed_tau"], summary["replayed_tau_ci"])
-    row("tau decoded", summary["tau"], summary["tau_ci"])
-    row("tokens/s plain", summary["baseline_tokens_per_second"], digits=1)
-    row("tokens/s drafted", summary["tokens_per_second"], summary["tokens_per_second_ci"], digits=1)
-    row("speedup", summary["speedup"], summary["speedup_ci"])
-    for name in ("survival", "acceptance"):
-        table.add_row(f"{name} by depth", by_depth(summary[name]), "")
-    table.add_row("ms a round", ", ".join(f"{name} {value:.1f}" for name, value in summary["ms_per_round"].items()), "")
+    if report.replayed_tau is not None:
+        row("tau replayed", report.replayed_tau, report.replayed_tau_ci)
+    row("tau decoded", report.tau, report.tau_ci)
+    row("tokens/s plain", report.baseline_tokens_per_second, digits=1)
+    row("tokens/s drafted", report.tokens_per_second, report.tokens_per_second_ci, digits=1)
+    row("speedup", report.speedup, report.speedup_ci)
+    table.add_row("survival by depth", by_depth(report.survival), "")
+    table.add_row("acceptance by depth", by_depth(report.acceptance), "")
+    table.add_row("ms a round", ", ".join(f"{name} {value:.1f}" for name, value in report.ms_per_round.items()), "")
     console.print(table)
-    console.print(f"  {verdict(summary)}", highlight=False)
+    console.print(f"  {verdict(report)}", highlight=False)
 
 
-def end(console: Console, folder: Path, trainer) -> None:
+def end(console: Console, trainer) -> None:
+    """What to do next."""
+    if trainer.interrupted and trainer.step < trainer.settings.steps:
+        console.print(
+            f"Interrupted after step {trainer.step}; saved. Run the same command with resume=true to continue.",
+            highlight=False,
+            soft_wrap=True,
+        )
     if trainer.best:
-        best = f"{folder}/step_{trainer.best['step']:06d}"
+        best = f"{trainer.folder.path}/step_{trainer.best['step']:06d}"
         console.print(f"best {trainer.settings.best_by} {trainer.best['figure']:.3f}: {best}")
         console.print(f"next: python scripts/generate.py checkpoint={best} prompt='...'", highlight=False)

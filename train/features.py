@@ -1,4 +1,4 @@
-"""What the target says of a batch: computed live (`Online`) or read from disk (`Cached`)."""
+"""The target's outputs for a batch: computed for every batch (`Online`) or read from disk (`Cached`)."""
 
 import json
 import os
@@ -31,13 +31,15 @@ class Online:
 class Cached:
     """Target outputs in a folder, one file a pack, made when a pack is first used and read from then on.
 
-    also: further layers to store, so that drafters that read others can share the folder.
+    extra_layers: further layers to store, so that drafters that read other layers can share the folder.
     Raises ValueError for a folder made by another target or data set or without these layers, or a disk too small.
     """
 
-    def __init__(self, target: Target, layers: tuple[int, ...], *, packs: Packs, length: int, folder: Path, also=()):
+    def __init__(
+        self, target: Target, layers: tuple[int, ...], *, packs: Packs, length: int, folder: Path, extra_layers=()
+    ):
         self.folder, self.layers, self.num_layers = folder, layers, target.num_layers
-        stored = sorted({*layers, *target.layer_ids(also), target.num_layers})  # the last is the final state
+        stored = sorted({*layers, *target.layer_ids(extra_layers), target.num_layers})  # the last is the final state
         self.about: dict = {
             "target": target.fingerprint(),
             "data": packs.fingerprint,
@@ -51,23 +53,23 @@ class Cached:
             wrong += [] if {*layers, target.num_layers} <= set(made.get("layers", ())) else ["layers"]
             if wrong:
                 raise ValueError(
-                    f"The cached features in {folder} were made with another {', '.join(wrong)}. Delete the folder, or "
-                    "set features.folder to another one, or use features.mode=online (features.layers lets heads share a folder)."
+                    f"The cached features in {folder} were made with another {', '.join(wrong)}. Delete the folder, give another "
+                    "folder=, or use mode=online (layers= lets heads that read other layers share a folder)."
                 )
-            self.about = made  # every file holds all the layers that the folder was made for
+            self.about = made  # every file holds all layers that the folder was made with
         self.online = Online(target, tuple(self.about["layers"]))
         width = len(self.about["layers"]) * target.width
         self.num_bytes = len(packs) * length * width * target.embed.weight.element_size()
         self.num_missing = sum(not self._path(index).exists() for index in range(len(packs)))
 
     def open(self) -> None:
-        """Makes the folder; the caller says the size first."""
+        """Makes the folder. Raises ValueError if the disk is too small."""
         existing = next(parent for parent in (self.folder, *self.folder.absolute().parents) if parent.exists())
         free = shutil.disk_usage(existing).free
         if self.num_missing and free < 1.1 * self.num_bytes:
             raise ValueError(
                 f"Cached features need {self.num_bytes / 1e9:.1f} GB and {free / 1e9:.1f} GB are free: "
-                "use features.mode=online, less data, or another features.folder."
+                "use mode=online, less data, or another folder=."
             )
         if not (self.folder / "about.json").exists():
             self.folder.mkdir(parents=True, exist_ok=True)

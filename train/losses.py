@@ -1,7 +1,6 @@
 """Losses: pure functions of judged slots, [M, .] -> [M]. None of them sees padding, a prompt or a mask.
 
-Every public function of this file is a loss that `head.objective.losses` can name. The formulas are in methods,
-section 3; logits are finite, however large.
+`LOSSES` lists them by name. The formulas are in docs/methods.md, section 3. Logits are finite, however large.
 """
 
 import math
@@ -34,19 +33,19 @@ class Judged:
 
 def kl(judged: Judged) -> Tensor:
     """Forward KL, sum of p log(p / q); p is renormalised over the list."""
-    goal, guess = _log_laws(judged)
+    goal, guess = both_log_laws(judged)
     return (goal.exp() * (goal - guess)).sum(-1)
 
 
 def reverse_kl(judged: Judged) -> Tensor:
     """Reverse KL, sum of q log(q / p); p is renormalised over the list. Mode seeking."""
-    goal, guess = _log_laws(judged)
+    goal, guess = both_log_laws(judged)
     return (guess.exp() * (guess - goal)).sum(-1)
 
 
 def jsd(judged: Judged) -> Tensor:
     """Jensen-Shannon divergence: the mean KL of p and of q to their mean; p is renormalised over the list."""
-    goal, guess = _log_laws(judged)
+    goal, guess = both_log_laws(judged)
     mean = torch.logaddexp(goal, guess) - math.log(2)
     return (goal.exp() * (goal - mean) + guess.exp() * (guess - mean)).sum(-1) / 2
 
@@ -56,12 +55,12 @@ def tv(judged: Judged) -> Tensor:
 
     Its gradient all but vanishes while q is far from p: not a loss to start with.
     """
-    return 1 - _overlap(judged)
+    return 1 - overlap(judged)
 
 
 def nla(judged: Judged) -> Tensor:
     """-log of the acceptance (2602.23881); constant, without a gradient, where that is below LEAST_OVERLAP."""
-    return -_overlap(judged).clamp(min=LEAST_OVERLAP).log()
+    return -overlap(judged).clamp(min=LEAST_OVERLAP).log()
 
 
 def ce(judged: Judged) -> Tensor:
@@ -71,7 +70,7 @@ def ce(judged: Judged) -> Tensor:
 
 def top_k(judged: Judged) -> Tensor:
     """HASS (2408.15766): -sum of p log q over the TOP tokens of the list that the target likes best."""
-    goal, tokens = _log_goal(judged).topk(min(TOP, judged.logits.shape[-1]))  # [M, TOP]
+    goal, tokens = goal_log_probs(judged).topk(min(TOP, judged.logits.shape[-1]))  # [M, TOP]
     return -(goal.exp() * judged.logits.log_softmax(-1).gather(-1, tokens)).sum(-1)
 
 
@@ -85,20 +84,33 @@ def smooth_l1(judged: Judged) -> Tensor:
 def confidence(judged: Judged) -> Tensor:
     """Binary cross-entropy of the confidence against the acceptance (DSpark); it does not train q."""
     assert judged.confidence is not None
-    overlap = _overlap(judged).detach()
-    return F.binary_cross_entropy_with_logits(judged.confidence.to(overlap.dtype), overlap, reduction="none")
+    accepted = overlap(judged).detach()
+    return F.binary_cross_entropy_with_logits(judged.confidence.to(accepted.dtype), accepted, reduction="none")
 
 
-def _log_goal(judged: Judged) -> Tensor:
+def goal_log_probs(judged: Judged) -> Tensor:
     """[M, W] log p on the list, not renormalised: what verification will hold against q."""
     return judged.goal_logits - judged.goal_norm[:, None]
 
 
-def _log_laws(judged: Judged) -> tuple[Tensor, Tensor]:
+def both_log_laws(judged: Judged) -> tuple[Tensor, Tensor]:
     """[M, W] log p renormalised over the list, log q"""
     return judged.goal_logits.log_softmax(-1), judged.logits.log_softmax(-1)
 
 
-def _overlap(judged: Judged) -> Tensor:
-    """[M] sum of min(p, q), p not renormalised: the probability that a draft sampled from q is accepted."""
-    return torch.minimum(_log_goal(judged).exp(), judged.logits.softmax(-1)).sum(-1)
+def overlap(judged: Judged) -> Tensor:
+    """Sum of min(p, q), p not renormalised: the probability that a draft sampled from q is accepted, [M]."""
+    return torch.minimum(goal_log_probs(judged).exp(), judged.logits.softmax(-1)).sum(-1)
+
+
+LOSSES = {
+    "kl": kl,
+    "reverse_kl": reverse_kl,
+    "jsd": jsd,
+    "tv": tv,
+    "nla": nla,
+    "ce": ce,
+    "top_k": top_k,
+    "smooth_l1": smooth_l1,
+    "confidence": confidence,
+}

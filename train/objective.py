@@ -1,6 +1,5 @@
-"""The training objective: unroll, judge every goal at every depth, weigh what was judged."""
+"""The training objective: unroll the drafter, judge every goal at every depth, and weigh the results."""
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,17 +10,14 @@ from torch.utils.checkpoint import checkpoint
 from specdec import masks
 from specdec.drafter import Drafter, Slots
 from specdec.target import Target, TargetOutput
+from specdec.target_adapter import original as original_target
 from specdec.unroll import Unrolled, unroll
 from train import losses, survival
 from train.data import Batch, answers
+from train.losses import LOSSES
 
-LOSSES = {
-    name: function
-    for name, function in inspect.getmembers(losses, inspect.isfunction)
-    if function.__module__ == losses.__name__ and not name.startswith("_")
-}
 TEXT_LOSSES = {"lk", "e2e_tv", "rounds"}  # of whole slots or texts: functions of train/survival.py
-ADAPTED = "original"  # of a drafter that adapts its target: how far that has moved, a KL
+ADAPTED = "original"  # for a drafter that adapts its target: KL of the adapted target from the original one
 WEIGHTINGS = ("decay", "dpace", "vat")
 FULL_LAW = {"tv", "nla", "top_k", "confidence", *TEXT_LOSSES}  # need the target's law over all V tokens
 NORM_CHUNK = 256  # slots whose [., V] logits exist at a time
@@ -36,23 +32,24 @@ class Loss:
     matches: Tensor  # [K, B, T] bool: the guess of depth d for token i is the token that the text has
 
 
-# What is known of G goals at K depths, [K, G] each, under these names:
-#   exists    bool: a slot guessed this goal at this depth          matches   bool: rightly
+# Results for G goals at K depths, [K, G] each, by name:
+#   exists    bool: a slot guessed this goal at this depth          matches   bool: the guess is the token of the text
 #   pointwise the weighted sum of per-slot losses
 # and, where a loss in use needs them, kl, overlap (sum of min(p, q)), accept (min(1, q(x) / p(x))), chance (q(x))
 Judgement = dict[str, Tensor]
 
 
 class Objective(nn.Module):
-    """This, not the drafter, is what accelerate prepares: gradient synchronisation lives in a module's `forward`.
+    """The module that accelerate prepares, instead of the drafter: gradients are synchronised in its `forward`.
 
     losses: weights by name, of the functions in train/losses.py, of lk, e2e_tv and rounds in train/survival.py, and
-        of `original`, how far an adapted target has moved; what has weight 0 is not computed
+        of `original`, the KL of an adapted target from the original one; losses of weight 0 are not computed
     depth: steps of the unroll (EAGLE-3's training-time test); decay: weight of a step relative to the one before
-    weighting: decay alone, or D-PACE's or VAT's weights by the text's own survival (VAT decays behind the refusal)
+    weighting: decay alone, or the weights of D-PACE or VAT, which follow the survival along the text (VAT uses decay behind the
+        first rejection)
     temperature: of both laws in losses on logits; eta: of the LK hybrid
     noise: half-width of the uniform noise on features, EAGLE-1's augmentation
-    anchors: slots a row that run the steps after the first (a block drafter's only step); None: all with a goal
+    anchors: slots of a row that run the steps after the first (of a block drafter: its only step); None: all that have a goal
     chunk: goals whose [., W] logits exist at a time
     """
 
@@ -72,46 +69,16 @@ class Objective(nn.Module):
     ):
         super().__init__()
         used = {name: weight for name, weight in losses.items() if weight}
-        known = {*LOSSES, *TEXT_LOSSES, ADAPTED}
-        if not used or set(used) - known:
-            raise ValueError(
-                f"head.objective.losses={dict(losses)}: give weights to some of {', '.join(sorted(known))}."
-            )
-        if min(depth, chunk, 1 if anchors is None else anchors) < 1 or temperature <= 0:
-            raise ValueError(
-                f"head.objective: depth={depth}, chunk={chunk} and anchors={anchors} must be at least 1, temperature="
-                f"{temperature} above 0."
-            )
-        if not used.keys() - {"smooth_l1", "confidence", ADAPTED}:
-            raise ValueError(f"head.objective.losses={used}: one of them must judge what is drafted, such as kl.")
-        if "smooth_l1" in used and not drafter.estimates:
-            raise ValueError(
-                "head.objective.losses.smooth_l1 compares a state with the target's, which only eagle, hass, eagle3 and "
-                "mtp estimate: set it to 0."
-            )
-        if weighting not in WEIGHTINGS:
-            raise ValueError(f"head.objective.weighting={weighting} must be one of {', '.join(WEIGHTINGS)}.")
-        if ADAPTED in used and not drafter.adapts_target:
-            raise ValueError(
-                "head.objective.losses.original is for heads that adapt the target, such as medusa2: set it to 0."
-            )
-        if ("confidence" in used) != drafter.confident:
-            raise ValueError(
-                "head.objective.losses.confidence and a head with a confidence output, such as dspark, go together: "
-                "set head.drafter.confidence=false or the weight to 0, or set both."
-            )
-        whole_slots = drafter.attends == "block"  # elsewhere step 1 is judged on all slots, sampled or not
-        if anchors is not None and (
-            "rounds" in used or (not whole_slots and ("e2e_tv" in used or weighting != "decay"))
-        ):
-            raise ValueError(
-                "rounds walks whole texts, and e2e_tv, dpace and vat whole slots: set head.objective.anchors=null."
-            )
-        if drafter.depth not in (None, depth):
-            raise ValueError(
-                f"head.objective.depth={depth} must be this drafter's number of steps, {drafter.depth}: more do not exist, "
-                "and fewer would leave parts untrained. Change it, or the drafter's num_heads, num_modules or num_drafts."
-            )
+        _check(
+            drafter,
+            losses,
+            used,
+            depth=depth,
+            weighting=weighting,
+            temperature=temperature,
+            anchors=anchors,
+            chunk=chunk,
+        )
         self.drafter = drafter
         self.losses, self.depth, self.decay, self.weighting = used, depth, decay, weighting
         self.temperature, self.eta, self.noise, self.anchors, self.chunk = temperature, eta, noise, anchors, chunk
@@ -120,7 +87,7 @@ class Objective(nn.Module):
         self.shares = [weight / sum(weights) for weight in weights]  # [K]
 
     def forward(self, batch: Batch, output: TargetOutput | None) -> Loss:
-        """output: of the frozen target; None for a drafter that adapts its target, which is then read here"""
+        """output: of the frozen target; None for a drafter that adapts its target, because the target is then read here"""
         original = None
         if output is None:
             output, original = self._read(batch)
@@ -159,10 +126,10 @@ class Objective(nn.Module):
         return Loss(total, torch.tensor(len(goals), device=goals.device), matches)
 
     def _read(self, batch: Batch) -> tuple[TargetOutput, TargetOutput]:
-        """The adapted target, with gradient, and what it said before."""
+        """The outputs of the adapted target, with gradient, and of the original one."""
         target, layers = self.drafter.target, self.drafter.target_layers
         mask = masks.documents(batch.documents)
-        with target.original():
+        with original_target(target):
             original = target.read(batch.tokens, (), positions=batch.positions, mask=mask)
         output = target.read(batch.tokens, layers, positions=batch.positions, mask=mask, gradient=True)
         return output, original
@@ -177,16 +144,16 @@ class Objective(nn.Module):
         with torch.no_grad():
             goal_logits = drafter.goal_logits(judge).float() / self.temperature  # [M, W]
             goal_norm = self._norm(judge, goal_logits)
-        wanted = {}
+        extra = {}
         if "lk" in self.losses:
-            wanted["kl"] = losses.kl
+            extra["kl"] = losses.kl
         if {"lk", "e2e_tv"} & set(self.losses):
-            wanted["overlap"] = survival.overlap
+            extra["overlap"] = losses.overlap
         if "rounds" in self.losses:
-            wanted["accept"] = survival.accept
+            extra["accept"] = survival.accept
         if self.weighting == "dpace":
-            wanted["chance"] = survival.chance
-        found: dict[str, list[Tensor]] = {name: [] for name in ("exists", "matches", "pointwise", *wanted)}
+            extra["chance"] = survival.chance
+        depths: dict[str, list[Tensor]] = {name: [] for name in ("exists", "matches", "pointwise", *extra)}
         for d in range(1, self.depth + 1):
             readout, exists = unrolled.at(unrolled.readouts, d, rows, position)
             state = unrolled.at(unrolled.states, d, rows, position)[0][exists] if self.drafter.estimates else None
@@ -208,12 +175,12 @@ class Objective(nn.Module):
             def spread(values: Tensor, exists: Tensor = exists) -> Tensor:  # [m] -> [M]
                 return torch.zeros(len(exists), dtype=values.dtype, device=device).masked_scatter(exists, values)
 
-            found["exists"].append(exists)
-            found["matches"].append(spread(drafter.to_target(logits.argmax(-1)) == tokens[exists]))
-            found["pointwise"].append(spread(pointwise))
-            for name, function in wanted.items():
-                found[name].append(spread(function(judged)))
-        return {name: torch.stack(values) for name, values in found.items()}
+            depths["exists"].append(exists)
+            depths["matches"].append(spread(drafter.to_target(logits.argmax(-1)) == tokens[exists]))
+            depths["pointwise"].append(spread(pointwise))
+            for name, function in extra.items():
+                depths[name].append(spread(function(judged)))
+        return {name: torch.stack(values) for name, values in depths.items()}
 
     def _norm(self, judge: Tensor, goal_logits: Tensor) -> Tensor:
         """[M] log-normaliser of the target's law over all V tokens; over the draft vocabulary where that suffices."""
@@ -223,7 +190,7 @@ class Objective(nn.Module):
         return torch.cat([part.logsumexp(-1).float() for part in logits])
 
     def _weigh(self, judged: Judgement, goals: Tensor, batch: Batch, share: list[float]) -> Tensor:
-        """The scalar loss of everything judged; share [K] of the slots with a goal that were run."""
+        """The scalar loss; share [K]: of the slots with a goal, how many were run."""
         num_rows, length = batch.tokens.shape
         device, depths = goals.device, torch.arange(1, self.depth + 1, device=goals.device)
         # Where goal g, guessed at depth d, has its slot: d tokens before
@@ -260,6 +227,60 @@ class Objective(nn.Module):
         return total
 
 
+def _check(
+    drafter: Drafter,
+    given: dict[str, float],
+    used: dict[str, float],
+    *,
+    depth: int,
+    weighting: str,
+    temperature: float,
+    anchors: int | None,
+    chunk: int,
+) -> None:
+    """Raises ValueError, with what to change, for settings of an objective that do not fit together or the drafter."""
+    known = {*LOSSES, *TEXT_LOSSES, ADAPTED}
+    if not used or set(used) - known:
+        raise ValueError(f"losses={dict(given)}: give weights to some of {', '.join(sorted(known))}.")
+    if min(depth, chunk, 1 if anchors is None else anchors) < 1 or temperature <= 0:
+        raise ValueError(
+            f"depth={depth}, chunk={chunk} and anchors={anchors} must be at least 1, and temperature={temperature} above 0."
+        )
+    if not used.keys() - {"smooth_l1", "confidence", ADAPTED}:
+        raise ValueError(f"losses={used}: one of them must judge the drafted tokens, such as kl.")
+    if weighting not in WEIGHTINGS:
+        raise ValueError(f"weighting={weighting} must be one of {', '.join(WEIGHTINGS)}.")
+    if drafter.depth not in (None, depth):
+        raise ValueError(
+            f"depth={depth} must be this drafter's number of steps, {drafter.depth}: more steps do not exist, and fewer would "
+            "leave parts untrained. Change it, or the drafter's num_heads, num_modules or num_drafts."
+        )
+    _check_losses(drafter, used, weighting=weighting, anchors=anchors)
+
+
+def _check_losses(drafter: Drafter, used: dict[str, float], *, weighting: str, anchors: int | None) -> None:
+    """The losses that only some drafters, or only some samplings of slots, can have."""
+    if "smooth_l1" in used and not drafter.estimates:
+        raise ValueError(
+            "The loss smooth_l1 compares a state with the target's, which only eagle, hass, eagle3 and mtp estimate: set "
+            "its weight in losses= to 0."
+        )
+    if ADAPTED in used and not drafter.adapts_target:
+        raise ValueError(
+            "The loss original is for heads that adapt the target, such as medusa2: set its weight in losses= to 0."
+        )
+    if ("confidence" in used) != drafter.confident:
+        raise ValueError(
+            "The loss confidence and a head with a confidence output, such as dspark, go together: set the head's "
+            "confidence to false or the weight in losses= to 0, or set both."
+        )
+    whole_slots = drafter.attends == "block"  # elsewhere step 1 is judged on all slots, sampled or not
+    if anchors is not None and ("rounds" in used or (not whole_slots and ("e2e_tv" in used or weighting != "decay"))):
+        raise ValueError(
+            "The loss rounds needs whole texts; e2e_tv, dpace and vat need all depths of a slot: set anchors=null."
+        )
+
+
 def divergence(target: Target, final: Tensor, wanted: Tensor, *, temperature: float = 1.0) -> Tensor:
     """KL of the target's law at `final` from that at `wanted`, [M, D] each, over all V tokens, summed over M."""
 
@@ -293,7 +314,7 @@ def by_start(values: Tensor) -> Tensor:
 
 
 def slots(batch: Batch, output: TargetOutput, depth: int) -> Slots:
-    """Every slot of a batch whose steps 1..depth stay inside its document, for `Drafter.solve`."""
+    """All slots of a batch whose steps 1..depth stay inside one document, for `Drafter.solve`."""
     length = batch.tokens.shape[1]
     num = length - depth  # slots 1..length-depth
     at = torch.arange(1, num + 1, device=batch.tokens.device)[:, None] + torch.arange(depth, device=batch.tokens.device)

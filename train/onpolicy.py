@@ -1,4 +1,4 @@
-"""On-policy distillation (DistillSpec, 2310.08461): the draft learns at texts that it wrote itself.
+"""On-policy distillation (DistillSpec, 2310.08461): the draft model learns from texts that it wrote itself.
 
 corpus     <prompt> the corpus's or the target's answer     loss on the answer
 on policy  <prompt> the draft's answer                      loss on the answer, judged by the target as ever
@@ -9,7 +9,7 @@ import dataclasses
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from specdec.drafter import Drafter
+from specdec.drafter import Drafter, Head
 from specdec.proposers.heads import HeadProposer
 from specdec.sampling import Sampling
 from specdec.tree import TreeShape
@@ -20,32 +20,40 @@ ROUND = 16  # tokens sampled before they are read again: the laws [B, ROUND, V] 
 
 
 class OnPolicy:
-    """Writes micro-batches whose last answers are the current draft's; `features` is what the target says of them.
+    """Writes micro-batches whose last answers come from the current draft model; `features` are the target's outputs for them.
 
-    No gradient passes through the sampling. All chance comes from torch's own generator, which the trainer seeds for
-    each step, so that a resumed run writes the same texts.
+    on_policy: share of the micro-batches that are written so, 0 to 1; on_policy_temperature: of the sampling
+    No gradient passes through the sampling. All random numbers come from torch's global generator, which the trainer
+    seeds for each step, so that a resumed run writes the same texts. Raises ValueError for a drafter that needs features.
     """
 
     def __init__(
-        self, drafter: Drafter, packs: Packs, *, length: int, fraction: float, temperature: float, stop: set[int]
+        self,
+        drafter: Head,
+        packs: Packs,
+        *,
+        length: int,
+        on_policy: float,
+        on_policy_temperature: float,
+        stop: set[int],
     ):
-        if not 0 <= fraction <= 1 or temperature < 0:
+        if not 0 <= on_policy <= 1 or on_policy_temperature < 0:
             raise ValueError(
-                f"data.on_policy={fraction} must be a share, 0 to 1, and data.on_policy_temperature={temperature} 0 or "
-                "above."
+                f"on_policy={on_policy} must be a share from 0 to 1, and on_policy_temperature={on_policy_temperature} must be "
+                "0 or above."
             )
-        if drafter.attends != "text":
+        if not isinstance(drafter, Drafter) or drafter.attends != "text":
             raise ValueError(
-                f"data.on_policy={fraction}: {type(drafter).__name__} cannot write a text without the target. Use "
-                "head=draft, or data.on_policy=0."
+                f"on_policy={on_policy}: {type(drafter).__name__} cannot write a text without the target. Train a draft model "
+                "(head draft), or set on_policy=0."
             )
         self.drafter, self.packs, self.length = drafter, packs, length
-        self.fraction, self.temperature, self.stop = fraction, temperature, stop
+        self.on_policy, self.temperature, self.stop = on_policy, on_policy_temperature, stop
         self.features = Online(drafter.target, drafter.target_layers)
 
     def __call__(self, indices: list[int]) -> Batch | None:
-        """The packs of a micro-batch with their prompts answered anew; None if they keep their answers."""
-        if float(torch.rand(())) >= self.fraction:
+        """The packs of a micro-batch with their prompts answered anew; None if this micro-batch keeps the answers it has."""
+        if float(torch.rand(())) >= self.on_policy:
             return None
         packs = [self.packs[index] for index in indices]
         rows = [row for pack in packs for row in pack]
@@ -61,7 +69,7 @@ class OnPolicy:
 
     @torch.no_grad()
     def write(self, prompts: list[list[int]], limits: list[int]) -> list[list[int]]:
-        """The draft's own texts: as many tokens as `limits` say, or up to a stop token, which is included."""
+        """Answers of the draft model: as many tokens as `limits` says, or fewer, up to and with a stop token."""
         frozen = self.drafter.decodable().to(dtype=self.drafter.target.dtype)
         device = self.drafter.target.device
         proposer = HeadProposer(frozen, TreeShape(depth=ROUND, width=1, nodes=ROUND))

@@ -1,28 +1,55 @@
 """Rows of conversations and of prompts, from the forms in which people have them."""
 
+import gzip
 import itertools
 import json
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
 import datasets
 
-FORMS = "a .jsonl file, a folder of .jsonl files, a folder made by datasets' save_to_disk, or the name of a dataset"
+FORMS = (
+    "a .jsonl file, a folder of .jsonl files (each of them may be compressed: .jsonl.gz), "
+    "a folder made by datasets' save_to_disk, or the name of a dataset"
+)
+ENDINGS = (".jsonl", ".jsonl.gz")
+
+
+def read_text(path: Path) -> Iterator[str]:
+    """Yields the lines of a text file, which is compressed with gzip if its name ends in .gz.
+
+    Raises ValueError if the compressed file is incomplete, damaged or no gzip file.
+    """
+    if path.suffix != ".gz":
+        with path.open(encoding="utf-8") as lines:
+            yield from lines
+        return
+    num_read = 0
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") as lines:
+            for line in lines:
+                num_read += 1
+                yield line
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(
+            f"{path}: the compressed file is incomplete or damaged after line {num_read} ({error}). "
+            "Copy or make the file again."
+        ) from None
 
 
 def read_lines(path: Path) -> Iterator[tuple[str, dict]]:
     """Yields (place, row) for every line that is not blank."""
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path}:{number}: not valid JSON ({error}). Repair or remove the line.") from None
-            if type(row) is not dict:
-                raise ValueError(f"{path}:{number}: expected a JSON object, found {type(row).__name__}.")
-            yield f"{path}:{number}", row
+    for number, line in enumerate(read_text(path), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}:{number}: not valid JSON ({error}). Repair or remove the line.") from None
+        if type(row) is not dict:
+            raise ValueError(f"{path}:{number}: expected a JSON object, found {type(row).__name__}.")
+        yield f"{path}:{number}", row
 
 
 def read_dataset(source: str, split: str) -> Iterator[tuple[str, dict]]:
@@ -46,11 +73,11 @@ def read_rows(source: str, split: str) -> Iterator[tuple[str, dict]]:
     path = Path(source)
     if path.is_file():
         return read_lines(path)
-    if path.is_dir() and (files := sorted(path.glob("*.jsonl"))):
+    if path.is_dir() and (files := sorted(file for file in path.iterdir() if file.name.endswith(ENDINGS))):
         return itertools.chain.from_iterable(map(read_lines, files))
     if path.is_dir() and not ((path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists()):
         raise ValueError(f"The folder {source} holds neither .jsonl files nor a saved dataset. Give {FORMS}.")
-    if not path.exists() and path.suffix == ".jsonl":
+    if not path.exists() and path.name.endswith(ENDINGS):
         raise ValueError(f"There is no file {source}. Give {FORMS}.")
     return read_dataset(source, split)
 
@@ -74,8 +101,8 @@ def check_messages(row: dict, place: str) -> list[dict]:
 def load_conversations(source: str, *, split: str = "train", limit: int | None = None) -> list[dict]:
     """Reads rows with `messages`, and `id` and `category` filled in; other keys are kept.
 
-    `source` is a .jsonl file, a folder of them, a folder made by `save_to_disk`, or a name for `load_dataset`; `split`
-    concerns the last two. Raises ValueError, naming file and line, for a row that is no conversation.
+    `source` is a .jsonl or .jsonl.gz file, a folder of them, a folder made by `save_to_disk`, or a name for
+    `load_dataset`; `split` concerns the last two. Raises ValueError, naming file and line, for a row that is no conversation.
     """
     conversations: list[dict] = []
     for place, row in itertools.islice(read_rows(source, split), limit):

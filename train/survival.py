@@ -1,25 +1,20 @@
-"""How far drafts survive, for losses that look at more than one depth.
+"""Survival of drafts, for losses that combine several depths of a round (docs/methods.md, section 3).
 
-Slot-aligned tensors are [K, S]: row d - 1 is depth d of the round that starts at a slot. `counted` [K, S] bool says
-where a pair has a supervised token and a guess; what the other pairs hold is not read.
+Tensors by slot are [K, S]: row d - 1 is depth d of the round that starts at a slot. `counted` [K, S] bool is True where
+a depth of a slot has a supervised token and a guess; all other entries are ignored.
 """
 
 import torch
 from torch import Tensor
 
-from train.losses import Judged, _log_goal, _overlap
+from train.losses import Judged, goal_log_probs
 
 # One depth of M slots, [M]
 
 
-def overlap(judged: Judged) -> Tensor:
-    """The probability that a draft sampled from q is accepted, whatever it is: sum of min(p, q) = 1 - tv."""
-    return _overlap(judged)
-
-
 def accept(judged: Judged) -> Tensor:
     """The probability that the text's token x was accepted, given that the target emitted it: min(1, q(x) / p(x))."""
-    excess = _of_token(judged.logits.log_softmax(-1), judged.token) - _of_token(_log_goal(judged), judged.token)
+    excess = _of_token(judged.logits.log_softmax(-1), judged.token) - _of_token(goal_log_probs(judged), judged.token)
     return torch.where(judged.token >= 0, excess.clamp(max=0).exp(), 0)
 
 
@@ -37,7 +32,7 @@ def _of_token(values: Tensor, token: Tensor) -> Tensor:
 
 
 def lk(kl: Tensor, overlap: Tensor, counted: Tensor, *, eta: float) -> Tensor:
-    """LK's hybrid (2602.23881) [K, S]: KL hands over to TV as a depth's mean overlap grows; 0 where not counted."""
+    """LK's hybrid (2602.23881) [K, S]: the weight moves from KL to TV as the mean overlap of a depth grows; 0 where not counted."""
     known = torch.where(counted, overlap.detach(), 0)
     mean = known.sum(1, keepdim=True) / counted.sum(1, keepdim=True).clamp(min=1)  # [K, 1]
     share = (-eta * mean).exp()
@@ -47,17 +42,17 @@ def lk(kl: Tensor, overlap: Tensor, counted: Tensor, *, eta: float) -> Tensor:
 def e2e_tv(overlap: Tensor, counted: Tensor) -> Tensor:
     """Bebop (2606.12370) [S]: the share of K drafts that a round is expected to lose.
 
-    A pair that is not counted ends the round, as if rejected; a slot without a counted depth has loss 0.
+    A depth that is not counted ends the round, as a rejection does. A slot without any counted depth has loss 0.
     """
     survival = torch.where(counted, overlap, 0).cumprod(0)  # [K, S]
     return torch.where(counted.any(0), 1 - survival.mean(0), 0)
 
 
 def dpace(chance: Tensor, counted: Tensor, *, smoothing: float = 0.5) -> Tensor:
-    """D-PACE's weights (2605.18810) [K, S], detached: how much of the expected length hangs on a depth.
+    """D-PACE's weights (2605.18810) [K, S], detached: how much of the expected accepted length depends on a depth.
 
     w_k = sum over j >= k of prod over i <= j of s_i, with s = (1 - smoothing) q(x) + smoothing. Where not counted, s is
-    1 and the weight is 0: the last survival counts again for every depth beyond.
+    1 and the weight is 0, so the survival of the last counted depth is repeated for all deeper ones.
     """
     survival = torch.where(counted, (1 - smoothing) * chance.detach() + smoothing, 1).cumprod(0)  # [K, S]
     return torch.where(counted, survival.flip(0).cumsum(0).flip(0), 0)
@@ -78,7 +73,7 @@ def rounds(accept: Tensor) -> Tensor:
 
     A round from s emits k tokens with probability w_k(s). With r(s) the chance that a round starts at s and l(t) the
     expected rounds from t on, l(t) = 1 + sum_k w_k(t) l(t + k), the answer is l(1), and its derivative with respect to
-    w_k(s) is r(s) l(s + k). So only w needs a graph, and has it for all s at once.
+    w_k(s) is r(s) l(s + k). So autograd needs a graph for w only, which is one tensor operation for all s.
     """
     depth, num_tokens = accept.shape
     start = torch.arange(num_tokens, device=accept.device)

@@ -1,8 +1,6 @@
 """The training loop."""
 
-import dataclasses
 import functools
-import json
 import math
 import random
 import resource
@@ -11,32 +9,34 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
+from dataclasses import dataclass, replace
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast
-from rich.progress import BarColumn, Progress, TextColumn
-from torch import nn
 
-from specdec import checkpoint, replay
-from specdec.drafter import Drafter, Slots
+from specdec.drafter import Drafter, Head, Slots
+from specdec.report import Report, Training
+from specdec.target import TargetOutput
+from train import data
 from train.consistency import ConsistencyObjective
-from train.data import Batch, Packs, answers
+from train.data import Batch, Packs
 from train.features import Cached, Online
-from train.objective import Loss, Objective, by_start, slots
+from train.objective import Loss, Objective, slots
 from train.onpolicy import OnPolicy
+from train.progress import TrainingProgress, text_rounds
+from train.run_folder import RunFolder
 
-SOLVE_SLOTS = 30_000  # more are not held in memory at once, unless the target is so wide that it needs them
+SOLVE_SLOTS = 30_000  # a closed-form start holds no more slots in memory, unless the target's width needs more
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Settings:
-    """conf/train.yaml, `train`; every unit is a step of the optimizer unless it says otherwise."""
+    """conf/train.yaml, `train`. Every unit is a step of the optimizer unless it says otherwise."""
 
     steps: int
-    batch: int  # packs a process and micro-batch
-    accumulation: int  # micro-batches a step
+    batch: int  # packs for each process and micro-batch
+    accumulation: int  # micro-batches in a step
     max_grad_norm: float
     log_every: int
     validate_every: int
@@ -45,12 +45,40 @@ class Settings:
     best_by: str  # the figure that chooses the best checkpoint: tau or speedup
     seed: int
 
+    def __post_init__(self):
+        if self.best_by not in ("tau", "speedup"):
+            raise ValueError(f"best_by={self.best_by} must be tau or speedup.")
+
+
+@dataclass(frozen=True)
+class Material:
+    """What steps are made of: packs, and what the target says of them."""
+
+    packs: Packs
+    length: int  # tokens of a pack
+    features: Online | Cached | None  # None: the objective reads the target itself
+    on_policy: OnPolicy | None = None
+
+    def collate(self, indices: list[int]) -> Batch:
+        return data.collate([self.packs[index] for index in indices], length=self.length, pad_token=0)
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    indices: list[int]
+    batch: Batch
+    written: bool  # whether the draft wrote its answers (on-policy)
+
+
+class NotFiniteLoss(ValueError):
+    """A step's loss was not finite. Nothing of the step was kept."""
+
 
 class Trainer:
-    """Trains `objective` on `packs`; everything a run leaves behind is in `folder`.
+    """Trains `objective`; everything that a run leaves behind is in `folder`.
 
     The order of packs and every random number follow from (seed, step, process), so that a resumed run continues
-    exactly. about: what must not change between a run and its resumption. validate(drafter) -> summary (specdec.evaluate.summarise) of the main process.
+    exactly. validate: called with a frozen copy of the drafter, on the main process only
     """
 
     def __init__(
@@ -60,258 +88,220 @@ class Trainer:
         optimizer: torch.optim.Optimizer,
         scheduler: torch.optim.lr_scheduler.LRScheduler,
         *,
-        packs: Packs,
-        collate: Callable[[list[int]], Batch],
-        features: Online | Cached | None,
-        on_policy: OnPolicy | None,
-        validate: Callable[[Drafter], dict],
+        material: Material,
+        validate: Callable[[Head], Report],
         settings: Settings,
-        spec: dict,
-        about: dict,
-        folder: Path,
+        folder: RunFolder,
     ):
-        self.accelerator, self.settings, self.spec, self.folder = accelerator, settings, spec, folder
-        self.about = {**about, "data": packs.fingerprint, "processes": accelerator.num_processes}
+        about = {"data": material.packs.fingerprint, "processes": accelerator.num_processes}
+        self.folder = replace(folder, settings={**folder.settings, **about})
+        self.accelerator, self.settings, self.material, self.validate = accelerator, settings, material, validate
         self.drafter, self.depth = objective.drafter, objective.depth
         self.every_slot = objective.every_slot
         self.objective, self.optimizer = accelerator.prepare(objective, optimizer)
         self.scheduler = scheduler
-        self.packs, self.collate, self.features, self.validate = packs, collate, features, validate
-        self.on_policy = on_policy
         self.step = 0
-        self.seen, self.seconds = 0, 0.0  # tokens and seconds of training, validation and saving left out
+        self.seen, self.seconds = 0, 0.0  # tokens and seconds of training, without validation and saving
         self.best: dict = {}
         self.interrupted = False
 
-    # What a step sees
-
-    def indices(self, step: int, micro: int) -> list[int]:
-        """Packs of this process for one micro-batch; each epoch is a permutation made from the seed."""
-        settings, world = self.settings, self.accelerator.num_processes
-        start = ((step * settings.accumulation + micro) * world + self.accelerator.process_index) * settings.batch
-        found = []
-        for position in range(start, start + settings.batch):
-            epoch, place = divmod(position, len(self.packs))
-            found.append(_permutation(len(self.packs), settings.seed + epoch)[place])
-        return found
+    # Before the first step
 
     def solve(self, num_packs: int) -> None:
-        """Closed-form weights, for a head that has them, from the packs that training sees first; alike in all processes."""
-        if self.features is None or type(self.drafter).solve is Drafter.solve:
+        """Closed-form weights, if the head has any, from the packs that training reads first; the same in all processes."""
+        features = self.material.features
+        if features is None or not isinstance(self.drafter, Drafter) or type(self.drafter).solve is Drafter.solve:
             return
-        first = _permutation(len(self.packs), self.settings.seed)[:num_packs]
-        device = self.accelerator.device
-
-        found: list[Slots] = []
-        for index in first:
-            batch = self.collate([index]).to(device)
-            found.append(slots(batch, self.features([index], batch), self.depth))
-            if sum(len(some.tokens) for some in found) > max(SOLVE_SLOTS, 6 * self.drafter.target.width):
+        texts: list[Slots] = []
+        for index in _permutation(len(self.material.packs), self.settings.seed)[:num_packs]:
+            batch = self.material.collate([index]).to(self.accelerator.device)
+            texts.append(slots(batch, features([index], batch), self.depth))
+            if sum(len(text.tokens) for text in texts) > max(SOLVE_SLOTS, 6 * self.drafter.target.width):
                 break
-        if found and self.drafter.solve(found):
+        if texts and self.drafter.solve(texts):
             for parameter in self.drafter.parameters():  # processes may round differently
                 parameter.data = broadcast(parameter.data)
-            self.accelerator.print(f"closed-form start from {len(found)} packs")
+            self.accelerator.print(f"closed-form start from {len(texts)} packs")
+
+    def resume(self) -> bool:
+        """Continues from the newest state; False if there is none. Raises ValueError if settings differ from then."""
+        state = self.folder.load_state()
+        if state is None:
+            return False
+        weights, optimizer, document = state
+        self.drafter.load_state_dict(weights)
+        self.optimizer.load_state_dict(optimizer)
+        lambdas = [None] * len(optimizer["param_groups"])
+        self.scheduler.load_state_dict(document["scheduler"] | {"lr_lambdas": lambdas})
+        self.step, self.best = document["step"], document["best"]
+        self.seen, self.seconds = document["seen"], document["seconds"]
+        if self.accelerator.is_main_process:
+            self.folder.cut_log(self.step)
+        self.accelerator.print(f"Resumed from step {self.step}.")
+        return True
+
+    # The loop
 
     def fit(self) -> None:
-        """Trains to the last step. Raises ValueError if the loss is not finite; returns early, saved, after Ctrl-C."""
+        """Trains to the last step. Returns early, with a saved state, after Ctrl-C. Raises NotFiniteLoss."""
         settings, main = self.settings, self.accelerator.is_main_process
         previous = signal.signal(signal.SIGINT, self._interrupt)
         self.objective.train()
-        columns = (TextColumn("step {task.completed}/{task.total}"), BarColumn(), TextColumn("{task.description}"))
-        clock, tokens, begun, seconds = time.perf_counter(), 0, self.step, self.seconds
         if (settings.validate_first or self.drafter.pretrained) and self.step == 0:
             self._validate()
+        begun = self.step
         try:
-            with Progress(*columns, disable=not main, transient=True) as bar:
-                task = bar.add_task("", total=settings.steps, completed=self.step)
+            with TrainingProgress(steps=settings.steps, done=begun, shown=main) as progress:
                 while self.step < settings.steps:
-                    start = time.perf_counter()
-                    figures = self._train_step()
-                    self.seconds += time.perf_counter() - start
-                    self.step += 1
-                    tokens += figures["tokens"]
-                    self.seen += figures.pop("tokens")
+                    line, figures = self._advance(progress)
                     last = self.step == settings.steps
-                    rate = tokens / (time.perf_counter() - clock)
-                    left = (settings.steps - self.step) * (self.seconds - seconds) / (self.step - begun)
-                    worth = f"text tau {figures['tau']:.3f}  " if "tau" in figures else ""
-                    line = f"loss {figures['loss']:.4f}  {worth}{rate:,.0f} tokens/s  {_minutes(left)} left"
-                    bar.update(task, completed=self.step, description=line)
                     if self.step % settings.log_every == 0 or self.step == begun + 1 or last:
-                        figures |= {"tokens_per_second": rate, "learning_rate": self.scheduler.get_last_lr()[0]}
-                        bar.console.print(f"step {self.step:>5}/{settings.steps}  {line}", highlight=False)
+                        progress.print(f"step {self.step:>5}/{settings.steps}  {line}")
                         self._record(figures)
                     if self.step % settings.validate_every == 0 or last:
-                        bar.stop()
+                        progress.pause()
                         self._validate()
-                        bar.start()
-                        clock, tokens = time.perf_counter(), 0
+                        progress.go_on()
                     stop = self._anyone(self.interrupted)
                     if self.step % settings.save_every == 0 or last or stop:
                         self.save_state()
                     if stop and not last:
-                        if main:
-                            bar.console.print(
-                                f"Interrupted after step {self.step}; saved. Run the same command with "
-                                "resume=true to continue."
-                            )
                         return
         finally:
             signal.signal(signal.SIGINT, previous)
         if main:
-            checkpoint.write_text(self.folder / "finished", f"{self.step}\n")
+            self.folder.finish(self.step)
+
+    def _advance(self, progress: TrainingProgress) -> tuple[str, dict]:
+        """One step. -> the progress line, and the figures for the log"""
+        start = time.perf_counter()
+        figures = self._train_step()
+        seconds = time.perf_counter() - start
+        self.step += 1
+        self.seconds += seconds
+        tokens, counts = figures.pop("tokens"), figures.pop("text_rounds")
+        self.seen += tokens
+        line = progress.advance(self.step, loss=figures["loss"], tokens=tokens, seconds=seconds, counts=counts)
+        if progress.text_tau is not None:
+            figures["tau"] = progress.text_tau
+        return line, figures | {
+            "tokens_per_second": progress.rate,
+            "learning_rate": self.scheduler.get_last_lr()[0],
+        }
 
     def _train_step(self) -> dict:
+        """One step of the optimizer. -> loss, grad_norm, tokens read, and `text_rounds` of the last micro-batch"""
         settings, accelerator = self.settings, self.accelerator
         torch.manual_seed(settings.seed * 1_000_003 + self.step * 1009 + accelerator.process_index)
-        groups = [self.indices(self.step, micro) for micro in range(settings.accumulation)]
-        written = [self.on_policy(group) if self.on_policy else None for group in groups]
-        batches = [own or self.collate(group) for group, own in zip(groups, written)]
-        counts = torch.tensor([sum(int(batch.loss_mask.sum()) for batch in batches)], device=accelerator.device)
-        num_goals = int(accelerator.gather(counts).sum())
-        found = []
-        for number, (group, batch) in enumerate(zip(groups, batches)):
-            batch = batch.to(accelerator.device)
-            features = self.on_policy.features if self.on_policy and written[number] else self.features
+        micro_batches = [self._micro_batch(self.indices(self.step, micro)) for micro in range(settings.accumulation)]
+        goals = [int(micro.batch.loss_mask.sum()) for micro in micro_batches]
+        num_goals = int(accelerator.gather(torch.tensor([sum(goals)], device=accelerator.device)).sum())
+        losses = []
+        for number, micro in enumerate(micro_batches):
             synchronise = number == settings.accumulation - 1 or accelerator.num_processes == 1
             with nullcontext() if synchronise else accelerator.no_sync(self.objective):
-                loss: Loss = self.objective(batch, features(group, batch) if features else None)
-                # Gradients are averaged over processes: divide by the goals of all of them, times their number.
-                accelerator.backward(loss.total * accelerator.num_processes / num_goals)
-            found.append(loss.total.detach())
-        total = float(accelerator.reduce(torch.stack(found).sum(), "sum")) / num_goals
+                loss = self._backward(micro, num_goals)
+            losses.append(loss.total.detach())
+        total = float(accelerator.reduce(torch.stack(losses).sum(), "sum")) / num_goals
         if not math.isfinite(total):
-            rows = [row.id for group in groups for index in group for row in self.packs[index]]
-            raise ValueError(
-                f"The loss is {total} at step {self.step + 1} (rows {', '.join(rows[:6])}{', ...' if len(rows) > 6 else ''}). "
-                f"Nothing of this step was kept; the last good state is that of step {self._saved_step()}. Lower "
-                "optimizer.lr or train.max_grad_norm, or look at these rows, then use resume=true."
-            )
+            self._refuse(total, micro_batches)
         norm = accelerator.clip_grad_norm_(self.objective.parameters(), settings.max_grad_norm)
         self.optimizer.step()
         self.scheduler.step()
         self.optimizer.zero_grad()
-        seen = sum(int((batch.documents >= 0).sum()) for batch in batches) * accelerator.num_processes
-        figures = {"loss": total, "grad_norm": float(norm), "tokens": seen}
-        if self.every_slot and written[-1] is None:  # of its own text a draft is always sure
-            figures["tau"] = text_tau(batches[-1], loss.matches)
-        return figures
+        tokens = sum(int((micro.batch.documents >= 0).sum()) for micro in micro_batches) * accelerator.num_processes
+        replayed = self.every_slot and not micro.written  # a draft is always sure of its own text
+        counts = text_rounds(micro.batch, loss.matches) if replayed else None
+        return {"loss": total, "grad_norm": float(norm), "tokens": tokens, "text_rounds": counts}
+
+    def indices(self, step: int, micro: int) -> list[int]:
+        """Packs of this process for one micro-batch; each epoch is a permutation made from the seed."""
+        settings, num_packs = self.settings, len(self.material.packs)
+        num_processes, process = self.accelerator.num_processes, self.accelerator.process_index
+        start = ((step * settings.accumulation + micro) * num_processes + process) * settings.batch
+        places = [divmod(position, num_packs) for position in range(start, start + settings.batch)]
+        return [_permutation(num_packs, settings.seed + epoch)[place] for epoch, place in places]
+
+    def _micro_batch(self, indices: list[int]) -> MicroBatch:
+        """The packs, or, on-policy, the same prompts with answers that the draft writes now."""
+        written = self.material.on_policy(indices) if self.material.on_policy else None
+        batch = self.material.collate(indices) if written is None else written
+        return MicroBatch(indices, batch, written is not None)
+
+    def _backward(self, micro: MicroBatch, num_goals: int) -> Loss:
+        """Adds a micro-batch's share of the gradients. num_goals: of the whole step, in all processes"""
+        batch = micro.batch.to(self.accelerator.device)
+        loss: Loss = self.objective(batch, self._target_output(micro, batch))
+        # Gradients are averaged over processes: divide by the goals of all of them, times their number.
+        self.accelerator.backward(loss.total * self.accelerator.num_processes / num_goals)
+        return loss
+
+    def _target_output(self, micro: MicroBatch, batch: Batch) -> TargetOutput | None:
+        if micro.written and self.material.on_policy:
+            return self.material.on_policy.features(micro.indices, batch)
+        return self.material.features(micro.indices, batch) if self.material.features else None
+
+    def _refuse(self, loss: float, micro_batches: list[MicroBatch]) -> None:
+        packs = [self.material.packs[index] for micro in micro_batches for index in micro.indices]
+        rows = [row.id for pack in packs for row in pack]
+        more = ", ..." if len(rows) > 6 else ""
+        raise NotFiniteLoss(
+            f"The loss is {loss} at step {self.step + 1} (rows {', '.join(rows[:6])}{more}). Nothing of this step was "
+            f"kept; the last good state is that of step {self.folder.saved_step()}."
+        )
 
     # What a run leaves behind
 
     def _validate(self) -> None:
-        """Decodes on the main process; saves a checkpoint, and notes whether it is the best."""
+        """Decodes on the main process, saves a checkpoint, and marks it if it is the best."""
         if self.accelerator.is_main_process:
-            dtype = self.drafter.target.dtype
-            frozen = self.drafter.decodable().to(dtype=dtype)
+            frozen = self.drafter.decodable().to(dtype=self.drafter.target.dtype)
             cost = self._cost()  # before decoding takes its memory
-            summary = self.validate(frozen)
-            self._record({"validation": summary})
-            name = f"step_{self.step:06d}"
-            checkpoint.save(
-                self.folder / name,
-                frozen,
-                self.spec,
-                extra={"report.json": {"step": self.step, **summary, "training": cost}},
-            )
-            figure = summary[self.settings.best_by]
+            report = replace(self.validate(frozen), step=self.step, training=cost)
+            self._record({"validation": report.to_json()})
+            name = self.folder.save_checkpoint(frozen, report)
+            figure = getattr(report, self.settings.best_by)
             if not self.best or figure > self.best["figure"]:
                 self.best = {"figure": figure, "step": self.step}
-                checkpoint.write_text(self.folder / "best", name + "\n")
+                self.folder.mark_best(name)
         self.accelerator.wait_for_everyone()
         self.objective.train()
 
-    def _cost(self) -> dict:
-        """What training took until now; peak memory is the process's on a CPU, the device's on a GPU."""
+    def _cost(self) -> Training:
         if self.accelerator.device.type == "cuda":
             peak = torch.cuda.max_memory_allocated()
         else:
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-        return {
-            "parameters": self.drafter.num_parameters(),
-            "tokens": self.seen,
-            "seconds": self.seconds,
-            "tokens_per_second": self.seen / self.seconds if self.seconds else None,
-            "peak_memory": peak,
-            "processes": self.accelerator.num_processes,
-        }
+        return Training(
+            parameters=self.drafter.num_parameters(),
+            tokens=self.seen,
+            seconds=self.seconds,
+            tokens_per_second=self.seen / self.seconds if self.seconds else None,
+            peak_memory=peak,
+            processes=self.accelerator.num_processes,
+        )
 
     def save_state(self) -> None:
-        """What resuming needs, as safetensors and JSON; the previous state goes only when the new one is whole."""
+        """Writes what resuming needs."""
         if self.accelerator.is_main_process:
-            optimizer = self.optimizer.state_dict()
-            moments = {
-                f"{number}.{key}": torch.as_tensor(value)
-                for number, state in optimizer["state"].items()
-                for key, value in state.items()
-            }
-            document = {
-                "step": self.step,
-                "seen": self.seen,
-                "seconds": self.seconds,
-                "best": self.best,
-                "groups": optimizer["param_groups"],
-                "scheduler": {k: v for k, v in self.scheduler.state_dict().items() if k != "lr_lambdas"},
-                "about": self.about,
-            }
-            goal = self.folder / "state" / f"step_{self.step:06d}"
-            checkpoint.write_folder(
-                goal,
-                tensors={"drafter.safetensors": self.drafter.state_dict(), "optimizer.safetensors": moments},
-                documents={"state.json": document},
+            scheduler = {key: value for key, value in self.scheduler.state_dict().items() if key != "lr_lambdas"}
+            counters = {"seen": self.seen, "seconds": self.seconds, "best": self.best, "scheduler": scheduler}
+            self.folder.save_state(
+                self.step,
+                weights=self.drafter.state_dict(),
+                optimizer=self.optimizer.state_dict(),
+                document=counters,
             )
-            for old in (self.folder / "state").iterdir():
-                if old != goal:
-                    checkpoint.remove(old)
         self.accelerator.wait_for_everyone()
 
-    def _saved_step(self) -> int:
-        saved = sorted((self.folder / "state").glob("step_??????"))
-        return int(saved[-1].name.removeprefix("step_")) if saved else 0
-
-    def resume(self) -> bool:
-        """Continues from the newest state, if there is one (-> True). Raises ValueError if `about` differs from then."""
-        folder = self.folder / "state" / f"step_{self._saved_step():06d}"
-        if not folder.exists():
-            return False
-        document = checkpoint.read_json(folder / "state.json")
-        before = document["about"]
-        changed = [
-            f"{key} was {before.get(key)}, is {value}" for key, value in self.about.items() if before.get(key) != value
-        ]
-        if changed:
-            raise ValueError(
-                f"{self.folder} was begun with other settings: {'; '.join(changed)}. Resume with those it was begun with, "
-                "or start another run=NAME."
-            )
-        self.drafter.load_state_dict(checkpoint.read_tensors(folder / "drafter.safetensors"))
-        moments = checkpoint.read_tensors(folder / "optimizer.safetensors")
-        state: dict[int, dict] = {}
-        for name, value in moments.items():
-            number, key = name.split(".", 1)
-            state.setdefault(int(number), {})[key] = value
-        self.optimizer.load_state_dict({"state": state, "param_groups": document["groups"]})
-        self.scheduler.load_state_dict(document["scheduler"] | {"lr_lambdas": [None] * len(document["groups"])})
-        self.step, self.best = document["step"], document["best"]
-        self.seen, self.seconds = document["seen"], document["seconds"]
-        log = self.folder / "log.jsonl"
-        if log.exists() and self.accelerator.is_main_process:  # what came after the state is done again
-            kept = [line for line in log.read_text().splitlines() if line and json.loads(line)["step"] <= self.step]
-            log.write_text("".join(line + "\n" for line in kept))
-        self.accelerator.print(f"Resumed from step {self.step}.")
-        return True
-
     def _record(self, figures: dict) -> None:
+        """To the log, and to the tracker."""
         if not self.accelerator.is_main_process:
             return
-        with (self.folder / "log.jsonl").open("a") as log:
-            log.write(json.dumps({"step": self.step, **figures}) + "\n")
-        flat = (
-            {f"validation/{k}": v for k, v in figures["validation"].items() if isinstance(v, int | float)}
-            if ("validation" in figures)
-            else {f"train/{k}": v for k, v in figures.items()}
-        )
+        self.folder.log(self.step, figures)
+        kind = "validation" if "validation" in figures else "train"
+        values = figures.get("validation", figures)
+        flat = {f"{kind}/{key}": value for key, value in values.items() if isinstance(value, int | float)}
         self.accelerator.log(flat, step=self.step)
 
     def _interrupt(self, *_) -> None:
@@ -319,51 +309,12 @@ class Trainer:
             raise KeyboardInterrupt
         self.interrupted = True
         self.accelerator.print(
-            "Stopping after this step (again to stop at once, losing what came after the last save) ..."
+            "Stopping after this step. Press Ctrl-C again to stop at once and lose the steps since the last save."
         )
 
     def _anyone(self, flag: bool) -> bool:
+        """Whether the flag is set in any process."""
         return bool(self.accelerator.reduce(torch.tensor(float(flag), device=self.accelerator.device), "sum"))
-
-
-def text_tau(batch: Batch, matches: torch.Tensor) -> float:
-    """tau of a greedy chain over the batch's own text: a draft counts if it is the text's token. matches [K, B, T]"""
-    emitted, rounds = 0, 0.0
-    matches = matches.cpu().float()
-    for row in range(batch.tokens.shape[0]):
-        for start, stop in answers(batch, row):
-            emitted += stop - start - 1
-            rounds += replay.rounds(by_start(matches[:, row, start:stop]))[0]
-    return emitted / rounds if rounds else float("nan")
-
-
-def schedule(
-    optimizer: torch.optim.Optimizer, *, steps: int, warmup: int, final: float
-) -> torch.optim.lr_scheduler.LambdaLR:
-    """Linear warm-up, then a cosine down to `final` of the peak; a group with a `delay` does nothing for so many steps."""
-
-    def factor(step: int, delay: int) -> float:
-        if step < warmup + delay:
-            return max(0, step - delay + 1) / (warmup + 1)
-        progress = (step - warmup - delay) / max(1, steps - warmup - delay)
-        return final + (1 - final) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
-
-    delays = [group.get("delay", 0) for group in optimizer.param_groups]
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, [functools.partial(factor, delay=delay) for delay in delays])
-
-
-def parameter_groups(module: nn.Module, weight_decay: float, *, adapter: dict | None = None) -> list[dict]:
-    """Matrices decay, norms do not; adapter: the lr and the delay of the target's adapter, if the drafter has one."""
-    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    own = [p for name, p in trained.items() if not name.startswith("adapter.")]
-    groups = [
-        {"params": [p for p in own if p.dim() > 1], "weight_decay": weight_decay},
-        {"params": [p for p in own if p.dim() <= 1], "weight_decay": 0.0},
-    ]
-    if adapter is not None:
-        theirs = [p for name, p in trained.items() if name.startswith("adapter.")]
-        groups.append({"params": theirs, "weight_decay": 0.0, **adapter})
-    return groups
 
 
 @functools.lru_cache(maxsize=2)
@@ -371,7 +322,3 @@ def _permutation(num: int, seed: int) -> list[int]:
     order = list(range(num))
     random.Random(seed).shuffle(order)
     return order
-
-
-def _minutes(seconds: float) -> str:
-    return f"{seconds / 60:.0f} min" if seconds > 90 else f"{seconds:.0f} s"

@@ -7,7 +7,9 @@ from matplotlib import colormaps
 from matplotlib.figure import Figure
 
 from specdec.drafter import Drafter
-from specdec.evaluate import TAU, Row, by_depth, difference, verdict
+from specdec.figures import TAU, tau_difference
+from specdec.measurement import PromptResult
+from specdec.report import Report, Training, by_depth, verdict
 from specdec.tree import TreeShape
 
 FROZEN = "the frozen target"
@@ -24,7 +26,7 @@ class Run:
     drafter: Drafter
     shapes: dict[str, TreeShape]  # chain and tree, no deeper than the drafter
     plain: str  # whose plain decoding it is held against: FROZEN, or its own name if it adapts the target
-    training: dict  # what the trainer wrote about it; empty for older checkpoints
+    training: Training | None  # of its report; None for older checkpoints
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class Way:
     replayed: Drafter | None  # to replay along plain answers
 
 
-Columns = dict[float, dict[str, dict]]  # temperature -> way -> summary
+Columns = dict[float, dict[str, Report]]  # temperature -> way -> summary
 
 
 def markdown(title: str, lines: list[dict[str, str]]) -> str:
@@ -46,8 +48,13 @@ def markdown(title: str, lines: list[dict[str, str]]) -> str:
     return f"### {title}\n\n" + "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def figure(summary: dict, name: str, form: str = ".2f") -> str:
-    return "{:{form}} ({:{form}} .. {:{form}})".format(summary[name], *summary[f"{name}_ci"], form=form)
+def figure(report: Report, name: str) -> str:
+    """A figure of the report with its interval."""
+    return with_interval(getattr(report, name), getattr(report, f"{name}_ci"))
+
+
+def with_interval(value: float, interval: list[float], form: str = ".2f") -> str:
+    return "{:{form}} ({:{form}} .. {:{form}})".format(value, *interval, form=form)
 
 
 def table(ranked: list[Way], columns: Columns) -> str:
@@ -65,24 +72,24 @@ def table(ranked: list[Way], columns: Columns) -> str:
         }
         if way.run:
             spent, drafter = way.run.training, way.run.drafter
-            trained = {"parameters": drafter.num_parameters(), **(spent or {})}["parameters"]  # a saved LoRA is merged
+            trained = (spent and spent.parameters) or drafter.num_parameters()  # a saved LoRA is merged
             line["head"] = type(drafter).__name__ + (f" ({ADAPTED})" if way.plain != FROZEN else "")
             line["trained"] = f"{trained / 1e6:.2f} M"
             if spent:
-                line["tokens seen"] = f"{spent['tokens'] / 1e6:.2f} M"
-                line["peak memory"] = f"{spent['peak_memory'] / 2**30:.2f} GiB"
-            if spent.get("tokens_per_second"):  # unknown where the run was continued from another
-                line["training tokens/s"] = f"{spent['tokens_per_second']:,.0f}"
+                line["tokens seen"] = f"{spent.tokens / 1e6:.2f} M"
+                line["peak memory"] = f"{spent.peak_memory / 2**30:.2f} GiB"
+            if spent and spent.tokens_per_second:  # unknown where the run was continued from another
+                line["training tokens/s"] = f"{spent.tokens_per_second:,.0f}"
         line["depth"] = str(way.depth)
         line |= {f"tau T={t:g}": figure(one, "tau") for t, one in each.items()}
-        if any("replayed_tau" in column[other.name] for column in columns.values() for other in ranked):
+        if any(column[other.name].replayed_tau is not None for column in columns.values() for other in ranked):
             for t, one in each.items():
-                line[f"replayed tau T={t:g}"] = figure(one, "replayed_tau") if "replayed_tau" in one else "-"
-        line |= {f"survival by depth T={t:g}": by_depth(one["survival"]) for t, one in each.items()}
+                line[f"replayed tau T={t:g}"] = figure(one, "replayed_tau") if one.replayed_tau is not None else "-"
+        line |= {f"survival by depth T={t:g}": by_depth(one.survival) for t, one in each.items()}
         for stage in ("draft", "verify"):
-            line |= {f"{stage} ms T={t:g}": f"{one['ms_per_round'][stage]:.1f}" for t, one in each.items()}
+            line |= {f"{stage} ms T={t:g}": f"{one.ms_per_round[stage]:.1f}" for t, one in each.items()}
         for t, one in each.items():
-            line[f"speedup T={t:g}, tokens/s"] = f"{figure(one, 'speedup')}, {one['tokens_per_second']:.1f}"
+            line[f"speedup T={t:g}, tokens/s"] = f"{figure(one, 'speedup')}, {one.tokens_per_second:.1f}"
         lines.append(line)
     return markdown("Comparison", lines)
 
@@ -91,20 +98,17 @@ def categories(ranked: list[Way], columns: Columns) -> str:
     """tau and speedup by category, at the lowest temperature."""
     lowest, lines = min(columns), []
     for way in ranked:
-        parts = columns[lowest][way.name]["by_category"].items()
-        both = {
-            f"{name} ({part['num_prompts']})": f"{figure(part, 'tau')}; {part['speedup']:.2f}" for name, part in parts
-        }
+        parts = columns[lowest][way.name].by_category.items()
+        both = {f"{name} ({part.num_prompts})": f"{figure(part, 'tau')}; {part.speedup:.2f}" for name, part in parts}
         lines.append({"way": way.name, **both})
     return markdown(f"tau; speedup, by category (number of prompts), T={lowest:g}", lines)
 
 
-def differences(ranked: list[Way], first: Way, rows: dict[float, dict[str, list[Row]]]) -> str:
+def differences(ranked: list[Way], first: Way, rows: dict[float, dict[str, list[PromptResult]]]) -> str:
     """Paired over prompts, all against the one listed first."""
 
     def cell(temperature: float, way: Way, other: Way) -> str:
-        found = difference(rows[temperature][way.name], rows[temperature][other.name])
-        return figure(found, "tau_difference", "+.2f")
+        return with_interval(*tau_difference(rows[temperature][way.name], rows[temperature][other.name]), "+.2f")
 
     against = [{"way": way.name, **{f"T={t:g}": cell(t, way, first) for t in rows}} for way in ranked]
     return markdown(f"tau minus that of {first.name} on the same prompts", against)
@@ -113,7 +117,7 @@ def differences(ranked: list[Way], first: Way, rows: dict[float, dict[str, list[
 def conditions(ranked: list[Way], columns: Columns, settings: dict, given: dict[str, str]) -> list[str]:
     """What all ways had in common, and whether each is lossless; given: settings of proposers as they were written"""
     rates = [
-        f"{column[name]['baseline_tokens_per_second']:.1f} ({owner}, T={temperature:g})"
+        f"{column[name].baseline_tokens_per_second:.1f} ({owner}, T={temperature:g})"
         for owner, name in {way.plain: way.name for way in ranked}.items()
         for temperature, column in columns.items()
     ]
@@ -139,7 +143,9 @@ def picture(ranked: list[Way], columns: Columns, settings: dict) -> Figure:
     for axes, name in ((left, "tau"), (middle, "speedup over plain decoding")):
         for place, (way, colour) in enumerate(zip(ranked, colours)):
             for offset, temperature in enumerate(shown):
-                value, interval = (columns[temperature][way.name][name.split()[0] + end] for end in ("", "_ci"))
+                value, interval = (
+                    getattr(columns[temperature][way.name], name.split()[0] + end) for end in ("", "_ci")
+                )
                 y = place + 0.7 * ((offset + 0.5) / len(shown) - 0.5)
                 axes.plot(interval, [y, y], color=colour, linewidth=1.2)
                 axes.plot(value, y, "o", color=colour, mfc=None if temperature == first else "white")
@@ -153,7 +159,7 @@ def picture(ranked: list[Way], columns: Columns, settings: dict) -> Figure:
         left.plot([], [], color="0.3", linestyle="", label=f"T={temperature:g}", **mark)
     drawing.legend(loc="outside upper left", ncols=len(shown), frameon=False)
 
-    survival = [columns[first][way.name]["survival"][:8] for way in ranked]
+    survival = [columns[first][way.name].survival[:8] for way in ranked]
     height = top = 1.05 * max(map(max, survival)) or 1.0
     for place in sorted(range(len(ranked)), key=lambda place: -survival[place][0]):
         right.plot(range(1, len(survival[place]) + 1), survival[place], "o-", markersize=3, color=colours[place])

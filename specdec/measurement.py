@@ -1,0 +1,150 @@
+"""Decoding as measurement: every prompt is decoded plainly and with drafts, in turn, under the same settings."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+
+from specdec import replay
+from specdec.compile import Runner
+from specdec.decode import Decoder, Generation
+from specdec.drafter import Drafter, Head
+from specdec.drafting import Drafting
+from specdec.proposers.base import Proposer
+from specdec.sampling import Sampling
+from specdec.target import Target
+from specdec.timing import interleave
+
+
+@dataclass(frozen=True)
+class Prompt:
+    id: str
+    category: str
+    tokens: list[int]
+
+
+@dataclass(frozen=True)
+class PromptResult:
+    """One prompt, decoded plainly and with drafts at one temperature."""
+
+    prompt: Prompt
+    plain: Generation
+    drafted: Generation
+    replayed_rounds: float  # expected rounds of drafting along the plain answer; nan if replay does not apply
+    replayed_accepted: list[float]  # [K] expected rounds that accept at least d drafts; empty if replay does not apply
+    gap: float | None  # at temperature 0, where the answers differ: the target's top-2 logit gap there; else None
+
+    @property
+    def num_rounds(self) -> int:
+        return len(self.drafted.accepted[0])
+
+    @property
+    def num_emitted(self) -> int:
+        """Tokens emitted by drafted rounds."""
+        return sum(self.drafted.accepted[0]) + self.num_rounds
+
+
+def measure(
+    target: Target,
+    proposer: Proposer,
+    drafting: Drafting,
+    prompts: list[Prompt],
+    *,
+    replayed: Head | None,
+    sampling: Sampling,
+    max_new_tokens: int,
+    stop: set[int],
+    seed: int,
+    batch: int = 1,
+    progress: Callable[[list], Iterable] = iter,
+) -> list[PromptResult]:
+    """Decodes each prompt plainly and with drafts, one after the other and in alternating order, after a warm-up.
+
+    The time of compiling is not counted. The proposer first forgets what it learned from earlier batches.
+    replayed: the drafter to replay along the plain answers, if replay applies to these settings
+    batch: prompts decoded at once; rates are then those of the batch, divided equally
+    Raises ValueError for a batch below 1.
+    """
+    if batch < 1:
+        raise ValueError(f"batch={batch} must be at least 1.")
+    runner = Runner(drafting.compile)
+    decoders = {
+        "drafted": drafting.decoder(target, proposer, sampling=sampling, stop=stop, runner=runner),
+        "plain": Decoder(target, None, sampling=sampling, stop=stop, runner=runner),
+    }
+    for name in ("plain", "drafted"):
+        generator = seeded_generator(target, seed)
+        decoders[name].generate([prompts[0].tokens], min(8, max_new_tokens), generator=generator)
+    proposer.forget()
+
+    def decode(decoder: Decoder) -> Callable[[int], list[Generation]]:
+        def decode_group(number: int) -> list[Generation]:
+            tokens = [prompt.tokens for prompt in groups[number]]
+            generator = seeded_generator(target, seed + number)
+            return decoder.generate(tokens, max_new_tokens, generator=generator).split()
+
+        return decode_group
+
+    replays = isinstance(replayed, Drafter) and drafting.replayable(replayed, sampling)
+    groups = [prompts[start : start + batch] for start in range(0, len(prompts), batch)]
+    functions = {name: decode(decoder) for name, decoder in decoders.items()}
+    results = []
+    for number, group in enumerate(progress(groups)):
+        generations = interleave(functions, number, number)
+        for prompt, plain, drafted in zip(group, generations["plain"], generations["drafted"]):
+            results.append(
+                compare(
+                    target,
+                    prompt,
+                    plain,
+                    drafted,
+                    replayed=replayed if isinstance(replayed, Drafter) and replays else None,
+                    depth=drafting.depth,
+                    sampling=sampling,
+                )
+            )
+    return results
+
+
+def compare(
+    target: Target,
+    prompt: Prompt,
+    plain: Generation,
+    drafted: Generation,
+    *,
+    replayed: Drafter | None,
+    depth: int,
+    sampling: Sampling,
+) -> PromptResult:
+    """One prompt's result from its two answers. replayed: the drafter to replay along the plain answer, a chain of
+    `depth`; None if replay does not apply."""
+    rounds, accepted, gap = float("nan"), [], None
+    if replayed is not None:
+        chances = replay.acceptance(
+            replayed, prompt.tokens, plain.tokens[0], depth=depth, temperature=sampling.temperature
+        )
+        rounds, counts = replay.rounds(chances)
+        accepted = counts.tolist()
+    if sampling.greedy:
+        gap = top2_gap(target, prompt.tokens, plain.tokens[0], drafted.tokens[0], sampling)
+    return PromptResult(prompt, plain, drafted, rounds, accepted, gap)
+
+
+def seeded_generator(target: Target, seed: int) -> torch.Generator:
+    """Random numbers on the target's device."""
+    return torch.Generator(target.device).manual_seed(seed)
+
+
+def top2_gap(
+    target: Target, prompt: list[int], answer: list[int], other: list[int], sampling: Sampling
+) -> float | None:
+    """The gap between the target's two largest logits at the first token where two greedy answers differ; None if they
+    are the same. A gap as small as the rounding of the dtype means a near tie, which rounding may decide either way."""
+    if answer == other:
+        return None
+    same = next((i for i, (a, b) in enumerate(zip(answer, other)) if a != b), min(len(answer), len(other)))
+    tokens = torch.tensor([prompt + answer[:same]], device=target.device)
+    logits = target.logits(target.read(tokens, ()).final[:, -1:])  # [1, 1, V]
+    before = torch.zeros_like(logits, dtype=torch.bool).scatter_(2, tokens[None], True)
+    top = sampling.penalise(logits, before)[0, 0].topk(2).values
+    return float(top[0] - top[1])

@@ -1,0 +1,153 @@
+"""What a measurement says: tau, speed and losslessness, overall and by category, as a record and as JSON."""
+
+import math
+from dataclasses import asdict, dataclass, field, fields, replace
+
+from specdec import figures
+from specdec.decode import STAGES
+from specdec.measurement import PromptResult
+
+ONLY_IF_KNOWN = ("replayed_tau", "replayed_tau_ci", "by_category", "shape", "step", "training")  # not in JSON if empty
+
+
+@dataclass(frozen=True)
+class Training:
+    """What training took until a validation. Reports of older runs lack some of it."""
+
+    parameters: int | None = None  # trained ones
+    tokens: int | None = None  # read, in all processes
+    seconds: float | None = None  # without validation and saving
+    tokens_per_second: float | None = None
+    peak_memory: int | None = None  # bytes: of the device, on a CPU of the process
+    processes: int | None = None
+
+
+@dataclass(frozen=True)
+class Report:
+    """Figures of drafting on a set of prompts (docs/figures.md). `*_ci` are 95 % bootstrap intervals over prompts."""
+
+    temperature: float
+    num_prompts: int
+    num_rounds: int
+    tau: float
+    tau_ci: list[float]
+    survival: list[float]  # [K] share of rounds that accept at least d drafts
+    acceptance: list[float]  # [K] the same, of the rounds that accept d - 1
+    tokens_per_second: float
+    tokens_per_second_ci: list[float]
+    baseline_tokens_per_second: float
+    speedup: float
+    speedup_ci: list[float]
+    ms_per_round: dict[str, float]  # by decode.STAGES
+    adapted_target: bool = False  # whether outputs are those of a target that the head has changed
+    lossy: bool = False  # whether the acceptance rule changes the law of the answers
+    identical_outputs: float | None = None  # share of the answers that equal plain decoding; None at temperature > 0
+    largest_gap_at_difference: float | None = None  # the largest top-2 logit gap where a greedy answer differs
+    replayed_tau: float | None = None  # None where replay does not apply
+    replayed_tau_ci: list[float] | None = None
+    by_category: dict[str, "Report"] = field(default_factory=dict)
+    shape: str | None = None  # of a validation: the chain or tree
+    step: int | None = None  # of a validation
+    training: Training | None = None  # of a validation
+
+    def to_json(self) -> dict:
+        """A document for json.dump; `from_json` reads it."""
+        document = {item.name: getattr(self, item.name) for item in fields(self)}
+        document["by_category"] = {name: report.to_json() for name, report in self.by_category.items()}
+        document["training"] = self.training and asdict(self.training)
+        if self.temperature > 0:
+            del document["largest_gap_at_difference"]
+        return {key: value for key, value in document.items() if key not in ONLY_IF_KNOWN or value not in (None, {})}
+
+    @classmethod
+    def from_json(cls, document: dict, *, source: str = "this document") -> "Report":
+        """Ignores keys that it does not know. Raises ValueError, naming `source`, if a figure is missing."""
+        known = {item.name for item in fields(cls)}
+        values = {key: value for key, value in document.items() if key in known}
+        try:
+            categories = {name: cls.from_json(part) for name, part in values.pop("by_category", {}).items()}
+            training = values.pop("training", None)
+            return cls(**values, by_category=categories, training=training and Training(**training))
+        except (TypeError, AttributeError) as error:
+            raise ValueError(
+                f"{source} is not a report of drafting ({error}). Take another copy of it, or measure again."
+            ) from error
+
+
+def summarise(
+    results: list[PromptResult],
+    *,
+    depth: int,
+    temperature: float,
+    adapted: bool = False,
+    lossy: bool = False,
+    seed: int = 0,
+) -> Report:
+    """Figures over all results. depth: the deepest draft; adapted: `Target.adapted`; lossy: whether the acceptance rule
+    is one of rules.LOSSY; seed: of the bootstrap"""
+    rounds = sum(result.num_rounds for result in results)
+    reached = [sum(a >= d for result in results for a in result.drafted.accepted[0]) for d in range(1, depth + 1)]
+    survival = [count / rounds if rounds else math.nan for count in reached]
+    before = [1.0, *survival[:-1]]
+    replayed = all(result.replayed_accepted for result in results)
+    gaps = [result.gap for result in results if result.gap is not None]
+    return Report(
+        temperature=temperature,
+        adapted_target=adapted,
+        lossy=lossy,
+        num_prompts=len(results),
+        num_rounds=rounds,
+        tau=figures.tau(results),
+        tau_ci=figures.interval(results, figures.tau, seed),
+        survival=survival,
+        acceptance=[s / b if b else math.nan for s, b in zip(survival, before)],
+        tokens_per_second=figures.rate(results, "drafted"),
+        tokens_per_second_ci=figures.interval(results, lambda drawn: figures.rate(drawn, "drafted"), seed),
+        baseline_tokens_per_second=figures.rate(results, "plain"),
+        speedup=figures.speedup(results),
+        speedup_ci=figures.interval(results, figures.speedup, seed),
+        ms_per_round={
+            name: 1e3 * sum(result.drafted.stages[name] for result in results) / max(1, rounds) for name in STAGES
+        },
+        identical_outputs=None if temperature > 0 else 1 - len(gaps) / len(results),
+        largest_gap_at_difference=None if temperature > 0 else max(gaps, default=None),
+        replayed_tau=figures.replayed_tau(results) if replayed else None,
+        replayed_tau_ci=figures.interval(results, figures.replayed_tau, seed) if replayed else None,
+    )
+
+
+def summarise_by_category(results: list[PromptResult], **settings) -> Report:
+    """`summarise` over all results, with a report for each category in it."""
+    categories = sorted({result.prompt.category for result in results})
+    parts = {
+        name: summarise([result for result in results if result.prompt.category == name], **settings)
+        for name in categories
+    }
+    return replace(summarise(results, **settings), by_category=parts)
+
+
+def verdict(report: Report) -> str:
+    """One sentence on losslessness."""
+    adapted = "; outputs are those of the adapted target, not of the original one" if report.adapted_target else ""
+    if report.lossy:
+        return (
+            "NOT lossless: this rule accepts tokens that the target would seldom say, so answers follow another law"
+            + adapted
+        )
+    if report.temperature > 0:
+        return f"lossless by the acceptance rule (answers are draws from the same law, not the same draws){adapted}"
+    assert report.identical_outputs is not None
+    num = round(report.identical_outputs * report.num_prompts)
+    if num == report.num_prompts:
+        return f"lossless: all {num} answers equal plain decoding{adapted}"
+    return (
+        f"{num} of {report.num_prompts} answers equal plain decoding; where they differ, the target's two best logits "
+        f"are at most {report.largest_gap_at_difference:.3g} apart (rounding, if that is small for the dtype){adapted}"
+    )
+
+
+def by_depth(values: list[float]) -> str:
+    """Survival or acceptance as text. Depths that are hardly ever reached (below 0.005) are left out, at most 8 are shown."""
+    last = max((depth for depth, value in enumerate(values, 1) if value >= 0.005), default=1)
+    shown = values[: min(last, 8)]
+    return " ".join(f"{value:.2f}" for value in shown) + (" .." if last > len(shown) else "")

@@ -1,0 +1,283 @@
+"""Losslessness by exact enumeration over three tokens: every draft, and every outcome of every draw.
+
+The first half is about rules alone, the second about whole decoders: target, drafter and rule together.
+"""
+
+import collections
+import functools
+import itertools
+import math
+
+import torch
+from transformers import (
+    LogitsProcessorList,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from specdec import rules
+from specdec import sampling as specdec_sampling
+from specdec.decode import Decoder
+from specdec.proposers import growth
+from specdec.sampling import Sampling
+from specdec.tree import Tree
+from tests.support import make_target, random_tree
+
+V, DEPTH = 3, 3
+
+
+TEXTS = list(itertools.product(range(V), repeat=DEPTH + 1))
+
+
+PREFIXES = [prefix for length in range(DEPTH + 1) for prefix in itertools.product(range(V), repeat=length)]
+
+
+CHAIN_PARENTS = [-1, 0, 1, 2]
+
+
+BUSH_PARENTS = [-1, 0, 0, 1, 1, 3]  # neither its order of nodes nor the reverse is a post-order
+
+
+LOSSLESS = [rules.sample, rules.block]
+
+
+class Enumerate:
+    """In the place of rules.Draws: a row follows its script, then takes the first possible outcome and notes others."""
+
+    def __init__(self, scripts: list[list[int]]):
+        self.scripts, self.others = scripts, []
+        self.taken, self.weights = [[] for _ in scripts], [1.0] * len(scripts)
+
+    def token(self, law, where):
+        picked = torch.zeros(len(self.scripts), dtype=torch.long)
+        for row in where.nonzero()[:, 0].tolist():
+            weights, taken = law[row].tolist(), self.taken[row]
+            possible = [index for index, weight in enumerate(weights) if weight > 0]
+            if len(taken) < len(self.scripts[row]):
+                possible = [self.scripts[row][len(taken)]]
+            self.others += [(row, [*taken, index]) for index in possible[1:]]
+            self.weights[row] *= weights[possible[0]]
+            picked[row] = possible[0]
+            taken.append(possible[0])
+        return picked
+
+    def accept(self, chance, where):
+        chance = chance.clamp(max=1)
+        return self.token(torch.stack([1 - chance, chance], dim=1), where) == 1
+
+
+def rows_of(tree: Tree, rows: list[int]) -> Tree:
+    return Tree(tree.tokens[rows], tree.parents[rows], None if tree.probs is None else tree.probs[rows])
+
+
+def at_nodes(tree: Tree, table: dict) -> torch.Tensor:
+    """[B, N, V]: what the table holds for each node's prefix, its tokens from the root (which is not in it) down."""
+    found = []
+    for tokens, parents in zip(tree.tokens[:, 1:].tolist(), tree.parents[:, 1:].tolist()):
+        prefixes = [()]
+        for token, parent in zip(tokens, parents):
+            prefixes.append((*prefixes[parent], token))
+        found.append(torch.stack([table[prefix] for prefix in prefixes]))
+    return torch.stack(found)
+
+
+def rule_outcomes(rule, tree: Tree, probs: torch.Tensor):
+    """Yields (row, weight, emitted) for every outcome of the rule's draws."""
+    pending = [(row, []) for row in range(len(tree.tokens))]
+    while pending:
+        rows = [row for row, _ in pending]
+        draws = Enumerate([script for _, script in pending])
+        part = rows_of(tree, rows)
+        path, num_kept, next_token = rule(part, probs[rows], draws)
+        for place, row in enumerate(rows):
+            nodes = path[place, : num_kept[place]]
+            assert nodes[0] == 0 and torch.equal(part.parents[place, nodes[1:]], nodes[:-1])
+            assert not path[place, num_kept[place] :].any()
+            yield row, draws.weights[place], (*part.tokens[place, nodes[1:]].tolist(), int(next_token[place]))
+        pending = [(rows[place], script) for place, script in draws.others]
+
+
+def random_laws(seed: int, *, allowed: int = V) -> dict:
+    """A law of the next token for every prefix, with nothing on tokens from `allowed` on."""
+    generator = torch.Generator().manual_seed(seed)
+    laws = {}
+    for prefix in PREFIXES:
+        law = torch.rand(V, generator=generator, dtype=torch.float64) ** 2
+        law[allowed:] = 0
+        laws[prefix] = law / law.sum()
+    return laws
+
+
+def drafts(q: dict, parents: list[int], *, replacement: bool = True, conditioned: bool = True):
+    """-> a tree [B, N] of every draft, and the drafts' chances [B]
+
+    conditioned=False, which is wrong, hands in q itself for children that were drawn without replacement.
+    """
+    tokens, laws, weights = [], [], []
+    for drawn in itertools.product(range(V), repeat=len(parents) - 1):
+        found, given, weight = [()], [torch.zeros(V, dtype=torch.float64)], 1.0
+        for node, token in enumerate(drawn, start=1):
+            law = q[found[parents[node]]].clone()
+            given.append(law if conditioned else law.clone())
+            if not replacement:
+                law[[drawn[other - 1] for other in range(1, node) if parents[other] == parents[node]]] = 0
+                law /= law.sum()
+            weight *= float(law[token])
+            found.append((*found[parents[node]], token))
+        if weight > 0:
+            tokens.append([0, *drawn])
+            laws.append(torch.stack(given))
+            weights.append(weight)
+    return Tree(torch.tensor(tokens), torch.tensor(parents).repeat(len(tokens), 1), torch.stack(laws)), weights
+
+
+@functools.cache
+def drafted(name: str, seed: int, allowed: int = V):
+    """-> a tree [B, N] of every draft, and the drafts' chances [B]; chosen: one tree of eight nodes"""
+    if name != "chosen":
+        q = random_laws(seed, allowed=allowed)
+        return drafts(q, CHAIN_PARENTS if name == "chain" else BUSH_PARENTS, replacement=name != "without replacement")
+    generator = torch.Generator().manual_seed(seed)
+    tree = random_tree(generator, 8, V)
+    while tree.depths().max() > DEPTH:
+        tree = random_tree(generator, 8, V)
+    tree.tokens[0, 0] = 0  # as the others have it
+    return tree, [1.0]
+
+
+def rule_error(p: dict, rule, parts, probs=None) -> float:
+    """The largest difference between the law of texts that begin with what the rule emits and the target's law.
+
+    parts: (tree, chances [B]) that are drafted, all in all with chance 1; probs [B, N, V] stands for p at the nodes
+    """
+
+    def continued(text, start):
+        return math.prod(float(p[text[:place]][text[place]]) for place in range(start, len(text)))
+
+    begun = collections.Counter()
+    for tree, weights in parts:
+        for row, weight, emitted in rule_outcomes(rule, tree, at_nodes(tree, p) if probs is None else probs):
+            begun[emitted] += weights[row] * weight
+    law = {text: sum(begun[text[:n]] * continued(text, n) for n in range(1, len(text) + 1)) for text in TEXTS}
+    return max(abs(law[text] - continued(text, 0)) for text in TEXTS)
+
+
+# Whole decoders
+
+PROMPT = (1, 1)
+
+
+THREE_TOKENS = list(itertools.product(range(V), repeat=3))
+
+
+SAMPLINGS = {
+    "warm": Sampling(3.0),
+    "top_k": Sampling(3.0, top_k=2),
+    "top_p": Sampling(3.0, top_p=0.8),
+    "penalty": Sampling(3.0, repetition_penalty=1.5),
+    "all": Sampling(4.0, top_k=2, top_p=0.9, repetition_penalty=0.7),
+}
+
+
+@functools.cache
+def sampled_target():
+    return make_target(V, num_layers=2)
+
+
+@functools.cache
+def next_law(sampling: Sampling, text: tuple[int, ...]) -> torch.Tensor:
+    """[V], by transformers"""
+    steps = [
+        RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty),
+        TemperatureLogitsWarper(sampling.temperature),
+    ]
+    steps += [TopKLogitsWarper(sampling.top_k)] if sampling.top_k else []
+    steps += [TopPLogitsWarper(sampling.top_p)] if sampling.top_p else []
+    tokens = torch.tensor([text])
+    with torch.no_grad():
+        logits = sampled_target().model(tokens).logits[:, -1]
+    return LogitsProcessorList(steps)(tokens, logits).softmax(-1)[0]
+
+
+def chance(sampling: Sampling, before: tuple[int, ...], text: tuple[int, ...]) -> float:
+    """Of `text` behind `before`."""
+    return math.prod(float(next_law(sampling, before + text[:n])[text[n]]) for n in range(len(text)))
+
+
+class Switch:
+    """In the place of rules.Draws: at random, the same for every row, until it is switched on; then an enumeration."""
+
+    def __init__(self, scripts: list[list[int]], seed: int):
+        self.enumeration, self.on = Enumerate(scripts), False
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def uniform(self) -> torch.Tensor:
+        return torch.rand(1, 1, generator=self.generator, dtype=torch.float64)
+
+    def token(self, law, where):
+        if self.on:
+            return self.enumeration.token(law, where)
+        return specdec_sampling.pick(law, self.uniform().expand(len(law), 1))
+
+    def accept(self, chance, where):
+        return self.enumeration.accept(chance, where) if self.on else where & (self.uniform()[0] < chance)
+
+
+def decoder_outcomes(decoder: Decoder, number: int, *, seed: int, alone: bool, monkeypatch):
+    """Round `number` (0: the prompt's own pass), after rounds drawn by `seed`. Yields text before it, weight, what it emits
+
+    alone: a row at a time, for a decoder whose rows mind each other's business
+    """
+    pending = [[]]
+    while pending:
+        scripts, pending = (pending[:1], pending[1:]) if alone else (pending, [])
+        draws = Switch(scripts, seed)
+        everywhere = torch.ones(len(scripts), dtype=torch.bool)
+        with monkeypatch.context() as patch:
+            patch.setattr(rules, "Draws", lambda generator, draws=draws: draws)
+            patch.setattr(growth, "pick", lambda law, uniform, draws=draws, where=everywhere: draws.token(law, where))
+            stream, before = decoder.stream([list(PROMPT)] * len(scripts), 50), PROMPT
+            for place in range(number + 1):
+                draws.on = place == number
+                emitted = next(stream).tokens
+                if place < number:
+                    before += tuple(emitted[0])
+            stream.close()
+        for tokens, weight in zip(emitted, draws.enumeration.weights):
+            yield before, weight, tuple(tokens)
+        pending += [script for _, script in draws.enumeration.others]
+
+
+def decoder_error(decoder: Decoder, number: int, *, seed: int = 0, alone: bool = False, monkeypatch) -> float:
+    """The largest difference between the law of texts that begin with what the round emits and the target's law."""
+    begun = collections.Counter()
+    found = list(decoder_outcomes(decoder, number, seed=seed, alone=alone, monkeypatch=monkeypatch))
+    before = found[0][0]
+    for _, weight, emitted in found:
+        begun[emitted] += weight
+    sampling = decoder.sampling
+    law = {
+        text: sum(begun[text[:n]] * chance(sampling, before + text[:n], text[n:]) for n in range(1, 4))
+        for text in THREE_TOKENS
+    }
+    return max(abs(law[text] - chance(sampling, before, text)) for text in THREE_TOKENS)
+
+
+def without_temperature(tree: Tree) -> Tree:
+    laws = tree.probs ** SAMPLINGS["warm"].temperature
+    return Tree(tree.tokens, tree.parents, laws / laws.sum(-1, keepdim=True).clamp(min=1e-9), linear=tree.linear)
+
+
+def answer_statistic(decoder: Decoder, num: int) -> tuple[float, int]:
+    """Chi-square of the first four tokens of `num` answers to the exact law, and its degrees of freedom"""
+    answers = decoder.generate([list(PROMPT)] * num, 4, generator=torch.Generator().manual_seed(0)).tokens
+    counts = collections.Counter(map(tuple, answers))
+    texts = list(itertools.product(range(V), repeat=4))
+    expected = [num * chance(decoder.sampling, PROMPT, text) for text in texts]
+    pairs = [(counts[text], e) for text, e in zip(texts, expected) if e >= 5]
+    rest = [(counts[text], e) for text, e in zip(texts, expected) if e < 5]
+    pairs.append((sum(count for count, _ in rest), sum(e for _, e in rest)))
+    assert sum(count for count, _ in pairs) == num
+    return sum((count - e) ** 2 / max(e, 1e-9) for count, e in pairs if count or e), len(pairs) - 1

@@ -1,0 +1,128 @@
+"""What tests of exported and published folders share; tests/reference.py reads such folders independently."""
+
+import importlib
+import json
+from functools import partial
+from pathlib import Path
+
+import torch
+from hydra.utils import instantiate
+
+from specdec import checkpoint, serving
+from specdec.layouts import folder as layouts
+from tests import reference
+from tests.loops import follow
+from tests.support import load_head, make_drafter, random_tokens
+
+TOKENS = 1 + torch.tensor(random_tokens(3, 16, 60))  # without token 0, in whose place DSpark has its mask
+
+
+DEPTH = 4
+
+
+SLOTS = (1, 2, 9)
+
+
+CONTAINED = {
+    "norm_features": True,
+    "norm_output": True,
+    "norm_before_residual": True,
+}  # Speculators has one norm or the other
+
+
+ALL_NORMS = {"norm_features": True, "norm_output": True, "norm_before_fc": True, "norm_before_residual": True}
+
+
+OTHER_BLOCK = {
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 12,
+    "rms_norm_eps": 1e-3,
+    "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0},
+}
+
+
+def make_exact(target, head: str, reduced: bool = False, arguments: dict | None = None):
+    """As make_drafter, in float64 numbers that are float32's too, as published weights are."""
+    return make_drafter(target, head, reduced, {**(arguments or {}), "_convert_": "all"}).float().double()
+
+
+def make_form(drafter, form: str):
+    return importlib.import_module(f"specdec.export.{form}").form(drafter)
+
+
+def make_provenance(drafter, **changes) -> serving.Provenance:
+    document = {
+        "_target_": f"specdec.heads.{type(drafter).__name__}",
+        "versions": {"specdec": "1"},
+        "reads_layers": list(drafter.target_layers),
+    }
+    given = {"source": "run/step", "document": document, "target": "tiny", "fingerprint": "f00", "report": None,
+             "served": {}, "data": "rows", "license": "mit", "num_drafts": 3, **changes}  # fmt: skip
+    return serving.Provenance(**given)
+
+
+def export(drafter, form: str, out: Path, *, dtype=torch.float64) -> serving.Form:
+    made = make_form(drafter, form)
+    serving.write(made, out, dtype=dtype, provenance=make_provenance(drafter))
+    return made
+
+
+def assert_same_drafts(path: Path, reader, drafter, *, slots=SLOTS) -> None:
+    """The engine's logits at every step of a chain are the drafter's, and about the same tokens."""
+    target = drafter.target
+    served = reference.serve(target.model, TOKENS)
+    features = target.read(TOKENS[None], drafter.target_layers).features[0]
+    for slot in slots:
+        _, logits = follow(drafter, TOKENS, features, slot, DEPTH)
+        drafts = reader(path, served, TOKENS, slot, DEPTH)
+        torch.testing.assert_close(drafts.logits, torch.stack(logits), atol=1e-9, rtol=1e-9)
+        assert drafts.ids.tolist() == drafter.to_target(torch.arange(drafter.vocab_size)).tolist()
+
+
+SGLANG1, SAFEAILAB1 = (partial(reference.eagle1, engine=engine) for engine in ("sglang", "safeailab"))
+
+
+SGLANG3 = partial(reference.eagle3, engine="sglang")
+
+
+UNBLANKED = partial(reference.mtp, blank=False)
+
+
+REFERENCE_MEDUSA = partial(reference.medusa, engine="reference")
+
+
+def with_vocabularies(cases: list[tuple]) -> list[tuple]:
+    """Each over the whole vocabulary and over a reduced one, which LM heads of Medusa's own do not have."""
+    return [
+        (*case, reduced) for case in cases for reduced in (False, True) if not (reduced and "own_output" in case[1])
+    ]
+
+
+def bring_in(path: Path, target):
+    spec, tensors = layouts.read(path, target)
+    return checkpoint.build(json.loads(json.dumps(spec)), tensors, target)
+
+
+def make_medusa2(target):
+    torch.manual_seed(1)
+    drafter = instantiate(load_head("medusa2")["drafter"], target, vocab=None)
+    for parameter in drafter.parameters():
+        parameter.data = torch.randn_like(parameter) * 0.3
+    return drafter.eval()
+
+
+# What a report and a measurement at a server say of a head
+REPORT = {"tau": 1.5, "tau_ci": [1.25, 1.75], "num_prompts": 8, "temperature": 0.0, "survival": [0.3, 0.15, 0.05],
+          "ms_per_round": {"draft": 9.0, "verify": 25.0, "keep": 0.0, "other": 0.0}, "baseline_tokens_per_second": 50.0}  # fmt: skip
+SERVED = {
+    "vLLM 0.32.0": {
+        "prompts": "p.jsonl",
+        "max_new_tokens": 8,
+        "num_prompts": 6,
+        "num_drafts": 3,
+        "dtype": "float32",
+        "tau": 2.0,
+        "served_tau": 1.9,
+    }
+}

@@ -1,0 +1,192 @@
+"""scripts/compare.py on two tiny checkpoints: its figures, its interruption, and what it says to a mistake."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from helpers import comparison
+from scripts import compare
+from specdec import checkpoint
+from specdec.decode import Generation
+from specdec.figures import tau_difference
+from specdec.heads.medusa import Medusa2
+from specdec.measurement import Prompt, PromptResult
+from specdec.report import summarise
+from tests.support import save_eagle, save_target, write_prompts
+
+TRAINING = {"tokens": 2_000_000, "tokens_per_second": 1234.5, "peak_memory": 2**30, "seconds": 1620.0}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("compare")
+    target = save_target(folder / "target")
+    report = {**summarise(made_up(0), depth=4, temperature=1.0).to_json(), "training": TRAINING}
+    for seed, (name, extra) in enumerate([("one", {"report.json": report}), ("two", {})]):
+        save_eagle(folder / name / "step_000001", target, seed=seed, extra=extra)
+        (folder / name / "best").write_text("step_000001\n")
+    shape = {"num_heads": 2, "lora_rank": 2}
+    torch.manual_seed(0)
+    adapting = Medusa2(target, **shape)  # from here on the target is an adapted one
+    for name, parameter in adapting.named_parameters():
+        if "lora" in name:
+            parameter.data = 0.3 * torch.randn_like(parameter)
+    spec = {"_target_": "specdec.heads.medusa.Medusa2", **shape}
+    checkpoint.save(folder / "adapting" / "step_000001", adapting.decodable(), spec)
+    (folder / "adapting" / "best").write_text("step_000001\n")
+    write_prompts(folder / "prompts.jsonl", 3)
+    return folder
+
+
+@pytest.fixture
+def run(folder, run_script):
+    def run(*arguments):
+        given = {"runs": f"{folder}/one,{folder}/two", "proposers": "ngram", "prompts": f"{folder}/prompts.jsonl", "out": f"{folder}/out",
+                 "max_new_tokens": "6", "chain": "3", "tree": "3,2,4", "target.dtype": "float32"}  # fmt: skip
+        given |= dict(argument.split("=", 1) for argument in arguments)
+        return run_script(compare, *(f"{key}={value}" for key, value in given.items()))
+
+    return run
+
+
+@pytest.fixture
+def compared(run, folder):
+    """The folder of a finished comparison, and its lines."""
+    run()
+    return folder / "out", [json.loads(line) for line in (folder / "out" / "rows.jsonl").read_text().splitlines()]
+
+
+def cells(out: Path, title: str) -> dict[str, dict[str, str]]:
+    """Table `title` of table.md: run -> column -> cell."""
+    text = (out / "table.md").read_text().split(f"### {title}")[1].split("\n\n")[1]
+    header, _, *lines = ([cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines())
+    return {line[0]: dict(zip(header, line)) for line in lines}
+
+
+def rows(lines: list[dict], name: str, temperature: float):
+    return compare.rows_of(lines, comparison.Way(name, None, 3, comparison.FROZEN, None), temperature)
+
+
+def test_the_table_holds_what_summarise_says_of_the_rows(compared):
+    out, lines = compared
+    assert len(lines) == 6 and (out / "comparison.png").stat().st_size > 10_000
+    table = cells(out, "Comparison")
+    assert set(table) == {"one, chain", "one, tree", "two, chain", "two, tree", "ngram"}
+    for name in table:
+        for temperature in (0.0, 1.0):
+            found = rows(lines, name, temperature)
+            assert [row.prompt.id for row in found] == ["0", "1", "2"]
+            summary = summarise(found, depth=3, temperature=temperature)
+            column = f"T={temperature:g}"
+            assert table[name][f"tau {column}"] == comparison.figure(summary, "tau")
+            assert table[name][f"speedup {column}, tokens/s"].startswith(comparison.figure(summary, "speedup"))
+            assert (summary.replayed_tau is not None) == ("chain" in name)
+            if temperature == 0:
+                assert summary.identical_outputs == 1
+    assert table["one, chain"]["tokens seen"] == "2.00 M" and table["one, tree"]["peak memory"] == "1.00 GiB"
+    assert table["two, tree"]["tokens seen"] == table["ngram"]["trained"] == "-"
+
+
+def test_at_temperature_0_a_chain_is_replayed_exactly(compared):
+    summary = summarise(rows(compared[1], "one, chain", 0.0), depth=3, temperature=0.0)
+    assert summary.replayed_tau == pytest.approx(summary.tau)
+
+
+def made_up(seed: int) -> list[PromptResult]:
+    """Five prompts of 3 to 7 rounds with 0 to 4 accepted drafts each."""
+    generator = torch.Generator().manual_seed(seed)
+    counts = [torch.randint(5, (num,), generator=generator).tolist() for num in range(3, 8)]
+    plain = Generation([[0] * 9], [[0] * 8], 1.0)
+    return [PromptResult(Prompt("", "", [0]), plain, Generation([[0]], [found]), 1.0, [], None) for found in counts]
+
+
+def test_a_run_does_not_differ_from_itself():
+    assert tau_difference(made_up(0), made_up(0)) == (0.0, [0.0, 0.0])
+
+
+def test_differences_are_paired():
+    rows, others = made_up(0), made_up(1)
+    (there, interval), (back, interval_back) = tau_difference(rows, others), tau_difference(others, rows)
+    assert there == -back != 0
+    assert interval == pytest.approx([-end for end in interval_back[::-1]])
+    taus = [summarise(results, depth=4, temperature=1.0).tau for results in (rows, others)]
+    assert there == pytest.approx(taus[0] - taus[1])
+    longer = [
+        replace(row, drafted=replace(row.drafted, accepted=[[a + 1 for a in row.drafted.accepted[0]]])) for row in rows
+    ]
+    assert tau_difference(longer, rows)[1] == pytest.approx([1.0, 1.0])  # unpaired, it would be wide
+
+
+def test_the_same_command_continues(run, compared):
+    out, lines = compared
+    path = out / "rows.jsonl"
+    finished = path.read_text().splitlines(keepends=True)[:2]
+    path.write_text("".join(finished))
+    assert "2 of 6 prompts" in run()
+    again = path.read_text()
+    assert again.startswith("".join(finished)) and len(again.splitlines()) == 6
+    for before, after in zip(lines, map(json.loads, again.splitlines())):
+        assert (before["number"], before["temperature"]) == (after["number"], after["temperature"])
+        for name in ("one, tree", "two, tree", "ngram"):
+            tokens = [line["ways"][name]["drafted"]["tokens"] for line in (before, after)]
+            assert tokens[0] == tokens[1]
+
+
+def test_a_damaged_line_is_named(run, compared):
+    path = compared[0] / "rows.jsonl"
+    whole = path.read_text()
+    for damaged in (whole[:-200], whole[:-1]):
+        path.write_text(damaged)
+        with pytest.raises(ValueError, match="line 6 is damaged: delete that line"):
+            run()
+    path.write_text(whole)
+
+
+def test_other_settings_are_refused(run, compared, folder):
+    with pytest.raises(ValueError, match=r"max_new_tokens \(then 6, now 7\).*another out="):
+        run("max_new_tokens=7")
+    with pytest.raises(ValueError, match="runs"):
+        run(f"runs={folder}/one")
+    with pytest.raises(ValueError, match=r"proposers\.ngram\.max \(then 6, now 4\)"):
+        run("proposer.ngram.max=4")
+    given = "runs=", "proposers=merged", f"checkpoint={folder}/two", f"out={folder}/changed", "limit=1", "temperature=0"
+    run(*given)
+    step = folder / "two" / "step_000001"
+    (step / "drafter.safetensors").write_bytes((folder / "one" / "step_000001" / "drafter.safetensors").read_bytes())
+    with pytest.raises(ValueError, match=rf"files\.{step} \(then"):
+        run(*given)
+
+
+def test_a_shallow_drafter_is_cut_and_an_adapting_one_has_its_own_target(run, folder):
+    printed = run(f"runs={folder}/adapting", f"out={folder}/shallow", "limit=1")
+    table = cells(folder / "shallow", "Comparison")
+    depths = {name: line["depth"] for name, line in table.items() if name.startswith("adapting, ")}
+    assert set(depths.values()) == {"2"} and len(depths) == 2
+    line = json.loads((folder / "shallow" / "rows.jsonl").read_text().splitlines()[0])
+    assert set(line["plain"]) == {"adapting", comparison.FROZEN} and comparison.ADAPTED in printed
+    assert line["plain"]["adapting"]["tokens"] != line["plain"][comparison.FROZEN]["tokens"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["runs=", "proposers="], "nothing to compare"),
+        (["proposers=ngrams"], "no proposer 'ngrams'; there are: .*ngram"),
+        (["proposers=ngram,ngram"], "list each once"),
+        (["proposers=merged"], "needs a trained head"),
+        (["proposer.ngram.most=3"], "ngram has the settings"),
+        (["proposer.max=3"], "proposer.NAME.KEY"),
+        (["proposer.ngram.max=none"], "proposer.max=none must be a whole number, such as"),
+        (["runs=nowhere"], "does not exist"),
+        (["runs={folder}/one,{folder}/one"], "Two runs are called one"),
+        (["runs={folder}/target"], "does not exist"),
+        (["tree=4,3"], "give depth,width,nodes"),
+        (["temperature=hot"], "give numbers"),
+        (["limit=0"], "leave nothing to decode"),
+    ],
+)
+def test_mistakes_are_answered_with_a_sentence(refuse, folder, arguments, message):
+    refuse(message, *(argument.format(folder=folder) for argument in arguments))

@@ -1,0 +1,105 @@
+"""scripts/datastore.py: what it writes is what the proposer reads."""
+
+import functools
+import json
+from pathlib import Path
+
+import pytest
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+
+from scripts import datastore as script
+from specdec import datastore as store
+from specdec.proposers import retrieval
+from specdec.target import Target, load_tokenizer
+from tests.support import ROOT, save_target, write_rows
+
+load_once = functools.cache(load_tokenizer)
+
+
+ROWS = [
+    {"messages": [{"role": "user", "content": "Say hello."}, {"role": "assistant", "content": "Hello, world!"},
+                  {"role": "user", "content": "Bye."}, {"role": "assistant", "content": "See you"}], "finish": "length"},
+    {"text": "Plain text, as it stands."},
+    {"text": ""},
+]  # fmt: skip
+ANSWERS = [
+    "<|im_start|>assistant\nHello, world!<|im_end|>",
+    "<|im_start|>assistant\nSee you",
+    "Plain text, as it stands.",
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("datastore")
+    save_target(folder / "target")
+    write_rows(folder / "rows.jsonl", ROWS)
+    (folder / "note.txt").write_text("One note.\nTwo lines.")
+    write_rows(folder / "none.jsonl", ROWS[2:])
+    write_rows(folder / "wrong.jsonl", [{"prompt": "?"}])
+    return folder
+
+
+@pytest.fixture
+def run(folder, monkeypatch, run_script):
+    def run(data, out, *arguments):
+        monkeypatch.setattr(script, "load_tokenizer", load_once)
+        return run_script(script, f"data={folder}/{data}", f"out={out}", f"target.name={folder}/target", *arguments)
+
+    return run
+
+
+def texts_in(folder: Path, tokenizer) -> list[str]:
+    found = store.read(folder, store.fingerprint(tokenizer))
+    texts: list[list[int]] = []
+    for token in list(found.tokens)[:-1]:
+        if token == store.SEPARATOR:
+            texts.append([])
+        else:
+            texts[-1].append(token)
+    return [tokenizer.decode(text) for text in texts]
+
+
+def test_the_script_makes_what_the_proposer_reads(run, folder, tmp_path, monkeypatch):
+    tokenizer = load_once(f"{folder}/target")
+    printed = run("rows.jsonl", tmp_path / "d", "length=8")
+    assert "tokens in 3 texts" in printed and "MB" in printed and " s" in printed
+    assert texts_in(tmp_path / "d", tokenizer) == ANSWERS
+    document = json.loads((tmp_path / "d" / "datastore.json").read_text())
+    assert document["source"] == "rows.jsonl" and str(folder) not in json.dumps(document)
+    run("rows.jsonl", tmp_path / "all", "keep=everything", "limit=1")
+    (everything,) = texts_in(tmp_path / "all", tokenizer)
+    assert "Say hello." in everything and everything.endswith(ANSWERS[1])
+    run("note.txt", tmp_path / "note")
+    assert texts_in(tmp_path / "note", tokenizer) == ["One note.\nTwo lines."]
+
+    monkeypatch.setattr(retrieval, "load_tokenizer", load_once)
+    target = Target.load(f"{folder}/target", dtype="float32")
+    shipped = OmegaConf.load(ROOT / "conf" / "proposer" / "retrieval.yaml")
+    proposer = instantiate(OmegaConf.merge(shipped, {"datastore": str(tmp_path / "all")}), target)
+    proposer.texts = [tokenizer("<|im_end|>\n<|im_start|>assistant\nHello")["input_ids"]]
+    assert tokenizer.decode([token for token, _ in proposer.draft(0)][:3]) == ", world!"
+
+
+@pytest.mark.parametrize(
+    ("data", "arguments", "message"),
+    [
+        ("none.jsonl", [], "holds no text, so there is nothing to retrieve"),
+        ("rows.jsonl", ["limit=0"], "holds no text"),
+        ("wrong.jsonl", [], "wrong.jsonl:1: neither messages nor text"),
+        ("nowhere.jsonl", [], "There is no file"),
+        ("nowhere.txt", [], "There is no file"),
+        ("rows.jsonl", ["keep=questions"], "keep=questions must be answers or everything"),
+        ("rows.jsonl", ["length=0"], "length=0 must be at least 1"),
+        ("rows.jsonl", ["target.name=./nowhere"], "does not exist"),
+    ],
+)
+def test_mistakes_are_answered_with_a_sentence(refuse, tmp_path, data, arguments, message):
+    refuse(message, data, tmp_path / "d", *arguments)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_exists_is_not_overwritten(refuse, tmp_path):
+    (tmp_path / "d").mkdir()
+    refuse("exists; choose another out or delete it", "rows.jsonl", tmp_path / "d")

@@ -1,0 +1,237 @@
+"""Real engines on a tiny random target: what they draft and accept. Needs `make engines`, else these tests skip."""
+
+import functools
+import itertools
+import json
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from engine_clients import llamacpp_client
+from engine_clients.llamacpp_client import LlamaCpp, convert
+from engine_clients.vllm_client import Served, Vllm
+from scripts import check_engines, get_engines
+from specdec.served import Agreement
+from tests.support import REAL_TARGET, ROOT
+
+PYTHON = str(ROOT / "engines" / "bin" / "python")
+engines = pytest.mark.skipif(
+    not (ROOT / "engines" / "ready").is_file(), reason="the engines are not installed: make engines"
+)
+PROMPTS = [[11, 42, 7, 300, 5], [9, 400, 401], [77, 3, 3, 250, 18, 21, 90]]
+NEW, K = 14, 3
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """target, and a draft model that is the target with some noise, so that it is often right and often wrong."""
+    folder = tmp_path_factory.mktemp("engines")
+    tokenizer = AutoTokenizer.from_pretrained(REAL_TARGET)  # llama.cpp's converter wants one
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=len(tokenizer), hidden_size=128, intermediate_size=256, num_hidden_layers=6,
+                         num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=512,
+                         initializer_range=0.1, bos_token_id=1, eos_token_id=2)  # fmt: skip
+    model = LlamaForCausalLM(config)
+    for name in ("target", "draft"):
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+        with torch.no_grad():
+            for parameter in model.model.layers.parameters():
+                parameter += 0.01 * torch.randn_like(parameter)
+    return folder
+
+
+@functools.cache
+def load(folder: Path) -> LlamaForCausalLM:
+    return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+@torch.no_grad()
+def greedy(folder: Path, prompt: list[int], num: int) -> list[int]:
+    model, tokens = load(folder), list(prompt)
+    for _ in range(num):
+        tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+@pytest.fixture(scope="module")
+def plain(folder) -> list[list[int]]:
+    return [greedy(folder / "target", prompt, NEW) for prompt in PROMPTS]
+
+
+def vllm(folder: Path, draft: str) -> Vllm:
+    speculative = {"method": "draft_model", "model": str(folder / draft), "num_speculative_tokens": K}
+    return Vllm(
+        str(folder / "target"), speculative=speculative, dtype="float32", max_model_len=64, python=PYTHON, threads=1
+    )
+
+
+def emitted(served: Served) -> list[list[int]]:
+    """[P][rounds] tokens that each round gave the answer, the target's own included"""
+    starts = [[len(before) for _, before in rounds] for rounds in served.rounds]
+    return [
+        [end - start for start, end in itertools.pairwise([*row, len(answer)])]
+        for row, answer in zip(starts, served.answers)
+    ]
+
+
+@engines
+def test_vllm_with_the_target_as_its_draft_model_accepts_everything(folder, plain):
+    with vllm(folder, "target") as engine:
+        served = engine.generate(PROMPTS, NEW, set())
+        alone = [engine.generate([prompt], NEW, set()) for prompt in PROMPTS]
+        stop = plain[0][5]
+        cut = engine.generate(PROMPTS[:1], NEW, {stop})
+        with pytest.raises(ValueError, match="max_model_len=64: give"):
+            engine.generate(PROMPTS, 60, set())
+    assert served.answers == plain == [one.answers[0] for one in alone]
+    assert served.rounds == [one.rounds[0] for one in alone]
+    for answer, rounds in zip(plain, served.rounds):
+        assert [len(before) for _, before in rounds] == [1, 5, 9, 13]
+        for drafted, before in rounds[:3]:
+            assert drafted == answer[len(before) : len(before) + K]
+    # The last of 14 tokens is that of a round whose drafts were accepted too, behind the end.
+    assert emitted(served) == [[4, 4, 4, 1]] * 3
+    assert (served.drafts, served.draft_tokens, served.accepted) == (12, 36, 36)
+    assert served.accepted_per_position == [12] * K
+    length = plain[0].index(stop) + 1
+    assert cut.answers == [plain[0][:length]] and sum(emitted(cut)[0]) == length - 1
+
+
+@engines
+def test_vllm_records_what_a_draft_model_drafts(folder, plain):
+    with vllm(folder, "draft") as engine:
+        served = engine.generate(PROMPTS, NEW, set())
+    assert served.answers == plain and 0 < served.accepted < served.draft_tokens
+    for prompt, answer, rounds, counts in zip(PROMPTS, plain, served.rounds, emitted(served)):
+        for (drafted, before), num in zip(rounds, counts):
+            assert drafted == greedy(folder / "draft", prompt + before, K)
+            right = next((i for i, (a, b) in enumerate(zip(drafted, answer[len(before) :])) if a != b), K)
+            assert num == min(right + 1, len(answer) - len(before))
+
+
+@engines
+def test_vllm_says_why_it_refuses_a_folder(folder):
+    with pytest.raises(ValueError, match=r"cannot load .*target with .*nowhere: .*nowhere"):
+        vllm(folder, "nowhere")
+
+
+@engines
+def test_llama_cpp(folder, plain, monkeypatch):
+    monkeypatch.setattr(llamacpp_client, "ENGINES", ROOT / "engines")
+    for name in ("target", "draft"):
+        convert(str(folder / name), str(folder / f"{name}.gguf"))
+    counts = {}
+    for draft in ("target", "draft", None):
+        with LlamaCpp(str(folder / "target.gguf"), threads=1, context=7 + NEW, cache="f32", python=PYTHON,
+                      draft=draft and str(folder / f"{draft}.gguf"), num=K) as engine:  # fmt: skip
+            for prompt, answer in zip(PROMPTS, plain):
+                tokens, seconds = engine.generate(prompt, NEW, set())
+                assert tokens == answer and seconds > 0
+                counts[draft, len(prompt)] = engine.counts.rounds, engine.counts.drafted, engine.counts.accepted
+                if draft:
+                    assert sum(engine.counts.accepted_per_position) == engine.counts.accepted
+    # Four rounds emit 4, 4, 4 and 1: llama.cpp drafts nothing for the last token of an answer.
+    assert all(counts["target", len(prompt)] == (4, 9, 9) for prompt in PROMPTS)
+    assert all(4 < counts["draft", len(prompt)][0] < NEW for prompt in PROMPTS)
+    assert all(counts[None, len(prompt)] == (0, 0, 0) for prompt in PROMPTS)
+
+
+def test_llama_cpp_may_not_draft_less_than_asked():
+    """A block drafter drafts its block at most, and llama.cpp says so in its log only."""
+    count = functools.partial(llamacpp_client.count, num=5, max_new_tokens=12)
+    # eleven rounds, drafting 5, ..., 5, 4, 3, 2, 1, 0
+    assert count([[10], [40], [0], [0] * 5], num_tokens=12).rounds == 11
+    # an end token was drafted, and two drafts behind it
+    assert count([[2], [10], [6], [2, 2, 1, 1, 0]], num_tokens=7).rounds == 2
+    for counters, length in (([[10], [27], [0], [0] * 5], 12), ([[6], [18], [0], [0] * 5], 7)):
+        with pytest.raises(ValueError, match="not 5 in each"):
+            count(counters, num_tokens=length)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Vllm("t", speculative=None, dtype="float32", max_model_len=8, python="nowhere"), "make engines"),
+        (lambda: LlamaCpp("no.gguf", threads=1, context=8, python="python"), "There is no file no.gguf"),
+        (lambda: LlamaCpp("no.gguf", threads=1, context=8, python="python", kind="x"), "kind=x must be one of simple"),
+        (lambda: convert("model", "out"), "make engines"),
+    ],
+)
+def test_absent_engines_are_named(monkeypatch, make, message):
+    monkeypatch.setattr(llamacpp_client, "ENGINES", Path("nowhere"))
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_the_converter_is_quoted_when_it_fails(tmp_path, monkeypatch):
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").symlink_to(sys.executable)
+    (tmp_path / "llama.cpp").mkdir()
+    (tmp_path / "llama.cpp" / "convert_hf_to_gguf.py").write_text("import sys; print('one\\ntwo'); sys.exit('three')")
+    monkeypatch.setattr(llamacpp_client, "ENGINES", tmp_path)
+    with pytest.raises(ValueError, match=r"converter refuses model: .*one \| two"):
+        convert("model", "out")
+
+
+def test_get_engines_leaves_out_what_has_no_cpu_build_and_stops_when_it_is_done(tmp_path, monkeypatch, capsys):
+    requires = ["numpy", "torch==2.12", "torchvision", "hs_connectors==1", "click>=8; python_version > '3'",
+                "ray; extra == 'x'"]  # fmt: skip
+    for name, lines in (("a", requires), ("hs-connectors", ["torch>=2", "fastapi[standard]<1"])):
+        metadata = f"Name: {name}\n" + "".join(f"Requires-Dist: {line}\n" for line in lines) + "\nAbout torch.\n"
+        with zipfile.ZipFile(tmp_path / f"{name}.whl", "w") as wheel:
+            wheel.writestr(f"{name}.dist-info/METADATA", metadata)
+    assert get_engines.requirements(tmp_path) == ["click>=8; python_version > '3'", "fastapi[standard]<1", "numpy"]
+    (tmp_path / "ready").write_text(get_engines.PINS)
+    monkeypatch.setattr("sys.argv", ["get_engines.py", f"out={tmp_path}"])
+    get_engines.main()
+    assert "already there" in capsys.readouterr().out
+    (tmp_path / "ready").write_text("other pins")
+    monkeypatch.setattr(get_engines, "PYTHONS", ((3, 1), (3, 2)))
+    with pytest.raises(ValueError, match=r"need Linux and Python 3\.1 to 3\.1; this is"):
+        get_engines.main()
+
+
+GOOD = {"tau": 4.0, "served_tau": 4.0, "difference": 0.0, "largest_gap_at_difference": None,
+        "difference_of_same_answers": 0.0, "same_answers": 4, "num_prompts": 4, "offered": 12, "accepted": 12, "same_drafts": 4, "rounds_compared": 4,
+        "difference_as_run_there": 0.0}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("whole", "changes", "wanted"),
+    [
+        (True, {}, True),
+        (True, {"same_drafts": None, "rounds_compared": None}, True),  # llama.cpp does not tell what it drafts
+        (True, {"accepted": 11}, False),
+        (True, {"offered": 0, "accepted": 0}, False),
+        (True, {"same_answers": 3}, False),
+        (True, {"same_drafts": 0, "rounds_compared": 0}, False),
+        (False, {"accepted": 5}, True),
+        (False, {"same_drafts": 3}, False),
+        (False, {"same_drafts": None, "accepted": 5}, True),
+        (False, {"same_drafts": None, "accepted": 5, "difference_as_run_there": 0.01}, False),
+    ],
+)
+def test_what_counts_as_faithful(whole, changes, wanted):
+    assert Agreement(**{**GOOD, **changes}).faithful(exact=whole) is wanted
+
+
+def test_check_engines_refuses_what_it_does_not_know(monkeypatch):
+    for given, message in [(["only=egle"], "the tiny heads are"), (["formats=onnx"], "engines on a CPU take")]:
+        monkeypatch.setattr(sys, "argv", ["check_engines.py", *given])
+        with pytest.raises(ValueError, match=message):
+            check_engines.main()
+
+
+@engines
+def test_a_tiny_head_is_served_as_it_was_trained(monkeypatch, tmp_path):
+    given = ["only=medusa", "formats=medusa", "max_new_tokens=12", f"out={tmp_path}/engines.json"]
+    monkeypatch.setattr(sys, "argv", ["check_engines.py", *given])
+    check_engines.main()
+    whole, noisy = json.loads((tmp_path / "engines.json").read_text())
+    assert whole["accepted"] == whole["offered"] > 0 and noisy["accepted"] < noisy["offered"]
+    assert noisy["same_drafts"] == noisy["rounds_compared"] > 0

@@ -1,0 +1,95 @@
+"""scripts/export.py and scripts/import.py: what is printed and written, and what is taken back."""
+
+import importlib
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from scripts import export as export_script
+from specdec import checkpoint, serving
+from specdec.target import Target
+from tests.exports import REPORT, SERVED, bring_in, make_medusa2
+from tests.loops import follow
+from tests.support import load_head, random_tokens, save_eagle, save_target, small_tokenizer
+
+import_script = importlib.import_module("scripts.import")
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A target and an EAGLE-1 head whose report says that drafting costs nothing, as folders."""
+    home = tmp_path_factory.mktemp("export")
+    report = {**REPORT, "ms_per_round": {"draft": 0.1, "verify": 20.0, "keep": 0.0, "other": 0.0}}
+    extra = {"report.json": report, serving.SERVED: SERVED}
+    save_eagle(home / "run" / "step", save_target(home / "target"), extra=extra)
+    (home / "run" / "config.yaml").write_text("data: {train: some/answers.jsonl}\n")
+    return home
+
+
+def test_export_prints_how_to_serve_and_import_takes_it_back(run, home, tmp_path):
+    given = [f"checkpoint={home}/run/step", "target.dtype=float32", "format=vllm"]
+    printed = run(export_script, *given, f"out={tmp_path}/out", "license=mit")
+    settings = {"method": "eagle", "model": f"{tmp_path}/out", "num_speculative_tokens": 3}
+    assert "vLLM, 3 drafts a round" in printed and f"as a configuration: {json.dumps(settings)}" in printed
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "license: mit" in card and "answers.jsonl" in card and "1.900 (-5.0 %)" in card
+    printed = run(export_script, *given, f"out={tmp_path}/fewer", "num_drafts=1", "data=mine")
+    assert (
+        '"num_speculative_tokens": 1' in printed
+        and "| trained on | mine |" in (tmp_path / "fewer/README.md").read_text()
+    )
+
+    taken = [f"source={tmp_path}/out", f"target.name={home}/target", "target.dtype=float32", f"out={tmp_path}/back"]
+    printed = run(import_script, *taken)
+    whole = len(small_tokenizer())
+    drafted = -(-whole // 4)
+    assert "Eagle, " in printed and f"drafts from {drafted} of {whole} tokens" in printed
+    target = Target.load(f"{home}/target", dtype="float32")
+    back, first = (checkpoint.load(path, target) for path in (tmp_path / "back", home / "run" / "step"))
+    assert all(torch.equal(value, first.state_dict()[name]) for name, value in back.state_dict().items())
+    assert back.state_dict().keys() == first.state_dict().keys()
+    with pytest.raises(ValueError, match="exists; choose another out=DIR"):
+        run(import_script, *taken)
+    with pytest.raises(ValueError, match=r"target.name= must name the model"):
+        run(import_script, f"source={tmp_path}/out", f"out={tmp_path}/other")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["format=onnx"], "no format 'onnx'; there are: eagle, gguf, medusa, safetensors, sglang"),
+        (["num_drafts=0"], "num_drafts=0 must be at least 1"),
+        (["merged_target=x"], "merged_target=x: this drafter does not adapt its target"),
+        (["format=gguf"], "It serves EAGLE-3"),
+    ],
+)
+def test_mistakes_write_nothing(refuse, home, tmp_path, given, message):
+    refuse(message, export_script, f"checkpoint={home}/run/step", "target.dtype=float32", f"out={tmp_path}/out", *given)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_medusa2_is_served_beside_its_merged_target(run, home, tmp_path):
+    """The merged folder is an ordinary model that says what the adapted target says; so do the heads beside it."""
+    target = Target.load(f"{home}/target", dtype="float32")
+    checkpoint.save(tmp_path / "head", make_medusa2(target).decodable(), load_head("medusa2")["drafter"])
+    given = [f"checkpoint={tmp_path}/head", "target.dtype=float32", f"out={tmp_path}/out", "format=vllm"]
+    with pytest.raises(ValueError, match="merged_target=DIR"):
+        run(export_script, *given)
+    printed = run(export_script, *given, f"merged_target={tmp_path}/merged")
+    assert f"vllm serve {tmp_path}/merged" in printed
+
+    adapted = Target.load(f"{home}/target", dtype="float32")
+    original = adapted.model(torch.tensor([[5, 6, 7]])).logits
+    drafter = checkpoint.load(tmp_path / "head", adapted)
+    tokens = torch.tensor(random_tokens(2, 12, target.vocab_size))
+    with torch.no_grad():
+        plain = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+        torch.testing.assert_close(plain(tokens[None]).logits, adapted.model(tokens[None]).logits, atol=1e-5, rtol=1e-5)
+        assert (plain(torch.tensor([[5, 6, 7]])).logits - original).abs().max() > 0.01
+    merged = Target.load(f"{tmp_path}/merged", dtype="float32")
+    heads = bring_in(tmp_path / "out", merged)
+    for drafts in zip(*(follow(d, tokens, d.target.read(tokens[None], d.target_layers).features[0], 8, 4)[1]
+                        for d in (drafter, heads))):  # fmt: skip
+        torch.testing.assert_close(*drafts, atol=1e-5, rtol=1e-5)

@@ -1,0 +1,152 @@
+"""Every file of conf/proposer, as scripts build it: greedy identity, the sampled law, batches, and what mistakes are told."""
+
+import itertools
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from helpers import proposers
+from specdec import checkpoint, datastore, rules
+from specdec.decode import Decoder
+from specdec.drafting import Drafting
+from specdec.heads import draft as heads_draft
+from specdec.proposers import retrieval
+from specdec.sampling import Sampling
+from specdec.target import Target
+from tests.support import make_drafter, make_target, random_tokens
+
+V, NUM_NEW = 6, 24
+CHAIN = Drafting(3)
+TOKENIZER = SimpleNamespace(get_vocab=lambda: {"a": 0})  # the tiny targets have none
+# What a tiny target needs other than conf/proposer says
+SETTINGS = {
+    "layerskip": {"layers": "1"},
+    "cascade": {"sinks": "1", "window": "2", "num": "3"},
+    "retrieval": {"datastore": "DATASTORE", "min": "1"},
+    "draft": {"model": "MODEL"},
+}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """name, target -> the proposer of conf/proposer."""
+
+    def make(name: str, target: Target, drafting: Drafting = CHAIN, **settings: str):
+        size = target.vocab_size
+        folder = folders.setdefault(size, tmp_path_factory.mktemp(f"vocabulary-{size}"))
+        if not (folder / "head").exists():
+            checkpoint.save(folder / "head", make_drafter(target, "eagle"), {"_target_": "specdec.heads.eagle.Eagle"})
+            make_target(size, num_layers=1).model.save_pretrained(folder / "model")
+            make_datastore(folder / "datastore", [repetitive(seed, size) for seed in range(6)], tokenizer=TOKENIZER)
+        given = {"DATASTORE": f"{folder}/datastore", "MODEL": f"{folder}/model"}
+        given = {key: given.get(value, value) for key, value in {**SETTINGS.get(name, {}), **settings}.items()}
+        return proposers.build(name, target, settings=given, drafting=drafting, checkpoint=str(folder / "head"))
+
+    folders: dict[int, Path] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (retrieval, heads_draft):
+            patch.setattr(module, "load_tokenizer", lambda name: TOKENIZER)
+        yield make
+
+
+def make_datastore(folder: Path, texts: list[list[int]], *, tokenizer) -> None:
+    tokens = datastore.join(texts)
+    about = {"tokenizer_fingerprint": datastore.fingerprint(tokenizer), "num_texts": len(texts), "length": 16}
+    datastore.write(folder, tokens, datastore.sort(tokens, 16), about)
+
+
+@pytest.fixture(params=proposers.names())
+def name(request):
+    return request.param
+
+
+def repetitive(seed: int, vocab_size: int) -> list[int]:
+    """A prompt that says a random thing two and a half times."""
+    thing = random_tokens(seed, 7, vocab_size)
+    return thing + thing + thing[:3]
+
+
+def test_greedy_answers_are_the_same(name, made, small_target):
+    prompts = [repetitive(seed, V)[: 17 - 3 * seed] for seed in range(5)]
+    plain = Decoder(small_target, None, sampling=Sampling(), stop=set()).generate(prompts, NUM_NEW)
+    decoder = Decoder(small_target, made(name, small_target), sampling=Sampling(), stop=set())
+    together = decoder.generate(prompts, NUM_NEW)
+    assert together.tokens == plain.tokens
+    assert sum(map(sum, together.accepted)) > 0 and max(together.drafted) > 0
+    for prompt, answer in zip(prompts[:2], plain.tokens):
+        assert decoder.generate([prompt], NUM_NEW).tokens == [answer]
+
+
+NUM_TOKENS, ROWS, BATCHES = 4, 500, 8
+
+
+def law_of_texts(target: Target, prompt: list[int], sampling: Sampling) -> dict[tuple[int, ...], float]:
+    """The target's own law of the first NUM_TOKENS tokens, by one plain pass over every text."""
+    texts = list(itertools.product(range(target.vocab_size), repeat=NUM_TOKENS))
+    tokens = torch.tensor([[*prompt, *text] for text in texts])
+    law = sampling.law(target.logits(target.read(tokens, ()).final))  # [texts, T, V]
+    after = law[:, len(prompt) - 1 : -1].gather(2, tokens[:, len(prompt) :, None])[..., 0]  # [texts, NUM_TOKENS]
+    return dict(zip(texts, after.prod(1).tolist()))
+
+
+def chi_square(target: Target, proposer, sampling: Sampling) -> tuple[float, int, int]:
+    """-> the chance of a sample at least as far from the target's law, drafts accepted, drafts refused"""
+    prompt = [1, 2, 0, 1, 2, 0, 1]
+    decoder = Decoder(target, proposer, sampling=sampling, stop=set())
+    counts: dict[tuple[int, ...], int] = {}
+    accepted = refused = 0
+    for seed in range(BATCHES):
+        generator = torch.Generator().manual_seed(seed)
+        found = decoder.generate([prompt] * ROWS, NUM_TOKENS, generator=generator)
+        for text in map(tuple, found.tokens):
+            counts[text] = counts.get(text, 0) + 1
+        accepted += sum(map(sum, found.accepted))
+        refused += sum(count == 0 for row in found.accepted for count in row)
+    law = law_of_texts(target, prompt, sampling)
+    total = ROWS * BATCHES
+    wanted = {text: total * chance for text, chance in law.items()}
+    rare = [text for text, number in wanted.items() if number < 8]
+    pairs = [(counts.get(text, 0), number) for text, number in wanted.items() if text not in rare]
+    if rare:
+        pairs.append((sum(counts.get(text, 0) for text in rare), sum(wanted[text] for text in rare) + 1e-9))
+    distance = sum((seen - number) ** 2 / number for seen, number in pairs)
+    freedom = torch.tensor((len(pairs) - 1) / 2, dtype=torch.float64)
+    return float(torch.special.gammaincc(freedom, torch.tensor(distance / 2, dtype=torch.float64))), accepted, refused
+
+
+@pytest.fixture(scope="module")
+def tiny_target():
+    return make_target(3, num_layers=2)
+
+
+def test_sampled_answers_have_the_target_s_law(name, made, tiny_target):
+    chance, accepted, refused = chi_square(tiny_target, made(name, tiny_target), Sampling(temperature=3.0))
+    assert chance > 1e-3 and accepted > 100 and refused > 100
+
+
+def test_a_rule_that_forgets_what_was_refused_is_noticed(made, tiny_target, monkeypatch):
+    monkeypatch.setattr(rules, "refuse", lambda mass, tree, node: (mass, mass.sum(-1)))
+    assert chi_square(tiny_target, made("ngram", tiny_target), Sampling(temperature=3.0))[0] < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("ngrams", {}, "no proposer 'ngrams'; there are: .*ngram"),
+        ("ngram", {"most": "3"}, "proposer.most=3: ngram has the settings"),
+        ("merged", {"ngram.num": "3"}, "no proposer 'ngram' inside it"),
+        ("ngram", {"max": "[1"}, "proposer.max=.1 cannot be read"),
+        ("ngram", {"max": "many"}, "proposer.max=many must be a whole number, such as"),
+        ("suffix", {"least": "no"}, "proposer.least=no must be a number"),
+        ("merged", {"members": "[ngram, heads]"}, "no proposer 'heads'"),
+        ("draft", {"model": "???"}, "Give proposer.model"),
+        ("retrieval", {"datastore": "nowhere"}, "nowhere does not exist"),
+        ("layerskip", {"layers": "[0, 8]"}, "has 8 layers"),
+        ("cascade", {"inner": "suffix"}, "cannot be rewound"),
+    ],
+)
+def test_mistakes_are_answered_with_a_sentence(made, small_target, name, settings, message):
+    with pytest.raises(ValueError, match=message):
+        made(name, small_target, **settings)

@@ -1,0 +1,108 @@
+"""The scripts that decode, on a tiny checkpoint: what they print and write, and what they say to a mistake."""
+
+import json
+
+import pytest
+
+from scripts import bench, evaluate, export, generate, identity
+from tests.support import save_eagle, save_target, write_prompts
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("scripts")
+    save_target(folder / "other", seed=1)
+    save_eagle(folder / "head", save_target(folder / "target"))
+    write_prompts(folder / "prompts.jsonl", 4)
+    return folder
+
+
+@pytest.fixture
+def run(folder, run_script):
+    def run(script, *arguments):
+        return run_script(script, f"checkpoint={folder}/head", "target.dtype=float32", *arguments)
+
+    return run
+
+
+def test_evaluate_writes_every_figure(run, folder):
+    printed = run(
+        evaluate,
+        f"prompts={folder}/prompts.jsonl",
+        "max_new_tokens=6",
+        "decode.temperature=0,1",
+        f"out={folder}/r.json",
+    )
+    assert "tau decoded" in printed and "tau replayed" in printed and "lossless" in printed
+    report = json.loads((folder / "r.json").read_text())
+    for key in ("tau", "tau_ci", "survival", "acceptance", "tokens_per_second", "baseline_tokens_per_second", "speedup",
+                "speedup_ci", "identical_outputs", "by_category", "settings"):  # fmt: skip
+        assert key in report
+    assert report["identical_outputs"] == 1 and report["tau"] == pytest.approx(1 + sum(report["survival"]))
+    assert report["tau"] == pytest.approx(report["replayed_tau"])
+    assert set(report["by_category"]) == {"a", "b"} and [c["temperature"] for c in report["temperatures"]] == [0, 1]
+
+
+def test_batches_give_the_same_figures(run, folder):
+    for batch in (1, 3):
+        run(evaluate, f"prompts={folder}/prompts.jsonl", "max_new_tokens=6", f"batch={batch}", f"out={folder}/b{batch}.json",
+            "decode.width=2", "decode.depth=3")  # fmt: skip
+    alone, together = (json.loads((folder / f"b{batch}.json").read_text()) for batch in (1, 3))
+    assert alone["tau"] == together["tau"] and alone["survival"] == together["survival"]
+    assert together["identical_outputs"] == 1
+
+
+def test_generate_streams_the_answer_that_plain_decoding_gives(run):
+    printed = run(generate, "prompt=Say \"hello, world\" = 'hi'", "max_new_tokens=8")
+    assert "tau" in printed and "the same answer: True" in printed
+
+
+def test_identity_and_bench(run, folder, traced):
+    printed = run(identity, f"prompts={folder}/prompts.jsonl", "max_new_tokens=6", "batch=2")
+    assert printed.count("4 of 4 identical") == 3
+    printed = run(
+        bench, f"prompts={folder}/prompts.jsonl", "max_new_tokens=4", "limit=2", "repeats=1", f"out={folder}/bench.json"
+    )
+    figures = json.loads((folder / "bench.json").read_text())
+    ways = figures["ways"]
+    assert ways["plain"]["to_plain"] == 1 and ways["transformers generate"]["to_generate"] == 1 and len(ways) > 3
+    assert all(way["tokens_per_second"] > 0 for way in ways.values()) and figures["limit_tokens_per_second"] > 0
+
+
+def test_export(run, folder):
+    assert "read back and equal" in run(export, f"out={folder}/exported", "format=safetensors")
+    with pytest.raises(ValueError, match="There is no format 'vlm'; there are: eagle, gguf, medusa, safetensors"):
+        run(export, f"out={folder}/other_format", "format=vlm")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["checkpoint=nowhere"], "does not exist"),
+        (["decode.temperature=hot"], "give numbers"),
+        (["decode.temperature=-1"], "0 .greedy. or above"),
+        (["decode.depth=0"], "at least 1"),
+        (["prompts=nowhere.jsonl"], "There is no file"),
+        (["max_new_tokens=100000"], "positions"),
+    ],
+)
+def test_mistakes_are_answered_with_a_sentence(refuse, folder, arguments, message):
+    refuse(message, evaluate, f"prompts={folder}/prompts.jsonl", *arguments)
+
+
+def test_another_target_is_refused(refuse, folder):
+    refuse("fingerprint", evaluate, f"target.name={folder}/other")
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("chekpoint=x", "no option 'chekpoint'"),
+        ("limit=many", "limit"),
+        ("decode.dept=3", "no option"),
+        ("x", "key=value"),
+    ],
+)
+def test_misspelt_options_end_with_a_sentence(run, argument, message):
+    with pytest.raises(SystemExit, match=message):
+        run(evaluate, argument)

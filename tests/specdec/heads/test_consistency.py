@@ -1,0 +1,256 @@
+"""Consistency training against the naive thing: one block at a time, one pass for every state, one token after the other."""
+
+import pytest
+import torch
+from hydra.utils import instantiate
+
+from specdec import checkpoint, masks
+from specdec.decode import Decoder
+from specdec.drafter import Drafter
+from specdec.heads.consistency import Consistency
+from specdec.sampling import Sampling
+from specdec.target_adapter import original
+from tests.support import load_head, make_target, random_tokens
+from train.consistency import ConsistencyObjective, Reader, cut, draw, place
+from train.data import Row, collate
+from train.optimization import parameter_groups
+
+V, N = 11, 4
+CONFIG = load_head("consistency")
+SETTINGS = {"losses": {"consistency": 0.7, "original": 0.4}, "depth": N, "passes": N - 1}
+
+
+def make_row(seed: int, num_prompt: int, num_answer: int) -> Row:
+    tokens = random_tokens(seed, num_prompt + num_answer, V)
+    return Row(str(seed), "all", tokens, [False] * num_prompt + [True] * num_answer)
+
+
+PACKS = [[make_row(0, 3, 9), make_row(1, 1, 5)], [make_row(2, 6, 7)]]
+BATCH = collate(PACKS, length=20, pad_token=0)
+
+
+def make(**arguments) -> Consistency:
+    """A drafter whose adapter is random."""
+    drafter = instantiate(
+        {**CONFIG["drafter"], "num_drafts": N, **arguments}, make_target(V, num_layers=2), vocab=None
+    ).double()
+    torch.manual_seed(1)
+    for parameter in drafter.parameters():
+        parameter.data = torch.randn_like(parameter) * 0.1
+    return drafter
+
+
+def each_block(starts):
+    """(row, number, the text before the block as a list), of every block that exists"""
+    for row, number in starts.nonzero().tolist():
+        start = int(starts[row, number])
+        first = start - int(BATCH.positions[row, start])
+        assert 0 < start - first <= 12
+        yield row, number, BATCH.tokens[row, first:start].tolist()
+
+
+def law_after(target, tokens: list[int]):
+    """[len(tokens), V] log-probabilities, by a pass over these tokens alone"""
+    return target.logits(target.read(torch.tensor([tokens]), ()).final[0]).log_softmax(-1)
+
+
+def greedy(target, text: list[int], num: int) -> list[int]:
+    found = list(text)
+    for _ in range(num):
+        found.append(int(law_after(target, found)[-1].argmax()))
+    return found[len(text) :]
+
+
+def jacobi(target, text: list[int], first: list[int], passes: int) -> list[int]:
+    state = list(first)
+    for _ in range(passes):
+        said = law_after(target, text + state).argmax(-1).tolist()
+        state = said[len(text) - 1 : -1]
+    return state
+
+
+def test_blocks_lie_side_by_side_in_every_answer():
+    torch.manual_seed(0)
+    supervised = {(0, i) for i in [*range(3, 12), *range(13, 18)]} | {(1, i) for i in range(6, 13)}
+    seen = set()
+    for _ in range(30):
+        starts = cut(BATCH, N)
+        places = {(row, int(starts[row, number])) for row, number, _ in each_block(starts)}
+        assert places <= supervised
+        seen |= places
+        first = draw(BATCH, starts, N)
+        for row, number, text in each_block(starts):
+            assert set(first[row, :, number].tolist()) <= set(text)
+    assert seen == supervised  # any token of an answer may begin a block
+
+
+def test_all_blocks_in_one_pass_are_as_each_alone():
+    """Mask and positions: the law at a state's tokens is that of a plain pass over [text before, state]."""
+    torch.manual_seed(0)
+    target, starts = make().target, cut(BATCH, N)
+    states = torch.randint(V, (2, N, starts.shape[1]))
+    top = torch.nn.functional.pad(masks.documents(BATCH.documents), (0, states[0].numel()))
+    final = target.read(
+        torch.cat([BATCH.tokens, states.flatten(1)], dim=1),
+        (),
+        positions=torch.cat([BATCH.positions, place(BATCH, starts, N).flatten(1)], dim=1),
+        mask=torch.cat([top, masks.jacobi_blocks(BATCH.documents, starts, N)], dim=2),
+    ).final
+    laws = target.logits(final[:, BATCH.tokens.shape[1] :]).log_softmax(-1).unflatten(1, states.shape[1:])
+    for row, number, text in each_block(starts):
+        wanted = law_after(target, text + states[row, :, number].tolist())[len(text) :]
+        torch.testing.assert_close(laws[row, :, number], wanted, rtol=0, atol=1e-10)
+
+
+@torch.no_grad()
+def test_a_trajectory_is_what_one_pass_after_the_other_finds():
+    torch.manual_seed(0)
+    target, starts = make().target, cut(BATCH, N)
+    first = draw(BATCH, starts, N)
+    continuation = Reader(target, BATCH, starts, N).greedy()
+    blocks = [(row, number, text, greedy(target, text, N)) for row, number, text in each_block(starts)]
+    for row, number, text, fixed in blocks:
+        assert continuation.tokens[row, :, number].tolist() == fixed
+        law = target.logits(continuation.final[row, :, number]).log_softmax(-1)
+        torch.testing.assert_close(law, law_after(target, text + fixed)[len(text) :], rtol=0, atol=1e-10)
+    reader, num_changed = Reader(target, BATCH, starts, N), 0
+    for shift in range(N + 1):
+        passes = (torch.arange(starts.shape[1]) + shift) % (N + 1)
+        states = reader.jacobi(first, passes)
+        for row, number, text, fixed in blocks:
+            begun = first[row, :, number].tolist()
+            wanted = jacobi(target, text, begun, int(passes[number]))
+            assert states[row, :, number].tolist() == wanted
+            assert passes[number] < N or wanted == fixed
+            num_changed += wanted != begun
+    assert num_changed > 10
+
+
+def test_the_loss_by_hand_reaches_the_adapter_and_nothing_else():
+    drafter = make()
+    target, objective = drafter.target, ConsistencyObjective(drafter, **SETTINGS)
+    torch.manual_seed(5)
+    loss = objective(BATCH, None)
+    loss.total.backward()
+    assert all(parameter.grad.abs().max() > 0 for parameter in drafter.parameters())
+    trained = {id(parameter) for parameter in drafter.parameters()}
+    assert all(parameter.grad is None for parameter in target.model.parameters() if id(parameter) not in trained)
+
+    torch.manual_seed(5)  # the same blocks and states again
+    starts = cut(BATCH, N)
+    passes = torch.randint(N, (starts.shape[1],))
+    first = draw(BATCH, starts, N)
+    kl = lambda p, q: float((p.exp() * (p - q)).sum())
+    wanted, num_left = 0.0, 0
+    for row, number, text in each_block(starts):
+        state = jacobi(target, text, first[row, :, number].tolist(), int(passes[number]))
+        q = law_after(target, text + state)[len(text) :]
+        with original(target):
+            fixed = greedy(target, text, N)
+            p = law_after(target, text + fixed)[len(text) :]
+        wrong = next((k for k in range(N) if state[k] != fixed[k]), N)
+        wanted += 0.7 * kl(p[wrong:], q[wrong:])
+        num_left += N - wrong
+    for row in (row for pack in PACKS for row in pack):
+        after = law_after(target, row.tokens)
+        with original(target):
+            before = law_after(target, row.tokens)
+        num_prompt = max(1, row.mask.index(True))
+        wanted += 0.4 * kl(before[num_prompt - 1 : -1], after[num_prompt - 1 : -1])
+    assert num_left > 10 and loss.total.item() == pytest.approx(wanted, rel=1e-9)
+    assert int(loss.num_goals) == int(BATCH.loss_mask.sum()) and loss.matches.shape[0] == 0
+
+
+def test_at_the_fixed_point_nothing_is_lost():
+    """An adapter that changes nothing finds the original's fixed point with n passes, or begins there."""
+    drafter = make()
+    for name, parameter in drafter.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.zeros_(parameter)
+    objective = ConsistencyObjective(drafter, **{**SETTINGS, "losses": {"consistency": 1.0}})
+    torch.manual_seed(0)
+    assert objective(BATCH, None).total.item() > 1
+    objective.passes = N
+    last = lambda high, size, device=None: torch.full(size, high - 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "randint", last)  # the last state of every block
+        loss = objective(BATCH, None)
+    loss.total.backward()
+    assert loss.total.item() == 0
+    assert all(parameter.grad is None or not parameter.grad.any() for parameter in drafter.parameters())
+
+
+def test_cross_entropy_is_that_of_the_text():
+    drafter = make()
+    total = {}
+    for ce in (0.0, 2.0):
+        losses = {"consistency": 1.0, "original": 0.0, "ce": ce}
+        torch.manual_seed(3)
+        total[ce] = ConsistencyObjective(drafter, **{**SETTINGS, "losses": losses})(BATCH, None).total.item()
+    wanted = 0.0
+    for row in (row for pack in PACKS for row in pack):
+        law = law_after(drafter.target, row.tokens)
+        wanted -= sum(float(law[i - 1, row.tokens[i]]) for i in range(1, len(row.tokens)) if row.mask[i])
+    assert total[2.0] - total[0.0] == pytest.approx(2 * wanted, rel=1e-9)
+
+
+def test_training_brings_states_nearer_to_their_fixed_points():
+    """Of the same blocks from the same beginnings, before and after some steps on others."""
+    drafter = make()
+    for name, parameter in drafter.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.zeros_(parameter)
+    objective = ConsistencyObjective(drafter, **{**SETTINGS, "losses": {"consistency": 1.0, "original": 0.1}})
+    optimizer = torch.optim.Adam(drafter.parameters(), lr=1e-2)
+
+    def loss(seed: int):
+        torch.manual_seed(seed)
+        return objective(BATCH, None).total
+
+    with torch.no_grad():
+        before = sum(float(loss(seed)) for seed in range(8))
+    for seed in range(100, 130):
+        loss(seed).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        assert sum(float(loss(seed)) for seed in range(8)) < 0.8 * before
+
+
+def test_saved_loaded_and_merged(tmp_path):
+    drafter = make()
+    prompt = [random_tokens(5, 6, V)]
+    say = lambda target: Decoder(target, None, sampling=Sampling(0.0), stop=set()).generate(prompt, 20).tokens
+    wanted = say(drafter.target)
+    checkpoint.save(tmp_path / "step", drafter.decodable(), {**CONFIG["drafter"], "num_drafts": N})
+    fresh = make_target(V, num_layers=2)
+    assert say(fresh) != wanted
+    loaded = checkpoint.load(tmp_path / "step", fresh)
+    assert isinstance(loaded, Consistency) and loaded.depth == N and loaded.adapts_target and fresh.adapted
+    assert say(fresh) == wanted
+    before = dict(drafter.named_parameters())
+    assert all(torch.equal(value, before[name]) for name, value in loaded.named_parameters())
+
+
+def test_the_adapter_is_all_there_is_to_train():
+    drafter = make()
+    assert all(name.startswith("adapter.") for name, _ in drafter.named_parameters())
+    groups = parameter_groups(drafter, 0.1, adapter={"lr": 1e-3, "delay": 0})
+    assert [len(group["params"]) for group in groups] == [0, 0, 2 * 7 * 2]
+
+
+def test_what_a_user_can_do_wrong():
+    with pytest.raises(ValueError, match=r"set vocab_size to null"):
+        Consistency(make_target(V), vocab=torch.arange(4))
+    with pytest.raises(ValueError, match=r"num_drafts=0 must be at least 1"):
+        Consistency(make_target(V), num_drafts=0)
+    drafter = make()
+    for wrong, message in (
+        ({"losses": {"kl": 1.0}}, "give weights to some of consistency, original, ce"),
+        ({"losses": {"consistency": 0.0, "ce": 1.0}}, "the first needs one"),
+        ({"depth": 3}, r"^depth=3 must be the drafter's num_drafts, 4"),
+        ({"passes": 4}, "passes=4 must be 0 to depth - 1 = 3"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ConsistencyObjective(drafter, **{**SETTINGS, **wrong})
+    assert not isinstance(drafter, Drafter) and not hasattr(drafter, "step")

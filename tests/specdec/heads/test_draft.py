@@ -1,0 +1,209 @@
+"""Draft models: what they start from, what is saved and exported of them, and texts that they write themselves."""
+
+import shutil
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from specdec import attention, checkpoint
+from specdec.decode import Decoder
+from specdec.heads.draft import Draft
+from specdec.heads.eagle import Eagle
+from specdec.proposers.heads import HeadProposer
+from specdec.sampling import Sampling
+from specdec.target import Target
+from tests.exports import export, make_form
+from tests.support import chain_of, disturb, random_tokens, save_word_model, text_logits, word_tokenizer
+
+V = 61
+VOCAB = torch.arange(0, V, 2)
+SPEC = {"_target_": "specdec.heads.draft.Draft"}
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+def saved_target(request, tmp_path_factory) -> Target:
+    path = save_word_model(tmp_path_factory.mktemp("target") / "target", tied=request.param)
+    return Target.load(str(path), dtype="float32")
+
+
+def text(num: int = 12) -> torch.Tensor:
+    return torch.tensor([random_tokens(5, num, 57)])
+
+
+# What it starts from
+
+
+def test_a_draft_with_all_layers_is_the_target(target):
+    draft = Draft(target, copy_layers=list(range(target.num_layers))).double().eval()
+    assert torch.equal(text_logits(draft, text()), target.logits(target.read(text(), ()).final))
+    decoder = Decoder(target, HeadProposer(draft, chain_of(3)), sampling=Sampling(0.0), stop=set())
+    generation = decoder.generate([random_tokens(1, 5, V), random_tokens(2, 3, V)], 17)
+    assert generation.accepted == [[3] * 4] * 2  # tau = 4
+
+
+def test_layers_of_another_family_are_copied():
+    torch.manual_seed(0)
+    config = Qwen3Config(vocab_size=V, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
+                         num_key_value_heads=2, head_dim=8, attn_implementation=attention.NAME)  # fmt: skip
+    target = Target(Qwen3ForCausalLM(config), name="tiny")
+    draft = Draft(target, copy_layers=[0, 1, 2, -1]).eval()
+    assert torch.equal(text_logits(draft, text()), target.logits(target.read(text(), ()).final))
+    assert Draft(target).arguments()["config"]["model_type"] == "qwen3"
+
+
+def test_default_layers_are_the_first_and_the_last(target):
+    draft = Draft(target).double()
+    for mine, theirs in ((0, 0), (1, 7)):
+        wanted = target.decoder.layers[theirs].state_dict()
+        assert all(torch.equal(value, wanted[name]) for name, value in draft.body.layers[mine].state_dict().items())
+    assert not torch.equal(
+        Draft(target, copy_layers=[]).body.layers[0].mlp.up_proj.weight, draft.body.layers[0].mlp.up_proj.weight.float()
+    )
+    assert [Draft(target, num_layers=n).config.num_hidden_layers for n in (1, 3, 8)] == [1, 3, 8]
+
+
+def test_borrowed_embeddings_are_not_its_own(target):
+    theirs = {value.data_ptr() for value in target.model.state_dict().values()}
+    for draft in (Draft(target), Draft(target, borrow_embeddings=False), Draft(target, width=16)):
+        assert not any(parameter.data_ptr() in theirs for parameter in draft.parameters())
+    assert not any("embed" in name or "lm_head" in name for name in Draft(target).state_dict())
+    own = Draft(target, borrow_embeddings=False).double()
+    assert torch.equal(own.lm_head.weight, target.lm_head.weight) and own.lm_head.weight.requires_grad
+    assert not target.lm_head.weight.requires_grad
+
+
+def test_rows_of_a_trained_output_layer_are_never_stale(target):
+    draft = Draft(target, borrow_embeddings=False, vocab=VOCAB).double()
+    before = text_logits(draft.eval(), text())
+    optimizer = torch.optim.SGD(draft.parameters(), lr=1.0)
+    draft.train().lm_head.weight.grad = torch.ones_like(draft.lm_head.weight)
+    optimizer.step()
+    after = text_logits(draft.eval(), text())
+    assert not torch.allclose(before, after)
+    assert torch.equal(after, text_logits(draft.train(), text()))
+
+
+@pytest.mark.parametrize("rows", [57, V, 64])
+def test_from_an_existing_model(saved_target, tmp_path, rows):
+    path = save_word_model(tmp_path / "small", rows=rows, width=24)
+    draft = Draft(saved_target, model=str(path)).eval()
+    logits = AutoModelForCausalLM.from_pretrained(path)(text()).logits
+    shared = min(rows, V)
+    torch.testing.assert_close(text_logits(draft, text())[..., :shared], logits[..., :shared], atol=1e-5, rtol=0)
+    assert text_logits(draft, text()).argmax(-1).max() < rows and draft.num_parameters() > 2 * V * 24
+
+
+def test_adapters_alone_are_trained_and_merge(saved_target, tmp_path):
+    path = save_word_model(tmp_path / "small", width=24, tied=True)
+    lora = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj", "down_proj"]}
+    for origin in ({"model": str(path)}, {"num_layers": 2}, {"num_layers": 2, "borrow_embeddings": False}):
+        draft = Draft(saved_target, lora=lora, vocab=VOCAB, **origin)
+        plain = text_logits(Draft(saved_target, vocab=VOCAB, **origin).eval(), text())
+        assert all("lora_" in name for name, p in draft.named_parameters() if p.requires_grad)
+        assert torch.equal(text_logits(draft.eval(), text()), plain)  # adapters start at nothing
+        logits = text_logits(disturb(draft).eval(), text())
+        assert not torch.allclose(logits, plain, atol=1e-2)
+        frozen = draft.decodable()
+        torch.testing.assert_close(text_logits(frozen, text()), logits, atol=1e-4, rtol=1e-4)
+        assert not any("lora" in name or "base_layer" in name for name in frozen.state_dict())
+        assert torch.equal(text_logits(draft, text()), logits)  # and training goes on undisturbed
+
+
+# What is saved and exported
+
+
+ORIGINS = {
+    "borrowed": {},
+    "own": {"borrow_embeddings": False},
+    "narrow": {"width": 16, "num_layers": 1},
+    "existing": {"model": True},
+    "existing-lora": {"model": True, "lora": {"r": 2}},
+}
+
+
+@pytest.fixture(params=ORIGINS, ids=str)
+def draft(request, saved_target, tmp_path):
+    origin = dict(ORIGINS[request.param])
+    if "model" in origin:
+        origin["model"] = str(save_word_model(tmp_path / "small", width=24, tied=True))
+    return disturb(Draft(saved_target, vocab=VOCAB, **origin)).eval()
+
+
+def test_a_checkpoint_needs_no_other_folder(draft, saved_target, tmp_path):
+    checkpoint.save(tmp_path / "head", draft.decodable(), {**SPEC, "model": "small", "lora": {"r": 2}})
+    shutil.rmtree(tmp_path / "small", ignore_errors=True)
+    loaded = checkpoint.load(tmp_path / "head", saved_target)
+    assert torch.equal(text_logits(loaded, text()), text_logits(draft.decodable(), text()))
+    assert loaded.num_parameters() == sum(p.numel() for p in draft.decodable().parameters())
+
+
+def test_export_is_an_ordinary_folder_that_generate_takes(draft, saved_target, tmp_path):
+    before = saved_target.fingerprint()
+    checkpoint.save(tmp_path / "head", draft.decodable(), SPEC)
+    loaded = checkpoint.load(tmp_path / "head", saved_target)
+    form = export(loaded, "transformers", tmp_path / "out", dtype=torch.float32)
+    assert saved_target.fingerprint() == before and form.whole_vocabulary
+    assistant = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").get_vocab() == word_tokenizer(57).get_vocab()
+    with torch.no_grad():
+        theirs = assistant(text()).logits
+    torch.testing.assert_close(theirs[..., VOCAB], text_logits(loaded, text()), atol=1e-5, rtol=1e-5)
+    model = AutoModelForCausalLM.from_pretrained(saved_target.name)
+    prompt, settings = text(), {"max_new_tokens": 20, "do_sample": False}
+    assert torch.equal(
+        model.generate(prompt, assistant_model=assistant, **settings), model.generate(prompt, **settings)
+    )
+    with pytest.raises(ValueError, match="exists"):
+        export(loaded, "transformers", tmp_path / "out")
+
+
+@pytest.mark.parametrize("other", ["vllm", "sglang", "gguf"])
+def test_servers_take_the_same_folder(draft, other):
+    layout, theirs = (make_form(draft, form).layout for form in ("transformers", other))
+    theirs.check()
+    assert layout.config == theirs.config and layout.shapes == theirs.shapes
+    assert theirs.tensors.keys() == layout.tensors.keys()
+    assert all(torch.equal(value, layout.tensors[name]) for name, value in theirs.tensors.items())
+
+
+def test_export_of_another_dtype_leaves_the_target_alone(saved_target, tmp_path):
+    export(Draft(saved_target).eval(), "transformers", tmp_path / "out", dtype=torch.bfloat16)
+    assert saved_target.dtype == torch.float32
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
+
+
+def test_export_refuses_heads_that_are_no_language_models(saved_target):
+    with pytest.raises(ValueError, match="is for head=draft: Eagle is no language model"):
+        make_form(Eagle(saved_target), "transformers")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"width": 16, "borrow_embeddings": True}, "cannot be borrowed"),
+        ({"width": 20}, "multiple of 8"),
+        ({"width": 16, "copy_layers": [0]}, "target's shape"),
+        ({"intermediate_size": 20, "copy_layers": [0]}, "target's shape"),
+        ({"copy_layers": [0, 1], "num_layers": 3}, "a layer for each"),
+        ({"copy_layers": [8]}, r"layers 0\.\.7"),
+        ({"model": "x", "num_layers": 2}, "leave num_layers"),
+        ({"model": "x", "borrow_embeddings": True}, "borrow_embeddings null"),
+        ({"model": "./nowhere"}, "head.drafter.model=./nowhere"),
+        ({"copy_layers": [], "lora": {"r": 2}}, "worth keeping"),
+        ({"width": 16, "lora": {"r": 2}}, "worth keeping"),
+    ],
+)
+def test_wrong_combinations_are_refused(target, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Draft(target, **arguments)
+
+
+def test_another_tokenizer_is_refused(saved_target, tmp_path):
+    with pytest.raises(ValueError, match="another tokenizer"):
+        Draft(saved_target, model=str(save_word_model(tmp_path / "small", prefix="v")))

@@ -1,0 +1,326 @@
+"""Every head: what it learns with is what it decodes with."""
+
+import dataclasses
+import itertools
+import types
+
+import pytest
+import torch
+
+from specdec import attention, masks
+from specdec.cache import UnrollCache
+from specdec.heads import dflash
+from specdec.proposers.heads import HeadProposer
+from specdec.sampling import Sampling
+from specdec.tree import TreeShape
+from specdec.unroll import unroll
+from tests.loops import follow
+from tests.support import chain_of, make_drafter, random_tokens
+
+LENGTH = 13
+
+
+def depth_of(drafter) -> int:
+    return min(5, drafter.depth or 5)
+
+
+@pytest.fixture(scope="module")
+def text(any_drafter):
+    """tokens [T], the features this drafter reads [T, F*D]"""
+    target = any_drafter.target
+    tokens = torch.tensor(random_tokens(0, LENGTH, target.vocab_size))
+    return tokens, target.read(tokens[None], any_drafter.target_layers).features[0]
+
+
+@torch.no_grad()
+def unroll_row(drafter, tokens, features, *, goals=None, documents=None, positions=None):
+    """The unroll over one row; by default one document, every token a goal."""
+    num = len(tokens)
+    return unroll(
+        drafter,
+        tokens[None],
+        features[None],
+        documents=torch.zeros(1, num, dtype=torch.long) if documents is None else documents[None],
+        positions=torch.arange(num)[None] if positions is None else positions[None],
+        goals=torch.ones(1, num, dtype=torch.bool) if goals is None else goals[None],
+        depth=depth_of(drafter),
+    )
+
+
+def at_goals(unrolled, values, d: int, goals: list[int]):
+    """values of step d [M, .] and whether they exist [M], for goals of row 0"""
+    return unrolled.at(values, d, torch.zeros(len(goals), dtype=torch.long), torch.tensor(goals))
+
+
+SLOTS = [(1, ()), (2, (1,)), (4, ()), (7, (4, 6)), (6, (2, 3))]  # and which slots were the newest of earlier rounds
+
+
+@pytest.mark.parametrize("slot", [slot for slot, _ in SLOTS])
+def test_unroll_against_the_slot_rule(any_drafter, text, slot):
+    """Both loops against an independent one; this is the training loop."""
+    depth = depth_of(any_drafter)
+    unrolled = unroll_row(any_drafter, *text)
+    states, logits = follow(any_drafter, *text, slot, depth)
+    for d in range(1, depth + 1):
+        readout, exists = at_goals(unrolled, unrolled.readouts, d, [slot + d])
+        state, _ = at_goals(unrolled, unrolled.states, d, [slot + d])
+        assert exists.all()
+        torch.testing.assert_close(any_drafter.logits(d, readout)[0], logits[d - 1], atol=1e-10, rtol=0)
+        torch.testing.assert_close(state[0], states[d - 1], atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("slot, parts", SLOTS)
+def test_decoding_against_the_slot_rule_and_the_unroll(any_drafter, text, slot, parts):
+    """The laws of sampled drafts, after earlier rounds that drafted something else."""
+    depth, temperature, generator = depth_of(any_drafter), 0.6, torch.Generator().manual_seed(0)
+    tokens, features = text
+    proposer, first = HeadProposer(any_drafter, chain_of(depth)), 0
+    proposer.begin(tokens[None], torch.tensor([LENGTH]))
+    for last in (*parts, slot):
+        num = last - first
+        proposer.commit(tokens[None, first + 1 : last + 1], features[None, first:last], torch.tensor([num]), [num])
+        tree = proposer.propose(Sampling(temperature), generator)
+        first = last
+    path = torch.cat([tokens[: slot + 1], tree.tokens[0, 1:]])
+    unrolled = unroll_row(any_drafter, path, features[: len(path)])
+    _, logits = follow(any_drafter, path, features, slot, depth)
+    for d in range(1, depth + 1):
+        readout, _ = at_goals(unrolled, unrolled.readouts, d, [slot + d])
+        for found in (logits[d - 1], any_drafter.logits(d, readout)[0]):
+            law = torch.zeros(any_drafter.target.vocab_size, dtype=torch.float64)
+            law[any_drafter.to_target(torch.arange(any_drafter.vocab_size))] = (found / temperature).softmax(-1)
+            torch.testing.assert_close(tree.probs[0, d], law, atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("shape", [chain_of(5), TreeShape(depth=4, width=3, nodes=30)], ids=str)
+def test_drafts_are_the_best_of_each_step(any_drafter, text, shape):
+    """Every node's children are the likeliest tokens of the step along its own path, the likeliest first."""
+    slot = 6
+    tokens, features = text[0][: slot + 1], text[1][:slot]
+    shape = dataclasses.replace(shape, depth=min(shape.depth, depth_of(any_drafter)))
+    proposer = HeadProposer(any_drafter, shape)
+    proposer.begin(tokens[None, :slot], torch.tensor([slot]))
+    proposer.commit(tokens[None, 1:], features[None], torch.tensor([slot]), [slot])
+    tree = proposer.propose(Sampling(), None)
+    paths, drafts, parents = [tokens], tree.tokens[0].tolist(), tree.parents[0].tolist()
+    for node in range(1, len(drafts)):
+        paths.append(torch.cat([paths[parents[node]], tree.tokens[0, node : node + 1]]))
+    for node, path in enumerate(paths):
+        children = [drafts[child] for child in range(1, len(drafts)) if parents[child] == node]
+        if children:
+            _, logits = follow(any_drafter, path, features, slot, len(path) - slot)
+            best = logits[-1].topk(len(children)).indices
+            assert any_drafter.to_target(best).tolist() == children
+    assert max(map(len, paths)) == slot + 1 + shape.depth
+
+
+def test_slots_that_do_not_exist(any_drafter, text):
+    """Slot 0 has no feature, so token d is not guessed at step d."""
+    unrolled = unroll_row(any_drafter, *text)
+    for d in range(1, depth_of(any_drafter) + 1):
+        _, exists = at_goals(unrolled, unrolled.readouts, d, list(range(1, LENGTH)))
+        assert exists.tolist() == [goal - d >= any_drafter.first_slot for goal in range(1, LENGTH)]
+
+
+@pytest.mark.parametrize("sizes", [(7, 6), (2, 8), (9, 1, 3)])
+def test_packed_documents(any_drafter, text, sizes):
+    """Documents in one row, and padding, give what each gives alone."""
+    tokens, _ = text
+    parts = tokens.split([*sizes, LENGTH - sum(sizes)])[: len(sizes)]
+    features = [any_drafter.target.read(part[None], any_drafter.target_layers).features[0] for part in parts]
+    padding = 4
+    packed = unroll_row(
+        any_drafter,
+        torch.cat([*parts, torch.zeros(padding, dtype=torch.long)]),
+        torch.cat([*features, torch.randn(padding, features[0].shape[1]).double()]),
+        documents=torch.tensor([document for document, num in enumerate(sizes) for _ in range(num)] + [-1] * padding),
+        positions=torch.cat([*map(torch.arange, sizes), torch.zeros(padding, dtype=torch.long)]),
+        goals=torch.tensor([place > 0 for num in sizes for place in range(num)] + [False] * padding),
+    )
+    start = 0
+    for part, feature in zip(parts, features):
+        alone = unroll_row(any_drafter, part, feature) if len(part) > 1 else None
+        for d, goal in itertools.product(range(1, depth_of(any_drafter) + 1), range(1, len(part))):
+            found, exists = at_goals(packed, packed.readouts, d, [start + goal])
+            assert exists[0] == (goal - d >= any_drafter.first_slot), (
+                f"step {d}, token {goal} of the document that starts at {start}"
+            )
+            if exists[0]:
+                wanted, _ = at_goals(alone, alone.readouts, d, [goal])
+                torch.testing.assert_close(found, wanted, atol=1e-10, rtol=0)
+        start += len(part)
+
+
+def test_rows_of_a_batch(any_drafter, text):
+    """Rows whose goals differ in number and place give what each gives alone."""
+    tokens, features = text
+    goals = torch.zeros(2, LENGTH, dtype=torch.bool)
+    goals[0, [3, 4, 12]] = True
+    goals[1, [9]] = True
+    depth = depth_of(any_drafter)
+    with torch.no_grad():
+        both = unroll(
+            any_drafter,
+            torch.stack([tokens, tokens.flip(0)]),
+            torch.stack([features, features.flip(0)]),
+            documents=torch.zeros_like(goals, dtype=torch.long),
+            positions=torch.arange(LENGTH).expand(2, -1),
+            goals=goals,
+            depth=depth,
+        )
+    for row, alone in enumerate(
+        [unroll_row(any_drafter, *text), unroll_row(any_drafter, tokens.flip(0), features.flip(0))]
+    ):
+        for d, goal in itertools.product(range(1, depth + 1), goals[row].nonzero().flatten().tolist()):
+            found, exists = both.at(both.readouts, d, torch.tensor([row]), torch.tensor([goal]))
+            wanted, wanted_exists = at_goals(alone, alone.readouts, d, [goal])
+            assert exists == wanted_exists
+            if exists:
+                torch.testing.assert_close(found, wanted, atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("some", [[1], [12], [6, 7], [2, 5, 11]])
+def test_sparse_goals(any_drafter, text, some):
+    """Later steps run on few slots and say there what they say when they run on all."""
+    sparse = unroll_row(any_drafter, *text, goals=torch.isin(torch.arange(LENGTH), torch.tensor(some)))
+    full = unroll_row(any_drafter, *text)
+    for d in range(1, depth_of(any_drafter) + 1):
+        spared = {"path": d > 1, "none": d > 1, "block": True, "depth": False, "text": False}[any_drafter.attends]
+        limit = len(some) * depth_of(any_drafter) if spared else LENGTH - any_drafter.first_slot
+        assert sparse.readouts[d - 1].shape[1] <= limit
+        found, exists = at_goals(sparse, sparse.readouts, d, some)
+        wanted, wanted_exists = at_goals(full, full.readouts, d, some)
+        assert torch.equal(exists, wanted_exists)
+        torch.testing.assert_close(found[exists], wanted[exists], atol=1e-10, rtol=0)
+
+
+def readouts_by_slot(drafter, tokens, features) -> dict[tuple[int, int], torch.Tensor]:
+    """{(d, slot): readout} of all slots whose step d has a goal"""
+    unrolled = unroll_row(drafter, tokens, features)
+    pairs = [(d, slot) for d in range(1, depth_of(drafter) + 1) for slot in range(1, LENGTH - d)]
+    return {(d, slot): at_goals(unrolled, unrolled.readouts, d, [slot + d])[0] for d, slot in pairs}
+
+
+# Which tokens step d of slot j reads, and which features
+READS = {
+    "Eagle": (lambda d, j: range(1, j + d), lambda d, j: range(j)),
+    "Eagle3": (lambda d, j: range(1, j + d), lambda d, j: range(j)),
+    "MTP": (lambda d, j: range(1, j + d), lambda d, j: range(j)),
+    "Medusa": (lambda d, j: (), lambda d, j: (j - 1,)),
+    "Hydra": (lambda d, j: range(j, j + d), lambda d, j: (j - 1,)),
+    "ParallelMTP": (lambda d, j: (), lambda d, j: range(j)),
+    "BlockDrafter": (lambda d, j: (j,), lambda d, j: range(j)),
+    "BlockDrafter with a Markov head": (lambda d, j: (j, j + d - 1), lambda d, j: range(j)),
+    "Draft": (lambda d, j: range(j + d), lambda d, j: ()),
+}
+
+
+def test_what_a_step_depends_on(any_drafter, text):
+    """Perturb every input in turn: a step reads what its family reads, and nothing later."""
+    name = type(any_drafter).__name__
+    if "markov_in.weight" in any_drafter.state_dict():
+        name += " with a Markov head"
+    reads_token, reads_feature = READS[name]
+    tokens, features = text
+    base = readouts_by_slot(any_drafter, tokens, features)
+    for place in range(LENGTH):
+        others = tokens.clone()
+        others[place] = (others[place] + 1) % any_drafter.target.vocab_size
+        by_token = readouts_by_slot(any_drafter, others, features)
+        moved = features.clone()
+        moved[place] += torch.linspace(-1, 1, moved.shape[1], dtype=moved.dtype)
+        by_feature = readouts_by_slot(any_drafter, tokens, moved)
+        for (d, slot), readout in base.items():
+            changed = not torch.equal(by_token[d, slot], readout)
+            assert changed == (place in reads_token(d, slot)), f"token {place}, step {d} of slot {slot}"
+            changed = not torch.equal(by_feature[d, slot], readout)
+            assert changed == (place in reads_feature(d, slot)), f"feature {place}, step {d} of slot {slot}"
+
+
+def test_unroll_attention_against_a_dense_mask():
+    """[S, T + (d-1)*S] keys: those of step 1, then those of steps 2..d, of which a slot sees its own."""
+    torch.manual_seed(0)
+    rows, heads, kv_heads, size, width = 2, 4, 2, 7, 6
+    index = torch.tensor([[0, 0, 0, 1, 1, 1, -1], [0, 0, 0, 0, 0, 0, 0]])
+    mask = masks.documents(index)  # [B, 1, T, T]
+    some = torch.tensor([1, 2, 5])  # the slots of later steps
+    cache, keys, values, seen = UnrollCache(), [], [], []
+    for d in range(1, 5):
+        slots = torch.arange(size) if d == 1 else some
+        query = torch.randn(rows, heads, len(slots), width, dtype=torch.float64)
+        key, value = torch.randn(2, rows, kv_heads, len(slots), width, dtype=torch.float64)
+        found = cache.attend(3, query, key, value, mask[:, :, slots])
+        keys.append(key)
+        values.append(value)
+        own = torch.eye(len(some), dtype=torch.bool).expand(rows, 1, -1, -1)
+        seen = torch.cat([mask[:, :, slots], *[own] * (d - 1)], dim=-1)  # [B, 1, S, T + (d-1)*S]
+        every_key, every_value = (torch.cat(x, dim=2).repeat_interleave(heads // kv_heads, 1) for x in (keys, values))
+        scores = (query @ every_key.transpose(2, 3) / width**0.5).masked_fill(~seen, float("-inf"))
+        torch.testing.assert_close(found, scores.softmax(-1) @ every_value, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("num_rows, num_tokens", [(2, 3), (5, 1), (5, 3), (5, 20)])
+def test_attention_of_the_target_against_softmax(num_rows, num_tokens):
+    """Its own kernel for many rows, and transformers' for the rest."""
+    torch.manual_seed(0)
+    heads, kv_heads, num_keys, width = 6, 2, 24, 4
+    query = torch.randn(num_rows, heads, num_tokens, width, dtype=torch.float64)
+    key, value = torch.randn(2, num_rows, kv_heads, num_keys, width, dtype=torch.float64)
+    mask = torch.rand(num_rows, 1, num_tokens, num_keys) < 0.5
+    mask[..., 0] = True
+    layer = types.SimpleNamespace(num_key_value_groups=heads // kv_heads, is_causal=True, training=False)
+    found, _ = attention.attention(layer, query, key, value, mask, scaling=0.3)
+    key, value = (part.repeat_interleave(heads // kv_heads, dim=1) for part in (key, value))
+    weights = (query @ key.transpose(2, 3) * 0.3).masked_fill(~mask, float("-inf")).softmax(-1)
+    torch.testing.assert_close(found, (weights @ value).transpose(1, 2), atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("accepted", [[0, 0], [2, 2], [4, 4], [0, 4], [3, 1]])
+def test_cache_after_a_round(any_drafter, accepted):
+    """Its lengths are the committed slots; refused drafts leave no trace in what is drafted next."""
+    target, layers, depth = any_drafter.target, any_drafter.target_layers, min(4, depth_of(any_drafter))
+    texts = torch.tensor([random_tokens(row, 16, target.vocab_size) for row in range(2)])  # [B, T]
+    features = target.read(texts, layers).features
+    prompts = torch.tensor([6, 3])
+    proposer = HeadProposer(any_drafter, chain_of(depth))
+    proposer.begin(texts[:, :6], prompts)
+    proposer.commit(texts[:, 1:7], features[:, :6], prompts, prompts.tolist())
+    proposer.propose(Sampling(), None)
+    more = 1 - any_drafter.first_slot  # slot 0 is committed too
+    assert torch.equal(proposer.cache.lengths, prompts + more) and proposer.cache.pending == 0
+    num = torch.tensor(accepted) + 1
+    new = prompts[:, None] + torch.arange(int(num.max()))  # [B, P] positions whose features are new
+    proposer.commit(texts.gather(1, new + 1), features[torch.arange(2)[:, None], new], num, num.tolist())
+    again = proposer.propose(Sampling(), None)
+    assert torch.equal(proposer.cache.lengths, prompts + num + more) and proposer.cache.pending == 0
+    for row, length in enumerate((prompts + num).tolist()):
+        fresh = HeadProposer(any_drafter, chain_of(depth))
+        fresh.begin(texts[row : row + 1, :length], torch.tensor([length]))
+        fresh.commit(
+            texts[row : row + 1, 1 : length + 1], features[row : row + 1, :length], torch.tensor([length]), [length]
+        )
+        assert torch.equal(fresh.propose(Sampling(), None).tokens[0], again.tokens[row])
+
+
+def test_casting_leaves_rotary_frequencies_exact(drafter):
+    """In bfloat16 they would be so far off that position 200 is another one."""
+    cast = drafter.decodable().to(torch.bfloat16)
+    frequencies = {name: buffer for name, buffer in cast.named_buffers() if name.endswith("inv_freq")}
+    assert all(parameter.dtype == torch.bfloat16 for parameter in cast.parameters())
+    for name, buffer in frequencies.items():
+        assert buffer.dtype == torch.float32 and torch.equal(buffer, drafter.get_buffer(name))
+    assert bool(frequencies) == (drafter.attends != "none")
+
+
+def test_blocks_attend_in_parts(target, monkeypatch):
+    """Where scores would take too much memory, slots are taken a few at a time; values and gradients stay."""
+    drafter, found = make_drafter(target, "dspark"), []
+    tokens = torch.tensor(random_tokens(0, LENGTH, target.vocab_size))
+    features = target.read(tokens[None], drafter.target_layers).features
+    for limit in (2**27, 300):
+        monkeypatch.setattr(dflash, "SCORES", limit)
+        goals = torch.ones(1, LENGTH, dtype=torch.bool)
+        unrolled = unroll(drafter, tokens[None], features, documents=torch.zeros_like(goals, dtype=torch.long),
+                          positions=torch.arange(LENGTH)[None], goals=goals, depth=4)  # fmt: skip
+        found.append((unrolled.states[0], torch.autograd.grad(unrolled.states[0].sum(), drafter.fc.weight)[0]))
+    torch.testing.assert_close(found[0], found[1], atol=1e-10, rtol=0)

@@ -1,0 +1,121 @@
+"""Medusa-2 adapts its target in place: what is decoded is the adapted one, and the original can still be asked."""
+
+import math
+
+import pytest
+import torch
+from hydra.utils import instantiate
+
+from specdec import checkpoint
+from specdec.decode import Decoder, Generation
+from specdec.heads.eagle import Eagle
+from specdec.heads.medusa import Medusa2
+from specdec.measurement import Prompt, PromptResult
+from specdec.proposers.heads import HeadProposer
+from specdec.report import summarise, verdict
+from specdec.sampling import Sampling
+from specdec.target_adapter import original
+from specdec.tree import TreeShape
+from tests.loops import follow
+from tests.support import chain_of, load_head, make_target, random_tokens
+from train.data import Row, collate
+from train.objective import Objective
+from train.optimization import parameter_groups
+
+CONFIG = load_head("medusa2")
+ROW = Row("0", "all", random_tokens(0, 14, 6), [False] * 4 + [True] * 10)
+
+
+def make():
+    """A drafter whose heads and adapter are random, and what the target said before."""
+    target = make_target(6)
+    before = target.read(torch.tensor([ROW.tokens]), ()).final
+    drafter = instantiate(CONFIG["drafter"], target, vocab=None).double()
+    assert torch.equal(target.read(torch.tensor([ROW.tokens]), ()).final, before)  # B = 0: nothing changed yet
+    torch.manual_seed(1)
+    for parameter in drafter.parameters():
+        parameter.data = torch.randn_like(parameter) * 0.3
+    return drafter, before
+
+
+def test_the_adapter_is_the_targets():
+    drafter, before = make()
+    target, tokens = drafter.target, torch.tensor([ROW.tokens])
+    assert (target.read(tokens, ()).final - before).abs().max() > 0.1
+    with original(target):
+        assert torch.equal(target.read(tokens, ()).final, before)
+    assert target.fingerprint() == make_target(6).fingerprint()
+
+
+@pytest.mark.parametrize("shape", [chain_of(4), TreeShape(depth=3, width=2, nodes=8)], ids=str)
+def test_drafting_changes_nothing_of_the_adapted_target(shape):
+    drafter, _ = make()
+    prompts = [random_tokens(seed, 3 + seed, 6) for seed in range(4)]
+    plain, drafted = (
+        Decoder(drafter.target, proposer, sampling=Sampling(0.0), stop=set()).generate(prompts, 24)
+        for proposer in (None, HeadProposer(drafter, shape))
+    )
+    with original(drafter.target):
+        unadapted = Decoder(drafter.target, None, sampling=Sampling(0.0), stop=set()).generate(prompts, 24)
+    assert drafted.tokens == plain.tokens != unadapted.tokens
+    assert sum(map(sum, drafted.accepted)) > 0
+
+
+def test_loss_reaches_heads_and_adapter_and_nothing_else():
+    """Total = weighted head losses judged by the adapted target + KL(original, adapted), here by hand."""
+    drafter, before = make()
+    target, objective = drafter.target, Objective(drafter, **CONFIG["objective"])
+    loss = objective(collate([[ROW]], length=16, pad_token=0), None)
+    loss.total.backward()
+    assert all(parameter.grad.abs().max() > 0 for parameter in drafter.parameters())
+    trained = {id(parameter) for parameter in drafter.parameters()}
+    assert all(parameter.grad is None for parameter in target.model.parameters() if id(parameter) not in trained)
+
+    tokens = torch.tensor([ROW.tokens])
+    output = target.read(tokens, drafter.target_layers)
+    law = lambda final: target.logits(final).log_softmax(-1)
+    wanted = 0.0
+    for goal in range(4, 14):
+        p, old = law(output.final[0, goal - 1]), law(before[0, goal - 1])
+        wanted += float((old.exp() * (old - p)).sum())
+        for d in range(1, 5):
+            if goal - d >= 1:
+                _, logits = follow(drafter, tokens[0], output.features[0], goal - d, d)
+                kl = (p.exp() * (p - logits[-1].log_softmax(-1))).sum()
+                wanted += 0.2 * objective.shares[d - 1] * float(kl)
+    assert loss.total.item() == pytest.approx(wanted, rel=1e-4)
+
+
+def test_the_adapter_has_its_own_learning_rate():
+    groups = parameter_groups(make()[0], 0.1, adapter=CONFIG["adapter"])
+    assert [len(group["params"]) for group in groups] == [4, 4, 8 * 2 * 2]
+    assert groups[2]["lr"] == CONFIG["adapter"]["lr"] and groups[2]["delay"] == CONFIG["adapter"]["delay"]
+
+
+def test_saved_with_the_head(tmp_path):
+    drafter, _ = make()
+    prompt = [random_tokens(5, 6, 6)]
+    wanted = Decoder(drafter.target, None, sampling=Sampling(0.0), stop=set()).generate(prompt, 20).tokens
+    checkpoint.save(tmp_path / "step", drafter.decodable(), CONFIG["drafter"])
+    fresh = make_target(6)
+    assert Decoder(fresh, None, sampling=Sampling(0.0), stop=set()).generate(prompt, 20).tokens != wanted
+    loaded = checkpoint.load(tmp_path / "step", fresh)
+    decoder = Decoder(fresh, HeadProposer(loaded, chain_of(4)), sampling=Sampling(0.0), stop=set())
+    assert decoder.generate(prompt, 20).tokens == wanted
+    with pytest.raises(ValueError, match="adapted in place by another drafter"):
+        checkpoint.load(tmp_path / "step", fresh)
+
+
+def test_reports_say_so():
+    generation = Generation([[0] * 3], [[1]], seconds=1.0)
+    results = [PromptResult(Prompt("", "", [0]), generation, generation, math.nan, [], None)]
+    for adapted in (True, False):
+        report = summarise(results, depth=1, temperature=0, adapted=adapted)
+        assert ("adapted target, not of the original" in verdict(report)) == adapted
+
+
+def test_what_a_user_can_do_wrong():
+    with pytest.raises(ValueError, match=r"no layers named w_q: change lora_modules"):
+        Medusa2(make_target(6), lora_modules=("w_q",))
+    with pytest.raises(ValueError, match=r"original is for heads that adapt the target"):
+        Objective(Eagle(make_target(6)), **CONFIG["objective"])

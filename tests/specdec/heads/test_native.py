@@ -1,0 +1,62 @@
+"""MTP modules in a target's own checkpoint become ours: names, the order of the join, biases, and what is refused."""
+
+import pytest
+import safetensors.torch
+import torch
+
+from specdec.checkpoint import read_tensors
+from specdec.heads.mtp import MTP
+from specdec.target import Target
+from tests.support import make_target
+
+MIMO = {"enorm": "token_layernorm", "hnorm": "hidden_layernorm", "eh_proj": "input_proj", "norm": "final_layernorm"}
+DEEPSEEK = {"norm": "shared_head.norm"}
+
+
+def ship(folder, modules: list[MTP], layout: str) -> None:
+    """Adds our modules to a target's folder under the names that its family gives them."""
+    tensors = read_tensors(folder / "model.safetensors")
+    for number, module in enumerate(modules):
+        for name, value in module.state_dict().items():
+            first, _, rest = name.partition(".")
+            if layout == "mimo":
+                if name == "eh_proj.weight":
+                    value = torch.cat([value[:, 32:], value[:, :32]], dim=1)  # hidden first
+                first = MIMO.get(first, first)
+                prefix = f"model.mtp_layers.{number}."
+            else:
+                first = DEEPSEEK.get(first, first)
+                prefix = f"model.layers.{8 + number}."
+            tensors[prefix + (rest if first == "block" else f"{first}.{rest}")] = value.contiguous()
+        if layout == "deepseek":
+            tensors[f"model.layers.{8 + number}.embed_tokens.weight"] = torch.zeros(1)
+    safetensors.torch.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize("layout", ["mimo", "deepseek"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_native_modules(tmp_path, layout, bias):
+    target = make_target(61)
+    target.model.save_pretrained(tmp_path)
+    ours = MTP(target, num_modules=2, attention_bias=bias)
+    for parameter in ours.parameters():
+        parameter.data = torch.randn_like(parameter)
+    ship(tmp_path, list(ours.modules_by_depth), layout)
+    loaded = MTP(Target(target.model, name=str(tmp_path)), num_modules=2, native=True)
+    assert loaded.state_dict().keys() == ours.state_dict().keys()
+    assert all(torch.equal(value, ours.state_dict()[name]) for name, value in loaded.state_dict().items())
+    assert loaded.arguments() == {"native": False, "attention_bias": bias} and not loaded.solve([])
+    with pytest.raises(ValueError, match="ships 2 MTP modules"):
+        MTP(Target(target.model, name=str(tmp_path)), num_modules=3, native=True)
+
+
+def test_what_is_refused(tmp_path):
+    target = make_target(61)
+    target.model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"ships no MTP modules.*native=false"):
+        MTP(Target(target.model, name=str(tmp_path)), native=True)
+    module = MTP(target).modules_by_depth[0]
+    module.block.mlp = torch.nn.Linear(3, 3)  # something that is no dense block of ours
+    ship(tmp_path, [module], "mimo")
+    with pytest.raises(ValueError, match=r"(?s)not made of one dense block.*native=false"):
+        MTP(Target(target.model, name=str(tmp_path)), native=True)

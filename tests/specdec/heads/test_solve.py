@@ -1,0 +1,75 @@
+"""Closed-form starts: EAGLE's is ridge regression onto the next feature; every head that has one begins better for it."""
+
+import pytest
+import torch
+from hydra.utils import instantiate
+
+from specdec import masks
+from specdec.cache import UnrollCache
+from specdec.drafter import Slots
+from specdec.heads.decoder_block import RIDGE
+from specdec.heads.eagle import Eagle
+from tests.support import load_head, make_target
+
+
+def test_solve_against_stacked_least_squares(target):
+    torch.manual_seed(0)
+    head = Eagle(target).double()
+    width, num = target.width, 300
+    tokens = torch.randint(0, target.vocab_size, (num,))
+    features, goals = torch.randn(num, width).double(), torch.randn(num, width).double()
+    parts = (slice(0, 100), slice(100, num))
+    assert head.solve([Slots(features[part], features[part], tokens[part, None], goals[part, None]) for part in parts])
+
+    x = torch.cat([target.embed(tokens), features], dim=-1)  # [M, 2D]
+    strength = RIDGE * (x**2).sum(0).mean()
+    stacked = torch.cat([x, strength.sqrt() * torch.eye(2 * width).double()])
+    wanted = torch.linalg.lstsq(stacked, torch.cat([goals, torch.zeros(2 * width, width).double()])).solution
+    torch.testing.assert_close(head.fc.weight, wanted.T)
+
+    mask = masks.causal(num, "cpu")[None, None]
+    h, _ = head.step(1, features[None], tokens[None], torch.arange(num)[None], mask, UnrollCache())
+    torch.testing.assert_close(h[0], x @ wanted)
+
+
+SOLVED = {
+    "eagle": {},
+    "hass": {},
+    "eagle3": {},
+    "hydra": {},
+    "mtp": {},
+    "dspark": {"fuse": True},
+    "dflash": {"fuse": True},
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("head", sorted(SOLVED))
+def test_a_start_beats_a_random_one(head):
+    """States that follow linearly from the token and the state before: the guesses of depth 1 come right at once."""
+    torch.manual_seed(0)
+    target, num = make_target(61), 600
+    head = load_head(head)["drafter"] | SOLVED[head]
+    tokens = torch.randint(61, (num, 3))
+    state = torch.randn(num, 32).double()
+    turn, move = torch.randn(2, 32, 32).double() / 32**0.5
+    goals = [state]
+    for d in range(3):
+        goals.append(goals[-1] @ turn + 4 * target.embed(tokens[:, d]) @ move)
+    said = [target.logits(goal).argmax(-1) for goal in goals[1:]]
+    right = []
+    for solve in (False, True):
+        drafter = instantiate(head, target, vocab=None).double()
+        features = state.repeat(1, len(drafter.target_layers))
+        if solve:
+            assert drafter.solve([Slots(features, state, tokens, torch.stack(goals[1:], dim=1))])
+        cache = drafter.cache(num)
+        h, position = drafter.encode(features[:, None]), torch.ones(num, 1, dtype=torch.long)
+        cache.reserve(1)
+        if drafter.attends == "block":
+            drafter.context(h, position - 1, cache)
+        seen = torch.zeros(num, 1, 1, cache.visible, dtype=torch.bool)
+        seen[..., 0] = True
+        _, readout = drafter.step(1, h, tokens[:, :1], position, seen, cache)
+        right.append(float((drafter.logits(1, readout)[:, 0].argmax(-1) == said[0]).double().mean()))
+    assert right[0] < 0.3 and right[1] > 0.4, right

@@ -1,0 +1,173 @@
+"""Exported folders: an engine draws the same drafts from them (reference.py), and a mistake in one is found."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from specdec import serving
+from specdec.layouts.eagle import shapes3
+from tests import reference
+from tests.exports import (
+    ALL_NORMS,
+    CONTAINED,
+    DEPTH,
+    OTHER_BLOCK,
+    REFERENCE_MEDUSA,
+    SAFEAILAB1,
+    SGLANG1,
+    SGLANG3,
+    TOKENS,
+    UNBLANKED,
+    assert_same_drafts,
+    export,
+    make_exact,
+    make_form,
+    make_provenance,
+    with_vocabularies,
+)
+from tests.loops import follow
+
+# What engines draw from a folder
+
+# head, arguments, format, engine
+SERVED = [
+    ("eagle", {}, "vllm", reference.eagle1),
+    ("eagle", {"block": OTHER_BLOCK}, "vllm", reference.eagle1),
+    ("eagle", {}, "sglang", SGLANG1),
+    ("eagle", {"fc_bias": True}, "sglang", SGLANG1),
+    ("eagle", {}, "eagle", SAFEAILAB1),
+    ("eagle", {"fc_bias": True}, "eagle", SAFEAILAB1),
+    *(("eagle3", {}, form, reference.eagle3) for form in ("vllm", "eagle", "gguf", "speculators")),
+    ("eagle3", {}, "sglang", SGLANG3),
+    *(("eagle3", {switch: True}, "vllm", reference.eagle3) for switch in ALL_NORMS),
+    *(("eagle3", {switch: True, "norm_output": True}, "sglang", SGLANG3) for switch in ("norm_features", "norm_before_fc")),
+    ("eagle3", {"norm_before_fc": True, "norm_before_residual": True}, "gguf", reference.eagle3),
+    ("eagle3", {**CONTAINED, "target_layers": [1, 4, 6]}, "speculators", reference.eagle3),
+    ("eagle3", {"block": OTHER_BLOCK, "intermediate_size": 20}, "speculators", reference.eagle3),
+    ("eagle3", {"block": OTHER_BLOCK, "intermediate_size": 20}, "vllm", reference.eagle3),
+    ("eagle3", {"target_layers": [1, 4, 6]}, "vllm", reference.eagle3),
+    ("eagle3", {"target_layers": [1, 4, 6]}, "sglang", SGLANG3),
+    ("eagle3", {"target_layers": [1, 2, 4, 7], "norm_features": True}, "vllm", reference.eagle3),
+    ("medusa", {}, "vllm", reference.medusa),
+    ("medusa", {"num_blocks": 2}, "vllm", reference.medusa),
+    ("medusa", {"num_blocks": 2, "own_output": True}, "vllm", reference.medusa),
+    *(("medusa", own, "medusa", reader) for own in ({}, {"own_output": True})
+      for reader in (reference.medusa, REFERENCE_MEDUSA)),
+    *(("mtp", {"attention_bias": bias}, form, UNBLANKED) for bias in (False, True) for form in ("vllm", "sglang")),
+    *(("dflash", {}, form, reference.block) for form in ("vllm", "gguf", "speculators")),
+    *(("dflash", {"target_layers": [1, 5], "num_layers": 3}, form, reference.block) for form in ("vllm", "speculators")),
+    *(("dspark", {}, form, reference.block) for form in ("vllm", "gguf", "speculators")),
+    ("dspark", {"anchor_predicts": False, "confidence": False}, "vllm", reference.block),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("head", "arguments", "form", "reader", "reduced"), with_vocabularies(SERVED))
+def test_engines_draw_the_same_drafts(target, tmp_path, head, arguments, form, reader, reduced):
+    drafter = make_exact(target, head, reduced, arguments)
+    made = export(drafter, form, tmp_path / "out")
+    assert not (made.whole_vocabulary and not reduced)
+    assert_same_drafts(
+        tmp_path / "out", reader, serving.whole_vocabulary(drafter) if made.whole_vocabulary else drafter
+    )
+
+
+def test_engines_that_blank_position_0_differ_where_it_is_seen(target, tmp_path):
+    """The row of position 0 is a key of every later one: all drafts differ a little, those of slot 1, which it is, most."""
+    drafter = make_exact(target, "mtp")
+    export(drafter, "vllm", tmp_path / "out")
+    served = reference.serve(target.model, TOKENS)
+    apart = []
+    for slot in (1, 2, 12):
+        as_is, blanked = (
+            reference.mtp(tmp_path / "out", served, TOKENS, slot, 1, blank=blank).logits for blank in (False, True)
+        )
+        apart.append(float((as_is - blanked).norm() / as_is.norm()))
+    assert apart[0] > apart[1] > apart[2] > 1e-3
+
+
+@pytest.mark.parametrize("form", ["vllm", "speculators"])
+def test_confidence_is_the_drafters(target, tmp_path, monkeypatch, form):
+    drafter, found = make_exact(target, "dspark"), []
+    export(drafter, form, tmp_path / "out")
+    logits = drafter.logits
+    monkeypatch.setattr(drafter, "logits", lambda d, x: found.append(drafter.confidence(d, x)) or logits(d, x))
+    follow(drafter, TOKENS, target.read(TOKENS[None], drafter.target_layers).features[0], 6, DEPTH)
+    drafts = reference.block(tmp_path / "out", reference.serve(target.model, TOKENS), TOKENS, 6, DEPTH)
+    torch.testing.assert_close(drafts.confidence, torch.cat(found).flatten(), atol=1e-9, rtol=1e-9)
+
+
+def test_other_dtypes_are_cast_and_maps_are_not(target, tmp_path):
+    drafter = make_exact(target, "eagle3", True)
+    export(drafter, "vllm", tmp_path / "out", dtype=torch.bfloat16)
+    config, tensors = reference.read(tmp_path / "out")
+    kinds = {name: value.dtype for name, value in tensors.items() if name in ("d2t", "t2d", "lm_head.weight")}
+    assert kinds == {"d2t": torch.int64, "t2d": torch.bool, "lm_head.weight": torch.bfloat16}
+    assert config["torch_dtype"] == "bfloat16"
+
+
+# Manifests
+
+
+def spoil(layout, *, without=(), tensors=None, config=None):
+    made = {**layout.tensors, **(tensors(layout.tensors) if tensors else {})}
+    fields = {**layout.config, **(config or {})}
+    made, fields = ({k: v for k, v in d.items() if k not in without} for d in (made, fields))
+    return dataclasses.replace(layout, tensors=made, config=fields)
+
+
+def absolute(tensors: dict) -> dict:
+    return {"d2t": tensors["d2t"] + torch.arange(len(tensors["d2t"]))}
+
+
+def other_token(tensors: dict) -> dict:
+    t2d = tensors["t2d"].clone()
+    t2d[[int(t2d.nonzero()[0]), int((~t2d).nonzero()[0])]] = t2d[[int((~t2d).nonzero()[0]), int(t2d.nonzero()[0])]]
+    return {"t2d": t2d}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"without": ["midlayer.hidden_norm.weight"]}, "^midlayer.hidden_norm.weight is missing$"),
+        ({"without": ["d2t"]}, "d2t is missing"),
+        ({"tensors": lambda t: {"fc.bias": t["norm.weight"]}}, "^fc.bias is not part of the layout$"),
+        ({"tensors": lambda t: {"fc.weight": t["fc.weight"].T}}, r"fc.weight is \[96, 32\], not \[32, 96\]"),
+        ({"tensors": absolute}, "d2t must hold offsets"),
+        ({"tensors": lambda t: {"d2t": t["d2t"].flip(0)}}, "d2t must hold offsets"),
+        ({"tensors": lambda t: {"d2t": t["d2t"].int()}}, "d2t must be int64"),
+        ({"tensors": lambda t: {"d2t": t["d2t"] - 1 - t["d2t"][0]}}, "d2t must hold offsets"),
+        ({"tensors": other_token}, "d2t and t2d name different tokens"),
+        ({"without": ["rope_theta"]}, r"config.json lacks \['rope_theta'\]"),
+        ({"config": {"bias": True}}, r"superfluous \['bias'\]"),
+        ({"config": {"draft_vocab_size": 61}}, r"lm_head.weight is \[40, 32\], not \[61, 32\]"),
+    ],
+)  # fmt: skip
+def test_a_mistake_in_a_layout_is_named_and_nothing_is_written(target, tmp_path, change, message):
+    drafter = make_exact(target, "eagle3", True)
+    form = make_form(drafter, "vllm")
+    layout = spoil(form.layout, **change)
+    if "config" in change and "draft_vocab_size" in change["config"]:
+        layout = dataclasses.replace(layout, shapes=shapes3(layout.config))
+    with pytest.raises(ValueError, match=message):
+        serving.write(dataclasses.replace(form, layout=layout), tmp_path / "out", dtype=torch.float32,
+                      provenance=make_provenance(drafter))  # fmt: skip
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_mixed_dtypes_are_found(target):
+    layout = make_form(make_exact(target, "eagle"), "vllm").layout
+    with pytest.raises(ValueError, match=r"one dtype, not \['torch.float32', 'torch.float64'\]"):
+        spoil(layout, tensors=lambda t: {"fc.weight": t["fc.weight"].float()}).check()
+
+
+def test_a_failure_while_writing_leaves_nothing(target, tmp_path):
+    form = make_form(make_exact(target, "eagle"), "vllm")
+
+    def full(folder):
+        raise OSError("no space left on device")
+
+    with pytest.raises(ValueError, match="Free some disk space"):
+        serving.write(dataclasses.replace(form, more=full), tmp_path / "out", dtype=torch.float32,
+                      provenance=make_provenance(make_exact(target, "eagle")))  # fmt: skip
+    assert list(tmp_path.iterdir()) == []

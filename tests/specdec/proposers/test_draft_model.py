@@ -1,0 +1,154 @@
+"""An existing small causal LM as the drafter: what is loaded of it, what is refused, and that its cache keeps up."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from helpers import proposers
+from specdec.decode import Decoder
+from specdec.drafting import Drafting
+from specdec.heads.draft import Draft
+from specdec.proposers.heads import HeadProposer
+from specdec.sampling import Sampling
+from specdec.target import Target
+from specdec.tree import Tree
+from tests.support import random_tokens, save_word_model
+
+V, DEPTH, NUM_NEW = 61, 3, 21
+CHAIN = Drafting(DEPTH)
+LENGTHS = (5, 12, 2)
+
+
+@pytest.fixture(scope="module")
+def target_folder(tmp_path_factory) -> Path:
+    return save_word_model(tmp_path_factory.mktemp("target") / "target", rows=V)
+
+
+@pytest.fixture(scope="module")
+def target(target_folder) -> Target:
+    return Target.load(str(target_folder), dtype="float64")
+
+
+@pytest.fixture(scope="module", params=["itself", "another"])
+def model(request, target_folder, tmp_path_factory) -> Path:
+    """A draft model that is always right, and one that is nearly always wrong."""
+    if request.param == "itself":
+        return target_folder
+    return save_word_model(tmp_path_factory.mktemp("draft") / "another", rows=V, width=24, seed=1)
+
+
+def propose_with(target: Target, model: Path, drafting: Drafting = CHAIN) -> HeadProposer:
+    return proposers.build("draft", target, settings={"model": str(model)}, drafting=drafting, checkpoint=None)
+
+
+def prompts() -> list[list[int]]:
+    return [random_tokens(seed, num, 57) for seed, num in enumerate(LENGTHS)]
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_it_is_loaded_once_and_in_the_targets_dtype(target_folder, tmp_path, dtype, tied):
+    target = Target.load(str(target_folder), dtype=dtype)
+    model = save_word_model(tmp_path / "small", width=24, tied=tied)
+    drafter = propose_with(target, model).drafter
+    parameters = list(drafter.parameters())
+    assert {parameter.dtype for parameter in parameters} == {target.dtype} and drafter.dtype == target.dtype
+    assert not any(parameter.requires_grad for parameter in parameters) and not drafter.training
+    saved = AutoModelForCausalLM.from_pretrained(model, dtype=target.dtype)
+    assert sum(p.numel() for p in parameters) == sum(p.numel() for p in saved.parameters())
+    held = {p.data_ptr() for p in parameters}
+    assert len(held) == len(parameters) and not held & {p.data_ptr() for p in target.model.parameters()}
+    assert all(name.endswith("inv_freq") and buffer.dtype == torch.float32 for name, buffer in drafter.named_buffers())
+
+
+@torch.no_grad()
+def continued(lm, text: list[int], num: int) -> list[int]:
+    """Greedily, the whole text read again for every token."""
+    tokens = [*text]
+    for _ in range(num):
+        tokens.append(int(lm(torch.tensor([tokens])).logits[0, -1].argmax()))
+    return tokens[len(text) :]
+
+
+def script(tree: Tree, texts: list[list[int]], answers: list[list[int]], num_round: int) -> Tree:
+    """The tree with other drafts in it, of which row r's first (num_round + r) % (DEPTH + 1) are right, the next is wrong.
+
+    texts: prompt and what is committed, for each row; answers: prompt and the whole answer
+    """
+    rows = []
+    for row, (text, answer) in enumerate(zip(texts, answers)):
+        right = answer[len(text) : len(text) + DEPTH]
+        num = (num_round + row) % (DEPTH + 1)
+        rows.append([text[-1], *(token if n < num else (token + 1) % V for n, token in enumerate(right))])
+        rows[-1] += [0] * (DEPTH + 1 - len(rows[-1]))  # at the end of the answer
+    return Tree(torch.tensor(rows), tree.parents, None)
+
+
+@pytest.mark.parametrize("scripted", [False, True], ids=["own drafts", "scripted drafts"])
+def test_its_cache_keeps_up(target, model, target_folder, monkeypatch, scripted):
+    """After a round of any length it holds the whole text (docs/methods.md, section 1), and drafts what the LM says next.
+
+    Scripted: the verifier is given drafts of which every number 0 .. DEPTH is accepted, in turn.
+    """
+    proposer = propose_with(target, model)
+    lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
+    texts, accepted, trees = prompts(), [], []
+    plain = Decoder(target, None, sampling=Sampling(), stop=set()).generate(texts, NUM_NEW).tokens
+    answers = [text + answer for text, answer in zip(texts, plain)]
+    propose = proposer.propose
+
+    def watched(*arguments):
+        trees.append(propose(*arguments))
+        assert proposer.cache.lengths.tolist() == proposer.cache.known == [len(text) for text in texts]
+        assert proposer.cache.pending == 0
+        return script(trees[-1], texts, answers, len(trees)) if scripted else trees[-1]
+
+    monkeypatch.setattr(proposer, "propose", watched)
+    for emitted in Decoder(target, proposer, sampling=Sampling(), stop=set()).stream(texts, NUM_NEW):
+        if trees:
+            for text, tree in zip(texts, trees[-1].tokens.tolist()):
+                assert tree == [text[-1], *continued(lm, text, DEPTH)]
+            accepted.append(emitted.accepted)
+        if not all(map(len, emitted.tokens)):
+            break  # an answer is full, and its text goes on unseen
+        for text, tokens in zip(texts, emitted.tokens):
+            text += tokens
+    assert all(text == answer[: len(text)] for text, answer in zip(texts, answers))
+    full = accepted[: (NUM_NEW - 1) // (DEPTH + 1)]  # rounds before any answer can be full
+    if scripted:
+        assert full == [
+            [(number + row) % (DEPTH + 1) for row in range(len(LENGTHS))] for number in range(1, len(full) + 1)
+        ]
+        assert {count for counts in full for count in counts} == set(range(DEPTH + 1))
+    elif model == target_folder:
+        assert full == [[DEPTH] * len(LENGTHS)] * len(full)
+    else:
+        assert any(0 in counts for counts in full)
+
+
+@pytest.mark.parametrize("rows", [57, 64])
+def test_a_model_with_more_or_fewer_rows(target, tmp_path, rows):
+    model = save_word_model(tmp_path / "small", rows=rows, width=24)
+    proposer = propose_with(target, model, Drafting(3, width=2, nodes=5))
+    plain = Decoder(target, None, sampling=Sampling(), stop=set()).generate(prompts(), NUM_NEW)
+    drafted = Decoder(target, proposer, sampling=Sampling(), stop=set()).generate(prompts(), NUM_NEW)
+    assert drafted.tokens == plain.tokens and proposer.drafter.vocab_size == V
+    sampled = Decoder(target, propose_with(target, model), sampling=Sampling(1.0), stop=set())
+    assert [len(answer) for answer in sampled.generate(prompts(), 9).tokens] == [9] * len(LENGTHS)
+
+
+def test_mistakes_are_answered_with_the_option_that_was_set(target, tmp_path):
+    """Whoever drafts with a model names it by proposer.model, whoever trains one by head.drafter.model."""
+    other = save_word_model(tmp_path / "other", prefix="v")
+    bare = save_word_model(tmp_path / "bare")
+    for file in bare.glob("tokenizer*"):
+        file.unlink()
+    for path, message in ((other, "has another tokenizer than"), (bare, "could not be"), (tmp_path / "no", "does not")):
+        with pytest.raises(ValueError, match=f"^model={path}.*{message}"):
+            propose_with(target, path)
+        with pytest.raises(ValueError, match=f"^model={path}.*{message}"):
+            Draft(target, model=str(path))
+    with pytest.raises(ValueError, match=r"^Give proposer\.model=\.\.\."):
+        proposers.build("draft", target, settings={}, drafting=Drafting(2), checkpoint=None)

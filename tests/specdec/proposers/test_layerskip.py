@@ -1,0 +1,313 @@
+"""Drafting with the target's own layers: what they say, and what verification makes of it."""
+
+import copy
+import dataclasses
+import itertools
+import re
+
+import pytest
+import torch
+import torch._inductor
+from torch import nn
+from transformers import DynamicCache
+
+from specdec import masks, rules
+from specdec.compile import Runner
+from specdec.decode import Decoder
+from specdec.proposers import growth, layerskip
+from specdec.proposers.layerskip import LayerSkip
+from specdec.sampling import Sampling
+from specdec.target import Target
+from specdec.tree import PartialPass, Tree
+from specdec.verifier import Verifier
+from tests.enumeration import SAMPLINGS, answer_statistic, decoder_error, sampled_target
+from tests.loops import logits_of_layers
+from tests.support import NUM_NEW, SUBSETS, greedy, make_target, prompts_of, random_tokens, scale_forward
+
+GREEDY = Sampling()
+
+
+@pytest.fixture(scope="module")
+def small_answers(small_target):
+    return greedy(small_target, None).generate(prompts_of(small_target), NUM_NEW).tokens
+
+
+@torch.no_grad()
+def propose(target: Target, proposer: LayerSkip, prompts, sampling: Sampling):
+    """After the prompts but for their last tokens, which are the roots -> the tree and the cache"""
+    num = torch.tensor([len(prompt) - 1 for prompt in prompts])
+    padded = nn.utils.rnn.pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True)
+    length = padded.shape[1] - 1
+    cache = target.cache(len(prompts))
+    cache.reserve(length)
+    mask = masks.pending(masks.causal(length, None), cache.lengths, cache.visible)
+    target.read(padded[:, :-1], (), positions=cache.slots, mask=mask, cache=cache)
+    cache.commit(num, num.tolist())
+    proposer.share(cache)
+    proposer.begin(padded[:, :-1], num)
+    proposer.commit(padded[:, 1:], torch.zeros(*padded[:, 1:].shape, 0), num, num.tolist())
+    return proposer.propose(sampling, torch.Generator().manual_seed(0)), cache
+
+
+# Drafts
+
+
+@pytest.mark.parametrize("layers", SUBSETS.values(), ids=SUBSETS)
+@torch.no_grad()
+def test_drafts_are_those_of_a_model_of_these_layers(target, layers):
+    proposer = LayerSkip(target, layers=layers, depth=3)
+    prompts = prompts_of(target)[:3]
+    for sampling in (Sampling(), Sampling(1.5, top_k=20)):
+        tree, cache = propose(target, proposer, prompts, sampling)
+        assert tree.linear and tree.tokens.shape == (3, 4) and cache.pending == 0
+        for row, prompt in enumerate(prompts):
+            tokens = tree.tokens[row].tolist()
+            logits = logits_of_layers(target, proposer.layers, prompt[:-1], tokens[:-1])
+            assert tokens[0] == prompt[-1]
+            if sampling.greedy:
+                assert tree.probs is None and tokens[1:] == logits.argmax(-1).tolist()
+            else:
+                torch.testing.assert_close(tree.probs[row, 1:], sampling.law(logits), atol=1e-10, rtol=0)
+
+
+def test_sampled_drafts_are_drawn_from_the_laws_they_come_with(small_target):
+    num, proposer = 600, LayerSkip(small_target, layers=6, depth=2)
+    tree, _ = propose(small_target, proposer, [[1, 2, 0]] * num, Sampling(2.0))
+    for d in (1, 2):
+        same = tree.tokens[:, 1] == tree.tokens[:, 1].mode().values if d == 2 else torch.ones(num, dtype=torch.bool)
+        expected = tree.probs[same, d][0] * same.sum()
+        assert (tree.probs[same, d] == tree.probs[same, d][0]).all() and expected.min() < 0.6 * expected.max()
+        counts = torch.bincount(tree.tokens[same, d], minlength=6)
+        assert float(((counts - expected) ** 2 / expected).sum()) < 5 + 4 * 10**0.5
+
+
+@pytest.mark.parametrize("layers", SUBSETS.values(), ids=SUBSETS)
+@pytest.mark.parametrize("threshold", [0.0, 0.5])
+def test_drafting_changes_nothing(small_target, small_answers, layers, threshold):
+    prompts = prompts_of(small_target)
+    decoder = greedy(small_target, LayerSkip(small_target, layers=layers, depth=3, threshold=threshold))
+    generation = decoder.generate(prompts, NUM_NEW)
+    assert generation.tokens == small_answers
+    alone = decoder.generate(prompts[:1], NUM_NEW)
+    assert alone.tokens == small_answers[:1]
+    if threshold:
+        assert len(set(alone.drafted)) > 1
+    else:
+        assert alone.accepted[0] == generation.accepted[0] and set(generation.drafted) == {3}
+    counts = set(itertools.chain(*generation.accepted))
+    if layers == 8:  # the target drafts for itself: all is accepted, until the answer is cut
+        for part in (generation, alone):
+            assert all(row[:-1] == part.drafted[: len(row) - 1] for row in part.accepted)
+    else:
+        assert {0, 1, 2} <= counts
+
+
+def test_the_cache_grows_while_drafting(small_target):
+    prompt = random_tokens(7, 240, small_target.vocab_size)
+    decoder = greedy(small_target, LayerSkip(small_target, layers=SUBSETS["both"], depth=3))
+    generation = decoder.generate([prompt, prompt[:9]], 40)
+    assert generation.tokens == greedy(small_target, None).generate([prompt, prompt[:9]], 40).tokens
+    assert decoder.proposer.cache.visible > 256
+
+
+# Verification goes on where drafting stopped
+
+
+def differences(target: Target, tree, cache, prompts, runner=None) -> tuple[float, float]:
+    """Of logits and of K and V: after verification, and by reading every row's text at once"""
+    verifier = Verifier(target, sampling=Sampling(), rule="token", runner=runner or Runner())
+    judged = verifier(tree, cache, rules.Draws(None))
+    logits, entries = 0.0, 0.0
+    for row, prompt in enumerate(prompts):
+        text, whole = torch.tensor([prompt[:-1] + tree.tokens[row].tolist()]), DynamicCache()
+        wanted = target.model(text, past_key_values=whole).logits[0, len(prompt) - 1 :]
+        logits = max(logits, float((target.logits(judged.output.final[row]) - wanted).abs().max()))
+        for layer, halves in enumerate(whole.layers):
+            found = cache.data[layer, :, row, :, : text.shape[1]]
+            entries = max(entries, float((found - torch.stack([halves.keys[0], halves.values[0]])).abs().max()))
+    return logits, entries
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("layers", SUBSETS.values(), ids=SUBSETS)
+@torch.no_grad()
+def test_verification_continues_behind_the_first_layers(target, layers, sampling):
+    prompts = prompts_of(target)
+    tree, cache = propose(target, LayerSkip(target, layers=layers, depth=3), prompts, sampling)
+    shared = tree.done.num_layers if tree.done else 0
+    assert shared == (layers if isinstance(layers, int) else 3 * (layers[0] == 0))
+    assert max(differences(target, tree, cache, prompts)) < 1e-12
+
+
+@torch.no_grad()
+def test_what_is_wrong_is_found(target):
+    """A hidden state of another depth or of another node, K and V that are not there: the checks above are no formality."""
+    prompts = prompts_of(target)
+    for layers, num in ((5, 5), (SUBSETS["both"], 3)):
+        tree, cache = propose(target, LayerSkip(target, layers=layers, depth=3), prompts, GREEDY)
+        assert tree.done.num_layers == num
+        for wrong in (num - 1, num + 1):
+            wronged = dataclasses.replace(tree, done=PartialPass(tree.done.states, wrong))
+            assert min(differences(target, wronged, copy.deepcopy(cache), prompts)) > 1e-3
+        wronged = dataclasses.replace(tree, done=PartialPass(tree.done.states.roll(1, dims=1), num))
+        assert min(differences(target, wronged, copy.deepcopy(cache), prompts)) > 1e-3
+        stale = copy.deepcopy(cache)
+        stale.data[0, 0, stale.rows[:, 0], :, stale.lengths] = 0  # of the root, in the first layer
+        found = differences(target, tree, stale, prompts)
+        assert found[1] > 1e-3
+        assert max(differences(target, tree, cache, prompts)) < 1e-12
+
+
+@torch.no_grad()
+def test_a_filled_tree_is_read_from_the_start(target):
+    tree, cache = propose(target, LayerSkip(target, layers=5, depth=3), prompts_of(target), GREEDY)
+    filled = tree.filled(4)
+    assert filled.done is None and tree.filled(3) is tree
+    assert max(differences(target, filled, cache, prompts_of(target))) < 1e-12
+
+
+# Sampling
+
+
+def decoder_of(*, rule="token", sampling="warm", wrong=None, **how) -> Decoder:
+    target = sampled_target()
+    proposer = LayerSkip(target, **{"layers": 1, "depth": 2, **how})
+    if wrong:
+        right = proposer.propose
+        proposer.propose = lambda *arguments: wrong(right(*arguments))
+    return Decoder(target, proposer, sampling=SAMPLINGS[sampling], stop=set(), rule=rule)
+
+
+@pytest.fixture
+def enumerated(monkeypatch):
+    """Draws of this proposer go where tests/test_sampled.py sends those of heads."""
+    monkeypatch.setattr(layerskip, "pick", lambda law, uniform: growth.pick(law, uniform))
+    return monkeypatch
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+@pytest.mark.parametrize("sampling", ["warm", "all"])
+@pytest.mark.parametrize("layers", [1, [1], 2])
+def test_lossless(enumerated, rule, sampling, layers):
+    decoder = decoder_of(rule=rule, sampling=sampling, layers=layers)
+    for number, seed in ((1, 0), (3, 1)):
+        assert decoder_error(decoder, number, seed=seed, monkeypatch=enumerated) < 1e-12
+
+
+@pytest.mark.parametrize("anticipating", [False, True])
+def test_lossless_where_drafting_stops_now_and_then(enumerated, anticipating):
+    """Whether there is a third draft depends on the first; it must not depend on the third."""
+    decoder = decoder_of(depth=3, threshold=0.7)
+    propose, stream, nums = decoder.proposer.propose, decoder.stream, set()
+
+    def note(*arguments):
+        tree = propose(*arguments)
+        num = tree.tokens.shape[1]
+        if anticipating and num == 4 and tree.tokens[0, 3] != tree.probs[0, 3].argmax():
+            tree = Tree(tree.tokens[:, :3], tree.parents[:, :3], tree.probs[:, :3], linear=True)
+        nums.add(num)
+        return tree
+
+    def cut(*arguments):  # texts are compared up to their third token
+        for emitted in stream(*arguments):
+            yield dataclasses.replace(emitted, tokens=[tokens[:3] for tokens in emitted.tokens])
+
+    decoder.proposer.propose, decoder.stream = note, cut
+    assert (decoder_error(decoder, 1, alone=True, monkeypatch=enumerated) < 1e-12) == (not anticipating)
+    assert nums == {3, 4}
+
+
+def flatter(tree):
+    return dataclasses.replace(tree, probs=(tree.probs + 0.2) / (tree.probs + 0.2).sum(-1, keepdim=True))
+
+
+def test_wrong_laws_are_found(enumerated):
+    assert decoder_error(decoder_of(wrong=flatter), 1, monkeypatch=enumerated) > 1e-3
+
+
+def test_whole_answers():
+    found, freedom = answer_statistic(decoder_of(rule="block"), 1000)
+    assert freedom > 9 and found < freedom + 4 * (2 * freedom) ** 0.5
+
+
+# Compiled
+
+
+@pytest.fixture(scope="module")
+def shallow() -> Target:
+    return make_target(6, num_layers=3)
+
+
+@pytest.mark.parametrize(
+    "layers, how", [(2, "greedy"), ([0, 2], "sampled"), ([1, 2], "stopping"), (3, "stopping")], ids=str
+)
+def test_compiled_as_not_compiled(shallow, traced, layers, how):
+    sampling, threshold = Sampling(1.5 if how == "sampled" else 0.0), 0.4 * (how == "stopping")
+    found = []
+    for compiled in (True, False):
+        proposer = LayerSkip(shallow, layers=layers, depth=3, threshold=threshold, compile=compiled)
+        decoder = Decoder(shallow, proposer, sampling=sampling, stop=set(), runner=Runner(compiled))
+        parts = [
+            decoder.generate(prompts, 10, generator=torch.Generator().manual_seed(0))
+            for prompts in (prompts_of(shallow)[:2], prompts_of(shallow)[2:4])
+        ]
+        found.append([(part.tokens, part.accepted) for part in parts])
+        assert (proposer.compile_seconds > 0) == compiled
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("layers", [2, [0, 2], [1, 2], 3], ids=str)
+@torch.no_grad()
+def test_compiled_passes_leave_other_layers_alone(shallow, traced, layers):
+    """Also when a shape is met for the first time, and all layers try it."""
+    prompts = prompts_of(shallow)
+    for runner in (Runner(), Runner(True)):
+        tree, cache = propose(shallow, LayerSkip(shallow, layers=layers, depth=2, compile=True), prompts, GREEDY)
+        assert max(differences(shallow, tree, cache, prompts, runner)) < 1e-12
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        (
+            0,
+            "layers=0: tiny has 8 layers; give how many of the first to draft with, 1 to 8, or a list of some",
+        ),
+        (9, "layers=9: tiny has 8 layers"),
+        (2.5, "layers=2.5: tiny has 8 layers"),
+        (-1, "layers=-1: tiny has 8 layers"),
+        ([], "layers=[]: tiny has 8 layers"),
+        ([0, 8], "layers=[0, 8]: tiny has 8 layers"),
+        ([-9, 1], "layers=[-9, 1]: tiny has 8 layers"),
+        ([0, 1.5], "layers=[0, 1.5]: tiny has 8 layers"),
+        ("many", "layers=many: tiny has 8 layers"),
+        ([0, 2, 2], "layers=[0, 2, 2]: list every layer once and in the order"),
+        ([3, 1], "layers=[3, 1]: list every layer once and in the order"),
+        ([7, -1], "layers=[7, -1]: list every layer once and in the order"),
+    ],
+)
+def test_layers_that_are_not_there(target, layers, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        LayerSkip(target, layers=layers, depth=2)
+
+
+def test_other_options_out_of_range(target):
+    assert LayerSkip(target, layers=[0, 2, -1], depth=2).layers == (0, 2, 7)
+    assert LayerSkip(target, layers=None, depth=2).layers == (0, 1, 2, 3, 4)
+    with pytest.raises(ValueError, match=r"^depth=0 must be at least 1\.$"):
+        LayerSkip(target, layers=2, depth=0)
+    for threshold in (-0.1, 1.0):
+        with pytest.raises(ValueError, match=rf"^threshold={threshold} must be at least 0"):
+            LayerSkip(target, layers=2, depth=2, threshold=threshold)
+
+
+def test_a_model_that_does_more_than_its_layers(monkeypatch):
+    target = make_target(6, num_layers=2)
+    scale_forward(target, monkeypatch)
+    with pytest.raises(
+        ValueError, match=r"^tiny does more than its layers one after the other: it cannot draft with some"
+    ):
+        LayerSkip(target, layers=1, depth=2)

@@ -1,0 +1,232 @@
+"""Lookahead decoding against plain forward passes, a naive Jacobi decoder, and a target that forgets all but one token."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+
+from specdec.proposers.lookahead import Lookahead
+from tests.support import LENGTHS, NUM_NEW, check_counters, greedy, make_target, prompts_of
+
+SETTINGS = [(1, 2, 0), (5, 2, 0), (3, 2, 2), (1, 4, 3), (4, 3, 0), (4, 3, 4), (3, 5, 2)]  # window, ngram, guesses
+
+
+class Recorded(Lookahead):
+    """Remembers each round: texts, columns before and after, the tree, what was said at its nodes."""
+
+    def begin(self, tokens, num):
+        self.rounds = []
+        super().begin(tokens, num)
+
+    def propose(self, sampling, generator):
+        tree = super().propose(sampling, generator)
+        self.rounds.append([copy.deepcopy((self.texts, self.columns, self.ends, self.pools)), tree])
+        return tree
+
+    def watch(self, tree, choices):
+        super().watch(tree, choices)
+        self.rounds[-1] += [choices, copy.deepcopy((self.columns, self.pools))]
+
+
+def recorded(target, window, ngram, guesses, *, from_text=False, prompts=None):
+    proposer = Recorded(target, window=window, ngram=ngram, guesses=guesses, from_text=from_text)
+    generation = greedy(target, proposer).generate(prompts or prompts_of(target), NUM_NEW)
+    return proposer, generation
+
+
+@torch.no_grad()
+def likeliest(target, text: list[int], guesses: list[int]) -> list[int]:
+    """After the text and after each guess behind it, by a plain forward pass."""
+    return target.model(torch.tensor([text + guesses])).logits[0, len(text) - 1 :].argmax(-1).tolist()
+
+
+@pytest.fixture(scope="module")
+def small():
+    """So few tokens that guesses are often right, and answers that are not one token again and again."""
+    return make_target(12, num_layers=2)
+
+
+@pytest.fixture(scope="module")
+def plain(small):
+    return greedy(small, None).generate(prompts_of(small), NUM_NEW).tokens
+
+
+@pytest.mark.parametrize("from_text", [False, True])
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_it_changes_nothing(small, plain, setting, from_text):
+    proposer, together = recorded(small, *setting, from_text=from_text)
+    window, ngram, guesses = setting
+    assert together.tokens == plain
+    check_counters(together)
+    assert {0, 1} <= set(itertools.chain(*together.accepted))  # some were refused and some accepted
+    assert all(len(set(answer)) > 6 for answer in plain)
+    assert max(together.drafted) <= (window + guesses) * (ngram - 1)
+    depths = [int(tree.depths().max()) for _, tree, *_ in proposer.rounds]
+    assert max(depths) <= proposer.depth == window + ngram - 2
+    for row, prompt in enumerate(prompts_of(small)[:2]):  # a row minds its own business
+        _, alone = recorded(small, *setting, from_text=from_text, prompts=[prompt])
+        assert alone.accepted[0] == together.accepted[row]
+
+
+@pytest.mark.parametrize("setting", [(4, 3, 0), (3, 5, 2)], ids=str)
+def test_the_mask(setting):
+    """A node sees the text, level 0 up to its column, and its column: what is said there is what a plain pass says."""
+    target = make_target(61, num_layers=2)
+    proposer, _ = recorded(target, *setting)
+    levels = set()
+    for (texts, columns, ends, _), tree, choices, _ in proposer.rounds[:8]:
+        for row, text in enumerate(texts[:3]):
+            assert len(columns[row]) == len(ends[row]) == setting[0]
+            firsts = [first for first, *_ in columns[row]]
+            for number, (column, end) in enumerate(zip(columns[row], ends[row])):
+                path, node = [], end
+                while node:
+                    path.insert(0, node)
+                    node = int(tree.parents[row, node])
+                tokens = firsts[: number + 1] + column[1:]
+                assert tree.tokens[row, path].tolist() == tokens
+                assert choices[row, [0, *path]].tolist() == likeliest(target, text, tokens)
+                levels.add(len(column))
+    assert levels == set(range(1, setting[1]))  # they grow, one a round, to ngram - 1
+
+
+@pytest.mark.parametrize("setting", [(5, 2, 0), (4, 3, 4), (5, 4, 2)], ids=str)
+def test_the_window_stays_where_it_is_in_the_text(small, setting):
+    """By absolute positions: a full column that begins at s begins at s + 1 in the next round, its newest token new."""
+    window, ngram, _ = setting
+    proposer, _ = recorded(small, *setting)
+    moved = set()
+    for before, after in itertools.pairwise(proposer.rounds):
+        for row, (text, columns) in enumerate(zip(before[0][0], before[0][1])):
+            later = dict(enumerate(after[0][1][row], start=len(after[0][0][row])))  # by the first token's position
+            for number, column in enumerate(columns):
+                start = len(text) + number
+                if len(column) == ngram - 1 and start + 1 in later:
+                    assert later[start + 1] == column[1:] + [int(before[2][row, before[0][2][row][number]])]
+                    moved.add(len(after[0][0][row]) - len(text))
+            assert len(later) == window
+    assert {1, 2} <= moved  # with and without accepted drafts
+
+
+@pytest.mark.parametrize("window", [1, 3, 6])
+def test_jacobi(small, window):
+    """Round by round what a naive Jacobi decoder accepts."""
+
+    def naive(prompt: list[int], fresh) -> list[int]:
+        text, guesses, accepted = prompt + likeliest(small, prompt, []), [], []
+        while len(text) < len(prompt) + NUM_NEW:
+            guesses += fresh[len(accepted)][len(guesses) :]  # what a column begins with: arbitrary
+            said = likeliest(small, text, guesses)
+            count = next((n for n in range(window) if guesses[n] != said[n]), window)
+            text, guesses = text + said[: count + 1], said[count + 1 :]
+            accepted.append(count)
+        accepted[-1] -= len(text) - len(prompt) - NUM_NEW  # the answer is cut
+        return accepted
+
+    proposer, generation = recorded(small, window, 2, 0)
+    assert all(tree.linear for _, tree, *_ in proposer.rounds) and set(generation.drafted) == {window}
+    for row, prompt in enumerate(prompts_of(small)):
+        fresh = [[token for (token,) in state[1][row]] for state, *_ in proposer.rounds]
+        assert generation.accepted[row] == naive(prompt, fresh)
+    assert max(itertools.chain(*generation.accepted)) >= min(window, 2)
+
+
+def test_the_pool_holds_what_the_columns_were(small):
+    """Of each first token the latest n-grams, no more than `guesses`."""
+    proposer, _ = recorded(small, 4, 3, 2)
+    most = 0
+    for row in range(len(LENGTHS)):
+        found: dict[int, list[tuple[int, ...]]] = {}  # by first token, the latest last
+        for (_, columns, ends, _), _, choices, (_, pools) in proposer.rounds:
+            for (first, *later), end in zip(columns[row], ends[row]):
+                if later:  # a full column
+                    guess = (*later, int(choices[row, end]))
+                    found[first] = [other for other in found.get(first, []) if other != guess] + [guess]
+            assert {first: list(pool) for first, pool in pools[row].items()} == {
+                first: guesses[-2:] for first, guesses in found.items()
+            }
+        most = max(most, *map(len, found.values()))
+    assert most > 2
+
+
+def test_the_pool_may_take_the_text(small):
+    proposer, _ = recorded(small, 1, 4, 500, from_text=True)
+    texts, _, _, pools = proposer.rounds[0][0]
+    for text, pool in zip(texts, pools):
+        known = {(first, *guess) for first, guesses in pool.items() for guess in guesses}
+        assert known == {tuple(text[start : start + 4]) for start in range(len(text) - 3)}
+    for (texts, *_, pools), *_ in proposer.rounds:
+        assert all(tuple(text[-3:]) in pool[text[-4]] for text, pool in zip(texts, pools) if len(text) > 3)
+
+
+class Knowing(Lookahead):
+    """Its pool begins with the n-grams of given texts."""
+
+    def clear(self):
+        super().clear()
+        for row, text in enumerate(self.known):
+            for start in range(len(text) - self.ngram + 1):
+                self.keep(row, text[start : start + self.ngram])
+
+
+def test_what_the_pool_knows_is_accepted(target):
+    prompts = prompts_of(target)
+    answers = greedy(target, None).generate(prompts, NUM_NEW + 4).tokens
+    proposer = Knowing(target, window=2, ngram=4, guesses=50, from_text=False)
+    proposer.known = answers
+    generation = greedy(target, proposer).generate(prompts, NUM_NEW)
+    assert generation.tokens == [answer[:NUM_NEW] for answer in answers]
+    assert all(count >= 3 for accepted in generation.accepted for count in accepted[:-1])
+    proposer.known = [[token + 1 for token in answer] for answer in answers]
+    assert sum(sum(accepted[:-1]) for accepted in greedy(target, proposer).generate(prompts, NUM_NEW).accepted) < 20
+
+
+def forgetful(cycle: int):
+    """A target whose next token depends on the newest one alone: each is followed by the next of its cycle."""
+    target = make_target(8 * cycle, num_layers=2)
+    for layer in target.model.model.layers:
+        layer.self_attn.o_proj.weight.data.zero_()
+        layer.mlp.down_proj.weight.data.zero_()
+    weight = torch.nn.functional.normalize(target.embed.weight.data)
+    tokens = torch.arange(8 * cycle)
+    target.embed.weight.data = weight
+    target.lm_head.weight.data[tokens // cycle * cycle + (tokens + 1) % cycle] = weight
+    return target
+
+
+@pytest.mark.parametrize("ngram", [2, 3, 5])
+def test_trajectories_become_drafts(ngram):
+    """Where the newest token tells the next one, every n-gram of the window is right, and accepted whole."""
+    target = forgetful(7)
+    prompts, num = [[3, 9, 2], [50, 15], [22]], 80
+    proposer = Lookahead(target, window=4, ngram=ngram, guesses=1, from_text=False)
+    generation = greedy(target, proposer).generate(prompts, num)
+    assert generation.tokens == [
+        [token // 7 * 7 + (token + step) % 7 for step in range(1, num + 1)] for *_, token in prompts
+    ]
+    for accepted in generation.accepted:
+        assert min(accepted[len(accepted) // 2 : -1]) >= ngram - 1
+
+
+def test_the_past_decides(small):
+    """Two runs are the same, and sampling's generator has no part in the guesses."""
+    runs = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        proposer, generation = recorded(small, 3, 4, 2)
+        runs.append((generation.tokens, generation.accepted, [tree.tokens.tolist() for _, tree, *_ in proposer.rounds]))
+    assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize(
+    "wrong, sentence",
+    [
+        ({"window": 0}, r"^proposer\.window=0 must be at least 1"),
+        ({"ngram": 1}, r"^proposer\.ngram=1 must be at least 2"),
+        ({"guesses": -1}, r"^proposer\.guesses=-1 must be at least 0"),
+    ],
+)
+def test_wrong_options(small, wrong, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        Lookahead(small, **{"window": 2, "ngram": 3, "guesses": 2, "from_text": False, **wrong})

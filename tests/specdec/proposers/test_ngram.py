@@ -1,0 +1,89 @@
+"""Prompt lookup against a search through the text, and what it is told and made to forget."""
+
+import random
+
+import pytest
+
+from specdec.proposers.ngram import Ngram
+from specdec.sampling import Sampling
+from tests.support import begin, check_rounds, commit, repeating_texts
+
+
+def naive(text: list[int], low: int, high: int, num: int) -> list[int]:
+    """What the chain should be, by reading the text from behind."""
+    for n in range(min(high, len(text) - 1), low - 1, -1):
+        for place in range(len(text) - 1, n - 1, -1):
+            if text[place - n : place] == text[-n:]:
+                grown = list(text)
+                for offset in range(num):
+                    grown.append(grown[place + offset])
+                return grown[len(text) :]
+    return []
+
+
+@pytest.mark.parametrize("low, high", [(1, 1), (1, 4), (2, 3), (3, 8)])
+def test_index_finds_what_a_search_finds(low, high):
+    found = 0
+    for text in repeating_texts(3, 60):
+        proposer = Ngram(None, min=low, max=high, num=5)
+        begin(proposer, [text[:2]])
+        for length in range(2, len(text)):
+            goal = naive(text[:length], low, high, 5)
+            assert proposer.draft(0) == [(token, number) for number, token in enumerate(goal)]
+            found += bool(goal)
+            commit(proposer, [[text[length]]])
+    assert found > 200
+
+
+def test_copy_runs_on_into_itself():
+    proposer = Ngram(None, min=1, max=4, num=8)
+    begin(proposer, [[9, 1, 2, 3, 1, 2, 3, 1]])
+    assert [token for token, _ in proposer.draft(0)] == [2, 3, 1, 2, 3, 1, 2, 3]
+
+
+def test_rewind_leaves_no_trace():
+    draw = random.Random(1)
+    pick = lambda: [[draw.randrange(3) for _ in range(draw.randrange(1, 6))] for _ in range(3)]
+    proposer, kept = Ngram(None, min=1, max=3, num=6), [[0, 1, 2, 0], [1, 1], [2, 0, 2]]
+    begin(proposer, kept)
+    differed = 0
+    for _ in range(40):
+        mark = proposer.mark()
+        before = [proposer.draft(row) for row in range(3)]
+        for _ in range(draw.randrange(3)):
+            commit(proposer, pick())
+        differed += before != [proposer.draft(row) for row in range(3)]
+        proposer.rewind(mark)
+        assert [proposer.draft(row) for row in range(3)] == before
+        new = pick()
+        commit(proposer, new)
+        kept = [text + more for text, more in zip(kept, new)]
+        fresh = Ngram(None, min=1, max=3, num=6)
+        begin(fresh, kept)
+        for row in range(3):
+            assert proposer.draft(row) == fresh.draft(row)
+            assert vars(proposer.indices[row]) == vars(fresh.indices[row])
+    assert differed > 10
+
+
+def test_decoding(small_target):
+    def drafts_after(prompt, answer):
+        return [(token, number) for number, token in enumerate(naive(prompt + answer, 1, 3, 4))]
+
+    check_rounds(small_target, Ngram(small_target, min=1, max=3, num=4), drafts_after)
+
+
+def test_no_match_no_draft():
+    proposer = Ngram(None, min=2, max=3, num=4)
+    begin(proposer, [[1, 2, 3, 1], [4, 5, 4]])
+    tree = proposer.propose(Sampling(0.0), None)
+    assert tree.tokens.tolist() == [[1], [4]]
+    commit(proposer, [[3], [5]])
+    tree = proposer.propose(Sampling(0.0), None)
+    assert tree.linear and tree.tokens.tolist() == [[3, 3, 3, 3, 3], [5, 4, 5, 4, 5]]
+
+
+@pytest.mark.parametrize("wrong", [{"min": 0}, {"num": 0}, {"max": 1}])
+def test_mistakes(wrong):
+    with pytest.raises(ValueError, match=r"^(min|num|max)=\d must be at least"):
+        Ngram(None, **{"min": 2, "max": 3, "num": 4, **wrong})

@@ -1,0 +1,250 @@
+"""Retrieval: the datastore against slow searches, the tree against a slow trie, decoding, and what mistakes are answered."""
+
+import collections
+import functools
+import random
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy
+import pytest
+
+from specdec import datastore as store
+from specdec.decode import Decoder
+from specdec.proposers import retrieval
+from specdec.proposers.retrieval import Retrieval, grow
+from specdec.sampling import Sampling
+from specdec.target import load_tokenizer
+from tests.support import random_tokens
+
+load_once = functools.cache(load_tokenizer)
+TOKENIZER = SimpleNamespace(get_vocab=lambda: {"a": 0, "b": 1})
+SETTINGS = {"max": 8, "min": 1, "samples": 64, "num": 12, "depth": 4}
+
+
+@pytest.fixture(autouse=True)
+def tokenizer(monkeypatch):
+    monkeypatch.setattr(retrieval, "load_tokenizer", lambda name: TOKENIZER)
+
+
+def make(folder: Path, texts: list[list[int]], *, length: int = 8, fingerprint: str | None = None) -> str:
+    tokens = store.join(texts)
+    document = {
+        "tokenizer_fingerprint": fingerprint or store.fingerprint(TOKENIZER),
+        "num_texts": len(texts),
+        "length": length,
+    }
+    store.write(folder, tokens, store.sort(tokens, length), document)
+    return str(folder)
+
+
+def random_texts(seed: int, *, num_texts: int = 12, vocab_size: int = 4) -> list[list[int]]:
+    choose = random.Random(seed)
+    return [[choose.randrange(vocab_size) for _ in range(choose.randint(1, 30))] for _ in range(num_texts)]
+
+
+# The datastore
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 8, 13])
+def test_places_are_sorted_by_what_stands_before_them(length):
+    for texts in [[], [[0]], [[0, 0, 1]], *(random_texts(seed, vocab_size=3) for seed in range(5))]:
+        tokens = store.join(texts)
+        padded = [store.SEPARATOR] * length + tokens.tolist()
+
+        def backwards(place, padded=padded):
+            return [padded[place + length - back] for back in range(length)]
+
+        assert store.sort(tokens, length).tolist() == sorted(range(len(tokens)), key=backwards)
+
+
+def ends(tokens: list[int], suffix: list[int]) -> list[int]:
+    """Places where the suffix ends, the slow way."""
+    return [i for i in range(len(tokens)) if i + 1 >= len(suffix) and tokens[i + 1 - len(suffix) : i + 1] == suffix]
+
+
+def test_matches_are_those_of_a_search(tmp_path):
+    lengths = set()
+    for seed in range(6):
+        texts = random_texts(seed)
+        found = store.read(Path(make(tmp_path / str(seed), texts)), store.fingerprint(TOKENIZER))
+        tokens = list(found.tokens)
+        queries = [random_tokens(number, 10, 5) for number in range(30)] + [text[:9] for text in texts]
+        for text in queries:
+            for longest in (3, 8):
+                matches = found.matches(text, longest)
+                lengths.add(len(matches))
+                for num in range(1, min(longest, len(text)) + 1):
+                    wanted = ends(tokens, text[-num:])
+                    entries = matches[num - 1] if num <= len(matches) else []
+                    assert sorted(found.suffixes[entry] for entry in entries) == wanted
+    assert lengths == set(range(9))
+
+
+def test_places_are_those_of_the_longest_matches(tmp_path, target):
+    texts = random_texts(0, num_texts=40)
+    for samples in (1, 5, 40, 1000):
+        proposer = Retrieval(target, datastore=make(tmp_path / str(samples), texts), **{**SETTINGS, "samples": samples, "min": 2})  # fmt: skip
+        tokens = list(proposer.store.tokens)
+        for query in range(20):
+            text = random_tokens(query, 10, 4)
+            found = proposer.places(text)
+            for num in range(8, 1, -1):
+                here = ends(tokens, text[-num:])
+                taken, found = found[: len(here)], found[len(here) :]
+                assert set(taken) <= set(here) and len(set(taken)) == len(taken)
+                assert len(taken) == len(here) or not found
+            assert not found
+            total = sum(len(ends(tokens, text[-num:])) for num in range(2, 9))
+            assert len(proposer.places(text)) == min(samples, total)
+
+
+def test_samples_lie_at_equal_distances(tmp_path, target):
+    folder = make(tmp_path / "d", [[1, token] for token in range(2, 12)])
+    proposer = Retrieval(target, datastore=folder, **{**SETTINGS, "samples": 5})
+    assert proposer.places([1]) == [1, 7, 13, 19, 25]  # of 1, 4, 7, ..
+
+
+# The tree
+
+
+def paths(draft) -> list[tuple[int, ...]]:
+    """The tokens from the root to every node."""
+    found: list[tuple[int, ...]] = [()]
+    for token, parent in draft:
+        found.append((*found[parent], token))
+    return found[1:]
+
+
+@pytest.mark.parametrize(("num", "depth"), [(1, 3), (7, 1), (10, 4), (1000, 5)])
+def test_the_tree_is_the_best_part_of_the_trie(num, depth):
+    for seed in range(10):
+        texts = random_texts(seed)
+        tokens = store.join(texts)
+        choose = random.Random(seed)
+        places = choose.choices([i for i, token in enumerate(tokens) if token != store.SEPARATOR], k=25)
+        counts: collections.Counter = collections.Counter()
+        for place in places:
+            path: tuple[int, ...] = ()
+            for token in tokens[place + 1 : place + 1 + depth].tolist():
+                if token == store.SEPARATOR:
+                    break
+                path = (*path, token)
+                counts[path] += 1
+        found = paths(grow(memoryview(tokens), places, num=num, depth=depth))
+        assert len(set(found)) == len(found) == min(num, len(counts))
+        best = sorted((-count, len(path)) for path, count in counts.items())
+        assert sorted((-counts[path], len(path)) for path in found) == best[:num]
+
+
+def test_nothing_goes_from_one_text_to_the_next(tmp_path, target):
+    proposer = Retrieval(target, datastore=make(tmp_path / "d", [[1, 2], [3, 4, 5], [3]]), **SETTINGS)
+    proposer.texts = [[1, 2], [2, 3], [1], [5], [6], [0, 3, 4]]
+    drafts = [paths(proposer.draft(row)) for row in range(6)]
+    assert drafts == [[], [(4,), (4, 5)], [(2,)], [], [], [(5,)]]
+    assert [len(proposer.store.matches(text, 8)) for text in proposer.texts] == [2, 1, 1, 1, 0, 2]
+
+
+# Decoding
+
+LENGTHS, NUM_NEW = (5, 12, 2, 9, 1), 21
+
+
+def prompts_of(target) -> list[list[int]]:
+    return [random_tokens(seed, num, target.vocab_size) for seed, num in enumerate(LENGTHS)]
+
+
+def decode(target, proposer, num: int = NUM_NEW):
+    return Decoder(target, proposer, sampling=Sampling(), stop=set()).generate(prompts_of(target), num)
+
+
+@pytest.mark.parametrize("change", [{}, {"num": 1}, {"min": 3, "depth": 2}, {"samples": 2, "num": 3}], ids=str)
+def test_drafting_changes_nothing(tmp_path, small_target, change):
+    plain = decode(small_target, None).tokens
+    folder = make(tmp_path / "d", [*random_texts(0, vocab_size=6), plain[0][4:12], plain[1][:9]])
+    generation = decode(small_target, Retrieval(small_target, datastore=folder, **{**SETTINGS, **change}))
+    assert generation.tokens == plain
+    accepted = [count for row in generation.accepted for count in row]
+    assert 0 in accepted and max(accepted) >= 1 and 0 < max(generation.drafted) <= 12
+
+
+def test_what_the_target_once_answered_is_accepted(tmp_path, target):
+    prompts, plain = prompts_of(target), decode(target, None).tokens
+    folder = make(tmp_path / "own", [prompt + answer for prompt, answer in zip(prompts, plain)])
+    generation = decode(target, Retrieval(target, datastore=folder, **SETTINGS))
+    assert generation.tokens == plain
+    assert generation.accepted == [[4] * 4] * 5  # tau 5, the most that depth 4 allows
+    other = Retrieval(target, datastore=make(tmp_path / "other", random_texts(1, vocab_size=61)), **SETTINGS)
+    assert max(max(row) for row in decode(target, other).accepted) < 2
+
+
+def test_it_can_be_rewound(tmp_path, target):
+    proposer = Retrieval(target, datastore=make(tmp_path / "d", [[1, 2, 3, 4]]), **SETTINGS)
+    decode(target, proposer)
+    proposer.texts = [[1], [2]]
+    mark = proposer.mark()
+    before = [proposer.draft(0), proposer.draft(1)]
+    proposer.texts[1] += [3]
+    assert proposer.draft(1) != before[1]
+    proposer.rewind(mark)
+    assert [proposer.draft(0), proposer.draft(1)] == before
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"min": 0}, "^min=0 must be at least 1"),
+        ({"samples": 0}, "^samples=0"),
+        ({"depth": 0}, "^depth=0"),
+        ({"num": -1}, "^num=-1"),
+        ({"max": 2, "min": 3}, "^max=2 must be at least min=3"),
+        ({"max": 9}, "^max=9 exceeds the 8 tokens .* length=9"),
+    ],
+    ids=str,
+)
+def test_options_out_of_range(tmp_path, target, change, message):
+    with pytest.raises(ValueError, match=message):
+        Retrieval(target, datastore=make(tmp_path / "d", [[1]]), **{**SETTINGS, **change})
+
+
+def test_datastores_that_cannot_be_used(tmp_path, target):
+    def refused(folder, message):
+        with pytest.raises(ValueError, match=message):
+            Retrieval(target, datastore=str(folder), **SETTINGS)
+
+    refused(tmp_path / "nowhere", "does not exist. Make one with specdec.datastore.write")
+    refused(tmp_path, "is not a datastore")
+    refused(make(tmp_path / "empty", []), "is empty: it holds no tokens. Make one")
+    refused(
+        make(tmp_path / "foreign", [[1]], fingerprint="f00"), "made with another tokenizer .*f00.* Make one with the"
+    )
+    whole = make(tmp_path / "whole", [[1, 2, 3]])
+    for name in ("tokens.npy", "suffixes.npy", "datastore.json"):
+        for number, keep in enumerate((-4, 40, 4, 0)):
+            damaged = Path(shutil.copytree(whole, tmp_path / f"{name}{number}"))
+            (damaged / name).write_bytes((damaged / name).read_bytes()[:keep])
+            refused(damaged, "damaged or not whole .* make it again")
+    for name, array in [("short", numpy.zeros(4, "int32")), ("wide", numpy.zeros(5, "int64"))]:
+        damaged = Path(shutil.copytree(whole, tmp_path / name))
+        numpy.save(damaged / "suffixes.npy", array)
+        refused(damaged, "is damaged: datastore.json counts 3 tokens in 1 texts, .* Take another copy")
+    missing = Path(shutil.copytree(whole, tmp_path / "missing"))
+    (missing / "tokens.npy").unlink()
+    refused(missing, "damaged or not whole")
+    (tmp_path / "a_file").write_text("text")
+    refused(tmp_path / "a_file", "is not a datastore")
+
+
+def test_a_datastore_appears_whole_or_not_at_all(tmp_path, monkeypatch):
+    def full(path, array):
+        path.write_bytes(b"half")
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(numpy, "save", full)
+    with pytest.raises(ValueError, match=r"could not be written .*No space left.*free some disk space"):
+        make(tmp_path / "d", [[1]])
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,244 @@
+"""Suffix decoding against counting and searching in plain lists."""
+
+import itertools
+import random
+
+import pytest
+
+from specdec.decode import Decoder
+from specdec.drafting import Drafting
+from specdec.measurement import Prompt, measure
+from specdec.proposers.merged import Merged
+from specdec.proposers.suffix import NOWHERE, Automaton, Suffix
+from specdec.sampling import Sampling
+from tests.support import begin, check_rounds, commit, random_tokens, repeating_texts
+
+
+def automaton_of(known: list[list[int]]) -> Automaton:
+    automaton = Automaton()
+    for text in known:
+        automaton.begin()
+        for token in text:
+            automaton.append(token)
+    return automaton
+
+
+def occurrences(known: list[list[int]], part: tuple[int, ...]) -> list[tuple[int, int]]:
+    """(text, place behind it) of each, in order"""
+    num = len(part)
+    return [
+        (number, place)
+        for number, text in enumerate(known)
+        for place in range(num, len(text) + 1)
+        if tuple(text[place - num : place]) == part
+    ]
+
+
+def following(known: list[list[int]], part: tuple[int, ...]) -> dict[int, int]:
+    """How often each token follows, in the order in which they first did."""
+    counts: dict[int, int] = {}
+    for number, place in occurrences(known, part):
+        if place < len(known[number]):
+            token = known[number][place]
+            counts[token] = counts.get(token, 0) + 1
+    return counts
+
+
+def best_first(known: list[list[int]], part: tuple[int, ...], num: int, least: float) -> list[tuple[int, int]]:
+    """The drafts behind `part`: all candidates in a list, of which the likeliest is taken again and again."""
+    draft, candidates, chance = [], [], 1.0
+    while True:
+        while part and not following(known, part):
+            part = part[1:]
+        counts = following(known, part) if part else {}
+        for token, count in counts.items():
+            share = chance * count / sum(counts.values())
+            if share >= least:
+                candidates.append((share, token, len(draft), (*part, token)))
+        if not candidates or len(draft) == num:
+            return draft
+        best = max(candidates, key=lambda candidate: candidate[0])  # of equals the first
+        candidates.remove(best)
+        chance, token, parent, part = best
+        draft.append((token, parent))
+
+
+@pytest.mark.parametrize(
+    "known", [*([text] for text in repeating_texts(3, 50)), repeating_texts(3, 30), repeating_texts(2, 20)], ids=len
+)
+def test_counts(known):
+    automaton = automaton_of(known)
+    for num in range(1, 7):
+        for part in itertools.product(range(3), repeat=num):
+            count = len(occurrences(known, part))
+            match = NOWHERE
+            for token in part:
+                match = automaton.follow(match, token)
+            assert (match.length == num) == (count > 0)
+            if count:
+                assert automaton.counts[match.state] == count
+    parts = {
+        tuple(text[start:end]) for text in known for start in range(len(text)) for end in range(start, len(text) + 1)
+    }
+    classes = {tuple(occurrences(known, part)) for part in parts}  # of substrings that end at the same places
+    assert len(automaton.counts) == len(classes) <= 2 * automaton.num_tokens == 2 * sum(map(len, known))
+
+
+def test_matches_and_trees_along_a_text():
+    """At every prefix: the longest end that occurred before, here and in other texts, and the trees behind both."""
+    others = repeating_texts(3, 24)[:3]
+    memory = automaton_of(others)
+    num_branched = num_deep = 0
+    for text in repeating_texts(3, 40):
+        own, match = Automaton(), NOWHERE
+        for end, token in enumerate(text, start=1):
+            own.append(token)
+            match = memory.follow(match, token)
+            ends = [tuple(text[start:end]) for start in range(end)]
+            repeated = next((part for part in ends if len(occurrences([text[:end]], part)) > 1), ())
+            assert own.repeated().length == len(repeated)
+            matched = next((part for part in ends if occurrences(others, part)), ())
+            assert match.length == len(matched)
+            for automaton, known, state, part in (
+                (own, [text[:end]], own.repeated().state, repeated),
+                (memory, others, match.state, matched),
+            ):
+                for num, least in ((20, 0.3), (9, 0.07)):
+                    draft = automaton.most_likely(state, num, least)
+                    assert draft == best_first(known, part, num, least)
+                num_branched += any(parent != number for number, (_, parent) in enumerate(draft))
+                num_deep += len(draft) == 9
+    assert num_branched > 100 and num_deep > 100
+
+
+def make(**changed) -> Suffix:
+    return Suffix(None, **{"num": 16, "factor": 2.0, "offset": 4, "least": 0.1, "memory": 1000, **changed})
+
+
+def tokens(draft) -> list[int]:
+    return [token for token, _ in draft]
+
+
+def then(proposer: Suffix, prompts, *, cut: int = 0) -> None:
+    """Ends the batch, its answers `cut` tokens before what was committed last, and begins another."""
+    proposer.finish([len(text) - start - cut for text, start in zip(proposer.texts, proposer.starts)])
+    begin(proposer, prompts)
+
+
+def test_what_follows_an_answers_end_is_not_remembered():
+    proposer = make()
+    begin(proposer, [[1, 2, 10]])
+    commit(proposer, [[11, 12, 13, 14]])
+    then(proposer, [[1, 10, 11]], cut=2)
+    assert tokens(proposer.draft(0)) == [12]
+    begin(proposer, [[5, 6]])  # the batch before was not finished
+    assert proposer.younger.num_tokens == 3
+
+
+def test_answers_are_remembered_from_the_next_batch_on():
+    text = list(range(10, 30))
+    proposer = make()
+    begin(proposer, [[1, 2, text[0]], text[:3]])
+    commit(proposer, [text[1:], [2, *text[:3]]])
+    assert tokens(proposer.draft(1))[:4] == [2, *text[:3]]  # its own, and nothing of its neighbour's
+    then(proposer, [text[:3], [40, 1]])
+    assert tokens(proposer.draft(0)) == text[3:13]  # 2 * 3 + 4
+    assert proposer.draft(1) == []  # prompts are not remembered
+    commit(proposer, [[50], text[5:7]])
+    assert proposer.draft(0) == []
+    assert tokens(proposer.draft(1)) == text[7:15]
+
+
+def test_longest_match_and_own_text_first():
+    proposer = make(num=1)
+    begin(proposer, [[99, 98]])
+    commit(proposer, [[1, 2, 3, 4]])
+    then(proposer, [[2, 3, 5, 6, 2, 3]])
+    assert tokens(proposer.draft(0)) == [5]  # two tokens match in both
+    then(proposer, [[2, 3, 5, 1, 2, 3]])
+    assert tokens(proposer.draft(0)) == [4]  # three in the memory
+
+
+def test_limits():
+    text = [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2]
+    for changed, num in (
+        ({}, 8),
+        ({"num": 3}, 3),
+        ({"factor": 0.7, "offset": 0}, 2),
+        ({"factor": 0.0, "offset": 1}, 1),
+    ):
+        proposer = make(**changed)
+        begin(proposer, [text])
+        assert proposer.draft(0) == list(zip([3, 4, 5, 6, 7, 8, 9, 1], range(num)))
+    proposer = make(least=0.3, offset=0)
+    begin(proposer, [[1, 2, 1, 2, 1, 3, 1, 4, 1]])
+    assert proposer.draft(0) == [(2, 0), (1, 1)]  # 2 with 2 / 4; 3 and 4 with 1 / 4; 2 1 2 with 1 / 4
+
+
+def test_memory_is_bounded():
+    draw = random.Random(0)
+    proposer = make(memory=100)
+    younger, older = [], []
+    for _ in range(200):
+        answer = [draw.randrange(5) for _ in range(draw.randrange(2, 40))]
+        begin(proposer, [[9, 9, answer[0]]])
+        for known, goal in ((proposer.younger, younger), (proposer.older, older)):
+            assert vars(known) == vars(automaton_of(goal))
+            assert known.num_tokens <= 100 and len(known.counts) <= 201
+        commit(proposer, [answer[1:]])
+        proposer.finish([len(answer)])
+        if sum(map(len, younger)) + len(answer) > 100:
+            younger, older = [], younger
+        younger.append(answer)
+    begin(proposer, [[9, 9, 8]])
+    commit(proposer, [list(range(500))])  # longer than the memory
+    then(proposer, [[9, 9]])
+    assert proposer.younger.num_tokens == 100
+    none = make(memory=0)
+    for _ in range(3):
+        begin(none, [[1, 2]])
+        commit(none, [[3, 4, 5]])
+        none.finish([4])
+    assert none.younger.num_tokens == none.older.num_tokens == 0
+
+
+def test_decoding(small_target):
+    def drafts_after(prompt, answer):
+        text = prompt + answer
+        part = next(
+            (part for n in range(len(text)) if len(occurrences([text], part := tuple(text[n:]))) > 1),
+            (),
+        )
+        return best_first([text], part, min(8, len(part) + 2), 0.2) if part else []
+
+    proposer = make(num=8, factor=1.0, offset=2, least=0.2, memory=0)
+    check_rounds(small_target, proposer, drafts_after)
+
+
+def test_decoding_with_memory(small_target):
+    """Answers that were given before are accepted whole."""
+    proposer = make(num=8, offset=8, least=0.0)
+    decoder = Decoder(small_target, proposer, sampling=Sampling(0.0), stop=set())
+    prompts = [random_tokens(seed, 9, 6) for seed in range(3)]
+    first, again = (decoder.generate(prompts, 40) for _ in range(2))
+    assert first.tokens == again.tokens
+    assert sum(map(len, again.accepted)) < 0.8 * sum(map(len, first.accepted))
+
+
+def test_a_measurement_begins_without_memory(small_target):
+    """Inside `Merged` too, and though the warm-up is on the first prompt."""
+    settings = {"replayed": None, "sampling": Sampling(0.0), "max_new_tokens": 30, "stop": set(), "seed": 0}
+    prompts = [Prompt(str(seed), "", random_tokens(seed, 9, 6)) for seed in (0, 1, 0)]
+    for proposer in (suffix := make(num=8, offset=8, least=0.0), Merged(small_target, members=[suffix, make(num=2)])):
+        first, again = (measure(small_target, proposer, Drafting(2), prompts, **settings) for _ in range(2))
+        assert [row.drafted.accepted for row in first] == [row.drafted.accepted for row in again]
+        assert len(first[2].drafted.accepted[0]) < len(first[0].drafted.accepted[0])  # by heart
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"num": 0}, {"factor": -1.0}, {"offset": -1}, {"memory": -1}, {"least": 1.0}, {"factor": 0.0, "offset": 0}],
+)
+def test_mistakes(wrong):
+    with pytest.raises(ValueError, match=f"^{next(iter(wrong))}="):
+        make(**wrong)

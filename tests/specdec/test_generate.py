@@ -1,0 +1,397 @@
+"""`generate` with a drafter says what `generate` says without one, or says what it cannot do."""
+
+import copy
+import itertools
+import json
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import WordLevel
+from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig, PreTrainedTokenizerFast
+from transformers.generation import (
+    BaseStreamer,
+    LogitsProcessorList,
+    RepetitionPenaltyLogitsProcessor,
+    StoppingCriteria,
+    StopStringCriteria,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from specdec import checkpoint
+from specdec.drafting import Drafting
+from specdec.generate import Speculative
+from tests.support import load_head, make_drafter, make_target, random_tokens
+
+V, PAD = 12, 0  # so few tokens that a random drafter is sometimes right
+LENGTHS, LETTERS = (5, 12, 2, 9), "abcdefghijkl"
+TREE = Drafting(depth=3, width=3, nodes=8)
+SAMPLED_TREE = Drafting(depth=2, width=2, nodes=4, children="distinct")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("generate")
+    make_target(V).model.save_pretrained(folder / "target")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    return load_model(folder)
+
+
+def load_model(folder):
+    return AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float64)
+
+
+@pytest.fixture(scope="module")
+def head(folder):
+    """Saves a random drafter: head(name) -> its checkpoint"""
+    target = make_target(V)
+
+    def save(name: str, reduced: bool = False):
+        path = folder / f"{name}-{reduced}"
+        if not path.exists():
+            spec = dict(load_head(name)["drafter"])
+            checkpoint.save(path, make_drafter(target, name, reduced), spec)
+        return path
+
+    return save
+
+
+@pytest.fixture(scope="module")
+def eagle(head):
+    return Speculative(head("eagle"))
+
+
+def inputs_of(rows: int = len(LENGTHS)) -> dict[str, torch.Tensor]:
+    """Prompts padded on the left. -> input_ids, attention_mask [B, T]"""
+    prompts = [random_tokens(seed, num, V) for seed, num in enumerate(LENGTHS[:rows])]
+    longest = max(map(len, prompts))
+    padded = [[PAD] * (longest - len(prompt)) + prompt for prompt in prompts]
+    mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    return {"input_ids": torch.tensor(padded), "attention_mask": torch.tensor(mask)}
+
+
+class Recorder(BaseStreamer):
+    def __init__(self):
+        self.seen = []
+
+    def put(self, value):
+        self.seen.append(value.tolist())
+
+    def end(self):
+        self.seen.append("end")
+
+
+class Until(StoppingCriteria):
+    """Ends what `rule` says of the texts [B, T], and remembers them."""
+
+    def __init__(self, rule):
+        self.rule, self.seen = rule, []
+
+    def __call__(self, input_ids, scores, **kwargs):
+        assert scores is None
+        self.seen.append(input_ids.tolist())
+        return self.rule(input_ids)
+
+
+def agree(model, speculative, inputs, **settings) -> torch.Tensor:
+    """Both ways, with one streamer each; stopping criteria must have been asked the same. -> what they say"""
+    found = []
+    criteria = settings.pop("rule", None)
+    for extra in ({}, {"custom_generate": speculative}):
+        streamer = Recorder()
+        if criteria is not None:
+            extra["stopping_criteria"] = [until := Until(criteria)]
+        settings = {"do_sample": False, "pad_token_id": PAD, "max_new_tokens": 24} | settings
+        said = model.generate(**inputs, **settings, **extra, streamer=streamer)
+        found.append((said, streamer.seen, until.seen if criteria is not None else None))
+    (theirs, *rest), (ours, *same) = found
+    assert ours.dtype == torch.long and ours.tolist() == theirs.tolist()
+    assert same == rest and same[0][-1] == "end"
+    for tokens, accepted in zip(speculative.last.tokens, speculative.last.accepted, strict=True):
+        assert len(tokens) == 1 + sum(count + 1 for count in accepted)
+    return ours
+
+
+# Greedy
+
+
+@pytest.mark.parametrize("decode", [None, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("name, reduced", [("eagle", False), ("eagle3", True), ("mtp", False), ("medusa", False),
+                                           ("hydra", True), ("dflash", False), ("draft", False)])  # fmt: skip
+def test_greedy_answers_are_those_of_generate(model, head, name, reduced, decode):
+    speculative = Speculative(head(name, reduced), decode)
+    inputs = inputs_of()
+    said = agree(model, speculative, inputs)
+    assert said.shape == (4, 12 + 24) and any(count > 0 for row in speculative.last.accepted for count in row)
+    assert speculative.last.tokens == said[:, 12:].tolist()
+    one = {key: value[1:2] for key, value in inputs.items()}  # without a mask, in the end
+    assert agree(model, speculative, one).tolist() == said[1:2].tolist()
+
+
+def twice(ids):
+    return ids[:, -1] == ids[:, -2]
+
+
+SETTINGS = {
+    "penalty": {"repetition_penalty": 1.7},
+    "ignored": {"logits_processor": LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.9, 4)])},
+    "eos": {"eos_token_id": 3},
+    "eos list": {"eos_token_id": [3, 5], "pad_token_id": 5},
+    "eos and penalty": {"eos_token_id": 3, "repetition_penalty": 1.3, "pad_token_id": 3},
+    "max_length": {"max_new_tokens": None, "max_length": 20},
+    "one token": {"max_new_tokens": 1},
+    "max_time": {"max_time": 1e-9, "eos_token_id": 3},
+    "rows end, and go on without an eos token": {"rule": twice},
+    "rows end, and are padded": {"rule": twice, "eos_token_id": 4},
+    "rows look at each other": {"rule": lambda ids: (ids[:, -1] == ids[0, -1]) & (ids[:, -1] == 2), "eos_token_id": 5},
+    "one bool for all": {"rule": lambda ids: torch.full((len(ids),), ids.shape[1] == 17)},
+    "warpers that greedy decoding ignores": {"temperature": 0.3, "top_k": 2, "top_p": 0.5},
+    "normalised": {"renormalize_logits": True, "repetition_penalty": 1.2},
+    "no cache": {"use_cache": False},
+}
+
+
+@pytest.fixture(scope="module")
+def plain(model) -> list[list[int]]:
+    return model.generate(**inputs_of(), do_sample=False, max_new_tokens=24, pad_token_id=PAD).tolist()
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_are_honoured(model, head, plain, name):
+    speculative = Speculative(head("mtp"), TREE)
+    said = agree(model, speculative, inputs_of(), **SETTINGS[name])
+    without_effect = ("no cache", "warpers that greedy decoding ignores")
+    assert (said.tolist() == plain) == (name in without_effect)
+    agree(model, speculative, inputs_of(1), **SETTINGS[name])
+
+
+def test_stop_strings(model, eagle):
+    letters = {letter: token for token, letter in enumerate(LETTERS)}
+    tokenizer = Tokenizer(WordLevel(letters, unk_token="a"))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    whole = agree(model, eagle, inputs_of())
+    string = "".join(LETTERS[token] for token in whole[0, 15:18])
+    ends = {"stop_strings": [string], "tokenizer": tokenizer, "eos_token_id": 5}
+    said = agree(model, eagle, inputs_of(), **ends)
+    assert said.tolist() != agree(model, eagle, inputs_of(), eos_token_id=5).tolist()
+    del ends["stop_strings"], ends["tokenizer"]
+    criteria = StopStringCriteria(tokenizer, [string])
+    assert agree(model, eagle, inputs_of(), **ends, stopping_criteria=[criteria]).tolist() == said.tolist()
+
+
+def test_a_generation_config_and_an_output_object(model, eagle):
+    config = GenerationConfig(max_new_tokens=9, return_dict_in_generate=True, pad_token_id=PAD)
+    said = model.generate(**inputs_of(), generation_config=config, custom_generate=eagle)
+    assert type(said) is type(model.generate(**inputs_of(), generation_config=config))
+    assert said.sequences.tolist() == agree(model, eagle, inputs_of(), max_new_tokens=9).tolist()
+
+
+# Sampling
+
+
+WARPED = {"temperature": 0.8, "top_k": 4, "top_p": 0.85, "repetition_penalty": 1.4}
+
+
+def law_of(model, ids: torch.Tensor, mask: torch.Tensor, num: int, settings: dict) -> torch.Tensor:
+    """[V ** num]: the chances of the next `num` tokens, by transformers' own processors. ids, mask [1, T]"""
+    processors = LogitsProcessorList()
+    if "repetition_penalty" in settings:
+        processors.append(RepetitionPenaltyLogitsProcessor(settings["repetition_penalty"]))
+    processors.append(TemperatureLogitsWarper(settings.get("temperature", 1.0)))
+    if "top_k" in settings:
+        processors.append(TopKLogitsWarper(settings["top_k"]))
+    if "top_p" in settings:
+        processors.append(TopPLogitsWarper(settings["top_p"]))
+    chances = torch.ones(1, dtype=torch.float64)
+    for length in range(num):
+        texts = torch.tensor(list(itertools.product(range(V), repeat=length)), dtype=torch.long).view(V**length, length)
+        tokens = torch.cat([ids.expand(V**length, -1), texts], dim=1)
+        seen = torch.cat([mask.expand(V**length, -1), torch.ones_like(texts)], dim=1)
+        positions = (seen.cumsum(1) - 1).clamp(min=0)
+        with torch.no_grad():
+            logits = model(tokens, attention_mask=seen, position_ids=positions).logits[:, -1]
+        chances = (chances[:, None] * processors(tokens, logits).softmax(-1)).flatten()
+    return chances
+
+
+def distance(tokens: torch.Tensor, law: torch.Tensor) -> float:
+    """Of the last two of tokens [N, 3] from a law [V ** 3]: chi-square, in standard deviations above its mean."""
+    places = tokens @ torch.tensor([0, V, 1])
+    counts, expected = torch.bincount(places, minlength=V**2).double(), len(tokens) * law.view(V, -1).sum(0)
+    common = expected >= 5
+    counts, expected = (torch.cat([x[common], x[~common].sum()[None]]) for x in (counts, expected))
+    freedom = int((expected > 0).sum()) - 1
+    assert freedom > 5
+    statistic = float(((counts - expected) ** 2 / expected.clamp(min=1e-9)).sum())
+    return (statistic - freedom) / (2 * freedom) ** 0.5
+
+
+LAWS = [{}, WARPED, WARPED | {"temperature": 1.2}, WARPED | {"top_p": 1.0}, WARPED | {"repetition_penalty": 1.0}]
+
+
+@pytest.fixture(scope="module")
+def laws(model):
+    """For each of two prompts, of the settings in LAWS."""
+    rows = [[value[row : row + 1] for value in inputs_of().values()] for row in (1, 2)]
+    return [[law_of(model, ids, mask, 3, settings) for settings in LAWS] for ids, mask in rows]
+
+
+@pytest.mark.parametrize("name, decode", [("eagle", None), ("draft", None), ("eagle", SAMPLED_TREE)], ids=str)
+def test_sampled_answers_have_the_law_of_generate(model, head, laws, name, decode):
+    """What follows each of two prompts, one of them padded; other laws are told apart."""
+    inputs, num = {key: value[1:3] for key, value in inputs_of().items()}, 300
+    speculative = Speculative(head(name), decode)
+    for number, settings in enumerate(LAWS[:2]):
+        torch.manual_seed(0)
+        sampled = {"top_k": 0, **settings, "do_sample": True, "max_new_tokens": 3, "num_return_sequences": num}
+        said = model.generate(**inputs, **sampled, pad_token_id=PAD, custom_generate=speculative)
+        assert said.shape == (2 * num, 15)
+        assert torch.equal(said[:, :12], inputs["input_ids"].repeat_interleave(num, 0))
+        for tokens, known in zip(said[:, 12:].split(num), laws):
+            assert distance(tokens, known[number]) < 4
+            assert all(distance(tokens, law) > 5 for law in known if law is not known[number])
+
+
+def test_sampling_from_one_token_is_greedy(model, eagle, plain):
+    settings = {"do_sample": True, "max_new_tokens": 24, "top_k": 1, "pad_token_id": PAD}
+    assert model.generate(**inputs_of(), **settings, custom_generate=eagle).tolist() == plain
+
+
+def test_draws_come_from_torchs_own_generator(model, eagle):
+    settings = {"do_sample": True, "max_new_tokens": 24, "pad_token_id": PAD, "custom_generate": eagle}
+    said = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        said.append(model.generate(**inputs_of(), **settings).tolist())
+    assert said[0] == said[1] != said[2]
+
+
+# Refusals
+
+
+def filled_cache(model) -> DynamicCache:
+    cache = DynamicCache(config=model.config)
+    model(inputs_of(1)["input_ids"][:, :3], past_key_values=cache)
+    return cache
+
+
+REFUSED = [
+    ({"num_beams": 3}, r"num_beams=3: set num_beams=1"),
+    ({"output_scores": True, "return_dict_in_generate": True}, "output_scores"),
+    ({"output_logits": True, "return_dict_in_generate": True}, "output_logits"),
+    ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states"),
+    ({"min_new_tokens": 4, "eos_token_id": 3}, "MinLengthLogitsProcessor"),
+    ({"min_p": 0.1, "do_sample": True}, "MinPLogitsWarper"),
+    ({"no_repeat_ngram_size": 2}, "NoRepeatNGramLogitsProcessor"),
+    ({"suppress_tokens": [1]}, "SuppressTokensLogitsProcessor"),
+    ({"guidance_scale": 1.5}, "UnbatchedClassifierFreeGuidanceLogitsProcessor"),
+    ({"prefix_allowed_tokens_fn": lambda row, ids: [1, 2]}, "PrefixConstrainedLogitsProcessor"),
+    ({"logits_processor": LogitsProcessorList([TopKLogitsWarper(3), TemperatureLogitsWarper(0.5)])}, "this order .* Temp"),
+    ({"logits_processor": LogitsProcessorList([TopKLogitsWarper(3, filter_value=-9.0)])}, r"filter_value=-9\.0"),
+    ({"logits_processor": LogitsProcessorList([TopPLogitsWarper(0.5, min_tokens_to_keep=2)])}, "min_tokens_to_keep=2"),
+    ({"logits_processor": LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.9, 13)])}, "prompt_ignore_length=13"),
+    ({"top_p": 0.0, "do_sample": True}, "top_p=0"),
+    ({"prompt_lookup_num_tokens": 2}, r"assisted_generation \(prompt_lookup_num_tokens\)"),
+    ({"negative_prompt_ids": torch.tensor([[1, 2]])}, "negative_prompt_ids"),
+    ({"synced_gpus": True}, "synced_gpus"),
+    ({"cache_implementation": "static"}, "cache_implementation=static"),
+    ({"prefill_chunk_size": 2}, "prefill_chunk_size"),
+    ({"position_ids": torch.arange(12).expand(4, -1)}, "these position_ids"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("settings, words", REFUSED, ids=[str(list(settings)) for settings, _ in REFUSED])
+def test_what_cannot_be_honoured_is_refused(model, eagle, settings, words):
+    with pytest.raises(ValueError, match=f"Speculative cannot honour {words}.*or call generate without"):
+        model.generate(**inputs_of(), max_new_tokens=4, pad_token_id=PAD, **settings, custom_generate=eagle)
+
+
+def test_further_models_caches_and_embeddings_are_refused(model, eagle):
+    inputs = inputs_of(1)
+    embeds = model.get_input_embeddings()(inputs["input_ids"])
+    for extra, words in (
+        ({"assistant_model": model, **inputs}, "assistant_model"),
+        ({"past_key_values": filled_cache(model), **inputs}, "past_key_values"),
+        ({"past_key_values": DynamicCache(config=model.config), **inputs}, "past_key_values"),
+        ({"inputs_embeds": embeds}, "inputs_embeds"),
+        ({"inputs_embeds": embeds, **inputs}, "inputs_embeds"),
+    ):
+        with pytest.raises(ValueError, match=f"Speculative cannot honour {words}: "):
+            model.generate(**extra, custom_generate=eagle)
+
+
+def test_right_padding_and_a_missing_pad_token_are_refused(model, eagle):
+    inputs = {key: value.flip(1) for key, value in inputs_of().items()}
+    with pytest.raises(ValueError, match=r'on the left \(tokenizer\.padding_side="left"\)'):
+        model.generate(**inputs, custom_generate=eagle)
+    until = Until(twice)
+    until.eos_token_id = torch.tensor([3])
+    with pytest.raises(ValueError, match="set pad_token_id"):
+        model.generate(**inputs_of(), stopping_criteria=[until], custom_generate=eagle)
+
+
+# The caller's model
+
+
+def state(model) -> list:
+    return [
+        model.config._attn_implementation,
+        [module.training for module in model.modules()],
+        [parameter.requires_grad for parameter in model.parameters()],
+        [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()],
+        {name: value.tolist() for name, value in model.state_dict().items()},
+        model.generation_config.to_dict(),
+    ]
+
+
+def test_the_model_is_left_as_it_was(folder, head):
+    model = load_model(folder)
+    model.model.layers[1].train()
+    model.lm_head.weight.requires_grad_(False)
+    before = state(model)
+    assert before[0] == "sdpa" and any(before[1]) and not all(before[2])
+    speculative = Speculative(head("eagle3"))
+    model.generate(**inputs_of(), custom_generate=speculative, pad_token_id=PAD)
+    assert state(model) == before
+
+    def fail(ids):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        model.generate(**inputs_of(), custom_generate=speculative, stopping_criteria=[Until(fail)])
+    assert state(model) == before
+
+
+def test_a_drafter_is_loaded_once_for_each_model(folder, head, model, monkeypatch):
+    loads, load = [], checkpoint.load
+    monkeypatch.setattr(checkpoint, "load", lambda *arguments: loads.append(arguments) or load(*arguments))
+    speculative, second = Speculative(head("eagle")), load_model(folder)
+    for given in (model, model, second, model, second):
+        agree(given, speculative, inputs_of(1))
+    assert len(loads) == 4
+    with torch.no_grad():
+        second.lm_head.weight.mul_(1.5)
+    with pytest.raises(ValueError, match=r"was trained for tiny .*, not for"):
+        second.generate(**inputs_of(1), custom_generate=speculative)
+    other = copy.deepcopy(model)
+    other.model.layers[0].mlp.up_proj.weight.data += 1
+    with pytest.raises(ValueError, match=r"was trained for tiny .*, not for"):
+        other.generate(**inputs_of(1), custom_generate=speculative)
+    agree(model, speculative, inputs_of(1))
+
+
+def test_a_drafter_that_adapts_its_target_is_refused(model, head, tmp_path):
+    document = json.loads((head("medusa") / "drafter.json").read_text())
+    document["_target_"] = "specdec.heads.medusa.Medusa2"
+    (tmp_path / "drafter.json").write_text(json.dumps(document))
+    names = [name for name, _ in model.named_parameters()]
+    with pytest.raises(ValueError, match="adapts its target, which would change your model"):
+        model.generate(**inputs_of(1), custom_generate=Speculative(tmp_path))
+    assert names == [name for name, _ in model.named_parameters()]

@@ -1,0 +1,92 @@
+"""The target's law against transformers' own processors, and the penalty's context against a loop."""
+
+import dataclasses
+
+import pytest
+import torch
+from transformers.generation.logits_process import (
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from specdec.sampling import Sampling, seen
+from specdec.tree import chain
+from tests.support import random_tree
+
+V = 40
+
+
+def random_logits(dtype, *shape: int, ties: bool = False) -> torch.Tensor:
+    logits = 3 * torch.randn(*shape, V, generator=torch.Generator().manual_seed(0), dtype=dtype)
+    return logits.round() if ties else logits
+
+
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("top_p", [None, 1e-6, 0.3, 0.9, 1.0])
+@pytest.mark.parametrize("top_k", [None, 1, 7, V, 2 * V])
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
+def test_law_is_that_of_transformers(temperature, top_k, top_p, dtype, ties):
+    logits = random_logits(dtype, 50, ties=ties)
+    scores = TemperatureLogitsWarper(temperature)(None, logits)
+    if top_k is not None:
+        scores = TopKLogitsWarper(top_k)(None, scores)
+    if top_p is not None:
+        scores = TopPLogitsWarper(top_p)(None, scores)
+    law = Sampling(temperature, top_k=top_k, top_p=top_p).law(logits)
+    assert torch.equal(law, scores.softmax(-1)) and law.dtype == dtype
+    assert torch.equal(Sampling(temperature, top_k=top_k, top_p=top_p).law(logits.view(5, 10, V)), law.view(5, 10, V))
+
+
+def test_law_is_precise():
+    logits = random_logits(torch.bfloat16, 4)
+    assert torch.equal(Sampling(0.7, top_p=0.9).law(logits), Sampling(0.7, top_p=0.9).law(logits.float()))
+
+
+@pytest.mark.parametrize("penalty", [0.8, 1.0, 1.5])
+def test_penalty_is_that_of_transformers(penalty):
+    """On every node of a tree, with the prompt and the node's own path before it."""
+    generator = torch.Generator().manual_seed(0)
+    tree, logits = random_tree(generator, 12, V), random_logits(torch.float32, 1, 12)
+    prompt = [3, 17, 3]
+    committed = torch.zeros(1, V, dtype=torch.bool)
+    committed[0, prompt] = True
+    context = seen(tree, committed)  # [1, N, V]
+    penalised = Sampling(1.0, repetition_penalty=penalty).penalise(logits, context)
+    processor = RepetitionPenaltyLogitsProcessor(penalty)
+    paths = {-1: prompt}
+    for node in range(12):
+        paths[node] = [*paths[int(tree.parents[0, node])], int(tree.tokens[0, node])]
+        assert set(context[0, node].nonzero()[:, 0].tolist()) == set(paths[node])
+        assert torch.equal(penalised[:, node], processor(torch.tensor([paths[node]]), logits[:, node]))
+    assert committed.sum() == 2  # left alone
+
+
+@pytest.mark.parametrize(
+    "name, wrong, right",
+    [
+        ("temperature", -0.1, 0.0),
+        ("top_k", 0, 1),
+        ("top_p", 0.0, 1.0),
+        ("top_p", 1.1, 0.1),
+        ("repetition_penalty", 0.0, 0.5),
+    ],
+)
+def test_settings_are_checked(name, wrong, right):
+    with pytest.raises(ValueError, match=f"^{name}={wrong}"):
+        Sampling(**{name: wrong})
+    assert dataclasses.asdict(Sampling(**{name: right}))[name] == right
+
+
+def test_greedy():
+    assert Sampling().greedy and not Sampling(0.1).greedy
+
+
+def test_nothing_waits_for_the_device():
+    """Tensors of the meta device hold no values: to read one is an error."""
+    tokens = torch.empty(2, 4, dtype=torch.long, device="meta")
+    sampling = Sampling(0.7, top_k=3, top_p=0.9, repetition_penalty=1.2)
+    context = seen(chain(tokens, None), torch.empty(2, V, dtype=torch.bool, device="meta"))
+    assert sampling.law(sampling.penalise(torch.empty(2, 4, V, device="meta"), context)).shape == (2, 4, V)

@@ -1,0 +1,186 @@
+"""The model of speed against its sources and the naive way; scripts/tune.py on a tiny checkpoint."""
+
+import math
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+from specdec import replay, speed
+from specdec.decode import Decoder, Generation
+from specdec.figures import rate_ratio_interval
+from specdec.measurement import Prompt, PromptResult
+from specdec.proposers.heads import HeadProposer
+from specdec.proposers.stopping import Stopping
+from specdec.sampling import Sampling
+from specdec.speed import Answer, Lengths, Timed
+from tests.support import chain_of, make_drafter, random_tokens
+
+
+def stages(draft: float, verify: float, rest: float = 0.0) -> dict[str, float]:
+    return {"draft": draft, "verify": verify, "keep": rest, "other": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("alpha", "cost", "best", "speedup"),
+    [(0.7, 0.05, 6, 2.35), (0.8, 0.05, 8, 3.09), (0.9, 0.05, 13, 4.67), (0.7, 0.1, 4, 1.98), (0.9, 0.1, 10, 3.43)],
+)
+def test_the_best_length_is_that_of_the_literature(alpha, cost, best, speedup):
+    """Leviathan et al. (2211.17192), as tabulated in methods, section 2."""
+    found = {
+        num: speed.predict(sum(alpha**d for d in range(num + 1)), stages(num * cost, 1.0), stages(0, 1.0))
+        for num in range(1, 20)
+    }
+    assert max(found, key=found.get) == best and found[best] == pytest.approx(speedup, abs=0.005)
+
+
+def test_an_explanation_adds_up():
+    line = speed.explain("chain of 3", 1.62, stages(0.0021, 0.0273, 0.0001), stages(0.0, 0.0264))
+    assert line.startswith("chain of 3: ")
+    tau, draft, verify, rest, total, plain, speedup = map(float, re.findall(r"\d+\.\d+", line))
+    assert (tau, draft, verify, rest, total, plain) == (1.62, 2.1, 27.3, 0.1, 29.5, 26.4)
+    assert draft + verify + rest == pytest.approx(total) and speedup == round(1.62 * 26.4 / 29.5, 2)
+
+
+def test_a_disturbance_counts_for_nothing_and_lengths_do_count():
+    def rounds(verify: list[float], num_drafted: int) -> list[Timed]:
+        return [Timed(stages(1.0, seconds), num_drafted, 0, []) for seconds in verify]
+
+    nothing = Generation([[]], [[]])
+    answers = [Answer(nothing, rounds([2.0, 2.0, 90.0], 1) + rounds([4.0], 3)), Answer(nothing, rounds([3.0], 1))]
+    assert speed.median_stages(answers) == pytest.approx(stages(1.0, (3 * 2.0 + 4.0 + 3.0) / 5))
+
+
+def test_between():
+    assert speed.between({0: 1.0, 2: 2.0, 5: 8.0}, 5) == [1.0, 1.5, 2.0, 4.0, 6.0, 8.0]
+
+
+def decoder_of(drafter, depth: int, stopping: Stopping | None, temperature: float = 0.0) -> Decoder:
+    proposer = HeadProposer(drafter, chain_of(depth), stopping=stopping)
+    return Decoder(drafter.target, proposer, sampling=Sampling(temperature), stop=set())
+
+
+def answers_of(decoder: Decoder, num: int = 2) -> list[Answer]:
+    vocab = decoder.target.vocab_size
+    return [
+        speed.decode(decoder, random_tokens(seed, 5, vocab), 20, torch.Generator().manual_seed(seed))
+        for seed in range(num)
+    ]
+
+
+@pytest.mark.parametrize("head", ["eagle", "mtp", "medusa", "dspark", "draft"])
+def test_one_replay_tells_tau_of_every_shorter_chain(small_target, head):
+    drafter = make_drafter(small_target, head)
+    prompts = [random_tokens(seed, 5, small_target.vocab_size) for seed in range(2)]
+    plain = answers_of(Decoder(small_target, None, sampling=Sampling(), stop=set()))
+    accepts = [
+        replay.acceptance(drafter, prompt, answer.generation.tokens[0], depth=3, temperature=0)
+        for prompt, answer in zip(prompts, plain)
+    ]
+    for depth in (1, 2, 3):
+        decoded = speed.decoded_tau(answers_of(decoder_of(drafter, depth, None)))
+        assert speed.replayed_tau(accepts, depth) == pytest.approx(decoded)
+    assert decoded > 1
+
+
+def test_timed_rounds_are_those_of_the_generation(small_target):
+    decoder = decoder_of(make_drafter(small_target, "eagle"), 3, Stopping())
+    answer = answers_of(decoder, 1)[0]
+    generation = decoder.generate([random_tokens(0, 5, small_target.vocab_size)], 20)
+    assert answer.generation.tokens == generation.tokens and answer.generation.accepted == generation.accepted
+    assert [timed.accepted for timed in answer.rounds] == generation.accepted[0]
+    assert {timed.num_drafted for timed in answer.rounds} == {3}
+    assert all(len(timed.evidence) == 3 and len(timed.evidence[0]) == 2 for timed in answer.rounds)
+    for name, seconds in answer.generation.stages.items():
+        assert sum(timed.stages[name] for timed in answer.rounds) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_what_is_planned_with_is_what_decoding_does(small_target, temperature):
+    """A chain stops where its estimated survival, of the evidence that it records, falls below the threshold."""
+    stopping = Stopping(weight=0.8, bias=0.3, threshold=0.35)
+    found = answers_of(decoder_of(make_drafter(small_target, "eagle"), 4, stopping, temperature))
+    offered = set()
+    for timed in (timed for answer in found for timed in answer.rounds):
+        survival = stopping.log_chance(torch.tensor(timed.evidence)).cumsum(0).exp().tolist()
+        assert timed.num_drafted == sum(chance >= 0.35 for chance in survival)
+        assert len(timed.evidence) == min(timed.num_drafted + 1, 4)
+        offered.add(timed.num_drafted)
+    assert len(offered) > 1
+
+
+def made_up(num: int, truth: Stopping, depth: int = 4) -> list[Timed]:
+    """Rounds whose drafts are accepted with the chance that `truth` sees in their evidence."""
+    generator = torch.Generator().manual_seed(0)
+    evidence = torch.randn(num, depth, 2, generator=generator) * 2
+    chances = truth.log_chance(evidence.flatten(0, 1)).view(num, depth).exp()
+    accepted = (torch.rand(num, depth, generator=generator) < chances).long().cumprod(1).sum(1)
+    return [Timed({}, depth, *pair) for pair in zip(accepted.tolist(), evidence.tolist())]
+
+
+def test_the_fit_finds_the_law_of_acceptance():
+    truth = Stopping(weight=0.7, bias=0.9, confidence_weight=0.5)
+    fitted = speed.fit_stopping(made_up(4000, truth))
+    for name in ("weight", "bias", "confidence_weight"):
+        assert vars(fitted)[name] == pytest.approx(vars(truth)[name], abs=0.08)
+
+
+def test_the_fit_believes_the_drafter_where_it_has_seen_little():
+    accepted = [Timed({}, 1, 1, [[2.0, 0.0]])] * 3  # no draft was refused: without a prior the chance would be 1
+    fitted = speed.fit_stopping(accepted)
+    assert 0.5 < fitted.weight < 3 and abs(fitted.bias) < 2 and fitted.confidence_weight == 0
+
+
+@pytest.mark.parametrize(("step", "node"), [(0.02, 0.05), (0.02, 0.2), (0.1, 0.2)])
+def test_a_chain_that_stops_as_planned_is_faster_than_fixed_ones(step, node):
+    truth = Stopping(weight=0.7, bias=0.4)
+    rounds = made_up(500, truth)
+    lengths = Lengths([step * n for n in range(5)], [1 + node * n for n in range(5)], 0.01)
+    depth, stopping = speed.plan(rounds, truth, lengths)
+    chances = [truth.log_chance(torch.tensor(timed.evidence)).exp().tolist() for timed in rounds]
+
+    def seconds(depth: int, threshold: float) -> float:
+        """A token, by going through the rounds one by one."""
+        spent, tokens = 0.0, 0
+        for timed, row in zip(rounds, chances):
+            survival, num = 1.0, 0
+            for chance in row[:depth]:
+                spent += step
+                survival *= chance
+                if survival < threshold:
+                    break
+                num += 1
+            spent += 1 + node * num + 0.01
+            tokens += 1 + min(timed.accepted, num)
+        return spent / tokens
+
+    planned = seconds(depth, stopping.threshold)
+    assert planned < min(seconds(d, 0.0) for d in range(1, 5))
+    assert planned < 1.001 * min(seconds(d, tenths / 10) for d in range(1, 5) for tenths in range(10))
+    marginal = (node / planned, (step + node) / planned)  # of the last draft, and of one before it, in tokens
+    assert marginal[0] * 0.8 < stopping.threshold < marginal[1] * 1.2
+
+
+def test_where_drafts_cost_nothing_they_are_never_stopped():
+    lengths = Lengths([0.1] * 5, [1.0] * 5, 0.0)
+    assert speed.plan(made_up(200, Stopping()), Stopping(), lengths) == (4, Stopping())
+
+
+def test_what_asking_costs_is_shared_out_over_the_steps():
+    chains = {2: stages(0.3, 1.1), 4: stages(0.5, 1.3)}
+    lengths = speed.chain_lengths(stages(0.0, 1.0), chains, stages(0.9, 1.3, 0.01), 4)
+    assert lengths.draft == pytest.approx([0.0, 0.25, 0.5, 0.7, 0.9])
+    assert lengths.verify == pytest.approx([1.0, 1.05, 1.1, 1.2, 1.3]) and lengths.rest == 0.01
+    assert lengths.round(1, 4) == pytest.approx(0.5 + 1.05 + 0.01)
+    assert lengths.round(4, 4) == pytest.approx(0.9 + 1.3 + 0.01)
+
+
+def test_the_ratio_is_paired():
+    prompt = Prompt("", "", [0])
+    rows = [
+        PromptResult(prompt, Generation([[0]], [[]]), Generation([[0] * 9], [[1] * 4], seconds=s), math.nan, [], None)
+        for s in (1, 5)
+    ]
+    slower = [replace(row, drafted=replace(row.drafted, seconds=2 * row.drafted.seconds)) for row in rows]
+    assert rate_ratio_interval(slower, rows) == pytest.approx([0.5, 0.5])

@@ -1,0 +1,373 @@
+"""What tests share: tiny targets, drafters and tokenizers, independent slow loops, scripted proposers, saved folders."""
+
+import collections
+import functools
+import importlib.util
+import itertools
+import json
+import os
+import random
+from pathlib import Path
+
+import hydra
+import pytest
+import torch
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch.nn.utils.rnn import pad_sequence
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from specdec import attention, checkpoint, masks
+from specdec.cache import UnrollCache
+from specdec.decode import Decoder
+from specdec.heads.eagle import Eagle
+from specdec.proposers.base import Proposer
+from specdec.sampling import Sampling
+from specdec.target import Target
+from specdec.tree import Tree, TreeShape, chain
+
+ROOT = Path(__file__).resolve().parents[1]
+REAL_TARGET = ROOT / "targets" / "smollm2-135m"
+HEADS_FOLDER = ROOT / "conf" / "head"
+ADAPTING = ("medusa2", "consistency")  # they change the target, which tests share: they have tests of their own
+HEADS = sorted(path.stem for path in HEADS_FOLDER.glob("*.yaml") if path.stem not in ADAPTING)
+# (head, whether the draft vocabulary is reduced, arguments)
+VARIANTS = [(head, reduced, {}) for head in HEADS for reduced in (False, True)]
+VARIANTS += [
+    ("eagle3", False, {"norm_features": True, "norm_output": True}),
+    ("mtp", True, {"num_modules": 5}),
+    ("medusa", True, {"own_output": True, "num_blocks": 2}),
+    ("hydra", True, {"own_output": True}),
+    ("draft", True, {"borrow_embeddings": False}),
+    ("draft", False, {"width": 16}),
+    ("dspark", False, {"fuse": True}),
+    ("dflash", True, {"fuse": True}),
+]
+LENGTHS = (5, 12, 2, 9, 1)  # of prompts; more rows than specdec.attention leaves to sdpa
+NUM_NEW = 24
+# Layers of a target of eight that draft: the argument of LayerSkip
+SUBSETS = {"first": 5, "both": [0, 1, 2, 4, 6, 7], "later": [1, 3, 4, 5, 6, 7], "all": 8}
+
+
+def name_of(variant: tuple[str, bool, dict]) -> str:
+    head, reduced, arguments = variant
+    return "-".join([head, "reduced" if reduced else "whole", *arguments])
+
+
+def paired(names: str, *columns):
+    """A parametrization by pairs: entry i of each column with entry i of the others; shorter columns begin again.
+
+    Every entry of every column occurs at least once, in as many cases as the longest column has entries.
+    """
+    num = max(map(len, columns))
+    cases = [tuple(column[i % len(column)] for column in columns) for i in range(num)]
+    return pytest.mark.parametrize(names, cases, ids=lambda value: name_of(value) if value in VARIANTS else None)
+
+
+# Targets, drafters and their folders
+
+
+def make_target(vocab_size: int, *, num_layers: int = 8) -> Target:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=num_layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=vocab_size,
+        max_position_embeddings=512,
+        initializer_range=0.4,  # logits that are not flat
+        attn_implementation=attention.NAME,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return Target(LlamaForCausalLM(config).double(), name="tiny")
+
+
+def scale_forward(target: Target, monkeypatch) -> None:
+    """Makes the target do more than its layers one after the other."""
+    forward = target.decoder.forward
+
+    def scaled(*args, **kwargs):
+        output = forward(*args, **kwargs)
+        output.last_hidden_state = 1.5 * output.last_hidden_state
+        return output
+
+    monkeypatch.setattr(target.decoder, "forward", scaled)
+
+
+@functools.cache
+def load_head(head: str) -> dict:
+    """The composed configuration of conf/head/<head>.yaml, without the objective's class, which tests name themselves."""
+    with hydra.initialize_config_dir(str(HEADS_FOLDER.parent), version_base="1.3"):
+        config = OmegaConf.to_container(hydra.compose("train", overrides=[f"head={head}"]).head)
+    del config["objective"]["_target_"]
+    return config
+
+
+def make_drafter(target: Target, head: str, reduced: bool = False, arguments: dict | None = None):
+    """Every parameter is random, norms too. Reduced: two thirds of the vocabulary."""
+    torch.manual_seed(1)
+    vocab = torch.randperm(target.vocab_size)[: target.vocab_size * 2 // 3].sort().values if reduced else None
+    drafter = instantiate({**load_head(head)["drafter"], **(arguments or {})}, target, vocab=vocab).double().eval()
+    for parameter in drafter.parameters():
+        noise = torch.randn_like(parameter)
+        parameter.data = noise / parameter.shape[1] ** 0.5 if parameter.dim() == 2 else 1 + 0.3 * noise
+    return drafter
+
+
+TEMPLATE = (  # SmolLM2's
+    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\n"
+    "You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' }}{% endif %}"
+    "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+WORDS = (  # what tests and the template write often, so that texts are short
+    "system user assistant You are a helpful AI named SmolLM trained by Hugging Face Count to from on is followed "
+    "then number Say hello Hello world"
+)
+
+
+def merge(word: list[str], pair: tuple[str, str]) -> list[str]:
+    """The word with every occurrence of the pair as one symbol."""
+    merged: list[str] = []
+    for symbol in word:
+        if merged and (merged[-1], symbol) == pair:
+            merged[-1] += symbol
+        else:
+            merged.append(symbol)
+    return merged
+
+
+@functools.cache
+def small_tokenizer() -> PreTrainedTokenizerFast:
+    """SmolLM2's special tokens and chat template, all bytes, and some words: about 400 entries."""
+    special = {"<|endoftext|>": 0, "<|im_start|>": 1, "<|im_end|>": 2}
+    vocab = special | {symbol: 3 + n for n, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    words = [list(part) for word in WORDS.split() for part in (word, "\u0120" + word)]  # a space is written so
+    merges: list[tuple[str, str]] = []
+    while pairs := collections.Counter(pair for word in words for pair in itertools.pairwise(word)):
+        pair = max(pairs, key=lambda pair: (pairs[pair], pair))  # byte-pair encoding: the pair that occurs most often
+        merges.append(pair)
+        vocab["".join(pair)] = len(vocab)
+        words = [merge(word, pair) for word in words]
+    tokenizer = Tokenizer(models.BPE(vocab, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<|endoftext|>", bos_token="<|im_start|>", eos_token="<|im_end|>",
+        pad_token="<|im_end|>", chat_template=TEMPLATE)  # fmt: skip
+
+
+def save_target(folder: Path, *, num_layers: int = 3, seed: int = 0, tokenizer=None) -> Target:
+    """A tiny target, saved with a tokenizer as a folder that scripts and train.py load. -> that target, in float32"""
+    tokenizer = tokenizer or small_tokenizer()
+    torch.manual_seed(seed)
+    config = LlamaConfig(vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=num_layers,
+                         num_attention_heads=4, num_key_value_heads=2, head_dim=8, eos_token_id=2)  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return Target.load(str(folder), dtype="float32")
+
+
+def save_eagle(folder: Path, target: Target, *, seed: int = 0, **extra) -> None:
+    """An untrained EAGLE head that drafts every fourth token, as a checkpoint."""
+    torch.manual_seed(seed)
+    drafter = Eagle(target, vocab=torch.arange(0, target.vocab_size, 4))
+    checkpoint.save(folder, drafter, {"_target_": "specdec.heads.eagle.Eagle"}, **extra)
+
+
+def word_tokenizer(num_words: int, prefix: str = "w") -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.WordLevel({f"{prefix}{n}": n for n in range(num_words)}, unk_token=f"{prefix}0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token=f"{prefix}0", eos_token=f"{prefix}1")
+
+
+def save_word_model(
+    path: Path, *, rows: int = 61, width: int = 32, tied: bool = False, prefix: str = "w", seed: int = 0
+) -> Path:
+    """A saved model whose tokenizer has 57 words and whose embedding has `rows` rows. -> path"""
+    torch.manual_seed(seed)
+    config = LlamaConfig(vocab_size=rows, hidden_size=width, intermediate_size=48, num_hidden_layers=4, head_dim=8,
+                         num_attention_heads=4, num_key_value_heads=2, initializer_range=0.4, tie_word_embeddings=tied,
+                         bos_token_id=None, eos_token_id=1, pad_token_id=None)  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(path)
+    word_tokenizer(57, prefix).save_pretrained(path)
+    return path
+
+
+@torch.no_grad()
+def text_logits(drafter, tokens: torch.Tensor) -> torch.Tensor:
+    """A draft model's: tokens [B, T] -> logits [B, T, W] of step 1 of every slot"""
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    h = torch.zeros(*tokens.shape, 0)
+    _, readout = drafter.step(1, h, tokens, positions, masks.documents(torch.zeros_like(tokens)), UnrollCache())
+    return drafter.logits(1, readout)
+
+
+def disturb(drafter):
+    """The drafter with noise on what is trained, as if it had been trained."""
+    torch.manual_seed(2)
+    for parameter in drafter.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    return drafter
+
+
+def write_rows(path: Path, rows: list[dict]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def write_prompts(path: Path, num: int) -> None:
+    """Short prompts of two categories."""
+    write_rows(path, [{"id": str(n), "category": "ab"[n % 2], "prompt": f"Count to {n}."} for n in range(num)])
+
+
+@functools.cache
+def train_command():
+    """train.py as a module. `import train` is the package, so the command beside it is loaded by its path."""
+    spec = importlib.util.spec_from_file_location("train_command", ROOT / "train.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def train_overrides(folder: Path, run: str, *more: str) -> list[str]:
+    """A short run of train.py in `folder`."""
+    return [f"run={run}", f"target.name={folder}/target", "target.dtype=float32", f"data.train={folder}/train.jsonl",
+            f"data.heldout={folder}/prompts.jsonl", "data.length=64", "precision=fp32", "features.mode=online", "threads=1",
+            "validation.max_new_tokens=4", "train.steps=4", "train.validate_every=4", "train.save_every=2", "train.log_every=1",
+            "optimizer.lr=1e-3", "optimizer.warmup=1", "head.vocab_size=200", *more]  # fmt: skip
+
+
+def losses_of(run: str) -> dict[int, float]:
+    """The loss of each step that a run in the working directory has logged."""
+    lines = [json.loads(line) for line in (Path("checkpoints") / run / "log.jsonl").read_text().splitlines()]
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+
+def child_environment(**more: str) -> dict[str, str]:
+    """For the processes that tests start: the clone's packages, one thread."""
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", **more}
+
+
+# Prompts, trees and decoders
+
+
+def chain_of(depth: int) -> TreeShape:
+    return TreeShape(depth=depth, width=1, nodes=depth)
+
+
+def random_tokens(seed: int, num: int, vocab_size: int) -> list[int]:
+    return torch.randint(vocab_size, (num,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def random_tree(generator: torch.Generator, num_nodes: int, vocab_size: int) -> Tree:
+    """One row; parents at random, tokens of siblings distinct."""
+
+    def pick(num: int) -> int:
+        return int(torch.randint(num, (), generator=generator))
+
+    tokens, parents = [pick(vocab_size)], [-1]
+    while len(tokens) < num_nodes:
+        parent, token = pick(len(tokens)), pick(vocab_size)
+        if (parent, token) not in list(zip(parents, tokens)):
+            parents.append(parent)
+            tokens.append(token)
+    return Tree(torch.tensor([tokens]), torch.tensor([parents]), None)
+
+
+def greedy(target, proposer, stop=frozenset()) -> Decoder:
+    return Decoder(target, proposer, sampling=Sampling(0.0), stop=set(stop))
+
+
+def prompts_of(target) -> list[list[int]]:
+    return [random_tokens(seed, num, target.vocab_size) for seed, num in enumerate(LENGTHS)]
+
+
+def check_counters(generation) -> None:
+    for tokens, accepted in zip(generation.tokens, generation.accepted):
+        assert len(tokens) == 1 + sum(count + 1 for count in accepted)
+
+
+class Scripted(Proposer):
+    """Knows every row's text: drafts(text, place of the newest token) -> Tree of one row."""
+
+    target_layers = (3, 8)
+
+    def __init__(self, texts: list[list[int]], depth: int, drafts):
+        self.texts, self.depth, self.drafts = texts, depth, drafts
+
+    def begin(self, tokens, num):
+        self.places = [0] * len(num)
+        self.features = [[] for _ in num]
+
+    def commit(self, tokens, features, num, counts):
+        for row, count in enumerate(num.tolist()):
+            first, self.places[row] = self.places[row] + 1, self.places[row] + count
+            text = self.texts[row][first : first + count]
+            assert tokens[row, : len(text)].tolist() == text  # what is committed is the text, in order
+            self.features[row] += features[row, : len(text)]
+
+    def propose(self, sampling, generator):
+        trees = [self.drafts(text, min(place, len(text) - 1)) for text, place in zip(self.texts, self.places)]
+        return Tree(torch.cat([tree.tokens for tree in trees]), torch.cat([tree.parents for tree in trees]), None)
+
+
+def oracle(depth: int, *, wrong: int | None = None):
+    """Chains of the text's own next tokens, or of a constant."""
+
+    def drafts(text, place):
+        known = [*text[place : place + 1 + depth], *[0] * (1 + depth)][: 1 + depth]
+        return chain(torch.tensor([known if wrong is None else [known[0]] + [wrong] * depth]), None)
+
+    return drafts
+
+
+# Proposers of texts
+
+
+def begin(proposer, prompts: list[list[int]]) -> None:
+    """A ragged batch; the last token of each stands for the first of its answer."""
+    tokens = pad_sequence([torch.tensor(prompt[:-1]) for prompt in prompts], batch_first=True)
+    counts = [len(prompt) - 1 for prompt in prompts]
+    proposer.begin(tokens, torch.tensor(counts))
+    commit(proposer, [prompt[1:] for prompt in prompts])
+
+
+def commit(proposer, new: list[list[int]]) -> None:
+    """Ragged, as the decoder commits: entries behind a row's own tokens are padding."""
+    tokens = pad_sequence([torch.tensor(row) for row in new], batch_first=True, padding_value=9)
+    counts = [len(row) for row in new]
+    proposer.commit(tokens, tokens.new_zeros(*tokens.shape, 0), torch.tensor(counts), counts)
+
+
+def repeating_texts(num_letters: int, length: int) -> list[list[int]]:
+    """At random, and some that come to repeat themselves."""
+    draw = random.Random(0)
+    found = [[draw.randrange(num_letters) for _ in range(length)] for _ in range(4)]
+    return [*found, [1] * length, found[0][:5] + [0, 1, 1, 2] * (length // 4), found[1][: length // 2] * 2]
+
+
+def check_rounds(target, proposer, drafts_after, num_new: int = 40) -> None:
+    """Answers are the plain ones, and a round accepts what drafts_after(text) has of them, which is often something."""
+    prompts = prompts_of(target)
+    plain = greedy(target, None).generate(prompts, num_new).tokens
+    decoder = greedy(target, proposer)
+    assert decoder.generate(prompts, num_new).tokens == plain
+    total = 0
+    for prompt, answer in zip(prompts, plain):
+        (accepted,) = decoder.generate([prompt], num_new).accepted  # alone, since a short chain of a batch is filled up
+        goal, end = [], 1
+        while end < num_new:
+            children = {(parent, token): n for n, (token, parent) in enumerate(drafts_after(prompt, answer[:end]), 1)}
+            node, count = 0, 0
+            while end + count < num_new and (node, answer[end + count]) in children:
+                node, count = children[node, answer[end + count]], count + 1
+            goal.append(min(count, num_new - end - 1))
+            end += count + 1
+        assert accepted == goal
+        total += sum(accepted)
+    assert total > num_new

@@ -1,0 +1,237 @@
+"""The documentation: links lead somewhere, commands name what exists, and the example of a new head works."""
+
+import ast
+import dataclasses
+import importlib
+import re
+import shlex
+import sys
+import types
+from pathlib import Path
+
+import hydra
+import pytest
+import torch
+import yaml
+from hydra.errors import HydraException
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from helpers.options import flatten, options
+from specdec import attention
+from specdec.decode import Decoder
+from specdec.proposers.heads import HeadProposer
+from specdec.sampling import Sampling
+from specdec.target import Target
+from specdec.tree import TreeShape
+from tests.support import ROOT
+from train.data import Row, collate
+
+GUIDES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]  # their commands must work today
+LOGS = [ROOT / "RESULTS.md", *sorted((ROOT / "results").glob("*.md"))]  # their commands are those of their commits
+PAGES = [*GUIDES, *LOGS, ROOT / "data" / "README.md", ROOT / "checkpoints" / "README.md"]
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+START = re.compile(r"(python scripts/\w+\.py|python train\.py|accelerate launch\b.*train\.py|torchrun\b.*train\.py)")
+FOREIGN_PATH = re.compile(r"(?<![\w.<-])/(?:home|root|tmp|work|mnt|opt|var|Users)/|\.\./shared\b")
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"`[^`\n]*`", "", FENCE.sub("", text))
+
+
+def anchors(path: Path) -> set[str]:
+    """The names that GitHub gives to the headings of a page."""
+    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", path.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def commands(path: Path) -> list[str]:
+    """What a page tells the reader to run: lines of code blocks, and code inside sentences."""
+    text = path.read_text()
+    blocks = "\n".join(body for _, body in FENCE.findall(text)).replace("\\\n", " ")
+    spans = re.findall(r"`([^`\n]+)`", FENCE.sub("", text))
+    return [line.strip() for line in [*blocks.splitlines(), *spans] if START.match(line.strip())]
+
+
+def listed(select) -> list:
+    """One test parameter for every command that `select` accepts."""
+    found = [(path, command) for path in GUIDES for command in commands(path) if select(command)]
+    return [pytest.param(command, id=f"{name_of(path)}: {command[:90]}") for path, command in found]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name_of)
+def test_links_lead_somewhere(path):
+    for link in LINK.findall(without_code(path.read_text())):
+        if "://" in link:
+            continue
+        place, _, anchor = link.partition("#")
+        page = (path.parent / place).resolve() if place else path
+        assert page.exists(), f"{link} does not exist"
+        assert page.is_relative_to(ROOT), f"{link} leaves the repository"
+        assert not anchor or anchor in anchors(page), f"{link}: no such heading"
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name_of)
+def test_no_page_names_a_path_of_one_machine(path):
+    assert not FOREIGN_PATH.findall(path.read_text())
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name_of)
+def test_pages_are_ascii(path):
+    assert path.read_text().isascii()
+
+
+def test_the_readme_is_short_and_every_page_is_listed():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 200
+    listed_pages = set(LINK.findall((ROOT / "docs" / "README.md").read_text()))
+    assert {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"} <= listed_pages
+
+
+# Commands
+
+
+def option_class(script: str) -> type:
+    """The dataclass that a script passes to `options`."""
+    tree = ast.parse((ROOT / "scripts" / f"{script}.py").read_text())
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    names = [call.args[0].id for call in calls if ast.unparse(call.func) in ("options", "options.options")]
+    assert len(names) == 1, f"scripts/{script}.py should call options(DATACLASS, __doc__) once, not {len(names)} times"
+    return getattr(importlib.import_module(f"scripts.{script}"), names[0])
+
+
+def check_files(arguments: list[str]) -> None:
+    """What a command reads from the repository is there."""
+    for argument in arguments:
+        for value in argument.partition("=")[2].split(","):
+            if value.startswith(("data/", "checkpoints/shipped/")):
+                assert (ROOT / value).exists(), f"{argument}: {value} is not in the repository"
+
+
+def check_proposers(arguments: list[str]) -> None:
+    """proposer=NAME, proposers=A,B and their settings are those of conf/proposer."""
+    given = dict(argument.split("=", 1) for argument in arguments)
+    names = [name for key in ("proposer", "proposers") for name in given.get(key, "").split(",") if name]
+    settings = {}
+    while names:
+        name = names.pop()
+        path = ROOT / "conf" / "proposer" / f"{name}.yaml"
+        assert path.exists(), f"there is no proposer {name}"
+        settings[name] = yaml.safe_load(path.read_text())
+        inner = [settings[name].get("members", []), [settings[name].get("inner")]]
+        names += [each for group in inner for each in group if each and each not in settings]
+    for key in given:
+        if key.startswith("proposer."):
+            *owner, last = key.split(".")[1:]
+            of = [settings[owner[-1]]] if owner else list(settings.values())
+            assert any(last in each for each in of), f"{key} is no setting of {', '.join(settings)}"
+
+
+@pytest.mark.parametrize("command", listed(lambda command: command.startswith("python scripts/")))
+def test_command_of_a_script(command, monkeypatch):
+    script, *arguments = shlex.split(command, comments=True)[1:]
+    assert (ROOT / script).exists(), f"{script} does not exist"
+    declared = option_class(Path(script).stem)
+    names = dict(flatten(declared))
+    prefixes = tuple(field.metadata["prefix"] for field in names.values() if "prefix" in field.metadata)
+    for argument in arguments:
+        key, equals, _ = argument.partition("=")
+        known = key in names and "prefix" not in names[key].metadata
+        assert equals and (known or key.startswith(prefixes or "\0")), f"{script} has no option {key}"
+    required = [
+        name
+        for name, field in names.items()
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    ]
+    missing = [name for name in required if not any(argument.startswith(f"{name}=") for argument in arguments)]
+    assert not missing, f"{script} also needs {', '.join(missing)}"
+    monkeypatch.setattr(sys, "argv", [script, *arguments])
+    options(declared, "")  # values have the right types
+    check_files(arguments)
+    check_proposers([argument for argument in arguments if argument.startswith("proposer")])
+
+
+def example_head(folder: Path) -> str:
+    """Writes the YAML file of docs/new-head.md to folder/head/linear.yaml. -> the class's source"""
+    blocks = FENCE.findall((ROOT / "docs" / "new-head.md").read_text())
+    source = next(body for language, body in blocks if language == "python" and "class Linear" in body)
+    settings = next(body for language, body in blocks if language == "yaml")
+    (folder / "head").mkdir(parents=True)
+    (folder / "head" / "linear.yaml").write_text(settings)
+    return source
+
+
+def compose(overrides: list[str], folder: Path):
+    """conf/train.yaml with these overrides; `folder` adds heads."""
+    with hydra.initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        return hydra.compose("train", [*overrides, f"hydra.searchpath=[file://{folder}]"], return_hydra_config=True)
+
+
+@pytest.mark.parametrize("command", listed(lambda command: "train.py" in command))
+def test_command_of_training(command, tmp_path):
+    words = shlex.split(command, comments=True)
+    arguments = words[next(place for place, word in enumerate(words) if word.endswith("train.py")) + 1 :]
+    example_head(tmp_path)
+    placeholders = ("...", "--help", "head=NAME", "experiment=NAME", "experiment=table/NAME")
+    overrides = [argument for argument in arguments if argument not in placeholders]
+    try:
+        config = compose(overrides, tmp_path)
+    except (HydraException, OmegaConfBaseException) as error:
+        pytest.fail(f"{command}: {error}")
+    OmegaConf.to_container(config.head, resolve=True)
+    check_files(overrides)
+
+
+@pytest.mark.parametrize("path", GUIDES, ids=name_of)
+def test_targets_of_make_exist(path):
+    defined = set(re.findall(r"^(\w[\w-]*):(?!=)", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    text = path.read_text()
+    lines = "\n".join(body for _, body in FENCE.findall(text)).splitlines() + re.findall(r"`([^`\n]+)`", text)
+    named = {match[1] for line in lines if (match := re.match(r"make ([a-z][\w-]*)", line))}
+    assert named <= defined, f"the Makefile has no target {', '.join(sorted(named - defined))}"
+
+
+# The example of docs/new-head.md
+
+
+def test_the_example_of_a_new_head_trains_and_decodes(tmp_path, monkeypatch):
+    module = types.ModuleType("specdec.heads.linear")
+    source = example_head(tmp_path)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr("specdec.heads.linear", module, raising=False)
+    exec(compile(source, "docs/new-head.md", "exec"), module.__dict__)
+    config = compose(["head=linear"], tmp_path).head
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    llama = LlamaConfig(
+        **sizes, vocab_size=61, initializer_range=0.4, attn_implementation=attention.NAME, eos_token_id=None
+    )
+    target = Target(LlamaForCausalLM(llama).double(), name="tiny")
+    head = instantiate(config.drafter, target, vocab=None, _convert_="all").double()
+    objective = instantiate(config.objective, head)
+    prompt = list(range(1, 6))
+    plain = Decoder(target, None, sampling=Sampling(temperature=0.0), stop=set())
+    answer = plain.generate([prompt], 24).tokens[0]
+    row = Row(id="0", category="all", tokens=prompt + answer, mask=[False] * 5 + [True] * 24)
+    batch = collate([[row]], length=29, pad_token=0)
+    output = target.read(batch.tokens, head.target_layers)
+    optimizer = torch.optim.AdamW(head.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(40):
+        loss = objective(batch, output)
+        optimizer.zero_grad()
+        (loss.total / loss.num_goals).backward()
+        optimizer.step()
+        losses.append(loss.total.item())
+    assert losses[-1] < 0.5 * losses[0]
+    for shape in (TreeShape(3, 1, 3), TreeShape(3, 2, 5)):
+        drafted = Decoder(target, HeadProposer(head, shape), sampling=Sampling(temperature=0.0), stop=set())
+        result = drafted.generate([prompt], 24)
+        assert result.tokens[0] == answer
+        assert sum(result.accepted[0]) > 0

@@ -1,0 +1,103 @@
+"""Every published experiment composes, and its rows and held-out prompts can be read in a clone of the repository."""
+
+import gzip
+import re
+
+import hydra
+import pytest
+
+from tests.support import ROOT
+from train import reading
+
+FOLDER = ROOT / "conf" / "experiment"
+FILES = sorted(FOLDER.rglob("*.yaml"))
+EXPERIMENTS = [str(path.relative_to(FOLDER).with_suffix("")) for path in FILES if path.stem != "common"]
+SOURCES = re.compile(r"(openai/grade-school-math|teknium1/GPTeacher|yizhongw/self-instruct) [a-z]+")
+
+
+@pytest.fixture(scope="module")
+def load():
+    """`reading.load_conversations`, which reads each file once for all experiments."""
+    rows = {}
+
+    def load(source, *, split):
+        if source not in rows:
+            rows[source] = reading.load_conversations(source, split=split)
+        return rows[source]
+
+    return load
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_experiment_composes_and_finds_its_data(experiment, load, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    with hydra.initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        config = hydra.compose("train", [f"experiment={experiment}"], return_hydra_config=True)
+    assert config.train.steps > 0 and config.head.drafter._target_.startswith("specdec.heads.")
+    conversations = load(config.data.train, split=config.data.split)
+    held, rest = reading.hold_out(conversations, config.data.hold_out)
+    assert len(held) == config.data.hold_out and len(rest) == len(conversations) - len(held)
+    assert all(row["messages"][-1]["role"] == "assistant" for row in rest)
+    prompts = reading.load_prompts(config.data.heldout)
+    assert len(reading.spread(prompts, config.validation.num_prompts)) == config.validation.num_prompts
+
+
+def test_shipped_answers_are_of_named_sources_with_a_licence_that_allows_it():
+    conversations = reading.load_conversations(str(ROOT / "data" / "answers.jsonl.gz"))
+    prompts = list(reading.read_rows(str(ROOT / "data" / "prompts_dev.jsonl"), "train"))
+    assert len(conversations) == 2365 and len(prompts) == 73
+    for row in [*conversations, *(row for _, row in prompts)]:
+        assert row["license"] in ("MIT", "Apache-2.0")
+        assert SOURCES.match(row["source"])
+        assert not row["source"].startswith("yizhongw/self-instruct t0")
+    asked = {row["messages"][0]["content"] for row in conversations}
+    assert not asked & {row["prompt"] for _, row in prompts}
+
+
+def test_shipped_answers_are_compressed_without_a_date():
+    header = (ROOT / "data" / "answers.jsonl.gz").read_bytes()[:10]
+    assert header[:2] == b"\x1f\x8b" and header[4:8] == bytes(4)  # RFC 1952: the time of modification
+    assert header[3] == 0  # and no name of a file
+
+
+ROW = '{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}\n'
+
+
+def test_compressed_rows_are_those_of_the_plain_file(tmp_path):
+    (tmp_path / "a.jsonl").write_text(ROW * 2)
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress((ROW + "\n" + ROW).encode()))
+    (tmp_path / "notes.txt").write_text("not data")
+    plain = reading.load_conversations(str(tmp_path / "a.jsonl"))
+    assert reading.load_conversations(str(tmp_path / "b.jsonl.gz")) == plain
+    assert len(reading.load_conversations(str(tmp_path))) == 4
+    assert [place for place, _ in reading.read_lines(tmp_path / "b.jsonl.gz")] == [
+        f"{tmp_path / 'b.jsonl.gz'}:1",
+        f"{tmp_path / 'b.jsonl.gz'}:3",
+    ]
+
+
+def test_broken_line_of_a_compressed_file_is_named(tmp_path):
+    path = tmp_path / "rows.jsonl.gz"
+    path.write_bytes(gzip.compress((ROW + "{not json\n").encode()))
+    with pytest.raises(ValueError, match=re.escape(f"{path}:2: not valid JSON")):
+        reading.load_conversations(str(path))
+
+
+@pytest.mark.parametrize("damage", ["truncated", "changed", "not gzip"])
+def test_damaged_compressed_file_is_refused_with_a_sentence(tmp_path, damage):
+    path = tmp_path / "rows.jsonl.gz"
+    packed = bytearray(gzip.compress(ROW.encode() * 100))
+    if damage == "truncated":
+        packed = packed[:-20]
+    elif damage == "changed":
+        packed[-6] ^= 255  # in the checksum
+    else:
+        packed = bytearray(ROW.encode())
+    path.write_bytes(packed)
+    with pytest.raises(ValueError, match=r"incomplete or damaged after line \d+ .* Copy or make the file again\."):
+        reading.load_conversations(str(path))
+
+
+def test_missing_compressed_file(tmp_path):
+    with pytest.raises(ValueError, match=r"There is no file .*none\.jsonl\.gz"):
+        reading.load_conversations(str(tmp_path / "none.jsonl.gz"))

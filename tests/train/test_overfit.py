@@ -1,0 +1,64 @@
+"""A text that follows from the position alone can be learned whole; a guess that is one place off cannot."""
+
+import pytest
+import torch
+from hydra.utils import instantiate
+
+from specdec.decode import Decoder
+from specdec.proposers.heads import HeadProposer
+from specdec.sampling import Sampling
+from specdec.target import Target, TargetOutput
+from tests.support import HEADS, chain_of, load_head, make_target
+from train.data import Row, collate
+from train.features import Online
+from train.objective import Objective
+
+V, LENGTH, STEPS = 17, 26, 300
+
+
+class Clock(Target):
+    """After position i it always says TEXT[i+1], and its states are random codes of the position."""
+
+    text = torch.randint(V, (LENGTH,), generator=torch.Generator().manual_seed(3))
+
+    def read(self, tokens, layers, *, positions=None, mask=None, cache=None):
+        if positions is None:
+            positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+        generator = torch.Generator().manual_seed(4)
+        codes = torch.randn(self.num_layers + 1, LENGTH, self.width, generator=generator)
+        codes[-1] += 20 * torch.nn.functional.normalize(self.lm_head.weight, dim=1)[self.text.roll(-1)]
+        states = codes[:, positions.clamp(max=LENGTH - 1)]  # [L+1, B, S, D]
+        return TargetOutput(torch.cat([*states[list(layers)], states[-1][..., :0]], dim=-1), states[-1])
+
+    def _check_logits(self):
+        """Its model is never run, so there is nothing to compare."""
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_every_draft_is_right_in_the_end(head):
+    torch.manual_seed(0)
+    target = Clock(make_target(V).model.float(), name="clock")
+    said = target.logits(target.read(target.text[None], ()).final[0]).argmax(-1)
+    assert torch.equal(said[:-1], target.text[1:]) and len(set(target.text.tolist())) > V // 2
+    config = load_head(head)
+    drafter = instantiate(config["drafter"], target, vocab=None)
+    depth = drafter.depth or 3
+    objective = Objective(drafter, **{**config["objective"], "depth": depth if drafter.attends != "text" else 1})
+    row = Row("0", "all", target.text.tolist(), [False] + [True] * (LENGTH - 1))
+    batch = collate([[row]], length=LENGTH, pad_token=0)
+    output = Online(target, drafter.target_layers)([0], batch)
+    optimizer = torch.optim.AdamW(drafter.parameters(), lr=5e-3, weight_decay=0.0)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+    for _ in range(STEPS):
+        loss = objective(batch, output)
+        (loss.total / loss.num_goals).backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    for num_prompt in (2, 5):
+        num_rounds = (LENGTH - depth - num_prompt - 1) // (depth + 1)
+        decoder = Decoder(target, HeadProposer(drafter, chain_of(depth)), sampling=Sampling(0.0), stop=set())
+        prompt, num = target.text[:num_prompt].tolist(), 1 + num_rounds * (depth + 1)
+        generation = decoder.generate([prompt], num)
+        assert generation.tokens == [target.text[num_prompt : num_prompt + num].tolist()]
+        assert num_rounds >= 3 and generation.accepted == [[depth] * num_rounds]  # tau = depth + 1

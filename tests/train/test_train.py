@@ -1,0 +1,241 @@
+"""The command itself on a tiny target: every head, resuming, two processes, and what a user can do wrong."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from specdec import checkpoint
+from specdec.target import Target
+from tests.support import ADAPTING, ROOT, losses_of, train_overrides
+from train import losses
+from train.trainer import Settings, Trainer
+
+HEADS = sorted(path.stem for path in (ROOT / "conf" / "head").glob("*.yaml"))
+
+ITSELF = ("consistency",)  # the target guesses for itself: no draft vocabulary, and no unroll that could be replayed
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_every_head_trains_and_its_checkpoint_loads(fit, folder, head):
+    before = Target.load(f"{folder}/target", dtype="float32").fingerprint()
+    size = "null" if head in ITSELF else "200"
+    assert fit(head, f"head={head}", f"head.vocab_size={size}") == 0
+    target = Target.load(f"{folder}/target", dtype="float32")
+    drafter = checkpoint.load(f"checkpoints/{head}", target)
+    assert target.fingerprint() == before and drafter.vocab_size == (target.vocab_size if head in ITSELF else 200)
+    report = json.loads(Path(f"checkpoints/{head}/step_000004/report.json").read_text())
+    assert report["tau"] >= 1 and ("replayed_tau" in report) == (head not in ITSELF)
+    assert report["adapted_target"] == (head in ADAPTING)
+    if head not in ITSELF:
+        assert report["replayed_tau"] == pytest.approx(report["tau"], abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [["features.mode=online"], ["features.mode=cached"], ["head=consistency", "head.vocab_size=null"]],
+    ids=" ".join,
+)
+def test_a_run_that_died_continues_with_the_same_losses(fit, monkeypatch, settings):
+    fit("whole", *settings)
+    step = Trainer._train_step
+
+    def dies(self):
+        if self.step == 3:
+            raise KeyError("power cut")
+        return step(self)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyError):
+        patch.setattr(Trainer, "_train_step", dies)
+        fit("died", *settings)
+    assert fit("died", *settings, "resume=true") == 0
+    assert losses_of("died") == losses_of("whole") and len(losses_of("whole")) == 4
+    whole, died = (
+        checkpoint.read_tensors(Path(f"checkpoints/{run}/step_000004/drafter.safetensors")) for run in ("whole", "died")
+    )
+    assert all(torch.equal(whole[name], died[name]) for name in whole)
+
+
+@pytest.mark.parametrize(("tracker", "trace"), [("tensorboard", "**/events.out*"), ("wandb", "wandb/offline-run-*")])
+def test_trackers_write_without_a_network(fit, tmp_path, monkeypatch, tracker, trace):
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    assert fit(tracker, f"tracker={tracker}", "train.steps=2", "train.validate_every=2") == 0
+    assert list(tmp_path.glob(trace))
+
+
+def test_cached_features_train_like_online_ones(fit):
+    fit("live", "features.mode=online")
+    fit("disk", "features.mode=cached", "features.folder=cache")
+    assert losses_of("live") == losses_of("disk")
+
+
+def test_a_cache_of_other_data_or_layers_is_refused(fit, folder):
+    fit("first", "features.mode=cached", "features.folder=cache", "head=eagle")
+    with pytest.raises(ValueError, match="another layers"):
+        fit("layers", "features.mode=cached", "features.folder=cache", "head=eagle3")
+    with pytest.raises(ValueError, match="another data"):
+        fit("data", "features.mode=cached", "features.folder=cache", "data.limit=7")
+
+
+def test_a_loss_that_is_not_finite_stops_and_names_step_and_rows(fit, monkeypatch):
+    from train import objective
+
+    calls = []
+
+    def kl(judged):
+        calls.append(0)
+        return losses.kl(judged) * (float("nan") if len(calls) > 2 * 1 else 1)
+
+    monkeypatch.setitem(objective.LOSSES, "kl", kl)
+    with pytest.raises(ValueError, match=r"nan at step 3 \(rows row-.*last good state is that of step 2"):
+        fit("nan", "head.objective.losses.smooth_l1=0", "head.objective.depth=1", "solve_packs=0")
+    assert checkpoint.read_json(Path("checkpoints/nan/state/step_000002/state.json"))["step"] == 2
+
+
+def test_runs_are_never_overwritten(fit):
+    fit("mine")
+    with pytest.raises(ValueError, match="finished run"):
+        fit("mine", "resume=true")
+    (Path("checkpoints/mine/finished")).unlink()
+    with pytest.raises(ValueError, match="resume=true"):
+        fit("mine")
+    with pytest.raises(ValueError, match="batch"):
+        fit("mine", "resume=true", "train.batch=2")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("target.name=./nowhere", "does not exist"),
+        ("data.train=nowhere.jsonl", "There is no file"),
+        ("head.objective.losses={kl: 0, smooth_l1: 0}", "give weights"),
+        ("target.dtype=bf16", "must be one of"),
+        ("decode.nodes=1", "cannot hold a path"),
+    ],
+)
+def test_mistakes_are_answered_with_a_sentence(fit, override, message):
+    with pytest.raises(ValueError, match=message):
+        fit("wrong", override)
+
+
+def launch(folder, cwd, run, *more, processes=1):
+    """The command in a session of its own. accelerate launches one process on a CPU; torchrun launches several."""
+    one = ["accelerate.commands.launch", "-q", "--cpu", "--num_processes", "1", "--num_machines", "1", "--mixed_precision",
+           "no", "--dynamo_backend", "no"]  # fmt: skip
+    several = ["torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    arguments = [
+        sys.executable,
+        "-m",
+        *(one if processes == 1 else several),
+        str(ROOT / "train.py"),
+        *train_overrides(folder, run, *more),
+    ]
+    return subprocess.Popen(arguments, cwd=cwd, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                            env={**os.environ, "PYTHONPATH": str(ROOT)})  # fmt: skip
+
+
+def test_two_processes_train_like_one_that_accumulates(folder, tmp_path, fit):
+    pair = launch(folder, tmp_path, "two", processes=2)
+    printed = pair.communicate(timeout=300)[0]
+    assert pair.returncode == 0, printed
+    fit("one", "train.accumulation=2")
+    assert losses_of("two") == pytest.approx(losses_of("one"), rel=1e-5)
+    tensors = [
+        checkpoint.read_tensors(Path(f"checkpoints/{run}/step_000004/drafter.safetensors")) for run in ("two", "one")
+    ]
+    for name, value in tensors[0].items():
+        torch.testing.assert_close(value, tensors[1][name], rtol=1e-3, atol=1e-5, msg=name)
+
+
+def test_ctrl_c_saves_and_says_how_to_go_on(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    more = ("train.steps=100000", "train.validate_every=100000", "train.save_every=100000")
+    run = launch(folder, tmp_path, "stopped", *more)
+    printed = ""
+    for line in run.stdout:
+        printed += line
+        if line.startswith("step ") and " 3/" in line:
+            os.killpg(run.pid, signal.SIGINT)  # what a terminal does
+            break
+    printed += run.communicate(timeout=120)[0]
+    assert "resume=true" in printed, printed
+    saved = list(Path("checkpoints/stopped/state").iterdir())
+    assert len(saved) == 1 and checkpoint.read_json(saved[0] / "state.json")["step"] >= 3
+
+
+EXPERIMENTS = sorted(
+    str(path.relative_to(ROOT / "conf" / "experiment").with_suffix(""))
+    for path in (ROOT / "conf" / "experiment").rglob("*.yaml")
+)
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_every_experiment_composes(experiment):
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        config = compose("train", overrides=[f"experiment={experiment}", "run=some"])
+    settings = OmegaConf.to_container(config, resolve=True)
+    assert Settings(**settings["train"]).steps % settings["train"]["validate_every"] == 0  # so that the last one counts
+    drafter, depth = settings["head"]["drafter"], settings["head"]["objective"]["depth"]
+    for name in ("num_heads", "num_modules", "num_drafts"):
+        assert drafter.get(name) in (None, depth), name
+    assert settings["decode"]["nodes"] == settings["decode"]["depth"]  # a chain
+
+
+@pytest.mark.parametrize("experiment", ["blockwise", "consistency"])
+def test_an_experiment_runs(fit, experiment):
+    """As it is written, but for target, data and length."""
+    less = ("data.hold_out=0", "data.tokens=null", "features.layers=[]", "head.vocab_size=null", "train.steps=2", "train.validate_every=2")  # fmt: skip
+    assert fit("some", f"experiment={experiment}", *less) == 0
+    report = json.loads(Path("checkpoints/some/step_000002/report.json").read_text())
+    assert report["tau"] >= 1 and report["adapted_target"] == (experiment == "consistency")
+    assert (
+        report["identical_outputs"] == 1 and len(report["survival"]) == {"blockwise": 4, "consistency": 6}[experiment]
+    )
+
+
+def test_validation_before_training(fit):
+    """What a start is worth, for heads that begin with weights that somebody trained."""
+    assert fit("first", "train.validate_first=true") == 0
+    report = json.loads(Path("checkpoints/first/step_000000/report.json").read_text())
+    assert report["tau"] >= 1 and report["training"]["tokens"] == 0
+    assert Path("checkpoints/first/step_000004/report.json").exists()
+
+
+@pytest.mark.parametrize("head", ["eagle", "draft", "medusa2"])
+def test_a_checkpoint_is_trained_further(fit, head):
+    fit("first", f"head={head}", "train.steps=2", "train.validate_every=2")
+    sizes = "head.vocab_size=400"  # of no account: the checkpoint has its own
+    fit(
+        "further",
+        f"head={head}",
+        sizes,
+        "start=checkpoints/first",
+        "train.steps=1",
+        "optimizer.lr=0",
+        "train.validate_every=1",
+    )
+    before, after = (next(Path("checkpoints", run).glob("step_*")) for run in ("first", "further"))
+    old, new = (checkpoint.read_tensors(folder / "drafter.safetensors") for folder in (before, after))
+    assert old.keys() == new.keys() and all(torch.equal(old[name], new[name]) for name in old)
+    documents = [checkpoint.read_json(folder / "drafter.json") for folder in (before, after)]
+    assert documents[0] == documents[1]
+    fit("learning", f"head={head}", "start=checkpoints/first", "train.steps=2", "train.validate_every=2")
+    learned = checkpoint.read_tensors(next(Path("checkpoints/learning").glob("step_000002")) / "drafter.safetensors")
+    assert any(not torch.equal(old[name], learned[name]) for name in old)
+
+
+def test_a_start_of_another_family_is_refused(fit):
+    fit("first", "head=eagle", "train.steps=1", "train.validate_every=1")
+    with pytest.raises(ValueError, match="give head= the family of the checkpoint"):
+        fit("further", "head=medusa", "start=checkpoints/first")
+    with pytest.raises(ValueError, match=r"does not exist\. A checkpoint is a folder"):
+        fit("further", "head=eagle", "start=checkpoints/none")

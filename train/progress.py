@@ -1,0 +1,87 @@
+"""The progress line of a training run."""
+
+import collections
+import time
+
+import torch
+from rich.progress import BarColumn, Progress, TextColumn
+
+from specdec import replay
+from train.data import Batch, answers
+from train.objective import by_start
+
+STEPS = 100  # text tau is taken over so many steps: that of a single batch says little
+
+
+class TrainingProgress:
+    """A bar, and the line beside it: loss, text tau over the last steps, tokens/s since the last validation, time left."""
+
+    def __init__(self, *, steps: int, done: int, shown: bool):
+        columns = (TextColumn("step {task.completed}/{task.total}"), BarColumn(), TextColumn("{task.description}"))
+        self.bar = Progress(*columns, disable=not shown, transient=True)
+        self.task = self.bar.add_task("", total=steps, completed=done)
+        self.steps, self.first = steps, done
+        self.counts: collections.deque[tuple[int, float]] = collections.deque(maxlen=STEPS)
+        self.training_seconds = 0.0
+        self.restart()
+
+    def __enter__(self) -> "TrainingProgress":
+        self.bar.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.bar.stop()
+
+    def restart(self) -> None:
+        """Tokens/s count from here."""
+        self.clock, self.tokens = time.perf_counter(), 0
+
+    def pause(self) -> None:
+        self.bar.stop()
+
+    def go_on(self) -> None:
+        self.bar.start()
+        self.restart()
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / (time.perf_counter() - self.clock)
+
+    @property
+    def text_tau(self) -> float | None:
+        """Over the last steps whose text could be replayed."""
+        emitted, rounds = (sum(counts) for counts in zip(*self.counts)) if self.counts else (0, 0.0)
+        return emitted / rounds if rounds else None
+
+    def advance(self, step: int, *, loss: float, tokens: int, seconds: float, counts: tuple[int, float] | None) -> str:
+        """One step is done; counts: of `text_rounds`. -> the line"""
+        self.tokens += tokens
+        self.training_seconds += seconds
+        if counts is not None:
+            self.counts.append(counts)
+        left = (self.steps - step) * self.training_seconds / (step - self.first)
+        worth = "" if self.text_tau is None else f"text tau {self.text_tau:.3f}  "
+        line = f"loss {loss:.4f}  {worth}{self.rate:,.0f} tokens/s  {_duration(left)} left"
+        self.bar.update(self.task, completed=step, description=line)
+        return line
+
+    def print(self, text: str) -> None:
+        self.bar.console.print(text, highlight=False)
+
+
+def text_rounds(batch: Batch, matches: torch.Tensor) -> tuple[int, float]:
+    """A greedy chain over the batch's own text, in which a draft counts if it is the text's token; matches [K, B, T].
+
+    -> emitted tokens and rounds, whose ratio is tau
+    """
+    emitted, rounds = 0, 0.0
+    matches = matches.cpu().float()
+    for row in range(batch.tokens.shape[0]):
+        for start, stop in answers(batch, row):
+            emitted += stop - start - 1
+            rounds += replay.rounds(by_start(matches[:, row, start:stop]))[0]
+    return emitted, rounds
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds / 60:.0f} min" if seconds > 90 else f"{seconds:.0f} s"
