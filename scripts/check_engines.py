@@ -151,7 +151,7 @@ def check_tiny(chosen: Check, console: rich.console.Console) -> Iterator[tuple[d
             formats = [name for name in case.formats if name in wanted]
             if chosen.only not in (None, case.head) or not formats:
                 continue
-            console.print(f"{case}: training until every draft is right ...", highlight=False)
+            console.print(f"{case}: training until every draft is right ...")
             torch.manual_seed(1)
             config = head_config(case.head)
             vocab = tiny_heads.small_vocab(rows) if case.reduced else None
@@ -191,7 +191,7 @@ def check_real(chosen: Check, console: rich.console.Console) -> Iterator[tuple[d
             try:
                 FORMATS[format_name].form(loaded.drafter)
             except ValueError as error:  # the format has no such family
-                console.print(f"{name}, format={format_name}: {error}", highlight=False)
+                console.print(f"{name}, format={format_name}: {error}")
                 continue
             with tempfile.TemporaryDirectory() as scratch:
                 head = Head(name, loaded.drafter, prompts, loaded.stop, provenance)
@@ -205,7 +205,7 @@ def check_real(chosen: Check, console: rich.console.Console) -> Iterator[tuple[d
 
 def main() -> None:
     chosen = options(Check, __doc__)
-    console = rich.console.Console()
+    console = rich.console.Console(highlight=False, soft_wrap=True)
     loading.use_threads()
     if chosen.formats is not None and not set(chosen.formats.split(",")) <= FORMATS.keys():
         raise ValueError(f"formats={chosen.formats}: engines on a CPU take {', '.join(FORMATS)}.")
@@ -216,15 +216,15 @@ def main() -> None:
     rows = []
     for row, agreement in check_tiny(chosen, console) if chosen.checkpoint is None else check_real(chosen, console):
         verdict = "" if row["faithful"] else "; NOT FAITHFUL"
-        console.print(f"{row['name']}, {row['engine']}, format={row['format']}: {agreement}{verdict}", highlight=False)
+        console.print(f"{row['name']}, {row['engine']}, format={row['format']}: {agreement}{verdict}")
         rows.append(row)
         checkpoint.write_text(Path(chosen.out), json.dumps(rows, indent=2) + "\n")
     if not rows:
         raise ValueError("Nothing was served: none of the formats takes these drafters.")
-    console.print(f"written: {chosen.out}", highlight=False)
+    console.print(f"written: {chosen.out}")
     if wrong := [f"{row['name']} ({row['format']})" for row in rows if not row["faithful"]]:
         raise ValueError(f"the engine does not run these as they were trained: {', '.join(wrong)}.")
-    console.print(f"{len(rows)} of {len(rows)} are faithful", highlight=False)
+    console.print(f"{len(rows)} of {len(rows)} are faithful")
 
 
 if __name__ == "__main__":
