@@ -18,6 +18,8 @@ from specdec import checkpoint
 from specdec.heads.medusa import Medusa2
 from tests.support import REAL_TARGET, ROOT, child_environment, save_target
 
+pytestmark = pytest.mark.slow
+
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 # Modules of the extras, whose names are not always those of the packages
 HIDDEN = {re.match(r"[\w-]+", line)[0].replace("-", "_") for line in EXTRAS["train"]} | {"hydra", "omegaconf", "train"}
