@@ -20,7 +20,7 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from specdec import checkpoint, rules
-from specdec.drafter import Drafter
+from specdec.drafter import Head
 from specdec.drafting import Drafting
 from specdec.measurement import Prompt, measure
 from specdec.report import Report, summarise
@@ -114,7 +114,7 @@ def load_packs(config: DictConfig, tokenizer: PreTrainedTokenizerBase) -> data.P
         return data.Packs(data.first_tokens(rows, config.data.tokens), length=config.data.length)
 
 
-def make_drafter(config: DictConfig, target: Target, packs: data.Packs) -> tuple[Drafter, dict]:
+def make_drafter(config: DictConfig, target: Target, packs: data.Packs) -> tuple[Head, dict]:
     """A new drafter as the configuration says, or the one of the checkpoint `start`, and its spec for checkpoints."""
     spec = OmegaConf.to_container(config.head.drafter)
     if config.start is None:
@@ -134,14 +134,13 @@ def make_drafter(config: DictConfig, target: Target, packs: data.Packs) -> tuple
     return drafter, spec
 
 
-def make_objective(config: DictConfig, drafter: Drafter) -> Objective | ConsistencyObjective:
-    objective = ConsistencyObjective if drafter.attends == "itself" else Objective
+def make_objective(config: DictConfig, drafter: Head) -> Objective | ConsistencyObjective:
     with named("head.objective"):
-        return objective(drafter, **config.head.objective)
+        return build(config.head.objective, drafter, _convert_="all")
 
 
 def make_optimizer(
-    config: DictConfig, drafter: Drafter
+    config: DictConfig, drafter: Head
 ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
     settings = config.optimizer
     groups = parameter_groups(drafter, settings.weight_decay, adapter=config.head.get("adapter"))
@@ -150,8 +149,8 @@ def make_optimizer(
 
 
 def make_validation(
-    config: DictConfig, drafter: Drafter, prompts: list[Prompt], stop: set[int], console: Console
-) -> Callable[[Drafter], Report]:
+    config: DictConfig, drafter: Head, prompts: list[Prompt], stop: set[int], console: Console
+) -> Callable[[Head], Report]:
     """What the trainer calls at every validation. Refuses now what validation would refuse after hours of training."""
     target = drafter.target
     with named("decode"):
@@ -161,7 +160,7 @@ def make_validation(
     with named("decode"):
         drafting.decoder(target, drafting.proposer(drafter), sampling=sampling, stop=stop)
 
-    def validate(frozen: Drafter) -> Report:
+    def validate(frozen: Head) -> Report:
         results = measure(
             target,
             drafting.proposer(frozen),
@@ -188,7 +187,7 @@ def make_validation(
 
 def make_material(
     config: DictConfig,
-    drafter: Drafter,
+    drafter: Head,
     packs: data.Packs,
     stop: set[int],
     accelerator: Accelerator,
@@ -217,7 +216,7 @@ def make_material(
 
 
 def open_features(
-    config: DictConfig, drafter: Drafter, packs: data.Packs, accelerator: Accelerator, console: Console
+    config: DictConfig, drafter: Head, packs: data.Packs, accelerator: Accelerator, console: Console
 ) -> Cached:
     """The folder of the target's outputs; says how large it will be."""
     with named("features"):

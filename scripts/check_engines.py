@@ -75,7 +75,7 @@ class Head:
     drafter: Drafter
     prompts: list[list[int]]
     stop: set[int]
-    facts: serving.Facts
+    provenance: serving.Provenance
 
     @property
     def target(self) -> Target:
@@ -84,8 +84,8 @@ class Head:
 
 def check(head: Head, format_name: str, folder: Path, chosen: Check) -> tuple[dict, served.Agreement]:
     """Exports to `folder` and serves it. -> the row for `out`, and how far the engine and this decoder agree"""
-    form, num = FORMATS[format_name].form(head.drafter), head.facts.num_drafts
-    serving.write(form, folder, dtype=head.target.dtype, facts=head.facts)
+    form, num = FORMATS[format_name].form(head.drafter), head.provenance.num_drafts
+    serving.write(form, folder, dtype=head.target.dtype, provenance=head.provenance)
     drafter = serving.whole_vocabulary(head.drafter) if form.whole_vocabulary else head.drafter
     serve = in_llamacpp if format_name == "gguf" else in_vllm
     engine = serve(head, form, folder, chosen)
@@ -108,7 +108,7 @@ def check(head: Head, format_name: str, folder: Path, chosen: Check) -> tuple[di
 
 
 def in_vllm(head: Head, form: serving.Form, folder: Path, chosen: Check) -> served.Decoding:
-    num = head.facts.num_drafts
+    num = head.provenance.num_drafts
     settings = serving.settings(form, str(folder), num)
     longest = max(map(len, head.prompts)) + chosen.max_new_tokens + num + 9
     override = OVERRIDE if settings["method"] == "mtp" else None
@@ -124,7 +124,7 @@ def in_vllm(head: Head, form: serving.Form, folder: Path, chosen: Check) -> serv
 
 
 def in_llamacpp(head: Head, form: serving.Form, folder: Path, chosen: Check) -> served.Decoding:
-    kind, num = form.settings["kind"], head.facts.num_drafts
+    kind, num = form.settings["kind"], head.provenance.num_drafts
     whole, draft = str(folder.with_suffix(".target.gguf")), str(folder.with_suffix(".gguf"))
     llamacpp_client.convert(head.target.name, whole)
     llamacpp_client.convert(str(folder), draft, target=None if kind == "simple" else head.target.name)
@@ -172,12 +172,14 @@ def check_tiny(chosen: Check, console: rich.console.Console) -> Iterator[dict]:
             noisy = tiny_heads.perturbed(right, share_right=share_right)
             document = {"_target_": f"specdec.tiny.{type(drafter).__name__}", "versions": {"specdec": "0"},
                         "reads_layers": list(drafter.target_layers)}  # fmt: skip
-            facts = serving.Facts("tiny", document, target.name, target.fingerprint(), None, {}, "its own answers",
+            provenance = serving.Provenance("tiny", document, target.name, target.fingerprint(), None, {}, "its own answers",
                                   "other", NUM_DRAFTS)  # fmt: skip
             for format_name in formats:
                 for kind, each in (("", right), (", noisy", noisy)):
                     folder = Path(scratch, f"{number}-{format_name}{kind[2:]}")
-                    row, agreement = check(Head(name + kind, each, prompts, set(), facts), format_name, folder, chosen)
+                    row, agreement = check(
+                        Head(name + kind, each, prompts, set(), provenance), format_name, folder, chosen
+                    )
                     yield row | {"faithful": agreement.faithful(exact=each is right)}
 
 
@@ -191,8 +193,10 @@ def check_real(chosen: Check, console: rich.console.Console) -> Iterator[dict]:
         if depth is not None:
             num = depth if isinstance(loaded.drafter, BlockDrafter) else min(num, depth)
         name = loading.run_names([loaded.folder])[0]
-        facts = serving.Facts.read(loaded.folder, target=loaded.target, license="other", data=None, num_drafts=num)
-        recorded = dict(facts.served)
+        provenance = serving.Provenance.read(
+            loaded.folder, target=loaded.target, license="other", data=None, num_drafts=num
+        )
+        recorded = dict(provenance.served)
         for format_name in chosen.formats.split(",") if chosen.formats else FORMATS:
             try:
                 FORMATS[format_name].form(loaded.drafter)
@@ -200,7 +204,7 @@ def check_real(chosen: Check, console: rich.console.Console) -> Iterator[dict]:
                 console.print(f"{name}, format={format_name}: {error}", highlight=False)
                 continue
             with tempfile.TemporaryDirectory() as scratch:
-                head = Head(name, loaded.drafter, prompts, loaded.stop, facts)
+                head = Head(name, loaded.drafter, prompts, loaded.stop, provenance)
                 row, agreement = check(head, format_name, Path(scratch, "head"), chosen)
             row |= {"prompts": Path(chosen.prompts).name, "faithful": abs(agreement.difference) < TOLERANCE}
             if chosen.record:

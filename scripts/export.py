@@ -15,8 +15,10 @@ import specdec.export
 from helpers import loading
 from helpers.options import options, run
 from specdec import serving
+from specdec.drafter import Drafter
 from specdec.heads.medusa import Medusa2
 from specdec.target import DTYPES, Target
+from specdec.target_adapter import save_merged
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ def main() -> None:
     if chosen.merged_target is not None:
         if not drafter.adapts_target:
             raise ValueError(f"merged_target={chosen.merged_target}: this drafter does not adapt its target.")
-        target.save_merged(chosen.merged_target)
+        save_merged(target, chosen.merged_target)
         loaded.tokenizer.save_pretrained(chosen.merged_target)
         if not isinstance(drafter, Medusa2):
             print(f"{chosen.merged_target}: the adapted target, merged, which is all of this drafter")
@@ -61,21 +63,21 @@ def main() -> None:
         target = Target.load(chosen.merged_target, dtype=chosen.target.dtype, device=target.device)
         drafter = drafter.heads_for(target)
         print(f"{chosen.merged_target}: the adapted target, merged")
-    if drafter.attends == "itself":
+    if not isinstance(drafter, Drafter):
         raise ValueError(f"{chosen.checkpoint} is an adapter of its target and nothing else: give merged_target=DIR.")
     form = importlib.import_module(f"specdec.export.{chosen.format}").form(drafter)
-    facts = serving.Facts.read(
+    provenance = serving.Provenance.read(
         loaded.folder,
         target=target,
         license=chosen.license,
         data=chosen.data or loading.trained_on(loaded.folder),
         num_drafts=chosen.num_drafts,
     )
-    num = serving.num_drafts(form, facts)
+    num = serving.num_drafts(form, provenance)
     if chosen.num_drafts not in (None, num):
         reason = "a block is drafted whole" if form.whole_block else "it has no more steps"
         raise ValueError(f"num_drafts={chosen.num_drafts}: this drafter drafts {num} tokens a round, because {reason}.")
-    tensors = serving.write(form, out, dtype=DTYPES[chosen.target.dtype], facts=facts)
+    tensors = serving.write(form, out, dtype=DTYPES[chosen.target.dtype], provenance=provenance)
     size = sum(value.numel() * value.element_size() for value in tensors.values())
     print(f"{out}: {len(tensors)} tensors, {size / 1e6:.1f} MB, as the manifest asks, read back and equal")
     for engine, line in form.engines.items():

@@ -26,7 +26,7 @@ from specdec.decode import Decoder
 from specdec.drafting import Drafting
 from specdec.figures import rate_ratio_interval
 from specdec.measurement import Prompt, PromptResult
-from specdec.proposers.heads import Stopping
+from specdec.proposers.stopping import Stopping
 from specdec.report import Report, summarise
 from specdec.sampling import Sampling
 from specdec.speed import Answer

@@ -1,7 +1,8 @@
 """Keys and values while decoding (`RowCache`) and while training (`UnrollCache`).
 
-A head's attention calls `cache.attend` and never learns which loop it is in: who is visible is the cache's and the
-mask's business (architecture, 1.4). Only this file touches the cache interface of transformers.
+A head's attention calls `cache.attend` in both loops. The cache and the mask decide which keys a query sees
+(docs/architecture.md). Only this file uses the cache interface of transformers, and only this file assigns the fields of
+a cache (tests/test_imports.py).
 """
 
 import copy
@@ -12,15 +13,19 @@ import transformers
 from torch import Tensor
 from torch.nn import functional as F
 
+CacheMark = tuple[Tensor, list[int]]  # what `RowCache.mark` returns: lengths [B], and the same on the host
+
 
 class RowCache(transformers.Cache):
     """K and V of fixed capacity with a length per row.
 
-    Each row holds `lengths[b]` committed entries and, behind them, `pending` entries that a draft or a draft tree wrote
-    and that are not committed yet. Usage: `reserve(S)`, one forward pass (which calls `update` once a layer), then
-    `commit` or `keep`; or `reserve` again, to read the next level of a tree behind the last.
+    Each row holds `lengths[b]` committed entries and, behind them, `pending` entries: those that a draft or a draft tree
+    wrote and that are not committed yet. One pass is: `reserve(S)`, the forward pass (which calls `update` once a layer),
+    then `commit`, with `keep` before it where the drafts were a tree. A second `reserve` before the `commit` puts the
+    next level of a tree behind the first.
 
-    Capacity doubles when it is exceeded, so that few shapes occur; a forward pass sees all of it and masks what is not there.
+    Capacity doubles when it is exceeded, so that few shapes occur. A forward pass reads the whole capacity; its mask
+    hides the entries that are not in use.
     """
 
     def __init__(
@@ -31,13 +36,24 @@ class RowCache(transformers.Cache):
         self.data = torch.zeros(num_layers, 2, batch, num_heads, capacity, head_dim, dtype=dtype, device=device)
         self.halves = _halves(self.data)
         self.lengths = torch.zeros(batch, dtype=torch.long, device=device)  # [B]
-        self.skipped = torch.zeros_like(
-            self.lengths
-        )  # [B] positions without an entry here, all before the next token's
+        self.skipped = torch.zeros_like(self.lengths)  # [B] earlier positions that have no entry here
         self.rows = torch.arange(batch, device=device)[:, None]  # [B, 1]
         self.pending = 0
-        self.known = [0] * batch  # on the host: bounds of the lengths, so that no shape waits for the device
+        self.known = [0] * batch  # the lengths on the host, so that no shape waits for the device
         self.slots = torch.zeros(batch, 0, dtype=torch.long, device=device)  # [B, S] where the next update writes
+
+    def empty(self, capacity: int) -> "RowCache":
+        """An empty cache of the same layers, rows and heads."""
+        num_layers, _, batch, num_heads, _, head_dim = self.data.shape
+        return RowCache(
+            num_layers=num_layers,
+            batch=batch,
+            num_heads=num_heads,
+            head_dim=head_dim,
+            dtype=self.data.dtype,
+            device=self.data.device,
+            capacity=capacity,
+        )
 
     @property
     def longest(self) -> int:
@@ -45,11 +61,11 @@ class RowCache(transformers.Cache):
 
     @property
     def visible(self) -> int:
-        """Entries that a forward pass sees."""
+        """C: the entries that a forward pass reads."""
         return self.data.shape[4]
 
     def make_room(self, num: int) -> None:
-        """Capacity for `num` entries behind everything that is there."""
+        """Raises the capacity, if needed, for `num` more entries behind the committed and pending ones."""
         end, more = self.longest + self.pending + num, 0
         while self.visible + more < end:
             more += self.visible + more
@@ -58,19 +74,29 @@ class RowCache(transformers.Cache):
             self.halves = _halves(self.data)
 
     def reserve(self, num: int) -> None:
-        """Makes the next forward pass write `num` entries behind everything that is there."""
+        """The next forward pass writes `num` entries behind the committed and pending ones."""
         self.make_room(num)
         offsets = torch.arange(self.pending, self.pending + num, device=self.lengths.device)  # [S]
         self.slots = self.lengths[:, None] + offsets  # [B, S]
         self.pending += num
 
-    def over(self, halves: Sequence[Tensor], lengths: Tensor) -> "RowCache":
-        """The same place in other tensors: what a compiled function, to which they are arguments, works on.
+    def over(
+        self,
+        halves: Sequence[Tensor],
+        lengths: Tensor,
+        *,
+        slots: Tensor | None = None,
+        pending: int | None = None,
+    ) -> "RowCache":
+        """The same cache over other tensors, for a compiled function, which has these tensors as its arguments.
 
-        halves: K and V of every layer in turn, [B, heads, C, head_dim] each; two for one layer, whatever its number
+        halves: K and V of every layer in turn, [B, heads, C, head_dim] each; or those of one layer, whatever its number
+        lengths [B]; slots [B, S] and pending: if they differ from this cache's
         """
         cache = copy.copy(self)
         cache.halves, cache.lengths = list(halves), lengths
+        cache.slots = self.slots if slots is None else slots
+        cache.pending = self.pending if pending is None else pending
         return cache
 
     def update(
@@ -88,7 +114,7 @@ class RowCache(transformers.Cache):
         return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=True)
 
     def look(self, layer: int) -> tuple[Tensor, Tensor]:
-        """What `update` wrote, without writing: K, V [B, heads, visible, head_dim]"""
+        """K and V of a layer as they are: [B, heads, visible, head_dim] each"""
         place = 2 * layer if len(self.halves) > 2 else 0
         return self.halves[place], self.halves[place + 1]
 
@@ -96,17 +122,46 @@ class RowCache(transformers.Cache):
         return self.longest
 
     def commit(self, num: Tensor, counts: list[int]) -> None:
-        """The first `num[b]` pending entries of row b are committed, the rest dropped; counts: the same on the host."""
+        """Commits the first `num[b]` pending entries of row b and drops the rest; counts: `num` on the host."""
         self.lengths = self.lengths + num
         self.known = [known + count for known, count in zip(self.known, counts)]
         self.pending = 0
 
+    def drop_pending(self) -> None:
+        """Drops all pending entries; the next pass overwrites them."""
+        self.pending = 0
+
     def keep(self, path: Tensor) -> None:
-        """Moves the nodes of a path, path [B, P], in order and node 0 first, to the first pending places; `commit` follows."""
+        """Moves the nodes of a path to the first pending places. path [B, P], node 0 first; `commit` follows."""
         source = self.lengths[:, None] + path  # [B, P]
         goal = self.lengths[:, None] + torch.arange(path.shape[1], device=path.device)  # [B, P]
         moved = self.data[:, :, self.rows, :, source]  # [B, P, layers, 2, heads, head_dim]
         self.data[:, :, self.rows, :, goal] = moved
+
+    def mark(self) -> CacheMark:
+        """The committed entries of now, for `rewind`."""
+        return self.lengths, self.known
+
+    def rewind(self, mark: CacheMark) -> None:
+        """Drops everything that was committed since `mark`, and all pending entries."""
+        self.lengths, self.known = mark
+        self.pending = 0
+
+    def take_part(self, other: "RowCache", entries: Tensor) -> None:
+        """Replaces everything here by copies of chosen entries of another cache of the same layers, rows and heads.
+
+        entries [layers, B, heads, M]: which ones, in any order. A row of `other` with fewer than M committed entries gives
+        those; its further places are not read. The capacity here must be at least M.
+        """
+        num = entries.shape[-1]
+        flat = other.data.flatten(0, 4)  # [layers * 2 * B * heads * C, head_dim]
+        first = torch.arange(0, len(flat), other.visible, device=flat.device)  # where each K or V of a head begins
+        wanted = first.view(*other.data.shape[:4], 1) + entries[:, None]  # [layers, 2, B, heads, M]
+        self.data[..., :num, :] = flat.index_select(0, wanted.flatten()).view(*wanted.shape, -1)
+        self.lengths = other.lengths.clamp(max=num)
+        self.known = [min(known, num) for known in other.known]
+        self.skipped = other.lengths - self.lengths
+        self.pending = 0
 
 
 def _halves(data: Tensor) -> list[Tensor]:
@@ -114,10 +169,11 @@ def _halves(data: Tensor) -> list[Tensor]:
 
 
 class UnrollCache:
-    """The keys of a training unroll: append-only and differentiable (architecture, 1.4).
+    """The keys of a training unroll: append-only and differentiable.
 
     Step 1 stores the keys of all T slots. Each later step of slot j sees the step-1 keys of slots <= j (its mask) and
-    its own keys of steps 2..d: a diagonal, computed directly. Later steps may run on a subset of S slots.
+    its own keys of steps 2..d. The latter are a diagonal, which is computed directly. Later steps may run on a subset
+    of S slots.
     """
 
     def __init__(self):
@@ -125,10 +181,11 @@ class UnrollCache:
         self.own: dict[int, list[tuple[Tensor, Tensor]]] = {}  # layer -> K, V of steps 2..d [B, heads, S, head_dim]
 
     def update(self, key: Tensor, value: Tensor, layer: int) -> None:
-        """Stores K and V that nothing differs from later: a block drafter's context."""
+        """Stores K and V that all steps see: a block drafter's context."""
         self.base[layer] = key, value
 
     def look(self, layer: int) -> tuple[Tensor, Tensor]:
+        """The K and V that `update` stored, [B, heads, T, head_dim] each"""
         return self.base[layer]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
@@ -140,10 +197,8 @@ class UnrollCache:
         self.own[layer].append((key, value))
         groups = query.shape[1] // key.shape[1]
         base_key, base_value = (x.repeat_interleave(groups, dim=1) for x in self.base[layer])  # [B, H, T, head_dim]
-        own_key = torch.stack([k for k, _ in self.own[layer]], dim=-2).repeat_interleave(
-            groups, dim=1
-        )  # [B, H, S, d-1, .]
-        own_value = torch.stack([v for _, v in self.own[layer]], dim=-2).repeat_interleave(groups, dim=1)
+        own_keys, own_values = (torch.stack(part, dim=-2) for part in zip(*self.own[layer]))  # [B, heads, S, d-1, .]
+        own_key, own_value = (x.repeat_interleave(groups, dim=1) for x in (own_keys, own_values))  # [B, H, S, d-1, .]
         query = query * query.shape[-1] ** -0.5
         past = (query @ base_key.transpose(-1, -2)).masked_fill(~mask, float("-inf"))  # [B, H, S, T]
         own = (own_key @ query[..., None]).squeeze(-1)  # [B, H, S, d-1]

@@ -16,8 +16,9 @@ import transformers
 from torch import Tensor
 
 import specdec
-from specdec.drafter import Drafter
+from specdec.drafter import Head
 from specdec.target import Target
+from specdec.target_adapter import check_unadapted, merge
 
 HEADS = "specdec.heads."
 
@@ -65,7 +66,7 @@ def remove(folder: Path) -> None:
 
 def save(
     folder: Path,
-    drafter: Drafter,
+    drafter: Head,
     spec: dict,
     *,
     extra: dict[str, dict] | None = None,
@@ -120,8 +121,8 @@ def resolve(folder: str | Path) -> Path:
     return folder.parent / folder.read_text().strip() if folder.is_file() else folder
 
 
-def drafter_class(path: str) -> type[Drafter]:
-    """The class that `_target_` names. Only final drafters inside specdec.heads are known here."""
+def drafter_class(path: str) -> type[Head]:
+    """The class that `_target_` names. Only heads defined inside specdec.heads are accepted."""
     module, _, name = path.rpartition(".")
     refusal = ValueError(
         f"_target_ {path!r} is not a drafter of {HEADS}*; this folder was not made by specdec, or is unsafe."
@@ -132,7 +133,7 @@ def drafter_class(path: str) -> type[Drafter]:
         found = vars(importlib.import_module(module)).get(name)
     except ImportError:
         raise refusal from None
-    if not (isinstance(found, type) and issubclass(found, Drafter) and found.__module__ == module):
+    if not (isinstance(found, type) and issubclass(found, Head) and found.__module__ == module):
         raise refusal
     return found
 
@@ -146,7 +147,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         ) from error
 
 
-def build(spec: dict, tensors: dict[str, Tensor], target: Target, *, dtype: torch.dtype | None = None) -> Drafter:
+def build(spec: dict, tensors: dict[str, Tensor], target: Target, *, dtype: torch.dtype | None = None) -> Head:
     """A drafter with these tensors, on the target's device and in its dtype unless another is given; spec as in `save`.
 
     Raises RuntimeError or TypeError if they do not fit together.
@@ -158,22 +159,26 @@ def build(spec: dict, tensors: dict[str, Tensor], target: Target, *, dtype: torc
     return drafter.to(device=target.device, dtype=dtype or target.dtype)
 
 
-def start(folder: str | Path, target: Target) -> tuple[Drafter, dict]:
+def start(folder: str | Path, target: Target) -> tuple[Head, dict]:
     """The drafter to be trained further, in float32, and what `save` takes as its spec. Raises ValueError as `load`."""
     drafter, document = _read(resolve(folder), target, torch.float32)
     drafter.pretrained = True
     return drafter.train(), {key: value for key, value in document.items() if key not in RECORDED}
 
 
-def load(folder: str | Path, target: Target) -> Drafter:
-    """The drafter in the target's dtype and on its device. Raises ValueError if the target is not the one it was trained for."""
+def load(folder: str | Path, target: Target) -> Head:
+    """The drafter in the target's dtype and on its device. CHANGES THE TARGET if the drafter adapts it.
+
+    The adapter of such a drafter is merged into the target's weights, so all later outputs of `target` are those of the
+    adapted target. Raises ValueError if the target is not the one that the drafter was trained for, or is adapted already.
+    """
     drafter, _ = _read(resolve(folder), target, None)
     if drafter.adapts_target:
-        target.merge()
+        merge(target)
     return drafter.eval()
 
 
-def _read(folder: Path, target: Target, dtype: torch.dtype | None) -> tuple[Drafter, dict]:
+def _read(folder: Path, target: Target, dtype: torch.dtype | None) -> tuple[Head, dict]:
     document = read_json(folder / "drafter.json")
     tensors = read_tensors(folder / "drafter.safetensors")
     if document.get("target_fingerprint") != target.fingerprint():
@@ -181,7 +186,7 @@ def _read(folder: Path, target: Target, dtype: torch.dtype | None) -> tuple[Draf
             f"{folder} was trained for {document.get('target')} (fingerprint {document.get('target_fingerprint')}), not for "
             f"{target.name} ({target.fingerprint()}). Use it with its own target: target.name=FOLDER."
         )
-    target.check_unadapted()
+    check_unadapted(target)
     try:
         drafter = build(document, tensors, target, dtype=dtype)
     except (RuntimeError, TypeError) as error:

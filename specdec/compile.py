@@ -1,8 +1,8 @@
 """Functions of tensors, traced for the shapes they are called with and compiled by inductor.
 
 torch.compile checks guards and unpacks modules at every call, which for a small model costs more than the arithmetic
-(RESULTS.md); here a caller promises instead that everything but the tensors it passes is as it was at the trace. On a CPU
-the weights of linear layers are reordered once into oneDNN's blocked layout, and products of one tensor become one.
+(RESULTS.md). Here there are no guards: the caller must not change anything but the tensors that it passes. On a CPU the
+weights of linear layers are reordered once into oneDNN's blocked layout, and several products of one tensor are joined.
 """
 
 import contextlib
@@ -17,8 +17,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 LINEAR = {torch.ops.aten.mm.default: (None, 0, 1), torch.ops.aten.addmm.default: (0, 1, 2)}  # bias, input, weight.T
-# Kernels between the products are too small to share out; C++ around them saves a third of the overhead.
-# Runner compares shapes and strides itself, and packed weights have none.
+# The kernels between the products are too small for several threads; C++ around them saves a third of the overhead.
+# Asserts of sizes are not needed: Runner compares shapes and strides itself, and packed weights have none.
 CPU_OPTIONS = {"cpp.threads": 1, "cpp_wrapper": True, "size_asserts": False}
 
 torch.library.define("specdec::packed_linear", "(Tensor input, Tensor weight) -> Tensor")
@@ -37,8 +37,8 @@ def _(input: Tensor, weight: Tensor) -> Tensor:
 
 @functools.cache
 def _lower_packed_linear() -> None:
-    """Tells inductor to call oneDNN directly: its own lowering of that operator takes constants only."""
-    from torch._inductor import ir, mkldnn_ir  # slow to import, and needed by those who compile only
+    """Makes inductor call oneDNN directly: its own lowering of that operator accepts constants only."""
+    from torch._inductor import ir, mkldnn_ir  # slow to import, and needed only to compile
     from torch._inductor.lowering import register_lowering
 
     def lower(input, weight):
@@ -51,6 +51,7 @@ def _lower_packed_linear() -> None:
 
 
 def packable(weight: Tensor) -> bool:
+    """Whether oneDNN can pack a weight of this device and dtype."""
     if weight.device.type != "cpu" or weight.dtype not in (torch.bfloat16, torch.float32):
         return False
     return torch.backends.mkldnn.is_available() and (
@@ -64,18 +65,18 @@ def pack(weights: Sequence[Tensor]) -> Tensor:
 
 
 class Graph:
-    """`function` as it ran on `inputs`, compiled; the tensors that it closed over are `captured`.
+    """`function`, traced on `inputs` and compiled; `captured` are the tensors that it closes over.
 
-    Arguments that the function changes in place are changed in place. Outputs are a tensor or a flat tuple.
+    If the function changes an argument in place, so does the compiled one. Outputs are a tensor or a flat tuple.
     """
 
     def __init__(self, function: Callable, inputs: Sequence[Tensor]):
         _lower_packed_linear()
-        traced = make_fx(lambda *inputs: function(*inputs))(*inputs)  # fx counts the self of a bound method
+        traced = make_fx(lambda *inputs: function(*inputs))(*inputs)  # fx would count the self of a bound method
         self.graph = traced.graph
         self.last = [node for node in self.graph.nodes if node.op == "placeholder"][-1]
         self.captured: list[Tensor] = []
-        self.products: list[list[int]] = []  # weights that became one, by their places in `captured`
+        self.products: list[list[int]] = []  # the weights of each joined product, by place in `captured`
         places = self._lift(traced)
         self._pack_products(places)
         output = next(node for node in self.graph.nodes if node.op == "output")
@@ -87,10 +88,10 @@ class Graph:
             node.meta.clear()
         module = fx.GraphModule(traced, self.graph)
         options = CPU_OPTIONS if all(tensor.device.type == "cpu" for tensor in inputs) else {}
-        # Inductor keeps what it compiles on disk for examples that are fake and static, and none of oneDNN's.
+        # Inductor stores its results on disk if the examples are fake, static and not in oneDNN's layout.
         fake = FakeTensorMode(shape_env=ShapeEnv())
         given, captured = (
-            [fake.from_tensor(tensor, static_shapes=True) for tensor in some] for some in (inputs, self.captured)
+            [fake.from_tensor(tensor, static_shapes=True) for tensor in tensors] for tensors in (inputs, self.captured)
         )
         with fake:
             joined = [torch.cat([captured[place] for place in places]) for places in self.products]
@@ -98,7 +99,7 @@ class Graph:
         self.compiled = torch._inductor.compile(module, examples, options=dict(options))
 
     def bind(self, captured: Sequence[Tensor], packed: dict[tuple[int, ...], Tensor]) -> Callable:
-        """The function with these tensors in the places of those that it closed over; packed: weights that were before."""
+        """The function with these tensors in place of those that it closes over; packed: weights packed so far"""
         compiled, constants = self.compiled, list(captured)
         for places in self.products:
             weights = [captured[place] for place in places]
@@ -116,7 +117,7 @@ class Graph:
         return self.last
 
     def _lift(self, traced: fx.GraphModule) -> list[fx.Node]:
-        """Makes arguments of the tensors that the function closed over."""
+        """Turns the tensors that the function closes over into arguments."""
         nodes: dict[int, fx.Node] = {}
         for node in [node for node in self.graph.nodes if node.op == "get_attr"]:
             tensor = getattr(traced, node.target)
@@ -128,8 +129,10 @@ class Graph:
         return list(nodes.values())
 
     def _pack_products(self, places: list[fx.Node]) -> None:
-        """Replaces x @ weight.T by the packed product, and several of one x by one."""
-        found: dict[object, list[tuple[fx.Node, int, fx.Node | None]]] = {}  # by x: product, place of its weight, bias
+        """Replaces x @ weight.T by the packed product, and several products of one x by one."""
+        groups: dict[
+            object, list[tuple[fx.Node, int, fx.Node | None]]
+        ] = {}  # by x: products, each with the place of its weight and its bias
         for node in self.graph.nodes:
             if node.target not in LINEAR:
                 continue
@@ -137,9 +140,9 @@ class Graph:
             if weight.target is torch.ops.aten.t.default and weight.args[0] in places:
                 place = places.index(weight.args[0])
                 if packable(self.captured[place]):
-                    same = (x.args[0], *x.args[1]) if x.target is torch.ops.aten.view.default else x
-                    found.setdefault(same, []).append((node, place, bias))
-        for members in found.values():
+                    key = (x.args[0], *x.args[1]) if x.target is torch.ops.aten.view.default else x
+                    groups.setdefault(key, []).append((node, place, bias))
+        for members in groups.values():
             first = members[0][0]
             packed = self._placeholder(f"packed_{len(self.products)}")
             self.products.append([place for _, place, _ in members])
@@ -163,16 +166,16 @@ def _operands(product: fx.Node) -> tuple:
 
 
 class Runner:
-    """Runs functions as they are, or compiles each for every set of shapes that it meets.
+    """Calls functions, or compiles each of them for every set of shapes that it is called with.
 
-    Compiled, a name stands for one function and for everything that it reads besides its arguments: models must not
-    change while a runner knows them. `seconds` counts what tracing and compiling took.
+    A compiled function is looked up by its name and shapes. So one name must always stand for one function, and what it
+    reads besides its arguments, such as a model, must not change. `seconds`: time spent on tracing and compiling.
     """
 
     def __init__(self, compile: bool = False):
         self.compile, self.seconds = compile, 0.0
         self.known: dict[tuple, Callable | list[Callable]] = {}
-        self.packed: dict[tuple[int, ...], Tensor] = {}  # by where the weights are
+        self.packed: dict[tuple[int, ...], Tensor] = {}  # by the addresses of the weights
 
     def __call__(self, name: object, function: Callable, *inputs: Tensor):
         """function(*inputs), whose result is a tensor or a flat tuple of tensors"""
@@ -195,36 +198,37 @@ class Runner:
             self.seconds += time.perf_counter() - start
 
     def layers(self, name: object, function: Callable, modules: Iterable[nn.Module], *inputs: Tensor) -> list[Callable]:
-        """function(module, *inputs) for each of several modules that differ in nothing but their weights."""
+        """For each of several modules, which differ in their weights only: inputs -> function(module, *inputs)
+
+        Raises ValueError if the modules' parameters differ in name or shape.
+        """
         if not self.compile:
             return [functools.partial(function, module) for module in modules]
         key = (name, *((tensor.shape, tensor.stride()) for tensor in inputs))
         if key not in self.known:
             first, *_ = modules = list(modules)
             shapes, *more = [{name: tensor.shape for name, tensor in _tensors(module).items()} for module in modules]
-            if any(some != shapes for some in more):
-                raise ValueError(
-                    f"{name} differs from place to place in more than its weights: set decode.compile=false."
-                )
+            if any(other != shapes for other in more):
+                raise ValueError(f"{name} differs from place to place in more than its weights: set compile=false.")
             with self._counted():
                 graph = self._build(name, lambda *inputs: function(first, *inputs), inputs)
                 places = {tensor.data_ptr(): place for place, tensor in _tensors(first).items()}
                 wanted = [(places.get(tensor.data_ptr()), tensor) for tensor in graph.captured]
-                self.known[key] = found = [
+                self.known[key] = functions = [
                     graph.bind([tensors[place] if place else shared for place, shared in wanted], self.packed)
                     for tensors in map(_tensors, modules)
                 ]
-                for bound in found:
+                for bound in functions:
                     bound(*inputs)  # the first call loads code and fills caches
         return self.known[key]  # type: ignore[return-value]
 
     def _build(self, name: object, function: Callable, inputs: Sequence[Tensor]) -> Graph:
         try:
             return Graph(function, inputs)
-        except Exception as error:  # tracing runs a model's code, and compiling a compiler's: anything can go wrong
+        except Exception as error:  # tracing runs the model's code and compiling runs a compiler: any error can occur
             first = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise ValueError(
-                f"{name} could not be compiled ({first}). Inductor needs a C++ compiler on a CPU; decode.compile=false "
+                f"{name} could not be compiled ({first}). Inductor needs a C++ compiler on a CPU; compile=false "
                 "decodes without it."
             ) from error
 

@@ -1,10 +1,10 @@
-"""Texts to retrieve continuations from: a folder that is memory-mapped, and sorted so that a row's text is found in it.
+"""A datastore: a memory-mapped folder of texts, sorted so that the places that follow given tokens are found quickly.
 
-tokens.npy      int32 [T]  every text's tokens; a separator stands before the first text and behind every one
-suffixes.npy    int32 [T]  every place of tokens.npy, sorted by the token there, then by the one before it, and so on
-datastore.json  {tokenizer_fingerprint, num_tokens, num_texts, length, ...}; `length`: how many tokens are sorted by
+tokens.npy      int32 [T]  the tokens of all texts, with a separator before the first text and behind every text
+suffixes.npy    int32 [T]  every place of tokens.npy, sorted by the token there, then by the token before it, and so on
+datastore.json  {tokenizer_fingerprint, num_tokens, num_texts, length, ...}; `length`: number of tokens compared in sorting
 
-The places where texts end with given tokens so stand in one range, and the range of a longer ending lies inside:
+All places where the text ends with given tokens stand in one range, and the range of a longer ending lies inside it:
 
     tokens     -1  a  b  c -1  b  b  c  d -1        ends with c: places 3, 7       with b c: 3, 7      with a b c: 3
     place       0  1  2  3  4  5  6  7  8  9        followed by: nothing, d
@@ -23,49 +23,51 @@ import numpy
 import transformers
 
 SEPARATOR = -1
-ADVICE = "Make one with python scripts/datastore.py data=FILE out=FOLDER"
+ADVICE = "Make one with specdec.datastore.write"
 
 
 @dataclass(frozen=True)
 class Datastore:
-    """Both arrays as they are mapped; reading an entry gives an int."""
+    """Both memory-mapped arrays; an entry is read as an int."""
 
     tokens: memoryview  # [T]
     suffixes: memoryview  # [T]
-    length: int
+    length: int  # the number of tokens by which `suffixes` is sorted
 
     def matches(self, text: list[int], longest: int) -> list[range]:
-        """For each of the suffixes of `text` that end some place, of 1, 2, .. tokens and at most `longest`, the entries of
-        `suffixes` that hold those places."""
+        """The places where the last 1, 2, .. tokens of `text` occur, as ranges of `suffixes`; at most `longest` tokens.
+
+        The list ends before the first length that occurs nowhere.
+        """
         assert longest <= self.length
-        entries, found = range(len(self.suffixes)), []
+        entries, ranges = range(len(self.suffixes)), []
         for back in range(min(longest, len(text))):
             entries = self._narrow(entries, back, text[-1 - back])
             if not entries:
                 break
-            found.append(entries)
-        return found
+            ranges.append(entries)
+        return ranges
 
     def _narrow(self, entries: range, back: int, token: int) -> range:
-        """Those of the entries that hold `token` so many tokens back."""
+        """Those of the entries whose place has `token` `back` tokens before it."""
         tokens = self.tokens
 
-        def there(place: int) -> int:
-            return tokens[place - back]  # never before the first separator, which ends every match
+        def token_at(place: int) -> int:
+            return tokens[place - back]  # the index is never negative: the first separator ends every match
 
-        first = bisect.bisect_left(self.suffixes, token, entries.start, entries.stop, key=there)
-        last = bisect.bisect_right(self.suffixes, token, first, entries.stop, key=there)
+        first = bisect.bisect_left(self.suffixes, token, entries.start, entries.stop, key=token_at)
+        last = bisect.bisect_right(self.suffixes, token, first, entries.stop, key=token_at)
         return range(first, last)
 
 
 def fingerprint(tokenizer: transformers.PreTrainedTokenizerBase) -> str:
-    """16 hex digits that name the vocabulary: which text stands for which id."""
+    """16 hex digits that identify the vocabulary: the text of every id."""
     pairs = sorted(tokenizer.get_vocab().items(), key=lambda pair: pair[1])
     return hashlib.sha256(json.dumps(pairs).encode()).hexdigest()[:16]
 
 
 def join(texts: Iterable[list[int]]) -> numpy.ndarray:
-    """Token ids of texts, none of them empty -> [T] int32, with separators"""
+    """Token ids of texts, none of them empty -> [T] int32, with separators. Raises ValueError for 2^31 or more."""
     parts = [numpy.array([SEPARATOR], dtype=numpy.int32)]
     for text in texts:
         parts.append(numpy.array([*text, SEPARATOR], dtype=numpy.int32))
@@ -76,10 +78,10 @@ def join(texts: Iterable[list[int]]) -> numpy.ndarray:
 
 
 def sort(tokens: numpy.ndarray, length: int, progress: Callable[[list], Iterable] = iter) -> numpy.ndarray:
-    """`suffixes` of tokens [T]; ties are in the order of places. Takes some 40 bytes of memory for every token.
+    """tokens [T] -> `suffixes` [T]; ties are in the order of places. Needs about 40 bytes of memory for each token.
 
-    Prefix doubling (Manber and Myers, 1990): what is sorted by so many tokens is, joined with itself so many tokens
-    before, sorted by twice as many.
+    Prefix doubling (Manber and Myers, 1990): if the places are sorted by n tokens, then sorting pairs of ranks, at a place
+    and n places before it, sorts them by 2n tokens.
     """
     ranks = tokens.astype(numpy.int64) - SEPARATOR  # [T] from 0
     order = numpy.argsort(ranks, kind="stable")
@@ -97,9 +99,9 @@ def sort(tokens: numpy.ndarray, length: int, progress: Callable[[list], Iterable
 
 
 def write(folder: Path, tokens: numpy.ndarray, suffixes: numpy.ndarray, document: dict) -> None:
-    """The folder appears whole or not at all. Raises ValueError, and leaves nothing behind, if it cannot be written.
+    """Writes a datastore; the folder appears whole or not at all. Raises ValueError if it cannot be written.
 
-    document: tokenizer_fingerprint, num_texts, length, and what else a reader may want to know
+    document: tokenizer_fingerprint, num_texts, length, and any further information
     """
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -119,11 +121,11 @@ def write(folder: Path, tokens: numpy.ndarray, suffixes: numpy.ndarray, document
 
 
 def read(folder: Path, tokenizer_fingerprint: str) -> Datastore:
-    """Maps a datastore made with this tokenizer; raises ValueError, with what to do, if it cannot be used."""
+    """Maps a datastore that was made with this tokenizer. Raises ValueError, with what to do, if it cannot be used."""
     if not folder.exists():
-        raise ValueError(f"proposer.datastore={folder} does not exist. {ADVICE}.")
+        raise ValueError(f"datastore={folder} does not exist. {ADVICE}.")
     if not (folder / "datastore.json").is_file():
-        raise ValueError(f"proposer.datastore={folder} is not a datastore: it has no datastore.json. {ADVICE}.")
+        raise ValueError(f"datastore={folder} is not a datastore: it has no datastore.json. {ADVICE}.")
     try:
         document = json.loads((folder / "datastore.json").read_text())
         made_with = document["tokenizer_fingerprint"]
@@ -132,22 +134,21 @@ def read(folder: Path, tokenizer_fingerprint: str) -> Datastore:
         suffixes = numpy.load(folder / "suffixes.npy", mmap_mode="r")
     except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"proposer.datastore={folder} is damaged or not whole ({type(error).__name__}: {error}): take another copy "
-            "of it, or make it again with scripts/datastore.py."
+            f"datastore={folder} is damaged or not whole ({type(error).__name__}: {error}): take another copy "
+            "of it, or make it again."
         ) from error
     for array in (tokens, suffixes):
         if array.shape != (num_tokens + num_texts + 1,) or array.dtype != numpy.int32:
             raise ValueError(
-                f"proposer.datastore={folder} is damaged: datastore.json tells of {num_tokens} tokens in {num_texts} "
-                f"texts, which an array of shape {array.shape} and type {array.dtype} cannot hold. Take another copy of "
-                "it, or make it again with scripts/datastore.py."
+                f"datastore={folder} is damaged: datastore.json counts {num_tokens} tokens in {num_texts} "
+                f"texts, but an array has shape {array.shape} and type {array.dtype}. Take another copy of "
+                "it, or make it again."
             )
     if made_with != tokenizer_fingerprint:
         raise ValueError(
-            f"proposer.datastore={folder} was made with another tokenizer (fingerprint {made_with}, the target's is "
-            f"{tokenizer_fingerprint}), so its tokens mean other texts. Make one with the target's own: "
-            "python scripts/datastore.py data=FILE out=FOLDER target.name=TARGET."
+            f"datastore={folder} was made with another tokenizer (fingerprint {made_with}, the target's is "
+            f"{tokenizer_fingerprint}), so its tokens mean other texts. Make one with the target's own tokenizer."
         )
     if not num_tokens:
-        raise ValueError(f"proposer.datastore={folder} is empty: it holds no tokens. {ADVICE}.")
+        raise ValueError(f"datastore={folder} is empty: it holds no tokens. {ADVICE}.")
     return Datastore(tokens.data, suffixes.data, length)

@@ -1,4 +1,4 @@
-"""The round loop: propose, verify, keep. Plain decoding is the same loop with a tree of one node."""
+"""The loop of rounds: propose, verify, keep. Plain decoding is the same loop with trees of one node."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -19,10 +19,10 @@ from specdec.verifier import Verifier
 
 @dataclass(frozen=True)
 class Round:
-    """What one round emitted, row by row; rows that had finished emit nothing."""
+    """The tokens that one round emitted in each row; a finished row emits none."""
 
     tokens: list[list[int]]  # [B][.] accepted drafts, then the target's own token, cut at the end of the answer
-    accepted: list[int]  # [B] how many of them were drafted
+    accepted: list[int]  # [B] how many of these tokens are drafts
 
 
 STAGES = ("draft", "verify", "keep", "other")
@@ -30,18 +30,18 @@ STAGES = ("draft", "verify", "keep", "other")
 
 @dataclass
 class Generation:
-    """Answers and how they came about. The first token of an answer comes from reading the prompt, outside all rounds."""
+    """Answers, and counts and times of their rounds. The first token of an answer is read off the prompt, before any round."""
 
     tokens: list[list[int]]  # [B][.] the answers
-    accepted: list[list[int]]  # [B][rounds] drafts emitted by each round; a round emits one token more than that
-    drafted: list[int] = field(default_factory=list)  # [rounds] nodes beside the root that each round put to the target
-    seconds: float = 0.0  # all rounds, wall clock, without compiling
+    accepted: list[list[int]]  # [B][rounds] drafts that each round emitted; it emits one token more
+    drafted: list[int] = field(default_factory=list)  # [rounds] nodes of each round's tree, without the root
+    seconds: float = 0.0  # of all rounds: wall clock, without compiling
     prefill_seconds: float = 0.0
     compile_seconds: float = 0.0
-    stages: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))  # what `seconds` consists of
+    stages: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))  # the parts of `seconds`
 
     def split(self) -> list["Generation"]:
-        """One for each row; the clocks are shared out equally."""
+        """One for each row; each gets an equal share of the times."""
         share = 1 / len(self.tokens)
         return [
             Generation(
@@ -59,7 +59,7 @@ class Generation:
 
 @dataclass(frozen=True)
 class StopStrings:
-    """Ends an answer with the token that completes one of `strings`; `decode` turns token ids into text."""
+    """Texts that end an answer: its last token is the one that completes a stop string. decode: token ids -> text"""
 
     strings: tuple[str, ...]
     decode: Callable[[list[int]], str]
@@ -69,9 +69,9 @@ class StopStrings:
             raise ValueError("A stop string must hold a character: every text holds the empty one.")
 
     def end(self, written: list[int], new: list[int]) -> int | None:
-        """How many of the `new` tokens behind `written` the answer keeps; None if it goes on."""
+        """How many of the `new` tokens, which follow `written`, belong to the answer; None if it does not end there."""
         longest = max(map(len, self.strings))
-        tail = written[-4 * longest :] + new  # a token holds a byte at least, and a character four at most
+        tail = written[-4 * longest :] + new  # a token has at least one byte, a character at most four
         if not self._complete(tail):
             return None
         return next(num for num in range(1, len(new) + 1) if self._complete(tail[: len(tail) - len(new) + num]))
@@ -82,11 +82,13 @@ class StopStrings:
 
 
 class Decoder:
-    """Draft and verify without changing the target's distribution; `proposer=None` is plain decoding.
+    """Drafts and verifies without changing the target's distribution; `proposer=None` is plain decoding.
 
-    stop: token ids that end an answer, which includes them; stop_strings: texts that do
-    rule: how drafts are verified (rules.RULES); those in rules.LOSSY change the distribution and need lossy=True
-    runner: what compiles the target's passes; decoders of one target can share it. Default: nothing is compiled
+    stop: token ids that end an answer and belong to it; stop_strings: texts that end an answer
+    rule: a key of rules.RULES. The rules in rules.LOSSY change the distribution, so they need lossy=True
+    runner: compiles the target's passes; decoders of one target can share it. None: nothing is compiled
+
+    Raises ValueError for a rule that does not exist or does not fit the other settings.
     """
 
     def __init__(
@@ -102,33 +104,30 @@ class Decoder:
         runner: Runner | None = None,
     ):
         if rule not in rules.RULES:
-            raise ValueError(f"decode.rule={rule} must be one of {', '.join(rules.RULES)}.")
+            raise ValueError(f"rule={rule} must be one of {', '.join(rules.RULES)}.")
         if rule in rules.LOSSY and not lossy:
             raise ValueError(
-                f"decode.rule={rule} changes what the target says. If that is wanted, set decode.lossy=true; else take "
-                "decode.rule=token or block."
+                f"rule={rule} changes what the target says. If that is wanted, set lossy=true; else take rule=token or block."
             )
         if rule in rules.LOSSY and sampling.greedy:
-            raise ValueError(
-                f"decode.rule={rule} needs decode.temperature above 0: it weighs the target's probabilities."
-            )
+            raise ValueError(f"rule={rule} needs temperature= above 0: it weighs the target's probabilities.")
         self.target, self.proposer = target, proposer
         self.sampling, self.stop, self.stop_strings = sampling, stop, stop_strings
-        self.layers = proposer.target_layers if proposer else ()
+        self.hidden_states = proposer.target_layers if proposer else ()
         self.runner = runner or Runner()
         self.verify = Verifier(
             target,
             sampling=sampling,
             rule=rule,
             runner=self.runner,
-            layers=self.layers,
+            hidden_states=self.hidden_states,
             choices=proposer is not None and proposer.watches,
         )
 
     def generate(
         self, prompts: list[list[int]], max_new_tokens: int, *, generator: torch.Generator | None = None
     ) -> Generation:
-        """prompts: B lists of token ids -> answers of at most `max_new_tokens` each"""
+        """prompts: B lists of token ids -> answers of at most `max_new_tokens` tokens each. Raises ValueError as `stream`."""
         result = Generation([[] for _ in prompts], [[] for _ in prompts])
         for emitted in self.stream(prompts, max_new_tokens, generator=generator, result=result):
             for row, tokens in enumerate(emitted.tokens):
@@ -145,18 +144,18 @@ class Decoder:
         result: Generation | None = None,
         penalised: Tensor | None = None,
     ) -> Iterator[Round]:
-        """Yields what the prompt's own pass and then every round emitted; counts and clocks go into `result`.
+        """Yields the first tokens, read off the prompts, then the tokens of every round; fills the counts of `result`.
 
-        penalised: [B, V] bool, the tokens that a repetition penalty is for from the start; None: the prompts'
+        penalised [B, V] bool: the tokens to which a repetition penalty applies from the start; None: the prompts' tokens
+        Raises ValueError for prompts that are empty or do not fit into the target's positions.
         """
         result = result or Generation([[] for _ in prompts], [[] for _ in prompts])
         self._check(prompts, max_new_tokens)
         device = self.target.device
         start = self._clock()
         num = torch.tensor([len(prompt) for prompt in prompts], device=device)  # [B]
-        padded = torch.nn.utils.rnn.pad_sequence([torch.tensor(p) for p in prompts], batch_first=True).to(
-            device
-        )  # [B, T]
+        rows = [torch.tensor(prompt) for prompt in prompts]
+        padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device)  # [B, T]
         cache = self.target.cache(len(prompts))
         draws = rules.Draws(generator)
         marks = self._mark(padded, num) if penalised is None else penalised.clone()
@@ -180,18 +179,20 @@ class Decoder:
             start, compiled = self._clock(), self._compiling()
             tree = self._propose(newest, generator)
             drafted = self._clock()
-            judged = self.verify(tree, cache, draws, marks)
-            num_kept, newest = judged.num_kept, judged.next_token
-            path, following = judged.along(tree, self.proposer.depth if self.proposer else 0)  # [B, P] each
-            *lists, counts = torch.cat([following, num_kept[:, None]], dim=1).T.tolist()  # the one wait for the device
+            verdict = self.verify(tree, cache, draws, marks)
+            num_kept, newest = verdict.num_kept, verdict.next_token
+            path, following = verdict.along(tree, self.proposer.depth if self.proposer else 0)  # [B, P] each
+            *lists, counts = torch.cat(
+                [following, num_kept[:, None]], dim=1
+            ).T.tolist()  # the only wait for the device in a round
             verified = self._clock()
             if not tree.linear:
                 cache.keep(path)
             cache.commit(num_kept, counts)
             if self.proposer:
-                if self.proposer.watches and judged.choices is not None:
-                    self.proposer.watch(tree, judged.choices)
-                features = judged.output.features
+                if self.proposer.watches and verdict.choices is not None:
+                    self.proposer.watch(tree, verdict.choices)
+                features = verdict.output.features
                 if not tree.linear:
                     features = features.gather(1, path[..., None].expand(-1, -1, features.shape[-1]))
                 self.proposer.commit(following, features, num_kept, counts)
@@ -225,12 +226,12 @@ class Decoder:
     def _prefill(
         self, padded: Tensor, num: Tensor, cache: RowCache, marks: Tensor | None, draws: rules.Draws
     ) -> tuple[Tensor, Tensor]:
-        """Reads the prompts. -> the first token of each answer [B], the prompts' features [B, T, F*D]"""
+        """Reads the prompts. padded [B, T], num [B] -> the first token of each answer [B], features [B, T, F*D]"""
         num_rows, length = padded.shape
         cache.reserve(length)
         positions = torch.arange(length, device=padded.device).expand(num_rows, -1)
         mask = masks.pending(masks.causal(length, padded.device), cache.lengths, cache.visible)
-        output = self.target.read(padded, self.layers, positions=positions, mask=mask, cache=cache)
+        output = self.target.read(padded, self.hidden_states, positions=positions, mask=mask, cache=cache)
         cache.commit(num, num.tolist())
         logits = self.target.logits(output.final[cache.rows[:, 0], num - 1])  # [B, V]
         if marks is not None:
@@ -241,7 +242,7 @@ class Decoder:
         return draws.token(law, torch.ones_like(num, dtype=torch.bool)), output.features
 
     def _mark(self, padded: Tensor, num: Tensor) -> Tensor | None:
-        """[B, V] bool, the prompts' tokens, where a penalty asks for them"""
+        """[B, V] bool: the prompts' tokens; None without a repetition penalty"""
         if self.sampling.repetition_penalty == 1:
             return None
         real = torch.arange(padded.shape[1], device=padded.device) < num[:, None]  # [B, T]
@@ -249,9 +250,10 @@ class Decoder:
         return marks.scatter_(1, torch.where(real, padded, padded[:, :1]), True)
 
     def _cut(self, emitted: list[list[int]], left: list[int], written: list[list[int]]) -> list[list[int]]:
-        """Ends each row at a stop token or text or at its budget; `left` is counted down, to 0 where an answer has ended.
+        """Cuts each row at a stop token, at a stop string or at its budget.
 
-        written: the answers so far, to which is added; kept up only if there are texts to look for
+        left [B]: tokens that each answer may still have, counted down here; 0 once it has ended
+        written [B][.]: the answers so far, extended here; only needed for stop strings
         """
         for row, tokens in enumerate(emitted):
             tokens = tokens[: left[row]]
@@ -266,7 +268,7 @@ class Decoder:
         return emitted
 
     def _clock(self) -> float:
-        """Seconds, those of compiling left out."""
+        """Seconds without those of compiling."""
         return self._now() - self._compiling()
 
     def _compiling(self) -> float:

@@ -1,4 +1,4 @@
-"""The `Drafter` interface and the slot rule.
+"""The interfaces `Head` and `Drafter`, and the slot rule.
 
 THE SLOT RULE (the only alignment in the project; every other file refers to it):
 
@@ -14,22 +14,21 @@ THE SLOT RULE (the only alignment in the project; every other file refers to it)
     slot 2 step 2   (h , x3) -> h'   guesses x4, judged by p4 (position 3)
     slot 2 step 3   (h', x4) -> h''  guesses x5, judged by p5 (position 4)
 
-In decoding the newest committed token is the newest slot; its later tokens are drafted instead of given.
+In decoding the newest committed token is the newest slot. Its later tokens are drafted instead of given.
 
-WHAT A STEP SEES (`attends`; architecture, 1.4), in training and in decoding alike:
+WHAT A STEP SEES (`attends`; docs/architecture.md), in training and in decoding alike:
 
     path    keys of committed slots' first steps, and of its own steps 2..d        EAGLE, shared MTP, Meta's heads
     depth   keys of module d at slots whose step d needs committed tokens only     MTP, a module for each depth
     block   the features of slots <= j as keys, and its own block of K states      DFlash, DSpark
     text    the tokens before: step d of slot j is step 1 of slot j+d-1            draft models
     none    nothing                                                                Medusa, Hydra
-    itself  no step: the (adapted) target guesses by Jacobi iteration              CLLM
 """
 
 import copy
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -40,36 +39,30 @@ from specdec.target import Target
 
 @dataclass(frozen=True)
 class Slots:
-    """M slots of training texts, for `Drafter.solve`: what their steps 1..K read, and what these estimate."""
+    """M slots of training texts, for `Drafter.solve`: the inputs of their steps 1..K, and the states to estimate."""
 
     features: Tensor  # [M, F*D] f_(j-1)
     state: Tensor  # [M, D] the target's final state at j-1
     tokens: Tensor  # [M, K] x_j .. x_(j+K-1)
-    goals: Tensor  # [M, K, D] the target's final states there
+    goals: Tensor  # [M, K, D] the target's final states at the positions of `tokens`
 
 
-class Drafter(nn.Module, ABC):
-    """What is trained, decoded with and exported: one class for all three.
+class Head(nn.Module, ABC):
+    """A trained module beside a frozen target. The same class is trained, decoded with and exported.
 
-    `step` returns a state and a readout rather than logits, so that both loops make logits only where they are
-    needed: the training unroll for judged slots, in chunks, the decoder for the frontier of the tree.
+    vocab [W]: increasing ids of the target's tokens that can be drafted; None: all V of them
     """
 
-    target_layers: tuple[int, ...]  # hidden states it reads (indices as in Target.read); () reads tokens only
-    depth: int | None  # the deepest step it can take; None: any
-    attends: Literal["path", "depth", "block", "text", "none", "itself"]  # what a step sees
-    pretrained = (
-        False  # whether it starts from weights that were trained before: validation then comes before training too
-    )
-    estimates = False  # whether its state estimates the target's next final state, so that the two can be compared
-    confident = False  # whether `confidence` says something
-    adapts_target = False  # whether it changes the target in place, so that outputs are those of an adapted target
+    target_layers: tuple[int, ...]  # numbers of the hidden states it reads, as in Target.read; () reads tokens only
+    depth: int | None  # the largest number of drafts along a path; None: any
+    pretrained = False  # whether it starts from trained weights: validation then also runs before training
+    adapts_target = False  # whether it changes the target in place: outputs are then those of the adapted target
     draft_to_target: Tensor | None  # [W] target ids of a reduced draft vocabulary, increasing; None: all V
     target_to_draft: Tensor | None  # [V] the inverse, -1 where a token is not drafted
 
     def __init__(self, target: Target, *, vocab: Tensor | None):
         super().__init__()
-        self._target = (target,)  # a tuple, so that frozen weights are not registered, trained, moved or saved as ours
+        self._target = (target,)  # in a tuple, so that frozen weights are not registered, trained, moved or saved here
         self.register_buffer("draft_to_target", vocab)
         inverse = None
         if vocab is not None:
@@ -81,10 +74,11 @@ class Drafter(nn.Module, ABC):
 
         rows = slice(None) if vocab is None else vocab
         bias = target.lm_head.bias
-        self._goal_head = (target.lm_head.weight[rows], None if bias is None else bias[rows])  # frozen [W, D], [W]
+        self._goal_head: tuple[Tensor, Tensor | None]  # frozen [W, D], [W]
+        self._goal_head = (target.lm_head.weight[rows], None if bias is None else bias[rows])
 
     def _apply(self, fn, recurse=True):
-        """Moves and casts, but leaves rotary frequencies in float32: rounded to bfloat16 they are far off at position 200."""
+        """Moves and casts, but keeps rotary frequencies in float32: in bfloat16 they are far off at position 200."""
         exact = {name: buffer for name, buffer in self.named_buffers() if name.endswith("inv_freq")}
         super()._apply(fn, recurse)
         for name, buffer in exact.items():
@@ -97,19 +91,56 @@ class Drafter(nn.Module, ABC):
     def target(self) -> Target:
         return self._target[0]
 
+    @property
+    def vocab_size(self) -> int:
+        """W, the number of tokens that can be drafted."""
+        return self.target.vocab_size if self.draft_to_target is None else len(self.draft_to_target)
+
     def goal_logits(self, final: Tensor) -> Tensor:
         """The target's logits over the draft vocabulary: final [..., D] -> [..., W]"""
         weight, bias = self._goal_head
         return nn.functional.linear(final.to(weight.dtype), weight, bias)
 
     @property
-    def vocab_size(self) -> int:
-        """W: what `logits` are over."""
-        return self.target.vocab_size if self.draft_to_target is None else len(self.draft_to_target)
+    def goal_head(self) -> tuple[Tensor, Tensor | None]:
+        """The target's LM head over the draft vocabulary, frozen: weight [W, D], bias [W] if the target has one"""
+        return self._goal_head
+
+    @goal_head.setter
+    def goal_head(self, head: tuple[Tensor, Tensor | None]) -> None:
+        self._goal_head = head
+
+    def to_target(self, tokens: Tensor) -> Tensor:
+        """Draft ids -> target ids, any shape."""
+        return tokens if self.draft_to_target is None else self.draft_to_target[tokens]
+
+    def decodable(self) -> Self:
+        """A frozen copy to decode with and to save, so that training can go on undisturbed."""
+        shared = (self._target, self._goal_head)
+        return copy.deepcopy(self, {id(part): part for part in shared}).eval().requires_grad_(False)
+
+    def arguments(self) -> dict:
+        """Constructor arguments that a checkpoint must hold in place of those that training was given."""
+        return {}
+
+    def num_parameters(self) -> int:
+        return sum(p.numel() for p in self.parameters() if p.requires_grad)
+
+
+class Drafter(Head):
+    """A head that drafts step by step.
+
+    `step` returns a state and a readout instead of logits. So both loops make logits only where they are needed: the
+    training unroll for judged slots, in chunks, and the decoder for the frontier of the tree.
+    """
+
+    attends: Literal["path", "depth", "block", "text", "none"]  # what a step sees
+    estimates = False  # whether its state estimates the target's next final state, so that the two can be compared
+    confident = False  # whether `confidence` returns logits
 
     @property
     def first_slot(self) -> int:
-        """The first slot that has what step 1 reads: a drafter of features begins behind the first of them."""
+        """The first slot whose step 1 has its inputs: slot 0 has no feature."""
         return 1 if self.target_layers else 0
 
     @abstractmethod
@@ -118,20 +149,22 @@ class Drafter(nn.Module, ABC):
 
     @abstractmethod
     def encode(self, features: Tensor) -> Tensor:
-        """features [B, S, F*D] -> h [B, S, H]: what step 1 takes."""
+        """features [B, S, F*D] -> h [B, S, H], the state that step 1 takes"""
 
-    def context(self, h: Tensor, positions: Tensor, cache) -> None:
-        """`attends="block"` only: keys and values of the features in h [B, S, H], at their positions [B, S], into the cache."""
-        raise TypeError(f"{type(self).__name__} has no context: it attends {self.attends}.")
+    def context(self, h: Tensor, positions: Tensor, cache) -> None:  # most heads have nothing to do
+        """Writes keys and values of the features into the cache, if `attends` is "block".
+
+        h [B, S, H] as from `encode`; positions [B, S] of the features
+        """
 
     @abstractmethod
     def step(
         self, d: int, h: Tensor, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache
     ) -> tuple[Tensor, Tensor]:
-        """Step d in 1..K. h [B, S, H]; tokens, positions [B, S]; mask bool [B, 1, S, keys], True may attend.
+        """Step d in 1..K. h [B, S, H]; tokens, positions [B, S]; mask bool [B, 1, S, keys], True where it may attend.
 
-        -> h [B, S, H] for the next step, readout [B, S, R] for `logits`. H may differ from step to step. The mask is not
-        to be read where `attends` says that a step sees nothing: there it may be None.
+        -> h [B, S, H] for the next step, readout [B, S, R] for `logits`. H may differ from step to step. Where a step
+        sees no keys, the mask may be None.
         """
 
     @abstractmethod
@@ -139,25 +172,9 @@ class Drafter(nn.Module, ABC):
         """readout [..., R] of step d -> [..., W], over the draft vocabulary"""
 
     def confidence(self, d: int, readout: Tensor) -> Tensor | None:
-        """readout [..., R] of step d -> [...], the logit of "this draft is accepted"; None for a head that does not say"""
+        """readout [..., R] of step d -> [...], the logit of "this draft is accepted"; None without a confidence head"""
         return None
 
     def solve(self, slots: list[Slots]) -> bool:
-        """Sets weights in closed form before training; a head that knows how overrides this. -> whether it did"""
+        """Sets weights in closed form before training (docs/methods.md, section 5). -> whether it did"""
         return False
-
-    def decodable(self) -> "Drafter":
-        """A frozen copy to decode with and to save, so that training goes on undisturbed."""
-        shared = (self._target, self._goal_head)
-        return copy.deepcopy(self, {id(part): part for part in shared}).eval().requires_grad_(False)
-
-    def arguments(self) -> dict:
-        """Arguments that a checkpoint needs instead of those that training was given."""
-        return {}
-
-    def to_target(self, tokens: Tensor) -> Tensor:
-        """Draft ids -> target ids, any shape."""
-        return tokens if self.draft_to_target is None else self.draft_to_target[tokens]
-
-    def num_parameters(self) -> int:
-        return sum(p.numel() for p in self.parameters() if p.requires_grad)

@@ -3,10 +3,12 @@
 from dataclasses import dataclass, fields
 
 from specdec.decode import Decoder
-from specdec.drafter import Drafter
+from specdec.drafter import Drafter, Head
 from specdec.proposers.base import Proposer
-from specdec.proposers.heads import Children, HeadProposer, Stopping, check_children
+from specdec.proposers.growth import Children, check_children
+from specdec.proposers.heads import HeadProposer
 from specdec.proposers.lookahead import Lookahead
+from specdec.proposers.stopping import Stopping
 from specdec.sampling import Sampling
 from specdec.target import Target
 from specdec.tree import TreeShape
@@ -43,10 +45,10 @@ class Drafting:
     def shape(self) -> TreeShape:
         return TreeShape(self.depth, self.width, self.nodes or self.depth * self.width)
 
-    def proposer(self, drafter: Drafter) -> Proposer:
+    def proposer(self, drafter: Head) -> Proposer:
         """The proposer that drafts with a trained head. A target that was trained to guess ahead of itself
         (consistency training) drafts by Jacobi iteration."""
-        if drafter.attends == "itself":
+        if not isinstance(drafter, Drafter):
             if self.width > 1 or self.stopping is not None:
                 raise ValueError(
                     f"{type(drafter).__name__} drafts by Jacobi iteration, which gives a chain that never stops early: set "
@@ -60,9 +62,9 @@ class Drafting:
         """A decoder with this acceptance rule; arguments: the other ones of Decoder."""
         return Decoder(target, proposer, rule=self.rule, lossy=self.lossy, **arguments)
 
-    def replayable(self, drafter: Drafter, sampling: Sampling) -> bool:
+    def replayable(self, drafter: Head, sampling: Sampling) -> bool:
         """Whether replay computes tau under these settings: fixed chains of a drafter's steps, verified token by token."""
-        if drafter.attends == "itself":
+        if not isinstance(drafter, Drafter):
             return False
         plain = sampling == Sampling(temperature=sampling.temperature)
         return self.shape.chain and self.stopping is None and plain and (sampling.greedy or self.rule == "token")

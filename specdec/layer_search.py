@@ -15,6 +15,7 @@ from torch import Tensor
 
 from specdec import masks, replay
 from specdec.compile import Runner
+from specdec.compiled_target import CompiledTarget
 from specdec.proposers.layerskip import num_shared
 from specdec.target import Target
 
@@ -35,6 +36,7 @@ class AnsweredPrompt:
     def __init__(self, target: Target, prompt: list[int], answer: list[int]):
         device = target.device
         self.target, self.num_prompt = target, len(prompt)
+        self.compiled = CompiledTarget(target, Runner())
         self.answer = torch.tensor(answer, device=device)  # [n]
         self.starts = torch.arange(1, len(answer), device=device)  # [S], S = n - 1
         tokens = torch.tensor([prompt + answer[:-1]], device=device)  # [1, T]
@@ -47,7 +49,7 @@ class AnsweredPrompt:
 
     def first_step(self, numbers: Sequence[int]) -> list[Tensor]:
         """h [1, S, D] before each of these layers and after the last, in step 1"""
-        self._drop_drafts()
+        self.cache.drop_pending()
         return self.run_layers(self.begin(1), numbers)
 
     def begin(self, d: int) -> Tensor:
@@ -61,20 +63,13 @@ class AnsweredPrompt:
         own = (drafted >= 0) & (drafted < d * num) & (drafted % num == (self.starts - 1)[:, None])
         self.mask = (before | own)[None, None]
         self.positions = (self.num_prompt + places)[None]
-        h, *self.rotary = self.target.begin(self.answer[None, places], self.positions)
+        h, *self.rotary = self.compiled.begin(self.answer[None, places], self.positions)
         return h
 
     def run_layers(self, h: Tensor, numbers: Sequence[int]) -> list[Tensor]:
         """h [1, S, D] of the current step -> h before each of these layers and after the last"""
-        return self.target.run_layers(
-            h,
-            numbers,
-            rotary=self.rotary,
-            positions=self.positions,
-            mask=self.mask,
-            cache=self.cache,
-            runner=Runner(),
-        )
+        rotary, positions, mask = self.rotary, self.positions, self.mask
+        return self.compiled.run_layers(h, numbers, rotary=rotary, positions=positions, mask=mask, cache=self.cache)
 
     def right(self, h: Tensor, d: int) -> Tensor:
         """h [1, S, D] after the last layer of step d -> [S] bool: whether each round's draft is the answer's token"""
@@ -84,14 +79,11 @@ class AnsweredPrompt:
 
     def accept(self, numbers: Sequence[int], depth: int) -> Tensor:
         """[K, n] for replay.rounds, if these layers draft"""
-        self._drop_drafts()
+        self.cache.drop_pending()
         accept = torch.zeros(depth, len(self.answer), device=self.answer.device)
         for d in range(1, depth + 1):
             accept[d - 1, 1:] = self.right(self.run_layers(self.begin(d), numbers)[-1], d)
         return accept
-
-    def _drop_drafts(self) -> None:
-        self.cache.commit(torch.zeros_like(self.cache.lengths), [0])
 
 
 def share_right(texts: list[AnsweredPrompt], ends: Iterable[Tensor]) -> float:
@@ -169,10 +161,9 @@ def time_pass(target: Target, runner: Runner, num_tokens: int, num_layers: int) 
     start = time.perf_counter()
     cache.reserve(num_tokens)
     mask = masks.pending(masks.causal(num_tokens, device), cache.lengths, cache.visible)
-    h, *rotary = runner("begin", target.begin, tokens, cache.slots)
-    *_, h = target.run_layers(
-        h, range(num_layers), rotary=rotary, positions=cache.slots, mask=mask, cache=cache, runner=runner
-    )
+    compiled = CompiledTarget(target, runner)
+    h, *rotary = runner("begin", compiled.begin, tokens, cache.slots)
+    *_, h = compiled.run_layers(h, range(num_layers), rotary=rotary, positions=cache.slots, mask=mask, cache=cache)
     runner("end", lambda h: target.logits(target.norm(h)).argmax(-1), h).tolist()
     return time.perf_counter() - start
 

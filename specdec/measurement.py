@@ -8,7 +8,7 @@ import torch
 from specdec import replay
 from specdec.compile import Runner
 from specdec.decode import Decoder, Generation
-from specdec.drafter import Drafter
+from specdec.drafter import Drafter, Head
 from specdec.drafting import Drafting
 from specdec.proposers.base import Proposer
 from specdec.sampling import Sampling
@@ -50,7 +50,7 @@ def measure(
     drafting: Drafting,
     prompts: list[Prompt],
     *,
-    replayed: Drafter | None,
+    replayed: Head | None,
     sampling: Sampling,
     max_new_tokens: int,
     stop: set[int],
@@ -85,6 +85,7 @@ def measure(
 
         return decode_group
 
+    replays = isinstance(replayed, Drafter) and drafting.replayable(replayed, sampling)
     groups = [prompts[start : start + batch] for start in range(0, len(prompts), batch)]
     functions = {name: decode(decoder) for name, decoder in decoders.items()}
     results = []
@@ -97,7 +98,7 @@ def measure(
                     prompt,
                     plain,
                     drafted,
-                    replayed=replayed if replayed is not None and drafting.replayable(replayed, sampling) else None,
+                    replayed=replayed if isinstance(replayed, Drafter) and replays else None,
                     depth=drafting.depth,
                     sampling=sampling,
                 )

@@ -1,8 +1,9 @@
-"""tau from the training unroll, exactly, without decoding (methods, section 2).
+"""tau from the training unroll, without decoding (docs/methods.md, section 2).
 
 Given that the target emitted x, a draft at depth d of a round was accepted with probability min(1, q(x) / p(x)) if it
-was sampled from q, and with 1 or 0 (is it x?) at temperature 0. Where rounds start follows from these acceptances, so
-tau is the number of emitted tokens over the expected number of rounds; at temperature 0 that is a walk, and exact.
+was sampled from q. At temperature 0 this probability is 1 if the draft is x, and 0 if not. These acceptances determine
+where rounds start. tau is the number of emitted tokens over the expected number of rounds. At temperature 0 every start
+is certain, and tau is that of the decoder exactly.
 """
 
 import torch
@@ -15,11 +16,12 @@ CHUNK = 256  # goals whose [., V] logits exist at a time
 
 
 def rounds(accept: Tensor) -> tuple[float, Tensor]:
-    """Expected rounds for one answer, and how many of them accept at least d drafts.
+    """The expected number of rounds for one answer, and of those that accept at least d drafts.
 
-    accept [K, n]: entry [d-1, s] is the probability that a round that starts when s tokens of the answer exist accepts
-    its draft at depth d, which is token s + d - 1, given that it accepted the ones before. Entry s = 0 is not read:
-    the first token comes from the prompt's pass. The last round counts what it emits before the answer ends.
+    accept [K, n]: entry [d-1, s] belongs to a round that starts when s tokens of the answer exist. It is the probability
+    that the round accepts its draft at depth d, which is token s + d - 1, given that it accepted the drafts before.
+    Entry s = 0 is not read: the first token comes from the prompt's pass. Of the last round only the tokens count that
+    are emitted before the answer ends.
     -> number of rounds, accepted [K]: tau = (n - 1) / rounds = 1 + accepted.sum() / rounds
     """
     depth, num_tokens = accept.shape
@@ -30,7 +32,7 @@ def rounds(accept: Tensor) -> tuple[float, Tensor]:
     for start in range(1, num_tokens):
         alive = starts[start]
         for d in range(1, depth + 1):
-            if start + d >= num_tokens:  # the target's own token fills the last place: a draft there is not emitted
+            if start + d >= num_tokens:  # the last place is filled by the target's own token, not by a draft
                 break
             survives = alive * chances[d - 1][start]
             starts[start + d] += alive - survives
@@ -55,7 +57,7 @@ def acceptance(drafter: Drafter, prompt: list[int], answer: list[int], *, depth:
     length, num = tokens.shape[1], len(answer)
     output = target.read(tokens, drafter.target_layers)
     positions = torch.arange(length, device=tokens.device)[None]
-    goals = positions > len(prompt)  # the first answer token is nobody's guess
+    goals = positions > len(prompt)  # the first token of an answer is not drafted
     unrolled = unroll(
         drafter,
         tokens,
@@ -73,17 +75,19 @@ def acceptance(drafter: Drafter, prompt: list[int], answer: list[int], *, depth:
         for d in range(1, depth + 1):
             readout, exists = unrolled.at(unrolled.readouts, d, rows, chunk)
             chances = _chances(drafter, drafter.logits(d, readout), token, truth, temperature)
-            start = chunk - len(prompt) - d + 1  # tokens that existed when this round began
+            start = chunk - len(prompt) - d + 1  # tokens of the answer that existed when this round began
             inside = (exists & (start >= 1)).cpu()
             accept[d - 1, start.cpu()[inside]] = chances.double().cpu()[inside]
     return accept
 
 
 def _chances(drafter: Drafter, logits: Tensor, token: Tensor, truth: Tensor | None, temperature: float) -> Tensor:
-    """[M]: how likely each token was accepted if it was drafted by logits [M, W]; truth [M, V]: the target's logits."""
+    """[M]: the probability that each token's draft, made by logits [M, W], was accepted; truth [M, V]: target's logits"""
     if truth is None:
         return drafter.to_target(logits.argmax(-1)) == token
-    draft = token if drafter.target_to_draft is None else drafter.target_to_draft[token]  # [M], -1 off the list
+    draft = (
+        token if drafter.target_to_draft is None else drafter.target_to_draft[token]
+    )  # [M], -1 if it cannot be drafted
     law = (logits.to(truth.dtype) / temperature).log_softmax(-1)
     guess = law.gather(1, draft.clamp(min=0)[:, None])[:, 0]
     real = (truth / temperature).log_softmax(-1).gather(1, token[:, None])[:, 0]

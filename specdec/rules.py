@@ -1,14 +1,18 @@
-"""Acceptance rules: pure functions of a tree and the target's laws. No model is needed here, and no rule waits for a
-GPU: Python counts nodes, tensors do the rest.
+"""Acceptance rules: pure functions of a tree and the target's laws, without a model (docs/methods.md, section 1).
 
-tree.probs[b, i] is the law that node i was really drawn from, given its parent's context and its earlier siblings;
-all that the rules know of drafting is in it. So it is q for a chain (Leviathan et al. 2211.17192; Chen et al.
-2302.01318) and for children drawn independently (SpecInfer 2305.09781). For children drawn without replacement
-(Sequoia 2402.12374; RSD 2402.14160) the proposer hands in q without the earlier siblings' tokens, normalised. For
-children that were chosen it would be one-hot, which tree.probs = None says in less memory.
+No rule waits for a GPU: loops run over node numbers in Python, and everything else is tensors.
+
+tree.probs[b, i] is the law that node i was drawn from, given the context of its parent and its earlier siblings. The
+rules need no other knowledge of how drafts were made:
+
+    a chain                               q (Leviathan et al. 2211.17192; Chen et al. 2302.01318)
+    children drawn independently          q (SpecInfer 2305.09781)
+    children drawn without replacement    q without the earlier siblings' tokens, normalised by the proposer
+                                          (Sequoia 2402.12374; RSD 2402.14160)
+    chosen children                       one-hot; tree.probs = None stands for it and needs less memory
 
 Every rule returns path [B, P], the accepted nodes from node 0 down (P = N; entries past num_kept are 0), num_kept [B]
-and next_token [B]. Laws of the target, probs [B, N, V], are in float32 or float64.
+and next_token [B]. The target's laws, probs [B, N, V], are in float32 or float64.
 """
 
 from collections.abc import Callable
@@ -19,11 +23,11 @@ from torch import Tensor
 from specdec.sampling import pick, uniforms
 from specdec.tree import Tree
 
-Verdict = tuple[Tensor, Tensor, Tensor]
+Accepted = tuple[Tensor, Tensor, Tensor]  # path, num_kept, next_token
 
 
 class Draws:
-    """Where the rules get their chances from; a test puts an enumeration in its place."""
+    """The random decisions of the rules; a test replaces them by an enumeration."""
 
     def __init__(self, generator: torch.Generator | None):
         self.generator = generator
@@ -38,7 +42,7 @@ class Draws:
         return pick(law, uniforms(len(law), self.generator, law.device))
 
 
-def greedy(tree: Tree, choices: Tensor) -> Verdict:
+def greedy(tree: Tree, choices: Tensor) -> Accepted:
     """Temperature 0, lossless: follow the children that equal the target's choice.
 
     choices [B, N]: the target's argmax after each node
@@ -47,43 +51,45 @@ def greedy(tree: Tree, choices: Tensor) -> Verdict:
     return path, num_kept, choices.gather(1, end[:, None])[:, 0]
 
 
-def sample(tree: Tree, probs: Tensor, draws: Draws) -> Verdict:
-    """Token by token, lossless for whatever drafting tree.probs tells of (see above).
+def sample(tree: Tree, probs: Tensor, draws: Draws) -> Accepted:
+    """Token by token. Lossless for every kind of drafting listed above. probs is overwritten.
 
-    Walk down from the root; at a node, try its children in order; accept child x with probability min(1, r(x) / q(x)),
+    Walk down from the root. At a node, try its children in order: accept child x with probability min(1, r(x) / q(x)),
     where r starts as the target's law p and becomes norm(max(r - q, 0)) after a refusal. A chosen child is accepted
-    with r(x), else r(x) = 0 and r is normalised. When every child is refused the next token is drawn from r. probs is
-    overwritten.
+    with probability r(x); if it is refused, r(x) becomes 0 and r is normalised. When every child is refused, the next
+    token is drawn from r.
     """
     rows = torch.arange(len(probs), device=probs.device)
     end = torch.zeros_like(tree.tokens[:, 0])  # [B] the last accepted node
     for node in range(1, tree.tokens.shape[1]):  # a node's descendants all come after it
         parent = tree.parents[:, node]
         if probs.device.type == "cpu" and not bool((parent == end).any()):
-            continue  # nobody is there, nor will be; elsewhere asking costs more than it saves
-        law = probs[rows, parent]  # [B, V] r, as the parent's earlier children leave it
+            continue  # no row's path ends at this parent; on a GPU the question would cost more than it saves
+        law = probs[rows, parent]  # [B, V] r after the parent's earlier children
         accepted = draws.accept(chance(law, tree, node), parent == end)
         probs[rows, parent], _ = refuse(law, tree, node)
         end = torch.where(accepted, node, end)
     return *trace(tree.ancestors(), end), draws.token(probs[rows, end], torch.ones_like(end, dtype=torch.bool))
 
 
-def block(tree: Tree, probs: Tensor, draws: Draws) -> Verdict:
-    """Whole paths at once: traversal verification (2505.12398), on a chain block verification (2403.10444).
+def block(tree: Tree, probs: Tensor, draws: Draws) -> Accepted:
+    """Whole paths at once: traversal verification (2505.12398), which on a chain is block verification (2403.10444).
 
-    Lossless for whatever drafting tree.probs tells of (see above): chains, chosen children, children drawn with or
-    without replacement. probs is overwritten.
+    Lossless for every kind of drafting listed above. probs is overwritten.
 
-    A node is the end of the path with a chance P if no node before it is, in post-order (leaves first, the root last).
-    P(root) = 1, P(x) = min(1, P p(x) / q(x)) with P and p of x's parent, which become, for the parent's next child and
-    for the parent's own turn, p = norm(R) and P = |R| / (|R| + 1 - P), where R = max(P p - q, 0). No draw has a say in
-    this, for a turn only comes when all before it were refused; so it is worked out in the order of nodes.
+    Nodes are tried in post-order: children before their parent, the root last. The accepted path ends at the first node
+    that is accepted; a node is accepted with chance P, given that all nodes before it were refused. P(root) = 1 and
+    P(x) = min(1, P p(x) / q(x)), with P and p of x's parent. After each child, the parent's p and P become
+    p = norm(R) and P = |R| / (|R| + 1 - P), where R = max(P p - q, 0). No draw changes these values, because a node is
+    tried only if all nodes before it were refused. So they are computed in the order of the nodes, before any draw.
     """
     num_rows, num_nodes = tree.tokens.shape
     rows = torch.arange(num_rows, device=probs.device)
     ancestors = tree.ancestors()  # [B, N, N]
     size = ancestors.sum(1)  # [B, N] nodes from each downwards
-    turn = torch.zeros_like(size)  # [B, N] begins as the first turn below a node that is free, ends as its own
+    turn = torch.zeros_like(
+        size
+    )  # [B, N] at first the next free place below a node, in the end its place in post-order
     budget = torch.ones_like(probs[..., 0])  # [B, N] P
     for node in range(1, num_nodes):
         parent = tree.parents[:, node]
@@ -103,11 +109,11 @@ def block(tree: Tree, probs: Tensor, draws: Draws) -> Verdict:
     return *trace(ancestors, end), draws.token(probs[rows, end], torch.ones_like(undecided))
 
 
-def typical(tree: Tree, probs: Tensor, draws: Draws, *, epsilon: float = 0.09, delta: float = 0.3) -> Verdict:
-    """Medusa's typical acceptance (2401.10774). NOT lossless: what comes out is not distributed as the target's text.
+def typical(tree: Tree, probs: Tensor, draws: Draws, *, epsilon: float = 0.09, delta: float = 0.3) -> Accepted:
+    """Medusa's typical acceptance (2401.10774). NOT lossless: the output does not have the target's distribution.
 
     A child is acceptable if p(x) > min(epsilon, delta exp(-H(p))) at its parent; the longest acceptable path is kept
-    (the first of equals), and the next token is drawn from p at its end.
+    (of equally long ones the first), and the next token is drawn from p at its end.
     """
     rows = torch.arange(len(probs), device=probs.device)
     parents = tree.parents.clamp(min=0)
@@ -120,14 +126,14 @@ def typical(tree: Tree, probs: Tensor, draws: Draws, *, epsilon: float = 0.09, d
 def chance(mass: Tensor, tree: Tree, node: int) -> Tensor:
     """min(1, r(x) / q(x)) [B] of a node's token x; mass [B, V] is r."""
     token = tree.tokens[:, node, None]  # [B, 1]
-    ours = mass.gather(1, token)[:, 0]
-    return ours if tree.probs is None else (ours / tree.probs[:, node].gather(1, token)[:, 0]).clamp(max=1)
+    wanted = mass.gather(1, token)[:, 0]
+    return wanted if tree.probs is None else (wanted / tree.probs[:, node].gather(1, token)[:, 0]).clamp(max=1)
 
 
 def refuse(mass: Tensor, tree: Tree, node: int) -> tuple[Tensor, Tensor]:
     """norm(R) [B, V] and |R| [B] for R = max(r - q, 0), q being the law of `node`; mass [B, V] is r.
 
-    Where |R| is no more than rounding, r itself comes back: if r is a law, refusals are as unlikely as that.
+    Where |R| is no more than a rounding error, r is returned instead; if r is a law, a refusal is then as rare.
     """
     if tree.probs is None:
         rest = mass.scatter(1, tree.tokens[:, node, None], 0)
@@ -138,8 +144,8 @@ def refuse(mass: Tensor, tree: Tree, node: int) -> tuple[Tensor, Tensor]:
     return rest.addcmul_(mass, rounding).div_(total + rounding), total[:, 0]  # torch.where would be slower
 
 
-def longest(tree: Tree, kept: Tensor) -> Verdict:
-    """kept [B, N] bool -> the longest path from the root over nodes that are kept (the root is), and its end [B]."""
+def longest(tree: Tree, kept: Tensor) -> Accepted:
+    """kept [B, N] bool -> the longest path from the root over kept nodes (the root always counts), and its end [B]."""
     ancestors = tree.ancestors()  # [B, N, N]
     reached = (kept[:, None] | ~ancestors)[..., 1:].all(-1)  # [B, N]
     end = (reached * ancestors.sum(-1)).argmax(-1)
@@ -149,11 +155,11 @@ def longest(tree: Tree, kept: Tensor) -> Verdict:
 def trace(ancestors: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
     """ancestors [B, N, N] as of Tree, end [B] -> path [B, N] from the root to `end`, num_kept [B]"""
     numbers = torch.arange(ancestors.shape[1], device=end.device)  # [N]
-    onward = ancestors[torch.arange(len(end), device=end.device), end]  # [B, N]
-    num_kept = onward.sum(-1)
-    path = torch.where(onward, numbers, len(numbers)).sort(1).values  # parents come first
+    on_path = ancestors[torch.arange(len(end), device=end.device), end]  # [B, N]
+    num_kept = on_path.sum(-1)
+    path = torch.where(on_path, numbers, len(numbers)).sort(1).values  # parents come first
     return path.masked_fill(numbers >= num_kept[:, None], 0), num_kept
 
 
-RULES: dict[str, Callable[[Tree, Tensor, Draws], Verdict]] = {"token": sample, "block": block, "typical": typical}
+RULES: dict[str, Callable[[Tree, Tensor, Draws], Accepted]] = {"token": sample, "block": block, "typical": typical}
 LOSSY = {"typical"}

@@ -14,7 +14,8 @@ from torch.nn import functional as F
 
 from specdec import replay
 from specdec.decode import STAGES, Decoder, Generation
-from specdec.proposers.heads import HeadProposer, Stopping
+from specdec.proposers.heads import HeadProposer
+from specdec.proposers.stopping import Stopping
 from specdec.report import Report
 
 RIDGE = 1.0  # of the fit: one over the variance of a normal prior around Stopping(), which believes the drafter

@@ -8,28 +8,36 @@ from torch.nn import functional as F
 
 from specdec import masks
 
-Nodes = list[tuple[int, int]]  # one row's drafts, nodes 1, 2, .. of a tree: (token, parent), the root being node 0
+Nodes = list[tuple[int, int]]  # the drafts of one row, nodes 1, 2, .. of a tree: (token, parent); the root is node 0
+
+
+@dataclass(frozen=True)
+class PartialPass:
+    """The first layers of the target's pass over a tree, if the proposer has run them already.
+
+    The nodes' K and V in these layers are in the target's cache, in the order of the nodes, behind the committed entries.
+    """
+
+    states: Tensor  # [B, N, D] the nodes' hidden states after these layers
+    num_layers: int
 
 
 @dataclass(frozen=True)
 class Tree:
-    """What a proposer puts before the target. Nodes stand in an order in which parents come first."""
+    """The drafts that a proposer puts before the target. Parents come before their children."""
 
-    tokens: Tensor  # [B, N] node 0 is the newest committed token
+    tokens: Tensor  # [B, N] node 0, the root, is the newest committed token
     parents: Tensor  # [B, N] parents[i] < i; parents[0] = -1
-    probs: Tensor | None  # [B, N, V] the law that node i was sampled from; None if nodes were chosen, not sampled
+    probs: Tensor | None  # [B, N, V] the law that node i was sampled from; None: the nodes were chosen, not sampled
     linear: bool = False  # whether every row is a chain
-    # What a proposer that drafts with the target's first `num_layers` layers has done of the target's pass already: the
-    # nodes' hidden states, while their K and V are in the target's cache, in order, behind the committed entries.
-    states: Tensor | None = None  # [B, N, D]
-    num_layers: int = 0
+    done: PartialPass | None = None
 
     def depths(self) -> Tensor:
         """-> [B, N]; the root has depth 0."""
         return self.ancestors().sum(-1) - 1
 
     def ancestors(self) -> Tensor:
-        """-> [B, N, N] bool; row i marks i and its ancestors."""
+        """-> [B, N, N] bool; row i marks node i and its ancestors."""
         num_rows, num_nodes = self.parents.shape
         if self.linear:
             return masks.causal(num_nodes, self.parents.device).expand(num_rows, -1, -1)
@@ -40,22 +48,22 @@ class Tree:
         return seen
 
     def rounded(self, depth: int) -> "Tree":
-        """Filled up to a power of two drafts, a chain to no more than `depth`, so that few sizes need compiling."""
+        """This tree filled up to a power of two drafts, a chain to at most `depth`: so only few sizes are compiled."""
         num = self.tokens.shape[1] - 1
-        few = 1 << (num - 1).bit_length() if num else 0
-        return self.filled(min(few, depth) if self.linear else few)
+        size = 1 << (num - 1).bit_length() if num else 0
+        return self.filled(min(size, depth) if self.linear else size)
 
     def filled(self, num: int) -> "Tree":
-        """With `num` drafts, if it has fewer: a chain guesses its last token again, a tree repeats its first draft, which
-        no rule accepts twice. What was filled up has no states."""
+        """This tree filled up to `num` drafts, without `done`; the tree itself if it has as many.
+
+        A chain is filled with its last token. A tree is filled with copies of its first draft, which no rule accepts twice.
+        """
         missing = num + 1 - self.tokens.shape[1]
         if missing <= 0:
             return self
         if self.linear:
-            tokens, parents = (
-                self.tokens[:, -1:],
-                torch.arange(num + 1 - missing, num + 1, device=self.tokens.device) - 1,
-            )
+            tokens = self.tokens[:, -1:]
+            parents = torch.arange(num + 1 - missing, num + 1, device=self.tokens.device) - 1
         else:
             tokens, parents = self.tokens[:, 1:2], torch.zeros(missing, dtype=torch.long, device=self.tokens.device)
         tokens, parents = tokens.expand(-1, missing), parents.expand(len(tokens), -1)
@@ -67,7 +75,7 @@ class Tree:
 
 @dataclass(frozen=True)
 class TreeShape:
-    """How much to draft: `width` nodes a depth are widened, the best `nodes` of all are kept. Width 1 is a chain."""
+    """The size of a tree: at each depth `width` nodes get children, and the best `nodes` are kept. Width 1: a chain."""
 
     depth: int
     width: int
@@ -75,10 +83,10 @@ class TreeShape:
 
     def __post_init__(self):
         if min(self.depth, self.width, self.nodes) < 1:
-            raise ValueError(f"decode.depth, decode.width and decode.nodes must be at least 1, not {self}.")
+            raise ValueError(f"depth={self.depth}, width={self.width} and nodes={self.nodes} must be at least 1.")
         if self.nodes < self.depth:
             raise ValueError(
-                f"decode.nodes={self.nodes} cannot hold a path of decode.depth={self.depth}: raise nodes or lower depth."
+                f"nodes={self.nodes} cannot hold a path of depth={self.depth}: raise nodes= or lower depth=."
             )
 
     @property
@@ -86,15 +94,13 @@ class TreeShape:
         return self.width == 1
 
     def __str__(self) -> str:
-        return (
-            f"chain of {self.depth}"
-            if self.chain
-            else f"tree of depth {self.depth}, width {self.width}, {self.nodes} nodes"
-        )
+        if self.chain:
+            return f"chain of {self.depth}"
+        return f"tree of depth {self.depth}, width {self.width}, {self.nodes} nodes"
 
 
 def root(tokens: Tensor) -> Tree:
-    """The tree of no draft. tokens [B]: the newest committed ones."""
+    """The tree without drafts. tokens [B]: the newest committed ones"""
     return chain(tokens[:, None], None)
 
 
@@ -105,7 +111,10 @@ def chain(tokens: Tensor, probs: Tensor | None) -> Tree:
 
 
 def plant(newest: list[int], drafts: list[Nodes], device) -> Tree:
-    """A tree of chosen drafts for each row; rows with fewer than the largest are filled up as by `Tree.filled`."""
+    """One tree of chosen drafts. newest [B], drafts [B]: the root and the drafts of each row.
+
+    Rows with fewer drafts than others are filled up as by `Tree.filled`.
+    """
     linear = all(parent == number for draft in drafts for number, (_, parent) in enumerate(draft))
     num = max(map(len, drafts))
     rows, parents = [], []

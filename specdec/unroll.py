@@ -1,4 +1,4 @@
-"""The training unroll: a drafter's step over every slot of a text. Training and replay share it; see the slot rule.
+"""The training unroll: a drafter's steps over every slot of a text, for training and replay (slot rule: drafter.py).
 
 Column c is slot c + first; a drafter that reads features has first = 1, because slot 0 has none:
 
@@ -21,14 +21,14 @@ from specdec.drafter import Drafter
 
 @dataclass(frozen=True)
 class Unrolled:
-    """States and readouts of every step. A step need not have run everywhere: where nothing is judged, it is spared."""
+    """States and readouts of every step. A step may have run on a part of the slots only: on those that are judged."""
 
     states: list[Tensor]  # K of [B, S_d, H]
     readouts: list[Tensor]  # K of [B, S_d, R]
-    places: list[Tensor]  # K of [B, columns] where a slot stands in step d, -1 if it has none
+    places: list[Tensor]  # K of [B, columns] the place of each slot in step d, -1 if the step did not run on it
     positions: Tensor  # [B, T] of the tokens in their documents
     first: int
-    share: list[float]  # K: of the slots with a goal, how many were run; below 1 where they were sampled
+    share: list[float]  # K: of the slots with a goal, the share that was run; below 1 if they were sampled
 
     def at(self, values: list[Tensor], d: int, rows: Tensor, goals: Tensor) -> tuple[Tensor, Tensor]:
         """Step d of the slots that guess `goals` [M] of batch rows `rows` [M] -> values [M, .], exists [M] bool"""
@@ -51,18 +51,19 @@ def unroll(
 ) -> Unrolled:
     """tokens, documents (-1: padding), positions [B, T]; features [B, T, F*D]; goals [B, T] bool: tokens to be guessed
 
-    anchors: so many random slots a row, of those with a goal, run the steps that later slots do not look at; None: all
+    Steps whose keys no later slot reads run on slots with a goal only.
+    anchors: the number of these slots in each row, drawn at random; None: all of them
     """
     first, kind = drafter.first_slot, drafter.attends
     num = tokens.shape[1] - first
 
     def later(values: Tensor, ahead: int) -> Tensor:
-        """values [B, T] -> [B, columns]: what stands `ahead` after each slot; past the end, 0."""
+        """values [B, T] -> [B, columns]: the values `ahead` places after each slot; 0 past the end"""
         shifted = values[:, first + ahead :]
         return nn.functional.pad(shifted, (0, num - shifted.shape[1]))
 
     cache = UnrollCache()
-    slot_positions = later(positions, 0)  # [B, columns], below `first` where a slot has no feature of its own document
+    slot_positions = later(positions, 0)  # [B, columns]; below `first`: no feature of its own document
     index = torch.where(slot_positions >= first, later(documents, 0), -1)
     judged = [later(goals & (positions >= d + first), d) for d in range(1, depth + 1)]  # of [B, columns]
     h = drafter.encode(features[:, :num])  # the feature of column c is that of the slot before it
@@ -75,11 +76,10 @@ def unroll(
 
     states, readouts, places, share = [], [], [], []
     order = every
-    # The first step that runs on chosen slots only: no other slot looks at its keys
+    # The first step that runs on chosen slots only, because no other slot reads its keys
     sparse_from = {"block": 1, "path": 2, "none": 2, "depth": depth + 1}[kind]
     mask = None if kind in ("none", "depth") else masks.documents(index)  # [B, 1, S, columns]
-    if kind == "block":
-        drafter.context(h, slot_positions - 1, cache)
+    drafter.context(h, slot_positions - 1, cache)
     place, kept = every, 1.0
     for d in range(1, depth + 1):
         if d == sparse_from:
@@ -99,9 +99,10 @@ def unroll(
 
 
 def _choose(wanted: Tensor, limit: int | None) -> tuple[Tensor, Tensor, float]:
-    """wanted [B, C] bool -> order [B, S]: wanted columns first, at most `limit` of them, at random; others fill rows up
+    """Chooses wanted columns, at most `limit` of each row, at random. wanted [B, C] bool
 
-    -> order, place [B, C] of a column in it (-1 if it is not there), the share of wanted columns that are
+    -> order [B, S] of chosen columns, in rows with fewer filled up with others; place [B, C] of each wanted column in
+    it, -1 if it was not chosen; the share of wanted columns that were chosen
     """
     num = max(1, int(wanted.sum(1).max()))
     score = wanted.float()

@@ -1,4 +1,4 @@
-"""One pass of the target over a tree, and the rule's verdict."""
+"""One pass of the target over a tree, and what the acceptance rule decides."""
 
 from dataclasses import dataclass
 
@@ -8,32 +8,38 @@ from torch import Tensor
 from specdec import masks, rules
 from specdec.cache import RowCache
 from specdec.compile import Runner
+from specdec.compiled_target import CompiledTarget
 from specdec.sampling import Sampling, seen
 from specdec.target import Target, TargetOutput
 from specdec.tree import Tree
 
 
 @dataclass(frozen=True)
-class Judgement:
-    """A verdict, as of rules.py, and what it rests on."""
+class Verdict:
+    """What a rule of rules.py decided, and the target's output that it decided by."""
 
     path: Tensor  # [B, N] the accepted nodes from node 0 down; entries past num_kept are 0
     num_kept: Tensor  # [B]
     next_token: Tensor  # [B]
     output: TargetOutput  # of the nodes, [B, N, .]
-    choices: Tensor | None  # [B, N] the likeliest token after each node; at temperature > 0 only if asked for
+    choices: Tensor | None  # [B, N] the most likely token after each node; at temperature > 0 only if asked for
     law: Tensor | None  # [B, N, V] the target's law after each node, if asked for and temperature > 0
 
     def along(self, tree: Tree, depth: int) -> tuple[Tensor, Tensor]:
-        """-> path [B, P], no longer than `depth` allows, and what followed each of its nodes [B, P]: the accepted drafts,
-        then the target's own token; entries past num_kept mean nothing"""
+        """-> path [B, P], P at most 1 + depth, and the token that follows each of its nodes [B, P].
+
+        These tokens are the accepted drafts and, last, the target's own token. Entries past num_kept mean nothing.
+        """
         path = self.path[:, : 1 + depth]
         following = torch.cat([tree.tokens.gather(1, path)[:, 1:], self.next_token[:, None]], dim=1)
         return path, following.scatter(1, self.num_kept[:, None] - 1, self.next_token[:, None])
 
 
 class Verifier:
-    """Puts trees before the target. layers: hidden states wanted in `Judgement.output`; choices, law: see there."""
+    """Puts trees before the target.
+
+    hidden_states: those wanted in `Verdict.output`; choices, law: whether the verdict has them at temperature > 0
+    """
 
     def __init__(
         self,
@@ -42,15 +48,16 @@ class Verifier:
         sampling: Sampling,
         rule: str,
         runner: Runner,
-        layers: tuple[int, ...] = (),
+        hidden_states: tuple[int, ...] = (),
         choices: bool = False,
         law: bool = False,
     ):
-        self.target, self.sampling, self.rule, self.runner = target, sampling, rules.RULES[rule], runner
-        self.layers, self.choices, self.law = layers, choices, law
+        self.target, self.compiled = target, CompiledTarget(target, runner)
+        self.sampling, self.rule, self.runner = sampling, rules.RULES[rule], runner
+        self.hidden_states, self.choices, self.law = hidden_states, choices, law
 
-    def __call__(self, tree: Tree, cache: RowCache, draws: rules.Draws, marks: Tensor | None = None) -> Judgement:
-        """The nodes' entries are pending in the cache afterwards. marks [B, V]: see Decoder.stream"""
+    def __call__(self, tree: Tree, cache: RowCache, draws: rules.Draws, marks: Tensor | None = None) -> Verdict:
+        """Leaves the nodes' entries pending in the cache. marks [B, V]: see Decoder.stream"""
         cache.reserve(tree.tokens.shape[1])
         linear = tree.linear
 
@@ -63,15 +70,8 @@ class Verifier:
         run = self.runner
         inputs = tree.tokens, tree.parents, cache.lengths, cache.skipped
         positions, mask = run(("place", linear, cache.visible), place, *inputs)
-        output = self.target.read_compiled(
-            tree.tokens,
-            self.layers,
-            positions=positions,
-            mask=mask,
-            cache=cache,
-            runner=run,
-            states=tree.states,
-            num_layers=tree.num_layers,
+        output = self.compiled.read(
+            tree.tokens, self.hidden_states, positions=positions, mask=mask, cache=cache, done=tree.done
         )
         if self.sampling.greedy and marks is None:
 
@@ -82,14 +82,14 @@ class Verifier:
             path, num_kept, next_token, choices = run(
                 ("greedy", linear), greedy, output.final, tree.tokens, tree.parents
             )
-            return Judgement(path, num_kept, next_token, output, choices, None)
+            return Verdict(path, num_kept, next_token, output, choices, None)
         logits = run("logits", self.target.logits, output.final)  # [B, N, V]
         if marks is not None:
             logits = self.sampling.penalise(logits, seen(tree, marks))
         if self.sampling.greedy:
             choices = logits.argmax(-1)
-            return Judgement(*rules.greedy(tree, choices), output, choices, None)
+            return Verdict(*rules.greedy(tree, choices), output, choices, None)
         choices = logits.argmax(-1) if self.choices else None
         law = self.sampling.law(logits)
         kept = law.clone() if self.law else None  # the rule overwrites it
-        return Judgement(*self.rule(tree, law, draws), output, choices, kept)
+        return Verdict(*self.rule(tree, law, draws), output, choices, kept)

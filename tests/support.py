@@ -112,9 +112,11 @@ def scale_forward(target: Target, monkeypatch) -> None:
 
 @functools.cache
 def load_head(head: str) -> dict:
-    """The composed configuration of conf/head/<head>.yaml."""
+    """The composed configuration of conf/head/<head>.yaml, without the objective's class, which tests name themselves."""
     with hydra.initialize_config_dir(str(HEADS_FOLDER.parent), version_base="1.3"):
-        return OmegaConf.to_container(hydra.compose("train", overrides=[f"head={head}"]).head)
+        config = OmegaConf.to_container(hydra.compose("train", overrides=[f"head={head}"]).head)
+    del config["objective"]["_target_"]
+    return config
 
 
 def make_drafter(target: Target, head: str, reduced: bool = False, arguments: dict | None = None):

@@ -15,7 +15,10 @@ ORDER = [
     "tree",
     "sampling",
     "attention",
+    "target_loading",
     "target",
+    "target_adapter",
+    "compiled_target",
     "rules",
     "verifier",
     "drafter",
@@ -28,6 +31,8 @@ ORDER = [
     "datastore",
     "proposers.base",
     "proposers.text",
+    "proposers.stopping",
+    "proposers.growth",
     "proposers.heads",
     "proposers.*",
     "layer_search",
@@ -90,6 +95,38 @@ def test_specdec_imports_downwards_only(path):
 @pytest.mark.parametrize("path", sorted((ROOT / "train").rglob("*.py")), ids=lambda path: path.name)
 def test_train_knows_no_hydra(path):
     assert not {name.split(".")[0] for name in imported(path)} & {"hydra", "omegaconf", "scripts"}
+
+
+CACHE_FIELDS = {"data", "halves", "lengths", "skipped", "pending", "known", "slots"}  # of RowCache
+OTHERS = [path for path in (*FILES, *(ROOT / "train").rglob("*.py"), *(ROOT / "scripts").rglob("*.py"), ROOT / "train.py")
+          if path != ROOT / "specdec" / "cache.py"]  # fmt: skip
+
+
+def assigned_fields(path: Path) -> set[str]:
+    """Assignments to a field of CACHE_FIELDS, or to a part of one, of anything but `self`. A Parameter's `data` is allowed."""
+    places = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
+            node = node.value  # x.field[...] = ...
+        elif not (isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)):
+            continue
+        if isinstance(node, ast.Attribute) and node.attr in CACHE_FIELDS:
+            owner = ast.unparse(node.value)
+            if owner != "self" and (owner, node.attr) != ("parameter", "data"):
+                places.add(f"{owner}.{node.attr}")
+    return places
+
+
+@pytest.mark.parametrize("path", OTHERS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_only_the_cache_assigns_its_fields(path):
+    assert not assigned_fields(path)
+
+
+def test_assignments_are_seen(tmp_path):
+    path = tmp_path / "code.py"
+    path.write_text("self.cache.pending = 0\ncache.lengths, x = 1, 2\ncache.known += [1]\ncache.data[..., 0] = 1\n"
+                    "self.known = 1\nparameter.data = 1\nx = cache.slots\n")  # fmt: skip
+    assert assigned_fields(path) == {"self.cache.pending", "cache.lengths", "cache.known", "cache.data"}
 
 
 def test_the_reader_reads():

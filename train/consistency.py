@@ -1,22 +1,22 @@
-"""Consistency training (CLLM, 2403.00835): from every state of a Jacobi trajectory, guess what the fixed point says.
+"""Consistency training (CLLM, 2403.00835): from every state of a Jacobi trajectory, guess the tokens of its fixed point.
 
 The answers of a batch are cut into blocks of n tokens. Jacobi iteration continues the text before a block:
 
-    text       x_0 .. x_(s-1)                      the row's own, whoever wrote it
-    y(0)       n tokens drawn from that text       as a decoder begins that knows nothing better
-    y(i+1)     what the adapted target says at y(i)
+    text       x_0 .. x_(s-1)                      the row's own, from any source
+    y(0)       n tokens drawn from that text       as in a decoder's first round
+    y(i+1)     the adapted target's choices at y(i)
     y*         the original target's fixed point   its greedy continuation of the text
 
     position   s-1      s      s+1     s+2
     reads      x_(s-1)  y_1    y_2     y_3          tokens of a state
     judged by           y*_1   y*_2    y*_3         the original's law at the same position of the fixed point
 
-States are on policy, because those that decoding will meet are the adapted target's own guesses; what the original
-guesses behind a wrong token is worth little. Fixed points are the original's, as the paper's are, so that what is
-learned does not move with who learns it, and every state teaches to say what the original says. y* need not be iterated
-to: greedy decoding finds the same tokens, all blocks side by side, and reads each once. And since y* is the target's
-continuation, not the text's, it does not matter at which temperature a row was written; the text is only what stands
-before. (Behind an end of turn y* goes on, which decoding would not: a few tokens in a hundred.)
+States are on policy: decoding will meet the adapted target's own guesses, and what the original target guesses behind a
+wrong token teaches little. Fixed points are the original target's, as in the paper, so that the goal does not move during
+training, and every state is trained towards the original's law. y* needs no iteration: greedy decoding finds the same
+tokens, for all blocks side by side, and reads each token once. Since y* is the target's continuation and not the text's, the
+temperature at which a row was written does not matter; the text only stands before the blocks. (Behind an end of turn y*
+goes on, although decoding stops there: a few tokens in a hundred.)
 """
 
 from dataclasses import dataclass
@@ -27,23 +27,24 @@ from torch import Tensor, nn
 from specdec import masks
 from specdec.heads.consistency import Consistency
 from specdec.target import Target, TargetOutput
+from specdec.target_adapter import original as original_target
 from train.data import Batch, answers
 from train.objective import Loss, cross_entropy, divergence
 
 
 @dataclass(frozen=True)
 class Continuation:
-    """What the original target says of a batch, and how it continues the text before M blocks of n tokens in each row."""
+    """The original target's states along a batch, and its continuation of the text before M blocks of n tokens a row."""
 
-    text: Tensor  # [B, T, D] its final states along the text
+    text: Tensor  # [B, T, D] final states along the text
     tokens: Tensor  # [B, n, M] y*; entry [., k] belongs to the block's token k
-    final: Tensor  # [B, n, M, D] its final states there: the law of what follows
+    final: Tensor  # [B, n, M, D] final states at these tokens: the law of the next ones
 
 
 def cut(batch: Batch, num: int) -> Tensor:
-    """Where blocks of `num` tokens begin: side by side through every answer, the first anywhere in its first `num` tokens.
+    """Cuts every answer into adjacent blocks of `num` tokens; the first block starts at random in its first `num` tokens.
 
-    -> starts [B, M] places in the row; 0, where none can be, fills rows up
+    -> starts [B, M], places in the row; rows with fewer blocks are filled up with 0, where no block can start
     """
     rows = []
     for row in range(len(batch.tokens)):
@@ -54,7 +55,7 @@ def cut(batch: Batch, num: int) -> Tensor:
 
 
 def draw(batch: Batch, starts: Tensor, num: int) -> Tensor:
-    """y(0): tokens drawn from what stands before each block in its document; starts [B, M] -> [B, num, M]"""
+    """y(0): tokens drawn from the text before each block in its document; starts [B, M] -> [B, num, M]"""
     before = batch.positions.gather(1, starts)[:, None]  # [B, 1, M]
     chance = torch.rand(len(starts), num, starts.shape[1], device=starts.device)
     places = starts[:, None] - before + (chance * before).long()
@@ -62,7 +63,7 @@ def draw(batch: Batch, starts: Tensor, num: int) -> Tensor:
 
 
 class Reader:
-    """The target reads the batch once, then blocks that continue it, again and again."""
+    """The target reads a batch once, and then blocks that continue it, any number of times."""
 
     def __init__(self, target: Target, batch: Batch, starts: Tensor, num: int):
         """starts [B, M]: where blocks of num tokens begin"""
@@ -74,7 +75,7 @@ class Reader:
         self.text = self.read(batch.tokens, batch.positions, masks.documents(batch.documents))  # [B, T, D]
         self.cache.commit(torch.full_like(self.cache.lengths, length), [length] * num_rows)
         before = (starts - 1).clamp(min=0)[..., None].expand(-1, -1, target.width)  # [B, M, D]
-        self.first = target.logits(self.text.gather(1, before)).argmax(-1)  # [B, M] what it says at the text's end
+        self.first = target.logits(self.text.gather(1, before)).argmax(-1)  # [B, M] each block's first token
 
     def read(self, tokens: Tensor, at: Tensor, mask: Tensor) -> Tensor:
         """tokens, at [B, S], mask [B, 1, S, keys] -> final [B, S, D]"""
@@ -83,8 +84,8 @@ class Reader:
         return self.target.read(tokens, (), positions=at, mask=mask, cache=self.cache).final
 
     def greedy(self) -> Continuation:
-        """One token of every block a pass."""
-        mask = masks.blocks(self.batch.documents, self.starts, self.num)
+        """Greedy decoding of all blocks, one token of each in a pass."""
+        mask = masks.jacobi_blocks(self.batch.documents, self.starts, self.num)
         mask = mask.unflatten(2, self.at.shape[1:])  # [B, 1, n, M, T + n*M]
         token, tokens, final = self.first, [], []
         for k in range(self.num):
@@ -94,15 +95,15 @@ class Reader:
         return Continuation(self.text, torch.stack(tokens, dim=1), torch.stack(final, dim=1))
 
     def jacobi(self, state: Tensor, passes: Tensor) -> Tensor:
-        """state [B, n, M], and the same after passes[m] iterations of the m-th blocks of all rows; passes [M]"""
+        """state [B, n, M], passes [M] -> the state after passes[m] iterations of the m-th block of every row"""
         state = state.clone()
         for iteration in range(int(passes.max())):
             chosen = (passes > iteration).nonzero()[:, 0]  # [M']
-            self.cache.pending = 0  # this pass is written over the last
-            mask = masks.blocks(self.batch.documents, self.starts[:, chosen], self.num)  # [B, 1, n*M', T + n*M']
+            self.cache.drop_pending()  # this pass overwrites the last one
+            mask = masks.jacobi_blocks(self.batch.documents, self.starts[:, chosen], self.num)  # [B, 1, n*M', T + n*M']
             final = self.read(state[:, :, chosen].flatten(1), self.at[:, :, chosen].flatten(1), mask)
-            said = self.target.logits(final).argmax(-1).unflatten(1, (self.num, len(chosen)))  # [B, n, M']
-            state[:, :, chosen] = torch.cat([self.first[:, None, chosen], said[:, :-1]], dim=1)
+            choices = self.target.logits(final).argmax(-1).unflatten(1, (self.num, len(chosen)))  # [B, n, M']
+            state[:, :, chosen] = torch.cat([self.first[:, None, chosen], choices[:, :-1]], dim=1)
         return state
 
 
@@ -112,45 +113,39 @@ def place(batch: Batch, starts: Tensor, num: int) -> Tensor:
 
 
 class ConsistencyObjective(nn.Module):
-    """What `Objective` is to drafters with a step, for one whose target guesses for itself.
+    """The training objective of a consistency adapter, in the place of `Objective`, which is for drafters with steps.
 
-    losses, weights by name; what has weight 0 is not computed:
+    losses: weights by name; a loss of weight 0 is not computed:
         consistency   KL of the adapted target's law at a state from the original's at the fixed point, from the state's
                       first wrong token on: the paper's global consistency loss, summed over positions
         original      KL of the adapted target from the original one along the text
         ce            cross-entropy on the text's tokens, the paper's AR loss: for texts written at temperature 0
     depth: n, tokens of a block
-    passes: a state is one of y(0) .. y(passes), each as likely, drawn for every block
+    passes: each block's state is drawn from y(0) .. y(passes), all equally likely
     """
 
-    every_slot = False  # it judges guesses at texts of the target's own
+    every_slot = False  # it judges the target's own texts, so the batch's text cannot be replayed
 
     def __init__(self, drafter: Consistency, *, losses: dict[str, float], depth: int, passes: int):
         super().__init__()
         known = ("consistency", "original", "ce")
         if set(losses) - set(known) or not losses.get("consistency"):
-            raise ValueError(
-                f"head.objective.losses={dict(losses)}: give weights to some of {', '.join(known)}; the first needs one."
-            )
+            raise ValueError(f"losses={dict(losses)}: give weights to some of {', '.join(known)}; the first needs one.")
         if depth != drafter.depth:
             raise ValueError(
-                f"head.objective.depth={depth} must be head.drafter.num_drafts={drafter.depth}: decoding then meets "
-                "states of the length that was trained. Change one of them."
+                f"depth={depth} must be the drafter's num_drafts, {drafter.depth}, so that decoding meets states of the "
+                "length that was trained. Change one of them."
             )
         if not 0 <= passes < depth:
             raise ValueError(
-                f"head.objective.passes={passes} must be 0 to depth - 1 = {depth - 1}: after {depth} passes every state "
+                f"passes={passes} must be 0 to depth - 1 = {depth - 1}: after {depth} passes every state "
                 "is its fixed point."
             )
-        self.drafter = drafter
-        self.losses, self.depth, self.passes = (
-            {name: weight for name, weight in losses.items() if weight},
-            depth,
-            passes,
-        )
+        self.drafter, self.depth, self.passes = drafter, depth, passes
+        self.losses = {name: weight for name, weight in losses.items() if weight}
 
     def forward(self, batch: Batch, output: TargetOutput | None) -> Loss:
-        """output: None, since the adapted target is read here"""
+        """output: None, because the adapted target is read here"""
         assert output is None
         target = self.drafter.target
         starts = cut(batch, self.depth)  # [B, M]
@@ -158,14 +153,14 @@ class ConsistencyObjective(nn.Module):
         passes = torch.randint(self.passes + 1, (num_blocks,), device=starts.device)
         begun = draw(batch, starts, self.depth)  # [B, n, M]
         with torch.no_grad():
-            with target.original():
+            with original_target(target):
                 original = Reader(target, batch, starts, self.depth).greedy()
             states = Reader(target, batch, starts, self.depth).jacobi(begun, passes)
 
         # One pass over [text, states], with gradient
         length = batch.tokens.shape[1]
         over_text = nn.functional.pad(masks.documents(batch.documents), (0, self.depth * num_blocks))
-        over_states = masks.blocks(batch.documents, starts, self.depth)  # [B, 1, n*M, T + n*M]
+        over_states = masks.jacobi_blocks(batch.documents, starts, self.depth)  # [B, 1, n*M, T + n*M]
         final = target.read(
             torch.cat([batch.tokens, states.flatten(1)], dim=1),
             (),
@@ -175,9 +170,9 @@ class ConsistencyObjective(nn.Module):
         ).final  # [B, T + n*M, D]
         text, guessed = final[:, :length], final[:, length:].unflatten(1, (self.depth, num_blocks))
 
-        # Before its first wrong token a state is the text that `original` is for
-        left = ((states != original.tokens).cumsum(1) > 0) & (starts > 0)[:, None]  # [B, n, M]
-        total = self.losses["consistency"] * divergence(target, guessed[left], original.final[left])
+        # Up to its first wrong token a state equals the text, for which there is the loss `original`
+        wrong = ((states != original.tokens).cumsum(1) > 0) & (starts > 0)[:, None]  # [B, n, M]
+        total = self.losses["consistency"] * divergence(target, guessed[wrong], original.final[wrong])
         rows, position = batch.loss_mask.nonzero().unbind(1)
         if "original" in self.losses:
             drift = divergence(target, text[rows, position - 1], original.text[rows, position - 1])

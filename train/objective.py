@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from specdec import masks
 from specdec.drafter import Drafter, Slots
 from specdec.target import Target, TargetOutput
+from specdec.target_adapter import original as original_target
 from specdec.unroll import Unrolled, unroll
 from train import losses, survival
 from train.data import Batch, answers
@@ -128,7 +129,7 @@ class Objective(nn.Module):
         """The outputs of the adapted target, with gradient, and of the original one."""
         target, layers = self.drafter.target, self.drafter.target_layers
         mask = masks.documents(batch.documents)
-        with target.original():
+        with original_target(target):
             original = target.read(batch.tokens, (), positions=batch.positions, mask=mask)
         output = target.read(batch.tokens, layers, positions=batch.positions, mask=mask, gradient=True)
         return output, original

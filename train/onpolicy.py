@@ -9,7 +9,7 @@ import dataclasses
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from specdec.drafter import Drafter
+from specdec.drafter import Drafter, Head
 from specdec.proposers.heads import HeadProposer
 from specdec.sampling import Sampling
 from specdec.tree import TreeShape
@@ -29,7 +29,7 @@ class OnPolicy:
 
     def __init__(
         self,
-        drafter: Drafter,
+        drafter: Head,
         packs: Packs,
         *,
         length: int,
@@ -42,7 +42,7 @@ class OnPolicy:
                 f"on_policy={on_policy} must be a share from 0 to 1, and on_policy_temperature={on_policy_temperature} must be "
                 "0 or above."
             )
-        if drafter.attends != "text":
+        if not isinstance(drafter, Drafter) or drafter.attends != "text":
             raise ValueError(
                 f"on_policy={on_policy}: {type(drafter).__name__} cannot write a text without the target. Train a draft model "
                 "(head draft), or set on_policy=0."

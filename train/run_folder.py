@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from specdec import checkpoint
-from specdec.drafter import Drafter
+from specdec.drafter import Head
 from specdec.report import Report
 
 
@@ -56,7 +56,7 @@ class RunFolder:
             kept = [line for line in log.read_text().splitlines() if line and json.loads(line)["step"] <= step]
             log.write_text("".join(line + "\n" for line in kept))
 
-    def save_checkpoint(self, drafter: Drafter, report: Report) -> str:
+    def save_checkpoint(self, drafter: Head, report: Report) -> str:
         """-> the checkpoint's name, as `mark_best` takes it"""
         name = f"step_{report.step:06d}"
         checkpoint.save(self.path / name, drafter, self.spec, extra={"report.json": report.to_json()})

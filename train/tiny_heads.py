@@ -67,13 +67,14 @@ def small_vocab(rows: list[data.Row]) -> Tensor:
 def overfit(drafter: Drafter, rows: list[data.Row], objective: dict, *, depth: int, share_right: ShareRight) -> Drafter:
     """A copy of the drafter that drafts these rows without a mistake. Raises ValueError if it does not learn them.
 
-    objective: arguments of `Objective`, of whose losses only cross-entropy counts, and confidence where the head has it
+    objective: arguments of `Objective` as conf/head has them, of whose losses only cross-entropy counts, and confidence where the head has it
     """
     target = drafter.target
     wanted = {"ce", "confidence"} if drafter.confident else {"ce"}
     weights = {name: float(name in wanted) for name in objective["losses"]}
     depth = 1 if drafter.attends == "text" else depth
-    loss_of = Objective(drafter, **{**objective, "losses": weights, "depth": depth, "anchors": None})
+    arguments = {key: value for key, value in objective.items() if key != "_target_"}
+    loss_of = Objective(drafter, **{**arguments, "losses": weights, "depth": depth, "anchors": None})
     batch = data.collate([[row] for row in rows], length=max(len(row.tokens) for row in rows), pad_token=0)
     output = Online(target, drafter.target_layers)([0], batch)
     optimizer = torch.optim.Adam([p for p in drafter.parameters() if p.requires_grad], lr=2e-3)

@@ -15,7 +15,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast
 
-from specdec.drafter import Drafter, Slots
+from specdec.drafter import Drafter, Head, Slots
 from specdec.report import Report, Training
 from specdec.target import TargetOutput
 from train import data
@@ -89,7 +89,7 @@ class Trainer:
         scheduler: torch.optim.lr_scheduler.LRScheduler,
         *,
         material: Material,
-        validate: Callable[[Drafter], Report],
+        validate: Callable[[Head], Report],
         settings: Settings,
         folder: RunFolder,
     ):
@@ -110,7 +110,7 @@ class Trainer:
     def solve(self, num_packs: int) -> None:
         """Closed-form weights, if the head has any, from the packs that training reads first; the same in all processes."""
         features = self.material.features
-        if features is None or type(self.drafter).solve is Drafter.solve:
+        if features is None or not isinstance(self.drafter, Drafter) or type(self.drafter).solve is Drafter.solve:
             return
         texts: list[Slots] = []
         for index in _permutation(len(self.material.packs), self.settings.seed)[:num_packs]:

@@ -11,12 +11,13 @@ from omegaconf import OmegaConf
 from transformers import PreTrainedTokenizerBase
 
 from specdec import checkpoint
-from specdec.drafter import Drafter
+from specdec.drafter import Head
 from specdec.drafting import Drafting
-from specdec.proposers.heads import Stopping
+from specdec.proposers.stopping import Stopping
 from specdec.sampling import Sampling
 from specdec.target import Target, load_tokenizer
 from train import data
+from train.naming import named
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 
@@ -69,22 +70,26 @@ class DecodeOptions:
     def drafting(self) -> Drafting:
         if self.file is not None:
             return read_drafting(self.file, compile=self.compile)
-        return Drafting(
-            depth=self.depth,
-            width=self.width,
-            nodes=self.nodes,
-            children=self.children,  # type: ignore[arg-type]  # it is checked there
-            rule=self.rule,
-            lossy=self.lossy,
-            compile=bool(self.compile),
-        )
+        with named("decode"):
+            drafting = Drafting(
+                depth=self.depth,
+                width=self.width,
+                nodes=self.nodes,
+                children=self.children,  # type: ignore[arg-type]  # it is checked there
+                rule=self.rule,
+                lossy=self.lossy,
+                compile=bool(self.compile),
+            )
+            _ = drafting.shape  # so that a size that cannot be is refused here
+            return drafting
 
     def samplings(self) -> list[Sampling]:
         try:
             temperatures = [float(value) for value in self.temperature.split(",")]
         except ValueError:
             raise ValueError(f"decode.temperature={self.temperature}: give numbers, such as 0 or 0,1.") from None
-        return [Sampling(value, self.top_k, self.top_p, self.repetition_penalty) for value in temperatures]
+        with named("decode"):
+            return [Sampling(value, self.top_k, self.top_p, self.repetition_penalty) for value in temperatures]
 
 
 def read_drafting(path: str, *, compile: bool | None) -> Drafting:
@@ -94,9 +99,13 @@ def read_drafting(path: str, *, compile: bool | None) -> Drafting:
         missing = [item.name for item in fields(Drafting) if item.name not in found]
         if missing:
             raise KeyError(f"it lacks {', '.join(missing)}")
-        drafting = Drafting(**{**found, "compile": found["compile"] if compile is None else compile})
-        _ = drafting.shape, Stopping(**(drafting.stopping or {}))  # here, where a mistake can be told from its place
-        return drafting
+        with named("decode"):
+            drafting = Drafting(**{**found, "compile": found["compile"] if compile is None else compile})
+            _ = (
+                drafting.shape,
+                Stopping(**(drafting.stopping or {})),
+            )  # here, where a mistake can be told from its place
+            return drafting
     except (OSError, TypeError, KeyError, yaml.YAMLError) as error:
         raise ValueError(
             f"decode.file={path} cannot be used ({error}): give a file that scripts/tune.py wrote."
@@ -117,7 +126,7 @@ class Loaded(Opened):
     """A checkpoint beside its target."""
 
     folder: Path
-    drafter: Drafter
+    drafter: Head
 
 
 def use_threads() -> None:
@@ -147,7 +156,8 @@ def load_target(options: TargetOptions, *, default: str | None = None) -> Opened
     use_threads()
     name = options.name or default or str(OmegaConf.load(CONF / "target" / "smollm2-135m.yaml").name)
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    target = Target.load(name, dtype=options.dtype, device=device)
+    with named("target"):
+        target = Target.load(name, dtype=options.dtype, device=device)
     tokenizer = load_tokenizer(name)
     return Opened(target, tokenizer, data.stop_tokens(tokenizer, target.model.generation_config))
 

@@ -18,6 +18,7 @@ from specdec.drafting import Drafting
 from specdec.proposers.base import Proposer
 from specdec.proposers.heads import HeadProposer
 from specdec.target import Target
+from train.naming import named as option_of
 
 FOLDER = loading.CONF / "proposer"
 NESTED = ("members", "inner")  # arguments that are proposers themselves, written as names
@@ -98,14 +99,14 @@ def make(config: Config, target: Target) -> Proposer:
     """The proposer of a `configure`d file. Raises ValueError, with what to do, for what does not fit."""
     inside = {key: [make(one, target) for one in config[key].values()] for key in NESTED if key in config}
     arguments = {key: made if key == "members" else made[0] for key, made in inside.items()}
-    try:
-        return instantiate(
-            {key: value for key, value in config.items() if key not in NESTED}, target, **arguments, _convert_="all"
-        )
-    except InstantiationException as error:
-        if isinstance(error.__cause__, ValueError):
-            raise error.__cause__ from None
-        raise
+    own = {key: value for key, value in config.items() if key not in NESTED}
+    with option_of("proposer"):
+        try:
+            return instantiate(own, target, **arguments, _convert_="all")
+        except InstantiationException as error:
+            if isinstance(error.__cause__, ValueError):
+                raise error.__cause__ from None
+            raise
 
 
 def names_in(listed: str) -> list[str]:
@@ -202,4 +203,6 @@ def _parse(config: DictConfig, key: str, value: str):
 
 def head(target: Target, *, checkpoint: str, decode: dict) -> HeadProposer:
     """conf/proposer/head.yaml: the drafter of a checkpoint, drafting as `decode` says."""
-    return Drafting(**decode).proposer(load_drafter(checkpoint, target))
+    drafter = load_drafter(checkpoint, target)
+    with option_of("decode"):
+        return Drafting(**decode).proposer(drafter)

@@ -1,33 +1,34 @@
-"""What drafters have in common that adapt their target by LoRA (2106.09685): the adapter is theirs, and the target uses it."""
+"""What heads share that adapt their target by LoRA (2106.09685)."""
 
 import torch
 from torch import nn
 
-from specdec.drafter import Drafter
+from specdec.drafter import Head
 from specdec.target import Target
+from specdec.target_adapter import adapt
 
 
-class AdaptsTarget(Drafter):
-    """`adapter` holds the parameters that the target uses in place, named as in the target with "/" for ".".
+class AdaptsTarget(Head):
+    """Puts a LoRA adapter into the target. Outputs, and losslessness, are then those of the adapted target.
 
-    So what is decoded is the adapted target, and "lossless" is said of it.
+    `adapter` holds the parameters that the target uses in place, named as in the target with "/" for ".".
 
-    lora_rank, lora_alpha: the change of a layer is alpha / rank * B A; lora_modules: names of the layers it is put beside
-    own: what the class that follows in the order of resolution is made with
+    lora_rank, lora_alpha: the change of a layer's weight is alpha / rank * B A; lora_modules: names of the layers to adapt
+    others: the arguments of the next class in the method resolution order
     """
 
     adapts_target = True
 
-    def __init__(self, target: Target, *, lora_rank: int, lora_alpha: int, lora_modules: tuple[str, ...], **own):
-        super().__init__(target, **own)
-        found = target.adapt(rank=lora_rank, alpha=lora_alpha, modules=list(lora_modules))
-        self.adapter = nn.ParameterDict({name.replace(".", "/"): value for name, value in found.items()})
+    def __init__(self, target: Target, *, lora_rank: int, lora_alpha: int, lora_modules: tuple[str, ...], **others):
+        super().__init__(target, **others)
+        parameters = adapt(target, rank=lora_rank, alpha=lora_alpha, modules=list(lora_modules))
+        self.adapter = nn.ParameterDict({name.replace(".", "/"): value for name, value in parameters.items()})
 
     def _apply(self, fn, recurse=True):
-        """The adapter stays as exact as it was trained, whatever the rest is cast to."""
+        """Casts the adapter to a higher precision only: it keeps the precision in which it was trained."""
         exact = {name: value.data for name, value in self.adapter.items()}
         super()._apply(fn, recurse)
         for name, value in exact.items():
-            moved = self.adapter[name]
-            moved.data = value.to(moved.device, torch.promote_types(value.dtype, moved.dtype))
+            parameter = self.adapter[name]
+            parameter.data = value.to(parameter.device, torch.promote_types(value.dtype, parameter.dtype))
         return self

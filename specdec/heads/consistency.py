@@ -5,14 +5,13 @@ from specdec.target import Target
 
 
 class Consistency(AdaptsTarget):
-    """An adapter of the target and nothing else: it has no step, the adapted target guesses for itself.
+    """An adapter of the target and nothing else. It has no steps: the adapted target guesses its own next tokens.
 
-    A round reads the newest token and guesses behind it, as many as decode.depth says (`num_drafts` is what it was
-    trained for); what the target says at them verifies them, and is the next round's guesses. So decoding needs no other
-    model and no further pass, and outputs are those of the adapted target.
+    A round reads the newest token and the guesses behind it, as many as the decoder's depth; `num_drafts` is the number
+    used in training. The target's output at these tokens verifies the guesses and provides those of the next round. So
+    decoding needs no other model and no further pass. Outputs are those of the adapted target.
     """
 
-    attends = "itself"
     target_layers = ()
 
     def __init__(
@@ -26,23 +25,8 @@ class Consistency(AdaptsTarget):
         vocab: None = None,
     ):
         if vocab is not None:
-            raise ValueError("The guesses of head=consistency are the target's own tokens: set head.vocab_size=null.")
+            raise ValueError("The guesses of this head are the target's own tokens: set vocab_size to null.")
         if num_drafts < 1:
-            raise ValueError(f"head.drafter.num_drafts={num_drafts} must be at least 1.")
+            raise ValueError(f"num_drafts={num_drafts} must be at least 1.")
         super().__init__(target, lora_rank=lora_rank, lora_alpha=lora_alpha, lora_modules=lora_modules, vocab=None)
         self.depth = num_drafts
-
-    def cache(self, batch):
-        raise self._stepless()
-
-    def encode(self, features):
-        raise self._stepless()
-
-    def step(self, d, h, tokens, positions, mask, cache):
-        raise self._stepless()
-
-    def logits(self, d, readout):
-        raise self._stepless()
-
-    def _stepless(self) -> TypeError:
-        return TypeError(f"{type(self).__name__} has no step: it attends {self.attends}, so the target guesses.")

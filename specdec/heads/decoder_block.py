@@ -1,4 +1,4 @@
-"""What trained heads share: Llama's decoder block, with the attention's keys left to the cache, and ridge regression."""
+"""What trained heads share: Llama's decoder block, whose attention takes its keys from the cache, and ridge regression."""
 
 from collections.abc import Iterable
 from typing import cast
@@ -12,11 +12,14 @@ from specdec.cache import RowCache
 from specdec.target import Target
 
 RMSNorm = LlamaRMSNorm
-RIDGE = 0.01  # relative to the mean of the diagonal
+RIDGE = 0.01  # relative to the mean of the Gram matrix's diagonal
 
 
 def ridge(pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
-    """The matrix [D, E] that takes x [M, E] nearest to y [M, D] over all chunks (x, y); in float32 at least."""
+    """The matrix A [D, E] for which A x is nearest to y over all chunks of pairs x [M, E], y [M, D]; at least float32
+
+    See docs/methods.md, section 5.
+    """
     gram = cross = torch.zeros(())
     for x, y in pairs:
         x, y = (part.to(torch.promote_types(part.dtype, torch.float32)) for part in (x, y))
@@ -27,7 +30,7 @@ def ridge(pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
 
 
 def row_cache(config: LlamaConfig, weight: Tensor, *, layers: int, batch: int) -> RowCache:
-    """An empty cache of a head whose attention has these shapes, in the dtype and on the device of `weight`."""
+    """An empty cache for attention of these shapes, in the dtype and on the device of `weight`."""
     return RowCache(
         num_layers=layers,
         batch=batch,
@@ -42,22 +45,23 @@ IMPORTED = ("num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_
 
 
 def block_config(target: Target, *, intermediate_size: int | None, block: dict | None = None) -> LlamaConfig:
-    """A Llama configuration of the target's width, heads and rotary embedding, whatever family the target is of.
+    """A Llama configuration with the target's width, heads and rotary embedding, for a target of any family.
 
     block: fields of IMPORTED in which the head differs from its target, as published heads do
+    Raises ValueError for other fields.
     """
     if not set(block or ()) <= set(IMPORTED):
-        raise ValueError(f"head.drafter.block={block} may hold {', '.join(IMPORTED)} and nothing else.")
-    theirs = target.config.to_dict()
+        raise ValueError(f"block={block} may hold {', '.join(IMPORTED)} and nothing else.")
+    fields = target.config.to_dict()
     config = LlamaConfig(
         hidden_size=target.width,
         intermediate_size=intermediate_size or target.config.intermediate_size,
         num_attention_heads=target.config.num_attention_heads,
         num_key_value_heads=target.config.num_key_value_heads,
         head_dim=target.head_dim,
-        rms_norm_eps=theirs.get("rms_norm_eps", 1e-6),
-        # Llama's rotary embedding turns whole heads, whatever part of them the target's does
-        rope_parameters={k: v for k, v in theirs["rope_parameters"].items() if k != "partial_rotary_factor"},
+        rms_norm_eps=fields.get("rms_norm_eps", 1e-6),
+        # Llama's rotary embedding turns whole heads, even if the target's turns a part of them
+        rope_parameters={k: v for k, v in fields["rope_parameters"].items() if k != "partial_rotary_factor"},
         max_position_embeddings=target.config.max_position_embeddings,
         hidden_act="silu",
     )
@@ -67,11 +71,11 @@ def block_config(target: Target, *, intermediate_size: int | None, block: dict |
 
 
 class Rotary(LlamaRotaryEmbedding):
-    """positions [B, S] -> cos, sin [B, S, head_dim]; has no parameters."""
+    """h (for its dtype and device), positions [B, S] -> cos, sin [B, S, head_dim]; has no parameters."""
 
 
 class Attention(nn.Module):
-    """Grouped-query attention over whatever the cache shows. `width` is that of the input, E."""
+    """Grouped-query attention over the keys that the cache returns. width: of the input, E"""
 
     def __init__(self, config: LlamaConfig, *, width: int, layer: int):
         super().__init__()
@@ -95,7 +99,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each with a residual; the norm before attention is the head's own business."""
+    """Attention and MLP, each with a residual; the head itself applies the norm before attention."""
 
     def __init__(self, config: LlamaConfig, *, width: int, layer: int):
         super().__init__()
@@ -110,6 +114,6 @@ class Block(nn.Module):
 
     @torch.no_grad()
     def start_as_identity(self) -> None:
-        """forward(x, residual) = residual, until training moves it."""
+        """Sets weights so that forward(x, residual) = residual."""
         self.self_attn.o_proj.weight.zero_()
         self.mlp.down_proj.weight.zero_()

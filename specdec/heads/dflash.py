@@ -2,7 +2,7 @@
 
 input    e(x_j)   mask   mask   mask          a block at slot j; keys: features f_0 .. f_(j-1), then the block's own
 DFlash            draft1 draft2 draft3        a mask guesses its own position
-DSpark   draft1   draft2 draft3               an input guesses the next one, so K inputs make K drafts
+DSpark   draft1   draft2 draft3               an input guesses the next position, so K inputs make K drafts
 """
 
 import torch
@@ -63,10 +63,12 @@ class Layer(nn.Module):
         # [B, G, H/G, S, size, head_dim] against the context's [B, G, C, .] and the block's [B, G, S, size, .]
         query = query.to(own_value.dtype).view(num_rows, self.groups, -1, num // size, size, self.head_dim)
         own_key, own_value = (t.unflatten(2, (-1, size)) for t in (own_key, own_value))
-        some = max(1, SCORES // (num_rows * query.shape[1] * query.shape[2] * size * mask.shape[-1]))
-        parts = list(zip(query.split(some, 3), mask.split(some, 2), own_key.split(some, 2), own_value.split(some, 2)))
+        chunk = max(1, SCORES // (num_rows * query.shape[1] * query.shape[2] * size * mask.shape[-1]))  # of blocks
+        parts = list(
+            zip(query.split(chunk, 3), mask.split(chunk, 2), own_key.split(chunk, 2), own_value.split(chunk, 2))
+        )
         attended = []
-        for part in parts:  # one, unless its scores would take too much memory
+        for part in parts:  # several only if the scores would take too much memory
             if len(parts) > 1 and torch.is_grad_enabled():
                 attended.append(checkpoint(_attend, *part, context_key, context_value, use_reentrant=False))
             else:
@@ -82,11 +84,13 @@ class BlockDrafter(Drafter):
 
     target_layers: hidden states to fuse; null: five, evenly from 2 to L - 2 (the outputs of layers 1 to L - 3)
     anchor_predicts: DSpark's alignment, see above; else DFlash's
-    fuse: input fusion beside the keys and values: a linear map of the anchor's embedding and the newest feature is added
-        to every input. Not in the papers, and no engine has it, but it gives a short run a closed-form start (RESULTS.md)
-    markov_rank: DSpark's Markov head: what the token before adds to a draft's logits, W2 W1 e(token); null: none.
-        The paper has a free table for W1 e; through the embedding it is small and generalises, and a table follows from it
-    confidence: DSpark's confidence head: whether a draft will be accepted, from its state and the token before
+    fuse: input fusion, in addition to the keys and values: a linear map of the anchor's embedding and the newest feature
+        is added to every input. It is not in the papers and no engine has it, but it gives short runs a closed-form start
+        (RESULTS.md; docs/methods.md, section 5)
+    markov_rank: the rank of DSpark's Markov head, which adds W2 W1 e(token before) to a draft's logits; null: no such head.
+        The paper learns a table in place of W1 e. W1 on the embedding has fewer parameters and generalises; a table can be
+        computed from it
+    confidence: whether to have DSpark's confidence head: is a draft accepted, from its state and the token before
     """
 
     attends = "block"
@@ -177,23 +181,24 @@ class BlockDrafter(Drafter):
 
     @torch.no_grad()
     def solve(self, slots):
-        """`fc` by ridge regression onto the newest final state; `join` from that and the anchor onto the states to guess.
+        """Ridge regressions for `fc`, onto the newest final state, and for `join`, from this state and the anchor onto
+        the states to guess (docs/methods.md, section 5).
 
-        The layers start as the identity, and the last norm as a constant: so each draft starts at its own regression.
+        The layers start as the identity and the last norm as a constant, so each draft starts as its own regression.
         """
         if self.join is None:
             return False
-        size = torch.cat([some.state for some in slots]).float().pow(2).mean().sqrt()
-        self.fc.weight.copy_(ridge((some.features, some.state) for some in slots))
+        size = torch.cat([part.state for part in slots]).float().pow(2).mean().sqrt()
+        self.fc.weight.copy_(ridge((part.features, part.state) for part in slots))
         self.hidden_norm.weight.fill_(size)
         joined = [
-            torch.cat([self.target.embed(some.tokens[:, 0]).float(), self.encode(some.features)], dim=-1)
-            for some in slots
+            torch.cat([self.target.embed(part.tokens[:, 0]).float(), self.encode(part.features)], dim=-1)
+            for part in slots
         ]
         num = min(self.num_drafts, slots[0].goals.shape[1])
-        maps = [ridge((x, some.goals[:, d]) for x, some in zip(joined, slots)) for d in range(num)]  # of [D, 2D]
+        maps = [ridge((x, part.goals[:, d]) for x, part in zip(joined, slots)) for d in range(num)]  # of [D, 2D]
         if self.anchor_predicts:
-            maps[0] = maps[0] - torch.eye(*maps[0].shape, device=size.device)  # its input is the embedding already
+            maps[0] = maps[0] - torch.eye(*maps[0].shape, device=size.device)  # the embedding is added in any case
         nn.init.zeros_(self.join.weight)
         self.join.weight[: num * self.target.width].copy_(torch.cat(maps))
         self.mask_embedding.zero_()

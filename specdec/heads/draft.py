@@ -1,4 +1,4 @@
-"""Draft models: a small causal LM of its own, distilled for the target (DistillSpec, 2310.08461)."""
+"""Draft models: a separate small causal LM, distilled for the target (DistillSpec, 2310.08461)."""
 
 import copy
 from typing import cast
@@ -11,26 +11,30 @@ from specdec import attention
 from specdec.cache import RowCache
 from specdec.drafter import Drafter
 from specdec.heads.decoder_block import block_config
-from specdec.target import Target, load_tokenizer
+from specdec.target import Target
+from specdec.target_adapter import NEEDS_PEFT
+from specdec.target_loading import load_tokenizer
 
 NUM_LAYERS = 2
 
 
 class Draft(Drafter):
-    """A small LM made like the target (the default), a smaller Llama (`width`), or an existing model (`model`).
+    """A small LM of the target's architecture (the default), a smaller Llama (`width`), or an existing model (`model`).
 
-    num_layers: null: 2, or those of copy_layers
-    width: null: the target's, and then the target's own architecture; else a fresh Llama with the target's head width
+    num_layers: null: as many as copy_layers names, or 2
+    width: null: the target's width and architecture; a number: a new Llama with the target's width of attention heads
     intermediate_size: null: the target's, in proportion to the width
-    copy_layers: the target's layers (0 .. L-1, or from the end) that it starts from, one for each of its own; null:
-        evenly from the first to the last, where the shapes are the target's; []: none
-    borrow_embeddings: embedding and LM head are the target's, frozen and not saved; null: where the width is the
-        target's. Else they are trained, and start as the target's where the width is
-    model: folder or Hub name of an existing causal LM with the target's tokenizer, to distil further in float32; or one
-        that `existing` has loaded
+    copy_layers: for each layer the target's layer (0 .. L-1, or -L .. -1) that it starts from; []: random weights; null:
+        layers at equal distances from the first to the last if the shapes are the target's, and none if they are not
+    borrow_embeddings: whether embedding and LM head are the target's, frozen and not saved; null: if the width is the
+        target's. If not, they are trained, and start as copies of the target's if the width is the same
+    model: folder or Hub name of an existing causal LM with the target's tokenizer, to distil further in float32; or the
+        result of `existing`
     lora: arguments of peft.LoraConfig, such as {r: 16, lora_alpha: 32}: only adapters on `model` or on copied layers
         are trained; `decodable` merges them
-    config: of an architecture to rebuild without its origin, weights to be loaded; what a checkpoint has
+    config: for checkpoints: a model configuration to build; the weights are loaded afterwards
+
+    Raises ValueError for arguments that exclude each other.
     """
 
     attends = "text"
@@ -53,7 +57,7 @@ class Draft(Drafter):
         self.depth, self.target_layers = None, ()
         self.pretrained = model is not None
         if num_layers is not None and num_layers < 1:
-            raise ValueError(f"head.drafter.num_layers={num_layers} must be at least 1.")
+            raise ValueError(f"num_layers={num_layers} must be at least 1.")
         if config is not None and (model is not None or lora is not None):
             raise ValueError("A draft of a saved configuration takes neither model nor lora; its weights are merged.")
         copied: list[int] = []
@@ -63,11 +67,11 @@ class Draft(Drafter):
         elif model is not None:
             if borrow_embeddings or any(x is not None for x in (num_layers, width, intermediate_size, copy_layers)):
                 raise ValueError(
-                    f"head.drafter.model={model} brings its layers and embeddings: leave num_layers, width, "
+                    f"model={model} brings its layers and embeddings: leave num_layers, width, "
                     "intermediate_size, copy_layers and borrow_embeddings null."
                 )
             if isinstance(model, str):
-                model = existing(target, model, dtype="float32", option="head.drafter.model")
+                model = existing(target, model, dtype="float32")
             lm, borrows = model, False
         else:
             same_width = width in (None, target.width)
@@ -76,11 +80,11 @@ class Draft(Drafter):
             borrows = same_width if borrow_embeddings is None else borrow_embeddings
             if borrows and not same_width:
                 raise ValueError(
-                    f"head.drafter.width={width}: the target's embeddings have {target.width}, so they cannot be "
-                    "borrowed; set head.drafter.borrow_embeddings=false, or width=null."
+                    f"width={width}: the target's embeddings have {target.width}, so they cannot be "
+                    "borrowed; set borrow_embeddings=false, or width=null."
                 )
-            for mine, theirs in zip(lm.decoder.layers, copied):
-                mine.load_state_dict(target.decoder.layers[theirs].state_dict())
+            for layer, number in zip(lm.decoder.layers, copied):
+                layer.load_state_dict(target.decoder.layers[number].state_dict())
             if same_width:
                 lm.norm.load_state_dict(target.norm.state_dict())
                 lm.embed.load_state_dict(target.embed.state_dict())
@@ -92,9 +96,9 @@ class Draft(Drafter):
             "num_heads": lm.config.num_key_value_heads,
             "head_dim": lm.head_dim,
         }
-        self.body = lm.decoder.requires_grad_(True)  # with adapters, peft's wrapper of it
+        self.body = lm.decoder.requires_grad_(True)  # with adapters, peft's wrapper around it
         self.borrows = borrows
-        self.lm_head: nn.Linear | None = None  # trained; null if it is borrowed or the embedding itself
+        self.lm_head: nn.Linear | None = None  # trained; None if it is borrowed or tied to the embedding
         if borrows:
             self.body.set_input_embeddings(None)
         else:
@@ -105,14 +109,16 @@ class Draft(Drafter):
         if lora is not None:
             if model is None and not copied:
                 raise ValueError(
-                    "head.drafter.lora adapts weights that are worth keeping: set head.drafter.model or copy_layers of "
-                    "the target, or lora=null."
+                    "lora= adapts weights that are worth keeping: set model= or copy_layers= of the target, or lora=null."
                 )
             self._adapt(lora)
-        self._rows: Tensor | None = None  # [W, D] of its own output layer, see `logits`
+        self._rows: Tensor | None = None  # [W, D] the draft vocabulary's rows of its output layer, see `logits`
 
     def _adapt(self, lora: dict) -> None:
-        from peft import LoraConfig, LoraModel  # for training only; checkpoints hold merged weights
+        try:
+            from peft import LoraConfig, LoraModel  # for training only; checkpoints hold merged weights
+        except ImportError as error:
+            raise ValueError(f"lora={lora} {NEEDS_PEFT}.") from error
 
         self.requires_grad_(False)
         self.body = LoraModel(self.body, LoraConfig(**lora), "default")
@@ -125,7 +131,7 @@ class Draft(Drafter):
         return RowCache(**self.cache_shape, batch=batch, dtype=self.dtype, device=self.target.device)
 
     def encode(self, features: Tensor) -> Tensor:
-        return features  # [B, S, 0]: what it knows is in its cache
+        return features  # [B, S, 0]: the context is in the cache
 
     def step(self, d, h, tokens, positions, mask, cache):
         embed = self.target.embed if self.borrows else self.body.get_input_embeddings()
@@ -147,7 +153,7 @@ class Draft(Drafter):
             return nn.functional.linear(readout, weight)
         if self.training or torch.is_grad_enabled():
             return nn.functional.linear(readout, weight[self.draft_to_target])
-        if self._rows is None:  # nothing changes them until `train`, so a decoder's steps share one copy
+        if self._rows is None:  # they do not change before the next `train`, so the steps of decoding share one copy
             self._rows = weight[self.draft_to_target]
         return nn.functional.linear(readout, self._rows)
 
@@ -167,7 +173,7 @@ class Draft(Drafter):
         return {**origin, "borrow_embeddings": self.borrows, "config": self.config.to_dict()}
 
     def language_model(self, dtype: torch.dtype) -> PreTrainedModel:
-        """A copy as transformers knows it, a causal LM over all V tokens with its own tensors only."""
+        """A copy as a transformers model: a causal LM over all V tokens that shares no tensors."""
         frozen = self.decodable()
         head = self.target.lm_head if self.borrows else frozen.lm_head
         if self.borrows:
@@ -181,7 +187,7 @@ class Draft(Drafter):
 
 
 def _make(config: PreTrainedConfig) -> Target:
-    """A model with random weights. `Target` names its parts, and its refusals hold for a draft too."""
+    """A model with random weights, as a `Target`, for the names of its parts and the same refusals."""
     model = AutoModelForCausalLM.from_config(
         config, dtype=torch.get_default_dtype(), attn_implementation=attention.NAME
     )
@@ -189,17 +195,17 @@ def _make(config: PreTrainedConfig) -> Target:
 
 
 def _config(target: Target, width: int | None, num_layers: int, intermediate_size: int | None) -> PreTrainedConfig:
-    """The target's with fewer layers; for another width, a Llama's with heads of the target's width."""
+    """The target's configuration with fewer layers; for another width, a Llama with attention heads of the same width."""
     tied = target.lm_head.weight is target.embed.weight
     if width in (None, target.width):
-        theirs = target.config.to_dict() | {"num_hidden_layers": num_layers, "tie_word_embeddings": tied}
-        if theirs.get("layer_types"):
-            theirs["layer_types"] = theirs["layer_types"][:1] * num_layers  # all alike, or `Target` had refused it
+        fields = target.config.to_dict() | {"num_hidden_layers": num_layers, "tie_word_embeddings": tied}
+        if fields.get("layer_types"):
+            fields["layer_types"] = fields["layer_types"][:1] * num_layers  # all equal: `Target` refuses other models
         if intermediate_size:
-            theirs["intermediate_size"] = intermediate_size
-        return AutoConfig.for_model(**theirs)
+            fields["intermediate_size"] = intermediate_size
+        return AutoConfig.for_model(**fields)
     if width % target.head_dim:
-        raise ValueError(f"head.drafter.width={width} must be a multiple of {target.head_dim}, an attention head's.")
+        raise ValueError(f"width={width} must be a multiple of {target.head_dim}, the width of an attention head.")
     config = block_config(
         target, intermediate_size=intermediate_size or target.config.intermediate_size * width // target.width
     )
@@ -221,43 +227,42 @@ def _config(target: Target, width: int | None, num_layers: int, intermediate_siz
 
 
 def _layers_to_copy(target: Target, num: int | None, wanted: list[int] | None, *, possible: bool) -> list[int]:
-    """Which of the target's layers the draft's start from; none for random ones."""
+    """The target's layers from which the draft's start, in order; none: random weights."""
     if wanted is None:
         num = num or NUM_LAYERS
         return [round(i * (target.num_layers - 1) / max(1, num - 1)) for i in range(num)] if possible else []
     if wanted and not possible:
         raise ValueError(
-            "head.drafter.copy_layers needs layers of the target's shape: leave width and intermediate_size null, or "
+            "copy_layers= needs layers of the target's shape: leave width and intermediate_size null, or "
             "set copy_layers=[]."
         )
     if wanted and num not in (None, len(wanted)):
         raise ValueError(
-            f"head.drafter.copy_layers={list(wanted)} must name a layer for each of num_layers={num}, or leave "
-            "num_layers null."
+            f"copy_layers={list(wanted)} must name a layer for each of num_layers={num}, or leave num_layers null."
         )
     if any(not -target.num_layers <= k < target.num_layers for k in wanted):
         raise ValueError(
-            f"head.drafter.copy_layers={list(wanted)}: {target.name} has layers 0..{target.num_layers - 1} "
+            f"copy_layers={list(wanted)}: {target.name} has layers 0..{target.num_layers - 1} "
             f"(or -{target.num_layers}..-1)."
         )
     return [k % target.num_layers for k in wanted]
 
 
-def existing(target: Target, name: str, *, dtype: str, option: str) -> Target:
-    """A model of the target's tokenizer, its rows cut or padded to the target's V, on the target's device.
+def existing(target: Target, name: str, *, dtype: str) -> Target:
+    """Loads a model with the target's tokenizer; its vocabulary rows are cut or padded to the target's V.
 
-    A row that is added is the mean of all others, so that its logit is never the greatest. Raises ValueError, which
-    names `option`, if the model cannot be used.
+    An added row is the mean of all others, so that its logit is never the greatest. The model is on the target's device.
+    Raises ValueError, which begins with model=, if it cannot be used.
     """
     try:
-        lm = Target.load(name, dtype=dtype, device=target.device, option=option)
-        same = load_tokenizer(name, option=option).get_vocab() == load_tokenizer(target.name).get_vocab()
+        lm = Target.load(name, dtype=dtype, device=target.device)
+        same = load_tokenizer(name).get_vocab() == load_tokenizer(target.name).get_vocab()
     except ValueError as error:
-        raise ValueError(f"{option}={name}: {error}") from error
+        raise ValueError(f"model={name}: {error}") from error
     if not same:
         raise ValueError(
-            f"{option}={name} has another tokenizer than {target.name}, so its tokens mean other texts. Take a smaller "
-            "model of the target's family, or train a draft of your own with head=draft."
+            f"model={name} has another tokenizer than {target.name}, so its tokens mean other texts. Take a smaller "
+            "model of the target's family, or train the head `draft`."
         )
     num = lm.vocab_size
     if num != target.vocab_size:

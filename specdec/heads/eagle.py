@@ -8,11 +8,11 @@ from specdec.drafter import Drafter
 from specdec.heads.decoder_block import Block, RMSNorm, Rotary, block_config, ridge, row_cache
 from specdec.target import Target
 
-SELF = 4.0  # squared scale of EAGLE-3's first queries and keys: attention of a position to itself
+SELF = 4.0  # squared scale of EAGLE-3's first queries and keys: how strongly a position attends to itself
 
 
 class _OneBlock(Drafter):
-    """What the two share: one block, its cache, its rotary embedding; h and the readout have the target's width."""
+    """What both heads share: one block, its cache and rotary embedding; h and the readout have the target's width."""
 
     depth = None
     attends = "path"
@@ -36,9 +36,9 @@ class _OneBlock(Drafter):
 class Eagle(_OneBlock):
     """EAGLE-1: predicts the target's next feature (its final, normed state) and reads it with the target's LM head.
 
-    `vocab` keeps those rows of the borrowed LM head only; it changes speed and which tokens can be drafted.
-    fc_bias: of published heads; train without, because engines disagree on it (checkpoint-formats, 4)
-    block: see block_config
+    A reduced `vocab` keeps only its rows of the borrowed LM head: drafting is faster, and fewer tokens can be drafted.
+    fc_bias: for published heads; train without it, because engines treat it differently (docs/file-formats.md)
+    block: for published heads, see block_config
     """
 
     def __init__(
@@ -67,13 +67,13 @@ class Eagle(_OneBlock):
 
     @torch.no_grad()
     def solve(self, slots):
-        """`fc` by ridge regression onto the next feature; the block starts as the identity, so the head starts there.
+        """`fc` by ridge regression onto the next feature. The block starts as the identity, so the head starts as this map.
 
-        Worth more than the first hundreds of steps of training (RESULTS.md).
+        It replaces more than the first hundreds of training steps (RESULTS.md; docs/methods.md, section 5).
         """
         pairs = (
-            (torch.cat([self.embed(some.tokens[:, 0]), self.encode(some.features)], dim=-1), some.goals[:, 0])
-            for some in slots
+            (torch.cat([self.embed(part.tokens[:, 0]), self.encode(part.features)], dim=-1), part.goals[:, 0])
+            for part in slots
         )
         self.fc.weight.copy_(ridge(pairs))
         if self.fc.bias is not None:
@@ -85,11 +85,11 @@ class Eagle(_OneBlock):
 class Eagle3(_OneBlock):
     """EAGLE-3: fuses several of the target's layers, trains an LM head of its own, recycles its own state.
 
-    target_layers: hidden states to fuse; None for the customary (2, L // 2, L - 3)
+    target_layers: hidden states to fuse; None: (2, L // 2, L - 3), as in published heads
     norm_features, norm_output: the norms of EAGLE 3.1 (2605.09992): each fused state is normed, and the state that is
-    fed back is the normed one. Off by default: the plain form is the one that every serving engine loads.
-    norm_before_fc, norm_before_residual, block: of published heads: one norm of all fused states; the residual is the
-    normed state; see block_config
+        fed back is the normed one. Off by default, because every serving engine loads the plain form
+    norm_before_fc, norm_before_residual, block: for published heads: one norm of all fused states; the residual is the
+        normed state; see block_config
     """
 
     def __init__(
@@ -138,35 +138,35 @@ class Eagle3(_OneBlock):
 
     @torch.no_grad()
     def solve(self, slots):
-        """A start by regression for a head whose residual stream carries features and whose tokens enter by attention.
+        """A start by regression for a head in which features enter by the residual stream and tokens by attention.
 
-        `fc` estimates the final state at j-1; attention looks at its own position, because queries and keys are one
-        random map of the embedding; values and output are the rank that the heads allow of the ridge regression of what
-        is missing to the final state at j; the MLP starts at zero and the last norm as a constant.
+        `fc` estimates the final state at j-1. What this lacks of the final state at j is estimated by a second ridge
+        regression; values and output are its part of the highest rank that the attention heads allow. Attention looks at
+        its own position, because queries and keys are the same random map of the embedding. The MLP starts at zero and
+        the last norm as a constant (docs/methods.md, section 5).
         """
         attention, config = self.block.self_attn, self.config
-        size = torch.cat([some.state for some in slots]).float().pow(2).mean().sqrt()
+        size = torch.cat([part.state for part in slots]).float().pow(2).mean().sqrt()
         if not self.fc_norm and self.input_norm is None:
-            self.fc.weight.copy_(ridge((some.features, some.state) for some in slots))
-        states = [self.encode(some.features) for some in slots]
+            self.fc.weight.copy_(ridge((part.features, part.state) for part in slots))
+        states = [self.encode(part.features) for part in slots]
         inputs = [
-            torch.cat([self.input_layernorm(self.embed(some.tokens[:, 0])), self.hidden_norm(state)], dim=-1)
-            for some, state in zip(slots, states)
+            torch.cat([self.input_layernorm(self.embed(part.tokens[:, 0])), self.hidden_norm(state)], dim=-1)
+            for part, state in zip(slots, states)
         ]
         residuals = [self.hidden_norm(state) for state in states] if self.norm_before_residual else states
-        missing = [some.goals[:, 0] - residual for some, residual in zip(slots, residuals)]
+        missing = [part.goals[:, 0] - residual for part, residual in zip(slots, residuals)]
         whole = ridge(zip(inputs, missing))  # [D, 2D]
         spread = sum(((x @ whole.T).T @ (x @ whole.T) for x in inputs), torch.zeros((), device=size.device))  # [D, D]
         groups, heads, width = config.num_key_value_heads, config.num_attention_heads, attention.head_dim
-        best = torch.linalg.eigh(spread).eigenvectors[
-            :, -groups * width :
-        ]  # [D, rank] where the regression varies most
-        best = nn.functional.pad(best, (groups * width - best.shape[1], 0))  # heads may hold more than the width
+        eigenvectors = torch.linalg.eigh(spread).eigenvectors
+        best = eigenvectors[:, -groups * width :]  # [D, rank] the directions in which the regression varies most
+        best = nn.functional.pad(best, (groups * width - best.shape[1], 0))  # the heads may be wider than D
         attention.v_proj.weight.copy_(best.T @ whole)
         shared = best.unflatten(1, (groups, 1, width)).expand(-1, -1, heads // groups, -1) * (groups / heads)
         attention.o_proj.weight.copy_(shared.flatten(1))  # query heads of a group see the same values
         key = torch.randn(groups, width, self.target.width, device=size.device) * (SELF / self.target.width) ** 0.5
-        key = torch.cat([key, torch.zeros_like(key)], dim=-1)  # [groups, head_dim, 2D], blind to the state
+        key = torch.cat([key, torch.zeros_like(key)], dim=-1)  # [groups, head_dim, 2D], zero for the state
         attention.k_proj.weight.copy_(key.flatten(0, 1))
         attention.q_proj.weight.copy_(key[:, None].expand(-1, heads // groups, -1, -1).flatten(0, 2))
         self.block.mlp.down_proj.weight.zero_()

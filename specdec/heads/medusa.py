@@ -25,9 +25,10 @@ class ResBlock(nn.Module):
 
 
 class _Heads(Drafter):
-    """What they share: `num_heads` heads that see nothing but their input, each with residual blocks.
+    """What Medusa and Hydra share: `num_heads` heads without attention, each with residual blocks.
 
-    own_output: each head trains an LM head of its own, begun as the target's; else all borrow the target's, frozen
+    own_output: whether each head trains an LM head of its own, which starts as a copy of the target's; if not, all use
+        the target's, frozen
     """
 
     attends = "none"
@@ -65,7 +66,7 @@ class _Heads(Drafter):
 
 
 class Medusa(_Heads):
-    """Head d reads the last state alone, not the tokens drafted before it."""
+    """Head d reads the last state only, not the tokens that were drafted before."""
 
     def step(self, d, h, tokens, positions, mask, cache):
         return h, self.blocks[d - 1](h)
@@ -86,7 +87,7 @@ class Medusa2(AdaptsTarget, Medusa):
         super().__init__(target, lora_rank=lora_rank, lora_alpha=lora_alpha, lora_modules=lora_modules, **heads)
 
     def heads_for(self, merged: Target) -> Medusa:
-        """The heads alone, for the adapted target once it is a model of its own."""
+        """These heads without the adapter, for `merged`, the adapted target as a model of its own."""
         shape = {"num_heads": len(self.blocks), "num_blocks": len(self.blocks[0]), "own_output": len(self.lm_heads) > 0}
         heads = Medusa(merged, **shape, vocab=self.draft_to_target).to(next(self.blocks.parameters()))
         heads.load_state_dict({name: value for name, value in self.state_dict().items() if "adapter." not in name})
@@ -94,9 +95,9 @@ class Medusa2(AdaptsTarget, Medusa):
 
 
 class Hydra(_Heads):
-    """Head d reads the last state and the embeddings of the newest token and of the d - 1 drafted after it.
+    """Head d reads the last state and the embeddings of the newest token and of the d - 1 tokens drafted after it.
 
-    The first layer joins them, W x + SiLU(W' x); residual blocks follow. h grows by an embedding a step.
+    The first layer joins them, W x + SiLU(W' x); residual blocks follow. h grows by one embedding with each step.
     """
 
     def __init__(self, target: Target, *, num_heads: int = 4, **heads):
@@ -111,17 +112,16 @@ class Hydra(_Heads):
 
     @torch.no_grad()
     def solve(self, slots):
-        """`join` by ridge regression onto the state that each head is to guess; the rest starts at zero."""
+        """`join` by ridge regression onto the state that each head has to guess; `gate` starts at zero.
+
+        See docs/methods.md, section 5.
+        """
         for d, (join, gate) in enumerate(zip(self.join, self.gate), start=1):
             if d > slots[0].tokens.shape[1]:
                 break
-            pairs = (
-                (
-                    torch.cat([self.encode(some.features), self.target.embed(some.tokens[:, :d]).flatten(1)], dim=-1),
-                    some.goals[:, d - 1],
-                )
-                for some in slots
-            )
+            embedded = (self.target.embed(part.tokens[:, :d]).flatten(1) for part in slots)  # [M, d * D] each
+            inputs = (torch.cat([self.encode(part.features), x], dim=-1) for part, x in zip(slots, embedded))
+            pairs = zip(inputs, (part.goals[:, d - 1] for part in slots))
             join.weight.copy_(ridge(pairs))
             nn.init.zeros_(gate.weight)
             nn.init.zeros_(gate.bias)

@@ -12,7 +12,7 @@ from specdec.target import Target
 
 
 class Module(nn.Module):
-    """Norms of token and state, their join, one block of Llama's kind, and the norm before the shared LM head."""
+    """Norms of the token's embedding and the state, their join, a Llama block, and the norm before the shared LM head."""
 
     def __init__(self, config, *, layer: int):
         super().__init__()
@@ -22,20 +22,21 @@ class Module(nn.Module):
         self.block = Block(config, width=width, layer=layer)
 
     def join(self, embedding: Tensor, h: Tensor) -> Tensor:
-        return torch.cat([self.enorm(embedding), self.hnorm(h)], dim=-1)  # [..., 2D]
+        """[..., D] each -> [..., 2D]"""
+        return torch.cat([self.enorm(embedding), self.hnorm(h)], dim=-1)
 
     def forward(self, embedding: Tensor, h: Tensor, rotary, mask: Tensor, cache) -> Tensor:
-        """[B, S, D] -> [B, S, D]: what the LM head reads, and the next step (checkpoint-formats, 9.1)"""
+        """embedding, h [B, S, D] -> [B, S, D], read by the LM head and by the next step (docs/file-formats.md)"""
         x = self.eh_proj(self.join(embedding, h))
         return self.norm(self.block(self.input_layernorm(x), x, rotary, mask, cache))
 
 
 class MTP(Drafter):
-    """Module d takes the state of module d - 1 (at first the target's last state) and the newest token.
+    """Module d reads the state of module d - 1 (module 1: the target's last state) and the newest token.
 
-    num_modules: one for each depth, each seeing its own depth; null: one module, used recursively to any depth
-    native: start from the modules that the target ships
-    attention_bias: biases of q, k and v, as in Qwen2's blocks (native modules decide for themselves)
+    num_modules: one module for each depth, which sees keys of its own depth only; null: one module, used at every depth
+    native: whether to start from the modules that the target ships
+    attention_bias: whether q, k and v have biases, as in Qwen2's blocks; not read for native modules
     """
 
     estimates = True
@@ -67,7 +68,7 @@ class MTP(Drafter):
     def _start_from(self, shipped: list[dict[str, Tensor]]) -> None:
         if len(shipped) < len(self.modules_by_depth):
             raise ValueError(
-                f"{self.target.name} ships {len(shipped)} MTP modules: set head.drafter.num_modules to at most that, or to null."
+                f"{self.target.name} ships {len(shipped)} MTP modules: set num_modules= to at most that, or to null."
             )
         for module, tensors in zip(self.modules_by_depth, shipped):
             try:
@@ -75,7 +76,7 @@ class MTP(Drafter):
             except RuntimeError as error:
                 raise ValueError(
                     f"The MTP modules of {self.target.name} are not made of one dense block of Llama's or Qwen2's kind "
-                    f"({error}): set head.drafter.native=false."
+                    f"({error}): set native=false."
                 ) from error
 
     def arguments(self) -> dict:
@@ -102,18 +103,19 @@ class MTP(Drafter):
 
     @torch.no_grad()
     def solve(self, slots):
-        """`eh_proj` by ridge regression onto the state that each module is to guess; its block starts as the identity.
+        """`eh_proj` by ridge regression onto the state that each module has to guess; its block starts as the identity.
 
-        Nothing is done to native modules. The last norm starts at the constant that gives a state its usual size, as the target's own states have it.
+        The last norm starts as the constant that gives states the mean size of the target's. Native modules are left as
+        they are. See docs/methods.md, section 5.
         """
         if self.pretrained:
             return False
-        states = [self.encode(some.features) for some in slots]
+        states = [self.encode(part.features) for part in slots]
         for d, module in enumerate(self.modules_by_depth, start=1):
             if d > slots[0].tokens.shape[1]:
                 break
-            joined = [module.join(self.embed(some.tokens[:, d - 1]), state) for some, state in zip(slots, states)]
-            goals = [some.goals[:, d - 1] for some in slots]
+            joined = [module.join(self.embed(part.tokens[:, d - 1]), state) for part, state in zip(slots, states)]
+            goals = [part.goals[:, d - 1] for part in slots]
             module.eh_proj.weight.copy_(ridge(zip(joined, goals)))
             module.block.start_as_identity()
             module.norm.weight.fill_(torch.cat(goals).float().pow(2).mean().sqrt())
@@ -122,9 +124,9 @@ class MTP(Drafter):
 
 
 class ParallelMTP(Drafter):
-    """Meta's independent heads: a block each on the shared trunk (here the frozen target), blind to the drafted tokens.
+    """Meta's independent heads: one block each on the shared trunk (here the frozen target). They do not read drafts.
 
-    Meta trains them with the model; its first head is the target's own. `h` carries the states of all K of them.
+    Meta trains them together with the model, and its first head is the model's own. `h` carries the states of all K heads.
     """
 
     attends = "path"
@@ -145,7 +147,7 @@ class ParallelMTP(Drafter):
         self.blocks = nn.ModuleList(Block(config, width=target.width, layer=layer) for layer in range(num_heads))
         self.rotary = Rotary(config)
         for block in self.blocks:
-            block.start_as_identity()  # each starts as the target's own head
+            block.start_as_identity()  # each head starts as the target's own LM head
 
     def cache(self, batch: int) -> RowCache:
         return row_cache(self.config, self.norm_in.weight, layers=len(self.blocks), batch=batch)

@@ -1,4 +1,4 @@
-"""MTP modules that a target ships in its own checkpoint, under the names of this project (checkpoint-formats, 9)."""
+"""MTP modules that a target ships in its own checkpoint, renamed to this project's names (docs/file-formats.md)."""
 
 import json
 import re
@@ -11,16 +11,16 @@ from transformers.utils import cached_file
 
 from specdec.target import Target
 
-# Our names for what is not the block's
+# This project's names for the tensors outside the block
 DEEPSEEK = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "shared_head.norm": "norm"}
 MIMO = {"token_layernorm": "enorm", "hidden_layernorm": "hnorm", "input_proj": "eh_proj", "final_layernorm": "norm"}
-COPIES = ("embed_tokens.weight", "shared_head.head.weight")  # of the target's own
+COPIES = ("embed_tokens.weight", "shared_head.head.weight")  # copies of the target's own tensors
 
 
 def read(target: Target) -> list[dict[str, Tensor]]:
-    """One dictionary of `heads.mtp.Module` tensors for each module; ValueError if the target has none that fit.
+    """One dictionary of `heads.mtp.Module` tensors for each module. Raises ValueError if the target ships none.
 
-    Knows the DeepSeek layout (model.layers.L..) and MiMo's (model.mtp_layers.0..), both with a dense block.
+    Reads DeepSeek's layout (model.layers.L..) and MiMo's (model.mtp_layers.0..), both with a dense block.
     """
     layouts = (
         (re.compile(r"model\.mtp_layers\.(\d+)\.(.+)"), 0, MIMO, True),
@@ -30,22 +30,20 @@ def read(target: Target) -> list[dict[str, Tensor]]:
     for pattern, first, names, hidden_first in layouts:
         modules: dict[int, dict[str, Tensor]] = {}
         for key, path in files.items():
-            found = pattern.fullmatch(key)
-            if found and int(found[1]) >= first and found[2] not in COPIES:
+            match = pattern.fullmatch(key)
+            if match and int(match[1]) >= first and match[2] not in COPIES:
                 with safetensors.safe_open(path, framework="pt") as file:
-                    modules.setdefault(int(found[1]) - first, {})[_rename(found[2], names)] = file.get_tensor(key)
+                    modules.setdefault(int(match[1]) - first, {})[_rename(match[2], names)] = file.get_tensor(key)
         if modules:
             for tensors in modules.values():
                 if hidden_first and "eh_proj.weight" in tensors:
                     tensors["eh_proj.weight"] = swap_halves(tensors["eh_proj.weight"])
             return [modules[number] for number in sorted(modules)]
-    raise ValueError(
-        f"{target.name} ships no MTP modules in the DeepSeek or the MiMo layout: set head.drafter.native=false."
-    )
+    raise ValueError(f"{target.name} ships no MTP modules in the DeepSeek or the MiMo layout: set native=false.")
 
 
 def swap_halves(weight: Tensor) -> Tensor:
-    """weight [D, 2D] of a join: between our order, embedding and state, and MiMo's"""
+    """weight [D, 2D] of a join: from MiMo's order (state, embedding) to this project's, or back"""
     return torch.cat(weight.chunk(2, dim=1)[::-1], dim=1)
 
 
@@ -57,7 +55,7 @@ def _rename(name: str, names: dict[str, str]) -> str:
 
 
 def _files(target: Target) -> dict[str, Path]:
-    """Every tensor's name and the file it is in, of the target's folder or of its copy from the Hub."""
+    """The file of every tensor, by name, in the target's folder or in the copy from the Hub."""
     index = cached_file(target.name, "model.safetensors.index.json", _raise_exceptions_for_missing_entries=False)
     if index is not None:
         places = json.loads(Path(index).read_text())["weight_map"]
@@ -65,6 +63,6 @@ def _files(target: Target) -> dict[str, Path]:
         return {key: paths[name] for key, name in places.items()}
     single = cached_file(target.name, "model.safetensors", _raise_exceptions_for_missing_entries=False)
     if single is None:
-        raise ValueError(f"{target.name} has no safetensors to read MTP modules from: set head.drafter.native=false.")
+        raise ValueError(f"{target.name} has no safetensors to read MTP modules from: set native=false.")
     with safetensors.safe_open(single, framework="pt") as file:
         return dict.fromkeys(file.keys(), Path(single))

@@ -1,1 +1,1 @@
-"""Whatever puts a draft tree before the target."""
+"""Proposers: trained drafters and methods without training, which put trees of drafts before the target."""

@@ -1,7 +1,8 @@
-"""An existing small causal LM as it is: speculative decoding as it began (2211.17192, 2302.01318)."""
+"""An existing small causal LM drafts without training: speculative decoding's first form (2211.17192, 2302.01318)."""
 
 from specdec.heads.draft import Draft, existing
-from specdec.proposers.heads import Children, HeadProposer
+from specdec.proposers.growth import Children
+from specdec.proposers.heads import HeadProposer
 from specdec.target import Target
 from specdec.tree import TreeShape
 
@@ -9,10 +10,11 @@ from specdec.tree import TreeShape
 def draft(
     target: Target, *, model: str, depth: int, width: int, nodes: int | None, children: Children, compile: bool
 ) -> HeadProposer:
-    """Frozen, in the target's dtype. Raises ValueError if the model cannot be used.
+    """The proposer of a frozen model, in the target's dtype. Raises ValueError if the model cannot be used.
 
-    model: folder or Hub name of a causal LM with the target's tokenizer; depth, width, nodes: see TreeShape; nodes None: all
+    model: folder or Hub name of a causal LM with the target's tokenizer
+    depth, width, nodes: see TreeShape; nodes None: depth x width
     """
-    lm = existing(target, model, dtype=str(target.dtype).removeprefix("torch."), option="proposer.model")
+    lm = existing(target, model, dtype=str(target.dtype).removeprefix("torch."))
     drafter = Draft(target, model=lm).requires_grad_(False)
     return HeadProposer(drafter, TreeShape(depth, width, nodes or depth * width), children=children, compile=compile)

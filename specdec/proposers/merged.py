@@ -12,25 +12,27 @@ from specdec.tree import Nodes, Tree, plant, root
 
 
 class Merged(Proposer):
-    """Asks every member in turn and joins their trees at the root.
+    """Joins the trees of several proposers at the root.
 
-    Chosen nodes become one trie: equal paths are one, siblings stand in the order of the members. Sampled trees stand
-    behind it as they were drawn, each node with its own law: a draw that was left out, or taken for its equal, because
-    of what it turned out to be would change the law of the answer (methods, 1.4).
+    Chosen nodes become one trie: equal paths are joined, and siblings stand in the order of the members. Sampled trees
+    stand behind the trie as they were drawn, each node with its own law. To drop a draw, or to join it with an equal node,
+    would be a decision that depends on the drawn token, and would change the law of the answer (docs/methods.md, section 1).
     """
 
     varies = True
 
     def __init__(self, target: Target, *, members: list[Proposer]):
         if len(members) < 2:
-            raise ValueError(f"proposer.members must name at least two proposers to join, not {len(members)}.")
+            raise ValueError(f"members= must name at least two proposers to join, not {len(members)}.")
         self.members = members
         self.width, self.vocab_size = target.width, target.vocab_size
         self.target_layers = tuple(sorted({layer for member in members for layer in member.target_layers}))
         self.depth = max(member.depth for member in members)
         self.watches = any(member.watches for member in members)
         self.rewinds = all(member.rewinds for member in members)
-        self.shown: list[tuple[Tree, Tensor]] = []  # each member's last tree, and its nodes' numbers in the joined one
+        self.shown: list[
+            tuple[Tree, Tensor]
+        ] = []  # each member's last tree, and the numbers of its nodes in the joined one
 
     @property
     def compile_seconds(self) -> float:
@@ -61,17 +63,19 @@ class Merged(Proposer):
     def propose(self, sampling, generator):
         trees = [member.propose(sampling, generator) for member in self.members]
         chosen = [number for number, tree in enumerate(trees) if tree.probs is None]
-        joined, found = root(trees[0].tokens[:, 0]), {}
+        joined, places = root(trees[0].tokens[:, 0]), {}  # by member: the numbers of its nodes in the joined tree
         if chosen:
-            joined, places = union([trees[number] for number in chosen])
-            found = dict(zip(chosen, places))
+            joined, numbers = union([trees[number] for number in chosen])
+            places = dict(zip(chosen, numbers))
         for number, tree in enumerate(trees):
             if tree.probs is not None:
-                joined, found[number] = beside(joined, tree, self.vocab_size)
-        self.shown = [(tree, found[number]) for number, tree in enumerate(trees)]
-        first = min(self.target_layers, default=joined.num_layers)
-        if joined.num_layers > first:  # others want layers that were skipped
-            joined = dataclasses.replace(joined, states=None, num_layers=0)
+                joined, places[number] = beside(joined, tree, self.vocab_size)
+        self.shown = [(tree, places[number]) for number, tree in enumerate(trees)]
+        done = joined.done
+        if done is not None and any(layer < done.num_layers for layer in self.target_layers):
+            joined = dataclasses.replace(
+                joined, done=None
+            )  # a member needs hidden states from before these layers' end
         return joined
 
     def watch(self, tree, choices):
@@ -88,13 +92,13 @@ class Merged(Proposer):
 
 
 def union(trees: list[Tree]) -> tuple[Tree, list[Tensor]]:
-    """The trie of chosen trees, its rows filled up as by `plant`; and each tree's nodes' numbers in it, [B, N] each."""
+    """The trie of chosen trees, its rows filled up as by `plant`; for each tree the numbers of its nodes there, [B, N]"""
     device, num_rows = trees[0].tokens.device, len(trees[0].tokens)
     largest = max(trees, key=lambda tree: tree.tokens.shape[1])
-    if sum(tree.tokens.shape[1] > 1 for tree in trees) < 2:  # nothing to join, so nothing to wait for
+    if sum(tree.tokens.shape[1] > 1 for tree in trees) < 2:  # nothing to join, so no need to wait for the device
         return largest, [torch.arange(tree.tokens.shape[1], device=device).expand(num_rows, -1) for tree in trees]
     drafts: list[Nodes] = [[] for _ in range(num_rows)]
-    known: list[dict[tuple[int, int], int]] = [{} for _ in drafts]  # (token, parent) -> number
+    numbers_of: list[dict[tuple[int, int], int]] = [{} for _ in drafts]  # (token, parent) -> number
     places = []
     for tree in trees:
         numbers = []
@@ -102,16 +106,16 @@ def union(trees: list[Tree]) -> tuple[Tree, list[Tensor]]:
             numbers.append([0])
             for token, parent in zip(tokens[1:], parents[1:]):
                 node = token, numbers[row][parent]
-                if node not in known[row]:
+                if node not in numbers_of[row]:
                     drafts[row].append(node)
-                    known[row][node] = len(drafts[row])
-                numbers[row].append(known[row][node])
+                    numbers_of[row][node] = len(drafts[row])
+                numbers[row].append(numbers_of[row][node])
         places.append(torch.tensor(numbers, device=device))
     return plant(largest.tokens[:, 0].tolist(), drafts, device), places
 
 
 def beside(first: Tree, second: Tree, vocab_size: int) -> tuple[Tree, Tensor]:
-    """Both under one root, the nodes of the second, which was sampled, last; and their numbers there [B, N]"""
+    """Both trees under one root, the nodes of the second, which was sampled, last; and their numbers there [B, N]"""
     assert second.probs is not None
     numbers = torch.arange(second.tokens.shape[1], device=second.tokens.device).expand_as(second.tokens)
     more = first.tokens.shape[1] - 1

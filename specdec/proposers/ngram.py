@@ -1,4 +1,4 @@
-"""Prompt lookup: the answer copies from the prompt and from itself."""
+"""Prompt lookup: drafts are copies from the prompt and the answer so far."""
 
 from specdec.proposers.text import RetractableTextProposer
 from specdec.target import Target
@@ -6,19 +6,21 @@ from specdec.tree import Nodes
 
 
 class Ngram(RetractableTextProposer):
-    """A chain that copies what followed the latest earlier occurrence of the text's last n tokens, n as large as possible.
+    """Drafts a chain: the tokens that followed the latest earlier occurrence of the text's last n tokens.
 
-    min, max: the n that are looked for; num: drafts of every chain
-    The latest occurrence, since an answer that repeats itself goes on as it did the last time. A copy that comes to the
-    text's end runs on into itself: in a text of period p the match is p tokens back, and so is what the copy reads then.
+    n is the largest for which there is one. The latest occurrence is taken, because an answer that repeats itself
+    usually continues as the last time. A copy that reaches the end of the text goes on with its own tokens: in a text of
+    period p the match is p tokens back, and so are the tokens that the copy then reads.
+
+    min, max: of n; num: drafts of every chain
     """
 
     def __init__(self, target: Target, *, min: int, max: int, num: int):
         for name, value in (("min", min), ("num", num)):
             if value < 1:
-                raise ValueError(f"proposer.{name}={value} must be at least 1.")
+                raise ValueError(f"{name}={value} must be at least 1.")
         if max < min:
-            raise ValueError(f"proposer.max={max} must be at least proposer.min={min}.")
+            raise ValueError(f"max={max} must be at least min={min}.")
         self.min, self.max, self.num = min, max, num
         self.depth = num
 
@@ -42,18 +44,18 @@ class Ngram(RetractableTextProposer):
 
 
 class Index:
-    """Where a text's n-grams, min <= n <= max, were last followed by something; kept up as the text grows or is cut.
+    """The latest place behind each n-gram of a text, min <= n <= max, at which another token follows.
 
-    text: the caller's, who changes it
+    text: a list that the caller extends and cuts, calling `extend` and `retract`
     """
 
     def __init__(self, text: list[int], min: int, max: int):
         self.text, self.min, self.max = text, min, max
-        self.places: dict[tuple[int, ...], int] = {}  # the place behind it
-        self.replaced: list[int | None] = []  # what stood in `places` before, for every entry that was ever made
+        self.places: dict[tuple[int, ...], int] = {}  # n-gram -> place behind it
+        self.replaced: list[int | None] = []  # the former entries of `places`, in the order of replacement
 
     def extend(self, num: int) -> None:
-        """The text has grown by `num` tokens, by which as many more places have come to be followed by something."""
+        """Called after the text has grown by `num` tokens: `num` more places are now followed by a token."""
         end = len(self.text)
         for place in range(end - num, end):
             for ngram in self._before(place):
@@ -61,7 +63,7 @@ class Index:
                 self.places[ngram] = place
 
     def retract(self, length: int) -> None:
-        """The text will be cut to `length` tokens."""
+        """Called before the text is cut to `length` tokens."""
         for place in reversed(range(length, len(self.text))):
             for ngram in reversed(self._before(place)):
                 earlier = self.replaced.pop()
@@ -71,10 +73,10 @@ class Index:
                     self.places[ngram] = earlier
 
     def find(self) -> int | None:
-        """The place behind the longest n-gram that the text ends with and held before."""
-        found = (self.places.get(ngram) for ngram in reversed(self._before(len(self.text))))
-        return next((place for place in found if place is not None), None)
+        """The place behind the earlier occurrence of the longest n-gram that ends the text; None without one"""
+        places = (self.places.get(ngram) for ngram in reversed(self._before(len(self.text))))
+        return next((place for place in places if place is not None), None)
 
     def _before(self, place: int) -> list[tuple[int, ...]]:
-        """The n-grams that end there, the shortest first."""
+        """The n-grams that end before `place`, the shortest first."""
         return [tuple(self.text[place - n : place]) for n in range(self.min, min(self.max, place) + 1)]

@@ -1,6 +1,7 @@
-"""Suffix decoding (2411.04975): what followed most often where a text stood as this one stands now.
+"""Suffix decoding (2411.04975): drafts are the most frequent continuations of the text's end in earlier texts.
 
-The authors' library, arctic-inference, has no wheels and is built against a torch of vLLM's; this is as good and as fast.
+The authors' library, arctic-inference, has no wheels and must be built against vLLM's torch. This implementation drafts as
+well and as fast.
 """
 
 import heapq
@@ -14,27 +15,25 @@ from specdec.tree import Nodes
 
 
 class Suffix(TextProposer):
-    """Drafts the likeliest ways on from the longest end of the text that occurred before; the longer that is, the more.
+    """Drafts the most frequent continuations of the longest end of the text that occurred before.
 
-    It is looked for in the row's own text and in the memory, the answers of earlier batches; where it is as long in both,
-    the row's own text counts. The paper takes whichever promises more accepted drafts instead; measured, its tau is 1 % lower.
-    Rows of a batch do not see one another's texts, so what a row drafts does not depend on its neighbours.
+    This end is looked up in the row's own text and in the memory, the answers of earlier batches. If the match is equally
+    long in both, the row's own text is used. (The paper instead uses the one with more expected accepted drafts; measured,
+    its tau is 1 % lower.) Rows of a batch do not read one another's texts, so a row's drafts do not depend on the others.
 
-    num: drafts of a tree at most; factor, offset: and at most ceil(factor * length of the match) + offset
-    least: the least estimated chance of a draft, and of all before it
-    memory: how many tokens of the latest answers are surely kept; up to twice as many are. 0: none
+    num: the largest number of drafts; factor, offset: at most ceil(factor * length of the match) + offset drafts
+    least: the smallest estimated chance that a draft and all drafts before it are accepted
+    memory: the number of tokens of the latest answers that are kept for certain; up to twice as many are kept. 0: none
     """
 
     def __init__(self, target: Target, *, num: int, factor: float, offset: int, least: float, memory: int):
         for name, value, low in (("num", num, 1), ("factor", factor, 0), ("offset", offset, 0), ("memory", memory, 0)):
             if value < low:
-                raise ValueError(f"proposer.{name}={value} must be at least {low}.")
+                raise ValueError(f"{name}={value} must be at least {low}.")
         if factor == offset == 0:
-            raise ValueError(
-                f"proposer.factor={factor} with proposer.offset={offset} drafts nothing: raise one of them."
-            )
+            raise ValueError(f"factor={factor} with offset={offset} drafts nothing: raise one of them.")
         if not 0 <= least < 1:
-            raise ValueError(f"proposer.least={least} must be a probability below 1.")
+            raise ValueError(f"least={least} must be a probability below 1.")
         self.num, self.factor, self.offset, self.least, self.memory = num, factor, offset, least, memory
         self.depth = num
         self.forget()
@@ -45,7 +44,7 @@ class Suffix(TextProposer):
         self.younger, self.older = Automaton(), Automaton()  # two generations of memory
 
     def begin(self, tokens, num):
-        self.starts = num.tolist()  # of the answers
+        self.starts = num.tolist()  # where the answers start
         super().begin(tokens, num)
 
     def finish(self, nums):
@@ -53,7 +52,7 @@ class Suffix(TextProposer):
             self.remember(text[start : start + num])
 
     def remember(self, answer: list[int]) -> None:
-        """Forgets the older generation when the younger is full."""
+        """Adds an answer to the younger generation. If that is full, it becomes the older one, which is dropped."""
         answer = answer[: self.memory]
         if self.younger.num_tokens + len(answer) > self.memory:
             self.younger, self.older = Automaton(), self.younger
@@ -63,7 +62,7 @@ class Suffix(TextProposer):
 
     def clear(self):
         self.own = [Automaton() for _ in self.texts]
-        self.matches = [(NOWHERE, NOWHERE) for _ in self.texts]  # the text's end in each generation
+        self.matches = [(NOWHERE, NOWHERE) for _ in self.texts]  # the longest match in each generation
 
     def extend(self, row, new):
         young, old = self.matches[row]
@@ -75,15 +74,15 @@ class Suffix(TextProposer):
     def draft(self, row):
         own, (young, old) = self.own[row], self.matches[row]
         places = (own, own.repeated()), (self.younger, young), (self.older, old)
-        known, match = max(places, key=lambda place: place[1].length)  # of equals the first
+        automaton, match = max(places, key=lambda place: place[1].length)  # of equals the first
         if match.length == 0:
             return []
         num = min(self.num, math.ceil(self.factor * match.length) + self.offset)
-        return known.likeliest(match.state, num, self.least)
+        return automaton.most_likely(match.state, num, self.least)
 
 
 class Match(NamedTuple):
-    """How much of a text's end an automaton knows."""
+    """The longest end of a text that occurs in an automaton."""
 
     state: int
     length: int
@@ -93,28 +92,29 @@ NOWHERE = Match(0, 0)
 
 
 class Automaton:
-    """A suffix automaton: the substrings of texts that may grow, each with the number of its occurrences.
+    """A suffix automaton: all substrings of texts that may grow, each with the number of its occurrences.
 
-    Substrings that end at the same places are one state, which `lengths` tells the longest of; the longest that ends at
-    more places is the state's link, and a token more leads to a child. State 0 is the empty string. There are fewer than
-    two states a token. A token costs as many steps as the text's end has states along its links: few, up to one for each
-    token in a text of a single token again and again.
+    Substrings that end at the same places form one state; `lengths` holds the length of the longest of them. The state's
+    link is the state of its longest suffix that ends at more places. A child is reached by one more token. State 0 is the
+    empty string. There are fewer than two states for each token. Appending a token takes one step for each state along
+    the links of the text's end: usually few; in a text that repeats a single token, one for each token so far.
     """
 
     def __init__(self):
         self.children: list[dict[int, int]] = [{}]  # token -> state
         self.links, self.lengths, self.counts = [-1], [0], [0]
-        self.last = 0  # the text so far
+        self.last = 0  # the state of the current text
         self.num_tokens = 0
 
     def begin(self) -> None:
-        """The next token begins another text."""
+        """Starts another text with the next token."""
         self.last = 0
 
     def append(self, token: int) -> None:
-        state, known = self.last, self.children[self.last].get(token)
-        if known is not None:  # from another text
-            self.last = self._exactly(state, token, known)
+        """Adds the next token of the current text."""
+        state, child = self.last, self.children[self.last].get(token)
+        if child is not None:  # from another text
+            self.last = self._exactly(state, token, child)
         else:
             self.last = self._add({}, 0, self.lengths[state] + 1, 0)
             while state >= 0 and token not in self.children[state]:
@@ -129,7 +129,7 @@ class Automaton:
             state = self.links[state]
 
     def _exactly(self, state: int, token: int, child: int) -> int:
-        """The state of the longest string of `state` and the token; made from `child`, if that holds longer ones too."""
+        """The state whose longest string is that of `state` and the token; split off `child`, if that has longer ones."""
         length = self.lengths[state] + 1
         if self.lengths[child] == length:
             return child
@@ -148,12 +148,12 @@ class Automaton:
         return len(self.links) - 1
 
     def repeated(self) -> Match:
-        """The longest end of the text that occurred before."""
+        """The longest end of the current text that occurred before."""
         state = max(0, self.links[self.last])
         return Match(state, self.lengths[state])
 
     def follow(self, match: Match, token: int) -> Match:
-        """The longest end of what was matched and the token that occurs."""
+        """The longest end that occurs of the matched string and the token."""
         state, length = match
         while token not in self.children[state]:
             if state == 0:
@@ -162,11 +162,12 @@ class Automaton:
             length = self.lengths[state]
         return Match(self.children[state][token], length + 1)
 
-    def likeliest(self, state: int, num: int, least: float) -> Nodes:
-        """At most `num` tokens that may follow the state's strings, the likeliest first; of equals, the first found.
+    def most_likely(self, state: int, num: int, least: float) -> Nodes:
+        """At most `num` nodes that may follow the state's strings, the most likely first; of equals the first found.
 
-        A token's chance is its share of what followed, a path's the product; it is at least `least`. Where nothing ever
-        followed, as at the end of a text that so runs on into itself, the longest end of it that something followed counts.
+        The chance of a token is its share of all tokens that followed; the chance of a path is the product, and must be at
+        least `least`. If nothing ever followed a string, as at the end of a text, its longest suffix is used that something
+        followed.
         """
         draft: Nodes = []
         order = itertools.count()

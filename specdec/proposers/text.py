@@ -1,4 +1,4 @@
-"""What proposers that only look at text have in common: the rows on the host, and trees made there."""
+"""What proposers share that need only the text: they keep each row's text on the host and make trees there."""
 
 from abc import abstractmethod
 
@@ -7,7 +7,7 @@ from specdec.tree import Nodes, plant
 
 
 class TextProposer(Proposer):
-    """Knows each row's text and nothing else: texts[b] is row b's prompt and answer, the newest token last."""
+    """Drafts from each row's text alone: texts[b] is row b's prompt and answer, the newest token last."""
 
     target_layers = ()
     varies = True
@@ -31,19 +31,19 @@ class TextProposer(Proposer):
 
     @abstractmethod
     def clear(self) -> None:
-        """Forgets the last batch; `texts` holds an empty list for each row of the new one."""
+        """Starts a new batch: `texts` holds an empty list for each of its rows."""
 
     @abstractmethod
     def extend(self, row: int, new: list[int]) -> None:
-        """texts[row] now ends with `new`."""
+        """Called once texts[row] ends with the tokens `new`."""
 
     @abstractmethod
     def draft(self, row: int) -> Nodes:
-        """What may follow texts[row]; nothing, if there is nothing to go by."""
+        """The drafts for texts[row]; may be empty."""
 
 
 class RetractableTextProposer(TextProposer):
-    """One that can be rewound: a mark is the length of each text."""
+    """A TextProposer that can be rewound: a mark is the length of each text."""
 
     rewinds = True
 
@@ -57,4 +57,4 @@ class RetractableTextProposer(TextProposer):
 
     @abstractmethod
     def retract(self, row: int, length: int) -> None:
-        """texts[row] will be cut to `length` tokens: undoes what `extend` made of the others, which it still holds."""
+        """Undoes `extend` for all tokens after the first `length`. Called before texts[row] is cut to `length`."""

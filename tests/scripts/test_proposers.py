@@ -49,7 +49,7 @@ def made(tmp_path_factory):
     folders: dict[int, Path] = {}
     with pytest.MonkeyPatch.context() as patch:
         for module in (retrieval, heads_draft):
-            patch.setattr(module, "load_tokenizer", lambda name, option=None: TOKENIZER)
+            patch.setattr(module, "load_tokenizer", lambda name: TOKENIZER)
         yield make
 
 
@@ -146,7 +146,7 @@ def test_a_rule_that_forgets_what_was_refused_is_noticed(made, tiny_target, monk
         ("draft", {"model": "???"}, "Give proposer.model"),
         ("retrieval", {"datastore": "nowhere"}, "nowhere does not exist"),
         ("layerskip", {"layers": "[0, 8]"}, "has 8 layers"),
-        ("cascade", {"inner": "suffix"}, "cannot take back"),
+        ("cascade", {"inner": "suffix"}, "cannot be rewound"),
     ],
 )
 def test_mistakes_are_answered_with_a_sentence(made, small_target, name, settings, message):

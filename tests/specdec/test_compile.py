@@ -14,8 +14,10 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from specdec import attention, compile, masks
 from specdec.compile import Graph, Runner
+from specdec.compiled_target import CompiledTarget
 from specdec.decode import STAGES, Decoder
-from specdec.proposers.heads import HeadProposer, Stopping
+from specdec.proposers.heads import HeadProposer
+from specdec.proposers.stopping import Stopping
 from specdec.sampling import Sampling
 from specdec.target import Target
 from specdec.tree import TreeShape
@@ -256,9 +258,8 @@ def read(target: Target, runner: Runner, num: int = 3):
     positions = cache.lengths[:, None] + torch.arange(num)
     mask = masks.pending(masks.causal(num, None), cache.lengths, cache.visible)
     tokens = torch.tensor(prompts_of(target, 5, (num, num)))
-    output = target.read_compiled(
-        tokens, (1, target.num_layers), positions=positions, mask=mask, cache=cache, runner=runner
-    )
+    states = (1, target.num_layers)
+    output = CompiledTarget(target, runner).read(tokens, states, positions=positions, mask=mask, cache=cache)
     return output.features, target.logits(output.final), cache.data
 
 
@@ -299,7 +300,7 @@ def test_with_inductor(graphs, compiler):
 def test_a_model_that_does_more_than_its_layers(traced, monkeypatch):
     target = tiny()
     scale_forward(target, monkeypatch)
-    sentence = r"^tiny does more than its layers one after the other: set decode\.compile=false\.$"
+    sentence = r"^tiny does more than its layers one after the other: set compile=false\.$"
     with pytest.raises(ValueError, match=sentence):
         decoder_of(target, compiled=True).generate(prompts_of(target, 0), 4)
     decoder_of(target, compiled=False).generate(prompts_of(target, 0), 4)
@@ -328,7 +329,7 @@ def test_layers_that_differ_in_more_than_weights(traced, place, change):
         mlp.up_proj = Wider(mlp.up_proj)
     else:
         mlp.up_proj, mlp.gate_proj, mlp.down_proj = nn.Linear(32, 40), nn.Linear(32, 40), nn.Linear(40, 32)
-    with pytest.raises(ValueError, match=r"set decode\.compile=false\.$"), torch.inference_mode():
+    with pytest.raises(ValueError, match=r"set compile=false\.$"), torch.inference_mode():
         read(target, Runner(True))
 
 
@@ -336,7 +337,7 @@ def test_what_cannot_be_traced(traced):
     def undecided(x):
         return x if x.sum() > 0 else -x
 
-    with pytest.raises(ValueError, match=r"^undecided could not be compiled \(.*\)\. .* decode\.compile=false decodes"):
+    with pytest.raises(ValueError, match=r"^undecided could not be compiled \(.*\)\. .* compile=false decodes"):
         Runner(True)("undecided", undecided, torch.ones(2))
 
 
@@ -348,5 +349,5 @@ def test_a_compiler_that_fails(monkeypatch):
     with pytest.raises(ValueError, match=r"^sum could not be compiled \(no C\+\+ compiler\)\. Inductor needs a C\+\+"):
         Runner(True)("sum", torch.sum, torch.ones(2))
     target = make_target(6, num_layers=2)
-    with pytest.raises(ValueError, match=r"decode\.compile=false decodes without it\.$"):
+    with pytest.raises(ValueError, match=r"compile=false decodes without it\.$"):
         decoder_of(target, compiled=True).generate([[1]], 4)

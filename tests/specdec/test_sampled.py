@@ -6,7 +6,8 @@ import pytest
 
 from specdec import rules
 from specdec.decode import Decoder
-from specdec.proposers.heads import HeadProposer, Stopping
+from specdec.proposers.heads import HeadProposer
+from specdec.proposers.stopping import Stopping
 from specdec.sampling import Sampling
 from specdec.tree import Tree, TreeShape, root
 from tests.enumeration import SAMPLINGS, answer_statistic, decoder_error, sampled_target, without_temperature
@@ -125,11 +126,11 @@ def test_a_forgotten_penalty_is_found(monkeypatch):
 
 def test_typical_says_what_it_is(monkeypatch):
     target = sampled_target()
-    with pytest.raises(ValueError, match=r"^decode\.rule=typical changes what the target says\. .* decode\.lossy=true"):
+    with pytest.raises(ValueError, match=r"^rule=typical changes what the target says\. .* lossy=true"):
         Decoder(target, None, sampling=Sampling(1.0), stop=set(), rule="typical")
-    with pytest.raises(ValueError, match=r"^decode\.rule=typical needs decode\.temperature above 0"):
+    with pytest.raises(ValueError, match=r"^rule=typical needs temperature= above 0"):
         Decoder(target, None, sampling=Sampling(), stop=set(), rule="typical", lossy=True)
-    with pytest.raises(ValueError, match=r"^decode\.rule=best must be one of token, block, typical\.$"):
+    with pytest.raises(ValueError, match=r"^rule=best must be one of token, block, typical\.$"):
         Decoder(target, None, sampling=Sampling(), stop=set(), rule="best")
     for shape in (CHAIN, TREE):
         assert decoder_error(decoder_of(rule="typical", shape=shape), 1, monkeypatch=monkeypatch) > 1e-2

@@ -75,7 +75,7 @@ def test_penalty_is_that_of_transformers(penalty):
     ],
 )
 def test_settings_are_checked(name, wrong, right):
-    with pytest.raises(ValueError, match=f"decode.{name}={wrong}"):
+    with pytest.raises(ValueError, match=f"^{name}={wrong}"):
         Sampling(**{name: wrong})
     assert dataclasses.asdict(Sampling(**{name: right}))[name] == right
 

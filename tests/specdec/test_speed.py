@@ -11,7 +11,8 @@ from specdec import replay, speed
 from specdec.decode import Decoder, Generation
 from specdec.figures import rate_ratio_interval
 from specdec.measurement import Prompt, PromptResult
-from specdec.proposers.heads import HeadProposer, Stopping
+from specdec.proposers.heads import HeadProposer
+from specdec.proposers.stopping import Stopping
 from specdec.sampling import Sampling
 from specdec.speed import Answer, Lengths, Timed
 from tests.support import chain_of, make_drafter, random_tokens

@@ -78,7 +78,9 @@ def test_layers_out_of_order_or_range_are_refused(target, layers):
 
 
 def test_missing_folders_say_what_to_do(tmp_path):
-    with pytest.raises(ValueError, match="make setup"):
+    with pytest.raises(
+        ValueError, match=r"^The folder targets/nothing-here does not exist\. Give the folder of a model"
+    ):
         Target.load("targets/nothing-here")
     with pytest.raises(ValueError, match="does not exist"):
         load_tokenizer(str(tmp_path / "nothing"))

@@ -14,6 +14,7 @@ from specdec.measurement import Prompt, PromptResult
 from specdec.proposers.heads import HeadProposer
 from specdec.report import summarise, verdict
 from specdec.sampling import Sampling
+from specdec.target_adapter import original
 from specdec.tree import TreeShape
 from tests.loops import follow
 from tests.support import chain_of, load_head, make_target, random_tokens
@@ -43,7 +44,7 @@ def test_the_adapter_is_the_targets():
     drafter, before = make()
     target, tokens = drafter.target, torch.tensor([ROW.tokens])
     assert (target.read(tokens, ()).final - before).abs().max() > 0.1
-    with target.original():
+    with original(target):
         assert torch.equal(target.read(tokens, ()).final, before)
     assert target.fingerprint() == make_target(6).fingerprint()
 
@@ -56,9 +57,9 @@ def test_drafting_changes_nothing_of_the_adapted_target(shape):
         Decoder(drafter.target, proposer, sampling=Sampling(0.0), stop=set()).generate(prompts, 24)
         for proposer in (None, HeadProposer(drafter, shape))
     )
-    with drafter.target.original():
-        original = Decoder(drafter.target, None, sampling=Sampling(0.0), stop=set()).generate(prompts, 24)
-    assert drafted.tokens == plain.tokens != original.tokens
+    with original(drafter.target):
+        unadapted = Decoder(drafter.target, None, sampling=Sampling(0.0), stop=set()).generate(prompts, 24)
+    assert drafted.tokens == plain.tokens != unadapted.tokens
     assert sum(map(sum, drafted.accepted)) > 0
 
 

@@ -80,8 +80,8 @@ def rewound_and_fresh(drafter, shape):
             proposer.propose(Sampling(), None)
         told(proposer, texts, true, [(8, 11), (6, 8), (10, 11)])
         with torch.no_grad():
-            step = proposer._first_step()
-        found.append((step, proposer.propose(Sampling(), None), proposer.cache))
+            newest, first = proposer.absorb()
+        found.append(((newest, *first), proposer.propose(Sampling(), None), proposer.cache))
     return found
 
 
@@ -113,9 +113,9 @@ class Stubborn(Proposer):
 
 def test_options(target):
     for name, value in (("num", 0), ("sinks", -1), ("window", 0), ("chunks", -1), ("chunk", 0)):
-        with pytest.raises(ValueError, match=rf"^proposer\.{name}={value} must be at least"):
+        with pytest.raises(ValueError, match=rf"^{name}={value} must be at least"):
             cascade(target, **{**SMALL, name: value})
-    with pytest.raises(ValueError, match=r"^proposer\.inner: Stubborn cannot take back what it was told"):
+    with pytest.raises(ValueError, match=r"^inner=Stubborn cannot be rewound"):
         cascade(target, Stubborn(), **SMALL)
 
 

@@ -14,11 +14,11 @@ from transformers import DynamicCache
 from specdec import masks, rules
 from specdec.compile import Runner
 from specdec.decode import Decoder
-from specdec.proposers import heads, layerskip
+from specdec.proposers import growth, layerskip
 from specdec.proposers.layerskip import LayerSkip
 from specdec.sampling import Sampling
 from specdec.target import Target
-from specdec.tree import Tree
+from specdec.tree import PartialPass, Tree
 from specdec.verifier import Verifier
 from tests.enumeration import SAMPLINGS, answer_statistic, decoder_error, sampled_target
 from tests.loops import logits_of_layers
@@ -136,8 +136,8 @@ def differences(target: Target, tree, cache, prompts, runner=None) -> tuple[floa
 def test_verification_continues_behind_the_first_layers(target, layers, sampling):
     prompts = prompts_of(target)
     tree, cache = propose(target, LayerSkip(target, layers=layers, depth=3), prompts, sampling)
-    assert tree.num_layers == (layers if isinstance(layers, int) else 3 * (layers[0] == 0))
-    assert (tree.states is None) == (tree.num_layers == 0)
+    shared = tree.done.num_layers if tree.done else 0
+    assert shared == (layers if isinstance(layers, int) else 3 * (layers[0] == 0))
     assert max(differences(target, tree, cache, prompts)) < 1e-12
 
 
@@ -147,11 +147,11 @@ def test_what_is_wrong_is_found(target):
     prompts = prompts_of(target)
     for layers, num in ((5, 5), (SUBSETS["both"], 3)):
         tree, cache = propose(target, LayerSkip(target, layers=layers, depth=3), prompts, GREEDY)
-        assert tree.num_layers == num
+        assert tree.done.num_layers == num
         for wrong in (num - 1, num + 1):
-            wronged = dataclasses.replace(tree, num_layers=wrong)
+            wronged = dataclasses.replace(tree, done=PartialPass(tree.done.states, wrong))
             assert min(differences(target, wronged, copy.deepcopy(cache), prompts)) > 1e-3
-        wronged = dataclasses.replace(tree, states=tree.states.roll(1, dims=1))
+        wronged = dataclasses.replace(tree, done=PartialPass(tree.done.states.roll(1, dims=1), num))
         assert min(differences(target, wronged, copy.deepcopy(cache), prompts)) > 1e-3
         stale = copy.deepcopy(cache)
         stale.data[0, 0, stale.rows[:, 0], :, stale.lengths] = 0  # of the root, in the first layer
@@ -164,7 +164,7 @@ def test_what_is_wrong_is_found(target):
 def test_a_filled_tree_is_read_from_the_start(target):
     tree, cache = propose(target, LayerSkip(target, layers=5, depth=3), prompts_of(target), GREEDY)
     filled = tree.filled(4)
-    assert filled.states is None and filled.num_layers == 0 and tree.filled(3) is tree
+    assert filled.done is None and tree.filled(3) is tree
     assert max(differences(target, filled, cache, prompts_of(target))) < 1e-12
 
 
@@ -183,7 +183,7 @@ def decoder_of(*, rule="token", sampling="warm", wrong=None, **how) -> Decoder:
 @pytest.fixture
 def enumerated(monkeypatch):
     """Draws of this proposer go where tests/test_sampled.py sends those of heads."""
-    monkeypatch.setattr(layerskip, "pick", lambda law, uniform: heads.pick(law, uniform))
+    monkeypatch.setattr(layerskip, "pick", lambda law, uniform: growth.pick(law, uniform))
     return monkeypatch
 
 
@@ -276,19 +276,19 @@ def test_compiled_passes_leave_other_layers_alone(shallow, traced, layers):
     [
         (
             0,
-            "proposer.layers=0: tiny has 8 layers; give how many of the first to draft with, 1 to 8, or a list of some",
+            "layers=0: tiny has 8 layers; give how many of the first to draft with, 1 to 8, or a list of some",
         ),
-        (9, "proposer.layers=9: tiny has 8 layers"),
-        (2.5, "proposer.layers=2.5: tiny has 8 layers"),
-        (-1, "proposer.layers=-1: tiny has 8 layers"),
-        ([], "proposer.layers=[]: tiny has 8 layers"),
-        ([0, 8], "proposer.layers=[0, 8]: tiny has 8 layers"),
-        ([-9, 1], "proposer.layers=[-9, 1]: tiny has 8 layers"),
-        ([0, 1.5], "proposer.layers=[0, 1.5]: tiny has 8 layers"),
-        ("many", "proposer.layers=many: tiny has 8 layers"),
-        ([0, 2, 2], "proposer.layers=[0, 2, 2]: list every layer once and in order"),
-        ([3, 1], "proposer.layers=[3, 1]: list every layer once and in order"),
-        ([7, -1], "proposer.layers=[7, -1]: list every layer once and in order"),
+        (9, "layers=9: tiny has 8 layers"),
+        (2.5, "layers=2.5: tiny has 8 layers"),
+        (-1, "layers=-1: tiny has 8 layers"),
+        ([], "layers=[]: tiny has 8 layers"),
+        ([0, 8], "layers=[0, 8]: tiny has 8 layers"),
+        ([-9, 1], "layers=[-9, 1]: tiny has 8 layers"),
+        ([0, 1.5], "layers=[0, 1.5]: tiny has 8 layers"),
+        ("many", "layers=many: tiny has 8 layers"),
+        ([0, 2, 2], "layers=[0, 2, 2]: list every layer once and in the order"),
+        ([3, 1], "layers=[3, 1]: list every layer once and in the order"),
+        ([7, -1], "layers=[7, -1]: list every layer once and in the order"),
     ],
 )
 def test_layers_that_are_not_there(target, layers, message):
@@ -299,10 +299,10 @@ def test_layers_that_are_not_there(target, layers, message):
 def test_other_options_out_of_range(target):
     assert LayerSkip(target, layers=[0, 2, -1], depth=2).layers == (0, 2, 7)
     assert LayerSkip(target, layers=None, depth=2).layers == (0, 1, 2, 3, 4)
-    with pytest.raises(ValueError, match=r"^proposer\.depth=0 must be at least 1\.$"):
+    with pytest.raises(ValueError, match=r"^depth=0 must be at least 1\.$"):
         LayerSkip(target, layers=2, depth=0)
     for threshold in (-0.1, 1.0):
-        with pytest.raises(ValueError, match=rf"^proposer\.threshold={threshold} must be at least 0"):
+        with pytest.raises(ValueError, match=rf"^threshold={threshold} must be at least 0"):
             LayerSkip(target, layers=2, depth=2, threshold=threshold)
 
 

@@ -224,7 +224,7 @@ def test_a_mark_is_that_of_all_members(small_target):
 
 
 def test_one_member_is_refused(target):
-    with pytest.raises(ValueError, match=r"^proposer\.members must name at least two"):
+    with pytest.raises(ValueError, match=r"^members= must name at least two"):
         Merged(target, members=[Copying(2)])
 
 

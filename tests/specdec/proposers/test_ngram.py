@@ -85,5 +85,5 @@ def test_no_match_no_draft():
 
 @pytest.mark.parametrize("wrong", [{"min": 0}, {"num": 0}, {"max": 1}])
 def test_mistakes(wrong):
-    with pytest.raises(ValueError, match=r"proposer\.(min|num|max)=\d must be at least"):
+    with pytest.raises(ValueError, match=r"^(min|num|max)=\d must be at least"):
         Ngram(None, **{"min": 2, "max": 3, "num": 4, **wrong})

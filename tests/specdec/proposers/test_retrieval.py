@@ -197,12 +197,12 @@ def test_it_can_be_rewound(tmp_path, target):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"min": 0}, "proposer.min=0 must be at least 1"),
-        ({"samples": 0}, "proposer.samples=0"),
-        ({"depth": 0}, "proposer.depth=0"),
-        ({"num": -1}, "proposer.num=-1"),
-        ({"max": 2, "min": 3}, "proposer.max=2 must be at least proposer.min=3"),
-        ({"max": 9}, "proposer.max=9 exceeds the 8 tokens .* length=9"),
+        ({"min": 0}, "^min=0 must be at least 1"),
+        ({"samples": 0}, "^samples=0"),
+        ({"depth": 0}, "^depth=0"),
+        ({"num": -1}, "^num=-1"),
+        ({"max": 2, "min": 3}, "^max=2 must be at least min=3"),
+        ({"max": 9}, "^max=9 exceeds the 8 tokens .* length=9"),
     ],
     ids=str,
 )
@@ -216,7 +216,7 @@ def test_datastores_that_cannot_be_used(tmp_path, target):
         with pytest.raises(ValueError, match=message):
             Retrieval(target, datastore=str(folder), **SETTINGS)
 
-    refused(tmp_path / "nowhere", "does not exist. Make one with python scripts/datastore.py")
+    refused(tmp_path / "nowhere", "does not exist. Make one with specdec.datastore.write")
     refused(tmp_path, "is not a datastore")
     refused(make(tmp_path / "empty", []), "is empty: it holds no tokens. Make one")
     refused(
@@ -231,7 +231,7 @@ def test_datastores_that_cannot_be_used(tmp_path, target):
     for name, array in [("short", numpy.zeros(4, "int32")), ("wide", numpy.zeros(5, "int64"))]:
         damaged = Path(shutil.copytree(whole, tmp_path / name))
         numpy.save(damaged / "suffixes.npy", array)
-        refused(damaged, "is damaged: datastore.json tells of 3 tokens in 1 texts, .* Take another copy")
+        refused(damaged, "is damaged: datastore.json counts 3 tokens in 1 texts, .* Take another copy")
     missing = Path(shutil.copytree(whole, tmp_path / "missing"))
     (missing / "tokens.npy").unlink()
     refused(missing, "damaged or not whole")

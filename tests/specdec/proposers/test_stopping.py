@@ -10,7 +10,9 @@ from omegaconf import OmegaConf
 from helpers.loading import DecodeOptions
 from specdec.decode import Decoder, Generation, StopStrings
 from specdec.drafting import Drafting
-from specdec.proposers.heads import FIRST_CHILD, NEXT_CHILD, HeadProposer, Stopping, static_parents
+from specdec.proposers.growth import FIRST_CHILD, NEXT_CHILD, static_parents
+from specdec.proposers.heads import HeadProposer
+from specdec.proposers.stopping import Stopping
 from specdec.sampling import Sampling
 from specdec.target import Target
 from specdec.tree import TreeShape
@@ -346,11 +348,11 @@ def test_no_file(tmp_path):
     "wrong, sentence",
     [
         ({"children": "many"}, r"^decode\.children=many must be chosen, distinct or independent\.$"),
-        ({"depth": 0}, r"^decode\.depth, decode\.width and decode\.nodes must be at least 1"),
+        ({"depth": 0}, r"^decode\.depth=0, decode\.width=1 and decode\.nodes=0 must be at least 1\.$"),
         ({"depth": 4, "width": 2, "nodes": 3}, r"^decode\.nodes=3 cannot hold a path of decode\.depth=4"),
-        ({"rule": "best"}, r"^decode\.rule=best must be one of token, block, typical\.$"),
-        ({"rule": "typical"}, r"^decode\.rule=typical changes what the target says"),
-        ({"rule": "typical", "lossy": True}, r"^decode\.rule=typical needs decode\.temperature above 0"),
+        ({"rule": "best"}, r"^rule=best must be one of token, block, typical\.$"),
+        ({"rule": "typical"}, r"^rule=typical changes what the target says"),
+        ({"rule": "typical", "lossy": True}, r"^rule=typical needs temperature= above 0"),
         ({"temperature": "hot"}, r"^decode\.temperature=hot: give numbers"),
         ({"top_p": 2.0}, r"^decode\.top_p=2\.0 must be above 0 and at most 1"),
     ],

@@ -104,7 +104,7 @@ def test_matches_and_trees_along_a_text():
                 (memory, others, match.state, matched),
             ):
                 for num, least in ((20, 0.3), (9, 0.07)):
-                    draft = automaton.likeliest(state, num, least)
+                    draft = automaton.most_likely(state, num, least)
                     assert draft == best_first(known, part, num, least)
                 num_branched += any(parent != number for number, (_, parent) in enumerate(draft))
                 num_deep += len(draft) == 9
@@ -240,5 +240,5 @@ def test_a_measurement_begins_without_memory(small_target):
     [{"num": 0}, {"factor": -1.0}, {"offset": -1}, {"memory": -1}, {"least": 1.0}, {"factor": 0.0, "offset": 0}],
 )
 def test_mistakes(wrong):
-    with pytest.raises(ValueError, match=f"proposer.{next(iter(wrong))}="):
+    with pytest.raises(ValueError, match=f"^{next(iter(wrong))}="):
         make(**wrong)

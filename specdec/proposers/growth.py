@@ -1,0 +1,226 @@
+"""Growing the tree of a trained drafter: a chain, a tree of chosen nodes (EAGLE-2, 2406.16858), a sampled tree."""
+
+import heapq
+from typing import Literal, NamedTuple, Protocol, get_args
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from specdec import masks
+from specdec.compile import Runner
+from specdec.drafter import Drafter
+from specdec.sampling import Sampling, pick, uniforms
+from specdec.tree import Tree, TreeShape, chain, root
+
+Children = Literal["chosen", "distinct", "independent"]
+
+
+def check_children(children: str) -> None:
+    """Raises ValueError unless it is one of `Children`."""
+    if children not in get_args(Children):
+        raise ValueError(f"children={children} must be chosen, distinct or independent.")
+
+
+class StepOutput(NamedTuple):
+    """The result of a step on w nodes of each row."""
+
+    state: Tensor  # [B, w, H]
+    logits: Tensor  # [B, w, W]
+    evidence: Tensor  # [B, 2] of the first node, see Stopping; [B, 0] without stopping
+
+
+class Steps(Protocol):
+    """What growing a tree needs: HeadProposer has it."""
+
+    drafter: Drafter
+    shape: TreeShape
+    children: Children
+    runner: Runner
+
+    def step(self, d: int, pending: int, state: Tensor, tokens: Tensor, seen: Tensor) -> StepOutput:
+        """Step d of w drafted nodes, behind `pending` earlier ones in the drafter's cache.
+
+        state [B, w, H], tokens [B, w], seen [B, w, pending + w] bool: which drafted nodes each of them sees
+        """
+
+    def goes_on(self, evidence: Tensor) -> bool:
+        """Whether to offer one more draft, by the evidence [B, 2] of its law; called once for each depth."""
+
+
+def grow_chain(
+    steps: Steps, newest: Tensor, first: StepOutput, sampling: Sampling, generator: torch.Generator | None
+) -> Tree:
+    """Greedy: the most likely tokens; else sampled ones, with their laws. newest [B], first: step 1 of this token"""
+    depth = steps.shape.depth
+    (state, logits, evidence), tokens, laws = first, [newest], []
+    seen = masks.causal(depth, newest.device).expand(len(newest), -1, -1)
+    for d in range(1, depth + 1):
+        if not steps.goes_on(evidence):
+            break
+        if sampling.greedy:
+            draft = logits[:, 0].argmax(-1)
+        else:
+            laws.append(sampling.law(logits[:, 0]))  # [B, W]
+            draft = pick(laws[-1], uniforms(len(newest), generator, newest.device))
+        tokens.append(steps.drafter.to_target(draft))
+        if d < depth:
+            state, logits, evidence = steps.step(d + 1, d - 1, state, tokens[-1][:, None], seen[:, d - 1 : d, :d])
+    return chain(torch.stack(tokens, dim=1), _spread(steps.drafter, laws) if laws else None)
+
+
+def grow_tree(steps: Steps, newest: Tensor, first: StepOutput) -> Tree:
+    """EAGLE-2: each depth widens the `width` most likely paths so far; the best `nodes` of all are kept.
+
+    Paths are compared by the sum of log-probabilities, without a temperature. newest [B], first: step 1 of this token
+    """
+    shape, runner, device, num_rows = steps.shape, steps.runner, newest.device, len(newest)
+    width = min(shape.width, steps.drafter.vocab_size)
+    state, logits, evidence = first
+    # All nodes of the growing tree, in the order of their making (so parents come first); entry 0 is the root.
+    tokens, scores = [newest[:, None]], [torch.zeros(num_rows, 1, device=device)]
+    parents = [torch.full((num_rows, 1), -1, device=device)]
+    frontier = torch.zeros(num_rows, 1, dtype=torch.long, device=device)  # [B, w] numbers of the nodes to widen
+    value = torch.zeros(num_rows, 1, device=device)  # [B, w] log-probabilities of their paths
+    seen = torch.zeros(num_rows, 1, 0, dtype=torch.bool, device=device)  # [B, w, P] which cached nodes each sees
+    num_nodes, pending = 1, 0
+    for d in range(1, shape.depth + 1):
+        if not steps.goes_on(evidence):
+            break
+
+        def widen(*inputs, num_nodes=num_nodes):
+            return _widen(steps.drafter, width, num_nodes, *inputs)
+
+        widened = runner(("widen", num_nodes), widen, logits, value, frontier, seen, state)
+        token, score, parent, value, frontier, seen, state, chosen = widened
+        tokens.append(token)
+        scores.append(score)
+        parents.append(parent)
+        if d == shape.depth:
+            break
+        num_nodes += token.shape[1]
+        state, logits, evidence = steps.step(d + 1, pending, state, chosen, seen)
+        pending += chosen.shape[1]
+    count = len(tokens)
+    if count == 1:
+        return root(newest)
+    rank = lambda *parts: _rank(parts, count, shape.nodes)
+    kept_tokens, kept_parents = runner(("rank", count), rank, *tokens, *scores, *parents)
+    return Tree(kept_tokens, kept_parents, None)
+
+
+def _widen(drafter: Drafter, width: int, num_nodes: int, logits, value, frontier, seen, state) -> tuple[Tensor, ...]:
+    """The `width` best children of each node of a frontier, and the next frontier among them.
+
+    num_nodes: nodes so far -> the children's tokens, scores, parents [B, w * width]; of the next frontier value, numbers,
+    seen, parents' state and tokens
+    """
+    best = logits.float().log_softmax(-1).topk(width, dim=-1)  # [B, w, width]
+    score = (value[..., None] + best.values).flatten(1)
+    token = drafter.to_target(best.indices).flatten(1)
+    owner = torch.arange(frontier.shape[1], device=token.device).repeat_interleave(width).expand_as(token)
+    value, chosen = score.topk(min(width, score.shape[1]), dim=1)  # [B, w]
+    from_owner = owner.gather(1, chosen)  # [B, w] index into the last frontier
+    rows = torch.arange(len(token), device=token.device)[:, None]
+    itself = torch.eye(chosen.shape[1], dtype=torch.bool, device=token.device).expand(len(token), -1, -1)
+    seen = torch.cat([seen[rows, from_owner], itself], dim=-1)
+    parent = frontier.gather(1, owner)
+    return token, score, parent, value, num_nodes + chosen, seen, state[rows, from_owner], token.gather(1, chosen)
+
+
+def _rank(parts: tuple[Tensor, ...], count: int, num_kept: int) -> tuple[Tensor, Tensor]:
+    """`count` batches each of tokens, scores and parents -> tokens and parents [B, N] of the root and the best drafts"""
+    token, score, parent = (torch.cat(parts[i * count : (i + 1) * count], dim=1) for i in range(3))
+    # A child never scores above its parent, and a stable sort puts the earlier first: a kept child's parent is kept.
+    ranked = score.sort(dim=1, descending=True, stable=True).indices
+    kept = ranked[:, : 1 + num_kept].sort(dim=1).values  # [B, N], in the order of making
+    places = torch.arange(kept.shape[1], device=kept.device).expand_as(kept)
+    number = torch.zeros_like(parent).scatter(1, kept, places)
+    kept_parent = parent.gather(1, kept)
+    kept_parent = torch.where(kept_parent < 0, -1, number.gather(1, kept_parent.clamp(min=0)))
+    return token.gather(1, kept), kept_parent
+
+
+def grow_sampled_tree(
+    steps: Steps, newest: Tensor, first: StepOutput, sampling: Sampling, generator: torch.Generator | None
+) -> Tree:
+    """The tree of `static_parents` with sampled tokens: which nodes it has does not depend on any draw.
+
+    Siblings are drawn without replacement if `children` is "distinct", and with replacement if it is "independent".
+    newest [B], first: step 1 of this token
+    """
+    drafter, depth, num_rows = steps.drafter, steps.shape.depth, len(newest)
+    parents = static_parents(steps.shape)
+    depths = [0]
+    for parent in parents[1:]:
+        depths.append(depths[parent] + 1)
+    tokens = [newest] + [newest] * (len(parents) - 1)
+    laws = [torch.zeros(0)] * (len(parents) - 1)
+    state, logits, evidence = first
+    level, pending = [0], 0  # the nodes that `logits` belong to, in order
+    seen = torch.zeros(num_rows, 1, 0, dtype=torch.bool, device=newest.device)
+    for d in range(1, depth + 1):
+        if not steps.goes_on(evidence):
+            parents = parents[: depths.index(d)]
+            break
+        for place, node in enumerate(level):
+            law = sampling.law(logits[:, place])  # [B, W]
+            for child in [child for child in range(1, len(parents)) if parents[child] == node]:
+                draft = pick(law, uniforms(len(newest), generator, newest.device))
+                laws[child - 1], tokens[child] = law, drafter.to_target(draft)
+                if steps.children == "distinct":
+                    law = _without(law, draft)
+        following = [node for node in range(len(parents)) if depths[node] == d and node in parents]
+        if not following or d == depth:
+            break
+        owner = torch.tensor([level.index(parents[node]) for node in following], device=newest.device)
+        itself = torch.eye(len(following), dtype=torch.bool, device=newest.device).expand(num_rows, -1, -1)
+        seen = torch.cat([seen[:, owner], itself], dim=-1)
+        chosen = torch.stack([tokens[node] for node in following], dim=1)
+        state, logits, evidence = steps.step(d + 1, pending, state[:, owner], chosen, seen)
+        level, pending = following, pending + len(following)
+    num_nodes = len(parents)
+    if num_nodes == 1:
+        return root(newest)
+    shape = torch.tensor(parents, device=newest.device).expand(num_rows, -1)
+    return Tree(torch.stack(tokens[:num_nodes], dim=1), shape, _spread(drafter, laws[: num_nodes - 1]))
+
+
+def _without(law: Tensor, draft: Tensor) -> Tensor:
+    """law [B, W] once draft [B] was drawn and not put back. If nothing is left, another token gets probability 1."""
+    rest = law.scatter(1, draft[:, None], 0)
+    total = rest.sum(-1, keepdim=True)
+    other = F.one_hot((draft + 1) % law.shape[1], law.shape[1]).to(law.dtype)
+    return torch.where(total > 0, rest / total.clamp(min=torch.finfo(law.dtype).tiny), other)
+
+
+def _spread(drafter: Drafter, laws: list[Tensor]) -> Tensor:
+    """N laws over the draft vocabulary, [B, W] each -> [B, 1 + N, V]; 0 for the root and for tokens outside of it"""
+    law = torch.stack([torch.zeros_like(laws[0]), *laws], dim=1)  # [B, 1 + N, W]
+    if drafter.draft_to_target is None:
+        return law
+    wide = law.new_zeros(*law.shape[:2], drafter.target.vocab_size)
+    wide[..., drafter.draft_to_target] = law
+    return wide
+
+
+FIRST_CHILD, NEXT_CHILD = 0.6, 0.4  # assumed acceptance of a first child; of each further child relative to the last
+
+
+def static_parents(shape: TreeShape) -> list[int]:
+    """The parents of a fixed tree, level by level (Sequoia, 2402.12374, with equal chances at all positions).
+
+    Its nodes are the `nodes` paths that are most likely to be accepted if the children of every node are accepted with
+    the chances 0.6, 0.24, 0.096 .. in order.
+    """
+    best: list[tuple[float, int, tuple[int, ...]]] = [(-FIRST_CHILD, 1, (0,))]  # -chance, depth, ranks along the path
+    chosen: list[tuple[int, ...]] = []
+    while best and len(chosen) < shape.nodes:
+        chance, depth, ranks = heapq.heappop(best)
+        chosen.append(ranks)
+        if depth < shape.depth:
+            heapq.heappush(best, (chance * FIRST_CHILD, depth + 1, (*ranks, 0)))
+        if ranks[-1] + 1 < shape.width:
+            heapq.heappush(best, (chance * NEXT_CHILD, depth, (*ranks[:-1], ranks[-1] + 1)))
+    paths = [(), *sorted(chosen, key=lambda ranks: (len(ranks), ranks))]
+    return [-1, *(paths.index(path[:-1]) for path in paths[1:])]
