@@ -44,6 +44,13 @@ VARIANTS += [
     ("dspark", False, {"fuse": True}),
     ("dflash", True, {"fuse": True}),
 ]
+QUICK = [  # `make quick`: one variant for each kind of Drafter.attends
+    ("eagle", False, {}),
+    ("mtp", True, {"num_modules": 5}),
+    ("dspark", False, {"fuse": True}),
+    ("draft", True, {"borrow_embeddings": False}),
+    ("hydra", True, {"own_output": True}),
+]
 LENGTHS = (5, 12, 2, 9, 1)  # of prompts; more rows than specdec.attention leaves to sdpa
 NUM_NEW = 24
 # Layers of a target of eight that draft: the argument of LayerSkip
@@ -55,14 +62,19 @@ def name_of(variant: tuple[str, bool, dict]) -> str:
     return "-".join([head, "reduced" if reduced else "whole", *arguments])
 
 
-def paired(names: str, *columns):
-    """A parametrization by pairs: entry i of each column with entry i of the others; shorter columns begin again.
+def paired(names: str, variants: list, others: list):
+    """A parametrization by pairs in the place of a cross product: variant i with one of the others, in turn.
 
-    Every entry of every column occurs at least once, in as many cases as the longest column has entries.
+    Every variant and every one of the others occurs; with each round through the others they shift by one, so that
+    they meet variants of both vocabularies. The first name may be a fixture that takes variants, such as any_drafter.
     """
-    num = max(map(len, columns))
-    cases = [tuple(column[i % len(column)] for column in columns) for i in range(num)]
-    return pytest.mark.parametrize(names, cases, ids=lambda value: name_of(value) if value in VARIANTS else None)
+    assert len(variants) >= len(others)
+    num = len(others)
+    cases = [(variant, others[(i + i // num) % num]) for i, variant in enumerate(variants)]
+    first = names.split(",")[0]
+    indirect = [first] if first.endswith("_drafter") else []
+    ids = lambda value: name_of(value) if any(value is variant for variant in VARIANTS) else str(value)
+    return pytest.mark.parametrize(names, cases, ids=ids, indirect=indirect)
 
 
 # Targets, drafters and their folders

@@ -17,6 +17,8 @@ from specdec.measurement import Prompt, PromptResult
 from specdec.report import summarise
 from tests.support import save_eagle, save_target, write_prompts
 
+pytestmark = pytest.mark.slow
+
 TRAINING = {"tokens": 2_000_000, "tokens_per_second": 1234.5, "peak_memory": 2**30, "seconds": 1620.0}
 
 

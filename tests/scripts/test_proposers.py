@@ -17,6 +17,8 @@ from specdec.sampling import Sampling
 from specdec.target import Target
 from tests.support import make_drafter, make_target, random_tokens
 
+pytestmark = pytest.mark.slow
+
 V, NUM_NEW = 6, 24
 CHAIN = Drafting(3)
 TOKENIZER = SimpleNamespace(get_vocab=lambda: {"a": 0})  # the tiny targets have none

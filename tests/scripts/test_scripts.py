@@ -7,6 +7,8 @@ import pytest
 from scripts import bench, evaluate, export, generate, identity
 from tests.support import save_eagle, save_target, write_prompts
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):

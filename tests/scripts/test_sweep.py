@@ -10,6 +10,8 @@ from specdec.decode import Generation
 from specdec.timing import fastest_batch
 from tests.support import save_eagle, save_target, write_prompts
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):

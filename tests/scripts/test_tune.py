@@ -12,6 +12,8 @@ from specdec.drafting import Drafting
 from specdec.heads.medusa import Medusa
 from tests.support import save_target, write_prompts
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):

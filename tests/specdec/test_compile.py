@@ -23,6 +23,8 @@ from specdec.target import Target
 from specdec.tree import TreeShape
 from tests.support import chain_of, make_drafter, make_target, random_tokens, scale_forward
 
+pytestmark = pytest.mark.slow
+
 KINDS = {
     "path": ("eagle", {}),
     "depth": ("mtp", {"num_modules": 5}),

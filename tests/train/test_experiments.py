@@ -9,6 +9,8 @@ import pytest
 from tests.support import ROOT
 from train import reading
 
+pytestmark = pytest.mark.slow
+
 FOLDER = ROOT / "conf" / "experiment"
 FILES = sorted(FOLDER.rglob("*.yaml"))
 EXPERIMENTS = [str(path.relative_to(FOLDER).with_suffix("")) for path in FILES if path.stem != "common"]

@@ -28,6 +28,8 @@ from tests.exports import (
 )
 from tests.loops import follow
 
+pytestmark = pytest.mark.slow
+
 # What engines draw from a folder
 
 # head, arguments, format, engine

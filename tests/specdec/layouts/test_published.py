@@ -29,6 +29,8 @@ from tests.exports import (
 )
 from tests.support import make_target
 
+pytestmark = pytest.mark.slow
+
 
 def rewrite(path: Path, *, tensors=None, **config) -> None:
     """Changes fields of config.json, and tensors by name; None takes away."""

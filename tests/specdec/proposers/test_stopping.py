@@ -30,6 +30,8 @@ from tests.support import (
     random_tokens,
 )
 
+pytestmark = pytest.mark.slow
+
 CHAIN, TREE = chain_of(4), TreeShape(depth=3, width=3, nodes=8)
 STOPPING = Stopping(threshold=0.3)
 WAYS = {"plain": None, "oracle": None, "chain": (CHAIN, None), "tree": (TREE, None), "stopping": (CHAIN, STOPPING)}
