@@ -14,7 +14,6 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,21 +26,20 @@ from engine_clients.llamacpp_client import LlamaCpp
 from helpers import decoding, loading, proposers
 from helpers.options import option, options, split
 from helpers.options import run as run_command
-from specdec import checkpoint, speed
+from specdec import benchmark, checkpoint, speed
+from specdec.benchmark import Generate, TimedDecoder, TimedModel
 from specdec.compile import Runner
-from specdec.decode import STAGES, Decoder, Generation
+from specdec.decode import STAGES, Decoder
 from specdec.drafting import Drafting
 from specdec.generate import Speculative
 from specdec.heads.draft import Draft
 from specdec.proposers.ngram import Ngram
 from specdec.sampling import Sampling
-from specdec.timing import interleave
 from specdec.tuning import name_of
 from train import data
 
 GENERATE, PLAIN = "transformers generate", "plain"
-Method = Callable[[list[int]], tuple[int, float]]  # a prompt -> number of new tokens, seconds
-Methods = dict[str, Method]  # by name, in the order of the table
+Methods = dict[str, Generate]  # by name, in the order of the table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,49 +51,6 @@ class Bench(loading.PromptOptions, decoding.ShapesOptions, proposers.SeveralOpti
     out: str | None = option(None, "JSON file for the figures")
     target: loading.TargetOptions = field(default_factory=loading.TargetOptions)
     decode: decoding.CompileOptions = field(default_factory=lambda: decoding.CompileOptions(compile=True))
-
-
-class TimedDecoder:
-    """A decoder as a method, which keeps its generations."""
-
-    def __init__(self, decoder: Decoder, max_new_tokens: int):
-        self.decoder, self.max_new_tokens = decoder, max_new_tokens
-        self.generations: list[Generation] = []
-
-    def __call__(self, prompt: list[int]) -> tuple[int, float]:
-        start = time.perf_counter()
-        generation = self.decoder.generate([prompt], self.max_new_tokens)
-        self.generations.append(generation)
-        return len(generation.tokens[0]), time.perf_counter() - start - generation.compile_seconds
-
-    def figures(self) -> dict:
-        num_rounds = sum(len(generation.accepted[0]) for generation in self.generations)
-        num_emitted = sum(len(generation.tokens[0]) - 1 for generation in self.generations)
-        seconds = {stage: sum(generation.stages[stage] for generation in self.generations) for stage in STAGES}
-        ms_per_round = {stage: 1e3 * spent / num_rounds for stage, spent in seconds.items()}
-        return {"tau": num_emitted / num_rounds, "ms_per_round": ms_per_round}
-
-
-class Generate:
-    """transformers' greedy generate as a method; arguments: further ones of generate."""
-
-    def __init__(self, loaded: loading.Opened, max_new_tokens: int, **arguments):
-        self.loaded, self.max_new_tokens, self.arguments = loaded, max_new_tokens, arguments
-
-    def __call__(self, prompt: list[int]) -> tuple[int, float]:
-        tokens = torch.tensor([prompt], device=self.loaded.target.device)
-        start = time.perf_counter()
-        text = self.loaded.target.model.generate(
-            tokens,
-            attention_mask=torch.ones_like(tokens),
-            do_sample=False,
-            max_new_tokens=self.max_new_tokens,
-            eos_token_id=sorted(self.loaded.stop),
-            **self.arguments,
-        )
-        seconds = time.perf_counter() - start
-        custom = self.arguments.get("custom_generate")
-        return text.shape[1] - len(prompt), seconds - (custom.last.compile_seconds if custom else 0.0)
 
 
 def main() -> None:
@@ -110,7 +65,12 @@ def main() -> None:
     prompts = data.load_prompts(chosen.prompts, opened.tokenizer, limit=chosen.limit)
     tokens = [prompt.tokens for prompt in prompts]
     methods = make_methods(chosen, opened, runs, longest=max(map(len, tokens)))
-    rates = measure(methods, tokens, chosen.repeats, console)
+    rates = benchmark.measure(
+        methods,
+        tokens,
+        repeats=chosen.repeats,
+        progress=lambda items, text: track(items, description=text, console=console, transient=True),
+    )
     num_bytes = speed.bytes_per_token(opened.target.model)
     bandwidth = speed.memory_bandwidth(num_bytes, opened.target.device)
     limit = bandwidth / num_bytes
@@ -165,10 +125,11 @@ def make_methods(chosen: Bench, opened: loading.Opened, runs: list[loading.Run],
 def generate_methods(
     chosen: Bench, opened: loading.Opened, runs: list[loading.Run], lengths: list[int], ngram
 ) -> Methods:
-    """transformers' generate: alone, and with each of its own and of our ways to draft."""
+    """transformers' generate: alone, with its own methods of drafting, and with this project's decoder inside it."""
 
-    def method(**arguments) -> Generate:
-        return Generate(opened, chosen.max_new_tokens, **arguments)
+    def method(**arguments) -> TimedModel:
+        model, limit = opened.target.model, chosen.max_new_tokens
+        return TimedModel(model, stop=opened.stop, max_new_tokens=limit, **arguments)
 
     methods: Methods = {GENERATE: method()}
     for run in runs:
@@ -195,7 +156,7 @@ def generate_methods(
     return methods
 
 
-def llama_cpp(chosen: Bench, stop: set[int], context: int) -> Method:
+def llama_cpp(chosen: Bench, stop: set[int], context: int) -> Generate:
     llama = LlamaCpp(chosen.gguf, threads=torch.get_num_threads(), context=context)
 
     def generate(prompt: list[int]) -> tuple[int, float]:
@@ -206,39 +167,15 @@ def llama_cpp(chosen: Bench, stop: set[int], context: int) -> Method:
     return generate
 
 
-def measure(
-    methods: Methods, prompts: list[list[int]], repeats: int, console: rich.console.Console
-) -> dict[str, list[float]]:
-    """tokens/s of every method for every prompt, `repeats` times, after a warm-up."""
-    for method in track(methods.values(), description="warm-up and compiling", console=console, transient=True):
-        for prompt in (min(prompts, key=len), max(prompts, key=len)):  # the smallest and the largest cache
-            method(prompt)
-    decoders = [method for method in methods.values() if isinstance(method, TimedDecoder)]
-    for method in decoders:
-        method.generations.clear()
-    rates: dict[str, list[float]] = {name: [] for name in methods}
-    for number, prompt in enumerate(track(prompts * repeats, console=console, transient=True)):
-        if number % len(prompts) == 0:  # the same prompts come again, so proposers forget the answers
-            for proposer in [method.decoder.proposer for method in decoders if method.decoder.proposer]:
-                proposer.forget()
-        for name, (num_tokens, seconds) in interleave(methods, prompt, number).items():
-            rates[name].append(num_tokens / seconds)
-    return rates
-
-
 def summarise(methods: Methods, rates: dict[str, list[float]]) -> dict[str, dict]:
     """Medians over prompts, by method; of decoders also tau and the parts of a round."""
     figures = {}
-    for name, values in rates.items():
-        to_generate, to_plain = (
-            statistics.median(a / b for a, b in zip(values, rates[base])) for base in (GENERATE, PLAIN)
-        )
+    for name, method in methods.items():
         figures[name] = {
-            "tokens_per_second": statistics.median(values),
-            "to_generate": to_generate,
-            "to_plain": to_plain,
+            "tokens_per_second": statistics.median(rates[name]),
+            "to_generate": benchmark.median_ratio(rates[name], rates[GENERATE]),
+            "to_plain": benchmark.median_ratio(rates[name], rates[PLAIN]),
         }
-        method = methods[name]
         if isinstance(method, TimedDecoder):
             figures[name] |= method.figures()
     return figures

@@ -57,7 +57,7 @@ def main() -> None:
     shapes = chosen.shapes()
     runs = loading.load_runs(chosen.checkpoint, chosen.target)
     head = str(runs[0].folder) if runs else None  # of the proposers that hold a trained head
-    opened = loading.shared_target(runs, chosen.target, checkpoint_folder=chosen.settings.get("checkpoint"))
+    opened = loading.shared_target(runs, chosen.target, head=chosen.settings.get("checkpoint"))
     prompts = data.load_prompts(chosen.prompts, opened.tokenizer, limit=chosen.limit)
     configs = proposers.configure_all(
         chosen.proposers, settings=chosen.settings, drafting=chosen.decode.drafting_of(shapes[0]), checkpoint=head
@@ -110,8 +110,7 @@ def describe(
         "trees": chosen.trees,
         "decode": asdict(chosen.decode),
         "batch": chosen.batch,
-        "target": target.name,
-        "dtype": str(target.dtype).removeprefix("torch."),
+        "conditions": loading.conditions(target),
         **loading.machine(target),
     }
 

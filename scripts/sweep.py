@@ -70,7 +70,12 @@ def main() -> None:
             results.append({"batch": size, "runs": summarise(trials, runs)})
     finally:
         if results.rows:
-            show(out, runs, results.rows, conditions(chosen, drafting, sampling, opened.target), console)
+            stop_tokens = "ignored" if chosen.ignore_stop else "heeded"
+            conditions = (
+                f"{loading.conditions(opened.target)}; {drafting.shape}, temperature {sampling.temperature:g}; "
+                f"{chosen.max_new_tokens} new tokens a row, stop tokens {stop_tokens}"
+            )
+            show(out, runs, results.rows, conditions, console)
 
 
 def read_sizes(chosen: Sweep) -> list[int]:
@@ -95,15 +100,6 @@ def describe(chosen: Sweep, runs: list[Run], drafting: Drafting, prompts: list[l
         "prompts_digest": loading.digest(repr(prompts).encode()),
         **loading.machine(runs[0].drafter.target),
     }
-
-
-def conditions(chosen: Sweep, drafting: Drafting, sampling: Sampling, target) -> str:
-    machine = loading.machine(target)
-    return (
-        f"{target.name}, {chosen.target.dtype}, {machine['machine']}, {machine['threads']} threads; {drafting.shape}, "
-        f"temperature {sampling.temperature:g}; {chosen.max_new_tokens} new tokens a row, stop tokens "
-        f"{'ignored' if chosen.ignore_stop else 'heeded'}"
-    )
 
 
 def decode(

@@ -50,7 +50,11 @@ def main() -> None:
     loaded = loading.load(chosen.checkpoint, chosen.target)
     prompts = data.load_prompts(chosen.prompts, loaded.tokenizer, limit=chosen.limit)
     draftings = choose_candidates(chosen, shapes, loaded, console)
-    conditions = describe(loaded, chosen, len(prompts))
+    conditions = (
+        f"{loaded.folder} on {loading.conditions(loaded.target)}, "
+        f"{'compiled' if chosen.decode.compile else 'not compiled'}, temperature {sampling.temperature:g}; "
+        f"{len(prompts)} prompts, <= {chosen.max_new_tokens} new tokens"
+    )
     console.print(conditions)
     tuner = Tuner(
         loaded.drafter,
@@ -90,15 +94,6 @@ def choose_candidates(
     if not draftings:
         raise ValueError("chains and trees leave nothing to try: give a chain, such as chains=1.")
     return draftings
-
-
-def describe(loaded: loading.Loaded, chosen: Tune, num_prompts: int) -> str:
-    machine = loading.machine(loaded.target)
-    return (
-        f"{loaded.folder} on {loaded.target.name}: {machine['machine']}, {machine['threads']} threads, "
-        f"{chosen.target.dtype}, {'compiled' if chosen.decode.compile else 'not compiled'}, temperature "
-        f"{chosen.decode.sampling().temperature:g}; {num_prompts} prompts, <= {chosen.max_new_tokens} new tokens"
-    )
 
 
 def show_costs(costs: speed.ChainCosts) -> str:

@@ -36,6 +36,7 @@ ORDER = [
     "drafting",
     "measurement",
     "batching",
+    "benchmark",
     "comparing",
     "figures",
     "report",

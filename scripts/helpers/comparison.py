@@ -9,7 +9,7 @@ from specdec.measurement import PromptResult
 from specdec.report import Report, by_depth, verdict
 
 ADAPTED = "outputs of the adapted target"
-CONDITIONS = "{target}, {dtype}, {machine}, {threads} threads; {num_prompts} prompts, <= {max_new_tokens} new tokens"
+CONDITIONS = "{conditions}; {num_prompts} prompts, <= {max_new_tokens} new tokens"
 Columns = dict[float, dict[str, Report]]  # temperature -> method -> report
 
 

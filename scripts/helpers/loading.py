@@ -83,6 +83,13 @@ def machine(target: Target) -> dict:
     }
 
 
+def conditions(target: Target) -> str:
+    """The same in one phrase, for titles."""
+    where = machine(target)
+    dtype = str(target.dtype).removeprefix("torch.")
+    return f"{target.name}, {dtype}, {where['machine']}, {where['threads']} threads"
+
+
 def digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
 
@@ -177,10 +184,10 @@ def load_runs(listed: str, options: TargetOptions) -> list[Run]:
     return runs
 
 
-def shared_target(runs: list[Run], options: TargetOptions, *, checkpoint_folder: str | None = None) -> Opened:
-    """The frozen target of the runs. Where there is none, it is loaded: that of the first run, or of `checkpoint_folder`."""
+def shared_target(runs: list[Run], options: TargetOptions, *, head: str | None = None) -> Opened:
+    """The frozen target of the runs. Where there is none, it is loaded: that of the first run, or of `head`."""
     frozen = [run.drafter.target for run in runs if run.baseline == FROZEN]
     if frozen:
         return open_target(frozen[0])
-    folder = runs[0].folder if runs else checkpoint_folder and checkpoint.resolve(checkpoint_folder)
+    folder = runs[0].folder if runs else head and checkpoint.resolve(checkpoint_folder)
     return load_target(options, default=target_of(folder) if folder else None)

@@ -7,8 +7,9 @@ import hydra
 import pytest
 from omegaconf import OmegaConf
 
+from helpers import loading
 from helpers.decoding import DecodeOptions
-from scripts import bench, evaluate, export, generate, identity
+from scripts import bench, evaluate, export, generate, identity, replay
 from specdec.drafting import Drafting
 from tests.support import ROOT, save_eagle, save_target, write_prompts
 
@@ -131,3 +132,19 @@ def test_the_defaults_of_decoding_stand_in_one_place():
     with hydra.initialize_config_dir(str(ROOT / "conf"), version_base=None):
         config = hydra.compose("decode/chain")
     assert OmegaConf.to_container(config.decode) == asdict(Drafting())
+
+
+def test_a_missing_default_target_is_refused_with_the_command_that_makes_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"targets/smollm2-135m does not exist.*scripts/get_target\.py\) makes"):
+        loading.load_target(loading.TargetOptions())
+
+
+def test_replay_prints_tau_along_given_answers(run, folder):
+    rows = [{"messages": [{"role": "user", "content": "w2 w3"}, {"role": "assistant", "content": f"w{n} w5 w6 w7"}],
+             "temperature": 0} for n in range(2, 5)]  # fmt: skip
+    (folder / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    printed = run(replay, f"answers={folder}/answers.jsonl", "hold_out=2", "decode.depth=3")
+    assert "replayed tau" in printed and "chain of 3, temperature 0, 2 answers" in printed
+    with pytest.raises(ValueError, match=r"no row at decode\.temperature=1"):
+        run(replay, f"answers={folder}/answers.jsonl", "hold_out=null", "decode.temperature=1")

@@ -45,7 +45,7 @@ def test_what_tune_writes_is_what_decoding_reads(run, folder, temperature):
         if temperature == 0:
             assert setting["tau"] == pytest.approx(setting["measured"]["tau"])
     text = (folder / "tuned.yaml").read_text()
-    assert text.startswith(f"# {folder}/head on {folder}/target: ") and f"temperature {temperature}" in text
+    assert text.startswith(f"# {folder}/head on {folder}/target, float32, ") and f"temperature {temperature}" in text
     drafting = decoding.read_drafting(f"{folder}/tuned.yaml", compile=False)
     assert drafting == Drafting(**figures["settings"][figures["chosen"]]["drafting"])
     assert tuning.name_of(drafting) == figures["chosen"]

@@ -13,7 +13,7 @@ from specdec.figures import rate_ratio_interval
 from specdec.measurement import Prompt, PromptResult
 from specdec.proposers.heads import HeadProposer, Stopping
 from specdec.sampling import Sampling
-from specdec.speed import TimedAnswer, ChainCosts, TimedRound
+from specdec.speed import ChainCosts, TimedAnswer, TimedRound
 from tests.support import chain_of, make_drafter, random_tokens
 
 
@@ -47,7 +47,10 @@ def test_a_disturbance_counts_for_nothing_and_lengths_do_count():
         return [TimedRound(stages(1.0, seconds), num_drafted, 0, []) for seconds in verify]
 
     nothing = Generation([[]], [[]])
-    answers = [TimedAnswer(nothing, rounds([2.0, 2.0, 90.0], 1) + rounds([4.0], 3)), TimedAnswer(nothing, rounds([3.0], 1))]
+    answers = [
+        TimedAnswer(nothing, rounds([2.0, 2.0, 90.0], 1) + rounds([4.0], 3)),
+        TimedAnswer(nothing, rounds([3.0], 1)),
+    ]
     assert speed.median_stages(answers) == pytest.approx(stages(1.0, (3 * 2.0 + 4.0 + 3.0) / 5))
 
 
