@@ -139,7 +139,7 @@ def summarise(trials: list[dict[str, Generation]], runs: list[Run]) -> dict[str,
             for run in runs
         }
     except ValueError as error:
-        raise ValueError(f"{error} Set ignore_stop=true.") from None
+        raise ValueError(f"{str(error).rstrip('.')}: set ignore_stop=true.") from None
 
 
 def show(out: Path, runs: list[Run], rows: list[dict], conditions: str, console: rich.console.Console) -> None:

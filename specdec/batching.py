@@ -55,8 +55,12 @@ class BatchComparison:
             BatchFigures.of([with_drafts]).tokens_per_second / BatchFigures.of([without]).tokens_per_second
             for without, with_drafts in pairs
         ]
-        sums = (BatchFigures.of([pair[side] for pair in pairs]) for side in (0, 1))
-        return cls(*sums, ratios=ratios, speedup=statistics.median(ratios))
+        return cls(
+            plain=BatchFigures.of([without for without, _ in pairs]),
+            drafted=BatchFigures.of([with_drafts for _, with_drafts in pairs]),
+            ratios=ratios,
+            speedup=statistics.median(ratios),
+        )
 
     def to_json(self) -> dict:
         return asdict(self)

@@ -6,9 +6,9 @@ A way to generate is a function: prompt -> number of new tokens, seconds. Second
 import statistics
 import time
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from specdec.decode import STAGES, Decoder, Generation
 from specdec.timing import interleave
@@ -39,9 +39,9 @@ class TimedDecoder:
 
 
 class TimedModel:
-    """Generates with transformers' own `generate`; arguments: further ones of it."""
+    """Generates with the `generate` of a transformers model; arguments: further ones of it."""
 
-    def __init__(self, model: PreTrainedModel, *, stop: set[int], max_new_tokens: int, **arguments):
+    def __init__(self, model: Any, *, stop: set[int], max_new_tokens: int, **arguments):
         self.model, self.arguments = model, arguments
         self.arguments |= {"eos_token_id": sorted(stop), "max_new_tokens": max_new_tokens, "do_sample": False}
 

@@ -10,8 +10,9 @@ import time
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
+from transformers import PreTrainedModel
 
 from specdec import replay
 from specdec.decode import STAGES, Decoder, Generation
@@ -215,7 +216,7 @@ def plan_stopping(rounds: list[TimedRound], stopping: Stopping, costs: ChainCost
 # The limit of plain decoding
 
 
-def bytes_per_token(model: nn.Module) -> int:
+def bytes_per_token(model: PreTrainedModel) -> int:
     """Bytes of weights that the pass of one token reads: all, but of an embedding apart from the LM head only one row."""
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     total = sum(parameter.nbytes for parameter in model.parameters())

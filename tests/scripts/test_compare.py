@@ -175,9 +175,10 @@ def test_other_settings_are_refused(run, compared, folder):
 def test_a_shallow_drafter_is_cut_and_an_adapting_one_has_its_own_target(run, folder):
     printed = run(f"checkpoint={folder}/adapting", f"out={folder}/shallow", "limit=1")
     table = cells(folder / "shallow", "Comparison")
-    assert table["adapting, chain of 2"]["depth"] == table["adapting, tree of 2x2x4"]["depth"] == "2"
+    name = f"{folder.name}/adapting"
+    assert table[f"{name}, chain of 2"]["depth"] == table[f"{name}, tree of 2x2x4"]["depth"] == "2"
     line = json.loads((folder / "shallow" / "rows.jsonl").read_text().splitlines()[0])
-    adapted = "the target adapted by adapting"
+    adapted = f"the target adapted by {name}"
     assert set(line["plain"]) == {adapted, FROZEN} and comparison.ADAPTED in printed
     assert line["plain"][adapted]["tokens"] != line["plain"][FROZEN]["tokens"]
 
