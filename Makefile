@@ -1,20 +1,24 @@
-# make demo: train a head and see what it is worth.  make test: the tests.  Both set up what they need.
+# make demo trains a head and measures it. make test runs the tests. Both set up what they need.
 PYTHON ?= python3
 BIN := .venv/bin
 TARGET := targets/smollm2-135m
 # Threads that wait by spinning for long slow each other down badly when the machine has other work (RESULTS.md).
 export GOMP_SPINCOUNT ?= 2000
 
-.PHONY: help setup demo test lint engines
+READY := .venv/ready $(TARGET)/config.json
+
+.PHONY: help setup demo test quick lint engines
 
 help:
 	@echo "make setup   virtual environment in .venv, and the default target (once, a few minutes)"
 	@echo "make demo    train head=eagle on the CPU, validated by decoding; then the shipped head"
-	@echo "make test    the tests"
+	@echo "make test    all tests, in two processes (about 6 minutes on two cores)"
+	@echo "make quick   a selection of them for daily work: each kind of head once, nothing that trains (under a minute)"
 	@echo "make lint    ruff and mypy"
 	@echo "make engines vLLM, Speculators and llama.cpp on the CPU, in engines (once, 4 minutes, 4 GB), for tests of exports"
 
-setup: .venv/ready $(TARGET)/config.json
+setup: $(READY)
+	@$(BIN)/python -m tests.compiler
 
 .venv/ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -27,7 +31,7 @@ setup: .venv/ready $(TARGET)/config.json
 $(TARGET)/config.json: | .venv/ready
 	$(BIN)/python scripts/get_target.py out=$(TARGET)
 
-demo: setup
+demo: $(READY)
 	@if [ -e checkpoints/demo/finished ]; then \
 	  echo "checkpoints/demo is trained; delete it to train again."; \
 	else \
@@ -38,10 +42,14 @@ demo: setup
 	$(BIN)/python scripts/generate.py checkpoint=checkpoints/shipped/eagle \
 	  prompt="Write a Python function that returns the factorial of a number."
 
-test: setup
-	$(BIN)/python -m pytest -q
+# Each process runs on one thread (tests/conftest.py). Processes take tests from one another when they have none left.
+test: $(READY)
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal
 
-lint: setup
+quick: $(READY)
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow"
+
+lint: $(READY)
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
 engines: .venv/ready

@@ -74,7 +74,8 @@ class Head(nn.Module, ABC):
 
         rows = slice(None) if vocab is None else vocab
         bias = target.lm_head.bias
-        self._goal_head = (target.lm_head.weight[rows], None if bias is None else bias[rows])  # frozen [W, D], [W]
+        self._goal_head: tuple[Tensor, Tensor | None]  # frozen [W, D], [W]
+        self._goal_head = (target.lm_head.weight[rows], None if bias is None else bias[rows])
 
     def _apply(self, fn, recurse=True):
         """Moves and casts, but keeps rotary frequencies in float32: in bfloat16 they are far off at position 200."""
@@ -99,6 +100,15 @@ class Head(nn.Module, ABC):
         """The target's logits over the draft vocabulary: final [..., D] -> [..., W]"""
         weight, bias = self._goal_head
         return nn.functional.linear(final.to(weight.dtype), weight, bias)
+
+    @property
+    def goal_head(self) -> tuple[Tensor, Tensor | None]:
+        """The target's LM head over the draft vocabulary, frozen: weight [W, D], bias [W] if the target has one"""
+        return self._goal_head
+
+    @goal_head.setter
+    def goal_head(self, head: tuple[Tensor, Tensor | None]) -> None:
+        self._goal_head = head
 
     def to_target(self, tokens: Tensor) -> Tensor:
         """Draft ids -> target ids, any shape."""

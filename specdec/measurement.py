@@ -85,6 +85,7 @@ def measure(
 
         return decode_group
 
+    replays = isinstance(replayed, Drafter) and drafting.replayable(replayed, sampling)
     groups = [prompts[start : start + batch] for start in range(0, len(prompts), batch)]
     functions = {name: decode(decoder) for name, decoder in decoders.items()}
     results = []
@@ -97,9 +98,7 @@ def measure(
                     prompt,
                     plain,
                     drafted,
-                    replayed=replayed
-                    if isinstance(replayed, Drafter) and drafting.replayable(replayed, sampling)
-                    else None,
+                    replayed=replayed if isinstance(replayed, Drafter) and replays else None,
                     depth=drafting.depth,
                     sampling=sampling,
                 )

@@ -1,6 +1,5 @@
-"""A drafter in the form that an engine loads: checked, written, read back, with a model card."""
+"""Exports: a drafter in the form that an engine loads, checked, written, read back, and with a model card."""
 
-import copy
 import json
 import shutil
 from collections.abc import Callable
@@ -13,26 +12,28 @@ from torch import Tensor
 
 from specdec import checkpoint
 from specdec.drafter import Drafter
+from specdec.heads.dflash import BlockDrafter
 from specdec.layouts.base import Layout
 from specdec.report import Report
 from specdec.speed import best_chain
 from specdec.target import Target
 
-SERVED = "served.json"  # beside a checkpoint's report.json: what engines made of it (scripts/check_engines.py)
-
-# of each entry, by the engine's name
+# Beside a checkpoint's report.json, its tau in real engines: by the name of the engine, an entry with these fields.
+SERVED = "served.json"
 SERVED_FIELDS = ("prompts", "num_prompts", "max_new_tokens", "num_drafts", "dtype", "tau", "served_tau")
 
 
 @dataclass(frozen=True)
 class Form:
-    """engines: a launch line for each, in which <out>, <num> and <num+1> stand for the folder and the number of drafts
+    """A drafter's layout, and how engines are told to use it.
 
-    settings: the engine's own configuration of speculation, likewise; most_drafts: more than that it has not
-    whole_block: it drafts that many or is not what was trained: engines put as many masks as drafts into a block, and
-        all of a block see each other
-    whole_vocabulary: drafts come from all V tokens there, whatever the checkpoint's draft vocabulary
-    more: writes further files into a folder
+    engines: a launch line for each, in which <out>, <num> and <num+1> stand for the folder and the number of drafts
+    settings: the engine's own configuration of speculation, with the same marks
+    most_drafts: the largest number of drafts in a round; None: no limit
+    whole_block: a round must have exactly that many drafts: engines put as many masks into a block as there are drafts,
+        and all positions of a block attend to each other, so that fewer masks change every draft
+    whole_vocabulary: the engine drafts from all V tokens, whatever the checkpoint's draft vocabulary
+    notes: sentences for the model card; more: writes further files into a folder
     """
 
     layout: Layout
@@ -45,9 +46,15 @@ class Form:
     more: Callable[[Path], None] | None = None
 
 
+def form_of(drafter: Drafter, layout: Layout, engines: dict[str, str], **fields) -> Form:
+    """A form with the drafter's own limits on the number of drafts; fields: of `Form`"""
+    block = isinstance(drafter, BlockDrafter)
+    return Form(layout, engines, most_drafts=drafter.depth, whole_block=block, **fields)
+
+
 @dataclass(frozen=True)
-class Facts:
-    """What the card says beside the form."""
+class Provenance:
+    """Where a drafter comes from and how it was measured, for the model card."""
 
     source: str  # the checkpoint's name
     document: dict  # drafter.json
@@ -60,15 +67,17 @@ class Facts:
     num_drafts: int
 
     @classmethod
-    def read(cls, folder: Path, *, target: Target, license: str, data: str | None, num_drafts: int | None) -> "Facts":
-        """Of a checkpoint's folder; num_drafts: None: what its own validation, of a chain, says is fastest."""
+    def read(
+        cls, folder: Path, *, target: Target, license: str, data: str | None, num_drafts: int | None
+    ) -> "Provenance":
+        """From a checkpoint's folder. num_drafts: None: the fastest number by its own validation, if that decoded a chain."""
         document = checkpoint.read_json(folder / "drafter.json")
         report, served = (
             checkpoint.read_json(folder / name) if (folder / name).exists() else None
             for name in ("report.json", SERVED)
         )
-        if not all(set(SERVED_FIELDS) <= set(found) for found in (served or {}).values()):
-            raise ValueError(f"{folder / SERVED} is not what scripts/check_engines.py writes: delete it.")
+        if not all(set(SERVED_FIELDS) <= set(entry) for entry in (served or {}).values()):
+            raise ValueError(f"{folder / SERVED} is not a record of served figures: delete it.")
         chain = report is not None and str(report.get("shape", "chain")).startswith("chain")
         num = num_drafts or (best_chain(Report.from_json(report)) if report is not None and chain else 3)
         name = f"{folder.parent.name}/{folder.name}"
@@ -77,23 +86,23 @@ class Facts:
 
 
 def whole_vocabulary(drafter: Drafter) -> Drafter:
-    """A copy of a drafter that borrows the target's LM head, drafting from all V tokens."""
-    whole = copy.copy(drafter.decodable())
-    whole._buffers = {**whole._buffers, "draft_to_target": None, "target_to_draft": None}
-    whole._goal_head = (drafter.target.lm_head.weight, drafter.target.lm_head.bias)
+    """A copy of a drafter that borrows the target's LM head; the copy drafts from all V tokens."""
+    whole = drafter.decodable()
+    whole.draft_to_target = whole.target_to_draft = None
+    whole.goal_head = (drafter.target.lm_head.weight, drafter.target.lm_head.bias)
     return whole
 
 
-def write(form: Form, out: Path, *, dtype: torch.dtype, facts: Facts) -> dict[str, Tensor]:
+def write(form: Form, out: Path, *, dtype: torch.dtype, provenance: Provenance) -> dict[str, Tensor]:
     """Makes the folder `out`. -> the tensors, as they were read back
 
-    Raises ValueError if `out` exists, or if the layout is not what its manifest asks for; then nothing is written.
+    Raises ValueError, and writes nothing, if `out` exists or if the layout does not fit its manifest.
     """
     if out.exists():
         raise ValueError(f"{out} exists; choose another out=DIR or delete it.")
     layout = form.layout
     tensors = {name: _cast(value, dtype) for name, value in layout.tensors.items()}
-    num = num_drafts(form, facts)
+    num = num_drafts(form, provenance)
     config = json.loads(json.dumps(layout.config).replace('"<num>"', str(num)))
     if "torch_dtype" in config:
         config["torch_dtype"] = str(dtype).removeprefix("torch.")
@@ -113,7 +122,7 @@ def write(form: Form, out: Path, *, dtype: torch.dtype, facts: Facts) -> dict[st
             torch.save(value, partial / name)
         if form.more is not None:
             form.more(partial)
-        (partial / "README.md").write_text(card(form, facts, str(out), dtype))
+        (partial / "README.md").write_text(card(form, provenance, str(out), dtype))
         read = checkpoint.read_tensors(partial / "model.safetensors")
         assert read.keys() == tensors.keys() and all(torch.equal(read[name], tensors[name]) for name in tensors)
         assert json.loads((partial / "config.json").read_text()) == config
@@ -144,47 +153,49 @@ def _equal(read, written) -> bool:
 
 
 def filled(text: str, out: str, num: int) -> str:
+    """A launch line with the folder and the number of drafts filled in."""
     return text.replace("<out>", out).replace("<num>", str(num)).replace("<num+1>", str(num + 1))
 
 
 def settings(form: Form, out: str, num: int) -> dict:
-    """The engine's configuration of speculation, for this folder and this many drafts."""
+    """The engine's configuration of speculation, with the folder and the number of drafts filled in."""
     return {key: {"<out>": out, "<num>": num}.get(value, value) for key, value in form.settings.items()}
 
 
 def vllm_settings(method: str) -> dict:
-    """vLLM's speculative config, as `Form.settings`."""
+    """vLLM's speculative configuration, as in `Form.settings`."""
     return {"method": method, "model": "<out>", "num_speculative_tokens": "<num>"}
 
 
 def vllm_line(target: str, given: dict) -> str:
-    """The command that serves `target` with such settings, as in `Form.engines`."""
+    """The command that serves `target` with these settings, as in `Form.engines`."""
     return f"vllm serve {target} --speculative-config '{json.dumps(given)}'".replace('"<num>"', "<num>")
 
 
-def num_drafts(form: Form, facts: Facts) -> int:
+def num_drafts(form: Form, provenance: Provenance) -> int:
     if form.whole_block and form.most_drafts:
         return form.most_drafts
-    return min(facts.num_drafts, form.most_drafts or facts.num_drafts)
+    return min(provenance.num_drafts, form.most_drafts or provenance.num_drafts)
 
 
-def card(form: Form, facts: Facts, out: str, dtype: torch.dtype) -> str:
-    """The model card: how to launch each engine, what to expect, what it was made of."""
-    document, report, num = facts.document, facts.report, num_drafts(form, facts)
+def card(form: Form, provenance: Provenance, out: str, dtype: torch.dtype) -> str:
+    """The model card: how to launch each engine, what to expect, where the drafter comes from."""
+    document, report, num = provenance.document, provenance.report, num_drafts(form, provenance)
     kind = str(document["_target_"]).rpartition(".")[2]
     parts = [
-        f"---\nlicense: {facts.license}\nbase_model: {facts.target}\ntags: [speculative-decoding, {kind.lower()}]\n---",
-        f"# {kind} for {facts.target}",
-        f"A drafter for speculative decoding: it guesses, {facts.target} checks, and the text stays the target's own. "
-        f"Made from the checkpoint `{facts.source}` by specdec {document['versions']['specdec']}; weights in "
+        f"---\nlicense: {provenance.license}\nbase_model: {provenance.target}\ntags: [speculative-decoding, {kind.lower()}]\n---",
+        f"# {kind} for {provenance.target}",
+        f"A drafter for speculative decoding: it drafts tokens and {provenance.target} verifies them, so the "
+        "text is the target's own. "
+        f"Exported from the checkpoint `{provenance.source}` by specdec {document['versions']['specdec']}; weights in "
         f"{str(dtype).removeprefix('torch.')}.",
         "\n".join(
             [
                 "| | |\n|---|---|",
-                f"| target | {facts.target}, fingerprint {facts.fingerprint} |",
+                f"| target | {provenance.target}, fingerprint {provenance.fingerprint} |",
                 f"| hidden states read | {', '.join(map(str, document['reads_layers'])) or 'none'} |",
-                f"| trained on | {facts.data} |",
-                f"| licence | {facts.license} (the target has its own) |",
+                f"| trained on | {provenance.data} |",
+                f"| licence | {provenance.license} (the target has its own) |",
                 f"| drafts a round | {num} |",
             ]
         ),
@@ -193,11 +204,11 @@ def card(form: Form, facts: Facts, out: str, dtype: torch.dtype) -> str:
     for engine, line in form.engines.items():
         parts.append(f"{engine}:\n\n```\n{filled(line, out, num)}\n```")
     parts.append("## What to expect")
-    parts.append(_expected(report, facts.served))
+    parts.append(_expected(report, provenance.served))
     if form.whole_vocabulary:
         parts.append(
             "The checkpoint drafts from a reduced vocabulary and this engine from the whole one, on which it was not trained: "
-            "acceptance is another than the validated one, and each draft costs more."
+            "acceptance differs from the validated one, and each draft costs more."
         )
     if form.notes:
         parts.append("## Notes\n\n" + "\n".join(f"- {note}" for note in form.notes))
@@ -213,18 +224,14 @@ def _expected(report: dict | None, served: dict) -> str:
             f"| specdec, validation | {report['num_prompts']} prompts, temperature {report['temperature']:g}, "
             f"{shape} | {report['tau']:.2f} ({low:.2f} .. {high:.2f}) |"
         )
-    for engine, found in served.items():
-        setting = (
-            f"{found['num_prompts']} prompts of {found['prompts']}, temperature 0, chain of {found['num_drafts']}, "
-        )
-        setting += found["dtype"]
-        lines.append(f"| specdec, as served | {setting} | {found['tau']:.3f} |")
-        lines.append(
-            f"| {engine} | the same | {found['served_tau']:.3f} ({100 * (found['served_tau'] / found['tau'] - 1):+.1f} %) |"
-        )
+    for engine, entry in served.items():
+        num, prompts, tau, served_tau = (entry[key] for key in ("num_prompts", "prompts", "tau", "served_tau"))
+        setting = f"{num} prompts of {prompts}, temperature 0, chain of {entry['num_drafts']}, {entry['dtype']}"
+        lines.append(f"| specdec, as served | {setting} | {tau:.3f} |")
+        lines.append(f"| {engine} | the same | {served_tau:.3f} ({100 * (served_tau / tau - 1):+.1f} %) |")
     if len(lines) == 1:
-        return "Not measured. `python scripts/evaluate.py` says what the checkpoint is worth on your prompts."
+        return "Not measured."
     return (
-        "tau: tokens emitted per target pass of a round, the bonus or correction token counted; it must not be compared "
-        "across chain lengths.\n\n" + "\n".join(lines)
+        "tau: tokens emitted per target pass of a round, with the bonus or correction token. Do not compare it across chain "
+        "lengths.\n\n" + "\n".join(lines)
     )

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from specdec.target import Target
-from tests.support import HEADS, VARIANTS, make_drafter, make_target, name_of
+from tests.compiler import missing
+from tests.support import HEADS, QUICK, VARIANTS, make_drafter, make_target, name_of
 
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"  # for the processes that tests start
@@ -20,6 +21,16 @@ def pytest_configure(config):
         writer = config.get_terminal_writer()
         writer.fullwidth = writer.fullwidth
     os.environ["COLUMNS"] = "10000"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Of tests over all variants of heads, `make quick` runs those of a few."""
+    for item in items:
+        parameters = item.callspec.params if hasattr(item, "callspec") else {}
+        variants = [parameters[name] for name in ("any_drafter", "small_drafter") if name in parameters]
+        if any(variant not in QUICK for variant in variants):
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")
@@ -48,12 +59,19 @@ def small_drafter(request, small_target):
     return make_drafter(small_target, *request.param)
 
 
-@pytest.fixture(scope="session")
-def compiler() -> None:
-    """Skips where torch's inductor finds no C++ compiler, which decode.compile=true needs on a CPU."""
-    from torch._inductor import cpp_builder
+@pytest.fixture
+def compiler(tmp_path_factory):
+    """Skips the test where inductor cannot compile for the CPU; what it compiles is not kept."""
+    if absent := missing():
+        pytest.skip(f"decode.compile=true needs {absent}, which is not here")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
+        yield
 
-    try:
-        cpp_builder.get_cpp_compiler()
-    except Exception as error:
-        pytest.skip(f"no C++ compiler, which decode.compile=true needs: {type(error).__name__}")
+
+@pytest.fixture
+def traced(monkeypatch) -> None:
+    """Compiled functions run as they were traced: what inductor would make of them takes seconds for each."""
+    import torch._inductor
+
+    monkeypatch.setattr(torch._inductor, "compile", lambda module, inputs, options: module)

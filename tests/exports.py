@@ -51,7 +51,7 @@ def make_form(drafter, form: str):
     return importlib.import_module(f"specdec.export.{form}").form(drafter)
 
 
-def make_facts(drafter, **changes) -> serving.Facts:
+def make_provenance(drafter, **changes) -> serving.Provenance:
     document = {
         "_target_": f"specdec.heads.{type(drafter).__name__}",
         "versions": {"specdec": "1"},
@@ -59,12 +59,12 @@ def make_facts(drafter, **changes) -> serving.Facts:
     }
     given = {"source": "run/step", "document": document, "target": "tiny", "fingerprint": "f00", "report": None,
              "served": {}, "data": "rows", "license": "mit", "num_drafts": 3, **changes}  # fmt: skip
-    return serving.Facts(**given)
+    return serving.Provenance(**given)
 
 
 def export(drafter, form: str, out: Path, *, dtype=torch.float64) -> serving.Form:
     made = make_form(drafter, form)
-    serving.write(made, out, dtype=dtype, facts=make_facts(drafter))
+    serving.write(made, out, dtype=dtype, provenance=make_provenance(drafter))
     return made
 
 

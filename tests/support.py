@@ -1,7 +1,9 @@
 """What tests share: tiny targets, drafters and tokenizers, independent slow loops, scripted proposers, saved folders."""
 
+import collections
 import functools
 import importlib.util
+import itertools
 import json
 import os
 import random
@@ -42,6 +44,13 @@ VARIANTS += [
     ("dspark", False, {"fuse": True}),
     ("dflash", True, {"fuse": True}),
 ]
+QUICK = [  # `make quick`: one variant for each kind of Drafter.attends
+    ("eagle", False, {}),
+    ("mtp", True, {"num_modules": 5}),
+    ("dspark", False, {"fuse": True}),
+    ("draft", True, {"borrow_embeddings": False}),
+    ("hydra", True, {"own_output": True}),
+]
 LENGTHS = (5, 12, 2, 9, 1)  # of prompts; more rows than specdec.attention leaves to sdpa
 NUM_NEW = 24
 # Layers of a target of eight that draft: the argument of LayerSkip
@@ -53,14 +62,19 @@ def name_of(variant: tuple[str, bool, dict]) -> str:
     return "-".join([head, "reduced" if reduced else "whole", *arguments])
 
 
-def paired(names: str, *columns):
-    """A parametrization by pairs: entry i of each column with entry i of the others; shorter columns begin again.
+def paired(names: str, variants: list, others: list):
+    """A parametrization by pairs in the place of a cross product: variant i with one of the others, in turn.
 
-    Every entry of every column occurs at least once, in as many cases as the longest column has entries.
+    Every variant and every one of the others occurs; with each round through the others they shift by one, so that
+    they meet variants of both vocabularies. The first name may be a fixture that takes variants, such as any_drafter.
     """
-    num = max(map(len, columns))
-    cases = [tuple(column[i % len(column)] for column in columns) for i in range(num)]
-    return pytest.mark.parametrize(names, cases, ids=lambda value: name_of(value) if value in VARIANTS else None)
+    assert len(variants) >= len(others)
+    num = len(others)
+    cases = [(variant, others[(i + i // num) % num]) for i, variant in enumerate(variants)]
+    first = names.split(",")[0]
+    indirect = [first] if first.endswith("_drafter") else []
+    ids = lambda value: name_of(value) if any(value is variant for variant in VARIANTS) else str(value)
+    return pytest.mark.parametrize(names, cases, ids=ids, indirect=indirect)
 
 
 # Targets, drafters and their folders
@@ -124,22 +138,33 @@ TEMPLATE = (  # SmolLM2's
 )
 WORDS = (  # what tests and the template write often, so that texts are short
     "system user assistant You are a helpful AI named SmolLM trained by Hugging Face Count to from on is followed "
-    "then number Say hello Hello world Bye"
+    "then number Say hello Hello world"
 )
+
+
+def merge(word: list[str], pair: tuple[str, str]) -> list[str]:
+    """The word with every occurrence of the pair as one symbol."""
+    merged: list[str] = []
+    for symbol in word:
+        if merged and (merged[-1], symbol) == pair:
+            merged[-1] += symbol
+        else:
+            merged.append(symbol)
+    return merged
 
 
 @functools.cache
 def small_tokenizer() -> PreTrainedTokenizerFast:
-    """400 entries: SmolLM2's special tokens and chat template, all bytes, and merges that make up some words."""
+    """SmolLM2's special tokens and chat template, all bytes, and some words: about 400 entries."""
     special = {"<|endoftext|>": 0, "<|im_start|>": 1, "<|im_end|>": 2}
     vocab = special | {symbol: 3 + n for n, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    words = [list(part) for word in WORDS.split() for part in (word, "\u0120" + word)]  # a space is written so
     merges: list[tuple[str, str]] = []
-    for word in WORDS.split():
-        for part in (word, "\u0120" + word):  # byte-level BPE writes a space so
-            for end in range(2, len(part) + 1):
-                if part[:end] not in vocab and len(vocab) < 400:
-                    merges.append((part[: end - 1], part[end - 1]))
-                    vocab[part[:end]] = len(vocab)
+    while pairs := collections.Counter(pair for word in words for pair in itertools.pairwise(word)):
+        pair = max(pairs, key=lambda pair: (pairs[pair], pair))  # byte-pair encoding: the pair that occurs most often
+        merges.append(pair)
+        vocab["".join(pair)] = len(vocab)
+        words = [merge(word, pair) for word in words]
     tokenizer = Tokenizer(models.BPE(vocab, merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -159,9 +184,9 @@ def save_target(folder: Path, *, num_layers: int = 3, seed: int = 0, tokenizer=N
     return Target.load(str(folder), dtype="float32")
 
 
-def save_eagle(folder: Path, target: Target, **extra) -> None:
+def save_eagle(folder: Path, target: Target, *, seed: int = 0, **extra) -> None:
     """An untrained EAGLE head that drafts every fourth token, as a checkpoint."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     drafter = Eagle(target, vocab=torch.arange(0, target.vocab_size, 4))
     checkpoint.save(folder, drafter, {"_target_": "specdec.heads.eagle.Eagle"}, **extra)
 

@@ -26,10 +26,9 @@ from specdec.proposers.heads import HeadProposer
 from specdec.sampling import Sampling
 from specdec.target import Target
 from specdec.tree import TreeShape
+from tests.support import ROOT
 from train.data import Row, collate
-from train.objective import Objective
 
-ROOT = Path(__file__).resolve().parents[1]
 GUIDES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]  # their commands must work today
 LOGS = [ROOT / "RESULTS.md", *sorted((ROOT / "results").glob("*.md"))]  # their commands are those of their commits
 PAGES = [*GUIDES, *LOGS, ROOT / "data" / "README.md", ROOT / "checkpoints" / "README.md"]
@@ -215,7 +214,7 @@ def test_the_example_of_a_new_head_trains_and_decodes(tmp_path, monkeypatch):
     )
     target = Target(LlamaForCausalLM(llama).double(), name="tiny")
     head = instantiate(config.drafter, target, vocab=None, _convert_="all").double()
-    objective = Objective(head, **config.objective)
+    objective = instantiate(config.objective, head)
     prompt = list(range(1, 6))
     plain = Decoder(target, None, sampling=Sampling(temperature=0.0), stop=set())
     answer = plain.generate([prompt], 24).tokens[0]

@@ -1,1 +1,1 @@
-"""Serving formats: one file each, with `form(drafter) -> specdec.serving.Form`."""
+"""Formats of exports, one file each, with `form(drafter) -> specdec.serving.Form`."""

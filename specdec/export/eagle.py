@@ -1,22 +1,18 @@
-"""SafeAILab's layout of EAGLE-1 and EAGLE-3, as its code reads it (checkpoint-formats, 4 and 5)."""
+"""EAGLE-1 and EAGLE-3 for SafeAILab's code (docs/file-formats.md, sections 4 and 5)."""
 
 from specdec.drafter import Drafter
 from specdec.heads.eagle import Eagle, Eagle3
 from specdec.layouts import eagle
 from specdec.serving import Form
 
-SHARDED = "SafeAILab's loader wants the base model in shards with an index: model.save_pretrained(DIR, max_shard_size='200MB')."
-
-
+SHARDED = "SafeAILab's loader needs the base model in shards with an index: model.save_pretrained(DIR, max_shard_size='200MB')."
 ROPES = ("default", "linear", "dynamic")
 
 
 def form(drafter: Drafter) -> Form:
-    """Raises ValueError for what its code does not run."""
+    """Raises ValueError for heads that its code does not run."""
     if isinstance(drafter, Eagle | Eagle3) and dict(drafter.config.rope_parameters or {})["rope_type"] not in ROPES:
-        raise ValueError(
-            f"SafeAILab's code has rotary embeddings of the kinds {', '.join(ROPES)} only: take format=vllm."
-        )
+        raise ValueError(f"SafeAILab's code has only the rotary embeddings {', '.join(ROPES)}: take format=vllm.")
     line = f"EaModel.from_pretrained(base_model_path='{drafter.target.name}', ea_model_path='<out>', use_eagle3=%s)"
     match drafter:
         case Eagle():
@@ -29,9 +25,9 @@ def form(drafter: Drafter) -> Form:
             if drafter.target_layers != eagle.default_layers(drafter.target):
                 raise ValueError(
                     f"SafeAILab's code reads hidden states {list(eagle.default_layers(drafter.target))}, and this head "
-                    f"{list(drafter.target_layers)}. Train with head.drafter.target_layers=null."
+                    f"{list(drafter.target_layers)}. Train with target_layers=null."
                 )
             return Form(eagle.eagle3(drafter), {"SafeAILab/EAGLE": line % True}, notes=(SHARDED,))
     raise ValueError(
-        f"format=eagle is for head=eagle, hass and eagle3, not for {type(drafter).__name__}: try format=vllm."
+        f"format=eagle is for EAGLE-1 and EAGLE-3 heads, not for {type(drafter).__name__}: try format=vllm."
     )

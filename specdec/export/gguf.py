@@ -1,4 +1,4 @@
-"""What llama.cpp's converter takes: EAGLE-3, DFlash, DSpark, draft models (checkpoint-formats, 3, 5 and 10)."""
+"""EAGLE-3, DFlash, DSpark and draft models for llama.cpp's converter (docs/file-formats.md, sections 3, 5 and 10)."""
 
 from specdec.drafter import Drafter
 from specdec.heads.dflash import BlockDrafter
@@ -6,11 +6,11 @@ from specdec.heads.draft import Draft
 from specdec.heads.eagle import Eagle3
 from specdec.layouts import block_drafter, eagle, language_model
 from specdec.layouts.base import Layout
-from specdec.serving import Form, whole_vocabulary
+from specdec.serving import Form, form_of, whole_vocabulary
 
 
 def form(drafter: Drafter) -> Form:
-    """Raises ValueError for what llama.cpp cannot serve, with the nearest form that it can."""
+    """Raises ValueError for heads that llama.cpp cannot serve, with the ones that it can."""
     reduced = drafter.draft_to_target is not None
     match drafter:
         case Eagle3():
@@ -20,33 +20,26 @@ def form(drafter: Drafter) -> Form:
             return _form(drafter, eagle.eagle3(drafter), "draft-eagle3")
         case BlockDrafter() if block_drafter.is_dspark(drafter):
             return _form(drafter, block_drafter.dspark(drafter), "draft-dspark")
-        case BlockDrafter():  # its DFlash has no draft vocabulary
+        case BlockDrafter():  # llama.cpp's DFlash has no draft vocabulary
             whole = whole_vocabulary(drafter)
             assert isinstance(whole, BlockDrafter)
             return _form(drafter, block_drafter.dflash(whole), "draft-dflash", whole_vocabulary=reduced)
         case Draft():
             layout, more = language_model.language_model(drafter)
-            return _form(drafter, layout, "draft-simple", tokenizer=False, whole_vocabulary=reduced, more=more)
+            return _form(drafter, layout, "draft-simple", borrows_tokenizer=False, whole_vocabulary=reduced, more=more)
     raise ValueError(
-        f"llama.cpp has nothing that runs {type(drafter).__name__} beside a {drafter.target.config.model_type} target. "
-        "Nearest to it, and served: head=eagle3, head=draft."
+        f"llama.cpp cannot run {type(drafter).__name__} with a {drafter.target.config.model_type} target. It serves EAGLE-3, "
+        "DFlash and DSpark heads and draft models."
     )
 
 
-def _form(drafter: Drafter, layout: Layout, kind: str, *, tokenizer: bool = True, **fields) -> Form:
+def _form(drafter: Drafter, layout: Layout, kind: str, *, borrows_tokenizer: bool = True, **fields) -> Form:
     target = drafter.target.name
-    convert = "python convert_hf_to_gguf.py <out> --outtype bf16 --outfile <out>.gguf"
-    line = f"{convert}{f' --target-model-dir {target}' * tokenizer}\n"
+    line = "python convert_hf_to_gguf.py <out> --outtype bf16 --outfile <out>.gguf"
+    line += f" --target-model-dir {target}\n" if borrows_tokenizer else "\n"
     line += f"python convert_hf_to_gguf.py {target} --outtype bf16 --outfile target.gguf\n"
     line += (
         f"llama-server -m target.gguf -md <out>.gguf --spec-type {kind} --spec-draft-n-max <num> --spec-draft-p-min 0"
     )
     settings = {"kind": kind.removeprefix("draft-"), "num": "<num>"}
-    return Form(
-        layout,
-        {"llama.cpp": line},
-        settings=settings,
-        most_drafts=drafter.depth,
-        whole_block=isinstance(drafter, BlockDrafter),
-        **fields,
-    )
+    return form_of(drafter, layout, {"llama.cpp": line}, settings=settings, **fields)

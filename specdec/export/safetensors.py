@@ -1,4 +1,4 @@
-"""Our own tensors under their own names, with everything a reader needs to know in config.json."""
+"""Any head under this project's own tensor names, with what a reader needs to know in config.json."""
 
 from specdec.drafter import Drafter
 from specdec.layouts.base import Layout, vocab_tensors

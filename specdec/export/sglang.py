@@ -1,4 +1,4 @@
-"""SGLang (0.5): EAGLE-1, EAGLE-3, MTP in MiMo's layout, draft models. Written from its source, not run here."""
+"""EAGLE-1, EAGLE-3, MTP in MiMo's layout and draft models for SGLang (0.5). Written from its source; SGLang was not run."""
 
 from specdec.drafter import Drafter
 from specdec.heads.dflash import BlockDrafter
@@ -7,34 +7,35 @@ from specdec.heads.eagle import Eagle, Eagle3
 from specdec.heads.mtp import MTP
 from specdec.layouts import eagle, language_model, mtp
 from specdec.layouts.base import Layout
-from specdec.serving import Form
+from specdec.serving import Form, form_of
 
-UNSEEN = "SGLang was not run: this folder rests on its source and on the manifest."
+NOT_RUN = "SGLang was not run: this folder was written from its source and checked against the manifest."
 
 
 def form(drafter: Drafter) -> Form:
-    """Raises ValueError for what SGLang cannot serve, with the nearest form that it can."""
+    """Raises ValueError for heads that SGLang cannot serve, with the ones that it can."""
     reduced = drafter.draft_to_target is not None
     match drafter:
         case Eagle():
             layout = eagle.eagle1(drafter, architecture="LlamaForCausalLMEagle")
-            return _form(drafter, layout, "EAGLE", f"--speculative-token-map <out>/{eagle.TOKEN_MAP}" * reduced)
+            option = f" --speculative-token-map <out>/{eagle.TOKEN_MAP}" if reduced else ""
+            return _form(drafter, layout, "EAGLE", option)
         case Eagle3():
             eagle.check_plain(drafter, "SGLang", lacks=("norm_before_residual",))
             return _form(drafter, eagle.eagle3(drafter), "EAGLE3")
         case MTP():
-            return _form(drafter, mtp.mimo(drafter), "EAGLE", notes=(mtp.BLANKED,), whole_vocabulary=reduced)
+            return _form(drafter, mtp.mimo(drafter), "EAGLE", notes=(mtp.FIRST_ROW,), whole_vocabulary=reduced)
         case BlockDrafter():
             raise ValueError(
-                "SGLang reads the mask's embedding from the target's own rows, where the one that was trained is not: take "
-                "format=vllm or gguf, or train head=eagle3."
+                "SGLang reads the mask's embedding from the target's own rows and has no place for the trained one: take "
+                "format=vllm or gguf, or train an EAGLE-3 head."
             )
         case Draft():
             layout, more = language_model.language_model(drafter)
             return _form(drafter, layout, "STANDALONE", whole_vocabulary=reduced, more=more)
     raise ValueError(
-        f"SGLang has nothing that runs {type(drafter).__name__}. Nearest to it, and served: head=eagle3, head=eagle, "
-        "head=mtp (one module)."
+        f"SGLang cannot run {type(drafter).__name__}. It serves EAGLE-1 and EAGLE-3 heads, MTP heads of one module and draft "
+        "models."
     )
 
 
@@ -43,11 +44,5 @@ def _form(
 ) -> Form:
     line = f"python -m sglang.launch_server --model {drafter.target.name} --speculative-algorithm {algorithm} "
     line += "--speculative-draft-model-path <out> --speculative-num-steps <num> --speculative-eagle-topk 1 "
-    line += f"--speculative-num-draft-tokens <num+1> {option}".rstrip()
-    return Form(
-        layout,
-        {"SGLang": line},
-        most_drafts=drafter.depth,
-        notes=(*notes, UNSEEN),
-        **fields,
-    )
+    line += f"--speculative-num-draft-tokens <num+1>{option}"
+    return form_of(drafter, layout, {"SGLang": line}, notes=(*notes, NOT_RUN), **fields)

@@ -1,11 +1,11 @@
-"""The Speculators container (0.9): EAGLE-3, DFlash, DSpark (checkpoint-formats, 11). vLLM serves it by its own name too."""
+"""EAGLE-3, DFlash and DSpark in the Speculators container (0.9; docs/file-formats.md, section 11), which vLLM serves too."""
 
 from specdec.drafter import Drafter
 from specdec.heads.dflash import BlockDrafter
 from specdec.heads.eagle import Eagle3
 from specdec.layouts import base, block_drafter, eagle
 from specdec.layouts.base import Layout
-from specdec.serving import Form, vllm_line, vllm_settings
+from specdec.serving import Form, form_of, vllm_line, vllm_settings
 
 VERSION = "0.9.0"
 COMMON = frozenset(
@@ -25,45 +25,46 @@ DSPARK = BLOCK | {"markov_rank", "markov_head_type", "enable_confidence_head", "
 
 
 def form(drafter: Drafter) -> Form:
-    """Raises ValueError for families that the container has no type for, or that vLLM has no loader for."""
+    """Raises ValueError for families without a type in the container, or without a loader in vLLM."""
     match drafter:
         case Eagle3():
             if len(drafter.fc_norm) and drafter.input_norm is not None:
                 raise ValueError("Speculators takes fc_norm or norm_before_fc, not both: take format=vllm.")
             plain = eagle.eagle3(drafter)
-            own = {
+            fields = {
                 **{name: plain.config[name] for name in eagle.norms(drafter)},
                 "eagle_aux_hidden_state_layer_ids": list(drafter.target_layers),
                 "embed_requires_grad": False,
             }
             tensors = base.rename(plain.tensors, [("midlayer.", "layers.0.")])
             shapes = eagle.shapes3(plain.config, prefix="layers.0.")
-            return _form(drafter, "eagle3", "llama", Layout(tensors, own, shapes, FIELDS3), plain)
+            return _form(drafter, "eagle3", "llama", Layout(tensors, fields, shapes, FIELDS3), plain)
         case BlockDrafter() if block_drafter.is_dspark(drafter):
             plain = block_drafter.dspark(drafter)
             names = DSPARK - COMMON - {"aux_hidden_state_layer_ids"}
-            own = {name: plain.config[name] for name in names}
-            own["aux_hidden_state_layer_ids"] = list(drafter.target_layers)
-            return _form(drafter, "dspark", "qwen3", Layout(plain.tensors, own, plain.shapes, DSPARK), plain)
+            fields = {name: plain.config[name] for name in names}
+            fields["aux_hidden_state_layer_ids"] = list(drafter.target_layers)
+            return _form(drafter, "dspark", "qwen3", Layout(plain.tensors, fields, plain.shapes, DSPARK), plain)
         case BlockDrafter():
             plain = block_drafter.dflash(drafter)
-            own = {
+            fields = {
                 "block_size": plain.config["block_size"],
                 "aux_hidden_state_layer_ids": list(drafter.target_layers),
                 "mask_token_id": block_drafter.mask_token(drafter),
                 "sample_from_anchor": False,
             }
             return _form(
-                drafter, "dflash", "qwen3", Layout(plain.tensors, own, plain.shapes, BLOCK, plain.pickles), plain
+                drafter, "dflash", "qwen3", Layout(plain.tensors, fields, plain.shapes, BLOCK, plain.pickles), plain
             )
     raise ValueError(
-        f"The Speculators container has no place for {type(drafter).__name__}, or vLLM has no loader for it. Take format=vllm, or train "
-        "head=eagle3."
+        f"The Speculators container has no place for {type(drafter).__name__}, or vLLM has no loader for it. Take format=vllm, "
+        "or train an EAGLE-3 head."
     )
 
 
 def _form(drafter: Drafter, algorithm: str, model_type: str, own: Layout, plain: Layout) -> Form:
-    """own: the container's tensors, fields and manifest without what all types share; plain: the family's own layout."""
+    """own: the container's tensors, manifest and the fields of one type, without those that all types share; plain: the layout
+    of the family outside the container"""
     names = ("hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim hidden_act rms_norm_eps "
              "rope_parameters max_position_embeddings vocab_size attention_bias num_hidden_layers")  # fmt: skip
     layer = {"model_type": model_type, **{name: plain.config[name] for name in names.split()}}
@@ -94,10 +95,8 @@ def _form(drafter: Drafter, algorithm: str, model_type: str, own: Layout, plain:
     settings = vllm_settings(algorithm)
     lines = {
         "vLLM": vllm_line(target.name, settings),
-        "vLLM, which then finds the target by the name in config.json": "vllm serve <out>",
+        "vLLM, with the target named in config.json": "vllm serve <out>",
         "Speculators": "SpeculatorModel.from_pretrained('<out>')",
     }
     layout = Layout(own.tensors, config, own.shapes, own.fields, own.pickles)
-    return Form(
-        layout, lines, settings=settings, most_drafts=drafter.depth, whole_block=isinstance(drafter, BlockDrafter)
-    )
+    return form_of(drafter, layout, lines, settings=settings)

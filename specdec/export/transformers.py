@@ -12,11 +12,11 @@ LINE = (
 
 
 def form(drafter: Drafter) -> Form:
-    """Raises ValueError for heads, which are no language models."""
+    """Raises ValueError for heads, which are not language models."""
     if not isinstance(drafter, Draft):
         raise ValueError(
-            f"format=transformers is for head=draft: {type(drafter).__name__} is no language model of its own. In transformers "
-            "it runs by model.generate(..., custom_generate=Speculative(CHECKPOINT)), see README; for servers take format=vllm."
+            f"format=transformers is for draft models, and {type(drafter).__name__} is not a language model. In transformers it "
+            "runs by model.generate(..., custom_generate=Speculative(CHECKPOINT)); for servers take format=vllm."
         )
     layout, more = language_model.language_model(drafter)
     return Form(layout, {"transformers": LINE}, whole_vocabulary=drafter.draft_to_target is not None, more=more)

@@ -1,4 +1,4 @@
-"""vLLM (0.32): EAGLE-1, EAGLE-3, Medusa, MTP, DFlash, DSpark, draft models (checkpoint-formats, 3 to 10)."""
+"""All families for vLLM (0.32; docs/file-formats.md, sections 3 to 10)."""
 
 import json
 
@@ -10,17 +10,17 @@ from specdec.heads.medusa import Medusa, Medusa2
 from specdec.heads.mtp import MTP
 from specdec.layouts import block_drafter, eagle, language_model, medusa, mtp
 from specdec.layouts.base import Layout
-from specdec.serving import Form, vllm_line, vllm_settings
+from specdec.serving import Form, form_of, vllm_line, vllm_settings
 
 BLOCK_NOTES = (
-    "mask_embedding.pt has the mask's embedding: keep it beside the weights, vLLM looks for it there.",
-    "vLLM 0.32 on a CPU norms the features' keys of all layers with the first layer's weight, so a head of several layers "
-    "drafts a little otherwise there; GPUs were not tried.",
+    "mask_embedding.pt has the mask's embedding: keep it beside the weights, where vLLM looks for it.",
+    "vLLM 0.32 on a CPU normalises the features' keys of all layers with the first layer's weight, so the drafts of a head "
+    "with several layers differ slightly there; GPUs were not tried.",
 )
 
 
 def form(drafter: Drafter) -> Form:
-    """Raises ValueError for what vLLM cannot serve, with the nearest form that it can."""
+    """Raises ValueError for heads that vLLM cannot serve, with the ones that it can."""
     reduced = drafter.draft_to_target is not None
     match drafter:
         case Eagle():
@@ -30,7 +30,7 @@ def form(drafter: Drafter) -> Form:
                 )
             layout = eagle.eagle1(drafter, architecture="EagleLlamaForCausalLM")
             notes = (
-                "token_map.pt is the draft vocabulary, for SGLang and for scripts/import.py; vLLM has no place for it.",
+                "token_map.pt is the draft vocabulary, for SGLang and for importing the head; vLLM has no place for it.",
             )
             return _form(drafter, layout, "eagle", whole_vocabulary=reduced, notes=notes if reduced else ())
         case Eagle3():
@@ -38,12 +38,12 @@ def form(drafter: Drafter) -> Form:
         case Medusa2():
             raise ValueError(medusa.ADAPTED)
         case Medusa():
-            notes = ("vLLM drafts the top-1 chain of Medusa heads, not their tree.",)
+            notes = ("vLLM drafts the chain of the heads' best guesses, not their tree.",)
             return _form(drafter, medusa.vllm(drafter), "medusa", notes=notes, whole_vocabulary=reduced)
         case MTP():
             notes = (  # type: ignore[assignment]
-                "vLLM builds the module by the target's configuration, hence --hf-overrides.",
-                mtp.BLANKED,
+                "vLLM builds the module from the target's configuration, which --hf-overrides changes for that.",
+                mtp.FIRST_ROW,
             )
             return _form(
                 drafter, mtp.mimo(drafter), "mtp", notes=notes, whole_vocabulary=reduced, override=mtp.OVERRIDE
@@ -57,8 +57,8 @@ def form(drafter: Drafter) -> Form:
             layout, more = language_model.language_model(drafter)
             return _form(drafter, layout, "draft_model", whole_vocabulary=reduced, more=more)
     raise ValueError(
-        f"vLLM has nothing that runs {type(drafter).__name__}. Nearest to it, and served: head=eagle3, head=mtp (one module), "
-        "head=medusa."
+        f"vLLM cannot run {type(drafter).__name__}. It serves EAGLE-1, EAGLE-3 and Medusa heads, MTP heads of one module, block "
+        "drafters and draft models."
     )
 
 
@@ -67,11 +67,4 @@ def _form(drafter: Drafter, layout: Layout, method: str, *, override: dict | Non
     line = vllm_line(drafter.target.name, settings)
     if override:
         line += f" --hf-overrides '{json.dumps(override)}'"
-    return Form(
-        layout,
-        {"vLLM": line},
-        settings=settings,
-        most_drafts=drafter.depth,
-        whole_block=isinstance(drafter, BlockDrafter),
-        **fields,
-    )
+    return form_of(drafter, layout, {"vLLM": line}, settings=settings, **fields)

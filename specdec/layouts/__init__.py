@@ -1,1 +1,1 @@
-"""How each family stands on disk outside this project: names, shapes and config fields, in both directions."""
+"""Public layouts of each family: the names, shapes and config fields of its files, for export and for import."""

@@ -1,8 +1,8 @@
 """What the layouts share: the check against a manifest, rotary embeddings in all spellings, the draft vocabulary.
 
-The manifest of a layout is made from its config.json alone, as an engine would build the module before it looks at the
-weights. So a config and tensors that do not fit together are found here, where engines load them in silence
-(checkpoint-formats, 13).
+The manifest of a layout (names and shapes of all tensors) is made from its config.json alone, as an engine builds the
+module before it reads the weights. The check therefore finds a config and tensors that do not fit together, which most
+engines load without an error (docs/file-formats.md, section 13).
 """
 
 from collections.abc import Mapping
@@ -20,10 +20,10 @@ Shapes = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Layout:
-    """A drafter by the names of others.
+    """A drafter under the names of a public layout.
 
-    shapes: the manifest, every tensor that `config` asks for; fields: of config.json, all of them
-    pickles: further files, written by torch.save: engines read some tensors from nowhere else
+    shapes: the manifest, every tensor that `config` requires; fields: all fields of config.json
+    pickles: further files, written by torch.save, for tensors that engines read from nowhere else
     """
 
     tensors: dict[str, Tensor]
@@ -33,12 +33,12 @@ class Layout:
     pickles: Mapping[str, object] = field(default_factory=dict)
 
     def check(self) -> None:
-        """Raises ValueError for what is missing, too much, of another shape or dtype, or a mistake in itself."""
+        """Raises ValueError for missing, superfluous or misshapen tensors and fields, mixed dtypes, and a wrong vocabulary map."""
         check_tensors(self.tensors, self.shapes)
         given = set(self.config)
         if given != self.fields:
             raise ValueError(
-                f"config.json lacks {sorted(self.fields - given)} and has {sorted(given - self.fields)} too much."
+                f"config.json lacks {sorted(self.fields - given)} and has the superfluous {sorted(given - self.fields)}."
             )
         sizes = {value.dtype for value in self.tensors.values() if value.is_floating_point()}
         if len(sizes) != 1:
@@ -48,9 +48,9 @@ class Layout:
 
 
 def check_tensors(tensors: dict[str, Tensor], shapes: Shapes) -> None:
-    """Raises ValueError that names every tensor that is missing, too much or of another shape."""
+    """Raises ValueError with every tensor that is missing, superfluous or of another shape."""
     wrong = [f"{name} is missing" for name in sorted(shapes.keys() - tensors.keys())]
-    wrong += [f"{name} has no place" for name in sorted(tensors.keys() - shapes.keys())]
+    wrong += [f"{name} is not part of the layout" for name in sorted(tensors.keys() - shapes.keys())]
     for name in sorted(shapes.keys() & tensors.keys()):
         if tuple(tensors[name].shape) != shapes[name]:
             wrong.append(f"{name} is {list(tensors[name].shape)}, not {list(shapes[name])}")
@@ -59,7 +59,7 @@ def check_tensors(tensors: dict[str, Tensor], shapes: Shapes) -> None:
 
 
 def vocab_tensors(drafter: Drafter) -> dict[str, Tensor]:
-    """d2t int64 [W], an offset (target id = draft id + d2t[draft id]), and t2d bool [V]; nothing for a whole vocabulary."""
+    """d2t int64 [W], an offset (target id = draft id + d2t[draft id]), and t2d bool [V]; empty for a whole vocabulary."""
     vocab, inverse = drafter.draft_to_target, drafter.target_to_draft
     if vocab is None or inverse is None:
         return {}
@@ -87,7 +87,7 @@ def check_vocab(d2t: Tensor, t2d: Tensor | None) -> Tensor:
 
 
 def block_fields(config: LlamaConfig, target: Target) -> dict:
-    """What every head with a decoder block says of it; rotary embeddings as transformers 4 and 5 spell them."""
+    """The config fields of a head's decoder block, with rotary embeddings in the spellings of transformers 4 and of 5."""
     rope = dict(config.rope_parameters)  # type: ignore[arg-type]
     kind = rope["rope_type"]
     others = {key: value for key, value in rope.items() if key not in ("rope_theta", "rope_type")}
@@ -114,9 +114,9 @@ def block_fields(config: LlamaConfig, target: Target) -> dict:
 
 
 def block_shapes(config: dict, *, prefix: str, width: int | None = None) -> Shapes:
-    """Attention over inputs of `width` (default H), MLP, and the norm between them."""
-    hidden, inner, each = config["hidden_size"], config["intermediate_size"], config["head_dim"]
-    queries, keys = config["num_attention_heads"] * each, config["num_key_value_heads"] * each
+    """Shapes of a block: attention over inputs of `width` (default: the hidden size), MLP, and the norm between them."""
+    hidden, inner, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    queries, keys = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
     width = width or hidden
     return {
         f"{prefix}self_attn.q_proj.weight": (queries, width),
@@ -131,18 +131,18 @@ def block_shapes(config: dict, *, prefix: str, width: int | None = None) -> Shap
 
 
 def complete(config: dict) -> dict:
-    """With what transformers fills in where a config.json is silent. Raises ValueError if it describes no decoder block."""
+    """Adds the defaults of transformers for fields that are not there. Raises ValueError if it describes no decoder block."""
     try:
         heads, hidden = config["num_attention_heads"], config["hidden_size"]
         _ = config["intermediate_size"]
     except KeyError as error:
-        raise ValueError(f"config.json says nothing of {error}: is this the folder of a drafter?") from None
-    each = config.get("head_dim") or hidden // heads
-    return {**config, "num_key_value_heads": config.get("num_key_value_heads") or heads, "head_dim": each}
+        raise ValueError(f"config.json has no field {error}: is this the folder of a drafter?") from None
+    head_dim = config.get("head_dim") or hidden // heads
+    return {**config, "num_key_value_heads": config.get("num_key_value_heads") or heads, "head_dim": head_dim}
 
 
 def read_block(config: dict, target: Target) -> dict:
-    """The arguments `intermediate_size` and `block` of a head whose config.json says this, where it differs from its target.
+    """The arguments `intermediate_size` and `block` of a head with this config.json; `block` holds what differs from the target.
 
     Raises ValueError for a head of another width.
     """
@@ -150,15 +150,15 @@ def read_block(config: dict, target: Target) -> dict:
     if not (config.get("target_hidden_size") or target.width) == config["hidden_size"] == target.width:
         raise ValueError(
             f"The head is {config['hidden_size']} wide and {target.name} is {target.width}: only heads of their target's "
-            "width can be imported. Is target= the model that it was trained for?"
+            "width can be imported. Is the target the model that the head was trained for?"
         )
     rope = config.get("rope_parameters")
     if not rope:
         scaling = dict(config.get("rope_scaling") or {})
         kind = scaling.pop("type", None)
         rope = {"rope_type": scaling.pop("rope_type", kind) or "default", **scaling}
-        rope["rope_theta"] = config.get("rope_theta", 10_000.0)  # what engines take when nothing is written
-    found = {
+        rope["rope_theta"] = config.get("rope_theta", 10_000.0)  # the default of all engines
+    written = {
         "num_attention_heads": config["num_attention_heads"],
         "num_key_value_heads": config["num_key_value_heads"],
         "head_dim": config["head_dim"],
@@ -166,44 +166,44 @@ def read_block(config: dict, target: Target) -> dict:
         "rope_parameters": rope,
         "hidden_act": config.get("hidden_act", "silu"),
     }
-    theirs = {**target.config.to_dict(), "head_dim": target.head_dim, "hidden_act": "silu"}
-    block = {key: value for key, value in found.items() if theirs.get(key) != value}
+    of_target = {**target.config.to_dict(), "head_dim": target.head_dim, "hidden_act": "silu"}
+    block = {key: value for key, value in written.items() if of_target.get(key) != value}
     return {"intermediate_size": config["intermediate_size"], "block": block or None}
 
 
 def rename(tensors: dict[str, Tensor], names: list[tuple[str, str]]) -> dict[str, Tensor]:
-    """The first pair (from, to) whose `from` begins a name replaces it there; other names stay."""
-    found = {}
+    """Replaces prefixes of names: the first pair (from, to) whose `from` begins a name applies. Other names stay."""
+    renamed = {}
     for name, value in tensors.items():
         before, after = next(((a, b) for a, b in names if name.startswith(a)), ("", ""))
-        found[after + name.removeprefix(before)] = value
-    return found
+        renamed[after + name.removeprefix(before)] = value
+    return renamed
 
 
 def check_embedding(target: Target) -> None:
-    """Raises ValueError for a target that scales its embeddings: engines give a head the rows as they are."""
+    """Raises ValueError for a target that scales its embeddings: engines give a head the unscaled rows."""
     token = torch.zeros(1, dtype=torch.long, device=target.device)
     if not torch.equal(target.embed(token), target.embed.weight[token]):
         raise ValueError(
-            f"{target.name} scales its embeddings, and engines hand this head the rows unscaled. Train head=eagle3 or head=mtp, "
-            "which norm them."
+            f"{target.name} scales its embeddings, and engines give this head the unscaled rows. Train an EAGLE-3 or MTP head, "
+            "which normalise them."
         )
 
 
 def is_copy(value: Tensor, original: Tensor) -> bool:
-    """Whether they are the same but for rounding to 16 bits."""
+    """Whether they are equal up to rounding to 16 bits."""
     if value.shape != original.shape:
         return False
     return bool((value.to(original) - original).float().norm() <= 0.01 * original.float().norm())
 
 
 def drop_copy(tensors: dict[str, Tensor], name: str, original: Tensor) -> None:
-    """Takes out a copy of one of the target's own tensors. Raises ValueError if it is another one."""
+    """Removes a copy of one of the target's own tensors. Raises ValueError if the tensor is not a copy."""
     copy = tensors.pop(name, None)
     if copy is None:
         return
     if not is_copy(copy, original):
         raise ValueError(
-            f"{name} is not the target's: heads with embeddings of their own cannot be imported. Is target= the model "
-            "that it was trained for?"
+            f"{name} is not the target's: heads with embeddings of their own cannot be imported. Is the target the model "
+            "that the head was trained for?"
         )

@@ -1,4 +1,4 @@
-"""DFlash and DSpark on disk (checkpoint-formats, 10)."""
+"""The layouts of DFlash and DSpark (docs/file-formats.md, section 10)."""
 
 import torch
 from torch import Tensor
@@ -23,20 +23,20 @@ def is_dspark(drafter: BlockDrafter) -> bool:
 
 
 def mask_token(drafter: BlockDrafter) -> int:
-    """The token in whose place the mask's embedding is put: one that ends answers, so nothing is drafted behind it."""
+    """The token whose row holds the mask's embedding: one that ends answers, so that nothing is drafted behind it."""
     config = drafter.target.config
     end = config.eos_token_id
-    found = end[0] if isinstance(end, list) else end
-    return int(found if found is not None else config.to_dict().get("pad_token_id") or 0)
+    token = end[0] if isinstance(end, list) else end
+    return int(token if token is not None else config.to_dict().get("pad_token_id") or 0)
 
 
 def _common(drafter: BlockDrafter, *, needs: str) -> tuple[dict, dict]:
-    """-> tensors of the layers, config fields. Raises ValueError for what no engine has."""
+    """-> tensors of the layers, config fields; needs: the architecture. Raises ValueError for what no engine has."""
     target = drafter.target
     if drafter.join is not None:
         raise ValueError(
-            "head.drafter.fuse=true adds an input that no engine knows. Train with head.drafter.fuse=false, or serve an "
-            "EAGLE-3 head, which starts in closed form too."
+            "fuse=true adds an input that no engine has. Train with fuse=false, or serve an EAGLE-3 head, which starts in "
+            "closed form too."
         )
     check_layers(drafter.target_layers, target)
     base.check_embedding(target)
@@ -47,7 +47,7 @@ def _common(drafter: BlockDrafter, *, needs: str) -> tuple[dict, dict]:
     }
     for number in range(len(drafter.layers)):
         prefix = f"layers.{number}."
-        tensors = base.rename(tensors, [(prefix + ours, prefix + theirs) for ours, theirs in NAMES])
+        tensors = base.rename(tensors, [(prefix + own, prefix + public) for own, public in NAMES])
     config = {
         "architectures": [needs],
         "model_type": "qwen3",
@@ -59,19 +59,19 @@ def _common(drafter: BlockDrafter, *, needs: str) -> tuple[dict, dict]:
         "torch_dtype": None,
     }
     if drafter.draft_to_target is not None:
-        tensors |= {"lm_head.weight": drafter._goal_head[0], **base.vocab_tensors(drafter)}
+        tensors |= {"lm_head.weight": drafter.goal_head[0], **base.vocab_tensors(drafter)}
     return tensors, config
 
 
 def dflash(drafter: BlockDrafter) -> Layout:
-    """Raises ValueError for anchors that predict, Markov and confidence heads, which are DSpark's, and for `fuse`."""
+    """Raises ValueError for anchors that predict and Markov heads, which only DSpark has, and for `fuse`."""
     if is_dspark(drafter):
         raise ValueError("This is a DSpark drafter, not a DFlash one.")
     tensors, config = _common(drafter, needs="DFlashDraftModel")
     mask = mask_token(drafter)
     config |= {
         "block_size": drafter.num_drafts + 1,
-        # numbers of layers whose outputs are read, one below those of hidden states
+        # engines number layer outputs: one less than hidden states
         "dflash_config": {"mask_token_id": mask, "target_layer_ids": [k - 1 for k in drafter.target_layers]},
     }
     pickles = {MASK: {"mask_token_id": mask, "embedding": drafter.mask_embedding.detach().clone()}}
@@ -79,10 +79,10 @@ def dflash(drafter: BlockDrafter) -> Layout:
 
 
 def dspark(drafter: BlockDrafter) -> Layout:
-    """With the target's embedding, in which the mask has the place of one token: DSpark reads its mask from nowhere else."""
+    """With the target's embedding, in which the mask replaces one token's row: engines read DSpark's mask from nowhere else."""
     tensors, config = _common(drafter, needs="Qwen3DSparkModel")
     if drafter.markov_in is None or drafter.markov_out is None:
-        raise ValueError("Engines have no DSpark without a Markov head: train with head.drafter.markov_rank=256.")
+        raise ValueError("Engines have no DSpark without a Markov head: train with markov_rank=256.")
     mask, embedding = mask_token(drafter), drafter.target.embed.weight.detach()
     rank, dtype = drafter.markov_in.weight.shape[0], drafter.fc.weight.dtype
     table = torch.nn.functional.linear(embedding.to(dtype), drafter.markov_in.weight)  # [V, rank]
@@ -107,41 +107,41 @@ def dspark(drafter: BlockDrafter) -> Layout:
         "enable_confidence_head": drafter.confident,
         "confidence_head_with_markov": drafter.confident,
     }
-    found = shapes(config, len(drafter.target_layers))
+    manifest = shapes(config, len(drafter.target_layers))
     hidden, rows = config["hidden_size"], config["vocab_size"]
-    found |= {
+    manifest |= {
         "embed_tokens.weight": (rows, hidden),
         "markov_head.markov_w1.weight": (rows, rank),
         "markov_head.markov_w2.weight": (config["draft_vocab_size"], rank),
     }
     if config["enable_confidence_head"]:
-        found |= {"confidence_head.proj.weight": (1, hidden + rank), "confidence_head.proj.bias": (1,)}
-    return Layout(tensors, config, found, DSPARK_FIELDS)
+        manifest |= {"confidence_head.proj.weight": (1, hidden + rank), "confidence_head.proj.bias": (1,)}
+    return Layout(tensors, config, manifest, DSPARK_FIELDS)
 
 
 def shapes(config: dict, num_features: int) -> Shapes:
-    hidden, each = config["hidden_size"], config["head_dim"]
-    found: Shapes = {
+    hidden, head_dim = config["hidden_size"], config["head_dim"]
+    manifest: Shapes = {
         "fc.weight": (hidden, num_features * hidden),
         "hidden_norm.weight": (hidden,),
         "norm.weight": (hidden,),
     }
     for number in range(config["num_hidden_layers"]):
         prefix = f"layers.{number}."
-        found |= base.block_shapes(config, prefix=prefix)
-        found |= {
+        manifest |= base.block_shapes(config, prefix=prefix)
+        manifest |= {
             f"{prefix}input_layernorm.weight": (hidden,),
-            f"{prefix}self_attn.q_norm.weight": (each,),
-            f"{prefix}self_attn.k_norm.weight": (each,),
+            f"{prefix}self_attn.q_norm.weight": (head_dim,),
+            f"{prefix}self_attn.k_norm.weight": (head_dim,),
         }
     vocab = base.vocab_shapes(config)
-    return found | ({"lm_head.weight": (config["draft_vocab_size"], hidden), **vocab} if vocab else {})
+    return manifest | ({"lm_head.weight": (config["draft_vocab_size"], hidden), **vocab} if vocab else {})
 
 
 def read(config: dict, tensors: dict[str, Tensor], mask: Tensor | None, target: Target) -> tuple[dict, dict]:
-    """DFlash -> the arguments of `heads.dflash.BlockDrafter`, its tensors. Raises ValueError for what is none of this target.
+    """DFlash -> the arguments of `heads.dflash.BlockDrafter`, its tensors. Raises ValueError if they are none of this target.
 
-    config: flat; `dflash_config` or a container's `aux_hidden_state_layer_ids`. mask [H]: in the place of the target's row
+    config: flat; `dflash_config` or a container's `aux_hidden_state_layer_ids`. mask [H]: its embedding, if it has a file of its own
     """
     nested = config.get("dflash_config") or {}
     layers = config.get("aux_hidden_state_layer_ids") or [k + 1 for k in nested.get("target_layer_ids", [])]
@@ -149,7 +149,9 @@ def read(config: dict, tensors: dict[str, Tensor], mask: Tensor | None, target: 
     if not layers or (mask is None and mask_id is None):
         raise ValueError("config.json names no hidden states or no mask token: is this a DFlash drafter?")
     if any("markov_head" in name for name in tensors):
-        raise ValueError("DSpark drafters have a free Markov table, which ours is not: they cannot be imported.")
+        raise ValueError(
+            "DSpark drafters have a Markov table of their own, and here it is computed from embeddings: they cannot be imported."
+        )
     sliding = set(config.get("layer_types") or ()) - {"full_attention"}
     others = {"causal": nested.get("causal"), "is_causal": config.get("is_causal"), "sliding layers": sliding,
               "sample_from_anchor": config.get("sample_from_anchor")}  # fmt: skip
@@ -166,13 +168,13 @@ def read(config: dict, tensors: dict[str, Tensor], mask: Tensor | None, target: 
     base.drop_copy(tensors, "lm_head.weight", target.lm_head.weight if vocab is None else target.lm_head.weight[vocab])
     wanted = {name: shape for name, shape in shapes(config, len(layers)).items() if name != "lm_head.weight"}
     base.check_tensors(tensors, wanted)
-    found = {name: value for name, value in tensors.items() if name not in ("d2t", "t2d")}
+    head = {name: value for name, value in tensors.items() if name not in ("d2t", "t2d")}
     for number in range(config["num_hidden_layers"]):
         prefix = f"layers.{number}."
-        found = base.rename(found, [(prefix + theirs, prefix + ours) for ours, theirs in NAMES])
-    found["mask_embedding"] = mask if mask is not None else target.embed.weight[int(mask_id or 0)].detach().clone()
+        head = base.rename(head, [(prefix + public, prefix + own) for own, public in NAMES])
+    head["mask_embedding"] = mask if mask is not None else target.embed.weight[int(mask_id or 0)].detach().clone()
     if vocab is not None:
-        found["draft_to_target"] = vocab
+        head["draft_to_target"] = vocab
     sizes = base.read_block(config, target)
     if sizes.pop("block"):
         raise ValueError(
@@ -185,4 +187,4 @@ def read(config: dict, tensors: dict[str, Tensor], mask: Tensor | None, target: 
         "num_layers": config["num_hidden_layers"],
         "target_layers": list(layers),
     }
-    return arguments, found
+    return arguments, head

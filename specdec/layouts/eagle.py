@@ -1,4 +1,4 @@
-"""EAGLE-1 and EAGLE-3 on disk (checkpoint-formats, 4 and 5)."""
+"""The layouts of EAGLE-1 and EAGLE-3 (docs/file-formats.md, sections 4 and 5)."""
 
 import torch
 from torch import Tensor
@@ -14,18 +14,18 @@ NAMES3 = [
     ("input_layernorm.", "midlayer.input_layernorm."),
     ("hidden_norm.", "midlayer.hidden_norm."),
 ]
-BACK1 = [(theirs, ours) for ours, theirs in NAMES1]
-# Specific names first; SGLang, modelopt and Speculators call the layer layers.0
+BACK1 = [(public, own) for own, public in NAMES1]
+# Longer names first. SGLang, modelopt and Speculators call the layer layers.0.
 BACK3 = [
-    (theirs.replace("midlayer.", prefix), ours)
-    for ours, theirs in [*NAMES3[1:], NAMES3[0]]
+    (public.replace("midlayer.", prefix), own)
+    for own, public in [*NAMES3[1:], NAMES3[0]]
     for prefix in ("midlayer.", "layers.0.")
 ]
-TOKEN_MAP = "token_map.pt"  # EAGLE-1 has no other place for a draft vocabulary; SGLang: --speculative-token-map
+TOKEN_MAP = "token_map.pt"  # the draft vocabulary of EAGLE-1, which SGLang reads by --speculative-token-map
 
 
 def eagle1(drafter: Eagle, *, architecture: str, bias: bool = False) -> Layout:
-    """bias: what config.json says of `fc`; the tensor is written in any case, because SGLang always has one."""
+    """bias: whether config.json says that `fc` has one. The tensor is always written, because SGLang always has one."""
     base.check_embedding(drafter.target)
     head = {name: value for name, value in drafter.state_dict().items() if name != "draft_to_target"}
     head.setdefault("fc.bias", torch.zeros_like(head["fc.weight"][:, 0]))
@@ -62,7 +62,7 @@ LAYER_FIELDS = frozenset({"eagle_aux_hidden_state_layer_ids", "eagle_config", "n
 
 
 def read1(config: dict, tensors: dict[str, Tensor], vocab: Tensor | None, target: Target) -> tuple[dict, dict]:
-    """-> the arguments of `heads.eagle.Eagle`, its tensors. Raises ValueError for what is no EAGLE-1 head of this target."""
+    """-> the arguments of `heads.eagle.Eagle`, its tensors. Raises ValueError if they are no EAGLE-1 head of this target."""
     tensors = dict(tensors)
     base.drop_copy(tensors, "embed_tokens.weight", target.embed.weight)
     if any(name.endswith("_proj.bias") for name in tensors):
@@ -70,31 +70,31 @@ def read1(config: dict, tensors: dict[str, Tensor], vocab: Tensor | None, target
     tensors.setdefault("fc.bias", torch.zeros_like(tensors["fc.weight"][:, 0]))
     arguments = {"_target_": "specdec.heads.eagle.Eagle", **base.read_block(config, target)}
     base.check_tensors(tensors, shapes1(base.complete(config)))
-    found = base.rename(tensors, BACK1)
-    arguments["fc_bias"] = bool(found["fc.bias"].any())
+    head = base.rename(tensors, BACK1)
+    arguments["fc_bias"] = bool(head["fc.bias"].any())
     if not arguments["fc_bias"]:
-        del found["fc.bias"]
+        del head["fc.bias"]
     if vocab is not None:
-        found["draft_to_target"] = vocab
-    return arguments, found
+        head["draft_to_target"] = vocab
+    return arguments, head
 
 
 def default_layers(target: Target) -> tuple[int, int, int]:
-    """What every engine takes if a config.json names no layers."""
+    """The hidden states that every engine reads if config.json names none."""
     return 2, target.num_layers // 2, target.num_layers - 3
 
 
 def check_layers(layers: tuple[int, ...], target: Target) -> None:
-    """Raises ValueError for hidden states that engines number or norm otherwise."""
+    """Raises ValueError for hidden states that engines number or normalise in another way."""
     if not 1 <= layers[0] <= layers[-1] < target.num_layers:
         raise ValueError(
-            f"The head reads hidden states {list(layers)}. Engines have 1 .. {target.num_layers - 1} in common with "
-            f"training; {target.num_layers} is before the final norm there. Train with other head.drafter.target_layers."
+            f"The head reads hidden states {list(layers)}. Engines have only 1 .. {target.num_layers - 1} in common with "
+            f"training: their hidden state {target.num_layers} is before the final norm. Train with other target_layers=."
         )
 
 
 def eagle3(drafter: Eagle3) -> Layout:
-    """The form that vLLM, SGLang, SafeAILab's code and llama.cpp's converter have in common."""
+    """The layout that vLLM, SGLang, SafeAILab's code and llama.cpp's converter all read."""
     target, layers = drafter.target, drafter.target_layers
     check_layers(layers, target)
     head = {name: value for name, value in drafter.state_dict().items() if name != "draft_to_target"}
@@ -108,7 +108,9 @@ def eagle3(drafter: Eagle3) -> Layout:
         "torch_dtype": None,
     }
     fields = FIELDS3
-    if layers != default_layers(target):  # vLLM reads the outer numbers, SGLang the inner ones, which are outputs
+    if layers != default_layers(
+        target
+    ):  # vLLM reads the outer numbers; SGLang reads the inner ones, numbers of layer outputs
         inner = {"eagle_aux_hidden_state_layer_ids": [k - 1 for k in layers], "use_aux_hidden_state": True}
         config |= {"eagle_aux_hidden_state_layer_ids": list(layers), "num_aux_hidden_states": len(layers)}
         config["eagle_config"] = inner
@@ -118,7 +120,7 @@ def eagle3(drafter: Eagle3) -> Layout:
 
 
 def norms(drafter: Eagle3) -> dict[str, bool]:
-    """The switches, each written out: engines differ in what a missing one means."""
+    """The switches of EAGLE-3, all written: engines differ in the meaning of a missing one."""
     return {
         "fc_norm": len(drafter.fc_norm) > 0,
         "norm_output": drafter.norm_output,
@@ -128,7 +130,7 @@ def norms(drafter: Eagle3) -> dict[str, bool]:
 
 
 def check_plain(drafter: Eagle3, whose: str, *, lacks: tuple[str, ...]) -> None:
-    """Raises ValueError for an EAGLE-3 head with switches that an engine ignores."""
+    """Raises ValueError for an EAGLE-3 head with switches that an engine ignores; whose: the engine's name."""
     on = [name for name, given in norms(drafter).items() if given and name in lacks]
     if on:
         raise ValueError(f"{whose} has no {', '.join(on)}, which this head was trained with: take format=vllm.")
@@ -154,16 +156,16 @@ def shapes3(config: dict, *, prefix: str = "midlayer.") -> Shapes:
 
 
 def read3(config: dict, tensors: dict[str, Tensor], target: Target) -> tuple[dict, dict]:
-    """-> the arguments of `heads.eagle.Eagle3`, its tensors. Raises ValueError for what is no EAGLE-3 head of this target.
+    """-> the arguments of `heads.eagle.Eagle3`, its tensors. Raises ValueError if they are no EAGLE-3 head of this target.
 
-    config: flat; a Speculators container's `transformer_layer_config` belongs in it
+    config: flat; that of a Speculators container with the fields of its `transformer_layer_config`
     """
     tensors = dict(tensors)
     base.drop_copy(tensors, "embed_tokens.weight", target.embed.weight)
     nested = config.get("eagle_config") or {}
     inside = [name for name in ("norm_output", "norm_before_residual", "fc_norm") if nested.get(name)]
     if inside:
-        raise ValueError(f"eagle_config holds {', '.join(inside)}, which engines read one level up: put it there.")
+        raise ValueError(f"eagle_config holds {', '.join(inside)}, which engines read one level up: move it there.")
     inner = nested.get("eagle_aux_hidden_state_layer_ids")
     layers = config.get("eagle_aux_hidden_state_layer_ids") or ([k + 1 for k in inner] if inner else None)
     config = {
@@ -179,14 +181,14 @@ def read3(config: dict, tensors: dict[str, Tensor], target: Target) -> tuple[dic
     if "d2t" in tensors:
         vocab = base.check_vocab(tensors["d2t"], tensors.get("t2d"))
         tensors.setdefault("t2d", torch.zeros(target.vocab_size, dtype=torch.bool))
-    if config["draft_vocab_size"] == target.vocab_size:  # then the maps say nothing
+    if config["draft_vocab_size"] == target.vocab_size:  # then the maps are the identity
         tensors = {name: value for name, value in tensors.items() if name not in ("d2t", "t2d")}
         vocab = None
     prefix = "layers.0." if any(name.startswith("layers.0.") for name in tensors) else "midlayer."
     base.check_tensors(tensors, shapes3(config, prefix=prefix))
-    found = base.rename({name: value for name, value in tensors.items() if name not in ("d2t", "t2d")}, BACK3)
+    head = base.rename({name: value for name, value in tensors.items() if name not in ("d2t", "t2d")}, BACK3)
     if vocab is not None:
-        found["draft_to_target"] = vocab
+        head["draft_to_target"] = vocab
     check_layers(tuple(layers or default_layers(target)), target)
     arguments = {
         "_target_": "specdec.heads.eagle.Eagle3",
@@ -197,4 +199,4 @@ def read3(config: dict, tensors: dict[str, Tensor], target: Target) -> tuple[dic
         "norm_before_fc": bool(config["norm_before_fc"]),
         "norm_before_residual": bool(config.get("norm_before_residual", False)),
     }
-    return arguments, found
+    return arguments, head

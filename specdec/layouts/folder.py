@@ -1,4 +1,4 @@
-"""Reads a drafter's folder of any layout known here: which family it is, and how its tensors are called at home."""
+"""Reads a drafter's folder in any known layout: finds its family, and gives its tensors the names of this project."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ WEIGHTS = ("model.safetensors", "pytorch_model.bin", medusa.FILE, "medusa_lm_hea
 def read(folder: Path, target: Target) -> tuple[dict, dict[str, Tensor]]:
     """-> the drafter's class and arguments, as checkpoint.save takes them, and its tensors
 
-    Raises ValueError, with what to do, for folders that hold no drafter of this target. Nothing in them can run code.
+    Raises ValueError, with what to do, for a folder that holds no drafter of this target. Nothing in it can run code.
     """
     if not folder.is_dir():
         raise ValueError(f"There is no folder {folder}: give source= a local copy of a published head.")
@@ -23,7 +23,7 @@ def read(folder: Path, target: Target) -> tuple[dict, dict[str, Tensor]]:
     config = checkpoint.read_json(path, what="A published head is a folder with config.json and its weights")
     if not isinstance(config, dict):
         raise ValueError(f"{path} holds no settings: is this the folder of a drafter?")
-    # old transformers saved the frequencies of rotary embeddings, which follow from the configuration
+    # older versions of transformers saved rotary frequencies, which follow from the configuration
     tensors = {name: value for name, value in _tensors(folder).items() if not name.endswith("rotary_emb.inv_freq")}
     try:
         return _family(folder, config, tensors, target)
@@ -33,10 +33,10 @@ def read(folder: Path, target: Target) -> tuple[dict, dict[str, Tensor]]:
 
 def _family(folder: Path, config: dict, tensors: dict[str, Tensor], target: Target) -> tuple[dict, dict[str, Tensor]]:
     if "model.embed_tokens.weight" in tensors:
-        raise ValueError("This is a whole language model: train it further with head=draft head.drafter.model=DIR.")
+        raise ValueError("This is a whole language model: train it further as a draft model, with model=DIR.")
     if "drafter" in config:
         raise ValueError(
-            "This is format=safetensors, which is for other readers: use the checkpoint that it was made of."
+            "This is format=safetensors, which is for other readers: use the checkpoint that it was exported from."
         )
     kind = config.get("speculators_model_type")
     if kind is not None:
@@ -62,7 +62,7 @@ def _family(folder: Path, config: dict, tensors: dict[str, Tensor], target: Targ
         tokens = _pickle(folder / eagle.TOKEN_MAP)
         return eagle.read1(config, tensors, None if tokens is None else torch.tensor(tokens).sort().values, target)
     raise ValueError(
-        f"its tensors ({', '.join(sorted(tensors)[:3])}, ...) are those of no layout known here: EAGLE-1, EAGLE-3, Medusa, "
+        f"its tensors ({', '.join(sorted(tensors)[:3])}, ...) belong to none of the known layouts: EAGLE-1, EAGLE-3, Medusa, "
         "DFlash, MTP in MiMo's layout, and the Speculators container of EAGLE-3 and DFlash."
     )
 
@@ -75,15 +75,15 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
         if (folder / name).exists():
             if name.endswith(".safetensors"):
                 return checkpoint.read_tensors(folder / name)
-            found = _pickle(folder / name)
-            if isinstance(found, dict) and all(isinstance(value, Tensor) for value in found.values()):
-                return found
-            raise ValueError(f"{folder / name} holds something else than named tensors.")
+            content = _pickle(folder / name)
+            if isinstance(content, dict) and all(isinstance(value, Tensor) for value in content.values()):
+                return content
+            raise ValueError(f"{folder / name} holds something other than named tensors.")
     raise ValueError(f"{folder} has no weights: none of {', '.join(WEIGHTS)} is there.")
 
 
 def _pickle(path: Path):
-    """What torch.save wrote, tensors and plain values only; None if the file is not there."""
+    """The content of a file of torch.save, tensors and plain values only; None if there is no such file."""
     if not path.exists():
         return None
     try:

@@ -1,4 +1,4 @@
-"""A draft model as an ordinary folder of transformers (checkpoint-formats, 3)."""
+"""A draft model as an ordinary folder of transformers (docs/file-formats.md, section 3)."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -14,10 +14,10 @@ LEFT_OUT = ("dtype", "_name_or_path", "_model_name_or_path")
 
 
 def language_model(drafter: Draft) -> tuple[Layout, Callable[[Path], None]]:
-    """-> the layout, and what writes the tokenizer and the generation settings beside it
+    """-> the layout, and a function that writes the tokenizer and the generation settings beside it
 
-    The target's embeddings are written where the draft borrows them, and all V rows of the output layer even if the
-    draft was trained on fewer: there is no draft vocabulary here.
+    Includes the target's embeddings where the draft borrows them, and all V rows of the output layer even if the draft was
+    trained on fewer: engines have no draft vocabulary for draft models.
     """
     model = drafter.language_model(torch.promote_types(drafter.dtype, torch.float32))
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight

@@ -1,4 +1,4 @@
-"""Medusa heads on disk: vLLM's names and the reference's (checkpoint-formats, 7)."""
+"""The layouts of Medusa heads: vLLM's names and those of the reference code (docs/file-formats.md, section 7)."""
 
 import re
 
@@ -12,7 +12,7 @@ from specdec.target import Target
 
 FILE = "medusa_lm_head.pt"
 ADAPTED = (
-    "Medusa-2 heads belong to an adapted target and are worthless beside the original one. Export both with "
+    "Medusa-2 heads were trained with an adapted target and draft badly beside the original one. Export both with "
     "merged_target=DIR, which writes the adapted model for the engine to serve."
 )
 FIELDS = frozenset(
@@ -26,7 +26,7 @@ REFERENCE_FIELDS = frozenset(
 
 
 def vllm(drafter: Medusa) -> Layout:
-    """One LM head for all if they are borrowed, over all V tokens: vLLM 0.32 refuses a `token_map`, having read it.
+    """Borrowed LM heads become one for all, over all V tokens: vLLM 0.32 cannot load a `token_map`.
 
     Raises ValueError for LM heads of their own over a draft vocabulary.
     """
@@ -54,39 +54,38 @@ def vllm(drafter: Medusa) -> Layout:
 def check_whole(drafter: Medusa) -> None:
     if drafter.lm_heads and drafter.draft_to_target is not None:
         raise ValueError(
-            "Engines run Medusa's own LM heads over the whole vocabulary only. Train with head.vocab_size=null or "
-            "head.drafter.own_output=false."
+            "Engines run Medusa's own LM heads over the whole vocabulary only. Train with vocab_size=null or own_output=false."
         )
 
 
 def _blocks(drafter: Medusa, prefix: str) -> dict[str, Tensor]:
-    found = {}
+    tensors = {}
     for name, value in drafter.blocks.state_dict().items():  # 0.1.linear.weight: head 0, block 1
         number, layer, _, kind = name.split(".")
-        found[prefix.format(number, layer) + kind] = value
-    return found
+        tensors[prefix.format(number, layer) + kind] = value
+    return tensors
 
 
 def shapes(config: dict) -> Shapes:
     width, num, rows = config["hidden_size"], config["num_heads"], config["vocab_size"]
-    found: Shapes = {}
+    manifest: Shapes = {}
     for number in range(num):
         for layer in range(config["num_hidden_layers"]):
             name = f"blocks.{number}.layers.{layer}."
-            found |= {f"{name}weight": (width, width), f"{name}bias": (width,)}
+            manifest |= {f"{name}weight": (width, width), f"{name}bias": (width,)}
     heads = ["lm_head.weight"] if config["original_lm_head"] else [f"lm_heads.{n}.weight" for n in range(num)]
-    return found | dict.fromkeys(heads, (rows, width))
+    return manifest | dict.fromkeys(heads, (rows, width))
 
 
 def reference(drafter: Medusa) -> Layout:
-    """FasterDecoding's: an LM head for each Medusa head, over the whole vocabulary; also as vLLM and TGI read it.
+    """FasterDecoding's layout, which vLLM and TGI read too: an LM head for each Medusa head, over the whole vocabulary.
 
-    Raises ValueError for a head of several blocks, which share one there, and for own LM heads over a draft vocabulary.
+    Raises ValueError for a head of several blocks, which share their weights there, and for LM heads of their own over a
+    draft vocabulary.
     """
     if len(drafter.blocks[0]) > 1:
         raise ValueError(
-            "The reference's code uses one block several times where a head has several. Train with "
-            "head.drafter.num_blocks=1, or take format=vllm."
+            "The reference code repeats one block where a head has several. Train with num_blocks=1, or take format=vllm."
         )
     check_whole(drafter)
     tensors = _blocks(drafter, "{}.{}.linear.")
@@ -109,22 +108,22 @@ def reference(drafter: Medusa) -> Layout:
 
 def reference_shapes(config: dict) -> Shapes:
     width = config["hidden_size"]
-    found: Shapes = {}
+    manifest: Shapes = {}
     for number in range(config["medusa_num_heads"]):
-        found |= {
+        manifest |= {
             f"{number}.0.linear.weight": (width, width),
             f"{number}.0.linear.bias": (width,),
             f"{number}.1.weight": (config["vocab_size"], width),
         }
-    return found
+    return manifest
 
 
 def read(config: dict, tensors: dict[str, Tensor], target: Target) -> tuple[dict, dict]:
-    """-> the arguments of `heads.medusa.Medusa`, its tensors. Raises ValueError for what are no Medusa heads of this target.
+    """-> the arguments of `heads.medusa.Medusa`, its tensors. Raises ValueError if they are no Medusa heads of this target.
 
-    Knows both layouts. LM heads that are copies of the target's are not kept.
+    Reads both layouts. LM heads that are copies of the target's are not kept.
     """
-    found: dict[str, Tensor] = {}
+    own: dict[str, Tensor] = {}
     heads: dict[int, Tensor] = {}
     shared = vocab = None
     for name, value in tensors.items():
@@ -133,7 +132,7 @@ def read(config: dict, tensors: dict[str, Tensor], target: Target) -> tuple[dict
         block = block or re.fullmatch(r"blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)", name)
         head = re.fullmatch(r"(\d+)\.\d+\.weight", name) or re.fullmatch(r"lm_heads\.(\d+)\.weight", name)
         if block:
-            found[f"blocks.{block[1]}.{block[2]}.linear.{block[3]}"] = value
+            own[f"blocks.{block[1]}.{block[2]}.linear.{block[3]}"] = value
         elif head:
             heads[int(head[1])] = value
         elif name == "lm_head.weight":
@@ -142,13 +141,13 @@ def read(config: dict, tensors: dict[str, Tensor], target: Target) -> tuple[dict
             vocab = value
         else:
             raise ValueError(f"{name} belongs to no Medusa head.")
-    if not found:
+    if not own:
         raise ValueError("There are no Medusa heads among the tensors.")
-    num = 1 + max(int(name.split(".")[1]) for name in found)
-    num_blocks = 1 + max(int(name.split(".")[2]) for name in found)
-    for name in [name for name in found if name.endswith(".weight")]:
-        found.setdefault(name.replace("weight", "bias"), torch.zeros_like(found[name][:, 0]))
-    if vocab is not None:  # ours increases
+    num = 1 + max(int(name.split(".")[1]) for name in own)
+    num_blocks = 1 + max(int(name.split(".")[2]) for name in own)
+    for name in [name for name in own if name.endswith(".weight")]:
+        own.setdefault(name.replace("weight", "bias"), torch.zeros_like(own[name][:, 0]))
+    if vocab is not None:  # a draft vocabulary is increasing here
         vocab, order = vocab.sort()
         heads = {number: value[order] for number, value in heads.items()}
         shared = None if shared is None else shared[order]
@@ -158,7 +157,7 @@ def read(config: dict, tensors: dict[str, Tensor], target: Target) -> tuple[dict
     )
     if not borrowed:
         each = heads or dict.fromkeys(range(num), shared)
-        found |= {f"lm_heads.{number}.weight": value for number, value in each.items() if value is not None}
+        own |= {f"lm_heads.{number}.weight": value for number, value in each.items() if value is not None}
     width, rows = target.width, len(original)
     shapes = {
         f"blocks.{n}.{b}.linear.{kind}": (width, width) if kind == "weight" else (width,)
@@ -167,8 +166,8 @@ def read(config: dict, tensors: dict[str, Tensor], target: Target) -> tuple[dict
         for kind in ("weight", "bias")
     }
     shapes |= {} if borrowed else {f"lm_heads.{number}.weight": (rows, width) for number in range(num)}
-    base.check_tensors(found, shapes)
+    base.check_tensors(own, shapes)
     if vocab is not None:
-        found["draft_to_target"] = vocab
+        own["draft_to_target"] = vocab
     arguments = {"num_heads": num, "num_blocks": num_blocks, "own_output": not borrowed}
-    return {"_target_": "specdec.heads.medusa.Medusa", **arguments}, found
+    return {"_target_": "specdec.heads.medusa.Medusa", **arguments}, own

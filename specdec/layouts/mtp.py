@@ -1,4 +1,4 @@
-"""An MTP module on disk, in MiMo's layout, which vLLM and SGLang serve beside a dense target (checkpoint-formats, 9)."""
+"""The layout of an MTP module: MiMo's, which vLLM and SGLang serve with a dense target (docs/file-formats.md, section 9)."""
 
 import torch
 from torch import Tensor
@@ -12,41 +12,41 @@ from specdec.target import Target
 
 FIELDS = BLOCK_FIELDS | {"num_nextn_predict_layers"}
 PREFIX = "model.mtp_layers.0."
-NAMES = [(f"{ours}.", f"{PREFIX}{theirs}.") for theirs, ours in MIMO.items()]
+NAMES = [(f"{own}.", f"{PREFIX}{public}.") for public, own in MIMO.items()]
 NAMES += [("input_layernorm.", f"{PREFIX}input_layernorm."), ("block.", PREFIX)]
-BLANKED = "Its MTP classes blank the embedding of the first row of a prompt, which training does not: later rows see that row."
-OVERRIDE = {"num_nextn_predict_layers": 1}  # of the target's configuration, from which engines take it
+FIRST_ROW = "The engine's MTP classes set the embedding in the first row of a prompt to zero, which training does not. Later rows attend to that row."
+OVERRIDE = {"num_nextn_predict_layers": 1}  # fields of the target's configuration, where engines read them
 
 
 def mimo(drafter: MTP) -> Layout:
-    """Raises ValueError for modules that the engines would not run as they were trained."""
+    """Raises ValueError for modules that engines would run in another way than they were trained."""
     if drafter.depth not in (None, 1):
         raise ValueError(
-            f"Engines run the first of these {drafter.depth} MTP modules for every draft. Train with "
-            "head.drafter.num_modules=null, one module for all depths."
+            f"Engines run the first of these {drafter.depth} MTP modules for every draft. Train with num_modules=null, one "
+            "module for all depths."
         )
     target, config = drafter.target, drafter.config
-    theirs = {**target.config.to_dict(), "head_dim": target.width // target.config.num_attention_heads}
+    of_target = {**target.config.to_dict(), "head_dim": target.width // target.config.num_attention_heads}
     for key in ("intermediate_size", "head_dim", "rms_norm_eps"):
-        if getattr(config, key) != theirs.get(key):
+        if getattr(config, key) != of_target.get(key):
             raise ValueError(
-                f"Engines build MTP modules by the target's configuration, where {key} is {theirs.get(key)} and not "
-                f"{getattr(config, key)}. Train with the target's sizes, or take head=eagle, which has its own."
+                f"Engines build MTP modules by the target's configuration, where {key} is {of_target.get(key)} and not "
+                f"{getattr(config, key)}. Train with the target's sizes, or train an EAGLE-1 head, which has its own."
             )
-    if theirs["rope_parameters"].get("partial_rotary_factor", 1.0) != 1.0:
+    if of_target["rope_parameters"].get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError(
-            "Engines turn a part of each head of an MTP module as the target does, and this one turns all of it."
+            "Engines rotate only a part of each attention head of an MTP module, as this target does, and this module rotates all of it."
         )
-    if theirs.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"Engines run MTP modules with the target's {theirs['hidden_act']}, and this one has silu.")
+    if of_target.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"Engines run MTP modules with the target's {of_target['hidden_act']}, and this one has silu.")
     module = drafter.module(1).state_dict()
-    for part in "qkv":  # a missing bias is left uninitialised there
+    for part in "qkv":  # engines leave a missing bias uninitialised
         weight = module[f"block.self_attn.{part}_proj.weight"]
         module.setdefault(f"block.self_attn.{part}_proj.bias", torch.zeros_like(weight[:, 0]))
     module["eh_proj.weight"] = swap_halves(module["eh_proj.weight"])
     fields = {
         "architectures": ["MiMoForCausalLM"],
-        "model_type": "qwen2",  # transformers knows no mimo
+        "model_type": "qwen2",  # transformers has no MiMo
         **base.block_fields(config, target),
         "num_hidden_layers": target.num_layers,
         **OVERRIDE,
@@ -56,9 +56,9 @@ def mimo(drafter: MTP) -> Layout:
 
 
 def read(config: dict, tensors: dict[str, Tensor], target: Target) -> tuple[dict, dict]:
-    """-> the arguments of `heads.mtp.MTP`, its tensors. Raises ValueError for what is no such module of this target."""
+    """-> the arguments of `heads.mtp.MTP`, its tensors. Raises ValueError if they are no such module of this target."""
     base.check_tensors(tensors, shapes(base.complete(config)))
-    module = base.rename(tensors, [(theirs, ours) for ours, theirs in NAMES])
+    module = base.rename(tensors, [(public, own) for own, public in NAMES])
     module["eh_proj.weight"] = swap_halves(module["eh_proj.weight"])
     biases = [f"block.self_attn.{part}_proj.bias" for part in "qkv"]
     biased = any(bool(module[name].any()) for name in biases)
@@ -73,8 +73,10 @@ def read(config: dict, tensors: dict[str, Tensor], target: Target) -> tuple[dict
 
 def shapes(config: dict) -> Shapes:
     hidden = config["hidden_size"]
-    found = base.block_shapes(config, prefix=PREFIX)
-    found |= {name.replace("weight", "bias"): shape[:1] for name, shape in found.items() if name[-13:-12] in "qkv"}
+    manifest = base.block_shapes(config, prefix=PREFIX)
+    manifest |= {
+        name.replace("weight", "bias"): shape[:1] for name, shape in manifest.items() if name[-13:-12] in "qkv"
+    }
     norms = ("token_layernorm", "hidden_layernorm", "final_layernorm", "input_layernorm")
-    found |= {f"{PREFIX}{name}.weight": (hidden,) for name in norms}
-    return found | {f"{PREFIX}input_proj.weight": (hidden, 2 * hidden)}
+    manifest |= {f"{PREFIX}{name}.weight": (hidden,) for name in norms}
+    return manifest | {f"{PREFIX}input_proj.weight": (hidden, 2 * hidden)}

@@ -102,4 +102,4 @@ def test_mistakes_are_answered_with_a_sentence(refuse, tmp_path, data, arguments
 
 def test_what_exists_is_not_overwritten(refuse, tmp_path):
     (tmp_path / "d").mkdir()
-    refuse("exists; choose another out or delete it", "rows.jsonl", tmp_path / "d")
+    refuse("exists; choose another out=FOLDER or delete it", "rows.jsonl", tmp_path / "d")

@@ -18,6 +18,8 @@ from scripts import check_engines, get_engines
 from specdec.served import Agreement
 from tests.support import REAL_TARGET, ROOT
 
+pytestmark = pytest.mark.slow
+
 PYTHON = str(ROOT / "engines" / "bin" / "python")
 engines = pytest.mark.skipif(
     not (ROOT / "engines" / "ready").is_file(), reason="the engines are not installed: make engines"

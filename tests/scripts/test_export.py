@@ -14,6 +14,8 @@ from tests.exports import REPORT, SERVED, bring_in, make_medusa2
 from tests.loops import follow
 from tests.support import load_head, random_tokens, save_eagle, save_target, small_tokenizer
 
+pytestmark = pytest.mark.slow
+
 import_script = importlib.import_module("scripts.import")
 
 
@@ -62,7 +64,7 @@ def test_export_prints_how_to_serve_and_import_takes_it_back(run, home, tmp_path
         (["format=onnx"], "no format 'onnx'; there are: eagle, gguf, medusa, safetensors, sglang"),
         (["num_drafts=0"], "num_drafts=0 must be at least 1"),
         (["merged_target=x"], "merged_target=x: this drafter does not adapt its target"),
-        (["format=gguf"], "Nearest to it, and served: head=eagle3"),
+        (["format=gguf"], "It serves EAGLE-3"),
     ],
 )
 def test_mistakes_write_nothing(refuse, home, tmp_path, given, message):

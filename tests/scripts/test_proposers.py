@@ -17,6 +17,8 @@ from specdec.sampling import Sampling
 from specdec.target import Target
 from tests.support import make_drafter, make_target, random_tokens
 
+pytestmark = pytest.mark.slow
+
 V, NUM_NEW = 6, 24
 CHAIN = Drafting(3)
 TOKENIZER = SimpleNamespace(get_vocab=lambda: {"a": 0})  # the tiny targets have none
@@ -137,6 +139,10 @@ def test_a_rule_that_forgets_what_was_refused_is_noticed(made, tiny_target, monk
         ("ngrams", {}, "no proposer 'ngrams'; there are: .*ngram"),
         ("ngram", {"most": "3"}, "proposer.most=3: ngram has the settings"),
         ("merged", {"ngram.num": "3"}, "no proposer 'ngram' inside it"),
+        ("ngram", {"checkpoint": "nowhere"}, "proposer.checkpoint=nowhere: ngram holds no trained head"),
+        ("merged", {"head.checkpoint": "nowhere"}, "nowhere.* does not exist"),
+        ("merged", {"suffix.num": "x"}, "proposer.suffix.num=x must be a whole number"),
+        ("head", {"checkpoint": "nowhere"}, "nowhere.* does not exist"),
         ("ngram", {"max": "[1"}, "proposer.max=.1 cannot be read"),
         ("ngram", {"max": "many"}, "proposer.max=many must be a whole number, such as"),
         ("suffix", {"least": "no"}, "proposer.least=no must be a number"),

@@ -50,12 +50,12 @@ def test_a_run_folder_stands_for_its_best_step(saved, target):
 def test_export_is_read_back_with_both_vocabulary_maps(saved, target, tmp_path):
     folder, _ = saved
     form = plain_export.form(checkpoint.load(folder, target))
-    facts = serving.Facts.read(folder, target=target, license="mit", data=None, num_drafts=None)
-    tensors = serving.write(form, tmp_path / "out", dtype=torch.float32, facts=facts)
+    provenance = serving.Provenance.read(folder, target=target, license="mit", data=None, num_drafts=None)
+    tensors = serving.write(form, tmp_path / "out", dtype=torch.float32, provenance=provenance)
     assert torch.equal(tensors["d2t"] + torch.arange(len(VOCAB)), VOCAB)
     assert torch.equal(tensors["t2d"].nonzero()[:, 0], VOCAB)
     with pytest.raises(ValueError, match="exists"):
-        serving.write(form, tmp_path / "out", dtype=torch.float32, facts=facts)
+        serving.write(form, tmp_path / "out", dtype=torch.float32, provenance=provenance)
 
 
 def test_a_truncated_file_is_refused(saved, target):

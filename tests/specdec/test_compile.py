@@ -23,6 +23,8 @@ from specdec.target import Target
 from specdec.tree import TreeShape
 from tests.support import chain_of, make_drafter, make_target, random_tokens, scale_forward
 
+pytestmark = pytest.mark.slow
+
 KINDS = {
     "path": ("eagle", {}),
     "depth": ("mtp", {"num_modules": 5}),
@@ -42,12 +44,6 @@ def shallow() -> Target:
 def runner() -> Runner:
     """What many tests know of the shallow target."""
     return Runner(True)
-
-
-@pytest.fixture
-def traced(monkeypatch):
-    """Graphs run as they were traced."""
-    monkeypatch.setattr(torch._inductor, "compile", lambda module, inputs, options: module)
 
 
 @pytest.fixture
@@ -283,7 +279,7 @@ def test_packed_layers(traced, graphs):
 
 
 @torch.inference_mode()
-def test_with_inductor(graphs):
+def test_with_inductor(graphs, compiler):
     """The whole way, in float32: C++, oneDNN's packed weights, in-place changes of the caches."""
     target = tiny()
     drafter = make_drafter(target, "eagle").float()

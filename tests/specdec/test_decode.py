@@ -14,6 +14,7 @@ from tests.loops import transformers_answer
 from tests.support import (
     HEADS,
     NUM_NEW,
+    VARIANTS,
     Scripted,
     chain_of,
     check_counters,
@@ -21,6 +22,7 @@ from tests.support import (
     make_drafter,
     make_target,
     oracle,
+    paired,
     prompts_of,
     random_tokens,
 )
@@ -69,7 +71,7 @@ def test_plain_decoding(target, answers):
     assert all(len(set(answer)) > 8 for answer in answers)  # texts worth comparing
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@paired("small_drafter, shape", VARIANTS, SHAPES)
 def test_drafting_changes_nothing(small_drafter, small_target, small_answers, shape):
     prompts = prompts_of(small_target)
     shape = dataclasses.replace(shape, depth=min(shape.depth, small_drafter.depth or shape.depth))
@@ -228,6 +230,7 @@ TREE = TreeShape(depth=2, width=2, nodes=4)
 SAMPLED = [(None, False, "eagle"), (TREE, False, "eagle"), (chain_of(3), True, "eagle")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape, reduced, head", SAMPLED + [(chain_of(2), False, head) for head in HEADS], ids=str)
 def test_sampled_text_has_the_targets_law(shape, reduced, head):
     """The first tokens that rounds emit, over many answers: chi-square against the exact law."""

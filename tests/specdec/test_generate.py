@@ -25,6 +25,8 @@ from specdec.drafting import Drafting
 from specdec.generate import Speculative
 from tests.support import load_head, make_drafter, make_target, random_tokens
 
+pytestmark = pytest.mark.slow
+
 V, PAD = 12, 0  # so few tokens that a random drafter is sometimes right
 LENGTHS, LETTERS = (5, 12, 2, 9), "abcdefghijkl"
 TREE = Drafting(depth=3, width=3, nodes=8)

@@ -13,6 +13,8 @@ from specdec.tree import Tree, TreeShape, root
 from tests.enumeration import SAMPLINGS, answer_statistic, decoder_error, sampled_target, without_temperature
 from tests.support import chain_of, make_drafter
 
+pytestmark = pytest.mark.slow
+
 CHAIN, TREE = chain_of(2), TreeShape(depth=2, width=2, nodes=4)
 
 

@@ -8,7 +8,7 @@ import torch
 from specdec.proposers.heads import HeadProposer
 from specdec.sampling import Sampling
 from specdec.tree import Tree, TreeShape, chain, plant, root
-from tests.support import chain_of, random_tokens, random_tree
+from tests.support import VARIANTS, chain_of, paired, random_tokens, random_tree
 
 
 def walk_up(parents: list[int], node: int) -> list[int]:
@@ -50,7 +50,10 @@ def propose(drafter, shape: TreeShape, temperature: float, seed: int) -> tuple[T
     return proposer.propose(Sampling(temperature), generator), tokens[[0, 1], num - 1]
 
 
-@pytest.mark.parametrize("shape", [TreeShape(1, 3, 2), TreeShape(3, 3, 8), TreeShape(4, 2, 30), TreeShape(3, 90, 12)])
+SHAPES = [TreeShape(1, 3, 2), TreeShape(3, 3, 8), TreeShape(4, 2, 30), TreeShape(3, 90, 12)]
+
+
+@paired("any_drafter, shape", VARIANTS, SHAPES)
 def test_proposed_trees(any_drafter, shape):
     for seed in range(3):
         tree, newest = propose(any_drafter, shape, 0.0, seed)
@@ -82,7 +85,7 @@ def test_tree_keeps_the_best_nodes(any_drafter):
         assert set(chosen) == set(firsts[: len(chosen)])
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@paired("any_drafter, temperature", VARIANTS, [0.0, 1.0])
 def test_proposed_chain(any_drafter, temperature):
     tree, newest = propose(any_drafter, chain_of(3), temperature, 0)
     assert tree.parents.tolist() == [[-1, 0, 1, 2]] * 2

@@ -2,14 +2,15 @@
 
 import gzip
 import re
-from pathlib import Path
 
 import hydra
 import pytest
 
+from tests.support import ROOT
 from train import reading
 
-ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.slow
+
 FOLDER = ROOT / "conf" / "experiment"
 FILES = sorted(FOLDER.rglob("*.yaml"))
 EXPERIMENTS = [str(path.relative_to(FOLDER).with_suffix("")) for path in FILES if path.stem != "common"]

@@ -11,7 +11,7 @@ from specdec.decode import Decoder
 from specdec.proposers.heads import HeadProposer
 from specdec.sampling import Sampling
 from tests.loops import follow
-from tests.support import HEADS, chain_of, load_head, make_drafter, random_tokens
+from tests.support import HEADS, VARIANTS, chain_of, load_head, make_drafter, paired, random_tokens
 from train.data import Row, collate
 from train.features import Online
 from train.objective import Objective, slots
@@ -84,7 +84,7 @@ def naive(objective: Objective, row: Row) -> float:
 # The loss
 
 
-@pytest.mark.parametrize("num_prompt", [6, 2])
+@paired("any_drafter, num_prompt", VARIANTS, [6, 2])
 def test_total_against_a_loop(any_drafter, num_prompt):
     """Two documents in one row, one in another, padding; prompts longer and shorter than the unroll is deep."""
     rows = [make_row(seed, num_prompt + seed, 5, 61) for seed in range(3)]
@@ -180,7 +180,7 @@ def test_slots_against_a_loop(target, depth):
         torch.testing.assert_close(one, torch.stack(other), atol=1e-10, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["lk", "e2e_tv", "rounds", "dpace", "vat"])
+@paired("any_drafter, name", VARIANTS, ["lk", "e2e_tv", "rounds", "dpace", "vat"])
 def test_what_looks_at_whole_slots_against_a_loop(any_drafter, name):
     """Two documents in a row and one in another; every value is that of the functions of train/survival.py by hand."""
     rows = [make_row(seed, 4 + seed, 6, 61) for seed in range(3)]
@@ -230,6 +230,7 @@ def test_what_looks_at_whole_slots_against_a_loop(any_drafter, name):
     assert loss.total.item() == pytest.approx(total, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_anchors(any_drafter):
     """A sample of slots has, on average, the loss of all."""
     rows = [make_row(0, 4, 30, 61)]
@@ -308,6 +309,7 @@ def test_replay_equals_decoding(small_drafter, small_target):
     assert {0, 1, 2} <= seen
 
 
+@pytest.mark.slow
 def test_replay_equals_decoding_when_sampled(small_drafter, small_target):
     """Temperature 0.7: both are estimates of the expected number of rounds over answers of the same length."""
     prompt, num, length, depth = [1, 2, 3], 80, 14, 3
@@ -345,6 +347,7 @@ def test_text_tau_equals_replay(small_drafter, small_target):
     assert tokens / rounds == pytest.approx(emitted / num_rounds, abs=1e-12)
 
 
+@pytest.mark.slow
 def test_objectives_of_the_heads(target):
     """What conf/head sets is accepted, and every trained parameter gets a gradient from it."""
     for head in HEADS:

@@ -12,6 +12,8 @@ from train.data import Packs, Row
 from train.onpolicy import OnPolicy
 from train.trainer import Trainer
 
+pytestmark = pytest.mark.slow
+
 V = 61
 VOCAB = torch.arange(0, V, 2)
 

@@ -13,6 +13,8 @@ from train.data import Row, collate
 from train.features import Online
 from train.objective import Objective
 
+pytestmark = pytest.mark.slow
+
 V, LENGTH, STEPS = 17, 26, 300
 
 

@@ -18,6 +18,8 @@ from tests.support import ADAPTING, ROOT, losses_of, train_overrides
 from train import losses
 from train.trainer import Settings, Trainer
 
+pytestmark = pytest.mark.slow
+
 HEADS = sorted(path.stem for path in (ROOT / "conf" / "head").glob("*.yaml"))
 
 ITSELF = ("consistency",)  # the target guesses for itself: no draft vocabulary, and no unroll that could be replayed

@@ -15,9 +15,9 @@ from tests.exports import (
     SERVED,
     export,
     make_exact,
-    make_facts,
     make_form,
     make_medusa2,
+    make_provenance,
 )
 from tests.support import make_target
 
@@ -45,31 +45,31 @@ def config_of(drafter, form: str) -> dict:
 @pytest.mark.parametrize(
     ("head", "reduced", "arguments", "form", "message"),
     [
-        *((head, False, {}, "vllm", "nothing that runs .* Nearest to it, and served: head=eagle3")
+        *((head, False, {}, "vllm", "vLLM cannot run .* It serves EAGLE-1, EAGLE-3")
           for head in ("hydra", "mtp_parallel")),
-        *((head, False, {}, "sglang", "nothing that runs .* Nearest to it, and served: head=eagle3")
+        *((head, False, {}, "sglang", "SGLang cannot run .* It serves EAGLE-1 and EAGLE-3")
           for head in ("hydra", "medusa", "mtp_parallel")),
-        *((head, False, {}, "sglang", "take format=vllm or gguf, or train head=eagle3") for head in ("dflash", "dspark")),
+        *((head, False, {}, "sglang", "take format=vllm or gguf, or train an EAGLE-3 head") for head in ("dflash", "dspark")),
         ("eagle3", False, {"norm_features": True, "norm_before_fc": True}, "speculators", "not both: take format=vllm"),
-        ("eagle", False, {"block": OTHER_ROPE}, "eagle", "rotary embeddings of the kinds default, linear, dynamic only"),
-        *((head, False, {}, "gguf", "nothing that runs .* Nearest to it, and served: head=eagle3")
+        ("eagle", False, {"block": OTHER_ROPE}, "eagle", "only the rotary embeddings default, linear, dynamic: take format=vllm"),
+        *((head, False, {}, "gguf", "cannot run .* It serves EAGLE-3")
           for head in ("eagle", "mtp", "medusa", "hydra")),
-        *((head, False, {}, "speculators", "Take format=vllm, or train head=eagle3")
+        *((head, False, {}, "speculators", "Take format=vllm, or train an EAGLE-3 head")
           for head in ("eagle", "mtp", "medusa", "draft")),
-        *((head, False, {}, "eagle", "head=eagle, hass and eagle3, not for .* try format=vllm")
+        *((head, False, {}, "eagle", "for EAGLE-1 and EAGLE-3 heads, not for .* try format=vllm")
           for head in ("mtp", "medusa", "dflash")),
-        ("eagle", False, {}, "medusa", "is for head=medusa, not for Eagle: try format=vllm"),
-        ("eagle3", False, {}, "transformers", "is for head=draft: .* take format=vllm"),
-        *((head, False, {"fuse": True}, form, "Train with head.drafter.fuse=false")
+        ("eagle", False, {}, "medusa", "is for Medusa heads, not for Eagle: try format=vllm"),
+        ("eagle3", False, {}, "transformers", "is for draft models, .* take format=vllm"),
+        *((head, False, {"fuse": True}, form, "Train with fuse=false")
           for head in ("dflash", "dspark") for form in ("vllm", "gguf", "speculators")),
-        ("dspark", False, {"markov_rank": None}, "vllm", "train with head.drafter.markov_rank=256"),
-        *(("mtp", False, {"num_modules": 5}, form, "Train with head.drafter.num_modules=null") for form in ("vllm", "sglang")),
+        ("dspark", False, {"markov_rank": None}, "vllm", "train with markov_rank=256"),
+        *(("mtp", False, {"num_modules": 5}, form, "Train with num_modules=null") for form in ("vllm", "sglang")),
         ("mtp", False, {"intermediate_size": 20}, "vllm", "intermediate_size is 48 and not 20. Train with the target's"),
-        *(("eagle3", False, {"target_layers": layers}, form, "Train with other head.drafter.target_layers")
+        *(("eagle3", False, {"target_layers": layers}, form, "Train with other target_layers")
           for layers in ([2, 5, 8], [0, 3, 5]) for form in ("vllm", "sglang", "gguf", "speculators")),
-        ("dflash", False, {"target_layers": [2, 8]}, "vllm", "Train with other head.drafter.target_layers"),
+        ("dflash", False, {"target_layers": [2, 8]}, "vllm", "Train with other target_layers"),
         ("eagle", False, {"fc_bias": True}, "vllm", "take format=sglang or eagle"),
-        *(("medusa", True, {"own_output": True}, form, "head.vocab_size=null or head.drafter.own_output=false")
+        *(("medusa", True, {"own_output": True}, form, "vocab_size=null or own_output=false")
           for form in ("vllm", "medusa")),
         ("medusa", False, {"num_blocks": 2}, "medusa", "num_blocks=1, or take format=vllm"),
         *(("eagle3", False, {switch: True}, "eagle", "which this head was trained with: take format=vllm")
@@ -77,7 +77,7 @@ def config_of(drafter, form: str) -> dict:
         *(("eagle3", False, {switch: True}, "gguf", "which this head was trained with: take format=vllm")
           for switch in ("norm_features", "norm_output")),
         ("eagle3", False, {"norm_before_residual": True}, "sglang", "take format=vllm"),
-        ("eagle3", False, {"target_layers": [1, 4, 6]}, "eagle", "Train with head.drafter.target_layers=null"),
+        ("eagle3", False, {"target_layers": [1, 4, 6]}, "eagle", "Train with target_layers=null"),
         ("eagle3", False, {"target_layers": [1, 2, 4, 6]}, "gguf", "exactly three hidden states"),
     ],
 )  # fmt: skip
@@ -222,9 +222,11 @@ def test_the_container_says_what_the_two_readers_guess_differently(target):
 def test_the_card(target, tmp_path, form):
     drafter = make_exact(target, "eagle3", True)
     made = make_form(drafter, form)
-    facts = make_facts(drafter, report=REPORT, served=SERVED, data="answers.jsonl", license="apache-2.0", num_drafts=2)
+    provenance = make_provenance(
+        drafter, report=REPORT, served=SERVED, data="answers.jsonl", license="apache-2.0", num_drafts=2
+    )
     out = tmp_path / "out"
-    serving.write(made, out, dtype=torch.float32, facts=facts)
+    serving.write(made, out, dtype=torch.float32, provenance=provenance)
     card = (out / "README.md").read_text()
     for text in ("license: apache-2.0", "base_model: tiny", "answers.jsonl", "fingerprint f00", "| hidden states read | 2, 4, 5 |",
                  "run/step", "8 prompts, temperature 0, chain of 3 | 1.50 (1.25 .. 1.75)", "| vLLM 0.32.0 | the same | 1.900 (-5.0 %) |",
@@ -241,15 +243,15 @@ def test_the_card(target, tmp_path, form):
 def test_the_card_says_what_it_does_not_know_and_what_differs(target):
     drafter = make_exact(target, "mtp", True)
     form = make_form(drafter, "vllm")
-    card = serving.card(form, make_facts(drafter), "DIR", torch.float32)
+    card = serving.card(form, make_provenance(drafter), "DIR", torch.float32)
     assert "Not measured." in card and "from a reduced vocabulary and this engine from the whole one" in card
     assert "first row of a prompt" in card and "--hf-overrides" in card
     assert '"method": "mtp", "model": "DIR", "num_speculative_tokens": 3' in card
     longer = make_exact(target, "medusa")
-    assert serving.num_drafts(make_form(longer, "vllm"), make_facts(longer, num_drafts=9)) == 4
+    assert serving.num_drafts(make_form(longer, "vllm"), make_provenance(longer, num_drafts=9)) == 4
 
 
 def test_a_block_is_drafted_whole(target):
     drafter = make_exact(target, "dflash", False)
     for name in ("vllm", "speculators", "gguf"):
-        assert serving.num_drafts(make_form(drafter, name), make_facts(drafter, num_drafts=1)) == drafter.depth
+        assert serving.num_drafts(make_form(drafter, name), make_provenance(drafter, num_drafts=1)) == drafter.depth

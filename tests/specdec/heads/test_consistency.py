@@ -15,6 +15,8 @@ from train.consistency import ConsistencyObjective, Reader, cut, draw, place
 from train.data import Row, collate
 from train.optimization import parameter_groups
 
+pytestmark = pytest.mark.slow
+
 V, N = 11, 4
 CONFIG = load_head("consistency")
 SETTINGS = {"losses": {"consistency": 0.7, "original": 0.4}, "depth": N, "passes": N - 1}

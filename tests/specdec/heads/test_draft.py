@@ -21,6 +21,8 @@ from specdec.target import Target
 from tests.exports import export, make_form
 from tests.support import chain_of, disturb, random_tokens, save_word_model, text_logits, word_tokenizer
 
+pytestmark = pytest.mark.slow
+
 V = 61
 VOCAB = torch.arange(0, V, 2)
 SPEC = {"_target_": "specdec.heads.draft.Draft"}

@@ -15,7 +15,7 @@ from specdec.sampling import Sampling
 from specdec.tree import TreeShape
 from specdec.unroll import unroll
 from tests.loops import follow
-from tests.support import chain_of, make_drafter, random_tokens
+from tests.support import VARIANTS, chain_of, make_drafter, paired, random_tokens
 
 LENGTH = 13
 
@@ -92,7 +92,7 @@ def test_decoding_against_the_slot_rule_and_the_unroll(any_drafter, text, slot, 
             torch.testing.assert_close(tree.probs[0, d], law, atol=1e-10, rtol=0)
 
 
-@pytest.mark.parametrize("shape", [chain_of(5), TreeShape(depth=4, width=3, nodes=30)], ids=str)
+@paired("any_drafter, shape", VARIANTS, [chain_of(5), TreeShape(depth=4, width=3, nodes=30)])
 def test_drafts_are_the_best_of_each_step(any_drafter, text, shape):
     """Every node's children are the likeliest tokens of the step along its own path, the likeliest first."""
     slot = 6
@@ -122,7 +122,7 @@ def test_slots_that_do_not_exist(any_drafter, text):
         assert exists.tolist() == [goal - d >= any_drafter.first_slot for goal in range(1, LENGTH)]
 
 
-@pytest.mark.parametrize("sizes", [(7, 6), (2, 8), (9, 1, 3)])
+@paired("any_drafter, sizes", VARIANTS, [(7, 6), (2, 8), (9, 1, 3)])
 def test_packed_documents(any_drafter, text, sizes):
     """Documents in one row, and padding, give what each gives alone."""
     tokens, _ = text
@@ -179,7 +179,7 @@ def test_rows_of_a_batch(any_drafter, text):
                 torch.testing.assert_close(found, wanted, atol=1e-10, rtol=0)
 
 
-@pytest.mark.parametrize("some", [[1], [12], [6, 7], [2, 5, 11]])
+@paired("any_drafter, some", VARIANTS, [[1], [12], [6, 7], [2, 5, 11]])
 def test_sparse_goals(any_drafter, text, some):
     """Later steps run on few slots and say there what they say when they run on all."""
     sparse = unroll_row(any_drafter, *text, goals=torch.isin(torch.arange(LENGTH), torch.tensor(some)))
@@ -275,7 +275,7 @@ def test_attention_of_the_target_against_softmax(num_rows, num_tokens):
     torch.testing.assert_close(found, (weights @ value).transpose(1, 2), atol=1e-12, rtol=0)
 
 
-@pytest.mark.parametrize("accepted", [[0, 0], [2, 2], [4, 4], [0, 4], [3, 1]])
+@paired("any_drafter, accepted", VARIANTS, [[0, 0], [2, 2], [4, 4], [0, 4], [3, 1]])
 def test_cache_after_a_round(any_drafter, accepted):
     """Its lengths are the committed slots; refused drafts leave no trace in what is drafted next."""
     target, layers, depth = any_drafter.target, any_drafter.target_layers, min(4, depth_of(any_drafter))

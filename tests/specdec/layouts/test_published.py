@@ -29,6 +29,8 @@ from tests.exports import (
 )
 from tests.support import make_target
 
+pytestmark = pytest.mark.slow
+
 
 def rewrite(path: Path, *, tensors=None, **config) -> None:
     """Changes fields of config.json, and tensors by name; None takes away."""
@@ -201,7 +203,11 @@ def test_a_head_of_another_target_is_refused(target, tmp_path):
     narrow = Target(LlamaForCausalLM(config).double(), name="narrow")
     for head in ("eagle", "eagle3", "dflash", "mtp"):
         export(make_exact(target, head), "vllm", tmp_path / head)
-        refuse(tmp_path / head, narrow, "32 wide and narrow is 16: .* Is target= the model that it was trained for")
+        refuse(
+            tmp_path / head,
+            narrow,
+            "32 wide and narrow is 16: .* Is the target the model that the head was trained for",
+        )
     export(make_exact(target, "medusa"), "vllm", tmp_path / "medusa")
     refuse(tmp_path / "medusa", narrow, r"blocks.0.0.linear.bias is \[32\], not \[16\]")
 
@@ -220,7 +226,7 @@ def test_folders_that_hold_no_head_are_refused(target, tmp_path, monkeypatch):
     refuse(out, target, "cannot be read as plain tensors")
     assert not (tmp_path / "code_ran").exists()
     torch.save([1, 2], out / "pytorch_model.bin")
-    refuse(out, target, "something else than named tensors")
+    refuse(out, target, "something other than named tensors")
 
 
 def test_damaged_and_foreign_weights_are_refused(target, tmp_path):
@@ -233,22 +239,24 @@ def test_damaged_and_foreign_weights_are_refused(target, tmp_path):
     _, tensors = reference.read(out)
     for change, message in (
         ({"midlayer.hidden_norm.weight": None}, "midlayer.hidden_norm.weight is missing"),
-        ({"mask_hidden": torch.zeros(96)}, "mask_hidden has no place"),
+        ({"mask_hidden": torch.zeros(96)}, "mask_hidden is not part of the layout"),
         ({"d2t": tensors["d2t"] + torch.arange(40)}, "d2t and t2d name different tokens|d2t must hold offsets"),
-        ({"model.embed_tokens.weight": target.embed.weight.clone()}, "head=draft head.drafter.model=DIR"),
+        ({"model.embed_tokens.weight": target.embed.weight.clone()}, "as a draft model, with model=DIR"),
     ):
         rewrite(out, tensors=change)
         refuse(out, target, message)
         (out / "model.safetensors").write_bytes(whole)
     rewrite(out, num_attention_heads=None)
-    refuse(out, target, "says nothing of 'num_attention_heads'")
+    refuse(out, target, "has no field 'num_attention_heads'")
     rewrite(out, num_attention_heads=4, speculators_model_type="peagle")
     refuse(out, target, "type peagle cannot be imported; eagle3 and dflash can")
     rewrite(out, speculators_model_type=None, tensors={**dict.fromkeys(tensors), "other.weight": torch.zeros(2)})
-    refuse(out, target, "no layout known here")
+    refuse(out, target, "none of the known layouts")
 
 
-@pytest.mark.parametrize(("form", "message"), [("safetensors", "use the checkpoint"), ("vllm", "free Markov table")])
+@pytest.mark.parametrize(
+    ("form", "message"), [("safetensors", "use the checkpoint"), ("vllm", "Markov table of their own")]
+)
 def test_what_exports_but_does_not_come_back(target, tmp_path, form, message):
     export(make_exact(target, "dspark"), form, tmp_path / "out")
     rewrite(tmp_path / "out", dflash_config={"target_layer_ids": [1]})
@@ -272,11 +280,11 @@ def test_a_container_as_speculators_itself_writes_it(target, tmp_path):
 @pytest.mark.parametrize(
     ("head", "changes", "message"),
     [
-        ("eagle3", {"eagle_aux_hidden_state_layer_ids": [2, 4, 8]}, "8 is before the final norm there"),
+        ("eagle3", {"eagle_aux_hidden_state_layer_ids": [2, 4, 8]}, "state 8 is before the final norm"),
         (
             "eagle3",
             {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 7]}},
-            "8 is before the final norm there",
+            "state 8 is before the final norm",
         ),
         ("eagle3", {"eagle_config": {"norm_output": True}}, "eagle_config holds norm_output"),
         ("dflash", {"is_causal": True}, "DFlash with is_causal"),
@@ -327,5 +335,5 @@ def test_heads_turn_whole_whatever_their_target_does():
     target = make_target(11)
     target.config.rope_parameters = {**target.config.rope_parameters, "partial_rotary_factor": 0.5}
     assert "partial_rotary_factor" not in make_exact(target, "eagle").config.rope_parameters
-    with pytest.raises(ValueError, match="turn a part of each head"):
+    with pytest.raises(ValueError, match="rotate only a part of each attention head"):
         make_form(make_exact(target, "mtp"), "vllm")

@@ -16,6 +16,8 @@ from specdec.target import Target
 from specdec.tree import Tree
 from tests.support import random_tokens, save_word_model
 
+pytestmark = pytest.mark.slow
+
 V, DEPTH, NUM_NEW = 61, 3, 21
 CHAIN = Drafting(DEPTH)
 LENGTHS = (5, 12, 2)

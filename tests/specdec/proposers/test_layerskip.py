@@ -24,6 +24,8 @@ from tests.enumeration import SAMPLINGS, answer_statistic, decoder_error, sample
 from tests.loops import logits_of_layers
 from tests.support import NUM_NEW, SUBSETS, greedy, make_target, prompts_of, random_tokens, scale_forward
 
+pytestmark = pytest.mark.slow
+
 GREEDY = Sampling()
 
 
@@ -231,12 +233,6 @@ def test_whole_answers():
 
 
 # Compiled
-
-
-@pytest.fixture
-def traced(monkeypatch):
-    """Graphs run as they were traced."""
-    monkeypatch.setattr(torch._inductor, "compile", lambda module, inputs, options: module)
 
 
 @pytest.fixture(scope="module")

@@ -26,6 +26,8 @@ from tests.enumeration import (
 )
 from tests.support import HEADS, chain_of, greedy, make_drafter, prompts_of, random_tokens, random_tree
 
+pytestmark = pytest.mark.slow
+
 NUM_NEW = 16
 TREE = TreeShape(depth=2, width=2, nodes=4)
 SHAPES = [chain_of(3), TreeShape(depth=3, width=2, nodes=5)]

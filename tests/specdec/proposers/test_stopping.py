@@ -7,7 +7,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from helpers.loading import DecodeOptions
+from helpers.decoding import DecodeOptions
 from specdec.decode import Decoder, Generation, StopStrings
 from specdec.drafting import Drafting
 from specdec.proposers.growth import FIRST_CHILD, NEXT_CHILD, static_parents
@@ -29,6 +29,8 @@ from tests.support import (
     prompts_of,
     random_tokens,
 )
+
+pytestmark = pytest.mark.slow
 
 CHAIN, TREE = chain_of(4), TreeShape(depth=3, width=3, nodes=8)
 STOPPING = Stopping(threshold=0.3)
