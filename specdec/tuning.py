@@ -13,7 +13,7 @@ from specdec.drafter import Drafter
 from specdec.drafting import Drafting
 from specdec.figures import rate_ratio_interval
 from specdec.measurement import Prompt, PromptResult, seeded_generator
-from specdec.proposers.heads import Stopping
+from specdec.proposers.stopping import Stopping
 from specdec.report import Report
 from specdec.sampling import Sampling
 from specdec.speed import TimedAnswer

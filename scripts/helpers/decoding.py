@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 
 from helpers.options import option, split
 from specdec.drafting import Drafting
-from specdec.proposers.heads import Stopping
+from specdec.proposers.stopping import Stopping
 from specdec.sampling import Sampling
 from specdec.tree import TreeShape
 from train.naming import named
