@@ -42,23 +42,6 @@ class RowCache(transformers.Cache):
         self.known = [0] * batch  # the lengths on the host, so that no shape waits for the device
         self.slots = torch.zeros(batch, 0, dtype=torch.long, device=device)  # [B, S] where the next update writes
 
-    def empty(self, capacity: int) -> "RowCache":
-        """An empty cache of the same layers, rows and heads."""
-        num_layers, _, batch, num_heads, _, head_dim = self.data.shape
-        return RowCache(
-            num_layers=num_layers,
-            batch=batch,
-            num_heads=num_heads,
-            head_dim=head_dim,
-            dtype=self.data.dtype,
-            device=self.data.device,
-            capacity=capacity,
-        )
-
-    @property
-    def longest(self) -> int:
-        return max(self.known)
-
     @property
     def visible(self) -> int:
         """C: the entries that a forward pass reads."""
@@ -66,7 +49,7 @@ class RowCache(transformers.Cache):
 
     def make_room(self, num: int) -> None:
         """Raises the capacity, if needed, for `num` more entries behind the committed and pending ones."""
-        end, more = self.longest + self.pending + num, 0
+        end, more = self.get_seq_length() + self.pending + num, 0
         while self.visible + more < end:
             more += self.visible + more
         if more:
@@ -119,7 +102,8 @@ class RowCache(transformers.Cache):
         return self.halves[place], self.halves[place + 1]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self.longest
+        """The number of committed entries of the longest row."""
+        return max(self.known)
 
     def commit(self, num: Tensor, counts: list[int]) -> None:
         """Commits the first `num[b]` pending entries of row b and drops the rest; counts: `num` on the host."""

@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specdec import rules
+from specdec.cache import RowCache
 from specdec.compile import Runner
 from specdec.proposers.base import Proposer, last_of
 from specdec.target import Target
@@ -61,7 +62,15 @@ class Cascade(Proposer):
     def share(self, cache):
         self.full = cache
         num_layers, _, num_rows, num_heads, _, head_dim = cache.data.shape
-        self.part = cache.empty(self.budget + 2 * self.depth + self.inner.depth + 1)  # grows if a tree needs more
+        self.part = RowCache(
+            num_layers=num_layers,
+            batch=num_rows,
+            num_heads=num_heads,
+            head_dim=head_dim,
+            dtype=cache.data.dtype,
+            device=cache.data.device,
+            capacity=self.budget + 2 * self.depth + self.inner.depth + 1,  # grows if a tree needs more
+        )
         self.means = cache.data.new_zeros(num_layers, num_rows, num_heads, 0, head_dim)  # the mean of each chunk's keys
         self.inner.share(self.part)
 
@@ -124,8 +133,8 @@ class Cascade(Proposer):
         """The full cache's entries that the part has, in any order: [layers, B, heads, M], short rows filled up."""
         full, device = self.full, self.full.data.device
         shape = *full.data.shape[0:3:2], full.data.shape[3], -1
-        everything = torch.arange(min(self.budget, full.longest), device=device)  # those of a short row
-        if full.longest <= self.budget:
+        everything = torch.arange(min(self.budget, full.get_seq_length()), device=device)  # those of a short row
+        if full.get_seq_length() <= self.budget:
             return everything.expand(*shape)
         start = (full.lengths - self.window).clamp(min=0)[:, None, None]  # [B, 1, 1] of the window
         parts = [torch.arange(self.sinks, device=device), start + torch.arange(self.window, device=device)]
@@ -140,7 +149,7 @@ class Cascade(Proposer):
         start [B, 1, 1]: where the window starts -> [layers, B, heads, chunks * chunk]
         """
         full, size = self.full, self.chunk
-        known, num = self.means.shape[3], (full.longest - self.window - self.sinks) // size
+        known, num = self.means.shape[3], (full.get_seq_length() - self.window - self.sinks) // size
         keys = full.data[:, 0, :, :, self.sinks + known * size : self.sinks + num * size]
         new = keys.unflatten(3, (num - known, size)).mean(4)  # [layers, B, heads, new chunks, head_dim]
         means = torch.cat([self.means, new], dim=3)

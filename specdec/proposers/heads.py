@@ -65,7 +65,7 @@ class HeadProposer(Proposer):
 
     def commit(self, tokens, features, num, counts):
         """Only stores its arguments: `absorb` reads them when they are needed, so nothing is computed after the last round."""
-        if self.drafter.first_slot == 0 and self.cache.longest == 0:
+        if self.drafter.first_slot == 0 and self.cache.get_seq_length() == 0:
             tokens, num, counts = torch.cat([self.opening, tokens], dim=1), num + 1, [count + 1 for count in counts]
         self.tokens, self.features, self.num, self.counts = tokens, features, num, counts
         self.absorbed = None
@@ -100,7 +100,7 @@ class HeadProposer(Proposer):
         if self.absorbed is None:
             drafts = max(self.shape.depth * self.shape.width, self.shape.nodes)  # levels of a sampled tree may be wider
             self.cache.make_room(self.tokens.shape[1] + drafts)
-            opening = self.cache.longest == 0
+            opening = self.cache.get_seq_length() == 0
             run = Runner() if opening else self.runner  # the shape of a prompt seldom comes again: not worth compiling
             inputs = (self.tokens, self.features, self.num, self.cache.lengths, *self.cache.halves, *self.carried)
             *carried, newest, state, logits, evidence = run(("absorb", self.shape.depth), self._absorb, *inputs)
