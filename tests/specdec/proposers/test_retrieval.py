@@ -202,7 +202,7 @@ def test_it_can_be_rewound(tmp_path, target):
         ({"depth": 0}, "^depth=0"),
         ({"num": -1}, "^num=-1"),
         ({"max": 2, "min": 3}, "^max=2 must be at least min=3"),
-        ({"max": 9}, "^max=9 exceeds the 8 tokens .* length=9"),
+        ({"max": 9}, "^max=9 exceeds the 8 tokens .* by 9 tokens"),
     ],
     ids=str,
 )
