@@ -295,7 +295,7 @@ def test_replay_equals_decoding(small_drafter, small_target):
     """Temperature 0, several prompts, answers cut anywhere and answers that end with a stop token."""
     depth, seen = small_drafter.depth or 4, set()
     proposer = HeadProposer(small_drafter, chain_of(depth))
-    prompts = [random_tokens(seed, 1 + seed, 6) for seed in range(12)]
+    prompts = [random_tokens(seed, 1 + seed, 6) for seed in range(20)]
     for num_new, stop in ((1, ()), (14, (2, 5)), (17, ())):  # pairs: each budget once, with and without stop tokens
         plain, drafted = (
             Decoder(small_target, each, sampling=Sampling(0.0), stop=set(stop)).generate(prompts, num_new)
