@@ -1,18 +1,19 @@
-"""python scripts/bench.py checkpoint=DIR[,DIR ...] [limit=8 max_new_tokens=64 gguf=FILE out=bench.json]
-python scripts/bench.py proposers=ngram prompts=data/prompts_copy.jsonl     # against generate's prompt lookup
+"""Times decoding with drafts against transformers' generate and llama.cpp, on the same prompts, greedy, in turn.
 
-Times, on the same prompts in one interleaved run, greedy: transformers' generate, alone, with assistant_model where a
-checkpoint is a draft model, with custom_generate, which puts our decoder inside it, and with prompt_lookup_num_tokens
-where ngram is among the proposers; llama.cpp where a GGUF file is given; our plain decoding; every checkpoint as a
-chain and as a tree; and every proposer of conf/proposer that is named. Absolute times say little on a shared machine: read the ratios, which are medians over prompts of figures
-measured next to each other. Rates include the prompt's pass, and leave out what compiling takes.
+    python scripts/bench.py checkpoint=checkpoints/shipped/eagle,checkpoints/shipped/draft limit=6
+    python scripts/bench.py proposers=ngram prompts=data/prompts_copy.jsonl     # against generate's prompt lookup
+
+Compared are: generate alone; with assistant_model where a checkpoint is a draft model; with custom_generate, which puts
+this decoder inside it; with prompt_lookup_num_tokens where ngram is among the proposers; llama.cpp where a GGUF file is
+given; plain decoding here; every checkpoint in each shape; and every proposer. Read the ratios, which are medians over
+prompts of decodings next to each other: absolute times say little on a shared machine. Rates include the prompt's pass
+and leave out compiling.
 """
 
 import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,248 +23,177 @@ import torch
 from rich.progress import track
 
 from engine_clients.llamacpp_client import LlamaCpp
-from helpers import loading, proposers
-from helpers.options import options, run
-from specdec import checkpoint
+from helpers import decoding, loading, proposers
+from helpers.options import option, options, split
+from helpers.options import run as run_command
+from specdec import benchmark, checkpoint, speed
+from specdec.benchmark import Generate, TimedDecoder, TimedModel
 from specdec.compile import Runner
-from specdec.decode import STAGES, Decoder, Generation
+from specdec.decode import STAGES, Decoder
 from specdec.drafting import Drafting
 from specdec.generate import Speculative
 from specdec.heads.draft import Draft
 from specdec.proposers.ngram import Ngram
 from specdec.sampling import Sampling
-from train import data, reading
+from specdec.tuning import name_of
+from train import data
 
-Way = Callable[[list[int]], tuple[int, float]]  # a prompt -> new tokens, seconds
+GENERATE, PLAIN = "transformers generate", "plain"
+Methods = dict[str, Generate]  # by name, in the order of the table
 
 
-@dataclass(frozen=True)
-class Bench(proposers.SeveralOptions):
-    checkpoint: str = field(
-        default="", metadata={"help": "comma list of a step's folders, or of runs' folders for their best steps"}
-    )
-    prompts: str = field(default="data/prompts_heldout.jsonl", metadata={"help": "rows with prompt or messages"})
-    limit: int = field(default=8, metadata={"help": "this many prompts, spread over the file"})
-    repeats: int = field(default=3, metadata={"help": "times that every prompt is decoded each way"})
-    max_new_tokens: int = field(default=64, metadata={"help": "an answer ends here at the latest"})
-    chain: str = field(default="3", metadata={"help": "comma list of chain lengths"})
-    tree: str = field(default="3x2x4", metadata={"help": "comma list of depth x width x nodes; empty: none"})
-    compile: bool = field(default=True, metadata={"help": "compile ours; plain decoding is then timed without it too"})
-    gguf: str | None = field(default=None, metadata={"help": "the target as a GGUF file, for llama.cpp"})
-    out: str | None = field(default=None, metadata={"help": "JSON file for the figures"})
+@dataclass(frozen=True, kw_only=True)
+class Bench(loading.PromptOptions, decoding.ShapesOptions, proposers.SeveralOptions):
+    limit: int = 8
+    repeats: int = option(3, "decode every prompt this many times with each method")
+    trees: str = "3x2x4"
+    gguf: str | None = option(None, "the target as a GGUF file, for llama.cpp")
+    out: str | None = option(None, "JSON file for the figures")
     target: loading.TargetOptions = field(default_factory=loading.TargetOptions)
-
-
-class Ours:
-    """A decoder as a way, which remembers what its rounds consisted of."""
-
-    def __init__(self, decoder: Decoder, max_new_tokens: int):
-        self.decoder, self.max_new_tokens = decoder, max_new_tokens
-        self.done: list[Generation] = []
-
-    def __call__(self, prompt: list[int]) -> tuple[int, float]:
-        start = time.perf_counter()
-        self.done.append(self.decoder.generate([prompt], self.max_new_tokens))
-        return len(self.done[-1].tokens[0]), time.perf_counter() - start - self.done[-1].compile_seconds
-
-    def figures(self) -> dict:
-        rounds = sum(len(generation.accepted[0]) for generation in self.done)
-        emitted = sum(len(generation.tokens[0]) - 1 for generation in self.done)
-        spent = {stage: 1e3 * sum(done.stages[stage] for done in self.done) / rounds for stage in STAGES}
-        return {"tau": emitted / rounds, "ms_per_round": spent}
+    decode: decoding.CompileOptions = field(default_factory=lambda: decoding.CompileOptions(compile=True))
 
 
 def main() -> None:
     chosen = options(Bench, __doc__)
     console = rich.console.Console(width=None if sys.stdout.isatty() else 130)
-    loaded = [loading.load(folder, chosen.target) for folder in chosen.checkpoint.split(",") if folder]
-    if not loaded and not proposers.names_in(chosen.proposers):
+    if not split(chosen.checkpoint) and not split(chosen.proposers):
         raise ValueError("There is nothing to time: give checkpoint=DIR, or proposers=ngram, or both.")
-    first = loaded[0] if loaded else loading.load_target(chosen.target)
-    if len(loaded) > 1 and any(
-        one.target.fingerprint() != first.target.fingerprint() or one.target.adapted for one in loaded
-    ):
-        raise ValueError(
-            "The checkpoints are of different targets: bench each target, and each adapted one, by itself."
-        )
-    prompts = [
-        data.encode_prompt(first.tokenizer, row["messages"])
-        for row in reading.spread(reading.load_prompts(chosen.prompts), chosen.limit)
-    ]
-    ways = all_ways(chosen, first, loaded, longest=max(map(len, prompts)))
-    for way in track(ways.values(), description="warm-up and compiling", console=console, transient=True):
-        for prompt in (min(prompts, key=len), max(prompts, key=len)):  # the least and the greatest cache
-            way(prompt)
-    ours = [way for way in ways.values() if isinstance(way, Ours)]
-    for way in ours:
-        way.done.clear()
-    rates: dict[str, list[float]] = {name: [] for name in ways}  # tokens/s
-    for number, prompt in enumerate(track(prompts * chosen.repeats, console=console, transient=True)):
-        if number % len(prompts) == 0:
-            for way in ours:  # the answers to prompts that will come again
-                if way.decoder.proposer:
-                    way.decoder.proposer.forget()
-        names = list(ways)
-        for name in names[number % len(names) :] + names[: number % len(names)]:
-            num_tokens, seconds = ways[name](prompt)
-            rates[name].append(num_tokens / seconds)
-    bandwidth = measure_bandwidth(first.target.model)
-    limit = bandwidth / size_of(first.target.model)
-    table = rich.table.Table(
-        title=f"{first.target.name}, {chosen.target.dtype}, {first.target.device}, {torch.get_num_threads()} threads; "
-        f"{len(prompts)} prompts x {chosen.repeats}. Reading the weights once takes {1e3 / limit:.1f} ms here "
-        f"({bandwidth / 1e9:.1f} GB/s): no plain decoding is faster than {limit:.0f} tokens/s.",
-        title_justify="left",
+    runs = loading.load_runs(chosen.checkpoint, chosen.target)
+    if len(runs) > 1 and any(run.drafter.adapts_target for run in runs):
+        raise ValueError("A checkpoint that adapts its target has another target than the others: give it alone.")
+    opened = loading.open_target(runs[0].drafter.target) if runs else loading.load_target(chosen.target)
+    prompts = data.load_prompts(chosen.prompts, opened.tokenizer, limit=chosen.limit)
+    tokens = [prompt.tokens for prompt in prompts]
+    methods = make_methods(chosen, opened, runs, longest=max(map(len, tokens)))
+    rates = benchmark.measure(
+        methods,
+        tokens,
+        repeats=chosen.repeats,
+        progress=lambda items, text: track(items, description=text, console=console, transient=True),
     )
-    columns = ("way", "tokens/s, median", "of generate", "of plain", "tau", "ms a round: draft, verify, keep, other")
-    for name in columns:
-        table.add_column(name, justify="left" if name == "way" else "right")
-    figures = {}
-    for name, values in rates.items():
-        of_generate, of_plain = (
-            statistics.median(a / b for a, b in zip(values, rates[base])) for base in (GENERATE, PLAIN)
-        )
-        figures[name] = {
-            "tokens_per_second": statistics.median(values),
-            "to_generate": of_generate,
-            "to_plain": of_plain,
-        }
-        rounds = ways[name].figures() if isinstance(ways[name], Ours) else None
-        figures[name] |= rounds or {}
-        table.add_row(
-            name,
-            f"{statistics.median(values):.1f}",
-            f"{of_generate:.2f}",
-            f"{of_plain:.2f}",
-            f"{rounds['tau']:.2f}" if rounds else "",
-            ", ".join(f"{spent:.1f}" for spent in rounds["ms_per_round"].values()) if rounds else "",
-        )
-    console.print(table)
-    plain = figures[PLAIN]["tokens_per_second"] / limit
-    console.print(f"plain decoding reaches {plain:.0%} of that limit, the prompt's pass included", highlight=False)
+    num_bytes = speed.bytes_per_token(opened.target.model)
+    bandwidth = speed.memory_bandwidth(num_bytes, opened.target.device)
+    limit = bandwidth / num_bytes
+    figures = summarise(methods, rates)
+    title = (
+        f"{opened.target.name}, {chosen.target.dtype}, {opened.target.device}, {torch.get_num_threads()} threads; "
+        f"{len(prompts)} prompts x {chosen.repeats}. Reading the weights once takes {1e3 / limit:.1f} ms here "
+        f"({bandwidth / 1e9:.1f} GB/s): no plain decoding is faster than {limit:.0f} tokens/s."
+    )
+    console.print(table(figures, title))
+    share = figures[PLAIN]["tokens_per_second"] / limit
+    console.print(f"plain decoding reaches {share:.0%} of that limit, the prompt's pass included", highlight=False)
     if chosen.out:
-        document = {"bandwidth_bytes_per_second": bandwidth, "limit_tokens_per_second": limit, "ways": figures}
+        document = {"bandwidth_bytes_per_second": bandwidth, "limit_tokens_per_second": limit, "methods": figures}
         checkpoint.write_text(Path(chosen.out), json.dumps(document, indent=2) + "\n")
 
 
-GENERATE, PLAIN = "transformers generate", "plain"
-
-
-def all_ways(chosen: Bench, first: loading.Opened, loaded: list[loading.Loaded], *, longest: int) -> dict[str, Way]:
-    """By name, in the order of the table; those of transformers and llama.cpp first. longest: tokens of a prompt"""
-    names = loading.run_names([Path(folder) for folder in chosen.checkpoint.split(",") if folder])
-    called = dict(zip([one.folder for one in loaded], names))
-    ways: dict[str, Way] = {GENERATE: lambda prompt: theirs(first, prompt, chosen.max_new_tokens)}
-    for one in loaded:
-        if isinstance(one.drafter, Draft):
-            for num in [None, *map(int, chosen.chain.split(","))]:
-                settings: dict = {}
-                if num:
-                    settings = {"num_assistant_tokens": num, "assistant_confidence_threshold": 0.0}
-                    settings["num_assistant_tokens_schedule"] = "constant"
-                assistant = one.drafter.language_model(first.target.dtype)
-                assistant.generation_config.update(**settings)
-                name = f"generate, assistant_model {called[one.folder]}, {f'{num} drafts' if num else 'its defaults'}"
-                ways[name] = lambda prompt, assistant=assistant: theirs(
-                    first, prompt, chosen.max_new_tokens, assistant=assistant
-                )
-    depth = int(chosen.chain.split(",")[0])
-    for one in loaded:
-        if not one.drafter.adapts_target:
-            num = min(depth, one.drafter.depth or depth)
-            custom = Speculative(one.folder, Drafting(num, compile=chosen.compile))
-            ways[f"generate, custom_generate {called[one.folder]}, chain of {num}"] = lambda prompt, custom=custom: (
-                theirs(first, prompt, chosen.max_new_tokens, custom=custom)
-            )
-    configs = proposers.configure_all(
-        chosen.proposers,
-        settings=chosen.settings,
-        drafting=Drafting(depth, compile=chosen.compile),
-        checkpoint=str(loaded[0].folder) if loaded else None,
-    )
-    untrained = {name: proposers.make(config, first.target) for name, config in configs.items()}
-    lookup = untrained.get("ngram")
-    if isinstance(lookup, Ngram):
-        for num, longest_match in dict.fromkeys([(10, 2), (lookup.depth, lookup.max)]):  # theirs by default, and ours
-            ways[f"generate, prompt_lookup_num_tokens={num}, n-grams of up to {longest_match}"] = (
-                lambda prompt, num=num, longest_match=longest_match: theirs(
-                    first,
-                    prompt,
-                    chosen.max_new_tokens,
-                    prompt_lookup_num_tokens=num,
-                    max_matching_ngram_size=longest_match,
-                )
-            )
+def make_methods(chosen: Bench, opened: loading.Opened, runs: list[loading.Run], *, longest: int) -> Methods:
+    """All methods, those of transformers and llama.cpp first. longest: tokens of the longest prompt"""
+    shapes = chosen.shapes()
+    lengths = [shape.depth for shape in shapes if shape.chain]
+    if not lengths:
+        raise ValueError("chains is empty: give a chain, such as chains=3.")
+    drafting = Drafting(lengths[0], compile=chosen.decode.compile)
+    head = str(runs[0].folder) if runs else None
+    configs = proposers.configure_all(chosen.proposers, settings=chosen.settings, drafting=drafting, checkpoint=head)
+    untrained = {name: proposers.make(config, opened.target) for name, config in configs.items()}
+    methods = generate_methods(chosen, opened, runs, lengths, untrained.get("ngram"))
     if chosen.gguf:
-        llama = LlamaCpp(chosen.gguf, threads=torch.get_num_threads(), context=longest + chosen.max_new_tokens)
-        ways["llama.cpp (xllamacpp)"] = lambda prompt: timed(
-            lambda: len(llama.generate(prompt, chosen.max_new_tokens, first.stop)[0])
-        )
-    shapes = [(int(depth), 1, int(depth)) for depth in chosen.chain.split(",")]
-    shapes += [tuple(map(int, tree.split("x"))) for tree in chosen.tree.split(",") if tree]
-    runner = Runner(chosen.compile)
-    ours = {PLAIN: Decoder(first.target, None, sampling=Sampling(), stop=first.stop, runner=runner)}
-    if chosen.compile:
-        ours["plain, not compiled"] = Decoder(first.target, None, sampling=Sampling(), stop=first.stop)
-    for one in loaded:
-        for depth, width, nodes in shapes:
-            depth = min(depth, one.drafter.depth or depth)
-            drafting = Drafting(depth, width, depth if width == 1 else nodes, compile=chosen.compile)
-            proposer = drafting.proposer(one.drafter)
-            ours[f"{called[one.folder]}, {drafting.shape}"] = drafting.decoder(
-                first.target, proposer, sampling=Sampling(), stop=first.stop, runner=runner
-            )
+        context = longest + chosen.max_new_tokens
+        methods["llama.cpp (xllamacpp)"] = llama_cpp(chosen, opened.stop, context)
+    runner = Runner(chosen.decode.compile)
+
+    def add(name: str, proposer, runner: Runner | None) -> None:
+        decoder = Decoder(opened.target, proposer, sampling=Sampling(), stop=opened.stop, runner=runner)
+        methods[name] = TimedDecoder(decoder, chosen.max_new_tokens)
+
+    add(PLAIN, None, runner)
+    if chosen.decode.compile:
+        add(f"{PLAIN}, not compiled", None, None)
+    for run in runs:
+        for shape in decoding.cut(shapes, run.drafter.depth):
+            drafting = Drafting(shape.depth, shape.width, shape.nodes, compile=chosen.decode.compile)
+            add(f"{run.name}, {name_of(drafting)}", drafting.proposer(run.drafter), runner)
     for name, proposer in untrained.items():
-        for runs in (runner, Runner())[: 1 + (chosen.compile and proposer is lookup)]:
-            ours[name + ", not compiled" * (runs is not runner)] = Decoder(
-                first.target, proposer, sampling=Sampling(), stop=first.stop, runner=runs
-            )
-    return ways | {name: Ours(decoder, chosen.max_new_tokens) for name, decoder in ours.items()}
+        add(name, proposer, runner)
+        if chosen.decode.compile and isinstance(proposer, Ngram):
+            add(f"{name}, not compiled", proposer, None)
+    return methods
 
 
-def timed(generate: Callable[[], int]) -> tuple[int, float]:
-    start = time.perf_counter()
-    return generate(), time.perf_counter() - start
+def generate_methods(
+    chosen: Bench, opened: loading.Opened, runs: list[loading.Run], lengths: list[int], ngram
+) -> Methods:
+    """transformers' generate: alone, with its own methods of drafting, and with this project's decoder inside it."""
+
+    def method(**arguments) -> TimedModel:
+        model, limit = opened.target.model, chosen.max_new_tokens
+        return TimedModel(model, stop=opened.stop, max_new_tokens=limit, **arguments)
+
+    methods: Methods = {GENERATE: method()}
+    for run in runs:
+        if isinstance(run.drafter, Draft):
+            for num in (None, *lengths):
+                assistant = run.drafter.language_model(opened.target.dtype)
+                if num:
+                    assistant.generation_config.update(
+                        num_assistant_tokens=num,
+                        assistant_confidence_threshold=0.0,
+                        num_assistant_tokens_schedule="constant",
+                    )
+                drafts = f"{num} drafts" if num else "its defaults"
+                methods[f"generate, assistant_model {run.name}, {drafts}"] = method(assistant_model=assistant)
+    for run in runs:
+        if not run.drafter.adapts_target:
+            depth = min(lengths[0], run.drafter.depth or lengths[0])
+            custom = Speculative(run.folder, Drafting(depth, compile=chosen.decode.compile))
+            methods[f"generate, custom_generate {run.name}, chain of {depth}"] = method(custom_generate=custom)
+    if isinstance(ngram, Ngram):
+        for num, longest in dict.fromkeys([(10, 2), (ngram.depth, ngram.max)]):  # generate's defaults, then ours
+            name = f"generate, prompt_lookup_num_tokens={num}, n-grams of up to {longest}"
+            methods[name] = method(prompt_lookup_num_tokens=num, max_matching_ngram_size=longest)
+    return methods
 
 
-def theirs(loaded: loading.Opened, prompt: list[int], max_new_tokens: int, *, assistant=None, custom=None, **lookup):
-    """transformers' greedy generate. -> new tokens, seconds without those of compiling"""
-    tokens = torch.tensor([prompt], device=loaded.target.device)
-    num, seconds = timed(
-        lambda: (
-            loaded.target.model.generate(
-                tokens,
-                attention_mask=torch.ones_like(tokens),
-                do_sample=False,
-                max_new_tokens=max_new_tokens,
-                eos_token_id=sorted(loaded.stop),
-                assistant_model=assistant,
-                custom_generate=custom,
-                **lookup,
-            ).shape[1]
-            - len(prompt)
-        )
-    )
-    return num, seconds - (custom.last.compile_seconds if custom else 0.0)
+def llama_cpp(chosen: Bench, stop: set[int], context: int) -> Generate:
+    llama = LlamaCpp(chosen.gguf, threads=torch.get_num_threads(), context=context)
 
-
-def size_of(model: torch.nn.Module) -> int:
-    """Bytes that a token's pass reads: every weight once (an embedding that is not the LM head's too: one row)."""
-    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    total = sum(parameter.nbytes for parameter in model.parameters())
-    return total if embedding is head else total - embedding.nbytes
-
-
-def measure_bandwidth(model: torch.nn.Module, repeats: int = 15) -> float:
-    """Bytes a second at which this device reads as many bytes as the model has weights (a sum of float32), the best."""
-    values = torch.ones(size_of(model) // 4, device=next(model.parameters()).device)
-    best = 0.0
-    for _ in range(repeats):
+    def generate(prompt: list[int]) -> tuple[int, float]:
         start = time.perf_counter()
-        float(values.sum())  # waits for the device
-        best = max(best, values.nbytes / (time.perf_counter() - start))
-    return best
+        tokens = llama.generate(prompt, chosen.max_new_tokens, stop)[0]
+        return len(tokens), time.perf_counter() - start
+
+    return generate
+
+
+def summarise(methods: Methods, rates: dict[str, list[float]]) -> dict[str, dict]:
+    """Medians over prompts, by method; of decoders also tau and the parts of a round."""
+    figures = {}
+    for name, method in methods.items():
+        figures[name] = {
+            "tokens_per_second": statistics.median(rates[name]),
+            "to_generate": benchmark.median_ratio(rates[name], rates[GENERATE]),
+            "to_plain": benchmark.median_ratio(rates[name], rates[PLAIN]),
+        }
+        if isinstance(method, TimedDecoder):
+            figures[name] |= method.figures()
+    return figures
+
+
+def table(figures: dict[str, dict], title: str) -> rich.table.Table:
+    table = rich.table.Table(title=title, title_justify="left")
+    table.add_column("method")
+    headings = ("median tokens/s", "times generate", "times plain", "tau", f"ms a round: {', '.join(STAGES)}")
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    for name, cell in figures.items():
+        tau = f"{cell['tau']:.2f}" if "tau" in cell else ""
+        ms = ", ".join(f"{spent:.1f}" for spent in cell.get("ms_per_round", {}).values())
+        ratios = f"{cell['to_generate']:.2f}", f"{cell['to_plain']:.2f}"
+        table.add_row(name, f"{cell['tokens_per_second']:.1f}", *ratios, tau, ms)
+    return table
 
 
 if __name__ == "__main__":
-    run(main)
+    run_command(main)

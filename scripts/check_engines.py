@@ -32,23 +32,7 @@ from train import data, reading, tiny_heads
 
 FORMATS = {"vllm": vllm_export, "speculators": speculators, "medusa": medusa, "gguf": gguf}
 VLLM, LLAMA_CPP = f"vLLM {get_engines.VLLM}", f"llama.cpp, xllamacpp {get_engines.XLLAMACPP}"
-NUM_DRAFTS = 3
-# of the tiny heads: head, arguments, whether it has a draft vocabulary, and the formats that engines on a CPU take
-TINY = [
-    ("eagle", {}, False, ("vllm",)),
-    ("eagle3", {}, True, ("vllm", "speculators", "gguf")),
-    ("eagle3", {"target_layers": [1, 3, 6]}, False, ("vllm", "speculators", "gguf")),
-    ("eagle3", {"norm_features": True, "norm_output": True}, True, ("vllm", "speculators")),
-    ("eagle3", {"norm_before_fc": True, "norm_before_residual": True}, True, ("vllm", "speculators", "gguf")),
-    ("medusa", {"num_heads": 3, "num_blocks": 2}, False, ("vllm",)),
-    ("medusa", {"num_heads": 3, "own_output": True}, False, ("vllm", "medusa")),
-    ("mtp", {}, False, ("vllm",)),
-    ("dflash", {"num_drafts": NUM_DRAFTS}, True, ("vllm", "speculators")),
-    ("dflash", {"num_drafts": NUM_DRAFTS}, False, ("vllm", "gguf")),
-    ("dspark", {"num_drafts": NUM_DRAFTS, "markov_rank": 16}, True, ("gguf",)),
-    ("draft", {}, False, ("vllm", "gguf")),
-]
-HEADS = sorted({head for head, *_ in TINY})
+HEADS = sorted({case.head for case in tiny_heads.CASES})
 TOLERANCE = 0.02  # of tau, served against decoded here
 
 
@@ -60,7 +44,9 @@ class Check:
     prompts: str = field(default="data/prompts_heldout.jsonl", metadata={"help": "rows with prompt or messages"})
     limit: int | None = field(default=16, metadata={"help": "use LIMIT prompts, spread over the file; null: all"})
     max_new_tokens: int = field(default=64, metadata={"help": "longest answer, in tokens"})
-    num_drafts: int = field(default=NUM_DRAFTS, metadata={"help": "drafts per round, at most as many as the head has"})
+    num_drafts: int = field(
+        default=tiny_heads.NUM_DRAFTS, metadata={"help": "drafts per round, at most as many as the head has"}
+    )
     batch: int = field(default=8, metadata={"help": "prompts that this project decodes at once"})
     record: bool = field(default=False, metadata={"help": "write the figures to served.json beside each checkpoint"})
     out: str = field(default="engines.json", metadata={"help": "JSON file to write: one row per head and format"})
@@ -144,7 +130,7 @@ def head_config(head: str) -> dict:
         return OmegaConf.to_container(hydra.compose("train", overrides=[f"head={head}"]).head, resolve=True)
 
 
-def check_tiny(chosen: Check, console: rich.console.Console) -> Iterator[dict]:
+def check_tiny(chosen: Check, console: rich.console.Console) -> Iterator[tuple[dict, served.Agreement]]:
     """Rows of every tiny head in every format: with all drafts right, then with noise."""
     wanted = FORMATS if chosen.formats is None else chosen.formats.split(",")
     with tempfile.TemporaryDirectory() as scratch:
@@ -154,36 +140,40 @@ def check_tiny(chosen: Check, console: rich.console.Console) -> Iterator[dict]:
         rows = tiny_heads.answered(target, prompts, num_tokens)
 
         def share_right(drafter: Drafter) -> float:
-            sizes = {"num_drafts": NUM_DRAFTS, "max_new_tokens": chosen.max_new_tokens, "batch": chosen.batch}
+            sizes = {
+                "num_drafts": tiny_heads.NUM_DRAFTS,
+                "max_new_tokens": chosen.max_new_tokens,
+                "batch": chosen.batch,
+            }
             return served.decode(target, drafter, prompts, stop=set(), **sizes).share_right()
 
-        for number, (head, arguments, reduced, formats) in enumerate(TINY):
-            formats = [name for name in formats if name in wanted]
-            if chosen.only not in (None, head) or not formats:
+        for number, case in enumerate(tiny_heads.CASES):
+            formats = [name for name in case.formats if name in wanted]
+            if chosen.only not in (None, case.head) or not formats:
                 continue
-            name = " ".join([head, *(f"{key}={value}" for key, value in arguments.items())])
-            name += " reduced" if reduced else ""
-            console.print(f"{name}: training until every draft is right ...", highlight=False)
+            console.print(f"{case}: training until every draft is right ...")
             torch.manual_seed(1)
-            config = head_config(head)
-            vocab = tiny_heads.small_vocab(rows) if reduced else None
-            drafter = instantiate({**config["drafter"], **arguments, "_convert_": "all"}, target, vocab=vocab)
-            right = tiny_heads.overfit(drafter, rows, config["objective"], depth=NUM_DRAFTS, share_right=share_right)
+            config = head_config(case.head)
+            vocab = tiny_heads.small_vocab(rows) if case.reduced else None
+            drafter = instantiate({**config["drafter"], **case.arguments, "_convert_": "all"}, target, vocab=vocab)
+            right = tiny_heads.overfit(
+                drafter, rows, config["objective"], depth=tiny_heads.NUM_DRAFTS, share_right=share_right
+            )
             noisy = tiny_heads.perturbed(right, share_right=share_right)
             document = {"_target_": f"specdec.tiny.{type(drafter).__name__}", "versions": {"specdec": "0"},
                         "reads_layers": list(drafter.target_layers)}  # fmt: skip
             provenance = serving.Provenance("tiny", document, target.name, target.fingerprint(), None, {}, "its own answers",
-                                  "other", NUM_DRAFTS)  # fmt: skip
+                                  "other", tiny_heads.NUM_DRAFTS)  # fmt: skip
             for format_name in formats:
                 for kind, each in (("", right), (", noisy", noisy)):
                     folder = Path(scratch, f"{number}-{format_name}{kind[2:]}")
                     row, agreement = check(
-                        Head(name + kind, each, prompts, set(), provenance), format_name, folder, chosen
+                        Head(f"{case}{kind}", each, prompts, set(), provenance), format_name, folder, chosen
                     )
-                    yield row | {"faithful": agreement.faithful(exact=each is right)}
+                    yield row | {"faithful": agreement.faithful(exact=each is right)}, agreement
 
 
-def check_real(chosen: Check, console: rich.console.Console) -> Iterator[dict]:
+def check_real(chosen: Check, console: rich.console.Console) -> Iterator[tuple[dict, served.Agreement]]:
     """Rows of every checkpoint in every format that takes it."""
     for folder in str(chosen.checkpoint).split(","):
         loaded = loading.load(folder, chosen.target)
@@ -201,7 +191,7 @@ def check_real(chosen: Check, console: rich.console.Console) -> Iterator[dict]:
             try:
                 FORMATS[format_name].form(loaded.drafter)
             except ValueError as error:  # the format has no such family
-                console.print(f"{name}, format={format_name}: {error}", highlight=False)
+                console.print(f"{name}, format={format_name}: {error}")
                 continue
             with tempfile.TemporaryDirectory() as scratch:
                 head = Head(name, loaded.drafter, prompts, loaded.stop, provenance)
@@ -210,31 +200,12 @@ def check_real(chosen: Check, console: rich.console.Console) -> Iterator[dict]:
             if chosen.record:
                 recorded[f"{row['engine']}, format={format_name}"] = {key: row[key] for key in serving.SERVED_FIELDS}
                 checkpoint.write_text(loaded.folder / serving.SERVED, json.dumps(recorded, indent=2) + "\n")
-            yield row
-
-
-def line(row: dict) -> str:
-    parts = [
-        f"{row['name']}, {row['engine']}, format={row['format']}: tau {row['tau']:.3f} here, {row['served_tau']:.3f} in the "
-        f"engine ({100 * row['difference']:+.1f} %)",
-        f"{row['same_answers']} of {row['num_prompts']} answers are the same",
-    ]
-    if row["largest_gap_at_difference"] is not None:
-        parts.append(
-            f"the engine's tau on these {100 * (row['difference_of_same_answers'] or 0):+.1f} %; where the other answers "
-            f"part, the target's two best logits differ by at most {row['largest_gap_at_difference']:.2g}"
-        )
-    parts.append(f"the engine's counters: {row['accepted']} of {row['offered']} drafts accepted")
-    if row["same_drafts"] is not None:
-        parts.append(f"the same drafts in {row['same_drafts']} of {row['rounds_compared']} rounds")
-    if not row["faithful"]:
-        parts.append("NOT FAITHFUL")
-    return "; ".join(parts)
+            yield row, agreement
 
 
 def main() -> None:
     chosen = options(Check, __doc__)
-    console = rich.console.Console()
+    console = rich.console.Console(highlight=False, soft_wrap=True)
     loading.use_threads()
     if chosen.formats is not None and not set(chosen.formats.split(",")) <= FORMATS.keys():
         raise ValueError(f"formats={chosen.formats}: engines on a CPU take {', '.join(FORMATS)}.")
@@ -243,16 +214,17 @@ def main() -> None:
     if not (llamacpp_client.ENGINES / "ready").is_file():
         raise ValueError("There are no engines to check: `make engines` sets them up (4 GB, a few minutes).")
     rows = []
-    for row in check_tiny(chosen, console) if chosen.checkpoint is None else check_real(chosen, console):
-        console.print(line(row), highlight=False)
+    for row, agreement in check_tiny(chosen, console) if chosen.checkpoint is None else check_real(chosen, console):
+        verdict = "" if row["faithful"] else "; NOT FAITHFUL"
+        console.print(f"{row['name']}, {row['engine']}, format={row['format']}: {agreement}{verdict}")
         rows.append(row)
         checkpoint.write_text(Path(chosen.out), json.dumps(rows, indent=2) + "\n")
     if not rows:
         raise ValueError("Nothing was served: none of the formats takes these drafters.")
-    console.print(f"written: {chosen.out}", highlight=False)
+    console.print(f"written: {chosen.out}")
     if wrong := [f"{row['name']} ({row['format']})" for row in rows if not row["faithful"]]:
         raise ValueError(f"the engine does not run these as they were trained: {', '.join(wrong)}.")
-    console.print(f"{len(rows)} of {len(rows)} are faithful", highlight=False)
+    console.print(f"{len(rows)} of {len(rows)} are faithful")
 
 
 if __name__ == "__main__":

@@ -1,149 +1,147 @@
-"""python scripts/evaluate.py checkpoint=DIR [prompts=FILE decode.temperature=0,1 decode.depth=4 decode.width=1 ...]
-python scripts/evaluate.py proposer=ngram [proposer.max=4 ...]
+"""Decodes every prompt plainly and with drafts, in turn, and reports what the drafts gain.
 
-Decodes every prompt plainly and with drafts, in turn, and prints what the drafting is worth: tau (tokens emitted per
-target pass of a round, bonus or correction token counted), survival by depth, speedup, losslessness, each mean with a
-95 % interval over prompts. Writes everything to report.json.
+    python scripts/evaluate.py checkpoint=checkpoints/shipped/eagle decode.temperature=0,1 limit=16
+    python scripts/evaluate.py proposer=ngram prompts=data/prompts_copy.jsonl
+
+Prints tau (tokens emitted per target pass of a round, bonus or correction token counted), survival by depth, speedup and
+whether answers are unchanged, with 95 % intervals over prompts. Writes all figures to the report.
 """
 
 import json
-import platform
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import rich.console
 import rich.table
-import torch
 from rich.progress import track
 
-from helpers import loading, proposers
-from helpers.options import options, run
+from helpers import decoding, loading, proposers
+from helpers.options import option, options, run
 from specdec import checkpoint, rules, serving
 from specdec.compile import Runner
+from specdec.drafting import Drafting
 from specdec.figures import TAU
 from specdec.measurement import Prompt, measure
 from specdec.proposers.heads import HeadProposer
 from specdec.report import Report, summarise_by_category
+from specdec.sampling import Sampling
 from specdec.timing import fastest_batch
-from train import data, display, reading
+from train import data, display
 
 
-@dataclass(frozen=True)
-class Evaluate(proposers.ProposerOptions):
-    prompts: str = field(
-        default="data/prompts_heldout.jsonl", metadata={"help": "rows with prompt or messages (JSONL, folder, dataset)"}
-    )
-    limit: int | None = field(default=None, metadata={"help": "this many prompts, spread over the file"})
-    max_new_tokens: int = field(default=128, metadata={"help": "an answer ends here at the latest"})
-    batch: int | None = field(
-        default=1,
-        metadata={"help": "prompts decoded at once; null: the fastest, found out first; latency is that of 1"},
-    )
-    seed: int = field(default=0, metadata={"help": "of sampling"})
-    out: str = field(default="report.json", metadata={"help": "the report to write"})
+@dataclass(frozen=True, kw_only=True)
+class Evaluate(loading.PromptOptions, proposers.ProposerOptions):
+    max_new_tokens: int = 128
+    batch: int | None = option(1, "prompts decoded at once; null: the fastest number, which is measured first")
+    seed: int = option(0, "seed of sampling")
+    out: str = option("report.json", "report to write")
     target: loading.TargetOptions = field(default_factory=loading.TargetOptions)
-    decode: loading.DecodeOptions = field(default_factory=loading.DecodeOptions)
+    decode: decoding.DecodeOptions = field(default_factory=decoding.DecodeOptions)
 
 
 def main() -> None:
     chosen = options(Evaluate, __doc__)
-    console = rich.console.Console()
+    console = rich.console.Console(highlight=False)
     drafting, samplings = chosen.decode.drafting(), chosen.decode.samplings()
     loaded = proposers.load(chosen, chosen.target, drafting)
-    proposer = loaded.proposer
-    if isinstance(proposer, HeadProposer):  # its own settings may have replaced those of decode
-        drafting = replace(drafting, **asdict(proposer.shape), children=proposer.children)
-    prompts = [
-        Prompt(row["id"], row["category"], data.encode_prompt(loaded.tokenizer, row["messages"]))
-        for row in reading.spread(reading.load_prompts(chosen.prompts), chosen.limit)
-    ]
-    console.print(f"{loaded.checkpoint or chosen.proposer} on {loaded.target.name}; tau: {TAU}", highlight=False)
+    if isinstance(loaded.proposer, HeadProposer):  # its own settings may have replaced those of decode
+        drafting = replace(drafting, **asdict(loaded.proposer.shape), children=loaded.proposer.children)
+    prompts = data.load_prompts(chosen.prompts, loaded.tokenizer, limit=chosen.limit)
+    console.print(f"{loaded.checkpoint or chosen.proposer} on {loaded.target.name}; tau: {TAU}")
     batch = chosen.batch
     if batch is None:
-        runner = Runner(drafting.compile)
-        decoder = drafting.decoder(loaded.target, proposer, sampling=samplings[0], stop=loaded.stop, runner=runner)
-
-        def rate(tokens: list[list[int]]) -> float:
-            found = decoder.generate(tokens, min(32, chosen.max_new_tokens))
-            return sum(map(len, found.tokens)) / (found.prefill_seconds + found.seconds)
-
-        batch = fastest_batch(rate, [prompt.tokens for prompt in prompts])
-        console.print(
-            f"decoding {batch} prompts at once, which is fastest here; latency figures are those of the batch",
-            highlight=False,
-        )
-    columns = []
+        batch = find_batch(loaded, drafting, samplings[0], prompts, chosen.max_new_tokens)
+        console.print(f"decoding {batch} prompts at once, which is fastest here; latency is that of the batch")
+    reports = []
     for sampling in samplings:
-        rows = measure(
-            loaded.target,
-            proposer,
-            drafting,
-            prompts,
-            replayed=proposer.drafter if isinstance(proposer, HeadProposer) else None,
-            sampling=sampling,
-            max_new_tokens=chosen.max_new_tokens,
-            stop=loaded.stop,
-            seed=chosen.seed,
-            batch=batch,
-            progress=lambda items, t=sampling.temperature: track(
-                items, description=f"temperature {t:g}", console=console, transient=True
-            ),
-        )
-        columns.append(
-            summarise_by_category(
-                rows,
-                depth=proposer.depth,
-                temperature=sampling.temperature,
-                adapted=loaded.target.adapted,
-                lossy=drafting.rule in rules.LOSSY,
-            )
-        )
-        display.validation(console, columns[-1], loaded.what)
-        console.print(by_category(columns[-1]))
-    settings = {
-        **asdict(chosen),
-        "batch": batch,
-        "drafting": asdict(drafting),
-        "threads": torch.get_num_threads(),
-        "machine": platform.machine(),
-        "device": str(loaded.target.device),
-        "torch": torch.__version__,
-    }
-    path = loaded.checkpoint and loaded.checkpoint / serving.SERVED
-    served = (
-        checkpoint.read_json(path) if path and path.exists() else {}
-    )  # what engines made of it: scripts/check_engines.py
-    for engine, found in served.items():
-        console.print(
-            f"{engine}: tau {found['served_tau']:.3f}, here {found['tau']:.3f} (chain of {found['num_drafts']}, "
-            f"{found['num_prompts']} prompts, {found['dtype']}, temperature 0)",
-            highlight=False,
-        )
+        reports.append(evaluate(chosen, loaded, drafting, sampling, prompts, batch, console))
+        display.validation(console, reports[-1], loaded.title)
+        console.print(by_category(reports[-1]))
+    served = read_served(loaded.checkpoint, console)
     document = {
-        **columns[0].to_json(),
+        **reports[0].to_json(),
         "definition_of_tau": TAU,
         "served": served,
-        "settings": settings,
-        "temperatures": [column.to_json() for column in columns],
+        "settings": {
+            **asdict(chosen),
+            "batch": batch,
+            "drafting": asdict(drafting),
+            **loading.machine(loaded.target),
+        },
+        "temperatures": [report.to_json() for report in reports],
     }
     checkpoint.write_text(Path(chosen.out), json.dumps(document, indent=2) + "\n")
-    console.print(f"written: {chosen.out}", highlight=False)
+    console.print(f"written: {chosen.out}")
 
 
-def by_category(column: Report) -> rich.table.Table:
-    table = rich.table.Table(title=f"by category, temperature {column.temperature:g}", title_justify="left")
-    for name in ("category", "prompts", "tau", "95 %", "speedup", "95 %"):
-        table.add_column(name, justify="left" if name == "category" else "right")
-    for name, part in column.by_category.items():
-        table.add_row(
-            name,
-            str(part.num_prompts),
-            f"{part.tau:.2f}",
-            "{:.2f} .. {:.2f}".format(*part.tau_ci),
-            f"{part.speedup:.2f}",
-            "{:.2f} .. {:.2f}".format(*part.speedup_ci),
-        )
+def find_batch(
+    loaded: proposers.Chosen, drafting: Drafting, sampling: Sampling, prompts: list[Prompt], max_new_tokens: int
+) -> int:
+    """The number of prompts at once that gives the most tokens/s."""
+    runner = Runner(drafting.compile)
+    decoder = drafting.decoder(loaded.target, loaded.proposer, sampling=sampling, stop=loaded.stop, runner=runner)
+
+    def rate(tokens: list[list[int]]) -> float:
+        generation = decoder.generate(tokens, min(32, max_new_tokens))
+        return sum(map(len, generation.tokens)) / (generation.prefill_seconds + generation.seconds)
+
+    return fastest_batch(rate, [prompt.tokens for prompt in prompts])
+
+
+def evaluate(
+    chosen: Evaluate,
+    loaded: proposers.Chosen,
+    drafting: Drafting,
+    sampling: Sampling,
+    prompts: list[Prompt],
+    batch: int,
+    console: rich.console.Console,
+) -> Report:
+    """The report at one temperature."""
+    title = f"temperature {sampling.temperature:g}"
+    results = measure(
+        loaded.target,
+        loaded.proposer,
+        drafting,
+        prompts,
+        replayed=loaded.proposer.drafter if isinstance(loaded.proposer, HeadProposer) else None,
+        sampling=sampling,
+        max_new_tokens=chosen.max_new_tokens,
+        stop=loaded.stop,
+        seed=chosen.seed,
+        batch=batch,
+        progress=lambda groups: track(groups, description=title, console=console, transient=True),
+    )
+    return summarise_by_category(
+        results,
+        depth=loaded.proposer.depth,
+        temperature=sampling.temperature,
+        adapted=loaded.target.adapted,
+        lossy=drafting.rule in rules.LOSSY,
+    )
+
+
+def by_category(report: Report) -> rich.table.Table:
+    table = rich.table.Table(title=f"by category, temperature {report.temperature:g}", title_justify="left")
+    table.add_column("category")
+    for name in ("prompts", "tau", "95 % interval", "speedup", "95 % interval"):
+        table.add_column(name, justify="right")
+    for name, part in report.by_category.items():
+        intervals = ["{:.2f} .. {:.2f}".format(*interval) for interval in (part.tau_ci, part.speedup_ci)]
+        table.add_row(name, str(part.num_prompts), f"{part.tau:.2f}", intervals[0], f"{part.speedup:.2f}", intervals[1])
     return table
+
+
+def read_served(folder: Path | None, console: rich.console.Console) -> dict:
+    """What scripts/check_engines.py measured with this checkpoint in engines, which is printed; empty if nothing was."""
+    path = folder and folder / serving.SERVED
+    served = checkpoint.read_json(path) if path and path.exists() else {}
+    for engine, figures in served.items():
+        console.print(
+            f"{engine}: tau {figures['served_tau']:.3f}, here {figures['tau']:.3f} (chain of {figures['num_drafts']}, "
+            f"{figures['num_prompts']} prompts, {figures['dtype']}, temperature 0)"
+        )
+    return served
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""python scripts/identity.py checkpoint=DIR prompts=FILE [max_new_tokens=64 batch=1 target.dtype=float32]
+"""Compares plain, chain and tree decoding token for token with transformers' generate(do_sample=False).
 
-Are plain, chain and tree decoding token for token what transformers' generate(do_sample=False) writes? In float32 every
-difference must be a near-tie, shown by the gap of the target's two best logits; in bfloat16 such ties are frequent.
+    python scripts/identity.py checkpoint=checkpoints/shipped/eagle limit=8 batch=4
+
+In float32 the answers may differ only at near-ties: the gap between the target's two largest logits there is printed and
+must be as small as rounding. In bfloat16 such ties are frequent.
 """
 
 import json
@@ -13,80 +15,62 @@ import torch
 from rich.progress import track
 
 from helpers import loading
-from helpers.options import options, run
+from helpers.options import option, options, run
 from specdec import checkpoint
 from specdec.decode import Decoder
 from specdec.drafting import Drafting
 from specdec.measurement import top2_gap
 from specdec.sampling import Sampling
-from specdec.tree import TreeShape
-from train import data, reading
+from train import data
+
+DRAFTINGS = (Drafting(4), Drafting(4, 3, 10))
 
 
-@dataclass(frozen=True)
-class Identity:
-    checkpoint: str = field(metadata={"help": "a step's folder, or a run's folder for its best step"})
-    prompts: str = field(default="data/prompts_heldout.jsonl", metadata={"help": "rows with prompt or messages"})
-    limit: int | None = field(default=None, metadata={"help": "this many prompts, spread over the file"})
-    max_new_tokens: int = field(default=64, metadata={"help": "an answer ends here at the latest"})
-    batch: int = field(default=1, metadata={"help": "prompts decoded at once by us and, left-padded, by generate"})
-    out: str | None = field(default=None, metadata={"help": "JSON file for the result"})
+@dataclass(frozen=True, kw_only=True)
+class Identity(loading.PromptOptions):
+    checkpoint: str = field(metadata={"help": loading.CHECKPOINT})
+    batch: int = option(1, "prompts decoded at once, here and by generate, which pads them on the left")
+    out: str | None = option(None, "JSON file for the result")
     target: loading.TargetOptions = field(default_factory=lambda: loading.TargetOptions(dtype="float32"))
 
 
 def main() -> None:
     chosen = options(Identity, __doc__)
-    console = rich.console.Console()
+    console = rich.console.Console(highlight=False)
     loaded = loading.load(chosen.checkpoint, chosen.target)
-    rows = reading.spread(reading.load_prompts(chosen.prompts), chosen.limit)
-    prompts = sorted((data.encode_prompt(loaded.tokenizer, row["messages"]) for row in rows), key=len)
-    groups = [prompts[start : start + chosen.batch] for start in range(0, len(prompts), chosen.batch)]
-    ways = {
-        "plain": None,
-        **{
-            str(shape): Drafting(shape.depth, shape.width, shape.nodes).proposer(loaded.drafter)
-            for shape in (TreeShape(4, 1, 4), TreeShape(4, 3, 10))
-        },
-    }
-    expected = [
-        answer
-        for group in track(groups, description="generate", console=console, transient=True)
-        for answer in theirs(loaded, group, chosen.max_new_tokens)
-    ]
-    result = {}
-    for name, proposer in ways.items():
+    prompts = data.load_prompts(chosen.prompts, loaded.tokenizer, limit=chosen.limit)
+    tokens = sorted((prompt.tokens for prompt in prompts), key=len)
+    groups = [tokens[start : start + chosen.batch] for start in range(0, len(tokens), chosen.batch)]
+
+    def progress(description: str):
+        return track(groups, description=description, console=console, transient=True)
+
+    expected = [answer for group in progress("generate") for answer in generate(loaded, group, chosen.max_new_tokens)]
+    proposers = {str(drafting.shape): drafting.proposer(loaded.drafter) for drafting in DRAFTINGS}
+    results = {}
+    for name, proposer in {"plain": None, **proposers}.items():
         decoder = Decoder(loaded.target, proposer, sampling=Sampling(), stop=loaded.stop)
-        answers, accepted, rounds = [], 0, 0
-        for group in track(groups, description=name, console=console, transient=True):
-            found = decoder.generate(group, chosen.max_new_tokens)
-            answers += found.tokens
-            accepted += sum(map(sum, found.accepted))
-            rounds += sum(map(len, found.accepted))
-        gaps = [
-            top2_gap(loaded.target, *case, Sampling()) for case in zip(prompts, expected, answers) if case[1] != case[2]
-        ]
-        result[name] = {
-            "identical": len(prompts) - len(gaps),
-            "of": len(prompts),
-            "gaps": gaps,
-            "tau": 1 + accepted / rounds,
-        }
-        console.print(
-            f"{name}: {len(prompts) - len(gaps)} of {len(prompts)} identical to generate, tau {1 + accepted / rounds:.3f}"
-            + (f"; top-2 gaps where they part: {', '.join(f'{gap:.2g}' for gap in gaps)}" if gaps else ""),
-            highlight=False,
-        )
+        generations = [decoder.generate(group, chosen.max_new_tokens) for group in progress(name)]
+        answers = [answer for generation in generations for answer in generation.tokens]
+        accepted = [count for generation in generations for counts in generation.accepted for count in counts]
+        cases = [top2_gap(loaded.target, *case, Sampling()) for case in zip(tokens, expected, answers)]
+        gaps = [gap for gap in cases if gap is not None]
+        tau = 1 + sum(accepted) / len(accepted)
+        same = len(tokens) - len(gaps)
+        results[name] = {"identical": same, "of": len(tokens), "gaps": gaps, "tau": tau}
+        differences = f"; top-2 gaps where they differ: {', '.join(f'{gap:.2g}' for gap in gaps)}" if gaps else ""
+        console.print(f"{name}: {same} of {len(tokens)} identical to generate, tau {tau:.3f}{differences}")
     if chosen.out:
-        checkpoint.write_text(Path(chosen.out), json.dumps(result, indent=2) + "\n")
+        checkpoint.write_text(Path(chosen.out), json.dumps(results, indent=2) + "\n")
 
 
-def theirs(loaded: loading.Loaded, prompts: list[list[int]], max_new_tokens: int) -> list[list[int]]:
-    """Greedy answers of transformers' own generate."""
+def generate(loaded: loading.Loaded, prompts: list[list[int]], max_new_tokens: int) -> list[list[int]]:
+    """Greedy answers of transformers' own generate, each up to its stop token."""
     width = max(map(len, prompts))
     pad = min(loaded.stop)
     tokens = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts], device=loaded.target.device)
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=tokens.device)
-    found = loaded.target.model.generate(
+    texts = loaded.target.model.generate(
         tokens,
         attention_mask=mask,
         do_sample=False,
@@ -94,11 +78,9 @@ def theirs(loaded: loading.Loaded, prompts: list[list[int]], max_new_tokens: int
         eos_token_id=sorted(loaded.stop),
         pad_token_id=pad,
     )
-    answers = found[:, width:].tolist()
-    return [
-        answer[: next((i + 1 for i, token in enumerate(answer) if token in loaded.stop), len(answer))]
-        for answer in answers
-    ]
+    answers = texts[:, width:].tolist()
+    lengths = [next((i + 1 for i, token in enumerate(row) if token in loaded.stop), len(row)) for row in answers]
+    return [row[:length] for row, length in zip(answers, lengths)]
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""python scripts/import.py source=DIR target.name=FOLDER out=checkpoints/NAME
+"""python scripts/import.py source=FOLDER target.name=FOLDER out=checkpoints/NAME
 
-Brings a head of a public layout in as one of our checkpoints, so that it can be evaluated, compared and trained further:
-EAGLE-1 and EAGLE-3 (SafeAILab, SGLang, vLLM), Medusa (reference and vLLM), DFlash, MTP in MiMo's layout, and the Speculators
-container of EAGLE-3 and DFlash.
+Imports a published head as a checkpoint, to evaluate, compare and train it further. Reads EAGLE-1 and EAGLE-3 (SafeAILab,
+SGLang, vLLM), Medusa (reference and vLLM), DFlash, MTP in MiMo's layout, and the Speculators container of EAGLE-3 and
+DFlash.
 """
 
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ from specdec.target import Target
 
 @dataclass(frozen=True)
 class Import:
-    source: str = field(metadata={"help": "folder of the head: config.json and its weights"})
+    source: str = field(metadata={"help": "folder of the head, with config.json and its weights"})
     out: str = field(metadata={"help": "checkpoint to make, such as checkpoints/NAME"})
     target: loading.TargetOptions = field(default_factory=loading.TargetOptions)
 
@@ -38,7 +38,7 @@ def main() -> None:
     except (RuntimeError, TypeError, KeyError) as error:
         raise ValueError(f"{chosen.source}: its config.json and weights do not make a drafter ({error}).") from error
     checkpoint.save(out, drafter, spec)
-    print(f"{out}: {type(drafter).__name__}, {drafter.num_parameters() / 1e6:.2f} M parameters, reads hidden states "
+    print(f"written: {out}, {type(drafter).__name__}, {drafter.num_parameters() / 1e6:.2f} M parameters, reads hidden states "
           f"{list(drafter.target_layers)}, drafts from {drafter.vocab_size:,} of {target.vocab_size:,} tokens")  # fmt: skip
     print(f"Next: python scripts/evaluate.py checkpoint={out}, or train it further: train.py head=... start={out}")
 

@@ -1,208 +1,187 @@
-"""python scripts/sweep.py checkpoint=DIR[,DIR] [batches=1,2,4,8,16,32 max_new_tokens=32 decode.depth=4 out=sweep ...]
+"""Decodes the same prompts in batches of several sizes, plainly and with each checkpoint's drafts, to see where drafts stop paying.
 
-Where speculation stops paying: decodes the same prompts plainly and with the drafts of every checkpoint, in turn, in
-batches of every size. Rows that have ended stay in their batch; what is emitted counts. Writes OUT/sweep.png and, after
-every size, OUT/sweep.json: after Ctrl-C the same command continues, and one with other batches= adds to it.
+    python scripts/sweep.py checkpoint=checkpoints/shipped/eagle batches=1,4,16 decode.depth=3 out=sweep
+
+Rows whose answers have ended stay in their batch; the emitted tokens count. Writes OUT/sweep.png and, after every batch
+size, a row of OUT/cells.jsonl: after Ctrl-C the same command continues, and one with other batches= adds to it.
 """
 
-import itertools
-import json
-import platform
-import statistics
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import rich.console
 import rich.table
-import torch
 from matplotlib import colormaps
 from matplotlib.figure import Figure
 from rich.progress import track
 
-from helpers import comparison, loading, options
-from scripts import compare
-from specdec import checkpoint
+from helpers import decoding, loading
+from helpers.loading import Run
+from helpers.options import option, options, split
+from helpers.options import run as run_command
+from specdec.batching import BatchComparison, group_prompts
+from specdec.comparing import Method, decode_in_turn, make_decoders
 from specdec.compile import Runner
-from specdec.decode import Decoder, Generation
+from specdec.decode import Generation
 from specdec.drafting import Drafting
 from specdec.figures import TAU
-from specdec.target import load_tokenizer
+from specdec.sampling import Sampling
 from train import data, reading
+from train.resumable import Resumable
 
 MEANING = (
-    "tokens/s: of all rows together; ms/token: of one row; all without the prompts' passes and compiling. speedup: "
-    "the median of ratios of decodings next to each other, the least and the most of them beside it. tau: " + TAU
+    "tokens/s: of all rows together; ms/token: of one row; all without the prompts' passes and compiling. speedup: the "
+    f"median of the ratios of decodings next to each other, with the smallest and the largest ratio. tau: {TAU}"
 )
-Trial = dict[tuple[str, str], Generation]  # by (Run.plain, "plain") and (Run.name, "drafted")
-Cells = dict[int, dict[str, dict]]  # batch size -> Run.name -> see `summarise`
+Cells = dict[int, dict[str, BatchComparison]]  # by batch size and Run.name
 
 
-@dataclass(frozen=True)
-class Sweep:
-    checkpoint: str = field(metadata={"help": "comma list of run folders (their best steps) or of steps' folders"})
-    batches: str = field(default="1,2,4,8,16,32", metadata={"help": "comma list of batch sizes"})
-    prompts: str = field(default="data/prompts_heldout.jsonl", metadata={"help": "rows with prompt or messages"})
-    limit: int = field(default=32, metadata={"help": "this many prompts, spread over the file; larger batches repeat"})
-    groups: int = field(default=4, metadata={"help": "batches of a size, at most"})
-    repeats: int = field(default=2, metadata={"help": "times that every batch is decoded each way"})
-    max_new_tokens: int = field(default=32, metadata={"help": "an answer ends here at the latest"})
-    ignore_stop: bool = field(default=True, metadata={"help": "no answer ends before: batches are comparable"})
-    out: str = field(default="sweep", metadata={"help": "folder for sweep.json and sweep.png"})
+@dataclass(frozen=True, kw_only=True)
+class Sweep(loading.PromptOptions):
+    checkpoint: str = field(metadata={"help": loading.CHECKPOINTS})
+    batches: str = option("1,2,4,8,16,32", "comma list of batch sizes")
+    limit: int = option(32, "use this many prompts, spread over the file; larger batches repeat them")
+    max_new_tokens: int = 32
+    groups: int = option(4, "largest number of batches of a size")
+    repeats: int = option(2, "decode every batch this many times")
+    ignore_stop: bool = option(True, "answers go on after stop tokens, so that batches are comparable")
+    out: str = option("sweep", "folder for cells.jsonl and sweep.png")
     target: loading.TargetOptions = field(default_factory=loading.TargetOptions)
-    decode: loading.DecodeOptions = field(default_factory=loading.DecodeOptions)
+    decode: decoding.DecodeOptions = field(default_factory=decoding.DecodeOptions)
 
 
 def main() -> None:
-    chosen = options.options(Sweep, __doc__)
-    console = rich.console.Console()
+    chosen = options(Sweep, __doc__)
+    console = rich.console.Console(highlight=False)
     loading.use_threads()
-    batches, sampling, drafting = check(chosen), chosen.decode.samplings()[0], chosen.decode.drafting()
-    runs = compare.load(compare.Compare(runs=chosen.checkpoint, target=chosen.target), {"drafted": drafting.shape})
-    target = runs[0].drafter.target
-    tokenizer = load_tokenizer(target.name)
-    stop = set() if chosen.ignore_stop else data.stop_tokens(tokenizer, target.model.generation_config)
-    rows = reading.spread(reading.load_prompts(chosen.prompts), chosen.limit)
-    prompts = [data.encode_prompt(tokenizer, row["messages"]) for row in rows]
-    settings = {
-        **{name: value for name, value in asdict(chosen).items() if name not in ("batches", "out")},
-        "drafting": asdict(drafting),
-        "weights": [compare.digest((run.folder / "drafter.safetensors").read_bytes()) for run in runs],
-        "prompts_digest": compare.digest(repr(prompts).encode()),
-        "device": torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else platform.machine(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-    }
-    conditions = (
-        f"{target.name}, {chosen.target.dtype}, {settings['device']}, {settings['threads']} threads; {drafting.shape}, "
-        f"temperature {sampling.temperature:g}; {chosen.max_new_tokens} new tokens a row, stop tokens "
-        f"{'ignored' if chosen.ignore_stop else 'heeded'}"
-    )
+    sizes, sampling, drafting = read_sizes(chosen), chosen.decode.sampling(), chosen.decode.drafting()
+    runs = loading.load_runs(chosen.checkpoint, chosen.target)
+    opened = loading.open_target(runs[0].drafter.target)
+    stop = set() if chosen.ignore_stop else opened.stop
+    prompts = [prompt.tokens for prompt in data.load_prompts(chosen.prompts, opened.tokenizer, limit=chosen.limit)]
+    settings = describe(chosen, runs, drafting, prompts)
     out = Path(chosen.out)
-    cells = begin(out, settings)
-    console.print(f"batch sizes {', '.join(map(str, cells)) or 'none'} are in {out} already", highlight=False)
+    results = Resumable(out / "settings.json", out / "cells.jsonl", settings, advice="Choose another out=FOLDER.")
+    done = [row["batch"] for row in results.rows]
+    console.print(f"batch sizes {', '.join(map(str, done)) or 'none'} are in {out} already")
     try:
-        for batch in [batch for batch in batches if batch not in cells]:
-            some = [group for group in groups(prompts, batch, chosen.groups) for _ in range(chosen.repeats)]
-            ways = decoders(runs, drafting, sampling=sampling, stop=stop)
-            decode(ways, some[0], 0, min(8, chosen.max_new_tokens))  # the first of a size is slow
-            trials = track(some, description=f"batch {batch}", console=console, transient=True)
-            found = [decode(ways, group, number, chosen.max_new_tokens) for number, group in enumerate(trials)]
-            cells[batch] = summarise(found, runs)
-            document = {"settings": settings, "conditions": conditions, "meaning": MEANING, "batches": cells}
-            checkpoint.write_text(out / "sweep.json", json.dumps(document, indent=2) + "\n")
+        for size in [size for size in sizes if size not in done]:
+            trials = decode(chosen, runs, drafting, sampling, stop, prompts, size, console)
+            results.append({"batch": size, "runs": summarise(trials, runs)})
     finally:
-        if cells:
-            cells = dict(sorted(cells.items()))
-            picture(runs, cells, conditions).savefig(out / "sweep.png", dpi=130)
-            console.print(*(table(run.name, cells) for run in runs), f"{conditions}. {MEANING}", highlight=False)
-            console.print(f"written: {out}/sweep.json, {out}/sweep.png", highlight=False)
+        if results.rows:
+            stop_tokens = "ignored" if chosen.ignore_stop else "heeded"
+            conditions = (
+                f"{loading.conditions(opened.target)}; {drafting.shape}, temperature {sampling.temperature:g}; "
+                f"{chosen.max_new_tokens} new tokens a row, stop tokens {stop_tokens}"
+            )
+            show(out, runs, results.rows, conditions, console)
 
 
-def check(chosen: Sweep) -> list[int]:
+def read_sizes(chosen: Sweep) -> list[int]:
     """The batch sizes. Raises ValueError for options that leave nothing to measure."""
     try:
-        batches = sorted({int(part) for part in chosen.batches.split(",")})
+        sizes = sorted({int(part) for part in split(chosen.batches)})
     except ValueError:
         raise ValueError(f"batches={chosen.batches}: give numbers, such as 1,4,16.") from None
-    if min(*batches, chosen.limit, chosen.groups, chosen.repeats, chosen.max_new_tokens - 1) < 1:
+    if not split(chosen.checkpoint):
+        raise ValueError("There is nothing to measure: give checkpoint=DIR.")
+    if not sizes or min(*sizes, chosen.limit, chosen.groups, chosen.repeats, chosen.max_new_tokens - 1) < 1:
         raise ValueError("batches, limit, groups and repeats must be at least 1, and max_new_tokens at least 2.")
-    if len(chosen.decode.samplings()) > 1:
-        raise ValueError(f"decode.temperature={chosen.decode.temperature}: give one, and each its own out=FOLDER.")
-    return batches
+    return sizes
 
 
-def begin(out: Path, settings: dict) -> Cells:
-    """What was measured before under the same settings. Raises ValueError if they differ."""
-    out.mkdir(parents=True, exist_ok=True)
-    if not (out / "sweep.json").exists():
-        return {}
-    document = checkpoint.read_json(out / "sweep.json")
-    before = document["settings"]
-    changed = [f"{key} (then {before[key]}, now {settings[key]})" for key in settings if before[key] != settings[key]]
-    if changed:
-        raise ValueError(f"{out} was begun with other settings: {'; '.join(changed)}. Choose another out=FOLDER.")
-    return {int(batch): column for batch, column in document["batches"].items()}
-
-
-def groups(prompts: list[list[int]], batch: int, most: int) -> list[list[list[int]]]:
-    """At most `most` groups of `batch` prompts, each spread over the list, which is repeated if it is too short."""
-    num = max(1, len(prompts) // batch)
-    rows = list(itertools.islice(itertools.cycle(prompts), num * batch))
-    return reading.spread([rows[first::num] for first in range(num)], most)
-
-
-def decoders(runs: list[comparison.Run], drafting: Drafting, **shared) -> dict[tuple[str, str], Decoder]:
-    """By the keys of a `Trial`; plain decoding once for each distinct target. shared: arguments of every Decoder"""
-    found: dict[tuple[str, str], Decoder] = {}
-    runners = {run.plain: Runner(drafting.compile) for run in runs}
-    for run in runs:
-        target, proposer, runner = run.drafter.target, drafting.proposer(run.drafter), runners[run.plain]
-        found[run.plain, "plain"] = Decoder(target, None, runner=runner, **shared)
-        found[run.name, "drafted"] = drafting.decoder(target, proposer, runner=runner, **shared)
-    return found
-
-
-def decode(ways: dict[tuple[str, str], Decoder], group: list[list[int]], number: int, max_new_tokens: int) -> Trial:
-    """One group in all ways, in an order that rotates with its number."""
-    found, turn = {}, number % len(ways)
-    for key in [*ways][turn:] + [*ways][:turn]:
-        generator = torch.Generator(ways[key].target.device).manual_seed(number)
-        found[key] = ways[key].generate(group, max_new_tokens, generator=generator)
-    return found
-
-
-def figures(found: list[Generation]) -> dict[str, float]:
-    """Of groups of one size, added up. An answer's first token comes from the prompt's pass and does not count."""
-    seconds, num_tokens = sum(one.seconds for one in found), sum(len(row) - 1 for one in found for row in one.tokens)
+def describe(chosen: Sweep, runs: list[Run], drafting: Drafting, prompts: list[list[int]]) -> dict:
+    """The settings that all cells have in common."""
     return {
-        "tokens_per_second": num_tokens / seconds,
-        "ms_per_round": 1e3 * seconds / sum(len(one.drafted) for one in found),
-        "ms_per_token": 1e3 * seconds * len(found[0].tokens) / num_tokens,
-        "tau": num_tokens / sum(len(accepted) for one in found for accepted in one.accepted),
+        **{name: value for name, value in asdict(chosen).items() if name not in ("batches", "out")},
+        "drafting": asdict(drafting),
+        "weights": [loading.digest((run.folder / "drafter.safetensors").read_bytes()) for run in runs],
+        "prompts_digest": loading.digest(repr(prompts).encode()),
+        **loading.machine(runs[0].drafter.target),
     }
 
 
-def summarise(found: list[Trial], runs: list[comparison.Run]) -> dict[str, dict]:
-    """By Run.name: the figures of plain and drafted decoding, every trial's ratio of tokens/s, and their median."""
-    found = [trial for trial in found if all(one.drafted for one in trial.values())]  # the others saw no round
-    if not found:
-        raise ValueError("All answers ended with their first tokens, before any round: set ignore_stop=true.")
-    summary, rate = {}, lambda found: figures(found)["tokens_per_second"]
-    for run in runs:
-        plain, drafted = ([trial[key] for trial in found] for key in ((run.plain, "plain"), (run.name, "drafted")))
-        ratios = [rate([one]) / rate([other]) for one, other in zip(drafted, plain)]
-        each = {"plain": figures(plain), "drafted": figures(drafted), "ratios": ratios}
-        summary[run.name] = {**each, "speedup": statistics.median(ratios)}
-    return summary
+def decode(
+    chosen: Sweep,
+    runs: list[Run],
+    drafting: Drafting,
+    sampling: Sampling,
+    stop: set[int],
+    prompts: list[list[int]],
+    size: int,
+    console: rich.console.Console,
+) -> list[dict[str, Generation]]:
+    """Groups of one size, plainly and with every run's drafts. -> for each group the decodings by name or baseline"""
+    groups = reading.spread(group_prompts(prompts, size), chosen.groups)
+    trials = [group for group in groups for _ in range(chosen.repeats)]
+    methods = [
+        Method(run.name, run.drafter.target, drafting.proposer(run.drafter), drafting, drafting.depth, run.baseline)
+        for run in runs
+    ]
+    runners = {run.baseline: Runner(drafting.compile) for run in runs}
+    decoders = make_decoders(methods, sampling, stop, runners)
+    warm_up = min(8, chosen.max_new_tokens)
+    decode_in_turn(decoders, trials[0], turn=0, seed=0, max_new_tokens=warm_up)  # the first of a size is slow
+    return [
+        decode_in_turn(decoders, group, turn=number, seed=number, max_new_tokens=chosen.max_new_tokens)
+        for number, group in enumerate(track(trials, description=f"batch {size}", console=console, transient=True))
+    ]
+
+
+def summarise(trials: list[dict[str, Generation]], runs: list[Run]) -> dict[str, dict]:
+    """A cell for each run, for JSON."""
+    try:
+        return {
+            run.name: BatchComparison.of(
+                [trial[run.baseline] for trial in trials], [trial[run.name] for trial in trials]
+            ).to_json()
+            for run in runs
+        }
+    except ValueError as error:
+        raise ValueError(f"{str(error).rstrip('.')}: set ignore_stop=true.") from None
+
+
+def show(out: Path, runs: list[Run], rows: list[dict], conditions: str, console: rich.console.Console) -> None:
+    """Draws OUT/sweep.png and prints the tables."""
+    cells = {
+        row["batch"]: {name: BatchComparison.from_json(cell) for name, cell in row["runs"].items()}
+        for row in sorted(rows, key=lambda row: row["batch"])
+    }
+    picture(runs, cells, conditions).savefig(out / "sweep.png", dpi=130)
+    console.print(*(table(run.name, cells) for run in runs), f"{conditions}. {MEANING}")
+    console.print(f"written: {out}/cells.jsonl, {out}/sweep.png")
 
 
 def table(name: str, cells: Cells) -> rich.table.Table:
-    paying = ", ".join(str(batch) for batch, column in cells.items() if column[name]["speedup"] > 1)
+    paying = ", ".join(str(size) for size, column in cells.items() if column[name].speedup > 1)
     title = f"\n{name}, plain -> drafted; faster at batch sizes: {paying or 'none'}"
-    found = rich.table.Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
-    for heading in ("batch", "tokens/s", "ms/round", "ms/token", "tau", "speedup", "least", "most"):
-        found.add_column(heading, justify="right")
-    for batch, column in cells.items():
-        plain, drafted, ratios = (column[name][key] for key in ("plain", "drafted", "ratios"))
-        pairs = [(plain[key], drafted[key]) for key in ("tokens_per_second", "ms_per_round", "ms_per_token")]
-        gains = [f"{gain:.2f}" for gain in (drafted["tau"], column[name]["speedup"], min(ratios), max(ratios))]
-        found.add_row(str(batch), *(f"{before:.1f} -> {after:.1f}" for before, after in pairs), *gains)
-    return found
+    table = rich.table.Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
+    for heading in ("batch size", "tokens/s", "ms/round", "ms/token", "tau", "speedup", "smallest", "largest"):
+        table.add_column(heading, justify="right")
+    for size, column in cells.items():
+        cell = column[name]
+        pairs = [
+            f"{getattr(cell.plain, key):.1f} -> {getattr(cell.drafted, key):.1f}"
+            for key in ("tokens_per_second", "ms_per_round", "ms_per_token")
+        ]
+        ratios = (cell.drafted.tau, cell.speedup, min(cell.ratios), max(cell.ratios))
+        table.add_row(str(size), *pairs, *(f"{ratio:.2f}" for ratio in ratios))
+    return table
 
 
-def picture(runs: list[comparison.Run], cells: Cells, conditions: str) -> Figure:
+def picture(runs: list[Run], cells: Cells, conditions: str) -> Figure:
     """tokens/s and speedup by batch size; a checkpoint has the same colour in both panels."""
     drawing = Figure(figsize=(11, 5), layout="constrained")
     left, right = drawing.subplots(1, 2)
-    for plain, name in {run.plain: run.name for run in runs}.items():
-        rates = [column[name]["plain"]["tokens_per_second"] for column in cells.values()]
-        left.plot([*cells], rates, "s--", mfc="white", color="0.4", label=f"plain, {plain}")
+    for baseline, name in {run.baseline: run.name for run in runs}.items():
+        rates = [column[name].plain.tokens_per_second for column in cells.values()]
+        left.plot([*cells], rates, "s--", mfc="white", color="0.4", label=f"plain, {baseline}")
     for run, colour in zip(runs, colormaps["tab10"].colors * len(runs)):
         columns = [column[run.name] for column in cells.values()]
-        rates = [column["drafted"]["tokens_per_second"] for column in columns]
-        left.plot([*cells], rates, "o-", color=colour, label=run.name)
-        right.plot([*cells], [column["speedup"] for column in columns], "o-", color=colour)
-        ends = [(min(one["ratios"]), max(one["ratios"])) for one in columns]
+        left.plot([*cells], [cell.drafted.tokens_per_second for cell in columns], "o-", color=colour, label=run.name)
+        right.plot([*cells], [cell.speedup for cell in columns], "o-", color=colour)
+        ends = [(min(cell.ratios), max(cell.ratios)) for cell in columns]
         right.vlines([*cells], *zip(*ends), color=colour, alpha=0.6)
     right.axhline(1, color="0.6", linewidth=0.8, linestyle=":")
     for axes, label in ((left, "tokens/s, all rows together"), (right, "speedup over plain decoding")):
@@ -210,9 +189,9 @@ def picture(runs: list[comparison.Run], cells: Cells, conditions: str) -> Figure
         axes.minorticks_off()
     left.set_ylim(0)
     drawing.legend(loc="outside upper left", ncols=4, frameon=False)
-    drawing.supxlabel(f"{conditions}; bars: range", fontsize=8, color="0.4")
+    drawing.supxlabel(f"{conditions}; bars: smallest to largest ratio", fontsize=8, color="0.4")
     return drawing
 
 
 if __name__ == "__main__":
-    options.run(main)
+    run_command(main)

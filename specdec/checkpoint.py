@@ -17,6 +17,8 @@ from torch import Tensor
 
 import specdec
 from specdec.drafter import Head
+from specdec.drafting import Drafting
+from specdec.proposers.base import Proposer
 from specdec.target import Target
 from specdec.target_adapter import check_unadapted, merge
 
@@ -176,6 +178,11 @@ def load(folder: str | Path, target: Target) -> Head:
     if drafter.adapts_target:
         merge(target)
     return drafter.eval()
+
+
+def load_proposer(target: Target, *, checkpoint: str, decode: dict) -> Proposer:
+    """The drafter of a checkpoint as a proposer. decode: arguments of Drafting. Raises ValueError as `load`."""
+    return Drafting(**decode).proposer(load(checkpoint, target))
 
 
 def _read(folder: Path, target: Target, dtype: torch.dtype | None) -> tuple[Head, dict]:

@@ -1,19 +1,18 @@
 """A drafter inside transformers: model.generate(**inputs, custom_generate=Speculative("checkpoints/shipped/eagle")).
 
-`generate` prepares the prompts, its settings and its stopping criteria as ever; in the place of its own loop stands the
-decoder of this project.
+`generate` prepares the prompts, its settings and its stopping criteria as usual. Then this project's decoder runs instead
+of its own loop.
 """
 
 import contextlib
-import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import (
     BaseStreamer,
     GenerateDecoderOnlyOutput,
@@ -27,7 +26,7 @@ from transformers.generation import (
     TopPLogitsWarper,
 )
 
-from specdec import attention, checkpoint
+from specdec import attention, caller_frame, checkpoint
 from specdec.compile import Runner
 from specdec.decode import Generation, Round
 from specdec.drafting import Drafting
@@ -55,7 +54,7 @@ MODEL_ARGUMENTS = ("attention_mask", "position_ids", "past_key_values", "use_cac
 class _Loaded:
     """A drafter beside the model that it was loaded for."""
 
-    weights: list[tuple[int, int]]  # where they are, and how often they were changed in place
+    weights: list[tuple[int, int]]  # of each parameter, its address and how often it was changed in place
     model: PreTrainedModel
     target: Target
     drafting: Drafting
@@ -64,15 +63,15 @@ class _Loaded:
 
 
 class Speculative:
-    """What `generate` takes as `custom_generate`: its own answers, drafted by a checkpoint and verified by the model.
+    """For `generate(custom_generate=...)`: the answers of `generate`, drafted by a checkpoint and verified by the model.
 
     checkpoint: a step's folder, or a run's folder for its best step
     decode: how to draft and verify; None: a chain of two drafts
 
-    The drafter is loaded at the first call and kept, with the model, until another model comes. Raises ValueError for
-    a model that is not the checkpoint's target, and for settings of `generate` that drafts cannot honour. `last` holds
-    the answers, counts and clocks of the last call. While a call runs, the model's attention is this project's; so
-    one model should not generate in two threads at once.
+    The drafter is loaded at the first call and kept, with the model, until a call with another model. Raises ValueError
+    for a model that is not the checkpoint's target, and for settings of `generate` that this decoder does not support.
+    `last` holds the answers, counts and times of the last call. While a call runs, the model uses this project's
+    attention, so one model must not generate in two threads at once.
     """
 
     def __init__(self, checkpoint: str | Path, decode: Drafting | None = None):
@@ -81,12 +80,8 @@ class Speculative:
         self._loaded: _Loaded | None = None
 
     def __getattr__(self, name: str):
-        # Before transformers (5.17 to 5.23) reads the signature of a callable, it puts `tokenizer` aside; then it forgets
-        # it, and refuses stop_strings. So the tokenizer goes back to the arguments, where it is looked for next.
-        if name == "__signature__":
-            variables = _variables(GenerationMixin._extract_generation_mode_kwargs)
-            if "tokenizer" in variables.get("generation_mode_kwargs", {}):
-                variables["kwargs"]["tokenizer"] = variables["generation_mode_kwargs"]["tokenizer"]
+        if name == "__signature__":  # `generate` is reading the signature
+            caller_frame.return_tokenizer()
         raise AttributeError(f"{type(self).__name__} has no attribute {name}")
 
     def __call__(
@@ -102,7 +97,7 @@ class Speculative:
         **model_kwargs,
     ) -> Tensor | GenerateDecoderOnlyOutput:
         """input_ids [B, T] -> [B, T + new], or that in an output object; called by `generate`"""
-        given = _variables(GenerationMixin.generate)  # which hands a callable neither `streamer` nor ARGUMENTS
+        given = caller_frame.generate_arguments()  # `generate` passes on neither `streamer` nor ARGUMENTS
         streamer = given.get("streamer") if streamer is None else streamer
         _check(model, generation_config, {name: given.get(name) for name in ARGUMENTS} | model_kwargs)
         sampling, ignored = _sampling(logits_processor, bool(generation_config.do_sample), input_ids.shape[1])
@@ -127,7 +122,7 @@ class Speculative:
         return sequences
 
     def _load(self, model: PreTrainedModel) -> _Loaded:
-        """The drafter for this model, which is loaded again only if the model is another one or has changed."""
+        """The drafter for this model; it is loaded again only for another model, or if the weights have changed."""
         weights = [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in model.parameters()]
         if self._loaded and self._loaded.model is model and self._loaded.weights == weights:
             return self._loaded
@@ -136,8 +131,8 @@ class Speculative:
         document = checkpoint.read_json(folder / "drafter.json")
         if checkpoint.drafter_class(str(document.get("_target_"))).adapts_target:
             raise ValueError(
-                f"{folder} adapts its target, which would change your model: decode with scripts/generate.py, or take a "
-                "checkpoint that leaves its target as it is."
+                f"{folder} adapts its target, which would change your model: decode with specdec.decode.Decoder and a Target "
+                "of its own, or take a checkpoint that does not change its target."
             )
         target = Target(model, name=model.name_or_path or type(model).__name__)
         drafter = checkpoint.load(folder, target)
@@ -154,10 +149,10 @@ def _hand_out(
     pad: int | None,
     streamer: BaseStreamer | None,
 ) -> Tensor:
-    """The loop of `generate`, its tokens taken from rounds: rows get ahead of each other, columns are handed out in turn.
+    """The loop of `generate` with tokens from rounds. Some rows are ahead of others, but tokens are appended column by column.
 
-    So every criterion sees the texts that it sees in `generate`, in the same order. input_ids [B, T] -> [B, T + new];
-    result: counts, which end up complete; pad: follows answers that have ended, None: they go on until all have
+    So every criterion sees the same texts as in `generate`, in the same order. input_ids [B, T] -> [B, T + new]
+    result: collects tokens and counts; pad: the token after an answer's end; None: answers go on until all have ended
     """
     running = torch.ones(len(input_ids), dtype=torch.bool, device=input_ids.device)
     awaited = list(range(len(input_ids)))  # rows whose next token is not padding
@@ -197,17 +192,9 @@ def _within(accepted: list[int], length: int) -> list[int]:
     return counts
 
 
-def _variables(function: Callable) -> dict[str, Any]:
-    """The variables of the innermost running call of a function; none if it is not running."""
-    code, frame = inspect.unwrap(function).__code__, inspect.currentframe()
-    while frame is not None and frame.f_code is not code:
-        frame = frame.f_back
-    return {} if frame is None else dict(frame.f_locals)
-
-
 @contextlib.contextmanager
 def _borrowed(model: PreTrainedModel) -> Iterator[None]:
-    """Within, the model may be a Target; afterwards its attention, its modes and its gradients are as before."""
+    """Within, the model can be a Target. Afterwards its attention, training modes and requires_grad are as before."""
     config = model.config.get_text_config()
     implementation = config._attn_implementation
     training = [module for module in model.modules() if module.training]
@@ -229,7 +216,7 @@ def _refusal(setting: str, advice: str) -> ValueError:
 
 
 def _check(model: PreTrainedModel, config: GenerationConfig, arguments: dict[str, Any]) -> None:
-    """Raises ValueError for what the decoder does not do."""
+    """Raises ValueError for what the decoder does not support."""
     if model.config.is_encoder_decoder:
         raise _refusal("an encoder and decoder", "take a decoder-only model")
     if (config.num_beams or 1) > 1:

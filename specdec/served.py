@@ -159,6 +159,21 @@ class Agreement:
     accepted: int
     offered: int
 
+    def __str__(self) -> str:
+        parts = [
+            f"tau {self.tau:.3f} here, {self.served_tau:.3f} in the engine ({100 * self.difference:+.1f} %)",
+            f"{self.same_answers} of {self.num_prompts} answers are the same",
+        ]
+        if self.largest_gap_at_difference is not None:
+            parts.append(
+                f"the engine's tau on these {100 * (self.difference_of_same_answers or 0):+.1f} %; where the other answers "
+                f"part, the target's two best logits differ by at most {self.largest_gap_at_difference:.2g}"
+            )
+        parts.append(f"the engine's counters: {self.accepted} of {self.offered} drafts accepted")
+        if self.same_drafts is not None:
+            parts.append(f"the same drafts in {self.same_drafts} of {self.rounds_compared} rounds")
+        return "; ".join(parts)
+
     def faithful(self, *, exact: bool) -> bool:
         """Whether the engine drafts as trained: the same answers, and the same drafts but for near ties, or else as many
         accepted. exact: every draft of the head is right, so the engine must accept every one."""

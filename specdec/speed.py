@@ -1,16 +1,19 @@
-"""The speed of a setting from its parts: tokens a round, and what a round takes (methods, sections 2 and 10).
+"""The speed of a setting from its parts: tokens a round, and seconds of a round (docs/methods.md, section 8).
 
-predicted speedup = tau * plain round / drafted round
+predicted speedup = tau * seconds of a plain round / seconds of a drafted round
 
 A round of plain decoding emits one token. `stages` are seconds by decode.STAGES, as in Generation.
 """
 
 import statistics
+import time
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import PreTrainedModel
 
 from specdec import replay
 from specdec.decode import STAGES, Decoder, Generation
@@ -18,65 +21,69 @@ from specdec.proposers.heads import HeadProposer
 from specdec.proposers.stopping import Stopping
 from specdec.report import Report
 
-RIDGE = 1.0  # of the fit: one over the variance of a normal prior around Stopping(), which believes the drafter
+RIDGE = 1.0  # of the fit: one over the variance of a normal prior around Stopping(), the drafter's own probabilities
 THRESHOLDS = [num / 50 for num in range(50)]
 
 
 @dataclass(frozen=True)
-class Timed:
+class TimedRound:
     """One round of one answer."""
 
     stages: dict[str, float]
     num_drafted: int  # nodes beside the root
     accepted: int
-    evidence: list[list[float]]  # [D][2], see Stopping; nothing if the proposer has none
+    evidence: list[list[float]]  # [D][2], see Stopping; empty if the proposer records none
 
 
 @dataclass(frozen=True)
-class Answer:
+class TimedAnswer:
     generation: Generation
-    rounds: list[Timed]
+    rounds: list[TimedRound]
 
 
-def decode(decoder: Decoder, prompt: list[int], max_new_tokens: int, generator: torch.Generator) -> Answer:
+def decode(decoder: Decoder, prompt: list[int], max_new_tokens: int, generator: torch.Generator) -> TimedAnswer:
     """One answer, its rounds timed one by one."""
     result, proposer = Generation([[]], [[]]), decoder.proposer
-    rounds: list[Timed] = []
+    rounds: list[TimedRound] = []
     before = result.stages
     for emitted in decoder.stream([prompt], max_new_tokens, generator=generator, result=result):
         result.tokens[0] += emitted.tokens[0]
-        if len(result.drafted) > len(rounds):  # not so when the prompt was read
+        if len(result.drafted) > len(rounds):  # false for the prompt's own pass, which is no round
             stages = {name: result.stages[name] - before[name] for name in STAGES}
             evidence = proposer.evidence if isinstance(proposer, HeadProposer) else []
-            found = torch.cat(evidence).tolist() if evidence else []
-            rounds.append(Timed(stages, result.drafted[-1], emitted.accepted[0], found))
+            values = torch.cat(evidence).tolist() if evidence else []
+            rounds.append(TimedRound(stages, result.drafted[-1], emitted.accepted[0], values))
         before = dict(result.stages)
-    return Answer(result, rounds)
+    return TimedAnswer(result, rounds)
 
 
-def decoded_tau(answers: list[Answer]) -> float:
+def decoded_tau(answers: list[TimedAnswer]) -> float:
     return 1 + statistics.fmean(timed.accepted for answer in answers for timed in answer.rounds)
 
 
-def replayed_tau(accepts: list[Tensor], depth: int) -> float:
-    """accepts: [K, n] as in replay.rounds, an answer each, K >= depth -> tau of chains of `depth`"""
-    found = [replay.rounds(accept[:depth]) for accept in accepts]
-    return 1 + sum(float(accepted.sum()) for _, accepted in found) / sum(rounds for rounds, _ in found)
+def replayed_tau(chances: list[Tensor], depth: int) -> float:
+    """tau of chains of `depth`. chances: for each answer, [K, n] as replay.rounds takes them, K >= depth"""
+    replays = [replay.rounds(each[:depth]) for each in chances]
+    return 1 + sum(float(accepted.sum()) for _, accepted in replays) / sum(rounds for rounds, _ in replays)
 
 
-def median_stages(answers: list[Answer]) -> dict[str, float]:
-    """Stages of a round. Rounds of one answer with equally many drafts count with their medians: what else the machine
-    did in the meantime plays no part then, but longer answers and longer chains do."""
-    groups: dict[tuple[int, int], list[Timed]] = {}
+def median_stages(answers: list[TimedAnswer]) -> dict[str, float]:
+    """Stages of a round, averaged over rounds, each of which counts with a median.
+
+    The median is that of the rounds of the same answer with as many drafts. So a disturbance of the machine does not
+    count, but longer answers and longer chains do.
+    """
+    groups: dict[tuple[int, int], list[TimedRound]] = {}
     for number, answer in enumerate(answers):
         for timed in answer.rounds:
             groups.setdefault((number, timed.num_drafted), []).append(timed)
-    num = sum(len(group) for group in groups.values())
-    return {
-        name: sum(len(group) * statistics.median(timed.stages[name] for timed in group) for group in groups.values())
-        / num
-        for name in STAGES
-    }
+    num = sum(map(len, groups.values()))
+
+    def mean(stage: str) -> float:
+        medians = [(len(group), statistics.median(timed.stages[stage] for timed in group)) for group in groups.values()]
+        return sum(size * seconds for size, seconds in medians) / num
+
+    return {stage: mean(stage) for stage in STAGES}
 
 
 def predict(tau: float, stages: dict[str, float], plain: dict[str, float]) -> float:
@@ -85,9 +92,9 @@ def predict(tau: float, stages: dict[str, float], plain: dict[str, float]) -> fl
 
 
 def best_chain(report: Report) -> int:
-    """The length of chain that a report of a chain makes fastest: 1 .. the one that it measured.
+    """The chain length with the highest predicted speedup, up to the length that the report measured.
 
-    A step of drafting is taken to cost the same at every depth, and what a draft adds to the target's pass likewise.
+    Assumes that a step of drafting costs the same at every depth, and so does each draft in the target's pass.
     """
     survival, stages = report.survival, report.ms_per_round
     depth, plain = len(survival), 1e3 / report.baseline_tokens_per_second
@@ -102,7 +109,7 @@ def best_chain(report: Report) -> int:
 
 
 def explain(name: str, tau: float, stages: dict[str, float], plain: dict[str, float]) -> str:
-    """A line on where the time goes."""
+    """One line: the parts of a round and the predicted speedup."""
     draft, verify, *rest = (1e3 * stages[stage] for stage in STAGES)
     return (
         f"{name}: {tau:.2f} tokens a round; {draft:.1f} ms draft + {verify:.1f} verify + {sum(rest):.1f} rest = "
@@ -112,9 +119,11 @@ def explain(name: str, tau: float, stages: dict[str, float], plain: dict[str, fl
 
 
 @dataclass(frozen=True)
-class Lengths:
-    """Seconds by the number of drafts in a chain, 0 .. D of them. A chain that stops below its limit has taken one step
-    more than it offers drafts: the step told it to stop."""
+class ChainCosts:
+    """Seconds of a round by the number of drafts in a chain that may stop, 0 .. D of them.
+
+    A chain that stops below its limit has taken one step more than it has drafts: the one whose evidence stopped it.
+    """
 
     draft: list[float]  # [1 + D]
     verify: list[float]  # [1 + D]
@@ -124,8 +133,8 @@ class Lengths:
         return self.draft[min(num_drafts + 1, limit)] + self.verify[num_drafts] + self.rest
 
 
-def between(known: dict[int, float], num: int) -> list[float]:
-    """Values at 0 .. num, straight lines between those that are known; 0 and num are."""
+def interpolate(known: dict[int, float], num: int) -> list[float]:
+    """Values at 0 .. num, linear between the known ones; `known` has 0 and num."""
     values = []
     for place in range(num + 1):
         low, high = max(n for n in known if n <= place), min(n for n in known if n >= place)
@@ -134,30 +143,31 @@ def between(known: dict[int, float], num: int) -> list[float]:
     return values
 
 
-def chain_lengths(
-    plain: dict[str, float], chains: dict[int, dict[str, float]], told: dict[str, float], depth: int
-) -> Lengths:
-    """plain, chains: stages of plain decoding and of chains by their length, that of `depth` among them; told: of the
-    chain of `depth` whose every step also says what Stopping asks for."""
-    draft = between({0: plain["draft"], **{n: stages["draft"] for n, stages in chains.items()}}, depth)
-    verify = between({0: plain["verify"], **{n: stages["verify"] for n, stages in chains.items()}}, depth)
-    asking = max(0.0, told["draft"] - draft[depth]) / depth  # a step
-    return Lengths([seconds + n * asking for n, seconds in enumerate(draft)], verify, told["keep"] + told["other"])
+def chain_costs(
+    plain: dict[str, float], chains: dict[int, dict[str, float]], recording: dict[str, float], depth: int
+) -> ChainCosts:
+    """plain: stages of plain decoding; chains: of chains by their length, that of `depth` among them; recording: of the
+    chain of `depth` that also records the evidence for Stopping at every step."""
+    draft = interpolate({0: plain["draft"], **{n: stages["draft"] for n, stages in chains.items()}}, depth)
+    verify = interpolate({0: plain["verify"], **{n: stages["verify"] for n, stages in chains.items()}}, depth)
+    evidence = max(0.0, recording["draft"] - draft[depth]) / depth  # seconds a step
+    draft = [seconds + n * evidence for n, seconds in enumerate(draft)]
+    return ChainCosts(draft, verify, recording["keep"] + recording["other"])
 
 
-def whole_rounds(answers: list[Answer]) -> list[Timed]:
-    """All rounds but the last of each answer, whose drafts may have been cut rather than refused."""
+def complete_rounds(answers: list[TimedAnswer]) -> list[TimedRound]:
+    """All rounds but the last of each answer, whose drafts may have been cut off rather than refused."""
     return [timed for answer in answers for timed in answer.rounds[:-1]]
 
 
-def fit_stopping(rounds: list[Timed]) -> Stopping:
-    """Logistic regression of "this draft is accepted" on its evidence, over drafts before which all were accepted.
+def fit_stopping(rounds: list[TimedRound]) -> Stopping:
+    """Logistic regression of "this draft is accepted" on its evidence, over drafts whose predecessors were all accepted.
 
-    Where the drafter has no confidence head that part of the evidence is 0, and its weight stays 0.
+    Where the drafter has no confidence head, that part of the evidence is 0 and its weight stays 0.
     """
-    depths = [(timed, d) for timed in rounds for d in range(min(timed.accepted + 1, len(timed.evidence)))]
-    evidence = torch.tensor([timed.evidence[d] for timed, d in depths], dtype=torch.float64)  # [M, 2]
-    accepted = torch.tensor([d < timed.accepted for timed, d in depths], dtype=torch.float64)  # [M]
+    cases = [(timed, d) for timed in rounds for d in range(min(timed.accepted + 1, len(timed.evidence)))]
+    evidence = torch.tensor([timed.evidence[d] for timed, d in cases], dtype=torch.float64)  # [M, 2]
+    accepted = torch.tensor([d < timed.accepted for timed, d in cases], dtype=torch.float64)  # [M]
     inputs = torch.cat([evidence, torch.ones(len(evidence), 1, dtype=torch.float64)], dim=1)  # [M, 3]
     prior = torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64)  # weight, confidence_weight, bias
     fitted = prior.clone().requires_grad_()
@@ -176,27 +186,53 @@ def fit_stopping(rounds: list[Timed]) -> Stopping:
 
 
 def seconds_per_token(
-    survival: list[list[float]], accepted: list[int], lengths: Lengths, *, depth: int, threshold: float
+    survival: list[list[float]], accepted: list[int], costs: ChainCosts, *, depth: int, threshold: float
 ) -> float:
-    """If rounds whose full chains had these estimates [R][D], and accepted so many drafts, had stopped below `threshold`."""
-    offered = [sum(chance >= threshold for chance in row[:depth]) for row in survival]
-    tokens = len(offered) + sum(map(min, accepted, offered))
-    return sum(lengths.round(num, depth) for num in offered) / tokens
+    """What a token would have taken if recorded rounds had been chains of `depth` that stop below `threshold`.
+
+    survival: [R][D] estimated for each draft of the full chains; accepted: [R] drafts of these chains
+    """
+    num_drafts = [sum(chance >= threshold for chance in row[:depth]) for row in survival]
+    num_tokens = len(num_drafts) + sum(map(min, accepted, num_drafts))
+    return sum(costs.round(num, depth) for num in num_drafts) / num_tokens
 
 
-def plan(rounds: list[Timed], stopping: Stopping, lengths: Lengths) -> tuple[int, Stopping]:
+def plan_stopping(rounds: list[TimedRound], stopping: Stopping, costs: ChainCosts) -> tuple[int, Stopping]:
     """The depth and the threshold at which chains that stop would have been fastest over recorded rounds of full chains.
 
-    They are tried one by one. In theory a draft is worth offering if its chance to survive, times the time that a token
-    takes, is more than what it adds to the round; but what it adds depends on where the chain ends, for of the last draft
-    the step is paid for when its evidence is at hand. A threshold of 0: stopping does not pay.
+    All pairs are tried. In theory a draft is worth its costs if its chance to survive, times the time that a token takes,
+    is more than what it adds to the round. But what it adds depends on where the chain ends: the step of the last draft
+    is already paid for when its evidence is known. A threshold of 0 means that stopping does not pay.
     """
     evidence = torch.tensor([timed.evidence for timed in rounds])  # [R, D, 2]
     survival = stopping.log_chance(evidence.flatten(0, 1)).view(len(rounds), -1).cumsum(1).exp().tolist()  # [R][D]
     accepted = [timed.accepted for timed in rounds]
     _, threshold, depth = min(
-        (seconds_per_token(survival, accepted, lengths, depth=depth, threshold=threshold), threshold, depth)
-        for depth in range(1, len(lengths.verify))
+        (seconds_per_token(survival, accepted, costs, depth=depth, threshold=threshold), threshold, depth)
+        for depth in range(1, len(costs.verify))
         for threshold in THRESHOLDS
     )
     return depth, replace(stopping, threshold=threshold)
+
+
+# The limit of plain decoding
+
+
+def bytes_per_token(model: PreTrainedModel) -> int:
+    """Bytes of weights that the pass of one token reads: all, but of an embedding apart from the LM head only one row."""
+    embedding, head = (
+        cast(nn.Linear, part).weight for part in (model.get_input_embeddings(), model.get_output_embeddings())
+    )
+    total = sum(parameter.nbytes for parameter in model.parameters())
+    return total if embedding is head else total - embedding.nbytes
+
+
+def memory_bandwidth(num_bytes: int, device: torch.device, *, repeats: int = 15) -> float:
+    """Bytes/s at which the device reads `num_bytes` from memory (a sum of float32); the best of `repeats`."""
+    values = torch.ones(num_bytes // 4, device=device)
+    best = 0.0
+    for _ in range(repeats):
+        start = time.perf_counter()
+        float(values.sum())  # waits for the device
+        best = max(best, values.nbytes / (time.perf_counter() - start))
+    return best

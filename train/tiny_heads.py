@@ -5,6 +5,7 @@ drafts what this project drafts with the second kind, whose drafts depend on eve
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -19,7 +20,38 @@ from train import data
 from train.features import Online
 from train.objective import Objective
 
+NUM_DRAFTS = 3  # in a round
 STEPS, EVERY = 1200, 50  # largest number of training steps, and steps between two tests of the drafts
+
+
+@dataclass(frozen=True)
+class Case:
+    """A tiny head: its name in conf/head, arguments, draft vocabulary or not, and the formats that engines on a CPU take."""
+
+    head: str
+    arguments: dict
+    reduced: bool
+    formats: tuple[str, ...]
+
+    def __str__(self) -> str:
+        words = [self.head, *(f"{key}={value}" for key, value in self.arguments.items())]
+        return " ".join([*words, "reduced"] if self.reduced else words)
+
+
+CASES = (
+    Case("eagle", {}, False, ("vllm",)),
+    Case("eagle3", {}, True, ("vllm", "speculators", "gguf")),
+    Case("eagle3", {"target_layers": [1, 3, 6]}, False, ("vllm", "speculators", "gguf")),
+    Case("eagle3", {"norm_features": True, "norm_output": True}, True, ("vllm", "speculators")),
+    Case("eagle3", {"norm_before_fc": True, "norm_before_residual": True}, True, ("vllm", "speculators", "gguf")),
+    Case("medusa", {"num_heads": 3, "num_blocks": 2}, False, ("vllm",)),
+    Case("medusa", {"num_heads": 3, "own_output": True}, False, ("vllm", "medusa")),
+    Case("mtp", {}, False, ("vllm",)),
+    Case("dflash", {"num_drafts": NUM_DRAFTS}, True, ("vllm", "speculators")),
+    Case("dflash", {"num_drafts": NUM_DRAFTS}, False, ("vllm", "gguf")),
+    Case("dspark", {"num_drafts": NUM_DRAFTS, "markov_rank": 16}, True, ("gguf",)),
+    Case("draft", {}, False, ("vllm", "gguf")),
+)
 ShareRight = Callable[[Drafter], float]  # the share of rounds that draft only what the target then says
 
 
@@ -67,7 +99,8 @@ def small_vocab(rows: list[data.Row]) -> Tensor:
 def overfit(drafter: Drafter, rows: list[data.Row], objective: dict, *, depth: int, share_right: ShareRight) -> Drafter:
     """A copy of the drafter that drafts these rows without a mistake. Raises ValueError if it does not learn them.
 
-    objective: arguments of `Objective` as conf/head has them, of whose losses only cross-entropy counts, and confidence where the head has it
+    objective: arguments of `Objective` as conf/head has them; of its losses only cross-entropy counts, and confidence where
+        the head has it
     """
     target = drafter.target
     wanted = {"ce", "confidence"} if drafter.confident else {"ce"}

@@ -1,115 +1,49 @@
-"""What the scripts that decode share: the checkpoint, its target, the tree's shape."""
+"""What the commands that decode load: the target, its tokenizer, checkpoints, and prompts."""
 
+import hashlib
 import os
+import platform
 import sys
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import yaml
 from omegaconf import OmegaConf
 from transformers import PreTrainedTokenizerBase
 
+from helpers.options import option, split
 from specdec import checkpoint
 from specdec.drafter import Head
-from specdec.drafting import Drafting
-from specdec.proposers.stopping import Stopping
-from specdec.sampling import Sampling
+from specdec.report import Report, Training
 from specdec.target import Target, load_tokenizer
 from train import data
 from train.naming import named
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
+FROZEN = "the frozen target"
+CHECKPOINT = "a trained head: a step's folder, or a run's folder for its best step"
+CHECKPOINTS = "comma list of trained heads: steps' folders, or runs' folders for their best steps"
 
 
 @dataclass(frozen=True)
 class TargetOptions:
-    name: str | None = field(
-        default=None, metadata={"help": "folder or Hub name of the target; null: the checkpoint's"}
-    )
-    dtype: str = field(default="bfloat16", metadata={"help": "bfloat16, float32, float16 or float64"})
-    device: str | None = field(default=None, metadata={"help": "cpu or cuda; null: cuda if there is one"})
+    name: str | None = option(None, "folder or Hub name of the target; null: the checkpoint's")
+    dtype: str = option("bfloat16", "bfloat16, float32, float16 or float64")
+    device: str | None = option(None, "cpu or cuda; null: cuda if there is one")
 
 
 @dataclass(frozen=True)
 class TokenizerOptions:
     """For commands that read the target's tokenizer and not its weights."""
 
-    name: str = field(
-        default="targets/smollm2-135m", metadata={"help": "folder or Hub name of the target, for its tokenizer"}
-    )
+    name: str = option("targets/smollm2-135m", "folder or Hub name of the target, for its tokenizer")
 
 
-@dataclass(frozen=True)
-class DecodeOptions:
-    temperature: str = field(default="0", metadata={"help": "0 is greedy; a comma list measures each"})
-    top_k: int | None = field(default=None, metadata={"help": "sample from so many tokens only"})
-    top_p: float | None = field(default=None, metadata={"help": "sample from the likeliest tokens of this mass only"})
-    repetition_penalty: float = field(default=1.0, metadata={"help": "above 1: tokens seen before are less likely"})
-    file: str | None = field(
-        default=None, metadata={"help": "YAML of decode settings, as scripts/tune.py writes; replaces those below"}
-    )
-    depth: int = field(default=2, metadata={"help": "drafts along a path"})
-    width: int = field(default=1, metadata={"help": "nodes widened at each depth (EAGLE-2's tree); 1 is a chain"})
-    nodes: int | None = field(
-        default=None, metadata={"help": "drafts in a tree; null: depth for a chain, else depth x width"}
-    )
-    children: str = field(
-        default="chosen",
-        metadata={"help": "of a tree, at temperature > 0: chosen, or sampled: distinct or independent"},
-    )
-    rule: str = field(default="token", metadata={"help": "token, block (whole paths) or typical (needs lossy=true)"})
-    lossy: bool = field(default=False, metadata={"help": "allow rules that change what the target says"})
-    compile: bool | None = field(
-        default=None,
-        metadata={
-            "help": "compile for the shapes that occur: slow start, fast rounds; null: as decode.file, else false"
-        },
-    )
-
-    def drafting(self) -> Drafting:
-        if self.file is not None:
-            return read_drafting(self.file, compile=self.compile)
-        with named("decode"):
-            drafting = Drafting(
-                depth=self.depth,
-                width=self.width,
-                nodes=self.nodes,
-                children=self.children,  # type: ignore[arg-type]  # it is checked there
-                rule=self.rule,
-                lossy=self.lossy,
-                compile=bool(self.compile),
-            )
-            _ = drafting.shape  # so that a size that cannot be is refused here
-            return drafting
-
-    def samplings(self) -> list[Sampling]:
-        try:
-            temperatures = [float(value) for value in self.temperature.split(",")]
-        except ValueError:
-            raise ValueError(f"decode.temperature={self.temperature}: give numbers, such as 0 or 0,1.") from None
-        with named("decode"):
-            return [Sampling(value, self.top_k, self.top_p, self.repetition_penalty) for value in temperatures]
-
-
-def read_drafting(path: str, *, compile: bool | None) -> Drafting:
-    """What scripts/tune.py wrote. Raises ValueError with what to do."""
-    try:
-        found = OmegaConf.to_container(OmegaConf.load(path))
-        missing = [item.name for item in fields(Drafting) if item.name not in found]
-        if missing:
-            raise KeyError(f"it lacks {', '.join(missing)}")
-        with named("decode"):
-            drafting = Drafting(**{**found, "compile": found["compile"] if compile is None else compile})
-            _ = (
-                drafting.shape,
-                Stopping(**(drafting.stopping or {})),
-            )  # here, where a mistake can be told from its place
-            return drafting
-    except (OSError, TypeError, KeyError, yaml.YAMLError) as error:
-        raise ValueError(
-            f"decode.file={path} cannot be used ({error}): give a file that scripts/tune.py wrote."
-        ) from error
+@dataclass(frozen=True, kw_only=True)
+class PromptOptions:
+    prompts: str = option("data/prompts_heldout.jsonl", "rows with a prompt or messages: JSONL, folder or dataset")
+    limit: int | None = option(None, "decode this many prompts, spread over the file; null: all")
+    max_new_tokens: int = option(64, "longest answer, in tokens")
 
 
 @dataclass(frozen=True)
@@ -129,9 +63,51 @@ class Loaded(Opened):
     drafter: Head
 
 
+@dataclass(frozen=True)
+class Run:
+    """One of several checkpoints that are compared."""
+
+    name: str
+    folder: Path
+    drafter: Head
+    baseline: str  # a name of its target's plain decoding: FROZEN, or one of its own if it adapts the target
+    training: Training | None  # from its report; None for older checkpoints
+
+
 def use_threads() -> None:
     """All cores, unless OMP_NUM_THREADS says otherwise."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1))
+
+
+def machine(target: Target) -> dict:
+    """The conditions under which times were measured."""
+    on_cuda = target.device.type == "cuda"
+    return {
+        "machine": torch.cuda.get_device_name(target.device) if on_cuda else platform.machine(),
+        "device": str(target.device),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
+
+
+def conditions(target: Target) -> str:
+    """The same in one phrase, for titles."""
+    where = machine(target)
+    dtype = str(target.dtype).removeprefix("torch.")
+    return f"{target.name}, {dtype}, {where['machine']}, {where['threads']} threads"
+
+
+def digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def digest_folder(folder: Path) -> str:
+    """A digest of the names and contents of a folder's files."""
+    lines = []
+    for path in sorted(path for path in folder.iterdir() if path.is_file()):
+        with path.open("rb") as file:
+            lines.append(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}")
+    return digest("\n".join(lines).encode())
 
 
 def run_names(folders: list[Path]) -> list[str]:
@@ -154,11 +130,20 @@ def trained_on(folder: Path) -> str | None:
 def load_target(options: TargetOptions, *, default: str | None = None) -> Opened:
     """default: its name, where the options give none; without one, that of conf/target. Raises ValueError as Target.load."""
     use_threads()
-    name = options.name or default or str(OmegaConf.load(CONF / "target" / "smollm2-135m.yaml").name)
+    usual = str(OmegaConf.load(CONF / "target" / "smollm2-135m.yaml").name)
+    name = options.name or default or usual
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    with named("target"):
-        target = Target.load(name, dtype=options.dtype, device=device)
-    tokenizer = load_tokenizer(name)
+    try:
+        with named("target"):
+            return open_target(Target.load(name, dtype=options.dtype, device=device))
+    except ValueError as error:
+        if name == usual and not Path(name).exists():
+            raise ValueError(f"{error} `make setup` (or python scripts/get_target.py) makes {usual}.") from error
+        raise
+
+
+def open_target(target: Target) -> Opened:
+    tokenizer = load_tokenizer(target.name)
     return Opened(target, tokenizer, data.stop_tokens(tokenizer, target.model.generation_config))
 
 
@@ -167,11 +152,49 @@ def target_of(folder: Path) -> str:
     return str(checkpoint.read_json(folder / "drafter.json").get("target"))
 
 
+def adapts(folder: str | Path) -> bool:
+    """Whether the head of a checkpoint changes its target."""
+    document = checkpoint.read_json(checkpoint.resolve(folder) / "drafter.json")
+    return checkpoint.drafter_class(str(document.get("_target_"))).adapts_target
+
+
+def warn_adapted(folder: Path | None, target: Target) -> None:
+    if target.adapted:
+        print(f"{folder} adapts its target: all outputs are those of the adapted one.", file=sys.stderr)
+
+
 def load(folder: str, options: TargetOptions) -> Loaded:
     """Raises ValueError, with what to do, for a wrong folder or target."""
     path = checkpoint.resolve(folder)
     opened = load_target(options, default=target_of(path))
     drafter = checkpoint.load(path, opened.target)
-    if opened.target.adapted:
-        print(f"{path} adapts its target: all outputs are those of the adapted one.", file=sys.stderr)
+    warn_adapted(path, opened.target)
     return Loaded(**vars(opened), folder=path, drafter=drafter)
+
+
+def load_runs(listed: str, options: TargetOptions) -> list[Run]:
+    """The checkpoints of a comma list beside one frozen target; a drafter that adapts its target gets one of its own.
+
+    Raises ValueError as `load`, and if two have the same name.
+    """
+    given = [Path(folder) for folder in split(listed)]
+    runs: list[Run] = []
+    targets: dict[str, Target] = {}
+    for name, folder in zip(run_names(given), map(checkpoint.resolve, given)):
+        baseline = f"the target adapted by {name}" if adapts(folder) else FROZEN
+        if baseline not in targets:
+            targets[baseline] = load_target(options, default=target_of(folder)).target
+        drafter = checkpoint.load(folder, targets[baseline])
+        path = folder / "report.json"
+        report = Report.from_json(checkpoint.read_json(path), source=str(path)) if path.exists() else None
+        runs.append(Run(name, folder, drafter, baseline, report and report.training))
+    return runs
+
+
+def shared_target(runs: list[Run], options: TargetOptions, *, head: str | None = None) -> Opened:
+    """The frozen target of the runs. Where there is none, it is loaded: that of the first run, or of `head`."""
+    frozen = [run.drafter.target for run in runs if run.baseline == FROZEN]
+    if frozen:
+        return open_target(frozen[0])
+    folder = runs[0].folder if runs else head and checkpoint.resolve(head)
+    return load_target(options, default=target_of(folder) if folder else None)

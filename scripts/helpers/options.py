@@ -1,10 +1,24 @@
-"""Options of a script, written key=value (or group.key=value), from a small dataclass."""
+"""Options of a command, written key=value or group.key=value, from a frozen dataclass.
+
+The same words mean the same thing in every command:
+
+    checkpoint=DIR                a trained head: a step's folder, or a run's folder for its best step. DIR,DIR,..
+                                  where a command compares several
+    proposer=NAME proposers=A,B   what drafts, by its file in conf/proposer
+    proposer.KEY=VALUE            its settings; with proposers=, or inside another proposer, proposer.NAME.KEY=VALUE
+    proposer.checkpoint=DIR       the trained head inside a proposer that holds one; default: the first of checkpoint=
+    target.name= target.dtype= target.device=
+    prompts= limit= max_new_tokens= batch= seed= out=
+    decode.temperature= decode.depth= decode.width= decode.nodes= decode.compile= ...
+    chains=1,2,3 trees=4x3x8      shapes to compare: chain lengths, and DEPTHxWIDTHxNODES of trees
+"""
 
 import dataclasses
+import difflib
 import os
 import sys
 from collections.abc import Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
@@ -12,68 +26,124 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 Options = TypeVar("Options")
 
 
-def flatten(dataclass_type: type, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field]]:
-    """(name, field) of every option; a field that is itself a dataclass is a group."""
-    for field in dataclasses.fields(dataclass_type):
+@dataclasses.dataclass(frozen=True)
+class Option:
+    name: str  # with its group: decode.depth
+    type: Any
+    default: Any  # dataclasses.MISSING if a value must be given
+    help: str
+    prefix: str | None  # of a dict that takes PREFIX.KEY=VALUE for every KEY
+
+
+def option(default: Any, text: str) -> Any:
+    """A field of an options dataclass with its help text."""
+    return dataclasses.field(default=default, metadata={"help": text})
+
+
+def split(text: str | None) -> list[str]:
+    """The parts of a comma list, without blanks around them and without empty parts."""
+    return [part.strip() for part in (text or "").split(",") if part.strip()]
+
+
+def flatten(kind: type, prefix: str = "", group: Any = None) -> Iterator[Option]:
+    """Every option of an options dataclass. A field that is a dataclass is a group; `group` holds its defaults."""
+    for field in dataclasses.fields(kind):
+        default = field.default if group is None else getattr(group, field.name)
+        if group is None and field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
         if dataclasses.is_dataclass(field.type):
-            yield from flatten(field.type, f"{prefix}{field.name}.")
+            yield from flatten(field.type, f"{prefix}{field.name}.", default)
         else:
-            yield prefix + field.name, field
+            text = find_help(kind, field.name)
+            yield Option(prefix + field.name, field.type, default, text, field.metadata.get("prefix"))
 
 
-def describe(name: str, field: dataclasses.Field) -> str:
-    if "prefix" in field.metadata:
-        return f"  {field.metadata['prefix'] + 'KEY':<22} {field.metadata['help']}"
-    default = "required" if field.default is dataclasses.MISSING else f"default {field.default}"
-    return f"  {name:<22} {field.metadata['help']} ({default})"
+def find_help(kind: type, name: str) -> str:
+    """The help text of an option: a class that only replaces an inherited default keeps the text of its base class."""
+    fields = [vars(owner).get("__dataclass_fields__", {}).get(name) for owner in kind.__mro__]
+    return next((field.metadata["help"] for field in fields if field is not None and "help" in field.metadata), "")
 
 
-def options(dataclass_type: type[Options], docstring: str) -> Options:
-    """The dataclass filled from the command line; -h or --help prints `docstring` and every field, and exits.
+def describe(known: dict[str, Option], docstring: str) -> str:
+    """What --help prints: the docstring, then the options, group by group."""
+    lines = [docstring.strip(), "", "Options, written key=value:"]
+    group = ""
+    for option in sorted(known.values(), key=lambda option: option.name.count(".")):  # stable: groups come last
+        if option.name.rpartition(".")[0] != group:
+            group = option.name.rpartition(".")[0]
+            lines += ["", f"{group}:"]
+        if option.prefix:
+            lines.append(f"  {option.prefix + 'KEY':<26} {option.help}")
+        else:
+            default = "required" if option.default is dataclasses.MISSING else f"default: {show(option.default)}"
+            lines.append(f"  {option.name:<26} {option.help} ({default})")
+    return "\n".join(lines)
 
-    A field without default is required; its metadata {"help": ...} explains it in one line. A field of type str may
-    hold a comma list; a dict with metadata {"prefix": "NAME."} takes every NAME.KEY=VALUE as it is written. What cannot be understood ends the program with a sentence.
+
+def show(value: Any) -> str:
+    """A value as it is written on the command line."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    return str(value) or "empty"
+
+
+def refuse_unknown(key: str, names: list[str]) -> SystemExit:
+    close = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
+    guess = f" Did you mean {close[0]!r}?" if close else ""
+    return SystemExit(f"There is no option {key!r}.{guess} Known options: {', '.join(names)}. See --help.")
+
+
+def options(kind: type[Options], docstring: str) -> Options:
+    """The dataclass filled from the command line; -h or --help prints `docstring` and every option, and exits.
+
+    A field without a default is required; `option` gives it a help text of one line. A field of type str may hold a
+    comma list; a dict with metadata {"prefix": "NAME."} takes every NAME.KEY=VALUE as it is written. An argument that
+    cannot be used ends the program with one sentence (SystemExit).
     """
-    fields = dict(flatten(dataclass_type))
-    open_ended = {field.metadata["prefix"]: name for name, field in fields.items() if "prefix" in field.metadata}
-    known = ", ".join([name for name in fields if name not in open_ended.values()] + [f"{p}KEY" for p in open_ended])
+    known = {option.name: option for option in flatten(kind)}
     arguments = sys.argv[1:]
     if "-h" in arguments or "--help" in arguments:
-        print(
-            "\n".join(
-                [docstring.strip(), "", "Options, written key=value:", *(describe(*item) for item in fields.items())]
-            )
-        )
+        print(describe(known, docstring))
         raise SystemExit(0)
-    given: dict = {}
-    for argument in arguments:
-        key, equals, value = argument.partition("=")
-        if not equals:
-            raise SystemExit(f"{argument!r} is not of the form key=value. Known options: {known}. See --help.")
-        prefix = next((prefix for prefix in open_ended if key.startswith(prefix)), None)
-        if prefix:
-            given.setdefault(open_ended[prefix], {})[key.removeprefix(prefix)] = value
-            continue
-        if key not in fields or key in open_ended.values():
-            raise SystemExit(f"There is no option {key!r}. Known options: {known}. See --help.")
-        given[key] = value  # kept as written: a prompt may hold quotes, commas and equals signs
+    given = parse(arguments, known)
     try:
-        merged = OmegaConf.structured(dataclass_type)
-        for group in {name.rpartition(".")[0] for name in fields}:  # a frozen dataclass becomes a read-only group
+        merged = OmegaConf.structured(kind)
+        for group in {name.rpartition(".")[0] for name in known}:  # a frozen dataclass becomes a read-only group
             OmegaConf.set_readonly(OmegaConf.select(merged, group) if group else merged, False)
         for key, value in given.items():
-            nothing = isinstance(value, str) and value.lower() in ("null", "none") and "None" in str(fields[key].type)
-            OmegaConf.update(merged, key, None if nothing else value)
+            null = isinstance(value, str) and value.lower() in ("null", "none") and "None" in str(known[key].type)
+            OmegaConf.update(merged, key, None if null else value)
         return OmegaConf.to_object(merged)
     except MissingMandatoryValue:
-        missing = ", ".join(name for name in fields if OmegaConf.is_missing(merged, name))
+        missing = ", ".join(name for name in known if OmegaConf.is_missing(merged, name))
         raise SystemExit(f"Give a value for: {missing}. See --help.") from None
     except OmegaConfBaseException as error:
         raise SystemExit(f"{error.full_key}: {str(error).splitlines()[0]}. See --help.") from None
 
 
+def parse(arguments: list[str], known: dict[str, Option]) -> dict[str, Any]:
+    """key=value arguments as a dict. Values stay as they are written: a prompt may hold quotes, commas, equals signs."""
+    prefixes = {option.prefix: option.name for option in known.values() if option.prefix}
+    names = [name for name in known if name not in prefixes.values()] + [f"{prefix}KEY" for prefix in prefixes]
+    given: dict[str, Any] = {}
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        if not equals:
+            raise SystemExit(
+                f"{argument!r} is not of the form key=value. Known options: {', '.join(names)}. See --help."
+            )
+        prefix = next((prefix for prefix in prefixes if key.startswith(prefix)), None)
+        if prefix:
+            given.setdefault(prefixes[prefix], {})[key.removeprefix(prefix)] = value
+        elif key not in names:
+            raise refuse_unknown(key, names)
+        else:
+            given[key] = value
+    return given
+
+
 def run(main) -> None:
-    """Runs a script's main: what a user did wrong ends in one sentence, Ctrl-C without a traceback."""
+    """Runs a command: a user's mistake (ValueError) ends in one sentence, Ctrl-C without a traceback."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()

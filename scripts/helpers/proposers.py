@@ -1,6 +1,5 @@
-"""What stands in conf/proposer, built for a target."""
+"""The proposers of conf/proposer, configured by options and built for a target."""
 
-import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,40 +11,41 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from helpers import loading
-from specdec.checkpoint import drafter_class, read_json, resolve
-from specdec.checkpoint import load as load_drafter
+from helpers.options import option, split
+from specdec.checkpoint import resolve
 from specdec.drafting import Drafting
 from specdec.proposers.base import Proposer
 from specdec.proposers.heads import HeadProposer
 from specdec.target import Target
-from train.naming import named as option_of
+from train.naming import named
 
 FOLDER = loading.CONF / "proposer"
 NESTED = ("members", "inner")  # arguments that are proposers themselves, written as names
-Settings = dict[str, str]  # as written: KEY: VALUE, and MEMBER.KEY: VALUE for a proposer inside another
-Config = dict[str, Any]  # a file of conf/proposer with the values that count; at NESTED, by name, those inside
+KINDS = {int: "a whole number", float: "a number", bool: "true or false", list: "a list", str: "a name"}
+Settings = dict[str, str]  # as written: KEY: VALUE, and NAME.KEY: VALUE for a proposer inside another
+Config = dict[str, Any]  # a file of conf/proposer with its final values; at NESTED: configurations by name
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ProposerOptions:
-    """What a script's options hold beside target and decode, to choose any proposer."""
+    """For commands that decode with one proposer."""
 
-    checkpoint: str | None = field(
-        default=None, metadata={"help": "a trained head: a step's folder, or a run's folder for its best step"}
-    )
-    proposer: str = field(default="head", metadata={"help": "what drafts: a file of conf/proposer, which says more"})
+    checkpoint: str | None = option(None, loading.CHECKPOINT)
+    proposer: str = option("head", "what drafts: the name of a file in conf/proposer, where its settings are explained")
     settings: dict[str, str] = field(
         default_factory=dict, metadata={"prefix": "proposer.", "help": "settings of the proposer, see conf/proposer"}
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SeveralOptions:
-    """The same for scripts that set several beside each other."""
+    """For commands that compare checkpoints and proposers."""
 
-    proposers: str = field(default="", metadata={"help": "comma list of files of conf/proposer"})
+    checkpoint: str = option("", loading.CHECKPOINTS)
+    proposers: str = option("", "comma list of files in conf/proposer, to compare too")
     settings: dict[str, str] = field(
-        default_factory=dict, metadata={"prefix": "proposer.", "help": "NAME.KEY=VALUE: settings of a proposer"}
+        default_factory=dict,
+        metadata={"prefix": "proposer.", "help": "NAME.KEY=VALUE: settings of a proposer; checkpoint=DIR: its head"},
     )
 
 
@@ -58,8 +58,8 @@ class Chosen(loading.Opened):
     checkpoint: Path | None
 
     @property
-    def what(self) -> str:
-        """For a title: a trained head's chain or tree, or the name."""
+    def title(self) -> str:
+        """A trained head's chain or tree, or the proposer's name."""
         return str(self.proposer.shape) if isinstance(self.proposer, HeadProposer) else self.name
 
 
@@ -68,39 +68,99 @@ def names() -> list[str]:
 
 
 def load(given: ProposerOptions, options: loading.TargetOptions, drafting: Drafting) -> Chosen:
-    """The target is that of the checkpoint, if there is one. Raises ValueError, with what to do."""
-    folder = resolve(given.checkpoint) if given.checkpoint else None
-    opened = loading.load_target(options, default=folder and loading.target_of(folder))
-    proposer = build(
-        given.proposer, opened.target, settings=given.settings, drafting=drafting, checkpoint=folder and str(folder)
-    )
-    if opened.target.adapted:
-        print(f"{folder} adapts its target: all outputs are those of the adapted one.", file=sys.stderr)
+    """A proposer beside its target, which is the checkpoint's if there is one.
+
+    Raises ValueError for what does not exist or does not fit.
+    """
+    head = given.settings.get("checkpoint", given.checkpoint)
+    folder = resolve(head) if head else None
+    opened = loading.load_target(options, default=loading.target_of(folder) if folder else None)
+    proposer = build(given.proposer, opened.target, settings=given.settings, drafting=drafting, checkpoint=head)
+    loading.warn_adapted(folder, opened.target)
     return Chosen(opened.target, opened.tokenizer, opened.stop, given.proposer, proposer, folder)
 
 
 def build(name: str, target: Target, *, settings: Settings, drafting: Drafting, checkpoint: str | None) -> Proposer:
-    """Raises ValueError, with what to do, for what does not exist or does not fit."""
+    """The proposer of conf/proposer/<name>.yaml. Raises ValueError for what does not exist or does not fit."""
     return make(configure(name, settings=settings, drafting=drafting, checkpoint=checkpoint), target)
 
 
-def configure(name: str, *, settings: Settings, drafting: Drafting, checkpoint: str | None) -> Config:
-    """conf/proposer/<name>.yaml with `settings`; there ${decode.KEY} is the drafting's, ${checkpoint} the trained head."""
-    shared = {"decode": {**asdict(drafting), "nodes": drafting.shape.nodes}, "checkpoint": checkpoint}
-    config = _read(name, {key: value for key, value in settings.items() if "." not in key}, shared)
+def configure_all(listed: str, *, settings: Settings, drafting: Drafting, checkpoint: str | None) -> dict[str, Config]:
+    """The proposers of a comma list, by name. settings: NAME.KEY: VALUE, and `checkpoint` for all trained heads inside.
+
+    Raises ValueError as `build`, and for a head that adapts the target, which the proposers share.
+    """
+    configs = _configure_each(
+        split(listed), f"proposers={listed}", settings, "proposer", drafting=drafting, checkpoint=checkpoint
+    )
+    for head in {head for config in configs.values() for head in heads(config)}:
+        if loading.adapts(head):
+            raise ValueError(
+                f"The head {head} adapts its target, which the other proposers share: evaluate it alone, or compare it "
+                "with checkpoint=; name another head with proposer.checkpoint=DIR."
+            )
+    return configs
+
+
+def configure(
+    name: str, *, settings: Settings, drafting: Drafting, checkpoint: str | None, prefix: str = "proposer"
+) -> Config:
+    """conf/proposer/<name>.yaml with `settings`; in it ${decode.KEY} is the drafting's, ${checkpoint} the trained head.
+
+    prefix: what its options begin with
+    """
+    checkpoint = settings.get("checkpoint", checkpoint)
+    interpolated = {
+        "decode": {**asdict(drafting), "nodes": drafting.shape.nodes},
+        "checkpoint": checkpoint and str(resolve(checkpoint)),
+    }
+    own = {key: value for key, value in settings.items() if "." not in key and key != "checkpoint"}
+    config = _read(name, own, interpolated, prefix)
     nested = {key: [config[key]] if isinstance(config[key], str) else config[key] for key in NESTED if key in config}
-    members = [member for key in nested for member in nested[key]]
     inside = {key: value for key, value in settings.items() if "." in key}
-    found = _configure_each(members, name, settings=inside, drafting=drafting, checkpoint=checkpoint)
-    return config | {key: {member: found[member] for member in nested[key]} for key in nested}
+    members = [member for group in nested.values() for member in group]
+    configs = _configure_each(members, name, inside, prefix, drafting=drafting, checkpoint=checkpoint)
+    config |= {key: {member: configs[member] for member in group} for key, group in nested.items()}
+    if "checkpoint" in settings and not heads(config):
+        raise ValueError(f"{prefix}.checkpoint={settings['checkpoint']}: {name} holds no trained head.")
+    return config
 
 
-def make(config: Config, target: Target) -> Proposer:
-    """The proposer of a `configure`d file. Raises ValueError, with what to do, for what does not fit."""
-    inside = {key: [make(one, target) for one in config[key].values()] for key in NESTED if key in config}
-    arguments = {key: made if key == "members" else made[0] for key, made in inside.items()}
+def _configure_each(
+    names: list[str], where: str, settings: Settings, prefix: str, *, drafting: Drafting, checkpoint: str | None
+) -> dict[str, Config]:
+    """Configurations by name. settings: NAME.KEY: VALUE; where: what lists the names, for messages"""
+    if len(set(names)) < len(names):
+        raise ValueError(f"{where} has {', '.join(names)} inside it: list each once.")
+    checkpoint = settings.get("checkpoint", checkpoint)
+    inside: dict[str, Settings] = {name: {} for name in names}
+    for key, value in settings.items():
+        name, _, rest = key.partition(".")
+        if name in inside and rest:
+            inside[name][rest] = value
+        elif key != "checkpoint":
+            only = f", only {' and '.join(names)}: write {prefix}.NAME.KEY" if names else ""
+            raise ValueError(f"{prefix}.{key}={value}: {where} has no proposer {name!r} inside it{only}.")
+    return {
+        name: configure(
+            name, settings=inside[name], drafting=drafting, checkpoint=checkpoint, prefix=f"{prefix}.{name}"
+        )
+        for name in names
+    }
+
+
+def make(config: Config, target: Target, prefix: str = "proposer") -> Proposer:
+    """The proposer of a configuration. Raises ValueError for what does not fit.
+
+    prefix: what its options begin with
+    """
+    arguments: dict[str, Any] = {}
+    for key in NESTED:
+        made = [make(inner, target, f"{prefix}.{name}") for name, inner in config.get(key, {}).items()]
+        if made:
+            arguments[key] = made if key == "members" else made[0]
     own = {key: value for key, value in config.items() if key not in NESTED}
-    with option_of("proposer"):
+    with named("decode"), named(prefix, only=own):
         try:
             return instantiate(own, target, **arguments, _convert_="all")
         except InstantiationException as error:
@@ -109,100 +169,52 @@ def make(config: Config, target: Target) -> Proposer:
             raise
 
 
-def names_in(listed: str) -> list[str]:
-    return [name.strip() for name in listed.split(",") if name.strip()]
-
-
-def adapts(folder: str | Path) -> bool:
-    """Whether the head of a checkpoint changes its target."""
-    return drafter_class(str(read_json(Path(folder) / "drafter.json").get("_target_"))).adapts_target
-
-
-def configure_all(named: str, *, settings: Settings, drafting: Drafting, checkpoint: str | None) -> dict[str, Config]:
-    """The proposers of a comma list; settings: NAME.KEY: VALUE. Raises ValueError as `build`."""
-    if checkpoint and adapts(checkpoint):
-        raise ValueError(
-            f"checkpoint={checkpoint} adapts its target, which the others share: evaluate it alone, or name it in runs=."
-        )
-    return _configure_each(
-        names_in(named), f"proposers={named}", settings=settings, drafting=drafting, checkpoint=checkpoint
-    )
-
-
-def _configure_each(
-    named: list[str], where: str, *, settings: Settings, drafting: Drafting, checkpoint: str | None
-) -> dict[str, Config]:
-    """settings: NAME.KEY: VALUE; where: they are listed, for a message"""
-    if len(set(named)) < len(named):
-        raise ValueError(f"{where} has {', '.join(named)} inside it: list each once.")
-    inside: dict[str, Settings] = {name: {} for name in named}
-    for key, value in settings.items():
-        name, _, rest = key.partition(".")
-        if name not in inside or not rest:
-            only = f", only {' and '.join(named)}: write proposer.NAME.KEY" if named else ""
-            raise ValueError(f"proposer.{key}={value}: {where} has no proposer {name!r} inside it{only}.")
-        inside[name][rest] = value
-    return {name: configure(name, settings=inside[name], drafting=drafting, checkpoint=checkpoint) for name in named}
+def heads(config: Config) -> list[str]:
+    """The trained heads inside a configuration."""
+    inside = [inner for key in NESTED for inner in config.get(key, {}).values()]
+    own = [config["checkpoint"]] if "checkpoint" in config else []
+    return own + [head for inner in inside for head in heads(inner)]
 
 
 def folders(config: Config) -> set[str]:
-    """What is named anywhere in a configuration and lies on this machine."""
-    found: set[str] = set()
-    for value in config.values():
-        if isinstance(value, dict):
-            found |= folders(value)
-        elif isinstance(value, str) and Path(value).is_dir():
-            found.add(value)
-    return found
+    """All values in a configuration that are folders on this machine."""
+    values = set(filter(lambda value: isinstance(value, str) and Path(value).is_dir(), config.values()))
+    return values.union(*(folders(value) for value in config.values() if isinstance(value, dict)))
 
 
-def _read(name: str, settings: Settings, shared: dict) -> Config:
+def _read(name: str, settings: Settings, interpolated: dict, prefix: str) -> Config:
     if name not in names():
         raise ValueError(f"There is no proposer {name!r}; there are: {', '.join(names())}.")
     config = OmegaConf.load(FOLDER / f"{name}.yaml")
     known = [str(key) for key in config if key != "_target_"]
-    whole = OmegaConf.create({"proposer": config, **shared})
+    whole = OmegaConf.create({"proposer": config, **interpolated})
     for key, value in settings.items():
         if key not in known:
-            raise ValueError(f"proposer.{key}={value}: {name} has the settings {', '.join(known)}.")
-        whole.proposer[key] = _parse(whole.proposer, key, value)
+            raise ValueError(f"{prefix}.{key}={value}: {name} has the settings {', '.join(known)}.")
+        whole.proposer[key] = _parse(whole.proposer, key, value, prefix)
     try:
-        found = OmegaConf.to_container(whole.proposer, resolve=True, throw_on_missing=True)
+        values = OmegaConf.to_container(whole.proposer, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         key = str(error.full_key).rpartition(".")[2]
-        raise ValueError(f"Give proposer.{key}=...: {name} needs it (see conf/proposer/{name}.yaml).") from None
-    if found.get("checkpoint", "") is None:
+        raise ValueError(f"Give {prefix}.{key}=...: {name} needs it (see conf/proposer/{name}.yaml).") from None
+    if values.get("checkpoint", "") is None:
         raise ValueError(f"proposer={name} needs a trained head: give checkpoint=DIR, or another proposer=.")
-    return found
+    return values
 
 
-def _parse(config: DictConfig, key: str, value: str):
-    """A setting as YAML reads it. Raises ValueError if that is no number, name or list where the default is one."""
+def _parse(config: DictConfig, key: str, value: str, prefix: str) -> Any:
+    """A setting as YAML reads it. Raises ValueError if it is not of the default's kind: a number, a name, a list."""
     try:
-        found = yaml.safe_load(value)
+        parsed = yaml.safe_load(value)
     except yaml.YAMLError as error:
-        raise ValueError(f"proposer.{key}={value} cannot be read ({error}).") from None
+        raise ValueError(f"{prefix}.{key}={value} cannot be read ({error}).") from None
     if OmegaConf.is_missing(config, key):
         return value  # a name or a folder, as it is written
     if config[key] is None:
-        return found
-    default = config[key]  # what an interpolation stands for
+        return parsed
+    default = config[key]  # with interpolations resolved
     default = OmegaConf.to_container(default) if OmegaConf.is_config(default) else default
-    if type(found) is not type(default) and not (isinstance(default, float) and type(found) is int):
-        kinds = {
-            int: "a whole number",
-            float: "a number",
-            bool: "true or false",
-            list: "a list",
-            str: "a name",
-            dict: "settings",
-        }
-        raise ValueError(f"proposer.{key}={value} must be {kinds[type(default)]}, such as {default}.")
-    return found
-
-
-def head(target: Target, *, checkpoint: str, decode: dict) -> HeadProposer:
-    """conf/proposer/head.yaml: the drafter of a checkpoint, drafting as `decode` says."""
-    drafter = load_drafter(checkpoint, target)
-    with option_of("decode"):
-        return Drafting(**decode).proposer(drafter)
+    if type(parsed) is not type(default) and not (isinstance(default, float) and type(parsed) is int):
+        kind = KINDS.get(type(default), "settings")
+        raise ValueError(f"{prefix}.{key}={value} must be {kind}, such as {default}.")
+    return parsed

@@ -5,11 +5,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 
 from helpers import comparison
+from helpers.loading import FROZEN
 from scripts import compare
 from specdec import checkpoint
+from specdec.comparing import results_of
 from specdec.decode import Generation
 from specdec.figures import tau_difference
 from specdec.heads.medusa import Medusa2
@@ -46,8 +49,8 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def run(folder, run_script):
     def run(*arguments):
-        given = {"runs": f"{folder}/one,{folder}/two", "proposers": "ngram", "prompts": f"{folder}/prompts.jsonl", "out": f"{folder}/out",
-                 "max_new_tokens": "6", "chain": "3", "tree": "3,2,4", "target.dtype": "float32"}  # fmt: skip
+        given = {"checkpoint": f"{folder}/one,{folder}/two", "proposers": "ngram", "prompts": f"{folder}/prompts.jsonl", "out": f"{folder}/out",
+                 "max_new_tokens": "6", "chains": "3", "trees": "3x2x4", "target.dtype": "float32"}  # fmt: skip
         given |= dict(argument.split("=", 1) for argument in arguments)
         return run_script(compare, *(f"{key}={value}" for key, value in given.items()))
 
@@ -69,14 +72,14 @@ def cells(out: Path, title: str) -> dict[str, dict[str, str]]:
 
 
 def rows(lines: list[dict], name: str, temperature: float):
-    return compare.rows_of(lines, comparison.Way(name, None, 3, comparison.FROZEN, None), temperature)
+    return results_of(lines, name=name, baseline=FROZEN, temperature=temperature)
 
 
 def test_the_table_holds_what_summarise_says_of_the_rows(compared):
     out, lines = compared
     assert len(lines) == 6 and (out / "comparison.png").stat().st_size > 10_000
     table = cells(out, "Comparison")
-    assert set(table) == {"one, chain", "one, tree", "two, chain", "two, tree", "ngram"}
+    assert set(table) == {"one, chain of 3", "one, tree of 3x2x4", "two, chain of 3", "two, tree of 3x2x4", "ngram"}
     for name in table:
         for temperature in (0.0, 1.0):
             found = rows(lines, name, temperature)
@@ -88,12 +91,14 @@ def test_the_table_holds_what_summarise_says_of_the_rows(compared):
             assert (summary.replayed_tau is not None) == ("chain" in name)
             if temperature == 0:
                 assert summary.identical_outputs == 1
-    assert table["one, chain"]["tokens seen"] == "2.00 M" and table["one, tree"]["peak memory"] == "1.00 GiB"
-    assert table["two, tree"]["tokens seen"] == table["ngram"]["trained"] == "-"
+    assert (
+        table["one, chain of 3"]["tokens seen"] == "2.00 M" and table["one, tree of 3x2x4"]["peak memory"] == "1.00 GiB"
+    )
+    assert table["two, tree of 3x2x4"]["tokens seen"] == table["ngram"]["trained parameters"] == "-"
 
 
 def test_at_temperature_0_a_chain_is_replayed_exactly(compared):
-    summary = summarise(rows(compared[1], "one, chain", 0.0), depth=3, temperature=0.0)
+    summary = summarise(rows(compared[1], "one, chain of 3", 0.0), depth=3, temperature=0.0)
     assert summary.replayed_tau == pytest.approx(summary.tau)
 
 
@@ -132,61 +137,75 @@ def test_the_same_command_continues(run, compared):
     assert again.startswith("".join(finished)) and len(again.splitlines()) == 6
     for before, after in zip(lines, map(json.loads, again.splitlines())):
         assert (before["number"], before["temperature"]) == (after["number"], after["temperature"])
-        for name in ("one, tree", "two, tree", "ngram"):
-            tokens = [line["ways"][name]["drafted"]["tokens"] for line in (before, after)]
+        for name in ("one, tree of 3x2x4", "two, tree of 3x2x4", "ngram"):
+            tokens = [line["methods"][name]["drafted"]["tokens"] for line in (before, after)]
             assert tokens[0] == tokens[1]
 
 
 def test_a_damaged_line_is_named(run, compared):
     path = compared[0] / "rows.jsonl"
     whole = path.read_text()
-    for damaged in (whole[:-200], whole[:-1]):
-        path.write_text(damaged)
-        with pytest.raises(ValueError, match="line 6 is damaged: delete that line"):
-            run()
+    path.write_text(whole[:-200] + "\n")
+    with pytest.raises(ValueError, match="line 6 is damaged: delete that line"):
+        run()
+    for killed in (whole[:-200], whole[:-1]):  # while the last line was written
+        path.write_text(killed)
+        assert "5 of 6 prompts" in run()
+        assert (
+            path.read_text().startswith(whole[: whole[:-1].rindex("\n") + 1])
+            and len(path.read_text().splitlines()) == 6
+        )
     path.write_text(whole)
 
 
 def test_other_settings_are_refused(run, compared, folder):
     with pytest.raises(ValueError, match=r"max_new_tokens \(then 6, now 7\).*another out="):
         run("max_new_tokens=7")
-    with pytest.raises(ValueError, match="runs"):
-        run(f"runs={folder}/one")
+    with pytest.raises(ValueError, match="checkpoint"):
+        run(f"checkpoint={folder}/one")
     with pytest.raises(ValueError, match=r"proposers\.ngram\.max \(then 6, now 4\)"):
         run("proposer.ngram.max=4")
-    given = "runs=", "proposers=merged", f"checkpoint={folder}/two", f"out={folder}/changed", "limit=1", "temperature=0"
+    given = ["checkpoint=", "proposers=merged", f"proposer.checkpoint={folder}/two", "limit=1"]
+    given += ["decode.temperature=0", f"out={folder}/changed"]
     run(*given)
     step = folder / "two" / "step_000001"
-    (step / "drafter.safetensors").write_bytes((folder / "one" / "step_000001" / "drafter.safetensors").read_bytes())
+    tensors = safetensors.torch.load_file(step / "drafter.safetensors")
+    tensors = {name: 2 * value if value.is_floating_point() else value for name, value in tensors.items()}
+    safetensors.torch.save_file(tensors, step / "drafter.safetensors")
     with pytest.raises(ValueError, match=rf"files\.{step} \(then"):
         run(*given)
 
 
 def test_a_shallow_drafter_is_cut_and_an_adapting_one_has_its_own_target(run, folder):
-    printed = run(f"runs={folder}/adapting", f"out={folder}/shallow", "limit=1")
+    printed = run(f"checkpoint={folder}/adapting", f"out={folder}/shallow", "limit=1")
     table = cells(folder / "shallow", "Comparison")
-    depths = {name: line["depth"] for name, line in table.items() if name.startswith("adapting, ")}
+    name = f"{folder.name}/adapting"
+    depths = {key: line["depth"] for key, line in table.items() if key.startswith(f"{name}, ")}
     assert set(depths.values()) == {"2"} and len(depths) == 2
     line = json.loads((folder / "shallow" / "rows.jsonl").read_text().splitlines()[0])
-    assert set(line["plain"]) == {"adapting", comparison.FROZEN} and comparison.ADAPTED in printed
-    assert line["plain"]["adapting"]["tokens"] != line["plain"][comparison.FROZEN]["tokens"]
+    adapted = f"the target adapted by {name}"
+    assert set(line["plain"]) == {adapted, FROZEN} and comparison.ADAPTED in printed
+    assert line["plain"][adapted]["tokens"] != line["plain"][FROZEN]["tokens"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["runs=", "proposers="], "nothing to compare"),
+        (["checkpoint=", "proposers="], "nothing to compare"),
         (["proposers=ngrams"], "no proposer 'ngrams'; there are: .*ngram"),
         (["proposers=ngram,ngram"], "list each once"),
-        (["proposers=merged"], "needs a trained head"),
+        (["checkpoint=", "proposers=merged"], "needs a trained head"),
         (["proposer.ngram.most=3"], "ngram has the settings"),
         (["proposer.max=3"], "proposer.NAME.KEY"),
-        (["proposer.ngram.max=none"], "proposer.max=none must be a whole number, such as"),
-        (["runs=nowhere"], "does not exist"),
-        (["runs={folder}/one,{folder}/one"], "Two runs are called one"),
-        (["runs={folder}/target"], "does not exist"),
-        (["tree=4,3"], "give depth,width,nodes"),
-        (["temperature=hot"], "give numbers"),
+        (["proposer.ngram.max=none"], "proposer.ngram.max=none must be a whole number, such as"),
+        (["checkpoint=nowhere"], "does not exist"),
+        (["checkpoint={folder}/one,{folder}/one"], "Two runs are called one"),
+        (["checkpoint={folder}/target"], "does not exist"),
+        (["trees=4x3"], "DEPTHxWIDTHxNODES, such as"),
+        (["decode.temperature=hot"], "give numbers"),
+        (["chains=", "trees="], "nothing to compare: give a chain"),
+        (["checkpoint={folder}/adapting", "proposers=merged"], "adapts its target, which the other proposers share"),
+        (["proposer.ngram.checkpoint={folder}/one"], "ngram holds no trained head"),
         (["limit=0"], "leave nothing to decode"),
     ],
 )

@@ -1,11 +1,17 @@
 """The scripts that decode, on a tiny checkpoint: what they print and write, and what they say to a mistake."""
 
 import json
+from dataclasses import asdict
 
+import hydra
 import pytest
+from omegaconf import OmegaConf
 
-from scripts import bench, evaluate, export, generate, identity
-from tests.support import save_eagle, save_target, write_prompts
+from helpers import loading
+from helpers.decoding import DecodeOptions
+from scripts import bench, evaluate, export, generate, identity, replay
+from specdec.drafting import Drafting
+from tests.support import ROOT, save_eagle, save_target, write_prompts
 
 pytestmark = pytest.mark.slow
 
@@ -66,9 +72,10 @@ def test_identity_and_bench(run, folder, traced):
         bench, f"prompts={folder}/prompts.jsonl", "max_new_tokens=4", "limit=2", "repeats=1", f"out={folder}/bench.json"
     )
     figures = json.loads((folder / "bench.json").read_text())
-    ways = figures["ways"]
-    assert ways["plain"]["to_plain"] == 1 and ways["transformers generate"]["to_generate"] == 1 and len(ways) > 3
-    assert all(way["tokens_per_second"] > 0 for way in ways.values()) and figures["limit_tokens_per_second"] > 0
+    methods = figures["methods"]
+    assert methods["plain"]["to_plain"] == 1 and methods["transformers generate"]["to_generate"] == 1
+    assert len(methods) > 3 and all(method["tokens_per_second"] > 0 for method in methods.values())
+    assert figures["limit_tokens_per_second"] > 0
 
 
 def test_export(run, folder):
@@ -103,8 +110,43 @@ def test_another_target_is_refused(refuse, folder):
         ("limit=many", "limit"),
         ("decode.dept=3", "no option"),
         ("x", "key=value"),
+        ("chekpoint=x", "Did you mean 'checkpoint'"),
+        ("temperature=1", "Did you mean 'decode.temperature'"),
     ],
 )
 def test_misspelt_options_end_with_a_sentence(run, argument, message):
     with pytest.raises(SystemExit, match=message):
         run(evaluate, argument)
+
+
+def test_help_lists_every_option_with_its_default(run, capsys):
+    with pytest.raises(SystemExit) as end:
+        run(identity, "--help")
+    printed = capsys.readouterr().out
+    assert end.value.code == 0 and printed.startswith("Compares plain, chain and tree decoding")
+    lines = {line.split()[0]: line for line in printed.splitlines() if line.startswith("  ")}
+    assert lines["limit"].endswith("null: all (default: null)") and lines["checkpoint"].endswith("(required)")
+    assert lines["target.dtype"].endswith("(default: float32)")  # which this command replaces
+
+
+def test_the_defaults_of_decoding_stand_in_one_place():
+    assert DecodeOptions().drafting() == Drafting()
+    with hydra.initialize_config_dir(str(ROOT / "conf"), version_base=None):
+        config = hydra.compose("decode/chain")
+    assert OmegaConf.to_container(config.decode) == asdict(Drafting())
+
+
+def test_a_missing_default_target_is_refused_with_the_command_that_makes_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"targets/smollm2-135m does not exist.*scripts/get_target\.py\) makes"):
+        loading.load_target(loading.TargetOptions())
+
+
+def test_replay_prints_tau_along_given_answers(run, folder):
+    rows = [{"messages": [{"role": "user", "content": "w2 w3"}, {"role": "assistant", "content": f"w{n} w5 w6 w7"}],
+             "temperature": 0} for n in range(2, 5)]  # fmt: skip
+    (folder / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    printed = run(replay, f"answers={folder}/answers.jsonl", "hold_out=2", "decode.depth=3")
+    assert "replayed tau" in printed and "chain of 3, temperature 0, 2 answers" in printed
+    with pytest.raises(ValueError, match=r"no row at decode\.temperature=1"):
+        run(replay, f"answers={folder}/answers.jsonl", "hold_out=null", "decode.temperature=1")

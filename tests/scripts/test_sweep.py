@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from scripts import compare, evaluate, sweep
-from specdec.decode import Generation
+from scripts import evaluate, sweep
 from specdec.timing import fastest_batch
 from tests.support import save_eagle, save_target, write_prompts
+from train import data
 
 pytestmark = pytest.mark.slow
 
@@ -36,56 +36,29 @@ def run(folder, tmp_path, run_script):
 
 
 def batches(tmp_path: Path) -> dict:
-    return json.loads((tmp_path / "out" / "sweep.json").read_text())["batches"]
+    lines = (tmp_path / "out" / "cells.jsonl").read_text().splitlines()
+    return {row["batch"]: row["runs"] for row in map(json.loads, lines)}
 
 
 def test_every_batch_size_and_checkpoint_is_measured(run, folder, tmp_path):
     printed = run(f"checkpoint={folder}/heads/one,{folder}/heads/two", "batches=4,1,2,8", "groups=2", "repeats=2")
     assert (tmp_path / "out" / "sweep.png").stat().st_size > 10_000
     assert "stop tokens ignored" in printed and "faster at batch sizes" in printed
-    assert list(batches(tmp_path)) == ["1", "2", "4", "8"]
+    assert list(batches(tmp_path)) == [1, 2, 4, 8]
     for batch, column in batches(tmp_path).items():
         assert list(column) == ["heads/one", "heads/two"]
         for found in column.values():
-            assert len(found["ratios"]) == 2 * (2 if int(batch) <= 2 else 1)
+            assert len(found["ratios"]) == 2 * (2 if batch <= 2 else 1)
             assert min(found["ratios"]) <= found["speedup"] <= max(found["ratios"])
             assert found["plain"]["tau"] == 1 <= found["drafted"]["tau"]
             plain = found["plain"]
             assert plain["ms_per_token"] == pytest.approx(plain["ms_per_round"])
-            assert plain["tokens_per_second"] == pytest.approx(1e3 * int(batch) / plain["ms_per_token"])
-
-
-def test_figures_add_up():
-    """Two rows: one of 5 tokens in two rounds, one of 3 tokens in one; the first token of each is the prompt's."""
-    one = Generation([[7] * 5, [7] * 3], [[2, 0], [1]], [2, 2], seconds=0.5)
-    assert sweep.figures([one]) == {"tokens_per_second": 12, "ms_per_round": 250, "ms_per_token": pytest.approx(500 / 3),
-                                    "tau": 2}  # fmt: skip
-    other = Generation([[7] * 2, [7] * 2], [[0], [0]], [2], seconds=1.5)
-    both = sweep.figures([one, other])
-    assert both["tokens_per_second"] == 4 and both["tau"] == 8 / 5
-    key, run = ("one", "drafted"), compare.Run("one", Path(), None, {}, compare.FROZEN, {})
-    trials = [{(compare.FROZEN, "plain"): plain, key: drafted} for plain, drafted in ((other, one), (one, one))]
-    early = Generation([[7], [7]], [[], []])
-    found = sweep.summarise([*trials, {(compare.FROZEN, "plain"): early, key: one}], [run])["one"]
-    assert found["ratios"] == [pytest.approx(9), 1] and found["speedup"] == pytest.approx(5)
-    with pytest.raises(ValueError, match="ignore_stop=true"):
-        sweep.summarise([{key: early}], [run])
-
-
-@pytest.mark.parametrize(("num", "batch", "most", "wanted"), [
-    (8, 2, 9, [[0, 4], [1, 5], [2, 6], [3, 7]]),
-    (8, 2, 2, [[1, 5], [3, 7]]),
-    (8, 3, 9, [[0, 2, 4], [1, 3, 5]]),
-    (8, 8, 9, [[*range(8)]]),
-    (3, 5, 9, [[0, 1, 2, 0, 1]]),
-])  # fmt: skip
-def test_groups_hold_the_same_prompts_at_every_size(num, batch, most, wanted):
-    assert sweep.groups([[n] for n in range(num)], batch, most) == [[[n] for n in group] for group in wanted]
+            assert plain["tokens_per_second"] == pytest.approx(1e3 * batch / plain["ms_per_token"])
 
 
 def test_all_rows_run_to_the_end_unless_stop_tokens_count(run, refuse, tmp_path, monkeypatch):
     """Every token is one that stops."""
-    monkeypatch.setattr(sweep.data, "stop_tokens", lambda *_: set(range(100_000)))
+    monkeypatch.setattr(data, "stop_tokens", lambda *_: set(range(100_000)))
     assert "stop tokens ignored" in run("batches=2")
     refuse("before any round: set ignore_stop=true", "batches=2", "ignore_stop=false", f"out={tmp_path}/other")
 
@@ -99,16 +72,16 @@ def test_what_is_measured_is_kept(run, tmp_path, monkeypatch):
     assert "batch sizes 1, 2 are in" in run("batches=2")
     assert batches(tmp_path) == before
 
-    def interrupted(ways, group, *arguments):
-        if len(group) == 4:
+    def interrupted(*arguments):
+        if 4 in arguments:
             raise KeyboardInterrupt
-        return decode(ways, group, *arguments)
+        return decode(*arguments)
 
     monkeypatch.setattr(sweep, "decode", interrupted)
     (tmp_path / "out" / "sweep.png").unlink()
     with pytest.raises(KeyboardInterrupt):
         run("batches=3,4")
-    assert list(batches(tmp_path)) == ["1", "2", "3"] and (tmp_path / "out" / "sweep.png").exists()
+    assert list(batches(tmp_path)) == [1, 2, 3] and (tmp_path / "out" / "sweep.png").exists()
     assert {batch: batches(tmp_path)[batch] for batch in before} == before
 
 

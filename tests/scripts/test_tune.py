@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 
-from helpers import loading
+from helpers import decoding
 from scripts import tune
-from specdec import checkpoint, speed
+from specdec import checkpoint, speed, tuning
 from specdec.drafting import Drafting
 from specdec.heads.medusa import Medusa
 from tests.support import save_target, write_prompts
@@ -47,17 +47,17 @@ def test_what_tune_writes_is_what_decoding_reads(run, folder, temperature):
         if temperature == 0:
             assert setting["tau"] == pytest.approx(setting["measured"]["tau"])
     text = (folder / "tuned.yaml").read_text()
-    assert text.startswith(f"# {folder}/head on {folder}/target: ") and f"temperature {temperature}" in text
-    drafting = loading.read_drafting(f"{folder}/tuned.yaml", compile=False)
+    assert text.startswith(f"# {folder}/head on {folder}/target, float32, ") and f"temperature {temperature}" in text
+    drafting = decoding.read_drafting(f"{folder}/tuned.yaml", compile=False)
     assert drafting == Drafting(**figures["settings"][figures["chosen"]]["drafting"])
-    assert tune.name_of(drafting) == figures["chosen"]
+    assert tuning.name_of(drafting) == figures["chosen"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["chains=1,two"], "comma list such as 1,2,3"),
-        (["trees=4x4"], "depth x width x nodes"),
+        (["chains=1,two"], "chains=1,two cannot be read: give a comma list of DEPTH, such as 1,2,3"),
+        (["trees=4x4"], "DEPTHxWIDTHxNODES"),
         (["chains=", "trees="], "nothing to try"),
         (["chains=9", "trees="], "nothing to try"),
         (["chains=0"], "at least 1"),

@@ -1,4 +1,4 @@
-"""The model of speed against its sources and the naive way; scripts/tune.py on a tiny checkpoint."""
+"""The model of speed against its sources and against going through rounds one by one."""
 
 import math
 import re
@@ -14,7 +14,7 @@ from specdec.measurement import Prompt, PromptResult
 from specdec.proposers.heads import HeadProposer
 from specdec.proposers.stopping import Stopping
 from specdec.sampling import Sampling
-from specdec.speed import Answer, Lengths, Timed
+from specdec.speed import ChainCosts, TimedAnswer, TimedRound
 from tests.support import chain_of, make_drafter, random_tokens
 
 
@@ -27,7 +27,7 @@ def stages(draft: float, verify: float, rest: float = 0.0) -> dict[str, float]:
     [(0.7, 0.05, 6, 2.35), (0.8, 0.05, 8, 3.09), (0.9, 0.05, 13, 4.67), (0.7, 0.1, 4, 1.98), (0.9, 0.1, 10, 3.43)],
 )
 def test_the_best_length_is_that_of_the_literature(alpha, cost, best, speedup):
-    """Leviathan et al. (2211.17192), as tabulated in methods, section 2."""
+    """Leviathan et al. (2211.17192), as in the table of docs/methods.md, section 8."""
     found = {
         num: speed.predict(sum(alpha**d for d in range(num + 1)), stages(num * cost, 1.0), stages(0, 1.0))
         for num in range(1, 20)
@@ -44,16 +44,19 @@ def test_an_explanation_adds_up():
 
 
 def test_a_disturbance_counts_for_nothing_and_lengths_do_count():
-    def rounds(verify: list[float], num_drafted: int) -> list[Timed]:
-        return [Timed(stages(1.0, seconds), num_drafted, 0, []) for seconds in verify]
+    def rounds(verify: list[float], num_drafted: int) -> list[TimedRound]:
+        return [TimedRound(stages(1.0, seconds), num_drafted, 0, []) for seconds in verify]
 
     nothing = Generation([[]], [[]])
-    answers = [Answer(nothing, rounds([2.0, 2.0, 90.0], 1) + rounds([4.0], 3)), Answer(nothing, rounds([3.0], 1))]
+    answers = [
+        TimedAnswer(nothing, rounds([2.0, 2.0, 90.0], 1) + rounds([4.0], 3)),
+        TimedAnswer(nothing, rounds([3.0], 1)),
+    ]
     assert speed.median_stages(answers) == pytest.approx(stages(1.0, (3 * 2.0 + 4.0 + 3.0) / 5))
 
 
-def test_between():
-    assert speed.between({0: 1.0, 2: 2.0, 5: 8.0}, 5) == [1.0, 1.5, 2.0, 4.0, 6.0, 8.0]
+def test_interpolation():
+    assert speed.interpolate({0: 1.0, 2: 2.0, 5: 8.0}, 5) == [1.0, 1.5, 2.0, 4.0, 6.0, 8.0]
 
 
 def decoder_of(drafter, depth: int, stopping: Stopping | None, temperature: float = 0.0) -> Decoder:
@@ -61,7 +64,7 @@ def decoder_of(drafter, depth: int, stopping: Stopping | None, temperature: floa
     return Decoder(drafter.target, proposer, sampling=Sampling(temperature), stop=set())
 
 
-def answers_of(decoder: Decoder, num: int = 2) -> list[Answer]:
+def answers_of(decoder: Decoder, num: int = 2) -> list[TimedAnswer]:
     vocab = decoder.target.vocab_size
     return [
         speed.decode(decoder, random_tokens(seed, 5, vocab), 20, torch.Generator().manual_seed(seed))
@@ -110,13 +113,13 @@ def test_what_is_planned_with_is_what_decoding_does(small_target, temperature):
     assert len(offered) > 1
 
 
-def made_up(num: int, truth: Stopping, depth: int = 4) -> list[Timed]:
+def made_up(num: int, truth: Stopping, depth: int = 4) -> list[TimedRound]:
     """Rounds whose drafts are accepted with the chance that `truth` sees in their evidence."""
     generator = torch.Generator().manual_seed(0)
     evidence = torch.randn(num, depth, 2, generator=generator) * 2
     chances = truth.log_chance(evidence.flatten(0, 1)).view(num, depth).exp()
     accepted = (torch.rand(num, depth, generator=generator) < chances).long().cumprod(1).sum(1)
-    return [Timed({}, depth, *pair) for pair in zip(accepted.tolist(), evidence.tolist())]
+    return [TimedRound({}, depth, *pair) for pair in zip(accepted.tolist(), evidence.tolist())]
 
 
 def test_the_fit_finds_the_law_of_acceptance():
@@ -127,7 +130,7 @@ def test_the_fit_finds_the_law_of_acceptance():
 
 
 def test_the_fit_believes_the_drafter_where_it_has_seen_little():
-    accepted = [Timed({}, 1, 1, [[2.0, 0.0]])] * 3  # no draft was refused: without a prior the chance would be 1
+    accepted = [TimedRound({}, 1, 1, [[2.0, 0.0]])] * 3  # no draft was refused: without a prior the chance would be 1
     fitted = speed.fit_stopping(accepted)
     assert 0.5 < fitted.weight < 3 and abs(fitted.bias) < 2 and fitted.confidence_weight == 0
 
@@ -136,8 +139,8 @@ def test_the_fit_believes_the_drafter_where_it_has_seen_little():
 def test_a_chain_that_stops_as_planned_is_faster_than_fixed_ones(step, node):
     truth = Stopping(weight=0.7, bias=0.4)
     rounds = made_up(500, truth)
-    lengths = Lengths([step * n for n in range(5)], [1 + node * n for n in range(5)], 0.01)
-    depth, stopping = speed.plan(rounds, truth, lengths)
+    lengths = ChainCosts([step * n for n in range(5)], [1 + node * n for n in range(5)], 0.01)
+    depth, stopping = speed.plan_stopping(rounds, truth, lengths)
     chances = [truth.log_chance(torch.tensor(timed.evidence)).exp().tolist() for timed in rounds]
 
     def seconds(depth: int, threshold: float) -> float:
@@ -163,13 +166,13 @@ def test_a_chain_that_stops_as_planned_is_faster_than_fixed_ones(step, node):
 
 
 def test_where_drafts_cost_nothing_they_are_never_stopped():
-    lengths = Lengths([0.1] * 5, [1.0] * 5, 0.0)
-    assert speed.plan(made_up(200, Stopping()), Stopping(), lengths) == (4, Stopping())
+    lengths = ChainCosts([0.1] * 5, [1.0] * 5, 0.0)
+    assert speed.plan_stopping(made_up(200, Stopping()), Stopping(), lengths) == (4, Stopping())
 
 
 def test_what_asking_costs_is_shared_out_over_the_steps():
     chains = {2: stages(0.3, 1.1), 4: stages(0.5, 1.3)}
-    lengths = speed.chain_lengths(stages(0.0, 1.0), chains, stages(0.9, 1.3, 0.01), 4)
+    lengths = speed.chain_costs(stages(0.0, 1.0), chains, stages(0.9, 1.3, 0.01), 4)
     assert lengths.draft == pytest.approx([0.0, 0.25, 0.5, 0.7, 0.9])
     assert lengths.verify == pytest.approx([1.0, 1.05, 1.1, 1.2, 1.3]) and lengths.rest == 0.01
     assert lengths.round(1, 4) == pytest.approx(0.5 + 1.05 + 0.01)

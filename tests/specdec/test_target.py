@@ -1,15 +1,20 @@
 """Which models can be targets: several families work, and what cannot work is refused with a sentence."""
 
+import sys
+
 import pytest
 import torch
 import transformers
 
 from specdec.decode import Decoder
+from specdec.heads.draft import Draft
 from specdec.heads.eagle import Eagle3
+from specdec.heads.medusa import Medusa2
 from specdec.proposers.heads import HeadProposer
 from specdec.sampling import Sampling
 from specdec.target import Target, load_tokenizer
 from specdec.tree import TreeShape
+from tests.support import make_target
 
 pytestmark = pytest.mark.slow
 
@@ -86,3 +91,10 @@ def test_missing_folders_say_what_to_do(tmp_path):
         load_tokenizer(str(tmp_path / "nothing"))
     with pytest.raises(ValueError, match="could not be loaded"):
         Target.load(str(tmp_path))
+
+
+@pytest.mark.parametrize("make", [lambda target: Medusa2(target), lambda target: Draft(target, lora={"r": 2})])
+def test_without_peft_the_extra_is_named(monkeypatch, make):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ValueError, match=r"needs the package peft: pip install 'specdec\[train\]'\.$"):
+        make(make_target(6, num_layers=2))

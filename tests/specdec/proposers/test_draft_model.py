@@ -148,8 +148,9 @@ def test_mistakes_are_answered_with_the_option_that_was_set(target, tmp_path):
     for file in bare.glob("tokenizer*"):
         file.unlink()
     for path, message in ((other, "has another tokenizer than"), (bare, "could not be"), (tmp_path / "no", "does not")):
-        with pytest.raises(ValueError, match=f"^model={path}.*{message}"):
+        with pytest.raises(ValueError, match=f"^proposer.model={path}.*{message}") as found:
             propose_with(target, path)
+        assert "head.drafter" not in str(found.value)
         with pytest.raises(ValueError, match=f"^model={path}.*{message}"):
             Draft(target, model=str(path))
     with pytest.raises(ValueError, match=r"^Give proposer\.model=\.\.\."):

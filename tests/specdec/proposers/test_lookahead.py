@@ -224,9 +224,9 @@ def test_the_past_decides(small):
 @pytest.mark.parametrize(
     "wrong, sentence",
     [
-        ({"window": 0}, r"^proposer\.window=0 must be at least 1"),
-        ({"ngram": 1}, r"^proposer\.ngram=1 must be at least 2"),
-        ({"guesses": -1}, r"^proposer\.guesses=-1 must be at least 0"),
+        ({"window": 0}, r"^window=0 must be at least 1"),
+        ({"ngram": 1}, r"^ngram=1 must be at least 2"),
+        ({"guesses": -1}, r"^guesses=-1 must be at least 0"),
     ],
 )
 def test_wrong_options(small, wrong, sentence):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from helpers.loading import DecodeOptions
+from helpers.decoding import DecodeOptions
 from specdec.decode import Decoder, Generation, StopStrings
 from specdec.drafting import Drafting
 from specdec.proposers.growth import FIRST_CHILD, NEXT_CHILD, static_parents

@@ -1,0 +1,134 @@
+"""Options of decoding: sampling, verification, and the shapes of drafts. The defaults are those of `Drafting`."""
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+
+from helpers.options import option, split
+from specdec.drafting import Drafting
+from specdec.proposers.heads import Stopping
+from specdec.sampling import Sampling
+from specdec.tree import TreeShape
+from train.naming import named
+
+COMPILE = "compile for the shapes that occur: slow at first, then faster rounds"
+
+
+@dataclass(frozen=True)
+class CompileOptions:
+    compile: bool = option(Drafting.compile, COMPILE)
+
+
+@dataclass(frozen=True)
+class CommonDecodeOptions(CompileOptions):
+    """All settings of decoding but the shape of the drafts, for commands that compare shapes."""
+
+    temperature: str = option("0", "0 is greedy; a comma list measures each temperature")
+    top_k: int | None = option(Sampling.top_k, "sample from the K most probable tokens only")
+    top_p: float | None = option(Sampling.top_p, "sample from the most probable tokens of this total probability only")
+    repetition_penalty: float = option(Sampling.repetition_penalty, "above 1: tokens that occurred become less likely")
+    children: str = option(Drafting.children, "children in a tree at temperature > 0: chosen, distinct or independent")
+    rule: str = option(Drafting.rule, "acceptance rule: token, block (whole paths), or typical (needs lossy=true)")
+    lossy: bool = option(Drafting.lossy, "allow acceptance rules that change the distribution of answers")
+
+    def drafting_of(self, shape: TreeShape) -> Drafting:
+        """How to draft this shape and verify it."""
+        return self._drafting(**asdict(shape))
+
+    def _drafting(self, **shape: Any) -> Drafting:
+        with named("decode"):
+            drafting = Drafting(
+                children=self.children,  # type: ignore[arg-type]  # it is checked there
+                rule=self.rule,
+                lossy=self.lossy,
+                compile=bool(self.compile),
+                **shape,
+            )
+            _ = drafting.shape  # raises ValueError here, where the message names the options
+        return drafting
+
+    def samplings(self) -> list[Sampling]:
+        """One for each temperature."""
+        try:
+            temperatures = [float(value) for value in self.temperature.split(",")]
+        except ValueError:
+            raise ValueError(f"decode.temperature={self.temperature}: give numbers, such as 0 or 0,1.") from None
+        with named("decode"):
+            return [Sampling(value, self.top_k, self.top_p, self.repetition_penalty) for value in temperatures]
+
+    def sampling(self) -> Sampling:
+        """Raises ValueError for more than one temperature."""
+        samplings = self.samplings()
+        if len(samplings) > 1:
+            raise ValueError(f"decode.temperature={self.temperature}: give one, and run this again for each other one.")
+        return samplings[0]
+
+
+@dataclass(frozen=True)
+class DecodeOptions(CommonDecodeOptions):
+    """All settings of decoding."""
+
+    compile: bool | None = option(None, f"{COMPILE}; null: as in decode.file, else false")
+    file: str | None = option(None, "YAML file written by scripts/tune.py; replaces the settings of drafting here")
+    depth: int = option(Drafting.depth, "drafts along a path")
+    width: int = option(Drafting.width, "nodes expanded at each depth of a tree (EAGLE-2); 1 is a chain")
+    nodes: int | None = option(Drafting.nodes, "drafts in a tree; null: depth for a chain, else depth x width")
+
+    def drafting(self) -> Drafting:
+        if self.file is not None:
+            return read_drafting(self.file, compile=self.compile)
+        return self._drafting(depth=self.depth, width=self.width, nodes=self.nodes)
+
+
+def read_drafting(path: str, *, compile: bool | None) -> Drafting:
+    """The settings in a file that scripts/tune.py wrote; `compile` replaces its own unless None.
+
+    Raises ValueError if the file cannot be read or lacks a setting.
+    """
+    try:
+        document = OmegaConf.to_container(OmegaConf.load(path))
+        missing = [item.name for item in fields(Drafting) if item.name not in document]
+        if missing:
+            raise KeyError(f"it lacks {', '.join(missing)}")
+        with named("decode"):
+            drafting = Drafting(**{**document, "compile": document["compile"] if compile is None else compile})
+            _ = drafting.shape, Stopping(**(drafting.stopping or {}))  # raise errors here, which name the file
+        return drafting
+    except (OSError, TypeError, KeyError, yaml.YAMLError) as error:
+        raise ValueError(
+            f"decode.file={path} cannot be used ({error}): give a file that scripts/tune.py wrote."
+        ) from error
+
+
+@dataclass(frozen=True)
+class ShapesOptions:
+    """Shapes that a command compares."""
+
+    chains: str = option("3", "comma list of chain lengths")
+    trees: str = option("", "comma list of trees, each DEPTHxWIDTHxNODES; empty: no tree")
+
+    def shapes(self) -> list[TreeShape]:
+        """Chains first. Raises ValueError for what is no shape."""
+        chains = [TreeShape(depth, 1, depth) for (depth,) in read_shapes("chains", self.chains, 1, "1,2,3")]
+        return chains + [TreeShape(*shape) for shape in read_shapes("trees", self.trees, 3, "2x2x4,4x3x8")]
+
+
+def read_shapes(name: str, text: str, num_parts: int, example: str) -> list[list[int]]:
+    """A comma list of shapes, each `num_parts` numbers joined by x."""
+    try:
+        shapes = [[int(part) for part in shape.split("x")] for shape in split(text)]
+    except ValueError:
+        shapes = [[]]
+    if any(len(shape) != num_parts for shape in shapes):
+        form = "DEPTH" if num_parts == 1 else "DEPTHxWIDTHxNODES"
+        raise ValueError(f"{name}={text} cannot be read: give a comma list of {form}, such as {example}.")
+    return shapes
+
+
+def cut(shapes: list[TreeShape], limit: int | None) -> list[TreeShape]:
+    """The shapes for a drafter that takes `limit` steps (None: any number), no deeper than that, each once."""
+    depths = [min(shape.depth, limit or shape.depth) for shape in shapes]
+    cuts = [TreeShape(d, shape.width, d if shape.chain else shape.nodes) for d, shape in zip(depths, shapes)]
+    return list(dict.fromkeys(cuts))

@@ -1,0 +1,106 @@
+"""Several methods of drafting, decoded in turn on the same prompts, each beside plain decoding of its target."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+
+from specdec import measurement
+from specdec.compile import Runner
+from specdec.decode import Decoder, Generation
+from specdec.drafter import Drafter
+from specdec.drafting import Drafting
+from specdec.measurement import Prompt, PromptResult, seeded_generator
+from specdec.proposers.base import Proposer
+from specdec.sampling import Sampling
+from specdec.target import Target
+from specdec.timing import interleave
+
+
+@dataclass(frozen=True)
+class Method:
+    """One method of drafting that is compared with others."""
+
+    name: str
+    target: Target
+    proposer: Proposer
+    drafting: Drafting
+    depth: int  # the deepest draft
+    baseline: str  # a name of the target's plain decoding; methods of one target share it
+    drafter: Drafter | None = None  # to replay along plain answers; None for a proposer that is not trained
+
+    def replayed(self, sampling: Sampling) -> Drafter | None:
+        """The drafter, if replay applies at this temperature."""
+        if self.drafter is None or not self.drafting.replayable(self.drafter, sampling):
+            return None
+        return self.drafter
+
+
+Decoders = dict[str, Decoder]  # by Method.name; plain decoding by Method.baseline
+
+
+def make_decoders(methods: list[Method], sampling: Sampling, stop: set[int], runners: Mapping[str, Runner]) -> Decoders:
+    """A decoder for each method, and one of plain decoding for each baseline. runners: by baseline
+
+    Raises ValueError if two methods have the same name.
+    """
+    decoders: Decoders = {}
+    for method in methods:
+        if method.name in decoders:
+            raise ValueError(f"Two methods are called {method.name}: give them different names.")
+        runner = runners[method.baseline]
+        if method.baseline not in decoders:
+            decoders[method.baseline] = Decoder(method.target, None, sampling=sampling, stop=stop, runner=runner)
+        decoders[method.name] = method.drafting.decoder(
+            method.target, method.proposer, sampling=sampling, stop=stop, runner=runner
+        )
+    return decoders
+
+
+def decode_in_turn(
+    decoders: Decoders, prompts: list[list[int]], *, turn: int, seed: int, max_new_tokens: int
+) -> dict[str, Generation]:
+    """The prompts, all at once, by each decoder, one decoder after the other. The order rotates with `turn`."""
+
+    def decode(decoder: Decoder) -> Callable[[list[list[int]]], Generation]:
+        return lambda tokens: decoder.generate(tokens, max_new_tokens, generator=seeded_generator(decoder.target, seed))
+
+    return interleave({name: decode(decoder) for name, decoder in decoders.items()}, prompts, turn)
+
+
+def compare_prompts(
+    methods: list[Method], decoders: Decoders, prompts: list[Prompt], numbers: list[int], max_new_tokens: int
+) -> list[dict]:
+    """Decodes the prompts of these numbers at once, by all methods. -> a row for JSON for each; see `results_of`"""
+    sampling = decoders[methods[0].name].sampling
+    tokens = [prompts[number].tokens for number in numbers]
+    turn = numbers[0] // len(numbers)
+    groups = decode_in_turn(decoders, tokens, turn=turn, seed=numbers[0], max_new_tokens=max_new_tokens)
+    generations = {name: group.split() for name, group in groups.items()}
+    rows = []
+    for place, number in enumerate(numbers):
+        cells = {}
+        for method in methods:
+            result = measurement.compare(
+                method.target,
+                prompts[number],
+                generations[method.baseline][place],
+                generations[method.name][place],
+                replayed=method.replayed(sampling),
+                depth=method.depth,
+                sampling=sampling,
+            )
+            figures = {name: getattr(result, name) for name in ("replayed_rounds", "replayed_accepted", "gap")}
+            cells[method.name] = {"drafted": asdict(result.drafted), **figures}
+        plain = {method.baseline: asdict(generations[method.baseline][place]) for method in methods}
+        row = {"number": number, "temperature": sampling.temperature, "prompt": asdict(prompts[number])}
+        rows.append({**row, "plain": plain, "methods": cells})
+    return rows
+
+
+def results_of(rows: list[dict], *, name: str, baseline: str, temperature: float) -> list[PromptResult]:
+    """The results of one method at one temperature, in the order of `rows`, which `compare_prompts` made."""
+    results = []
+    for row in (row for row in rows if row["temperature"] == temperature):
+        cell = {**row["methods"][name]}
+        plain, drafted = Generation(**row["plain"][baseline]), Generation(**cell.pop("drafted"))
+        results.append(PromptResult(Prompt(**row["prompt"]), plain, drafted, **cell))
+    return results
