@@ -11,6 +11,8 @@ from specdec.target import Target
 from tests.loops import logits_of_layers
 from tests.support import NUM_NEW, SUBSETS, greedy, prompts_of, save_target, write_prompts
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def small_answers(small_target):

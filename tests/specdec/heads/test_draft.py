@@ -181,7 +181,7 @@ def test_export_of_another_dtype_leaves_the_target_alone(saved_target, tmp_path)
 
 
 def test_export_refuses_heads_that_are_no_language_models(saved_target):
-    with pytest.raises(ValueError, match="is for head=draft: Eagle is no language model"):
+    with pytest.raises(ValueError, match="is for draft models, and Eagle is not a language model"):
         make_form(Eagle(saved_target), "transformers")
 
 

@@ -291,7 +291,7 @@ def drafting_of(name: str) -> dict:
     return found
 
 
-@pytest.mark.parametrize("name", [path.stem for path in CONF.glob("*.yaml") if path.stem != "base"])
+@pytest.mark.parametrize("name", [path.stem for path in sorted(CONF.glob("*.yaml")) if path.stem != "base"])
 def test_shipped_settings(name, small_target):
     drafting = Drafting(**{**drafting_of("base"), **drafting_of(name)})
     assert drafting.shape.depth == drafting.depth

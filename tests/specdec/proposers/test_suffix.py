@@ -225,6 +225,7 @@ def test_decoding_with_memory(small_target):
     assert sum(map(len, again.accepted)) < 0.8 * sum(map(len, first.accepted))
 
 
+@pytest.mark.slow
 def test_a_measurement_begins_without_memory(small_target):
     """Inside `Merged` too, and though the warm-up is on the first prompt."""
     settings = {"replayed": None, "sampling": Sampling(0.0), "max_new_tokens": 30, "stop": set(), "seed": 0}
