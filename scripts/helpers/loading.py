@@ -1,6 +1,5 @@
 """What the commands that decode load: the target, its tokenizer, checkpoints, and prompts."""
 
-import hashlib
 import os
 import platform
 import sys
@@ -90,19 +89,6 @@ def conditions(target: Target) -> str:
     return f"{target.name}, {dtype}, {where['machine']}, {where['threads']} threads"
 
 
-def digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:16]
-
-
-def digest_folder(folder: Path) -> str:
-    """A digest of the names and contents of a folder's files."""
-    lines = []
-    for path in sorted(path for path in folder.iterdir() if path.is_file()):
-        with path.open("rb") as file:
-            lines.append(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}")
-    return digest("\n".join(lines).encode())
-
-
 def run_names(folders: list[Path]) -> list[str]:
     """A run's folder has its own name, a step's its run's too. Raises ValueError if two are called the same."""
     names = [path.name if (path / "best").is_file() else f"{path.parent.name}/{path.name}" for path in folders]
@@ -189,5 +175,5 @@ def shared_target(runs: list[Run], options: TargetOptions, *, head: str | None =
     frozen = [run.drafter.target for run in runs if run.baseline == FROZEN]
     if frozen:
         return open_target(frozen[0])
-    folder = runs[0].folder if runs else head and checkpoint.resolve(checkpoint_folder)
+    folder = runs[0].folder if runs else head and checkpoint.resolve(head)
     return load_target(options, default=target_of(folder) if folder else None)
