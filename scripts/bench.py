@@ -150,7 +150,9 @@ def generate_methods(
             custom = Speculative(run.folder, Drafting(depth, compile=chosen.decode.compile))
             methods[f"generate, custom_generate {run.name}, chain of {depth}"] = method(custom_generate=custom)
     if isinstance(ngram, Ngram):
-        for num, longest in dict.fromkeys([(10, 2), (ngram.depth, ngram.max)]):  # generate's defaults, then ours
+        for num, longest in dict.fromkeys(
+            [(10, 2), (ngram.depth, ngram.max)]
+        ):  # the defaults of generate, then those of this ngram
             name = f"generate, prompt_lookup_num_tokens={num}, n-grams of up to {longest}"
             methods[name] = method(prompt_lookup_num_tokens=num, max_matching_ngram_size=longest)
     return methods

@@ -20,17 +20,16 @@ from helpers import comparison, decoding, loading, proposers
 from helpers.loading import FROZEN, Run
 from helpers.options import option, options, split
 from helpers.options import run as run_command
-from specdec import checkpoint, rules
-from specdec.comparing import Decoders, Method, compare_prompts, make_decoders, results_of
+from specdec import checkpoint
+from specdec.comparing import Decoders, Method, compare_prompts, make_decoders, report_of, results_of
 from specdec.compile import Runner
 from specdec.measurement import Prompt
-from specdec.report import summarise_by_category
 from specdec.sampling import Sampling
 from specdec.target import Target
 from specdec.tree import TreeShape
 from specdec.tuning import name_of
 from train import data
-from train.resumable import Resumable
+from train.resumable import Resumable, digest, digest_folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +74,7 @@ def main() -> None:
     given = {f"proposer.{key}": value for key, value in chosen.settings.items()}
     if any(head in proposers.heads(config) for config in configs.values()):
         given.setdefault("proposer.checkpoint", str(head))
-    text = write(out, methods, run_of, results, samplings, settings, given)
+    text = write(out, methods, run_of, results.rows, settings, given)
     print(text)
     console.print(f"written: {out}/table.md, {out}/comparison.png")
 
@@ -97,14 +96,14 @@ def describe(
 ) -> dict:
     """The settings that all rows of a comparison have in common."""
     folders = sorted({folder for config in configs.values() for folder in proposers.folders(config)})
-    weights = {run.name: loading.digest((run.folder / "drafter.safetensors").read_bytes()) for run in runs}
+    weights = {run.name: digest((run.folder / "drafter.safetensors").read_bytes()) for run in runs}
     return {
         "checkpoint": {run.name: f"{run.folder} {weights[run.name]}" for run in runs},
         "proposers": configs,
-        "files": {folder: loading.digest_folder(Path(folder)) for folder in folders},
+        "files": {folder: digest_folder(Path(folder)) for folder in folders},
         "prompts": chosen.prompts,
         "num_prompts": len(prompts),
-        "prompts_digest": loading.digest(repr(prompts).encode()),
+        "prompts_digest": digest(repr(prompts).encode()),
         "max_new_tokens": chosen.max_new_tokens,
         "chains": chosen.chains,
         "trees": chosen.trees,
@@ -156,38 +155,15 @@ def decode_missing(
 
 
 def write(
-    out: Path,
-    methods: list[Method],
-    run_of: dict[str, Run],
-    rows: Resumable,
-    samplings: list[Sampling],
-    settings: dict,
-    given: dict[str, str],
+    out: Path, methods: list[Method], run_of: dict[str, Run], rows: list[dict], settings: dict, given: dict[str, str]
 ) -> str:
     """Writes table.md and comparison.png. given: settings of proposers as they were written. -> the text of table.md"""
-    ordered = sorted(rows.rows, key=lambda row: row["number"])
+    temperatures = sorted({row["temperature"] for row in rows})
     results = {
-        sampling.temperature: {
-            method.name: results_of(
-                ordered, name=method.name, baseline=method.baseline, temperature=sampling.temperature
-            )
-            for method in methods
-        }
-        for sampling in samplings
+        t: {each.name: results_of(rows, name=each.name, baseline=each.baseline, temperature=t) for each in methods}
+        for t in temperatures
     }
-    columns = {
-        temperature: {
-            method.name: summarise_by_category(
-                column[method.name],
-                depth=method.depth,
-                temperature=temperature,
-                adapted=method.target.adapted,
-                lossy=method.drafting.rule in rules.LOSSY,
-            )
-            for method in methods
-        }
-        for temperature, column in results.items()
-    }
+    columns = {t: {each.name: report_of(each, results[t][each.name], t) for each in methods} for t in temperatures}
     names = sorted(columns[min(columns)], key=lambda name: -columns[min(columns)][name].tau)
     parts = [
         comparison.table(names, columns, run_of, {method.name: method.depth for method in methods}),

@@ -26,7 +26,9 @@ class ReplayDecodeOptions:
 class Replay:
     checkpoint: str = field(metadata={"help": loading.CHECKPOINT})
     answers: str = field(metadata={"help": "conversations whose last message the target wrote"})
-    hold_out: int | None = option(60, "use the first 60 rows at temperature 0; null: all rows at decode.temperature")
+    hold_out: int | None = option(
+        60, "use this many rows, the first at temperature 0; null: all rows at decode.temperature"
+    )
     length: int = option(1024, "longer rows are cut to this many tokens")
     target: loading.TargetOptions = field(default_factory=loading.TargetOptions)
     decode: ReplayDecodeOptions = field(default_factory=ReplayDecodeOptions)

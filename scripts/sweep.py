@@ -20,14 +20,12 @@ from helpers.loading import Run
 from helpers.options import option, options, split
 from helpers.options import run as run_command
 from specdec.batching import BatchComparison, group_prompts
-from specdec.comparing import Method, decode_in_turn, make_decoders
-from specdec.compile import Runner
+from specdec.comparing import Method, decode_batches
 from specdec.decode import Generation
 from specdec.drafting import Drafting
 from specdec.figures import TAU
-from specdec.sampling import Sampling
 from train import data, reading
-from train.resumable import Resumable
+from train.resumable import Resumable, digest
 
 MEANING = (
     "tokens/s: of all rows together; ms/token: of one row; all without the prompts' passes and compiling. speedup: the "
@@ -66,7 +64,7 @@ def main() -> None:
     console.print(f"batch sizes {', '.join(map(str, done)) or 'none'} are in {out} already")
     try:
         for size in [size for size in sizes if size not in done]:
-            trials = decode(chosen, runs, drafting, sampling, stop, prompts, size, console)
+            trials = decode(chosen, runs, prompts, stop, size, console)
             results.append({"batch": size, "runs": summarise(trials, runs)})
     finally:
         if results.rows:
@@ -96,37 +94,30 @@ def describe(chosen: Sweep, runs: list[Run], drafting: Drafting, prompts: list[l
     return {
         **{name: value for name, value in asdict(chosen).items() if name not in ("batches", "out")},
         "drafting": asdict(drafting),
-        "weights": [loading.digest((run.folder / "drafter.safetensors").read_bytes()) for run in runs],
-        "prompts_digest": loading.digest(repr(prompts).encode()),
+        "weights": [digest((run.folder / "drafter.safetensors").read_bytes()) for run in runs],
+        "prompts_digest": digest(repr(prompts).encode()),
         **loading.machine(runs[0].drafter.target),
     }
 
 
 def decode(
-    chosen: Sweep,
-    runs: list[Run],
-    drafting: Drafting,
-    sampling: Sampling,
-    stop: set[int],
-    prompts: list[list[int]],
-    size: int,
-    console: rich.console.Console,
+    chosen: Sweep, runs: list[Run], prompts: list[list[int]], stop: set[int], size: int, console: rich.console.Console
 ) -> list[dict[str, Generation]]:
     """Groups of one size, plainly and with every run's drafts. -> for each group the decodings by name or baseline"""
+    drafting = chosen.decode.drafting()
     groups = reading.spread(group_prompts(prompts, size), chosen.groups)
-    trials = [group for group in groups for _ in range(chosen.repeats)]
     methods = [
         Method(run.name, run.drafter.target, drafting.proposer(run.drafter), drafting, drafting.depth, run.baseline)
         for run in runs
     ]
-    runners = {run.baseline: Runner(drafting.compile) for run in runs}
-    decoders = make_decoders(methods, sampling, stop, runners)
-    warm_up = min(8, chosen.max_new_tokens)
-    decode_in_turn(decoders, trials[0], turn=0, seed=0, max_new_tokens=warm_up)  # the first of a size is slow
-    return [
-        decode_in_turn(decoders, group, turn=number, seed=number, max_new_tokens=chosen.max_new_tokens)
-        for number, group in enumerate(track(trials, description=f"batch {size}", console=console, transient=True))
-    ]
+    return decode_batches(
+        methods,
+        [group for group in groups for _ in range(chosen.repeats)],
+        sampling=chosen.decode.sampling(),
+        stop=stop,
+        max_new_tokens=chosen.max_new_tokens,
+        progress=lambda groups: track(groups, description=f"batch {size}", console=console, transient=True),
+    )
 
 
 def summarise(trials: list[dict[str, Generation]], runs: list[Run]) -> dict[str, dict]:

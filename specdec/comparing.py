@@ -1,15 +1,16 @@
 """Several methods of drafting, decoded in turn on the same prompts, each beside plain decoding of its target."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 
-from specdec import measurement
+from specdec import measurement, rules
 from specdec.compile import Runner
 from specdec.decode import Decoder, Generation
 from specdec.drafter import Drafter
 from specdec.drafting import Drafting
 from specdec.measurement import Prompt, PromptResult, seeded_generator
 from specdec.proposers.base import Proposer
+from specdec.report import Report, summarise_by_category
 from specdec.sampling import Sampling
 from specdec.target import Target
 from specdec.timing import interleave
@@ -97,10 +98,44 @@ def compare_prompts(
 
 
 def results_of(rows: list[dict], *, name: str, baseline: str, temperature: float) -> list[PromptResult]:
-    """The results of one method at one temperature, in the order of `rows`, which `compare_prompts` made."""
+    """The results of one method at one temperature, by prompt. rows: as `compare_prompts` made them, in any order"""
     results = []
-    for row in (row for row in rows if row["temperature"] == temperature):
-        cell = {**row["methods"][name]}
-        plain, drafted = Generation(**row["plain"][baseline]), Generation(**cell.pop("drafted"))
-        results.append(PromptResult(Prompt(**row["prompt"]), plain, drafted, **cell))
+    for row in sorted(rows, key=lambda row: row["number"]):
+        if row["temperature"] == temperature:
+            cell = {**row["methods"][name]}
+            plain, drafted = Generation(**row["plain"][baseline]), Generation(**cell.pop("drafted"))
+            results.append(PromptResult(Prompt(**row["prompt"]), plain, drafted, **cell))
     return results
+
+
+def report_of(method: Method, results: list[PromptResult], temperature: float) -> Report:
+    """The report of a method's results, with one for each category in it."""
+    return summarise_by_category(
+        results,
+        depth=method.depth,
+        temperature=temperature,
+        adapted=method.target.adapted,
+        lossy=method.drafting.rule in rules.LOSSY,
+    )
+
+
+def decode_batches(
+    methods: list[Method],
+    groups: list[list[list[int]]],
+    *,
+    sampling: Sampling,
+    stop: set[int],
+    max_new_tokens: int,
+    progress: Callable[[list], Iterable] = iter,
+) -> list[dict[str, Generation]]:
+    """Groups of prompts, each at once by every method in turn, after a warm-up. -> as `decode_in_turn`, for each group
+
+    All groups have the same size, and what is compiled is compiled for that size.
+    """
+    runners = {method.baseline: Runner(method.drafting.compile) for method in methods}
+    decoders = make_decoders(methods, sampling, stop, runners)
+    decode_in_turn(decoders, groups[0], turn=0, seed=0, max_new_tokens=min(8, max_new_tokens))
+    return [
+        decode_in_turn(decoders, group, turn=number, seed=number, max_new_tokens=max_new_tokens)
+        for number, group in enumerate(progress(groups))
+    ]

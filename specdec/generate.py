@@ -242,7 +242,7 @@ def _check(model: PreTrainedModel, config: GenerationConfig, arguments: dict[str
 
 
 def _sampling(processors: LogitsProcessorList, do_sample: bool, length: int) -> tuple[Sampling, int]:
-    """What the processors do, and how many of the prompts' `length` columns a penalty leaves out.
+    """The sampling that the processors amount to, and how many of the prompts' `length` columns a penalty leaves out.
 
     Raises ValueError for processors that do something else.
     """
@@ -256,8 +256,8 @@ def _sampling(processors: LogitsProcessorList, do_sample: bool, length: int) -> 
     if [kind for kind in PROCESSORS if kind in kinds] != kinds:
         order = " before ".join(kind.__name__ for kind in PROCESSORS if kind in kinds)
         raise _refusal("this order of logits processors", f"have each once, {order}")
-    found: dict[type, Any] = dict(zip(kinds, processors))
-    penalty, temperature, top_k, top_p = (found.get(kind) for kind in PROCESSORS[:4])
+    by_kind: dict[type, Any] = dict(zip(kinds, processors))
+    penalty, temperature, top_k, top_p = (by_kind.get(kind) for kind in PROCESSORS[:4])
     for warper in filter(None, (top_k, top_p)):
         if warper.filter_value != -torch.inf:
             raise _refusal(f"filter_value={warper.filter_value}", "leave it at minus infinity")

@@ -221,10 +221,10 @@ def plan_stopping(rounds: list[TimedRound], stopping: Stopping, costs: ChainCost
 def bytes_per_token(model: PreTrainedModel) -> int:
     """Bytes of weights that the pass of one token reads: all, but of an embedding apart from the LM head only one row."""
     embedding, head = (
-        cast(nn.Linear, part).weight for part in (model.get_input_embeddings(), model.get_output_embeddings())
+        cast(nn.Embedding | nn.Linear, part).weight
+        for part in (model.get_input_embeddings(), model.get_output_embeddings())
     )
-    total = sum(parameter.nbytes for parameter in model.parameters())
-    return total if embedding is head else total - embedding.nbytes
+    return sum(each.nbytes for each in model.parameters() if each is not embedding or embedding is head)
 
 
 def memory_bandwidth(num_bytes: int, device: torch.device, *, repeats: int = 15) -> float:

@@ -1,5 +1,6 @@
 """Work that is continued after an interruption: rows of results in a JSONL file, and beside it a record of its settings."""
 
+import hashlib
 import json
 import os
 from collections.abc import Iterator
@@ -78,3 +79,17 @@ def read_rows(path: Path) -> list[dict]:
             raise ValueError(f"{path}: line {number} is damaged: delete that line and run this again.")
         rows.append(row)
     return rows
+
+
+def digest(content: bytes) -> str:
+    """16 hex digits, to record contents among settings."""
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def digest_folder(folder: Path) -> str:
+    """A digest of the names and contents of a folder's files."""
+    lines = []
+    for path in sorted(path for path in folder.iterdir() if path.is_file()):
+        with path.open("rb") as file:
+            lines.append(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}")
+    return digest("\n".join(lines).encode())

@@ -1,6 +1,5 @@
 """What the commands that decode load: the target, its tokenizer, checkpoints, and prompts."""
 
-import hashlib
 import os
 import platform
 import sys
@@ -95,19 +94,6 @@ def conditions(target: Target) -> str:
     where = machine(target)
     dtype = str(target.dtype).removeprefix("torch.")
     return f"{target.name}, {dtype}, {where['machine']}, {where['threads']} threads"
-
-
-def digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:16]
-
-
-def digest_folder(folder: Path) -> str:
-    """A digest of the names and contents of a folder's files."""
-    lines = []
-    for path in sorted(path for path in folder.iterdir() if path.is_file()):
-        with path.open("rb") as file:
-            lines.append(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}")
-    return digest("\n".join(lines).encode())
 
 
 def run_names(folders: list[Path]) -> list[str]:

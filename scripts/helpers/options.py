@@ -68,7 +68,10 @@ def describe(known: dict[str, Option], docstring: str) -> str:
     """What --help prints: the docstring, then the options, group by group."""
     lines = [docstring.strip(), "", "Options, written key=value:"]
     group = ""
-    for option in sorted(known.values(), key=lambda option: option.name.count(".")):  # stable: groups come last
+    order = sorted(
+        known.values(), key=lambda option: (option.name.count("."), option.default is not dataclasses.MISSING)
+    )
+    for option in order:  # required ones first, groups last
         if option.name.rpartition(".")[0] != group:
             group = option.name.rpartition(".")[0]
             lines += ["", f"{group}:"]

@@ -156,9 +156,9 @@ def make(config: Config, target: Target, prefix: str = "proposer") -> Proposer:
     """
     arguments: dict[str, Any] = {}
     for key in NESTED:
-        made = [make(inner, target, f"{prefix}.{name}") for name, inner in config.get(key, {}).items()]
-        if made:
-            arguments[key] = made if key == "members" else made[0]
+        inside = [make(inner, target, f"{prefix}.{name}") for name, inner in config.get(key, {}).items()]
+        if inside:
+            arguments[key] = inside if key == "members" else inside[0]
     own = {key: value for key, value in config.items() if key not in NESTED}
     with named("decode"), named(prefix, only=own):
         try:

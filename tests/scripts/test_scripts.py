@@ -132,7 +132,7 @@ def test_help_lists_every_option_with_its_default(run, capsys):
 def test_the_defaults_of_decoding_stand_in_one_place():
     assert DecodeOptions().drafting() == Drafting()
     with hydra.initialize_config_dir(str(ROOT / "conf"), version_base=None):
-        config = hydra.compose("decode/chain")
+        config = hydra.compose("train")
     assert OmegaConf.to_container(config.decode) == asdict(Drafting())
 
 
