@@ -76,6 +76,8 @@ def fit(config: DictConfig) -> int:
         raise ValueError(
             f"{error} Lower optimizer.lr or train.max_grad_norm, or look at these rows, then use resume=true."
         ) from error
+    except ValueError as error:
+        raise ValueError(f"{error} Then continue with resume=true.") from error
     accelerator.end_training()
     display.end(console, trainer)
     return 130 if trainer.interrupted else 0

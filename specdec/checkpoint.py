@@ -49,7 +49,7 @@ def write_folder(folder: Path, *, tensors: dict[str, dict[str, Tensor]], documen
         shutil.rmtree(partial, ignore_errors=True)
         raise ValueError(
             f"{folder} could not be written ({error}). Free some disk space or choose another folder; what was saved before "
-            "is untouched, and training continues with resume=true."
+            "is untouched."
         ) from error
 
 
@@ -191,7 +191,7 @@ def _read(folder: Path, target: Target, dtype: torch.dtype | None) -> tuple[Head
     if document.get("target_fingerprint") != target.fingerprint():
         raise ValueError(
             f"{folder} was trained for {document.get('target')} (fingerprint {document.get('target_fingerprint')}), not for "
-            f"{target.name} ({target.fingerprint()}). Use it with its own target: target.name=FOLDER."
+            f"{target.name} ({target.fingerprint()}). Use it with its own target."
         )
     check_unadapted(target)
     try:

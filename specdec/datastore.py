@@ -23,7 +23,7 @@ import numpy
 import transformers
 
 SEPARATOR = -1
-ADVICE = "Make one with specdec.datastore.write"
+ADVICE = "A datastore is a folder that specdec.datastore.write made"
 
 
 @dataclass(frozen=True)

@@ -182,9 +182,8 @@ class Decoder:
             verdict = self.verify(tree, cache, draws, marks)
             num_kept, newest = verdict.num_kept, verdict.next_token
             path, following = verdict.along(tree, self.proposer.depth if self.proposer else 0)  # [B, P] each
-            *lists, counts = torch.cat(
-                [following, num_kept[:, None]], dim=1
-            ).T.tolist()  # the only wait for the device in a round
+            # The only wait for the device in a round
+            *lists, counts = torch.cat([following, num_kept[:, None]], dim=1).T.tolist()
             verified = self._clock()
             if not tree.linear:
                 cache.keep(path)

@@ -95,7 +95,7 @@ class RunFolder:
             if old != goal:
                 checkpoint.remove(old)
 
-    def load_state(self) -> tuple[dict[str, Tensor], dict, dict] | None:
+    def read_state(self) -> tuple[dict[str, Tensor], dict, dict] | None:
         """-> the newest state's weights, optimizer state_dict and document; None without a state.
 
         Raises ValueError if the run was begun with other settings.

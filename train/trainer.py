@@ -125,7 +125,7 @@ class Trainer:
 
     def resume(self) -> bool:
         """Continues from the newest state; False if there is none. Raises ValueError if settings differ from then."""
-        state = self.folder.load_state()
+        state = self.folder.read_state()
         if state is None:
             return False
         weights, optimizer, document = state

@@ -164,9 +164,12 @@ def make(config: Config, target: Target, prefix: str = "proposer") -> Proposer:
         try:
             return instantiate(own, target, **arguments, _convert_="all")
         except InstantiationException as error:
-            if isinstance(error.__cause__, ValueError):
-                raise error.__cause__ from None
-            raise
+            if not isinstance(error.__cause__, ValueError):
+                raise
+            advice = (
+                " `python scripts/datastore.py data=FILE out=FOLDER` makes a datastore." if "datastore" in own else ""
+            )
+            raise ValueError(f"{error.__cause__}{advice}") from None
 
 
 def heads(config: Config) -> list[str]:

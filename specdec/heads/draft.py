@@ -60,36 +60,10 @@ class Draft(Drafter):
             raise ValueError(f"num_layers={num_layers} must be at least 1.")
         if config is not None and (model is not None or lora is not None):
             raise ValueError("A draft of a saved configuration takes neither model nor lora; its weights are merged.")
-        copied: list[int] = []
-        if config is not None:
-            lm = _make(AutoConfig.for_model(**config))
-            borrows = bool(borrow_embeddings)
-        elif model is not None:
-            if borrow_embeddings or any(x is not None for x in (num_layers, width, intermediate_size, copy_layers)):
-                raise ValueError(
-                    f"model={model} brings its layers and embeddings: leave num_layers, width, "
-                    "intermediate_size, copy_layers and borrow_embeddings null."
-                )
-            if isinstance(model, str):
-                model = existing(target, model, dtype="float32")
-            lm, borrows = model, False
-        else:
-            same_width = width in (None, target.width)
-            copied = _layers_to_copy(target, num_layers, copy_layers, possible=same_width and intermediate_size is None)
-            lm = _make(_config(target, width, num_layers or len(copied) or NUM_LAYERS, intermediate_size))
-            borrows = same_width if borrow_embeddings is None else borrow_embeddings
-            if borrows and not same_width:
-                raise ValueError(
-                    f"width={width}: the target's embeddings have {target.width}, so they cannot be "
-                    "borrowed; set borrow_embeddings=false, or width=null."
-                )
-            for layer, number in zip(lm.decoder.layers, copied):
-                layer.load_state_dict(target.decoder.layers[number].state_dict())
-            if same_width:
-                lm.norm.load_state_dict(target.norm.state_dict())
-                lm.embed.load_state_dict(target.embed.state_dict())
-                lm.lm_head.load_state_dict(target.lm_head.state_dict())
-
+        sizes = {"num_layers": num_layers, "width": width, "intermediate_size": intermediate_size}
+        lm, borrows, copied = _first_weights(
+            target, sizes, copy_layers=copy_layers, borrow_embeddings=borrow_embeddings, model=model, config=config
+        )
         self.config = lm.config
         self.cache_shape = {
             "num_layers": lm.num_layers,
@@ -272,3 +246,44 @@ def existing(target: Target, name: str, *, dtype: str) -> Target:
             weight[num:] = weight[:num].mean(0)
         lm = Target(lm.model, name=name)
     return lm
+
+
+def _first_weights(
+    target: Target,
+    sizes: dict[str, int | None],
+    *,
+    copy_layers: list[int] | None,
+    borrow_embeddings: bool | None,
+    model: str | Target | None,
+    config: dict | None,
+) -> tuple[Target, bool, list[int]]:
+    """Of a saved configuration, of an existing model, or new; see `Draft`.
+
+    -> the language model, whether it borrows the target's embeddings, which of the target's layers were copied
+    """
+    if config is not None:
+        return _make(AutoConfig.for_model(**config)), bool(borrow_embeddings), []
+    if model is not None:
+        if borrow_embeddings or any(x is not None for x in (*sizes.values(), copy_layers)):
+            raise ValueError(
+                f"model={model} brings its layers and embeddings: leave num_layers, width, "
+                "intermediate_size, copy_layers and borrow_embeddings null."
+            )
+        return existing(target, model, dtype="float32") if isinstance(model, str) else model, False, []
+    num_layers, width, intermediate_size = sizes.values()
+    same_width = width in (None, target.width)
+    copied = _layers_to_copy(target, num_layers, copy_layers, possible=same_width and intermediate_size is None)
+    lm = _make(_config(target, width, num_layers or len(copied) or NUM_LAYERS, intermediate_size))
+    borrows = same_width if borrow_embeddings is None else borrow_embeddings
+    if borrows and not same_width:
+        raise ValueError(
+            f"width={width}: the target's embeddings have {target.width}, so they cannot be "
+            "borrowed; set borrow_embeddings=false, or width=null."
+        )
+    for layer, number in zip(lm.decoder.layers, copied):
+        layer.load_state_dict(target.decoder.layers[number].state_dict())
+    if same_width:
+        lm.norm.load_state_dict(target.norm.state_dict())
+        lm.embed.load_state_dict(target.embed.state_dict())
+        lm.lm_head.load_state_dict(target.lm_head.state_dict())
+    return lm, borrows, copied

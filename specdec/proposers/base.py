@@ -70,8 +70,8 @@ class Proposer(ABC):
 
     def mark(self) -> Any:
         """The state after a `commit`, for `rewind`. Only called if `rewinds`."""
-        raise NotImplementedError
+        raise TypeError(f"{type(self).__name__} does not rewind.")
 
     def rewind(self, mark: Any) -> None:
         """Restores the state of `mark`, made in the same batch. Only called if `rewinds`."""
-        raise NotImplementedError
+        raise TypeError(f"{type(self).__name__} does not rewind.")

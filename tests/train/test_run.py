@@ -54,11 +54,11 @@ def save(folder: RunFolder, step: int) -> None:
 
 def test_a_state_comes_back_and_only_the_newest_is_kept(tmp_path):
     folder = RunFolder(tmp_path, **FOLDER)
-    assert folder.load_state() is None and folder.saved_step() == 0
+    assert folder.read_state() is None and folder.saved_step() == 0
     save(folder, 2)
     save(folder, 10)
     assert [path.name for path in (tmp_path / "state").iterdir()] == ["step_000010"] and folder.saved_step() == 10
-    weights, optimizer, document = folder.load_state()
+    weights, optimizer, document = folder.read_state()
     assert weights["weight"].tolist() == [0, 1, 2] and document["seen"] == 7 and document["step"] == 10
     assert optimizer["state"][0]["exp_avg"].tolist() == [1, 1] and optimizer["param_groups"] == [{"lr": 0.1}]
 
@@ -67,7 +67,7 @@ def test_a_state_of_other_settings_is_refused(tmp_path):
     save(RunFolder(tmp_path, **FOLDER), 2)
     other = replace(RunFolder(tmp_path, **FOLDER), settings={"optimizer.lr": 0.2, "head": "eagle"})
     with pytest.raises(ValueError, match=r"optimizer.lr was 0.1, is 0.2\. Resume with the settings"):
-        other.load_state()
+        other.read_state()
 
 
 def test_the_log_is_cut_where_the_state_is(tmp_path):

@@ -216,7 +216,7 @@ def test_datastores_that_cannot_be_used(tmp_path, target):
         with pytest.raises(ValueError, match=message):
             Retrieval(target, datastore=str(folder), **SETTINGS)
 
-    refused(tmp_path / "nowhere", "does not exist. Make one with specdec.datastore.write")
+    refused(tmp_path / "nowhere", "does not exist. A datastore is a folder that specdec.datastore.write made")
     refused(tmp_path, "is not a datastore")
     refused(make(tmp_path / "empty", []), "is empty: it holds no tokens. Make one")
     refused(
