@@ -179,7 +179,7 @@ def test_other_settings_are_refused(run, compared, folder):
 def test_a_shallow_drafter_is_cut_and_an_adapting_one_has_its_own_target(run, folder):
     printed = run(f"checkpoint={folder}/adapting", f"out={folder}/shallow", "limit=1")
     table = cells(folder / "shallow", "Comparison")
-    name = f"{folder.name}/adapting"
+    name = "adapting"
     depths = {key: line["depth"] for key, line in table.items() if key.startswith(f"{name}, ")}
     assert set(depths.values()) == {"2"} and len(depths) == 2
     line = json.loads((folder / "shallow" / "rows.jsonl").read_text().splitlines()[0])
