@@ -124,6 +124,7 @@ def test_block_on_a_chain_is_block_verification(seed):
     torch.testing.assert_close(found, torch.tensor(direct, dtype=torch.float64), rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafting", DRAFTINGS)
 def test_who_accepts_more(drafting):
     """Whole paths never less than token by token, and as much where nothing was sampled; the lossy rule more."""

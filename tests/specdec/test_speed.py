@@ -72,6 +72,7 @@ def answers_of(decoder: Decoder, num: int = 2) -> list[TimedAnswer]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head", ["eagle", "mtp", "medusa", "dspark", "draft"])
 def test_one_replay_tells_tau_of_every_shorter_chain(small_target, head):
     drafter = make_drafter(small_target, head)

@@ -352,7 +352,10 @@ def test_padding_and_trimming():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["data=b", "rows=3"], "no option 'rows'. Known options: data, row, num, max_length, target.name"),
+        (
+            ["data=b", "rows=3"],
+            "no option 'rows'. Did you mean 'row'. Known options: data, row, num, max_length, target.name",
+        ),
         (["target.name=a"], "Give a value for: data"),
         (["target.name=a", "data=b", "row=x"], "row: Value 'x'"),
         (["target"], "not of the form key=value"),
@@ -371,4 +374,4 @@ def test_options(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         options(ShowData, "python scripts/show_data.py")
     printed = capsys.readouterr().out
-    assert "python scripts/show_data.py" in printed and "index of the first row to print (default 0)" in printed
+    assert "python scripts/show_data.py" in printed and "index of the first row to print (default: 0)" in printed

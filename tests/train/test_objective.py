@@ -291,6 +291,7 @@ def decoded(generation, row: int, depth: int) -> tuple[int, list[int]]:
     return len(accepted), [sum(count >= d for count in accepted) for d in range(1, depth + 1)]
 
 
+@pytest.mark.slow
 def test_replay_equals_decoding(small_drafter, small_target):
     """Temperature 0, several prompts, answers cut anywhere and answers that end with a stop token."""
     depth, seen = small_drafter.depth or 4, set()

@@ -218,7 +218,7 @@ def test_datastores_that_cannot_be_used(tmp_path, target):
 
     refused(tmp_path / "nowhere", "does not exist. A datastore is a folder that specdec.datastore.write made")
     refused(tmp_path, "is not a datastore")
-    refused(make(tmp_path / "empty", []), "is empty: it holds no tokens. Make one")
+    refused(make(tmp_path / "empty", []), "is empty: it holds no tokens. A datastore is a folder that")
     refused(
         make(tmp_path / "foreign", [[1]], fingerprint="f00"), "made with another tokenizer .*f00.* Make one with the"
     )

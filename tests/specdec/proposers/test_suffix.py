@@ -202,6 +202,7 @@ def test_memory_is_bounded():
     assert none.younger.num_tokens == none.older.num_tokens == 0
 
 
+@pytest.mark.slow
 def test_decoding(small_target):
     def drafts_after(prompt, answer):
         text = prompt + answer
