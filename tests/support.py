@@ -26,6 +26,7 @@ from specdec.proposers.base import Proposer
 from specdec.sampling import Sampling
 from specdec.target import Target
 from specdec.tree import Tree, TreeShape, chain
+from train.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[1]
 REAL_TARGET = ROOT / "targets" / "smollm2-135m"
@@ -383,3 +384,18 @@ def check_rounds(target, proposer, drafts_after, num_new: int = 40) -> None:
         assert accepted == goal
         total += sum(accepted)
     assert total > num_new
+
+
+def fit_interrupted(fit, name: str, *more: str) -> None:
+    """Trains a run that dies before its fourth step, and resumes it."""
+    step = Trainer._train_step
+
+    def dies(trainer):
+        if trainer.step == 3:
+            raise KeyError("power cut")
+        return step(trainer)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyError):
+        patch.setattr(Trainer, "_train_step", dies)
+        fit(name, *more)
+    assert fit(name, *more, "resume=true") == 0

@@ -7,10 +7,9 @@ from hydra.errors import InstantiationException
 from specdec import checkpoint
 from specdec.heads.draft import Draft
 from specdec.target import Target
-from tests.support import disturb, losses_of, random_tokens, text_logits
+from tests.support import disturb, fit_interrupted, losses_of, random_tokens, text_logits
 from train.data import Packs, Row
 from train.onpolicy import OnPolicy
-from train.trainer import Trainer
 
 pytestmark = pytest.mark.slow
 
@@ -101,17 +100,7 @@ def test_a_run_on_its_own_texts_continues_with_the_same_losses(fit, monkeypatch)
     assert len(taken) == 8 and 0 < sum(batch is not None for batch in taken) < 8
     fit("corpus", *more, "data.on_policy=0")
     assert losses_of("corpus") != losses_of("whole")
-    step = Trainer._train_step
-
-    def dies(self):
-        if self.step == 3:
-            raise KeyError("power cut")
-        return step(self)
-
-    with monkeypatch.context() as patch, pytest.raises(KeyError):
-        patch.setattr(Trainer, "_train_step", dies)
-        fit("died", *more)
-    assert fit("died", *more, "resume=true") == 0
+    fit_interrupted(fit, "died", *more)
     assert losses_of("died") == losses_of("whole")
 
 

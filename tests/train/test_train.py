@@ -14,9 +14,9 @@ from omegaconf import OmegaConf
 
 from specdec import checkpoint
 from specdec.target import Target
-from tests.support import ADAPTING, ROOT, losses_of, train_overrides
+from tests.support import ADAPTING, ROOT, fit_interrupted, losses_of, train_overrides
 from train import losses
-from train.trainer import Settings, Trainer
+from train.trainer import Settings
 
 pytestmark = pytest.mark.slow
 
@@ -45,19 +45,9 @@ def test_every_head_trains_and_its_checkpoint_loads(fit, folder, head):
     [["features.mode=online"], ["features.mode=cached"], ["head=consistency", "head.vocab_size=null"]],
     ids=" ".join,
 )
-def test_a_run_that_died_continues_with_the_same_losses(fit, monkeypatch, settings):
+def test_a_run_that_died_continues_with_the_same_losses(fit, settings):
     fit("whole", *settings)
-    step = Trainer._train_step
-
-    def dies(self):
-        if self.step == 3:
-            raise KeyError("power cut")
-        return step(self)
-
-    with monkeypatch.context() as patch, pytest.raises(KeyError):
-        patch.setattr(Trainer, "_train_step", dies)
-        fit("died", *settings)
-    assert fit("died", *settings, "resume=true") == 0
+    fit_interrupted(fit, "died", *settings)
     assert losses_of("died") == losses_of("whole") and len(losses_of("whole")) == 4
     whole, died = (
         checkpoint.read_tensors(Path(f"checkpoints/{run}/step_000004/drafter.safetensors")) for run in ("whole", "died")
