@@ -60,7 +60,7 @@ class Provenance:
     document: dict  # drafter.json
     target: str
     fingerprint: str
-    report: dict | None  # report.json, of the validation that chose the checkpoint
+    report: Report | None  # of the validation that chose the checkpoint
     served: dict  # by engine, see SERVED
     data: str
     license: str
@@ -72,14 +72,15 @@ class Provenance:
     ) -> "Provenance":
         """From a checkpoint's folder. num_drafts: None: the fastest number by its own validation, if that decoded a chain."""
         document = checkpoint.read_json(folder / "drafter.json")
-        report, served = (
+        figures, served = (
             checkpoint.read_json(folder / name) if (folder / name).exists() else None
             for name in ("report.json", SERVED)
         )
         if not all(set(SERVED_FIELDS) <= set(entry) for entry in (served or {}).values()):
             raise ValueError(f"{folder / SERVED} is not a record of served figures: delete it.")
-        chain = report is not None and str(report.get("shape", "chain")).startswith("chain")
-        num = num_drafts or (best_chain(Report.from_json(report)) if report is not None and chain else 3)
+        report = figures and Report.from_json(figures, source=str(folder / "report.json"))
+        chain = report is not None and (report.shape is None or report.shape.startswith("chain"))
+        num = num_drafts or (best_chain(report) if report is not None and chain else 3)
         name = f"{folder.parent.name}/{folder.name}"
         data = data or "not recorded"
         return cls(name, document, target.name, target.fingerprint(), report, served or {}, data, license, num)
@@ -215,14 +216,14 @@ def card(form: Form, provenance: Provenance, out: str, dtype: torch.dtype) -> st
     return "\n\n".join(parts) + "\n"
 
 
-def _expected(report: dict | None, served: dict) -> str:
+def _expected(report: Report | None, served: dict) -> str:
     lines = ["| measured by | setting | tau |\n|---|---|---|"]
     if report:
-        low, high = report["tau_ci"]
-        shape = report.get("shape", f"chain of {len(report['survival'])}")
+        low, high = report.tau_ci
+        shape = report.shape or f"chain of {len(report.survival)}"
         lines.append(
-            f"| specdec, validation | {report['num_prompts']} prompts, temperature {report['temperature']:g}, "
-            f"{shape} | {report['tau']:.2f} ({low:.2f} .. {high:.2f}) |"
+            f"| specdec, validation | {report.num_prompts} prompts, temperature {report.temperature:g}, "
+            f"{shape} | {report.tau:.2f} ({low:.2f} .. {high:.2f}) |"
         )
     for engine, entry in served.items():
         num, prompts, tau, served_tau = (entry[key] for key in ("num_prompts", "prompts", "tau", "served_tau"))

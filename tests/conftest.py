@@ -9,8 +9,9 @@ from specdec.target import Target
 from tests.compiler import missing
 from tests.support import HEADS, QUICK, VARIANTS, make_drafter, make_target, name_of
 
-torch.set_num_threads(1)
-os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"  # for the processes that tests start
+NUM_THREADS = os.environ.get("TEST_THREADS", "1")
+torch.set_num_threads(int(NUM_THREADS))
+os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = NUM_THREADS  # for the processes that tests start
 
 
 @pytest.hookimpl(trylast=True)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from specdec import serving
+from specdec.report import Report
 from tests import reference
 from tests.exports import (
     ALL_NORMS,
@@ -223,7 +224,12 @@ def test_the_card(target, tmp_path, form):
     drafter = make_exact(target, "eagle3", True)
     made = make_form(drafter, form)
     provenance = make_provenance(
-        drafter, report=REPORT, served=SERVED, data="answers.jsonl", license="apache-2.0", num_drafts=2
+        drafter,
+        report=Report.from_json(REPORT),
+        served=SERVED,
+        data="answers.jsonl",
+        license="apache-2.0",
+        num_drafts=2,
     )
     out = tmp_path / "out"
     serving.write(made, out, dtype=torch.float32, provenance=provenance)
