@@ -78,7 +78,7 @@ class Provenance:
         )
         if not all(set(SERVED_FIELDS) <= set(entry) for entry in (served or {}).values()):
             raise ValueError(f"{folder / SERVED} is not a record of served figures: delete it.")
-        report = figures and Report.from_json(figures, source=str(folder / "report.json"))
+        report = Report.from_json(figures, source=str(folder / "report.json")) if figures else None
         chain = report is not None and (report.shape is None or report.shape.startswith("chain"))
         num = num_drafts or (best_chain(report) if report is not None and chain else 3)
         name = f"{folder.parent.name}/{folder.name}"
