@@ -103,12 +103,7 @@ class Decoder:
         lossy: bool = False,
         runner: Runner | None = None,
     ):
-        if rule not in rules.RULES:
-            raise ValueError(f"rule={rule} must be one of {', '.join(rules.RULES)}.")
-        if rule in rules.LOSSY and not lossy:
-            raise ValueError(
-                f"rule={rule} changes what the target says. If that is wanted, set lossy=true; else take rule=token or block."
-            )
+        rules.check(rule, lossy=lossy)
         if rule in rules.LOSSY and sampling.greedy:
             raise ValueError(f"rule={rule} needs temperature= above 0: it weighs the target's probabilities.")
         self.target, self.proposer = target, proposer

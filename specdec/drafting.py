@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, fields
 
+from specdec import rules
 from specdec.decode import Decoder
 from specdec.drafter import Drafter, Head
 from specdec.proposers.base import Proposer
@@ -23,7 +24,8 @@ class Drafting:
     rule, lossy: the acceptance rule, see Decoder
     compile: whether the target's passes and the drafter's steps are compiled for the shapes that occur
 
-    Raises ValueError for an unknown value of `children` or an unknown key of `stopping`.
+    Raises ValueError for an unknown value of `children` or `rule`, an unknown key of `stopping`, and a lossy rule without
+    lossy=True.
     """
 
     depth: int = 2
@@ -40,10 +42,11 @@ class Drafting:
         known = [field.name for field in fields(Stopping)]
         if not set(self.stopping or ()) <= set(known):
             raise ValueError(f"stopping={self.stopping} may hold {', '.join(known)} and nothing else.")
+        rules.check(self.rule, lossy=self.lossy)
 
     @property
     def shape(self) -> TreeShape:
-        return TreeShape(self.depth, self.width, self.nodes or self.depth * self.width)
+        return TreeShape(self.depth, self.width, self.depth * self.width if self.nodes is None else self.nodes)
 
     def proposer(self, drafter: Head) -> Proposer:
         """The proposer that drafts with a trained head. A target that was trained to guess ahead of itself

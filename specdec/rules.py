@@ -163,3 +163,13 @@ def trace(ancestors: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
 
 RULES: dict[str, Callable[[Tree, Tensor, Draws], Accepted]] = {"token": sample, "block": block, "typical": typical}
 LOSSY = {"typical"}
+
+
+def check(rule: str, *, lossy: bool) -> None:
+    """Raises ValueError for a rule that does not exist, and for one of LOSSY unless `lossy` allows it."""
+    if rule not in RULES:
+        raise ValueError(f"rule={rule} must be one of {', '.join(RULES)}.")
+    if rule in LOSSY and not lossy:
+        raise ValueError(
+            f"rule={rule} changes what the target says. If that is wanted, set lossy=true; else take rule=token or block."
+        )

@@ -160,16 +160,22 @@ def make(config: Config, target: Target, prefix: str = "proposer") -> Proposer:
         if inside:
             arguments[key] = inside if key == "members" else inside[0]
     own = {key: value for key, value in config.items() if key not in NESTED}
-    with named("decode"), named(prefix, only=own):
-        try:
-            return instantiate(own, target, **arguments, _convert_="all")
-        except InstantiationException as error:
-            if not isinstance(error.__cause__, ValueError):
-                raise
-            advice = (
-                " `python scripts/datastore.py data=FILE out=FOLDER` makes a datastore." if "datastore" in own else ""
-            )
-            raise ValueError(f"{error.__cause__}{advice}") from None
+    try:
+        with named("decode"), named(prefix, only=own):
+            return _instantiate(own, target, arguments)
+    except ValueError as error:
+        advice = " `python scripts/datastore.py data=FILE out=FOLDER` makes a datastore." if "datastore" in own else ""
+        raise ValueError(f"{error}{advice}") from None
+
+
+def _instantiate(config: Config, target: Target, arguments: dict[str, Any]) -> Proposer:
+    """Hydra's instantiate; a refusal of the constructor is raised as it is."""
+    try:
+        return instantiate(config, target, **arguments, _convert_="all")
+    except InstantiationException as error:
+        if isinstance(error.__cause__, ValueError):
+            raise error.__cause__ from None
+        raise
 
 
 def heads(config: Config) -> list[str]:
