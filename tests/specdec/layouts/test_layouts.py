@@ -92,7 +92,7 @@ def test_engines_that_blank_position_0_draw_other_drafts(target, tmp_path):
 
 
 @pytest.mark.parametrize("form", ["vllm", "speculators"])
-def test_engines_compute_the_drafter_s_confidence(target, tmp_path, monkeypatch, form):
+def test_engines_compute_the_same_confidence(target, tmp_path, monkeypatch, form):
     drafter, confidences = make_exact(target, "dspark"), []
     export(drafter, form, tmp_path / "out")
     logits = drafter.logits
