@@ -263,21 +263,21 @@ def test_damaged_and_foreign_weights_are_refused(target, tmp_path):
 @pytest.mark.parametrize(
     ("form", "message"), [("safetensors", "use the checkpoint"), ("vllm", "Markov table of their own")]
 )
-def test_what_exports_but_does_not_come_back(target, tmp_path, form, message):
+def test_exports_that_cannot_be_imported_are_refused(target, tmp_path, form, message):
     export(make_exact(target, "dspark"), form, tmp_path / "out")
     rewrite(tmp_path / "out", dflash_config={"target_layer_ids": [1]})
     refuse(tmp_path / "out", target, message)
 
 
-# What review found in real configurations
+# Variants of published configurations
 
 
-def test_a_container_as_speculators_itself_writes_it(target, tmp_path):
+def test_a_folder_in_the_form_that_speculators_writes(target, tmp_path):
     drafter = make_exact(target, "eagle3", True)
     export(drafter, "speculators", tmp_path / "out")
-    rewrite(tmp_path / "out", target_hidden_size=None)  # null, where the widths are the same
-    found, _ = reference.read(tmp_path / "out")
-    (tmp_path / "out" / "config.json").write_text(json.dumps({**found, "target_hidden_size": None}))
+    rewrite(tmp_path / "out", target_hidden_size=None)  # null if the widths are equal
+    document, _ = reference.read(tmp_path / "out")
+    (tmp_path / "out" / "config.json").write_text(json.dumps({**document, "target_hidden_size": None}))
     assert_equal_drafters(bring_in(tmp_path / "out", target), drafter)
     rewrite(tmp_path / "out", norm_before_residual=None)
     refuse(tmp_path / "out", target, "write norm_before_residual, true or false")
