@@ -170,8 +170,8 @@ def random_probs(generator, *shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=generator, dtype=torch.float64).mul(2).softmax(-1)
 
 
-def longest(tree: Tree, row: int, kept: torch.Tensor) -> list[int]:
-    """The longest path by hand, the first of equals; kept [N, V]: which tokens may come after each node"""
+def longest_path(tree: Tree, row: int, kept: torch.Tensor) -> list[int]:
+    """The longest path by a walk, the first one of equal length. kept [N, V] is true for tokens allowed after a node."""
     walks = {0: [0]}
     for node, parent in enumerate(tree.parents[row].tolist()):
         if parent in walks and kept[parent, tree.tokens[row, node]]:
@@ -194,7 +194,7 @@ def test_greedy_equals_the_lossless_rules_with_one_hot_laws():
             for result, reference in zip(verdict, rule(tree, onehot.clone(), rules.Draws(generator)), strict=True):
                 assert torch.equal(result, reference)
         for row, (path, num_kept, next_token) in enumerate(zip(*(x.tolist() for x in verdict))):
-            walked = longest(tree, row, onehot[row])
+            walked = longest_path(tree, row, onehot[row])
             assert path == walked + [0] * (7 - len(walked)) and num_kept == len(walked)
             assert next_token == choices[row, walked[-1]]
             lengths.add(num_kept)
@@ -207,7 +207,7 @@ def test_typical_keeps_the_longest_acceptable_path():
     path, num_kept, _ = rules.typical(tree, probs, rules.Draws(generator), epsilon=0.2, delta=0.5)
     bounds = (0.5 * (probs * probs.log()).sum(-1, keepdim=True).exp()).clamp(max=0.2)
     for row in range(40):
-        best = longest(tree, row, probs[row] > bounds[row])
+        best = longest_path(tree, row, probs[row] > bounds[row])
         assert path[row].tolist() == best + [0] * (7 - len(best)) and num_kept[row] == len(best)
     assert bounds.min() < 0.2 == bounds.max() and len(set(num_kept.tolist())) > 2
 
