@@ -1,7 +1,7 @@
 """Compiled decoding gives the answers of uncompiled decoding, whatever changes from round to round.
 
-Inductor takes seconds for each function, so most tests run the traced graph in place of Inductor's result: the errors to
-expect are in the trace (a value that was read once and then stays constant). One test runs Inductor itself.
+Inductor takes seconds for each function, so most tests run the traced graph in place of Inductor's result: the errors
+to expect are in the trace (a value that was read once and then stays constant). One test runs Inductor itself.
 """
 
 import time
@@ -106,7 +106,7 @@ SETTINGS = {
     ],
 )
 def test_compiled_decoding_equals_uncompiled_decoding(shallow, runner, traced, how, attends):
-    """Batches with different caches: the second reuses the shapes of the first; in a third, the caches of trees grow."""
+    """Batches with different caches: the second reuses shapes of the first; in a third, the caches of trees grow."""
     head, arguments = KINDS[attends]
     drafter = make_drafter(shallow, head, True, arguments)
     assert drafter.attends == attends

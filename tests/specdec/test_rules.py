@@ -127,7 +127,7 @@ def test_block_on_a_chain_is_block_verification(seed):
 @pytest.mark.slow
 @pytest.mark.parametrize("drafting", DRAFTINGS)
 def test_block_verification_accepts_more_than_token_verification(drafting):
-    """Block verification accepts at least as much as token verification, equally much without draws; typical accepts most."""
+    """Block verification accepts at least as much as token verification (as much without draws); typical accepts most."""
     totals = torch.zeros(3, dtype=torch.float64)
     for seed in range(5):
         p, parts = random_laws(seed), drafted(drafting, seed + 10)
@@ -171,7 +171,7 @@ def random_probs(generator, *shape: int) -> torch.Tensor:
 
 
 def longest_path(tree: Tree, row: int, kept: torch.Tensor) -> list[int]:
-    """The longest path by a walk, the first one of equal length. kept [N, V] is true for tokens allowed after a node."""
+    """The longest path by a walk, the first of equal ones. kept [N, V] is true for tokens allowed after a node."""
     walks = {0: [0]}
     for node, parent in enumerate(tree.parents[row].tolist()):
         if parent in walks and kept[parent, tree.tokens[row, node]]:

@@ -62,7 +62,7 @@ def test_plain_decoding_is_exact(sampling, monkeypatch):
 @pytest.mark.parametrize("rule", ["token", "block"])
 @pytest.mark.parametrize("shape, children", [(CHAIN, "chosen"), (TreeShape(2, 2, 3), "distinct")], ids=str)
 def test_lossless_where_drafting_sometimes_stops_early(rule, shape, children, monkeypatch):
-    """Stopping uses only what is known before the draw: drafting continues after some first drafts and stops after others."""
+    """Stopping uses only what is known before the draw; drafting stops after some first drafts and not after others."""
     probe = decoder_of("warm", shape, children=children, stopping=Stopping())
     depths, chances = {}, set()
     for threshold in (0.0, None):
@@ -135,9 +135,8 @@ def test_typical_must_be_allowed_and_is_lossy(monkeypatch):
     for shape in (CHAIN, TREE):
         assert decoder_error(decoder_of(rule="typical", shape=shape), 1, monkeypatch=monkeypatch) > 1e-2
         assert decoder_error(decoder_of(shape=shape), 1, monkeypatch=monkeypatch) < 1e-12
-    Decoder(
-        target, None, sampling=Sampling(), stop=set(), rule="block", lossy=True
-    )  # lossy=True permits a lossy rule; it does not require one
+    # lossy=True permits a lossy rule and does not require one
+    Decoder(target, None, sampling=Sampling(), stop=set(), rule="block", lossy=True)
 
 
 # Whole answers

@@ -1,4 +1,4 @@
-"""Consistency training against a naive version: one block at a time, one pass for each state, one token after another."""
+"""Consistency training against a naive version: one block, one state or one token at a time."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Closed-form starts: EAGLE's is ridge regression onto the next feature, and each one drafts better than a random start."""
+"""Closed-form starts: EAGLE's is ridge regression onto the next feature, and each start beats random weights."""
 
 import pytest
 import torch

@@ -106,7 +106,7 @@ def test_import_of_sharded_weights(target, tmp_path):
 
 
 def test_published_eagle1_with_a_bias_and_a_copy_of_the_embedding(target, tmp_path):
-    """Its config.json has no field for the bias, which SafeAILab reads as true; its weights are in pytorch_model.bin."""
+    """Its config.json has no field `bias`, which SafeAILab reads as true; its weights are in pytorch_model.bin."""
     export(make_exact(target, "eagle", False, {"fc_bias": True}), "eagle", tmp_path / "out")
     rewrite(
         tmp_path / "out", bias=None, rope_parameters=None, tensors={"embed_tokens.weight": target.embed.weight.clone()}

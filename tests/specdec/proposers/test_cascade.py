@@ -1,4 +1,4 @@
-"""A cascade drafts with the target on a part of its cache: entries and positions of the part, rewinding, losslessness."""
+"""A cascade drafts with the target on a part of its cache: its entries and positions, rewinding, losslessness."""
 
 import pytest
 import torch
@@ -102,6 +102,8 @@ def test_a_rewound_head_drafts_what_a_fresh_one_does(target, head, arguments, sh
 
 
 class Stubborn(Proposer):
+    """A proposer without `mark` and `rewind`."""
+
     target_layers, depth = (), 1
 
     def begin(self, tokens, num):
@@ -195,7 +197,7 @@ def test_the_most_similar_chunks_are_taken(target):
     generator = torch.Generator().manual_seed(0)
     for counts in ([0, 0, 0, 0], [3, 9, 1, 1], [1, 6, 5, 2]):
         cache.reserve(9)
-        for row, num in enumerate(cache.known):  # entries behind the committed ones were drafts of the round before
+        for row, num in enumerate(cache.known):  # entries after the committed ones are drafts of the previous round
             fresh = torch.randn(cache.data[:, :, row, :, num : num + 9].shape, generator=generator).double()
             cache.data[:, :, row, :, num : num + 9] = fresh
         cache.commit(torch.tensor(counts), counts)

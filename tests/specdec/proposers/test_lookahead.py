@@ -1,4 +1,4 @@
-"""Lookahead decoding against plain forward passes, a naive Jacobi decoder, and a target that uses only the newest token."""
+"""Lookahead decoding against plain forward passes, a naive Jacobi decoder, and a target that reads one token only."""
 
 import copy
 import itertools
@@ -15,7 +15,7 @@ SETTINGS = [(1, 2, 0), (5, 2, 0), (3, 2, 2), (1, 4, 3), (4, 3, 0), (4, 3, 4), (3
 
 
 class Recorded(Lookahead):
-    """Records each round: texts, columns before and after it, the tree, and the target's choices at the tree's nodes."""
+    """Records each round: texts, columns before and after it, the tree, and the target's choices at its nodes."""
 
     def begin(self, tokens, num):
         self.rounds = []
@@ -95,7 +95,7 @@ def test_a_node_attends_to_the_text_to_level_0_and_to_its_column(setting):
 
 @pytest.mark.parametrize("setting", [(5, 2, 0), (4, 3, 4), (5, 4, 2)], ids=str)
 def test_columns_advance_by_one_position_in_every_round(small, setting):
-    """In absolute positions, a full column that begins at s begins at s + 1 in the next round and ends with a new token."""
+    """By absolute positions, a full column that begins at s begins at s + 1 in the next round, with a new last token."""
     window, ngram, _ = setting
     proposer, _ = recorded(small, *setting)
     moved = set()
@@ -185,7 +185,7 @@ def test_correct_ngrams_of_the_pool_are_accepted(target):
 
 
 def make_cyclic_target(cycle: int):
-    """A target whose next token depends on the newest token only: each token is followed by the next one of its cycle."""
+    """A target whose next token depends on the newest one only: the next token of the newest token's cycle."""
     target = make_target(8 * cycle, num_layers=2)
     for layer in target.model.model.layers:
         layer.self_attn.o_proj.weight.data.zero_()
