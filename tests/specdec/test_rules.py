@@ -127,7 +127,7 @@ def test_block_on_a_chain_is_block_verification(seed):
 @pytest.mark.slow
 @pytest.mark.parametrize("drafting", DRAFTINGS)
 def test_block_verification_accepts_more_than_token_verification(drafting):
-    """Block verification accepts at least as much as token verification (as much without draws); typical accepts most."""
+    """Block verification accepts at least as much as token verification (as much without draws); typical more."""
     totals = torch.zeros(3, dtype=torch.float64)
     for seed in range(5):
         p, parts = random_laws(seed), drafted(drafting, seed + 10)

@@ -95,7 +95,7 @@ def test_a_node_attends_to_the_text_to_level_0_and_to_its_column(setting):
 
 @pytest.mark.parametrize("setting", [(5, 2, 0), (4, 3, 4), (5, 4, 2)], ids=str)
 def test_columns_advance_by_one_position_in_every_round(small, setting):
-    """By absolute positions, a full column that begins at s begins at s + 1 in the next round, with a new last token."""
+    """By absolute positions, a full column that begins at s begins at s + 1 in the next round with a new token."""
     window, ngram, _ = setting
     proposer, _ = recorded(small, *setting)
     moved = set()

@@ -85,7 +85,7 @@ def test_states_and_counts_equal_those_of_a_naive_search(known):
 
 
 def test_matches_and_trees_along_a_text():
-    """For every prefix: its longest suffix that occurred before, in its own or in other texts, and the trees after it."""
+    """For every prefix: its longest suffix that occurred before, in its own or another text, and the trees after it."""
     others = repeating_texts(3, 24)[:3]
     memory = automaton_of(others)
     num_branched = num_deep = 0
