@@ -1,4 +1,4 @@
-"""Groups of prompts of one size, and the figures of their decodings."""
+"""Groups of prompts of equal size, and the figures of decoding them."""
 
 import json
 from dataclasses import asdict
@@ -11,19 +11,19 @@ from train import reading
 
 
 def test_figures_add_up():
-    """Two rows: one of 5 tokens in two rounds, one of 3 tokens in one; the first token of each is the prompt's."""
-    one = Generation([[7] * 5, [7] * 3], [[2, 0], [1]], [2, 2], seconds=0.5)
-    assert asdict(BatchFigures.of([one])) == {"tokens_per_second": 12, "ms_per_round": 250,
+    """Two rows: 5 tokens in two rounds and 3 tokens in one round; the first token of each comes from the prefill."""
+    first = Generation([[7] * 5, [7] * 3], [[2, 0], [1]], [2, 2], seconds=0.5)
+    assert asdict(BatchFigures.of([first])) == {"tokens_per_second": 12, "ms_per_round": 250,
                                               "ms_per_token": pytest.approx(500 / 3), "tau": 2}  # fmt: skip
-    other = Generation([[7] * 2, [7] * 2], [[0], [0]], [2], seconds=1.5)
-    both = BatchFigures.of([one, other])
-    assert both.tokens_per_second == 4 and both.tau == 8 / 5
-    early = Generation([[7], [7]], [[], []])
-    found = BatchComparison.of([other, one, early], [one, one, one])
-    assert found.ratios == [pytest.approx(9), 1] and found.speedup == pytest.approx(5)
-    assert BatchComparison.from_json(json.loads(json.dumps(found.to_json()))) == found
+    second = Generation([[7] * 2, [7] * 2], [[0], [0]], [2], seconds=1.5)
+    figures = BatchFigures.of([first, second])
+    assert figures.tokens_per_second == 4 and figures.tau == 8 / 5
+    prefill_only = Generation([[7], [7]], [[], []])
+    comparison = BatchComparison.of([second, first, prefill_only], [first, first, first])
+    assert comparison.ratios == [pytest.approx(9), 1] and comparison.speedup == pytest.approx(5)
+    assert BatchComparison.from_json(json.loads(json.dumps(comparison.to_json()))) == comparison
     with pytest.raises(ValueError, match="before any round"):
-        BatchComparison.of([early], [early])
+        BatchComparison.of([prefill_only], [prefill_only])
 
 
 @pytest.mark.parametrize(("num", "batch", "most", "wanted"), [

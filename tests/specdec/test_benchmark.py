@@ -1,4 +1,4 @@
-"""Rates of functions that are timed in turn."""
+"""Rates of functions that are timed in alternation."""
 
 from types import SimpleNamespace
 
@@ -9,7 +9,7 @@ from specdec.benchmark import TimedDecoder
 from specdec.decode import STAGES, Generation
 
 
-def test_functions_take_turns_and_rates_are_those_of_each_prompt():
+def test_functions_alternate_and_every_prompt_has_a_rate():
     calls = []
 
     def function(name: str, seconds: float):
@@ -23,7 +23,7 @@ def test_functions_take_turns_and_rates_are_those_of_each_prompt():
     assert benchmark.median_ratio(rates["b"], rates["a"]) == 2.0
 
 
-def test_a_timed_decoder_keeps_its_generations_and_its_proposer_forgets_before_each_repeat():
+def test_a_timed_decoder_keeps_its_generations_and_clears_its_proposer_before_each_repeat():
     events = []
 
     def generate(prompts, max_new_tokens):

@@ -1,4 +1,4 @@
-"""A drafter's folder: whole or not there, for its own target only, and never a way to run a stranger's code."""
+"""A drafter's folder: written completely or not at all, loaded for its own target only, and without running code."""
 
 import json
 import os
@@ -36,12 +36,12 @@ def test_load_gives_the_same_drafter(saved, target):
 
 def test_only_the_drafters_own_tensors_are_saved(saved, target):
     names = checkpoint.read_tensors(saved[0] / "drafter.safetensors")
-    theirs = {value.data_ptr() for value in target.model.state_dict().values()}
+    target_pointers = {value.data_ptr() for value in target.model.state_dict().values()}
     assert not any("embed" in name for name in names)
-    assert not any(parameter.data_ptr() in theirs for parameter in saved[1].parameters())
+    assert not any(parameter.data_ptr() in target_pointers for parameter in saved[1].parameters())
 
 
-def test_a_run_folder_stands_for_its_best_step(saved, target):
+def test_a_run_folder_resolves_to_its_best_step(saved, target):
     folder, _ = saved
     (folder.parent / "best").write_text("step_000001\n")
     assert checkpoint.resolve(folder.parent) == folder == checkpoint.resolve(folder.parent / "best")
@@ -82,7 +82,7 @@ def test_another_target_is_refused(saved, target):
     ["os.system", "specdec.heads.eagle.torch", "specdec.heads.eagle.Drafter", "specdec.heads.os.system", "Eagle3",
      "specdec.heads.nothing.Eagle3", "specdec.heads.eagle.Eagle3.load", "specdec.checkpoint.load", "specdec.heads..eagle.X"],
 )  # fmt: skip
-def test_only_drafters_can_be_named(saved, target, path):
+def test_only_drafter_classes_can_be_named(saved, target, path):
     document = json.loads((saved[0] / "drafter.json").read_text())
     (saved[0] / "drafter.json").write_text(json.dumps(document | {"_target_": path}))
     with pytest.raises(ValueError, match="not a drafter"):
@@ -104,7 +104,7 @@ def test_arguments_that_do_not_fit_are_refused(saved, target, change, message):
         checkpoint.load(saved[0], target)
 
 
-def test_a_full_disk_leaves_what_was_there(saved, monkeypatch):
+def test_a_full_disk_leaves_the_old_checkpoint(saved, monkeypatch):
     folder, drafter = saved
     before = (folder / "drafter.safetensors").read_bytes()
 
@@ -118,8 +118,8 @@ def test_a_full_disk_leaves_what_was_there(saved, monkeypatch):
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
 
 
-def test_no_load_path_runs_code():
-    """Published heads may be pickles; torch reads those of tensors and plain values only, if it is told to."""
+def test_no_load_runs_code():
+    """Published heads may be pickles; with weights_only=True, torch reads only tensors and plain values from them."""
     root = checkpoint.Path(checkpoint.__file__).parents[1]
     paths = [path for folder in ("specdec", "train", "scripts") for path in (root / folder).rglob("*.py")]
     sources = [path.read_text() for path in [*paths, root / "train.py"]]

@@ -1,7 +1,7 @@
-"""Compiled decoding says what uncompiled decoding says, whatever changes from round to round.
+"""Compiled decoding gives the answers of uncompiled decoding, whatever changes from round to round.
 
-Inductor takes seconds for each function: most tests put the traced graph in the place of what it would return, for what
-can go wrong is in the trace (a value that was read once and stays). One test goes all the way.
+Inductor takes seconds for each function, so most tests run the traced graph in place of Inductor's result: the errors
+to expect are in the trace (a value that was read once and then stays constant). One test runs Inductor itself.
 """
 
 import time
@@ -42,21 +42,21 @@ def shallow() -> Target:
 
 @pytest.fixture(scope="module")
 def runner() -> Runner:
-    """What many tests know of the shallow target."""
+    """A runner that many tests of the shallow target share."""
     return Runner(True)
 
 
 @pytest.fixture
 def graphs(monkeypatch) -> list[Graph]:
-    """Those that are built from now on."""
+    """All graphs that are built during the test."""
     built: list[Graph] = []
 
-    class Noted(Graph):
+    class RecordedGraph(Graph):
         def __init__(self, *arguments):
             super().__init__(*arguments)
             built.append(self)
 
-    monkeypatch.setattr(compile, "Graph", Noted)
+    monkeypatch.setattr(compile, "Graph", RecordedGraph)
     return built
 
 
@@ -73,17 +73,21 @@ def prompts_of(target, seed: int, lengths=(5, 9)) -> list[list[int]]:
 
 
 def check_same(compiled: Decoder, plain: Decoder, prompts, num: int) -> None:
-    ours, theirs = (
+    generation, reference = (
         decoder.generate(prompts, num, generator=torch.Generator().manual_seed(0)) for decoder in (compiled, plain)
     )
-    assert ours.tokens == theirs.tokens and ours.accepted == theirs.accepted and ours.drafted == theirs.drafted
+    assert (
+        generation.tokens == reference.tokens
+        and generation.accepted == reference.accepted
+        and generation.drafted == reference.drafted
+    )
 
 
-def known(decoder: Decoder) -> set:
+def known_shapes(decoder: Decoder) -> set:
     return {*decoder.runner.known, *(decoder.proposer.runner.known if decoder.proposer else ())}
 
 
-HOW = {
+SETTINGS = {
     "chain": {},
     "tree": {"shape": TREE},
     "sampled tree": {"shape": TREE, "children": "distinct", "temperature": 1.0, "rule": "block"},
@@ -101,35 +105,36 @@ HOW = {
         ("stopping", "path"),
     ],
 )
-def test_compiled_as_not_compiled(shallow, runner, traced, how, attends):
-    """Batches in turn, whose caches are others: what the first met is known to the second; in a third, trees' caches grow."""
+def test_compiled_decoding_equals_uncompiled_decoding(shallow, runner, traced, how, attends):
+    """Batches with different caches: the second reuses shapes of the first; in a third, the caches of trees grow."""
     head, arguments = KINDS[attends]
     drafter = make_drafter(shallow, head, True, arguments)
     assert drafter.attends == attends
-    compiled = decoder_of(shallow, drafter, compiled=True, runner=runner, **HOW[how])
-    plain = decoder_of(shallow, drafter, compiled=False, **HOW[how])
+    compiled = decoder_of(shallow, drafter, compiled=True, runner=runner, **SETTINGS[how])
+    plain = decoder_of(shallow, drafter, compiled=False, **SETTINGS[how])
     check_same(compiled, plain, prompts_of(shallow, 0), 16)
-    shapes = known(compiled)
+    shapes = known_shapes(compiled)
     check_same(compiled, plain, prompts_of(shallow, 7, (12, 3)), 16)
-    assert how == "stopping" or known(compiled) == shapes  # stopping makes lengths that the first batch need not meet
+    # with stopping, the second batch may have lengths that the first one did not have
+    assert how == "stopping" or known_shapes(compiled) == shapes
     if how == "tree":
         check_same(compiled, plain, prompts_of(shallow, 3, (248, 9)), 16)
-    assert not known(plain)
+    assert not known_shapes(plain)
 
 
-def test_plain_decoding(shallow, traced):
+def test_plain_decoding_is_the_same_compiled(shallow, traced):
     compiled, plain = (decoder_of(shallow, compiled=flag) for flag in (True, False))
     for seed in range(3):
         check_same(compiled, plain, prompts_of(shallow, seed), 20)
-    assert len(known(compiled)) == 5
+    assert len(known_shapes(compiled)) == 5
 
 
-def test_shapes_come_again(shallow, traced):
-    """All is known after two rounds, until the caches grow; then once more."""
+def test_later_rounds_reuse_known_shapes(shallow, traced):
+    """All shapes are known after two rounds; when the caches grow, new ones are added once."""
     decoder = decoder_of(shallow, make_drafter(shallow, "eagle"), compiled=True)
     counts, visible = [], []
     for _ in decoder.stream(prompts_of(shallow, 0, (220, 20)), 60):
-        counts.append(len(known(decoder)))
+        counts.append(len(known_shapes(decoder)))
         visible.append(decoder.proposer.cache.visible)
     grown = visible.index(512)
     assert counts[0] == 0 and set(counts[2 : grown - 1]) == {8} and set(counts[grown + 3 :]) == {13}
@@ -137,7 +142,7 @@ def test_shapes_come_again(shallow, traced):
 
 
 def test_sampled_trees_that_grow_wider_than_their_width(shallow, traced):
-    """The drafter's cache has room for every level: at each length its drafts are those of a cache with room to spare."""
+    """The drafter's cache has room for every level: at each length its drafts equal those of a larger cache."""
     shape = TreeShape(depth=4, width=2, nodes=30)  # 2 + 4 + 8 inner nodes enter the cache
     drafter = make_drafter(shallow, "eagle")
     compiled, plain, roomy = (
@@ -167,7 +172,7 @@ def test_sampled_trees_that_grow_wider_than_their_width(shallow, traced):
 def test_decoders_share_a_runner(shallow, traced):
     runner, prompts = Runner(True), prompts_of(shallow, 0)
     answers = decoder_of(shallow, compiled=False).generate(prompts, 20).tokens
-    for head in ("eagle", "draft", "medusa"):  # that ask for different layers
+    for head in ("eagle", "draft", "medusa"):  # heads that read different layers
         proposer = HeadProposer(make_drafter(shallow, head), chain_of(2))
         decoder = Decoder(shallow, proposer, sampling=Sampling(), stop=set(), runner=runner)
         assert decoder.generate(prompts, 20).tokens == answers
@@ -175,7 +180,7 @@ def test_decoders_share_a_runner(shallow, traced):
     assert not Runner().known and Runner()("anything", torch.add, torch.ones(1), torch.ones(1)).item() == 2
 
 
-def test_what_compiling_takes_is_counted_apart(shallow, monkeypatch):
+def test_the_time_of_compiling_is_counted_separately(shallow, monkeypatch):
     def slow(module, inputs, options):
         time.sleep(0.1)
         return module
@@ -185,7 +190,7 @@ def test_what_compiling_takes_is_counted_apart(shallow, monkeypatch):
     start = time.perf_counter()
     generation = decoder.generate(prompts_of(shallow, 0), 12)
     wall = time.perf_counter() - start
-    assert len(known(decoder)) == 7 and generation.compile_seconds > 0.7
+    assert len(known_shapes(decoder)) == 7 and generation.compile_seconds > 0.7
     assert generation.compile_seconds == pytest.approx(decoder.runner.seconds + decoder.proposer.compile_seconds)
     assert generation.seconds + generation.prefill_seconds < wall - 0.7
     assert set(generation.stages) == set(STAGES)
@@ -197,7 +202,7 @@ def test_what_compiling_takes_is_counted_apart(shallow, monkeypatch):
 # Graphs
 
 
-def test_products_of_one_tensor_become_one(traced):
+def test_products_of_one_tensor_are_packed(traced):
     first, second, third = (nn.Linear(6, width, bias=bias) for width, bias in ((5, True), (3, False), (4, True)))
     other = nn.Linear(6, 2)
     layers = {"first": first, "second": second, "third": third, "other": other}
@@ -209,11 +214,11 @@ def test_products_of_one_tensor_become_one(traced):
     for shape in ((7, 6), (2, 3, 6)):
         x, y = torch.randn(shape), torch.randn(*shape[:-1], 2)
         graph = Graph(function, (x, y))
-        found = [{names[graph.captured[place].data_ptr()] for place in places} for places in graph.products]
-        assert found == [{"first", "second", "other"}, {"third"}]
+        packed = [{names[graph.captured[place].data_ptr()] for place in places} for places in graph.products]
+        assert packed == [{"first", "second", "other"}, {"third"}]
         x, y = torch.randn(shape), torch.randn(*shape[:-1], 2)
-        for ours, theirs in zip(graph.bind(graph.captured, {})(x, y), function(x, y), strict=True):
-            torch.testing.assert_close(ours, theirs)
+        for value, reference in zip(graph.bind(graph.captured, {})(x, y), function(x, y), strict=True):
+            torch.testing.assert_close(value, reference)
 
 
 def test_nothing_is_packed_in_float64(shallow, traced, graphs):
@@ -222,7 +227,7 @@ def test_nothing_is_packed_in_float64(shallow, traced, graphs):
 
 
 def tiny(kind=Qwen2ForCausalLM, num_layers: int = 3) -> Target:
-    """In float32, with biases and tied embeddings."""
+    """A small target in float32, with biases and tied embeddings."""
     torch.manual_seed(0)
     config = Qwen2Config(
         hidden_size=32,
@@ -246,7 +251,7 @@ def tiny(kind=Qwen2ForCausalLM, num_layers: int = 3) -> Target:
 
 
 def read(target: Target, runner: Runner, num: int = 3):
-    """Two rows of `num` tokens behind a committed prompt -> features, logits and the cache's contents"""
+    """Reads two rows of `num` tokens after a committed prompt. Returns features, logits and the cache's contents."""
     cache = target.cache(2)
     prompt = torch.tensor(prompts_of(target, 0, (6, 6)))
     cache.reserve(6)
@@ -263,14 +268,14 @@ def read(target: Target, runner: Runner, num: int = 3):
     return output.features, target.logits(output.final), cache.data
 
 
-def check_close(ours, theirs) -> None:
-    for a, b in zip(ours, theirs, strict=True):
-        assert (a - b).abs().max() < 1e-4 * b.abs().max()
+def check_close(values, references) -> None:
+    for value, reference in zip(values, references, strict=True):
+        assert (value - reference).abs().max() < 1e-4 * reference.abs().max()
 
 
 @torch.inference_mode()
-def test_packed_layers(traced, graphs):
-    """float32: q, k and v are one product, gate and up another."""
+def test_packed_layers_give_the_same_values(traced, graphs):
+    """In float32, q, k and v are one product, and gate and up are another."""
     target, runner = tiny(), Runner(True)
     for num in (3, 1):
         check_close(read(target, runner, num), read(target, Runner(), num))
@@ -279,15 +284,15 @@ def test_packed_layers(traced, graphs):
 
 
 @torch.inference_mode()
-def test_with_inductor(graphs, compiler):
-    """The whole way, in float32: C++, oneDNN's packed weights, in-place changes of the caches."""
+def test_decoding_with_inductor_equals_uncompiled_decoding(graphs, compiler):
+    """Runs Inductor in float32: C++, oneDNN's packed weights, in-place changes of the caches."""
     target = tiny()
     drafter = make_drafter(target, "eagle").float()
     compiled, plain = (decoder_of(target, drafter, chain_of(1), compiled=flag) for flag in (True, False))
     prompts = prompts_of(target, 0)
-    ours, theirs = (decoder.generate(prompts, 14) for decoder in (compiled, plain))
-    assert ours.tokens == theirs.tokens and ours.accepted == theirs.accepted
-    assert ours.compile_seconds > ours.seconds and theirs.compile_seconds == 0
+    generation, reference = (decoder.generate(prompts, 14) for decoder in (compiled, plain))
+    assert generation.tokens == reference.tokens and generation.accepted == reference.accepted
+    assert generation.compile_seconds > generation.seconds and reference.compile_seconds == 0
     assert len(graphs) == 6 and any(len(places) == 3 for graph in graphs for places in graph.products)
     check_close(read(target, compiled.runner, 2), read(target, Runner(), 2))
     assert len(graphs) == 6
@@ -297,7 +302,7 @@ def test_with_inductor(graphs, compiler):
 # Refusals
 
 
-def test_a_model_that_does_more_than_its_layers(traced, monkeypatch):
+def test_a_model_that_does_more_than_its_layers_is_refused(traced, monkeypatch):
     target = tiny()
     scale_forward(target, monkeypatch)
     sentence = r"^tiny does more than its layers one after the other: set compile=false\.$"
@@ -307,7 +312,7 @@ def test_a_model_that_does_more_than_its_layers(traced, monkeypatch):
 
 
 class Wider(nn.Linear):
-    """A product and something more."""
+    """A linear layer with an additional shift."""
 
     def __init__(self, like: nn.Linear):
         super().__init__(like.in_features, like.out_features, bias=False)
@@ -320,7 +325,7 @@ class Wider(nn.Linear):
 
 @pytest.mark.parametrize("place", [0, 1])
 @pytest.mark.parametrize("change", ["activation", "parameter", "width"])
-def test_layers_that_differ_in_more_than_weights(traced, place, change):
+def test_layers_that_differ_in_more_than_weights_are_refused(traced, place, change):
     target = tiny(num_layers=2)
     mlp = target.decoder.layers[place].mlp
     if change == "activation":
@@ -333,7 +338,7 @@ def test_layers_that_differ_in_more_than_weights(traced, place, change):
         read(target, Runner(True))
 
 
-def test_what_cannot_be_traced(traced):
+def test_functions_that_cannot_be_traced_are_refused(traced):
     def undecided(x):
         return x if x.sum() > 0 else -x
 
@@ -341,7 +346,7 @@ def test_what_cannot_be_traced(traced):
         Runner(True)("undecided", undecided, torch.ones(2))
 
 
-def test_a_compiler_that_fails(monkeypatch):
+def test_a_failing_compiler_is_reported(monkeypatch):
     def missing(module, inputs, options):
         raise RuntimeError("no C++ compiler\nat great length")
 

@@ -1,4 +1,4 @@
-"""The round loop: drafting changes the speed and nothing else."""
+"""The round loop: drafting changes the speed and not the answers."""
 
 import dataclasses
 import itertools
@@ -32,7 +32,7 @@ SHAPES = [chain_of(1), chain_of(4), TreeShape(depth=3, width=3, nodes=8)]
 
 @pytest.fixture(scope="module")
 def answers(target):
-    """What transformers answers to the prompts."""
+    """The answers of transformers to the prompts."""
     return [transformers_answer(target, prompt, NUM_NEW) for prompt in prompts_of(target)]
 
 
@@ -43,12 +43,12 @@ def small_answers(small_target):
 
 def test_features_are_transformers_hidden_states(target):
     tokens = torch.tensor([random_tokens(0, 7, target.vocab_size)])
-    theirs = target.model(tokens, output_hidden_states=True)
+    reference = target.model(tokens, output_hidden_states=True)
     layers = target.layer_ids([0, 2, -2, -1])
     assert layers == (0, 2, 7, 8)
     output = target.read(tokens, layers)
-    torch.testing.assert_close(output.features, torch.cat([theirs.hidden_states[k] for k in layers], dim=-1))
-    torch.testing.assert_close(target.logits(output.final), theirs.logits)
+    torch.testing.assert_close(output.features, torch.cat([reference.hidden_states[k] for k in layers], dim=-1))
+    torch.testing.assert_close(target.logits(output.final), reference.logits)
     assert target.read(tokens, ()).features.shape == (1, 7, 0)
     for wrong in ([2, 1], [1, 1], [9], [-10]):
         with pytest.raises(ValueError, match=r"has hidden states 0\.\.8 .*strictly increasing"):
@@ -68,33 +68,35 @@ def test_plain_decoding(target, answers):
         ([answer], [accepted]) for answer, accepted in zip(answers, together.accepted)
     ]
     assert sum(part.seconds for part in together.split()) == pytest.approx(together.seconds)
-    assert all(len(set(answer)) > 8 for answer in answers)  # texts worth comparing
+    assert all(len(set(answer)) > 8 for answer in answers)  # the answers are not one token repeated
 
 
 @paired("small_drafter, shape", VARIANTS, SHAPES)
-def test_drafting_changes_nothing(small_drafter, small_target, small_answers, shape):
+def test_drafting_does_not_change_the_answers(small_drafter, small_target, small_answers, shape):
     prompts = prompts_of(small_target)
     shape = dataclasses.replace(shape, depth=min(shape.depth, small_drafter.depth or shape.depth))
     decoder = greedy(small_target, HeadProposer(small_drafter, shape))
-    alone = [decoder.generate([prompt], NUM_NEW) for prompt in prompts[:2]]
+    separate = [decoder.generate([prompt], NUM_NEW) for prompt in prompts[:2]]
     together = decoder.generate(prompts, NUM_NEW)
     assert together.tokens == small_answers
-    assert [generation.tokens[0] for generation in alone] == small_answers[:2]
-    assert [generation.accepted[0] for generation in alone] == together.accepted[:2]  # a row minds its own business
+    assert [generation.tokens[0] for generation in separate] == small_answers[:2]
+    assert [generation.accepted[0] for generation in separate] == together.accepted[
+        :2
+    ]  # a row does not depend on the other rows
     check_counters(together)
     counts = set(itertools.chain(*together.accepted))
     assert counts <= set(range(shape.depth + 1)) and {0, 1} <= counts  # some were refused and some accepted
 
 
-def test_drafting_changes_nothing_where_nearly_all_is_refused(any_drafter, target, answers):
+def test_drafting_does_not_change_the_answers_if_most_drafts_are_refused(any_drafter, target, answers):
     decoder = greedy(target, HeadProposer(any_drafter, SHAPES[2]))
     assert decoder.generate(prompts_of(target), NUM_NEW).tokens == answers
 
 
-# Proposers that know the answer
+# Proposers that are given the answer
 
 
-def test_an_oracle_is_always_right(target, answers):
+def test_all_drafts_of_an_oracle_are_accepted(target, answers):
     prompts = prompts_of(target)
     texts = [prompt + answer for prompt, answer in zip(prompts, answers)]
     num_rounds = (NUM_NEW - 1) // 5
@@ -103,7 +105,7 @@ def test_an_oracle_is_always_right(target, answers):
     assert generation.accepted == [[4] * num_rounds] * 5  # tau = 5
 
 
-def test_junk_is_never_right(target, answers):
+def test_no_draft_of_a_token_outside_the_answers_is_accepted(target, answers):
     prompts = prompts_of(target)
     junk = next(token for token in range(target.vocab_size) if not any(token in answer for answer in answers))
     texts = [prompt + answer for prompt, answer in zip(prompts, answers)]
@@ -113,7 +115,7 @@ def test_junk_is_never_right(target, answers):
 
 
 def test_accepted_paths_through_scattered_nodes(target, answers):
-    """Random trees with the text hidden somewhere in them: what is kept is seldom the first nodes."""
+    """The text is at random nodes of random trees, so the kept nodes are seldom the first ones."""
     generator = torch.Generator().manual_seed(0)
     pick = lambda num: int(torch.randint(num, (), generator=generator))
     paths = set()
@@ -138,14 +140,14 @@ def test_accepted_paths_through_scattered_nodes(target, answers):
         assert generation.tokens == [answers[row] for row in batch]
         check_counters(generation)
         assert len(set(itertools.chain(*generation.accepted))) > 2
-        for text, features in zip(proposer.texts, proposer.features):  # they belong to the tokens that were kept
-            wanted = target.read(torch.tensor([text]), proposer.target_layers).features[0, : len(features)]
-            torch.testing.assert_close(torch.stack(features), wanted, atol=1e-9, rtol=0)
+        for text, features in zip(proposer.texts, proposer.features):  # features belong to the tokens that were kept
+            expected = target.read(torch.tensor([text]), proposer.target_layers).features[0, : len(features)]
+            torch.testing.assert_close(torch.stack(features), expected, atol=1e-9, rtol=0)
             assert len(features) == len(text) - 1
     assert any(path != tuple(range(len(path))) for path in paths)
 
 
-# Ends
+# Ends of answers
 
 
 def test_stop_inside_an_accepted_run(target, answers):
@@ -179,7 +181,7 @@ def test_stream_emits_nothing_after_the_end(target, answers):
     assert len(rounds) > 2 and all(emitted.tokens[0] == [] and emitted.accepted[0] == 0 for emitted in rounds[2:])
 
 
-def test_budget(target, answers):
+def test_answers_end_at_the_token_budget(target, answers):
     prompts = prompts_of(target)
     texts = [prompt + answer for prompt, answer in zip(prompts, answers)]
     for num in range(1, 9):
@@ -189,7 +191,7 @@ def test_budget(target, answers):
 
 
 def test_caches_grow_past_their_first_capacity(small_target):
-    """By rounds (240 + 40 entries) and by the prompt (300)."""
+    """The rounds exceed the capacity (240 + 40 entries), and then the prompt does (300)."""
     proposer = HeadProposer(make_drafter(small_target, "eagle3"), SHAPES[2])
     for num_prompt in (240, 300):
         prompt = random_tokens(7, num_prompt, small_target.vocab_size)
@@ -198,7 +200,7 @@ def test_caches_grow_past_their_first_capacity(small_target):
         assert proposer.cache.visible > 256
 
 
-def test_what_cannot_be_decoded(target):
+def test_prompts_and_lengths_that_cannot_be_decoded_are_refused(target):
     for prompts, num in (([], 5), ([[]], 5), ([[1], []], 5), ([[1]], 0)):
         with pytest.raises(ValueError, match="at least one prompt, every prompt at least one token"):
             greedy(target, None).generate(prompts, num)

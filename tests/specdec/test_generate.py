@@ -1,4 +1,4 @@
-"""`generate` with a drafter says what `generate` says without one, or says what it cannot do."""
+"""`generate` with a drafter gives the answers of plain `generate`, or refuses what it cannot honour."""
 
 import copy
 import itertools
@@ -51,7 +51,7 @@ def load_model(folder):
 
 @pytest.fixture(scope="module")
 def head(folder):
-    """Saves a random drafter: head(name) -> its checkpoint"""
+    """A function head(name, reduced) that saves a random drafter and returns its checkpoint."""
     target = make_target(V)
 
     def save(name: str, reduced: bool = False):
@@ -70,7 +70,7 @@ def eagle(head):
 
 
 def inputs_of(rows: int = len(LENGTHS)) -> dict[str, torch.Tensor]:
-    """Prompts padded on the left. -> input_ids, attention_mask [B, T]"""
+    """Prompts padded on the left, as input_ids and attention_mask [B, T]."""
     prompts = [random_tokens(seed, num, V) for seed, num in enumerate(LENGTHS[:rows])]
     longest = max(map(len, prompts))
     padded = [[PAD] * (longest - len(prompt)) + prompt for prompt in prompts]
@@ -90,7 +90,7 @@ class Recorder(BaseStreamer):
 
 
 class Until(StoppingCriteria):
-    """Ends what `rule` says of the texts [B, T], and remembers them."""
+    """Ends the rows that `rule` selects from the texts [B, T], and records these texts."""
 
     def __init__(self, rule):
         self.rule, self.seen = rule, []
@@ -102,22 +102,25 @@ class Until(StoppingCriteria):
 
 
 def agree(model, speculative, inputs, **settings) -> torch.Tensor:
-    """Both ways, with one streamer each; stopping criteria must have been asked the same. -> what they say"""
-    found = []
+    """The answers of `generate`, checked to be equal with and without the drafter.
+
+    The streamed values and the texts that stopping criteria receive must be equal too.
+    """
+    results = []
     criteria = settings.pop("rule", None)
     for extra in ({}, {"custom_generate": speculative}):
         streamer = Recorder()
         if criteria is not None:
             extra["stopping_criteria"] = [until := Until(criteria)]
         settings = {"do_sample": False, "pad_token_id": PAD, "max_new_tokens": 24} | settings
-        said = model.generate(**inputs, **settings, **extra, streamer=streamer)
-        found.append((said, streamer.seen, until.seen if criteria is not None else None))
-    (theirs, *rest), (ours, *same) = found
-    assert ours.dtype == torch.long and ours.tolist() == theirs.tolist()
-    assert same == rest and same[0][-1] == "end"
+        answer = model.generate(**inputs, **settings, **extra, streamer=streamer)
+        results.append((answer, streamer.seen, until.seen if criteria is not None else None))
+    (reference, *reference_records), (answers, *records) = results
+    assert answers.dtype == torch.long and answers.tolist() == reference.tolist()
+    assert records == reference_records and records[0][-1] == "end"
     for tokens, accepted in zip(speculative.last.tokens, speculative.last.accepted, strict=True):
         assert len(tokens) == 1 + sum(count + 1 for count in accepted)
-    return ours
+    return answers
 
 
 # Greedy
@@ -126,14 +129,14 @@ def agree(model, speculative, inputs, **settings) -> torch.Tensor:
 @pytest.mark.parametrize("decode", [None, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("name, reduced", [("eagle", False), ("eagle3", True), ("mtp", False), ("medusa", False),
                                            ("hydra", True), ("dflash", False), ("draft", False)])  # fmt: skip
-def test_greedy_answers_are_those_of_generate(model, head, name, reduced, decode):
+def test_greedy_answers_equal_those_of_generate(model, head, name, reduced, decode):
     speculative = Speculative(head(name, reduced), decode)
     inputs = inputs_of()
-    said = agree(model, speculative, inputs)
-    assert said.shape == (4, 12 + 24) and any(count > 0 for row in speculative.last.accepted for count in row)
-    assert speculative.last.tokens == said[:, 12:].tolist()
-    one = {key: value[1:2] for key, value in inputs.items()}  # without a mask, in the end
-    assert agree(model, speculative, one).tolist() == said[1:2].tolist()
+    answers = agree(model, speculative, inputs)
+    assert answers.shape == (4, 12 + 24) and any(count > 0 for row in speculative.last.accepted for count in row)
+    assert speculative.last.tokens == answers[:, 12:].tolist()
+    single_row = {key: value[1:2] for key, value in inputs.items()}  # the longest prompt, which has no padding
+    assert agree(model, speculative, single_row).tolist() == answers[1:2].tolist()
 
 
 def twice(ids):
@@ -167,13 +170,13 @@ def plain(model) -> list[list[int]]:
 @pytest.mark.parametrize("name", SETTINGS)
 def test_settings_are_honoured(model, head, plain, name):
     speculative = Speculative(head("mtp"), TREE)
-    said = agree(model, speculative, inputs_of(), **SETTINGS[name])
+    answers = agree(model, speculative, inputs_of(), **SETTINGS[name])
     without_effect = ("no cache", "warpers that greedy decoding ignores")
-    assert (said.tolist() == plain) == (name in without_effect)
+    assert (answers.tolist() == plain) == (name in without_effect)
     agree(model, speculative, inputs_of(1), **SETTINGS[name])
 
 
-def test_stop_strings(model, eagle):
+def test_stop_strings_are_honoured(model, eagle):
     letters = {letter: token for token, letter in enumerate(LETTERS)}
     tokenizer = Tokenizer(WordLevel(letters, unk_token="a"))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
@@ -181,18 +184,18 @@ def test_stop_strings(model, eagle):
     whole = agree(model, eagle, inputs_of())
     string = "".join(LETTERS[token] for token in whole[0, 15:18])
     ends = {"stop_strings": [string], "tokenizer": tokenizer, "eos_token_id": 5}
-    said = agree(model, eagle, inputs_of(), **ends)
-    assert said.tolist() != agree(model, eagle, inputs_of(), eos_token_id=5).tolist()
+    answers = agree(model, eagle, inputs_of(), **ends)
+    assert answers.tolist() != agree(model, eagle, inputs_of(), eos_token_id=5).tolist()
     del ends["stop_strings"], ends["tokenizer"]
     criteria = StopStringCriteria(tokenizer, [string])
-    assert agree(model, eagle, inputs_of(), **ends, stopping_criteria=[criteria]).tolist() == said.tolist()
+    assert agree(model, eagle, inputs_of(), **ends, stopping_criteria=[criteria]).tolist() == answers.tolist()
 
 
-def test_a_generation_config_and_an_output_object(model, eagle):
+def test_a_generation_config_and_an_output_object_are_honoured(model, eagle):
     config = GenerationConfig(max_new_tokens=9, return_dict_in_generate=True, pad_token_id=PAD)
-    said = model.generate(**inputs_of(), generation_config=config, custom_generate=eagle)
-    assert type(said) is type(model.generate(**inputs_of(), generation_config=config))
-    assert said.sequences.tolist() == agree(model, eagle, inputs_of(), max_new_tokens=9).tolist()
+    output = model.generate(**inputs_of(), generation_config=config, custom_generate=eagle)
+    assert type(output) is type(model.generate(**inputs_of(), generation_config=config))
+    assert output.sequences.tolist() == agree(model, eagle, inputs_of(), max_new_tokens=9).tolist()
 
 
 # Sampling
@@ -202,7 +205,7 @@ WARPED = {"temperature": 0.8, "top_k": 4, "top_p": 0.85, "repetition_penalty": 1
 
 
 def law_of(model, ids: torch.Tensor, mask: torch.Tensor, num: int, settings: dict) -> torch.Tensor:
-    """[V ** num]: the chances of the next `num` tokens, by transformers' own processors. ids, mask [1, T]"""
+    """The law [V ** num] of the next `num` tokens, by transformers' own processors, after ids and mask [1, T]."""
     processors = LogitsProcessorList()
     if "repetition_penalty" in settings:
         processors.append(RepetitionPenaltyLogitsProcessor(settings["repetition_penalty"]))
@@ -224,7 +227,7 @@ def law_of(model, ids: torch.Tensor, mask: torch.Tensor, num: int, settings: dic
 
 
 def distance(tokens: torch.Tensor, law: torch.Tensor) -> float:
-    """Of the last two of tokens [N, 3] from a law [V ** 3]: chi-square, in standard deviations above its mean."""
+    """Chi-square of the last two of tokens [N, 3] under a law [V ** 3], in standard deviations above its mean."""
     places = tokens @ torch.tensor([0, V, 1])
     counts, expected = torch.bincount(places, minlength=V**2).double(), len(tokens) * law.view(V, -1).sum(0)
     common = expected >= 5
@@ -240,25 +243,25 @@ LAWS = [{}, WARPED, WARPED | {"temperature": 1.2}, WARPED | {"top_p": 1.0}, WARP
 
 @pytest.fixture(scope="module")
 def laws(model):
-    """For each of two prompts, of the settings in LAWS."""
+    """The laws after each of two prompts, under each of the settings in LAWS."""
     rows = [[value[row : row + 1] for value in inputs_of().values()] for row in (1, 2)]
     return [[law_of(model, ids, mask, 3, settings) for settings in LAWS] for ids, mask in rows]
 
 
 @pytest.mark.parametrize("name, decode", [("eagle", None), ("draft", None), ("eagle", SAMPLED_TREE)], ids=str)
 def test_sampled_answers_have_the_law_of_generate(model, head, laws, name, decode):
-    """What follows each of two prompts, one of them padded; other laws are told apart."""
+    """Answers to two prompts, one of them padded, follow their own law and differ from the other laws."""
     inputs, num = {key: value[1:3] for key, value in inputs_of().items()}, 300
     speculative = Speculative(head(name), decode)
     for number, settings in enumerate(LAWS[:2]):
         torch.manual_seed(0)
         sampled = {"top_k": 0, **settings, "do_sample": True, "max_new_tokens": 3, "num_return_sequences": num}
-        said = model.generate(**inputs, **sampled, pad_token_id=PAD, custom_generate=speculative)
-        assert said.shape == (2 * num, 15)
-        assert torch.equal(said[:, :12], inputs["input_ids"].repeat_interleave(num, 0))
-        for tokens, known in zip(said[:, 12:].split(num), laws):
-            assert distance(tokens, known[number]) < 4
-            assert all(distance(tokens, law) > 5 for law in known if law is not known[number])
+        answers = model.generate(**inputs, **sampled, pad_token_id=PAD, custom_generate=speculative)
+        assert answers.shape == (2 * num, 15)
+        assert torch.equal(answers[:, :12], inputs["input_ids"].repeat_interleave(num, 0))
+        for tokens, prompt_laws in zip(answers[:, 12:].split(num), laws):
+            assert distance(tokens, prompt_laws[number]) < 4
+            assert all(distance(tokens, law) > 5 for law in prompt_laws if law is not prompt_laws[number])
 
 
 def test_sampling_from_one_token_is_greedy(model, eagle, plain):
@@ -266,13 +269,13 @@ def test_sampling_from_one_token_is_greedy(model, eagle, plain):
     assert model.generate(**inputs_of(), **settings, custom_generate=eagle).tolist() == plain
 
 
-def test_draws_come_from_torchs_own_generator(model, eagle):
+def test_sampling_draws_from_the_generator_of_torch(model, eagle):
     settings = {"do_sample": True, "max_new_tokens": 24, "pad_token_id": PAD, "custom_generate": eagle}
-    said = []
+    answers = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
-        said.append(model.generate(**inputs_of(), **settings).tolist())
-    assert said[0] == said[1] != said[2]
+        answers.append(model.generate(**inputs_of(), **settings).tolist())
+    assert answers[0] == answers[1] != answers[2]
 
 
 # Refusals
@@ -310,7 +313,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("settings, words", REFUSED, ids=[str(list(settings)) for settings, _ in REFUSED])
-def test_what_cannot_be_honoured_is_refused(model, eagle, settings, words):
+def test_settings_that_cannot_be_honoured_are_refused(model, eagle, settings, words):
     with pytest.raises(ValueError, match=f"Speculative cannot honour {words}.*or call generate without"):
         model.generate(**inputs_of(), max_new_tokens=4, pad_token_id=PAD, **settings, custom_generate=eagle)
 
@@ -353,7 +356,7 @@ def state(model) -> list:
     ]
 
 
-def test_the_model_is_left_as_it_was(folder, head):
+def test_the_model_is_unchanged_after_generate(folder, head):
     model = load_model(folder)
     model.model.layers[1].train()
     model.lm_head.weight.requires_grad_(False)
@@ -375,8 +378,8 @@ def test_a_drafter_is_loaded_once_for_each_model(folder, head, model, monkeypatc
     loads, load = [], checkpoint.load
     monkeypatch.setattr(checkpoint, "load", lambda *arguments: loads.append(arguments) or load(*arguments))
     speculative, second = Speculative(head("eagle")), load_model(folder)
-    for given in (model, model, second, model, second):
-        agree(given, speculative, inputs_of(1))
+    for caller_model in (model, model, second, model, second):
+        agree(caller_model, speculative, inputs_of(1))
     assert len(loads) == 4
     with torch.no_grad():
         second.lm_head.weight.mul_(1.5)

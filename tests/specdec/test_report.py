@@ -1,4 +1,4 @@
-"""Reports as records and as JSON; the order in which what is compared takes turns."""
+"""Reports as records and as JSON, and the order in which compared functions run."""
 
 import json
 import math
@@ -20,17 +20,17 @@ SHIPPED = sorted((ROOT / "checkpoints" / "shipped").glob("*/report.json"))
 
 def results(replayed: bool = True) -> list[PromptResult]:
     """Three prompts of two categories: 3, 2 and 1 drafts are accepted in rounds of up to 2."""
-    made = []
+    rows = []
     for number, accepted in enumerate(([2, 1], [2, 0], [1])):
         tokens = [[0] * (1 + sum(accepted) + len(accepted))]
         drafted = Generation(tokens, [accepted], [2] * len(accepted), seconds=0.5)
         plain = Generation(tokens, [[0] * (len(tokens[0]) - 1)], seconds=1.0)
         rounds, counts = (float(len(accepted)), [1.0, 1.0]) if replayed else (math.nan, [])
-        made.append(PromptResult(Prompt(str(number), "ab"[number % 2], [0]), plain, drafted, rounds, counts, None))
-    return made
+        rows.append(PromptResult(Prompt(str(number), "ab"[number % 2], [0]), plain, drafted, rounds, counts, None))
+    return rows
 
 
-def test_figures_by_hand():
+def test_figures_equal_those_computed_by_hand():
     report = summarise(results(), depth=2, temperature=0)
     assert (report.num_prompts, report.num_rounds) == (3, 5) and report.tau == (6 + 5) / 5
     assert report.survival == [4 / 5, 2 / 5] and report.acceptance == [4 / 5, 1 / 2]
@@ -40,7 +40,7 @@ def test_figures_by_hand():
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("replayed", [True, False])
-def test_json_there_and_back(temperature, replayed):
+def test_a_report_is_read_back_from_its_json(temperature, replayed):
     report = summarise_by_category(results(replayed), depth=2, temperature=temperature)
     report = replace(report, step=3, shape="chain of 2", training=Training(parameters=5))
     document = json.loads(json.dumps(report.to_json()))
@@ -54,8 +54,8 @@ def test_json_there_and_back(temperature, replayed):
 def test_shipped_reports_can_be_read(path: Path):
     document = json.loads(path.read_text())
     report = Report.from_json(document)
-    again = report.to_json()
-    assert {key: again[key] for key in document if key not in ("training", "settings")} == {
+    rewritten = report.to_json()
+    assert {key: rewritten[key] for key in document if key not in ("training", "settings")} == {
         key: value for key, value in document.items() if key not in ("training", "settings")
     }
 
@@ -65,7 +65,7 @@ def test_another_document_is_refused():
         Report.from_json({"tau": 1.0}, source="some.json")
 
 
-def test_everyone_goes_first_in_turn():
+def test_every_function_runs_first_in_turn():
     calls = []
     functions = {name: lambda item, name=name: calls.append(name) or (name, item) for name in "abc"}
     for number in range(4):
@@ -73,8 +73,8 @@ def test_everyone_goes_first_in_turn():
     assert "".join(calls) == "abc" + "bca" + "cab" + "abc"
 
 
-def test_the_defaults_of_decoding_stand_in_one_place():
-    """conf/decode repeats them so that Hydra knows the options and their comments."""
+def test_conf_decode_holds_the_defaults_of_drafting():
+    """conf/decode repeats the defaults of Drafting, so that Hydra knows the options and their comments."""
     folder = ROOT / "conf" / "decode"
     chain = OmegaConf.merge(OmegaConf.load(folder / "base.yaml"), OmegaConf.load(folder / "chain.yaml"))
     del chain["defaults"]

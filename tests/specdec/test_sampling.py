@@ -1,4 +1,4 @@
-"""The target's law against transformers' own processors, and the penalty's context against a loop."""
+"""The target's law against the logits processors of transformers, and the penalty's context against a loop."""
 
 import dataclasses
 
@@ -28,7 +28,7 @@ def random_logits(dtype, *shape: int, ties: bool = False) -> torch.Tensor:
 @pytest.mark.parametrize("top_p", [None, 1e-6, 0.3, 0.9, 1.0])
 @pytest.mark.parametrize("top_k", [None, 1, 7, V, 2 * V])
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
-def test_law_is_that_of_transformers(temperature, top_k, top_p, dtype, ties):
+def test_law_equals_that_of_transformers(temperature, top_k, top_p, dtype, ties):
     logits = random_logits(dtype, 50, ties=ties)
     scores = TemperatureLogitsWarper(temperature)(None, logits)
     if top_k is not None:
@@ -40,14 +40,14 @@ def test_law_is_that_of_transformers(temperature, top_k, top_p, dtype, ties):
     assert torch.equal(Sampling(temperature, top_k=top_k, top_p=top_p).law(logits.view(5, 10, V)), law.view(5, 10, V))
 
 
-def test_law_is_precise():
+def test_law_of_bfloat16_logits_is_computed_in_float32():
     logits = random_logits(torch.bfloat16, 4)
     assert torch.equal(Sampling(0.7, top_p=0.9).law(logits), Sampling(0.7, top_p=0.9).law(logits.float()))
 
 
 @pytest.mark.parametrize("penalty", [0.8, 1.0, 1.5])
-def test_penalty_is_that_of_transformers(penalty):
-    """On every node of a tree, with the prompt and the node's own path before it."""
+def test_penalty_equals_that_of_transformers(penalty):
+    """At every node of a tree, the context is the prompt and the path from the root to the node."""
     generator = torch.Generator().manual_seed(0)
     tree, logits = random_tree(generator, 12, V), random_logits(torch.float32, 1, 12)
     prompt = [3, 17, 3]
@@ -61,7 +61,7 @@ def test_penalty_is_that_of_transformers(penalty):
         paths[node] = [*paths[int(tree.parents[0, node])], int(tree.tokens[0, node])]
         assert set(context[0, node].nonzero()[:, 0].tolist()) == set(paths[node])
         assert torch.equal(penalised[:, node], processor(torch.tensor([paths[node]]), logits[:, node]))
-    assert committed.sum() == 2  # left alone
+    assert committed.sum() == 2  # unchanged
 
 
 @pytest.mark.parametrize(
@@ -74,18 +74,18 @@ def test_penalty_is_that_of_transformers(penalty):
         ("repetition_penalty", 0.0, 0.5),
     ],
 )
-def test_settings_are_checked(name, wrong, right):
+def test_settings_out_of_range_are_refused(name, wrong, right):
     with pytest.raises(ValueError, match=f"^{name}={wrong}"):
         Sampling(**{name: wrong})
     assert dataclasses.asdict(Sampling(**{name: right}))[name] == right
 
 
-def test_greedy():
+def test_temperature_0_is_greedy():
     assert Sampling().greedy and not Sampling(0.1).greedy
 
 
-def test_nothing_waits_for_the_device():
-    """Tensors of the meta device hold no values: to read one is an error."""
+def test_no_value_is_read_from_the_device():
+    """Tensors of the meta device hold no values, so reading a value raises an error."""
     tokens = torch.empty(2, 4, dtype=torch.long, device="meta")
     sampling = Sampling(0.7, top_k=3, top_p=0.9, repetition_penalty=1.2)
     context = seen(chain(tokens, None), torch.empty(2, V, dtype=torch.bool, device="meta"))

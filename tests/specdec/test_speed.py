@@ -1,4 +1,4 @@
-"""The model of speed against its sources and against going through rounds one by one."""
+"""The model of speed against figures of the literature and against a simulation of single rounds."""
 
 import math
 import re
@@ -26,16 +26,16 @@ def stages(draft: float, verify: float, rest: float = 0.0) -> dict[str, float]:
     ("alpha", "cost", "best", "speedup"),
     [(0.7, 0.05, 6, 2.35), (0.8, 0.05, 8, 3.09), (0.9, 0.05, 13, 4.67), (0.7, 0.1, 4, 1.98), (0.9, 0.1, 10, 3.43)],
 )
-def test_the_best_length_is_that_of_the_literature(alpha, cost, best, speedup):
-    """Leviathan et al. (2211.17192), as in the table of docs/methods.md, section 8."""
-    found = {
+def test_best_chain_lengths_equal_those_of_the_literature(alpha, cost, best, speedup):
+    """Leviathan et al. (2211.17192), equal to the table of docs/methods.md, section 8."""
+    speedups = {
         num: speed.predict(sum(alpha**d for d in range(num + 1)), stages(num * cost, 1.0), stages(0, 1.0))
         for num in range(1, 20)
     }
-    assert max(found, key=found.get) == best and found[best] == pytest.approx(speedup, abs=0.005)
+    assert max(speedups, key=speedups.get) == best and speedups[best] == pytest.approx(speedup, abs=0.005)
 
 
-def test_an_explanation_adds_up():
+def test_the_terms_of_an_explanation_add_up():
     line = speed.explain("chain of 3", 1.62, stages(0.0021, 0.0273, 0.0001), stages(0.0, 0.0264))
     assert line.startswith("chain of 3: ")
     tau, draft, verify, rest, total, plain, speedup = map(float, re.findall(r"\d+\.\d+", line))
@@ -43,7 +43,7 @@ def test_an_explanation_adds_up():
     assert draft + verify + rest == pytest.approx(total) and speedup == round(1.62 * 26.4 / 29.5, 2)
 
 
-def test_a_disturbance_counts_for_nothing_and_lengths_do_count():
+def test_median_stages_ignore_outliers_and_weight_lengths_by_their_rounds():
     def rounds(verify: list[float], num_drafted: int) -> list[TimedRound]:
         return [TimedRound(stages(1.0, seconds), num_drafted, 0, []) for seconds in verify]
 
@@ -55,7 +55,7 @@ def test_a_disturbance_counts_for_nothing_and_lengths_do_count():
     assert speed.median_stages(answers) == pytest.approx(stages(1.0, (3 * 2.0 + 4.0 + 3.0) / 5))
 
 
-def test_interpolation():
+def test_costs_between_measured_lengths_are_interpolated():
     assert speed.interpolate({0: 1.0, 2: 2.0, 5: 8.0}, 5) == [1.0, 1.5, 2.0, 4.0, 6.0, 8.0]
 
 
@@ -74,7 +74,7 @@ def answers_of(decoder: Decoder, num: int = 2) -> list[TimedAnswer]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("head", ["eagle", "mtp", "medusa", "dspark", "draft"])
-def test_one_replay_tells_tau_of_every_shorter_chain(small_target, head):
+def test_one_replay_gives_tau_of_every_shorter_chain(small_target, head):
     drafter = make_drafter(small_target, head)
     prompts = [random_tokens(seed, 5, small_target.vocab_size) for seed in range(2)]
     plain = answers_of(Decoder(small_target, None, sampling=Sampling(), stop=set()))
@@ -88,7 +88,7 @@ def test_one_replay_tells_tau_of_every_shorter_chain(small_target, head):
     assert decoded > 1
 
 
-def test_timed_rounds_are_those_of_the_generation(small_target):
+def test_timed_rounds_equal_those_of_the_generation(small_target):
     decoder = decoder_of(make_drafter(small_target, "eagle"), 3, Stopping())
     answer = answers_of(decoder, 1)[0]
     generation = decoder.generate([random_tokens(0, 5, small_target.vocab_size)], 20)
@@ -101,21 +101,21 @@ def test_timed_rounds_are_those_of_the_generation(small_target):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_what_is_planned_with_is_what_decoding_does(small_target, temperature):
-    """A chain stops where its estimated survival, of the evidence that it records, falls below the threshold."""
+def test_decoding_stops_chains_by_the_rule_that_planning_assumes(small_target, temperature):
+    """A chain stops where its survival, estimated from the recorded evidence, falls below the threshold."""
     stopping = Stopping(weight=0.8, bias=0.3, threshold=0.35)
-    found = answers_of(decoder_of(make_drafter(small_target, "eagle"), 4, stopping, temperature))
-    offered = set()
-    for timed in (timed for answer in found for timed in answer.rounds):
+    answers = answers_of(decoder_of(make_drafter(small_target, "eagle"), 4, stopping, temperature))
+    lengths = set()
+    for timed in (timed for answer in answers for timed in answer.rounds):
         survival = stopping.log_chance(torch.tensor(timed.evidence)).cumsum(0).exp().tolist()
         assert timed.num_drafted == sum(chance >= 0.35 for chance in survival)
         assert len(timed.evidence) == min(timed.num_drafted + 1, 4)
-        offered.add(timed.num_drafted)
-    assert len(offered) > 1
+        lengths.add(timed.num_drafted)
+    assert len(lengths) > 1
 
 
-def made_up(num: int, truth: Stopping, depth: int = 4) -> list[TimedRound]:
-    """Rounds whose drafts are accepted with the chance that `truth` sees in their evidence."""
+def synthetic_rounds(num: int, truth: Stopping, depth: int = 4) -> list[TimedRound]:
+    """Synthetic rounds: each draft is accepted with the chance that `truth` computes from its evidence."""
     generator = torch.Generator().manual_seed(0)
     evidence = torch.randn(num, depth, 2, generator=generator) * 2
     chances = truth.log_chance(evidence.flatten(0, 1)).view(num, depth).exp()
@@ -123,29 +123,29 @@ def made_up(num: int, truth: Stopping, depth: int = 4) -> list[TimedRound]:
     return [TimedRound({}, depth, *pair) for pair in zip(accepted.tolist(), evidence.tolist())]
 
 
-def test_the_fit_finds_the_law_of_acceptance():
+def test_the_fit_recovers_the_coefficients_of_acceptance():
     truth = Stopping(weight=0.7, bias=0.9, confidence_weight=0.5)
-    fitted = speed.fit_stopping(made_up(4000, truth))
+    fitted = speed.fit_stopping(synthetic_rounds(4000, truth))
     for name in ("weight", "bias", "confidence_weight"):
         assert vars(fitted)[name] == pytest.approx(vars(truth)[name], abs=0.08)
 
 
-def test_the_fit_believes_the_drafter_where_it_has_seen_little():
+def test_the_fit_stays_near_its_prior_with_few_rounds():
     accepted = [TimedRound({}, 1, 1, [[2.0, 0.0]])] * 3  # no draft was refused: without a prior the chance would be 1
     fitted = speed.fit_stopping(accepted)
     assert 0.5 < fitted.weight < 3 and abs(fitted.bias) < 2 and fitted.confidence_weight == 0
 
 
 @pytest.mark.parametrize(("step", "node"), [(0.02, 0.05), (0.02, 0.2), (0.1, 0.2)])
-def test_a_chain_that_stops_as_planned_is_faster_than_fixed_ones(step, node):
+def test_a_chain_with_the_planned_threshold_is_faster_than_fixed_chains(step, node):
     truth = Stopping(weight=0.7, bias=0.4)
-    rounds = made_up(500, truth)
+    rounds = synthetic_rounds(500, truth)
     lengths = ChainCosts([step * n for n in range(5)], [1 + node * n for n in range(5)], 0.01)
     depth, stopping = speed.plan_stopping(rounds, truth, lengths)
     chances = [truth.log_chance(torch.tensor(timed.evidence)).exp().tolist() for timed in rounds]
 
     def seconds(depth: int, threshold: float) -> float:
-        """A token, by going through the rounds one by one."""
+        """Seconds for each token, from a simulation of every round."""
         spent, tokens = 0.0, 0
         for timed, row in zip(rounds, chances):
             survival, num = 1.0, 0
@@ -162,16 +162,16 @@ def test_a_chain_that_stops_as_planned_is_faster_than_fixed_ones(step, node):
     planned = seconds(depth, stopping.threshold)
     assert planned < min(seconds(d, 0.0) for d in range(1, 5))
     assert planned < 1.001 * min(seconds(d, tenths / 10) for d in range(1, 5) for tenths in range(10))
-    marginal = (node / planned, (step + node) / planned)  # of the last draft, and of one before it, in tokens
+    marginal = (node / planned, (step + node) / planned)  # cost in tokens of the last draft, and of an earlier one
     assert marginal[0] * 0.8 < stopping.threshold < marginal[1] * 1.2
 
 
-def test_where_drafts_cost_nothing_they_are_never_stopped():
+def test_free_drafts_are_never_stopped():
     lengths = ChainCosts([0.1] * 5, [1.0] * 5, 0.0)
-    assert speed.plan_stopping(made_up(200, Stopping()), Stopping(), lengths) == (4, Stopping())
+    assert speed.plan_stopping(synthetic_rounds(200, Stopping()), Stopping(), lengths) == (4, Stopping())
 
 
-def test_what_asking_costs_is_shared_out_over_the_steps():
+def test_the_cost_of_stopping_is_spread_over_the_steps():
     chains = {2: stages(0.3, 1.1), 4: stages(0.5, 1.3)}
     lengths = speed.chain_costs(stages(0.0, 1.0), chains, stages(0.9, 1.3, 0.01), 4)
     assert lengths.draft == pytest.approx([0.0, 0.25, 0.5, 0.7, 0.9])
@@ -180,7 +180,7 @@ def test_what_asking_costs_is_shared_out_over_the_steps():
     assert lengths.round(4, 4) == pytest.approx(0.9 + 1.3 + 0.01)
 
 
-def test_the_ratio_is_paired():
+def test_the_interval_of_a_rate_ratio_is_paired_by_prompt():
     prompt = Prompt("", "", [0])
     rows = [
         PromptResult(prompt, Generation([[0]], [[]]), Generation([[0] * 9], [[1] * 4], seconds=s), math.nan, [], None)

@@ -1,4 +1,4 @@
-"""Which models can be targets: several families work, and what cannot work is refused with a sentence."""
+"""Models as targets: several families decode correctly, and models that cannot be targets are refused."""
 
 import sys
 
@@ -38,14 +38,14 @@ def test_families_decode_like_their_own_generate(tmp_path, family, arguments):
     target = Target.load(save(tmp_path, family, **arguments), dtype="float64")
     head = Eagle3(target, target_layers=[1, 4, 6]).double()
     prompt = [5, 9, 2, 44, 17]
-    theirs = target.model.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, 5, dtype=torch.long),
+    reference = target.model.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, 5, dtype=torch.long),
                                    do_sample=False, max_new_tokens=12)[0, 5:].tolist()  # fmt: skip
     for shape in (None, TreeShape(3, 1, 3), TreeShape(3, 3, 7)):
         proposer = HeadProposer(head, shape) if shape else None
-        assert Decoder(target, proposer, sampling=Sampling(0), stop=set()).generate([prompt], 12).tokens == [theirs]
+        assert Decoder(target, proposer, sampling=Sampling(0), stop=set()).generate([prompt], 12).tokens == [reference]
 
 
-def test_hidden_states_are_numbered_like_transformers(tmp_path):
+def test_hidden_states_are_numbered_as_in_transformers(tmp_path):
     target = Target.load(save(tmp_path, "Llama"), dtype="float64")
     tokens = torch.tensor([[3, 1, 4, 1, 5]])
     states = target.model(tokens, output_hidden_states=True).hidden_states
@@ -54,7 +54,7 @@ def test_hidden_states_are_numbered_like_transformers(tmp_path):
     torch.testing.assert_close(target.logits(output.final), target.model(tokens).logits)
 
 
-def test_the_fingerprint_names_weights_not_their_dtype(tmp_path):
+def test_the_fingerprint_depends_on_weights_and_not_on_their_dtype(tmp_path):
     folder = save(tmp_path / "one", "Llama")
     first = Target.load(folder, dtype="float32")
     assert first.fingerprint() == Target.load(folder, dtype="bfloat16").fingerprint()
@@ -82,7 +82,7 @@ def test_layers_out_of_order_or_range_are_refused(target, layers):
         target.layer_ids(layers)
 
 
-def test_missing_folders_say_what_to_do(tmp_path):
+def test_messages_for_missing_folders_name_the_fix(tmp_path):
     with pytest.raises(
         ValueError, match=r"^The folder targets/nothing-here does not exist\. Give the folder of a model"
     ):
@@ -94,7 +94,7 @@ def test_missing_folders_say_what_to_do(tmp_path):
 
 
 @pytest.mark.parametrize("make", [lambda target: Medusa2(target), lambda target: Draft(target, lora={"r": 2})])
-def test_without_peft_the_extra_is_named(monkeypatch, make):
+def test_a_missing_peft_names_the_extra_to_install(monkeypatch, make):
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ValueError, match=r"needs the package peft: pip install 'specdec\[train\]'\.$"):
         make(make_target(6, num_layers=2))

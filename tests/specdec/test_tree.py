@@ -1,4 +1,4 @@
-"""Geometry of trees, and what HeadProposer proposes."""
+"""Geometry of trees, and the trees that HeadProposer proposes."""
 
 from dataclasses import replace
 
@@ -20,14 +20,14 @@ def stack(trees: list[Tree]) -> Tree:
     return Tree(torch.cat([tree.tokens for tree in trees]), torch.cat([tree.parents for tree in trees]), None)
 
 
-def test_geometry_against_a_walk():
+def test_depths_and_ancestors_equal_those_of_a_walk_to_the_root():
     generator = torch.Generator().manual_seed(0)
     tree = stack([random_tree(generator, 9, 50) for _ in range(20)])
     for row, parents in enumerate(tree.parents.tolist()):
         for node in range(9):
-            line = walk_up(parents, node)
-            assert tree.depths()[row, node] == len(line) - 1
-            assert tree.ancestors()[row, node].nonzero().flatten().tolist() == sorted(line)
+            path = walk_up(parents, node)
+            assert tree.depths()[row, node] == len(path) - 1
+            assert tree.ancestors()[row, node].nonzero().flatten().tolist() == sorted(path)
 
 
 def test_chain_and_root():
@@ -39,7 +39,7 @@ def test_chain_and_root():
 
 
 def propose(drafter, shape: TreeShape, temperature: float, seed: int) -> tuple[Tree, torch.Tensor]:
-    """After two prompts of different lengths, features at random. -> tree, newest tokens [B]"""
+    """The tree proposed after two prompts of different lengths with random features, and the newest tokens [B]."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.tensor([random_tokens(seed + row, 7, drafter.target.vocab_size) for row in range(2)])
     num = torch.tensor([7, 4])
@@ -69,19 +69,19 @@ def test_proposed_trees(any_drafter, shape):
 
 
 def test_tree_keeps_the_best_nodes(any_drafter):
-    """Against the naive thing: rank every node that a complete, wide enough tree has by its joint log-probability."""
+    """Compares with a naive ranking of all nodes of a complete, wide enough tree by joint log-probability."""
     (whole, _), (kept, _) = (propose(any_drafter, TreeShape(2, 4, nodes), 0.0, 0) for nodes in (20, 6))
     single, _ = propose(any_drafter, chain_of(1), 1.0, 0)
     law = single.probs[:, 1].log()  # of depth 1
     for row in range(2):
-        lines = [
+        path_sets = [
             {tuple(tree.tokens[row, walk_up(parents, node)[::-1]].tolist()[1:]) for node in range(1, len(parents))}
             for tree, parents in ((whole, whole.parents[row].tolist()), (kept, kept.parents[row].tolist()))
         ]
-        assert len(lines[0]) == 20 and len(lines[1]) == 6 and lines[1] < lines[0]
-        firsts = sorted((line[0] for line in lines[0] if len(line) == 1), key=lambda token: -law[row, token])
+        assert len(path_sets[0]) == 20 and len(path_sets[1]) == 6 and path_sets[1] < path_sets[0]
+        firsts = sorted((path[0] for path in path_sets[0] if len(path) == 1), key=lambda token: -law[row, token])
         assert firsts == law[row].topk(4).indices.tolist()
-        chosen = [line[0] for line in lines[1] if len(line) == 1]
+        chosen = [path[0] for path in path_sets[1] if len(path) == 1]
         assert set(chosen) == set(firsts[: len(chosen)])
 
 
@@ -101,7 +101,7 @@ def test_proposed_chain(any_drafter, temperature):
         assert laws.sum((0, 1)).nonzero().flatten().tolist() == any_drafter.draft_to_target.tolist()
 
 
-def test_shapes_that_cannot_be():
+def test_impossible_shapes_are_refused():
     for sizes in ((0, 1, 1), (1, 0, 1), (1, 1, 0)):
         with pytest.raises(ValueError, match=r"^depth=\d, width=\d and nodes=\d must be at least 1\.$"):
             TreeShape(*sizes)
@@ -110,14 +110,14 @@ def test_shapes_that_cannot_be():
     assert chain_of(3).chain and not TreeShape(3, 2, 3).chain
 
 
-def test_deeper_than_the_drafter(drafter, monkeypatch):
+def test_shapes_deeper_than_the_drafter_are_refused(drafter, monkeypatch):
     monkeypatch.setattr(drafter, "depth", 3)
     HeadProposer(drafter, chain_of(3))
     with pytest.raises(ValueError, match=r"^depth=4 is more than this drafter's 3 steps"):
         HeadProposer(drafter, chain_of(4))
 
 
-def test_rows_are_planted_side_by_side():
+def test_rows_of_different_sizes_are_planted_as_one_tree():
     drafts = [[(7, 0), (8, 1), (9, 0)], [], [(5, 0)]]
     tree = plant([1, 2, 3], drafts, "cpu")
     assert not tree.linear and tree.probs is None
@@ -133,12 +133,12 @@ def test_rows_are_planted_side_by_side():
 def test_filled_up_trees_keep_their_nodes_and_their_law(linear):
     tree = plant([1], [[(7, 0), (8, 1), (9, 2 if linear else 0)]], "cpu")
     sampled = replace(tree, probs=torch.nn.functional.one_hot(tree.tokens, 10).double())
-    for each in (tree, sampled):
-        assert each.filled(3) is each
-        more = each.filled(5)
-        assert more.linear == linear and more.tokens.tolist()[0] == [1, 7, 8, 9] + ([9, 9] if linear else [7, 7])
-        assert more.parents.tolist()[0] == ([-1, 0, 1, 2, 3, 4] if linear else [-1, 0, 1, 0, 0, 0])
-        assert each.probs is None or more.probs.argmax(-1).equal(more.tokens)
+    for unfilled in (tree, sampled):
+        assert unfilled.filled(3) is unfilled
+        filled = unfilled.filled(5)
+        assert filled.linear == linear and filled.tokens.tolist()[0] == [1, 7, 8, 9] + ([9, 9] if linear else [7, 7])
+        assert filled.parents.tolist()[0] == ([-1, 0, 1, 2, 3, 4] if linear else [-1, 0, 1, 0, 0, 0])
+        assert unfilled.probs is None or filled.probs.argmax(-1).equal(filled.tokens)
     assert tree.rounded(depth=8).tokens.shape[1] == 1 + 4
     assert tree.rounded(depth=3).tokens.shape[1] == 1 + (3 if linear else 4)
     assert plant([1], [[]], "cpu").rounded(depth=3).tokens.tolist() == [[1]]

@@ -1,4 +1,4 @@
-"""What is tried, and which setting is chosen after the verification."""
+"""Candidate settings, and the choice among them after they are measured."""
 
 import math
 import re
@@ -25,7 +25,10 @@ def test_candidates_are_tried_once_and_no_deeper_than_the_drafter():
 
 
 def choose(predicted: dict[int, float], seconds: dict[int, list[float]]) -> Choice:
-    """Chains by their length: predicted speedups, and seconds of each prompt of 10 tokens; plainly it takes 10."""
+    """The choice among chains, from predicted speedups and measured seconds of each prompt, both by chain length.
+
+    Rounds give 10 tokens for every prompt, and plain decoding takes 10 seconds for them.
+    """
     settings = [Setting(Drafting(depth), tau, PLAIN, PLAIN) for depth, tau in predicted.items()]
     prompt, plain = Prompt("", "", [0]), Generation([[0] * 11], [[0] * 10], seconds=10.0)
     results = {

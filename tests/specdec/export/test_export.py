@@ -1,4 +1,4 @@
-"""What engines are told of a head in config.json and its card, what is refused, and the scripts that export and import."""
+"""Exported folders: the fields of config.json, the model card, and the heads that a format refuses."""
 
 import importlib
 import json
@@ -82,13 +82,13 @@ def config_of(drafter, form: str) -> dict:
         ("eagle3", False, {"target_layers": [1, 2, 4, 6]}, "gguf", "exactly three hidden states"),
     ],
 )  # fmt: skip
-def test_what_an_engine_cannot_serve_is_refused(target, head, reduced, arguments, form, message):
+def test_heads_that_an_engine_cannot_serve_are_refused(target, head, reduced, arguments, form, message):
     with pytest.raises(ValueError, match=message):
         make_form(make_exact(target, head, reduced, arguments), form)
 
 
 @pytest.mark.parametrize("form", ["vllm", "medusa"])
-def test_heads_of_an_adapted_target_need_that_target(form):
+def test_heads_of_an_adapted_target_need_the_merged_target(form):
     with pytest.raises(ValueError, match="merged_target=DIR"):
         make_form(make_medusa2(make_target(6)), form)
 
@@ -102,10 +102,10 @@ def test_an_existing_folder_is_never_overwritten(target, tmp_path):
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
 
 
-# What config.json says
+# Fields of config.json
 
 
-def test_eagle1_says_no_bias_and_has_a_zero_one(target):
+def test_eagle1_has_bias_false_and_a_zero_bias_tensor(target):
     for form, name in (
         ("vllm", "EagleLlamaForCausalLM"),
         ("sglang", "LlamaForCausalLMEagle"),
@@ -119,14 +119,14 @@ def test_eagle1_says_no_bias_and_has_a_zero_one(target):
 
 @pytest.mark.parametrize("form", ["vllm", "sglang", "eagle", "gguf"])
 @pytest.mark.parametrize("reduced", [False, True])
-def test_eagle3_says_everything_that_engines_guess_otherwise(target, form, reduced):
+def test_eagle3_states_every_field_that_engines_would_guess(target, form, reduced):
     layout = make_form(make_exact(target, "eagle3", reduced), form).layout
     config = layout.config
     assert config["architectures"] == ["LlamaForCausalLMEagle3"] and config["draft_vocab_size"] == (
         40 if reduced else 61
     )
     assert ("d2t" in layout.tensors) == ("t2d" in layout.tensors) == reduced
-    assert not any("layer_ids" in key or key == "eagle_config" for key in config)  # the default: none at all
+    assert not any("layer_ids" in key or key == "eagle_config" for key in config)  # the default layers need no field
     assert {config[name] for name in ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual")} == {False}
     assert any(name.startswith("midlayer.") for name in layout.tensors)
     for name in ("tie_word_embeddings", "attention_bias", "mlp_bias"):
@@ -143,13 +143,13 @@ BLOCKS = [("eagle", "vllm"), ("eagle3", "vllm"), ("mtp", "vllm"), ("dflash", "vl
 
 
 @pytest.mark.parametrize(("head", "form"), BLOCKS)
-def test_what_every_head_with_a_block_says(target, tmp_path, head, form):
+def test_fields_of_every_head_with_a_block(target, tmp_path, head, form):
     export(make_exact(target, head), form, tmp_path / "out", dtype=torch.bfloat16)
     config, tensors = reference.read(tmp_path / "out")
     assert (
         config["rope_theta"] == config["rope_parameters"]["rope_theta"] == target.config.rope_parameters["rope_theta"]
     )
-    assert "rope_scaling" in config and config["rope_scaling"] is None  # SafeAILab wants it there
+    assert "rope_scaling" in config and config["rope_scaling"] is None  # SafeAILab requires the field
     assert config["max_position_embeddings"] == 512 and config["torch_dtype"] == "bfloat16"
     assert config["vocab_size"] == 61 and config["head_dim"] == 8 and isinstance(config["pad_token_id"], int)
     assert config["tie_word_embeddings"] is False
@@ -165,7 +165,7 @@ def test_scaled_rotary_embeddings_have_both_spellings(target):
     assert config["rope_scaling"] == {"type": "linear", "rope_type": "linear", "factor": 4.0}
 
 
-def test_medusa_says_its_biases_and_heads(target):
+def test_medusa_states_its_biases_and_its_number_of_heads(target):
     for form, counts in (("vllm", {"num_heads": 4}), ("medusa", {"medusa_num_heads": 4, "medusa_num_layers": 1})):
         layout = make_form(make_exact(target, "medusa"), form).layout
         assert layout.config["medusa_fc_bias"] and layout.config["hidden_size"] == 32
@@ -203,7 +203,7 @@ def test_block_drafters_number_outputs_and_put_their_mask_at_an_end_token(end):
     assert torch.equal(layout.tensors["embed_tokens.weight"][mask], drafter.mask_embedding)
 
 
-def test_the_container_says_what_the_two_readers_guess_differently(target):
+def test_speculators_configs_state_the_fields_that_their_readers_guess_differently(target):
     config = config_of(make_exact(target, "eagle3", True), "speculators")
     assert config["norm_before_residual"] is False and config["draft_vocab_size"] == 40
     assert config["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5]
@@ -211,18 +211,20 @@ def test_the_container_says_what_the_two_readers_guess_differently(target):
     layer = config["transformer_layer_config"]
     assert layer["model_type"] == "llama" and layer["rope_parameters"]["rope_theta"] == 10_000.0
     assert layer["max_position_embeddings"] == 512 and layer["vocab_size"] == 61
-    told = config["speculators_config"]
-    assert told["algorithm"] == "eagle3" and told["verifier"]["name_or_path"] == "tiny"
-    assert [method["proposal_type"] for method in told["proposal_methods"]] == [told["default_proposal_method"]]
+    speculators = config["speculators_config"]
+    assert speculators["algorithm"] == "eagle3" and speculators["verifier"]["name_or_path"] == "tiny"
+    assert [method["proposal_type"] for method in speculators["proposal_methods"]] == [
+        speculators["default_proposal_method"]
+    ]
 
 
 # The card
 
 
 @pytest.mark.parametrize("form", EVERY[:4])
-def test_the_card(target, tmp_path, form):
+def test_the_card_states_provenance_figures_and_commands(target, tmp_path, form):
     drafter = make_exact(target, "eagle3", True)
-    made = make_form(drafter, form)
+    engine_form = make_form(drafter, form)
     provenance = make_provenance(
         drafter,
         report=Report.from_json(REPORT),
@@ -232,21 +234,23 @@ def test_the_card(target, tmp_path, form):
         num_drafts=2,
     )
     out = tmp_path / "out"
-    serving.write(made, out, dtype=torch.float32, provenance=provenance)
+    serving.write(engine_form, out, dtype=torch.float32, provenance=provenance)
     card = (out / "README.md").read_text()
     for text in ("license: apache-2.0", "base_model: tiny", "answers.jsonl", "fingerprint f00", "| hidden states read | 2, 4, 5 |",
                  "run/step", "8 prompts, temperature 0, chain of 3 | 1.50 (1.25 .. 1.75)", "| vLLM 0.32.0 | the same | 1.900 (-5.0 %) |",
                  "| drafts a round | 2 |"):  # fmt: skip
         assert text in card
     assert (
-        len(made.engines) > 0 and str(out) in card and not any(mark in card for mark in ("<out>", "<num>", "<num+1>"))
+        len(engine_form.engines) > 0
+        and str(out) in card
+        and not any(mark in card for mark in ("<out>", "<num>", "<num+1>"))
     )
-    for line in made.engines.values():
+    for line in engine_form.engines.values():
         assert line.replace("<out>", str(out)).replace("<num>", "2").replace("<num+1>", "3") in card
-    assert serving.settings(made, "DIR", 2).get("model", "DIR") == "DIR"
+    assert serving.settings(engine_form, "DIR", 2).get("model", "DIR") == "DIR"
 
 
-def test_the_card_says_what_it_does_not_know_and_what_differs(target):
+def test_the_card_states_missing_measurements_and_differences(target):
     drafter = make_exact(target, "mtp", True)
     form = make_form(drafter, "vllm")
     card = serving.card(form, make_provenance(drafter), "DIR", torch.float32)
@@ -257,7 +261,7 @@ def test_the_card_says_what_it_does_not_know_and_what_differs(target):
     assert serving.num_drafts(make_form(longer, "vllm"), make_provenance(longer, num_drafts=9)) == 4
 
 
-def test_a_block_is_drafted_whole(target):
+def test_block_drafters_draft_the_whole_block(target):
     drafter = make_exact(target, "dflash", False)
     for name in ("vllm", "speculators", "gguf"):
         assert serving.num_drafts(make_form(drafter, name), make_provenance(drafter, num_drafts=1)) == drafter.depth

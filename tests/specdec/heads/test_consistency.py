@@ -1,4 +1,4 @@
-"""Consistency training against the naive thing: one block at a time, one pass for every state, one token after the other."""
+"""Consistency training against a naive version: one block, one state or one token at a time."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ BATCH = collate(PACKS, length=20, pad_token=0)
 
 
 def make(**arguments) -> Consistency:
-    """A drafter whose adapter is random."""
+    """A drafter with a random adapter."""
     drafter = instantiate(
         {**CONFIG["drafter"], "num_drafts": N, **arguments}, make_target(V, num_layers=2), vocab=None
     ).double()
@@ -43,7 +43,7 @@ def make(**arguments) -> Consistency:
 
 
 def each_block(starts):
-    """(row, number, the text before the block as a list), of every block that exists"""
+    """Yields (row, block number, the list of tokens before the block) for every block that exists."""
     for row, number in starts.nonzero().tolist():
         start = int(starts[row, number])
         first = start - int(BATCH.positions[row, start])
@@ -52,26 +52,26 @@ def each_block(starts):
 
 
 def law_after(target, tokens: list[int]):
-    """[len(tokens), V] log-probabilities, by a pass over these tokens alone"""
+    """Log-probabilities [len(tokens), V], from a pass over these tokens alone."""
     return target.logits(target.read(torch.tensor([tokens]), ()).final[0]).log_softmax(-1)
 
 
 def greedy(target, text: list[int], num: int) -> list[int]:
-    found = list(text)
+    tokens = list(text)
     for _ in range(num):
-        found.append(int(law_after(target, found)[-1].argmax()))
-    return found[len(text) :]
+        tokens.append(int(law_after(target, tokens)[-1].argmax()))
+    return tokens[len(text) :]
 
 
 def jacobi(target, text: list[int], first: list[int], passes: int) -> list[int]:
     state = list(first)
     for _ in range(passes):
-        said = law_after(target, text + state).argmax(-1).tolist()
-        state = said[len(text) - 1 : -1]
+        choices = law_after(target, text + state).argmax(-1).tolist()
+        state = choices[len(text) - 1 : -1]
     return state
 
 
-def test_blocks_lie_side_by_side_in_every_answer():
+def test_blocks_begin_at_every_token_of_the_answers():
     torch.manual_seed(0)
     supervised = {(0, i) for i in [*range(3, 12), *range(13, 18)]} | {(1, i) for i in range(6, 13)}
     seen = set()
@@ -86,8 +86,8 @@ def test_blocks_lie_side_by_side_in_every_answer():
     assert seen == supervised  # any token of an answer may begin a block
 
 
-def test_all_blocks_in_one_pass_are_as_each_alone():
-    """Mask and positions: the law at a state's tokens is that of a plain pass over [text before, state]."""
+def test_all_blocks_in_one_pass_equal_each_block_alone():
+    """With this mask and these positions, a state's tokens get the law of a plain pass over [text before, state]."""
     torch.manual_seed(0)
     target, starts = make().target, cut(BATCH, N)
     states = torch.randint(V, (2, N, starts.shape[1]))
@@ -100,12 +100,12 @@ def test_all_blocks_in_one_pass_are_as_each_alone():
     ).final
     laws = target.logits(final[:, BATCH.tokens.shape[1] :]).log_softmax(-1).unflatten(1, states.shape[1:])
     for row, number, text in each_block(starts):
-        wanted = law_after(target, text + states[row, :, number].tolist())[len(text) :]
-        torch.testing.assert_close(laws[row, :, number], wanted, rtol=0, atol=1e-10)
+        expected = law_after(target, text + states[row, :, number].tolist())[len(text) :]
+        torch.testing.assert_close(laws[row, :, number], expected, rtol=0, atol=1e-10)
 
 
 @torch.no_grad()
-def test_a_trajectory_is_what_one_pass_after_the_other_finds():
+def test_trajectories_equal_those_of_single_passes():
     torch.manual_seed(0)
     target, starts = make().target, cut(BATCH, N)
     first = draw(BATCH, starts, N)
@@ -120,15 +120,15 @@ def test_a_trajectory_is_what_one_pass_after_the_other_finds():
         passes = (torch.arange(starts.shape[1]) + shift) % (N + 1)
         states = reader.jacobi(first, passes)
         for row, number, text, fixed in blocks:
-            begun = first[row, :, number].tolist()
-            wanted = jacobi(target, text, begun, int(passes[number]))
-            assert states[row, :, number].tolist() == wanted
-            assert passes[number] < N or wanted == fixed
-            num_changed += wanted != begun
+            initial = first[row, :, number].tolist()
+            expected = jacobi(target, text, initial, int(passes[number]))
+            assert states[row, :, number].tolist() == expected
+            assert passes[number] < N or expected == fixed
+            num_changed += expected != initial
     assert num_changed > 10
 
 
-def test_the_loss_by_hand_reaches_the_adapter_and_nothing_else():
+def test_the_loss_equals_a_naive_sum_and_trains_only_the_adapter():
     drafter = make()
     target, objective = drafter.target, ConsistencyObjective(drafter, **SETTINGS)
     torch.manual_seed(5)
@@ -143,7 +143,7 @@ def test_the_loss_by_hand_reaches_the_adapter_and_nothing_else():
     passes = torch.randint(N, (starts.shape[1],))
     first = draw(BATCH, starts, N)
     kl = lambda p, q: float((p.exp() * (p - q)).sum())
-    wanted, num_left = 0.0, 0
+    expected, num_left = 0.0, 0
     for row, number, text in each_block(starts):
         state = jacobi(target, text, first[row, :, number].tolist(), int(passes[number]))
         q = law_after(target, text + state)[len(text) :]
@@ -151,20 +151,20 @@ def test_the_loss_by_hand_reaches_the_adapter_and_nothing_else():
             fixed = greedy(target, text, N)
             p = law_after(target, text + fixed)[len(text) :]
         wrong = next((k for k in range(N) if state[k] != fixed[k]), N)
-        wanted += 0.7 * kl(p[wrong:], q[wrong:])
+        expected += 0.7 * kl(p[wrong:], q[wrong:])
         num_left += N - wrong
     for row in (row for pack in PACKS for row in pack):
         after = law_after(target, row.tokens)
         with original(target):
             before = law_after(target, row.tokens)
         num_prompt = max(1, row.mask.index(True))
-        wanted += 0.4 * kl(before[num_prompt - 1 : -1], after[num_prompt - 1 : -1])
-    assert num_left > 10 and loss.total.item() == pytest.approx(wanted, rel=1e-9)
+        expected += 0.4 * kl(before[num_prompt - 1 : -1], after[num_prompt - 1 : -1])
+    assert num_left > 10 and loss.total.item() == pytest.approx(expected, rel=1e-9)
     assert int(loss.num_goals) == int(BATCH.loss_mask.sum()) and loss.matches.shape[0] == 0
 
 
-def test_at_the_fixed_point_nothing_is_lost():
-    """An adapter that changes nothing finds the original's fixed point with n passes, or begins there."""
+def test_the_loss_is_0_at_the_fixed_point():
+    """An adapter that changes nothing reaches the original target's fixed point after n passes, so its loss is 0."""
     drafter = make()
     for name, parameter in drafter.named_parameters():
         if "lora_B" in name:
@@ -182,22 +182,22 @@ def test_at_the_fixed_point_nothing_is_lost():
     assert all(parameter.grad is None or not parameter.grad.any() for parameter in drafter.parameters())
 
 
-def test_cross_entropy_is_that_of_the_text():
+def test_cross_entropy_equals_that_of_the_text():
     drafter = make()
     total = {}
     for ce in (0.0, 2.0):
         losses = {"consistency": 1.0, "original": 0.0, "ce": ce}
         torch.manual_seed(3)
         total[ce] = ConsistencyObjective(drafter, **{**SETTINGS, "losses": losses})(BATCH, None).total.item()
-    wanted = 0.0
+    expected = 0.0
     for row in (row for pack in PACKS for row in pack):
         law = law_after(drafter.target, row.tokens)
-        wanted -= sum(float(law[i - 1, row.tokens[i]]) for i in range(1, len(row.tokens)) if row.mask[i])
-    assert total[2.0] - total[0.0] == pytest.approx(2 * wanted, rel=1e-9)
+        expected -= sum(float(law[i - 1, row.tokens[i]]) for i in range(1, len(row.tokens)) if row.mask[i])
+    assert total[2.0] - total[0.0] == pytest.approx(2 * expected, rel=1e-9)
 
 
-def test_training_brings_states_nearer_to_their_fixed_points():
-    """Of the same blocks from the same beginnings, before and after some steps on others."""
+def test_training_lowers_the_loss_of_states_to_their_fixed_points():
+    """Compares the loss on the same blocks and first states, before and after steps on other blocks."""
     drafter = make()
     for name, parameter in drafter.named_parameters():
         if "lora_B" in name:
@@ -219,29 +219,29 @@ def test_training_brings_states_nearer_to_their_fixed_points():
         assert sum(float(loss(seed)) for seed in range(8)) < 0.8 * before
 
 
-def test_saved_loaded_and_merged(tmp_path):
+def test_a_checkpoint_restores_the_adapted_target(tmp_path):
     drafter = make()
     prompt = [random_tokens(5, 6, V)]
-    say = lambda target: Decoder(target, None, sampling=Sampling(0.0), stop=set()).generate(prompt, 20).tokens
-    wanted = say(drafter.target)
+    answer = lambda target: Decoder(target, None, sampling=Sampling(0.0), stop=set()).generate(prompt, 20).tokens
+    expected = answer(drafter.target)
     checkpoint.save(tmp_path / "step", drafter.decodable(), {**CONFIG["drafter"], "num_drafts": N})
     fresh = make_target(V, num_layers=2)
-    assert say(fresh) != wanted
+    assert answer(fresh) != expected
     loaded = checkpoint.load(tmp_path / "step", fresh)
     assert isinstance(loaded, Consistency) and loaded.depth == N and loaded.adapts_target and fresh.adapted
-    assert say(fresh) == wanted
+    assert answer(fresh) == expected
     before = dict(drafter.named_parameters())
     assert all(torch.equal(value, before[name]) for name, value in loaded.named_parameters())
 
 
-def test_the_adapter_is_all_there_is_to_train():
+def test_only_the_adapter_is_trained():
     drafter = make()
     assert all(name.startswith("adapter.") for name, _ in drafter.named_parameters())
     groups = parameter_groups(drafter, 0.1, adapter={"lr": 1e-3, "delay": 0})
     assert [len(group["params"]) for group in groups] == [0, 0, 2 * 7 * 2]
 
 
-def test_what_a_user_can_do_wrong():
+def test_wrong_options_are_refused():
     with pytest.raises(ValueError, match=r"set vocab_size to null"):
         Consistency(make_target(V), vocab=torch.arange(4))
     with pytest.raises(ValueError, match=r"num_drafts=0 must be at least 1"):

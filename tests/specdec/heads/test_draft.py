@@ -1,4 +1,4 @@
-"""Draft models: what they start from, what is saved and exported of them, and texts that they write themselves."""
+"""Draft models: the weights that they start from, their checkpoints, their exports and the options that are refused."""
 
 import shutil
 
@@ -38,10 +38,10 @@ def text(num: int = 12) -> torch.Tensor:
     return torch.tensor([random_tokens(5, num, 57)])
 
 
-# What it starts from
+# Initial weights
 
 
-def test_a_draft_with_all_layers_is_the_target(target):
+def test_a_draft_with_all_layers_equals_the_target(target):
     draft = Draft(target, copy_layers=list(range(target.num_layers))).double().eval()
     assert torch.equal(text_logits(draft, text()), target.logits(target.read(text(), ()).final))
     decoder = Decoder(target, HeadProposer(draft, chain_of(3)), sampling=Sampling(0.0), stop=set())
@@ -61,26 +61,26 @@ def test_layers_of_another_family_are_copied():
 
 def test_default_layers_are_the_first_and_the_last(target):
     draft = Draft(target).double()
-    for mine, theirs in ((0, 0), (1, 7)):
-        wanted = target.decoder.layers[theirs].state_dict()
-        assert all(torch.equal(value, wanted[name]) for name, value in draft.body.layers[mine].state_dict().items())
+    for layer, target_layer in ((0, 0), (1, 7)):
+        expected = target.decoder.layers[target_layer].state_dict()
+        assert all(torch.equal(value, expected[name]) for name, value in draft.body.layers[layer].state_dict().items())
     assert not torch.equal(
         Draft(target, copy_layers=[]).body.layers[0].mlp.up_proj.weight, draft.body.layers[0].mlp.up_proj.weight.float()
     )
     assert [Draft(target, num_layers=n).config.num_hidden_layers for n in (1, 3, 8)] == [1, 3, 8]
 
 
-def test_borrowed_embeddings_are_not_its_own(target):
-    theirs = {value.data_ptr() for value in target.model.state_dict().values()}
+def test_borrowed_embeddings_are_not_parameters_of_the_draft(target):
+    target_pointers = {value.data_ptr() for value in target.model.state_dict().values()}
     for draft in (Draft(target), Draft(target, borrow_embeddings=False), Draft(target, width=16)):
-        assert not any(parameter.data_ptr() in theirs for parameter in draft.parameters())
+        assert not any(parameter.data_ptr() in target_pointers for parameter in draft.parameters())
     assert not any("embed" in name or "lm_head" in name for name in Draft(target).state_dict())
     own = Draft(target, borrow_embeddings=False).double()
     assert torch.equal(own.lm_head.weight, target.lm_head.weight) and own.lm_head.weight.requires_grad
     assert not target.lm_head.weight.requires_grad
 
 
-def test_rows_of_a_trained_output_layer_are_never_stale(target):
+def test_rows_of_a_trained_output_layer_are_up_to_date(target):
     draft = Draft(target, borrow_embeddings=False, vocab=VOCAB).double()
     before = text_logits(draft.eval(), text())
     optimizer = torch.optim.SGD(draft.parameters(), lr=1.0)
@@ -92,7 +92,7 @@ def test_rows_of_a_trained_output_layer_are_never_stale(target):
 
 
 @pytest.mark.parametrize("rows", [57, V, 64])
-def test_from_an_existing_model(saved_target, tmp_path, rows):
+def test_a_draft_from_an_existing_model_has_its_logits(saved_target, tmp_path, rows):
     path = save_word_model(tmp_path / "small", rows=rows, width=24)
     draft = Draft(saved_target, model=str(path)).eval()
     logits = AutoModelForCausalLM.from_pretrained(path)(text()).logits
@@ -108,16 +108,16 @@ def test_adapters_alone_are_trained_and_merge(saved_target, tmp_path):
         draft = Draft(saved_target, lora=lora, vocab=VOCAB, **origin)
         plain = text_logits(Draft(saved_target, vocab=VOCAB, **origin).eval(), text())
         assert all("lora_" in name for name, p in draft.named_parameters() if p.requires_grad)
-        assert torch.equal(text_logits(draft.eval(), text()), plain)  # adapters start at nothing
+        assert torch.equal(text_logits(draft.eval(), text()), plain)  # fresh adapters change nothing
         logits = text_logits(disturb(draft).eval(), text())
         assert not torch.allclose(logits, plain, atol=1e-2)
         frozen = draft.decodable()
         torch.testing.assert_close(text_logits(frozen, text()), logits, atol=1e-4, rtol=1e-4)
         assert not any("lora" in name or "base_layer" in name for name in frozen.state_dict())
-        assert torch.equal(text_logits(draft, text()), logits)  # and training goes on undisturbed
+        assert torch.equal(text_logits(draft, text()), logits)  # the draft in training is unchanged
 
 
-# What is saved and exported
+# Checkpoints and exports
 
 
 ORIGINS = {
@@ -154,8 +154,8 @@ def test_export_is_an_ordinary_folder_that_generate_takes(draft, saved_target, t
     assistant = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert AutoTokenizer.from_pretrained(tmp_path / "out").get_vocab() == word_tokenizer(57).get_vocab()
     with torch.no_grad():
-        theirs = assistant(text()).logits
-    torch.testing.assert_close(theirs[..., VOCAB], text_logits(loaded, text()), atol=1e-5, rtol=1e-5)
+        logits = assistant(text()).logits
+    torch.testing.assert_close(logits[..., VOCAB], text_logits(loaded, text()), atol=1e-5, rtol=1e-5)
     model = AutoModelForCausalLM.from_pretrained(saved_target.name)
     prompt, settings = text(), {"max_new_tokens": 20, "do_sample": False}
     assert torch.equal(
@@ -167,14 +167,14 @@ def test_export_is_an_ordinary_folder_that_generate_takes(draft, saved_target, t
 
 @pytest.mark.parametrize("other", ["vllm", "sglang", "gguf"])
 def test_servers_take_the_same_folder(draft, other):
-    layout, theirs = (make_form(draft, form).layout for form in ("transformers", other))
-    theirs.check()
-    assert layout.config == theirs.config and layout.shapes == theirs.shapes
-    assert theirs.tensors.keys() == layout.tensors.keys()
-    assert all(torch.equal(value, layout.tensors[name]) for name, value in theirs.tensors.items())
+    layout, other_layout = (make_form(draft, form).layout for form in ("transformers", other))
+    other_layout.check()
+    assert layout.config == other_layout.config and layout.shapes == other_layout.shapes
+    assert other_layout.tensors.keys() == layout.tensors.keys()
+    assert all(torch.equal(value, layout.tensors[name]) for name, value in other_layout.tensors.items())
 
 
-def test_export_of_another_dtype_leaves_the_target_alone(saved_target, tmp_path):
+def test_export_of_another_dtype_does_not_cast_the_target(saved_target, tmp_path):
     export(Draft(saved_target).eval(), "transformers", tmp_path / "out", dtype=torch.bfloat16)
     assert saved_target.dtype == torch.float32
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16

@@ -1,4 +1,4 @@
-"""Every head: what it learns with is what it decodes with."""
+"""Every head computes the same in training and in decoding."""
 
 import dataclasses
 import itertools
@@ -26,7 +26,7 @@ def depth_of(drafter) -> int:
 
 @pytest.fixture(scope="module")
 def text(any_drafter):
-    """tokens [T], the features this drafter reads [T, F*D]"""
+    """Tokens [T], and the features that this drafter reads [T, F*D]."""
     target = any_drafter.target
     tokens = torch.tensor(random_tokens(0, LENGTH, target.vocab_size))
     return tokens, target.read(tokens[None], any_drafter.target_layers).features[0]
@@ -34,7 +34,7 @@ def text(any_drafter):
 
 @torch.no_grad()
 def unroll_row(drafter, tokens, features, *, goals=None, documents=None, positions=None):
-    """The unroll over one row; by default one document, every token a goal."""
+    """The unroll over one row; by default one document in which every token is a goal."""
     num = len(tokens)
     return unroll(
         drafter,
@@ -48,16 +48,16 @@ def unroll_row(drafter, tokens, features, *, goals=None, documents=None, positio
 
 
 def at_goals(unrolled, values, d: int, goals: list[int]):
-    """values of step d [M, .] and whether they exist [M], for goals of row 0"""
+    """Values of step d [M, .] and whether they exist [M], for goals of row 0."""
     return unrolled.at(values, d, torch.zeros(len(goals), dtype=torch.long), torch.tensor(goals))
 
 
-SLOTS = [(1, ()), (2, (1,)), (4, ()), (7, (4, 6)), (6, (2, 3))]  # and which slots were the newest of earlier rounds
+SLOTS = [(1, ()), (2, (1,)), (4, ()), (7, (4, 6)), (6, (2, 3))]  # (slot, newest slots of earlier rounds)
 
 
 @pytest.mark.parametrize("slot", [slot for slot, _ in SLOTS])
 def test_unroll_against_the_slot_rule(any_drafter, text, slot):
-    """Both loops against an independent one; this is the training loop."""
+    """The training loop against `follow`, an independent loop; the next test checks the decoding loop."""
     depth = depth_of(any_drafter)
     unrolled = unroll_row(any_drafter, *text)
     states, logits = follow(any_drafter, *text, slot, depth)
@@ -71,7 +71,7 @@ def test_unroll_against_the_slot_rule(any_drafter, text, slot):
 
 @pytest.mark.parametrize("slot, parts", SLOTS)
 def test_decoding_against_the_slot_rule_and_the_unroll(any_drafter, text, slot, parts):
-    """The laws of sampled drafts, after earlier rounds that drafted something else."""
+    """Compares the laws of sampled drafts, after earlier rounds with other drafts."""
     depth, temperature, generator = depth_of(any_drafter), 0.6, torch.Generator().manual_seed(0)
     tokens, features = text
     proposer, first = HeadProposer(any_drafter, chain_of(depth)), 0
@@ -86,15 +86,17 @@ def test_decoding_against_the_slot_rule_and_the_unroll(any_drafter, text, slot, 
     _, logits = follow(any_drafter, path, features, slot, depth)
     for d in range(1, depth + 1):
         readout, _ = at_goals(unrolled, unrolled.readouts, d, [slot + d])
-        for found in (logits[d - 1], any_drafter.logits(d, readout)[0]):
+        for logits_of_step in (logits[d - 1], any_drafter.logits(d, readout)[0]):
             law = torch.zeros(any_drafter.target.vocab_size, dtype=torch.float64)
-            law[any_drafter.to_target(torch.arange(any_drafter.vocab_size))] = (found / temperature).softmax(-1)
+            law[any_drafter.to_target(torch.arange(any_drafter.vocab_size))] = (logits_of_step / temperature).softmax(
+                -1
+            )
             torch.testing.assert_close(tree.probs[0, d], law, atol=1e-10, rtol=0)
 
 
 @paired("any_drafter, shape", VARIANTS, [chain_of(5), TreeShape(depth=4, width=3, nodes=30)])
 def test_drafts_are_the_best_of_each_step(any_drafter, text, shape):
-    """Every node's children are the likeliest tokens of the step along its own path, the likeliest first."""
+    """The children of a node are the most likely tokens of the step along its own path, the most likely first."""
     slot = 6
     tokens, features = text[0][: slot + 1], text[1][:slot]
     shape = dataclasses.replace(shape, depth=min(shape.depth, depth_of(any_drafter)))
@@ -114,8 +116,8 @@ def test_drafts_are_the_best_of_each_step(any_drafter, text, shape):
     assert max(map(len, paths)) == slot + 1 + shape.depth
 
 
-def test_slots_that_do_not_exist(any_drafter, text):
-    """Slot 0 has no feature, so token d is not guessed at step d."""
+def test_steps_of_slots_without_a_feature_do_not_exist(any_drafter, text):
+    """Slot 0 has no feature, so step d does not draft token d."""
     unrolled = unroll_row(any_drafter, *text)
     for d in range(1, depth_of(any_drafter) + 1):
         _, exists = at_goals(unrolled, unrolled.readouts, d, list(range(1, LENGTH)))
@@ -123,8 +125,8 @@ def test_slots_that_do_not_exist(any_drafter, text):
 
 
 @paired("any_drafter, sizes", VARIANTS, [(7, 6), (2, 8), (9, 1, 3)])
-def test_packed_documents(any_drafter, text, sizes):
-    """Documents in one row, and padding, give what each gives alone."""
+def test_packed_documents_equal_separate_documents(any_drafter, text, sizes):
+    """Documents in one row with padding give the same readouts as each document alone."""
     tokens, _ = text
     parts = tokens.split([*sizes, LENGTH - sum(sizes)])[: len(sizes)]
     features = [any_drafter.target.read(part[None], any_drafter.target_layers).features[0] for part in parts]
@@ -141,18 +143,18 @@ def test_packed_documents(any_drafter, text, sizes):
     for part, feature in zip(parts, features):
         alone = unroll_row(any_drafter, part, feature) if len(part) > 1 else None
         for d, goal in itertools.product(range(1, depth_of(any_drafter) + 1), range(1, len(part))):
-            found, exists = at_goals(packed, packed.readouts, d, [start + goal])
+            readout, exists = at_goals(packed, packed.readouts, d, [start + goal])
             assert exists[0] == (goal - d >= any_drafter.first_slot), (
                 f"step {d}, token {goal} of the document that starts at {start}"
             )
             if exists[0]:
-                wanted, _ = at_goals(alone, alone.readouts, d, [goal])
-                torch.testing.assert_close(found, wanted, atol=1e-10, rtol=0)
+                expected, _ = at_goals(alone, alone.readouts, d, [goal])
+                torch.testing.assert_close(readout, expected, atol=1e-10, rtol=0)
         start += len(part)
 
 
-def test_rows_of_a_batch(any_drafter, text):
-    """Rows whose goals differ in number and place give what each gives alone."""
+def test_rows_of_a_batch_equal_separate_rows(any_drafter, text):
+    """Rows with different numbers and positions of goals give the same readouts as each row alone."""
     tokens, features = text
     goals = torch.zeros(2, LENGTH, dtype=torch.bool)
     goals[0, [3, 4, 12]] = True
@@ -172,36 +174,36 @@ def test_rows_of_a_batch(any_drafter, text):
         [unroll_row(any_drafter, *text), unroll_row(any_drafter, tokens.flip(0), features.flip(0))]
     ):
         for d, goal in itertools.product(range(1, depth + 1), goals[row].nonzero().flatten().tolist()):
-            found, exists = both.at(both.readouts, d, torch.tensor([row]), torch.tensor([goal]))
-            wanted, wanted_exists = at_goals(alone, alone.readouts, d, [goal])
-            assert exists == wanted_exists
+            readout, exists = both.at(both.readouts, d, torch.tensor([row]), torch.tensor([goal]))
+            expected, expected_exists = at_goals(alone, alone.readouts, d, [goal])
+            assert exists == expected_exists
             if exists:
-                torch.testing.assert_close(found, wanted, atol=1e-10, rtol=0)
+                torch.testing.assert_close(readout, expected, atol=1e-10, rtol=0)
 
 
 @paired("any_drafter, some", VARIANTS, [[1], [12], [6, 7], [2, 5, 11]])
-def test_sparse_goals(any_drafter, text, some):
-    """Later steps run on few slots and say there what they say when they run on all."""
+def test_sparse_goals_give_the_readouts_of_all_goals(any_drafter, text, some):
+    """Later steps run on few slots, with the same readouts there as if they run on all slots."""
     sparse = unroll_row(any_drafter, *text, goals=torch.isin(torch.arange(LENGTH), torch.tensor(some)))
     full = unroll_row(any_drafter, *text)
     for d in range(1, depth_of(any_drafter) + 1):
-        spared = {"path": d > 1, "none": d > 1, "block": True, "depth": False, "text": False}[any_drafter.attends]
-        limit = len(some) * depth_of(any_drafter) if spared else LENGTH - any_drafter.first_slot
+        skips_slots = {"path": d > 1, "none": d > 1, "block": True, "depth": False, "text": False}[any_drafter.attends]
+        limit = len(some) * depth_of(any_drafter) if skips_slots else LENGTH - any_drafter.first_slot
         assert sparse.readouts[d - 1].shape[1] <= limit
-        found, exists = at_goals(sparse, sparse.readouts, d, some)
-        wanted, wanted_exists = at_goals(full, full.readouts, d, some)
-        assert torch.equal(exists, wanted_exists)
-        torch.testing.assert_close(found[exists], wanted[exists], atol=1e-10, rtol=0)
+        readouts, exists = at_goals(sparse, sparse.readouts, d, some)
+        expected, expected_exists = at_goals(full, full.readouts, d, some)
+        assert torch.equal(exists, expected_exists)
+        torch.testing.assert_close(readouts[exists], expected[exists], atol=1e-10, rtol=0)
 
 
 def readouts_by_slot(drafter, tokens, features) -> dict[tuple[int, int], torch.Tensor]:
-    """{(d, slot): readout} of all slots whose step d has a goal"""
+    """{(d, slot): readout} for all slots whose step d has a goal."""
     unrolled = unroll_row(drafter, tokens, features)
     pairs = [(d, slot) for d in range(1, depth_of(drafter) + 1) for slot in range(1, LENGTH - d)]
     return {(d, slot): at_goals(unrolled, unrolled.readouts, d, [slot + d])[0] for d, slot in pairs}
 
 
-# Which tokens step d of slot j reads, and which features
+# The tokens that step d of slot j reads, and the features that it reads
 READS = {
     "Eagle": (lambda d, j: range(1, j + d), lambda d, j: range(j)),
     "Eagle3": (lambda d, j: range(1, j + d), lambda d, j: range(j)),
@@ -215,8 +217,8 @@ READS = {
 }
 
 
-def test_what_a_step_depends_on(any_drafter, text):
-    """Perturb every input in turn: a step reads what its family reads, and nothing later."""
+def test_a_step_depends_on_the_inputs_of_its_family(any_drafter, text):
+    """Each input is perturbed in turn: a step depends on the inputs that READS lists and on no others."""
     name = type(any_drafter).__name__
     if "markov_in.weight" in any_drafter.state_dict():
         name += " with a Markov head"
@@ -238,30 +240,30 @@ def test_what_a_step_depends_on(any_drafter, text):
 
 
 def test_unroll_attention_against_a_dense_mask():
-    """[S, T + (d-1)*S] keys: those of step 1, then those of steps 2..d, of which a slot sees its own."""
+    """Keys [S, T + (d-1)*S]: those of step 1, then those of steps 2..d, of which each slot sees only its own."""
     torch.manual_seed(0)
     rows, heads, kv_heads, size, width = 2, 4, 2, 7, 6
     index = torch.tensor([[0, 0, 0, 1, 1, 1, -1], [0, 0, 0, 0, 0, 0, 0]])
     mask = masks.documents(index)  # [B, 1, T, T]
-    some = torch.tensor([1, 2, 5])  # the slots of later steps
+    later_slots = torch.tensor([1, 2, 5])  # the slots of later steps
     cache, keys, values, seen = UnrollCache(), [], [], []
     for d in range(1, 5):
-        slots = torch.arange(size) if d == 1 else some
+        slots = torch.arange(size) if d == 1 else later_slots
         query = torch.randn(rows, heads, len(slots), width, dtype=torch.float64)
         key, value = torch.randn(2, rows, kv_heads, len(slots), width, dtype=torch.float64)
-        found = cache.attend(3, query, key, value, mask[:, :, slots])
+        attended = cache.attend(3, query, key, value, mask[:, :, slots])
         keys.append(key)
         values.append(value)
-        own = torch.eye(len(some), dtype=torch.bool).expand(rows, 1, -1, -1)
+        own = torch.eye(len(later_slots), dtype=torch.bool).expand(rows, 1, -1, -1)
         seen = torch.cat([mask[:, :, slots], *[own] * (d - 1)], dim=-1)  # [B, 1, S, T + (d-1)*S]
         every_key, every_value = (torch.cat(x, dim=2).repeat_interleave(heads // kv_heads, 1) for x in (keys, values))
         scores = (query @ every_key.transpose(2, 3) / width**0.5).masked_fill(~seen, float("-inf"))
-        torch.testing.assert_close(found, scores.softmax(-1) @ every_value, atol=1e-12, rtol=0)
+        torch.testing.assert_close(attended, scores.softmax(-1) @ every_value, atol=1e-12, rtol=0)
 
 
 @pytest.mark.parametrize("num_rows, num_tokens", [(2, 3), (5, 1), (5, 3), (5, 20)])
 def test_attention_of_the_target_against_softmax(num_rows, num_tokens):
-    """Its own kernel for many rows, and transformers' for the rest."""
+    """Covers the project's kernel, used for many rows, and that of transformers, used otherwise."""
     torch.manual_seed(0)
     heads, kv_heads, num_keys, width = 6, 2, 24, 4
     query = torch.randn(num_rows, heads, num_tokens, width, dtype=torch.float64)
@@ -269,15 +271,15 @@ def test_attention_of_the_target_against_softmax(num_rows, num_tokens):
     mask = torch.rand(num_rows, 1, num_tokens, num_keys) < 0.5
     mask[..., 0] = True
     layer = types.SimpleNamespace(num_key_value_groups=heads // kv_heads, is_causal=True, training=False)
-    found, _ = attention.attention(layer, query, key, value, mask, scaling=0.3)
+    attended, _ = attention.attention(layer, query, key, value, mask, scaling=0.3)
     key, value = (part.repeat_interleave(heads // kv_heads, dim=1) for part in (key, value))
     weights = (query @ key.transpose(2, 3) * 0.3).masked_fill(~mask, float("-inf")).softmax(-1)
-    torch.testing.assert_close(found, (weights @ value).transpose(1, 2), atol=1e-12, rtol=0)
+    torch.testing.assert_close(attended, (weights @ value).transpose(1, 2), atol=1e-12, rtol=0)
 
 
 @paired("any_drafter, accepted", VARIANTS, [[0, 0], [2, 2], [4, 4], [0, 4], [3, 1]])
-def test_cache_after_a_round(any_drafter, accepted):
-    """Its lengths are the committed slots; refused drafts leave no trace in what is drafted next."""
+def test_the_cache_after_a_round_holds_the_committed_slots(any_drafter, accepted):
+    """The cache's lengths count the committed slots, and refused drafts do not influence the next drafts."""
     target, layers, depth = any_drafter.target, any_drafter.target_layers, min(4, depth_of(any_drafter))
     texts = torch.tensor([random_tokens(row, 16, target.vocab_size) for row in range(2)])  # [B, T]
     features = target.read(texts, layers).features
@@ -286,13 +288,13 @@ def test_cache_after_a_round(any_drafter, accepted):
     proposer.begin(texts[:, :6], prompts)
     proposer.commit(texts[:, 1:7], features[:, :6], prompts, prompts.tolist())
     proposer.propose(Sampling(), None)
-    more = 1 - any_drafter.first_slot  # slot 0 is committed too
-    assert torch.equal(proposer.cache.lengths, prompts + more) and proposer.cache.pending == 0
+    num_extra = 1 - any_drafter.first_slot  # slot 0 is committed too
+    assert torch.equal(proposer.cache.lengths, prompts + num_extra) and proposer.cache.pending == 0
     num = torch.tensor(accepted) + 1
     new = prompts[:, None] + torch.arange(int(num.max()))  # [B, P] positions whose features are new
     proposer.commit(texts.gather(1, new + 1), features[torch.arange(2)[:, None], new], num, num.tolist())
     again = proposer.propose(Sampling(), None)
-    assert torch.equal(proposer.cache.lengths, prompts + num + more) and proposer.cache.pending == 0
+    assert torch.equal(proposer.cache.lengths, prompts + num + num_extra) and proposer.cache.pending == 0
     for row, length in enumerate((prompts + num).tolist()):
         fresh = HeadProposer(any_drafter, chain_of(depth))
         fresh.begin(texts[row : row + 1, :length], torch.tensor([length]))
@@ -303,7 +305,7 @@ def test_cache_after_a_round(any_drafter, accepted):
 
 
 def test_casting_leaves_rotary_frequencies_exact(drafter):
-    """In bfloat16 they would be so far off that position 200 is another one."""
+    """In bfloat16 their error would confuse position 200 with another position."""
     cast = drafter.decodable().to(torch.bfloat16)
     frequencies = {name: buffer for name, buffer in cast.named_buffers() if name.endswith("inv_freq")}
     assert all(parameter.dtype == torch.bfloat16 for parameter in cast.parameters())
@@ -312,9 +314,9 @@ def test_casting_leaves_rotary_frequencies_exact(drafter):
     assert bool(frequencies) == (drafter.attends != "none")
 
 
-def test_blocks_attend_in_parts(target, monkeypatch):
-    """Where scores would take too much memory, slots are taken a few at a time; values and gradients stay."""
-    drafter, found = make_drafter(target, "dspark"), []
+def test_blocks_that_attend_in_parts_give_the_same_values_and_gradients(target, monkeypatch):
+    """If the scores need too much memory, slots are computed in parts, with the same values and gradients."""
+    drafter, results = make_drafter(target, "dspark"), []
     tokens = torch.tensor(random_tokens(0, LENGTH, target.vocab_size))
     features = target.read(tokens[None], drafter.target_layers).features
     for limit in (2**27, 300):
@@ -322,5 +324,5 @@ def test_blocks_attend_in_parts(target, monkeypatch):
         goals = torch.ones(1, LENGTH, dtype=torch.bool)
         unrolled = unroll(drafter, tokens[None], features, documents=torch.zeros_like(goals, dtype=torch.long),
                           positions=torch.arange(LENGTH)[None], goals=goals, depth=4)  # fmt: skip
-        found.append((unrolled.states[0], torch.autograd.grad(unrolled.states[0].sum(), drafter.fc.weight)[0]))
-    torch.testing.assert_close(found[0], found[1], atol=1e-10, rtol=0)
+        results.append((unrolled.states[0], torch.autograd.grad(unrolled.states[0].sum(), drafter.fc.weight)[0]))
+    torch.testing.assert_close(results[0], results[1], atol=1e-10, rtol=0)

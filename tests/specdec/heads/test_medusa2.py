@@ -1,4 +1,4 @@
-"""Medusa-2 adapts its target in place: what is decoded is the adapted one, and the original can still be asked."""
+"""Medusa-2 adapts its target in place: decoding uses the adapted target, and the original can still be read."""
 
 import math
 
@@ -29,7 +29,7 @@ ROW = Row("0", "all", random_tokens(0, 14, 6), [False] * 4 + [True] * 10)
 
 
 def make():
-    """A drafter whose heads and adapter are random, and what the target said before."""
+    """A drafter with random heads and a random adapter, and the target's final states before the adapter."""
     target = make_target(6)
     before = target.read(torch.tensor([ROW.tokens]), ()).final
     drafter = instantiate(CONFIG["drafter"], target, vocab=None).double()
@@ -40,7 +40,7 @@ def make():
     return drafter, before
 
 
-def test_the_adapter_is_the_targets():
+def test_the_adapter_changes_the_target_and_not_its_fingerprint():
     drafter, before = make()
     target, tokens = drafter.target, torch.tensor([ROW.tokens])
     assert (target.read(tokens, ()).final - before).abs().max() > 0.1
@@ -50,7 +50,7 @@ def test_the_adapter_is_the_targets():
 
 
 @pytest.mark.parametrize("shape", [chain_of(4), TreeShape(depth=3, width=2, nodes=8)], ids=str)
-def test_drafting_changes_nothing_of_the_adapted_target(shape):
+def test_drafting_does_not_change_the_answers_of_the_adapted_target(shape):
     drafter, _ = make()
     prompts = [random_tokens(seed, 3 + seed, 6) for seed in range(4)]
     plain, drafted = (
@@ -63,8 +63,8 @@ def test_drafting_changes_nothing_of_the_adapted_target(shape):
     assert sum(map(sum, drafted.accepted)) > 0
 
 
-def test_loss_reaches_heads_and_adapter_and_nothing_else():
-    """Total = weighted head losses judged by the adapted target + KL(original, adapted), here by hand."""
+def test_the_loss_equals_a_naive_sum_and_trains_only_heads_and_adapter():
+    """The total is the weighted head losses against the adapted target + KL(original, adapted), summed naively here."""
     drafter, before = make()
     target, objective = drafter.target, Objective(drafter, **CONFIG["objective"])
     loss = objective(collate([[ROW]], length=16, pad_token=0), None)
@@ -76,16 +76,16 @@ def test_loss_reaches_heads_and_adapter_and_nothing_else():
     tokens = torch.tensor([ROW.tokens])
     output = target.read(tokens, drafter.target_layers)
     law = lambda final: target.logits(final).log_softmax(-1)
-    wanted = 0.0
+    expected = 0.0
     for goal in range(4, 14):
-        p, old = law(output.final[0, goal - 1]), law(before[0, goal - 1])
-        wanted += float((old.exp() * (old - p)).sum())
+        p, original_law = law(output.final[0, goal - 1]), law(before[0, goal - 1])
+        expected += float((original_law.exp() * (original_law - p)).sum())
         for d in range(1, 5):
             if goal - d >= 1:
                 _, logits = follow(drafter, tokens[0], output.features[0], goal - d, d)
                 kl = (p.exp() * (p - logits[-1].log_softmax(-1))).sum()
-                wanted += 0.2 * objective.shares[d - 1] * float(kl)
-    assert loss.total.item() == pytest.approx(wanted, rel=1e-4)
+                expected += 0.2 * objective.shares[d - 1] * float(kl)
+    assert loss.total.item() == pytest.approx(expected, rel=1e-4)
 
 
 def test_the_adapter_has_its_own_learning_rate():
@@ -94,21 +94,21 @@ def test_the_adapter_has_its_own_learning_rate():
     assert groups[2]["lr"] == CONFIG["adapter"]["lr"] and groups[2]["delay"] == CONFIG["adapter"]["delay"]
 
 
-def test_saved_with_the_head(tmp_path):
+def test_the_adapter_is_saved_with_the_head(tmp_path):
     drafter, _ = make()
     prompt = [random_tokens(5, 6, 6)]
-    wanted = Decoder(drafter.target, None, sampling=Sampling(0.0), stop=set()).generate(prompt, 20).tokens
+    expected = Decoder(drafter.target, None, sampling=Sampling(0.0), stop=set()).generate(prompt, 20).tokens
     checkpoint.save(tmp_path / "step", drafter.decodable(), CONFIG["drafter"])
     fresh = make_target(6)
-    assert Decoder(fresh, None, sampling=Sampling(0.0), stop=set()).generate(prompt, 20).tokens != wanted
+    assert Decoder(fresh, None, sampling=Sampling(0.0), stop=set()).generate(prompt, 20).tokens != expected
     loaded = checkpoint.load(tmp_path / "step", fresh)
     decoder = Decoder(fresh, HeadProposer(loaded, chain_of(4)), sampling=Sampling(0.0), stop=set())
-    assert decoder.generate(prompt, 20).tokens == wanted
+    assert decoder.generate(prompt, 20).tokens == expected
     with pytest.raises(ValueError, match="adapted in place by another drafter"):
         checkpoint.load(tmp_path / "step", fresh)
 
 
-def test_reports_say_so():
+def test_reports_name_an_adapted_target():
     generation = Generation([[0] * 3], [[1]], seconds=1.0)
     results = [PromptResult(Prompt("", "", [0]), generation, generation, math.nan, [], None)]
     for adapted in (True, False):
@@ -116,7 +116,7 @@ def test_reports_say_so():
         assert ("adapted target, not of the original" in verdict(report)) == adapted
 
 
-def test_what_a_user_can_do_wrong():
+def test_wrong_options_are_refused():
     with pytest.raises(ValueError, match=r"no layers named w_q: change lora_modules"):
         Medusa2(make_target(6), lora_modules=("w_q",))
     with pytest.raises(ValueError, match=r"original is for heads that adapt the target"):

@@ -1,4 +1,4 @@
-"""MTP modules in a target's own checkpoint become ours: names, the order of the join, biases, and what is refused."""
+"""MTP modules of a target's checkpoint are loaded: names, order of the concatenated inputs, biases, refusals."""
 
 import pytest
 import safetensors.torch
@@ -13,8 +13,8 @@ MIMO = {"enorm": "token_layernorm", "hnorm": "hidden_layernorm", "eh_proj": "inp
 DEEPSEEK = {"norm": "shared_head.norm"}
 
 
-def ship(folder, modules: list[MTP], layout: str) -> None:
-    """Adds our modules to a target's folder under the names that its family gives them."""
+def add_modules(folder, modules: list[MTP], layout: str) -> None:
+    """Adds MTP modules to a target's folder, under the names that the target's family uses."""
     tensors = read_tensors(folder / "model.safetensors")
     for number, module in enumerate(modules):
         for name, value in module.state_dict().items():
@@ -35,28 +35,28 @@ def ship(folder, modules: list[MTP], layout: str) -> None:
 
 @pytest.mark.parametrize("layout", ["mimo", "deepseek"])
 @pytest.mark.parametrize("bias", [False, True])
-def test_native_modules(tmp_path, layout, bias):
+def test_native_modules_are_loaded(tmp_path, layout, bias):
     target = make_target(61)
     target.model.save_pretrained(tmp_path)
-    ours = MTP(target, num_modules=2, attention_bias=bias)
-    for parameter in ours.parameters():
+    head = MTP(target, num_modules=2, attention_bias=bias)
+    for parameter in head.parameters():
         parameter.data = torch.randn_like(parameter)
-    ship(tmp_path, list(ours.modules_by_depth), layout)
+    add_modules(tmp_path, list(head.modules_by_depth), layout)
     loaded = MTP(Target(target.model, name=str(tmp_path)), num_modules=2, native=True)
-    assert loaded.state_dict().keys() == ours.state_dict().keys()
-    assert all(torch.equal(value, ours.state_dict()[name]) for name, value in loaded.state_dict().items())
+    assert loaded.state_dict().keys() == head.state_dict().keys()
+    assert all(torch.equal(value, head.state_dict()[name]) for name, value in loaded.state_dict().items())
     assert loaded.arguments() == {"native": False, "attention_bias": bias} and not loaded.solve([])
     with pytest.raises(ValueError, match="ships 2 MTP modules"):
         MTP(Target(target.model, name=str(tmp_path)), num_modules=3, native=True)
 
 
-def test_what_is_refused(tmp_path):
+def test_missing_and_unknown_native_modules_are_refused(tmp_path):
     target = make_target(61)
     target.model.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"ships no MTP modules.*native=false"):
         MTP(Target(target.model, name=str(tmp_path)), native=True)
     module = MTP(target).modules_by_depth[0]
-    module.block.mlp = torch.nn.Linear(3, 3)  # something that is no dense block of ours
-    ship(tmp_path, [module], "mimo")
+    module.block.mlp = torch.nn.Linear(3, 3)  # not the dense block of this project
+    add_modules(tmp_path, [module], "mimo")
     with pytest.raises(ValueError, match=r"(?s)not made of one dense block.*native=false"):
         MTP(Target(target.model, name=str(tmp_path)), native=True)

@@ -1,4 +1,4 @@
-"""Closed-form starts: EAGLE's is ridge regression onto the next feature; every head that has one begins better for it."""
+"""Closed-form starts: EAGLE's is ridge regression onto the next feature, and each start beats random weights."""
 
 import pytest
 import torch
@@ -24,12 +24,12 @@ def test_solve_against_stacked_least_squares(target):
     x = torch.cat([target.embed(tokens), features], dim=-1)  # [M, 2D]
     strength = RIDGE * (x**2).sum(0).mean()
     stacked = torch.cat([x, strength.sqrt() * torch.eye(2 * width).double()])
-    wanted = torch.linalg.lstsq(stacked, torch.cat([goals, torch.zeros(2 * width, width).double()])).solution
-    torch.testing.assert_close(head.fc.weight, wanted.T)
+    expected = torch.linalg.lstsq(stacked, torch.cat([goals, torch.zeros(2 * width, width).double()])).solution
+    torch.testing.assert_close(head.fc.weight, expected.T)
 
     mask = masks.causal(num, "cpu")[None, None]
     h, _ = head.step(1, features[None], tokens[None], torch.arange(num)[None], mask, UnrollCache())
-    torch.testing.assert_close(h[0], x @ wanted)
+    torch.testing.assert_close(h[0], x @ expected)
 
 
 SOLVED = {
@@ -45,8 +45,8 @@ SOLVED = {
 
 @torch.no_grad()
 @pytest.mark.parametrize("head", sorted(SOLVED))
-def test_a_start_beats_a_random_one(head):
-    """States that follow linearly from the token and the state before: the guesses of depth 1 come right at once."""
+def test_a_closed_form_start_is_more_accurate_than_a_random_start(head):
+    """The next state is linear in the token and the previous state, so a closed-form start drafts depth 1 correctly."""
     torch.manual_seed(0)
     target, num = make_target(61), 600
     head = load_head(head)["drafter"] | SOLVED[head]
@@ -56,8 +56,8 @@ def test_a_start_beats_a_random_one(head):
     goals = [state]
     for d in range(3):
         goals.append(goals[-1] @ turn + 4 * target.embed(tokens[:, d]) @ move)
-    said = [target.logits(goal).argmax(-1) for goal in goals[1:]]
-    right = []
+    choices = [target.logits(goal).argmax(-1) for goal in goals[1:]]
+    accuracies = []
     for solve in (False, True):
         drafter = instantiate(head, target, vocab=None).double()
         features = state.repeat(1, len(drafter.target_layers))
@@ -71,5 +71,5 @@ def test_a_start_beats_a_random_one(head):
         seen = torch.zeros(num, 1, 1, cache.visible, dtype=torch.bool)
         seen[..., 0] = True
         _, readout = drafter.step(1, h, tokens[:, :1], position, seen, cache)
-        right.append(float((drafter.logits(1, readout)[:, 0].argmax(-1) == said[0]).double().mean()))
-    assert right[0] < 0.3 and right[1] > 0.4, right
+        accuracies.append(float((drafter.logits(1, readout)[:, 0].argmax(-1) == choices[0]).double().mean()))
+    assert accuracies[0] < 0.3 and accuracies[1] > 0.4, accuracies

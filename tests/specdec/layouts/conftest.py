@@ -6,11 +6,14 @@ from specdec.heads.decoder_block import RMSNorm, Rotary
 
 @pytest.fixture(autouse=True)
 def exact(monkeypatch):
-    """Norms and angles in float64: a float32 angle of slot j, as we number them, is 1e-7 from that of j-1, as engines do."""
+    """Computes norms and rotary angles in float64.
+
+    This project and the engines number slots differently (j and j - 1), so in float32 their angles differ by 1e-7.
+    """
 
     def angles(self, x, positions):
-        turned = positions[..., None].double() * self.inv_freq.double()
-        return tuple(torch.cat([part, part], dim=-1) for part in (turned.cos(), turned.sin()))
+        radians = positions[..., None].double() * self.inv_freq.double()
+        return tuple(torch.cat([part, part], dim=-1) for part in (radians.cos(), radians.sin()))
 
     def norm(self, x):
         return self.weight * x * (x.square().mean(-1, keepdim=True) + self.variance_epsilon).rsqrt()

@@ -1,4 +1,4 @@
-"""Exported folders: an engine draws the same drafts from them (reference.py), and a mistake in one is found."""
+"""Exported folders: an engine (reference.py) draws the same drafts from them, and a mistake in a folder is detected."""
 
 import dataclasses
 
@@ -67,44 +67,47 @@ SERVED = [
 @pytest.mark.parametrize(("head", "arguments", "form", "reader", "reduced"), with_vocabularies(SERVED))
 def test_engines_draw_the_same_drafts(target, tmp_path, head, arguments, form, reader, reduced):
     drafter = make_exact(target, head, reduced, arguments)
-    made = export(drafter, form, tmp_path / "out")
-    assert not (made.whole_vocabulary and not reduced)
+    exported = export(drafter, form, tmp_path / "out")
+    assert not (exported.whole_vocabulary and not reduced)
     assert_same_drafts(
-        tmp_path / "out", reader, serving.whole_vocabulary(drafter) if made.whole_vocabulary else drafter
+        tmp_path / "out", reader, serving.whole_vocabulary(drafter) if exported.whole_vocabulary else drafter
     )
 
 
-def test_engines_that_blank_position_0_differ_where_it_is_seen(target, tmp_path):
-    """The row of position 0 is a key of every later one: all drafts differ a little, those of slot 1, which it is, most."""
+def test_engines_that_blank_position_0_draw_other_drafts(target, tmp_path):
+    """Every later position attends to position 0, so all drafts differ.
+
+    The difference is largest at slot 1, whose own row is position 0, and decreases with the distance.
+    """
     drafter = make_exact(target, "mtp")
     export(drafter, "vllm", tmp_path / "out")
     served = reference.serve(target.model, TOKENS)
-    apart = []
+    differences = []
     for slot in (1, 2, 12):
-        as_is, blanked = (
+        unblanked, blanked = (
             reference.mtp(tmp_path / "out", served, TOKENS, slot, 1, blank=blank).logits for blank in (False, True)
         )
-        apart.append(float((as_is - blanked).norm() / as_is.norm()))
-    assert apart[0] > apart[1] > apart[2] > 1e-3
+        differences.append(float((unblanked - blanked).norm() / unblanked.norm()))
+    assert differences[0] > differences[1] > differences[2] > 1e-3
 
 
 @pytest.mark.parametrize("form", ["vllm", "speculators"])
-def test_confidence_is_the_drafters(target, tmp_path, monkeypatch, form):
-    drafter, found = make_exact(target, "dspark"), []
+def test_engines_compute_the_same_confidence(target, tmp_path, monkeypatch, form):
+    drafter, confidences = make_exact(target, "dspark"), []
     export(drafter, form, tmp_path / "out")
     logits = drafter.logits
-    monkeypatch.setattr(drafter, "logits", lambda d, x: found.append(drafter.confidence(d, x)) or logits(d, x))
+    monkeypatch.setattr(drafter, "logits", lambda d, x: confidences.append(drafter.confidence(d, x)) or logits(d, x))
     follow(drafter, TOKENS, target.read(TOKENS[None], drafter.target_layers).features[0], 6, DEPTH)
     drafts = reference.block(tmp_path / "out", reference.serve(target.model, TOKENS), TOKENS, 6, DEPTH)
-    torch.testing.assert_close(drafts.confidence, torch.cat(found).flatten(), atol=1e-9, rtol=1e-9)
+    torch.testing.assert_close(drafts.confidence, torch.cat(confidences).flatten(), atol=1e-9, rtol=1e-9)
 
 
-def test_other_dtypes_are_cast_and_maps_are_not(target, tmp_path):
+def test_weights_are_cast_to_the_dtype_and_vocabulary_maps_are_not(target, tmp_path):
     drafter = make_exact(target, "eagle3", True)
     export(drafter, "vllm", tmp_path / "out", dtype=torch.bfloat16)
     config, tensors = reference.read(tmp_path / "out")
-    kinds = {name: value.dtype for name, value in tensors.items() if name in ("d2t", "t2d", "lm_head.weight")}
-    assert kinds == {"d2t": torch.int64, "t2d": torch.bool, "lm_head.weight": torch.bfloat16}
+    dtypes = {name: value.dtype for name, value in tensors.items() if name in ("d2t", "t2d", "lm_head.weight")}
+    assert dtypes == {"d2t": torch.int64, "t2d": torch.bool, "lm_head.weight": torch.bfloat16}
     assert config["torch_dtype"] == "bfloat16"
 
 
@@ -112,10 +115,10 @@ def test_other_dtypes_are_cast_and_maps_are_not(target, tmp_path):
 
 
 def spoil(layout, *, without=(), tensors=None, config=None):
-    made = {**layout.tensors, **(tensors(layout.tensors) if tensors else {})}
+    weights = {**layout.tensors, **(tensors(layout.tensors) if tensors else {})}
     fields = {**layout.config, **(config or {})}
-    made, fields = ({k: v for k, v in d.items() if k not in without} for d in (made, fields))
-    return dataclasses.replace(layout, tensors=made, config=fields)
+    weights, fields = ({k: v for k, v in d.items() if k not in without} for d in (weights, fields))
+    return dataclasses.replace(layout, tensors=weights, config=fields)
 
 
 def absolute(tensors: dict) -> dict:
@@ -157,7 +160,7 @@ def test_a_mistake_in_a_layout_is_named_and_nothing_is_written(target, tmp_path,
     assert list(tmp_path.iterdir()) == []
 
 
-def test_mixed_dtypes_are_found(target):
+def test_mixed_dtypes_are_refused(target):
     layout = make_form(make_exact(target, "eagle"), "vllm").layout
     with pytest.raises(ValueError, match=r"one dtype, not \['torch.float32', 'torch.float64'\]"):
         spoil(layout, tensors=lambda t: {"fc.weight": t["fc.weight"].float()}).check()

@@ -1,4 +1,4 @@
-"""Heads as others publish them come in as checkpoints: our own exports unchanged, and what they have that ours have not."""
+"""Import of published heads as checkpoints: our own exports return unchanged, and variants of other publishers load."""
 
 import json
 import os
@@ -33,27 +33,33 @@ pytestmark = pytest.mark.slow
 
 
 def rewrite(path: Path, *, tensors=None, **config) -> None:
-    """Changes fields of config.json, and tensors by name; None takes away."""
-    old, weights = reference.read(path)
-    for found, changes in ((old, config), (weights, tensors or {})):
-        found |= changes
+    """Changes fields of config.json, and tensors by name; the value None removes an entry."""
+    document, weights = reference.read(path)
+    for entries, changes in ((document, config), (weights, tensors or {})):
+        entries |= changes
         for name in [name for name, value in changes.items() if value is None]:
-            del found[name]
-    (path / "config.json").write_text(json.dumps(old))
+            del entries[name]
+    (path / "config.json").write_text(json.dumps(document))
     safetensors.torch.save_file(weights, path / "model.safetensors")
 
 
-# There and back
+# Export, then import
 
 
-def assert_equal_drafters(found, wanted) -> None:
-    assert type(found) is type(wanted) and found.target_layers == wanted.target_layers and found.depth == wanted.depth
-    ours, theirs = wanted.state_dict(), found.state_dict()
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+def assert_equal_drafters(drafter, expected) -> None:
+    assert (
+        type(drafter) is type(expected)
+        and drafter.target_layers == expected.target_layers
+        and drafter.depth == expected.depth
+    )
+    expected_tensors, tensors = expected.state_dict(), drafter.state_dict()
+    assert expected_tensors.keys() == tensors.keys() and all(
+        torch.equal(expected_tensors[name], tensors[name]) for name in expected_tensors
+    )
     for name in ("norm_output", "norm_before_residual", "attention_bias", "num_drafts", "anchor_predicts"):
-        assert getattr(found, name, None) == getattr(wanted, name, None)
-    if hasattr(wanted, "config"):
-        assert found.config.to_dict() == wanted.config.to_dict()
+        assert getattr(drafter, name, None) == getattr(expected, name, None)
+    if hasattr(expected, "config"):
+        assert drafter.config.to_dict() == expected.config.to_dict()
 
 
 RETURNING = [
@@ -77,10 +83,10 @@ RETURNING = [
 @pytest.mark.parametrize(("head", "arguments", "form", "reduced"), with_vocabularies(RETURNING))
 def test_import_gives_what_was_exported(target, tmp_path, head, arguments, form, reduced):
     drafter = make_exact(target, head, reduced, arguments)
-    made = export(drafter, form, tmp_path / "out")
-    keeps = not made.whole_vocabulary or (tmp_path / "out" / "token_map.pt").exists()
-    found = bring_in(tmp_path / "out", target)
-    assert_equal_drafters(found, drafter if keeps else serving.whole_vocabulary(drafter))
+    exported = export(drafter, form, tmp_path / "out")
+    keeps_vocabulary = not exported.whole_vocabulary or (tmp_path / "out" / "token_map.pt").exists()
+    imported = bring_in(tmp_path / "out", target)
+    assert_equal_drafters(imported, drafter if keeps_vocabulary else serving.whole_vocabulary(drafter))
 
 
 def test_import_of_sharded_weights(target, tmp_path):
@@ -89,18 +95,18 @@ def test_import_of_sharded_weights(target, tmp_path):
     _, tensors = reference.read(tmp_path / "out")
     places = {name: f"model-{n % 2}.safetensors" for n, name in enumerate(tensors)}
     for place in set(places.values()):
-        some = {name: tensors[name] for name in tensors if places[name] == place}
-        safetensors.torch.save_file(some, tmp_path / "out" / place)
+        shard = {name: tensors[name] for name in tensors if places[name] == place}
+        safetensors.torch.save_file(shard, tmp_path / "out" / place)
     (tmp_path / "out" / "model.safetensors").unlink()
     (tmp_path / "out" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
     assert_equal_drafters(bring_in(tmp_path / "out", target), drafter)
 
 
-# What published heads have and ours do not
+# Variants that published heads have and our exports do not
 
 
 def test_published_eagle1_with_a_bias_and_a_copy_of_the_embedding(target, tmp_path):
-    """Its config says nothing of the bias, which SafeAILab takes as a yes; its weights are pytorch_model.bin."""
+    """Its config.json has no field `bias`, which SafeAILab reads as true; its weights are in pytorch_model.bin."""
     export(make_exact(target, "eagle", False, {"fc_bias": True}), "eagle", tmp_path / "out")
     rewrite(
         tmp_path / "out", bias=None, rope_parameters=None, tensors={"embed_tokens.weight": target.embed.weight.clone()}
@@ -137,18 +143,18 @@ def test_published_eagle3_with_other_heads_and_legacy_rope_only(target, tmp_path
 
 
 @pytest.mark.parametrize("reduced", [False, True])
-def test_published_eagle3_without_what_it_shares_with_its_default(target, tmp_path, reduced):
-    """No head_dim, no switches, no maps over a whole vocabulary, no t2d; the layer called layers.0."""
+def test_published_eagle3_without_fields_that_have_defaults(target, tmp_path, reduced):
+    """No head_dim, no switches, no maps of a whole vocabulary, no t2d; the layer is named layers.0."""
     export(make_exact(target, "eagle3", reduced), "vllm", tmp_path / "out")
     _, tensors = reference.read(tmp_path / "out")
     changes = {name.replace("midlayer.", "layers.0."): value for name, value in tensors.items()}
     changes |= dict.fromkeys([name for name in tensors if "midlayer." in name])
-    gone = ("head_dim", "fc_norm", "norm_output", "norm_before_fc", "norm_before_residual")
-    rewrite(tmp_path / "out", **dict.fromkeys(gone), tensors=changes | ({"t2d": None} if reduced else {}))
+    removed_fields = ("head_dim", "fc_norm", "norm_output", "norm_before_fc", "norm_before_residual")
+    rewrite(tmp_path / "out", **dict.fromkeys(removed_fields), tensors=changes | ({"t2d": None} if reduced else {}))
     assert_same_drafts(tmp_path / "out", reference.eagle3, bring_in(tmp_path / "out", target))
 
 
-def test_maps_of_a_whole_vocabulary_say_nothing(target, tmp_path):
+def test_maps_of_a_whole_vocabulary_are_ignored(target, tmp_path):
     export(make_exact(target, "eagle3"), "vllm", tmp_path / "out")
     rewrite(tmp_path / "out", tensors={"d2t": torch.zeros(61, dtype=torch.int64), "t2d": torch.ones(61).bool()})
     assert bring_in(tmp_path / "out", target).draft_to_target is None
@@ -156,7 +162,7 @@ def test_maps_of_a_whole_vocabulary_say_nothing(target, tmp_path):
 
 @pytest.mark.parametrize("biases", [False, True])
 def test_published_medusa_is_a_pickle_of_tensors(target, tmp_path, biases):
-    """Its class always has biases; weights of a fork without them are meant to add nothing."""
+    """The class always has biases; a fork publishes weights without them, which means biases of zero."""
     out = tmp_path / "out"
     export(make_exact(target, "medusa", False, {"own_output": True}), "medusa", out)
     (out / "model.safetensors").unlink()
@@ -182,7 +188,7 @@ def test_published_medusa_with_a_map_of_tokens(target, tmp_path):
     assert_same_drafts(tmp_path / "out", reference.medusa, drafter)
 
 
-# Imports that cannot be
+# Imports that are refused
 
 
 class Code:
@@ -257,21 +263,21 @@ def test_damaged_and_foreign_weights_are_refused(target, tmp_path):
 @pytest.mark.parametrize(
     ("form", "message"), [("safetensors", "use the checkpoint"), ("vllm", "Markov table of their own")]
 )
-def test_what_exports_but_does_not_come_back(target, tmp_path, form, message):
+def test_exports_that_cannot_be_imported_are_refused(target, tmp_path, form, message):
     export(make_exact(target, "dspark"), form, tmp_path / "out")
     rewrite(tmp_path / "out", dflash_config={"target_layer_ids": [1]})
     refuse(tmp_path / "out", target, message)
 
 
-# What review found in real configurations
+# Variants of published configurations
 
 
-def test_a_container_as_speculators_itself_writes_it(target, tmp_path):
+def test_a_folder_in_the_form_that_speculators_writes(target, tmp_path):
     drafter = make_exact(target, "eagle3", True)
     export(drafter, "speculators", tmp_path / "out")
-    rewrite(tmp_path / "out", target_hidden_size=None)  # null, where the widths are the same
-    found, _ = reference.read(tmp_path / "out")
-    (tmp_path / "out" / "config.json").write_text(json.dumps({**found, "target_hidden_size": None}))
+    rewrite(tmp_path / "out", target_hidden_size=None)  # null if the widths are equal
+    document, _ = reference.read(tmp_path / "out")
+    (tmp_path / "out" / "config.json").write_text(json.dumps({**document, "target_hidden_size": None}))
     assert_equal_drafters(bring_in(tmp_path / "out", target), drafter)
     rewrite(tmp_path / "out", norm_before_residual=None)
     refuse(tmp_path / "out", target, "write norm_before_residual, true or false")
@@ -292,13 +298,13 @@ def test_a_container_as_speculators_itself_writes_it(target, tmp_path):
         ("dflash", {"layer_types": ["sliding_attention"] * 2}, "DFlash with sliding layers"),
     ],
 )
-def test_what_would_be_misread_is_refused(target, tmp_path, head, changes, message):
+def test_configs_that_would_be_misread_are_refused(target, tmp_path, head, changes, message):
     export(make_exact(target, head), "vllm", tmp_path / "out")
     rewrite(tmp_path / "out", **changes)
     refuse(tmp_path / "out", target, message)
 
 
-def test_what_old_files_hold_besides(target, tmp_path):
+def test_rotary_frequencies_of_old_files_are_ignored_and_attention_biases_refused(target, tmp_path):
     drafter = make_exact(target, "eagle", True)
     export(drafter, "eagle", tmp_path / "out")
     rewrite(tmp_path / "out", tensors={"layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4, dtype=torch.float64)})
@@ -314,12 +320,12 @@ def test_a_token_map_may_be_in_any_order(target, tmp_path):
     vocab = drafter.draft_to_target.flip(0)
     rows = {f"lm_heads.{n}.weight": head.weight.data.flip(0).clone() for n, head in enumerate(drafter.lm_heads)}
     rewrite(tmp_path / "out", tensors={**rows, "token_map": vocab})
-    found = bring_in(tmp_path / "out", target)
-    assert torch.equal(found.draft_to_target, drafter.draft_to_target)
-    assert all(torch.equal(a.weight, b.weight) for a, b in zip(found.lm_heads, drafter.lm_heads))
+    imported = bring_in(tmp_path / "out", target)
+    assert torch.equal(imported.draft_to_target, drafter.draft_to_target)
+    assert all(torch.equal(a.weight, b.weight) for a, b in zip(imported.lm_heads, drafter.lm_heads))
 
 
-def test_embeddings_that_a_target_scales(monkeypatch, tmp_path):
+def test_scaled_embeddings_are_refused_for_heads_that_cannot_export_them(monkeypatch, tmp_path):
     target = make_target(11)
     heads = {head: make_exact(target, head) for head in ("eagle", "eagle3", "dflash")}
     unscaled = target.embed
@@ -331,7 +337,7 @@ def test_embeddings_that_a_target_scales(monkeypatch, tmp_path):
             make_form(heads[head], "vllm")
 
 
-def test_heads_turn_whole_whatever_their_target_does():
+def test_heads_rotate_whole_attention_heads_even_if_the_target_does_not():
     target = make_target(11)
     target.config.rope_parameters = {**target.config.rope_parameters, "partial_rotary_factor": 0.5}
     assert "partial_rotary_factor" not in make_exact(target, "eagle").config.rope_parameters

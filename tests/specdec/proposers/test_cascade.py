@@ -1,4 +1,4 @@
-"""The target on a part of its cache as a drafter: which part, at which positions, taken back in time, and lossless."""
+"""A cascade drafts with the target on a part of its cache: its entries and positions, rewinding, losslessness."""
 
 import pytest
 import torch
@@ -40,49 +40,52 @@ INNERS = {
 }
 
 
-# Taking back
+# Rewinding
 
 
-def told(proposer, texts, features, spans) -> None:
-    """Commits texts[b][first:last] of every row, from spans[b]; features [B, T, F*D]"""
+def commit_spans(proposer, texts, features, spans) -> None:
+    """Commits texts[b, first:last] of every row b, where spans[b] = (first, last). features [B, T, F*D]"""
     width = max(last - first for first, last in spans)
     tokens = torch.zeros(len(texts), width, dtype=torch.long)
-    behind = features.new_zeros(len(texts), width, features.shape[-1])
+    previous_features = features.new_zeros(len(texts), width, features.shape[-1])
     for row, (first, last) in enumerate(spans):
         tokens[row, : last - first] = texts[row, first:last]
-        behind[row, : last - first] = features[row, first - 1 : last - 1]
+        previous_features[row, : last - first] = features[row, first - 1 : last - 1]
     counts = [last - first for first, last in spans]
-    proposer.commit(tokens, behind, torch.tensor(counts), counts)
+    proposer.commit(tokens, previous_features, torch.tensor(counts), counts)
 
 
 def rewound_and_fresh(drafter, shape):
-    """The first step of a proposer that has forgotten two rounds, and of one that never knew them; and their drafts."""
+    """Results of a proposer that was rewound over two rounds, and of one that never had these rounds.
+
+    Each result holds the outputs of the first step, the drafts and the cache.
+    """
     target = drafter.target
     texts = torch.tensor([random_tokens(row, 24, target.vocab_size) for row in range(3)])
     wrong = torch.tensor([random_tokens(row + 9, 24, target.vocab_size) for row in range(3)])
     with torch.no_grad():
         true, other = (target.read(tokens, drafter.target_layers).features for tokens in (texts, wrong))
-    found = []
-    for forgetful in (True, False):
+    results = []
+    for rewinds in (True, False):
         proposer = HeadProposer(drafter, shape)
         proposer.begin(texts, torch.tensor([7, 5, 9]))
-        told(proposer, texts, true, [(1, 8), (1, 6), (1, 10)])
-        if forgetful:
+        commit_spans(proposer, texts, true, [(1, 8), (1, 6), (1, 10)])
+        if rewinds:
             mark = proposer.mark()
             first = proposer.propose(Sampling(), None)
-            told(proposer, wrong, other, [(8, 9), (6, 9), (10, 12)])
+            commit_spans(proposer, wrong, other, [(8, 9), (6, 9), (10, 12)])
             proposer.propose(Sampling(), None)
-            told(proposer, wrong, other, [(9, 12), (9, 11), (12, 13)])
+            commit_spans(proposer, wrong, other, [(9, 12), (9, 11), (12, 13)])
             proposer.propose(Sampling(), None)
             proposer.rewind(mark)
             assert torch.equal(proposer.propose(Sampling(), None).tokens, first.tokens)
         else:
             proposer.propose(Sampling(), None)
-        told(proposer, texts, true, [(8, 11), (6, 8), (10, 11)])
+        commit_spans(proposer, texts, true, [(8, 11), (6, 8), (10, 11)])
         with torch.no_grad():
             newest, first = proposer.absorb()
-        found.append(((newest, *first), proposer.propose(Sampling(), None), proposer.cache))
-    return found
+        results.append(((newest, *first), proposer.propose(Sampling(), None), proposer.cache))
+    return results
 
 
 HEADS = [("draft", {}), ("medusa", {}), ("eagle3", {}), ("mtp", {}), ("mtp", {"num_modules": 5}), ("dspark", {})]
@@ -92,13 +95,15 @@ HEADS = [("draft", {}), ("medusa", {}), ("eagle3", {}), ("mtp", {}), ("mtp", {"n
 @pytest.mark.parametrize("head, arguments", HEADS, ids=str)
 def test_a_rewound_head_drafts_what_a_fresh_one_does(target, head, arguments, shape):
     rewound, fresh = rewound_and_fresh(make_drafter(target, head, arguments=arguments), shape)
-    for ours, theirs in zip(rewound[0], fresh[0]):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+    for value, reference in zip(rewound[0], fresh[0]):
+        torch.testing.assert_close(value, reference, rtol=0, atol=1e-12)
     assert torch.equal(rewound[1].tokens, fresh[1].tokens) and torch.equal(rewound[1].parents, fresh[1].parents)
     assert rewound[2].lengths.tolist() == fresh[2].lengths.tolist() == rewound[2].known
 
 
 class Stubborn(Proposer):
+    """A proposer without `mark` and `rewind`."""
+
     target_layers, depth = (), 1
 
     def begin(self, tokens, num):
@@ -111,7 +116,7 @@ class Stubborn(Proposer):
         return root(self.newest)
 
 
-def test_options(target):
+def test_options_out_of_range_are_refused(target):
     for name, value in (("num", 0), ("sinks", -1), ("window", 0), ("chunks", -1), ("chunk", 0)):
         with pytest.raises(ValueError, match=rf"^{name}={value} must be at least"):
             cascade(target, **{**SMALL, name: value})
@@ -123,7 +128,7 @@ def test_options(target):
 
 
 def read_prompts(target, prompts):
-    """-> the cache of a batch of prompts"""
+    """The target's cache after a batch of prompts."""
     cache, num = target.cache(len(prompts)), torch.tensor([len(prompt) for prompt in prompts])
     padded = torch.nn.utils.rnn.pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True)
     cache.reserve(padded.shape[1])
@@ -134,8 +139,8 @@ def read_prompts(target, prompts):
     return cache
 
 
-def said_on_the_part(target, proposer, cache, tokens):
-    """tokens [B, N] behind the committed ones -> logits [B, N, V] of the target on the proposer's part"""
+def logits_on_the_part(target, proposer, cache, tokens):
+    """Logits [B, N, V] of the target on the proposer's part, for tokens [B, N] after the committed ones."""
     proposer.share(cache)
     proposer._take_part()
     verifier = Verifier(target, sampling=Sampling(), rule="token", runner=Runner())
@@ -147,71 +152,71 @@ NEW = torch.tensor([random_tokens(seed + 9, 3, 61) for seed in range(4)])
 
 
 @pytest.mark.parametrize("arguments", [SMALL, WHOLE, {**SMALL, "sinks": 0}, {**SMALL, "sinks": 9, "window": 2}])
-def test_the_part_is_read_as_by_a_mask_over_the_whole_text(target, arguments):
-    said = said_on_the_part(target, cascade(target, **arguments), read_prompts(target, PROMPTS), NEW)
+def test_the_part_gives_the_logits_of_a_mask_over_the_whole_text(target, arguments):
+    logits = logits_on_the_part(target, cascade(target, **arguments), read_prompts(target, PROMPTS), NEW)
     for row, prompt in enumerate(PROMPTS):
         text, num = torch.tensor([prompt + NEW[row].tolist()]), len(prompt)
         mask = masks.causal(num + 3, "cpu")
         if num > arguments["sinks"] + arguments["window"]:
             mask[num:, arguments["sinks"] : num - arguments["window"]] = False
-        wanted = target.logits(target.read(text, (), mask=mask[None, None]).final)[0, num:]
-        torch.testing.assert_close(said[row], wanted, rtol=0, atol=1e-12)
+        expected = target.logits(target.read(text, (), mask=mask[None, None]).final)[0, num:]
+        torch.testing.assert_close(logits[row], expected, rtol=0, atol=1e-12)
 
 
-def test_every_chunk_is_the_whole(target):
-    """In another order, which nobody can tell."""
+def test_all_chunks_together_give_the_logits_of_the_whole_text(target):
+    """The part then holds all entries in another order, which does not change the logits."""
     cache, prompts = read_prompts(target, PROMPTS[:1] * 2), PROMPTS[:1]
-    said = said_on_the_part(
+    logits = logits_on_the_part(
         target, cascade(target, **{**SMALL, "window": 2, "chunk": 3, "chunks": 3}), cache, NEW[[0, 0]]
     )
-    wanted = target.logits(target.read(torch.tensor([prompts[0] + NEW[0].tolist()]), ()).final)[0, 12:]
-    torch.testing.assert_close(said[0], wanted, rtol=0, atol=1e-12)
-    assert torch.equal(said[0], said[1])
+    expected = target.logits(target.read(torch.tensor([prompts[0] + NEW[0].tolist()]), ()).final)[0, 12:]
+    torch.testing.assert_close(logits[0], expected, rtol=0, atol=1e-12)
+    assert torch.equal(logits[0], logits[1])
 
 
 def naive_entries(proposer, cache, layer, row, head) -> set[int]:
-    """The part of one head, chunk by chunk."""
+    """The entries that belong to the part of one attention head, chosen chunk by chunk."""
     num, keys = int(cache.lengths[row]), cache.data[layer, 0, row, head]
     if num <= proposer.budget:
         return set(range(num))
-    found = set(range(proposer.sinks)) | set(range(num - proposer.window, num))
+    entries = set(range(proposer.sinks)) | set(range(num - proposer.window, num))
     starts = range(proposer.sinks, num - proposer.window - proposer.chunk + 1, proposer.chunk)
-    likeness = {
+    similarities = {
         start: float(torch.cosine_similarity(keys[num - 1], keys[start : start + proposer.chunk].mean(0), dim=0))
         for start in starts
     }
-    for start in sorted(likeness, key=likeness.__getitem__)[-proposer.chunks :]:
-        found |= set(range(start, start + proposer.chunk))
-    return found
+    for start in sorted(similarities, key=similarities.__getitem__)[-proposer.chunks :]:
+        entries |= set(range(start, start + proposer.chunk))
+    return entries
 
 
-def test_the_likeliest_chunks_are_taken(target):
-    """Of rows that grow; the means of earlier rounds are kept."""
+def test_the_most_similar_chunks_are_taken(target):
+    """The rows grow from round to round, and the chunks' means of earlier rounds are reused."""
     proposer, cache = cascade(target, **RETRIEVING), read_prompts(target, PROMPTS)
     proposer.share(cache)
     generator = torch.Generator().manual_seed(0)
-    for more in ([0, 0, 0, 0], [3, 9, 1, 1], [1, 6, 5, 2]):
+    for counts in ([0, 0, 0, 0], [3, 9, 1, 1], [1, 6, 5, 2]):
         cache.reserve(9)
-        for row, num in enumerate(cache.known):  # entries behind the committed ones were drafts of the round before
+        for row, num in enumerate(cache.known):  # entries after the committed ones are drafts of the previous round
             fresh = torch.randn(cache.data[:, :, row, :, num : num + 9].shape, generator=generator).double()
             cache.data[:, :, row, :, num : num + 9] = fresh
-        cache.commit(torch.tensor(more), more)
+        cache.commit(torch.tensor(counts), counts)
         proposer._take_part()
         entries = proposer._entries()
         for layer, row, head in ((0, 0, 0), (3, 1, 1), (5, 2, 0), (7, 3, 1)):
             num = min(int(cache.lengths[row]), proposer.budget)
             taken = entries[layer, row, head, :num].tolist()
             assert len(taken) == len(set(taken)) and set(taken) == naive_entries(proposer, cache, layer, row, head)
-            ours, theirs = proposer.part.data, cache.data
-            assert torch.equal(ours[layer, :, row, head, :num], theirs[layer, :, row, head, taken])
+            part, whole = proposer.part.data, cache.data
+            assert torch.equal(part[layer, :, row, head, :num], whole[layer, :, row, head, taken])
 
 
 # Rounds
 
 
 @pytest.mark.parametrize("inner", INNERS)
-def test_a_window_over_everything_is_never_wrong(small_target, inner):
-    """And every round offers as much, whatever `inner` got right."""
+def test_all_drafts_are_accepted_with_a_window_over_the_whole_text(small_target, inner):
+    """Every round drafts the same number of tokens, however many drafts of `inner` are right."""
     prompts, num_rounds = prompts_of(small_target), 4
     proposer = cascade(small_target, INNERS[inner](small_target), **WHOLE)
     plain = greedy(small_target, None).generate(prompts, 1 + 5 * num_rounds)
@@ -222,7 +227,7 @@ def test_a_window_over_everything_is_never_wrong(small_target, inner):
 
 @pytest.fixture(scope="module")
 def together(small_target):
-    """What each `inner` makes of a batch on a small window."""
+    """The generation of a batch on a small window, for each `inner`."""
     return {
         name: greedy(small_target, cascade(small_target, make(small_target), **SMALL)).generate(
             prompts_of(small_target), 14
@@ -231,7 +236,7 @@ def together(small_target):
     }
 
 
-def test_a_part_changes_nothing(small_target, together):
+def test_drafting_does_not_change_the_answers(small_target, together):
     prompts = prompts_of(small_target)
     plain = greedy(small_target, None).generate(prompts, 14)
     chosen = greedy(small_target, cascade(small_target, **RETRIEVING)).generate(prompts, 14)
@@ -241,20 +246,20 @@ def test_a_part_changes_nothing(small_target, together):
         check_counters(generation)
 
 
-def test_what_inner_drafts_decides_nothing(together):
-    """At temperature 0 the partial target's choices are the drafts, however `inner` came by them."""
+def test_inner_drafts_do_not_change_what_is_accepted(together):
+    """At temperature 0 the drafts are the choices of the target on its part, whatever `inner` drafts."""
     assert all(generation.accepted == together["ngram"].accepted for generation in together.values())
 
 
-def test_inner_knows_what_was_committed(small_target):
-    """And nothing of what was only drafted."""
+def test_inner_holds_the_committed_tokens_only(small_target):
+    """Drafts that were not committed are not in the texts of `inner`."""
     prompts, inner = prompts_of(small_target), INNERS["ngram"](small_target)
     answers = greedy(small_target, cascade(small_target, inner, **SMALL)).generate(prompts, 14).tokens
     for prompt, answer, text in zip(prompts, answers, inner.texts):
         assert text[: len(prompt) + len(answer)] == prompt + answer
 
 
-def test_a_row_minds_its_own_business(small_target, together):
+def test_rows_do_not_depend_on_each_other(small_target, together):
     prompts = prompts_of(small_target)
     for row in (0, 1):
         decoder = greedy(small_target, cascade(small_target, **SMALL))
@@ -262,7 +267,7 @@ def test_a_row_minds_its_own_business(small_target, together):
 
 
 def test_the_part_keeps_its_shape(small_target):
-    """Rounds after round the same tensors, so that little is compiled."""
+    """The part's tensor has the same shape in every round, so few shapes are compiled."""
     proposer = cascade(small_target, eagle(small_target, chain_of(3)), **SMALL)
     shapes = set()
     take = proposer._take_part
@@ -283,8 +288,8 @@ def sampled(inner, rule="token", **arguments) -> Decoder:
 NARROW = {"num": 2, "sinks": 0, "window": 1, "chunks": 0, "chunk": 1}
 
 
-def test_the_laws_are_the_partial_target_s(target):
-    """Of every draft, at its place in the row, behind the drafts before it; some rows need more inner rounds than others."""
+def test_the_laws_of_drafts_equal_those_of_the_partial_target(target):
+    """Checks the law of every draft after the drafts before it; some rows need more inner rounds than others."""
     sampling, prompts = Sampling(1.3), PROMPTS
     for make in INNERS.values():
         proposer, cache = cascade(target, make(target), **SMALL), read_prompts(target, PROMPTS)
@@ -298,24 +303,24 @@ def test_the_laws_are_the_partial_target_s(target):
         proposer.commit(padded[:, 1:], features, num, num.tolist())
         with torch.no_grad():
             tree = proposer.propose(sampling, torch.Generator().manual_seed(0))
-        said = said_on_the_part(target, cascade(target, **SMALL), cache, tree.tokens)
+        logits = logits_on_the_part(target, cascade(target, **SMALL), cache, tree.tokens)
         assert tree.linear and tree.tokens.shape == (4, 5) and tree.tokens[:, 0].tolist() == NEW[:, 0].tolist()
-        torch.testing.assert_close(tree.probs[:, 1:], sampling.law(said)[:, :-1], rtol=0, atol=1e-12)
+        torch.testing.assert_close(tree.probs[:, 1:], sampling.law(logits)[:, :-1], rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("rule", ["token", "block"])
 @pytest.mark.parametrize("inner", ["ngram", "chain"])
-def test_sampled_answers_have_the_target_s_law(inner, rule):
+def test_sampled_answers_follow_the_target_law(inner, rule):
     decoder = sampled(inner, rule, **NARROW)
-    found, freedom = answer_statistic(decoder, 1000)
-    assert freedom > 9 and found < freedom + 4 * (2 * freedom) ** 0.5
+    statistic, freedom = answer_statistic(decoder, 1000)
+    assert freedom > 9 and statistic < freedom + 4 * (2 * freedom) ** 0.5
     counts = decoder.generate([[1, 1]] * 200, 4, generator=torch.Generator().manual_seed(0)).accepted
     assert {0, 1, 2} <= {count for row in counts for count in row}
 
 
-def test_a_wrong_law_is_found():
+def test_a_wrong_law_is_detected():
     decoder = sampled("ngram", **NARROW)
-    right = decoder.proposer.propose
-    decoder.proposer.propose = lambda *arguments: without_temperature(right(*arguments))
-    found, freedom = answer_statistic(decoder, 1000)
-    assert found > freedom + 4 * (2 * freedom) ** 0.5
+    original_propose = decoder.proposer.propose
+    decoder.proposer.propose = lambda *arguments: without_temperature(original_propose(*arguments))
+    statistic, freedom = answer_statistic(decoder, 1000)
+    assert statistic > freedom + 4 * (2 * freedom) ** 0.5

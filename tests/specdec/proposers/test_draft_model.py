@@ -1,4 +1,4 @@
-"""An existing small causal LM as the drafter: what is loaded of it, what is refused, and that its cache keeps up."""
+"""An existing small causal LM as the drafter: its parameters, its cache after every round, and refusals."""
 
 from pathlib import Path
 
@@ -51,7 +51,7 @@ def prompts() -> list[list[int]]:
 
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_it_is_loaded_once_and_in_the_targets_dtype(target_folder, tmp_path, dtype, tied):
+def test_the_model_is_loaded_once_in_the_targets_dtype(target_folder, tmp_path, dtype, tied):
     target = Target.load(str(target_folder), dtype=dtype)
     model = save_word_model(tmp_path / "small", width=24, tied=tied)
     drafter = propose_with(target, model).drafter
@@ -60,14 +60,14 @@ def test_it_is_loaded_once_and_in_the_targets_dtype(target_folder, tmp_path, dty
     assert not any(parameter.requires_grad for parameter in parameters) and not drafter.training
     saved = AutoModelForCausalLM.from_pretrained(model, dtype=target.dtype)
     assert sum(p.numel() for p in parameters) == sum(p.numel() for p in saved.parameters())
-    held = {p.data_ptr() for p in parameters}
-    assert len(held) == len(parameters) and not held & {p.data_ptr() for p in target.model.parameters()}
+    pointers = {p.data_ptr() for p in parameters}
+    assert len(pointers) == len(parameters) and not pointers & {p.data_ptr() for p in target.model.parameters()}
     assert all(name.endswith("inv_freq") and buffer.dtype == torch.float32 for name, buffer in drafter.named_buffers())
 
 
 @torch.no_grad()
 def continued(lm, text: list[int], num: int) -> list[int]:
-    """Greedily, the whole text read again for every token."""
+    """The greedy continuation, for which the whole text is read again for every token."""
     tokens = [*text]
     for _ in range(num):
         tokens.append(int(lm(torch.tensor([tokens])).logits[0, -1].argmax()))
@@ -75,24 +75,24 @@ def continued(lm, text: list[int], num: int) -> list[int]:
 
 
 def script(tree: Tree, texts: list[list[int]], answers: list[list[int]], num_round: int) -> Tree:
-    """The tree with other drafts in it, of which row r's first (num_round + r) % (DEPTH + 1) are right, the next is wrong.
+    """The tree with scripted drafts: in row r the first (num_round + r) % (DEPTH + 1) are right and the next is wrong.
 
-    texts: prompt and what is committed, for each row; answers: prompt and the whole answer
+    texts: prompt and committed tokens of each row; answers: prompt and whole answer of each row
     """
     rows = []
     for row, (text, answer) in enumerate(zip(texts, answers)):
-        right = answer[len(text) : len(text) + DEPTH]
-        num = (num_round + row) % (DEPTH + 1)
-        rows.append([text[-1], *(token if n < num else (token + 1) % V for n, token in enumerate(right))])
+        right_drafts = answer[len(text) : len(text) + DEPTH]
+        num_right = (num_round + row) % (DEPTH + 1)
+        rows.append([text[-1], *(token if n < num_right else (token + 1) % V for n, token in enumerate(right_drafts))])
         rows[-1] += [0] * (DEPTH + 1 - len(rows[-1]))  # at the end of the answer
     return Tree(torch.tensor(rows), tree.parents, None)
 
 
 @pytest.mark.parametrize("scripted", [False, True], ids=["own drafts", "scripted drafts"])
-def test_its_cache_keeps_up(target, model, target_folder, monkeypatch, scripted):
-    """After a round of any length it holds the whole text (docs/methods.md, section 1), and drafts what the LM says next.
+def test_the_cache_holds_the_whole_text_after_every_round(target, model, target_folder, monkeypatch, scripted):
+    """After a round of any length the cache holds the whole text, and the next drafts equal the LM's continuation.
 
-    Scripted: the verifier is given drafts of which every number 0 .. DEPTH is accepted, in turn.
+    See docs/methods.md, section 1. With scripted drafts, every number of drafts 0 .. DEPTH is accepted in turn.
     """
     proposer = propose_with(target, model)
     lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
@@ -114,7 +114,7 @@ def test_its_cache_keeps_up(target, model, target_folder, monkeypatch, scripted)
                 assert tree == [text[-1], *continued(lm, text, DEPTH)]
             accepted.append(emitted.accepted)
         if not all(map(len, emitted.tokens)):
-            break  # an answer is full, and its text goes on unseen
+            break  # an answer is full, so its later tokens are not emitted
         for text, tokens in zip(texts, emitted.tokens):
             text += tokens
     assert all(text == answer[: len(text)] for text, answer in zip(texts, answers))
@@ -131,7 +131,7 @@ def test_its_cache_keeps_up(target, model, target_folder, monkeypatch, scripted)
 
 
 @pytest.mark.parametrize("rows", [57, 64])
-def test_a_model_with_more_or_fewer_rows(target, tmp_path, rows):
+def test_a_model_with_more_or_fewer_embedding_rows_can_draft(target, tmp_path, rows):
     model = save_word_model(tmp_path / "small", rows=rows, width=24)
     proposer = propose_with(target, model, Drafting(3, width=2, nodes=5))
     plain = Decoder(target, None, sampling=Sampling(), stop=set()).generate(prompts(), NUM_NEW)
@@ -141,16 +141,16 @@ def test_a_model_with_more_or_fewer_rows(target, tmp_path, rows):
     assert [len(answer) for answer in sampled.generate(prompts(), 9).tokens] == [9] * len(LENGTHS)
 
 
-def test_mistakes_are_answered_with_the_option_that_was_set(target, tmp_path):
-    """Whoever drafts with a model names it by proposer.model, whoever trains one by head.drafter.model."""
+def test_messages_name_the_option_that_was_set(target, tmp_path):
+    """Messages name proposer.model for the option of a proposer, and model for the argument of the class."""
     other = save_word_model(tmp_path / "other", prefix="v")
     bare = save_word_model(tmp_path / "bare")
     for file in bare.glob("tokenizer*"):
         file.unlink()
     for path, message in ((other, "has another tokenizer than"), (bare, "could not be"), (tmp_path / "no", "does not")):
-        with pytest.raises(ValueError, match=f"^proposer.model={path}.*{message}") as found:
+        with pytest.raises(ValueError, match=f"^proposer.model={path}.*{message}") as error:
             propose_with(target, path)
-        assert "head.drafter" not in str(found.value)
+        assert "head.drafter" not in str(error.value)
         with pytest.raises(ValueError, match=f"^model={path}.*{message}"):
             Draft(target, model=str(path))
     with pytest.raises(ValueError, match=r"^Give proposer\.model=\.\.\."):

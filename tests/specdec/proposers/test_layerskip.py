@@ -1,4 +1,4 @@
-"""Drafting with the target's own layers: what they say, and what verification makes of it."""
+"""Drafting with some of the target's layers: the drafts, and verification that reuses the layers' results."""
 
 import copy
 import dataclasses
@@ -36,7 +36,7 @@ def small_answers(small_target):
 
 @torch.no_grad()
 def propose(target: Target, proposer: LayerSkip, prompts, sampling: Sampling):
-    """After the prompts but for their last tokens, which are the roots -> the tree and the cache"""
+    """The tree and the cache after the prompts without their last tokens, which are the roots."""
     num = torch.tensor([len(prompt) - 1 for prompt in prompts])
     padded = nn.utils.rnn.pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True)
     length = padded.shape[1] - 1
@@ -56,7 +56,7 @@ def propose(target: Target, proposer: LayerSkip, prompts, sampling: Sampling):
 
 @pytest.mark.parametrize("layers", SUBSETS.values(), ids=SUBSETS)
 @torch.no_grad()
-def test_drafts_are_those_of_a_model_of_these_layers(target, layers):
+def test_drafts_equal_those_of_a_model_of_these_layers(target, layers):
     proposer = LayerSkip(target, layers=layers, depth=3)
     prompts = prompts_of(target)[:3]
     for sampling in (Sampling(), Sampling(1.5, top_k=20)):
@@ -85,7 +85,7 @@ def test_sampled_drafts_are_drawn_from_the_laws_they_come_with(small_target):
 
 @pytest.mark.parametrize("layers", SUBSETS.values(), ids=SUBSETS)
 @pytest.mark.parametrize("threshold", [0.0, 0.5])
-def test_drafting_changes_nothing(small_target, small_answers, layers, threshold):
+def test_drafting_does_not_change_the_answers(small_target, small_answers, layers, threshold):
     prompts = prompts_of(small_target)
     decoder = greedy(small_target, LayerSkip(small_target, layers=layers, depth=3, threshold=threshold))
     generation = decoder.generate(prompts, NUM_NEW)
@@ -97,7 +97,7 @@ def test_drafting_changes_nothing(small_target, small_answers, layers, threshold
     else:
         assert alone.accepted[0] == generation.accepted[0] and set(generation.drafted) == {3}
     counts = set(itertools.chain(*generation.accepted))
-    if layers == 8:  # the target drafts for itself: all is accepted, until the answer is cut
+    if layers == 8:  # the whole target drafts: every draft is accepted, until the answer is cut
         for part in (generation, alone):
             assert all(row[:-1] == part.drafted[: len(row) - 1] for row in part.accepted)
     else:
@@ -112,28 +112,28 @@ def test_the_cache_grows_while_drafting(small_target):
     assert decoder.proposer.cache.visible > 256
 
 
-# Verification goes on where drafting stopped
+# Verification continues after the layers that drafted
 
 
 def differences(target: Target, tree, cache, prompts, runner=None) -> tuple[float, float]:
-    """Of logits and of K and V: after verification, and by reading every row's text at once"""
+    """The largest differences in logits and in K and V between verification and one pass over every row's text."""
     verifier = Verifier(target, sampling=Sampling(), rule="token", runner=runner or Runner())
-    judged = verifier(tree, cache, rules.Draws(None))
+    verification = verifier(tree, cache, rules.Draws(None))
     logits, entries = 0.0, 0.0
     for row, prompt in enumerate(prompts):
         text, whole = torch.tensor([prompt[:-1] + tree.tokens[row].tolist()]), DynamicCache()
-        wanted = target.model(text, past_key_values=whole).logits[0, len(prompt) - 1 :]
-        logits = max(logits, float((target.logits(judged.output.final[row]) - wanted).abs().max()))
+        expected = target.model(text, past_key_values=whole).logits[0, len(prompt) - 1 :]
+        logits = max(logits, float((target.logits(verification.output.final[row]) - expected).abs().max()))
         for layer, halves in enumerate(whole.layers):
-            found = cache.data[layer, :, row, :, : text.shape[1]]
-            entries = max(entries, float((found - torch.stack([halves.keys[0], halves.values[0]])).abs().max()))
+            cached = cache.data[layer, :, row, :, : text.shape[1]]
+            entries = max(entries, float((cached - torch.stack([halves.keys[0], halves.values[0]])).abs().max()))
     return logits, entries
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0)], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("layers", SUBSETS.values(), ids=SUBSETS)
 @torch.no_grad()
-def test_verification_continues_behind_the_first_layers(target, layers, sampling):
+def test_verification_continues_after_the_first_layers(target, layers, sampling):
     prompts = prompts_of(target)
     tree, cache = propose(target, LayerSkip(target, layers=layers, depth=3), prompts, sampling)
     shared = tree.done.num_layers if tree.done else 0
@@ -142,21 +142,21 @@ def test_verification_continues_behind_the_first_layers(target, layers, sampling
 
 
 @torch.no_grad()
-def test_what_is_wrong_is_found(target):
-    """A hidden state of another depth or of another node, K and V that are not there: the checks above are no formality."""
+def test_wrong_partial_passes_are_detected(target):
+    """Negative control: a hidden state of another depth or node, or missing K and V, gives large differences."""
     prompts = prompts_of(target)
     for layers, num in ((5, 5), (SUBSETS["both"], 3)):
         tree, cache = propose(target, LayerSkip(target, layers=layers, depth=3), prompts, GREEDY)
         assert tree.done.num_layers == num
         for wrong in (num - 1, num + 1):
-            wronged = dataclasses.replace(tree, done=PartialPass(tree.done.states, wrong))
-            assert min(differences(target, wronged, copy.deepcopy(cache), prompts)) > 1e-3
-        wronged = dataclasses.replace(tree, done=PartialPass(tree.done.states.roll(1, dims=1), num))
-        assert min(differences(target, wronged, copy.deepcopy(cache), prompts)) > 1e-3
+            damaged = dataclasses.replace(tree, done=PartialPass(tree.done.states, wrong))
+            assert min(differences(target, damaged, copy.deepcopy(cache), prompts)) > 1e-3
+        damaged = dataclasses.replace(tree, done=PartialPass(tree.done.states.roll(1, dims=1), num))
+        assert min(differences(target, damaged, copy.deepcopy(cache), prompts)) > 1e-3
         stale = copy.deepcopy(cache)
-        stale.data[0, 0, stale.rows[:, 0], :, stale.lengths] = 0  # of the root, in the first layer
-        found = differences(target, tree, stale, prompts)
-        assert found[1] > 1e-3
+        stale.data[0, 0, stale.rows[:, 0], :, stale.lengths] = 0  # the root's K in the first layer
+        stale_differences = differences(target, tree, stale, prompts)
+        assert stale_differences[1] > 1e-3
         assert max(differences(target, tree, cache, prompts)) < 1e-12
 
 
@@ -175,14 +175,14 @@ def decoder_of(*, rule="token", sampling="warm", wrong=None, **how) -> Decoder:
     target = sampled_target()
     proposer = LayerSkip(target, **{"layers": 1, "depth": 2, **how})
     if wrong:
-        right = proposer.propose
-        proposer.propose = lambda *arguments: wrong(right(*arguments))
+        original_propose = proposer.propose
+        proposer.propose = lambda *arguments: wrong(original_propose(*arguments))
     return Decoder(target, proposer, sampling=SAMPLINGS[sampling], stop=set(), rule=rule)
 
 
 @pytest.fixture
 def enumerated(monkeypatch):
-    """Draws of this proposer go where tests/test_sampled.py sends those of heads."""
+    """Lets tests/enumeration.py enumerate the draws of this proposer as it enumerates those of heads."""
     monkeypatch.setattr(layerskip, "pick", lambda law, uniform: growth.pick(law, uniform))
     return monkeypatch
 
@@ -197,8 +197,8 @@ def test_lossless(enumerated, rule, sampling, layers):
 
 
 @pytest.mark.parametrize("anticipating", [False, True])
-def test_lossless_where_drafting_stops_now_and_then(enumerated, anticipating):
-    """Whether there is a third draft depends on the first; it must not depend on the third."""
+def test_lossless_where_drafting_sometimes_stops_early(enumerated, anticipating):
+    """Whether there is a third draft depends on the first draft; it must not depend on the third draft itself."""
     decoder = decoder_of(depth=3, threshold=0.7)
     propose, stream, nums = decoder.proposer.propose, decoder.stream, set()
 
@@ -219,17 +219,17 @@ def test_lossless_where_drafting_stops_now_and_then(enumerated, anticipating):
     assert nums == {3, 4}
 
 
-def flatter(tree):
+def flatten_laws(tree):
     return dataclasses.replace(tree, probs=(tree.probs + 0.2) / (tree.probs + 0.2).sum(-1, keepdim=True))
 
 
-def test_wrong_laws_are_found(enumerated):
-    assert decoder_error(decoder_of(wrong=flatter), 1, monkeypatch=enumerated) > 1e-3
+def test_wrong_laws_are_detected(enumerated):
+    assert decoder_error(decoder_of(wrong=flatten_laws), 1, monkeypatch=enumerated) > 1e-3
 
 
-def test_whole_answers():
-    found, freedom = answer_statistic(decoder_of(rule="block"), 1000)
-    assert freedom > 9 and found < freedom + 4 * (2 * freedom) ** 0.5
+def test_whole_answers_follow_the_target_law():
+    statistic, freedom = answer_statistic(decoder_of(rule="block"), 1000)
+    assert freedom > 9 and statistic < freedom + 4 * (2 * freedom) ** 0.5
 
 
 # Compiled
@@ -243,9 +243,9 @@ def shallow() -> Target:
 @pytest.mark.parametrize(
     "layers, how", [(2, "greedy"), ([0, 2], "sampled"), ([1, 2], "stopping"), (3, "stopping")], ids=str
 )
-def test_compiled_as_not_compiled(shallow, traced, layers, how):
+def test_compiled_drafting_equals_uncompiled_drafting(shallow, traced, layers, how):
     sampling, threshold = Sampling(1.5 if how == "sampled" else 0.0), 0.4 * (how == "stopping")
-    found = []
+    generations = []
     for compiled in (True, False):
         proposer = LayerSkip(shallow, layers=layers, depth=3, threshold=threshold, compile=compiled)
         decoder = Decoder(shallow, proposer, sampling=sampling, stop=set(), runner=Runner(compiled))
@@ -253,15 +253,15 @@ def test_compiled_as_not_compiled(shallow, traced, layers, how):
             decoder.generate(prompts, 10, generator=torch.Generator().manual_seed(0))
             for prompts in (prompts_of(shallow)[:2], prompts_of(shallow)[2:4])
         ]
-        found.append([(part.tokens, part.accepted) for part in parts])
+        generations.append([(part.tokens, part.accepted) for part in parts])
         assert (proposer.compile_seconds > 0) == compiled
-    assert found[0] == found[1]
+    assert generations[0] == generations[1]
 
 
 @pytest.mark.parametrize("layers", [2, [0, 2], [1, 2], 3], ids=str)
 @torch.no_grad()
 def test_compiled_passes_leave_other_layers_alone(shallow, traced, layers):
-    """Also when a shape is met for the first time, and all layers try it."""
+    """This also holds for a new shape, which is tried on all layers."""
     prompts = prompts_of(shallow)
     for runner in (Runner(), Runner(True)):
         tree, cache = propose(shallow, LayerSkip(shallow, layers=layers, depth=2, compile=True), prompts, GREEDY)
@@ -291,12 +291,12 @@ def test_compiled_passes_leave_other_layers_alone(shallow, traced, layers):
         ([7, -1], "layers=[7, -1]: list every layer once and in the order"),
     ],
 )
-def test_layers_that_are_not_there(target, layers, message):
+def test_layers_out_of_range_or_order_are_refused(target, layers, message):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
         LayerSkip(target, layers=layers, depth=2)
 
 
-def test_other_options_out_of_range(target):
+def test_other_options_out_of_range_are_refused(target):
     assert LayerSkip(target, layers=[0, 2, -1], depth=2).layers == (0, 2, 7)
     assert LayerSkip(target, layers=None, depth=2).layers == (0, 1, 2, 3, 4)
     with pytest.raises(ValueError, match=r"^depth=0 must be at least 1\.$"):
@@ -306,7 +306,7 @@ def test_other_options_out_of_range(target):
             LayerSkip(target, layers=2, depth=2, threshold=threshold)
 
 
-def test_a_model_that_does_more_than_its_layers(monkeypatch):
+def test_a_model_that_does_more_than_its_layers_is_refused(monkeypatch):
     target = make_target(6, num_layers=2)
     scale_forward(target, monkeypatch)
     with pytest.raises(

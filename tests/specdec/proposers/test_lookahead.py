@@ -1,4 +1,4 @@
-"""Lookahead decoding against plain forward passes, a naive Jacobi decoder, and a target that forgets all but one token."""
+"""Lookahead decoding against plain forward passes, a naive Jacobi decoder, and a target that reads one token only."""
 
 import copy
 import itertools
@@ -15,7 +15,7 @@ SETTINGS = [(1, 2, 0), (5, 2, 0), (3, 2, 2), (1, 4, 3), (4, 3, 0), (4, 3, 4), (3
 
 
 class Recorded(Lookahead):
-    """Remembers each round: texts, columns before and after, the tree, what was said at its nodes."""
+    """Records each round: texts, columns before and after it, the tree, and the target's choices at its nodes."""
 
     def begin(self, tokens, num):
         self.rounds = []
@@ -38,14 +38,14 @@ def recorded(target, window, ngram, guesses, *, from_text=False, prompts=None):
 
 
 @torch.no_grad()
-def likeliest(target, text: list[int], guesses: list[int]) -> list[int]:
-    """After the text and after each guess behind it, by a plain forward pass."""
+def greedy_choices(target, text: list[int], guesses: list[int]) -> list[int]:
+    """The target's choices after the text and after each guess that follows it, from a plain forward pass."""
     return target.model(torch.tensor([text + guesses])).logits[0, len(text) - 1 :].argmax(-1).tolist()
 
 
 @pytest.fixture(scope="module")
 def small():
-    """So few tokens that guesses are often right, and answers that are not one token again and again."""
+    """A target with so few tokens that guesses are often right, and whose answers do not repeat one token."""
     return make_target(12, num_layers=2)
 
 
@@ -56,7 +56,7 @@ def plain(small):
 
 @pytest.mark.parametrize("from_text", [False, True])
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
-def test_it_changes_nothing(small, plain, setting, from_text):
+def test_drafting_does_not_change_the_answers(small, plain, setting, from_text):
     proposer, together = recorded(small, *setting, from_text=from_text)
     window, ngram, guesses = setting
     assert together.tokens == plain
@@ -66,14 +66,14 @@ def test_it_changes_nothing(small, plain, setting, from_text):
     assert max(together.drafted) <= (window + guesses) * (ngram - 1)
     depths = [int(tree.depths().max()) for _, tree, *_ in proposer.rounds]
     assert max(depths) <= proposer.depth == window + ngram - 2
-    for row, prompt in enumerate(prompts_of(small)[:2]):  # a row minds its own business
+    for row, prompt in enumerate(prompts_of(small)[:2]):  # a row does not depend on the other rows
         _, alone = recorded(small, *setting, from_text=from_text, prompts=[prompt])
         assert alone.accepted[0] == together.accepted[row]
 
 
 @pytest.mark.parametrize("setting", [(4, 3, 0), (3, 5, 2)], ids=str)
-def test_the_mask(setting):
-    """A node sees the text, level 0 up to its column, and its column: what is said there is what a plain pass says."""
+def test_a_node_attends_to_the_text_to_level_0_and_to_its_column(setting):
+    """A node attends to the text, level 0 up to its column, and its column: its choice is that of a plain pass."""
     target = make_target(61, num_layers=2)
     proposer, _ = recorded(target, *setting)
     levels = set()
@@ -88,14 +88,14 @@ def test_the_mask(setting):
                     node = int(tree.parents[row, node])
                 tokens = firsts[: number + 1] + column[1:]
                 assert tree.tokens[row, path].tolist() == tokens
-                assert choices[row, [0, *path]].tolist() == likeliest(target, text, tokens)
+                assert choices[row, [0, *path]].tolist() == greedy_choices(target, text, tokens)
                 levels.add(len(column))
-    assert levels == set(range(1, setting[1]))  # they grow, one a round, to ngram - 1
+    assert levels == set(range(1, setting[1]))  # columns grow by one token in each round, up to ngram - 1
 
 
 @pytest.mark.parametrize("setting", [(5, 2, 0), (4, 3, 4), (5, 4, 2)], ids=str)
-def test_the_window_stays_where_it_is_in_the_text(small, setting):
-    """By absolute positions: a full column that begins at s begins at s + 1 in the next round, its newest token new."""
+def test_columns_advance_by_one_position_in_every_round(small, setting):
+    """By absolute positions, a full column that begins at s begins at s + 1 in the next round with a new token."""
     window, ngram, _ = setting
     proposer, _ = recorded(small, *setting)
     moved = set()
@@ -112,16 +112,16 @@ def test_the_window_stays_where_it_is_in_the_text(small, setting):
 
 
 @pytest.mark.parametrize("window", [1, 3, 6])
-def test_jacobi(small, window):
-    """Round by round what a naive Jacobi decoder accepts."""
+def test_ngrams_of_two_tokens_give_jacobi_decoding(small, window):
+    """Every round accepts as many drafts as a naive Jacobi decoder does."""
 
     def naive(prompt: list[int], fresh) -> list[int]:
-        text, guesses, accepted = prompt + likeliest(small, prompt, []), [], []
+        text, guesses, accepted = prompt + greedy_choices(small, prompt, []), [], []
         while len(text) < len(prompt) + NUM_NEW:
-            guesses += fresh[len(accepted)][len(guesses) :]  # what a column begins with: arbitrary
-            said = likeliest(small, text, guesses)
-            count = next((n for n in range(window) if guesses[n] != said[n]), window)
-            text, guesses = text + said[: count + 1], said[count + 1 :]
+            guesses += fresh[len(accepted)][len(guesses) :]  # the arbitrary first tokens of columns
+            choices = greedy_choices(small, text, guesses)
+            count = next((n for n in range(window) if guesses[n] != choices[n]), window)
+            text, guesses = text + choices[: count + 1], choices[count + 1 :]
             accepted.append(count)
         accepted[-1] -= len(text) - len(prompt) - NUM_NEW  # the answer is cut
         return accepted
@@ -134,25 +134,25 @@ def test_jacobi(small, window):
     assert max(itertools.chain(*generation.accepted)) >= min(window, 2)
 
 
-def test_the_pool_holds_what_the_columns_were(small):
-    """Of each first token the latest n-grams, no more than `guesses`."""
+def test_the_pool_holds_the_latest_ngrams_of_full_columns(small):
+    """For each first token the pool holds the latest n-grams, at most `guesses` of them."""
     proposer, _ = recorded(small, 4, 3, 2)
-    most = 0
+    largest = 0
     for row in range(len(LENGTHS)):
-        found: dict[int, list[tuple[int, ...]]] = {}  # by first token, the latest last
+        latest: dict[int, list[tuple[int, ...]]] = {}  # by first token, the latest last
         for (_, columns, ends, _), _, choices, (_, pools) in proposer.rounds:
             for (first, *later), end in zip(columns[row], ends[row]):
                 if later:  # a full column
                     guess = (*later, int(choices[row, end]))
-                    found[first] = [other for other in found.get(first, []) if other != guess] + [guess]
+                    latest[first] = [other for other in latest.get(first, []) if other != guess] + [guess]
             assert {first: list(pool) for first, pool in pools[row].items()} == {
-                first: guesses[-2:] for first, guesses in found.items()
+                first: guesses[-2:] for first, guesses in latest.items()
             }
-        most = max(most, *map(len, found.values()))
-    assert most > 2
+        largest = max(largest, *map(len, latest.values()))
+    assert largest > 2
 
 
-def test_the_pool_may_take_the_text(small):
+def test_the_pool_can_hold_the_ngrams_of_the_text(small):
     proposer, _ = recorded(small, 1, 4, 500, from_text=True)
     texts, _, _, pools = proposer.rounds[0][0]
     for text, pool in zip(texts, pools):
@@ -163,7 +163,7 @@ def test_the_pool_may_take_the_text(small):
 
 
 class Knowing(Lookahead):
-    """Its pool begins with the n-grams of given texts."""
+    """A proposer whose pool starts with the n-grams of given texts."""
 
     def clear(self):
         super().clear()
@@ -172,7 +172,7 @@ class Knowing(Lookahead):
                 self.keep(row, text[start : start + self.ngram])
 
 
-def test_what_the_pool_knows_is_accepted(target):
+def test_correct_ngrams_of_the_pool_are_accepted(target):
     prompts = prompts_of(target)
     answers = greedy(target, None).generate(prompts, NUM_NEW + 4).tokens
     proposer = Knowing(target, window=2, ngram=4, guesses=50, from_text=False)
@@ -184,8 +184,8 @@ def test_what_the_pool_knows_is_accepted(target):
     assert sum(sum(accepted[:-1]) for accepted in greedy(target, proposer).generate(prompts, NUM_NEW).accepted) < 20
 
 
-def forgetful(cycle: int):
-    """A target whose next token depends on the newest one alone: each is followed by the next of its cycle."""
+def make_cyclic_target(cycle: int):
+    """A target whose next token depends on the newest one only: the next token of the newest token's cycle."""
     target = make_target(8 * cycle, num_layers=2)
     for layer in target.model.model.layers:
         layer.self_attn.o_proj.weight.data.zero_()
@@ -199,8 +199,8 @@ def forgetful(cycle: int):
 
 @pytest.mark.parametrize("ngram", [2, 3, 5])
 def test_trajectories_become_drafts(ngram):
-    """Where the newest token tells the next one, every n-gram of the window is right, and accepted whole."""
-    target = forgetful(7)
+    """If the newest token determines the next one, every n-gram of the window is right and is accepted completely."""
+    target = make_cyclic_target(7)
     prompts, num = [[3, 9, 2], [50, 15], [22]], 80
     proposer = Lookahead(target, window=4, ngram=ngram, guesses=1, from_text=False)
     generation = greedy(target, proposer).generate(prompts, num)
@@ -211,8 +211,8 @@ def test_trajectories_become_drafts(ngram):
         assert min(accepted[len(accepted) // 2 : -1]) >= ngram - 1
 
 
-def test_the_past_decides(small):
-    """Two runs are the same, and sampling's generator has no part in the guesses."""
+def test_guesses_do_not_depend_on_the_random_generator(small):
+    """Two runs are equal, because the guesses do not use the random generator of torch."""
     runs = []
     for seed in (0, 1):
         torch.manual_seed(seed)
@@ -229,6 +229,6 @@ def test_the_past_decides(small):
         ({"guesses": -1}, r"^guesses=-1 must be at least 0"),
     ],
 )
-def test_wrong_options(small, wrong, sentence):
+def test_options_out_of_range_are_refused(small, wrong, sentence):
     with pytest.raises(ValueError, match=sentence):
         Lookahead(small, **{"window": 2, "ngram": 3, "guesses": 2, "from_text": False, **wrong})

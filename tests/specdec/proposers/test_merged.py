@@ -1,4 +1,4 @@
-"""Several proposers' trees as one: no path is lost, members are told what they would be told alone, the law stays."""
+"""Trees of several proposers as one tree: no path is lost, members get their own inputs, and the target's law."""
 
 import dataclasses
 import itertools
@@ -34,7 +34,7 @@ SHAPES = [chain_of(3), TreeShape(depth=3, width=2, nodes=5)]
 
 
 class Copying(TextProposer):
-    """What followed the newest token the last time."""
+    """Drafts the tokens that followed the previous occurrence of the newest token."""
 
     def __init__(self, num: int):
         self.depth = num
@@ -52,15 +52,15 @@ class Copying(TextProposer):
 
 
 def paths(tree: Tree, row: int) -> list[tuple[int, ...]]:
-    """The tokens from the root to each node, the root's left out."""
-    found = [()]
+    """The tokens on the path to each node, without the root's token."""
+    node_paths = [()]
     for token, parent in zip(tree.tokens[row, 1:].tolist(), tree.parents[row, 1:].tolist()):
-        found.append((*found[parent], token))
-    return found
+        node_paths.append((*node_paths[parent], token))
+    return node_paths
 
 
 def random_batch(generator: torch.Generator, num_rows: int, num_nodes: int) -> Tree:
-    """Roots alike."""
+    """Random trees with the same root token."""
     trees = [random_tree(generator, num_nodes, 3) for _ in range(num_rows)]
     tokens = torch.cat([tree.tokens for tree in trees])
     tokens[:, 0] = 0
@@ -75,12 +75,12 @@ def test_the_trie_holds_every_path_once(sizes):
         trees = [random_batch(generator, 3, size) for size in sizes]
         joined, places = union(trees)
         for row in range(3):
-            wanted = list(dict.fromkeys(path for tree in trees for path in paths(tree, row)))
-            found = paths(joined, row)
-            assert found[: len(wanted)] == wanted  # in the order of members
-            shared += len(wanted) < 1 + sum(size - 1 for size in sizes)
+            expected = list(dict.fromkeys(path for tree in trees for path in paths(tree, row)))
+            joined_paths = paths(joined, row)
+            assert joined_paths[: len(expected)] == expected  # paths are in the order of the members
+            shared += len(expected) < 1 + sum(size - 1 for size in sizes)
             for tree, numbers in zip(trees, places):
-                assert [found[number] for number in numbers[row].tolist()] == paths(tree, row)
+                assert [joined_paths[number] for number in numbers[row].tolist()] == paths(tree, row)
     assert shared or 1 in sizes
 
 
@@ -96,7 +96,7 @@ def test_equal_chains_are_one_chain():
 
 
 class Witness(Copying):
-    """Reads hidden states, and remembers what it is told."""
+    """Reads hidden states, and records the features and the choices that it receives."""
 
     watches = True
 
@@ -122,19 +122,19 @@ class Witness(Copying):
         self.seen += [([*text], tree, row, choices[row].tolist()) for row, text in enumerate(self.texts)]
 
 
-def test_members_are_told_their_own(small_target):
-    """Features of their layers, in their order, and what the target says after their nodes."""
+def test_members_receive_their_own_features_and_choices(small_target):
+    """Members receive the features of their own layers in order, and the target's choices after their own nodes."""
     witnesses = [Witness(4, (3, 8)), Witness(2, (1,)), Witness(3, ()), Witness(3, (1, 3, 5))]
     head = HeadProposer(make_drafter(small_target, "eagle3"), SHAPES[1])
-    proposer = Merged(small_target, members=[head, *witnesses])  # theirs are not the first nodes
+    proposer = Merged(small_target, members=[head, *witnesses])  # the nodes of witnesses are not the first ones
     assert proposer.target_layers == tuple(sorted({1, 3, 5, 8, *head.target_layers})) and proposer.watches
     prompts = prompts_of(small_target)[:3]
     generation = greedy(small_target, proposer).generate(prompts, NUM_NEW)
     assert generation.tokens == greedy(small_target, None).generate(prompts, NUM_NEW).tokens
     for witness in witnesses:
         for text, features in zip(witness.texts, witness.features):
-            wanted = small_target.read(torch.tensor([text]), witness.target_layers).features[0, :-1]
-            torch.testing.assert_close(torch.cat(features), wanted, atol=1e-9, rtol=0)
+            expected = small_target.read(torch.tensor([text]), witness.target_layers).features[0, :-1]
+            torch.testing.assert_close(torch.cat(features), expected, atol=1e-9, rtol=0)
         for text, tree, row, choices in witness.seen[::19]:
             for path, choice in zip(paths(tree, row), choices):
                 final = small_target.read(torch.tensor([[*text, *path]]), ()).final[:, -1]
@@ -142,8 +142,8 @@ def test_members_are_told_their_own(small_target):
         assert len(witness.seen) > 20
 
 
-class Told(Proposer):
-    """A member, and what it was told and proposed."""
+class RecordingMember(Proposer):
+    """Wraps a member, and records what it receives and what it proposes."""
 
     def __init__(self, inner: Proposer):
         self.inner, self.target_layers, self.depth, self.rounds = inner, inner.target_layers, inner.depth, []
@@ -164,13 +164,13 @@ class Told(Proposer):
 
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_answers_are_the_targets_and_heads_draft_as_alone(head, shape, small_target):
-    """Ragged rows; and what is accepted is the longest that any member guessed."""
+def test_answers_equal_the_target_s_and_heads_draft_as_if_alone(head, shape, small_target):
+    """Rows differ in length, and every round accepts the longest right path of any member."""
     drafter = make_drafter(small_target, head)
     shape = dataclasses.replace(shape, depth=min(shape.depth, drafter.depth or shape.depth))
     other = HeadProposer(make_drafter(small_target, "eagle3"), chain_of(2))
-    member = Told(HeadProposer(drafter, shape))
-    proposer = Merged(small_target, members=[Told(Copying(5)), member, Told(other)])
+    member = RecordingMember(HeadProposer(drafter, shape))
+    proposer = Merged(small_target, members=[RecordingMember(Copying(5)), member, RecordingMember(other)])
     prompts = prompts_of(small_target)[:4]
     generation = greedy(small_target, proposer).generate(prompts, NUM_NEW)
     texts = [prompt + answer for prompt, answer in zip(prompts, generation.tokens)]
@@ -192,23 +192,24 @@ def test_answers_are_the_targets_and_heads_draft_as_alone(head, shape, small_tar
         own = alone.propose(Sampling(), None)
         assert torch.equal(own.tokens, tree.tokens) and torch.equal(own.parents, tree.parents)
 
-    def right(tree: Tree, row: int, place: int) -> int:
-        """Drafts of the longest path that the text goes on with."""
+    def num_right(tree: Tree, row: int, place: int) -> int:
+        """The number of drafts on the longest path that is equal to the next tokens of the text."""
         return max(len(path) for path in paths(tree, row) if texts[row][place : place + len(path)] == list(path))
 
     copying = guessing = 0
     for row, prompt in enumerate(prompts):
         place = len(prompt) + 1
         for number, count in enumerate(generation.accepted[row]):
-            found = [right(told.rounds[number][-1], row, place) for told in proposer.members]
-            assert count == min(max(found), len(texts[row]) - place - 1)  # the answer ends with the target's own token
-            copying += found[0] > max(found[1:])
-            guessing += found[0] < max(found[1:])
+            lengths = [num_right(recording.rounds[number][-1], row, place) for recording in proposer.members]
+            # the answer ends with a token of the target, which is no draft
+            assert count == min(max(lengths), len(texts[row]) - place - 1)
+            copying += lengths[0] > max(lengths[1:])
+            guessing += lengths[0] < max(lengths[1:])
             place += count + 1
-    assert copying and guessing  # both kinds had rounds of their own
+    assert copying and guessing  # each kind had the longest path in some rounds
 
 
-def test_a_mark_is_that_of_all_members(small_target):
+def test_rewind_restores_all_members(small_target):
     heads = [HeadProposer(make_drafter(small_target, name), shape) for name, shape in zip(("eagle3", "mtp"), SHAPES)]
     proposer = Merged(small_target, members=heads)
     tokens = torch.tensor([random_tokens(row, 9, 6) for row in range(2)])
@@ -236,7 +237,7 @@ KINDS = ("chain", "with replacement", "without replacement")
 
 
 def mixture(chosen: str, kinds: tuple[str, ...]):
-    """A chosen tree beside sampled ones, every draw of them -> tree [B, N], chances [B]"""
+    """A chosen tree beside every possible draw of sampled trees, as a tree [B, N] and the chances of its rows [B]."""
     draws = [drafted(kind, 20 + place) for place, kind in enumerate(kinds)]
     rows, weights = [], []
     for each in itertools.product(*(range(len(tree.tokens)) for tree, _ in draws)):
@@ -257,7 +258,7 @@ def test_lossless_by_enumeration(rule, chosen, kind):
 
 
 def without_repeats(tree: Tree, number: int) -> Tree:
-    """WRONG: of a row, sampled children of the root that repeat a chosen one are left out, and what hangs under them."""
+    """Wrong on purpose: removes from a row the nodes that repeat a sibling, and the nodes below them."""
     known, kept, numbers = [], [0], {0: 0}
     tokens, parents = tree.tokens[number].tolist(), tree.parents[number].tolist()
     for node in range(1, len(tokens)):
@@ -270,8 +271,8 @@ def without_repeats(tree: Tree, number: int) -> Tree:
 
 
 @pytest.mark.parametrize("rule", LOSSLESS)
-def test_a_draw_that_is_left_out_is_found(rule):
-    """Negative control."""
+def test_removed_draws_are_detected(rule):
+    """Negative control: the enumeration detects removed draws."""
     tree, weights = mixture("chain", ("chain",))
     parts = [(without_repeats(tree, number), [weight]) for number, weight in enumerate(weights)]
     assert len({part.tokens.shape[1] for part, _ in parts}) > 1
@@ -293,22 +294,24 @@ def sampled_decoder(rule: str, *, members: int = 2, shape: TreeShape = SHAPES[0]
     ids=str,
 )
 def test_lossless_with_a_sampled_head(rule, how, monkeypatch):
-    """Three tokens, so the copy and the draws are often the same; of the first round, and after some history."""
+    """With three tokens, copied and drawn drafts are often equal. Checks the first round, and the third one."""
     decoder = sampled_decoder(rule, **how)
     assert decoder_error(decoder, 1, monkeypatch=monkeypatch) < 1e-12
     assert decoder_error(decoder, 3, seed=1, monkeypatch=monkeypatch) < 1e-12
 
 
-def test_an_answer_with_draws_left_out_is_found(monkeypatch):
+def test_a_decoder_with_removed_draws_is_detected(monkeypatch):
     decoder = sampled_decoder("token", shape=chain_of(1))
-    right = decoder.proposer.propose
-    monkeypatch.setattr(decoder.proposer, "propose", lambda *arguments: without_repeats(right(*arguments), 0))
+    original_propose = decoder.proposer.propose
+    monkeypatch.setattr(
+        decoder.proposer, "propose", lambda *arguments: without_repeats(original_propose(*arguments), 0)
+    )
     assert (
         max(decoder_error(decoder, number, seed=1, alone=True, monkeypatch=monkeypatch) for number in (1, 2, 3)) > 1e-3
     )
 
 
-def test_chosen_members_alone_need_no_laws(small_target):
+def test_trees_of_chosen_members_have_no_laws(small_target):
     heads = [HeadProposer(make_drafter(small_target, "eagle"), SHAPES[1]), Copying(3)]
     proposer = Merged(small_target, members=heads)
     trees = []
@@ -318,8 +321,8 @@ def test_chosen_members_alone_need_no_laws(small_target):
     assert trees and all(tree.probs is None for tree in trees)
 
 
-def test_a_lone_draw_is_handed_on(small_target):
-    """Where the others have nothing to say, the head's chain is what it would be alone."""
+def test_a_single_drafted_chain_keeps_its_laws(small_target):
+    """If the other members draft nothing, the head's chain keeps its shape and its laws."""
     head = HeadProposer(make_drafter(small_target, "eagle"), SHAPES[0])
     proposer = Merged(small_target, members=[Copying(3), head])
     tokens = torch.arange(4)[None]

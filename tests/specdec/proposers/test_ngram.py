@@ -1,4 +1,4 @@
-"""Prompt lookup against a search through the text, and what it is told and made to forget."""
+"""Prompt lookup against a naive search through the text, after commits and after rewinds."""
 
 import random
 
@@ -10,7 +10,7 @@ from tests.support import begin, check_rounds, commit, repeating_texts
 
 
 def naive(text: list[int], low: int, high: int, num: int) -> list[int]:
-    """What the chain should be, by reading the text from behind."""
+    """The expected chain, by a search that starts at the end of the text."""
     for n in range(min(high, len(text) - 1), low - 1, -1):
         for place in range(len(text) - 1, n - 1, -1):
             if text[place - n : place] == text[-n:]:
@@ -22,26 +22,26 @@ def naive(text: list[int], low: int, high: int, num: int) -> list[int]:
 
 
 @pytest.mark.parametrize("low, high", [(1, 1), (1, 4), (2, 3), (3, 8)])
-def test_index_finds_what_a_search_finds(low, high):
-    found = 0
+def test_the_index_drafts_what_a_naive_search_finds(low, high):
+    num_matches = 0
     for text in repeating_texts(3, 60):
         proposer = Ngram(None, min=low, max=high, num=5)
         begin(proposer, [text[:2]])
         for length in range(2, len(text)):
-            goal = naive(text[:length], low, high, 5)
-            assert proposer.draft(0) == [(token, number) for number, token in enumerate(goal)]
-            found += bool(goal)
+            expected = naive(text[:length], low, high, 5)
+            assert proposer.draft(0) == [(token, number) for number, token in enumerate(expected)]
+            num_matches += bool(expected)
             commit(proposer, [[text[length]]])
-    assert found > 200
+    assert num_matches > 200
 
 
-def test_copy_runs_on_into_itself():
+def test_a_copy_can_continue_into_its_own_drafts():
     proposer = Ngram(None, min=1, max=4, num=8)
     begin(proposer, [[9, 1, 2, 3, 1, 2, 3, 1]])
     assert [token for token, _ in proposer.draft(0)] == [2, 3, 1, 2, 3, 1, 2, 3]
 
 
-def test_rewind_leaves_no_trace():
+def test_rewind_restores_the_state_of_the_mark():
     draw = random.Random(1)
     pick = lambda: [[draw.randrange(3) for _ in range(draw.randrange(1, 6))] for _ in range(3)]
     proposer, kept = Ngram(None, min=1, max=3, num=6), [[0, 1, 2, 0], [1, 1], [2, 0, 2]]
@@ -66,14 +66,14 @@ def test_rewind_leaves_no_trace():
     assert differed > 10
 
 
-def test_decoding(small_target):
+def test_decoding_accepts_the_drafts_of_a_naive_search(small_target):
     def drafts_after(prompt, answer):
         return [(token, number) for number, token in enumerate(naive(prompt + answer, 1, 3, 4))]
 
     check_rounds(small_target, Ngram(small_target, min=1, max=3, num=4), drafts_after)
 
 
-def test_no_match_no_draft():
+def test_rows_without_a_match_draft_nothing():
     proposer = Ngram(None, min=2, max=3, num=4)
     begin(proposer, [[1, 2, 3, 1], [4, 5, 4]])
     tree = proposer.propose(Sampling(0.0), None)
@@ -84,6 +84,6 @@ def test_no_match_no_draft():
 
 
 @pytest.mark.parametrize("wrong", [{"min": 0}, {"num": 0}, {"max": 1}])
-def test_mistakes(wrong):
+def test_options_out_of_range_are_refused(wrong):
     with pytest.raises(ValueError, match=r"^(min|num|max)=\d must be at least"):
         Ngram(None, **{"min": 2, "max": 3, "num": 4, **wrong})

@@ -1,4 +1,4 @@
-"""Retrieval: the datastore against slow searches, the tree against a slow trie, decoding, and what mistakes are answered."""
+"""Retrieval: the datastore against slow searches, the tree against a slow trie, decoding, and refusals."""
 
 import collections
 import functools
@@ -48,7 +48,7 @@ def random_texts(seed: int, *, num_texts: int = 12, vocab_size: int = 4) -> list
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 8, 13])
-def test_places_are_sorted_by_what_stands_before_them(length):
+def test_places_are_sorted_by_the_tokens_before_them(length):
     for texts in [[], [[0]], [[0, 0, 1]], *(random_texts(seed, vocab_size=3) for seed in range(5))]:
         tokens = store.join(texts)
         padded = [store.SEPARATOR] * length + tokens.tolist()
@@ -60,25 +60,25 @@ def test_places_are_sorted_by_what_stands_before_them(length):
 
 
 def ends(tokens: list[int], suffix: list[int]) -> list[int]:
-    """Places where the suffix ends, the slow way."""
+    """Places where the suffix ends, by comparing at every place."""
     return [i for i in range(len(tokens)) if i + 1 >= len(suffix) and tokens[i + 1 - len(suffix) : i + 1] == suffix]
 
 
-def test_matches_are_those_of_a_search(tmp_path):
+def test_matches_equal_those_of_a_naive_search(tmp_path):
     lengths = set()
     for seed in range(6):
         texts = random_texts(seed)
-        found = store.read(Path(make(tmp_path / str(seed), texts)), store.fingerprint(TOKENIZER))
-        tokens = list(found.tokens)
+        datastore = store.read(Path(make(tmp_path / str(seed), texts)), store.fingerprint(TOKENIZER))
+        tokens = list(datastore.tokens)
         queries = [random_tokens(number, 10, 5) for number in range(30)] + [text[:9] for text in texts]
         for text in queries:
             for longest in (3, 8):
-                matches = found.matches(text, longest)
+                matches = datastore.matches(text, longest)
                 lengths.add(len(matches))
                 for num in range(1, min(longest, len(text)) + 1):
-                    wanted = ends(tokens, text[-num:])
+                    expected = ends(tokens, text[-num:])
                     entries = matches[num - 1] if num <= len(matches) else []
-                    assert sorted(found.suffixes[entry] for entry in entries) == wanted
+                    assert sorted(datastore.suffixes[entry] for entry in entries) == expected
     assert lengths == set(range(9))
 
 
@@ -89,13 +89,13 @@ def test_places_are_those_of_the_longest_matches(tmp_path, target):
         tokens = list(proposer.store.tokens)
         for query in range(20):
             text = random_tokens(query, 10, 4)
-            found = proposer.places(text)
+            remaining = proposer.places(text)
             for num in range(8, 1, -1):
                 here = ends(tokens, text[-num:])
-                taken, found = found[: len(here)], found[len(here) :]
+                taken, remaining = remaining[: len(here)], remaining[len(here) :]
                 assert set(taken) <= set(here) and len(set(taken)) == len(taken)
-                assert len(taken) == len(here) or not found
-            assert not found
+                assert len(taken) == len(here) or not remaining
+            assert not remaining
             total = sum(len(ends(tokens, text[-num:])) for num in range(2, 9))
             assert len(proposer.places(text)) == min(samples, total)
 
@@ -111,14 +111,14 @@ def test_samples_lie_at_equal_distances(tmp_path, target):
 
 def paths(draft) -> list[tuple[int, ...]]:
     """The tokens from the root to every node."""
-    found: list[tuple[int, ...]] = [()]
+    node_paths: list[tuple[int, ...]] = [()]
     for token, parent in draft:
-        found.append((*found[parent], token))
-    return found[1:]
+        node_paths.append((*node_paths[parent], token))
+    return node_paths[1:]
 
 
 @pytest.mark.parametrize(("num", "depth"), [(1, 3), (7, 1), (10, 4), (1000, 5)])
-def test_the_tree_is_the_best_part_of_the_trie(num, depth):
+def test_the_tree_holds_the_most_frequent_paths_of_the_trie(num, depth):
     for seed in range(10):
         texts = random_texts(seed)
         tokens = store.join(texts)
@@ -132,13 +132,13 @@ def test_the_tree_is_the_best_part_of_the_trie(num, depth):
                     break
                 path = (*path, token)
                 counts[path] += 1
-        found = paths(grow(memoryview(tokens), places, num=num, depth=depth))
-        assert len(set(found)) == len(found) == min(num, len(counts))
+        drafted = paths(grow(memoryview(tokens), places, num=num, depth=depth))
+        assert len(set(drafted)) == len(drafted) == min(num, len(counts))
         best = sorted((-count, len(path)) for path, count in counts.items())
-        assert sorted((-counts[path], len(path)) for path in found) == best[:num]
+        assert sorted((-counts[path], len(path)) for path in drafted) == best[:num]
 
 
-def test_nothing_goes_from_one_text_to_the_next(tmp_path, target):
+def test_matches_and_drafts_do_not_cross_the_end_of_a_text(tmp_path, target):
     proposer = Retrieval(target, datastore=make(tmp_path / "d", [[1, 2], [3, 4, 5], [3]]), **SETTINGS)
     proposer.texts = [[1, 2], [2, 3], [1], [5], [6], [0, 3, 4]]
     drafts = [paths(proposer.draft(row)) for row in range(6)]
@@ -160,7 +160,7 @@ def decode(target, proposer, num: int = NUM_NEW):
 
 
 @pytest.mark.parametrize("change", [{}, {"num": 1}, {"min": 3, "depth": 2}, {"samples": 2, "num": 3}], ids=str)
-def test_drafting_changes_nothing(tmp_path, small_target, change):
+def test_drafting_does_not_change_the_answers(tmp_path, small_target, change):
     plain = decode(small_target, None).tokens
     folder = make(tmp_path / "d", [*random_texts(0, vocab_size=6), plain[0][4:12], plain[1][:9]])
     generation = decode(small_target, Retrieval(small_target, datastore=folder, **{**SETTINGS, **change}))
@@ -169,17 +169,17 @@ def test_drafting_changes_nothing(tmp_path, small_target, change):
     assert 0 in accepted and max(accepted) >= 1 and 0 < max(generation.drafted) <= 12
 
 
-def test_what_the_target_once_answered_is_accepted(tmp_path, target):
+def test_answers_that_are_in_the_datastore_are_accepted(tmp_path, target):
     prompts, plain = prompts_of(target), decode(target, None).tokens
     folder = make(tmp_path / "own", [prompt + answer for prompt, answer in zip(prompts, plain)])
     generation = decode(target, Retrieval(target, datastore=folder, **SETTINGS))
     assert generation.tokens == plain
-    assert generation.accepted == [[4] * 4] * 5  # tau 5, the most that depth 4 allows
+    assert generation.accepted == [[4] * 4] * 5  # tau = 5, the maximum at depth 4
     other = Retrieval(target, datastore=make(tmp_path / "other", random_texts(1, vocab_size=61)), **SETTINGS)
     assert max(max(row) for row in decode(target, other).accepted) < 2
 
 
-def test_it_can_be_rewound(tmp_path, target):
+def test_rewind_restores_the_drafts(tmp_path, target):
     proposer = Retrieval(target, datastore=make(tmp_path / "d", [[1, 2, 3, 4]]), **SETTINGS)
     decode(target, proposer)
     proposer.texts = [[1], [2]]
@@ -191,7 +191,7 @@ def test_it_can_be_rewound(tmp_path, target):
     assert [proposer.draft(0), proposer.draft(1)] == before
 
 
-# Mistakes
+# Refusals
 
 
 @pytest.mark.parametrize(
@@ -206,12 +206,12 @@ def test_it_can_be_rewound(tmp_path, target):
     ],
     ids=str,
 )
-def test_options_out_of_range(tmp_path, target, change, message):
+def test_options_out_of_range_are_refused(tmp_path, target, change, message):
     with pytest.raises(ValueError, match=message):
         Retrieval(target, datastore=make(tmp_path / "d", [[1]]), **{**SETTINGS, **change})
 
 
-def test_datastores_that_cannot_be_used(tmp_path, target):
+def test_damaged_and_foreign_datastores_are_refused(tmp_path, target):
     def refused(folder, message):
         with pytest.raises(ValueError, match=message):
             Retrieval(target, datastore=str(folder), **SETTINGS)

@@ -1,4 +1,4 @@
-"""Suffix decoding against counting and searching in plain lists."""
+"""Suffix decoding against counts and searches in plain lists."""
 
 import itertools
 import random
@@ -24,7 +24,7 @@ def automaton_of(known: list[list[int]]) -> Automaton:
 
 
 def occurrences(known: list[list[int]], part: tuple[int, ...]) -> list[tuple[int, int]]:
-    """(text, place behind it) of each, in order"""
+    """(number of the text, place after the part) of every occurrence, in order."""
     num = len(part)
     return [
         (number, place)
@@ -35,7 +35,7 @@ def occurrences(known: list[list[int]], part: tuple[int, ...]) -> list[tuple[int
 
 
 def following(known: list[list[int]], part: tuple[int, ...]) -> dict[int, int]:
-    """How often each token follows, in the order in which they first did."""
+    """How often each token follows `part`, in the order of first occurrence."""
     counts: dict[int, int] = {}
     for number, place in occurrences(known, part):
         if place < len(known[number]):
@@ -45,7 +45,7 @@ def following(known: list[list[int]], part: tuple[int, ...]) -> dict[int, int]:
 
 
 def best_first(known: list[list[int]], part: tuple[int, ...], num: int, least: float) -> list[tuple[int, int]]:
-    """The drafts behind `part`: all candidates in a list, of which the likeliest is taken again and again."""
+    """The drafts after `part`: the most likely candidate of a plain list is taken repeatedly."""
     draft, candidates, chance = [], [], 1.0
     while True:
         while part and not following(known, part):
@@ -57,7 +57,7 @@ def best_first(known: list[list[int]], part: tuple[int, ...], num: int, least: f
                 candidates.append((share, token, len(draft), (*part, token)))
         if not candidates or len(draft) == num:
             return draft
-        best = max(candidates, key=lambda candidate: candidate[0])  # of equals the first
+        best = max(candidates, key=lambda candidate: candidate[0])  # the first of equal ones
         candidates.remove(best)
         chance, token, parent, part = best
         draft.append((token, parent))
@@ -66,7 +66,7 @@ def best_first(known: list[list[int]], part: tuple[int, ...], num: int, least: f
 @pytest.mark.parametrize(
     "known", [*([text] for text in repeating_texts(3, 50)), repeating_texts(3, 30), repeating_texts(2, 20)], ids=len
 )
-def test_counts(known):
+def test_states_and_counts_equal_those_of_a_naive_search(known):
     automaton = automaton_of(known)
     for num in range(1, 7):
         for part in itertools.product(range(3), repeat=num):
@@ -80,12 +80,12 @@ def test_counts(known):
     parts = {
         tuple(text[start:end]) for text in known for start in range(len(text)) for end in range(start, len(text) + 1)
     }
-    classes = {tuple(occurrences(known, part)) for part in parts}  # of substrings that end at the same places
+    classes = {tuple(occurrences(known, part)) for part in parts}  # classes of substrings that end at the same places
     assert len(automaton.counts) == len(classes) <= 2 * automaton.num_tokens == 2 * sum(map(len, known))
 
 
 def test_matches_and_trees_along_a_text():
-    """At every prefix: the longest end that occurred before, here and in other texts, and the trees behind both."""
+    """For every prefix: its longest suffix that occurred before, in its own or another text, and the trees after it."""
     others = repeating_texts(3, 24)[:3]
     memory = automaton_of(others)
     num_branched = num_deep = 0
@@ -119,17 +119,17 @@ def tokens(draft) -> list[int]:
     return [token for token, _ in draft]
 
 
-def then(proposer: Suffix, prompts, *, cut: int = 0) -> None:
-    """Ends the batch, its answers `cut` tokens before what was committed last, and begins another."""
+def begin_next_batch(proposer: Suffix, prompts, *, cut: int = 0) -> None:
+    """Ends the batch with answers that lack their last `cut` committed tokens, and begins the next batch."""
     proposer.finish([len(text) - start - cut for text, start in zip(proposer.texts, proposer.starts)])
     begin(proposer, prompts)
 
 
-def test_what_follows_an_answers_end_is_not_remembered():
+def test_tokens_after_the_end_of_an_answer_are_not_remembered():
     proposer = make()
     begin(proposer, [[1, 2, 10]])
     commit(proposer, [[11, 12, 13, 14]])
-    then(proposer, [[1, 10, 11]], cut=2)
+    begin_next_batch(proposer, [[1, 10, 11]], cut=2)
     assert tokens(proposer.draft(0)) == [12]
     begin(proposer, [[5, 6]])  # the batch before was not finished
     assert proposer.younger.num_tokens == 3
@@ -140,8 +140,8 @@ def test_answers_are_remembered_from_the_next_batch_on():
     proposer = make()
     begin(proposer, [[1, 2, text[0]], text[:3]])
     commit(proposer, [text[1:], [2, *text[:3]]])
-    assert tokens(proposer.draft(1))[:4] == [2, *text[:3]]  # its own, and nothing of its neighbour's
-    then(proposer, [text[:3], [40, 1]])
+    assert tokens(proposer.draft(1))[:4] == [2, *text[:3]]  # from its own text, and not from the other row
+    begin_next_batch(proposer, [text[:3], [40, 1]])
     assert tokens(proposer.draft(0)) == text[3:13]  # 2 * 3 + 4
     assert proposer.draft(1) == []  # prompts are not remembered
     commit(proposer, [[50], text[5:7]])
@@ -149,17 +149,17 @@ def test_answers_are_remembered_from_the_next_batch_on():
     assert tokens(proposer.draft(1)) == text[7:15]
 
 
-def test_longest_match_and_own_text_first():
+def test_the_longest_match_is_used_and_of_equal_ones_the_own_text():
     proposer = make(num=1)
     begin(proposer, [[99, 98]])
     commit(proposer, [[1, 2, 3, 4]])
-    then(proposer, [[2, 3, 5, 6, 2, 3]])
+    begin_next_batch(proposer, [[2, 3, 5, 6, 2, 3]])
     assert tokens(proposer.draft(0)) == [5]  # two tokens match in both
-    then(proposer, [[2, 3, 5, 1, 2, 3]])
+    begin_next_batch(proposer, [[2, 3, 5, 1, 2, 3]])
     assert tokens(proposer.draft(0)) == [4]  # three in the memory
 
 
-def test_limits():
+def test_drafts_keep_the_limits_of_num_factor_offset_and_least():
     text = [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2]
     for changed, num in (
         ({}, 8),
@@ -192,7 +192,7 @@ def test_memory_is_bounded():
         younger.append(answer)
     begin(proposer, [[9, 9, 8]])
     commit(proposer, [list(range(500))])  # longer than the memory
-    then(proposer, [[9, 9]])
+    begin_next_batch(proposer, [[9, 9]])
     assert proposer.younger.num_tokens == 100
     none = make(memory=0)
     for _ in range(3):
@@ -203,7 +203,7 @@ def test_memory_is_bounded():
 
 
 @pytest.mark.slow
-def test_decoding(small_target):
+def test_decoding_accepts_the_drafts_of_a_naive_search(small_target):
     def drafts_after(prompt, answer):
         text = prompt + answer
         part = next(
@@ -216,8 +216,8 @@ def test_decoding(small_target):
     check_rounds(small_target, proposer, drafts_after)
 
 
-def test_decoding_with_memory(small_target):
-    """Answers that were given before are accepted whole."""
+def test_decoding_with_memory_takes_fewer_rounds(small_target):
+    """Answers that were given before take fewer rounds."""
     proposer = make(num=8, offset=8, least=0.0)
     decoder = Decoder(small_target, proposer, sampling=Sampling(0.0), stop=set())
     prompts = [random_tokens(seed, 9, 6) for seed in range(3)]
@@ -228,19 +228,20 @@ def test_decoding_with_memory(small_target):
 
 @pytest.mark.slow
 def test_a_measurement_begins_without_memory(small_target):
-    """Inside `Merged` too, and though the warm-up is on the first prompt."""
+    """Also inside `Merged`, and although the warm-up decodes the first prompt."""
     settings = {"replayed": None, "sampling": Sampling(0.0), "max_new_tokens": 30, "stop": set(), "seed": 0}
     prompts = [Prompt(str(seed), "", random_tokens(seed, 9, 6)) for seed in (0, 1, 0)]
     for proposer in (suffix := make(num=8, offset=8, least=0.0), Merged(small_target, members=[suffix, make(num=2)])):
         first, again = (measure(small_target, proposer, Drafting(2), prompts, **settings) for _ in range(2))
         assert [row.drafted.accepted for row in first] == [row.drafted.accepted for row in again]
-        assert len(first[2].drafted.accepted[0]) < len(first[0].drafted.accepted[0])  # by heart
+        # the third prompt is the first one again, so its answer comes from memory
+        assert len(first[2].drafted.accepted[0]) < len(first[0].drafted.accepted[0])
 
 
 @pytest.mark.parametrize(
     "wrong",
     [{"num": 0}, {"factor": -1.0}, {"offset": -1}, {"memory": -1}, {"least": 1.0}, {"factor": 0.0, "offset": 0}],
 )
-def test_mistakes(wrong):
+def test_options_out_of_range_are_refused(wrong):
     with pytest.raises(ValueError, match=f"^{next(iter(wrong))}="):
         make(**wrong)
