@@ -213,7 +213,7 @@ def medusa(folder: Path, target: Served, tokens: Tensor, slot: int, depth: int, 
 
 
 def mtp(folder: Path, target: Served, tokens: Tensor, slot: int, depth: int, *, blank: bool = True) -> Drafts:
-    """MiMo's class, which takes its sizes from the target. blank: a zero embedding at position 0, as in vLLM and SGLang."""
+    """MiMo's class, with sizes from the target. blank: a zero embedding at position 0, as in vLLM and SGLang."""
     config, tensors = read(folder)
     assert config["architectures"] == ["MiMoForCausalLM"] and config["num_nextn_predict_layers"] == 1
     config = {**target.config, "head_dim": target.config["hidden_size"] // target.config["num_attention_heads"]}

@@ -64,11 +64,9 @@ def name_of(variant: tuple[str, bool, dict]) -> str:
 
 
 def paired(names: str, variants: list, others: list):
-    """A parametrization by pairs instead of a cross product: each variant with one of the others, in turn.
+    """Pairs instead of a cross product: each variant with one of the others in turn, shifted by one after each round.
 
-    Every variant and every one of the others occurs. After each round through the others they shift by one, so that
-    each is paired with variants of both vocabularies. The first name may be a fixture that takes variants, such as
-    any_drafter.
+    The first name may be a fixture that takes variants, such as any_drafter.
     """
     assert len(variants) >= len(others)
     num = len(others)
@@ -368,10 +366,7 @@ def repeating_texts(num_letters: int, length: int) -> list[list[int]]:
 
 
 def check_rounds(target, proposer, drafts_after, num_new: int = 40) -> None:
-    """Asserts that answers equal plain decoding, and that each round accepts what drafts_after(text) predicts.
-
-    drafts_after(text) -> (token, parent) of each node but the root. More than num_new drafts must be accepted in total.
-    """
+    """Asserts plain decoding's answers, and acceptance by the drafts (token, parent) that drafts_after(text) gives."""
     prompts = prompts_of(target)
     plain = greedy(target, None).generate(prompts, num_new).tokens
     decoder = greedy(target, proposer)
