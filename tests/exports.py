@@ -23,11 +23,8 @@ DEPTH = 4
 SLOTS = (1, 2, 9)
 
 
-CONTAINED = {
-    "norm_features": True,
-    "norm_output": True,
-    "norm_before_residual": True,
-}  # Speculators has one norm or the other
+# A Speculators container has norm_features (fc_norm) or norm_before_fc, not both
+CONTAINED = {"norm_features": True, "norm_output": True, "norm_before_residual": True}
 
 
 ALL_NORMS = {"norm_features": True, "norm_output": True, "norm_before_fc": True, "norm_before_residual": True}
@@ -43,7 +40,7 @@ OTHER_BLOCK = {
 
 
 def make_exact(target, head: str, reduced: bool = False, arguments: dict | None = None):
-    """make_drafter in float64, with weights that float32 represents exactly, as it does published weights."""
+    """A drafter of make_drafter in float64, with weights that float32 can represent, like published weights."""
     return make_drafter(target, head, reduced, {**(arguments or {}), "_convert_": "all"}).float().double()
 
 

@@ -130,7 +130,7 @@ def make_drafter(target: Target, head: str, reduced: bool = False, arguments: di
     return drafter
 
 
-TEMPLATE = (  # SmolLM2's
+TEMPLATE = (  # the chat template of SmolLM2
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\n"
     "You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' }}{% endif %}"
     "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
@@ -158,9 +158,7 @@ def small_tokenizer() -> PreTrainedTokenizerFast:
     """SmolLM2's special tokens and chat template, all bytes, and some words: about 400 entries."""
     special = {"<|endoftext|>": 0, "<|im_start|>": 1, "<|im_end|>": 2}
     vocab = special | {symbol: 3 + n for n, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    words = [
-        list(part) for word in WORDS.split() for part in (word, "\u0120" + word)
-    ]  # byte-level BPE writes a space so
+    words = [list(part) for word in WORDS.split() for part in (word, "\u0120" + word)]  # \u0120 stands for a space
     merges: list[tuple[str, str]] = []
     while pairs := collections.Counter(pair for word in words for pair in itertools.pairwise(word)):
         pair = max(pairs, key=lambda pair: (pairs[pair], pair))  # byte-pair encoding: the pair that occurs most often

@@ -30,10 +30,8 @@ from tests.support import ROOT
 from train.data import Row, collate
 
 GUIDES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]  # their commands must work at this commit
-LOGS = [
-    ROOT / "RESULTS.md",
-    *sorted((ROOT / "results").glob("*.md")),
-]  # their commands worked at the commits that they name
+# Commands of logs need not work now: they belong to the commits that the logs name.
+LOGS = [ROOT / "RESULTS.md", *sorted((ROOT / "results").glob("*.md"))]
 PAGES = [*GUIDES, *LOGS, ROOT / "data" / "README.md", ROOT / "checkpoints" / "README.md"]
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

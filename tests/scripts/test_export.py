@@ -1,4 +1,4 @@
-"""Tests of scripts/export.py and scripts/import.py: printed text, written files, and the way back."""
+"""Tests of scripts/export.py and scripts/import.py: printed text, written files, and restored heads."""
 
 import importlib
 import json

@@ -85,13 +85,12 @@ NUM_TOKENS, ROWS, BATCHES = 4, 500, 8
 
 
 def law_of_texts(target: Target, prompt: list[int], sampling: Sampling) -> dict[tuple[int, ...], float]:
-    """The target's own law of the first NUM_TOKENS tokens, by one plain pass over every text."""
+    """The target's own law of the first NUM_TOKENS tokens, by one pass over all texts."""
     texts = list(itertools.product(range(target.vocab_size), repeat=NUM_TOKENS))
     tokens = torch.tensor([[*prompt, *text] for text in texts])
     law = sampling.law(target.logits(target.read(tokens, ()).final))  # [texts, T, V]
-    probabilities = law[:, len(prompt) - 1 : -1].gather(2, tokens[:, len(prompt) :, None])[
-        ..., 0
-    ]  # [texts, NUM_TOKENS]
+    # [texts, NUM_TOKENS]
+    probabilities = law[:, len(prompt) - 1 : -1].gather(2, tokens[:, len(prompt) :, None])[..., 0]
     return dict(zip(texts, probabilities.prod(1).tolist()))
 
 

@@ -305,9 +305,8 @@ def test_other_settings_are_refused(tmp_path):
         return Resumable(out.with_name("out.jsonl.meta.json"), out, settings, advice="Use the same.")
 
     begin({"seed": 0, "top_p": 1.0, "dtype": "float32"})
-    begin({"seed": 1, "top_p": 1.0, "dtype": "float32"}).append(
-        {"id": "a@0"}
-    )  # accepted, since nothing has been written yet
+    # Another seed is accepted, since no row has been written yet.
+    begin({"seed": 1, "top_p": 1.0, "dtype": "float32"}).append({"id": "a@0"})
     assert begin({"seed": 1, "top_p": 1.0, "dtype": "float32"}).rows == [{"id": "a@0"}]
     with pytest.raises(ValueError, match=r"seed \(then 1, now 0\), top_p \(then 1.0, now 0.9\)\. Use the same"):
         begin({"seed": 0, "top_p": 0.9, "dtype": "float32"})

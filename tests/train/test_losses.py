@@ -317,9 +317,8 @@ def test_rounds_against_all_outcomes(depth, num):
     accept = rand(depth + num, depth, num)
     expected = expected_rounds(accept)
     assert survival.rounds(accept).item() == pytest.approx(expected, abs=1e-12)
-    if (
-        num > 2
-    ):  # it differs from the rounds of other acceptances, and from an estimate by the mean survival over all starts
+    # It differs from the rounds of other acceptances, and from an estimate by the mean survival over all starts.
+    if num > 2:
         for wrong in (accept.roll(1, 1), 1 - accept):
             assert abs(survival.rounds(wrong).item() - expected) > 1e-3
         survivors = accept[:, 1:].cumprod(0).sum(0).mean()

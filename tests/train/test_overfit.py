@@ -1,4 +1,4 @@
-"""Every head must learn a text that depends on the position alone; a draft that is off by one place cannot."""
+"""A test that every head learns a text that depends on the position alone; a misaligned head could not learn it."""
 
 import pytest
 import torch

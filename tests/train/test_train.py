@@ -178,9 +178,8 @@ def test_every_experiment_composes(experiment):
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         config = compose("train", overrides=[f"experiment={experiment}", "run=some"])
     settings = OmegaConf.to_container(config, resolve=True)
-    assert (
-        Settings(**settings["train"]).steps % settings["train"]["validate_every"] == 0
-    )  # so that the last step is validated
+    # The last step is validated.
+    assert Settings(**settings["train"]).steps % settings["train"]["validate_every"] == 0
     drafter, depth = settings["head"]["drafter"], settings["head"]["objective"]["depth"]
     for name in ("num_heads", "num_modules", "num_drafts"):
         assert drafter.get(name) in (None, depth), name
