@@ -1,8 +1,8 @@
 """How engines run an exported folder, in plain torch: written from the engines' conventions, not from specdec.heads.
 
 Every reader is called as reader(folder, target, tokens, slot, depth) with tokens [T] and returns `Drafts`: step d reads
-the target's states 0 .. slot-1 and tokens 0 .. slot+d-1, and predicts token slot+d. Nothing is cached: each step runs all
-rows again. A row pairs the state of position i with the embedding of token i+1 and has position i.
+the target's states 0 .. slot-1 and tokens 0 .. slot+d-1, and predicts token slot+d. Nothing is cached: each step runs
+all rows again. A row pairs the state of position i with the embedding of token i+1 and has position i.
 """
 
 import json

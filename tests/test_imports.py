@@ -64,7 +64,7 @@ FILES = sorted((ROOT / "specdec").rglob("*.py"))
 
 
 def imported(path: Path) -> set[str]:
-    """Modules that a file imports, anywhere in it. `from a import b` counts as a and as a.b, since b may be a module."""
+    """Modules that a file imports, anywhere in it. `from a import b` counts as a and as a.b, as b may be a module."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -103,8 +103,11 @@ def test_train_does_not_import_hydra_or_scripts(path):
 
 
 CACHE_FIELDS = {"data", "halves", "lengths", "skipped", "pending", "known", "slots"}  # of RowCache
-FILES_OUTSIDE_CACHE = [path for path in (*FILES, *(ROOT / "train").rglob("*.py"), *(ROOT / "scripts").rglob("*.py"), ROOT / "train.py")
-          if path != ROOT / "specdec" / "cache.py"]  # fmt: skip
+FILES_OUTSIDE_CACHE = [
+    path
+    for path in (*FILES, *(ROOT / "train").rglob("*.py"), *(ROOT / "scripts").rglob("*.py"), ROOT / "train.py")
+    if path != ROOT / "specdec" / "cache.py"
+]
 
 
 def assigned_fields(path: Path) -> set[str]:

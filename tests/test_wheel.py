@@ -77,7 +77,9 @@ def wheel(tmp_path_factory) -> Path:
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
-    process = subprocess.run([*command, "--wheel-dir", folder, source], capture_output=True, text=True, env=child_environment())  # fmt: skip
+    process = subprocess.run(
+        [*command, "--wheel-dir", folder, source], capture_output=True, text=True, env=child_environment()
+    )
     assert process.returncode == 0, process.stdout + process.stderr
     (built,) = folder.glob("*.whl")
     with zipfile.ZipFile(built) as file:

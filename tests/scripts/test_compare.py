@@ -49,8 +49,16 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def run(folder, run_script):
     def run(*arguments):
-        values = {"checkpoint": f"{folder}/one,{folder}/two", "proposers": "ngram", "prompts": f"{folder}/prompts.jsonl",
-                  "out": f"{folder}/out", "max_new_tokens": "6", "chains": "3", "trees": "3x2x4", "target.dtype": "float32"}  # fmt: skip
+        values = {
+            "checkpoint": f"{folder}/one,{folder}/two",
+            "proposers": "ngram",
+            "prompts": f"{folder}/prompts.jsonl",
+            "out": f"{folder}/out",
+            "max_new_tokens": "6",
+            "chains": "3",
+            "trees": "3x2x4",
+            "target.dtype": "float32",
+        }
         values |= dict(argument.split("=", 1) for argument in arguments)
         return run_script(compare, *(f"{key}={value}" for key, value in values.items()))
 

@@ -189,7 +189,8 @@ def test_every_experiment_composes(experiment):
 @pytest.mark.parametrize("experiment", ["blockwise", "consistency"])
 def test_an_experiment_runs(fit, experiment):
     """Trains and validates the published experiment; only target, data and length differ."""
-    overrides = ("data.hold_out=0", "data.tokens=null", "features.layers=[]", "head.vocab_size=null", "train.steps=2", "train.validate_every=2")  # fmt: skip
+    overrides = ("data.hold_out=0", "data.tokens=null", "features.layers=[]", "head.vocab_size=null",
+                 "train.steps=2", "train.validate_every=2")  # fmt: skip
     assert fit("some", f"experiment={experiment}", *overrides) == 0
     report = json.loads(Path("checkpoints/some/step_000002/report.json").read_text())
     assert report["tau"] >= 1 and report["adapted_target"] == (experiment == "consistency")
