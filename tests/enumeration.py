@@ -160,15 +160,18 @@ def rule_error(p: dict, rule, parts, probs=None) -> float:
     parts. probs [B, N, V]: given to the rule in place of p at the nodes.
     """
 
-    def continued(text, start):
+    def continuation(text, start):
         return math.prod(float(p[text[:place]][text[place]]) for place in range(start, len(text)))
 
-    begun = collections.Counter()
+    emitted_probability = collections.Counter()
     for tree, weights in parts:
         for row, weight, emitted in rule_outcomes(rule, tree, at_nodes(tree, p) if probs is None else probs):
-            begun[emitted] += weights[row] * weight
-    law = {text: sum(begun[text[:n]] * continued(text, n) for n in range(1, len(text) + 1)) for text in TEXTS}
-    return max(abs(law[text] - continued(text, 0)) for text in TEXTS)
+            emitted_probability[emitted] += weights[row] * weight
+    law = {
+        text: sum(emitted_probability[text[:n]] * continuation(text, n) for n in range(1, len(text) + 1))
+        for text in TEXTS
+    }
+    return max(abs(law[text] - continuation(text, 0)) for text in TEXTS)
 
 
 # Whole decoders
@@ -260,14 +263,14 @@ def decoder_outcomes(decoder: Decoder, number: int, *, seed: int, alone: bool, m
 
 def decoder_error(decoder: Decoder, number: int, *, seed: int = 0, alone: bool = False, monkeypatch) -> float:
     """The largest difference between the law of texts that begin with the tokens of this round and the target's law."""
-    begun = collections.Counter()
+    emitted_probability = collections.Counter()
     outcomes = list(decoder_outcomes(decoder, number, seed=seed, alone=alone, monkeypatch=monkeypatch))
     before = outcomes[0][0]
     for _, weight, emitted in outcomes:
-        begun[emitted] += weight
+        emitted_probability[emitted] += weight
     sampling = decoder.sampling
     law = {
-        text: sum(begun[text[:n]] * chance(sampling, before + text[:n], text[n:]) for n in range(1, 4))
+        text: sum(emitted_probability[text[:n]] * chance(sampling, before + text[:n], text[n:]) for n in range(1, 4))
         for text in THREE_TOKENS
     }
     return max(abs(law[text] - chance(sampling, before, text)) for text in THREE_TOKENS)

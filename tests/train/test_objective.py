@@ -304,20 +304,20 @@ def decoded(generation, row: int, depth: int) -> tuple[int, list[int]]:
 @pytest.mark.slow
 def test_replay_equals_decoding(small_drafter, small_target):
     """Temperature 0, several prompts, answers cut by a limit and answers that end with a stop token."""
-    depth, seen = small_drafter.depth or 4, set()
+    depth, accepted_counts = small_drafter.depth or 4, set()
     proposer = HeadProposer(small_drafter, chain_of(depth))
     prompts = [random_tokens(seed, 1 + seed, 6) for seed in range(20)]
     for num_new, stop in ((1, ()), (14, (2, 5)), (17, ())):  # each limit once, with or without stop tokens
         plain, drafted = (
-            Decoder(small_target, each, sampling=Sampling(0.0), stop=set(stop)).generate(prompts, num_new)
-            for each in (None, proposer)
+            Decoder(small_target, choice, sampling=Sampling(0.0), stop=set(stop)).generate(prompts, num_new)
+            for choice in (None, proposer)
         )
         for row, prompt in enumerate(prompts):
             accept = replay.acceptance(small_drafter, prompt, plain.tokens[row], depth=depth, temperature=0.0)
             num_rounds, counts = replay.rounds(accept)
             assert (num_rounds, counts.tolist()) == decoded(drafted, row, depth)
-            seen |= set(drafted.accepted[row])
-    assert {0, 1, 2} <= seen
+            accepted_counts |= set(drafted.accepted[row])
+    assert {0, 1, 2} <= accepted_counts
 
 
 # Pairs: each head with one of the two vocabularies
