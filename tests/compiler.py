@@ -1,11 +1,11 @@
-"""Whether functions can be compiled for the CPU on this machine: what decode.compile=true needs."""
+"""Checks whether this machine can compile functions for the CPU, which decode.compile=true needs."""
 
 import sysconfig
 from pathlib import Path
 
 
 def missing() -> str | None:
-    """What torch's inductor would not find; None if it finds all."""
+    """The first requirement of torch's inductor that is absent here; None if all are present."""
     from torch._inductor import cpp_builder, exc  # slow to import
 
     try:

@@ -1,4 +1,4 @@
-"""Fixtures of all tests: tiny targets and drafters, and the same conditions on every machine."""
+"""Fixtures that all tests share: tiny targets and drafters, and the same conditions on every machine."""
 
 import os
 
@@ -16,7 +16,7 @@ os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = NUM_THREADS  # f
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config):
-    """No line that a script prints is wrapped, whatever the terminal's width and the length of a path."""
+    """Keeps lines that scripts print from being wrapped, for any terminal width and any length of a path."""
     reporter = config.pluginmanager.getplugin("terminalreporter")
     if reporter is not None:  # pytest's own lines keep the terminal's width
         writer = config.get_terminal_writer()
@@ -26,7 +26,7 @@ def pytest_configure(config):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Of tests over all variants of heads, `make quick` runs those of a few."""
+    """Marks tests of variants outside QUICK as slow, so that `make quick` runs a few variants of the heads only."""
     for item in items:
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
         variants = [parameters[name] for name in ("any_drafter", "small_drafter") if name in parameters]
@@ -41,7 +41,7 @@ def target() -> Target:
 
 @pytest.fixture(scope="session")
 def small_target() -> Target:
-    """So few tokens that a random drafter is often right."""
+    """A target with six tokens, so that an untrained drafter is often right."""
     return make_target(6)
 
 
@@ -62,7 +62,7 @@ def small_drafter(request, small_target):
 
 @pytest.fixture
 def compiler(tmp_path_factory):
-    """Skips the test where inductor cannot compile for the CPU; what it compiles is not kept."""
+    """Skips the test where inductor cannot compile for the CPU. Compiled code goes to a temporary folder."""
     if absent := missing():
         pytest.skip(f"decode.compile=true needs {absent}, which is not here")
     with pytest.MonkeyPatch.context() as patch:
@@ -72,7 +72,7 @@ def compiler(tmp_path_factory):
 
 @pytest.fixture
 def traced(monkeypatch) -> None:
-    """Compiled functions run as they were traced: what inductor would make of them takes seconds for each."""
+    """Compiled functions run as traced, without inductor, which takes seconds for each function."""
     import torch._inductor
 
     monkeypatch.setattr(torch._inductor, "compile", lambda module, inputs, options: module)

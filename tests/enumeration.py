@@ -1,6 +1,7 @@
-"""Losslessness by exact enumeration over three tokens: every draft, and every outcome of every draw.
+"""Checks of losslessness by exact enumeration over three tokens: every draft, and every outcome of every draw.
 
-The first half is about rules alone, the second about whole decoders: target, drafter and rule together.
+The first half checks verification rules alone (docs/methods.md, section 1). The second half checks whole decoders:
+target, drafter and rule together.
 """
 
 import collections
@@ -44,7 +45,11 @@ LOSSLESS = [rules.sample, rules.block]
 
 
 class Enumerate:
-    """In the place of rules.Draws: a row follows its script, then takes the first possible outcome and notes others."""
+    """Replaces rules.Draws. Each row follows its script, then takes the first possible outcome and records the others.
+
+    scripts: for each row, the outcomes of its first draws. others: pairs (row, script) that are still to be run.
+    weights: for each row, the probability of the outcomes that it took.
+    """
 
     def __init__(self, scripts: list[list[int]]):
         self.scripts, self.others = scripts, []
@@ -73,18 +78,18 @@ def rows_of(tree: Tree, rows: list[int]) -> Tree:
 
 
 def at_nodes(tree: Tree, table: dict) -> torch.Tensor:
-    """[B, N, V]: what the table holds for each node's prefix, its tokens from the root (which is not in it) down."""
-    found = []
+    """[B, N, V]: the entry of `table` for each node's prefix, which is the tokens from below the root to the node."""
+    laws = []
     for tokens, parents in zip(tree.tokens[:, 1:].tolist(), tree.parents[:, 1:].tolist()):
         prefixes = [()]
         for token, parent in zip(tokens, parents):
             prefixes.append((*prefixes[parent], token))
-        found.append(torch.stack([table[prefix] for prefix in prefixes]))
-    return torch.stack(found)
+        laws.append(torch.stack([table[prefix] for prefix in prefixes]))
+    return torch.stack(laws)
 
 
 def rule_outcomes(rule, tree: Tree, probs: torch.Tensor):
-    """Yields (row, weight, emitted) for every outcome of the rule's draws."""
+    """Yields (row, probability of the outcome, emitted tokens) for every outcome of the rule's draws."""
     pending = [(row, []) for row in range(len(tree.tokens))]
     while pending:
         rows = [row for row, _ in pending]
@@ -100,7 +105,7 @@ def rule_outcomes(rule, tree: Tree, probs: torch.Tensor):
 
 
 def random_laws(seed: int, *, allowed: int = V) -> dict:
-    """A law of the next token for every prefix, with nothing on tokens from `allowed` on."""
+    """A random law of the next token for every prefix. Tokens from `allowed` on have probability 0."""
     generator = torch.Generator().manual_seed(seed)
     laws = {}
     for prefix in PREFIXES:
@@ -111,31 +116,31 @@ def random_laws(seed: int, *, allowed: int = V) -> dict:
 
 
 def drafts(q: dict, parents: list[int], *, replacement: bool = True, conditioned: bool = True):
-    """-> a tree [B, N] of every draft, and the drafts' chances [B]
+    """-> a tree [B, N] of every draft, and the drafts' probabilities [B]
 
-    conditioned=False, which is wrong, hands in q itself for children that were drawn without replacement.
+    conditioned=False passes q itself for children that were drawn without replacement. This is wrong on purpose.
     """
     tokens, laws, weights = [], [], []
-    for drawn in itertools.product(range(V), repeat=len(parents) - 1):
-        found, given, weight = [()], [torch.zeros(V, dtype=torch.float64)], 1.0
-        for node, token in enumerate(drawn, start=1):
-            law = q[found[parents[node]]].clone()
-            given.append(law if conditioned else law.clone())
+    for drafted_tokens in itertools.product(range(V), repeat=len(parents) - 1):
+        prefixes, node_laws, weight = [()], [torch.zeros(V, dtype=torch.float64)], 1.0
+        for node, token in enumerate(drafted_tokens, start=1):
+            law = q[prefixes[parents[node]]].clone()
+            node_laws.append(law if conditioned else law.clone())
             if not replacement:
-                law[[drawn[other - 1] for other in range(1, node) if parents[other] == parents[node]]] = 0
+                law[[drafted_tokens[other - 1] for other in range(1, node) if parents[other] == parents[node]]] = 0
                 law /= law.sum()
             weight *= float(law[token])
-            found.append((*found[parents[node]], token))
+            prefixes.append((*prefixes[parents[node]], token))
         if weight > 0:
-            tokens.append([0, *drawn])
-            laws.append(torch.stack(given))
+            tokens.append([0, *drafted_tokens])
+            laws.append(torch.stack(node_laws))
             weights.append(weight)
     return Tree(torch.tensor(tokens), torch.tensor(parents).repeat(len(tokens), 1), torch.stack(laws)), weights
 
 
 @functools.cache
 def drafted(name: str, seed: int, allowed: int = V):
-    """-> a tree [B, N] of every draft, and the drafts' chances [B]; chosen: one tree of eight nodes"""
+    """-> a tree [B, N] of every draft, the drafts' probabilities [B]; name="chosen": one random tree of eight nodes"""
     if name != "chosen":
         q = random_laws(seed, allowed=allowed)
         return drafts(q, CHAIN_PARENTS if name == "chain" else BUSH_PARENTS, replacement=name != "without replacement")
@@ -143,25 +148,30 @@ def drafted(name: str, seed: int, allowed: int = V):
     tree = random_tree(generator, 8, V)
     while tree.depths().max() > DEPTH:
         tree = random_tree(generator, 8, V)
-    tree.tokens[0, 0] = 0  # as the others have it
+    tree.tokens[0, 0] = 0  # as in the other trees
     return tree, [1.0]
 
 
 def rule_error(p: dict, rule, parts, probs=None) -> float:
-    """The largest difference between the law of texts that begin with what the rule emits and the target's law.
+    """The largest difference, over TEXTS, between the law of decoded texts and the target's law.
 
-    parts: (tree, chances [B]) that are drafted, all in all with chance 1; probs [B, N, V] stands for p at the nodes
+    A decoded text begins with the tokens that the rule emits and continues by the target's law.
+    p: the target's law for every prefix. parts: pairs (tree, probabilities [B] of its drafts), which sum to 1 over all
+    parts. probs [B, N, V]: given to the rule in place of p at the nodes.
     """
 
-    def continued(text, start):
+    def continuation(text, start):
         return math.prod(float(p[text[:place]][text[place]]) for place in range(start, len(text)))
 
-    begun = collections.Counter()
+    emitted_probability = collections.Counter()
     for tree, weights in parts:
         for row, weight, emitted in rule_outcomes(rule, tree, at_nodes(tree, p) if probs is None else probs):
-            begun[emitted] += weights[row] * weight
-    law = {text: sum(begun[text[:n]] * continued(text, n) for n in range(1, len(text) + 1)) for text in TEXTS}
-    return max(abs(law[text] - continued(text, 0)) for text in TEXTS)
+            emitted_probability[emitted] += weights[row] * weight
+    law = {
+        text: sum(emitted_probability[text[:n]] * continuation(text, n) for n in range(1, len(text) + 1))
+        for text in TEXTS
+    }
+    return max(abs(law[text] - continuation(text, 0)) for text in TEXTS)
 
 
 # Whole decoders
@@ -188,7 +198,7 @@ def sampled_target():
 
 @functools.cache
 def next_law(sampling: Sampling, text: tuple[int, ...]) -> torch.Tensor:
-    """[V], by transformers"""
+    """The law [V] of the token after `text`, computed by transformers."""
     steps = [
         RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty),
         TemperatureLogitsWarper(sampling.temperature),
@@ -202,12 +212,12 @@ def next_law(sampling: Sampling, text: tuple[int, ...]) -> torch.Tensor:
 
 
 def chance(sampling: Sampling, before: tuple[int, ...], text: tuple[int, ...]) -> float:
-    """Of `text` behind `before`."""
+    """The probability that the target continues `before` with `text`."""
     return math.prod(float(next_law(sampling, before + text[:n])[text[n]]) for n in range(len(text)))
 
 
 class Switch:
-    """In the place of rules.Draws: at random, the same for every row, until it is switched on; then an enumeration."""
+    """Replaces rules.Draws: while `on` is false, random draws that are the same for every row; then an enumeration."""
 
     def __init__(self, scripts: list[list[int]], seed: int):
         self.enumeration, self.on = Enumerate(scripts), False
@@ -226,9 +236,10 @@ class Switch:
 
 
 def decoder_outcomes(decoder: Decoder, number: int, *, seed: int, alone: bool, monkeypatch):
-    """Round `number` (0: the prompt's own pass), after rounds drawn by `seed`. Yields text before it, weight, what it emits
+    """Yields (text before round `number`, probability of the outcome, emitted tokens) for every outcome of that round.
 
-    alone: a row at a time, for a decoder whose rows mind each other's business
+    Round 0 is the pass over the prompt. The rounds before `number` draw at random by `seed`.
+    alone: one row at a time, for a decoder whose rows depend on each other
     """
     pending = [[]]
     while pending:
@@ -251,15 +262,15 @@ def decoder_outcomes(decoder: Decoder, number: int, *, seed: int, alone: bool, m
 
 
 def decoder_error(decoder: Decoder, number: int, *, seed: int = 0, alone: bool = False, monkeypatch) -> float:
-    """The largest difference between the law of texts that begin with what the round emits and the target's law."""
-    begun = collections.Counter()
-    found = list(decoder_outcomes(decoder, number, seed=seed, alone=alone, monkeypatch=monkeypatch))
-    before = found[0][0]
-    for _, weight, emitted in found:
-        begun[emitted] += weight
+    """The largest difference between the law of texts that begin with the tokens of this round and the target's law."""
+    emitted_probability = collections.Counter()
+    outcomes = list(decoder_outcomes(decoder, number, seed=seed, alone=alone, monkeypatch=monkeypatch))
+    before = outcomes[0][0]
+    for _, weight, emitted in outcomes:
+        emitted_probability[emitted] += weight
     sampling = decoder.sampling
     law = {
-        text: sum(begun[text[:n]] * chance(sampling, before + text[:n], text[n:]) for n in range(1, 4))
+        text: sum(emitted_probability[text[:n]] * chance(sampling, before + text[:n], text[n:]) for n in range(1, 4))
         for text in THREE_TOKENS
     }
     return max(abs(law[text] - chance(sampling, before, text)) for text in THREE_TOKENS)
@@ -271,7 +282,7 @@ def without_temperature(tree: Tree) -> Tree:
 
 
 def answer_statistic(decoder: Decoder, num: int) -> tuple[float, int]:
-    """Chi-square of the first four tokens of `num` answers to the exact law, and its degrees of freedom"""
+    """-> chi-square of the first four tokens of `num` answers against the exact law, its degrees of freedom"""
     answers = decoder.generate([list(PROMPT)] * num, 4, generator=torch.Generator().manual_seed(0)).tokens
     counts = collections.Counter(map(tuple, answers))
     texts = list(itertools.product(range(V), repeat=4))

@@ -1,4 +1,4 @@
-"""What tests of exported and published folders share; tests/reference.py reads such folders independently."""
+"""Helpers for tests of exported and published folders. tests/reference.py reads such folders independently."""
 
 import importlib
 import json
@@ -14,7 +14,7 @@ from tests import reference
 from tests.loops import follow
 from tests.support import load_head, make_drafter, random_tokens
 
-TOKENS = 1 + torch.tensor(random_tokens(3, 16, 60))  # without token 0, in whose place DSpark has its mask
+TOKENS = 1 + torch.tensor(random_tokens(3, 16, 60))  # without token 0, which DSpark uses as its mask
 
 
 DEPTH = 4
@@ -23,11 +23,8 @@ DEPTH = 4
 SLOTS = (1, 2, 9)
 
 
-CONTAINED = {
-    "norm_features": True,
-    "norm_output": True,
-    "norm_before_residual": True,
-}  # Speculators has one norm or the other
+# A Speculators container has norm_features (fc_norm) or norm_before_fc, not both
+CONTAINED = {"norm_features": True, "norm_output": True, "norm_before_residual": True}
 
 
 ALL_NORMS = {"norm_features": True, "norm_output": True, "norm_before_fc": True, "norm_before_residual": True}
@@ -43,7 +40,7 @@ OTHER_BLOCK = {
 
 
 def make_exact(target, head: str, reduced: bool = False, arguments: dict | None = None):
-    """As make_drafter, in float64 numbers that are float32's too, as published weights are."""
+    """A drafter of make_drafter in float64, with weights that float32 can represent, like published weights."""
     return make_drafter(target, head, reduced, {**(arguments or {}), "_convert_": "all"}).float().double()
 
 
@@ -57,19 +54,22 @@ def make_provenance(drafter, **changes) -> serving.Provenance:
         "versions": {"specdec": "1"},
         "reads_layers": list(drafter.target_layers),
     }
-    given = {"source": "run/step", "document": document, "target": "tiny", "fingerprint": "f00", "report": None,
+    fields = {"source": "run/step", "document": document, "target": "tiny", "fingerprint": "f00", "report": None,
              "served": {}, "data": "rows", "license": "mit", "num_drafts": 3, **changes}  # fmt: skip
-    return serving.Provenance(**given)
+    return serving.Provenance(**fields)
 
 
 def export(drafter, form: str, out: Path, *, dtype=torch.float64) -> serving.Form:
-    made = make_form(drafter, form)
-    serving.write(made, out, dtype=dtype, provenance=make_provenance(drafter))
-    return made
+    exported_form = make_form(drafter, form)
+    serving.write(exported_form, out, dtype=dtype, provenance=make_provenance(drafter))
+    return exported_form
 
 
 def assert_same_drafts(path: Path, reader, drafter, *, slots=SLOTS) -> None:
-    """The engine's logits at every step of a chain are the drafter's, and about the same tokens."""
+    """Asserts that the engine has the drafter's logits at every step of a chain, and for the same tokens.
+
+    reader: a function of tests/reference.py that reads the folder `path` as an engine does
+    """
     target = drafter.target
     served = reference.serve(target.model, TOKENS)
     features = target.read(TOKENS[None], drafter.target_layers).features[0]
@@ -93,7 +93,7 @@ REFERENCE_MEDUSA = partial(reference.medusa, engine="reference")
 
 
 def with_vocabularies(cases: list[tuple]) -> list[tuple]:
-    """Each over the whole vocabulary and over a reduced one, which LM heads of Medusa's own do not have."""
+    """Each case with the whole vocabulary and with a reduced one; own LM heads of Medusa have the whole one only."""
     return [
         (*case, reduced) for case in cases for reduced in (False, True) if not (reduced and "own_output" in case[1])
     ]
@@ -112,7 +112,7 @@ def make_medusa2(target):
     return drafter.eval()
 
 
-# What a report and a measurement at a server say of a head
+# Figures of a report, and of a measurement at a server
 REPORT = {"tau": 1.5, "tau_ci": [1.25, 1.75], "num_prompts": 8, "temperature": 0.0, "survival": [0.3, 0.15, 0.05],
           "ms_per_round": {"draft": 9.0, "verify": 25.0, "keep": 0.0, "other": 0.0}, "baseline_tokens_per_second": 50.0,
           "num_rounds": 20, "acceptance": [0.3, 0.5, 0.33], "tokens_per_second": 44.0, "tokens_per_second_ci": [40.0, 48.0],

@@ -1,4 +1,4 @@
-"""Independent slow ways to what the project computes: by transformers, by a model of some layers, by the slot rule."""
+"""Slow independent implementations of what the project computes: greedy decoding, skipped layers, the slot rule."""
 
 import copy
 
@@ -19,26 +19,26 @@ def transformers_answer(target, prompt: list[int], num: int, penalty: float = 1.
 
 @torch.no_grad()
 def logits_of_layers(target: Target, numbers, text: list[int], later: list[int]) -> torch.Tensor:
-    """A model of these layers alone reads `later` after keys and values that the whole target made of `text`.
+    """Logits of a model that has only the layers `numbers`, for the tokens `later`.
 
-    -> logits [len(later), V]
+    Its keys and values of `text`, which precedes `later`, are those of the whole target. -> logits [len(later), V]
     """
-    whole, part = DynamicCache(), DynamicCache()
-    target.model(torch.tensor([text]), past_key_values=whole)
+    whole_cache, part_cache = DynamicCache(), DynamicCache()
+    target.model(torch.tensor([text]), past_key_values=whole_cache)
     model = copy.deepcopy(target.model)
     model.config.num_hidden_layers = len(numbers)
     model.model.layers = nn.ModuleList(model.model.layers[number] for number in numbers)
     for place, number in enumerate(numbers):
         model.model.layers[place].self_attn.layer_idx = place
-        part.update(whole.layers[number].keys, whole.layers[number].values, place)
-    return model(torch.tensor([later]), past_key_values=part).logits[0]
+        part_cache.update(whole_cache.layers[number].keys, whole_cache.layers[number].values, place)
+    return model(torch.tensor([later]), past_key_values=part_cache).logits[0]
 
 
 # The slot rule as a loop
 
 
 class DenseKeys:
-    """In the place of a cache: keeps the keys and values of all calls, and attends to what a dense mask allows."""
+    """Replaces a cache: keeps the keys and values of all calls, and attends to the entries that a dense mask allows."""
 
     def __init__(self):
         self.layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # K, V [B, heads, entries, head_dim]
@@ -61,10 +61,10 @@ class DenseKeys:
 
 @torch.no_grad()
 def follow(drafter, tokens, features, slot: int, depth: int):
-    """What the slot rule says of one slot: steps 1 .. depth along the given tokens, one step after the other.
+    """The slot rule for one slot: steps 1 .. depth along the given tokens, one step after the other.
 
-    Independent of both loops: neither a proposer and its cache nor the unroll has a part in it.
-    tokens [T]; features [T, F*D], of which those before the slot are read -> states [H] and logits [W] of each step
+    It uses neither of the two loops that it checks, the proposer with its cache and the unroll.
+    tokens [T]; features [T, F*D], read only before the slot -> states [H] and logits [W] of each step
     """
     first, kind = drafter.first_slot, drafter.attends
     cache, states, logits = DenseKeys(), [], []
@@ -73,22 +73,22 @@ def follow(drafter, tokens, features, slot: int, depth: int):
     h = drafter.encode(features[None, :slot]) if first else features.new_zeros(1, len(slots), 0)  # f_(j-1) of each slot
     if kind == "block":
         drafter.context(h, slots[None] - 1, cache)
-    if kind in ("none", "block"):  # nothing of other slots but the context, which step 1 sees whole
+    if kind in ("none", "block"):  # of other slots only the context, which step 1 reads whole
         slots, h = slots[-1:], h[:, -1:]
     for d in range(1, depth + 1):
-        if kind == "text":  # the text, with what is drafted, read again
+        if kind == "text":  # reads the text and the drafted tokens again
             places = torch.arange(slot + d)
             mask = torch.ones(len(places), len(places), dtype=torch.bool).tril()
             h, readout = drafter.step(1, h.new_zeros(1, len(places), 0), tokens[None, places], places[None], mask[None, None], None)  # fmt: skip
         else:
-            if kind == "path" and d > 1:  # keys of all slots' step 1, and of this slot's own steps
+            if kind == "path" and d > 1:  # keys of step 1 of all slots, and of the steps of this slot
                 slots, h, mask = slots[-1:], h[:, -1:], torch.ones(1, len(causal) + d - 1, dtype=torch.bool)
-            elif kind == "depth":  # keys of this step at slots that need no drafted token, and its own
+            elif kind == "depth":  # keys of this step at slots that need no drafted token, and at this slot
                 mask = causal.tril(1 - d) | torch.eye(len(slots), dtype=torch.bool)
             else:
                 mask = causal[-len(slots) :]
-            at = slots + d - 1
-            h, readout = drafter.step(d, h, tokens[None, at], at[None], mask[None, None], cache)
+            positions = slots + d - 1
+            h, readout = drafter.step(d, h, tokens[None, positions], positions[None], mask[None, None], cache)
         states.append(h[0, -1])
         logits.append(drafter.logits(d, readout[:, -1:])[0, 0])
     return states, logits

@@ -1,8 +1,8 @@
-"""What engines make of an exported folder, in plain torch: written from their conventions, not from specdec.heads.
+"""How engines run an exported folder, in plain torch: written from the engines' conventions, not from specdec.heads.
 
-Every reader is called as reader(folder, target, tokens, slot, depth) with tokens [T] and gives `Drafts`: step d has seen
-the target's states 0 .. slot-1 and tokens 0 .. slot+d-1, and guesses the one behind. Nothing is cached: each step runs all
-rows again. A row pairs the state of position i with the embedding of token i+1 and has position i.
+Every reader is called as reader(folder, target, tokens, slot, depth) with tokens [T] and returns `Drafts`: step d reads
+the target's states 0 .. slot-1 and tokens 0 .. slot+d-1, and predicts token slot+d. Nothing is cached: each step runs
+all rows again. A row pairs the state of position i with the embedding of token i+1 and has position i.
 """
 
 import json
@@ -17,12 +17,12 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True)
 class Served:
-    """What an engine has of the target and of a text."""
+    """What an engine knows of the target and of a text."""
 
     config: dict
     embed: Tensor  # [V, H]
     lm_head: Tensor  # [V, H]
-    states: Tensor  # [L+1, T, H] behind 0 .. L layers, the last after the final norm
+    states: Tensor  # [L+1, T, H] after 0 .. L layers, the last after the final norm
 
 
 @dataclass(frozen=True)
@@ -47,20 +47,20 @@ def read(folder: Path) -> tuple[dict, dict[str, Tensor]]:
 
 
 def frequencies(config: dict) -> Tensor:
-    """[head_dim / 2]; however often the config says it, it must say the same."""
-    said = []
+    """[head_dim / 2]. If the config gives the rotary settings in two forms, both must agree."""
+    settings = []
     if "rope_parameters" in config:
-        said.append((config["rope_parameters"], config["rope_parameters"]["rope_theta"]))
+        settings.append((config["rope_parameters"], config["rope_parameters"]["rope_theta"]))
     if "rope_theta" in config:
         scaling = config["rope_scaling"] or {"type": "default", "rope_type": "default"}
         assert scaling["type"] == scaling["rope_type"]
-        said.append((scaling, config["rope_theta"]))
-    kinds = {(rope["rope_type"], rope.get("factor"), theta) for rope, theta in said}
+        settings.append((scaling, config["rope_theta"]))
+    kinds = {(rope["rope_type"], rope.get("factor"), theta) for rope, theta in settings}
     assert len(kinds) == 1, kinds
     kind, factor, theta = kinds.pop()
     assert kind in ("default", "linear")
-    each = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    return 1 / (theta ** (torch.arange(0, each, 2) / each)) / (factor if kind == "linear" else 1)
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    return 1 / (theta ** (torch.arange(0, head_dim, 2) / head_dim)) / (factor if kind == "linear" else 1)
 
 
 def rotate(x: Tensor, positions: Tensor, config: dict) -> Tensor:
@@ -96,7 +96,7 @@ def causal(w: dict, config: dict, x: Tensor) -> Tensor:
 
 
 def mlp(w: dict, config: dict, x: Tensor) -> Tensor:
-    """With the residual and the norm before it."""
+    """The MLP of a decoder block, with the norm before it and the residual."""
     assert config.get("hidden_act", "silu") == "silu"
     y = norm(x, w["post_attention_layernorm.weight"], config)
     y = F.silu(y @ w["mlp.gate_proj.weight"].T) * (y @ w["mlp.up_proj.weight"].T)
@@ -120,7 +120,7 @@ def vocabulary(tensors: dict, config: dict, target: Served) -> tuple[Tensor, Ten
 
 
 def eagle1(folder: Path, target: Served, tokens: Tensor, slot: int, depth: int, *, engine: str = "vllm") -> Drafts:
-    """vLLM never has a bias of fc, SGLang always, SafeAILab unless the config denies it. SGLang has a map of tokens."""
+    """fc has no bias in vLLM, one in SGLang, and one in SafeAILab unless bias=false. SGLang reads a map of tokens."""
     config, tensors = read(folder)
     accepted = {"vllm": ("LlamaForCausalLM", "EagleLlamaForCausalLM"), "sglang": ("LlamaForCausalLMEagle",)}
     assert engine not in accepted or config["architectures"][0] in accepted[engine]
@@ -164,7 +164,7 @@ def eagle3(folder: Path, target: Served, tokens: Tensor, slot: int, depth: int, 
     g = torch.cat(list(target.states[layers, :slot]), dim=-1)
     if config.get("norm_before_fc", inner.get("norm_before_fc")):
         g = norm(g, tensors["input_norm.weight"], config)
-    if config.get("fc_norm"):  # behind the other norm, by vLLM's source
+    if config.get("fc_norm"):  # after the other norm, as in vLLM's source
         parts = enumerate(g.chunk(len(layers), dim=-1))
         g = torch.cat([norm(part, tensors[f"fc_norm.{i}.weight"], config) for i, part in parts], dim=-1)
     h, logits = g @ tensors["fc.weight"].T, []
@@ -180,7 +180,7 @@ def eagle3(folder: Path, target: Served, tokens: Tensor, slot: int, depth: int, 
 
 
 def medusa(folder: Path, target: Served, tokens: Tensor, slot: int, depth: int, *, engine: str = "vllm") -> Drafts:
-    """vLLM reads its own names and the reference's; the reference reads its pickle and always has biases."""
+    """vLLM reads its own names and those of the reference; the reference reads its pickle and always has biases."""
     config = json.loads((folder / "config.json").read_text())
     if engine == "reference":
         tensors = torch.load(folder / "medusa_lm_head.pt")
@@ -213,7 +213,7 @@ def medusa(folder: Path, target: Served, tokens: Tensor, slot: int, depth: int, 
 
 
 def mtp(folder: Path, target: Served, tokens: Tensor, slot: int, depth: int, *, blank: bool = True) -> Drafts:
-    """MiMo's class, which takes sizes from the target; blank: no embedding at position 0, as vLLM and SGLang have it."""
+    """MiMo's class, with sizes from the target. blank: a zero embedding at position 0, as in vLLM and SGLang."""
     config, tensors = read(folder)
     assert config["architectures"] == ["MiMoForCausalLM"] and config["num_nextn_predict_layers"] == 1
     config = {**target.config, "head_dim": target.config["hidden_size"] // target.config["num_attention_heads"]}
@@ -241,8 +241,8 @@ def block(folder: Path, target: Served, tokens: Tensor, slot: int, depth: int) -
         layers, mask_id = config["aux_hidden_state_layer_ids"], config["mask_token_id"]
     else:
         assert config["architectures"][0] in ("DFlashDraftModel", "Qwen3DSparkModel")
-        said = config.get("dflash_config", config)
-        layers, mask_id = [k + 1 for k in said["target_layer_ids"]], said["mask_token_id"]
+        settings = config.get("dflash_config", config)
+        layers, mask_id = [k + 1 for k in settings["target_layer_ids"]], settings["mask_token_id"]
     lm_head, ids = vocabulary(tensors, config, target)
     embed = tensors.get("embed_tokens.weight", target.embed)
     mask = embed[mask_id]
@@ -263,8 +263,8 @@ def block(folder: Path, target: Served, tokens: Tensor, slot: int, depth: int) -
         before = tensors["markov_head.markov_w1.weight"][tokens[slot : slot + depth]]
         logits = logits + before @ tensors["markov_head.markov_w2.weight"].T
         if config["enable_confidence_head"]:
-            seen = torch.cat([x, before], dim=-1)
-            confidence = F.linear(seen, tensors["confidence_head.proj.weight"], tensors["confidence_head.proj.bias"])[
+            inputs = torch.cat([x, before], dim=-1)
+            confidence = F.linear(inputs, tensors["confidence_head.proj.weight"], tensors["confidence_head.proj.bias"])[
                 :, 0
             ]
     return Drafts(logits, ids, confidence)

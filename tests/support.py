@@ -1,4 +1,4 @@
-"""What tests share: tiny targets, drafters and tokenizers, independent slow loops, scripted proposers, saved folders."""
+"""Helpers that tests share: tiny targets, drafters and tokenizers, scripted proposers, saved folders."""
 
 import collections
 import functools
@@ -31,7 +31,7 @@ from train.trainer import Trainer
 ROOT = Path(__file__).resolve().parents[1]
 REAL_TARGET = ROOT / "targets" / "smollm2-135m"
 HEADS_FOLDER = ROOT / "conf" / "head"
-ADAPTING = ("medusa2", "consistency")  # they change the target, which tests share: they have tests of their own
+ADAPTING = ("medusa2", "consistency")  # they change the target, which tests share, so other tests cover them
 HEADS = sorted(path.stem for path in HEADS_FOLDER.glob("*.yaml") if path.stem not in ADAPTING)
 # (head, whether the draft vocabulary is reduced, arguments)
 VARIANTS = [(head, reduced, {}) for head in HEADS for reduced in (False, True)]
@@ -64,10 +64,9 @@ def name_of(variant: tuple[str, bool, dict]) -> str:
 
 
 def paired(names: str, variants: list, others: list):
-    """A parametrization by pairs in the place of a cross product: variant i with one of the others, in turn.
+    """Pairs instead of a cross product: each variant with one of the others in turn, shifted by one after each round.
 
-    Every variant and every one of the others occurs; with each round through the others they shift by one, so that
-    they meet variants of both vocabularies. The first name may be a fixture that takes variants, such as any_drafter.
+    The first name may be a fixture that takes variants, such as any_drafter.
     """
     assert len(variants) >= len(others)
     num = len(others)
@@ -100,7 +99,7 @@ def make_target(vocab_size: int, *, num_layers: int = 8) -> Target:
 
 
 def scale_forward(target: Target, monkeypatch) -> None:
-    """Makes the target do more than its layers one after the other."""
+    """Makes the target scale the output of its layers, as a target does that is more than a sequence of layers."""
     forward = target.decoder.forward
 
     def scaled(*args, **kwargs):
@@ -113,7 +112,7 @@ def scale_forward(target: Target, monkeypatch) -> None:
 
 @functools.cache
 def load_head(head: str) -> dict:
-    """The composed configuration of conf/head/<head>.yaml, without the objective's class, which tests name themselves."""
+    """The composed configuration of conf/head/<head>.yaml, without the class of the objective."""
     with hydra.initialize_config_dir(str(HEADS_FOLDER.parent), version_base="1.3"):
         config = OmegaConf.to_container(hydra.compose("train", overrides=[f"head={head}"]).head)
     del config["objective"]["_target_"]
@@ -121,7 +120,7 @@ def load_head(head: str) -> dict:
 
 
 def make_drafter(target: Target, head: str, reduced: bool = False, arguments: dict | None = None):
-    """Every parameter is random, norms too. Reduced: two thirds of the vocabulary."""
+    """A drafter in float64 with random parameters, norms included. reduced: two thirds of the vocabulary."""
     torch.manual_seed(1)
     vocab = torch.randperm(target.vocab_size)[: target.vocab_size * 2 // 3].sort().values if reduced else None
     drafter = instantiate({**load_head(head)["drafter"], **(arguments or {})}, target, vocab=vocab).double().eval()
@@ -131,13 +130,13 @@ def make_drafter(target: Target, head: str, reduced: bool = False, arguments: di
     return drafter
 
 
-TEMPLATE = (  # SmolLM2's
+TEMPLATE = (  # the chat template of SmolLM2
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\n"
     "You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' }}{% endif %}"
     "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-WORDS = (  # what tests and the template write often, so that texts are short
+WORDS = (  # frequent in tests and in the template; as single tokens they keep texts short
     "system user assistant You are a helpful AI named SmolLM trained by Hugging Face Count to from on is followed "
     "then number Say hello Hello world"
 )
@@ -159,7 +158,7 @@ def small_tokenizer() -> PreTrainedTokenizerFast:
     """SmolLM2's special tokens and chat template, all bytes, and some words: about 400 entries."""
     special = {"<|endoftext|>": 0, "<|im_start|>": 1, "<|im_end|>": 2}
     vocab = special | {symbol: 3 + n for n, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    words = [list(part) for word in WORDS.split() for part in (word, "\u0120" + word)]  # a space is written so
+    words = [list(part) for word in WORDS.split() for part in (word, "\u0120" + word)]  # \u0120 stands for a space
     merges: list[tuple[str, str]] = []
     while pairs := collections.Counter(pair for word in words for pair in itertools.pairwise(word)):
         pair = max(pairs, key=lambda pair: (pairs[pair], pair))  # byte-pair encoding: the pair that occurs most often
@@ -213,7 +212,7 @@ def save_word_model(
 
 @torch.no_grad()
 def text_logits(drafter, tokens: torch.Tensor) -> torch.Tensor:
-    """A draft model's: tokens [B, T] -> logits [B, T, W] of step 1 of every slot"""
+    """Of a draft model: tokens [B, T] -> logits [B, T, W] of step 1 of every slot"""
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
     h = torch.zeros(*tokens.shape, 0)
     _, readout = drafter.step(1, h, tokens, positions, masks.documents(torch.zeros_like(tokens)), UnrollCache())
@@ -221,7 +220,7 @@ def text_logits(drafter, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def disturb(drafter):
-    """The drafter with noise on what is trained, as if it had been trained."""
+    """Adds noise to the trainable parameters, as if the drafter had been trained. -> the drafter"""
     torch.manual_seed(2)
     for parameter in drafter.parameters():
         if parameter.requires_grad:
@@ -240,7 +239,7 @@ def write_prompts(path: Path, num: int) -> None:
 
 @functools.cache
 def train_command():
-    """train.py as a module. `import train` is the package, so the command beside it is loaded by its path."""
+    """train.py as a module. `import train` imports the package, so the command is loaded by its path."""
     spec = importlib.util.spec_from_file_location("train_command", ROOT / "train.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -248,7 +247,7 @@ def train_command():
 
 
 def train_overrides(folder: Path, run: str, *more: str) -> list[str]:
-    """A short run of train.py in `folder`."""
+    """Arguments of train.py for a short run with the target and data in `folder`."""
     return [f"run={run}", f"target.name={folder}/target", "target.dtype=float32", f"data.train={folder}/train.jsonl",
             f"data.heldout={folder}/prompts.jsonl", "data.length=64", "precision=fp32", "features.mode=online", "threads=1",
             "validation.max_new_tokens=4", "train.steps=4", "train.validate_every=4", "train.save_every=2", "train.log_every=1",
@@ -256,13 +255,13 @@ def train_overrides(folder: Path, run: str, *more: str) -> list[str]:
 
 
 def losses_of(run: str) -> dict[int, float]:
-    """The loss of each step that a run in the working directory has logged."""
+    """The logged loss of each step of a run in the working directory."""
     lines = [json.loads(line) for line in (Path("checkpoints") / run / "log.jsonl").read_text().splitlines()]
     return {line["step"]: line["loss"] for line in lines if "loss" in line}
 
 
 def child_environment(**more: str) -> dict[str, str]:
-    """For the processes that tests start: the clone's packages, one thread."""
+    """The environment of processes that tests start: the packages of this clone, one thread."""
     return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", **more}
 
 
@@ -278,7 +277,7 @@ def random_tokens(seed: int, num: int, vocab_size: int) -> list[int]:
 
 
 def random_tree(generator: torch.Generator, num_nodes: int, vocab_size: int) -> Tree:
-    """One row; parents at random, tokens of siblings distinct."""
+    """A tree of one row with random parents; siblings have distinct tokens."""
 
     def pick(num: int) -> int:
         return int(torch.randint(num, (), generator=generator))
@@ -306,7 +305,7 @@ def check_counters(generation) -> None:
 
 
 class Scripted(Proposer):
-    """Knows every row's text: drafts(text, place of the newest token) -> Tree of one row."""
+    """A proposer that is given the text of every row. drafts(text, place of the newest token) -> Tree of one row"""
 
     target_layers = (3, 8)
 
@@ -321,7 +320,7 @@ class Scripted(Proposer):
         for row, count in enumerate(num.tolist()):
             first, self.places[row] = self.places[row] + 1, self.places[row] + count
             text = self.texts[row][first : first + count]
-            assert tokens[row, : len(text)].tolist() == text  # what is committed is the text, in order
+            assert tokens[row, : len(text)].tolist() == text  # the committed tokens are those of the text, in order
             self.features[row] += features[row, : len(text)]
 
     def propose(self, sampling, generator):
@@ -330,7 +329,7 @@ class Scripted(Proposer):
 
 
 def oracle(depth: int, *, wrong: int | None = None):
-    """Chains of the text's own next tokens, or of a constant."""
+    """Drafts chains of the next tokens of the text; with `wrong`, chains of that token."""
 
     def drafts(text, place):
         known = [*text[place : place + 1 + depth], *[0] * (1 + depth)][: 1 + depth]
@@ -343,7 +342,7 @@ def oracle(depth: int, *, wrong: int | None = None):
 
 
 def begin(proposer, prompts: list[list[int]]) -> None:
-    """A ragged batch; the last token of each stands for the first of its answer."""
+    """Begins a batch of prompts of any lengths. The last token of each prompt serves as the first of its answer."""
     tokens = pad_sequence([torch.tensor(prompt[:-1]) for prompt in prompts], batch_first=True)
     counts = [len(prompt) - 1 for prompt in prompts]
     proposer.begin(tokens, torch.tensor(counts))
@@ -351,51 +350,51 @@ def begin(proposer, prompts: list[list[int]]) -> None:
 
 
 def commit(proposer, new: list[list[int]]) -> None:
-    """Ragged, as the decoder commits: entries behind a row's own tokens are padding."""
+    """Commits rows of any lengths as the decoder does: entries after the tokens of a row are padding."""
     tokens = pad_sequence([torch.tensor(row) for row in new], batch_first=True, padding_value=9)
     counts = [len(row) for row in new]
     proposer.commit(tokens, tokens.new_zeros(*tokens.shape, 0), torch.tensor(counts), counts)
 
 
 def repeating_texts(num_letters: int, length: int) -> list[list[int]]:
-    """At random, and some that come to repeat themselves."""
+    """Random texts, and some that repeat themselves."""
     draw = random.Random(0)
-    found = [[draw.randrange(num_letters) for _ in range(length)] for _ in range(4)]
-    return [*found, [1] * length, found[0][:5] + [0, 1, 1, 2] * (length // 4), found[1][: length // 2] * 2]
+    texts = [[draw.randrange(num_letters) for _ in range(length)] for _ in range(4)]
+    return [*texts, [1] * length, texts[0][:5] + [0, 1, 1, 2] * (length // 4), texts[1][: length // 2] * 2]
 
 
 def check_rounds(target, proposer, drafts_after, num_new: int = 40) -> None:
-    """Answers are the plain ones, and a round accepts what drafts_after(text) has of them, which is often something."""
+    """Asserts plain decoding's answers, and acceptance by the drafts (token, parent) that drafts_after(text) gives."""
     prompts = prompts_of(target)
     plain = greedy(target, None).generate(prompts, num_new).tokens
     decoder = greedy(target, proposer)
     assert decoder.generate(prompts, num_new).tokens == plain
     total = 0
     for prompt, answer in zip(prompts, plain):
-        (accepted,) = decoder.generate([prompt], num_new).accepted  # alone, since a short chain of a batch is filled up
-        goal, end = [], 1
+        (accepted,) = decoder.generate([prompt], num_new).accepted  # one row alone, since a batch pads short chains
+        expected, end = [], 1
         while end < num_new:
             children = {(parent, token): n for n, (token, parent) in enumerate(drafts_after(prompt, answer[:end]), 1)}
             node, count = 0, 0
             while end + count < num_new and (node, answer[end + count]) in children:
                 node, count = children[node, answer[end + count]], count + 1
-            goal.append(min(count, num_new - end - 1))
+            expected.append(min(count, num_new - end - 1))
             end += count + 1
-        assert accepted == goal
+        assert accepted == expected
         total += sum(accepted)
     assert total > num_new
 
 
 def fit_interrupted(fit, name: str, *more: str) -> None:
-    """Trains a run that dies before its fourth step, and resumes it."""
+    """Trains a run that fails before its fourth step, and resumes it."""
     step = Trainer._train_step
 
-    def dies(trainer):
+    def failing_step(trainer):
         if trainer.step == 3:
             raise KeyError("power cut")
         return step(trainer)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyError):
-        patch.setattr(Trainer, "_train_step", dies)
+        patch.setattr(Trainer, "_train_step", failing_step)
         fit(name, *more)
     assert fit(name, *more, "resume=true") == 0

@@ -1,4 +1,4 @@
-"""The documentation: links lead somewhere, commands name what exists, and the example of a new head works."""
+"""Tests of the documentation: links resolve, commands name existing options, the example of a new head works."""
 
 import ast
 import dataclasses
@@ -29,8 +29,9 @@ from specdec.tree import TreeShape
 from tests.support import ROOT
 from train.data import Row, collate
 
-GUIDES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]  # their commands must work today
-LOGS = [ROOT / "RESULTS.md", *sorted((ROOT / "results").glob("*.md"))]  # their commands are those of their commits
+GUIDES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]  # their commands must work at this commit
+# Commands of logs need not work now: they belong to the commits that the logs name.
+LOGS = [ROOT / "RESULTS.md", *sorted((ROOT / "results").glob("*.md"))]
 PAGES = [*GUIDES, *LOGS, ROOT / "data" / "README.md", ROOT / "checkpoints" / "README.md"]
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -53,7 +54,7 @@ def anchors(path: Path) -> set[str]:
 
 
 def commands(path: Path) -> list[str]:
-    """What a page tells the reader to run: lines of code blocks, and code inside sentences."""
+    """Commands that a page tells the reader to run, from code blocks and from code inside sentences."""
     text = path.read_text()
     blocks = "\n".join(body for _, body in FENCE.findall(text)).replace("\\\n", " ")
     spans = re.findall(r"`([^`\n]+)`", FENCE.sub("", text))
@@ -62,12 +63,12 @@ def commands(path: Path) -> list[str]:
 
 def listed(select) -> list:
     """One test parameter for every command that `select` accepts."""
-    found = [(path, command) for path in GUIDES for command in commands(path) if select(command)]
-    return [pytest.param(command, id=f"{name_of(path)}: {command[:90]}") for path, command in found]
+    cases = [(path, command) for path in GUIDES for command in commands(path) if select(command)]
+    return [pytest.param(command, id=f"{name_of(path)}: {command[:90]}") for path, command in cases]
 
 
 @pytest.mark.parametrize("path", PAGES, ids=name_of)
-def test_links_lead_somewhere(path):
+def test_links_resolve(path):
     for link in LINK.findall(without_code(path.read_text())):
         if "://" in link:
             continue
@@ -107,7 +108,7 @@ def option_class(script: str) -> type:
 
 
 def check_files(arguments: list[str]) -> None:
-    """What a command reads from the repository is there."""
+    """Asserts that the files that a command reads from the repository exist."""
     for argument in arguments:
         for value in argument.partition("=")[2].split(","):
             if value.startswith(("data/", "checkpoints/shipped/")):
@@ -115,28 +116,28 @@ def check_files(arguments: list[str]) -> None:
 
 
 def check_proposers(arguments: list[str]) -> None:
-    """proposer=NAME, proposers=A,B and their settings are those of conf/proposer."""
-    given = dict(argument.split("=", 1) for argument in arguments)
-    names = [name for key in ("proposer", "proposers") for name in given.get(key, "").split(",") if name]
+    """Asserts that proposer=NAME, proposers=A,B and their settings exist in conf/proposer."""
+    values = dict(argument.split("=", 1) for argument in arguments)
+    names = [name for key in ("proposer", "proposers") for name in values.get(key, "").split(",") if name]
     settings = {}
     while names:
         name = names.pop()
         path = ROOT / "conf" / "proposer" / f"{name}.yaml"
         assert path.exists(), f"there is no proposer {name}"
         settings[name] = yaml.safe_load(path.read_text())
-        inner = [settings[name].get("members", []), [settings[name].get("inner")]]
-        names += [each for group in inner for each in group if each and each not in settings]
-    for key in given:
+        groups = [settings[name].get("members", []), [settings[name].get("inner")]]
+        names += [each for group in groups for each in group if each and each not in settings]
+    for key in values:
         if key.startswith("proposer."):
             *owner, last = key.split(".")[1:]
             if last == "checkpoint":  # the trained head of any proposer that holds one
                 continue
-            of = [settings[owner[-1]]] if owner else list(settings.values())
-            assert any(last in each for each in of), f"{key} is no setting of {', '.join(settings)}"
+            owners = [settings[owner[-1]]] if owner else list(settings.values())
+            assert any(last in each for each in owners), f"{key} is no setting of {', '.join(settings)}"
 
 
 @pytest.mark.parametrize("command", listed(lambda command: command.startswith("python scripts/")))
-def test_command_of_a_script(command, monkeypatch):
+def test_commands_of_scripts_name_existing_options(command, monkeypatch):
     script, *arguments = shlex.split(command, comments=True)[1:]
     assert (ROOT / script).exists(), f"{script} does not exist"
     declared = option_class(Path(script).stem)
@@ -156,7 +157,7 @@ def test_command_of_a_script(command, monkeypatch):
 
 
 def example_head(folder: Path) -> str:
-    """Writes the YAML file of docs/new-head.md to folder/head/linear.yaml. -> the class's source"""
+    """Writes the YAML file of docs/new-head.md to folder/head/linear.yaml. -> the source of the class"""
     blocks = FENCE.findall((ROOT / "docs" / "new-head.md").read_text())
     source = next(body for language, body in blocks if language == "python" and "class Linear" in body)
     settings = next(body for language, body in blocks if language == "yaml")
@@ -166,13 +167,13 @@ def example_head(folder: Path) -> str:
 
 
 def compose(overrides: list[str], folder: Path):
-    """conf/train.yaml with these overrides; `folder` adds heads."""
+    """The configuration conf/train.yaml with these overrides; `folder` adds heads."""
     with hydra.initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         return hydra.compose("train", [*overrides, f"hydra.searchpath=[file://{folder}]"], return_hydra_config=True)
 
 
 @pytest.mark.parametrize("command", listed(lambda command: "train.py" in command))
-def test_command_of_training(command, tmp_path):
+def test_commands_of_training_compose(command, tmp_path):
     words = shlex.split(command, comments=True)
     arguments = words[next(place for place, word in enumerate(words) if word.endswith("train.py")) + 1 :]
     example_head(tmp_path)

@@ -1,4 +1,4 @@
-"""The direction of imports: scripts -> train -> specdec, and inside specdec downwards only."""
+"""Tests of the direction of imports: scripts -> train -> specdec, and inside specdec by the order of ORDER."""
 
 import ast
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 
 from tests.support import ROOT
 
-# A file may import what stands before it, and nothing of its own row.
+# A file may import modules that are listed before it, and no other module of its own row.
 ORDER = [
     "cache",
     "compile",
@@ -64,7 +64,7 @@ FILES = sorted((ROOT / "specdec").rglob("*.py"))
 
 
 def imported(path: Path) -> set[str]:
-    """Modules that a file imports, anywhere in it; `from a import b` counts as a and as a.b, which may be a module."""
+    """Modules that a file imports, anywhere in it. `from a import b` counts as a and as a.b, as b may be a module."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -76,7 +76,7 @@ def imported(path: Path) -> set[str]:
 
 
 def rank(module: str) -> int | None:
-    """The row of a module of specdec; None for packages themselves, other modules and names inside modules."""
+    """The place in ORDER of a module of specdec; None for packages, other modules and names inside modules."""
     path = module.removeprefix("specdec.")
     if not (ROOT / "specdec" / (path.replace(".", "/") + ".py")).exists() or path == module:
         return None
@@ -84,31 +84,34 @@ def rank(module: str) -> int | None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_specdec_imports_downwards_only(path):
+def test_specdec_imports_follow_the_order(path):
     names = imported(path)
     assert not {name.split(".")[0] for name in names} & {"train", "scripts", "hydra", "omegaconf", "accelerate"}
-    ours = {name for name in names if name.startswith("specdec.")}
+    own_modules = {name for name in names if name.startswith("specdec.")}
     if path.name == "__init__.py":
-        assert not ours
+        assert not own_modules
         return
-    own = rank(".".join(path.relative_to(ROOT).with_suffix("").parts))
-    assert own is not None
-    above = {name for name in ours if rank(name) is not None and rank(name) >= own}
-    assert not above, f"{path.name} imports what stands behind it: {above}"
+    own_rank = rank(".".join(path.relative_to(ROOT).with_suffix("").parts))
+    assert own_rank is not None
+    not_before = {name for name in own_modules if rank(name) is not None and rank(name) >= own_rank}
+    assert not not_before, f"{path.name} imports modules that are not before it in ORDER: {not_before}"
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "train").rglob("*.py")), ids=lambda path: path.name)
-def test_train_knows_no_hydra(path):
+def test_train_does_not_import_hydra_or_scripts(path):
     assert not {name.split(".")[0] for name in imported(path)} & {"hydra", "omegaconf", "scripts"}
 
 
 CACHE_FIELDS = {"data", "halves", "lengths", "skipped", "pending", "known", "slots"}  # of RowCache
-OTHERS = [path for path in (*FILES, *(ROOT / "train").rglob("*.py"), *(ROOT / "scripts").rglob("*.py"), ROOT / "train.py")
-          if path != ROOT / "specdec" / "cache.py"]  # fmt: skip
+FILES_OUTSIDE_CACHE = [
+    path
+    for path in (*FILES, *(ROOT / "train").rglob("*.py"), *(ROOT / "scripts").rglob("*.py"), ROOT / "train.py")
+    if path != ROOT / "specdec" / "cache.py"
+]
 
 
 def assigned_fields(path: Path) -> set[str]:
-    """Assignments to a field of CACHE_FIELDS, or to a part of one, of anything but `self`. A Parameter's `data` is allowed."""
+    """Assignments to a field of CACHE_FIELDS, or to a part of one, outside `self`. parameter.data is allowed."""
     places = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
@@ -122,20 +125,20 @@ def assigned_fields(path: Path) -> set[str]:
     return places
 
 
-@pytest.mark.parametrize("path", OTHERS, ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("path", FILES_OUTSIDE_CACHE, ids=lambda path: str(path.relative_to(ROOT)))
 def test_only_the_cache_assigns_its_fields(path):
     assert not assigned_fields(path)
 
 
-def test_assignments_are_seen(tmp_path):
+def test_assigned_fields_detects_assignments(tmp_path):
     path = tmp_path / "code.py"
     path.write_text("self.cache.pending = 0\ncache.lengths, x = 1, 2\ncache.known += [1]\ncache.data[..., 0] = 1\n"
                     "self.known = 1\nparameter.data = 1\nx = cache.slots\n")  # fmt: skip
     assert assigned_fields(path) == {"self.cache.pending", "cache.lengths", "cache.known", "cache.data"}
 
 
-def test_the_reader_reads():
-    """The files above import one another, and are seen to."""
+def test_imports_and_ranks_are_read():
+    """`imported` and `rank` give results for the real files, so the tests above cannot pass by reading nothing."""
     assert "specdec.unroll" in imported(ROOT / "specdec" / "replay.py")
     assert rank("specdec.heads.eagle") == ORDER.index("heads.*") and rank("specdec.tree.Tree") is None
     assert sum(len(imported(path)) for path in FILES) > 50

@@ -1,4 +1,4 @@
-"""What `pip install .` gives: the wheel alone, with torch and transformers but without the extras, decodes with drafts."""
+"""Tests of the wheel: without the extras, `pip install .` gives a package that decodes with drafts."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from tests.support import REAL_TARGET, ROOT, child_environment, save_target
 pytestmark = pytest.mark.slow
 
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-# Modules of the extras, whose names are not always those of the packages
+# Modules of the extras; their names can differ from those of the packages
 HIDDEN = {re.match(r"[\w-]+", line)[0].replace("-", "_") for line in EXTRAS["train"]} | {"hydra", "omegaconf", "train"}
 # Runs in an interpreter without site-packages and .pth files, in which the modules of the extras cannot be found.
 BARE = """
@@ -51,11 +51,11 @@ from specdec.tree import TreeShape
 torch.set_num_threads(1)
 target = Target.load(sys.argv[1], dtype="float32")
 drafter = checkpoint.load(sys.argv[2], target)
-prompt, found = [[1, 9690, 198, 2683, 359, 253, 5356, 2, 198]], []
+prompt, generations = [[1, 9690, 198, 2683, 359, 253, 5356, 2, 198]], []
 for proposer in (None, HeadProposer(drafter, TreeShape(depth=3, width=1, nodes=3))):
-    found.append(Decoder(target, proposer, sampling=Sampling(), stop=set()).generate(prompt, 24))
-print(json.dumps({"file": specdec.__file__, "same": found[0].tokens == found[1].tokens,
-                  "accepted": sum(found[1].accepted[0]), "modules": sorted(sys.modules)}))
+    generations.append(Decoder(target, proposer, sampling=Sampling(), stop=set()).generate(prompt, 24))
+print(json.dumps({"file": specdec.__file__, "same": generations[0].tokens == generations[1].tokens,
+                  "accepted": sum(generations[1].accepted[0]), "modules": sorted(sys.modules)}))
 """
 LOAD = """
 from specdec import checkpoint
@@ -77,8 +77,10 @@ def wheel(tmp_path_factory) -> Path:
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
-    done = subprocess.run([*command, "--wheel-dir", folder, source], capture_output=True, text=True, env=child_environment())  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    process = subprocess.run(
+        [*command, "--wheel-dir", folder, source], capture_output=True, text=True, env=child_environment()
+    )
+    assert process.returncode == 0, process.stdout + process.stderr
     (built,) = folder.glob("*.whl")
     with zipfile.ZipFile(built) as file:
         file.extractall(folder / "unpacked")
@@ -86,14 +88,14 @@ def wheel(tmp_path_factory) -> Path:
 
 
 def run_bare(wheel: Path, script: str, *arguments) -> str:
-    """What the script prints where only the wheel, torch, transformers and what they need can be imported."""
+    """The output of a script that can import only the wheel, torch, transformers and their requirements."""
     packages = sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
-    given = json.dumps([str(wheel), packages, sorted(HIDDEN), script, *map(str, arguments)])
+    arguments_json = json.dumps([str(wheel), packages, sorted(HIDDEN), script, *map(str, arguments)])
     environment = {**child_environment(), "PYTHONPATH": "", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-I", "-S", "-c", BARE, given]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=wheel, env=environment)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    command = [sys.executable, "-I", "-S", "-c", BARE, arguments_json]
+    process = subprocess.run(command, capture_output=True, text=True, cwd=wheel, env=environment)
+    assert process.returncode == 0, process.stderr
+    return process.stdout
 
 
 def test_the_wheel_holds_every_package(wheel):
@@ -107,10 +109,10 @@ def test_the_wheel_holds_every_package(wheel):
 
 
 def test_a_shipped_head_drafts_without_the_extras(wheel):
-    found = json.loads(run_bare(wheel, DECODE, REAL_TARGET, ROOT / "checkpoints" / "shipped" / "eagle"))
-    assert found["file"] == str(wheel / "specdec" / "__init__.py")
-    assert found["same"] and found["accepted"] > 3
-    assert not {name.partition(".")[0] for name in found["modules"]} & HIDDEN
+    result = json.loads(run_bare(wheel, DECODE, REAL_TARGET, ROOT / "checkpoints" / "shipped" / "eagle"))
+    assert result["file"] == str(wheel / "specdec" / "__init__.py")
+    assert result["same"] and result["accepted"] > 3
+    assert not {name.partition(".")[0] for name in result["modules"]} & HIDDEN
 
 
 def test_a_head_that_adapts_its_target_names_the_extra_that_it_needs(wheel, tmp_path):

@@ -1,4 +1,4 @@
-"""How tests run a script: in this process, as its command does."""
+"""Fixtures that run a script in the process of the test, as its command runs it."""
 
 import sys
 
@@ -19,13 +19,13 @@ def run_script(monkeypatch, capsys):
 
 @pytest.fixture
 def run(run_script):
-    """Test files put their own arguments before those that are given."""
+    """`run_script`; test files replace it by a function that adds arguments of their own."""
     return run_script
 
 
 @pytest.fixture
 def refuse(run):
-    """refuse(message, arguments ...): `run` with these arguments ends with a ValueError that says the message."""
+    """refuse(message, arguments ...): asserts that `run` with these arguments raises a ValueError with that message."""
 
     def refuse(message: str, *arguments) -> None:
         with pytest.raises(ValueError, match=message):

@@ -1,4 +1,4 @@
-"""scripts/compare.py on two tiny checkpoints: its figures, its interruption, and what it says to a mistake."""
+"""Tests of scripts/compare.py on two tiny checkpoints: figures, interruption, refusals."""
 
 import json
 from dataclasses import replace
@@ -29,13 +29,13 @@ TRAINING = {"tokens": 2_000_000, "tokens_per_second": 1234.5, "peak_memory": 2**
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("compare")
     target = save_target(folder / "target")
-    report = {**summarise(made_up(0), depth=4, temperature=1.0).to_json(), "training": TRAINING}
+    report = {**summarise(random_results(0), depth=4, temperature=1.0).to_json(), "training": TRAINING}
     for seed, (name, extra) in enumerate([("one", {"report.json": report}), ("two", {})]):
         save_eagle(folder / name / "step_000001", target, seed=seed, extra=extra)
         (folder / name / "best").write_text("step_000001\n")
     shape = {"num_heads": 2, "lora_rank": 2}
     torch.manual_seed(0)
-    adapting = Medusa2(target, **shape)  # from here on the target is an adapted one
+    adapting = Medusa2(target, **shape)  # from here on `target` is adapted
     for name, parameter in adapting.named_parameters():
         if "lora" in name:
             parameter.data = 0.3 * torch.randn_like(parameter)
@@ -49,10 +49,18 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def run(folder, run_script):
     def run(*arguments):
-        given = {"checkpoint": f"{folder}/one,{folder}/two", "proposers": "ngram", "prompts": f"{folder}/prompts.jsonl", "out": f"{folder}/out",
-                 "max_new_tokens": "6", "chains": "3", "trees": "3x2x4", "target.dtype": "float32"}  # fmt: skip
-        given |= dict(argument.split("=", 1) for argument in arguments)
-        return run_script(compare, *(f"{key}={value}" for key, value in given.items()))
+        values = {
+            "checkpoint": f"{folder}/one,{folder}/two",
+            "proposers": "ngram",
+            "prompts": f"{folder}/prompts.jsonl",
+            "out": f"{folder}/out",
+            "max_new_tokens": "6",
+            "chains": "3",
+            "trees": "3x2x4",
+            "target.dtype": "float32",
+        }
+        values |= dict(argument.split("=", 1) for argument in arguments)
+        return run_script(compare, *(f"{key}={value}" for key, value in values.items()))
 
     return run
 
@@ -65,7 +73,7 @@ def compared(run, folder):
 
 
 def cells(out: Path, title: str) -> dict[str, dict[str, str]]:
-    """Table `title` of table.md: run -> column -> cell."""
+    """Table `title` of table.md as run -> column -> cell."""
     text = (out / "table.md").read_text().split(f"### {title}")[1].split("\n\n")[1]
     header, _, *lines = ([cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines())
     return {line[0]: dict(zip(header, line)) for line in lines}
@@ -75,16 +83,16 @@ def rows(lines: list[dict], name: str, temperature: float):
     return results_of(lines, name=name, baseline=FROZEN, temperature=temperature)
 
 
-def test_the_table_holds_what_summarise_says_of_the_rows(compared):
+def test_the_table_holds_the_figures_of_summarise(compared):
     out, lines = compared
     assert len(lines) == 6 and (out / "comparison.png").stat().st_size > 10_000
     table = cells(out, "Comparison")
     assert set(table) == {"one, chain of 3", "one, tree of 3x2x4", "two, chain of 3", "two, tree of 3x2x4", "ngram"}
     for name in table:
         for temperature in (0.0, 1.0):
-            found = rows(lines, name, temperature)
-            assert [row.prompt.id for row in found] == ["0", "1", "2"]
-            summary = summarise(found, depth=3, temperature=temperature)
+            prompt_results = rows(lines, name, temperature)
+            assert [row.prompt.id for row in prompt_results] == ["0", "1", "2"]
+            summary = summarise(prompt_results, depth=3, temperature=temperature)
             column = f"T={temperature:g}"
             assert table[name][f"tau {column}"] == comparison.figure(summary, "tau")
             assert table[name][f"speedup {column}, tokens/s"].startswith(comparison.figure(summary, "speedup"))
@@ -97,45 +105,50 @@ def test_the_table_holds_what_summarise_says_of_the_rows(compared):
     assert table["two, tree of 3x2x4"]["tokens seen"] == table["ngram"]["trained parameters"] == "-"
 
 
-def test_at_temperature_0_a_chain_is_replayed_exactly(compared):
+def test_at_temperature_0_replayed_tau_equals_tau(compared):
     summary = summarise(rows(compared[1], "one, chain of 3", 0.0), depth=3, temperature=0.0)
     assert summary.replayed_tau == pytest.approx(summary.tau)
 
 
-def made_up(seed: int) -> list[PromptResult]:
+def random_results(seed: int) -> list[PromptResult]:
     """Five prompts of 3 to 7 rounds with 0 to 4 accepted drafts each."""
     generator = torch.Generator().manual_seed(seed)
     counts = [torch.randint(5, (num,), generator=generator).tolist() for num in range(3, 8)]
     plain = Generation([[0] * 9], [[0] * 8], 1.0)
-    return [PromptResult(Prompt("", "", [0]), plain, Generation([[0]], [found]), 1.0, [], None) for found in counts]
+    return [
+        PromptResult(Prompt("", "", [0]), plain, Generation([[0]], [accepted]), 1.0, [], None) for accepted in counts
+    ]
 
 
-def test_a_run_does_not_differ_from_itself():
-    assert tau_difference(made_up(0), made_up(0)) == (0.0, [0.0, 0.0])
+def test_the_difference_of_a_run_to_itself_is_zero():
+    assert tau_difference(random_results(0), random_results(0)) == (0.0, [0.0, 0.0])
 
 
 def test_differences_are_paired():
-    rows, others = made_up(0), made_up(1)
-    (there, interval), (back, interval_back) = tau_difference(rows, others), tau_difference(others, rows)
-    assert there == -back != 0
-    assert interval == pytest.approx([-end for end in interval_back[::-1]])
+    rows, others = random_results(0), random_results(1)
+    (difference, interval), (reversed_difference, reversed_interval) = (
+        tau_difference(rows, others),
+        tau_difference(others, rows),
+    )
+    assert difference == -reversed_difference != 0
+    assert interval == pytest.approx([-end for end in reversed_interval[::-1]])
     taus = [summarise(results, depth=4, temperature=1.0).tau for results in (rows, others)]
-    assert there == pytest.approx(taus[0] - taus[1])
+    assert difference == pytest.approx(taus[0] - taus[1])
     longer = [
         replace(row, drafted=replace(row.drafted, accepted=[[a + 1 for a in row.drafted.accepted[0]]])) for row in rows
     ]
     assert tau_difference(longer, rows)[1] == pytest.approx([1.0, 1.0])  # unpaired, it would be wide
 
 
-def test_the_same_command_continues(run, compared):
+def test_the_same_command_continues_an_interrupted_comparison(run, compared):
     out, lines = compared
     path = out / "rows.jsonl"
     finished = path.read_text().splitlines(keepends=True)[:2]
     path.write_text("".join(finished))
     assert "2 of 6 prompts" in run()
-    again = path.read_text()
-    assert again.startswith("".join(finished)) and len(again.splitlines()) == 6
-    for before, after in zip(lines, map(json.loads, again.splitlines())):
+    continued = path.read_text()
+    assert continued.startswith("".join(finished)) and len(continued.splitlines()) == 6
+    for before, after in zip(lines, map(json.loads, continued.splitlines())):
         assert (before["number"], before["temperature"]) == (after["number"], after["temperature"])
         for name in ("one, tree of 3x2x4", "two, tree of 3x2x4", "ngram"):
             tokens = [line["methods"][name]["drafted"]["tokens"] for line in (before, after)]
@@ -144,18 +157,18 @@ def test_the_same_command_continues(run, compared):
 
 def test_a_damaged_line_is_named(run, compared):
     path = compared[0] / "rows.jsonl"
-    whole = path.read_text()
-    path.write_text(whole[:-200] + "\n")
+    content = path.read_text()
+    path.write_text(content[:-200] + "\n")
     with pytest.raises(ValueError, match="line 6 is damaged: delete that line"):
         run()
-    for killed in (whole[:-200], whole[:-1]):  # while the last line was written
-        path.write_text(killed)
+    for partial in (content[:-200], content[:-1]):  # killed while the last line was written
+        path.write_text(partial)
         assert "5 of 6 prompts" in run()
         assert (
-            path.read_text().startswith(whole[: whole[:-1].rindex("\n") + 1])
+            path.read_text().startswith(content[: content[:-1].rindex("\n") + 1])
             and len(path.read_text().splitlines()) == 6
         )
-    path.write_text(whole)
+    path.write_text(content)
 
 
 def test_other_settings_are_refused(run, compared, folder):
@@ -165,18 +178,18 @@ def test_other_settings_are_refused(run, compared, folder):
         run(f"checkpoint={folder}/one")
     with pytest.raises(ValueError, match=r"proposers\.ngram\.max \(then 6, now 4\)"):
         run("proposer.ngram.max=4")
-    given = ["checkpoint=", "proposers=merged", f"proposer.checkpoint={folder}/two", "limit=1"]
-    given += ["decode.temperature=0", f"out={folder}/changed"]
-    run(*given)
+    arguments = ["checkpoint=", "proposers=merged", f"proposer.checkpoint={folder}/two", "limit=1"]
+    arguments += ["decode.temperature=0", f"out={folder}/changed"]
+    run(*arguments)
     step = folder / "two" / "step_000001"
     tensors = safetensors.torch.load_file(step / "drafter.safetensors")
     tensors = {name: 2 * value if value.is_floating_point() else value for name, value in tensors.items()}
     safetensors.torch.save_file(tensors, step / "drafter.safetensors")
     with pytest.raises(ValueError, match=rf"files\.{step} \(then"):
-        run(*given)
+        run(*arguments)
 
 
-def test_a_shallow_drafter_is_cut_and_an_adapting_one_has_its_own_target(run, folder):
+def test_depth_is_limited_by_the_drafter_and_an_adapting_drafter_has_its_own_target(run, folder):
     printed = run(f"checkpoint={folder}/adapting", f"out={folder}/shallow", "limit=1")
     table = cells(folder / "shallow", "Comparison")
     name = "adapting"
@@ -209,5 +222,5 @@ def test_a_shallow_drafter_is_cut_and_an_adapting_one_has_its_own_target(run, fo
         (["limit=0"], "leave nothing to decode"),
     ],
 )
-def test_mistakes_are_answered_with_a_sentence(refuse, folder, arguments, message):
+def test_wrong_arguments_are_refused(refuse, folder, arguments, message):
     refuse(message, *(argument.format(folder=folder) for argument in arguments))

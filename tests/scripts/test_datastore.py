@@ -1,4 +1,4 @@
-"""scripts/datastore.py: what it writes is what the proposer reads."""
+"""Tests of scripts/datastore.py: the proposer reads the folder that the script writes."""
 
 import functools
 import json
@@ -51,9 +51,9 @@ def run(folder, monkeypatch, run_script):
 
 
 def texts_in(folder: Path, tokenizer) -> list[str]:
-    found = store.read(folder, store.fingerprint(tokenizer))
+    datastore = store.read(folder, store.fingerprint(tokenizer))
     texts: list[list[int]] = []
-    for token in list(found.tokens)[:-1]:
+    for token in list(datastore.tokens)[:-1]:
         if token == store.SEPARATOR:
             texts.append([])
         else:
@@ -61,7 +61,7 @@ def texts_in(folder: Path, tokenizer) -> list[str]:
     return [tokenizer.decode(text) for text in texts]
 
 
-def test_the_script_makes_what_the_proposer_reads(run, folder, tmp_path, monkeypatch):
+def test_the_proposer_reads_the_datastore_of_the_script(run, folder, tmp_path, monkeypatch):
     tokenizer = load_once(f"{folder}/target")
     printed = run("rows.jsonl", tmp_path / "d", "length=8")
     assert "tokens in 3 texts" in printed and "MB" in printed and " s" in printed
@@ -95,11 +95,11 @@ def test_the_script_makes_what_the_proposer_reads(run, folder, tmp_path, monkeyp
         ("rows.jsonl", ["target.name=./nowhere"], "does not exist"),
     ],
 )
-def test_mistakes_are_answered_with_a_sentence(refuse, tmp_path, data, arguments, message):
+def test_wrong_arguments_are_refused(refuse, tmp_path, data, arguments, message):
     refuse(message, data, tmp_path / "d", *arguments)
     assert not list(tmp_path.iterdir())
 
 
-def test_what_exists_is_not_overwritten(refuse, tmp_path):
+def test_an_existing_folder_is_not_overwritten(refuse, tmp_path):
     (tmp_path / "d").mkdir()
     refuse("exists; choose another out=FOLDER or delete it", "rows.jsonl", tmp_path / "d")

@@ -1,4 +1,4 @@
-"""Real engines on a tiny random target: what they draft and accept. Needs `make engines`, else these tests skip."""
+"""Tests of real engines on a tiny random target: their drafts and acceptances. Skipped without `make engines`."""
 
 import functools
 import itertools
@@ -30,9 +30,9 @@ NEW, K = 14, 3
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """target, and a draft model that is the target with some noise, so that it is often right and often wrong."""
+    """A folder with a target and a draft model: the target with noise, so that many drafts are right and many wrong."""
     folder = tmp_path_factory.mktemp("engines")
-    tokenizer = AutoTokenizer.from_pretrained(REAL_TARGET)  # llama.cpp's converter wants one
+    tokenizer = AutoTokenizer.from_pretrained(REAL_TARGET)  # needed by the converter of llama.cpp
     torch.manual_seed(0)
     config = LlamaConfig(vocab_size=len(tokenizer), hidden_size=128, intermediate_size=256, num_hidden_layers=6,
                          num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=512,
@@ -73,7 +73,7 @@ def vllm(folder: Path, draft: str) -> Vllm:
 
 
 def emitted(served: Served) -> list[list[int]]:
-    """[P][rounds] tokens that each round gave the answer, the target's own included"""
+    """Tokens [P][rounds] that each round added to the answer, including the target's own token."""
     starts = [[len(before) for _, before in rounds] for rounds in served.rounds]
     return [
         [end - start for start, end in itertools.pairwise([*row, len(answer)])]
@@ -90,13 +90,13 @@ def test_vllm_with_the_target_as_its_draft_model_accepts_everything(folder, plai
         cut = engine.generate(PROMPTS[:1], NEW, {stop})
         with pytest.raises(ValueError, match="max_model_len=64: give"):
             engine.generate(PROMPTS, 60, set())
-    assert served.answers == plain == [one.answers[0] for one in alone]
-    assert served.rounds == [one.rounds[0] for one in alone]
+    assert served.answers == plain == [single.answers[0] for single in alone]
+    assert served.rounds == [single.rounds[0] for single in alone]
     for answer, rounds in zip(plain, served.rounds):
         assert [len(before) for _, before in rounds] == [1, 5, 9, 13]
         for drafted, before in rounds[:3]:
             assert drafted == answer[len(before) : len(before) + K]
-    # The last of 14 tokens is that of a round whose drafts were accepted too, behind the end.
+    # The last of 14 tokens comes from a round whose drafts, after the end, were accepted too.
     assert emitted(served) == [[4, 4, 4, 1]] * 3
     assert (served.drafts, served.draft_tokens, served.accepted) == (12, 36, 36)
     assert served.accepted_per_position == [12] * K
@@ -117,13 +117,13 @@ def test_vllm_records_what_a_draft_model_drafts(folder, plain):
 
 
 @engines
-def test_vllm_says_why_it_refuses_a_folder(folder):
+def test_vllm_names_the_reason_for_refusing_a_folder(folder):
     with pytest.raises(ValueError, match=r"cannot load .*target with .*nowhere: .*nowhere"):
         vllm(folder, "nowhere")
 
 
 @engines
-def test_llama_cpp(folder, plain, monkeypatch):
+def test_llama_cpp_gives_plain_answers_and_counts_drafts(folder, plain, monkeypatch):
     monkeypatch.setattr(llamacpp_client, "ENGINES", ROOT / "engines")
     for name in ("target", "draft"):
         convert(str(folder / name), str(folder / f"{name}.gguf"))
@@ -143,12 +143,12 @@ def test_llama_cpp(folder, plain, monkeypatch):
     assert all(counts[None, len(prompt)] == (0, 0, 0) for prompt in PROMPTS)
 
 
-def test_llama_cpp_may_not_draft_less_than_asked():
-    """A block drafter drafts its block at most, and llama.cpp says so in its log only."""
+def test_llama_cpp_with_fewer_drafts_than_requested_is_refused():
+    """A block drafter drafts at most its block; llama.cpp reports a smaller number of drafts in its log only."""
     count = functools.partial(llamacpp_client.count, num=5, max_new_tokens=12)
     # eleven rounds, drafting 5, ..., 5, 4, 3, 2, 1, 0
     assert count([[10], [40], [0], [0] * 5], num_tokens=12).rounds == 11
-    # an end token was drafted, and two drafts behind it
+    # an end token was drafted, and two drafts after it
     assert count([[2], [10], [6], [2, 2, 1, 1, 0]], num_tokens=7).rounds == 2
     for counters, length in (([[10], [27], [0], [0] * 5], 12), ([[6], [18], [0], [0] * 5], 7)):
         with pytest.raises(ValueError, match="not 5 in each"):
@@ -164,13 +164,13 @@ def test_llama_cpp_may_not_draft_less_than_asked():
         (lambda: convert("model", "out"), "make engines"),
     ],
 )
-def test_absent_engines_are_named(monkeypatch, make, message):
+def test_missing_engines_are_refused(monkeypatch, make, message):
     monkeypatch.setattr(llamacpp_client, "ENGINES", Path("nowhere"))
     with pytest.raises(ValueError, match=message):
         make()
 
 
-def test_the_converter_is_quoted_when_it_fails(tmp_path, monkeypatch):
+def test_the_output_of_a_failed_converter_is_shown(tmp_path, monkeypatch):
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "python").symlink_to(sys.executable)
     (tmp_path / "llama.cpp").mkdir()
@@ -180,7 +180,7 @@ def test_the_converter_is_quoted_when_it_fails(tmp_path, monkeypatch):
         convert("model", "out")
 
 
-def test_get_engines_leaves_out_what_has_no_cpu_build_and_stops_when_it_is_done(tmp_path, monkeypatch, capsys):
+def test_get_engines_skips_packages_without_a_cpu_build_and_finished_installs(tmp_path, monkeypatch, capsys):
     requires = ["numpy", "torch==2.12", "torchvision", "hs_connectors==1", "click>=8; python_version > '3'",
                 "ray; extra == 'x'"]  # fmt: skip
     for name, lines in (("a", requires), ("hs-connectors", ["torch>=2", "fastapi[standard]<1"])):
@@ -207,7 +207,7 @@ GOOD = {"tau": 4.0, "served_tau": 4.0, "difference": 0.0, "largest_gap_at_differ
     ("whole", "changes", "wanted"),
     [
         (True, {}, True),
-        (True, {"same_drafts": None, "rounds_compared": None}, True),  # llama.cpp does not tell what it drafts
+        (True, {"same_drafts": None, "rounds_compared": None}, True),  # llama.cpp does not report its drafts
         (True, {"accepted": 11}, False),
         (True, {"offered": 0, "accepted": 0}, False),
         (True, {"same_answers": 3}, False),
@@ -218,22 +218,22 @@ GOOD = {"tau": 4.0, "served_tau": 4.0, "difference": 0.0, "largest_gap_at_differ
         (False, {"same_drafts": None, "accepted": 5, "difference_as_run_there": 0.01}, False),
     ],
 )
-def test_what_counts_as_faithful(whole, changes, wanted):
+def test_faithful_agreement(whole, changes, wanted):
     assert Agreement(**{**GOOD, **changes}).faithful(exact=whole) is wanted
 
 
-def test_check_engines_refuses_what_it_does_not_know(monkeypatch):
-    for given, message in [(["only=egle"], "the tiny heads are"), (["formats=onnx"], "engines on a CPU take")]:
-        monkeypatch.setattr(sys, "argv", ["check_engines.py", *given])
+def test_check_engines_refuses_unknown_heads_and_formats(monkeypatch):
+    for arguments, message in [(["only=egle"], "the tiny heads are"), (["formats=onnx"], "engines on a CPU take")]:
+        monkeypatch.setattr(sys, "argv", ["check_engines.py", *arguments])
         with pytest.raises(ValueError, match=message):
             check_engines.main()
 
 
 @engines
 def test_a_tiny_head_is_served_as_it_was_trained(monkeypatch, tmp_path):
-    given = ["only=medusa", "formats=medusa", "max_new_tokens=12", f"out={tmp_path}/engines.json"]
-    monkeypatch.setattr(sys, "argv", ["check_engines.py", *given])
+    arguments = ["only=medusa", "formats=medusa", "max_new_tokens=12", f"out={tmp_path}/engines.json"]
+    monkeypatch.setattr(sys, "argv", ["check_engines.py", *arguments])
     check_engines.main()
-    whole, noisy = json.loads((tmp_path / "engines.json").read_text())
-    assert whole["accepted"] == whole["offered"] > 0 and noisy["accepted"] < noisy["offered"]
+    exact, noisy = json.loads((tmp_path / "engines.json").read_text())
+    assert exact["accepted"] == exact["offered"] > 0 and noisy["accepted"] < noisy["offered"]
     assert noisy["same_drafts"] == noisy["rounds_compared"] > 0

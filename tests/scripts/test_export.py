@@ -1,4 +1,4 @@
-"""scripts/export.py and scripts/import.py: what is printed and written, and what is taken back."""
+"""Tests of scripts/export.py and scripts/import.py: printed text, written files, and restored heads."""
 
 import importlib
 import json
@@ -21,7 +21,7 @@ import_script = importlib.import_module("scripts.import")
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """A target and an EAGLE-1 head whose report says that drafting costs nothing, as folders."""
+    """A folder with a target and an EAGLE-1 head; by the report of the head, drafting takes almost no time."""
     home = tmp_path_factory.mktemp("export")
     report = {**REPORT, "ms_per_round": {"draft": 0.1, "verify": 20.0, "keep": 0.0, "other": 0.0}}
     extra = {"report.json": report, serving.SERVED: SERVED}
@@ -30,30 +30,35 @@ def home(tmp_path_factory):
     return home
 
 
-def test_export_prints_how_to_serve_and_import_takes_it_back(run, home, tmp_path):
-    given = [f"checkpoint={home}/run/step", "target.dtype=float32", "format=vllm"]
-    printed = run(export_script, *given, f"out={tmp_path}/out", "license=mit")
+def test_export_prints_how_to_serve_and_import_restores_the_head(run, home, tmp_path):
+    export_arguments = [f"checkpoint={home}/run/step", "target.dtype=float32", "format=vllm"]
+    printed = run(export_script, *export_arguments, f"out={tmp_path}/out", "license=mit")
     settings = {"method": "eagle", "model": f"{tmp_path}/out", "num_speculative_tokens": 3}
     assert "vLLM, 3 drafts a round" in printed and f"as a configuration: {json.dumps(settings)}" in printed
     card = (tmp_path / "out" / "README.md").read_text()
     assert "license: mit" in card and "answers.jsonl" in card and "1.900 (-5.0 %)" in card
-    printed = run(export_script, *given, f"out={tmp_path}/fewer", "num_drafts=1", "data=mine")
+    printed = run(export_script, *export_arguments, f"out={tmp_path}/fewer", "num_drafts=1", "data=mine")
     assert (
         '"num_speculative_tokens": 1' in printed
         and "| trained on | mine |" in (tmp_path / "fewer/README.md").read_text()
     )
 
-    taken = [f"source={tmp_path}/out", f"target.name={home}/target", "target.dtype=float32", f"out={tmp_path}/back"]
-    printed = run(import_script, *taken)
-    whole = len(small_tokenizer())
-    drafted = -(-whole // 4)
-    assert "Eagle, " in printed and f"drafts from {drafted} of {whole} tokens" in printed
+    import_arguments = [
+        f"source={tmp_path}/out",
+        f"target.name={home}/target",
+        "target.dtype=float32",
+        f"out={tmp_path}/back",
+    ]
+    printed = run(import_script, *import_arguments)
+    num_tokens = len(small_tokenizer())
+    num_drafted = -(-num_tokens // 4)
+    assert "Eagle, " in printed and f"drafts from {num_drafted} of {num_tokens} tokens" in printed
     target = Target.load(f"{home}/target", dtype="float32")
-    back, first = (checkpoint.load(path, target) for path in (tmp_path / "back", home / "run" / "step"))
-    assert all(torch.equal(value, first.state_dict()[name]) for name, value in back.state_dict().items())
-    assert back.state_dict().keys() == first.state_dict().keys()
+    imported, original = (checkpoint.load(path, target) for path in (tmp_path / "back", home / "run" / "step"))
+    assert all(torch.equal(value, original.state_dict()[name]) for name, value in imported.state_dict().items())
+    assert imported.state_dict().keys() == original.state_dict().keys()
     with pytest.raises(ValueError, match="exists; choose another out=DIR"):
-        run(import_script, *taken)
+        run(import_script, *import_arguments)
     with pytest.raises(ValueError, match=r"target.name= must name the model"):
         run(import_script, f"source={tmp_path}/out", f"out={tmp_path}/other")
 
@@ -67,19 +72,19 @@ def test_export_prints_how_to_serve_and_import_takes_it_back(run, home, tmp_path
         (["format=gguf"], "It serves EAGLE-3"),
     ],
 )
-def test_mistakes_write_nothing(refuse, home, tmp_path, given, message):
+def test_refused_exports_write_nothing(refuse, home, tmp_path, given, message):
     refuse(message, export_script, f"checkpoint={home}/run/step", "target.dtype=float32", f"out={tmp_path}/out", *given)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_medusa2_is_served_beside_its_merged_target(run, home, tmp_path):
-    """The merged folder is an ordinary model that says what the adapted target says; so do the heads beside it."""
+def test_medusa2_is_exported_with_its_merged_target(run, home, tmp_path):
+    """The merged folder is an ordinary model with the adapted target's logits, and the heads draft the same on it."""
     target = Target.load(f"{home}/target", dtype="float32")
     checkpoint.save(tmp_path / "head", make_medusa2(target).decodable(), load_head("medusa2")["drafter"])
-    given = [f"checkpoint={tmp_path}/head", "target.dtype=float32", f"out={tmp_path}/out", "format=vllm"]
+    arguments = [f"checkpoint={tmp_path}/head", "target.dtype=float32", f"out={tmp_path}/out", "format=vllm"]
     with pytest.raises(ValueError, match="merged_target=DIR"):
-        run(export_script, *given)
-    printed = run(export_script, *given, f"merged_target={tmp_path}/merged")
+        run(export_script, *arguments)
+    printed = run(export_script, *arguments, f"merged_target={tmp_path}/merged")
     assert f"vllm serve {tmp_path}/merged" in printed
 
     adapted = Target.load(f"{home}/target", dtype="float32")

@@ -1,4 +1,4 @@
-"""scripts/find_layers.py: replay is what decoding does, and the search takes no short cut that costs anything."""
+"""Tests of scripts/find_layers.py: replay equals decoding, and short cuts do not change the search's result."""
 
 import pytest
 import torch
@@ -21,8 +21,8 @@ def small_answers(small_target):
 
 @pytest.mark.parametrize("layers", SUBSETS.values(), ids=SUBSETS)
 @torch.inference_mode()
-def test_replay_is_decoding(small_target, small_answers, layers):
-    """Rounds, and what each accepts at every depth; the first drafts, among all places, are step 1's."""
+def test_replay_equals_decoding(small_target, small_answers, layers):
+    """Equal numbers of rounds and of accepted drafts at every depth; first_step agrees with the first drafts."""
     prompts, depth = prompts_of(small_target), 3
     proposer = LayerSkip(small_target, layers=layers, depth=depth)
     decoder = greedy(small_target, proposer)
@@ -33,7 +33,7 @@ def test_replay_is_decoding(small_target, small_answers, layers):
         decoded = decoder.generate([prompt], NUM_NEW).accepted[0]
         assert num_rounds == len(decoded)
         assert accepted.tolist() == [sum(count >= d for count in decoded) for d in (1, 2, 3)]
-        for start in (1, 2, 5):  # rounds that begin elsewhere than decoding's own
+        for start in (1, 2, 5):  # rounds that begin at other tokens than those of decoding
             logits = logits_of_layers(
                 small_target, proposer.layers, prompt + answer[: start - 1], answer[start - 1 : start + 2]
             )
@@ -45,25 +45,25 @@ def test_replay_is_decoding(small_target, small_answers, layers):
 
 
 @torch.inference_mode()
-def test_search_takes_the_best_away(small_target, small_answers):
-    """Trying everything, against the same search without its short cuts."""
+def test_search_removes_the_layer_that_costs_least(small_target, small_answers):
+    """The search against the same search without short cuts, which tries every layer at each size."""
     texts = [layer_search.AnsweredPrompt(small_target, p, a) for p, a in zip(prompts_of(small_target), small_answers)]
     right = lambda numbers: layer_search.share_right(texts, (text.first_step(numbers)[-1] for text in texts))
-    found = layer_search.search(texts, 8)
-    assert sorted(found) == list(range(1, 9)) and found[8] == (tuple(range(8)), 1.0)
+    results = layer_search.search(texts, 8)
+    assert sorted(results) == list(range(1, 9)) and results[8] == (tuple(range(8)), 1.0)
     for size in range(1, 8):
-        (chosen, share), (larger, _) = found[size], found[size + 1]
+        (chosen, share), (larger, _) = results[size], results[size + 1]
         shares = [right(tuple(k for k in larger if k != number)) for number in larger]
         assert set(chosen) < set(larger) and share == right(chosen) == max(shares)
-    assert len({share for _, share in found.values()}) > 4
+    assert len({share for _, share in results.values()}) > 4
     fewer = layer_search.search(texts, 2)
-    assert sorted(fewer) == sorted(found) and fewer[7] == found[7]
+    assert sorted(fewer) == sorted(results) and fewer[7] == results[7]
 
 
-def test_end_to_end(tmp_path, run_script, refuse):
+def test_the_script_writes_layers_and_refuses_wrong_settings(tmp_path, run_script, refuse):
     save_target(tmp_path / "target", num_layers=4)
     write_prompts(tmp_path / "prompts.jsonl", 3)
-    given = [
+    arguments = [
         f"target.name={tmp_path}/target",
         "target.dtype=float32",
         f"prompts={tmp_path}/prompts.jsonl",
@@ -71,7 +71,7 @@ def test_end_to_end(tmp_path, run_script, refuse):
         "depth=2",
         f"out={tmp_path}/layers.yaml",
     ]
-    printed = run_script(find_layers, *given)
+    printed = run_script(find_layers, *arguments)
     written = yaml.safe_load((tmp_path / "layers.yaml").read_text())
     numbers = written["layers"]
     assert f"proposer.layers=[{','.join(map(str, numbers))}]" in printed and "predicted speedup" in printed
@@ -80,14 +80,14 @@ def test_end_to_end(tmp_path, run_script, refuse):
     target = Target.load(f"{tmp_path}/target", dtype="float32")
     assert LayerSkip(target, layers=numbers, depth=written["depth"]).layers == tuple(numbers)
     for wrong, message in (
-        ([*given, "depth=0"], "must be at least 1"),
-        ([*given, "max_new_tokens=1"], "No answer has a second token"),
-        ([*given, "prompts=nowhere.jsonl"], "There is no file"),
+        ([*arguments, "depth=0"], "must be at least 1"),
+        ([*arguments, "max_new_tokens=1"], "No answer has a second token"),
+        ([*arguments, "prompts=nowhere.jsonl"], "There is no file"),
     ):
         refuse(message, find_layers, *wrong)
 
 
-def test_figures_add_up(small_target, monkeypatch):
+def test_predicted_times_and_speedup(small_target, monkeypatch):
     monkeypatch.setattr(layer_search, "time_pass", lambda target, runner, width, layers: 1.0 + width + 10 * layers)
     clock = layer_search.Clock(small_target, 4, compile=False)
     assert clock(1, 8) == pytest.approx(82) and clock(3, 4) == pytest.approx(44) and clock(1, 0) == pytest.approx(2)

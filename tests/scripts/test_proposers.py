@@ -1,4 +1,4 @@
-"""Every file of conf/proposer, as scripts build it: greedy identity, the sampled law, batches, and what mistakes are told."""
+"""Tests of every file of conf/proposer as scripts build it: greedy identity, the sampled law, batches, refusals."""
 
 import itertools
 from pathlib import Path
@@ -21,8 +21,8 @@ pytestmark = pytest.mark.slow
 
 V, NUM_NEW = 6, 24
 CHAIN = Drafting(3)
-TOKENIZER = SimpleNamespace(get_vocab=lambda: {"a": 0})  # the tiny targets have none
-# What a tiny target needs other than conf/proposer says
+TOKENIZER = SimpleNamespace(get_vocab=lambda: {"a": 0})  # the tiny targets have no tokenizer
+# Settings that must differ from conf/proposer for a tiny target
 SETTINGS = {
     "layerskip": {"layers": "1"},
     "cascade": {"sinks": "1", "window": "2", "num": "3"},
@@ -33,7 +33,7 @@ SETTINGS = {
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """name, target -> the proposer of conf/proposer."""
+    """made(name, target, ...) -> the proposer of conf/proposer/<name>.yaml, with files for this target"""
 
     def make(name: str, target: Target, drafting: Drafting = CHAIN, **settings: str):
         size = target.vocab_size
@@ -42,9 +42,9 @@ def made(tmp_path_factory):
             checkpoint.save(folder / "head", make_drafter(target, "eagle"), {"_target_": "specdec.heads.eagle.Eagle"})
             make_target(size, num_layers=1).model.save_pretrained(folder / "model")
             make_datastore(folder / "datastore", [repetitive(seed, size) for seed in range(6)], tokenizer=TOKENIZER)
-        given = {"DATASTORE": f"{folder}/datastore", "MODEL": f"{folder}/model"}
-        given = {key: given.get(value, value) for key, value in {**SETTINGS.get(name, {}), **settings}.items()}
-        return proposers.build(name, target, settings=given, drafting=drafting, checkpoint=str(folder / "head"))
+        values = {"DATASTORE": f"{folder}/datastore", "MODEL": f"{folder}/model"}
+        values = {key: values.get(value, value) for key, value in {**SETTINGS.get(name, {}), **settings}.items()}
+        return proposers.build(name, target, settings=values, drafting=drafting, checkpoint=str(folder / "head"))
 
     folders: dict[int, Path] = {}
     with pytest.MonkeyPatch.context() as patch:
@@ -55,8 +55,8 @@ def made(tmp_path_factory):
 
 def make_datastore(folder: Path, texts: list[list[int]], *, tokenizer) -> None:
     tokens = datastore.join(texts)
-    about = {"tokenizer_fingerprint": datastore.fingerprint(tokenizer), "num_texts": len(texts), "length": 16}
-    datastore.write(folder, tokens, datastore.sort(tokens, 16), about)
+    metadata = {"tokenizer_fingerprint": datastore.fingerprint(tokenizer), "num_texts": len(texts), "length": 16}
+    datastore.write(folder, tokens, datastore.sort(tokens, 16), metadata)
 
 
 @pytest.fixture(params=proposers.names())
@@ -65,12 +65,12 @@ def name(request):
 
 
 def repetitive(seed: int, vocab_size: int) -> list[int]:
-    """A prompt that says a random thing two and a half times."""
-    thing = random_tokens(seed, 7, vocab_size)
-    return thing + thing + thing[:3]
+    """A prompt that repeats a random text two and a half times."""
+    text = random_tokens(seed, 7, vocab_size)
+    return text + text + text[:3]
 
 
-def test_greedy_answers_are_the_same(name, made, small_target):
+def test_greedy_answers_equal_plain_decoding(name, made, small_target):
     prompts = [repetitive(seed, V)[: 17 - 3 * seed] for seed in range(5)]
     plain = Decoder(small_target, None, sampling=Sampling(), stop=set()).generate(prompts, NUM_NEW)
     decoder = Decoder(small_target, made(name, small_target), sampling=Sampling(), stop=set())
@@ -85,35 +85,36 @@ NUM_TOKENS, ROWS, BATCHES = 4, 500, 8
 
 
 def law_of_texts(target: Target, prompt: list[int], sampling: Sampling) -> dict[tuple[int, ...], float]:
-    """The target's own law of the first NUM_TOKENS tokens, by one plain pass over every text."""
+    """The target's own law of the first NUM_TOKENS tokens, by one pass over all texts."""
     texts = list(itertools.product(range(target.vocab_size), repeat=NUM_TOKENS))
     tokens = torch.tensor([[*prompt, *text] for text in texts])
     law = sampling.law(target.logits(target.read(tokens, ()).final))  # [texts, T, V]
-    after = law[:, len(prompt) - 1 : -1].gather(2, tokens[:, len(prompt) :, None])[..., 0]  # [texts, NUM_TOKENS]
-    return dict(zip(texts, after.prod(1).tolist()))
+    # [texts, NUM_TOKENS]
+    probabilities = law[:, len(prompt) - 1 : -1].gather(2, tokens[:, len(prompt) :, None])[..., 0]
+    return dict(zip(texts, probabilities.prod(1).tolist()))
 
 
 def chi_square(target: Target, proposer, sampling: Sampling) -> tuple[float, int, int]:
-    """-> the chance of a sample at least as far from the target's law, drafts accepted, drafts refused"""
+    """-> the p-value of sampled answers under the target's law, accepted drafts, rounds without an accepted draft"""
     prompt = [1, 2, 0, 1, 2, 0, 1]
     decoder = Decoder(target, proposer, sampling=sampling, stop=set())
     counts: dict[tuple[int, ...], int] = {}
     accepted = refused = 0
     for seed in range(BATCHES):
         generator = torch.Generator().manual_seed(seed)
-        found = decoder.generate([prompt] * ROWS, NUM_TOKENS, generator=generator)
-        for text in map(tuple, found.tokens):
+        generation = decoder.generate([prompt] * ROWS, NUM_TOKENS, generator=generator)
+        for text in map(tuple, generation.tokens):
             counts[text] = counts.get(text, 0) + 1
-        accepted += sum(map(sum, found.accepted))
-        refused += sum(count == 0 for row in found.accepted for count in row)
+        accepted += sum(map(sum, generation.accepted))
+        refused += sum(count == 0 for row in generation.accepted for count in row)
     law = law_of_texts(target, prompt, sampling)
     total = ROWS * BATCHES
-    wanted = {text: total * chance for text, chance in law.items()}
-    rare = [text for text, number in wanted.items() if number < 8]
-    pairs = [(counts.get(text, 0), number) for text, number in wanted.items() if text not in rare]
+    expected = {text: total * chance for text, chance in law.items()}
+    rare = [text for text, number in expected.items() if number < 8]
+    pairs = [(counts.get(text, 0), number) for text, number in expected.items() if text not in rare]
     if rare:
-        pairs.append((sum(counts.get(text, 0) for text in rare), sum(wanted[text] for text in rare) + 1e-9))
-    distance = sum((seen - number) ** 2 / number for seen, number in pairs)
+        pairs.append((sum(counts.get(text, 0) for text in rare), sum(expected[text] for text in rare) + 1e-9))
+    distance = sum((observed - number) ** 2 / number for observed, number in pairs)
     freedom = torch.tensor((len(pairs) - 1) / 2, dtype=torch.float64)
     return float(torch.special.gammaincc(freedom, torch.tensor(distance / 2, dtype=torch.float64))), accepted, refused
 
@@ -123,12 +124,12 @@ def tiny_target():
     return make_target(3, num_layers=2)
 
 
-def test_sampled_answers_have_the_target_s_law(name, made, tiny_target):
+def test_sampled_answers_follow_the_law_of_the_target(name, made, tiny_target):
     chance, accepted, refused = chi_square(tiny_target, made(name, tiny_target), Sampling(temperature=3.0))
     assert chance > 1e-3 and accepted > 100 and refused > 100
 
 
-def test_a_rule_that_forgets_what_was_refused_is_noticed(made, tiny_target, monkeypatch):
+def test_a_rule_that_keeps_the_mass_of_refused_drafts_is_detected(made, tiny_target, monkeypatch):
     monkeypatch.setattr(rules, "refuse", lambda mass, tree, node: (mass, mass.sum(-1)))
     assert chi_square(tiny_target, made("ngram", tiny_target), Sampling(temperature=3.0))[0] < 1e-6
 
@@ -153,6 +154,6 @@ def test_a_rule_that_forgets_what_was_refused_is_noticed(made, tiny_target, monk
         ("cascade", {"inner": "suffix"}, "cannot be rewound"),
     ],
 )
-def test_mistakes_are_answered_with_a_sentence(made, small_target, name, settings, message):
+def test_wrong_settings_are_refused(made, small_target, name, settings, message):
     with pytest.raises(ValueError, match=message):
         made(name, small_target, **settings)

@@ -1,4 +1,4 @@
-"""The scripts that decode, on a tiny checkpoint: what they print and write, and what they say to a mistake."""
+"""Tests of the scripts that decode, on a tiny checkpoint: printed text, written files, refusals."""
 
 import json
 from dataclasses import asdict
@@ -60,12 +60,12 @@ def test_batches_give_the_same_figures(run, folder):
     assert together["identical_outputs"] == 1
 
 
-def test_generate_streams_the_answer_that_plain_decoding_gives(run):
+def test_generate_prints_the_answer_of_plain_decoding(run):
     printed = run(generate, "prompt=Say \"hello, world\" = 'hi'", "max_new_tokens=8")
     assert "tau" in printed and "the same answer: True" in printed
 
 
-def test_identity_and_bench(run, folder, traced):
+def test_identity_and_bench_print_and_write_figures(run, folder, traced):
     printed = run(identity, f"prompts={folder}/prompts.jsonl", "max_new_tokens=6", "batch=2")
     assert printed.count("4 of 4 identical") == 3
     printed = run(
@@ -78,7 +78,7 @@ def test_identity_and_bench(run, folder, traced):
     assert figures["limit_tokens_per_second"] > 0
 
 
-def test_export(run, folder):
+def test_export_reads_back_and_refuses_unknown_formats(run, folder):
     assert "read back and equal" in run(export, f"out={folder}/exported", "format=safetensors")
     with pytest.raises(ValueError, match="There is no format 'vlm'; there are: eagle, gguf, medusa, safetensors"):
         run(export, f"out={folder}/other_format", "format=vlm")
@@ -95,7 +95,7 @@ def test_export(run, folder):
         (["max_new_tokens=100000"], "positions"),
     ],
 )
-def test_mistakes_are_answered_with_a_sentence(refuse, folder, arguments, message):
+def test_wrong_arguments_are_refused(refuse, folder, arguments, message):
     refuse(message, evaluate, f"prompts={folder}/prompts.jsonl", *arguments)
 
 
@@ -114,7 +114,7 @@ def test_another_target_is_refused(refuse, folder):
         ("temperature=1", "Did you mean 'decode.temperature'"),
     ],
 )
-def test_misspelt_options_end_with_a_sentence(run, argument, message):
+def test_misspelt_options_are_refused(run, argument, message):
     with pytest.raises(SystemExit, match=message):
         run(evaluate, argument)
 
@@ -126,10 +126,10 @@ def test_help_lists_every_option_with_its_default(run, capsys):
     assert end.value.code == 0 and printed.startswith("Compares plain, chain and tree decoding")
     lines = {line.split()[0]: line for line in printed.splitlines() if line.startswith("  ")}
     assert lines["limit"].endswith("null: all (default: null)") and lines["checkpoint"].endswith("(required)")
-    assert lines["target.dtype"].endswith("(default: float32)")  # which this command replaces
+    assert lines["target.dtype"].endswith("(default: float32)")  # this command replaces the general default
 
 
-def test_the_defaults_of_decoding_stand_in_one_place():
+def test_defaults_of_decoding_agree():
     assert DecodeOptions().drafting() == Drafting()
     with hydra.initialize_config_dir(str(ROOT / "conf"), version_base=None):
         config = hydra.compose("train")

@@ -1,4 +1,4 @@
-"""scripts/sweep.py and the choice of a batch size, on tiny checkpoints: figures, interruption, and mistakes."""
+"""Tests of scripts/sweep.py and of the choice of a batch size, on tiny checkpoints."""
 
 import json
 from pathlib import Path
@@ -26,11 +26,11 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def run(folder, tmp_path, run_script):
     def run(*arguments, script=sweep):
-        given = {"checkpoint": f"{folder}/heads/one", "prompts": f"{folder}/prompts.jsonl", "out": f"{tmp_path}/out",
+        values = {"checkpoint": f"{folder}/heads/one", "prompts": f"{folder}/prompts.jsonl", "out": f"{tmp_path}/out",
                  "target.dtype": "float32", "max_new_tokens": "6"}  # fmt: skip
-        given |= {"batches": "1,2", "repeats": "1"} if script is sweep else {}
-        given |= dict(argument.split("=", 1) for argument in arguments)
-        return run_script(script, *(f"{key}={value}" for key, value in given.items()))
+        values |= {"batches": "1,2", "repeats": "1"} if script is sweep else {}
+        values |= dict(argument.split("=", 1) for argument in arguments)
+        return run_script(script, *(f"{key}={value}" for key, value in values.items()))
 
     return run
 
@@ -47,28 +47,28 @@ def test_every_batch_size_and_checkpoint_is_measured(run, folder, tmp_path):
     assert list(batches(tmp_path)) == [1, 2, 4, 8]
     for batch, column in batches(tmp_path).items():
         assert list(column) == ["heads/one", "heads/two"]
-        for found in column.values():
-            assert len(found["ratios"]) == 2 * (2 if batch <= 2 else 1)
-            assert min(found["ratios"]) <= found["speedup"] <= max(found["ratios"])
-            assert found["plain"]["tau"] == 1 <= found["drafted"]["tau"]
-            plain = found["plain"]
+        for figures in column.values():
+            assert len(figures["ratios"]) == 2 * (2 if batch <= 2 else 1)
+            assert min(figures["ratios"]) <= figures["speedup"] <= max(figures["ratios"])
+            assert figures["plain"]["tau"] == 1 <= figures["drafted"]["tau"]
+            plain = figures["plain"]
             assert plain["ms_per_token"] == pytest.approx(plain["ms_per_round"])
             assert plain["tokens_per_second"] == pytest.approx(1e3 * batch / plain["ms_per_token"])
 
 
-def test_all_rows_run_to_the_end_unless_stop_tokens_count(run, refuse, tmp_path, monkeypatch):
-    """Every token is one that stops."""
+def test_stop_tokens_are_ignored_unless_ignore_stop_is_false(run, refuse, tmp_path, monkeypatch):
+    """Every token is a stop token here."""
     monkeypatch.setattr(data, "stop_tokens", lambda *_: set(range(100_000)))
     assert "stop tokens ignored" in run("batches=2")
     refuse("before any round: set ignore_stop=true", "batches=2", "ignore_stop=false", f"out={tmp_path}/other")
 
 
-def test_what_is_measured_is_kept(run, tmp_path, monkeypatch):
+def test_measured_batch_sizes_are_kept(run, tmp_path, monkeypatch):
     run()
     before = batches(tmp_path)
     decode = sweep.decode
     monkeypatch.setattr(sweep, "decode", None)
-    assert "batch sizes 1, 2 are in" in run()  # nothing is decoded
+    assert "batch sizes 1, 2 are in" in run()  # all figures are read from the file
     assert "batch sizes 1, 2 are in" in run("batches=2")
     assert batches(tmp_path) == before
 
@@ -102,16 +102,16 @@ def test_other_settings_are_refused(run, refuse, folder):
         (["checkpoint=nowhere"], "does not exist"),
     ],
 )
-def test_mistakes_are_answered_with_a_sentence(refuse, arguments, message):
+def test_wrong_arguments_are_refused(refuse, arguments, message):
     refuse(message, *arguments)
 
 
-def test_the_fastest_batch():
+def test_fastest_batch_chooses_by_tokens_per_second():
     prompts = [[n] for n in range(20)]
     rates = {1: 10.0, 4: 30.0, 16: 20.0}
     assert fastest_batch(lambda group: rates[len(group)], prompts) == 4
     assert fastest_batch(lambda group: rates[len(group)], prompts, sizes=(1, 16)) == 16
-    assert fastest_batch(lambda group: float(len(group)), prompts[:15]) == 4  # 16 are not there
+    assert fastest_batch(lambda group: float(len(group)), prompts[:15]) == 4  # fewer than 16 prompts
 
     calls: list[list[list[int]]] = []
 
@@ -123,7 +123,7 @@ def test_the_fastest_batch():
     assert calls == [prompts[:4], prompts[:4], prompts[4:8], prompts[8:12], [[0]], [[0]], [[1]], [[2]]]
 
 
-def test_evaluate_finds_a_batch_size(run, tmp_path, monkeypatch):
+def test_evaluate_chooses_a_batch_size(run, tmp_path, monkeypatch):
     monkeypatch.setattr(evaluate, "fastest_batch", lambda decode, prompts: 3 if decode(prompts) > 0 else 0)
     printed = run("batch=null", f"out={tmp_path}/report.json", script=evaluate)
     assert "decoding 3 prompts at once, which is fastest here" in printed

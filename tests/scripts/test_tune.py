@@ -1,4 +1,4 @@
-"""scripts/tune.py on a tiny checkpoint."""
+"""Tests of scripts/tune.py on a tiny checkpoint."""
 
 import json
 
@@ -28,15 +28,15 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def run(folder, run_script):
     def run(*arguments):
-        given = [f"checkpoint={folder}/head", f"prompts={folder}/prompts.jsonl", "target.dtype=float32",
+        defaults = [f"checkpoint={folder}/head", f"prompts={folder}/prompts.jsonl", "target.dtype=float32",
                  "max_new_tokens=6", f"out={folder}/tuned.yaml", *arguments]  # fmt: skip
-        return run_script(tune, *given)
+        return run_script(tune, *defaults)
 
     return run
 
 
 @pytest.mark.parametrize("temperature", [0, 1])
-def test_what_tune_writes_is_what_decoding_reads(run, folder, temperature):
+def test_decoding_reads_the_file_that_tune_writes(run, folder, temperature):
     printed = run("chains=1,2,4", "trees=2x2x4", f"out_json={folder}/tuned.json", f"decode.temperature={temperature}")
     assert "left out: chain of 4; this drafter takes 3 steps" in printed and "tokens a round" in printed
     figures = json.loads((folder / "tuned.json").read_text())
@@ -65,5 +65,5 @@ def test_what_tune_writes_is_what_decoding_reads(run, folder, temperature):
         (["max_new_tokens=1"], "raise max_new_tokens"),
     ],
 )
-def test_mistakes_are_answered_with_a_sentence(refuse, arguments, message):
+def test_wrong_arguments_are_refused(refuse, arguments, message):
     refuse(message, *arguments)

@@ -1,4 +1,4 @@
-"""The command train.py on a tiny target."""
+"""Fixtures that run the command train.py on a tiny target."""
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -10,7 +10,7 @@ ANSWERS = [f"{number} is followed by {number + 1}, then by {number + 2}." for nu
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A tiny target, conversations and prompts."""
+    """A folder with a tiny target, conversations and prompts."""
     folder = tmp_path_factory.mktemp("train")
     save_target(folder / "target", num_layers=8)
     rows = [{"id": f"row-{n}", "messages": [{"role": "user", "content": f"Count from {n}."},
@@ -22,6 +22,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def fit(folder, tmp_path, monkeypatch):
+    """fit(run, "key=value", ...): trains a short run in a new working directory -> exit status"""
     monkeypatch.chdir(tmp_path)
 
     def run(name, *more):

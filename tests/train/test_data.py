@@ -1,4 +1,4 @@
-"""Conversations to batches, with the tokenizer of the default target, and what answer.py finds when it goes on."""
+"""Tests of conversations, masks and batches with the default target's tokenizer, and of files that scripts resume."""
 
 import copy
 import json
@@ -52,7 +52,7 @@ def conversation(messages, **fields):
 
 
 def supervised(tokenizer, row):
-    """The text of every run of supervised tokens."""
+    """The text of each run of consecutive supervised tokens."""
     runs, previous = [], False
     for token, mask in zip(row.tokens, row.mask, strict=True):
         if mask and not previous:
@@ -78,13 +78,13 @@ def make_row(num_prompt, num_answer, name="a"):
 # The mask
 
 
-def test_single_turn(tokenizer):
+def test_single_answer_is_supervised(tokenizer):
     row = data.encode(tokenizer, conversation(SINGLE))
     assert supervised(tokenizer, row) == [SINGLE[1]["content"] + "<|im_end|>"]
     assert tokenizer.decode(row.tokens) == tokenizer.apply_chat_template(SINGLE, tokenize=False)
 
 
-def test_every_turn_is_supervised(tokenizer):
+def test_every_answer_is_supervised(tokenizer):
     row = data.encode(tokenizer, conversation(MULTI))
     assert supervised(tokenizer, row) == [MULTI[index]["content"] + "<|im_end|>" for index in (1, 3)]
 
@@ -116,7 +116,7 @@ def test_markers_give_the_same_mask(tokenizer, messages, finish):
     assert rows[0] == rows[1]
 
 
-def test_end_is_found_in_a_template_without_end_of_turn(tokenizer):
+def test_supervision_ends_with_the_answer_without_an_end_of_turn(tokenizer):
     tokenizer.chat_template = "{% for m in messages %}{{ m['role'] + ':\n' + m['content'] + '\n' }}{% endfor %}" + (
         "{% if add_generation_prompt %}{{ 'assistant:\n' }}{% endif %}"
     )
@@ -125,23 +125,23 @@ def test_end_is_found_in_a_template_without_end_of_turn(tokenizer):
 
 
 def test_token_across_the_border_is_not_supervised(tokenizer):
-    messages = [SINGLE[0], {"role": "assistant", "content": "\n Hello"}]  # its newline merges with the template's
+    messages = [SINGLE[0], {"role": "assistant", "content": "\n Hello"}]  # its newline merges with that of the template
     assert supervised(tokenizer, data.encode(tokenizer, conversation(messages))) == [" Hello<|im_end|>"]
 
 
-def test_template_that_rewrites_history(tokenizer):
+def test_template_that_rewrites_history_is_refused(tokenizer):
     tokenizer.chat_template = PLAIN.replace("'<|im_start|>assistant\n'", "'<|im_start|>assistant\n<think>'")
     with pytest.raises(ValueError, match=r"row 7.*rewrites history.*generation %} markers"):
         data.encode(tokenizer, conversation(SINGLE))
 
 
-def test_template_that_refuses(tokenizer):
+def test_message_of_a_template_that_refuses_is_shown(tokenizer):
     tokenizer.chat_template = "{{ raise_exception('no system role') }}"
     with pytest.raises(ValueError, match="roles user, assistant: no system role"):
         data.encode(tokenizer, conversation(SINGLE))
 
 
-def test_no_chat_template(tokenizer):
+def test_missing_chat_template_is_refused(tokenizer):
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match=r"no chat template.*instruct model.*chat_template\.jinja"):
         data.encode(tokenizer, conversation(SINGLE))
@@ -149,17 +149,17 @@ def test_no_chat_template(tokenizer):
         data.encode_prompt(tokenizer, SINGLE[:1])
 
 
-def test_no_assistant_turn(tokenizer):
+def test_conversation_without_an_answer_is_refused(tokenizer):
     with pytest.raises(ValueError, match="row 7 has no assistant turn"):
         data.encode(tokenizer, conversation(SINGLE[:1]))
 
 
-def test_assistant_first(tokenizer):
+def test_conversation_that_begins_with_an_answer_is_refused(tokenizer):
     with pytest.raises(ValueError, match="row 7 begins with the assistant's turn"):
         data.encode(tokenizer, conversation(SINGLE[1:]))
 
 
-def test_empty_and_full_masks_are_shown(tokenizer):
+def test_empty_and_full_masks_are_refused_and_shown(tokenizer):
     with pytest.raises(ValueError, match=r"(?s)row 7: nothing would be supervised.*Say hello"):
         data.encode(tokenizer, conversation([SINGLE[0], {"role": "assistant", "content": ""}], finish="length"))
     tokenizer.chat_template = "{% generation %}{{ messages[0]['content'] }}{% endgeneration %}"
@@ -177,7 +177,7 @@ def test_show_colours_what_is_supervised(tokenizer):
 # Reading
 
 
-def test_conversations_from_every_form(tmp_path):
+def test_conversations_are_read_from_every_format(tmp_path):
     lines = [json.dumps({"messages": SINGLE}), "", json.dumps({"id": 5, "category": "math", "messages": MULTI})]
     file = write(tmp_path / "b.jsonl", *lines)
     rows = reading.load_conversations(file)
@@ -212,14 +212,14 @@ def test_broken_line_is_named(tmp_path, line, problem):
         reading.load_conversations(file)
 
 
-def test_missing_sources(tmp_path):
+def test_missing_sources_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"no file .*none\.jsonl\. Give a \.jsonl file, a folder"):
         reading.load_conversations(str(tmp_path / "none.jsonl"))
     with pytest.raises(ValueError, match=r"neither \.jsonl files nor a saved dataset"):
         reading.load_conversations(str(tmp_path))
 
 
-def test_prompts(tmp_path):
+def test_prompts_are_read_from_every_format(tmp_path):
     rows = [{"prompt": "Say hello.", "category": "qa"}, {"id": "x", "messages": MULTI}, {"messages": SINGLE[:1]}]
     prompts = reading.load_prompts(write(tmp_path / "prompts.jsonl", *map(json.dumps, rows)))
     assert [prompt["messages"] for prompt in prompts] == [SINGLE[:1], MULTI[:3], SINGLE[:1]]
@@ -247,7 +247,7 @@ def test_packing_is_first_fit():
     assert [[row.id for row in pack] for pack in packs] == [["5", "3"], ["4", "2", "1"]]
 
 
-def test_collate_and_attention_against_the_naive_thing():
+def test_collate_and_attention_against_a_loop():
     packs = data.pack([make_row(2, 3), make_row(0, 4), make_row(3, 1), make_row(1, 2)], 10)
     batch = data.collate(packs, length=12, pad_token=99)
     attention = masks.documents(batch.documents)
@@ -264,12 +264,12 @@ def test_collate_and_attention_against_the_naive_thing():
             assert batch.tokens[index, place] == row.tokens[position]
             assert batch.documents[index, place] == document and batch.positions[index, place] == position
             assert batch.loss_mask[index, place] == (row.mask[position] and position > 0)
-            seen = [other for other in range(place + 1) if flat[other][0] == document]
-            assert attention[index, 0, place].nonzero().flatten().tolist() == seen
+            attended = [other for other in range(place + 1) if flat[other][0] == document]
+            assert attention[index, 0, place].nonzero().flatten().tolist() == attended
     assert torch.equal(batch.to("cpu").tokens, batch.tokens)
 
 
-def test_packs():
+def test_packs_count_supervised_tokens_and_have_a_fingerprint():
     rows = [make_row(2, 3), make_row(0, 4), make_row(3, 1)]
     packs = data.Packs(rows, length=10)
     assert len(packs) == 2 and packs[1] == [rows[2]]
@@ -284,13 +284,13 @@ def test_packs():
 # Scripts
 
 
-def test_finished_rows_without_the_half_written_one(tmp_path):
+def test_an_incomplete_last_row_is_removed_and_a_damaged_row_is_refused(tmp_path):
     out = tmp_path / "out.jsonl"
     assert read_rows(out) == []
-    whole = b'{"id": "a@0"}\n{"id": "b@0", "text": "\xc3\xa9"}\n'
-    out.write_bytes(whole + b'{"id": "c@0", "text": "\xc3')
+    finished = b'{"id": "a@0"}\n{"id": "b@0", "text": "\xc3\xa9"}\n'
+    out.write_bytes(finished + b'{"id": "c@0", "text": "\xc3')
     assert {row["id"] for row in read_rows(out)} == {"a@0", "b@0"}
-    assert out.read_bytes() == whole
+    assert out.read_bytes() == finished
     assert {row["id"] for row in read_rows(out)} == {"a@0", "b@0"}
     for damaged in (b'{"id', b"[1]", b'"\xc3"'):
         out.write_bytes(b'{"id": "a@0"}\n' + damaged + b'\n{"id": "c@0"}\n')
@@ -305,7 +305,8 @@ def test_other_settings_are_refused(tmp_path):
         return Resumable(out.with_name("out.jsonl.meta.json"), out, settings, advice="Use the same.")
 
     begin({"seed": 0, "top_p": 1.0, "dtype": "float32"})
-    begin({"seed": 1, "top_p": 1.0, "dtype": "float32"}).append({"id": "a@0"})  # nothing was written before
+    # Another seed is accepted, since no row has been written yet.
+    begin({"seed": 1, "top_p": 1.0, "dtype": "float32"}).append({"id": "a@0"})
     assert begin({"seed": 1, "top_p": 1.0, "dtype": "float32"}).rows == [{"id": "a@0"}]
     with pytest.raises(ValueError, match=r"seed \(then 1, now 0\), top_p \(then 1.0, now 0.9\)\. Use the same"):
         begin({"seed": 0, "top_p": 0.9, "dtype": "float32"})
@@ -361,7 +362,7 @@ def test_padding_and_trimming():
         (["target"], "not of the form key=value"),
     ],
 )
-def test_options_are_refused_with_a_sentence(monkeypatch, arguments, message):
+def test_wrong_options_are_refused(monkeypatch, arguments, message):
     monkeypatch.setattr("sys.argv", ["script", *arguments])
     with pytest.raises(SystemExit, match=message):
         options(ShowData, "doc")

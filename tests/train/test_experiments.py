@@ -1,4 +1,4 @@
-"""Every published experiment composes, and its rows and held-out prompts can be read in a clone of the repository."""
+"""Tests that every published experiment composes and that a clone of the repository has its rows and prompts."""
 
 import gzip
 import re
@@ -19,7 +19,7 @@ SOURCES = re.compile(r"(openai/grade-school-math|teknium1/GPTeacher|yizhongw/sel
 
 @pytest.fixture(scope="module")
 def load():
-    """`reading.load_conversations`, which reads each file once for all experiments."""
+    """`reading.load_conversations` with a cache, so that each file is read once for all experiments."""
     rows = {}
 
     def load(source, *, split):
@@ -37,14 +37,14 @@ def test_experiment_composes_and_finds_its_data(experiment, load, monkeypatch):
         config = hydra.compose("train", [f"experiment={experiment}"], return_hydra_config=True)
     assert config.train.steps > 0 and config.head.drafter._target_.startswith("specdec.heads.")
     conversations = load(config.data.train, split=config.data.split)
-    held, rest = reading.hold_out(conversations, config.data.hold_out)
-    assert len(held) == config.data.hold_out and len(rest) == len(conversations) - len(held)
+    held_out, rest = reading.hold_out(conversations, config.data.hold_out)
+    assert len(held_out) == config.data.hold_out and len(rest) == len(conversations) - len(held_out)
     assert all(row["messages"][-1]["role"] == "assistant" for row in rest)
     prompts = reading.load_prompts(config.data.heldout)
     assert len(reading.spread(prompts, config.validation.num_prompts)) == config.validation.num_prompts
 
 
-def test_shipped_answers_are_of_named_sources_with_a_licence_that_allows_it():
+def test_shipped_answers_name_a_source_and_a_permissive_licence():
     conversations = reading.load_conversations(str(ROOT / "data" / "answers.jsonl.gz"))
     prompts = list(reading.read_rows(str(ROOT / "data" / "prompts_dev.jsonl"), "train"))
     assert len(conversations) == 2365 and len(prompts) == 73
@@ -52,20 +52,20 @@ def test_shipped_answers_are_of_named_sources_with_a_licence_that_allows_it():
         assert row["license"] in ("MIT", "Apache-2.0")
         assert SOURCES.match(row["source"])
         assert not row["source"].startswith("yizhongw/self-instruct t0")
-    asked = {row["messages"][0]["content"] for row in conversations}
-    assert not asked & {row["prompt"] for _, row in prompts}
+    questions = {row["messages"][0]["content"] for row in conversations}
+    assert not questions & {row["prompt"] for _, row in prompts}
 
 
 def test_shipped_answers_are_compressed_without_a_date():
     header = (ROOT / "data" / "answers.jsonl.gz").read_bytes()[:10]
     assert header[:2] == b"\x1f\x8b" and header[4:8] == bytes(4)  # RFC 1952: the time of modification
-    assert header[3] == 0  # and no name of a file
+    assert header[3] == 0  # the flags: no name of a file
 
 
 ROW = '{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}\n'
 
 
-def test_compressed_rows_are_those_of_the_plain_file(tmp_path):
+def test_compressed_and_plain_files_give_the_same_rows(tmp_path):
     (tmp_path / "a.jsonl").write_text(ROW * 2)
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress((ROW + "\n" + ROW).encode()))
     (tmp_path / "notes.txt").write_text("not data")
@@ -86,7 +86,7 @@ def test_broken_line_of_a_compressed_file_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["truncated", "changed", "not gzip"])
-def test_damaged_compressed_file_is_refused_with_a_sentence(tmp_path, damage):
+def test_damaged_compressed_file_is_refused(tmp_path, damage):
     path = tmp_path / "rows.jsonl.gz"
     packed = bytearray(gzip.compress(ROW.encode() * 100))
     if damage == "truncated":
@@ -100,6 +100,6 @@ def test_damaged_compressed_file_is_refused_with_a_sentence(tmp_path, damage):
         reading.load_conversations(str(path))
 
 
-def test_missing_compressed_file(tmp_path):
+def test_missing_compressed_file_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"There is no file .*none\.jsonl\.gz"):
         reading.load_conversations(str(tmp_path / "none.jsonl.gz"))

@@ -1,4 +1,4 @@
-"""Losses and survival: gradients against finite differences, values against numbers by hand and all outcomes."""
+"""Tests of losses and survival: gradients by finite differences, values by hand and by enumeration of outcomes."""
 
 import itertools
 import math
@@ -18,7 +18,7 @@ DIVERGENCES = ("kl", "reverse_kl", "jsd", "tv")
 
 def make_judged(
     logits: Tensor,  # [M, W]
-    goal_logits: Tensor,  # [M, V], of which the first W are the list
+    goal_logits: Tensor,  # [M, V], of which the first W are the draft vocabulary
     *,
     token: Tensor | None = None,
     state: Tensor | None = None,
@@ -47,7 +47,7 @@ def rand(seed: int, *shape: int) -> Tensor:
 
 
 def by_hand(*, token: int = 0, confidence: Tensor | None = None) -> Judged:
-    """q = (1/2, 1/4, 1/4) on a list of three of four tokens; p = (0.2, 0.1, 0.3) there and 0.4 off the list."""
+    """A draft vocabulary of three of four tokens: q = (1/2, 1/4, 1/4), p = (0.2, 0.1, 0.3) there and 0.4 outside."""
     guess = torch.tensor([[0.5, 0.25, 0.25]], dtype=torch.float64)
     goal = torch.tensor([[0.2, 0.1, 0.3, 0.4]], dtype=torch.float64)
     return make_judged(guess.log() + 3, goal.log() - 2, token=torch.tensor([token]), confidence=confidence)
@@ -56,39 +56,41 @@ def by_hand(*, token: int = 0, confidence: Tensor | None = None) -> Judged:
 # One slot
 
 
-def test_every_loss_is_here():
+def test_names_of_the_losses():
     names = {"kl", "reverse_kl", "jsd", "tv", "nla", "ce", "top_k", "smooth_l1", "confidence"}
     assert set(LOSSES) == names
 
 
 @pytest.mark.parametrize("width", [12, 7])
 @pytest.mark.parametrize("name", OF_A_SLOT)
-def test_gradients(name, width):
+def test_gradients_against_finite_differences(name, width):
     num, vocab_size = 5, 12
     inputs = [randn(0, num, width), randn(1, num, 4), randn(2, num)]
     goal_logits, goal_state = randn(3, num, vocab_size), 2 * randn(4, num, 4)
     token = torch.tensor([0, 3, -1, 6, 2])
 
     def function(logits, state, confidence):
-        made = make_judged(logits, goal_logits, token=token, state=state, goal_state=goal_state, confidence=confidence)
-        return OF_A_SLOT[name](made)
+        judged = make_judged(
+            logits, goal_logits, token=token, state=state, goal_state=goal_state, confidence=confidence
+        )
+        return OF_A_SLOT[name](judged)
 
     trained = {"smooth_l1": 1, "confidence": 2}.get(name, 0)
     for number, value in enumerate(inputs):
         value.requires_grad_(number == trained)
-    found = function(*inputs)
-    assert found.shape == (num,) and found.dtype == torch.float64
-    assert torch.autograd.grad(found.sum(), inputs[trained])[0].abs().max() > 0.01
+    values = function(*inputs)
+    assert values.shape == (num,) and values.dtype == torch.float64
+    assert torch.autograd.grad(values.sum(), inputs[trained])[0].abs().max() > 0.01
     assert gradcheck(function, inputs)
 
 
 def test_values_by_hand():
     judged = by_hand(token=2, confidence=torch.tensor([0.3], dtype=torch.float64))
-    p, q = (1 / 3, 1 / 6, 1 / 2), (1 / 2, 1 / 4, 1 / 4)  # p renormalised on the list
-    kl = lambda one, other: sum(a * math.log(a / b) for a, b in zip(one, other))
+    p, q = (1 / 3, 1 / 6, 1 / 2), (1 / 2, 1 / 4, 1 / 4)  # p renormalised on the draft vocabulary
+    kl = lambda law, reference: sum(a * math.log(a / b) for a, b in zip(law, reference))
     mean = [(a + b) / 2 for a, b in zip(p, q)]
-    overlap, sure = 0.2 + 0.1 + 0.25, 1 / (1 + math.exp(-0.3))
-    wanted = {
+    overlap, confidence = 0.2 + 0.1 + 0.25, 1 / (1 + math.exp(-0.3))
+    expected = {
         "kl": kl(p, q),
         "reverse_kl": kl(q, p),
         "jsd": (kl(p, mean) + kl(q, mean)) / 2,
@@ -97,16 +99,16 @@ def test_values_by_hand():
         "ce": math.log(4),
         "top_k": 0.2 * math.log(2) + (0.1 + 0.3) * math.log(4),  # fewer than ten tokens: all of them
         "smooth_l1": 0.0,
-        "confidence": -overlap * math.log(sure) - (1 - overlap) * math.log(1 - sure),
+        "confidence": -overlap * math.log(confidence) - (1 - overlap) * math.log(1 - confidence),
         "overlap": overlap,
         "accept": 0.25 / 0.3,
         "chance": 0.25,
     }
-    assert {name: OF_A_SLOT[name](judged).item() for name in OF_A_SLOT} == pytest.approx(wanted, abs=1e-12)
+    assert {name: OF_A_SLOT[name](judged).item() for name in OF_A_SLOT} == pytest.approx(expected, abs=1e-12)
     assert survival.accept(by_hand(token=0)).item() == 1  # q(x) > p(x)
 
 
-def test_laws_that_agree():
+def test_divergences_of_equal_laws_are_zero():
     logits = randn(0, 6, 9)
     same = make_judged(logits, logits + 5)
     for name in DIVERGENCES:
@@ -126,20 +128,20 @@ def test_overlap_is_one_minus_tv():
 
 @pytest.mark.parametrize("width", [9, 6])
 def test_gradient_of_tv(width):
-    """q / 2 * (s - E_q[s]), s = sign(q - p): methods, section 3."""
+    """q / 2 * (s - E_q[s]) with s = sign(q - p): docs/methods.md, section 3."""
     logits, goal_logits = randn(0, 6, width).requires_grad_(), randn(1, 6, 9)
-    (found,) = torch.autograd.grad(losses.tv(make_judged(logits, goal_logits)).sum(), logits)
+    (gradient,) = torch.autograd.grad(losses.tv(make_judged(logits, goal_logits)).sum(), logits)
     q, p = logits.detach().softmax(-1), goal_logits.softmax(-1)[:, :width]
     sign = (q - p).sign()
-    torch.testing.assert_close(found, q / 2 * (sign - (q * sign).sum(-1, keepdim=True)))
+    torch.testing.assert_close(gradient, q / 2 * (sign - (q * sign).sum(-1, keepdim=True)))
 
 
-def test_top_k_leaves_out_the_rest():
+def test_top_k_uses_the_ten_most_probable_tokens():
     judged = make_judged(randn(0, 3, 14), randn(1, 3, 20))
     p, log_q = randn(1, 3, 20).softmax(-1), judged.logits.log_softmax(-1)
-    for row, found in enumerate(losses.top_k(judged).tolist()):
+    for row, loss in enumerate(losses.top_k(judged).tolist()):
         best = sorted(range(14), key=lambda token: float(p[row, token]))[-10:]
-        assert found == pytest.approx(-sum(float(p[row, v] * log_q[row, v]) for v in best))
+        assert loss == pytest.approx(-sum(float(p[row, v] * log_q[row, v]) for v in best))
 
 
 def test_nla_is_clamped():
@@ -147,13 +149,13 @@ def test_nla_is_clamped():
     assert losses.nla(make_judged(-goal, goal)).item() == pytest.approx(-math.log(1e-5))
 
 
-def test_confidence_does_not_train_the_law():
-    logits, sure = randn(0, 3, 9).requires_grad_(), randn(1, 3).requires_grad_()
-    losses.confidence(make_judged(logits, randn(2, 3, 9), confidence=sure)).sum().backward()
-    assert logits.grad is None and sure.grad.abs().max() > 0
+def test_confidence_has_no_gradient_to_the_logits():
+    logits, confidence = randn(0, 3, 9).requires_grad_(), randn(1, 3).requires_grad_()
+    losses.confidence(make_judged(logits, randn(2, 3, 9), confidence=confidence)).sum().backward()
+    assert logits.grad is None and confidence.grad.abs().max() > 0
 
 
-def test_token_off_the_list():
+def test_token_outside_the_draft_vocabulary():
     logits = randn(0, 2, 5).requires_grad_()
     judged = make_judged(logits, randn(1, 2, 9), token=torch.tensor([-1, -1]))
     for function in (losses.ce, survival.accept, survival.chance):
@@ -164,35 +166,35 @@ def test_token_off_the_list():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", OF_A_SLOT)
-def test_extreme_logits(name, dtype):
-    """Laws that are one-hot, that underflow, and a list without any of the target's mass: no inf, no nan."""
+def test_extreme_logits_give_finite_losses_and_gradients(name, dtype):
+    """No inf or nan for one-hot laws, laws that underflow, and a draft vocabulary without any mass of the target."""
     one_hot = torch.tensor([[0, -1e30, -1e30, -1e30], [-1e30, 0, -1e30, -1e30], [0, 0, 0, 0], [1e4, -1e4, 0, 1e4]])
     far = torch.tensor([[-1e4, -1e4, 0, 200], [0, -1e4, 0, 1e4], [-1e30, -1e30, -1e30, 0]])
     pairs = list(itertools.product(torch.cat([one_hot, far]).to(dtype), repeat=2))
     logits = torch.stack([pair[0] for pair in pairs])[:, :3].clone().requires_grad_()
-    sure = torch.linspace(-1e4, 1e4, len(pairs), dtype=dtype, requires_grad=True)
+    confidence = torch.linspace(-1e4, 1e4, len(pairs), dtype=dtype, requires_grad=True)
     for token in (-1, 0, 1, 2):
-        made = make_judged(
+        judged = make_judged(
             logits,
             torch.stack([pair[1] for pair in pairs]),
             token=torch.full((len(pairs),), token),
             state=logits,
             goal_state=logits.detach() + 1e4,
-            confidence=sure,
+            confidence=confidence,
         )
-        found = OF_A_SLOT[name](made)
-        assert found.dtype == dtype and found.isfinite().all()
-        for gradient in torch.autograd.grad(found.sum(), (logits, sure), allow_unused=True):
+        values = OF_A_SLOT[name](judged)
+        assert values.dtype == dtype and values.isfinite().all()
+        for gradient in torch.autograd.grad(values.sum(), (logits, confidence), allow_unused=True):
             assert gradient is None or gradient.isfinite().all()
 
 
-def test_half_precision_states():
-    """States keep the drafter's precision, the loss the logits'."""
+def test_smooth_l1_of_half_precision_states():
+    """States may be in half precision; the loss has the precision of the logits."""
     state, goal = randn(0, 4, 9), randn(1, 4, 9)
-    made = make_judged(torch.zeros(4, 3), torch.zeros(4, 3), state=state.bfloat16(), goal_state=goal.bfloat16())
-    wanted = losses.smooth_l1(make_judged(torch.zeros(4, 3), torch.zeros(4, 3), state=state, goal_state=goal))
-    assert losses.smooth_l1(made).dtype == torch.float32
-    torch.testing.assert_close(losses.smooth_l1(made), wanted, atol=0.02, rtol=0)
+    judged = make_judged(torch.zeros(4, 3), torch.zeros(4, 3), state=state.bfloat16(), goal_state=goal.bfloat16())
+    expected = losses.smooth_l1(make_judged(torch.zeros(4, 3), torch.zeros(4, 3), state=state, goal_state=goal))
+    assert losses.smooth_l1(judged).dtype == torch.float32
+    torch.testing.assert_close(losses.smooth_l1(judged), expected, atol=0.02, rtol=0)
 
 
 # All depths of a slot
@@ -205,11 +207,11 @@ def test_gradients_of_survival():
     kl, overlap = rand(0, 3, 5).requires_grad_(), rand(1, 3, 5).requires_grad_()
     assert gradcheck(lambda kl: survival.lk(kl, overlap.detach(), COUNTED, eta=3.0), kl)
     assert gradcheck(lambda overlap: survival.e2e_tv(overlap, COUNTED), overlap)
-    # Differences would see lk's share move, which is detached.
+    # lk detaches its share, which finite differences would vary, so this gradient is compared with its formula.
     (gradient,) = torch.autograd.grad(survival.lk(kl, overlap, COUNTED, eta=3.0).sum(), overlap)
     mean = (overlap.detach() * COUNTED).sum(1, keepdim=True) / COUNTED.sum(1, keepdim=True)
     torch.testing.assert_close(gradient, ((-3 * mean).exp() - 1) * COUNTED)
-    # A product of zeros still has the gradient of its first factor.
+    # If all factors are zero, the first still has a gradient.
     zeros = torch.zeros(3, 5, dtype=torch.float64, requires_grad=True)
     (gradient,) = torch.autograd.grad(survival.e2e_tv(zeros, COUNTED).sum(), zeros)
     torch.testing.assert_close(gradient[0], torch.tensor([-1, -1, -1, 0, 0]).double() / 3)
@@ -220,28 +222,32 @@ def test_lk_by_hand():
     kl = torch.tensor([[2.0, 4.0, 9.0], [1.0, 9.0, 9.0], [9.0, 9.0, 9.0]])
     overlap = torch.tensor([[0.2, 0.6, 0.9], [0.5, 0.9, 0.9], [0.9, 0.9, 0.9]])
     counted = torch.tensor([[1, 1, 0], [1, 0, 0], [0, 0, 0]]).bool()
-    one, two = math.exp(-3 * 0.4), math.exp(-3 * 0.5)
-    wanted = [[one * 2 + (1 - one) * 0.8, one * 4 + (1 - one) * 0.4, 0], [two * 1 + (1 - two) * 0.5, 0, 0], [0] * 3]
-    torch.testing.assert_close(survival.lk(kl, overlap, counted, eta=3.0), torch.tensor(wanted))
+    first_share, second_share = math.exp(-3 * 0.4), math.exp(-3 * 0.5)
+    expected = [
+        [first_share * 2 + (1 - first_share) * 0.8, first_share * 4 + (1 - first_share) * 0.4, 0],
+        [second_share * 1 + (1 - second_share) * 0.5, 0, 0],
+        [0] * 3,
+    ]
+    torch.testing.assert_close(survival.lk(kl, overlap, counted, eta=3.0), torch.tensor(expected))
 
 
 def test_e2e_tv_by_hand():
     overlap = torch.tensor([[0.5, 0.5, 0.5, 9.0, 9.0], [0.4, 0.4, 9.0, 0.4, 9.0], [0.5, 9.0, 9.0, 0.5, 9.0]])
-    wanted = [1 - (0.5 + 0.2 + 0.1) / 3, 1 - (0.5 + 0.2) / 3, 1 - 0.5 / 3, 1, 0]
-    torch.testing.assert_close(survival.e2e_tv(overlap, COUNTED), torch.tensor(wanted))
+    expected = [1 - (0.5 + 0.2 + 0.1) / 3, 1 - (0.5 + 0.2) / 3, 1 - 0.5 / 3, 1, 0]
+    torch.testing.assert_close(survival.e2e_tv(overlap, COUNTED), torch.tensor(expected))
 
 
 def test_dpace_by_hand():
     chance = torch.tensor([[0.0, 1.0, 0.0, 9.0, 9.0], [0.5, 0.5, 9.0, 0.5, 9.0], [1.0, 9.0, 9.0, 0.0, 9.0]])
-    # s = 1/2, 3/4, 1 | 1, 3/4, (1) | 1/2, (1), (1) | (1), 3/4, 1/2 | (1), (1), (1): in brackets, not counted
-    wanted = [
+    # s = 1/2, 3/4, 1 | 1, 3/4, (1) | 1/2, (1), (1) | (1), 3/4, 1/2 | (1), (1), (1): entries in brackets are not counted
+    expected = [
         [0.5 + 0.375 + 0.375, 1 + 0.75 + 0.75, 0.5 + 0.5 + 0.5, 0, 0],
         [0.375 + 0.375, 0.75 + 0.75, 0, 0.75 + 0.375, 0],
         [0.375, 0, 0, 0.375, 0],
     ]
-    found = survival.dpace(chance.requires_grad_(), COUNTED)
-    assert not found.requires_grad
-    torch.testing.assert_close(found, torch.tensor(wanted))
+    weights = survival.dpace(chance.requires_grad_(), COUNTED)
+    assert not weights.requires_grad
+    torch.testing.assert_close(weights, torch.tensor(expected))
     flat = survival.dpace(chance, torch.ones(3, 5).bool(), smoothing=1.0)
     assert flat.tolist() == [[3] * 5, [2] * 5, [1] * 5]
 
@@ -249,9 +255,9 @@ def test_dpace_by_hand():
 def test_vat_by_hand():
     matches = torch.tensor([[1, 0, 1, 0, 0], [1, 0, 0, 0, 1], [1, 1, 1, 1, 0], [1, 0, 1, 0, 0]]).bool()
     counted = torch.tensor([[1, 1, 1, 0, 1], [1, 1, 1, 0, 1], [1, 1, 1, 0, 0], [1, 1, 1, 0, 1]]).bool()
-    wanted = [[1, 1, 1, 0, 1], [1, 0.5, 1, 0, 0.5], [1, 0.25, 0.5, 0, 0], [1, 0.125, 0.25, 0, 0.125]]
-    torch.testing.assert_close(survival.vat(matches, counted, decay=0.5), torch.tensor(wanted))
-    # A miss that is not counted is no rejection
+    expected = [[1, 1, 1, 0, 1], [1, 0.5, 1, 0, 0.5], [1, 0.25, 0.5, 0, 0], [1, 0.125, 0.25, 0, 0.125]]
+    torch.testing.assert_close(survival.vat(matches, counted, decay=0.5), torch.tensor(expected))
+    # A miss that is not counted is not a rejection
     late = survival.vat(torch.zeros(3, 1).bool(), torch.tensor([[0], [1], [1]]).bool(), decay=0.5)
     assert late.tolist() == [[0], [1], [0.5]]
 
@@ -264,32 +270,32 @@ SIZES = [(1, 2), (1, 6), (2, 5), (3, 1), (3, 2), (3, 4), (4, 9), (8, 40), (5, 3)
 @pytest.mark.parametrize("depth, num", SIZES)
 def test_rounds_equals_replay(depth, num):
     accept = rand(depth, depth, num)
-    hard = torch.where(accept > 0.7, 1, torch.where(accept < 0.3, 0, accept))  # some are sure, some are impossible
-    for each in (accept, hard, (accept > 0.4).double(), torch.ones_like(accept), torch.zeros_like(accept)):
-        found = survival.rounds(each)
-        assert found.shape == () and found.dtype == torch.float64
-        assert found.item() == pytest.approx(replay.rounds(each)[0], rel=1e-12)
+    hard = torch.where(accept > 0.7, 1, torch.where(accept < 0.3, 0, accept))  # some have probability 1, some 0
+    for probabilities in (accept, hard, (accept > 0.4).double(), torch.ones_like(accept), torch.zeros_like(accept)):
+        num_rounds = survival.rounds(probabilities)
+        assert num_rounds.shape == () and num_rounds.dtype == torch.float64
+        assert num_rounds.item() == pytest.approx(replay.rounds(probabilities)[0], rel=1e-12)
     assert survival.rounds(accept.float()).item() == pytest.approx(replay.rounds(accept)[0], rel=1e-5)
 
 
 @pytest.mark.parametrize("depth, num", SIZES)
 def test_gradient_of_rounds(depth, num):
-    """Against differences of the other implementation; a multilinear function has no error in them but rounding."""
+    """Against finite differences of replay.rounds, which is multilinear, so that they have rounding errors only."""
     values = rand(depth, depth, num)
-    for each in (values, (values > 0.4).double()):
-        accept = each.clone().requires_grad_()
-        (found,) = torch.autograd.grad(survival.rounds(accept), accept)
+    for probabilities in (values, (values > 0.4).double()):
+        accept = probabilities.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(survival.rounds(accept), accept)
         step = 1e-4
         for d, s in itertools.product(range(depth), range(num)):
-            change = torch.zeros_like(each)
+            change = torch.zeros_like(probabilities)
             change[d, s] = step
-            slope = (replay.rounds(each + change)[0] - replay.rounds(each - change)[0]) / (2 * step)
-            assert found[d, s].item() == pytest.approx(slope, abs=1e-8)
+            slope = (replay.rounds(probabilities + change)[0] - replay.rounds(probabilities - change)[0]) / (2 * step)
+            assert gradient[d, s].item() == pytest.approx(slope, abs=1e-8)
     assert gradcheck(survival.rounds, accept)
 
 
 def expected_rounds(accept: Tensor) -> float:
-    """The mean over all patterns of acceptances [K, n], each decoded draft by draft."""
+    """The expected number of rounds for acceptance probabilities [K, n], by enumeration of all outcomes."""
     depth, num = accept.shape
     places = list(itertools.product(range(depth), range(1, num)))
     chances, total = accept.tolist(), 0.0
@@ -309,25 +315,26 @@ def expected_rounds(accept: Tensor) -> float:
 @pytest.mark.parametrize("depth, num", [(1, 6), (2, 6), (3, 6), (3, 2), (2, 1)])
 def test_rounds_against_all_outcomes(depth, num):
     accept = rand(depth + num, depth, num)
-    wanted = expected_rounds(accept)
-    assert survival.rounds(accept).item() == pytest.approx(wanted, abs=1e-12)
-    if num > 2:  # what it must not be: of other acceptances, or from the mean survival over all starts
+    expected = expected_rounds(accept)
+    assert survival.rounds(accept).item() == pytest.approx(expected, abs=1e-12)
+    # It differs from the rounds of other acceptances, and from an estimate by the mean survival over all starts.
+    if num > 2:
         for wrong in (accept.roll(1, 1), 1 - accept):
-            assert abs(survival.rounds(wrong).item() - wanted) > 1e-3
+            assert abs(survival.rounds(wrong).item() - expected) > 1e-3
         survivors = accept[:, 1:].cumprod(0).sum(0).mean()
-        assert abs((num - 1) / (1 + float(survivors)) - wanted) > 1e-2
+        assert abs((num - 1) / (1 + float(survivors)) - expected) > 1e-2
 
 
-def test_rounds_does_not_read_what_is_not_emitted():
+def test_rounds_does_not_read_entries_outside_the_answer():
     accept = rand(0, 3, 6)
-    wanted = survival.rounds(accept).item()
+    expected = survival.rounds(accept).item()
     accept[:, 0] = float("nan")
     for d, s in itertools.product(range(1, 4), range(6)):
         if s + d >= 6:
             accept[d - 1, s] = float("nan")
     accept.requires_grad_()
-    found = survival.rounds(accept)
-    assert found.item() == wanted
-    (gradient,) = torch.autograd.grad(found, accept)
+    num_rounds = survival.rounds(accept)
+    assert num_rounds.item() == expected
+    (gradient,) = torch.autograd.grad(num_rounds, accept)
     assert gradient.isfinite().all() and (gradient[accept.isnan()] == 0).all()
     assert (gradient[~accept.isnan()] < 0).all()

@@ -1,4 +1,4 @@
-"""The loss against a loop over goals and depths, and tau replayed from the unroll against the decoder's."""
+"""Tests of the loss against a loop over goals and depths, and of replayed tau against the decoder's tau."""
 
 import itertools
 import math
@@ -32,39 +32,41 @@ def make_settings(**arguments) -> dict:
 
 
 def make_objective(drafter, **arguments) -> Objective:
-    drafter.confident = "confidence" in arguments.get("losses", WEIGHTS)  # else it would be refused
+    # The objective refuses a confidence output without the loss confidence, and the reverse.
+    drafter.confident = "confidence" in arguments.get("losses", WEIGHTS)
     return Objective(drafter, **make_settings(**{"depth": drafter.depth or 4, **arguments}))
 
 
 def judge(objective: Objective, packs: list[list[Row]], length: int):
-    """-> Loss, the batch"""
+    """The loss of rows that are packed in this way. -> Loss, the batch"""
     batch = collate(packs, length=length, pad_token=0)
     return objective(batch, Online(objective.drafter.target, objective.drafter.target_layers)([0], batch)), batch
 
 
 def laws(objective: Objective, row: Row):
-    """The slot rule as a loop, with what the drafter says in decoding: step d of slot j guesses x_(j+d).
+    """The laws of all supervised tokens by the slot rule as a loop: step d of slot j predicts x_(j+d).
 
-    -> {(slot, d): (p over the list, not renormalised; q; the list's number of x_(j+d) or None)} of supervised tokens
+    -> {(slot, d): (p, q, index)}: p over the draft vocabulary, not renormalised; q; the index of x_(j+d) in the draft
+    vocabulary, or None
     """
     drafter, target, vocab = objective.drafter, objective.drafter.target, objective.drafter.draft_to_target
     tokens = torch.tensor(row.tokens)
     output = target.read(tokens[None], drafter.target_layers)
     features, final = output.features[0], output.final[0]
-    found = {}
+    laws_of_tokens = {}
     for goal, d in itertools.product(range(1, len(tokens)), range(1, objective.depth + 1)):
         slot = goal - d
         if slot < drafter.first_slot or not row.mask[goal]:
             continue
         _, logits = follow(drafter, tokens, features, slot, d)
-        p = (target.logits(final[goal - 1]) / objective.temperature).softmax(-1)  # of token `goal`
+        p = (target.logits(final[goal - 1]) / objective.temperature).softmax(-1)  # law of token `goal`
         q = (logits[d - 1] / objective.temperature).softmax(-1)
-        draft = int(tokens[goal])
+        index = int(tokens[goal])
         if vocab is not None:
             p = p[vocab]
-            draft = vocab.tolist().index(draft) if draft in vocab.tolist() else None
-        found[slot, d] = p, q, draft
-    return found
+            index = vocab.tolist().index(index) if index in vocab.tolist() else None
+        laws_of_tokens[slot, d] = p, q, index
+    return laws_of_tokens
 
 
 def kl(p, q) -> float:
@@ -74,8 +76,8 @@ def kl(p, q) -> float:
 
 def naive(objective: Objective, row: Row) -> float:
     total = 0.0
-    for (_, d), (p, q, draft) in laws(objective, row).items():
-        ce = 0.0 if draft is None else -float(q[draft].log())
+    for (_, d), (p, q, index) in laws(objective, row).items():
+        ce = 0.0 if index is None else -float(q[index].log())
         value = 0.5 * kl(p, q) + 1.5 * ce + 2.5 * (1 - float(torch.minimum(p, q).sum()))
         total += value * objective.decay ** (d - 1) / sum(objective.decay**step for step in range(objective.depth))
     return total
@@ -90,50 +92,50 @@ def test_total_against_a_loop(any_drafter, num_prompt):
     rows = [make_row(seed, num_prompt + seed, 5, 61) for seed in range(3)]
     loss, batch = judge(make_objective(any_drafter), [rows[:2], rows[2:]], 26)
     assert loss.num_goals == 15 == batch.loss_mask.sum()
-    wanted = sum(naive(make_objective(any_drafter), row) for row in rows)
-    assert loss.total.item() == pytest.approx(wanted, rel=1e-5)
+    expected = sum(naive(make_objective(any_drafter), row) for row in rows)
+    assert loss.total.item() == pytest.approx(expected, rel=1e-5)
 
 
 def test_padding_and_other_prompts_do_not_count(any_drafter):
     objective, row = make_objective(any_drafter), make_row(0, 3, 5, 61)
-    wanted = judge(objective, [[row]], len(row.tokens))[0]
+    alone = judge(objective, [[row]], len(row.tokens))[0]
     for num_other, length in ((0, 20), (4, 12), (9, 17), (9, 31)):
         other = [make_row(1, num_other, 0, 61)] if num_other else []
         for pack in ([*other, row], [row, *other]):
             loss, _ = judge(objective, [pack], length)
-            assert loss.total.item() == pytest.approx(wanted.total.item(), rel=1e-6)
-            assert loss.num_goals == wanted.num_goals and loss.matches.sum() == wanted.matches.sum()
+            assert loss.total.item() == pytest.approx(alone.total.item(), rel=1e-6)
+            assert loss.num_goals == alone.num_goals and loss.matches.sum() == alone.matches.sum()
 
 
 def test_chunks_change_nothing(any_drafter):
     rows = [make_row(seed, 6, 5, 61) for seed in range(2)]
     parameters = list(any_drafter.parameters())
-    found = []
+    results = []
     for chunk in (1000, 3):
         loss, _ = judge(make_objective(any_drafter, chunk=chunk), [rows], 24)
-        found.append((loss, torch.autograd.grad(loss.total, parameters, allow_unused=True)))
-    (whole, gradients), (parts, others) = found
+        results.append((loss, torch.autograd.grad(loss.total, parameters, allow_unused=True)))
+    (whole, gradients), (parts, chunked_gradients) = results
     assert parts.total.item() == pytest.approx(whole.total.item(), rel=1e-5)
     assert torch.equal(whole.matches, parts.matches)
     assert sum(gradient is not None for gradient in gradients) > 5
-    for one, other in zip(gradients, others):
-        assert (one is None) == (other is None)
-        if one is not None:
-            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4 * float(one.abs().max()))
+    for expected, actual in zip(gradients, chunked_gradients):
+        assert (expected is None) == (actual is None)
+        if expected is not None:
+            torch.testing.assert_close(expected, actual, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
 
 
-def test_matches(small_drafter):
-    """[K, B, T]: where the guess of step d for a token is the token that the text has."""
+def test_matches_against_a_loop(small_drafter):
+    """matches [K, B, T]: whether the most probable token of step d is the token of the text."""
     row = make_row(0, 3, 20, 6)
     tokens = torch.tensor(row.tokens)
     features = small_drafter.target.read(tokens[None], small_drafter.target_layers).features[0]
     loss, _ = judge(make_objective(small_drafter), [[row]], len(tokens))
     for d, goal in itertools.product(range(1, len(loss.matches) + 1), range(len(tokens))):
-        wanted = False
+        expected = False
         if row.mask[goal] and goal - d >= small_drafter.first_slot:
             _, logits = follow(small_drafter, tokens, features, goal - d, d)
-            wanted = int(small_drafter.to_target(logits[-1].argmax())) == row.tokens[goal]
-        assert loss.matches[d - 1, 0, goal] == wanted
+            expected = int(small_drafter.to_target(logits[-1].argmax())) == row.tokens[goal]
+        assert loss.matches[d - 1, 0, goal] == expected
     assert 3 < loss.matches.sum() < 60
 
 
@@ -147,7 +149,7 @@ def test_noise_is_for_training_only(drafter):
     assert totals[3] == judge(make_objective(drafter), rows, 9)[0].total.item()
 
 
-def test_wrong_settings(drafter, monkeypatch):
+def test_wrong_settings_are_refused(drafter, monkeypatch):
     with pytest.raises(ValueError, match=r"^losses=.*'nothing'.*kl"):
         make_objective(drafter, losses={"kl": 1.0, "nothing": 1.0})
     with pytest.raises(ValueError, match=r"^losses=\{\}"):
@@ -164,10 +166,10 @@ def test_wrong_settings(drafter, monkeypatch):
 
 @pytest.mark.parametrize("depth", [1, 3])
 def test_slots_against_a_loop(target, depth):
-    """Slot j: feature f_(j-1), tokens x_j .. x_(j+K-1), and the target's final states once it has read them."""
+    """Slot j: feature f_(j-1), tokens x_j .. x_(j+K-1), and the target's final states after each of these tokens."""
     rows = [make_row(0, 3, 4, 61), make_row(1, 2, 2, 61)]
     batch = collate([rows, rows[1:]], length=12, pad_token=0)
-    found = slots(batch, Online(target, (3,))([0, 1], batch), depth)
+    packed = slots(batch, Online(target, (3,))([0, 1], batch), depth)
     features, states, tokens, goals = [], [], [], []
     for row in [*rows, rows[1]]:
         alone = target.read(torch.tensor([row.tokens]), (3,))
@@ -176,70 +178,77 @@ def test_slots_against_a_loop(target, depth):
             states.append(alone.final[0, j - 1])
             tokens.append(torch.tensor(row.tokens[j : j + depth]))
             goals.append(alone.final[0, j : j + depth])
-    for one, other in zip((found.features, found.state, found.tokens, found.goals), (features, states, tokens, goals)):
-        torch.testing.assert_close(one, torch.stack(other), atol=1e-10, rtol=0)
+    for actual, expected in zip(
+        (packed.features, packed.state, packed.tokens, packed.goals), (features, states, tokens, goals)
+    ):
+        torch.testing.assert_close(actual, torch.stack(expected), atol=1e-10, rtol=0)
 
 
 @paired("any_drafter, name", VARIANTS, ["lk", "e2e_tv", "rounds", "dpace", "vat"])
-def test_what_looks_at_whole_slots_against_a_loop(any_drafter, name):
-    """Two documents in a row and one in another; every value is that of the functions of train/survival.py by hand."""
+def test_losses_over_all_depths_against_a_loop(any_drafter, name):
+    """Two documents in one row and one in another; the formulas of train/survival.py are computed by hand."""
     rows = [make_row(seed, 4 + seed, 6, 61) for seed in range(3)]
     weighted = name in ("dpace", "vat")
     objective = make_objective(
         any_drafter, losses={"kl": 1.0} if weighted else {name: 2.0}, weighting=name if weighted else "decay"
     )
     loss, _ = judge(objective, [rows[:2], rows[2:]], 24)
-    depth, every = objective.depth, [laws(objective, row) for row in rows]
-    overlap = [{key: float(torch.minimum(p, q).sum()) for key, (p, q, _) in found.items()} for found in every]
+    depth, all_laws = objective.depth, [laws(objective, row) for row in rows]
+    all_overlaps = [
+        {key: float(torch.minimum(p, q).sum()) for key, (p, q, _) in row_laws.items()} for row_laws in all_laws
+    ]
     total = 0.0
-    for row, found, overlaps in zip(rows, every, overlap):
+    for row, row_laws, overlaps in zip(rows, all_laws, all_overlaps):
         for slot in range(len(row.tokens)):
-            here = {d: found[slot, d] for d in range(1, depth + 1) if (slot, d) in found}
+            slot_laws = {d: row_laws[slot, d] for d in range(1, depth + 1) if (slot, d) in row_laws}
             if name == "lk":
-                for d, (p, q, _) in here.items():
-                    same = [value for values in overlap for (_, other), value in values.items() if other == d]
-                    share = math.exp(-3.0 * sum(same) / len(same))
+                for d, (p, q, _) in slot_laws.items():
+                    values_of_depth = [
+                        value for values in all_overlaps for (_, step), value in values.items() if step == d
+                    ]
+                    share = math.exp(-3.0 * sum(values_of_depth) / len(values_of_depth))
                     value = share * kl(p, q) + (1 - share) * (1 - overlaps[slot, d])
                     total += 2.0 * value * objective.shares[d - 1]
-            elif name == "e2e_tv" and here:
+            elif name == "e2e_tv" and slot_laws:
                 alive, mean = 1.0, 0.0
                 for d in range(1, depth + 1):
                     alive *= overlaps.get((slot, d), 0.0)
                     mean += alive / depth
                 total += 2.0 * (1 - mean)
             elif name == "dpace":
-                chances = {d: 0.0 if x is None else float(q[x]) for d, (p, q, x) in here.items()}
-                for d, (p, q, _) in here.items():
+                chances = {d: 0.0 if x is None else float(q[x]) for d, (p, q, x) in slot_laws.items()}
+                for d, (p, q, _) in slot_laws.items():
                     weight = sum(
                         math.prod(0.5 * chances.get(i, 1.0) + 0.5 for i in range(1, j + 1)) for j in range(d, depth + 1)
                     )
                     total += weight / depth * kl(p, q)
             elif name == "vat":
-                first = min((d for d, (_, q, x) in here.items() if x is None or int(q.argmax()) != x), default=depth)
-                for d, (p, q, _) in here.items():
+                first = min(
+                    (d for d, (_, q, x) in slot_laws.items() if x is None or int(q.argmax()) != x), default=depth
+                )
+                for d, (p, q, _) in slot_laws.items():
                     total += 0.7 ** max(0, d - first) / depth * kl(p, q)
         if name == "rounds":
             start = row.mask.index(True)
             accept = torch.zeros(depth, len(row.tokens) - start, dtype=torch.float64)
-            for (slot, d), (p, q, x) in found.items():
-                if (
-                    slot >= start
-                ):  # entry s: the round that starts when s tokens of the answer exist has slot start + s - 1
+            for (slot, d), (p, q, x) in row_laws.items():
+                # Entry s: the round that starts when s tokens of the answer exist has slot start + s - 1.
+                if slot >= start:
                     accept[d - 1, slot - start + 1] = 0.0 if x is None else min(1.0, float(q[x] / p[x]))
             total += 2.0 * replay.rounds(accept)[0]
     assert loss.total.item() == pytest.approx(total, rel=1e-5)
 
 
 @pytest.mark.slow
-def test_anchors(any_drafter):
-    """A sample of slots has, on average, the loss of all."""
+def test_sampled_anchors_give_the_mean_loss(any_drafter):
+    """The loss of sampled slots is, on average, the loss of all slots."""
     rows = [make_row(0, 4, 30, 61)]
     whole = judge(make_objective(any_drafter, anchors=1000), [rows], 34)[0]
     assert whole.total.item() == judge(make_objective(any_drafter), [rows], 34)[0].total.item()
     torch.manual_seed(0)
-    some = [judge(make_objective(any_drafter, anchors=16), [rows], 34)[0].total.item() for _ in range(30)]
-    error = torch.tensor(some).std() / 30**0.5
-    assert abs(sum(some) / 30 - whole.total.item()) <= 4 * error + 1e-5
+    totals = [judge(make_objective(any_drafter, anchors=16), [rows], 34)[0].total.item() for _ in range(30)]
+    error = torch.tensor(totals).std() / 30**0.5
+    assert abs(sum(totals) / 30 - whole.total.item()) <= 4 * error + 1e-5
     with pytest.raises(ValueError, match="anchors=null"):
         make_objective(any_drafter, anchors=16, losses={"rounds": 1.0})
 
@@ -248,7 +257,7 @@ def test_anchors(any_drafter):
 
 
 def rounds_by_hand(accepted: list[list[bool]]) -> tuple[int, list[int]]:
-    """One pattern of acceptances [K][n] -> rounds, and how many of them emit at least d drafts."""
+    """One outcome of all acceptances [K][n] -> rounds, and for each d the rounds that emit at least d drafts."""
     depth, num = len(accepted), len(accepted[0])
     exist, num_rounds, counts = 1, 0, [0] * depth
     while exist < num:
@@ -273,15 +282,16 @@ def test_rounds_against_all_patterns(depth, num):
         for (d, start), happened in zip(places, outcome):
             pattern[d][start] = happened
             weight *= float(accept[d, start]) if happened else 1 - float(accept[d, start])
-        found = rounds_by_hand(pattern)
-        num_rounds += weight * found[0]
-        counts += weight * torch.tensor(found[1], dtype=torch.float64)
-    found = replay.rounds(accept)
-    assert found[0] == pytest.approx(num_rounds, abs=1e-12)
-    torch.testing.assert_close(found[1], counts, atol=1e-12, rtol=0)
+        outcome_rounds = rounds_by_hand(pattern)
+        num_rounds += weight * outcome_rounds[0]
+        counts += weight * torch.tensor(outcome_rounds[1], dtype=torch.float64)
+    replayed = replay.rounds(accept)
+    assert replayed[0] == pytest.approx(num_rounds, abs=1e-12)
+    torch.testing.assert_close(replayed[1], counts, atol=1e-12, rtol=0)
     if num > 1:
         assert replay.tau(accept) == pytest.approx((num - 1) / num_rounds)
-        assert replay.tau(accept) == pytest.approx(1 + float(counts.sum()) / num_rounds)  # every round emits one more
+        # Every round emits its accepted drafts and one more token.
+        assert replay.tau(accept) == pytest.approx(1 + float(counts.sum()) / num_rounds)
     else:
         assert replay.tau(accept) != replay.tau(accept)
 
@@ -293,21 +303,21 @@ def decoded(generation, row: int, depth: int) -> tuple[int, list[int]]:
 
 @pytest.mark.slow
 def test_replay_equals_decoding(small_drafter, small_target):
-    """Temperature 0, several prompts, answers cut anywhere and answers that end with a stop token."""
-    depth, seen = small_drafter.depth or 4, set()
+    """Temperature 0, several prompts, answers cut by a limit and answers that end with a stop token."""
+    depth, accepted_counts = small_drafter.depth or 4, set()
     proposer = HeadProposer(small_drafter, chain_of(depth))
     prompts = [random_tokens(seed, 1 + seed, 6) for seed in range(20)]
-    for num_new, stop in ((1, ()), (14, (2, 5)), (17, ())):  # pairs: each budget once, with and without stop tokens
+    for num_new, stop in ((1, ()), (14, (2, 5)), (17, ())):  # each limit once, with or without stop tokens
         plain, drafted = (
-            Decoder(small_target, each, sampling=Sampling(0.0), stop=set(stop)).generate(prompts, num_new)
-            for each in (None, proposer)
+            Decoder(small_target, choice, sampling=Sampling(0.0), stop=set(stop)).generate(prompts, num_new)
+            for choice in (None, proposer)
         )
         for row, prompt in enumerate(prompts):
             accept = replay.acceptance(small_drafter, prompt, plain.tokens[row], depth=depth, temperature=0.0)
             num_rounds, counts = replay.rounds(accept)
             assert (num_rounds, counts.tolist()) == decoded(drafted, row, depth)
-            seen |= set(drafted.accepted[row])
-    assert {0, 1, 2} <= seen
+            accepted_counts |= set(drafted.accepted[row])
+    assert {0, 1, 2} <= accepted_counts
 
 
 # Pairs: each head with one of the two vocabularies
@@ -316,7 +326,7 @@ def test_replay_equals_decoding(small_drafter, small_target):
     "small_drafter", [(head, n % 2 == 1, {}) for n, head in enumerate(HEADS)], indirect=True, ids=name_of
 )
 def test_replay_equals_decoding_when_sampled(small_drafter, small_target):
-    """Temperature 0.7: both are estimates of the expected number of rounds over answers of the same length."""
+    """Temperature 0.7: replay and decoding estimate the same expected number of rounds for answers of one length."""
     prompt, num, length, depth = [1, 2, 3], 80, 14, 3
     plain, drafted = (
         Decoder(small_target, proposer, sampling=Sampling(0.7), stop=set()).generate(
@@ -336,7 +346,7 @@ def test_replay_equals_decoding_when_sampled(small_drafter, small_target):
 
 
 def test_text_tau_equals_replay(small_drafter, small_target):
-    """Greedy answers as training text: packed, padded, several in a row."""
+    """Greedy answers as training text, packed and padded, with several documents in a row."""
     rows, num_rounds, emitted = [], 0.0, 0
     for seed, num_prompt in enumerate((6, 1, 4, 2)):
         prompt = random_tokens(seed, num_prompt, 6)
@@ -353,8 +363,8 @@ def test_text_tau_equals_replay(small_drafter, small_target):
 
 
 @pytest.mark.slow
-def test_objectives_of_the_heads(target):
-    """What conf/head sets is accepted, and every trained parameter gets a gradient from it."""
+def test_configured_objectives_train_every_parameter(target):
+    """The settings of conf/head are accepted, and every trainable parameter gets a gradient."""
     for head in HEADS:
         drafter = make_drafter(target, head)
         loss, _ = judge(Objective(drafter, **load_head(head)["objective"]), [[make_row(0, 4, 12, 61)]], 16)

@@ -1,4 +1,4 @@
-"""A text that follows from the position alone can be learned whole; a guess that is one place off cannot."""
+"""A test that every head learns a text that depends on the position alone; a misaligned head could not learn it."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ V, LENGTH, STEPS = 17, 26, 300
 
 
 class Clock(Target):
-    """After position i it always says TEXT[i+1], and its states are random codes of the position."""
+    """A target that predicts text[i+1] after position i for any tokens. Its states encode the position at random."""
 
     text = torch.randint(V, (LENGTH,), generator=torch.Generator().manual_seed(3))
 
@@ -33,15 +33,15 @@ class Clock(Target):
         return TargetOutput(torch.cat([*states[list(layers)], states[-1][..., :0]], dim=-1), states[-1])
 
     def _check_logits(self):
-        """Its model is never run, so there is nothing to compare."""
+        """The model is never run, so there are no logits to compare."""
 
 
 @pytest.mark.parametrize("head", HEADS)
-def test_every_draft_is_right_in_the_end(head):
+def test_every_draft_is_right_after_training(head):
     torch.manual_seed(0)
     target = Clock(make_target(V).model.float(), name="clock")
-    said = target.logits(target.read(target.text[None], ()).final[0]).argmax(-1)
-    assert torch.equal(said[:-1], target.text[1:]) and len(set(target.text.tolist())) > V // 2
+    predictions = target.logits(target.read(target.text[None], ()).final[0]).argmax(-1)
+    assert torch.equal(predictions[:-1], target.text[1:]) and len(set(target.text.tolist())) > V // 2
     config = load_head(head)
     drafter = instantiate(config["drafter"], target, vocab=None)
     depth = drafter.depth or 3

@@ -1,4 +1,4 @@
-"""What surrounds the training loop: help, options in messages, the folder of a run."""
+"""Tests of the help, of options in messages, and of the folder of a run."""
 
 import re
 from dataclasses import replace
@@ -42,7 +42,7 @@ def test_messages_name_the_option(message, wanted):
     assert str(caught.value) == wanted
 
 
-def test_only_mistakes_of_a_user_are_renamed():
+def test_only_messages_of_value_errors_are_renamed():
     with pytest.raises(TypeError, match=r"^depth=5$"), named("decode"):
         raise TypeError("depth=5")
 
@@ -52,7 +52,7 @@ def save(folder: RunFolder, step: int) -> None:
     folder.save_state(step, weights={"weight": torch.arange(3.0)}, optimizer=optimizer, document={"seen": 7})
 
 
-def test_a_state_comes_back_and_only_the_newest_is_kept(tmp_path):
+def test_a_state_is_read_back_and_only_the_newest_is_kept(tmp_path):
     folder = RunFolder(tmp_path, **FOLDER)
     assert folder.read_state() is None and folder.saved_step() == 0
     save(folder, 2)
@@ -70,7 +70,7 @@ def test_a_state_of_other_settings_is_refused(tmp_path):
         other.read_state()
 
 
-def test_the_log_is_cut_where_the_state_is(tmp_path):
+def test_the_log_is_cut_after_the_step_of_the_state(tmp_path):
     folder = RunFolder(tmp_path, **FOLDER)
     for step in range(1, 6):
         folder.log(step, {"loss": 1.0 / step})
@@ -80,7 +80,7 @@ def test_the_log_is_cut_where_the_state_is(tmp_path):
     ]
 
 
-def test_runs_are_refused_by_what_is_in_their_folder(tmp_path):
+def test_a_begun_or_finished_run_is_not_overwritten(tmp_path):
     folder = RunFolder(tmp_path, **FOLDER)
     folder.check(resume=False)
     folder.log(1, {})

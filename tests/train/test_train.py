@@ -1,4 +1,4 @@
-"""The command itself on a tiny target: every head, resuming, two processes, and what a user can do wrong."""
+"""Tests of the command train.py on a tiny target: every head, resuming, two processes, mistakes of a user."""
 
 import json
 import os
@@ -22,21 +22,24 @@ pytestmark = pytest.mark.slow
 
 HEADS = sorted(path.stem for path in (ROOT / "conf" / "head").glob("*.yaml"))
 
-ITSELF = ("consistency",)  # the target guesses for itself: no draft vocabulary, and no unroll that could be replayed
+# The adapted target drafts: no draft vocabulary, and no unroll that could be replayed
+DRAFTS_WITH_TARGET = ("consistency",)
 
 
 @pytest.mark.parametrize("head", HEADS)
 def test_every_head_trains_and_its_checkpoint_loads(fit, folder, head):
     before = Target.load(f"{folder}/target", dtype="float32").fingerprint()
-    size = "null" if head in ITSELF else "200"
+    size = "null" if head in DRAFTS_WITH_TARGET else "200"
     assert fit(head, f"head={head}", f"head.vocab_size={size}") == 0
     target = Target.load(f"{folder}/target", dtype="float32")
     drafter = checkpoint.load(f"checkpoints/{head}", target)
-    assert target.fingerprint() == before and drafter.vocab_size == (target.vocab_size if head in ITSELF else 200)
+    assert target.fingerprint() == before and drafter.vocab_size == (
+        target.vocab_size if head in DRAFTS_WITH_TARGET else 200
+    )
     report = json.loads(Path(f"checkpoints/{head}/step_000004/report.json").read_text())
-    assert report["tau"] >= 1 and ("replayed_tau" in report) == (head not in ITSELF)
+    assert report["tau"] >= 1 and ("replayed_tau" in report) == (head not in DRAFTS_WITH_TARGET)
     assert report["adapted_target"] == (head in ADAPTING)
-    if head not in ITSELF:
+    if head not in DRAFTS_WITH_TARGET:
         assert report["replayed_tau"] == pytest.approx(report["tau"], abs=1e-9)
 
 
@@ -45,14 +48,14 @@ def test_every_head_trains_and_its_checkpoint_loads(fit, folder, head):
     [["features.mode=online"], ["features.mode=cached"], ["head=consistency", "head.vocab_size=null"]],
     ids=" ".join,
 )
-def test_a_run_that_died_continues_with_the_same_losses(fit, settings):
+def test_an_interrupted_run_resumes_with_the_same_losses(fit, settings):
     fit("whole", *settings)
     fit_interrupted(fit, "died", *settings)
     assert losses_of("died") == losses_of("whole") and len(losses_of("whole")) == 4
-    whole, died = (
+    uninterrupted, resumed = (
         checkpoint.read_tensors(Path(f"checkpoints/{run}/step_000004/drafter.safetensors")) for run in ("whole", "died")
     )
-    assert all(torch.equal(whole[name], died[name]) for name in whole)
+    assert all(torch.equal(uninterrupted[name], resumed[name]) for name in uninterrupted)
 
 
 @pytest.mark.parametrize(("tracker", "trace"), [("tensorboard", "**/events.out*"), ("wandb", "wandb/offline-run-*")])
@@ -64,7 +67,7 @@ def test_trackers_write_without_a_network(fit, tmp_path, monkeypatch, tracker, t
     assert list(tmp_path.glob(trace))
 
 
-def test_cached_features_train_like_online_ones(fit):
+def test_cached_and_online_features_give_the_same_losses(fit):
     fit("live", "features.mode=online")
     fit("disk", "features.mode=cached", "features.folder=cache")
     assert losses_of("live") == losses_of("disk")
@@ -114,20 +117,20 @@ def test_runs_are_never_overwritten(fit):
         ("decode.nodes=1", "cannot hold a path"),
     ],
 )
-def test_mistakes_are_answered_with_a_sentence(fit, override, message):
+def test_wrong_settings_are_refused(fit, override, message):
     with pytest.raises(ValueError, match=message):
         fit("wrong", override)
 
 
 def launch(folder, cwd, run, *more, processes=1):
-    """The command in a session of its own. accelerate launches one process on a CPU; torchrun launches several."""
-    one = ["accelerate.commands.launch", "-q", "--cpu", "--num_processes", "1", "--num_machines", "1", "--mixed_precision",
-           "no", "--dynamo_backend", "no"]  # fmt: skip
-    several = ["torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    """Starts the command in a new process group: one process by accelerate, several by torchrun."""
+    accelerate = ["accelerate.commands.launch", "-q", "--cpu", "--num_processes", "1", "--num_machines", "1",
+                  "--mixed_precision", "no", "--dynamo_backend", "no"]  # fmt: skip
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
     arguments = [
         sys.executable,
         "-m",
-        *(one if processes == 1 else several),
+        *(accelerate if processes == 1 else torchrun),
         str(ROOT / "train.py"),
         *train_overrides(folder, run, *more),
     ]
@@ -135,10 +138,10 @@ def launch(folder, cwd, run, *more, processes=1):
                             env={**os.environ, "PYTHONPATH": str(ROOT)})  # fmt: skip
 
 
-def test_two_processes_train_like_one_that_accumulates(folder, tmp_path, fit):
-    pair = launch(folder, tmp_path, "two", processes=2)
-    printed = pair.communicate(timeout=300)[0]
-    assert pair.returncode == 0, printed
+def test_two_processes_match_one_process_with_accumulation(folder, tmp_path, fit):
+    process = launch(folder, tmp_path, "two", processes=2)
+    printed = process.communicate(timeout=300)[0]
+    assert process.returncode == 0, printed
     fit("one", "train.accumulation=2")
     assert losses_of("two") == pytest.approx(losses_of("one"), rel=1e-5)
     tensors = [
@@ -148,17 +151,17 @@ def test_two_processes_train_like_one_that_accumulates(folder, tmp_path, fit):
         torch.testing.assert_close(value, tensors[1][name], rtol=1e-3, atol=1e-5, msg=name)
 
 
-def test_ctrl_c_saves_and_says_how_to_go_on(folder, tmp_path, monkeypatch):
+def test_ctrl_c_saves_the_state_and_prints_how_to_resume(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     more = ("train.steps=100000", "train.validate_every=100000", "train.save_every=100000")
-    run = launch(folder, tmp_path, "stopped", *more)
+    process = launch(folder, tmp_path, "stopped", *more)
     printed = ""
-    for line in run.stdout:
+    for line in process.stdout:
         printed += line
         if line.startswith("step ") and " 3/" in line:
-            os.killpg(run.pid, signal.SIGINT)  # what a terminal does
+            os.killpg(process.pid, signal.SIGINT)  # as a terminal does for Ctrl-C
             break
-    printed += run.communicate(timeout=120)[0]
+    printed += process.communicate(timeout=120)[0]
     assert "resume=true" in printed, printed
     saved = list(Path("checkpoints/stopped/state").iterdir())
     assert len(saved) == 1 and checkpoint.read_json(saved[0] / "state.json")["step"] >= 3
@@ -175,7 +178,8 @@ def test_every_experiment_composes(experiment):
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         config = compose("train", overrides=[f"experiment={experiment}", "run=some"])
     settings = OmegaConf.to_container(config, resolve=True)
-    assert Settings(**settings["train"]).steps % settings["train"]["validate_every"] == 0  # so that the last one counts
+    # The last step is validated.
+    assert Settings(**settings["train"]).steps % settings["train"]["validate_every"] == 0
     drafter, depth = settings["head"]["drafter"], settings["head"]["objective"]["depth"]
     for name in ("num_heads", "num_modules", "num_drafts"):
         assert drafter.get(name) in (None, depth), name
@@ -184,9 +188,10 @@ def test_every_experiment_composes(experiment):
 
 @pytest.mark.parametrize("experiment", ["blockwise", "consistency"])
 def test_an_experiment_runs(fit, experiment):
-    """As it is written, but for target, data and length."""
-    less = ("data.hold_out=0", "data.tokens=null", "features.layers=[]", "head.vocab_size=null", "train.steps=2", "train.validate_every=2")  # fmt: skip
-    assert fit("some", f"experiment={experiment}", *less) == 0
+    """Trains and validates the published experiment; only target, data and length differ."""
+    overrides = ("data.hold_out=0", "data.tokens=null", "features.layers=[]", "head.vocab_size=null",
+                 "train.steps=2", "train.validate_every=2")  # fmt: skip
+    assert fit("some", f"experiment={experiment}", *overrides) == 0
     report = json.loads(Path("checkpoints/some/step_000002/report.json").read_text())
     assert report["tau"] >= 1 and report["adapted_target"] == (experiment == "consistency")
     assert (
@@ -194,8 +199,8 @@ def test_an_experiment_runs(fit, experiment):
     )
 
 
-def test_validation_before_training(fit):
-    """What a start is worth, for heads that begin with weights that somebody trained."""
+def test_validate_first_reports_on_the_start(fit):
+    """train.validate_first=true measures the weights at the start, which may come from a trained model."""
     assert fit("first", "train.validate_first=true") == 0
     report = json.loads(Path("checkpoints/first/step_000000/report.json").read_text())
     assert report["tau"] >= 1 and report["training"]["tokens"] == 0
@@ -203,13 +208,13 @@ def test_validation_before_training(fit):
 
 
 @pytest.mark.parametrize("head", ["eagle", "draft", "medusa2"])
-def test_a_checkpoint_is_trained_further(fit, head):
+def test_training_starts_from_a_checkpoint(fit, head):
     fit("first", f"head={head}", "train.steps=2", "train.validate_every=2")
-    sizes = "head.vocab_size=400"  # of no account: the checkpoint has its own
+    vocabulary = "head.vocab_size=400"  # ignored: the checkpoint has its own draft vocabulary
     fit(
         "further",
         f"head={head}",
-        sizes,
+        vocabulary,
         "start=checkpoints/first",
         "train.steps=1",
         "optimizer.lr=0",
