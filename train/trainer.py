@@ -51,8 +51,15 @@ class Settings:
 
 
 @dataclass(frozen=True)
+class MicroBatch:
+    indices: list[int]
+    batch: Batch
+    written: bool  # whether the draft wrote its answers (on-policy)
+
+
+@dataclass(frozen=True)
 class Material:
-    """What steps are made of: packs, and what the target says of them."""
+    """What steps are made of: packs, and the target's outputs for them."""
 
     packs: Packs
     length: int  # tokens of a pack
@@ -62,12 +69,16 @@ class Material:
     def collate(self, indices: list[int]) -> Batch:
         return data.collate([self.packs[index] for index in indices], length=self.length, pad_token=0)
 
+    def micro_batch(self, indices: list[int]) -> MicroBatch:
+        """The packs, or, on-policy, the same prompts with answers that the draft writes now."""
+        written = self.on_policy(indices) if self.on_policy else None
+        batch = self.collate(indices) if written is None else written
+        return MicroBatch(indices, batch, written is not None)
 
-@dataclass(frozen=True)
-class MicroBatch:
-    indices: list[int]
-    batch: Batch
-    written: bool  # whether the draft wrote its answers (on-policy)
+    def target_output(self, micro: MicroBatch, batch: Batch) -> TargetOutput | None:
+        """batch: that of the micro-batch, on the training device"""
+        features = self.on_policy.features if micro.written and self.on_policy else self.features
+        return features(micro.indices, batch) if features else None
 
 
 class NotFiniteLoss(ValueError):
@@ -193,7 +204,9 @@ class Trainer:
         """One step of the optimizer. -> loss, grad_norm, tokens read, and `text_rounds` of the last micro-batch"""
         settings, accelerator = self.settings, self.accelerator
         torch.manual_seed(settings.seed * 1_000_003 + self.step * 1009 + accelerator.process_index)
-        micro_batches = [self._micro_batch(self.indices(self.step, micro)) for micro in range(settings.accumulation)]
+        micro_batches = [
+            self.material.micro_batch(self.indices(self.step, micro)) for micro in range(settings.accumulation)
+        ]
         goals = [int(micro.batch.loss_mask.sum()) for micro in micro_batches]
         num_goals = int(accelerator.gather(torch.tensor([sum(goals)], device=accelerator.device)).sum())
         losses = []
@@ -222,24 +235,13 @@ class Trainer:
         places = [divmod(position, num_packs) for position in range(start, start + settings.batch)]
         return [_permutation(num_packs, settings.seed + epoch)[place] for epoch, place in places]
 
-    def _micro_batch(self, indices: list[int]) -> MicroBatch:
-        """The packs, or, on-policy, the same prompts with answers that the draft writes now."""
-        written = self.material.on_policy(indices) if self.material.on_policy else None
-        batch = self.material.collate(indices) if written is None else written
-        return MicroBatch(indices, batch, written is not None)
-
     def _backward(self, micro: MicroBatch, num_goals: int) -> Loss:
         """Adds a micro-batch's share of the gradients. num_goals: of the whole step, in all processes"""
         batch = micro.batch.to(self.accelerator.device)
-        loss: Loss = self.objective(batch, self._target_output(micro, batch))
+        loss: Loss = self.objective(batch, self.material.target_output(micro, batch))
         # Gradients are averaged over processes: divide by the goals of all of them, times their number.
         self.accelerator.backward(loss.total * self.accelerator.num_processes / num_goals)
         return loss
-
-    def _target_output(self, micro: MicroBatch, batch: Batch) -> TargetOutput | None:
-        if micro.written and self.material.on_policy:
-            return self.material.on_policy.features(micro.indices, batch)
-        return self.material.features(micro.indices, batch) if self.material.features else None
 
     def _refuse(self, loss: float, micro_batches: list[MicroBatch]) -> None:
         packs = [self.material.packs[index] for micro in micro_batches for index in micro.indices]
