@@ -135,7 +135,8 @@ class Speculative:
                 "of its own, or take a checkpoint that does not change its target."
             )
         target = Target(model, name=model.name_or_path or type(model).__name__)
-        drafter = checkpoint.load(folder, target)
+        with torch.random.fork_rng(devices=[]):  # new weights draw random numbers before those of the file replace them
+            drafter = checkpoint.load(folder, target)
         drafting = self._decode or Drafting(min(2, drafter.depth or 2))
         self._loaded = _Loaded(weights, model, target, drafting, drafting.proposer(drafter), Runner(drafting.compile))
         return self._loaded
