@@ -1,6 +1,7 @@
 """Tests of scripts/compare.py on two tiny checkpoints: figures, interruption, refusals."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -171,17 +172,18 @@ def test_a_damaged_line_is_named(run, compared):
     path.write_text(content)
 
 
-def test_other_settings_are_refused(run, compared, folder):
+def test_other_settings_are_refused(run, compared, folder, tmp_path):
     with pytest.raises(ValueError, match=r"max_new_tokens \(then 6, now 7\).*another out="):
         run("max_new_tokens=7")
     with pytest.raises(ValueError, match="checkpoint"):
         run(f"checkpoint={folder}/one")
     with pytest.raises(ValueError, match=r"proposers\.ngram\.max \(then 6, now 4\)"):
         run("proposer.ngram.max=4")
-    arguments = ["checkpoint=", "proposers=merged", f"proposer.checkpoint={folder}/two", "limit=1"]
-    arguments += ["decode.temperature=0", f"out={folder}/changed"]
+    shutil.copytree(folder / "two", tmp_path / "two")  # other tests use the original
+    arguments = ["checkpoint=", "proposers=merged", f"proposer.checkpoint={tmp_path}/two", "limit=1"]
+    arguments += ["decode.temperature=0", f"out={tmp_path}/changed"]
     run(*arguments)
-    step = folder / "two" / "step_000001"
+    step = tmp_path / "two" / "step_000001"
     tensors = safetensors.torch.load_file(step / "drafter.safetensors")
     tensors = {name: 2 * value if value.is_floating_point() else value for name, value in tensors.items()}
     safetensors.torch.save_file(tensors, step / "drafter.safetensors")
