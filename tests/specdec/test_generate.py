@@ -57,8 +57,7 @@ def head(folder):
     def save(name: str, reduced: bool = False):
         path = folder / f"{name}-{reduced}"
         if not path.exists():
-            spec = dict(load_head(name)["drafter"])
-            checkpoint.save(path, make_drafter(target, name, reduced), spec)
+            checkpoint.save(path, make_drafter(target, name, reduced), dict(load_head(name)["drafter"]))
         return path
 
     return save
