@@ -1,17 +1,34 @@
-"""The target's attention: transformers' own sdpa, or matrix products where sdpa is slow on a CPU.
+"""The target's attention: transformers' own sdpa, or matrix products where sdpa is slow on a CPU or lacks a feature.
 
 Measured on two cores (RESULTS.md): for a batch of 32 rows that each read one token, the CPU kernel of
 scaled_dot_product_attention takes several times as long as two matrix products, in bfloat16 above all.
 """
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 NAME = "specdec"
 FEW_ROWS, FEW_TOKENS = 3, 16  # with at most so many rows, or more tokens than this, sdpa is not slower
+MOST_SCORES = 2**26  # scores that matrix products make at a time
+
+
+def implementation(kind: type[PreTrainedModel]) -> str:
+    """The attention to load a model of this class with: this file's, or sdpa where the class chooses its attention itself.
+
+    Raises ValueError for a class with neither: its own attention would add a boolean mask to the scores.
+    """
+    if kind._can_set_attn_implementation():
+        return NAME
+    if kind._supports_sdpa:
+        return "sdpa"
+    raise ValueError(
+        f"{kind.__name__} computes attention in its own way, which takes no mask over a tree of drafts. Choose a target "
+        "whose model in transformers supports attn_implementation='sdpa'."
+    )
 
 
 def attention(
@@ -21,10 +38,18 @@ def attention(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
+    s_aux: Tensor | None = None,
+    softcap: float | None = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
-    """query [B, H, S, E], key and value [B, G, C, E], mask [B, 1, S, C] bool -> [B, S, H, E]"""
-    num_rows, num_heads, num_tokens, width = query.shape
+    """query [B, H, S, E], key [B, G, C, E], value [B, G, C, V], mask [B, 1, S, C] bool -> [B, S, H, V]
+
+    s_aux [H]: attention sinks, one more score per head whose value is zero (gpt-oss)
+    softcap: c in c * tanh(score / c), applied before the mask (Gemma 2)
+    """
+    num_rows, _, num_tokens, _ = query.shape
+    if s_aux is not None or softcap is not None:
+        return products(query, key, value, attention_mask, scaling=scaling, sinks=s_aux, softcap=softcap), None
     if query.device.type != "cpu" or attention_mask is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     if num_rows <= FEW_ROWS or num_tokens > FEW_TOKENS:
@@ -33,13 +58,45 @@ def attention(
             query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=True
         )
         return out.transpose(1, 2), None
-    groups = key.shape[1]
+    return products(query, key, value, attention_mask, scaling=scaling), None
+
+
+def products(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Attention by matrix products; shapes as for `attention`. mask=None: causal"""
+    num_rows, num_heads, num_tokens, width = query.shape
+    num_keys, groups = key.shape[2], key.shape[1]
+    most = max(1, MOST_SCORES // (num_rows * num_heads * num_keys))
+    if num_tokens > most:
+        whole = torch.ones(num_tokens, num_keys, dtype=torch.bool, device=query.device).tril(num_keys - num_tokens)
+        cut = (whole[None, None] if mask is None else mask).split(most, dim=2)
+        parts = [
+            products(part, key, value, seen, scaling=scaling, sinks=sinks, softcap=softcap)
+            for part, seen in zip(query.split(most, dim=2), cut)
+        ]
+        return torch.cat(parts, dim=1)
+    if mask is None:
+        mask = torch.ones(num_tokens, num_keys, dtype=torch.bool, device=query.device).tril(num_keys - num_tokens)
     query = (query * (scaling or width**-0.5)).reshape(num_rows, groups, -1, width)  # [B, G, H/G * S, E]
     scores = query @ key.transpose(-1, -2)  # [B, G, H/G * S, C]
-    scores = scores.view(num_rows, num_heads, num_tokens, -1).masked_fill(~attention_mask, float("-inf"))
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.view(num_rows, num_heads, num_tokens, -1).masked_fill(~mask, float("-inf"))
+    if sinks is not None:
+        column = sinks.to(scores.dtype)[None, :, None, None].expand(num_rows, -1, num_tokens, -1)
+        scores = torch.cat([scores, column], dim=-1)
     weights = scores.float().softmax(-1) if scores.element_size() < 4 else scores.softmax(-1)  # [B, H, S, C]
-    out = weights.to(value.dtype).view(num_rows, groups, -1, key.shape[2]) @ value  # [B, G, H/G * S, E]
-    return out.view(num_rows, num_heads, num_tokens, width).transpose(1, 2), None
+    weights = weights[..., :num_keys].to(value.dtype)
+    out = weights.reshape(num_rows, groups, -1, num_keys) @ value  # [B, G, H/G * S, V]
+    return out.view(num_rows, num_heads, num_tokens, -1).transpose(1, 2)
 
 
 AttentionInterface.register(NAME, attention)

@@ -6,14 +6,29 @@ a cache (tests/test_imports.py).
 """
 
 import copy
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
 
 import torch
 import transformers
 from torch import Tensor
 from torch.nn import functional as F
 
+from specdec.layer_states import LayerStates, StateLayer
+
 CacheMark = tuple[Tensor, list[int]]  # what `RowCache.mark` returns: lengths [B], and the same on the host
+
+
+@dataclass(frozen=True)
+class EntryShape:
+    """What a layer keeps of a token as its key, or as its value."""
+
+    num_heads: int
+    width: int
+    dtype: torch.dtype
+    device: torch.device
 
 
 class RowCache(transformers.Cache):
@@ -26,42 +41,89 @@ class RowCache(transformers.Cache):
 
     Capacity doubles when it is exceeded, so that few shapes occur. A forward pass reads the whole capacity; its mask
     hides the entries that are not in use.
+
+    shapes: of the K and V of every layer in turn; None for a layer that keeps none
+    states: of recurrent and convolution layers, which follow the committed tokens; None if there are no such layers
     """
 
     def __init__(
-        self, *, num_layers: int, batch: int, num_heads: int, head_dim: int, dtype, device, capacity: int = 256
+        self,
+        shapes: Sequence[EntryShape | None],
+        *,
+        batch: int,
+        device: torch.device,
+        capacity: int = 256,
+        states: LayerStates | None = None,
     ):
-        super().__init__(layers=[])
-        # [layers, 2, B, heads, C, head_dim]: one tensor, so that `keep` moves all layers at once
-        self.data = torch.zeros(num_layers, 2, batch, num_heads, capacity, head_dim, dtype=dtype, device=device)
-        self.halves = _halves(self.data)
+        super().__init__(layers=states.layers if states else [])
+        self.shapes, self.states = list(shapes), states
+        counts = Counter(shape for shape in shapes if shape is not None)
+        # One tensor [n, B, heads, C, width] for all K and V of one shape, so that `keep` moves them at once
+        self.groups = {
+            shape: torch.zeros(
+                num, batch, shape.num_heads, capacity, shape.width, dtype=shape.dtype, device=shape.device
+            )
+            for shape, num in counts.items()
+        }
+        self.capacity = capacity
+        self.halves = self._cut()
         self.lengths = torch.zeros(batch, dtype=torch.long, device=device)  # [B]
         self.skipped = torch.zeros_like(self.lengths)  # [B] earlier positions that have no entry here
+        self.positions: Tensor | None = None  # [B, C] of the entries, once `place` was called
         self.rows = torch.arange(batch, device=device)[:, None]  # [B, 1]
         self.pending = 0
         self.known = [0] * batch  # the lengths on the host, so that no shape waits for the device
         self.slots = torch.zeros(batch, 0, dtype=torch.long, device=device)  # [B, S] where the next update writes
 
+    @classmethod
+    def alike(
+        cls, *, num_layers: int, batch: int, num_heads: int, head_dim: int, dtype, device, capacity: int = 256
+    ) -> "RowCache":
+        """A cache of layers of one shape."""
+        shape = EntryShape(num_heads, head_dim, dtype, torch.device(device))
+        return cls([shape] * (2 * num_layers), batch=batch, device=device, capacity=capacity)
+
+    @property
+    def data(self) -> Tensor:
+        """[layers, 2, B, heads, C, head_dim], if all K and V have one shape"""
+        (group,) = self.groups.values()
+        return group.unflatten(0, (-1, 2))
+
     @property
     def visible(self) -> int:
         """C: the entries that a forward pass reads."""
-        return self.data.shape[4]
+        return self.capacity
 
     def make_room(self, num: int) -> None:
         """Raises the capacity, if needed, for `num` more entries behind the committed and pending ones."""
         end, more = self.get_seq_length() + self.pending + num, 0
-        while self.visible + more < end:
-            more += self.visible + more
+        while self.capacity + more < end:
+            more += self.capacity + more
         if more:
-            self.data = F.pad(self.data, (0, 0, 0, more))
-            self.halves = _halves(self.data)
+            self.groups = {shape: F.pad(group, (0, 0, 0, more)) for shape, group in self.groups.items()}
+            self.positions = None if self.positions is None else F.pad(self.positions, (0, more))
+            self.capacity += more
+            self.halves = self._cut()
 
-    def reserve(self, num: int) -> None:
-        """The next forward pass writes `num` entries behind the committed and pending ones."""
+    def reserve(self, num: int, counts: list[int] | None = None) -> None:
+        """The next forward pass writes `num` entries behind the committed and pending ones.
+
+        counts [B]: how many of them `commit` will keep, if that is known
+        """
         self.make_room(num)
         offsets = torch.arange(self.pending, self.pending + num, device=self.lengths.device)  # [S]
         self.slots = self.lengths[:, None] + offsets  # [B, S]
         self.pending += num
+        if self.states is not None:
+            assert self.pending == num, "recurrent layers cannot read a second level of a tree"
+            self.states.begin(num, counts)
+
+    def place(self, positions: Tensor) -> Tensor:
+        """Notes the positions [B, S] of the entries that the next pass writes -> those of all entries, [B, C]"""
+        if self.positions is None:
+            self.positions = self.lengths.new_zeros(len(self.lengths), self.capacity)
+        self.positions = self.positions.scatter(1, self.slots, positions)
+        return self.positions
 
     def over(
         self,
@@ -85,10 +147,11 @@ class RowCache(transformers.Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs
     ) -> tuple[Tensor, Tensor]:
-        """[B, heads, S, head_dim] in; the visible entries [B, heads, visible, head_dim] out."""
+        """[B, heads, S, width] in; the visible entries [B, heads, visible, width] out."""
         keys, values = self.look(layer_idx)
-        keys[self.rows, :, self.slots] = key_states.transpose(1, 2)
-        values[self.rows, :, self.slots] = value_states.transpose(1, 2)
+        rows, slots = (place.to(keys.device, non_blocking=True) for place in (self.rows, self.slots))
+        keys[rows, :, slots] = key_states.transpose(1, 2)
+        values[rows, :, slots] = value_states.transpose(1, 2)
         return keys, values
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
@@ -110,17 +173,24 @@ class RowCache(transformers.Cache):
         self.lengths = self.lengths + num
         self.known = [known + count for known, count in zip(self.known, counts)]
         self.pending = 0
+        if self.states is not None:
+            self.states.commit(self, counts)
 
     def drop_pending(self) -> None:
         """Drops all pending entries; the next pass overwrites them."""
         self.pending = 0
+        if self.states is not None:
+            self.states.commit(self, [0] * len(self.known))
 
     def keep(self, path: Tensor) -> None:
         """Moves the nodes of a path to the first pending places. path [B, P], node 0 first; `commit` follows."""
         source = self.lengths[:, None] + path  # [B, P]
         goal = self.lengths[:, None] + torch.arange(path.shape[1], device=path.device)  # [B, P]
-        moved = self.data[:, :, self.rows, :, source]  # [B, P, layers, 2, heads, head_dim]
-        self.data[:, :, self.rows, :, goal] = moved
+        for group in self.groups.values():
+            rows, places, goals = (place.to(group.device, non_blocking=True) for place in (self.rows, source, goal))
+            group[:, rows, :, goals] = group[:, rows, :, places]  # [B, P, n, heads, width]
+        if self.positions is not None:
+            self.positions = self.positions.scatter(1, goal, self.positions.gather(1, source))
 
     def mark(self) -> CacheMark:
         """The committed entries of now, for `rewind`."""
@@ -137,19 +207,32 @@ class RowCache(transformers.Cache):
         entries [layers, B, heads, M]: which ones, in any order. A row of `other` with fewer than M committed entries gives
         those; its further places are not read. The capacity here must be at least M.
         """
-        num = entries.shape[-1]
-        flat = other.data.flatten(0, 4)  # [layers * 2 * B * heads * C, head_dim]
+        num, data = entries.shape[-1], other.data
+        flat = data.flatten(0, 4)  # [layers * 2 * B * heads * C, head_dim]
         first = torch.arange(0, len(flat), other.visible, device=flat.device)  # where each K or V of a head begins
-        wanted = first.view(*other.data.shape[:4], 1) + entries[:, None]  # [layers, 2, B, heads, M]
+        wanted = first.view(*data.shape[:4], 1) + entries[:, None]  # [layers, 2, B, heads, M]
         self.data[..., :num, :] = flat.index_select(0, wanted.flatten()).view(*wanted.shape, -1)
         self.lengths = other.lengths.clamp(max=num)
         self.known = [min(known, num) for known in other.known]
         self.skipped = other.lengths - self.lengths
         self.pending = 0
 
+    # What transformers' recurrent and convolution layers call beside `update`; most of it is in the base class
 
-def _halves(data: Tensor) -> list[Tensor]:
-    return [half for layer in data.unbind(0) for half in layer.unbind(0)]
+    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+        """The state of one of MiniMax's recurrent layers; None before the first pass."""
+        layer = cast(StateLayer, self.layers[layer_idx])
+        return layer.recurrent_states[0] if layer.has_previous_state[0] else None
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
+        """Sets the state of one of MiniMax's recurrent layers."""
+        layer = cast(StateLayer, self.layers[layer_idx])
+        layer.recurrent_states[0], layer.has_previous_state[0] = linear_cache, True
+
+    def _cut(self) -> list[Tensor]:
+        """K and V of every layer in turn, [B, heads, C, width] each, empty for a layer that keeps none"""
+        parts = {shape: iter(group.unbind(0)) for shape, group in self.groups.items()}
+        return [torch.empty(0) if shape is None else next(parts[shape]) for shape in self.shapes]
 
 
 class UnrollCache:

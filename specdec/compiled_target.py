@@ -21,7 +21,7 @@ class CompiledTarget:
     def begin(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """tokens, positions [B, S] -> the first layer's input [B, S, D]; cos and sin for the keys, [B, S, head_dim] each"""
         h = self.target.embed(tokens)
-        return h, *self.target.decoder.rotary_emb(h, positions)
+        return h, *self.target.decoder.rotary_emb(h, positions)  # type: ignore[operator]
 
     def run_layers(
         self,
@@ -35,8 +35,9 @@ class CompiledTarget:
     ) -> list[Tensor]:
         """Runs chosen layers in order; number 0 is the first -> h [B, S, D] before each of them, and after the last.
 
-        rotary: cos and sin of the positions, as `begin` returns them. K and V are written where `cache.reserve` says.
-        If `check_layers` accepts the target, all layers in order are what `Target.read` runs.
+        rotary: cos and sin of the positions, as `begin` returns them; mask: as of `Target.read`
+        K and V are written where `cache.reserve` says. If `check_layers` accepts the target, all layers in order are what
+        `Target.read` runs.
         """
 
         def layer(module, h, cos, sin, mask, positions, slots, keys, values):
@@ -52,10 +53,12 @@ class CompiledTarget:
         states = [h]
         if not numbers:
             return states
-        shared = *rotary, mask, positions, cache.slots
+        seen = self.target.layer_masks(mask, positions, cache)
+        assert isinstance(seen, Tensor), "check_layers refuses targets with several kinds of layers"
+        shared = *rotary, seen, positions, cache.slots
         # For a new shape every layer is tried once, each on the K and V of the layer that runs next.
         halves = cache.halves[2 * numbers[0] : 2 * numbers[0] + 2]
-        modules = self.target.decoder.layers
+        modules = self.target.blocks
         functions = self.runner.layers("the target's layer", layer, modules, h, *shared, *halves)
         for number in numbers:
             states.append(functions[number](states[-1], *shared, *cache.halves[2 * number : 2 * number + 2]))
@@ -86,7 +89,7 @@ class CompiledTarget:
             first = done.num_layers
             assert done.states.shape[:2] == tokens.shape and all(k >= first for k in hidden_states)
             h = done.states
-            rotary = run("the target's rotary embedding", target.decoder.rotary_emb, h, positions)
+            rotary = run("the target's rotary embedding", target.decoder.rotary_emb, h, positions)  # type: ignore[arg-type]
         numbers = range(first, target.num_layers)
         states = self.run_layers(h, numbers, rotary=rotary, positions=positions, mask=mask, cache=cache)
         states[-1] = run("the target's last norm", target.norm, states[-1])
@@ -103,6 +106,10 @@ class CompiledTarget:
 @torch.no_grad()
 def check_layers(target: Target, advice: str) -> None:
     """Raises ValueError, ending in `advice`, if the model does more than run its layers one after the other."""
+    if target.recurrent or target.kinds.names is not None or not hasattr(target.decoder, "rotary_emb"):
+        raise ValueError(
+            f"{target.name} has layers of several kinds, or positions that are no rotary embedding of all layers: {advice}"
+        )
     tokens, cache = torch.ones(1, 2, dtype=torch.long, device=target.device), target.cache(1)
     cache.reserve(2)
     mask = torch.ones(1, 1, 2, cache.visible, dtype=torch.bool, device=target.device).tril()

@@ -10,6 +10,7 @@ from torch import Tensor
 from specdec import masks, rules
 from specdec.cache import RowCache
 from specdec.compile import Runner
+from specdec.compiled_target import check_layers
 from specdec.proposers.base import Proposer
 from specdec.sampling import Sampling
 from specdec.target import Target
@@ -25,6 +26,10 @@ class Round:
     accepted: list[int]  # [B] how many of these tokens are drafts
 
 
+CHAINS_ONLY = (
+    "has recurrent or convolution layers, whose state follows one chain of tokens, so it cannot verify a tree of drafts: set "
+    "width=1, which drafts a chain."
+)
 STAGES = ("draft", "verify", "keep", "other")
 
 
@@ -110,6 +115,7 @@ class Decoder:
         self.sampling, self.stop, self.stop_strings = sampling, stop, stop_strings
         self.hidden_states = proposer.target_layers if proposer else ()
         self.runner = runner or Runner()
+        self._check_target()
         self.verify = Verifier(
             target,
             sampling=sampling,
@@ -222,11 +228,12 @@ class Decoder:
     ) -> tuple[Tensor, Tensor]:
         """Reads the prompts. padded [B, T], num [B] -> the first token of each answer [B], features [B, T, F*D]"""
         num_rows, length = padded.shape
-        cache.reserve(length)
+        counts = num.tolist()
+        cache.reserve(length, counts)
         positions = torch.arange(length, device=padded.device).expand(num_rows, -1)
         mask = masks.pending(masks.causal(length, padded.device), cache.lengths, cache.visible)
         output = self.target.read(padded, self.hidden_states, positions=positions, mask=mask, cache=cache)
-        cache.commit(num, num.tolist())
+        cache.commit(num, counts)
         logits = self.target.logits(output.final[cache.rows[:, 0], num - 1])  # [B, V]
         if marks is not None:
             logits = self.sampling.penalise(logits, marks)
@@ -273,14 +280,35 @@ class Decoder:
             raise ValueError(
                 "Decoding needs at least one prompt, every prompt at least one token, and max_new_tokens >= 1."
             )
-        limit = self.target.config.max_position_embeddings
+        limit = self.target.max_positions
         depth = self.proposer.depth if self.proposer else 0
         longest = max(len(prompt) for prompt in prompts)
-        if longest + max_new_tokens + depth > limit:
+        if limit is not None and longest + max_new_tokens + depth > limit:
             raise ValueError(
                 f"A prompt of {longest} tokens, {max_new_tokens} new ones and {depth} drafts exceed the target's "
                 f"{limit} positions: shorten the prompt or lower max_new_tokens."
             )
+
+        boundary = self.target.rotary_boundary
+        if boundary is not None and min(map(len, prompts)) <= boundary < longest + max_new_tokens + depth:
+            raise ValueError(
+                f"{self.target.name} turns keys by other angles in texts longer than {boundary} tokens (LongRoPE), and this text "
+                "would cross that length: let prompt, answer and drafts stay below it, or give only longer prompts."
+            )
+
+    def _check_target(self) -> None:
+        """Raises ValueError for drafts that this target cannot verify, or passes of it that cannot be compiled."""
+        target, proposer = self.target, self.proposer
+        if proposer is not None and not proposer.linear and target.recurrent:
+            raise ValueError(f"{target.name} {CHAINS_ONLY}")
+        reach = target.kinds.reach
+        if proposer is not None and reach is not None and proposer.depth >= reach:
+            raise ValueError(
+                f"{target.name} has layers that see {reach} positions, and {proposer.depth} drafts with the token before them "
+                f"need {proposer.depth + 1}: lower depth= to {reach - 1} or less."
+            )
+        if self.runner.compile:
+            check_layers(target, "set compile=false.")
 
     def _now(self) -> float:
         if self.target.device.type == "cuda":

@@ -1,10 +1,11 @@
 """The frozen model that is being sped up.
 
-Only this file and the three beside it (target_loading.py, target_adapter.py, compiled_target.py) use the inside of a
-transformers model.
+Only this file and those beside it (target_structure.py, target_loading.py, target_adapter.py, compiled_target.py,
+layer_kinds.py, layer_states.py) use the inside of a transformers model.
 """
 
 import hashlib
+import inspect
 import json
 from dataclasses import dataclass
 from typing import cast
@@ -13,10 +14,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from specdec import layer_kinds, masks, target_structure
 from specdec.cache import RowCache
+from specdec.layer_kinds import LayerMasks, check_supported
+from specdec.layer_states import LayerStates
 from specdec.target_loading import DTYPES as DTYPES
-from specdec.target_loading import check_supported, load_model
+from specdec.target_loading import load_model
 from specdec.target_loading import load_tokenizer as load_tokenizer
+from specdec.target_structure import LogitShape
 
 
 @dataclass(frozen=True)
@@ -35,28 +40,25 @@ class Target:
     """
 
     def __init__(self, model: PreTrainedModel, *, name: str):
-        config = model.config.get_text_config()
+        self.config = config = model.config.get_text_config(decoder=True)
         check_supported(config, name)
         self.model = model.eval().requires_grad_(False)
-        self.config = config
         self.name = name
-        self.decoder = decoder = model.get_decoder()
-        try:
-            self._points: list[nn.Module] = [*decoder.layers, decoder.norm]  # their inputs are hidden states 0..L
-        except AttributeError as error:
-            raise ValueError(
-                f"{name}: {type(decoder).__name__} does not keep its blocks in `layers` and its last norm in `norm`; "
-                "choose a target of the Llama, Qwen, Mistral or a similarly built family."
-            ) from error
-        self.norm = self._points[-1]  # its output is what the LM head reads
+        self.decoder = target_structure.find_decoder(model)
         self.embed = cast(nn.Embedding, model.get_input_embeddings())
         self.lm_head = cast(nn.Linear, model.get_output_embeddings())
         self.width: int = config.hidden_size
-        self.num_layers: int = config.num_hidden_layers
-        # Configurations may leave out the width of an attention head
-        self.head_dim: int = config.to_dict().get("head_dim") or config.hidden_size // config.num_attention_heads
+        # Configurations may leave out the width of an attention head, or have no attention
+        num_heads = getattr(config, "num_attention_heads", None) or max(1, self.width // 64)
+        self.head_dim: int = config.to_dict().get("head_dim") or self.width // num_heads
+        self.max_positions = target_structure.last_position(config)
+        self.rotary_boundary = target_structure.rotary_boundary(config)
         self._fingerprint = _fingerprint(model, config)
-        self._check_logits()
+        self.shape_logits = LogitShape.of(config)
+        self.kinds = layer_kinds.find(model, config, name)
+        self.blocks = target_structure.find_blocks(self.decoder, config.num_hidden_layers, name)
+        self.num_layers = len(self.blocks)
+        self._try()
 
     @classmethod
     def load(cls, name: str, *, dtype: str = "bfloat16", device="cpu", revision: str | None = None) -> "Target":
@@ -101,16 +103,26 @@ class Target:
             )
         return ids
 
+    @property
+    def recurrent(self) -> bool:
+        """Whether some layers keep a state that no mask can cut: such targets verify chains, and read texts one by one."""
+        return bool(self._mixers)
+
+    @property
+    def windowed(self) -> bool:
+        """Whether some layers see a window or a chunk of positions only."""
+        return self.kinds.windowed
+
+    @property
+    def plain(self) -> bool:
+        """Whether all layers have full attention and entries of one shape, and logits are the LM head's own output."""
+        alike = len(set(self._shapes)) == 1 and len(self._shapes) == 2 * self.num_layers
+        return alike and not self.recurrent and not self.windowed and self.shape_logits.plain
+
     def cache(self, batch: int) -> RowCache:
         """An empty cache for `batch` rows."""
-        return RowCache(
-            num_layers=self.num_layers,
-            batch=batch,
-            num_heads=self.config.num_key_value_heads,
-            head_dim=self.head_dim,
-            dtype=self.dtype,
-            device=self.device,
-        )
+        states = LayerStates(layer_kinds.state_layers(self.config)) if self.recurrent else None
+        return RowCache(self._shapes, batch=batch, device=self.device, states=states)
 
     def read(
         self,
@@ -133,39 +145,125 @@ class Target:
         def keep(k):
             return lambda module, args, kwargs: states.__setitem__(k, args[0] if args else kwargs["hidden_states"])
 
-        points = [(k, self._points[k]) for k in hidden_states if k < self.num_layers]
+        points = [(k, self.blocks[k]) for k in hidden_states if k < self.num_layers]
         hooks = [point.register_forward_pre_hook(keep(k), with_kwargs=True) for k, point in points]
+        if isinstance(cache, RowCache) and cache.states is not None:
+            hooks += [self._watch_mixer(place, mixer, cache) for place, mixer in self._mixers.items()]
         try:
             with torch.set_grad_enabled(gradient and torch.is_grad_enabled()):
                 output = self.decoder(
                     input_ids=tokens,
                     position_ids=positions,
-                    attention_mask=mask,
+                    attention_mask=self.layer_masks(mask, positions, cache),
                     past_key_values=cache,
-                    use_cache=cache is not None,
+                    use_cache=False,  # a cache that is given is used all the same; only a new one would not be made
                 )
-                states[self.num_layers] = final = output.last_hidden_state  # [B, S, D]
-                wanted = [states[k] for k in hidden_states]
+                states[self.num_layers] = final = output.last_hidden_state.to(self.device)  # [B, S, D]
+                wanted = [states[k].to(self.device) for k in hidden_states]
                 return TargetOutput(torch.cat(wanted, dim=-1) if wanted else final[..., :0], final)
         finally:
             for hook in hooks:
                 hook.remove()
 
+    def layer_masks(self, mask: Tensor | None, positions: Tensor | None, cache: RowCache | None) -> LayerMasks:
+        """The masks that the decoder takes: `mask` itself, or one for each kind of layer. Arguments as of `read`"""
+        if mask is None:
+            return None
+        if not self.windowed:
+            return self.kinds.masks(mask)
+        assert positions is not None, "windows are windows of positions"
+        return self.kinds.masks(mask, positions, positions if cache is None else cache.place(positions))
+
     def logits(self, final: Tensor) -> Tensor:
         """[..., D] -> [..., V], float32 (float64 for a float64 target)"""
-        logits = nn.functional.linear(final, self.lm_head.weight, self.lm_head.bias)
-        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+        weight = self.lm_head.weight
+        logits = self.shape_logits(nn.functional.linear(final.to(weight.device), weight, self.lm_head.bias))
+        return logits.to(self.device, torch.promote_types(logits.dtype, torch.float32))
 
-    def _check_logits(self) -> None:
-        """Raises ValueError if the model's logits are not lm_head(final), for instance capped or scaled."""
-        with torch.no_grad():
-            tokens = torch.ones(1, 2, dtype=torch.long, device=self.device)
-            wanted = self.model(tokens).logits.float()
-            logits = self.logits(self.read(tokens, ()).final).float()
-        if (wanted - logits).abs().max() > 0.05 * wanted.abs().max():
+    def _watch_mixer(self, place: int, mixer: nn.Module, cache: RowCache):
+        """A hook that tells the cache what a recurrent layer read."""
+        states = cast(LayerStates, cache.states)
+
+        def ran(module, args, kwargs, output):
+            states.ran(cache, place, module, args, kwargs)
+
+        return mixer.register_forward_hook(ran, with_kwargs=True)
+
+    def _read_in_two(self, tokens: Tensor) -> list[TargetOutput]:
+        """Reads tokens [1, S] into a cache, two thirds of them and then the rest."""
+        cache, outputs = self.cache(1), []
+        for part in tokens.split(2 * tokens.shape[1] // 3, dim=1):
+            num = part.shape[1]
+            cache.reserve(num)
+            mask = masks.pending(masks.causal(num, self.device), cache.lengths, cache.visible)
+            every = tuple(range(self.num_layers))
+            outputs.append(self.read(part, every, positions=cache.slots, mask=mask, cache=cache))
+            cache.commit(torch.full_like(cache.lengths, num), [num])
+        return outputs
+
+    @torch.no_grad()
+    def _try(self) -> None:
+        """Runs a few tokens, to find the final norm and what every layer keeps, and to compare with the model's own logits.
+
+        Raises ValueError if these differ, or if the model takes no masks and no cache of this kind.
+        """
+        tokens = (7 * torch.arange(target_structure.NUM_TOKENS, device=self.device) + 1)[None] % self.vocab_size
+        num, running = tokens.shape[1], list[nn.Module]()
+        if "past_key_values" not in inspect.signature(self.decoder.forward).parameters:
             raise ValueError(
-                f"{self.name}: its logits are not lm_head(last hidden state) (soft-capped or scaled logits); "
-                "such targets are not supported."
+                f"{self.name}: {type(self.decoder).__name__} takes no cache of keys and values (past_key_values), as models "
+                "without any attention do. Choose a target of another family (docs/targets.md)."
+            )
+        self.norm = target_structure.find_norm(
+            self.decoder, self.blocks, tokens
+        )  # its output is what the LM head reads
+        recorder = target_structure.Recorder(layer_kinds.state_layers(self.config), running)
+        self._mixers: dict[int, nn.Module] = {}
+        positions = torch.arange(num, device=self.device)[None]
+        mask = masks.causal(num, self.device)[None, None]
+        with target_structure.own_attention(self.model):
+            wanted = self.model(tokens).logits.float()
+        try:
+            with target_structure.watched(self.blocks, running):
+                kinds = self.layer_masks(mask, positions, None)
+                self.decoder(input_ids=tokens, position_ids=positions, attention_mask=kinds, past_key_values=recorder,
+                             use_cache=False)  # fmt: skip
+            self._mixers, self._shapes = recorder.mixers, recorder.shapes()
+            parts = self._read_in_two(tokens)
+            features, final = (torch.cat([getattr(part, name) for part in parts], 1) for name in ("features", "final"))
+        except (
+            RuntimeError,
+            ValueError,
+            TypeError,
+            KeyError,
+            AttributeError,
+            IndexError,
+            NotImplementedError,
+        ) as error:
+            first = (str(error).strip().splitlines() or [""])[0]
+            raise ValueError(
+                f"{self.name}: {type(self.decoder).__name__} does not run with masks and a cache that are given to it "
+                f"({type(error).__name__}: {first}). Choose a target of another family (docs/targets.md)."
+            ) from error
+        if (*features.shape, final.shape[-1]) != (1, num, self.num_layers * self.width, self.width):
+            raise ValueError(
+                f"{self.name}: the blocks of {type(self.decoder).__name__} pass on more than one state of the model's width. "
+                "Choose a target of another family (docs/targets.md)."
+            )
+        difference = (wanted - self.logits(final).float()).norm(dim=-1)[0]  # [S]
+        # Two ways to compute attention in 16 bits differ visibly
+        allowed = (0.3 if torch.finfo(self.dtype).bits < 32 else 0.02) * wanted.norm() / num**0.5
+        wrong = (~(difference <= allowed)).nonzero()
+        if len(wrong):
+            again = int(wrong[0]) >= 2 * num // 3  # in the second part, which continues the first
+            raise ValueError(
+                f"{self.name}: its logits could not be reproduced, so drafts could not be verified: "
+                + (
+                    "it does not go on from its cache by several tokens as it reads a text at once. "
+                    if again
+                    else "they are not its LM head's output of its final state, scaled or capped as its configuration says. "
+                )
+                + "Choose a target of another family (docs/targets.md)."
             )
 
 

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from specdec import attention
+from specdec.layer_kinds import check_supported
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16, "float64": torch.float64}
 
@@ -27,17 +27,6 @@ def load_model(name: str, *, dtype: str, revision: str | None) -> PreTrainedMode
 def load_tokenizer(name: str, *, revision: str | None = None) -> transformers.PreTrainedTokenizerBase:
     """name: a folder, or a name on the Hugging Face Hub. Raises ValueError with what to do."""
     return _from_pretrained(AutoTokenizer, name, revision=revision)
-
-
-def check_supported(config, name: str) -> None:
-    """Raises ValueError unless all layers use full attention: only their caches can drop the entries of refused drafts."""
-    kinds = {type(layer) for layer in DynamicCache(config=config).layers} - {DynamicLayer}
-    if kinds:
-        names = ", ".join(sorted(kind.__name__ for kind in kinds))
-        raise ValueError(
-            f"{name}: some layers keep a state that cannot be cut back after a refused draft ({names}: sliding "
-            "window, recurrent or compressed attention). Choose a target whose layers all use full attention."
-        )
 
 
 def _from_pretrained(factory, name: str, **kwargs):

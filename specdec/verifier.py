@@ -58,8 +58,9 @@ class Verifier:
 
     def __call__(self, tree: Tree, cache: RowCache, draws: rules.Draws, marks: Tensor | None = None) -> Verdict:
         """Leaves the nodes' entries pending in the cache. marks [B, V]: see Decoder.stream"""
-        cache.reserve(tree.tokens.shape[1])
         linear = tree.linear
+        assert linear or not self.target.recurrent, "Decoder refuses trees for such targets"
+        cache.reserve(tree.tokens.shape[1])
 
         def place(tokens, parents, lengths, skipped):
             tree = Tree(tokens, parents, None, linear=linear)

@@ -9,13 +9,16 @@ from tests.support import ROOT
 
 # A file may import modules that are listed before it, and no other module of its own row.
 ORDER = [
+    "layer_states",
     "cache",
     "compile",
     "masks",
     "tree",
     "sampling",
     "attention",
+    "layer_kinds",
     "target_loading",
+    "target_structure",
     "target",
     "target_adapter",
     "compiled_target",

@@ -31,7 +31,7 @@ def ridge(pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
 
 def row_cache(config: LlamaConfig, weight: Tensor, *, layers: int, batch: int) -> RowCache:
     """An empty cache for attention of these shapes, in the dtype and on the device of `weight`."""
-    return RowCache(
+    return RowCache.alike(
         num_layers=layers,
         batch=batch,
         num_heads=cast(int, config.num_key_value_heads),

@@ -102,7 +102,7 @@ class Draft(Drafter):
         return next(self.parameters()).dtype
 
     def cache(self, batch: int) -> RowCache:
-        return RowCache(**self.cache_shape, batch=batch, dtype=self.dtype, device=self.target.device)
+        return RowCache.alike(**self.cache_shape, batch=batch, dtype=self.dtype, device=self.target.device)
 
     def encode(self, features: Tensor) -> Tensor:
         return features  # [B, S, 0]: the context is in the cache
@@ -280,8 +280,8 @@ def _first_weights(
             f"width={width}: the target's embeddings have {target.width}, so they cannot be "
             "borrowed; set borrow_embeddings=false, or width=null."
         )
-    for layer, number in zip(lm.decoder.layers, copied):
-        layer.load_state_dict(target.decoder.layers[number].state_dict())
+    for layer, number in zip(lm.blocks, copied):
+        layer.load_state_dict(target.blocks[number].state_dict())
     if same_width:
         lm.norm.load_state_dict(target.norm.state_dict())
         lm.embed.load_state_dict(target.embed.state_dict())

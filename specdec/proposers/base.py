@@ -24,6 +24,7 @@ class Proposer(ABC):
 
     target_layers: tuple[int, ...]  # the hidden states that `commit` needs
     depth: int  # the largest depth of a proposed node
+    linear = False  # whether all its trees are chains
     watches = False  # whether `watch` is to be called
     rewinds = False  # whether it has `mark` and `rewind`, which drafting for a cascade needs (proposers/cascade.py)
     varies = False  # whether the size of its trees changes from round to round: they are filled up for compiling

@@ -44,7 +44,13 @@ class Cascade(Proposer):
             raise ValueError(
                 f"inner={type(inner).__name__} cannot be rewound, so it cannot draft for a cascade: choose another inner=."
             )
+        if not target.plain:
+            raise ValueError(
+                f"{target.name} has layers that do not keep every token's entries alike, so no part of them can be chosen for a "
+                "cascade: choose another proposer."
+            )
         self.target, self.inner = target, inner
+        self.linear = True
         self.depth = num
         self.sinks, self.window, self.chunks, self.chunk = sinks, window, chunks, chunk
         self.target_layers = inner.target_layers
@@ -62,7 +68,7 @@ class Cascade(Proposer):
     def share(self, cache):
         self.full = cache
         num_layers, _, num_rows, num_heads, _, head_dim = cache.data.shape
-        self.part = RowCache(
+        self.part = RowCache.alike(
             num_layers=num_layers,
             batch=num_rows,
             num_heads=num_heads,

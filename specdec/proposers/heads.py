@@ -50,7 +50,7 @@ class HeadProposer(Proposer):
         self.stopping = stopping
         self.runner = Runner(compile)
         self.target_layers = drafter.target_layers
-        self.depth = shape.depth
+        self.depth, self.linear = shape.depth, shape.chain
         self.evidence: list[Tensor] = []  # for each depth of the last round, [B, 2]: see Stopping
 
     @property

@@ -56,6 +56,7 @@ class LayerSkip(Proposer):
     """
 
     target_layers = ()
+    linear = True
 
     def __init__(
         self,

@@ -50,6 +50,7 @@ class Lookahead(TextProposer):
         if guesses < 0:
             raise ValueError(f"guesses={guesses} must be at least 0; 0 keeps no pool.")
         self.window, self.ngram, self.guesses, self.from_text = window, ngram, guesses, from_text
+        self.linear = ngram == 2 and guesses == 0 and not from_text
         self.depth = window + ngram - 2  # the depth of the last column's last level
 
     def clear(self):

@@ -15,6 +15,8 @@ class Ngram(RetractableTextProposer):
     min, max: of n; num: drafts of every chain
     """
 
+    linear = True
+
     def __init__(self, target: Target, *, min: int, max: int, num: int):
         for name, value in (("min", min), ("num", num)):
             if value < 1:
