@@ -1,13 +1,15 @@
 """The target's layers, run one after the other without transformers in between, and compiled if that is wanted."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from specdec.cache import RowCache
 from specdec.compile import Runner
+from specdec.layer_kinds import LayerMasks
 from specdec.target import Target, TargetOutput
 from specdec.tree import PartialPass
 
@@ -53,15 +55,19 @@ class CompiledTarget:
         states = [h]
         if not numbers:
             return states
-        seen = self.target.layer_masks(mask, positions, cache)
-        assert isinstance(seen, Tensor), "check_layers refuses targets with several kinds of layers"
-        shared = *rotary, seen, positions, cache.slots
-        # For a new shape every layer is tried once, each on the K and V of the layer that runs next.
-        halves = cache.halves[2 * numbers[0] : 2 * numbers[0] + 2]
-        modules = self.target.blocks
-        functions = self.runner.layers("the target's layer", layer, modules, h, *shared, *halves)
+        masks, kinds = self.target.layer_masks(mask, positions, cache), self.target.layer_types
+        functions: dict[int, Callable] = {}
+        for kind in {kinds[number]: None for number in numbers}:
+            members = [number for number, own in enumerate(kinds) if own == kind]
+            first = next(number for number in numbers if kinds[number] == kind)
+            # For a new shape every layer is tried once, each on the K and V of the layer that runs next.
+            inputs = h, *rotary, _of_kind(masks, kind), positions, cache.slots, *_entries(cache, first)
+            name = f"the target's layer of {kind}"
+            modules = [self.target.blocks[number] for number in members]
+            functions |= dict(zip(members, self.runner.layers(name, layer, modules, *inputs)))
         for number in numbers:
-            states.append(functions[number](states[-1], *shared, *cache.halves[2 * number : 2 * number + 2]))
+            inputs = *rotary, _of_kind(masks, kinds[number]), positions, cache.slots, *_entries(cache, number)
+            states.append(functions[number](states[-1], *inputs))
         return states
 
     def read(
@@ -103,20 +109,33 @@ class CompiledTarget:
         return output
 
 
+def _of_kind(masks: LayerMasks, kind: str) -> Tensor:
+    return cast(Tensor, masks[kind] if isinstance(masks, dict) else masks)
+
+
+def _entries(cache: RowCache, number: int) -> list[Tensor]:
+    """K and V of a layer"""
+    return cache.halves[2 * number : 2 * number + 2]
+
+
 @torch.no_grad()
 def check_layers(target: Target, advice: str) -> None:
     """Raises ValueError, ending in `advice`, if the model does more than run its layers one after the other."""
-    if target.recurrent or target.kinds.names is not None or not hasattr(target.decoder, "rotary_emb"):
-        raise ValueError(
-            f"{target.name} has layers of several kinds, or positions that are no rotary embedding of all layers: {advice}"
-        )
+    if target.recurrent:
+        raise ValueError(f"{target.name} has layers that keep a state, so they do more than read entries: {advice}")
     tokens, cache = torch.ones(1, 2, dtype=torch.long, device=target.device), target.cache(1)
     cache.reserve(2)
     mask = torch.ones(1, 1, 2, cache.visible, dtype=torch.bool, device=target.device).tril()
     layered = CompiledTarget(target, Runner())
-    h, *rotary = layered.begin(tokens, cache.slots)
     numbers = range(target.num_layers)
-    *_, h = layered.run_layers(h, numbers, rotary=rotary, positions=cache.slots, mask=mask, cache=cache)
+    try:
+        h, *rotary = layered.begin(tokens, cache.slots)
+        *_, h = layered.run_layers(h, numbers, rotary=rotary, positions=cache.slots, mask=mask, cache=cache)
+    except (RuntimeError, TypeError, AttributeError, ValueError, KeyError, IndexError) as error:
+        raise ValueError(
+            f"{target.name}'s layers take more than a state, one rotary embedding for all layers, a mask and K and V "
+            f"({str(error).splitlines()[0] if str(error) else type(error).__name__}): {advice}"
+        ) from error
     _check_same(target, target.norm(h), target.read(tokens, ()).final, advice)
 
 

@@ -119,6 +119,13 @@ class Target:
         alike = len(set(self._shapes)) == 1 and len(self._shapes) == 2 * self.num_layers
         return alike and not self.recurrent and not self.windowed and self.shape_logits.plain
 
+    @property
+    def layer_types(self) -> list[str]:
+        """The kind of every layer, as layer_kinds.py names them."""
+        if self.kinds.names is None:
+            return [self.kinds.one] * self.num_layers
+        return list(getattr(self.config, "layer_types", None) or self.kinds.names * self.num_layers)[: self.num_layers]
+
     def cache(self, batch: int) -> RowCache:
         """An empty cache for `batch` rows."""
         states = LayerStates(layer_kinds.state_layers(self.config)) if self.recurrent else None
