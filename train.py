@@ -45,7 +45,7 @@ def fit(config: DictConfig) -> int:
     console = Console(quiet=not accelerator.is_main_process)
     target, tokenizer = load_target(config, accelerator.device)
     stop = data.stop_tokens(tokenizer, target.model.generation_config)
-    packs = load_packs(config, tokenizer)
+    packs = load_packs(config, tokenizer, target)
     prompts = data.load_prompts(config.data.heldout, tokenizer, limit=config.validation.num_prompts)
     drafter, spec = make_drafter(config, target, packs)
     drafter.to(accelerator.device)
@@ -107,13 +107,19 @@ def load_target(config: DictConfig, device: torch.device) -> tuple[Target, PreTr
         return target, load_tokenizer(config.target.name, revision=config.target.revision)
 
 
-def load_packs(config: DictConfig, tokenizer: PreTrainedTokenizerBase) -> data.Packs:
-    """The conversations that are trained on."""
+def load_packs(config: DictConfig, tokenizer: PreTrainedTokenizerBase, target: Target) -> data.Packs:
+    """The conversations that are trained on. Raises ValueError if they are to be packed for a target with recurrent layers."""
+    if config.data.pack and target.recurrent:
+        raise ValueError(
+            f"data.pack=true: {target.name} has recurrent or convolution layers, whose state would run from one conversation into "
+            "the next. Leave data.pack=null, which then gives each conversation a row of its own."
+        )
     with named("data"):
         conversations = reading.load_conversations(config.data.train, split=config.data.split, limit=config.data.limit)
         _, conversations = reading.hold_out(conversations, config.data.hold_out)
         rows = [data.encode(tokenizer, row) for row in conversations]
-        return data.Packs(data.first_tokens(rows, config.data.tokens), length=config.data.length)
+        packed = not target.recurrent if config.data.pack is None else config.data.pack
+        return data.Packs(data.first_tokens(rows, config.data.tokens), length=config.data.length, packed=packed)
 
 
 def make_drafter(config: DictConfig, target: Target, packs: data.Packs) -> tuple[Head, dict]:

@@ -5,7 +5,6 @@ layer_kinds.py, layer_states.py) use the inside of a transformers model.
 """
 
 import hashlib
-import inspect
 import json
 from dataclasses import dataclass
 from typing import cast
@@ -58,7 +57,8 @@ class Target:
         self.kinds = layer_kinds.find(model, config, name)
         self.blocks = target_structure.find_blocks(self.decoder, config.num_hidden_layers, name)
         self.num_layers = len(self.blocks)
-        self._try()
+        self._find_parts()
+        self._check_logits()
 
     @classmethod
     def load(cls, name: str, *, dtype: str = "bfloat16", device="cpu", revision: str | None = None) -> "Target":
@@ -196,82 +196,54 @@ class Target:
 
         return mixer.register_forward_hook(ran, with_kwargs=True)
 
-    def _read_in_two(self, tokens: Tensor) -> list[TargetOutput]:
-        """Reads tokens [1, S] into a cache, two thirds of them and then the rest."""
-        cache, outputs = self.cache(1), []
-        for part in tokens.split(2 * tokens.shape[1] // 3, dim=1):
-            num = part.shape[1]
-            cache.reserve(num)
-            mask = masks.pending(masks.causal(num, self.device), cache.lengths, cache.visible)
-            every = tuple(range(self.num_layers))
-            outputs.append(self.read(part, every, positions=cache.slots, mask=mask, cache=cache))
-            cache.commit(torch.full_like(cache.lengths, num), [num])
-        return outputs
+    def _find_parts(self) -> None:
+        """Finds, by a pass over a few tokens, the final norm and what every layer keeps. Raises ValueError if it cannot run."""
+        tokens = self._sample_text()
+        positions = torch.arange(tokens.shape[1], device=self.device)[None]
+        seen = self.layer_masks(masks.causal(tokens.shape[1], self.device)[None, None], positions, None)
+        with target_structure.refusals(self.name, self.decoder):
+            # The norm's output is what the LM head reads
+            self.norm = target_structure.find_norm(self.decoder, self.blocks, tokens)
+            recorder = target_structure.record(
+                self.decoder, self.blocks, layer_kinds.state_layers(self.config), tokens, positions, seen
+            )
+        self._mixers, self._shapes = recorder.mixers, recorder.shapes()
 
     @torch.no_grad()
-    def _try(self) -> None:
-        """Runs a few tokens, to find the final norm and what every layer keeps, and to compare with the model's own logits.
+    def _check_logits(self) -> None:
+        """Reads a few tokens into a cache, two thirds of them and then the rest, with all hidden states.
 
-        Raises ValueError if these differ, or if the model takes no masks and no cache of this kind.
+        Raises ValueError if logits differ from the model's own, with its own attention, or hidden states from its width.
         """
-        tokens = (7 * torch.arange(target_structure.NUM_TOKENS, device=self.device) + 1)[None] % self.vocab_size
-        num, running = tokens.shape[1], list[nn.Module]()
-        if "past_key_values" not in inspect.signature(self.decoder.forward).parameters:
-            raise ValueError(
-                f"{self.name}: {type(self.decoder).__name__} takes no cache of keys and values (past_key_values), as models "
-                "without any attention do. Choose a target of another family (docs/targets.md)."
-            )
-        self.norm = target_structure.find_norm(
-            self.decoder, self.blocks, tokens
-        )  # its output is what the LM head reads
-        recorder = target_structure.Recorder(layer_kinds.state_layers(self.config), running)
-        self._mixers: dict[int, nn.Module] = {}
-        positions = torch.arange(num, device=self.device)[None]
-        mask = masks.causal(num, self.device)[None, None]
+        tokens, cache = self._sample_text(), self.cache(1)
+        num = tokens.shape[1]
         with target_structure.own_attention(self.model):
             wanted = self.model(tokens).logits.float()
-        try:
-            with target_structure.watched(self.blocks, running):
-                kinds = self.layer_masks(mask, positions, None)
-                self.decoder(input_ids=tokens, position_ids=positions, attention_mask=kinds, past_key_values=recorder,
-                             use_cache=False)  # fmt: skip
-            self._mixers, self._shapes = recorder.mixers, recorder.shapes()
-            parts = self._read_in_two(tokens)
-            features, final = (torch.cat([getattr(part, name) for part in parts], 1) for name in ("features", "final"))
-        except (
-            RuntimeError,
-            ValueError,
-            TypeError,
-            KeyError,
-            AttributeError,
-            IndexError,
-            NotImplementedError,
-        ) as error:
-            first = (str(error).strip().splitlines() or [""])[0]
-            raise ValueError(
-                f"{self.name}: {type(self.decoder).__name__} does not run with masks and a cache that are given to it "
-                f"({type(error).__name__}: {first}). Choose a target of another family (docs/targets.md)."
-            ) from error
-        if (*features.shape, final.shape[-1]) != (1, num, self.num_layers * self.width, self.width):
+        features, final = [], []
+        for part in tokens.split(2 * num // 3, dim=1):
+            cache.reserve(part.shape[1])
+            mask = masks.pending(masks.causal(part.shape[1], self.device), cache.lengths, cache.visible)
+            with target_structure.refusals(self.name, self.decoder):
+                output = self.read(part, tuple(range(self.num_layers)), positions=cache.slots, mask=mask, cache=cache)
+            features.append(output.features)
+            final.append(output.final)
+            cache.commit(torch.full_like(cache.lengths, part.shape[1]), [part.shape[1]])
+        sizes = [*features[0].shape, final[0].shape[-1]]
+        if sizes != [1, 2 * num // 3, self.num_layers * self.width, self.width]:
             raise ValueError(
                 f"{self.name}: the blocks of {type(self.decoder).__name__} pass on more than one state of the model's width. "
-                "Choose a target of another family (docs/targets.md)."
+                + target_structure.ANOTHER
             )
-        difference = (wanted - self.logits(final).float()).norm(dim=-1)[0]  # [S]
-        # Two ways to compute attention in 16 bits differ visibly
-        allowed = (0.3 if torch.finfo(self.dtype).bits < 32 else 0.02) * wanted.norm() / num**0.5
-        wrong = (~(difference <= allowed)).nonzero()
-        if len(wrong):
-            again = int(wrong[0]) >= 2 * num // 3  # in the second part, which continues the first
-            raise ValueError(
-                f"{self.name}: its logits could not be reproduced, so drafts could not be verified: "
-                + (
-                    "it does not go on from its cache by several tokens as it reads a text at once. "
-                    if again
-                    else "they are not its LM head's output of its final state, scaled or capped as its configuration says. "
-                )
-                + "Choose a target of another family (docs/targets.md)."
-            )
+        first = "its logits are not its LM head's output of its final state, scaled or capped as its configuration says"
+        then = "it does not go on from its cache by several tokens as it reads a text at once"
+        allowed = 0.3 if torch.finfo(self.dtype).bits < 32 else 0.02  # two ways to compute attention differ in 16 bits
+        for goal, state, what in zip(wanted.split(2 * num // 3, dim=1), final, (first, then)):
+            if not (goal - self.logits(state).float()).norm() <= allowed * goal.norm():
+                raise ValueError(f"{self.name}: {what}, so drafts could not be verified. {target_structure.ANOTHER}")
+
+    def _sample_text(self) -> Tensor:
+        num = target_structure.NUM_TOKENS
+        return (7 * torch.arange(num, device=self.device) + 1)[None] % self.vocab_size
 
 
 def _fingerprint(model: PreTrainedModel, config) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from specdec.cache import EntryShape
 
 NUM_TOKENS = 12  # of the text that a model is tried on
+ANOTHER = "Choose a target of another family (docs/targets.md has the list)."
 
 
 @dataclass(frozen=True)
@@ -149,6 +151,40 @@ def find_norm(decoder: nn.Module, blocks: list[nn.Module], tokens: Tensor) -> nn
 
 def _equal(output: Tensor, final: Tensor) -> bool:
     return output.numel() == final.numel() and torch.equal(output.reshape(final.shape), final)
+
+
+def record(
+    decoder: nn.Module, blocks: list[nn.Module], states: list, tokens: Tensor, positions: Tensor, masks: object
+) -> Recorder:
+    """Runs the decoder with a recorder as its cache. states: places for the states of recurrent layers"""
+    running: list[nn.Module] = []
+    recorder = Recorder(states, running)
+    with watched(blocks, running):
+        decoder(
+            input_ids=tokens,
+            position_ids=positions,
+            attention_mask=masks,
+            past_key_values=recorder,
+            use_cache=False,
+        )
+    return recorder
+
+
+@contextlib.contextmanager
+def refusals(name: str, decoder: nn.Module) -> Iterator[None]:
+    """Within, what the decoder raises becomes a ValueError that says what to do; so does a decoder that takes no cache."""
+    kind = type(decoder).__name__
+    if "past_key_values" not in inspect.signature(decoder.forward).parameters:
+        raise ValueError(
+            f"{name}: {kind} takes no cache of keys and values (past_key_values), as models without any attention do. {ANOTHER}"
+        )
+    try:
+        yield
+    except Exception as error:  # the code of any model runs here
+        first = (str(error).strip().splitlines() or [""])[0]
+        raise ValueError(
+            f"{name}: {kind} does not run with masks and a cache that are given to it ({type(error).__name__}: {first}). {ANOTHER}"
+        ) from error
 
 
 @contextlib.contextmanager

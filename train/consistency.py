@@ -131,6 +131,11 @@ class ConsistencyObjective(nn.Module):
         known = ("consistency", "original", "ce")
         if set(losses) - set(known) or not losses.get("consistency"):
             raise ValueError(f"losses={dict(losses)}: give weights to some of {', '.join(known)}; the first needs one.")
+        if drafter.target.recurrent:
+            raise ValueError(
+                f"{drafter.target.name} has recurrent or convolution layers, and consistency training reads many blocks behind one "
+                "text, which their state cannot follow: train another head."
+            )
         if depth != drafter.depth:
             raise ValueError(
                 f"depth={depth} must be the drafter's num_drafts, {drafter.depth}, so that decoding meets states of the "

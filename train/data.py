@@ -252,16 +252,16 @@ def collate(packs: list[list[Row]], *, length: int, pad_token: int) -> Batch:
 
 
 class Packs(torch.utils.data.Dataset):
-    """Rows cut to `length` and packed; items are packs for `collate`.
+    """Rows cut to `length` and packed, or one row in each pack; items are packs for `collate`.
 
     `fingerprint` (16 hex digits) changes with any token, mask or boundary; `num_supervised` counts goals.
     """
 
-    def __init__(self, rows: list[Row], *, length: int):
+    def __init__(self, rows: list[Row], *, length: int, packed: bool = True):
         rows, self.num_cut, self.num_skipped = truncate_all(rows, length)
         if not rows:
             raise ValueError(f"No row has a supervised token among its first {length}. Raise the length or add data.")
-        self.packs = pack(rows, length)
+        self.packs = pack(rows, length) if packed else [[row] for row in rows]
         self.num_supervised = sum(sum(row.mask[1:]) for row in rows)
         digest = hashlib.sha256()
         for rows_of_pack in self.packs:
