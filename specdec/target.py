@@ -231,7 +231,7 @@ class Target:
         sizes = [*features[0].shape, final[0].shape[-1]]
         if sizes != [1, 2 * num // 3, self.num_layers * self.width, self.width]:
             raise ValueError(
-                f"{self.name}: the blocks of {type(self.decoder).__name__} pass on more than one state of the model's width. "
+                f"{self.name}: the blocks of {type(self.decoder).__name__} do not pass on one state of the model's width each. "
                 + target_structure.ANOTHER
             )
         first = "its logits are not its LM head's output of its final state, scaled or capped as its configuration says"

@@ -61,19 +61,34 @@ MAMBA2 = {
 }
 
 
-@dataclass(frozen=True)
-class Family:
-    """A tiny configuration.
+# Why a family is refused, as the error says it
+STREAMS = "do not pass on one state of the model's width each"
+INDEXED = r"of a kind that is not known here \(DynamicIndexedLayer\)"
+COMPRESSED = r"of a kind that is not known here \(DeepseekV4CSACache, DeepseekV4HCACache\)"
+NO_SCAN = "does not go on from its cache by several tokens as it reads a text at once"
+NO_CACHE = "takes no cache of keys and values"
+OWN_ATTENTION = "computes attention in its own way, which takes no mask over a tree of drafts"
+ALIBI = "does not run with masks and a cache that are given to it"
+NO_BLOCKS = "has no list of 4 blocks"
 
-    Args:
-        model_type: As AutoConfig knows it.
-        fields: Configuration fields that differ from SIZES or that SIZES lacks.
-        variant: Tells apart families of one model type.
+
+@dataclass(frozen=True, eq=False)
+class Family:
+    """A tiny configuration, and what works with such targets. Tests check every field, docs/targets.md shows them.
+
+    model_type: as AutoConfig knows it; variant: tells apart families of one model type
+    fields: of the configuration, where they differ from SIZES
+    refused: a regular expression of the sentence that refuses the family; empty for a family that works
+    recurrent: whether it verifies chains only, and is trained on one conversation a row
+    compiled: whether decode.compile=true works
     """
 
     model_type: str
     fields: dict = field(default_factory=dict)
     variant: str = ""
+    refused: str = ""
+    recurrent: bool = False
+    compiled: bool = True
 
     def __str__(self) -> str:
         return "-".join(filter(None, [self.model_type, self.variant]))
@@ -103,25 +118,26 @@ FAMILIES = [
             "original_max_position_embeddings": 128,
         },
         "longrope",
+        compiled=False,
     ),
     Family("olmo"),
     Family("olmo2"),
     Family("glm"),
     Family("glm4"),
-    Family("granite", GRANITE),
+    Family("granite", GRANITE, compiled=False),
     Family("cohere", {"logit_scale": 0.5, "use_qk_norm": True}),
     Family("nemotron", {"partial_rotary_factor": 0.5}),
     Family("stablelm", {"use_qkv_bias": True, "qk_layernorm": True}),
     Family("starcoder2"),
-    Family("smollm3", {"no_rope_layers": [1, 0, 1, 0]}),
+    Family("smollm3", {"no_rope_layers": [1, 0, 1, 0]}, compiled=False),
     Family("seed_oss"),
     Family("ernie4_5", {"use_bias": True}),
     Family("hunyuan_v1_dense"),
     Family("arcee"),
     Family("apertus"),
     Family("bitnet"),
-    Family("nanochat", {"final_logit_softcapping": 5.0}),
-    Family("diffllama"),
+    Family("nanochat", {"final_logit_softcapping": 5.0}, compiled=False),
+    Family("diffllama", compiled=False),
     Family("helium"),
     Family("jais2"),
     # Windows, caps, sinks
@@ -135,18 +151,18 @@ FAMILIES = [
         "gemma2",
         {**WINDOW, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0, "query_pre_attn_scalar": 12},
     ),
-    Family("gemma3_text", {**WINDOW, "query_pre_attn_scalar": 12, "final_logit_softcapping": 5.0}),
+    Family("gemma3_text", {**WINDOW, "query_pre_attn_scalar": 12, "final_logit_softcapping": 5.0}, compiled=False),
     Family(
         "vaultgemma",
         {**WINDOW, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0, "query_pre_attn_scalar": 12},
     ),
     Family("gpt_oss", {**WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2}),
-    Family("olmo3", WINDOW),
+    Family("olmo3", WINDOW, compiled=False),
     Family("cohere2", {**WINDOW, "logit_scale": 0.5}),
     Family("exaone4", WINDOW),
     Family("cwm", WINDOW),
-    Family("modernbert-decoder", {"sliding_window": 6}),
-    Family("granite_swa", {**WINDOW, **GRANITE}),
+    Family("modernbert-decoder", {"sliding_window": 6}, refused=NO_BLOCKS),
+    Family("granite_swa", {**WINDOW, **GRANITE}, compiled=False),
     Family(
         "llama4_text",
         {
@@ -157,8 +173,11 @@ FAMILIES = [
             "interleave_moe_layer_step": 2,
             "floor_scale": 200,  # the full layer's temperature changes there, behind the texts of all tests
         },
+        compiled=False,
     ),
-    Family("afmoe", {**WINDOW, **EXPERTS, "num_experts": 4, "num_shared_experts": 1, "mup_enabled": True}),
+    Family(
+        "afmoe", {**WINDOW, **EXPERTS, "num_experts": 4, "num_shared_experts": 1, "mup_enabled": True}, compiled=False
+    ),
     Family(
         "mimo_v2_flash",
         {
@@ -171,6 +190,7 @@ FAMILIES = [
                 SLIDING: {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
             },
         },
+        compiled=False,
     ),
     # Its choice of keys to keep has no positions in the first layer, so repeated tokens tie: nothing is dropped here
     Family("doge", {"keep_window_size": 256}),
@@ -188,8 +208,9 @@ FAMILIES = [
             "activation_sparsity_pattern": [0.5, 0.5, 0.0, 0.0, 0.0, 0.0],
             "final_logit_softcapping": 5.0,
         },
+        refused=STREAMS,
     ),
-    Family("gemma4_text", {**WINDOW, "global_head_dim": 16, "hidden_size_per_layer_input": 0}),
+    Family("gemma4_text", {**WINDOW, "global_head_dim": 16, "hidden_size_per_layer_input": 0}, compiled=False),
     Family(
         "gemma4_text",
         {
@@ -204,6 +225,7 @@ FAMILIES = [
             "final_logit_softcapping": 5.0,
         },
         "shared",
+        compiled=False,
     ),
     Family(
         "gemma4_text",
@@ -219,6 +241,7 @@ FAMILIES = [
             "moe_intermediate_size": 24,
         },
         "experts",
+        compiled=False,
     ),
     # Experts
     Family("qwen2_moe", {**EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 24}),
@@ -226,38 +249,45 @@ FAMILIES = [
     Family("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     Family("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6}, "window"),
     Family("olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
-    Family("glm4_moe", {**EXPERTS, "n_routed_experts": 4, "use_qk_norm": True}),
-    Family("granitemoe", {**GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2}),
-    Family("ernie4_5_moe", {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24}),
-    Family("dots1", {**EXPERTS, **WINDOW, "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1}),
-    Family("exaone_moe", {**EXPERTS, **WINDOW, "num_experts": 4}),
+    Family("glm4_moe", {**EXPERTS, "n_routed_experts": 4, "use_qk_norm": True}, compiled=False),
+    Family("granitemoe", {**GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2}, compiled=False),
+    Family("ernie4_5_moe", {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24}, compiled=False),
+    Family(
+        "dots1",
+        {**EXPERTS, **WINDOW, "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1},
+        compiled=False,
+    ),
+    Family("exaone_moe", {**EXPERTS, **WINDOW, "num_experts": 4}, compiled=False),
     Family("cohere2_moe", {**EXPERTS, **WINDOW, "num_experts": 4}),
-    Family("mellum", {**EXPERTS, **WINDOW, "num_experts": 4}),
-    Family("laguna", {**EXPERTS, **WINDOW, "num_experts": 4}),
+    Family("mellum", {**EXPERTS, **WINDOW, "num_experts": 4}, compiled=False),
+    Family("laguna", {**EXPERTS, **WINDOW, "num_experts": 4}, compiled=False),
     Family("flex_olmo", {"num_experts": 4, "num_experts_per_tok": 2}),
     Family("hunyuan_v1_moe", {"num_experts": 4, "moe_topk": 2, "moe_intermediate_size": 24}),
     Family(
         "granitemoeshared",
         {**GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 24},
+        compiled=False,
     ),
-    Family("granitemoe_swa", {**GRANITE, **WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    Family("granitemoe_swa", {**GRANITE, **WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2}, compiled=False),
     Family("minimax_m2", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     Family("phimoe", {"num_local_experts": 4, "num_experts_per_tok": 2, "lm_head_bias": True}),
-    Family("hy_v3", {**EXPERTS, "num_experts": 4}),
+    Family("hy_v3", {**EXPERTS, "num_experts": 4}, compiled=False),
     Family("solar_open", {**EXPERTS, "n_routed_experts": 4}),
     Family(
         "jetmoe",
         {"kv_channels": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "num_attention_heads": 4},
+        compiled=False,
     ),
     # Latent attention, indexers
     Family("minicpm3", {**LATENT, "dim_model_base": 16}),
-    Family("deepseek_v2", {**LATENT, **EXPERTS, "n_routed_experts": 4, "first_k_dense_replace": 1}),
+    Family("deepseek_v2", {**LATENT, **EXPERTS, "n_routed_experts": 4, "first_k_dense_replace": 1}, compiled=False),
     Family(
         "deepseek_v3",
         {**LATENT, **EXPERTS, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1},
+        compiled=False,
     ),
     Family("youtu", LATENT),
-    Family("glm4_moe_lite", {**LATENT, **EXPERTS, "n_routed_experts": 4}),
+    Family("glm4_moe_lite", {**LATENT, **EXPERTS, "n_routed_experts": 4}, compiled=False),
     Family(
         "longcat_flash",
         {
@@ -269,6 +299,7 @@ FAMILIES = [
             "n_routed_experts": 4,
             "zero_expert_num": 2,
         },
+        compiled=False,
     ),
     Family(
         "deepseek_v32",
@@ -283,10 +314,12 @@ FAMILIES = [
             "index_head_dim": 16,
             "index_n_heads": 8,  # rectified scores of few heads would often tie at zero
         },
+        refused=INDEXED,
     ),
     Family(
         "glm_moe_dsa",
         {**LATENT, **EXPERTS, "n_routed_experts": 4, "index_topk": 8, "index_head_dim": 16, "index_n_heads": 8},
+        refused=INDEXED,
     ),
     Family(
         "deepseek_v4",
@@ -313,18 +346,23 @@ FAMILIES = [
             "index_topk": 2,
             "hc_mult": 2,
         },
+        refused=COMPRESSED,
     ),
     # Recurrences, convolutions
     Family(
         "qwen3_next",
         {**DELTA, **EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 24, "partial_rotary_factor": 0.5},
+        recurrent=True,
+        compiled=False,
     ),
-    Family("qwen3_5_text", {**DELTA, "partial_rotary_factor": 0.5}),
+    Family("qwen3_5_text", {**DELTA, "partial_rotary_factor": 0.5}, recurrent=True, compiled=False),
     Family(
         "qwen3_5_moe_text",
         {**DELTA, **EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 24, "partial_rotary_factor": 0.5},
+        recurrent=True,
+        compiled=False,
     ),
-    Family("olmo_hybrid", {**DELTA, "linear_num_key_heads": 4}),
+    Family("olmo_hybrid", {**DELTA, "linear_num_key_heads": 4}, recurrent=True, compiled=False),
     Family(
         "kimi_linear",
         {
@@ -337,6 +375,8 @@ FAMILIES = [
             "linear_num_heads": 4,
             "model_max_length": 256,
         },
+        recurrent=True,
+        compiled=False,
     ),
     Family(
         "minimax",
@@ -352,11 +392,20 @@ FAMILIES = [
             "mlp_alpha_factor": 1.1,
             "mlp_beta_factor": 0.7,
         },
+        recurrent=True,
+        compiled=False,
     ),
-    Family("lfm2", {"layer_types": ["conv", FULL, "conv", FULL], "block_multiple_of": 8, "conv_bias": True}),
+    Family(
+        "lfm2",
+        {"layer_types": ["conv", FULL, "conv", FULL], "block_multiple_of": 8, "conv_bias": True},
+        recurrent=True,
+        compiled=False,
+    ),
     Family(
         "lfm2_moe",
         {**EXPERTS, "layer_types": ["conv", FULL, "conv", FULL], "num_experts": 4, "num_dense_layers": 1},
+        recurrent=True,
+        compiled=False,
     ),
     Family(
         "granitemoehybrid",
@@ -369,8 +418,10 @@ FAMILIES = [
             "shared_intermediate_size": 24,
             "position_embedding_type": "rope",
         },
+        recurrent=True,
+        compiled=False,
     ),
-    Family("bamba", {**MAMBA2, "attn_layer_indices": [1, 3]}),
+    Family("bamba", {**MAMBA2, "attn_layer_indices": [1, 3]}, recurrent=True, compiled=False),
     Family(
         "falcon_h1",
         {
@@ -386,6 +437,8 @@ FAMILIES = [
             "ssm_in_multiplier": 1.1,
             "ssm_out_multiplier": 0.9,
         },
+        recurrent=True,
+        compiled=False,
     ),
     Family(
         "nemotron_h",
@@ -404,6 +457,8 @@ FAMILIES = [
             "moe_intermediate_size": 24,
             "moe_shared_expert_intermediate_size": 24,
         },
+        recurrent=True,
+        compiled=False,
     ),
     Family(
         "jamba",
@@ -416,6 +471,7 @@ FAMILIES = [
             "mamba_d_state": 8,
             "mamba_d_conv": 4,
         },
+        refused=NO_SCAN,
     ),
     Family(
         "zamba2",
@@ -432,29 +488,36 @@ FAMILIES = [
             "time_step_min": 1e-9,  # transformers applies this bound to several tokens at once, never to one
             "use_mamba_kernels": False,
         },
+        recurrent=True,
+        compiled=False,
     ),
-    Family("zamba", {"num_key_value_heads": 4}),
-    Family("recurrent_gemma", {"lru_width": 32, "attention_window_size": 6, "logits_soft_cap": 5.0}),
-    Family("mamba", {"state_size": 8}),
-    Family("falcon_mamba", {"state_size": 8}),
-    Family("mamba2", {"num_heads": 8, "n_groups": 2, "state_size": 8, "chunk_size": 8}),
+    Family("zamba", {"num_key_value_heads": 4}, refused=NO_SCAN),
+    Family("recurrent_gemma", {"lru_width": 32, "attention_window_size": 6, "logits_soft_cap": 5.0}, refused=NO_SCAN),
+    Family("mamba", {"state_size": 8}, refused=NO_CACHE),
+    Family("falcon_mamba", {"state_size": 8}, refused=NO_CACHE),
+    Family("mamba2", {"num_heads": 8, "n_groups": 2, "state_size": 8, "chunk_size": 8}, refused=NO_CACHE),
     # Older ones
-    Family("gpt_neox", {"rotary_pct": 0.5}),
-    Family("gpt2"),
-    Family("gpt_bigcode"),
-    Family("gptj", {"rotary_dim": 4}),
-    Family("codegen", {"rotary_dim": 4}),
-    Family("gpt_neo", {"num_layers": 4, "attention_types": [[["global", "local"], 2]], "window_size": 6}),
-    Family("gpt_neox_japanese", {"rotary_pct": 0.5, "intermediate_multiple_size": 2}),
-    Family("biogpt"),
-    Family("opt", {"ffn_dim": 48, "init_std": 0.25, "word_embed_proj_dim": 16}),
-    Family("bloom"),
-    Family("mpt", {"max_seq_len": 256, "expansion_ratio": 2, "logit_scale": 0.5}),
-    Family("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
-    Family("falcon", {"alibi": True, "bias": True}, "alibi"),
+    Family("gpt_neox", {"rotary_pct": 0.5}, compiled=False),
+    Family("gpt2", compiled=False),
+    Family("gpt_bigcode", compiled=False),
+    Family("gptj", {"rotary_dim": 4}, refused=OWN_ATTENTION),
+    Family("codegen", {"rotary_dim": 4}, refused=OWN_ATTENTION),
+    Family(
+        "gpt_neo",
+        {"num_layers": 4, "attention_types": [[["global", "local"], 2]], "window_size": 6},
+        refused=OWN_ATTENTION,
+    ),
+    Family("gpt_neox_japanese", {"rotary_pct": 0.5, "intermediate_multiple_size": 2}, refused=OWN_ATTENTION),
+    Family("biogpt", compiled=False),
+    Family("opt", {"ffn_dim": 48, "init_std": 0.25, "word_embed_proj_dim": 32}, compiled=False),
+    Family("opt", {"ffn_dim": 48, "init_std": 0.25, "word_embed_proj_dim": 16}, "narrow", refused=STREAMS),
+    Family("bloom", refused=OWN_ATTENTION),
+    Family("mpt", {"max_seq_len": 256, "expansion_ratio": 2, "logit_scale": 0.5}, refused=OWN_ATTENTION),
+    Family("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}, compiled=False),
+    Family("falcon", {"alibi": True, "bias": True}, "alibi", refused=ALIBI),
     Family("phi", {"qk_layernorm": True}),
     Family("persimmon"),
-    Family("xglm", {"ffn_dim": 48, "init_std": 0.25}),
+    Family("xglm", {"ffn_dim": 48, "init_std": 0.25}, refused=OWN_ATTENTION),
 ]
 
 
@@ -491,3 +554,8 @@ def make(family: Family, attention: str = "sdpa") -> PreTrainedModel:
         if value.is_floating_point() and (value.dim() < 2 or value.eq(value.flatten()[0]).all()):
             value.add_(NOISE * torch.randn(value.shape))
     return model.eval()
+
+
+def reference(family: Family) -> PreTrainedModel:
+    """The target with its own attention: transformers' sdpa leaves out sinks and soft caps."""
+    return make(family, "eager") if type(make(family))._can_set_attn_implementation() else make(family)

@@ -1,0 +1,158 @@
+"""Every family of tests/families.py does what its entry says: decoding, training, replay, compiling, and its refusals."""
+
+import functools
+
+import pytest
+import torch
+
+from specdec import attention, replay
+from specdec.compile import Runner
+from specdec.decode import Decoder
+from specdec.heads.eagle import Eagle3
+from specdec.proposers.base import Proposer
+from specdec.proposers.heads import HeadProposer
+from specdec.sampling import Sampling
+from specdec.target import Target
+from specdec.tree import Nodes, TreeShape, plant
+from tests.families import FAMILIES, Family, make, reference
+from tests.support import chain_of, greedy, random_tokens
+from train.data import Row, collate
+from train.features import Online
+from train.objective import Objective
+
+WORKING = [family for family in FAMILIES if not family.refused]
+NUM_NEW = 20
+PROMPTS = [random_tokens(seed, num, 60) for seed, num in ((1, 14), (2, 5), (3, 9))]  # windows have 6 to 8 positions
+
+
+@functools.cache
+def target_of(family: Family) -> Target:
+    model = make(family)
+    return Target(make(family, attention.implementation(type(model))), name=str(family))
+
+
+@functools.cache
+def answers_of(family: Family) -> list[list[int]]:
+    """What transformers' generate answers with the model's own attention, prompt by prompt."""
+    model = reference(family)
+    answers = []
+    for prompt in PROMPTS:
+        tokens = torch.tensor([prompt])
+        out = model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=NUM_NEW, do_sample=False,
+                             eos_token_id=None, pad_token_id=0)  # fmt: skip
+        answers.append(out[0, len(prompt) :].tolist())
+    return answers
+
+
+class Partly(Proposer):
+    """Drafts that are right down to a depth that changes from round to round and from row to row.
+
+    As a tree, a right draft has wrong siblings before and behind it, and children of a wrong sibling.
+    """
+
+    target_layers = ()
+
+    def __init__(self, answers: list[list[int]], depth: int, *, tree: bool):
+        self.answers, self.depth, self.linear = answers, depth, not tree
+
+    def begin(self, tokens, num):
+        self.written = [0] * len(num)
+        self.round = 0
+
+    def commit(self, tokens, features, num, counts):
+        first = not self.round  # then the prompt is committed, and the first token of the answer
+        self.written = [done + (1 if first else count) for done, count in zip(self.written, counts)]
+        self.newest = [int(row[count - 1]) for row, count in zip(tokens, counts)]
+        self.round += 1
+
+    def propose(self, sampling, generator):
+        drafts = []
+        for row, (answer, start) in enumerate(zip(self.answers, self.written)):
+            right = (self.round + row) % (self.depth + 1)
+            nodes: Nodes = []
+            parent = 0
+            for d in range(self.depth):
+                token = answer[start + d] if start + d < len(answer) else 1
+                token = token if d < right else (token + 1) % 60
+                if self.linear:
+                    nodes.append((token, d))
+                    continue
+                nodes += [((token + 5) % 60, parent), (token, parent), ((token + 9) % 60, len(nodes) + 1)]
+                parent = len(nodes) - 1
+            drafts.append(nodes)
+        return plant(self.newest, drafts, "cpu")
+
+
+@pytest.mark.parametrize("family", WORKING, ids=str)
+def test_decoding_equals_generate(family):
+    """Plain, chains and trees, alone and in a batch of rows that differ in length and in what they accept."""
+    target, answers = target_of(family), answers_of(family)
+    assert target.recurrent == family.recurrent
+    for rows in (slice(0, 1), slice(0, 3)):
+        assert greedy(target, None).generate(PROMPTS[rows], NUM_NEW).tokens == answers[rows]
+        for tree in (False, True):
+            proposer = Partly(answers[rows], 3, tree=tree)
+            if tree and family.recurrent:
+                with pytest.raises(ValueError, match="cannot verify a tree of drafts: set width=1"):
+                    greedy(target, proposer)
+                continue
+            generation = greedy(target, proposer).generate(PROMPTS[rows], NUM_NEW)
+            assert generation.tokens == answers[rows]
+            assert all({0, 1, 2, 3} <= set(accepted) for accepted in generation.accepted)
+
+
+@pytest.mark.parametrize("family", WORKING, ids=str)
+def test_a_trained_head_drafts_as_it_was_trained_and_replayed(family):
+    """A head learns one answer; every parameter gets a gradient. Its rounds are those that replay computes."""
+    target, answers = target_of(family), answers_of(family)
+    torch.manual_seed(0)
+    head = Eagle3(target)
+    objective = Objective(head, losses={"kl": 1.0}, depth=2)
+    rows = [Row(str(n), "all", prompt + answer, [False] * len(prompt) + [True] * NUM_NEW)
+            for n, (prompt, answer) in enumerate(zip(PROMPTS[:2], answers))]  # fmt: skip
+    packs = [[row] for row in rows] if family.recurrent else [rows]
+    batch = collate(packs, length=64, pad_token=0)
+    output = Online(target, head.target_layers)(list(range(len(packs))), batch)
+    optimizer = torch.optim.AdamW(head.parameters(), lr=1e-2)
+    for _ in range(12):
+        loss = objective(batch, output)
+        (loss.total / loss.num_goals).backward()
+        missing = [name for name, value in head.named_parameters() if value.grad is None or not value.grad.any()]
+        assert not missing
+        optimizer.step()
+        optimizer.zero_grad()
+    head.eval()
+    decoder = greedy(target, HeadProposer(head, chain_of(2)))
+    generation = decoder.generate(PROMPTS[:2], NUM_NEW)
+    assert generation.tokens == answers[:2]
+    assert sum(map(sum, generation.accepted)) > 4  # otherwise the next lines would compare zeros
+    for prompt, answer, accepted in zip(PROMPTS, answers, generation.accepted):
+        accept = replay.acceptance(head, prompt, answer, depth=2, temperature=0.0)
+        num_rounds, at_depth = replay.rounds(accept)
+        assert num_rounds == len(accepted)
+        assert at_depth.tolist() == [sum(count >= d for count in accepted) for d in (1, 2)]
+    if not family.recurrent:
+        tree = HeadProposer(head, TreeShape(2, 2, 4))
+        assert greedy(target, tree).generate(PROMPTS[:2], NUM_NEW).tokens == answers[:2]
+
+
+@pytest.mark.parametrize("family", WORKING, ids=str)
+def test_compiled_decoding_equals_generate_or_is_refused(family, traced):
+    target, answers = target_of(family), answers_of(family)
+
+    def decode():
+        runner = Runner(True)
+        decoder = Decoder(target, None, sampling=Sampling(0.0), stop=set(), runner=runner)
+        return decoder.generate(PROMPTS[:1], 4).tokens
+
+    if family.compiled:
+        assert decode() == [answers[0][:4]]
+    else:
+        with pytest.raises(ValueError, match="compile=false"):
+            decode()
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family.refused], ids=str)
+def test_families_that_cannot_work_are_refused_with_a_sentence(family):
+    with pytest.raises(ValueError, match=family.refused):
+        target_of(family)
