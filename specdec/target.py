@@ -1,11 +1,9 @@
 """The frozen model that is being sped up.
 
-Only this file and the three beside it (target_loading.py, target_adapter.py, compiled_target.py) use the inside of a
-transformers model.
+Only this file and the four beside it (target_loading.py, target_fingerprint.py, target_adapter.py, compiled_target.py)
+use the inside of a transformers model.
 """
 
-import hashlib
-import json
 from dataclasses import dataclass
 from typing import cast
 
@@ -14,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from specdec.cache import RowCache
+from specdec.target_fingerprint import embeddings_fingerprint, fingerprint, quantisation_of
 from specdec.target_loading import DTYPES as DTYPES
 from specdec.target_loading import check_supported, load_model
 from specdec.target_loading import load_tokenizer as load_tokenizer
@@ -34,7 +33,8 @@ class Target:
     k layers, `num_layers` (or -1) the state after the final norm, which the LM head reads.
     """
 
-    def __init__(self, model: PreTrainedModel, *, name: str):
+    def __init__(self, model: PreTrainedModel, *, name: str, quantisation: str | None = None):
+        """quantisation: how the checkpoint is quantised, if that is not in the model's configuration"""
         config = model.config.get_text_config()
         check_supported(config, name)
         self.model = model.eval().requires_grad_(False)
@@ -55,13 +55,18 @@ class Target:
         self.num_layers: int = config.num_hidden_layers
         # Configurations may leave out the width of an attention head
         self.head_dim: int = config.to_dict().get("head_dim") or config.hidden_size // config.num_attention_heads
-        self._fingerprint = _fingerprint(model, config)
+        self.quantisation = quantisation or quantisation_of(model.config)  # such as bitsandbytes-4bit; None: none
+        self._fingerprint = fingerprint(model, config, self.quantisation)
         self._check_logits()
 
     @classmethod
     def load(cls, name: str, *, dtype: str = "bfloat16", device="cpu", revision: str | None = None) -> "Target":
-        """name: a folder, or a name on the Hugging Face Hub. Raises ValueError with what to do."""
-        return cls(load_model(name, dtype=dtype, revision=revision).to(device), name=name)
+        """name: a folder, or a name on the Hugging Face Hub; device: a device, or "auto" (target_loading.py).
+
+        Raises ValueError with what to do.
+        """
+        model, quantisation = load_model(name, dtype=dtype, device=device, revision=revision)
+        return cls(model, name=name, quantisation=quantisation)
 
     @property
     def device(self) -> torch.device:
@@ -85,8 +90,15 @@ class Target:
         return [module for module in self.model.modules() if "lora_A" in vars(module).get("_modules", {})]
 
     def fingerprint(self) -> str:
-        """16 hex digits that identify the weights, the same for every dtype, and not changed by an adapter."""
+        """16 hex digits that identify the weights, the same for every dtype, and not changed by an adapter.
+
+        A quantised target's end in its method: 404cc869e850dcae-bitsandbytes-4bit.
+        """
         return self._fingerprint
+
+    def embeddings_fingerprint(self) -> str:
+        """16 hex digits of what a target shares with its quantised forms."""
+        return embeddings_fingerprint(self.embed.weight, cast(Tensor, self.norm.weight), self.config)
 
     def layer_ids(self, layers: list[int] | tuple[int, ...]) -> tuple[int, ...]:
         """Numbers of hidden states with the negative ones resolved (-1 is the final state).
@@ -167,16 +179,3 @@ class Target:
                 f"{self.name}: its logits are not lm_head(last hidden state) (soft-capped or scaled logits); "
                 "such targets are not supported."
             )
-
-
-def _fingerprint(model: PreTrainedModel, config) -> str:
-    """A hash of the sizes and of up to 64 values of every parameter, rounded to bfloat16."""
-    digest = hashlib.sha256()
-    sizes = ("hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads", "intermediate_size")
-    fields = config.to_dict()
-    digest.update(json.dumps({key: fields[key] for key in sizes if key in fields}).encode())
-    for name, parameter in sorted(model.named_parameters()):
-        flat = parameter.detach().reshape(-1)
-        sample = flat[:: max(1, len(flat) // 64)][:64].to(torch.bfloat16).float().cpu()
-        digest.update(name.encode() + sample.numpy().tobytes())
-    return digest.hexdigest()[:16]

@@ -15,6 +15,7 @@ ORDER = [
     "tree",
     "sampling",
     "attention",
+    "target_fingerprint",
     "target_loading",
     "target",
     "target_adapter",
