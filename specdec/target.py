@@ -98,7 +98,7 @@ class Target:
 
     def embeddings_fingerprint(self) -> str:
         """16 hex digits of what a target shares with its quantised forms."""
-        return embeddings_fingerprint(self.embed.weight, cast(Tensor, self.norm.weight), self.config)
+        return embeddings_fingerprint(self.embed, self.norm, self.config)
 
     def layer_ids(self, layers: list[int] | tuple[int, ...]) -> tuple[int, ...]:
         """Numbers of hidden states with the negative ones resolved (-1 is the final state).

@@ -4,7 +4,7 @@ import hashlib
 import json
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 
@@ -35,9 +35,10 @@ def fingerprint(model: PreTrainedModel, config, quantisation: str | None) -> str
     return f"{_digest(config, (part for pair in tensors for part in _plain(*pair)))}-{quantisation}"
 
 
-def embeddings_fingerprint(embed: Tensor, norm: Tensor, config) -> str:
-    """16 hex digits of the sizes, the embedding [V, D] and the last norm [D], which quantisers leave as they are."""
-    return _digest(config, [("embed", embed), ("norm", norm)])
+def embeddings_fingerprint(embed: nn.Module, norm: nn.Module, config) -> str:
+    """16 hex digits of the sizes, the embedding and the last norm, which quantisers leave as they are."""
+    parts = (("embed", embed), ("norm", norm))
+    return _digest(config, [(f"{part}.{name}", p) for part, module in parts for name, p in module.named_parameters()])
 
 
 def _digest(config, tensors) -> str:

@@ -42,7 +42,7 @@ def load_model(
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype} must be one of {', '.join(DTYPES)}.")
-    devices = _devices(device)
+    devices = find_devices(device)
     config = load_config(name, revision=revision)
     check_supported(config.get_text_config(decoder=True), name)
     quantisation = quantisation_of(config)
@@ -71,7 +71,7 @@ def load_model(
             f"{name} is quantised ({quantisation}) and cannot be loaded here: {' '.join(str(error).split())} "
             f"Use another machine, {missing}, or choose a target that is not quantised."
         ) from error
-    _check_complete(model, about, name)
+    check_complete(model, about, name)
     return model, quantisation
 
 
@@ -138,7 +138,7 @@ def spread(model: PreTrainedModel, num_layers: int, devices: list[torch.device])
     return parts_of("", model)
 
 
-def _devices(device: str | torch.device) -> list[torch.device]:
+def find_devices(device: str | torch.device) -> list[torch.device]:
     """The devices to load to. Raises ValueError for one that is not there."""
     if str(device) == "auto":
         kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
@@ -159,7 +159,7 @@ def _device_map(factory, config: PreTrainedConfig, devices: list[torch.device]) 
     return spread(skeleton, config.get_text_config(decoder=True).num_hidden_layers, devices)
 
 
-def _check_complete(model: PreTrainedModel, about: dict, name: str) -> None:
+def check_complete(model: PreTrainedModel, about: dict, name: str) -> None:
     """Raises ValueError if weights are missing, or if the LM head or the embedding is quantised."""
     if about["missing_keys"]:
         names = sorted(about["missing_keys"])
