@@ -43,7 +43,7 @@ def fit(config: DictConfig) -> int:
     RunFolder(path, {}, {}).check(resume=config.resume)
     accelerator = make_accelerator(config, path)
     console = Console(quiet=not accelerator.is_main_process)
-    target, tokenizer = load_target(config, accelerator.device)
+    target, tokenizer = load_target(config, accelerator)
     stop = data.stop_tokens(tokenizer, target.model.generation_config)
     packs = load_packs(config, tokenizer, target)
     prompts = data.load_prompts(config.data.heldout, tokenizer, limit=config.validation.num_prompts)
@@ -99,10 +99,21 @@ def make_accelerator(config: DictConfig, path: Path) -> Accelerator:
     return accelerator
 
 
-def load_target(config: DictConfig, device: torch.device) -> tuple[Target, PreTrainedTokenizerBase]:
+def load_target(config: DictConfig, accelerator: Accelerator) -> tuple[Target, PreTrainedTokenizerBase]:
+    device = config.target.device
+    if device not in (None, "auto"):
+        raise ValueError(f"target.device={device} must be null (where the head trains) or auto (over all GPUs).")
+    if device == "auto" and accelerator.num_processes > 1:
+        raise ValueError(
+            f"target.device=auto spreads one target over all GPUs, and {accelerator.num_processes} processes would each "
+            "load one: use accelerate launch --num_processes 1, or target.device=null."
+        )
     with named("target"):
         target = Target.load(
-            config.target.name, dtype=config.target.dtype, revision=config.target.revision, device=device
+            config.target.name,
+            dtype=config.target.dtype,
+            revision=config.target.revision,
+            device=device or accelerator.device,
         )
         return target, load_tokenizer(config.target.name, revision=config.target.revision)
 
@@ -269,7 +280,7 @@ def build(config: DictConfig, *arguments, **more):
 
 def flatten(config: dict, prefix: str = "") -> dict:
     """The settings that a run's figures depend on, by dotted name."""
-    free = ("resume", "tracker", "threads", "features", "decode", "validation", "run")
+    free = ("resume", "tracker", "threads", "features", "decode", "validation", "run", "target.device")
     free += tuple(f"train.{key}" for key in ("log_every", "validate_every", "validate_first", "save_every", "best_by"))
     flat = {}
     for key, value in config.items():

@@ -8,6 +8,7 @@ import importlib
 import json
 import os
 import shutil
+import warnings
 from pathlib import Path
 
 import safetensors.torch
@@ -82,6 +83,7 @@ def save(
         **drafter.arguments(),
         "target": drafter.target.name,
         "target_fingerprint": drafter.target.fingerprint(),
+        "target_embeddings": drafter.target.embeddings_fingerprint(),
         "reads_layers": list(drafter.target_layers),
         "versions": {
             "specdec": specdec.__version__,
@@ -96,7 +98,8 @@ def save(
     )
 
 
-RECORDED = ("target", "target_fingerprint", "reads_layers", "versions")  # facts in drafter.json, not arguments
+# Facts in drafter.json, not arguments
+RECORDED = ("target", "target_fingerprint", "target_embeddings", "reads_layers", "versions")
 
 
 CHECKPOINT = (
@@ -188,11 +191,7 @@ def load_proposer(target: Target, *, checkpoint: str, decode: dict) -> Proposer:
 def _read(folder: Path, target: Target, dtype: torch.dtype | None) -> tuple[Head, dict]:
     document = read_json(folder / "drafter.json")
     tensors = read_tensors(folder / "drafter.safetensors")
-    if document.get("target_fingerprint") != target.fingerprint():
-        raise ValueError(
-            f"{folder} was trained for {document.get('target')} (fingerprint {document.get('target_fingerprint')}), not for "
-            f"{target.name} ({target.fingerprint()}). Use it with its own target."
-        )
+    _check_target(folder, document, target)
     check_unadapted(target)
     try:
         drafter = build(document, tensors, target, dtype=dtype)
@@ -203,3 +202,33 @@ def _read(folder: Path, target: Target, dtype: torch.dtype | None) -> tuple[Head
             f"{folder}: trained on target layers {document['reads_layers']}, not {list(drafter.target_layers)}."
         )
     return drafter, document
+
+
+def _check_target(folder: Path, document: dict, target: Target) -> None:
+    """Raises ValueError for another target than the head was trained for; warns if only the quantisation differs.
+
+    Then drafts are still verified by the loaded target, so its answers stay its own; only acceptance changes a little.
+    """
+    trained = str(document.get("target_fingerprint"))
+    if trained == target.fingerprint():
+        return
+    quantised = target.quantisation is not None or "-" in trained
+    if not (quantised and document.get("target_embeddings") == target.embeddings_fingerprint()):
+        older = (
+            ""
+            if "target_embeddings" in document
+            else (
+                " The checkpoint is older than quantised targets; if only the quantisation differs, add "
+                f'"target_embeddings": "{target.embeddings_fingerprint()}" to its drafter.json.'
+            )
+        )
+        raise ValueError(
+            f"{folder} was trained for {document.get('target')} (fingerprint {trained}), not for "
+            f"{target.name} ({target.fingerprint()}). Use it with its own target.{older if quantised else ''}"
+        )
+    warnings.warn(
+        f"{folder} was trained against {trained.partition('-')[2] or 'unquantised'} weights of {document.get('target')}, and "
+        f"the target here has {target.quantisation or 'unquantised'} weights. Answers stay the target's own; acceptance may "
+        "be a little lower.",
+        stacklevel=2,
+    )

@@ -1,11 +1,9 @@
 """The frozen model that is being sped up.
 
-Only this file and those beside it (target_structure.py, target_loading.py, target_adapter.py, compiled_target.py,
-layer_kinds.py, layer_states.py) use the inside of a transformers model.
+Only this file and those beside it (target_structure.py, target_loading.py, target_fingerprint.py, target_adapter.py,
+compiled_target.py, layer_kinds.py, layer_states.py) use the inside of a transformers model.
 """
 
-import hashlib
-import json
 from dataclasses import dataclass
 from typing import cast
 
@@ -17,6 +15,7 @@ from specdec import layer_kinds, masks, target_structure
 from specdec.cache import RowCache
 from specdec.layer_kinds import LayerMasks, check_supported
 from specdec.layer_states import LayerStates
+from specdec.target_fingerprint import embeddings_fingerprint, fingerprint, quantisation_of
 from specdec.target_loading import DTYPES as DTYPES
 from specdec.target_loading import load_model
 from specdec.target_loading import load_tokenizer as load_tokenizer
@@ -38,7 +37,8 @@ class Target:
     k layers, `num_layers` (or -1) the state after the final norm, which the LM head reads.
     """
 
-    def __init__(self, model: PreTrainedModel, *, name: str):
+    def __init__(self, model: PreTrainedModel, *, name: str, quantisation: str | None = None):
+        """quantisation: how the checkpoint is quantised, if that is not in the model's configuration"""
         self.config = config = model.config.get_text_config(decoder=True)
         check_supported(config, name)
         self.model = model.eval().requires_grad_(False)
@@ -52,7 +52,8 @@ class Target:
         self.head_dim: int = config.to_dict().get("head_dim") or self.width // num_heads
         self.max_positions = target_structure.last_position(config)
         self.rotary_boundary = target_structure.rotary_boundary(config)
-        self._fingerprint = _fingerprint(model, config)
+        self.quantisation = quantisation or quantisation_of(model.config)  # such as bitsandbytes-4bit; None: none
+        self._fingerprint = fingerprint(model, config, self.quantisation)
         self.shape_logits = LogitShape.of(config)
         self.kinds = layer_kinds.find(model, config, name)
         self.blocks = target_structure.find_blocks(self.decoder, config.num_hidden_layers, name)
@@ -62,8 +63,12 @@ class Target:
 
     @classmethod
     def load(cls, name: str, *, dtype: str = "bfloat16", device="cpu", revision: str | None = None) -> "Target":
-        """name: a folder, or a name on the Hugging Face Hub. Raises ValueError with what to do."""
-        return cls(load_model(name, dtype=dtype, revision=revision).to(device), name=name)
+        """name: a folder, or a name on the Hugging Face Hub; device: a device, or "auto" (target_loading.py).
+
+        Raises ValueError with what to do.
+        """
+        model, quantisation = load_model(name, dtype=dtype, device=device, revision=revision)
+        return cls(model, name=name, quantisation=quantisation)
 
     @property
     def device(self) -> torch.device:
@@ -87,8 +92,15 @@ class Target:
         return [module for module in self.model.modules() if "lora_A" in vars(module).get("_modules", {})]
 
     def fingerprint(self) -> str:
-        """16 hex digits that identify the weights, the same for every dtype, and not changed by an adapter."""
+        """16 hex digits that identify the weights, the same for every dtype, and not changed by an adapter.
+
+        A quantised target's end in its method: 404cc869e850dcae-bitsandbytes-4bit.
+        """
         return self._fingerprint
+
+    def embeddings_fingerprint(self) -> str:
+        """16 hex digits of what a target shares with its quantised forms."""
+        return embeddings_fingerprint(self.embed, self.norm, self.config)
 
     def layer_ids(self, layers: list[int] | tuple[int, ...]) -> tuple[int, ...]:
         """Numbers of hidden states with the negative ones resolved (-1 is the final state).
@@ -196,6 +208,7 @@ class Target:
 
         return mixer.register_forward_hook(ran, with_kwargs=True)
 
+    @torch.no_grad()
     def _find_parts(self) -> None:
         """Finds, by a pass over a few tokens, the final norm and what every layer keeps. Raises ValueError if it cannot run."""
         tokens = self._sample_text()
@@ -244,16 +257,3 @@ class Target:
     def _sample_text(self) -> Tensor:
         num = target_structure.NUM_TOKENS
         return (7 * torch.arange(num, device=self.device) + 1)[None] % self.vocab_size
-
-
-def _fingerprint(model: PreTrainedModel, config) -> str:
-    """A hash of the sizes and of up to 64 values of every parameter, rounded to bfloat16."""
-    digest = hashlib.sha256()
-    sizes = ("hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads", "intermediate_size")
-    fields = config.to_dict()
-    digest.update(json.dumps({key: fields[key] for key in sizes if key in fields}).encode())
-    for name, parameter in sorted(model.named_parameters()):
-        flat = parameter.detach().reshape(-1)
-        sample = flat[:: max(1, len(flat) // 64)][:64].to(torch.bfloat16).float().cpu()
-        digest.update(name.encode() + sample.numpy().tobytes())
-    return digest.hexdigest()[:16]

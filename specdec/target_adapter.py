@@ -15,9 +15,14 @@ def adapt(target: Target, *, rank: int, alpha: int, modules: list[str]) -> dict[
     """Adds LoRA matrices to the layers that have these names. B starts at 0, so outputs do not change yet.
 
     -> the matrices by name, in float32. Raises ValueError if no layer has such a name, if the target is adapted already
-    or if peft is not installed.
+    or quantised, or if peft is not installed.
     """
     check_unadapted(target)
+    if target.quantisation is not None:  # `merge` would round the adapted weights once more
+        raise ValueError(
+            f"{target.name} is quantised ({target.quantisation}), and a head that adapts its target changes the weights: "
+            "load the unquantised target, or choose another head."
+        )
     try:
         import peft  # in the extra `train`: only adapted targets need it
     except ImportError as error:

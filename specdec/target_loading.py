@@ -1,42 +1,185 @@
 """Loads a target's model and its tokenizer from a folder or the Hugging Face Hub, and refuses what cannot be a target."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.quantizers import AutoHfQuantizer
+from transformers.utils import is_accelerate_available
 
 from specdec import attention
 from specdec.layer_kinds import check_supported
+from specdec.target_fingerprint import quantisation_of
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16, "float64": torch.float64}
+DEVICES = "Give cpu, cuda, a numbered one such as cuda:1, or auto (the layers spread over all accelerators)"
 
 
-def load_model(name: str, *, dtype: str, revision: str | None) -> PreTrainedModel:
-    """name: a folder, or a name on the Hugging Face Hub; dtype: one of DTYPES. Raises ValueError with what to do."""
-    config = _from_pretrained(AutoConfig, name, revision=revision)
-    check_supported(config.get_text_config(), name)
+def load_model(
+    name: str, *, dtype: str, device: str | torch.device, revision: str | None
+) -> tuple[PreTrainedModel, str | None]:
+    """Each tensor goes from the file to its device; the host never holds a second copy of the weights.
+
+    name: a folder, or a name on the Hugging Face Hub; dtype: one of DTYPES, for what is not quantised
+    device: a device; or "auto": the layers in equal shares over all accelerators, everything else on the first
+    -> the model, and how its checkpoint is quantised (None: not). Raises ValueError with what to do.
+    """
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype} must be one of {', '.join(DTYPES)}.")
-    # sdpa is required: eager attention would add a boolean mask to the scores instead of applying it.
-    return _from_pretrained(
-        AutoModelForCausalLM, name, revision=revision, dtype=DTYPES[dtype], attn_implementation=attention.NAME
+    devices = find_devices(device)
+    config = load_config(name, revision=revision)
+    check_supported(config.get_text_config(decoder=True), name)
+    quantisation = quantisation_of(config)
+    text = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    factory, mapping = (
+        (AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING)
+        if text
+        else (AutoModelForImageTextToText, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
     )
+    with_accelerate = is_accelerate_available()  # in the extra `train`
+    if len(devices) > 1 and not with_accelerate:
+        raise ValueError("device=auto needs the package accelerate: pip install 'specdec[train]', or give one device.")
+    places: Any = {"device_map": _device_map(factory, config, devices)} if with_accelerate else {}
+    try:
+        model, about = _read(
+            factory.from_pretrained, name, revision=revision, dtype=DTYPES[dtype], output_loading_info=True,
+            attn_implementation=attention.implementation(mapping[type(config)]), **places,
+        )  # fmt: skip
+        model = model if with_accelerate else model.to(devices[0])
+    except torch.OutOfMemoryError as error:
+        raise ValueError(
+            f"{name} does not fit into the memory of device={device} ({_first_line(error)}). Use device=auto with more "
+            "accelerators, or a quantised or smaller target."
+        ) from error
+    except (ImportError, RuntimeError) as error:
+        if quantisation is None:
+            raise
+        missing = f"pip install {error.name}" if isinstance(error, ModuleNotFoundError) else "install what it names"
+        raise ValueError(
+            f"{name} is quantised ({quantisation}) and cannot be loaded here: {' '.join(str(error).split())} "
+            f"Use another machine, {missing}, or choose a target that is not quantised."
+        ) from error
+    check_complete(model, about, name)
+    return model, quantisation
+
+
+def load_config(name: str, *, revision: str | None = None) -> PreTrainedConfig:
+    """The configuration of a model that may be a target. Raises ValueError with what to do."""
+    fields, _ = _read(PreTrainedConfig.get_config_dict, name, revision=revision)
+    kind = fields.get("model_type", "")
+    if kind and kind not in CONFIG_MAPPING:
+        raise ValueError(
+            f"{name}: transformers {transformers.__version__} does not know model_type={kind}. The model is newer, or "
+            "brings its own code, which is not run here. Install a newer transformers that specdec allows "
+            "(pip install -U specdec), or choose another target."
+        )
+    config = _read(AutoConfig.from_pretrained, name, revision=revision)
+    if config.to_dict().get("is_encoder_decoder"):
+        raise ValueError(
+            f"{name} is an encoder-decoder ({kind}); a target must be a causal language model (decoder only), "
+            "such as one of the Llama, Qwen or Mistral family."
+        )
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        raise ValueError(
+            f"{name} is a {kind} model, which does not write text token by token; choose a causal language model."
+        )
+    if fields.get("quantization_config") and not AutoHfQuantizer.supports_quant_method(fields["quantization_config"]):
+        raise ValueError(
+            f"{name} is quantised by a method that transformers {transformers.__version__} does not know "
+            f"({quantisation_of(config)}); choose a copy of it that is not quantised, or quantised by another method."
+        )
+    return config
 
 
 def load_tokenizer(name: str, *, revision: str | None = None) -> transformers.PreTrainedTokenizerBase:
     """name: a folder, or a name on the Hugging Face Hub. Raises ValueError with what to do."""
-    return _from_pretrained(AutoTokenizer, name, revision=revision)
+    return _read(AutoTokenizer.from_pretrained, name, revision=revision)
 
 
-def _from_pretrained(factory, name: str, **kwargs):
+def spread(model: PreTrainedModel, num_layers: int, devices: list[torch.device]) -> dict[str, torch.device]:
+    """The device of every part of a model: its layers in equal shares and in order, everything else on the first device.
+
+    So tokens go in, and final states and logits come out, on the first device.
+    """
+    lists = [part for part in model.get_decoder().modules() if isinstance(part, nn.ModuleList)]
+    layers = next((part for part in lists if len(part) == num_layers), None)
+
+    def parts_of(name: str, part: nn.Module) -> dict[str, torch.device]:
+        if part is layers:
+            return {f"{name}.{n}": devices[n * len(devices) // num_layers] for n in range(num_layers)}
+        if all(inside is not layers for inside in part.modules()):
+            return {name: devices[0]}
+        inner = [parts_of(f"{name}.{child}".lstrip("."), module) for child, module in part.named_children()]
+        return {key: device for found in inner for key, device in found.items()}
+
+    return parts_of("", model)
+
+
+def find_devices(device: str | torch.device) -> list[torch.device]:
+    """The devices to load to. Raises ValueError for one that is not there."""
+    if str(device) == "auto":
+        kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        if kind is None:
+            return [torch.device("cpu")]
+        return [torch.device(kind.type, number) for number in range(torch.accelerator.device_count())]
+    try:
+        return [torch.empty(0, device=device).device]
+    except (RuntimeError, AssertionError) as error:  # AssertionError: a build of torch without CUDA
+        raise ValueError(f"device={device} cannot be used here ({_first_line(error)}). {DEVICES}.") from error
+
+
+def _device_map(factory, config: PreTrainedConfig, devices: list[torch.device]) -> dict[str, torch.device]:
+    if len(devices) == 1:
+        return {"": devices[0]}
+    with torch.device("meta"):
+        skeleton = factory.from_config(config)
+    return spread(skeleton, config.get_text_config(decoder=True).num_hidden_layers, devices)
+
+
+def check_complete(model: PreTrainedModel, about: dict, name: str) -> None:
+    """Raises ValueError if weights are missing, or if the LM head or the embedding is quantised."""
+    if about["missing_keys"]:
+        names = sorted(about["missing_keys"])
+        raise ValueError(
+            f"{name} lacks {len(names)} of its tensors ({', '.join(names[:3])}), which would have random values. Take a "
+            "complete copy of it, or one that was saved as a causal language model."
+        )
+    for part in (model.get_output_embeddings(), model.get_input_embeddings()):
+        weight = part.weight if isinstance(part, nn.Linear | nn.Embedding) else None
+        if not isinstance(weight, torch.Tensor):
+            continue  # `Target` refuses what has no such layer
+        if weight.dtype not in DTYPES.values() or is_traceable_wrapper_subclass(weight):
+            raise ValueError(
+                f"{name}: its LM head or its embedding is quantised, and heads need both as plain matrices. Quantise it "
+                'again and leave them alone: modules_to_not_convert=["lm_head"] (fp8, AWQ, torchao, quanto, HQQ), '
+                'llm_int8_skip_modules=["lm_head"] (bitsandbytes), lm_head=false (GPTQ), ignore=["lm_head"] '
+                "(compressed-tensors)."
+            )
+
+
+def _read(load: Callable, name: str, **kwargs):
     looks_local = name.startswith((".", "/", "~", "targets/", "checkpoints/")) or name.count("/") > 1
     if looks_local and not Path(name).expanduser().is_dir():
         raise ValueError(
             f"The folder {name} does not exist. Give the folder of a model, or the model's name on the Hugging Face Hub."
         )
     try:
-        return factory.from_pretrained(name, **kwargs)
+        return load(name, **kwargs)
     except (OSError, ValueError) as error:
         raise ValueError(
             f"{name} could not be loaded as a causal language model ({_first_line(error)}). Give a folder "

@@ -17,6 +17,7 @@ ORDER = [
     "sampling",
     "attention",
     "layer_kinds",
+    "target_fingerprint",
     "target_loading",
     "target_structure",
     "target",

@@ -28,7 +28,7 @@ CHECKPOINTS = "comma list of trained heads: steps' folders, or runs' folders for
 class TargetOptions:
     name: str | None = option(None, "folder or Hub name of the target; null: the checkpoint's, else the default target")
     dtype: str = option("bfloat16", "bfloat16, float32, float16 or float64")
-    device: str | None = option(None, "cpu or cuda; null: cuda if there is one")
+    device: str | None = option(None, "cpu, cuda, cuda:1, .. or auto (layers on all GPUs); null: cuda if there is one")
 
 
 @dataclass(frozen=True)

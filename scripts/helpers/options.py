@@ -17,6 +17,7 @@ import dataclasses
 import difflib
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
@@ -146,10 +147,11 @@ def parse(arguments: list[str], known: dict[str, Option]) -> dict[str, Any]:
 
 
 def run(main) -> None:
-    """Runs a command: a user's mistake (ValueError) ends in one sentence, Ctrl-C without a traceback."""
+    """Runs a command: a user's mistake (ValueError) ends in one sentence, Ctrl-C without a traceback, warnings are lines."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     try:
         main()
     except ValueError as error:

@@ -175,6 +175,7 @@ def _config(target: Target, width: int | None, num_layers: int, intermediate_siz
         fields = target.config.to_dict() | {"num_hidden_layers": num_layers, "tie_word_embeddings": tied}
         if fields.get("layer_types"):
             fields["layer_types"] = fields["layer_types"][:1] * num_layers  # all equal: `Target` refuses other models
+        fields.pop("quantization_config", None)
         if intermediate_size:
             fields["intermediate_size"] = intermediate_size
         return AutoConfig.for_model(**fields)
@@ -201,7 +202,13 @@ def _config(target: Target, width: int | None, num_layers: int, intermediate_siz
 
 
 def _layers_to_copy(target: Target, num: int | None, wanted: list[int] | None, *, possible: bool) -> list[int]:
-    """The target's layers from which the draft's start, in order; none: random weights."""
+    """The target's layers from which the draft's start, in order; none: random weights, as for a quantised target."""
+    if target.quantisation is not None:
+        if wanted:
+            raise ValueError(
+                f"{target.name} is quantised ({target.quantisation}), so its layers cannot be copied: set copy_layers=[]."
+            )
+        return []
     if wanted is None:
         num = num or NUM_LAYERS
         return [round(i * (target.num_layers - 1) / max(1, num - 1)) for i in range(num)] if possible else []

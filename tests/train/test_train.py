@@ -114,6 +114,7 @@ def test_runs_are_never_overwritten(fit):
         ("data.train=nowhere.jsonl", "There is no file"),
         ("head.objective.losses={kl: 0, smooth_l1: 0}", "give weights"),
         ("target.dtype=bf16", "must be one of"),
+        ("target.device=cuda:1", "must be null"),
         ("decode.nodes=1", "cannot hold a path"),
     ],
 )
