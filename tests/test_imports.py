@@ -12,6 +12,7 @@ ORDER = [
     "layer_states",
     "cache",
     "compile",
+    "experts",
     "masks",
     "tree",
     "sampling",
@@ -25,6 +26,9 @@ ORDER = [
     "rules",
     "verifier",
     "drafter",
+    "heads.sizes",
+    "heads.borrowed",
+    "heads.layers",
     "heads.decoder_block",
     "heads.native",
     "heads.adapter",
@@ -61,6 +65,7 @@ ORDER = [
     "layouts.*",
     "layouts.folder",
     "serving",
+    "export.engines",
     "export.*",
 ]
 FILES = sorted((ROOT / "specdec").rglob("*.py"))
