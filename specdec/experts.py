@@ -33,3 +33,11 @@ def experts_of(fields: dict) -> Experts | None:
 def growth(experts: Experts | None, num_tokens: int) -> float:
     """What the cost of a pass is linear in: the number of tokens, or with experts the number of experts that they use."""
     return float(num_tokens) if experts is None else experts.hit(num_tokens)
+
+
+def share_of_growth(experts: Experts | None, low: int, place: int, high: int) -> float:
+    """Where the cost of a pass over `place` tokens is between those over `low` (0) and over `high` (1)."""
+    if low == high:
+        return 0.0
+    at_low, at_place, at_high = (growth(experts, num) for num in (low, place, high))
+    return (at_place - at_low) / (at_high - at_low)
