@@ -30,7 +30,8 @@ def form(drafter: Drafter) -> Form:
             if drafter.target_layers != eagle.default_layers(drafter.target):
                 raise ValueError(
                     f"SafeAILab's code reads hidden states {list(eagle.default_layers(drafter.target))}, and this head "
-                    f"{list(drafter.target_layers)}. Train with target_layers=null."
+                    f"{list(drafter.target_layers)}. Train with target_layers=null, which has these for targets of 7 or more layers, "
+                    "or take format=vllm."
                 )
             return Form(eagle.eagle3(drafter), {"SafeAILab/EAGLE": line % True}, notes=known)
     raise ValueError(
