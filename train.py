@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from specdec import checkpoint, rules
 from specdec.drafter import Head
 from specdec.drafting import Drafting
+from specdec.experts import experts_of
 from specdec.measurement import Prompt, measure
 from specdec.report import Report, summarise
 from specdec.sampling import Sampling
@@ -199,7 +200,8 @@ def make_validation(
             lossy=drafting.rule in rules.LOSSY,
         )
         display.validation(console, report, drafting.shape)
-        return replace(report, shape=str(drafting.shape))
+        experts = experts_of(target.config.to_dict())
+        return replace(report, shape=str(drafting.shape), experts=experts and [experts.num, experts.per_token])
 
     return validate
 

@@ -99,11 +99,14 @@ class Head(nn.Module, ABC):
     def goal_logits(self, final: Tensor) -> Tensor:
         """The target's logits over the draft vocabulary: final [..., D] -> [..., W]"""
         weight, bias = self._goal_head
-        return nn.functional.linear(final.to(weight.dtype), weight, bias)
+        return self.target.shape_logits(nn.functional.linear(final.to(weight.dtype), weight, bias))
 
     @property
     def goal_head(self) -> tuple[Tensor, Tensor | None]:
-        """The target's LM head over the draft vocabulary, frozen: weight [W, D], bias [W] if the target has one"""
+        """The target's LM head over the draft vocabulary, frozen: weight [W, D], bias [W] if the target has one
+
+        `goal_logits` also scales and caps, as the target does.
+        """
         return self._goal_head
 
     @goal_head.setter

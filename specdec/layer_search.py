@@ -16,6 +16,7 @@ from torch import Tensor
 from specdec import masks, replay
 from specdec.compile import Runner
 from specdec.compiled_target import CompiledTarget
+from specdec.experts import experts_of, share_of_growth
 from specdec.proposers.layerskip import num_shared
 from specdec.target import Target
 
@@ -123,11 +124,13 @@ def search(
 class Clock:
     """Seconds of a pass over some tokens through some layers down to the most likely token.
 
-    Measured at the four corners (1 or `num_tokens` tokens, 1 or all layers) and interpolated linearly between them.
+    Measured at the four corners (1 or `num_tokens` tokens, 1 or all layers) and interpolated between them: linearly, but
+    in a mixture by the number of experts that the tokens use (experts.py).
     """
 
     def __init__(self, target: Target, num_tokens: int, *, compile: bool):
         self.num_tokens, self.num_layers, runner = num_tokens, target.num_layers, Runner(compile)
+        self.experts = experts_of(target.config.to_dict())
         corners = [(width, layers) for width in sorted({1, num_tokens}) for layers in sorted({1, target.num_layers})]
         seconds = [[time_pass(target, runner, *corner) for corner in corners] for _ in range(2 + REPEATS)]
         # The corners take turns and each counts with its fastest pass, so that other work on the machine does not
@@ -135,7 +138,7 @@ class Clock:
         self.corners = dict(zip(corners, map(min, zip(*seconds[2:]))))
 
     def __call__(self, num_tokens: int, num_layers: int) -> float:
-        wide = (num_tokens - 1) / max(1, self.num_tokens - 1)
+        wide = share_of_growth(self.experts, 1, num_tokens, self.num_tokens)
         deep = (num_layers - 1) / max(1, self.num_layers - 1)
         low, high = (
             (1 - deep) * self.corners[width, 1] + deep * self.corners[width, self.num_layers]
@@ -155,7 +158,7 @@ def time_pass(target: Target, runner: Runner, num_tokens: int, num_layers: int) 
     device = target.device
     cache = target.cache(1)
     cache.commit(torch.tensor([128], device=device), [128])
-    tokens = torch.zeros(1, num_tokens, dtype=torch.long, device=device)
+    tokens = torch.arange(num_tokens, device=device)[None] % target.vocab_size  # different ones, for different experts
     if device.type == "cuda":
         torch.cuda.synchronize()
     start = time.perf_counter()

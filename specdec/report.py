@@ -7,7 +7,15 @@ from specdec import figures
 from specdec.decode import STAGES
 from specdec.measurement import PromptResult
 
-ONLY_IF_KNOWN = ("replayed_tau", "replayed_tau_ci", "by_category", "shape", "step", "training")  # not in JSON if empty
+ONLY_IF_KNOWN = (
+    "replayed_tau",
+    "replayed_tau_ci",
+    "by_category",
+    "shape",
+    "step",
+    "training",
+    "experts",
+)  # not in JSON if empty
 
 
 @dataclass(frozen=True)
@@ -49,6 +57,7 @@ class Report:
     shape: str | None = None  # of a validation: the chain or tree
     step: int | None = None  # of a validation
     training: Training | None = None  # of a validation
+    experts: list[int] | None = None  # of a validation whose target is a mixture: experts of a layer, those of a token
 
     def to_json(self) -> dict:
         """A document for json.dump; `from_json` reads it."""

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from specdec import replay
 from specdec.decode import STAGES, Decoder, Generation
+from specdec.experts import Experts, share_of_growth
 from specdec.proposers.heads import HeadProposer
 from specdec.proposers.stopping import Stopping
 from specdec.report import Report
@@ -94,14 +95,16 @@ def predict(tau: float, stages: dict[str, float], plain: dict[str, float]) -> fl
 def best_chain(report: Report) -> int:
     """The chain length with the highest predicted speedup, up to the length that the report measured.
 
-    Assumes that a step of drafting costs the same at every depth, and so does each draft in the target's pass.
+    Assumes that a step of drafting costs the same at every depth, and so does each draft in the target's pass, or in that
+    of a mixture each further expert (experts.growth).
     """
     survival, stages = report.survival, report.ms_per_round
     depth, plain = len(survival), 1e3 / report.baseline_tokens_per_second
+    experts = None if report.experts is None else Experts(*report.experts)
 
     def speedup(num: int) -> float:
         share = num / depth
-        verify = plain + share * (stages["verify"] - plain)
+        verify = plain + share_of_growth(experts, 1, 1 + num, 1 + depth) * (stages["verify"] - plain)
         rest = sum(spent for stage, spent in stages.items() if stage not in ("draft", "verify"))
         return (1 + sum(survival[:num])) * plain / (share * stages["draft"] + verify + rest)
 
@@ -133,23 +136,30 @@ class ChainCosts:
         return self.draft[min(num_drafts + 1, limit)] + self.verify[num_drafts] + self.rest
 
 
-def interpolate(known: dict[int, float], num: int) -> list[float]:
-    """Values at 0 .. num, linear between the known ones; `known` has 0 and num."""
+def interpolate(known: dict[int, float], num: int, experts: Experts | None = None) -> list[float]:
+    """Values at 0 .. num drafts; `known` has 0 and num. Between the known ones they grow as the costs of passes do.
+
+    experts: of the target, if the values are of its passes, which also read the root
+    """
     values = []
     for place in range(num + 1):
         low, high = max(n for n in known if n <= place), min(n for n in known if n >= place)
-        share = (place - low) / max(1, high - low)
+        share = share_of_growth(experts, 1 + low, 1 + place, 1 + high)
         values.append(known[low] + share * (known[high] - known[low]))
     return values
 
 
 def chain_costs(
-    plain: dict[str, float], chains: dict[int, dict[str, float]], recording: dict[str, float], depth: int
+    plain: dict[str, float],
+    chains: dict[int, dict[str, float]],
+    recording: dict[str, float],
+    depth: int,
+    experts: Experts | None = None,
 ) -> ChainCosts:
     """plain: stages of plain decoding; chains: of chains by their length, that of `depth` among them; recording: of the
-    chain of `depth` that also records the evidence for Stopping at every step."""
+    chain of `depth` that also records the evidence for Stopping at every step; experts: of the target"""
     draft = interpolate({0: plain["draft"], **{n: stages["draft"] for n, stages in chains.items()}}, depth)
-    verify = interpolate({0: plain["verify"], **{n: stages["verify"] for n, stages in chains.items()}}, depth)
+    verify = interpolate({0: plain["verify"], **{n: stages["verify"] for n, stages in chains.items()}}, depth, experts)
     evidence = max(0.0, recording["draft"] - draft[depth]) / depth  # seconds a step
     draft = [seconds + n * evidence for n, seconds in enumerate(draft)]
     return ChainCosts(draft, verify, recording["keep"] + recording["other"])

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -58,7 +58,7 @@ def load_model(
     try:
         model, about = _read(
             factory.from_pretrained, name, revision=revision, dtype=DTYPES[dtype], output_loading_info=True,
-            attn_implementation=attention.implementation(mapping[type(config)]), **places,
+            attn_implementation=attention.implementation(cast(type[PreTrainedModel], mapping[type(config)])), **places,
         )  # fmt: skip
         model = model if with_accelerate else model.to(devices[0])
     except torch.OutOfMemoryError as error:

@@ -11,6 +11,7 @@ from specdec.compile import Runner
 from specdec.decode import Decoder
 from specdec.drafter import Drafter
 from specdec.drafting import Drafting
+from specdec.experts import experts_of
 from specdec.figures import rate_ratio_interval
 from specdec.measurement import Prompt, PromptResult, seeded_generator
 from specdec.proposers.stopping import Stopping
@@ -135,7 +136,8 @@ class Tuner:
         if not (recording and rounds):
             return Prediction(settings, None, False)
         chain_stages = {depth: stages[name_of(chain)] for depth, chain in chains.items()}
-        costs = speed.chain_costs(stages[PLAIN], chain_stages, stages[name_of(recording)], longest)
+        experts = experts_of(self.drafter.target.config.to_dict())
+        costs = speed.chain_costs(stages[PLAIN], chain_stages, stages[name_of(recording)], longest, experts)
         depth, plan = speed.plan_stopping(rounds, speed.fit_stopping(rounds), costs)
         if plan.threshold > 0:
             stops = replace(chains[longest], depth=depth, nodes=depth, stopping=asdict(plan))

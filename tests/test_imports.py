@@ -12,6 +12,7 @@ ORDER = [
     "layer_states",
     "cache",
     "compile",
+    "experts",
     "masks",
     "tree",
     "sampling",
@@ -26,6 +27,9 @@ ORDER = [
     "rules",
     "verifier",
     "drafter",
+    "heads.sizes",
+    "heads.borrowed",
+    "heads.layers",
     "heads.decoder_block",
     "heads.native",
     "heads.adapter",
@@ -62,6 +66,7 @@ ORDER = [
     "layouts.*",
     "layouts.folder",
     "serving",
+    "export.engines",
     "export.*",
 ]
 FILES = sorted((ROOT / "specdec").rglob("*.py"))

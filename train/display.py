@@ -47,14 +47,19 @@ def start(console: Console, config, target, drafter, packs, prompts) -> None:
         f"{str(target.dtype).removeprefix('torch.')})"
     )
     console.print(
-        f"drafter  {type(drafter).__name__}: {drafter.num_parameters() / 1e6:.2f} M trained parameters, reads hidden "
-        f"states {list(drafter.target_layers)}, drafts from {drafter.vocab_size:,} of {target.vocab_size:,} tokens"
+        f"drafter  {type(drafter).__name__}: {drafter.num_parameters() / 1e6:.2f} M trained parameters, reads "
+        f"{_hidden_states(drafter)}, drafts from {drafter.vocab_size:,} of {target.vocab_size:,} tokens"
     )
     console.print(
         f"data     {len(packs)} packs of {config.data.length} tokens, {packs.num_supervised:,} supervised tokens; "
         f"{len(prompts)} held-out prompts"
     )
     console.print(f"tau: {TAU}")
+
+
+def _hidden_states(drafter) -> str:
+    numbers = ", ".join(map(str, drafter.target_layers))
+    return f"hidden states {numbers} of {drafter.target.num_layers}" if numbers else "no hidden states"
 
 
 def validation(console: Console, report: Report, shape) -> None:

@@ -1,6 +1,7 @@
 """EAGLE-3, DFlash, DSpark and draft models for llama.cpp's converter (docs/file-formats.md, sections 3, 5 and 10)."""
 
 from specdec.drafter import Drafter
+from specdec.export import engines
 from specdec.heads.dflash import BlockDrafter
 from specdec.heads.draft import Draft
 from specdec.heads.eagle import Eagle3
@@ -42,4 +43,5 @@ def _form(drafter: Drafter, layout: Layout, kind: str, *, borrows_tokenizer: boo
         f"llama-server -m target.gguf -md <out>.gguf --spec-type {kind} --spec-draft-n-max <num> --spec-draft-p-min 0"
     )
     settings = {"kind": kind.removeprefix("draft-"), "num": "<num>"}
-    return form_of(drafter, layout, {"llama.cpp": line}, settings=settings, **fields)
+    notes = engines.notes("llama.cpp", "states" if borrows_tokenizer else "draft", drafter.target)
+    return form_of(drafter, layout, {"llama.cpp": line}, settings=settings, notes=notes, **fields)

@@ -5,6 +5,8 @@ from specdec.heads.medusa import Medusa, Medusa2
 from specdec.layouts import medusa
 from specdec.serving import Form, form_of, vllm_settings
 
+REFERENCE = ("llama", "mistral")  # targets of FasterDecoding/Medusa
+
 
 def form(drafter: Drafter) -> Form:
     """Raises ValueError for other heads, and for several blocks or a draft vocabulary, which the reference code lacks."""
@@ -12,6 +14,10 @@ def form(drafter: Drafter) -> Form:
         raise ValueError(medusa.ADAPTED)
     if not isinstance(drafter, Medusa):
         raise ValueError(f"format=medusa is for Medusa heads, not for {type(drafter).__name__}: try format=vllm.")
+    family = drafter.target.config.model_type
+    known = (
+        () if family in REFERENCE else (f"The reference code is for Llama: it is not known to load {family} targets.",)
+    )
     return form_of(
         drafter,
         medusa.reference(drafter),
@@ -21,5 +27,6 @@ def form(drafter: Drafter) -> Form:
         notes=(
             "The weights are in two files: medusa_lm_head.pt for the reference code, which was not run, and model.safetensors, "
             "which vLLM reads with method medusa.",
+            *known,
         ),
     )

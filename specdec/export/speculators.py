@@ -1,6 +1,7 @@
 """EAGLE-3, DFlash and DSpark in the Speculators container (0.9; docs/file-formats.md, section 11), which vLLM serves too."""
 
 from specdec.drafter import Drafter
+from specdec.export import engines
 from specdec.heads.dflash import BlockDrafter
 from specdec.heads.eagle import Eagle3
 from specdec.layouts import base, block_drafter, eagle
@@ -99,4 +100,5 @@ def _form(drafter: Drafter, algorithm: str, model_type: str, own: Layout, plain:
         "Speculators": "SpeculatorModel.from_pretrained('<out>')",
     }
     layout = Layout(own.tensors, config, own.shapes, own.fields, own.pickles)
-    return form_of(drafter, layout, lines, settings=settings)
+    notes = engines.notes("vLLM", "states", target)
+    return form_of(drafter, layout, lines, settings=settings, notes=notes)

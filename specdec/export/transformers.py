@@ -18,5 +18,11 @@ def form(drafter: Drafter) -> Form:
             f"format=transformers is for draft models, and {type(drafter).__name__} is not a language model. In transformers it "
             "runs by model.generate(..., custom_generate=Speculative(CHECKPOINT)); for servers take format=vllm."
         )
+    target = drafter.target
+    if target.model._is_stateful:
+        raise ValueError(
+            f"transformers has no assisted generation for stateful models such as {target.config.model_type}: take "
+            "format=vllm, or model.generate(..., custom_generate=Speculative(CHECKPOINT))."
+        )
     layout, more = language_model.language_model(drafter)
     return Form(layout, {"transformers": LINE}, whole_vocabulary=drafter.draft_to_target is not None, more=more)

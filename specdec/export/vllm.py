@@ -3,6 +3,7 @@
 import json
 
 from specdec.drafter import Drafter
+from specdec.export import engines
 from specdec.heads.dflash import BlockDrafter
 from specdec.heads.draft import Draft
 from specdec.heads.eagle import Eagle, Eagle3
@@ -17,6 +18,9 @@ BLOCK_NOTES = (
     "vLLM 0.32 on a CPU normalises the features' keys of all layers with the first layer's weight, so the drafts of a head "
     "with several layers differ slightly there; GPUs were not tried.",
 )
+
+KINDS = {"eagle": "last", "medusa": "last", "mtp": "last", "eagle3": "states", "dflash": "states", "dspark": "states",
+         "draft_model": "draft"}  # fmt: skip
 
 
 def form(drafter: Drafter) -> Form:
@@ -62,9 +66,18 @@ def form(drafter: Drafter) -> Form:
     )
 
 
-def _form(drafter: Drafter, layout: Layout, method: str, *, override: dict | None = None, **fields) -> Form:
+def _form(
+    drafter: Drafter,
+    layout: Layout,
+    method: str,
+    *,
+    override: dict | None = None,
+    notes: tuple[str, ...] = (),
+    **fields,
+) -> Form:
+    notes = (*notes, *engines.notes("vLLM", KINDS[method], drafter.target))
     settings = vllm_settings(method)
     line = vllm_line(drafter.target.name, settings)
     if override:
         line += f" --hf-overrides '{json.dumps(override)}'"
-    return form_of(drafter, layout, {"vLLM": line}, settings=settings, **fields)
+    return form_of(drafter, layout, {"vLLM": line}, settings=settings, notes=notes, **fields)

@@ -9,6 +9,15 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from specdec.cache import RowCache
+from specdec.heads.borrowed import check_one_width
+from specdec.heads.sizes import (
+    POSITIONS,
+    attention_heads,
+    fields_of,
+    mlp_width,
+    norm_epsilon,
+    rotary_parameters,
+)
 from specdec.target import Target
 
 RMSNorm = LlamaRMSNorm
@@ -45,29 +54,34 @@ IMPORTED = ("num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_
 
 
 def block_config(target: Target, *, intermediate_size: int | None, block: dict | None = None) -> LlamaConfig:
-    """A Llama configuration with the target's width, heads and rotary embedding, for a target of any family.
+    """The configuration of a head's block: `llama_config`, with the fields of `block` in which published heads differ.
 
-    block: fields of IMPORTED in which the head differs from its target, as published heads do
-    Raises ValueError for other fields.
+    Raises ValueError for fields outside IMPORTED, and for a target whose embeddings have another width than its states.
     """
     if not set(block or ()) <= set(IMPORTED):
         raise ValueError(f"block={block} may hold {', '.join(IMPORTED)} and nothing else.")
-    fields = target.config.to_dict()
-    config = LlamaConfig(
-        hidden_size=target.width,
-        intermediate_size=intermediate_size or target.config.intermediate_size,
-        num_attention_heads=target.config.num_attention_heads,
-        num_key_value_heads=target.config.num_key_value_heads,
-        head_dim=target.head_dim,
-        rms_norm_eps=fields.get("rms_norm_eps", 1e-6),
-        # Llama's rotary embedding turns whole heads, even if the target's turns a part of them
-        rope_parameters={k: v for k, v in fields["rope_parameters"].items() if k != "partial_rotary_factor"},
-        max_position_embeddings=target.config.max_position_embeddings,
-        hidden_act="silu",
-    )
+    check_one_width(target)
+    config = llama_config(target, intermediate_size=intermediate_size)
     if block:
         config = LlamaConfig(**{**config.to_dict(), **block})
     return config
+
+
+def llama_config(target: Target, *, intermediate_size: int | None) -> LlamaConfig:
+    """A Llama of the target's width, with its heads and rotary embedding as far as a Llama has such (sizes.py)."""
+    fields = fields_of(target.config)
+    queries, keys, head_dim = attention_heads(fields, target.width)
+    return LlamaConfig(
+        hidden_size=target.width,
+        intermediate_size=intermediate_size or mlp_width(fields, target.width),
+        num_attention_heads=queries,
+        num_key_value_heads=keys,
+        head_dim=head_dim,
+        rms_norm_eps=norm_epsilon(fields),
+        rope_parameters=rotary_parameters(fields, head_dim),
+        max_position_embeddings=target.max_positions or POSITIONS,
+        hidden_act="silu",
+    )
 
 
 class Rotary(LlamaRotaryEmbedding):

@@ -12,7 +12,9 @@ from transformers.models.llama.modeling_llama import LlamaMLP, apply_rotary_pos_
 
 from specdec.cache import RowCache
 from specdec.drafter import Drafter
+from specdec.heads.borrowed import embedding_scale, norm_gain
 from specdec.heads.decoder_block import RMSNorm, Rotary, block_config, ridge, row_cache
+from specdec.heads.layers import five_layers
 from specdec.target import Target
 
 SCORES = 2**27  # attention scores of a layer that exist at a time
@@ -82,7 +84,7 @@ class Layer(nn.Module):
 class BlockDrafter(Drafter):
     """num_drafts drafts from one pass of num_layers layers; the target's embedding and LM head are borrowed.
 
-    target_layers: hidden states to fuse; null: five, evenly from 2 to L - 2 (the outputs of layers 1 to L - 3)
+    target_layers: hidden states to fuse; null: five, evenly from 2 to L - 2 (layers.py)
     anchor_predicts: DSpark's alignment, see above; else DFlash's
     fuse: input fusion, in addition to the keys and values: a linear map of the anchor's embedding and the newest feature
         is added to every input. It is not in the papers and no engine has it, but it gives short runs a closed-form start
@@ -110,17 +112,17 @@ class BlockDrafter(Drafter):
         vocab: Tensor | None = None,
     ):
         super().__init__(target, vocab=vocab)
-        width, last = target.width, target.num_layers - 2
+        width = target.width
         self.depth = self.num_drafts = num_drafts
         self.anchor_predicts = anchor_predicts
-        self.target_layers = target.layer_ids(
-            target_layers or sorted({2 + round(number * (last - 2) / 4) for number in range(5)})
-        )
+        self.target_layers = target.layer_ids(target_layers or five_layers(target))
         self.config = config = block_config(target, intermediate_size=intermediate_size)
         self.fc = nn.Linear(len(self.target_layers) * width, width, bias=False)
         self.hidden_norm, self.norm = (RMSNorm(width, eps=config.rms_norm_eps) for _ in range(2))
         self.layers = nn.ModuleList(Layer(config, layer=layer) for layer in range(num_layers))
-        self.mask_embedding = nn.Parameter(target.embed.weight.detach().float().mean(0).clone())  # [D]
+        self.mask_embedding = nn.Parameter(
+            embedding_scale(target) * target.embed.weight.detach().float().mean(0)
+        )  # [D]
         self.rotary = Rotary(config)
         self.join = nn.Linear(2 * width, num_drafts * width, bias=False) if fuse else None
         self.markov_in = self.markov_out = self.confidence_head = None
@@ -132,7 +134,7 @@ class BlockDrafter(Drafter):
         if confidence:
             self.confidence_head = nn.Linear(width + (markov_rank or 0), 1)
         with torch.no_grad():
-            self.norm.weight.copy_(target.norm.weight)  # type: ignore[arg-type]
+            self.norm.weight.copy_(norm_gain(target))
 
     def cache(self, batch: int) -> RowCache:
         return row_cache(self.config, self.fc.weight, layers=len(self.layers), batch=batch)

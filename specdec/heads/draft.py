@@ -10,7 +10,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from specdec import attention
 from specdec.cache import RowCache
 from specdec.drafter import Drafter
-from specdec.heads.decoder_block import block_config
+from specdec.experts import experts_of
+from specdec.heads.borrowed import embedding_rows, embedding_scale, norm_gain
+from specdec.heads.decoder_block import llama_config
+from specdec.heads.sizes import attention_heads, fields_of, mlp_width
 from specdec.target import Target
 from specdec.target_adapter import NEEDS_PEFT
 from specdec.target_loading import load_tokenizer
@@ -19,15 +22,17 @@ NUM_LAYERS = 2
 
 
 class Draft(Drafter):
-    """A small LM of the target's architecture (the default), a smaller Llama (`width`), or an existing model (`model`).
+    """A small LM of the target's architecture (the default), a small Llama (`width`), or an existing model (`model`).
 
     num_layers: null: as many as copy_layers names, or 2
-    width: null: the target's width and architecture; a number: a new Llama with the target's width of attention heads
+    width: null: the target's width and architecture, or a Llama of its width if the target is not built like one (windows,
+        recurrent layers, experts, scaled or capped logits: see `copyable`); a number: a new Llama with attention heads
+        as wide as those of any other head (sizes.py)
     intermediate_size: null: the target's, in proportion to the width
     copy_layers: for each layer the target's layer (0 .. L-1, or -L .. -1) that it starts from; []: random weights; null:
         layers at equal distances from the first to the last if the shapes are the target's, and none if they are not
-    borrow_embeddings: whether embedding and LM head are the target's, frozen and not saved; null: if the width is the
-        target's. If not, they are trained, and start as copies of the target's if the width is the same
+    borrow_embeddings: whether embedding and LM head are the target's, with its scales, frozen and not saved; null: if the
+        width is the target's. If not, they are trained, and start as copies of the target's if the width is the same
     model: folder or Hub name of an existing causal LM with the target's tokenizer, to distil further in float32; or the
         result of `existing`
     lora: arguments of peft.LoraConfig, such as {r: 16, lora_alpha: 32}: only adapters on `model` or on copied layers
@@ -65,11 +70,8 @@ class Draft(Drafter):
             target, sizes, copy_layers=copy_layers, borrow_embeddings=borrow_embeddings, model=model, config=config
         )
         self.config = lm.config
-        self.cache_shape = {
-            "num_layers": lm.num_layers,
-            "num_heads": lm.config.num_key_value_heads,
-            "head_dim": lm.head_dim,
-        }
+        _, num_heads, head_dim = attention_heads(fields_of(lm.config), lm.width)
+        self.cache_shape = {"num_layers": lm.num_layers, "num_heads": num_heads, "head_dim": head_dim}
         self.body = lm.decoder.requires_grad_(True)  # with adapters, peft's wrapper around it
         self.borrows = borrows
         self.lm_head: nn.Linear | None = None  # trained; None if it is borrowed or tied to the embedding
@@ -147,17 +149,46 @@ class Draft(Drafter):
         return {**origin, "borrow_embeddings": self.borrows, "config": self.config.to_dict()}
 
     def language_model(self, dtype: torch.dtype) -> PreTrainedModel:
-        """A copy as a transformers model: a causal LM over all V tokens that shares no tensors."""
-        frozen = self.decodable()
-        head = self.target.lm_head if self.borrows else frozen.lm_head
-        if self.borrows:
-            frozen.body.set_input_embeddings(self.target.embed)
+        """A copy as a transformers model: a causal LM over all V tokens that shares no tensors.
+
+        Borrowed embeddings and LM heads are copied with the scales that the target has outside of their weights; caps of
+        logits are left out, which keeps their order. Raises ValueError for a borrowed LM head with a bias that the draft's
+        architecture has no place for.
+        """
+        frozen, target = self.decodable(), self.target
         model = AutoModelForCausalLM.from_config(self.config, dtype=dtype, attn_implementation=attention.NAME)
-        model.get_decoder().load_state_dict(frozen.body.state_dict())
-        if head is not None:  # else it is the embedding
-            model.get_output_embeddings().load_state_dict(head.state_dict())
-        model.generation_config = copy.deepcopy(self.target.model.generation_config)
+        decoder, head = model.get_decoder(), model.get_output_embeddings()
+        if self.borrows:
+            if target.lm_head.bias is not None and head.bias is None:
+                raise ValueError(
+                    f"The LM head of {target.name} has a bias, for which a draft of the kind {self.config.model_type} has no "
+                    "place. Train with borrow_embeddings=false, or take format=safetensors."
+                )
+            embedding = decoder.get_input_embeddings()
+            name = next(name for name, module in decoder.named_modules() if module is embedding)
+            own = type(embedding) is type(target.embed)  # then it scales as the target's does
+            rows = target.embed.weight if own else embedding_rows(target)
+            decoder.load_state_dict({**frozen.body.state_dict(), f"{name}.weight": rows})
+            if head.weight is not embedding.weight:
+                head.weight.data.copy_(target.shape_logits.scale * target.lm_head.weight)
+            if head.bias is not None:
+                head.bias.data.copy_(target.lm_head.bias)
+        else:
+            decoder.load_state_dict(frozen.body.state_dict())
+            if frozen.lm_head is not None:  # else it is the embedding
+                head.load_state_dict(frozen.lm_head.state_dict())
+        model.generation_config = copy.deepcopy(target.model.generation_config)
         return model.eval()
+
+
+def copyable(target: Target) -> bool:
+    """Whether some of the target's layers make a language model: they are alike, dense, and kept as Llama keeps them.
+
+    Others get a small Llama: two layers of a mixture hold all of its experts, and a window or a recurrent state has no
+    place in the cache of drafts.
+    """
+    parts = {name for name, _ in target.decoder.named_children()}
+    return target.plain and {"layers", "norm"} <= parts and experts_of(target.config.to_dict()) is None
 
 
 def _make(config: PreTrainedConfig) -> Target:
@@ -169,23 +200,33 @@ def _make(config: PreTrainedConfig) -> Target:
 
 
 def _config(target: Target, width: int | None, num_layers: int, intermediate_size: int | None) -> PreTrainedConfig:
-    """The target's configuration with fewer layers; for another width, a Llama with attention heads of the same width."""
-    tied = target.lm_head.weight is target.embed.weight
-    if width in (None, target.width):
+    """The target's configuration with fewer layers; for another width or a target that is not `copyable`, a Llama's."""
+    same_width = width in (None, target.width)
+    if same_width and copyable(target):
+        tied = target.lm_head.weight is target.embed.weight
         fields = target.config.to_dict() | {"num_hidden_layers": num_layers, "tie_word_embeddings": tied}
         if fields.get("layer_types"):
-            fields["layer_types"] = fields["layer_types"][:1] * num_layers  # all equal: `Target` refuses other models
+            fields["layer_types"] = fields["layer_types"][:1] * num_layers  # all equal: the target is plain
         fields.pop("quantization_config", None)
         if intermediate_size:
             fields["intermediate_size"] = intermediate_size
         return AutoConfig.for_model(**fields)
-    if width % target.head_dim:
-        raise ValueError(f"width={width} must be a multiple of {target.head_dim}, the width of an attention head.")
-    config = block_config(
-        target, intermediate_size=intermediate_size or target.config.intermediate_size * width // target.width
+    return _llama_config(target, width or target.width, num_layers, intermediate_size)
+
+
+def _llama_config(target: Target, width: int, num_layers: int, intermediate_size: int | None) -> PreTrainedConfig:
+    fields = fields_of(target.config)
+    config = llama_config(
+        target, intermediate_size=intermediate_size or mlp_width(fields, target.width) * width // target.width
     )
-    num_heads = width // target.head_dim
-    group = target.config.num_attention_heads // target.config.num_key_value_heads
+    queries, keys, head_dim = attention_heads(fields, target.width)
+    num_heads, group = queries, queries // keys
+    if width != target.width:
+        if width % head_dim:
+            raise ValueError(f"width={width} must be a multiple of {head_dim}, the width of an attention head.")
+        num_heads = width // head_dim
+    # Behind a scale the two are no longer the same matrix
+    scaled = target.shape_logits.scale != 1 or embedding_scale(target) != 1
     config.update(
         {
             "hidden_size": width,
@@ -193,9 +234,9 @@ def _config(target: Target, width: int | None, num_layers: int, intermediate_siz
             "num_attention_heads": num_heads,
             "num_key_value_heads": num_heads // group if num_heads % group == 0 else num_heads,
             "vocab_size": target.vocab_size,
-            "tie_word_embeddings": tied,
-            "bos_token_id": target.config.bos_token_id,
-            "eos_token_id": target.config.eos_token_id,
+            "tie_word_embeddings": target.lm_head.weight is target.embed.weight and not scaled,
+            "bos_token_id": fields.get("bos_token_id"),
+            "eos_token_id": fields.get("eos_token_id"),
         }
     )
     return config
@@ -215,7 +256,7 @@ def _layers_to_copy(target: Target, num: int | None, wanted: list[int] | None, *
     if wanted and not possible:
         raise ValueError(
             "copy_layers= needs layers of the target's shape: leave width and intermediate_size null, or "
-            "set copy_layers=[]."
+            "set copy_layers=[], as for targets with windows, recurrent layers, experts or scaled logits."
         )
     if wanted and num not in (None, len(wanted)):
         raise ValueError(
@@ -240,6 +281,12 @@ def existing(target: Target, name: str, *, dtype: str) -> Target:
         same = load_tokenizer(name).get_vocab() == load_tokenizer(target.name).get_vocab()
     except ValueError as error:
         raise ValueError(f"model={name}: {error}") from error
+    if not lm.plain:
+        what = "recurrent layers" if lm.recurrent else "windows" if lm.windowed else "scaled logits or unlike layers"
+        raise ValueError(
+            f"model={name} has {what}, and a draft's layers must keep entries for the whole text. Take a model whose layers "
+            "all use full attention, or leave model null, which makes a new draft."
+        )
     if not same:
         raise ValueError(
             f"model={name} has another tokenizer than {target.name}, so its tokens mean other texts. Take a smaller "
@@ -278,19 +325,24 @@ def _first_weights(
             )
         return existing(target, model, dtype="float32") if isinstance(model, str) else model, False, []
     num_layers, width, intermediate_size = sizes.values()
-    same_width = width in (None, target.width)
-    copied = _layers_to_copy(target, num_layers, copy_layers, possible=same_width and intermediate_size is None)
+    same_width = width in (None, target.width) and target.embed.weight.shape[1] == target.width
+    copies = same_width and copyable(target)
+    copied = _layers_to_copy(target, num_layers, copy_layers, possible=copies and intermediate_size is None)
     lm = _make(_config(target, width, num_layers or len(copied) or NUM_LAYERS, intermediate_size))
     borrows = same_width if borrow_embeddings is None else borrow_embeddings
     if borrows and not same_width:
         raise ValueError(
-            f"width={width}: the target's embeddings have {target.width}, so they cannot be "
+            f"width={width}: the target's embeddings have {target.embed.weight.shape[1]}, so they cannot be "
             "borrowed; set borrow_embeddings=false, or width=null."
         )
     for layer, number in zip(lm.blocks, copied):
         layer.load_state_dict(target.blocks[number].state_dict())
-    if same_width:
+    if copies:
         lm.norm.load_state_dict(target.norm.state_dict())
         lm.embed.load_state_dict(target.embed.state_dict())
         lm.lm_head.load_state_dict(target.lm_head.state_dict())
+    elif same_width:
+        lm.norm.weight.data.copy_(norm_gain(target))  # type: ignore[operator]
+        lm.embed.weight.data.copy_(embedding_rows(target))
+        lm.lm_head.weight.data.copy_(target.shape_logits.scale * target.lm_head.weight)
     return lm, borrows, copied

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from specdec.cache import RowCache
 from specdec.drafter import Drafter
 from specdec.heads.decoder_block import Block, RMSNorm, Rotary, block_config, ridge, row_cache
+from specdec.heads.layers import three_layers
 from specdec.target import Target
 
 SELF = 4.0  # squared scale of EAGLE-3's first queries and keys: how strongly a position attends to itself
@@ -85,7 +86,7 @@ class Eagle(_OneBlock):
 class Eagle3(_OneBlock):
     """EAGLE-3: fuses several of the target's layers, trains an LM head of its own, recycles its own state.
 
-    target_layers: hidden states to fuse; None: (2, L // 2, L - 3), as in published heads
+    target_layers: hidden states to fuse; None: (2, L // 2, L - 3), as in published heads; for shallow targets see layers.py
     norm_features, norm_output: the norms of EAGLE 3.1 (2605.09992): each fused state is normed, and the state that is
         fed back is the normed one. Off by default, because every serving engine loads the plain form
     norm_before_fc, norm_before_residual, block: for published heads: one norm of all fused states; the residual is the
@@ -107,7 +108,7 @@ class Eagle3(_OneBlock):
     ):
         super().__init__(target, width=2 * target.width, intermediate_size=intermediate_size, block=block, vocab=vocab)
         width, eps = target.width, self.config.rms_norm_eps
-        self.target_layers = target.layer_ids(target_layers or [2, target.num_layers // 2, target.num_layers - 3])
+        self.target_layers = target.layer_ids(target_layers or three_layers(target))
         self.norm_output, self.norm_before_residual = norm_output, norm_before_residual
         num = len(self.target_layers)
         self.input_norm = RMSNorm(num * width, eps=eps) if norm_before_fc else None
@@ -115,7 +116,7 @@ class Eagle3(_OneBlock):
         self.fc = nn.Linear(num * width, width, bias=False)
         self.input_layernorm, self.hidden_norm, self.norm = (RMSNorm(width, eps=eps) for _ in range(3))
         self.lm_head = nn.Linear(width, self.vocab_size, bias=False)
-        self.lm_head.weight.data.copy_(self._goal_head[0])
+        self.lm_head.weight.data.copy_(target.shape_logits.scale * self._goal_head[0])  # a cap keeps the order
 
     def encode(self, features: Tensor) -> Tensor:
         features = features.to(self.fc.weight.dtype)

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from specdec.drafter import Drafter
+from specdec.heads.decoder_block import block_config
 from specdec.target import Target
 
 Shapes = dict[str, tuple[int, ...]]
@@ -89,6 +90,7 @@ def check_vocab(d2t: Tensor, t2d: Tensor | None) -> Tensor:
 def block_fields(config: LlamaConfig, target: Target) -> dict:
     """The config fields of a head's decoder block, with rotary embeddings in the spellings of transformers 4 and of 5."""
     rope = dict(config.rope_parameters)  # type: ignore[arg-type]
+    of_target = target.config.to_dict()
     kind = rope["rope_type"]
     others = {key: value for key, value in rope.items() if key not in ("rope_theta", "rope_type")}
     return {
@@ -102,14 +104,14 @@ def block_fields(config: LlamaConfig, target: Target) -> dict:
         "rope_theta": rope["rope_theta"],
         "rope_scaling": None if kind == "default" else {"type": kind, "rope_type": kind, **others},
         "rope_parameters": rope,
-        "max_position_embeddings": target.config.max_position_embeddings,
+        "max_position_embeddings": config.max_position_embeddings,
         "vocab_size": target.vocab_size,
         "attention_bias": config.attention_bias,
         "mlp_bias": False,
         "tie_word_embeddings": False,
-        "bos_token_id": target.config.bos_token_id,
-        "eos_token_id": target.config.eos_token_id,
-        "pad_token_id": target.config.to_dict().get("pad_token_id") or 0,
+        "bos_token_id": of_target.get("bos_token_id"),
+        "eos_token_id": of_target.get("eos_token_id"),
+        "pad_token_id": of_target.get("pad_token_id") or 0,
     }
 
 
@@ -142,7 +144,7 @@ def complete(config: dict) -> dict:
 
 
 def read_block(config: dict, target: Target) -> dict:
-    """The arguments `intermediate_size` and `block` of a head with this config.json; `block` holds what differs from the target.
+    """The arguments `intermediate_size` and `block` of a head with this config.json; `block` holds what differs from block_config.
 
     Raises ValueError for a head of another width.
     """
@@ -166,8 +168,8 @@ def read_block(config: dict, target: Target) -> dict:
         "rope_parameters": rope,
         "hidden_act": config.get("hidden_act", "silu"),
     }
-    of_target = {**target.config.to_dict(), "head_dim": target.head_dim, "hidden_act": "silu"}
-    block = {key: value for key, value in written.items() if of_target.get(key) != value}
+    own = block_config(target, intermediate_size=None).to_dict()
+    block = {key: value for key, value in written.items() if own.get(key) != value}
     return {"intermediate_size": config["intermediate_size"], "block": block or None}
 
 

@@ -24,10 +24,10 @@ def is_dspark(drafter: BlockDrafter) -> bool:
 
 def mask_token(drafter: BlockDrafter) -> int:
     """The token whose row holds the mask's embedding: one that ends answers, so that nothing is drafted behind it."""
-    config = drafter.target.config
-    end = config.eos_token_id
+    fields = drafter.target.config.to_dict()
+    end = fields.get("eos_token_id")
     token = end[0] if isinstance(end, list) else end
-    return int(token if token is not None else config.to_dict().get("pad_token_id") or 0)
+    return int(token if token is not None else fields.get("pad_token_id") or 0)
 
 
 def _common(drafter: BlockDrafter, *, needs: str) -> tuple[dict, dict]:
@@ -83,6 +83,11 @@ def dspark(drafter: BlockDrafter) -> Layout:
     tensors, config = _common(drafter, needs="Qwen3DSparkModel")
     if drafter.markov_in is None or drafter.markov_out is None:
         raise ValueError("Engines have no DSpark without a Markov head: train with markov_rank=256.")
+    if not drafter.target.shape_logits.plain:
+        raise ValueError(
+            f"{drafter.target.name} scales or caps its logits. DSpark adds its Markov head behind that, and engines before: "
+            "take format=safetensors, or train a DFlash drafter (markov_rank=null)."
+        )
     mask, embedding = mask_token(drafter), drafter.target.embed.weight.detach()
     rank, dtype = drafter.markov_in.weight.shape[0], drafter.fc.weight.dtype
     table = torch.nn.functional.linear(embedding.to(dtype), drafter.markov_in.weight)  # [V, rank]

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from specdec.heads.mtp import MTP
 from specdec.heads.native import MIMO, swap_halves
+from specdec.heads.sizes import fields_of
 from specdec.layouts import base
 from specdec.layouts.base import Layout, Shapes
 from specdec.layouts.eagle import BLOCK_FIELDS
@@ -26,16 +27,23 @@ def mimo(drafter: MTP) -> Layout:
             "module for all depths."
         )
     target, config = drafter.target, drafter.config
-    of_target = {**target.config.to_dict(), "head_dim": target.width // target.config.num_attention_heads}
-    for key in ("intermediate_size", "head_dim", "rms_norm_eps"):
+    of_target = fields_of(target.config)
+    of_target["head_dim"] = target.width // (of_target.get("num_attention_heads") or target.width)
+    for key in ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps"):
         if getattr(config, key) != of_target.get(key):
             raise ValueError(
                 f"Engines build MTP modules by the target's configuration, where {key} is {of_target.get(key)} and not "
                 f"{getattr(config, key)}. Train with the target's sizes, or train an EAGLE-1 head, which has its own."
             )
-    if of_target["rope_parameters"].get("partial_rotary_factor", 1.0) != 1.0:
+    rope = dict(of_target.get("rope_parameters") or {})
+    if rope.pop("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError(
             "Engines rotate only a part of each attention head of an MTP module, as this target does, and this module rotates all of it."
+        )
+    if target.recurrent or target.windowed or rope != config.rope_parameters:
+        raise ValueError(
+            f"Engines build an MTP module as a layer of {target.name}, whose layers have windows, a recurrence or another rotary "
+            "embedding than this module. Train an EAGLE-1 or EAGLE-3 head, which has its own."
         )
     if of_target.get("hidden_act", "silu") != "silu":
         raise ValueError(f"Engines run MTP modules with the target's {of_target['hidden_act']}, and this one has silu.")

@@ -9,10 +9,12 @@ import torch
 
 from specdec import replay, speed
 from specdec.decode import Decoder, Generation
+from specdec.experts import Experts
 from specdec.figures import rate_ratio_interval
 from specdec.measurement import Prompt, PromptResult
 from specdec.proposers.heads import HeadProposer
 from specdec.proposers.stopping import Stopping
+from specdec.report import Report
 from specdec.sampling import Sampling
 from specdec.speed import ChainCosts, TimedAnswer, TimedRound
 from tests.support import chain_of, make_drafter, random_tokens
@@ -57,6 +59,43 @@ def test_median_stages_ignore_outliers_and_weight_lengths_by_their_rounds():
 
 def test_costs_between_measured_lengths_are_interpolated():
     assert speed.interpolate({0: 1.0, 2: 2.0, 5: 8.0}, 5) == [1.0, 1.5, 2.0, 4.0, 6.0, 8.0]
+
+
+def test_costs_of_a_mixture_grow_with_its_experts():
+    """A pass over n drafts and the root costs 1 + 2 f(1 + n) with f(N) = 8 (1 - (3/4)^N)."""
+    experts = Experts(8, 2)
+    costs = [1 + 2 * hit for hit in (2, 3.5, 4.625, 5.46875)]
+    assert speed.interpolate({0: costs[0], 3: costs[3]}, 3, experts) == pytest.approx(costs)
+    plain, chain = stages(0.0, costs[0]), stages(0.9, costs[3])
+    chained = speed.chain_costs(plain, {3: chain}, chain, 3, experts)
+    assert chained.verify == pytest.approx(costs) and chained.draft == pytest.approx([0.0, 0.3, 0.6, 0.9])
+
+
+def test_the_best_chain_of_a_mixture_follows_its_experts():
+    """One of two experts for each token: passes over 1, 2, 3 tokens use 1, 1.5, 1.75 experts.
+
+    Of the 0.75 that three tokens add, the first draft costs two thirds. With survival .7, .5 and verification of 1 (plain)
+    and 1.9 (two drafts), a chain of one emits 1.7 in 1.45 if drafts cost alike (2.2 in 1.9 for two), and in 1.6 here.
+    """
+    survival = [0.7, 0.5]
+    report = reported(survival, verify=1.9e3, baseline=1.0)
+    assert 1.7 / 1.45 > 2.2 / 1.9 > 1.7 / 1.6
+    assert speed.best_chain(report) == 1 and speed.best_chain(replace(report, experts=[2, 1])) == 2
+
+
+def reported(survival: list[float], *, verify: float, baseline: float) -> Report:
+    """verify: ms of the target's pass; baseline: tokens/s"""
+    figures = {"temperature": 0.0, "num_prompts": 1, "num_rounds": 1, "tau": 1.0, "tau_ci": [1.0, 1.0],
+               "survival": survival, "acceptance": survival, "tokens_per_second": 1.0, "tokens_per_second_ci": [1.0, 1.0],
+               "speedup": 1.0, "speedup_ci": [1.0, 1.0]}  # fmt: skip
+    return Report(**figures, baseline_tokens_per_second=baseline, ms_per_round=stages(0.0, verify))
+
+
+def test_reports_keep_the_numbers_of_experts_and_older_ones_load():
+    report = reported([0.5], verify=1.0, baseline=1.0)
+    assert "experts" not in report.to_json() and Report.from_json(report.to_json()) == report
+    mixture = replace(report, experts=[8, 2])
+    assert Report.from_json(mixture.to_json()) == mixture
 
 
 def decoder_of(drafter, depth: int, stopping: Stopping | None, temperature: float = 0.0) -> Decoder:

@@ -7,6 +7,8 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    GraniteConfig,
+    GraniteForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
@@ -209,3 +211,12 @@ def test_wrong_combinations_are_refused(target, arguments, message):
 def test_another_tokenizer_is_refused(saved_target, tmp_path):
     with pytest.raises(ValueError, match="another tokenizer"):
         Draft(saved_target, model=str(save_word_model(tmp_path / "small", prefix="v")))
+
+
+def test_existing_models_that_are_built_in_another_way_are_refused(saved_target, tmp_path):
+    config = GraniteConfig(vocab_size=V, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+                           num_key_value_heads=2, logits_scaling=4.0, bos_token_id=None)  # fmt: skip
+    GraniteForCausalLM(config).save_pretrained(tmp_path / "scaled")
+    word_tokenizer(57).save_pretrained(tmp_path / "scaled")
+    with pytest.raises(ValueError, match="has scaled logits or unlike layers, and a draft's layers must keep entries"):
+        Draft(saved_target, model=str(tmp_path / "scaled"))

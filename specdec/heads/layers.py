@@ -1,0 +1,31 @@
+"""Which of the target's hidden states a head reads if it is not told."""
+
+from specdec.target import Target
+
+SHALLOW = 7  # layers: below, (2, L // 2, L - 3) does not increase
+
+
+def three_layers(target: Target) -> tuple[int, ...]:
+    """EAGLE-3's: near the input, in the middle, near the output, (2, L // 2, L - 3) as engines and published heads have it.
+
+    Where that does not exist, the middle and its neighbours; for three layers these are 0, 1, 2, and 0 is the embedding.
+    """
+    num = _check(target)
+    middle = num // 2
+    return (middle - 1, middle, middle + 1) if num < SHALLOW else (2, middle, num - 3)
+
+
+def five_layers(target: Target) -> tuple[int, ...]:
+    """DFlash's: five, evenly from 2 to L - 2 (the outputs of layers 1 to L - 3); fewer if there are not so many."""
+    last = _check(target) - 2
+    return tuple(sorted({2 + round(number * (last - 2) / 4) for number in range(5)}))
+
+
+def _check(target: Target) -> int:
+    """The number of layers. Raises ValueError if there are too few."""
+    if target.num_layers < 3:
+        raise ValueError(
+            f"{target.name} has {target.num_layers} layers, and the default of target_layers needs three: name the hidden "
+            f"states to read (0..{target.num_layers}), or train a head that reads the last one only, such as eagle or mtp."
+        )
+    return target.num_layers
