@@ -66,7 +66,7 @@ ORDER = [
     "layouts.*",
     "layouts.folder",
     "serving",
-    "export.engines",
+    "engine_targets",
     "export.*",
 ]
 FILES = sorted((ROOT / "specdec").rglob("*.py"))

@@ -1,7 +1,7 @@
 """EAGLE-1 and EAGLE-3 for SafeAILab's code (docs/file-formats.md, sections 4 and 5)."""
 
+from specdec import engine_targets
 from specdec.drafter import Drafter
-from specdec.export import engines
 from specdec.heads.eagle import Eagle, Eagle3
 from specdec.layouts import eagle
 from specdec.serving import Form
@@ -18,7 +18,7 @@ def form(drafter: Drafter) -> Form:
     known: tuple[str, ...] = (SHARDED,)
     if isinstance(drafter, Eagle | Eagle3):
         kind = "last" if isinstance(drafter, Eagle) else "states"
-        known += engines.notes("SafeAILab's code", kind, drafter.target)
+        known += engine_targets.notes("SafeAILab's code", kind, drafter.target)
     match drafter:
         case Eagle():
             bias = drafter.fc.bias is not None and bool(drafter.fc.bias.any())

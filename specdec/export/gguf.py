@@ -1,7 +1,7 @@
 """EAGLE-3, DFlash, DSpark and draft models for llama.cpp's converter (docs/file-formats.md, sections 3, 5 and 10)."""
 
+from specdec import engine_targets
 from specdec.drafter import Drafter
-from specdec.export import engines
 from specdec.heads.dflash import BlockDrafter
 from specdec.heads.draft import Draft
 from specdec.heads.eagle import Eagle3
@@ -43,5 +43,5 @@ def _form(drafter: Drafter, layout: Layout, kind: str, *, borrows_tokenizer: boo
         f"llama-server -m target.gguf -md <out>.gguf --spec-type {kind} --spec-draft-n-max <num> --spec-draft-p-min 0"
     )
     settings = {"kind": kind.removeprefix("draft-"), "num": "<num>"}
-    notes = engines.notes("llama.cpp", "states" if borrows_tokenizer else "draft", drafter.target)
+    notes = engine_targets.notes("llama.cpp", "states" if borrows_tokenizer else "draft", drafter.target)
     return form_of(drafter, layout, {"llama.cpp": line}, settings=settings, notes=notes, **fields)

@@ -1,7 +1,7 @@
 """EAGLE-1, EAGLE-3, MTP in MiMo's layout and draft models for SGLang (0.5). Written from its source; SGLang was not run."""
 
+from specdec import engine_targets
 from specdec.drafter import Drafter
-from specdec.export import engines
 from specdec.heads.dflash import BlockDrafter
 from specdec.heads.draft import Draft
 from specdec.heads.eagle import Eagle, Eagle3
@@ -47,5 +47,5 @@ def _form(
     line += "--speculative-draft-model-path <out> --speculative-num-steps <num> --speculative-eagle-topk 1 "
     line += f"--speculative-num-draft-tokens <num+1>{option}"
     kind = {"EAGLE": "last", "EAGLE3": "states", "STANDALONE": "draft"}[algorithm]
-    notes = (*notes, *engines.notes("SGLang", kind, drafter.target), NOT_RUN)
+    notes = (*notes, *engine_targets.notes("SGLang", kind, drafter.target), NOT_RUN)
     return form_of(drafter, layout, {"SGLang": line}, notes=notes, **fields)

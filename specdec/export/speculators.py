@@ -1,7 +1,7 @@
 """EAGLE-3, DFlash and DSpark in the Speculators container (0.9; docs/file-formats.md, section 11), which vLLM serves too."""
 
+from specdec import engine_targets
 from specdec.drafter import Drafter
-from specdec.export import engines
 from specdec.heads.dflash import BlockDrafter
 from specdec.heads.eagle import Eagle3
 from specdec.layouts import base, block_drafter, eagle
@@ -100,5 +100,5 @@ def _form(drafter: Drafter, algorithm: str, model_type: str, own: Layout, plain:
         "Speculators": "SpeculatorModel.from_pretrained('<out>')",
     }
     layout = Layout(own.tensors, config, own.shapes, own.fields, own.pickles)
-    notes = engines.notes("vLLM", "states", target)
+    notes = engine_targets.notes("vLLM", "states", target)
     return form_of(drafter, layout, lines, settings=settings, notes=notes)

@@ -2,8 +2,8 @@
 
 import json
 
+from specdec import engine_targets
 from specdec.drafter import Drafter
-from specdec.export import engines
 from specdec.heads.dflash import BlockDrafter
 from specdec.heads.draft import Draft
 from specdec.heads.eagle import Eagle, Eagle3
@@ -75,7 +75,7 @@ def _form(
     notes: tuple[str, ...] = (),
     **fields,
 ) -> Form:
-    notes = (*notes, *engines.notes("vLLM", KINDS[method], drafter.target))
+    notes = (*notes, *engine_targets.notes("vLLM", KINDS[method], drafter.target))
     settings = vllm_settings(method)
     line = vllm_line(drafter.target.name, settings)
     if override:

@@ -37,7 +37,7 @@ CHAIN, TREE = chain_of(3), TreeShape(depth=3, width=3, nodes=8)
 
 @pytest.fixture(scope="module")
 def shallow() -> Target:
-    return make_target(6, num_layers=2)
+    return make_target(6, num_layers=3)
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from specdec.sampling import Sampling
 from specdec.target import Target
 from specdec.tree import Nodes, TreeShape, plant
 from tests.families import FAMILIES, Family, make, reference
-from tests.support import chain_of, greedy, random_tokens
+from tests.support import chain_of, greedy, load_head, random_tokens
 from train.data import Row, collate
 from train.features import Online
 from train.objective import Objective
@@ -107,7 +107,7 @@ def test_a_trained_head_drafts_as_it_was_trained_and_replayed(family):
     target, answers = target_of(family), answers_of(family)
     torch.manual_seed(0)
     head = Eagle3(target)
-    objective = Objective(head, losses={"kl": 1.0}, depth=2)
+    objective = Objective(head, **{**load_head("eagle3")["objective"], "depth": 2})
     rows = [Row(str(n), "all", prompt + answer, [False] * len(prompt) + [True] * NUM_NEW)
             for n, (prompt, answer) in enumerate(zip(PROMPTS[:2], answers))]  # fmt: skip
     packs = [[row] for row in rows] if family.recurrent else [rows]
