@@ -292,7 +292,7 @@ FAMILIES = [
         "longcat_flash",
         {
             **LATENT,
-            "num_layers": 3,  # of two attentions each
+            "num_layers": 4,  # of two attentions each
             "ffn_hidden_size": 48,
             "expert_ffn_hidden_size": 24,
             "moe_topk": 2,

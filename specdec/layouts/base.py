@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from specdec.drafter import Drafter
+from specdec.heads.borrowed import embedding_scale
 from specdec.heads.decoder_block import block_config
 from specdec.target import Target
 
@@ -184,8 +185,7 @@ def rename(tensors: dict[str, Tensor], names: list[tuple[str, str]]) -> dict[str
 
 def check_embedding(target: Target) -> None:
     """Raises ValueError for a target that scales its embeddings: engines give a head the unscaled rows."""
-    token = torch.zeros(1, dtype=torch.long, device=target.device)
-    if not torch.equal(target.embed(token), target.embed.weight[token]):
+    if embedding_scale(target) != 1:
         raise ValueError(
             f"{target.name} scales its embeddings, and engines give this head the unscaled rows. Train an EAGLE-3 or MTP head, "
             "which normalise them."

@@ -5,17 +5,18 @@ import functools
 import pytest
 import torch
 
-from specdec import attention, replay
+from specdec import replay, serving
 from specdec.compile import Runner
 from specdec.decode import Decoder
 from specdec.heads.eagle import Eagle3
 from specdec.proposers.base import Proposer
 from specdec.proposers.heads import HeadProposer
 from specdec.sampling import Sampling
-from specdec.target import Target
 from specdec.tree import Nodes, TreeShape, plant
-from tests.families import FAMILIES, Family, make, reference
+from tests.exports import bring_in, make_form, make_provenance
+from tests.families import FAMILIES, Family, reference
 from tests.support import chain_of, greedy, load_head, random_tokens
+from tests.target_table import PAGE, exports, table_row, target_of
 from train.data import Row, collate
 from train.features import Online
 from train.objective import Objective
@@ -25,10 +26,9 @@ NUM_NEW = 20
 PROMPTS = [random_tokens(seed, num, 60) for seed, num in ((1, 14), (2, 5), (3, 9))]  # windows have 6 to 8 positions
 
 
-@functools.cache
-def target_of(family: Family) -> Target:
-    model = make(family)
-    return Target(make(family, attention.implementation(type(model))), name=str(family))
+@pytest.fixture(params=WORKING, ids=str, scope="module")  # all tests of a family run one after the other
+def family(request) -> Family:
+    return request.param
 
 
 @functools.cache
@@ -83,7 +83,6 @@ class Partly(Proposer):
         return plant(self.newest, drafts, "cpu")
 
 
-@pytest.mark.parametrize("family", WORKING, ids=str)
 def test_decoding_equals_generate(family):
     """Plain, chains and trees, alone and in a batch of rows that differ in length and in what they accept."""
     target, answers = target_of(family), answers_of(family)
@@ -101,9 +100,8 @@ def test_decoding_equals_generate(family):
             assert all({0, 1, 2, 3} <= set(accepted) for accepted in generation.accepted)
 
 
-@pytest.mark.parametrize("family", WORKING, ids=str)
-def test_a_trained_head_drafts_as_it_was_trained_and_replayed(family):
-    """A head learns one answer; every parameter gets a gradient. Its rounds are those that replay computes."""
+def test_a_trained_head_drafts_as_it_was_trained_replayed_and_exported(family, tmp_path):
+    """Every parameter gets a gradient; the head learns two answers. Its rounds are those that replay computes."""
     target, answers = target_of(family), answers_of(family)
     torch.manual_seed(0)
     head = Eagle3(target)
@@ -134,9 +132,14 @@ def test_a_trained_head_drafts_as_it_was_trained_and_replayed(family):
     if not family.recurrent:
         tree = HeadProposer(head, TreeShape(2, 2, 4))
         assert greedy(target, tree).generate(PROMPTS[:2], NUM_NEW).tokens == answers[:2]
+    served = "EAGLE-3" in exports(family)["vLLM"]
+    form = make_form(head, "vllm" if served else "safetensors")
+    serving.write(form, tmp_path / "out", dtype=torch.float32, provenance=make_provenance(head))  # and reads it back
+    if served:
+        again = greedy(target, HeadProposer(bring_in(tmp_path / "out", target), chain_of(2)))
+        assert again.generate(PROMPTS[:2], NUM_NEW).accepted == generation.accepted
 
 
-@pytest.mark.parametrize("family", WORKING, ids=str)
 def test_compiled_decoding_equals_generate_or_is_refused(family, traced):
     target, answers = target_of(family), answers_of(family)
 
@@ -152,7 +155,20 @@ def test_compiled_decoding_equals_generate_or_is_refused(family, traced):
             decode()
 
 
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family.refused], ids=str)
-def test_families_that_cannot_work_are_refused_with_a_sentence(family):
-    with pytest.raises(ValueError, match=family.refused):
-        target_of(family)
+def test_the_table_of_targets_says_what_works(family):
+    assert table_row(family) in table_rows()
+
+
+@pytest.mark.parametrize("refused", [family for family in FAMILIES if family.refused], ids=str)
+def test_families_that_cannot_work_are_refused_with_the_sentence_of_the_table(refused):
+    assert table_row(refused) in table_rows()
+
+
+def test_the_table_of_targets_has_no_other_rows():
+    assert len(table_rows()) == len(set(map(str, FAMILIES))) == len(FAMILIES)
+
+
+@functools.cache
+def table_rows() -> list[str]:
+    """Written by `python -m tests.target_table`."""
+    return [line for line in PAGE.read_text().splitlines() if line.startswith("| `")]

@@ -1,0 +1,106 @@
+"""The tables of docs/targets.md, one row for each entry of tests/families.py: `python -m tests.target_table` writes them.
+
+tests/specdec/test_families.py compares every row with the page.
+"""
+
+import functools
+import importlib
+import re
+
+import pytest
+from hydra.utils import instantiate
+
+from specdec import attention
+from specdec.experts import experts_of
+from specdec.heads.borrowed import embedding_scale
+from specdec.target import Target
+from tests.families import FAMILIES, Family, make
+from tests.support import ROOT, load_head
+
+PAGE = ROOT / "docs" / "targets.md"
+HEADS = {"eagle3": "EAGLE-3", "dflash": "DFlash", "eagle": "EAGLE-1", "mtp": "MTP", "medusa": "Medusa"}
+FORMATS = {"vllm": "vLLM", "sglang": "SGLang", "gguf": "llama.cpp", "eagle": "SafeAILab's code"}
+WORKS = ["model type", "has", "chains, batches", "training, replay", "trees", "packing", "compiled", *FORMATS.values()]
+REFUSED = ["model type", "why"]
+NOT_TRIED = "Not known to load"
+
+
+@functools.cache
+def target_of(family: Family) -> Target:
+    """Raises ValueError where the family is refused."""
+    model = make(family)
+    return Target(make(family, attention.implementation(type(model))), name=str(family))
+
+
+def features(target: Target) -> str:
+    """What the tiny target has that a Llama has not."""
+    fields = target.config.to_dict()
+    found = {
+        "windows": target.windowed,
+        "recurrent layers": target.recurrent,
+        "experts": experts_of(fields),
+        "latents": fields.get("kv_lora_rank"),
+        "sinks": any(name.endswith(("sinks", "attention_sink_bias")) for name, _ in target.model.named_parameters()),
+        "capped attention": fields.get("attn_logit_softcapping"),
+        "scaled or capped logits": not target.shape_logits.plain,
+        "scaled embedding": embedding_scale(target) != 1,
+        "biased LM head": target.lm_head.bias is not None,
+    }
+    return ", ".join(name for name, value in found.items() if value)
+
+
+@functools.cache
+def exports(family: Family) -> dict[str, str]:
+    """For each engine of FORMATS, the heads that are exported for it; with a star those that the engine may not load."""
+    target = target_of(family)
+    cells = {name: [] for name in FORMATS.values()}
+    for head, label in HEADS.items():
+        drafter = instantiate(load_head(head)["drafter"], target, vocab=None)
+        for format_name, engine in FORMATS.items():
+            try:
+                form = importlib.import_module(f"specdec.export.{format_name}").form(drafter)
+            except ValueError:
+                continue
+            cells[engine].append(label + "*" * any(NOT_TRIED in note for note in form.notes))
+    return {engine: ", ".join(labels) or "none" for engine, labels in cells.items()}
+
+
+def name_of(family: Family) -> str:
+    return f"`{family.model_type}`" + (f" ({family.variant})" if family.variant else "")
+
+
+def table_row(family: Family) -> str:
+    """What works, or the sentence that refuses the family."""
+    if family.refused:
+        with pytest.raises(ValueError, match=family.refused) as error:
+            target_of(family)
+        return line([name_of(family), str(error.value).replace("\n", " ")])
+    yes = lambda value: "yes" if value else "no"
+    linear = yes(not family.recurrent)
+    works = [features(target_of(family)), "yes", "yes", linear, linear, yes(family.compiled)]
+    return line([name_of(family), *works, *exports(family).values()])
+
+
+def line(cells: list[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def table(header: list[str], families: list[Family]) -> str:
+    return "\n".join([line(header), "|---" * len(header) + "|", *map(table_row, families)])
+
+
+def section(name: str, content: str, page: str) -> str:
+    """The page with this content between the comments that name the section."""
+    return re.sub(
+        rf"(<!-- {name} -->\n).*?(<!-- end -->)", lambda found: f"{found[1]}{content}\n{found[2]}", page, flags=re.S
+    )
+
+
+def main() -> None:
+    page = PAGE.read_text()
+    page = section("works", table(WORKS, [family for family in FAMILIES if not family.refused]), page)
+    PAGE.write_text(section("refused", table(REFUSED, [family for family in FAMILIES if family.refused]), page))
+
+
+if __name__ == "__main__":
+    main()
