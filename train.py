@@ -20,6 +20,7 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from specdec import checkpoint, rules
+from specdec.compile import Runner
 from specdec.drafter import Head
 from specdec.drafting import Drafting
 from specdec.experts import experts_of
@@ -178,7 +179,12 @@ def make_validation(
     with named("validation"):
         sampling = Sampling(temperature=config.validation.temperature)
     with named("decode"):
-        drafting.decoder(target, drafting.proposer(drafter), sampling=sampling, stop=stop)
+        decoder = drafting.decoder(
+            target, drafting.proposer(drafter), sampling=sampling, stop=stop, runner=Runner(drafting.compile)
+        )
+    with named("validation"):
+        for prompt in prompts:
+            decoder.check([prompt.tokens], config.validation.max_new_tokens)
 
     def validate(frozen: Head) -> Report:
         results = measure(

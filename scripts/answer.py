@@ -82,7 +82,7 @@ def write(chosen: Answer, console: rich.console.Console) -> None:
     if not remaining:
         return
 
-    model = loading.load_target(chosen.target).target.model
+    opened = loading.load_target(chosen.target)
     sizes = {"batch": chosen.batch, "max_new_tokens": chosen.max_new_tokens}
     columns = [*rich.progress.Progress.get_default_columns()[:2], rich.progress.MofNCompleteColumn(), Rate()]
     num_rows = num_tokens = 0
@@ -90,7 +90,7 @@ def write(chosen: Answer, console: rich.console.Console) -> None:
     with rich.progress.Progress(*columns, console=console) as progress:
         task = progress.add_task("answers", total=len(remaining), rate="")
         for rows, num in answering.answer(
-            model, tokenizer, remaining, **sizes, top_p=chosen.decode.top_p, seed=chosen.seed
+            opened.target, tokenizer, opened.stop, remaining, **sizes, top_p=chosen.decode.top_p, seed=chosen.seed
         ):
             answers.append(*rows)
             num_rows, num_tokens, now = num_rows + len(rows), num_tokens + num, time.perf_counter()

@@ -89,7 +89,8 @@ def products(
     scores = query @ key.transpose(-1, -2)  # [B, G, H/G * S, C]
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.view(num_rows, num_heads, num_tokens, -1).masked_fill(~mask, float("-inf"))
+    # Not minus infinity: a query that sees nothing, such as padding, must not become NaN
+    scores = scores.view(num_rows, num_heads, num_tokens, -1).masked_fill(~mask, torch.finfo(scores.dtype).min)
     if sinks is not None:
         column = sinks.to(scores.dtype)[None, :, None, None].expand(num_rows, -1, num_tokens, -1)
         scores = torch.cat([scores, column], dim=-1)

@@ -151,7 +151,7 @@ class Decoder:
         Raises ValueError for prompts that are empty or do not fit into the target's positions.
         """
         result = result or Generation([[] for _ in prompts], [[] for _ in prompts])
-        self._check(prompts, max_new_tokens)
+        self.check(prompts, max_new_tokens)
         device = self.target.device
         start = self._clock()
         num = torch.tensor([len(prompt) for prompt in prompts], device=device)  # [B]
@@ -275,7 +275,8 @@ class Decoder:
     def _compiling(self) -> float:
         return self.runner.seconds + (self.proposer.compile_seconds if self.proposer else 0.0)
 
-    def _check(self, prompts: list[list[int]], max_new_tokens: int) -> None:
+    def check(self, prompts: list[list[int]], max_new_tokens: int) -> None:
+        """Raises ValueError, with what to change, for a batch that `stream` does not decode."""
         if not prompts or not all(prompts) or max_new_tokens < 1:
             raise ValueError(
                 "Decoding needs at least one prompt, every prompt at least one token, and max_new_tokens >= 1."
@@ -286,9 +287,8 @@ class Decoder:
         if limit is not None and longest + max_new_tokens + depth > limit:
             raise ValueError(
                 f"A prompt of {longest} tokens, {max_new_tokens} new ones and {depth} drafts exceed the target's "
-                f"{limit} positions: shorten the prompt or lower max_new_tokens."
+                f"{limit} positions: shorten the prompt or lower max_new_tokens=."
             )
-
         boundary = self.target.rotary_boundary
         if boundary is not None and min(map(len, prompts)) <= boundary < longest + max_new_tokens + depth:
             raise ValueError(

@@ -103,12 +103,14 @@ def check_supported(config: PreTrainedConfig, name: str) -> None:
 
     config: of the text part
     """
-    layers = DynamicCache(config=config).layers
-    unknown = {
-        type(layer).__name__
-        for layer in layers
-        if not isinstance(layer, StateLayer) and type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer)
-    }
+    try:
+        unknown = {
+            type(layer).__name__
+            for layer in DynamicCache(config=config).layers
+            if not isinstance(layer, StateLayer) and type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer)
+        }
+    except KeyError as error:  # a kind that transformers' cache does not know before the model's own code is imported
+        unknown = {str(error.args[0])}
     if unknown:
         raise ValueError(f"{name}: {_refusal(', '.join(sorted(unknown)))}")
 

@@ -72,6 +72,9 @@ def measure(
         "drafted": drafting.decoder(target, proposer, sampling=sampling, stop=stop, runner=runner),
         "plain": Decoder(target, None, sampling=sampling, stop=stop, runner=runner),
     }
+    groups = [prompts[start : start + batch] for start in range(0, len(prompts), batch)]
+    for group in groups:  # now, not after the others were decoded
+        decoders["drafted"].check([prompt.tokens for prompt in group], max_new_tokens)
     for name in ("plain", "drafted"):
         generator = seeded_generator(target, seed)
         decoders[name].generate([prompts[0].tokens], min(8, max_new_tokens), generator=generator)
@@ -86,7 +89,6 @@ def measure(
         return decode_group
 
     replays = isinstance(replayed, Drafter) and drafting.replayable(replayed, sampling)
-    groups = [prompts[start : start + batch] for start in range(0, len(prompts), batch)]
     functions = {name: decode(decoder) for name, decoder in decoders.items()}
     results = []
     for number, group in enumerate(progress(groups)):

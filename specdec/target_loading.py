@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import (
@@ -27,6 +28,7 @@ from specdec.layer_kinds import check_supported
 from specdec.target_fingerprint import quantisation_of
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16, "float64": torch.float64}
+NEWER = "Install a newer transformers that specdec allows (pip install -U specdec), or choose another target."
 DEVICES = "Give cpu, cuda, a numbered one such as cuda:1, or auto (the layers spread over all accelerators)"
 
 
@@ -85,8 +87,7 @@ def load_config(name: str, *, revision: str | None = None) -> PreTrainedConfig:
     if kind and kind not in CONFIG_MAPPING:
         raise ValueError(
             f"{name}: transformers {transformers.__version__} does not know model_type={kind}. The model is newer, or "
-            "brings its own code, which is not run here. Install a newer transformers that specdec allows "
-            "(pip install -U specdec), or choose another target."
+            f"brings its own code, which is not run here. {NEWER}"
         )
     config = _read(AutoConfig.from_pretrained, name, revision=revision)
     if config.to_dict().get("is_encoder_decoder"):
@@ -180,6 +181,11 @@ def _read(load: Callable, name: str, **kwargs):
         )
     try:
         return load(name, **kwargs)
+    except StrictDataclassError as error:  # a field of its configuration has a value that transformers does not know
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"{name}: transformers {transformers.__version__} does not take its configuration ({reason}). {NEWER}"
+        ) from error
     except (OSError, ValueError) as error:
         raise ValueError(
             f"{name} could not be loaded as a causal language model ({_first_line(error)}). Give a folder "

@@ -5,9 +5,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
+from specdec.decode import Decoder
+from specdec.sampling import Sampling
+from specdec.target import Target
 from train.data import encode_prompt
 
 
@@ -48,50 +50,25 @@ def batches(jobs: list[Job], size: int) -> Iterator[list[Job]]:
         yield from (same[start : start + size] for start in range(0, len(same), size))
 
 
-def plain_generation(model: PreTrainedModel, end_token: int | None) -> GenerationConfig:
-    """Settings that end an answer where the target ends it and leave its distribution unchanged: no penalty, no filter."""
-    own = model.generation_config.eos_token_id
-    own = own if isinstance(own, list) else [own]
-    end_tokens = sorted({end_token, *own} - {None})
-    return GenerationConfig(do_sample=False, eos_token_id=end_tokens, pad_token_id=end_tokens[0])
+def trim(tokens: list[int], stop: set[int]) -> tuple[list[int], str]:
+    """The answer without the token that ends it, and whether it had one ("stop") or was cut ("length")."""
+    return (tokens[:-1], "stop") if tokens[-1] in stop else (tokens, "length")
 
 
-def pad_left(prompts: list[list[int]], pad_token: int) -> tuple[Tensor, Tensor]:
-    """Tokens and attention mask, both [B, T] int64."""
-    length = max(map(len, prompts))
-    tokens = torch.full((len(prompts), length), pad_token)  # [B, T]
-    mask = torch.zeros_like(tokens)  # [B, T]
-    for index, prompt in enumerate(prompts):
-        tokens[index, length - len(prompt) :] = torch.tensor(prompt)
-        mask[index, length - len(prompt) :] = 1
-    return tokens, mask
-
-
-def trim(tokens: list[int], end_tokens: list[int]) -> tuple[list[int], str]:
-    """The answer without its end-of-turn token, and whether it had one ("stop") or was cut ("length")."""
-    ends = [index for index, token in enumerate(tokens) if token in end_tokens]
-    return (tokens[: ends[0]], "stop") if ends else (tokens, "length")
-
-
-@torch.inference_mode()
 def generate(
-    model: PreTrainedModel, jobs: list[Job], *, top_p: float, max_new_tokens: int, seed: int
+    target: Target, stop: set[int], jobs: list[Job], *, top_p: float, max_new_tokens: int, seed: int
 ) -> list[list[int]]:
-    """New tokens for jobs of one temperature, padded behind their end. The random seed is `seed` and the first job's id."""
+    """New tokens for jobs of one temperature. The random seed is `seed` and the first job's id."""
     digest = hashlib.sha256(f"{seed} {jobs[0].id}".encode()).digest()
-    torch.manual_seed(int.from_bytes(digest[:7], "big"))
-    temperature = jobs[0].temperature
-    sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0} if temperature else {}
-    tokens, mask = pad_left([job.tokens for job in jobs], model.generation_config.pad_token_id)
-    output = model.generate(  # type: ignore[operator]
-        tokens.to(model.device), attention_mask=mask.to(model.device), max_new_tokens=max_new_tokens, **sampling
-    )  # [B, T + new]
-    return output[:, tokens.shape[1] :].tolist()
+    generator = torch.Generator(target.device).manual_seed(int.from_bytes(digest[:7], "big"))
+    decoder = Decoder(target, None, sampling=Sampling(jobs[0].temperature, top_p=top_p), stop=stop)
+    return decoder.generate([job.tokens for job in jobs], max_new_tokens, generator=generator).tokens
 
 
 def answer(
-    model: PreTrainedModel,
+    target: Target,
     tokenizer: PreTrainedTokenizerBase,
+    stop: set[int],
     jobs: list[Job],
     *,
     batch: int,
@@ -101,15 +78,14 @@ def answer(
 ) -> Iterator[tuple[list[dict], int]]:
     """For each batch of jobs, the conversations with their answers, and how many tokens the target wrote for them.
 
-    Replaces the generation settings of the model. The rows are {id, category, temperature, finish, messages}, where
-    `finish` is "stop", or "length" for an answer that was cut at `max_new_tokens`.
+    stop: tokens that end an answer. The rows are {id, category, temperature, finish, messages}, where `finish` is "stop",
+    or "length" for an answer that was cut at `max_new_tokens`.
     """
-    model.generation_config = plain_generation(model, tokenizer.eos_token_id)
     for group in batches(jobs, batch):
         rows, num_tokens = [], 0
-        written = generate(model, group, top_p=top_p, max_new_tokens=max_new_tokens, seed=seed)
+        written = generate(target, stop, group, top_p=top_p, max_new_tokens=max_new_tokens, seed=seed)
         for job, tokens in zip(group, written, strict=True):
-            tokens, finish = trim(tokens, model.generation_config.eos_token_id)
+            tokens, finish = trim(tokens, stop)
             text = str(tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
             text = text.rstrip("\ufffd") if finish == "length" else text  # the cut may fall inside a character
             messages = [*job.messages, {"role": "assistant", "content": text}]

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from specdec import attention
 from specdec.heads.draft import Draft
 from specdec.heads.medusa import Medusa2
 from specdec.target import Target, load_tokenizer
@@ -39,6 +40,18 @@ def test_the_fingerprint_depends_on_weights_and_not_on_their_dtype(tmp_path):
     with torch.no_grad():
         first.decoder.layers[5].mlp.down_proj.weight[0, 0] += 0.1
     assert first.fingerprint() != Target(first.model, name="changed").fingerprint()
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("sinks", [None, torch.ones(4)])
+def test_queries_that_see_nothing_do_not_become_nan(softcap, sinks):
+    """As padding before a prompt, whose keys and values later layers compute with."""
+    query, key, value = (torch.randn(2, num_heads, 3, 8) for num_heads in (4, 2, 2))
+    seen = torch.ones(2, 1, 3, 3, dtype=torch.bool).tril()
+    cut = seen.clone()
+    cut[1, :, :1] = cut[1, :, :, :1] = False
+    whole, cut = (attention.products(query, key, value, mask, sinks=sinks, softcap=softcap) for mask in (seen, cut))
+    assert cut.isfinite().all() and torch.equal(cut[0], whole[0]) and not torch.equal(cut[1], whole[1])
 
 
 @pytest.mark.parametrize("layers", [[1, 1], [3, 2], [0, 9], [-10]])

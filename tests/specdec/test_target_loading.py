@@ -24,6 +24,7 @@ from specdec.sampling import Sampling
 from specdec.target import Target
 from specdec.target_fingerprint import fingerprint, quantisation_of
 from specdec.tree import TreeShape
+from tests.families import FAMILIES, make
 from tests.support import REAL_TARGET, child_environment, save_eagle
 
 SIZES = {"vocab_size": 61, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -346,6 +347,22 @@ def test_a_model_that_transformers_does_not_know_is_refused(tmp_path):
         ValueError, match=rf"transformers {transformers.__version__} does not know model_type=newer_than_this"
     ):
         Target.load(str(folder), dtype="float32")
+
+
+def test_kinds_of_layers_that_nobody_knows_are_refused(tmp_path):
+    make(next(family for family in FAMILIES if str(family) == "qwen3")).save_pretrained(tmp_path)
+    edit(tmp_path, layer_types=["telepathic_attention"] * 4)
+    with pytest.raises(ValueError, match=r"does not take its configuration .*telepathic_attention.* Install a newer"):
+        Target.load(str(tmp_path))
+
+
+def test_kinds_of_layers_without_entries_that_can_be_dropped_are_refused_by_the_configuration(tmp_path):
+    make(next(family for family in FAMILIES if str(family) == "deepseek_v4")).save_pretrained(tmp_path)
+    command = (
+        f"from specdec.target import Target; Target.load({str(tmp_path)!r})"  # the family's code is not imported yet
+    )
+    done = subprocess.run([sys.executable, "-c", command], env=child_environment(), capture_output=True, text=True)
+    assert "of a kind that is not known here (heavily_compressed_attention)" in done.stderr.splitlines()[-1]
 
 
 def test_a_quantiser_that_transformers_does_not_know_is_refused(tmp_path):

@@ -16,7 +16,7 @@ from scripts.show_data import ShowData
 from specdec import masks
 from tests.support import REAL_TARGET
 from train import data, reading
-from train.answering import batches, list_jobs, pad_left, trim
+from train.answering import batches, list_jobs, trim
 from train.resumable import Resumable, read_rows
 
 SINGLE = [
@@ -342,12 +342,9 @@ def test_jobs_and_batches(tokenizer):
             parse_temperatures(text)
 
 
-def test_padding_and_trimming():
-    tokens, mask = pad_left([[1, 2, 3], [4]], 9)
-    assert tokens.tolist() == [[1, 2, 3], [9, 9, 4]]
-    assert mask.tolist() == [[1, 1, 1], [0, 0, 1]]
-    assert trim([5, 2, 2, 2], [2, 7]) == ([5], "stop")
-    assert trim([5, 6], [2]) == ([5, 6], "length")
+def test_an_answer_is_trimmed_at_its_end():
+    assert trim([5, 7], {2, 7}) == ([5], "stop")
+    assert trim([5, 6], {2}) == ([5, 6], "length")
 
 
 @pytest.mark.parametrize(
