@@ -188,7 +188,12 @@ class Decoder:
             verified = self._clock()
             if not tree.linear:
                 cache.keep(path)
-            cache.commit(num_kept, counts)
+            running = [n > 0 for n in left]
+            if all(running):
+                cache.commit(num_kept, counts)
+            else:  # a row that has ended stands still: its text would outgrow the target's positions
+                on = torch.tensor(running, device=device)
+                cache.commit(num_kept * on, [count * more for count, more in zip(counts, running)])
             if self.proposer:
                 if self.proposer.watches and verdict.choices is not None:
                     self.proposer.watch(tree, verdict.choices)
@@ -197,7 +202,6 @@ class Decoder:
                     features = features.gather(1, path[..., None].expand(-1, -1, features.shape[-1]))
                 self.proposer.commit(following, features, num_kept, counts)
             kept = self._clock()
-            running = [n > 0 for n in left]
             emitted = self._cut([list(row[:n]) for row, n in zip(zip(*lists), counts)], left, written)
             drafts = [max(0, len(row) - 1) for row in emitted]
             for row, count in enumerate(drafts):

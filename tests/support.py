@@ -305,12 +305,16 @@ def check_counters(generation) -> None:
 
 
 class Scripted(Proposer):
-    """A proposer that is given the text of every row. drafts(text, place of the newest token) -> Tree of one row"""
+    """A proposer that is given the text of every row. drafts(text, place of the newest token) -> Tree of one row
+
+    ends: how long prompt and answer of each row are, if the text goes on; what is committed behind them is not looked at
+    """
 
     target_layers = (3, 8)
 
-    def __init__(self, texts: list[list[int]], depth: int, drafts):
+    def __init__(self, texts: list[list[int]], depth: int, drafts, *, ends: list[int] | None = None):
         self.texts, self.depth, self.drafts = texts, depth, drafts
+        self.ends = ends or [sum(map(len, texts))] * len(texts)
 
     def begin(self, tokens, num):
         self.places = [0] * len(num)
@@ -319,7 +323,7 @@ class Scripted(Proposer):
     def commit(self, tokens, features, num, counts):
         for row, count in enumerate(num.tolist()):
             first, self.places[row] = self.places[row] + 1, self.places[row] + count
-            text = self.texts[row][first : first + count]
+            text = self.texts[row][first : first + count] if first < self.ends[row] else []
             assert tokens[row, : len(text)].tolist() == text  # the committed tokens are those of the text, in order
             self.features[row] += features[row, : len(text)]
 

@@ -150,6 +150,10 @@ def test_accepted_paths_through_scattered_nodes(target, answers):
 # Ends of answers
 
 
+def lengths(prompts: list[list[int]], answers: list[list[int]]) -> list[int]:
+    return [len(prompt) + len(answer) for prompt, answer in zip(prompts, answers)]
+
+
 def test_stop_inside_an_accepted_run(target, answers):
     """The answer ends with the stop token; the other rows go on."""
     prompts = prompts_of(target)
@@ -158,9 +162,10 @@ def test_stop_inside_an_accepted_run(target, answers):
     ends = lambda answer, stop: answer[: answer.index(stop) + 1] if stop in answer else answer
     for index in firsts:
         stop = answers[0][index]
-        decoder = greedy(target, Scripted(texts, 4, oracle(4)), {stop})
-        generation = decoder.generate(prompts, NUM_NEW)
-        assert generation.tokens == [ends(answer, stop) for answer in answers]
+        expected = [ends(answer, stop) for answer in answers]
+        proposer = Scripted(texts, 4, oracle(4), ends=lengths(prompts, expected))
+        generation = greedy(target, proposer, {stop}).generate(prompts, NUM_NEW)
+        assert generation.tokens == expected
         assert generation.tokens == greedy(target, None, {stop}).generate(prompts, NUM_NEW).tokens
         assert len(generation.accepted[0]) == -(-index // 5)
         check_counters(generation)
@@ -176,7 +181,9 @@ def test_stream_emits_nothing_after_the_end(target, answers):
     prompts = prompts_of(target)
     texts = [prompt + answer for prompt, answer in zip(prompts, answers)]
     stop = answers[0][2]
-    rounds = list(greedy(target, Scripted(texts, 4, oracle(4)), {stop}).stream(prompts, NUM_NEW))
+    expected = greedy(target, None, {stop}).generate(prompts, NUM_NEW).tokens
+    proposer = Scripted(texts, 4, oracle(4), ends=lengths(prompts, expected))
+    rounds = list(greedy(target, proposer, {stop}).stream(prompts, NUM_NEW))
     assert [token for emitted in rounds for token in emitted.tokens[0]] == answers[0][: answers[0].index(stop) + 1]
     assert len(rounds) > 2 and all(emitted.tokens[0] == [] and emitted.accepted[0] == 0 for emitted in rounds[2:])
 

@@ -77,7 +77,8 @@ def test_rows_of_a_batch_end_where_single_answers_end(middling, answers, way, pe
         ends |= set(map(len, expected))
         for rows in (range(5), range(1)):
             texts = [prompts[row] + whole[row] for row in rows]
-            proposer = Scripted(texts, 4, oracle(4)) if way == "oracle" else None
+            lengths = [len(prompts[row]) + len(expected[row]) for row in rows]
+            proposer = Scripted(texts, 4, oracle(4), ends=lengths) if way == "oracle" else None
             decoder = decoder_of(middling, way, proposer=proposer, penalty=penalty, stop=stop, strings=strings)
             generation = decoder.generate([prompts[row] for row in rows], NUM_NEW)
             assert generation.tokens == [expected[row] for row in rows]
