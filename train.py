@@ -121,7 +121,17 @@ def load_target(config: DictConfig, accelerator: Accelerator) -> tuple[Target, P
 
 
 def load_packs(config: DictConfig, tokenizer: PreTrainedTokenizerBase, target: Target) -> data.Packs:
-    """The conversations that are trained on. Raises ValueError if they are to be packed for a target with recurrent layers."""
+    """The conversations that are trained on. Raises ValueError for a length or for packing that the target cannot read."""
+    limit, boundary = target.max_positions, target.rotary_boundary
+    if limit is not None and config.data.length > limit:
+        raise ValueError(
+            f"data.length={config.data.length}: {target.name} reads {limit} positions, so lower it to at most that."
+        )
+    if boundary is not None and config.data.length > boundary:
+        raise ValueError(
+            f"data.length={config.data.length}: {target.name} turns keys by other angles in texts longer than {boundary} tokens "
+            "(LongRoPE), and would in all rows of a batch at once: lower it to at most that."
+        )
     if config.data.pack and target.recurrent:
         raise ValueError(
             f"data.pack=true: {target.name} has recurrent or convolution layers, whose state would run from one conversation into "

@@ -71,7 +71,7 @@ def main() -> None:
         repeats=chosen.repeats,
         progress=lambda items, text: track(items, description=text, console=console, transient=True),
     )
-    num_bytes = speed.bytes_per_token(opened.target.model)
+    num_bytes = speed.bytes_per_token(opened.target)
     bandwidth = speed.memory_bandwidth(num_bytes, opened.target.device)
     limit = bandwidth / num_bytes
     figures = summarise(methods, rates)

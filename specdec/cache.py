@@ -178,9 +178,8 @@ class RowCache(transformers.Cache):
 
     def drop_pending(self) -> None:
         """Drops all pending entries; the next pass overwrites them."""
+        assert self.states is None, "a recurrent layer's state is set right by `commit` only"
         self.pending = 0
-        if self.states is not None:
-            self.states.commit(self, [0] * len(self.known))
 
     def keep(self, path: Tensor) -> None:
         """Moves the nodes of a path to the first pending places. path [B, P], node 0 first; `commit` follows."""
@@ -198,6 +197,7 @@ class RowCache(transformers.Cache):
 
     def rewind(self, mark: CacheMark) -> None:
         """Drops everything that was committed since `mark`, and all pending entries."""
+        assert self.states is None, "states of recurrent layers cannot be taken back so far"
         self.lengths, self.known = mark
         self.pending = 0
 

@@ -28,7 +28,7 @@ class Round:
 
 CHAINS_ONLY = (
     "has recurrent or convolution layers, whose state follows one chain of tokens, so it cannot verify a tree of drafts: set "
-    "width=1, which drafts a chain."
+    "width=1, which drafts a chain, or choose another proposer of chains, such as ngram."
 )
 STAGES = ("draft", "verify", "keep", "other")
 
@@ -309,7 +309,7 @@ class Decoder:
         if proposer is not None and reach is not None and proposer.depth >= reach:
             raise ValueError(
                 f"{target.name} has layers that see {reach} positions, and {proposer.depth} drafts with the token before them "
-                f"need {proposer.depth + 1}: lower depth= to {reach - 1} or less."
+                f"need {proposer.depth + 1}: lower depth= to {reach - 1} or less (of proposers that look at texts: num)."
             )
         if self.runner.compile:
             check_layers(target, "set compile=false.")

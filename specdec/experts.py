@@ -26,7 +26,8 @@ def experts_of(fields: dict) -> Experts | None:
     """Of a target with these fields of its text configuration; None for a dense one."""
     num = next((fields[name] for name in NUMBERS if isinstance(fields.get(name), int)), 1)
     per_token = next((fields[name] for name in PER_TOKEN if isinstance(fields.get(name), int)), 0)
-    mixture = fields.get("is_moe", True)  # Doge's configuration has numbers of experts that its dense models do not use
+    # Configurations of Doge and of Nemotron-H have numbers of experts that their dense models do not use
+    mixture = fields.get("is_moe", True) and "moe" in (fields.get("layers_block_type") or ["moe"])
     return Experts(num, per_token) if mixture and 0 < per_token < num else None
 
 
@@ -37,7 +38,7 @@ def growth(experts: Experts | None, num_tokens: int) -> float:
 
 def share_of_growth(experts: Experts | None, low: int, place: int, high: int) -> float:
     """Where the cost of a pass over `place` tokens is between those over `low` (0) and over `high` (1)."""
-    if low == high:
-        return 0.0
     at_low, at_place, at_high = (growth(experts, num) for num in (low, place, high))
+    if at_low == at_high:
+        return 0.0
     return (at_place - at_low) / (at_high - at_low)

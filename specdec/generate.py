@@ -200,7 +200,7 @@ def _borrowed(model: PreTrainedModel) -> Iterator[None]:
     implementation = config._attn_implementation
     training = [module for module in model.modules() if module.training]
     learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    config._attn_implementation = attention.NAME
+    config._attn_implementation = attention.implementation(type(model))
     try:
         model.eval()
         yield

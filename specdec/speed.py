@@ -8,21 +8,21 @@ A round of plain decoding emits one token. `stages` are seconds by decode.STAGES
 import statistics
 import time
 from dataclasses import dataclass, replace
-from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
-from transformers import PreTrainedModel
 
 from specdec import replay
 from specdec.decode import STAGES, Decoder, Generation
-from specdec.experts import Experts, share_of_growth
+from specdec.experts import Experts, experts_of, share_of_growth
 from specdec.proposers.heads import HeadProposer
 from specdec.proposers.stopping import Stopping
 from specdec.report import Report
+from specdec.target import Target
 
 RIDGE = 1.0  # of the fit: one over the variance of a normal prior around Stopping(), the drafter's own probabilities
+MOST_READ = 2**30  # bytes
 THRESHOLDS = [num / 50 for num in range(50)]
 
 
@@ -228,18 +228,21 @@ def plan_stopping(rounds: list[TimedRound], stopping: Stopping, costs: ChainCost
 # The limit of plain decoding
 
 
-def bytes_per_token(model: PreTrainedModel) -> int:
-    """Bytes of weights that the pass of one token reads: all, but of an embedding apart from the LM head only one row."""
-    embedding, head = (
-        cast(nn.Embedding | nn.Linear, part).weight
-        for part in (model.get_input_embeddings(), model.get_output_embeddings())
-    )
-    return sum(each.nbytes for each in model.parameters() if each is not embedding or embedding is head)
+def bytes_per_token(target: Target) -> int:
+    """Bytes of weights that the pass of one token reads: of an embedding apart from the LM head one row, which is left out,
+    and of a mixture the experts that a token uses. A multimodal model's other parts are not read."""
+    experts = experts_of(target.config.to_dict())
+    used = 1.0 if experts is None else experts.per_token / experts.num
+    weights = {id(target.lm_head.weight): float(target.lm_head.weight.nbytes)}
+    for name, value in [*target.decoder.named_parameters(), *target.decoder.named_buffers()]:
+        if value is not target.embed.weight:
+            weights[id(value)] = value.nbytes * (used if "experts" in name.split(".") else 1.0)
+    return round(sum(weights.values()))
 
 
 def memory_bandwidth(num_bytes: int, device: torch.device, *, repeats: int = 15) -> float:
-    """Bytes/s at which the device reads `num_bytes` from memory (a sum of float32); the best of `repeats`."""
-    values = torch.ones(num_bytes // 4, device=device)
+    """Bytes/s at which the device reads `num_bytes`, at most MOST_READ, from memory (a sum of float32); the best of `repeats`."""
+    values = torch.ones(min(num_bytes, MOST_READ) // 4, device=device)
     best = 0.0
     for _ in range(repeats):
         start = time.perf_counter()

@@ -47,9 +47,6 @@ class Target:
         self.embed = cast(nn.Embedding, model.get_input_embeddings())
         self.lm_head = cast(nn.Linear, model.get_output_embeddings())
         self.width: int = config.hidden_size
-        # Configurations may leave out the width of an attention head, or have no attention
-        num_heads = getattr(config, "num_attention_heads", None) or max(1, self.width // 64)
-        self.head_dim: int = config.to_dict().get("head_dim") or self.width // num_heads
         self.max_positions = target_structure.last_position(config)
         self.rotary_boundary = target_structure.rotary_boundary(config)
         self.quantisation = quantisation or quantisation_of(model.config)  # such as bitsandbytes-4bit; None: none
@@ -128,15 +125,21 @@ class Target:
     @property
     def plain(self) -> bool:
         """Whether all layers have full attention and entries of one shape, and logits are the LM head's own output."""
-        alike = len(set(self._shapes)) == 1 and len(self._shapes) == 2 * self.num_layers
+        shapes = {shape and (shape.num_heads, shape.width, shape.dtype) for shape in self._shapes}
+        alike = len(shapes) == 1 and len(self._shapes) == 2 * self.num_layers
         return alike and not self.recurrent and not self.windowed and self.shape_logits.plain
+
+    @property
+    def spread(self) -> bool:
+        """Whether its layers are on several devices."""
+        return len({shape.device for shape in self._shapes if shape is not None}) > 1
 
     @property
     def layer_types(self) -> list[str]:
         """The kind of every layer, as layer_kinds.py names them."""
         if self.kinds.names is None:
             return [self.kinds.one] * self.num_layers
-        return list(getattr(self.config, "layer_types", None) or self.kinds.names * self.num_layers)[: self.num_layers]
+        return list(self.config.layer_types)[: self.num_layers]
 
     def cache(self, batch: int) -> RowCache:
         """An empty cache for `batch` rows."""

@@ -28,14 +28,16 @@ def adapt(target: Target, *, rank: int, alpha: int, modules: list[str]) -> dict[
     except ImportError as error:
         raise ValueError(f"A head that adapts its target {NEEDS_PEFT}.") from error
 
+    inside = {id(module) for block in target.blocks for module in block.modules()}
+    chosen = [module for name, module in target.decoder.named_modules() if name.split(".")[-1] in modules]
+    if not all(id(module) in inside for module in chosen):
+        raise ValueError(f"lora_modules={modules}: only layers inside the decoder's blocks can be adapted.")
     config = peft.LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(modules))
     try:
-        peft.inject_adapter_in_model(config, target.model)
+        peft.inject_adapter_in_model(config, target.decoder)
     except ValueError as error:
         raise ValueError(f"{target.name} has no layers named {', '.join(modules)}: change lora_modules=.") from error
     parameters = {name: value for name, value in target.model.named_parameters() if "lora_" in name}
-    if not all(".layers." in name for name in parameters):
-        raise ValueError(f"lora_modules={modules}: only layers inside the decoder's blocks can be adapted.")
     for parameter in parameters.values():
         parameter.data = parameter.data.to(torch.promote_types(target.dtype, torch.float32))
     return parameters

@@ -26,6 +26,7 @@ from transformers.utils import is_accelerate_available
 from specdec import attention
 from specdec.layer_kinds import check_supported
 from specdec.target_fingerprint import quantisation_of
+from specdec.target_structure import find_blocks
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16, "float64": torch.float64}
 NEWER = "Install a newer transformers that specdec allows (pip install -U specdec), or choose another target."
@@ -117,13 +118,12 @@ def spread(model: PreTrainedModel, num_layers: int, devices: list[torch.device])
 
     So tokens go in, and final states and logits come out, on the first device.
     """
-    lists = [part for part in model.get_decoder().modules() if isinstance(part, nn.ModuleList)]
-    layers = next((part for part in lists if len(part) == num_layers), None)
+    layers = find_blocks(model.get_decoder(), num_layers, type(model).__name__)
 
     def parts_of(name: str, part: nn.Module) -> dict[str, torch.device]:
-        if part is layers:
-            return {f"{name}.{n}": devices[n * len(devices) // num_layers] for n in range(num_layers)}
-        if all(inside is not layers for inside in part.modules()):
+        if isinstance(part, nn.ModuleList) and list(part) == layers:
+            return {f"{name}.{n}": devices[n * len(devices) // len(layers)] for n in range(len(layers))}
+        if all(inside is not layers[0] for inside in part.modules()):
             return {name: devices[0]}
         inner = [parts_of(f"{name}.{child}".lstrip("."), module) for child, module in part.named_children()]
         return {key: device for found in inner for key, device in found.items()}

@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from specdec.cache import EntryShape
 
+MOST_NODES = 256  # of a tree of drafts, for targets that count slots of the cache
 NUM_TOKENS = 12  # of the text that a model is tried on
 ANOTHER = "Choose a target of another family (docs/targets.md has the list)."
 
@@ -62,9 +63,6 @@ class Recorder(transformers.Cache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
 
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        return query_length, 0
-
     def update_conv_state(self, conv_states, layer_idx, *args, **kwargs):
         self.mixers[layer_idx] = self.running[-1]
         return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
@@ -99,11 +97,12 @@ def last_position(config: PreTrainedConfig) -> int | None:
     """How many positions a text may have; None: any number.
 
     Llama 4 sharpens attention in some layers by the number of the cache's slot, from `floor_scale` on, where a slot is
-    not a position in a tree or in a batch.
+    not a position in a tree or in a batch. Each node of a tree takes a slot.
     """
     limit = getattr(config, "max_position_embeddings", None)
     if getattr(config, "attn_temperature_tuning", False) and getattr(config, "floor_scale", None):
-        limit = min(limit or config.floor_scale, config.floor_scale - 1)
+        first = config.floor_scale - MOST_NODES
+        limit = min(limit or first, first)
     return limit
 
 

@@ -171,7 +171,6 @@ FAMILIES = [
             "num_local_experts": 4,
             "num_experts_per_tok": 2,
             "interleave_moe_layer_step": 2,
-            "floor_scale": 200,  # the full layer's temperature changes there, behind the texts of all tests
         },
         compiled=False,
     ),

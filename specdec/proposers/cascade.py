@@ -49,6 +49,10 @@ class Cascade(Proposer):
                 f"{target.name} has layers that do not keep every token's entries alike, so no part of them can be chosen for a "
                 "cascade: choose another proposer."
             )
+        if target.spread:
+            raise ValueError(
+                f"The layers of {target.name} are on several devices, and a cascade needs one: set target.device=cuda."
+            )
         self.target, self.inner = target, inner
         self.linear = True
         self.depth = num

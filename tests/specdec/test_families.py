@@ -65,10 +65,13 @@ class Partly(Proposer):
         self.newest = [int(row[count - 1]) for row, count in zip(tokens, counts)]
         self.round += 1
 
+    def num_right(self, row: int) -> int:
+        return (self.round + row) % (self.depth + 1)
+
     def propose(self, sampling, generator):
         drafts = []
         for row, (answer, start) in enumerate(zip(self.answers, self.written)):
-            right = (self.round + row) % (self.depth + 1)
+            right = self.num_right(row)
             nodes: Nodes = []
             parent = 0
             for d in range(self.depth):
@@ -98,6 +101,17 @@ def test_decoding_equals_generate(family):
             generation = greedy(target, proposer).generate(PROMPTS[rows], NUM_NEW)
             assert generation.tokens == answers[rows]
             assert all({0, 1, 2, 3} <= set(accepted) for accepted in generation.accepted)
+
+
+def test_rows_that_have_ended_do_not_outgrow_the_target(monkeypatch):
+    """GPT-2 has learned positions: one that is beyond the last would be an error. Row 0 accepts all drafts, row 1 none."""
+    target = target_of(next(family for family in FAMILIES if family.model_type == "gpt2"))
+    prompts, num = [random_tokens(seed, 200, 60) for seed in (1, 2)], target.max_positions - 200 - 3
+    answers = greedy(target, None).generate(prompts, num).tokens
+    proposer = Partly(answers, 3, tree=False)
+    monkeypatch.setattr(proposer, "num_right", lambda row: 3 * (row == 0))
+    generation = greedy(target, proposer).generate(prompts, num)
+    assert generation.tokens == answers and 3 * len(generation.accepted[0]) < len(generation.accepted[1]) == num - 1
 
 
 def test_a_trained_head_drafts_as_it_was_trained_replayed_and_exported(family, tmp_path):

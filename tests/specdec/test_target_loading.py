@@ -24,7 +24,7 @@ from specdec.sampling import Sampling
 from specdec.target import Target
 from specdec.target_fingerprint import fingerprint, quantisation_of
 from specdec.tree import TreeShape
-from tests.families import FAMILIES, Family, make
+from tests.families import FAMILIES, Family, configuration, make
 from tests.support import REAL_TARGET, child_environment, save_eagle
 
 SIZES = {"vocab_size": 61, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -133,6 +133,14 @@ def test_layers_are_spread_in_order_and_all_else_is_on_the_first_device():
         "model.layers.0": first, "model.layers.1": first, "model.layers.2": first, "model.layers.3": second,
         "model.layers.4": second,
     }  # fmt: skip
+
+
+def test_blocks_of_two_layers_are_spread():
+    family = next(family for family in FAMILIES if family.model_type == "longcat_flash")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(configuration(family))
+    places = target_loading.spread(model, 8, ["first", "second"])
+    assert [places[f"model.layers.{n}"] for n in range(4)] == ["first", "first", "second", "second"]
 
 
 def test_a_spread_target_computes_the_same(tmp_path, monkeypatch):
@@ -345,7 +353,10 @@ def test_multimodal_checkpoints_decode_text(tmp_path, family, text, vision):
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(text_config={**SIZES, **text}, vision_config=vision)
     getattr(transformers, f"{family}ForConditionalGeneration")(config).save_pretrained(tmp_path)
-    check_decoding(Target.load(str(tmp_path), dtype="float64"))
+    target = Target.load(str(tmp_path), dtype="float64")
+    check_decoding(target)
+    Medusa2(target)  # its adapter is in the text part only
+    assert {id(layer) for layer in target.adapted_layers()} <= {id(part) for part in target.decoder.modules()}
 
 
 # What is no target

@@ -46,7 +46,9 @@ def test_a_head_trains_for_targets_of_other_families(fit, target_folder, name, m
         ("lfm2", ["head=consistency", "head.vocab_size=null"], "their state cannot follow: train another head"),
         ("mistral-window", ["decode.depth=6"], r"see 6 positions, and 6 drafts .*: lower decode\.depth= to 5 or less"),
         ("phi3-longrope", ["validation.max_new_tokens=150"], r"\(LongRoPE\), and this text would cross that length"),
-        ("llama4_text", ["validation.max_new_tokens=300"], r"199 positions: .* lower validation\.max_new_tokens="),
+        ("phi3-longrope", ["data.length=200"], r"data\.length=200: .* longer than 128 tokens \(LongRoPE\)"),
+        ("gpt2", ["data.length=300"], r"data\.length=300: .* reads 256 positions"),
+        ("llama4_text", ["validation.max_new_tokens=300"], r"256 positions: .* lower validation\.max_new_tokens="),
     ],
 )
 def test_what_cannot_work_is_refused_before_the_first_step(fit, target_folder, name, settings, message):

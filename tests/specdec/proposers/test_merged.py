@@ -131,7 +131,9 @@ def test_members_receive_their_own_features_and_choices(small_target):
     prompts = prompts_of(small_target)[:3]
     generation = greedy(small_target, proposer).generate(prompts, NUM_NEW)
     assert generation.tokens == greedy(small_target, None).generate(prompts, NUM_NEW).tokens
-    ends = [len(prompt) + NUM_NEW for prompt in prompts]  # behind its end a row stands still, and features are of no text
+    ends = [
+        len(prompt) + NUM_NEW for prompt in prompts
+    ]  # behind its end a row stands still, and features are of no text
     for witness in witnesses:
         for text, features, end in zip(witness.texts, witness.features, ends):
             expected = small_target.read(torch.tensor([text]), witness.target_layers).features[0, : end - 1]
