@@ -16,7 +16,9 @@ import transformers
 from torch import Tensor
 from torch.nn import functional as F
 
+from specdec import span_attention
 from specdec.layer_states import LayerStates, StateLayer
+from specdec.span_attention import Span
 
 CacheMark = tuple[Tensor, list[int]]  # what `RowCache.mark` returns: lengths [B], and the same on the host
 
@@ -238,9 +240,8 @@ class RowCache(transformers.Cache):
 class UnrollCache:
     """The keys of a training unroll: append-only and differentiable.
 
-    Step 1 stores the keys of all T slots. Each later step of slot j sees the step-1 keys of slots <= j (its mask) and
-    its own keys of steps 2..d. The latter are a diagonal, which is computed directly. Later steps may run on a subset
-    of S slots.
+    Step 1 stores the keys of all T slots. Each later step of slot j sees the step-1 keys of slots <= j of its document (its
+    span) and its own keys of steps 2..d. Later steps may run on a subset of S slots.
     """
 
     def __init__(self):
@@ -255,22 +256,18 @@ class UnrollCache:
         """The K and V that `update` stored, [B, heads, T, head_dim] each"""
         return self.base[layer]
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-        """query [B, heads, S, head_dim], mask [B, 1, S, T] bool over step-1 keys -> [B, heads, S, head_dim]"""
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, seen: Span) -> Tensor:
+        """query [B, heads, S, head_dim], seen: which step-1 keys -> [B, heads, S, head_dim]"""
         if layer not in self.base:
             self.base[layer] = key, value
             self.own[layer] = []
-            return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
-        self.own[layer].append((key, value))
-        groups = query.shape[1] // key.shape[1]
-        base_key, base_value = (x.repeat_interleave(groups, dim=1) for x in self.base[layer])  # [B, H, T, head_dim]
-        own_keys, own_values = (torch.stack(part, dim=-2) for part in zip(*self.own[layer]))  # [B, heads, S, d-1, .]
-        own_key, own_value = (x.repeat_interleave(groups, dim=1) for x in (own_keys, own_values))  # [B, H, S, d-1, .]
-        query = query * query.shape[-1] ** -0.5
-        past = (query @ base_key.transpose(-1, -2)).masked_fill(~mask, float("-inf"))  # [B, H, S, T]
-        own = (own_key @ query[..., None]).squeeze(-1)  # [B, H, S, d-1]
-        num_past = past.shape[-1]
-        weights = torch.cat([past, own], dim=-1).softmax(dim=-1, dtype=torch.promote_types(query.dtype, torch.float32))
-        weights = weights.to(query.dtype)  # [B, H, S, T + d-1]
-        diagonal = (weights[..., None, num_past:] @ own_value).squeeze(-2)  # [B, H, S, head_dim]
-        return weights[..., :num_past] @ base_value + diagonal
+            own = [(key, value)] if seen.apart else []
+        else:
+            own = self.own[layer]
+            own.append((key, value))
+        grouped = (query * query.shape[-1] ** -0.5).unflatten(1, (key.shape[1], -1))[..., None, :]  # [B, G, R, S, 1, .]
+        keys, values = ([pair[n] for pair in own] for n in (0, 1))
+        stacked = (
+            (torch.stack(keys, dim=-2), torch.stack(values, dim=-2)) if own else None
+        )  # [B, heads, S, d-1, .] each
+        return span_attention.attend(grouped, *self.base[layer], seen, stacked)[..., 0, :].flatten(1, 2)

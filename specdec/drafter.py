@@ -34,6 +34,7 @@ import torch
 from torch import Tensor, nn
 
 from specdec.cache import RowCache
+from specdec.span_attention import Seen
 from specdec.target import Target
 
 
@@ -162,9 +163,10 @@ class Drafter(Head):
 
     @abstractmethod
     def step(
-        self, d: int, h: Tensor, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache
+        self, d: int, h: Tensor, tokens: Tensor, positions: Tensor, mask: Seen | None, cache
     ) -> tuple[Tensor, Tensor]:
-        """Step d in 1..K. h [B, S, H]; tokens, positions [B, S]; mask bool [B, 1, S, keys], True where it may attend.
+        """Step d in 1..K. h [B, S, H]; tokens, positions [B, S]; mask: where it may attend, bool [B, 1, S, keys] in decoding
+        and of draft models, spans in training.
 
         -> h [B, S, H] for the next step, readout [B, S, R] for `logits`. H may differ from step to step. Where a step
         sees no keys, the mask may be None.

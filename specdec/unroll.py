@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from specdec import masks
 from specdec.cache import UnrollCache
 from specdec.drafter import Drafter
+from specdec.span_attention import spans
 
 
 @dataclass(frozen=True)
@@ -78,19 +79,19 @@ def unroll(
     order = every
     # The first step that runs on chosen slots only, because no other slot reads its keys
     sparse_from = {"block": 1, "path": 2, "none": 2, "depth": depth + 1}[kind]
-    mask = None if kind in ("none", "depth") else masks.documents(index)  # [B, 1, S, columns]
+    seen = None if kind in ("none", "depth") else spans(index)
     drafter.context(h, slot_positions - 1, cache)
     place, kept = every, 1.0
     for d in range(1, depth + 1):
         if d == sparse_from:
             order, place, kept = _choose(torch.stack(judged[d - 1 :]).any(0), anchors)
             h = h.gather(1, order[..., None].expand(-1, -1, h.shape[-1]))
-            if mask is not None:
-                mask = mask.gather(2, order[:, None, :, None].expand(-1, 1, -1, num))  # [B, 1, S, columns]
+            if seen is not None:
+                seen = seen.of(order)
         if kind == "depth":
-            mask = masks.documents(index, lag=d - 1)
+            seen = spans(index, lag=d - 1)
         at = slot_positions.gather(1, order) + d - 1
-        h, readout = drafter.step(d, h, later(tokens, d - 1).gather(1, order), at, mask, cache)
+        h, readout = drafter.step(d, h, later(tokens, d - 1).gather(1, order), at, seen, cache)
         states.append(h)
         readouts.append(readout)
         places.append(place)

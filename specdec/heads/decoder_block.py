@@ -18,6 +18,7 @@ from specdec.heads.sizes import (
     norm_epsilon,
     rotary_parameters,
 )
+from specdec.span_attention import Seen
 from specdec.target import Target
 
 RMSNorm = LlamaRMSNorm
@@ -102,8 +103,8 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(width, keys, bias=config.attention_bias)
         self.o_proj = nn.Linear(queries, config.hidden_size, bias=False)
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor, cache) -> Tensor:
-        """x [B, S, E], rotary cos and sin [B, S, head_dim], mask [B, 1, S, keys] -> [B, S, D]"""
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Seen, cache) -> Tensor:
+        """x [B, S, E], rotary cos and sin [B, S, head_dim], mask [B, 1, S, keys] or spans -> [B, S, D]"""
         shape = (*x.shape[:2], -1, self.head_dim)
         query, key, value = (p(x).view(shape).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
         query, key = apply_rotary_pos_emb(query, key, *rotary)  # [B, heads, S, head_dim]
@@ -121,7 +122,7 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = LlamaMLP(config)
 
-    def forward(self, x: Tensor, residual: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor, cache) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor, rotary: tuple[Tensor, Tensor], mask: Seen, cache) -> Tensor:
         """x [B, S, E] into attention, residual [B, S, D] -> [B, S, D]"""
         h = residual + self.self_attn(x, rotary, mask, cache)
         return h + self.mlp(self.post_attention_layernorm(h))

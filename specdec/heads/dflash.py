@@ -7,29 +7,16 @@ DSpark   draft1   draft2 draft3               an input guesses the next position
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers.models.llama.modeling_llama import LlamaMLP, apply_rotary_pos_emb
 
+from specdec import span_attention
 from specdec.cache import RowCache
 from specdec.drafter import Drafter
 from specdec.heads.borrowed import embedding_scale, norm_gain
 from specdec.heads.decoder_block import RMSNorm, Rotary, block_config, ridge, row_cache
 from specdec.heads.layers import five_layers
+from specdec.span_attention import Seen
 from specdec.target import Target
-
-SCORES = 2**27  # attention scores of a layer that exist at a time
-
-
-def _attend(query, mask, own_key, own_value, context_key, context_value) -> Tensor:
-    """query [B, G, H/G, S, size, e], scaled; mask [B, 1, S, C]; own [B, G, S, size, e]; context [B, G, C, e] -> as query"""
-    past = torch.einsum("bghsqe,bgce->bghsqc", query, context_key)
-    past = past.masked_fill(~mask[:, :, None, :, None], float("-inf"))
-    own = torch.einsum("bghsqe,bgske->bghsqk", query, own_key)  # every input of a block sees all of it
-    weights = torch.cat([past, own], dim=-1).softmax(-1, dtype=torch.promote_types(query.dtype, torch.float32))
-    weights = weights.to(own_value.dtype)
-    num_past = past.shape[-1]
-    out = torch.einsum("bghsqc,bgce->bghsqe", weights[..., :num_past], context_value)
-    return out + torch.einsum("bghsqk,bgske->bghsqe", weights[..., num_past:], own_value)
 
 
 class Layer(nn.Module):
@@ -54,8 +41,8 @@ class Layer(nn.Module):
         key, value = self.k_norm(self.k_proj(x).view(shape)).transpose(1, 2), self.v_proj(x).view(shape).transpose(1, 2)
         return apply_rotary_pos_emb(key, key, *rotary)[0].to(value.dtype), value
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor, cache, *, size: int) -> Tensor:
-        """x [B, S*size, D], S blocks one after the other; mask [B, 1, S, C] over the context -> [B, S*size, D]"""
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Seen, cache, *, size: int) -> Tensor:
+        """x [B, S*size, D], S blocks one after the other; mask [B, 1, S, C] or spans over the context -> [B, S*size, D]"""
         num_rows, num = x.shape[:2]
         normed = self.input_layernorm(x)
         query = self.q_norm(self.q_proj(normed).view(num_rows, num, -1, self.head_dim)).transpose(1, 2)
@@ -65,17 +52,7 @@ class Layer(nn.Module):
         # [B, G, H/G, S, size, head_dim] against the context's [B, G, C, .] and the block's [B, G, S, size, .]
         query = query.to(own_value.dtype).view(num_rows, self.groups, -1, num // size, size, self.head_dim)
         own_key, own_value = (t.unflatten(2, (-1, size)) for t in (own_key, own_value))
-        chunk = max(1, SCORES // (num_rows * query.shape[1] * query.shape[2] * size * mask.shape[-1]))  # of blocks
-        parts = list(
-            zip(query.split(chunk, 3), mask.split(chunk, 2), own_key.split(chunk, 2), own_value.split(chunk, 2))
-        )
-        attended = []
-        for part in parts:  # several only if the scores would take too much memory
-            if len(parts) > 1 and torch.is_grad_enabled():
-                attended.append(checkpoint(_attend, *part, context_key, context_value, use_reentrant=False))
-            else:
-                attended.append(_attend(*part, context_key, context_value))
-        out = torch.cat(attended, dim=3)  # [B, G, H/G, S, size, head_dim]
+        out = span_attention.attend(query, context_key, context_value, mask, (own_key, own_value))
         out = out.flatten(1, 2).flatten(2, 3).transpose(1, 2).flatten(2)  # [B, S*size, H * head_dim]
         x = x + self.o_proj(out)
         return x + self.mlp(self.post_attention_layernorm(x))
@@ -157,7 +134,7 @@ class BlockDrafter(Drafter):
             readout = torch.cat([readout, self.markov_in(embedding)], dim=-1)  # [B, S, D + rank]
         return h, readout
 
-    def _block(self, embedding: Tensor, h: Tensor, positions: Tensor, mask: Tensor, cache) -> Tensor:
+    def _block(self, embedding: Tensor, h: Tensor, positions: Tensor, mask: Seen, cache) -> Tensor:
         """embedding [B, S, D] of the anchors, h [B, S, D] of the newest features -> states of all drafts, [B, S, K*D]"""
         num_rows, num = positions.shape
         size = self.num_drafts + (not self.anchor_predicts)

@@ -8,6 +8,7 @@ from specdec.cache import RowCache
 from specdec.drafter import Drafter
 from specdec.heads.decoder_block import Block, RMSNorm, Rotary, block_config, ridge, row_cache
 from specdec.heads.native import read
+from specdec.span_attention import Seen
 from specdec.target import Target
 
 
@@ -25,7 +26,7 @@ class Module(nn.Module):
         """[..., D] each -> [..., 2D]"""
         return torch.cat([self.enorm(embedding), self.hnorm(h)], dim=-1)
 
-    def forward(self, embedding: Tensor, h: Tensor, rotary, mask: Tensor, cache) -> Tensor:
+    def forward(self, embedding: Tensor, h: Tensor, rotary, mask: Seen, cache) -> Tensor:
         """embedding, h [B, S, D] -> [B, S, D], read by the LM head and by the next step (docs/file-formats.md)"""
         x = self.eh_proj(self.join(embedding, h))
         return self.norm(self.block(self.input_layernorm(x), x, rotary, mask, cache))

@@ -4,11 +4,11 @@ import pytest
 import torch
 from hydra.utils import instantiate
 
-from specdec import masks
 from specdec.cache import UnrollCache
 from specdec.drafter import Slots
 from specdec.heads.decoder_block import RIDGE
 from specdec.heads.eagle import Eagle
+from specdec.span_attention import spans
 from tests.support import load_head, make_target
 
 
@@ -27,8 +27,8 @@ def test_solve_against_stacked_least_squares(target):
     expected = torch.linalg.lstsq(stacked, torch.cat([goals, torch.zeros(2 * width, width).double()])).solution
     torch.testing.assert_close(head.fc.weight, expected.T)
 
-    mask = masks.causal(num, "cpu")[None, None]
-    h, _ = head.step(1, features[None], tokens[None], torch.arange(num)[None], mask, UnrollCache())
+    seen = spans(torch.zeros(1, num, dtype=torch.long))
+    h, _ = head.step(1, features[None], tokens[None], torch.arange(num)[None], seen, UnrollCache())
     torch.testing.assert_close(h[0], x @ expected)
 
 
