@@ -189,11 +189,9 @@ class Decoder:
             if not tree.linear:
                 cache.keep(path)
             running = [n > 0 for n in left]
-            if all(running):
-                cache.commit(num_kept, counts)
-            else:  # a row that has ended stands still: its text would outgrow the target's positions
-                on = torch.tensor(running, device=device)
-                cache.commit(num_kept * on, [count * more for count, more in zip(counts, running)])
+            # A row that has ended stands still: its text would outgrow the target's positions
+            kept_here = num_kept if all(running) else num_kept * torch.tensor(running, device=device)
+            cache.commit(kept_here, [count * on for count, on in zip(counts, running)])
             if self.proposer:
                 if self.proposer.watches and verdict.choices is not None:
                     self.proposer.watch(tree, verdict.choices)
@@ -204,9 +202,8 @@ class Decoder:
             kept = self._clock()
             emitted = self._cut([list(row[:n]) for row, n in zip(zip(*lists), counts)], left, written)
             drafts = [max(0, len(row) - 1) for row in emitted]
-            for row, count in enumerate(drafts):
-                if running[row]:
-                    result.accepted[row].append(count)
+            for accepted, count, on in zip(result.accepted, drafts, running):
+                accepted += [count] * on
             result.drafted.append(tree.tokens.shape[1] - 1)
             if marks is not None:
                 real = torch.arange(following.shape[1], device=device) < num_kept[:, None]
