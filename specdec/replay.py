@@ -8,6 +8,7 @@ is certain, and tau is that of the decoder exactly.
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from specdec.drafter import Drafter
 from specdec.unroll import unroll
@@ -49,36 +50,45 @@ def tau(accept: Tensor) -> float:
     return (num_tokens - 1) / rounds(accept)[0] if num_tokens > 1 else float("nan")
 
 
-@torch.no_grad()
 def acceptance(drafter: Drafter, prompt: list[int], answer: list[int], *, depth: int, temperature: float) -> Tensor:
     """accept [K, n] for `rounds`, where the target wrote `answer` (n tokens) to `prompt` at this temperature."""
+    return acceptances(drafter, [(prompt, answer)], depth=depth, temperature=temperature)[0]
+
+
+@torch.no_grad()
+def acceptances(
+    drafter: Drafter, texts: list[tuple[list[int], list[int]]], *, depth: int, temperature: float
+) -> list[Tensor]:
+    """`acceptance` of several prompts and their answers in one batch."""
     target = drafter.target
-    tokens = torch.tensor([prompt + answer], device=target.device)  # [1, T]
-    length, num = tokens.shape[1], len(answer)
+    rows = [torch.tensor(prompt + answer) for prompt, answer in texts]
+    tokens = pad_sequence(rows, batch_first=True).to(target.device)  # [B, T]
+    lengths = torch.tensor([[len(row)] for row in rows], device=tokens.device)  # [B, 1]
+    begins = torch.tensor([[len(prompt)] for prompt, _ in texts], device=tokens.device)
     output = target.read(tokens, drafter.target_layers)
-    positions = torch.arange(length, device=tokens.device)[None]
-    goals = positions > len(prompt)  # the first token of an answer is not drafted
+    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    goals = (positions > begins) & (positions < lengths)  # the first token of an answer is not drafted
     unrolled = unroll(
         drafter,
         tokens,
         output.features,
-        documents=torch.zeros_like(tokens),
+        documents=torch.where(positions < lengths, 0, -1),
         positions=positions,
         goals=goals,
         depth=depth,
     )
-    accept = torch.zeros(depth, num, dtype=torch.float64)
-    for chunk in goals[0].nonzero()[:, 0].split(CHUNK):  # [M] goal positions
-        token = tokens[0, chunk]
-        rows = torch.zeros_like(chunk)
-        truth = target.logits(output.final[0, chunk - 1]) if temperature > 0 else None  # [M, V]
+    accept = torch.zeros(len(texts), depth, tokens.shape[1], dtype=torch.float64)
+    for chunk in goals.nonzero().split(CHUNK):  # [M, 2]
+        row, place = chunk.T
+        token = tokens[row, place]
+        truth = target.logits(output.final[row, place - 1]) if temperature > 0 else None  # [M, V]
         for d in range(1, depth + 1):
-            readout, exists = unrolled.at(unrolled.readouts, d, rows, chunk)
+            readout, exists = unrolled.at(unrolled.readouts, d, row, place)
             chances = _chances(drafter, drafter.logits(d, readout), token, truth, temperature)
-            start = chunk - len(prompt) - d + 1  # tokens of the answer that existed when this round began
+            start = place - begins[row, 0] - d + 1  # tokens of the answer that existed when this round began
             inside = (exists & (start >= 1)).cpu()
-            accept[d - 1, start.cpu()[inside]] = chances.double().cpu()[inside]
-    return accept
+            accept[row.cpu()[inside], d - 1, start.cpu()[inside]] = chances.double().cpu()[inside]
+    return [accept[number, :, : len(answer)] for number, (_, answer) in enumerate(texts)]
 
 
 def _chances(drafter: Drafter, logits: Tensor, token: Tensor, truth: Tensor | None, temperature: float) -> Tensor:
