@@ -1,7 +1,7 @@
 """Judging a drafter on held-out prompts while it is trained: by replay often, by decoding when there is time.
 
 The target answers the prompts once (`TargetAnswers`). Replay along these answers costs one pass over them and gives tau.
-Decoding adds speed and losslessness, and takes a hundred times as long, so it is given a share of the training time.
+Decoding adds speed and losslessness, and takes many times as long, so it is given a share of the training time.
 """
 
 import time
