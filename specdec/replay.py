@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from specdec.drafter import Drafter
 from specdec.unroll import unroll
+from specdec.unroll_plan import plan
 
 CHUNK = 256  # goals whose [., V] logits exist at a time
 
@@ -61,34 +62,36 @@ def acceptances(
 ) -> list[Tensor]:
     """`acceptance` of several prompts and their answers in one batch."""
     target = drafter.target
-    rows = [torch.tensor(prompt + answer) for prompt, answer in texts]
-    tokens = pad_sequence(rows, batch_first=True).to(target.device)  # [B, T]
-    lengths = torch.tensor([[len(row)] for row in rows], device=tokens.device)  # [B, 1]
-    begins = torch.tensor([[len(prompt)] for prompt, _ in texts], device=tokens.device)
-    output = target.read(tokens, drafter.target_layers)
-    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    padded = pad_sequence([torch.tensor(prompt + answer) for prompt, answer in texts], batch_first=True)  # [B, T]
+    begins = torch.tensor([[len(prompt)] for prompt, _ in texts])  # [B, 1]
+    lengths = torch.tensor([[len(prompt) + len(answer)] for prompt, answer in texts])
+    positions = torch.arange(padded.shape[1]).expand_as(padded)
     goals = (positions > begins) & (positions < lengths)  # the first token of an answer is not drafted
-    unrolled = unroll(
-        drafter,
-        tokens,
-        output.features,
-        documents=torch.where(positions < lengths, 0, -1),
-        positions=positions,
-        goals=goals,
-        depth=depth,
-    )
-    accept = torch.zeros(len(texts), depth, tokens.shape[1], dtype=torch.float64)
-    for chunk in goals.nonzero().split(CHUNK):  # [M, 2]
-        row, place = chunk.T
-        token = tokens[row, place]
-        truth = target.logits(output.final[row, place - 1]) if temperature > 0 else None  # [M, V]
-        for d in range(1, depth + 1):
-            readout, exists = unrolled.at(unrolled.readouts, d, row, place)
-            chances = _chances(drafter, drafter.logits(d, readout), token, truth, temperature)
-            start = place - begins[row, 0] - d + 1  # tokens of the answer that existed when this round began
-            inside = (exists & (start >= 1)).cpu()
-            accept[row.cpu()[inside], d - 1, start.cpu()[inside]] = chances.double().cpu()[inside]
-    return [accept[number, :, : len(answer)] for number, (_, answer) in enumerate(texts)]
+    documents = torch.where(positions < lengths, 0, -1)
+    steps = plan(drafter, documents, positions, goals, depth=depth).to(target.device)
+    tokens, begins = padded.to(target.device), begins.to(target.device)
+    output = target.read(tokens, drafter.target_layers)
+    unrolled = unroll(drafter, tokens, output.features, steps)
+    # [B, K, T + 1]: the guess of depth d for a token belongs to the round that began d - 1 tokens before. The last entry is
+    # for guesses of rounds that begin before the answer's first token.
+    num_rows, length = padded.shape
+    accept = torch.zeros(num_rows, depth, length + 1, dtype=torch.float64, device=target.device)
+    for part in steps.parts(CHUNK):
+        row, position = steps.goals[part.goals].unbind(1)  # [M] each
+        truth = target.logits(output.final[row, position - 1]) if temperature > 0 else None  # [M, V]
+        for d, step in enumerate(steps.steps, start=1):
+            numbers = step.goals[part.steps[d - 1]]
+            row, position = steps.goals[numbers].unbind(1)
+            chances = _chances(
+                drafter,
+                drafter.logits(d, unrolled.at(unrolled.readouts, d, part)),
+                tokens[row, position],
+                None if truth is None else truth[numbers - part.goals.start],
+                temperature,
+            )
+            start = position - begins[row, 0] - d + 1  # tokens of the answer that existed then
+            accept[row, d - 1, torch.where(start >= 1, start, -1)] = chances.to(accept.dtype)
+    return [values[:, : len(answer)] for values, (_, answer) in zip(accept.cpu(), texts)]
 
 
 def _chances(drafter: Drafter, logits: Tensor, token: Tensor, truth: Tensor | None, temperature: float) -> Tensor:
