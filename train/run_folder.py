@@ -4,12 +4,12 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from specdec import checkpoint
 from specdec.drafter import Head
 from specdec.report import Report
+from train.optimization import pack_state, unpack_state
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,21 @@ class RunFolder:
         checkpoint.save(self.path / name, drafter, self.spec, extra={"report.json": report.to_json()})
         return name
 
+    def write_report(self, name: str, report: Report) -> None:
+        """In place of the checkpoint's own, once its drafts have been decoded."""
+        checkpoint.write_text(self.path / name / "report.json", json.dumps(report.to_json(), indent=2) + "\n")
+
     def mark_best(self, name: str) -> None:
         checkpoint.write_text(self.path / "best", name + "\n")
+
+    def read_best(self) -> tuple[str, Report, dict[str, Tensor]] | None:
+        """Name, report and weights of the checkpoint that `mark_best` named; None if there is none."""
+        if not (self.path / "best").exists():
+            return None
+        name = (self.path / "best").read_text().strip()
+        report = self.path / name / "report.json"
+        weights = checkpoint.read_tensors(self.path / name / "drafter.safetensors")
+        return name, Report.from_json(checkpoint.read_json(report), source=str(report)), weights
 
     def finish(self, step: int) -> None:
         checkpoint.write_text(self.path / "finished", f"{step}\n")
@@ -78,17 +91,19 @@ class RunFolder:
 
         optimizer: its state_dict; document: counters, as JSON
         """
-        moments = {
-            f"{number}.{key}": torch.as_tensor(value)
-            for number, state in optimizer["state"].items()
-            for key, value in state.items()
-        }
+        moments, counts = pack_state(optimizer["state"])
         goal = self.path / "state" / f"step_{step:06d}"
         checkpoint.write_folder(
             goal,
             tensors={"drafter.safetensors": weights, "optimizer.safetensors": moments},
             documents={
-                "state.json": {"step": step, "groups": optimizer["param_groups"], "about": self.settings, **document}
+                "state.json": {
+                    "step": step,
+                    "groups": optimizer["param_groups"],
+                    "counts": counts,
+                    "about": self.settings,
+                    **document,
+                }
             },
         )
         for old in (self.path / "state").iterdir():
@@ -115,9 +130,9 @@ class RunFolder:
                 f"{self.path} was begun with other settings: {'; '.join(changed)}. Resume with the settings it was begun "
                 "with, or start another run=NAME."
             )
-        state: dict[int, dict] = {}
-        for name, value in checkpoint.read_tensors(folder / "optimizer.safetensors").items():
-            number, key = name.split(".", 1)
-            state.setdefault(int(number), {})[key] = value
-        optimizer = {"state": state, "param_groups": document["groups"]}
+        moments = checkpoint.read_tensors(folder / "optimizer.safetensors")
+        optimizer = {
+            "state": unpack_state(moments, document.get("counts", {})),
+            "param_groups": document["groups"],
+        }
         return checkpoint.read_tensors(folder / "drafter.safetensors"), optimizer, document

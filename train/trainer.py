@@ -7,16 +7,16 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast
+from accelerate.utils import broadcast, broadcast_object_list
+from torch import Tensor
 
 from specdec.drafter import Drafter, Head, Slots
-from specdec.report import Report, Training
+from specdec.report import Training
 from specdec.target import TargetOutput
 from train import data
 from train.consistency import ConsistencyObjective
@@ -24,9 +24,12 @@ from train.data import Batch, Packs
 from train.features import Cached, Online
 from train.objective import Loss, Objective, slots
 from train.onpolicy import OnPolicy
+from train.optimization import Average, GradientNorms
 from train.progress import TrainingProgress, text_rounds
 from train.run_folder import RunFolder
+from train.validation import Validation
 
+AVERAGE = "average:"  # before the names of averaged weights in a saved state
 SOLVE_SLOTS = 30_000  # a closed-form start holds no more slots in memory, unless the target's width needs more
 
 
@@ -44,10 +47,13 @@ class Settings:
     save_every: int
     best_by: str  # the figure that chooses the best checkpoint: tau or speedup
     seed: int
+    ema: float | None = None  # decay of the average of the weights; None: none is kept
 
     def __post_init__(self):
         if self.best_by not in ("tau", "speedup"):
             raise ValueError(f"best_by={self.best_by} must be tau or speedup.")
+        if self.ema is not None and not 0 < self.ema < 1:
+            raise ValueError(f"ema={self.ema} must lie between 0 and 1, such as 0.999; null: no average.")
 
 
 @dataclass(frozen=True)
@@ -89,7 +95,7 @@ class Trainer:
     """Trains `objective`; everything that a run leaves behind is in `folder`.
 
     The order of packs and every random number follow from (seed, step, process), so that a resumed run continues
-    exactly. validate: called with a frozen copy of the drafter, on the main process only
+    exactly.
     """
 
     def __init__(
@@ -100,17 +106,19 @@ class Trainer:
         scheduler: torch.optim.lr_scheduler.LRScheduler,
         *,
         material: Material,
-        validate: Callable[[Head], Report],
+        validation: Validation,
         settings: Settings,
         folder: RunFolder,
     ):
         about = {"data": material.packs.fingerprint, "processes": accelerator.num_processes}
         self.folder = replace(folder, settings={**folder.settings, **about})
-        self.accelerator, self.settings, self.material, self.validate = accelerator, settings, material, validate
+        self.accelerator, self.settings, self.material, self.validation = accelerator, settings, material, validation
         self.drafter, self.depth = objective.drafter, objective.depth
         self.every_slot = objective.every_slot
         self.objective, self.optimizer = accelerator.prepare(objective, optimizer)
         self.scheduler = scheduler
+        self.average = None if settings.ema is None else Average(self.drafter, settings.ema)
+        self.norms = GradientNorms(settings.max_grad_norm)
         self.step = 0
         self.seen, self.seconds = 0, 0.0  # tokens and seconds of training, without validation and saving
         self.best: dict = {}
@@ -140,12 +148,15 @@ class Trainer:
         if state is None:
             return False
         weights, optimizer, document = state
+        if self.average is not None:
+            self.average.load_state_dict(_take(weights, AVERAGE))
         self.drafter.load_state_dict(weights)
         self.optimizer.load_state_dict(optimizer)
         lambdas = [None] * len(optimizer["param_groups"])
         self.scheduler.load_state_dict(document["scheduler"] | {"lr_lambdas": lambdas})
         self.step, self.best = document["step"], document["best"]
         self.seen, self.seconds = document["seen"], document["seconds"]
+        self.validation.seconds |= document.get("validation", {})
         if self.accelerator.is_main_process:
             self.folder.cut_log(self.step)
         self.accelerator.print(f"Resumed from step {self.step}.")
@@ -159,7 +170,7 @@ class Trainer:
         previous = signal.signal(signal.SIGINT, self._interrupt)
         self.objective.train()
         if (settings.validate_first or self.drafter.pretrained) and self.step == 0:
-            self._validate()
+            self._validate(required=True)
         begun = self.step
         try:
             with TrainingProgress(steps=settings.steps, done=begun, shown=main) as progress:
@@ -167,17 +178,20 @@ class Trainer:
                     line, figures = self._advance(progress)
                     last = self.step == settings.steps
                     if self.step % settings.log_every == 0 or self.step == begun + 1 or last:
-                        progress.print(f"step {self.step:>5}/{settings.steps}  {line}")
-                        self._record(figures)
+                        norms = self.norms.read()
+                        clipping = f"gradient {norms['grad_norm']:.2f}, {norms['clipped']:.0%} clipped"
+                        progress.print(f"step {self.step:>5}/{settings.steps}  {line}  {clipping}")
+                        self._record(figures | norms)
                     if self.step % settings.validate_every == 0 or last:
                         progress.pause()
-                        self._validate()
+                        self._validate(required=last)
                         progress.go_on()
                     stop = self._anyone(self.interrupted)
                     if self.step % settings.save_every == 0 or last or stop:
                         self.save_state()
                     if stop and not last:
                         return
+            self._decode_best()
         finally:
             signal.signal(signal.SIGINT, previous)
         if main:
@@ -201,7 +215,7 @@ class Trainer:
         }
 
     def _train_step(self) -> dict:
-        """One step of the optimizer. -> loss, grad_norm, tokens read, and `text_rounds` of the last micro-batch"""
+        """One step of the optimizer. -> loss, tokens read, and `text_rounds` of the last micro-batch"""
         settings, accelerator = self.settings, self.accelerator
         torch.manual_seed(settings.seed * 1_000_003 + self.step * 1009 + accelerator.process_index)
         micro_batches = [
@@ -219,13 +233,16 @@ class Trainer:
         if not math.isfinite(total):
             self._refuse(total, micro_batches)
         norm = accelerator.clip_grad_norm_(self.objective.parameters(), settings.max_grad_norm)
+        self.norms.add(norm)
         self.optimizer.step()
+        if self.average is not None:
+            self.average.update()
         self.scheduler.step()
         self.optimizer.zero_grad()
         tokens = sum(int((micro.batch.documents >= 0).sum()) for micro in micro_batches) * accelerator.num_processes
         replayed = self.every_slot and not micro.written  # a draft is always sure of its own text
         counts = text_rounds(micro.batch, loss.matches) if replayed else None
-        return {"loss": total, "grad_norm": float(norm), "tokens": tokens, "text_rounds": counts}
+        return {"loss": total, "tokens": tokens, "text_rounds": counts}
 
     def indices(self, step: int, micro: int) -> list[int]:
         """Packs of this process for one micro-batch; each epoch is a permutation made from the seed."""
@@ -254,20 +271,46 @@ class Trainer:
 
     # What a run leaves behind
 
-    def _validate(self) -> None:
-        """Decodes on the main process, saves a checkpoint, and marks it if it is the best."""
-        if self.accelerator.is_main_process:
-            frozen = self.drafter.decodable().to(dtype=self.drafter.target.dtype)
-            cost = self._cost()  # before decoding takes its memory
-            report = replace(self.validate(frozen), step=self.step, training=cost)
+    def _validate(self, *, required: bool) -> None:
+        """Judges the weights, saves a checkpoint of the better ones, and marks it if it is the best so far."""
+        cost = self._cost()  # before decoding takes its memory
+        candidates = {"plain": self._frozen()}
+        if self.average is not None:
+            with self.average.applied():
+                candidates["average"] = self._frozen()
+        kind = self.validation.figure
+        best = self.best.get("figure") if self.best.get("by", kind) == kind else None
+        judged = self.validation(candidates, step=self.step, trained=self.seconds, best=best, required=required)
+        if judged is not None and self.accelerator.is_main_process:
+            frozen, report = judged[0], replace(judged[1], training=cost)
             self._record({"validation": report.to_json()})
             name = self.folder.save_checkpoint(frozen, report)
-            figure = getattr(report, self.settings.best_by)
-            if not self.best or figure > self.best["figure"]:
-                self.best = {"figure": figure, "step": self.step}
+            figure = getattr(report, kind)
+            if best is None or figure > best:
+                self.best = {"figure": figure, "step": self.step, "by": kind}
                 self.folder.mark_best(name)
         self.accelerator.wait_for_everyone()
         self.objective.train()
+
+    def _decode_best(self) -> None:
+        """After the last step: decodes the checkpoint of the best step, if it was only replayed or decoded in part."""
+        if not self.validation.replays:
+            return
+        found = self.folder.read_best() if self.accelerator.is_main_process else None
+        best = broadcast_object_list([found])[0]
+        if best is None or best[1].num_prompts == best[1].replayed_prompts:
+            return
+        name, report, weights = best
+        self.drafter.load_state_dict(weights)
+        self.average = None  # of other weights than these
+        report = self.validation.decode_best(self._frozen(), report, trained=self.seconds)
+        if self.accelerator.is_main_process:
+            self._record({"validation": report.to_json()})
+            self.folder.write_report(name, report)
+        self.accelerator.wait_for_everyone()
+
+    def _frozen(self) -> Head:
+        return self.drafter.decodable().to(dtype=self.drafter.target.dtype)
 
     def _cost(self) -> Training:
         if self.accelerator.device.type == "cuda":
@@ -288,9 +331,11 @@ class Trainer:
         if self.accelerator.is_main_process:
             scheduler = {key: value for key, value in self.scheduler.state_dict().items() if key != "lr_lambdas"}
             counters = {"seen": self.seen, "seconds": self.seconds, "best": self.best, "scheduler": scheduler}
+            counters["validation"] = self.validation.seconds
+            averaged = {} if self.average is None else self.average.state_dict()
             self.folder.save_state(
                 self.step,
-                weights=self.drafter.state_dict(),
+                weights=self.drafter.state_dict() | {AVERAGE + name: value for name, value in averaged.items()},
                 optimizer=self.optimizer.state_dict(),
                 document=counters,
             )
@@ -317,6 +362,12 @@ class Trainer:
     def _anyone(self, flag: bool) -> bool:
         """Whether the flag is set in any process."""
         return bool(self.accelerator.reduce(torch.tensor(float(flag), device=self.accelerator.device), "sum"))
+
+
+def _take(values: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Removes the values whose names begin with `prefix`. -> these, without it"""
+    names = [name for name in values if name.startswith(prefix)]
+    return {name.removeprefix(prefix): values.pop(name) for name in names}
 
 
 @functools.lru_cache(maxsize=2)
