@@ -66,7 +66,8 @@ class TrainingProgress:
         return line
 
     def print(self, text: str) -> None:
-        self.bar.console.print(text, highlight=False)
+        if not self.bar.disable:  # on the main process
+            self.bar.console.print(text, highlight=False)
 
 
 def text_rounds(batch: Batch, matches: torch.Tensor) -> tuple[int, float]:

@@ -4,7 +4,6 @@ import functools
 import math
 import random
 import resource
-import signal
 import sys
 import time
 from collections.abc import Callable
@@ -25,7 +24,9 @@ from train.features import Cached, Online
 from train.objective import Loss, Objective, slots
 from train.onpolicy import OnPolicy
 from train.progress import TrainingProgress, text_rounds
-from train.run_folder import RunFolder
+from train.run_folder import RunFolder, packs_of_step
+from train.signals import Signals
+from train.waiting import Waiting
 
 SOLVE_SLOTS = 30_000  # a closed-form start holds no more slots in memory, unless the target's width needs more
 
@@ -43,6 +44,7 @@ class Settings:
     validate_first: bool  # before training too
     save_every: int
     best_by: str  # the figure that chooses the best checkpoint: tau or speedup
+    timeout: float  # minutes that a process waits for the others
     seed: int
 
     def __post_init__(self):
@@ -114,7 +116,9 @@ class Trainer:
         self.step = 0
         self.seen, self.seconds = 0, 0.0  # tokens and seconds of training, without validation and saving
         self.best: dict = {}
-        self.interrupted = False
+        self.first = (0, 0)  # a step, and the packs that were read before it: of this launch
+        self.interrupted = 0  # the signal that has ended the run early
+        self.waiting = Waiting(settings.timeout, accelerator.process_index, accelerator.num_processes)
 
     # Before the first step
 
@@ -137,7 +141,10 @@ class Trainer:
     def resume(self) -> bool:
         """Continues from the newest state; False if there is none. Raises ValueError if settings differ from then."""
         state = self.folder.read_state()
+        self._agree(-1 if state is None else state[2]["step"])
         if state is None:
+            if self.accelerator.is_main_process:
+                self.folder.go_back(-1, {})
             return False
         weights, optimizer, document = state
         self.drafter.load_state_dict(weights)
@@ -146,40 +153,56 @@ class Trainer:
         self.scheduler.load_state_dict(document["scheduler"] | {"lr_lambdas": lambdas})
         self.step, self.best = document["step"], document["best"]
         self.seen, self.seconds = document["seen"], document["seconds"]
+        then, now = packs_of_step(document["about"]), packs_of_step(self.folder.settings)
+        self.first = (self.step, document.get("packs", self.step * then))
         if self.accelerator.is_main_process:
-            self.folder.cut_log(self.step)
+            self.folder.go_back(self.step, self.best)
         self.accelerator.print(f"Resumed from step {self.step}.")
+        if then != now:
+            self.accelerator.print(
+                f"The run was begun by {document['about']['processes']} processes and goes on with "
+                f"{self.accelerator.num_processes}: a step now has {now} packs instead of {then}. The order of packs goes on; "
+                "train.batch and train.accumulation could keep the packs of a step."
+            )
         return True
+
+    def _agree(self, step: int) -> None:
+        """Raises ValueError if the processes have found different states."""
+        found = self.accelerator.gather(torch.tensor([step], device=self.accelerator.device)).tolist()
+        if len(set(found)) > 1:
+            raise ValueError(
+                f"The processes found states of different steps in {self.folder.path}: {found}. All must see the same folder."
+            )
 
     # The loop
 
     def fit(self) -> None:
-        """Trains to the last step. Returns early, with a saved state, after Ctrl-C. Raises NotFiniteLoss."""
+        """Trains to the last step. Returns early, with a saved state, after a signal. Raises NotFiniteLoss, ProcessLost."""
         settings, main = self.settings, self.accelerator.is_main_process
-        previous = signal.signal(signal.SIGINT, self._interrupt)
-        self.objective.train()
-        if (settings.validate_first or self.drafter.pretrained) and self.step == 0:
-            self._validate()
         begun = self.step
-        try:
+        with Signals(self.accelerator.print) as signals:
+            self.objective.train()
+            if (settings.validate_first or self.drafter.pretrained) and self.step == 0:
+                self._validate()
             with TrainingProgress(steps=settings.steps, done=begun, shown=main) as progress:
                 while self.step < settings.steps:
-                    line, figures = self._advance(progress)
+                    with self.waiting(f"step {self.step + 1}"):
+                        line, figures = self._advance(progress)
                     last = self.step == settings.steps
-                    if self.step % settings.log_every == 0 or self.step == begun + 1 or last:
+                    logged = self.step % settings.log_every == 0 or self.step == 1 or last
+                    if logged or self.step == begun + 1:
                         progress.print(f"step {self.step:>5}/{settings.steps}  {line}")
+                    if logged:
                         self._record(figures)
                     if self.step % settings.validate_every == 0 or last:
                         progress.pause()
                         self._validate()
                         progress.go_on()
-                    stop = self._anyone(self.interrupted)
-                    if self.step % settings.save_every == 0 or last or stop:
+                    self.interrupted = self._signal(signals.number)
+                    if self.step % settings.save_every == 0 or last or self.interrupted:
                         self.save_state()
-                    if stop and not last:
+                    if self.interrupted and not last:
                         return
-        finally:
-            signal.signal(signal.SIGINT, previous)
         if main:
             self.folder.finish(self.step)
 
@@ -231,7 +254,9 @@ class Trainer:
         """Packs of this process for one micro-batch; each epoch is a permutation made from the seed."""
         settings, num_packs = self.settings, len(self.material.packs)
         num_processes, process = self.accelerator.num_processes, self.accelerator.process_index
-        start = ((step * settings.accumulation + micro) * num_processes + process) * settings.batch
+        first_step, first_pack = self.first
+        micro += (step - first_step) * settings.accumulation
+        start = first_pack + (micro * num_processes + process) * settings.batch
         places = [divmod(position, num_packs) for position in range(start, start + settings.batch)]
         return [_permutation(num_packs, settings.seed + epoch)[place] for epoch, place in places]
 
@@ -266,7 +291,8 @@ class Trainer:
             if not self.best or figure > self.best["figure"]:
                 self.best = {"figure": figure, "step": self.step}
                 self.folder.mark_best(name)
-        self.accelerator.wait_for_everyone()
+        with self.waiting(f"the validation of step {self.step}"):
+            self.accelerator.wait_for_everyone()
         self.objective.train()
 
     def _cost(self) -> Training:
@@ -287,14 +313,22 @@ class Trainer:
         """Writes what resuming needs."""
         if self.accelerator.is_main_process:
             scheduler = {key: value for key, value in self.scheduler.state_dict().items() if key != "lr_lambdas"}
-            counters = {"seen": self.seen, "seconds": self.seconds, "best": self.best, "scheduler": scheduler}
+            first_step, first_pack = self.first
+            counters = {
+                "packs": first_pack + (self.step - first_step) * packs_of_step(self.folder.settings),
+                "seen": self.seen,
+                "seconds": self.seconds,
+                "best": self.best,
+                "scheduler": scheduler,
+            }
             self.folder.save_state(
                 self.step,
                 weights=self.drafter.state_dict(),
                 optimizer=self.optimizer.state_dict(),
                 document=counters,
             )
-        self.accelerator.wait_for_everyone()
+        with self.waiting(f"the saving of step {self.step}"):
+            self.accelerator.wait_for_everyone()
 
     def _record(self, figures: dict) -> None:
         """To the log, and to the tracker."""
@@ -306,17 +340,12 @@ class Trainer:
         flat = {f"{kind}/{key}": value for key, value in values.items() if isinstance(value, int | float)}
         self.accelerator.log(flat, step=self.step)
 
-    def _interrupt(self, *_) -> None:
-        if self.interrupted:
-            raise KeyboardInterrupt
-        self.interrupted = True
-        self.accelerator.print(
-            "Stopping after this step. Press Ctrl-C again to stop at once and lose the steps since the last save."
-        )
-
-    def _anyone(self, flag: bool) -> bool:
-        """Whether the flag is set in any process."""
-        return bool(self.accelerator.reduce(torch.tensor(float(flag), device=self.accelerator.device), "sum"))
+    def _signal(self, number: int) -> int:
+        """The signal that has come to any process, 0 for none."""
+        if self.accelerator.num_processes == 1:
+            return number
+        numbers = self.accelerator.gather(torch.tensor([number], device=self.accelerator.device))
+        return int(numbers.max())
 
 
 @functools.lru_cache(maxsize=2)

@@ -165,7 +165,7 @@ def test_ctrl_c_saves_the_state_and_prints_how_to_resume(folder, tmp_path, monke
     printed += process.communicate(timeout=120)[0]
     assert "resume=true" in printed, printed
     saved = list(Path("checkpoints/stopped/state").iterdir())
-    assert len(saved) == 1 and checkpoint.read_json(saved[0] / "state.json")["step"] >= 3
+    assert process.returncode != 0 and len(saved) == 1 and checkpoint.read_json(saved[0] / "state.json")["step"] >= 3
 
 
 EXPERIMENTS = sorted(
