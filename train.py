@@ -41,7 +41,7 @@ from train.onpolicy import OnPolicy
 from train.optimization import parameter_groups, schedule
 from train.run_folder import RunFolder
 from train.trainer import Material, NotFiniteLoss, Settings, Trainer
-from train.waiting import ProcessLost
+from train.waiting import ProcessLost, Waiting
 
 # An error that all processes find is told by the main one, and the launcher then ends the others. They wait so long with theirs.
 SECONDS_FOR_MAIN = 10
@@ -291,7 +291,8 @@ def open_features(
             console.print(f"features up to {size:.2f} GB will be written to {features.folder} as they are needed")
         if accelerator.is_main_process:
             features.open()
-    accelerator.wait_for_everyone()
+    with Waiting(config.train.timeout, accelerator.process_index, accelerator.num_processes)("the folder of features"):
+        accelerator.wait_for_everyone()
     return features
 
 

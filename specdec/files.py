@@ -63,12 +63,13 @@ def append(path: Path, text: str, *, synced: bool) -> None:
 
     synced: whether the lines are on the disk when this returns; otherwise a power cut may lose them, a kill does not
     """
+    content = text.encode()
     try:
-        with path.open("ab") as file:
+        with path.open("ab", buffering=0) as file:  # a buffer would be written again when the file is closed
             length = file.tell()
             try:
-                file.write(text.encode())
-                file.flush()
+                while content:
+                    content = content[file.write(content) :]
                 if synced:
                     os.fsync(file.fileno())
             except OSError:

@@ -111,14 +111,15 @@ class Trainer:
         self.accelerator, self.settings, self.material, self.validate = accelerator, settings, material, validate
         self.drafter, self.depth = objective.drafter, objective.depth
         self.every_slot = objective.every_slot
-        self.objective, self.optimizer = accelerator.prepare(objective, optimizer)
+        self.waiting = Waiting(settings.timeout, accelerator.process_index, accelerator.num_processes)
+        with self.waiting("the others to load their target and data"):
+            self.objective, self.optimizer = accelerator.prepare(objective, optimizer)
         self.scheduler = scheduler
         self.step = 0
         self.seen, self.seconds = 0, 0.0  # tokens and seconds of training, without validation and saving
         self.best: dict = {}
         self.first = (0, 0)  # a step, and the packs that were read before it: of this launch
         self.interrupted = 0  # the signal that has ended the run early
-        self.waiting = Waiting(settings.timeout, accelerator.process_index, accelerator.num_processes)
 
     # Before the first step
 
@@ -134,8 +135,9 @@ class Trainer:
             if sum(len(text.tokens) for text in texts) > max(SOLVE_SLOTS, 6 * self.drafter.target.width):
                 break
         if texts and self.drafter.solve(texts):
-            for parameter in self.drafter.parameters():  # processes may round differently
-                parameter.data = broadcast(parameter.data)
+            with self.waiting("the closed-form start"):
+                for parameter in self.drafter.parameters():  # processes may round differently
+                    parameter.data = broadcast(parameter.data)
             self.accelerator.print(f"closed-form start from {len(texts)} packs")
 
     def resume(self) -> bool:
@@ -168,7 +170,8 @@ class Trainer:
 
     def _agree(self, step: int) -> None:
         """Raises ValueError if the processes have found different states."""
-        found = self.accelerator.gather(torch.tensor([step], device=self.accelerator.device)).tolist()
+        with self.waiting("the others to read the state"):
+            found = self.accelerator.gather(torch.tensor([step], device=self.accelerator.device)).tolist()
         if len(set(found)) > 1:
             raise ValueError(
                 f"The processes found states of different steps in {self.folder.path}: {found}. All must see the same folder."
@@ -344,8 +347,9 @@ class Trainer:
         """The signal that has come to any process, 0 for none."""
         if self.accelerator.num_processes == 1:
             return number
-        numbers = self.accelerator.gather(torch.tensor([number], device=self.accelerator.device))
-        return int(numbers.max())
+        with self.waiting(f"step {self.step}"):
+            numbers = self.accelerator.gather(torch.tensor([number], device=self.accelerator.device))
+            return int(numbers.max())
 
 
 @functools.lru_cache(maxsize=2)
