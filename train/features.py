@@ -6,12 +6,29 @@ import warnings
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from specdec import masks
+from specdec import devices
+from specdec.documents import Documents
 from specdec.files import write_text
 from specdec.target import Target, TargetOutput
 from train import pack_files
 from train.data import Batch, Packs
+
+
+def read(target: Target, batch: Batch, layers: tuple[int, ...], *, gradient: bool = False) -> TargetOutput:
+    """The target's outputs for a batch of B packs -> features [B, T, F*D], final [B, T, D]; documents do not see each other
+
+    gradient: whether to keep the graph, for the training of an adapted target
+    """
+    documents = Documents.of(batch.on_host.documents).to(target.device)
+
+    def states(tokens: Tensor, positions: Tensor) -> Tensor:
+        output = target.read(tokens, layers, positions=positions, gradient=gradient)
+        return torch.cat([output.features, output.final], dim=-1)
+
+    both = documents.read(batch.tokens.to(target.device), states)
+    return TargetOutput(*both.split([both.shape[-1] - target.width, target.width], dim=-1))
 
 
 class Online:
@@ -22,9 +39,7 @@ class Online:
 
     def __call__(self, indices: list[int], batch: Batch) -> TargetOutput:
         """indices of the packs, batch of B packs -> features [B, T, F*D], final [B, T, D]"""
-        return self.target.read(
-            batch.tokens, self.layers, positions=batch.positions, mask=masks.documents(batch.documents)
-        )
+        return read(self.target, batch, self.layers)
 
 
 class Cached:
@@ -78,13 +93,13 @@ class Cached:
         pack_files.remove_stale(self.folder)
 
     def __call__(self, indices: list[int], batch: Batch) -> TargetOutput:
-        read = [self._read(index) for index in indices]
-        missing = [place for place, parts in enumerate(read) if parts is None]
+        packs = [self._read(index) for index in indices]
+        missing = [place for place, parts in enumerate(packs) if parts is None]
         if missing:
             self._write([indices[place] for place in missing], batch.select(missing))
             for place in missing:
-                read[place] = pack_files.read(self._path(indices[place]), self._names())
-        layers = [torch.stack(parts).to(batch.tokens.device) for parts in zip(*read)]  # [B, T, D] each
+                packs[place] = pack_files.read(self._path(indices[place]), self._names())
+        layers = [devices.send(torch.stack(parts), batch.tokens.device) for parts in zip(*packs)]  # [B, T, D] each
         final = layers.pop()
         return TargetOutput(torch.cat([*layers, final[..., :0]], dim=-1), final)
 
