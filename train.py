@@ -34,13 +34,14 @@ from specdec.target import Target, load_tokenizer
 from train import data, display, reading
 from train.consistency import ConsistencyObjective
 from train.features import Cached, Online
+from train.finite import NotFiniteLoss
 from train.lock import lock
 from train.naming import named
 from train.objective import Objective
 from train.onpolicy import OnPolicy
 from train.optimization import parameter_groups, schedule
 from train.run_folder import RunFolder
-from train.trainer import Material, NotFiniteLoss, Settings, Trainer
+from train.trainer import Material, Settings, Trainer
 from train.waiting import ProcessLost, Waiting
 
 # An error that all processes find is told by the main one, and the launcher then ends the others. They wait so long with theirs.
@@ -93,7 +94,8 @@ def fit_alone(config: DictConfig, path: Path, accelerator: Accelerator) -> int:
         trainer.fit()
     except NotFiniteLoss as error:
         raise ValueError(
-            f"{error} Lower optimizer.lr or train.max_grad_norm, or look at these rows, then use resume=true."
+            f"{error} Look at these rows, lower optimizer.lr or train.max_grad_norm, or leave such steps out with "
+            "train.skip_not_finite=true; then use resume=true."
         ) from error
     except ProcessLost as error:
         raise ProcessLost(f"{error} Continue with resume=true.") from error
@@ -322,7 +324,16 @@ def flatten(config: dict, prefix: str = "") -> dict:
     """The settings that a run's figures depend on, by dotted name."""
     free = ("resume", "tracker", "threads", "features", "decode", "validation", "run", "target.device")
     free += tuple(
-        f"train.{key}" for key in ("log_every", "validate_every", "validate_first", "save_every", "best_by", "timeout")
+        f"train.{key}"
+        for key in (
+            "log_every",
+            "validate_every",
+            "validate_first",
+            "save_every",
+            "best_by",
+            "timeout",
+            "skip_not_finite",
+        )
     )
     flat = {}
     for key, value in config.items():

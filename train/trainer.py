@@ -21,6 +21,7 @@ from train import data
 from train.consistency import ConsistencyObjective
 from train.data import Batch, Packs
 from train.features import Cached, Online
+from train.finite import NotFiniteLoss, named, rows_not_finite
 from train.objective import Loss, Objective, slots
 from train.onpolicy import OnPolicy
 from train.progress import TrainingProgress, text_rounds
@@ -44,6 +45,7 @@ class Settings:
     validate_first: bool  # before training too
     save_every: int
     best_by: str  # the figure that chooses the best checkpoint: tau or speedup
+    skip_not_finite: bool  # leave out a step whose loss is not finite, rather than stop
     timeout: float  # minutes that a process waits for the others
     seed: int
 
@@ -83,10 +85,6 @@ class Material:
         return features(micro.indices, batch) if features else None
 
 
-class NotFiniteLoss(ValueError):
-    """A step's loss was not finite. Nothing of the step was kept."""
-
-
 class Trainer:
     """Trains `objective`; everything that a run leaves behind is in `folder`.
 
@@ -117,6 +115,7 @@ class Trainer:
         self.scheduler = scheduler
         self.step = 0
         self.seen, self.seconds = 0, 0.0  # tokens and seconds of training, without validation and saving
+        self.skipped = 0  # steps that were left out
         self.best: dict = {}
         self.first = (0, 0)  # a step, and the packs that were read before it: of this launch
         self.interrupted = 0  # the signal that has ended the run early
@@ -155,6 +154,7 @@ class Trainer:
         self.scheduler.load_state_dict(document["scheduler"] | {"lr_lambdas": lambdas})
         self.step, self.best = document["step"], document["best"]
         self.seen, self.seconds = document["seen"], document["seconds"]
+        self.skipped = document.get("skipped", 0)
         then, now = packs_of_step(document["about"]), packs_of_step(self.folder.settings)
         self.first = (self.step, document.get("packs", self.step * then))
         if self.accelerator.is_main_process:
@@ -242,10 +242,12 @@ class Trainer:
                 loss = self._backward(micro, num_goals)
             losses.append(loss.total.detach())
         total = float(accelerator.reduce(torch.stack(losses).sum(), "sum")) / num_goals
-        if not math.isfinite(total):
-            self._refuse(total, micro_batches)
+        finite = math.isfinite(total)
+        if not finite:
+            self._refuse_or_skip(total, micro_batches)
         norm = accelerator.clip_grad_norm_(self.objective.parameters(), settings.max_grad_norm)
-        self.optimizer.step()
+        if finite:
+            self.optimizer.step()
         self.scheduler.step()
         self.optimizer.zero_grad()
         tokens = sum(int((micro.batch.documents >= 0).sum()) for micro in micro_batches) * accelerator.num_processes
@@ -271,14 +273,23 @@ class Trainer:
         self.accelerator.backward(loss.total * self.accelerator.num_processes / num_goals)
         return loss
 
-    def _refuse(self, loss: float, micro_batches: list[MicroBatch]) -> None:
-        packs = [self.material.packs[index] for micro in micro_batches for index in micro.indices]
-        rows = [row.id for pack in packs for row in pack]
-        more = ", ..." if len(rows) > 6 else ""
-        raise NotFiniteLoss(
-            f"The loss is {loss} at step {self.step + 1} (rows {', '.join(rows[:6])}{more}). Nothing of this step was "
-            f"kept; the last good state is that of step {self.folder.saved_step()}."
-        )
+    def _refuse_or_skip(self, loss: float, micro_batches: list[MicroBatch]) -> None:
+        """Names the rows, in the log too, and raises NotFiniteLoss unless such steps are to be left out."""
+        read = []
+        for micro in micro_batches:
+            batch = micro.batch.to(self.accelerator.device)
+            read.append((micro.indices, batch, self.material.target_output(micro, batch)))
+        objective = self.accelerator.unwrap_model(self.objective)
+        rows = rows_not_finite(objective, self.material.packs, read)
+        what = f"The loss is {loss} at step {self.step + 1} ({named(rows)})."
+        if not self.settings.skip_not_finite:
+            raise NotFiniteLoss(
+                f"{what} Nothing of this step was kept; the last good state is that of step {self.folder.saved_step()}."
+            )
+        self.skipped += 1
+        self.accelerator.print(f"{what} The step is left out ({self.skipped} so far).")
+        if self.accelerator.is_main_process:
+            self.folder.log(self.step + 1, {"skipped": rows, "num_skipped": self.skipped})
 
     # What a run leaves behind
 
@@ -322,6 +333,7 @@ class Trainer:
                 "seen": self.seen,
                 "seconds": self.seconds,
                 "best": self.best,
+                "skipped": self.skipped,
                 "scheduler": scheduler,
             }
             self.folder.save_state(
