@@ -117,7 +117,8 @@ def end(console: Console, trainer) -> None:
     """What to do next."""
     if trainer.interrupted and trainer.step < trainer.settings.steps:
         console.print(
-            f"Interrupted after step {trainer.step}; saved. Run the same command with resume=true to continue.",
+            f"Interrupted after step {trainer.step}; saved. Run the same command with resume=true (or resume=auto, which a "
+            "scheduler may repeat) to continue.",
             highlight=False,
             soft_wrap=True,
         )
