@@ -127,6 +127,7 @@ class Trainer:
         self.skipped = 0  # steps that were left out
         self.loss = math.nan  # of the newest step whose loss was read
         self.losses: list[tuple[int, Tensor]] = []  # of the steps since then, on the device
+        self.reads_at_once = accelerator.device.type == "cpu" or settings.skip_not_finite  # each loss, before the update
         self.best: dict = {}
         self.first = (0, 0)  # a step, and the packs that were read before it: of this launch
         self.interrupted = 0  # the signal that has ended the run early
@@ -276,7 +277,7 @@ class Trainer:
 
     def _update(self, total: Tensor, micro_batches: list[MicroBatch]) -> None:
         """The optimizer's step. A step whose loss is not finite changes nothing."""
-        known = self.accelerator.device.type == "cpu" or self.settings.skip_not_finite  # read at once
+        known = self.reads_at_once
         self.losses.append((self.step, total))
         finite = not known or self._settle(micro_batches)
         norm = self.accelerator.clip_grad_norm_(self.objective.parameters(), self.settings.max_grad_norm)

@@ -18,7 +18,7 @@ from specdec import checkpoint
 from specdec.target import Target, load_tokenizer
 from tests.support import ADAPTING, ROOT, fit_interrupted, losses_of, train_overrides, write_rows
 from train.run_folder import RunFolder
-from train.trainer import Settings
+from train.trainer import Settings, Trainer
 
 pytestmark = pytest.mark.slow
 
@@ -114,6 +114,22 @@ def test_a_loss_that_is_not_finite_stops_and_names_step_and_row(fit, folder, mon
     assert skipped[0] == {"step": step, "skipped": ["row-8"], "num_skipped": 1}
     weights = checkpoint.read_tensors(Path("checkpoints/nan/step_000004/drafter.safetensors"))
     assert all(value.isfinite().all() for value in weights.values())
+
+
+def test_a_loss_that_is_read_later_changes_no_weights(fit, folder, monkeypatch):
+    """As on a GPU: the loss is read when it is shown or saved, and the weights are whole until then."""
+    settings = ("data.pack=true", "data.length=128", "solve_packs=0", "train.log_every=100", "train.save_every=100")
+    monkeypatch.setattr(Trainer, "reads_at_once", property(lambda self: False, lambda self, value: None), raising=False)
+    trainers = []
+    settle = Trainer._settle
+    monkeypatch.setattr(Trainer, "_settle", lambda self, *more: trainers.append(self) or settle(self, *more))
+    fit("whole", *settings)
+    second = trainers[-1].material.packs[trainers[-1].indices(1, 0)[0]][0].id  # row-8 has the number 9
+    spoil(monkeypatch, folder, int(second.removeprefix("row-")) + 1)
+    with pytest.raises(ValueError, match=rf"nan at step 2 \(row {second}\)"):
+        fit("nan", *settings)
+    assert trainers[-1].step == 3  # in the last step, when everything is shown
+    assert all(value.isfinite().all() for value in trainers[-1].drafter.state_dict().values())
 
 
 def test_runs_are_never_overwritten(fit):
