@@ -21,6 +21,7 @@ from helpers.options import options, run
 
 PROGRAMS = Path(__file__).resolve().parent / "trainers"
 ROOT = PROGRAMS.parents[1]
+FIGURES = ("tokens_per_second", "tokens_per_cpu_second", "memory", "process")
 ATTENTION = ("simple_flex_attention", "sdpa", "eager")
 
 
@@ -37,6 +38,9 @@ class Compare:
     optimizer: str = field(default="adamw", metadata={"help": "of Speculators: adamw, as here, or muon, its default"})
     attention: str = field(default="sdpa", metadata={"help": f"of Speculators: one of {', '.join(ATTENTION)}"})
     compile: bool = field(default=False, metadata={"help": "compile Speculators' forward pass, which it does on GPUs only"})
+    train_head: bool = field(
+        default=True, metadata={"help": "train Speculators' LM head, as EAGLE-3 does and this project; it freezes it"}
+    )
     python: str = field(default="engines/bin/python", metadata={"help": "Python that has Speculators"})
     out: str = field(default="compare_training.json", metadata={"help": "JSON file to write"})
 
@@ -92,7 +96,7 @@ def theirs(compare: Compare, data: Path, batches: list[list[int]]) -> Child:
     return Child(
         PROGRAMS / "of_speculators.py",
         {"data": str(data), "target": str(Path(compare.target).absolute()), "batches": batches, "flags": flags.split(),
-         "compiled": compare.compile},
+         "compiled": compare.compile, "train_head": compare.train_head},
         python=compare.python,
         name="Speculators",
         loads=compare.target,
@@ -106,8 +110,8 @@ def measure(child: Child, steps: int, tokens: list[int]) -> dict:
     with highest(child.process.pid) as memory:
         reply = child.ask({"steps": steps})
     child.close()
-    rate = sum(tokens[1:]) / sum(reply["seconds"][1:])
-    return {"tokens_per_second": rate, "memory": memory["above"], "process": memory["whole"], **reply}
+    rate, busy = (sum(tokens[1:]) / sum(reply[key][1:]) for key in ("seconds", "cpu_seconds"))
+    return {"tokens_per_second": rate, "tokens_per_cpu_second": busy, "memory": memory["above"], "process": memory["whole"], **reply}
 
 
 def main() -> None:
@@ -130,8 +134,9 @@ def main() -> None:
                 result = measure(child, compare.steps, tokens)
                 results[side].append(result)
                 print(describe(side, result), flush=True)
-    medians = {side: {key: statistics.median(result[key] for result in of) for key in ("tokens_per_second", "memory", "process")}
-               for side, of in results.items()}  # fmt: skip
+    medians = {
+        side: {key: statistics.median(result[key] for result in of) for key in FIGURES} for side, of in results.items()
+    }
     ratios = {key: medians["here"][key] / medians["speculators"][key] for key in medians["here"]}
     for side, figures in medians.items():
         print(f"median {describe(side, figures)}")
@@ -141,7 +146,7 @@ def main() -> None:
 
 def describe(side: str, figures: dict) -> str:
     losses = f"  loss {figures['losses'][0]:.2f} .. {figures['losses'][-1]:.2f}" if "losses" in figures else ""
-    return (f"{side:<12} {figures['tokens_per_second']:7.0f} tokens/s  {figures['memory'] / 2**20:6.0f} MiB above  "
+    return (f"{side:<12} {figures['tokens_per_second']:7.0f} tokens/s  {figures['tokens_per_cpu_second']:5.0f} a CPU second  {figures['memory'] / 2**20:6.0f} MiB above  "
             f"{figures['process'] / 2**20:6.0f} MiB in all{losses}")  # fmt: skip
 
 

@@ -11,8 +11,11 @@ import sys
 import time
 
 
-def build(data: str, target: str, batches: list[list[int]], flags: list[str], compiled: bool):
-    """Speculators' trainer for the rows of `data`, one batch for each list of row numbers; flags: of its own command"""
+def build(data: str, target: str, batches: list[list[int]], flags: list[str], compiled: bool, train_head: bool):
+    """Speculators' trainer for the rows of `data`, one batch for each list of row numbers; flags: of its own command
+
+    train_head: its LM head, which it starts from the target's and freezes
+    """
     sys.argv = ["train", "--verifier-name-or-path", target, "--data-path", data, "--save-path", f"{data}/save", *flags]
     import torch
     from hs_connectors import FileTransfer
@@ -33,6 +36,7 @@ def build(data: str, target: str, batches: list[list[int]], flags: list[str], co
     d2t, t2d, size = cli.parse_vocab_mappings(args)
     model_class = cli.SpeculatorModel.registry[args.speculator_type]
     model = cli.build_draft_model(args, model_class, t2d, d2t, size)
+    model.lm_head.weight.requires_grad_(train_head)
     if compiled:  # it compiles for CUDA only
         model.forward = torch.compile(model.forward)
     dtype = getattr(torch, args.hidden_states_dtype)
@@ -54,17 +58,17 @@ def build(data: str, target: str, batches: list[list[int]], flags: list[str], co
 
 
 def train(trainer) -> dict:
-    """One epoch. -> seconds and loss of each step"""
-    moments, losses = [time.perf_counter()], []
+    """One epoch. -> seconds, CPU seconds and loss of each step"""
+    moments, losses = [(time.perf_counter(), time.process_time())], []
 
     def note(module, arguments, output):
         losses.append(output[1].detach())
 
     trainer.model.register_forward_hook(note)
-    trainer.train_epoch(0, step_callback=lambda: moments.append(time.perf_counter()))
+    trainer.train_epoch(0, step_callback=lambda: moments.append((time.perf_counter(), time.process_time())))
     trained = sum(parameter.numel() for parameter in trainer.model.parameters() if parameter.requires_grad)
-    seconds = [after - before for before, after in zip(moments, moments[1:])]
-    return {"seconds": seconds, "losses": [float(loss) for loss in losses], "trained": trained}
+    seconds, busy = ([b - a for a, b in zip(kind, kind[1:])] for kind in zip(*moments))
+    return {"seconds": seconds, "cpu_seconds": busy, "losses": [float(loss) for loss in losses], "trained": trained}
 
 
 def serve(options: dict) -> None:

@@ -38,16 +38,18 @@ class Answering(Trainer):
         os._exit(0)  # nothing of this run is kept
 
     def run(self, steps: int) -> dict:
-        """-> seconds, loss and tokens of each step"""
-        seconds, losses, before = [], [], self.seen
+        """-> seconds, CPU seconds and loss of each step, and all tokens"""
+        seconds, busy, losses, before = [], [], [], self.seen
         with TrainingProgress(steps=steps, done=self.step, shown=False) as progress:
             for _ in range(steps):
-                start = time.perf_counter()
+                start, begun = time.perf_counter(), time.process_time()
                 _, figures = self._advance(progress)
                 seconds.append(time.perf_counter() - start)
+                busy.append(time.process_time() - begun)
                 losses.append(figures["loss"])
         trained = sum(parameter.numel() for parameter in self.drafter.parameters() if parameter.requires_grad)
-        return {"seconds": seconds, "losses": losses, "tokens": self.seen - before, "trained": trained}
+        tokens = self.seen - before
+        return {"seconds": seconds, "cpu_seconds": busy, "losses": losses, "tokens": tokens, "trained": trained}
 
     @torch.no_grad()
     def export(self, folder: Path) -> dict:
