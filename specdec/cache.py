@@ -246,7 +246,7 @@ class UnrollCache:
 
     def __init__(self):
         self.base: dict[int, tuple[Tensor, Tensor]] = {}  # layer -> step-1 K, V [B, heads, T, head_dim]
-        self.own: dict[int, list[tuple[Tensor, Tensor]]] = {}  # layer -> K, V of steps 2..d [B, heads, S, head_dim]
+        self.own: dict[int, list[Tensor]] = {}  # layer -> K, V of step 2, of step 3, ... [B, heads, S, 1, head_dim] each
 
     def update(self, key: Tensor, value: Tensor, layer: int) -> None:
         """Stores K and V that all steps see: a block drafter's context."""
@@ -258,16 +258,12 @@ class UnrollCache:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, seen: Span) -> Tensor:
         """query [B, heads, S, head_dim], seen: which step-1 keys -> [B, heads, S, head_dim]"""
+        pair = key[..., None, :], value[..., None, :]  # [B, heads, S, 1, head_dim]: a slot has one of each step
         if layer not in self.base:
-            self.base[layer] = key, value
-            self.own[layer] = []
-            own = [(key, value)] if seen.apart else []
+            self.base[layer], self.own[layer] = (key, value), []
+            own = [*pair] if seen.apart else []
         else:
             own = self.own[layer]
-            own.append((key, value))
+            own += pair
         grouped = (query * query.shape[-1] ** -0.5).unflatten(1, (key.shape[1], -1))[..., None, :]  # [B, G, R, S, 1, .]
-        keys, values = ([pair[n] for pair in own] for n in (0, 1))
-        stacked = (
-            (torch.stack(keys, dim=-2), torch.stack(values, dim=-2)) if own else None
-        )  # [B, heads, S, d-1, .] each
-        return span_attention.attend(grouped, *self.base[layer], seen, stacked)[..., 0, :].flatten(1, 2)
+        return span_attention.attend(grouped, *self.base[layer], seen, *own)[..., 0, :].flatten(1, 2)

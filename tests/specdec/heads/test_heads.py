@@ -250,7 +250,7 @@ def test_spans_are_the_masks_of_documents(lag):
 @pytest.mark.parametrize("scores", [1, 60, 10**6])  # one slot at a time, some, all
 def test_unroll_attention_against_a_dense_mask(scores, monkeypatch):
     """Keys [S, T + (d-1)*S]: those of step 1, then those of steps 2..d, of which each slot sees only its own."""
-    monkeypatch.setattr(span_attention, "SCORES", scores)
+    monkeypatch.setattr(span_attention, "CHUNK", scores)
     torch.manual_seed(0)
     rows, heads, kv_heads, size, width = 3, 4, 2, 7, 6
     later_slots = torch.tensor([1, 2, 5])  # the slots of later steps
@@ -277,14 +277,14 @@ def test_unroll_attention_against_a_dense_mask(scores, monkeypatch):
 @pytest.mark.parametrize("scores", [1, 10**6])
 @pytest.mark.parametrize("lag", [0, 2])
 def test_attention_over_spans_of_blocks_of_queries(lag, scores, monkeypatch):
-    """As block drafters use it: several queries and several own keys in each slot; values of another width."""
-    monkeypatch.setattr(span_attention, "SCORES", scores)
+    """As block drafters use it: several queries and several own keys in each slot."""
+    monkeypatch.setattr(span_attention, "CHUNK", scores)
     torch.manual_seed(0)
-    shapes = {"query": (3, 2, 2, 7, 4, 6), "key": (3, 2, 7, 6), "value": (3, 2, 7, 5), "own_key": (3, 2, 7, 3, 6), "own_value": (3, 2, 7, 3, 5)}  # fmt: skip
+    shapes = {"query": (3, 2, 2, 7, 4, 6), "key": (3, 2, 7, 6), "value": (3, 2, 7, 6), "own_key": (3, 2, 7, 3, 6), "own_value": (3, 2, 7, 3, 6)}  # fmt: skip
     inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes.values()]
     seen = span_attention.Span(*(getattr(spans(INDEX, lag=lag), name) for name in ("first", "last")))
-    out = span_attention.attend(*inputs[:3], seen, tuple(inputs[3:]))
-    wanted = span_attention.attend(*inputs[:3], seen.mask(7), tuple(inputs[3:]))  # without chunks, by autograd
+    out = span_attention.attend(*inputs[:3], seen, *inputs[3:])
+    wanted = span_attention.attend(*inputs[:3], seen.mask(7), *inputs[3:])  # without chunks, by autograd
     torch.testing.assert_close(out, wanted, atol=1e-12, rtol=0)
     given = torch.randn_like(out)
     for grad, reference in zip(torch.autograd.grad(out, inputs, given), torch.autograd.grad(wanted, inputs, given)):
@@ -350,7 +350,7 @@ def test_blocks_that_attend_in_parts_give_the_same_values_and_gradients(target, 
     tokens = torch.tensor(random_tokens(0, LENGTH, target.vocab_size))
     features = target.read(tokens[None], drafter.target_layers).features
     for limit in (2**27, 300):
-        monkeypatch.setattr(span_attention, "SCORES", limit)
+        monkeypatch.setattr(span_attention, "CHUNK", limit)
         goals = torch.ones(1, LENGTH, dtype=torch.bool)
         unrolled = unroll(drafter, tokens[None], features, documents=torch.zeros_like(goals, dtype=torch.long),
                           positions=torch.arange(LENGTH)[None], goals=goals, depth=4)  # fmt: skip
