@@ -22,7 +22,7 @@ from helpers.options import options, run
 PROGRAMS = Path(__file__).resolve().parent / "trainers"
 ROOT = PROGRAMS.parents[1]
 FIGURES = ("tokens_per_second", "tokens_per_cpu_second", "memory", "process")
-ATTENTION = ("simple_flex_attention", "sdpa", "eager")
+ATTENTION = ("sdpa", "eager", "simple_flex_attention")
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,12 @@ class Compare:
     target: str = field(default="targets/smollm2-135m", metadata={"help": "folder of the target"})
     vocab_size: int = field(default=8192, metadata={"help": "of the draft vocabulary"})
     optimizer: str = field(default="adamw", metadata={"help": "of Speculators: adamw, as here, or muon, its default"})
-    attention: str = field(default="sdpa", metadata={"help": f"of Speculators: one of {', '.join(ATTENTION)}"})
-    compile: bool = field(default=False, metadata={"help": "compile Speculators' forward pass, which it does on GPUs only"})
+    attention: str = field(
+        default="sdpa", metadata={"help": f"of Speculators: one of {', '.join(ATTENTION)} (its default, not on CPUs)"}
+    )
+    compile: bool = field(
+        default=False, metadata={"help": "compile Speculators' forward pass, which it does on GPUs only"}
+    )
     train_head: bool = field(
         default=True, metadata={"help": "train Speculators' LM head, as EAGLE-3 does and this project; it freezes it"}
     )
@@ -60,7 +64,7 @@ def highest(pid: int) -> Iterator[dict]:
     start, done = anonymous(pid), threading.Event()
 
     def watch() -> None:
-        while not done.wait(0.005):
+        while not done.wait(0.005) and Path(f"/proc/{pid}/status").exists():
             figures["above"] = max(figures["above"], anonymous(pid) - start)
 
     watcher = threading.Thread(target=watch)
@@ -70,11 +74,16 @@ def highest(pid: int) -> Iterator[dict]:
     finally:
         done.set()
         watcher.join()
-        figures["whole"] = anonymous(pid, "VmHWM")
+    figures["whole"] = anonymous(pid, "VmHWM")
 
 
 def own(compare: Compare, scratch: Path) -> Child:
-    overrides = ["head=eagle3", "run=own", f"data.train={Path(compare.data).absolute()}", f"data.length={compare.length}"]
+    overrides = [
+        "head=eagle3",
+        "run=own",
+        f"data.train={Path(compare.data).absolute()}",
+        f"data.length={compare.length}",
+    ]
     overrides += [f"target.name={Path(compare.target).absolute()}", f"threads={compare.threads}", "solve_packs=0"]
     overrides += [f"data.heldout={ROOT / 'data' / 'prompts_heldout.jsonl'}", f"head.vocab_size={compare.vocab_size}"]
     overrides += [f"head.objective.depth={compare.depth}", f"train.steps={compare.steps}"]
@@ -111,7 +120,13 @@ def measure(child: Child, steps: int, tokens: list[int]) -> dict:
         reply = child.ask({"steps": steps})
     child.close()
     rate, busy = (sum(tokens[1:]) / sum(reply[key][1:]) for key in ("seconds", "cpu_seconds"))
-    return {"tokens_per_second": rate, "tokens_per_cpu_second": busy, "memory": memory["above"], "process": memory["whole"], **reply}
+    return {
+        "tokens_per_second": rate,
+        "tokens_per_cpu_second": busy,
+        "memory": memory["above"],
+        "process": memory["whole"],
+        **reply,
+    }
 
 
 def main() -> None:
@@ -130,7 +145,9 @@ def main() -> None:
         print(f"{compare.steps} packs of {compare.length}: {sum(tokens)} tokens, depth {compare.depth}")
         for _ in range(compare.rounds):
             for side in results:
-                child = own(compare, scratch) if side == "here" else theirs(compare, scratch / "data", prepared["batches"])
+                child = (
+                    own(compare, scratch) if side == "here" else theirs(compare, scratch / "data", prepared["batches"])
+                )
                 result = measure(child, compare.steps, tokens)
                 results[side].append(result)
                 print(describe(side, result), flush=True)

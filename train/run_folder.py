@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from specdec import checkpoint
+from specdec import checkpoint, untrusted
 from specdec.drafter import Head
 from specdec.report import Report
 
@@ -38,6 +38,8 @@ class RunFolder:
                 f"{self.path} holds a finished run ({finished.read_text().strip()} steps). Choose another run=NAME, or "
                 "delete the folder to repeat it."
             )
+        for path in self.path.rglob("*"):  # a stranger's run could have its log written to another file
+            untrusted.check_link(path, self.path)
         begun = (self.path / "log.jsonl").exists() or (self.path / "state").exists()
         if begun and not resume:
             raise ValueError(

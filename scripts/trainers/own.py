@@ -33,7 +33,10 @@ class Answering(Trainer):
         self.objective.train()
         for line in sys.stdin:
             request = json.loads(line)
-            say(self.replies, self.export(Path(request["export"])) if "export" in request else self.run(request["steps"]))
+            say(
+                self.replies,
+                self.export(Path(request["export"])) if "export" in request else self.run(request["steps"]),
+            )
         self.replies.flush()
         os._exit(0)  # nothing of this run is kept
 
@@ -69,7 +72,9 @@ class Answering(Trainer):
             indices = self.indices(step, 0)
             batch = material.collate(indices)
             output = read(indices, batch)
-            layers = torch.cat([output.features.unflatten(-1, (-1, states[-1].shape[-1])), states[-1][:, :, None]], dim=2)
+            layers = torch.cat(
+                [output.features.unflatten(-1, (-1, states[-1].shape[-1])), states[-1][:, :, None]], dim=2
+            )
             material.features(indices, batch)
             batches.append([])
             for document in range(int(batch.documents.max()) + 1):
