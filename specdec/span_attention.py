@@ -82,13 +82,12 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query, key, value, seen, *own):
         own_key, own_value = _join(own, query)
-        with torch.autocast(query.device.type, enabled=False):
-            out = torch.zeros_like(query)
-            log_sum = out.new_full((*query.shape[:-1], 1), float("-inf"), dtype=_exact(query))
-            for row, slots, keys, mask in _chunks(query, key, seen):
-                parts = query[row][:, :, slots], key[row][:, keys], value[row][:, keys]
-                out[row][:, :, slots], log_sum[row][:, :, slots] = _common(*parts, mask)
-            out, log_sum = _add_own(query, out, log_sum, own_key, own_value)
+        out = torch.zeros_like(query)
+        log_sum = out.new_full((*query.shape[:-1], 1), float("-inf"), dtype=_exact(query))
+        for row, slots, keys, mask in _chunks(query, key, seen):
+            parts = query[row][:, :, slots], key[row][:, keys], value[row][:, keys]
+            out[row][:, :, slots], log_sum[row][:, :, slots] = _common(*parts, mask)
+        out, log_sum = _add_own(query, out, log_sum, own_key, own_value)
         ctx.save_for_backward(query, key, value, out, log_sum, *own)
         ctx.seen = seen
         return out

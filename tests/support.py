@@ -80,7 +80,7 @@ def paired(names: str, variants: list, others: list):
 # Targets, drafters and their folders
 
 
-def make_target(vocab_size: int, *, num_layers: int = 8) -> Target:
+def make_target(vocab_size: int, *, num_layers: int = 8, device: torch.device | str = "cpu") -> Target:
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=32,
@@ -95,7 +95,7 @@ def make_target(vocab_size: int, *, num_layers: int = 8) -> Target:
         bos_token_id=None,
         eos_token_id=None,
     )
-    return Target(LlamaForCausalLM(config).double(), name="tiny")
+    return Target(LlamaForCausalLM(config).double().to(device), name="tiny")
 
 
 def scale_forward(target: Target, monkeypatch) -> None:
@@ -215,7 +215,9 @@ def text_logits(drafter, tokens: torch.Tensor) -> torch.Tensor:
     """Of a draft model: tokens [B, T] -> logits [B, T, W] of step 1 of every slot"""
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
     h = torch.zeros(*tokens.shape, 0)
-    _, readout = drafter.step(1, h, tokens, positions, masks.documents(torch.zeros_like(tokens)), UnrollCache().at_step(1))
+    _, readout = drafter.step(
+        1, h, tokens, positions, masks.documents(torch.zeros_like(tokens)), UnrollCache().at_step(1)
+    )
     return drafter.logits(1, readout)
 
 

@@ -121,7 +121,9 @@ def trained_on(folder: Path) -> str | None:
 def load_target(options: TargetOptions, *, default: str | None = None) -> Opened:
     """default: its name, where the options give none; without one, that of conf/target. Raises ValueError as Target.load."""
     if options.trust_remote_code and options.name is None:
-        raise ValueError("target.trust_remote_code=true runs code of a model that you name yourself: give target.name= too.")
+        raise ValueError(
+            "target.trust_remote_code=true runs code of a model that you name yourself: give target.name= too."
+        )
     use_threads()
     usual = str(OmegaConf.load(CONF / "target" / "smollm2-135m.yaml").name)
     name = options.name or default or usual
