@@ -12,7 +12,7 @@ import numpy
 import pytest
 import torch
 
-from specdec import checkpoint, datastore, untrusted
+from specdec import checkpoint, datastore, files, untrusted
 from specdec.heads.draft import Draft
 from specdec.heads.eagle import Eagle, Eagle3
 from specdec.heads.medusa import Medusa
@@ -65,6 +65,7 @@ def little_memory():
 def change(folder: Path, name: str = "drafter.json", **fields) -> None:
     path = folder / name
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    (folder / files.CHECKSUMS).unlink(missing_ok=True)  # who changes a file can change its checksum
 
 
 def safetensors_of(header: bytes, size: int | None = None, data: bytes = b"") -> bytes:

@@ -1,5 +1,6 @@
 """Data, chat templates and run folders that a stranger made: refused with a sentence, and no code runs."""
 
+import copy
 import gzip
 import json
 import os
@@ -68,7 +69,7 @@ TEMPLATES = {
 @pytest.mark.parametrize("marked", [False, True])
 def test_templates_run_in_the_sandbox(tmp_path, monkeypatch, kind, marked):
     monkeypatch.chdir(tmp_path)
-    tokenizer = small_tokenizer()
+    tokenizer = copy.deepcopy(small_tokenizer())  # tests share it
     markers = "{% generation %}x{% endgeneration %}" if marked else ""
     tokenizer.chat_template = TEMPLATES[kind] + markers
     with pytest.raises(ValueError, match="chat template"):

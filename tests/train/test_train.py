@@ -17,7 +17,6 @@ from omegaconf import OmegaConf
 from specdec import checkpoint
 from specdec.target import Target, load_tokenizer
 from tests.support import ADAPTING, ROOT, fit_interrupted, losses_of, train_overrides, write_rows
-from train import losses
 from train.run_folder import RunFolder
 from train.trainer import Settings
 
