@@ -86,7 +86,7 @@ def own(compare: Compare, scratch: Path) -> Child:
     ]
     overrides += [f"target.name={Path(compare.target).absolute()}", f"threads={compare.threads}", "solve_packs=0"]
     overrides += [f"data.heldout={ROOT / 'data' / 'prompts_heldout.jsonl'}", f"head.vocab_size={compare.vocab_size}"]
-    overrides += [f"head.objective.depth={compare.depth}", f"train.steps={compare.steps}"]
+    overrides += [f"head.objective.depth={compare.depth}", f"train.steps={compare.steps}", "validation.num_prompts=1"]
     environment = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "scripts")]), "HF_HUB_OFFLINE": "1"}
     return Child(
         PROGRAMS / "own.py",

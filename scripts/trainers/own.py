@@ -16,7 +16,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from safetensors.torch import save_file
 
-from train.features import Online
+from specdec.target import Target
 from train.progress import TrainingProgress
 from train.trainer import Trainer
 
@@ -46,7 +46,7 @@ class Answering(Trainer):
         with TrainingProgress(steps=steps, done=self.step, shown=False) as progress:
             for _ in range(steps):
                 start, begun = time.perf_counter(), time.process_time()
-                _, figures = self._advance(progress)
+                _, figures = self._advance(progress, shown=self.step % self.settings.log_every == 0)
                 seconds.append(time.perf_counter() - start)
                 busy.append(time.process_time() - begun)
                 losses.append(figures["loss"])
@@ -62,31 +62,20 @@ class Answering(Trainer):
         """
         drafter, material = self.drafter, self.material
         (folder / "hidden_states").mkdir(parents=True)
-        states: list[torch.Tensor] = []  # before the last norm, which Speculators applies itself
-        handle = drafter.target.model.get_submodule("model.norm").register_forward_pre_hook(
-            lambda module, arguments: states.append(arguments[0])
-        )
-        read = Online(drafter.target, drafter.target_layers)
         rows, batches, tokens = [], [], []
         for step in range(self.settings.steps):
             indices = self.indices(step, 0)
             batch = material.collate(indices)
-            output = read(indices, batch)
-            layers = torch.cat(
-                [output.features.unflatten(-1, (-1, states[-1].shape[-1])), states[-1][:, :, None]], dim=2
-            )
             material.features(indices, batch)
             batches.append([])
             for document in range(int(batch.documents.max()) + 1):
                 inside = batch.documents[0] == document
-                ids = batch.tokens[0, inside]
-                hidden = {"hidden_states": layers[0, inside].contiguous(), "token_ids": ids}
+                ids, mask = batch.tokens[0, inside], batch.loss_mask[0, inside]
+                hidden = {"hidden_states": states(drafter.target, drafter.target_layers, ids), "token_ids": ids}
                 save_file(hidden, folder / "hidden_states" / f"hs_{len(rows)}.safetensors")
                 batches[-1].append(len(rows))
-                mask = batch.loss_mask[0, inside].int().tolist()
-                rows.append({"input_ids": ids.tolist(), "loss_mask": mask, "seq_len": len(ids)})
+                rows.append({"input_ids": ids.tolist(), "loss_mask": mask.int().tolist(), "seq_len": len(ids)})
             tokens.append(int((batch.documents >= 0).sum()))
-        handle.remove()
         dataset = datasets.Dataset.from_list(rows)
         dataset.set_format("torch", columns=["input_ids", "loss_mask"], output_all_columns=True)
         dataset.save_to_disk(str(folder))
@@ -96,6 +85,18 @@ class Answering(Trainer):
         numpy.save(folder / f"d2t-{len(vocab)}.npy", (vocab - torch.arange(len(vocab))).numpy())
         numpy.save(folder / f"t2d-{len(vocab)}.npy", chosen.numpy())
         return {"batches": batches, "tokens": tokens}
+
+
+def states(target: Target, layers: tuple[int, ...], ids: torch.Tensor) -> torch.Tensor:
+    """ids [S] of one document -> [S, F + 1, D]: the hidden states asked for, then the last before its norm.
+
+    Speculators applies the norm itself.
+    """
+    last = []
+    handle = target.norm.register_forward_pre_hook(lambda module, arguments: last.append(arguments[0]))
+    output = target.read(ids[None], layers)
+    handle.remove()
+    return torch.cat([output.features[0].unflatten(-1, (-1, target.width)), last[0][0][:, None]], dim=1).contiguous()
 
 
 def say(replies, reply: dict) -> None:
