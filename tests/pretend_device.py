@@ -23,7 +23,12 @@ from torch.utils._pytree import tree_flatten, tree_map
 aten = torch.ops.aten
 ELSEWHERE = torch.device("meta")
 ROOT = Path(__file__).resolve().parents[1]
-READS = {aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default, aten.repeat_interleave.Tensor}
+READS = {
+    aten._local_scalar_dense.default,
+    aten.nonzero.default,
+    aten.masked_select.default,
+    aten.repeat_interleave.Tensor,
+}
 # A CUDA kernel takes these with an index, or a source, on the CPU
 MIXES = {aten.copy_.default, aten.index.Tensor, aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.default}  # fmt: skip
 
@@ -79,7 +84,9 @@ class PretendDevice(TorchDispatchMode):
         self.undo.callback(torch._C._set_only_lift_cpu_tensors, torch._C._only_lift_cpu_tensors())
         torch._C._set_only_lift_cpu_tensors(True)
         make = torch.tensor
-        self._replace(torch, "tensor", lambda data, dtype=None, device=None, **_: self._make(make(data, dtype=dtype), device))
+        self._replace(
+            torch, "tensor", lambda data, dtype=None, device=None, **_: self._make(make(data, dtype=dtype), device)
+        )
         self._replace(
             torch.Tensor,
             "new_tensor",

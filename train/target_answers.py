@@ -9,7 +9,7 @@ from pathlib import Path
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 
-from specdec import checkpoint
+from specdec import files
 from specdec.decode import Decoder
 from specdec.measurement import Prompt, seeded_generator
 from specdec.sampling import Sampling
@@ -91,7 +91,7 @@ class TargetAnswers:
         checked = {"about": about, **asdict(self), "digest": digest(json.dumps(self.answers).encode())}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            checkpoint.write_text(path, json.dumps(checked) + "\n")
+            files.write_text(path, json.dumps(checked) + "\n")
         except OSError as error:  # they are in memory, so training goes on
             warnings.warn(
                 f"{path} could not be written ({error}): a later run answers these prompts again", stacklevel=1

@@ -211,7 +211,7 @@ class Trainer:
                         line, figures = self._advance(progress, shown=shown)
                     if shown:
                         norms = self.norms.read()
-                        clipping = f"gradient {norms['grad_norm']:.2f}, {norms['clipped']:.0%} clipped"
+                        clipping = "gradient {grad_norm:.2f}, {clipped:.0%} clipped".format(**norms) if norms else ""
                         progress.print(f"step {self.step:>5}/{settings.steps}  {line}  {clipping}")
                     if logged:
                         self._record(figures | norms)
