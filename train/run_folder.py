@@ -90,10 +90,10 @@ class RunFolder:
         """Name, report and weights of the checkpoint that `mark_best` named; None if there is none."""
         if not (self.path / "best").exists():
             return None
-        name = (self.path / "best").read_text().strip()
-        report = self.path / name / "report.json"
-        weights = checkpoint.read_tensors(self.path / name / "drafter.safetensors")
-        return name, Report.from_json(checkpoint.read_json(report), source=str(report)), weights
+        best = checkpoint.resolve(self.path / "best")
+        report = best / "report.json"
+        weights = checkpoint.read_tensors(best / "drafter.safetensors")
+        return best.name, Report.from_json(checkpoint.read_json(report), source=str(report)), weights
 
     def finish(self, step: int) -> None:
         files.write_text(self.path / "finished", f"{step}\n")

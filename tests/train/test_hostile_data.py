@@ -9,6 +9,7 @@ import pytest
 
 from tests.support import small_tokenizer
 from train import data, reading
+from train.lock import lock
 from train.run_folder import RunFolder
 
 MESSAGES = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
@@ -91,3 +92,19 @@ def test_a_run_whose_log_is_a_link_is_not_resumed(tmp_path):
     os.symlink("state/step_000001", run / "newest")  # links inside are harmless
     (tmp_path / "link").symlink_to(run)
     RunFolder(tmp_path / "link", {}, {}).check(resume=True)
+
+
+def test_a_lock_that_is_a_link_does_not_empty_a_file(tmp_path):
+    precious = tmp_path / "precious"
+    precious.write_text("mine\n")
+    (tmp_path / "lock").symlink_to(precious)
+    with pytest.raises(OSError), lock(tmp_path / "lock", of=tmp_path):
+        pass
+    assert precious.read_text() == "mine\n"
+
+
+@pytest.mark.parametrize("name", ["../elsewhere", "/etc"])
+def test_the_best_step_is_one_of_the_run(tmp_path, name):
+    (tmp_path / "best").write_text(name)
+    with pytest.raises(ValueError, match="not inside it"):
+        RunFolder(tmp_path, {}, {}).read_best()
