@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from specdec import checkpoint, files
+from specdec import checkpoint, files, untrusted
 from specdec.drafter import Head
 from specdec.report import Report
 from train.optimization import pack_state, unpack_state
@@ -47,6 +47,8 @@ class RunFolder:
                 f"{self.path} holds a finished run ({finished.read_text().strip()} steps). Choose another run=NAME, or "
                 "delete the folder to repeat it."
             )
+        for path in (*self.path.glob("*"), *(self.path / "state").glob("*")):  # a log could be a link to another file
+            untrusted.check_link(path, self.path)
         begun = (self.path / "log.jsonl").exists() or (self.path / "state").exists()
         if begun and not resume:
             raise ValueError(
@@ -88,10 +90,10 @@ class RunFolder:
         """Name, report and weights of the checkpoint that `mark_best` named; None if there is none."""
         if not (self.path / "best").exists():
             return None
-        name = (self.path / "best").read_text().strip()
-        report = self.path / name / "report.json"
-        weights = checkpoint.read_tensors(self.path / name / "drafter.safetensors")
-        return name, Report.from_json(checkpoint.read_json(report), source=str(report)), weights
+        best = checkpoint.resolve(self.path / "best")
+        report = best / "report.json"
+        weights = checkpoint.read_tensors(best / "drafter.safetensors")
+        return best.name, Report.from_json(checkpoint.read_json(report), source=str(report)), weights
 
     def finish(self, step: int) -> None:
         files.write_text(self.path / "finished", f"{step}\n")
