@@ -20,7 +20,6 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from specdec import checkpoint, rules
-from specdec.compile import Runner
 from specdec.drafter import Head
 from specdec.drafting import Drafting
 from specdec.experts import experts_of
@@ -190,7 +189,7 @@ def make_validation(
         sampling = Sampling(temperature=config.validation.temperature)
     with named("decode"):
         decoder = drafting.decoder(
-            target, drafting.proposer(drafter), sampling=sampling, stop=stop, runner=Runner(drafting.compile)
+            target, drafting.proposer(drafter), sampling=sampling, stop=stop, runner=drafting.runner()
         )
     with named("validation"):
         for prompt in prompts:

@@ -131,9 +131,8 @@ def peak_flops(chosen: BenchTraining) -> float | None:
 def conditions(chosen: BenchTraining) -> str:
     """The conditions of measurement, in one line."""
     device = torch.device("cuda" if on_cuda(chosen) else "cpu")
-    if chosen.threads:
-        torch.set_num_threads(chosen.threads)
-    target = chosen.shape and f"a random target ({chosen.shape})" or chosen.target.name
+    torch.set_num_threads(chosen.threads or os.cpu_count() or 1)  # as the processes do
+    target = f"a random target ({chosen.shape})" if chosen.shape else chosen.target.name
     outputs = "read in every step" if chosen.features == "target" else "given"
     rows = f"{chosen.batch} x one document" if chosen.document is None else f"{chosen.batch} x {chosen.document} tokens"
     return f"{hardware.describe(device)}; {target} in {chosen.target.dtype}, its outputs {outputs}; {rows}; {chosen.precision}"
