@@ -40,7 +40,6 @@ CHILD = (  # the helpers are those of this working tree, specdec and train those
 class TargetOptions:
     name: str = option("targets/smollm2-135m", "folder or Hub name of the target; not read with shape=")
     dtype: str = option("bfloat16", "bfloat16 or float32")
-    device: str | None = option(None, "cpu or cuda; null: cuda if there is one")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,18 +118,14 @@ def make_works(chosen: BenchTraining) -> list[Work]:
     ]
 
 
-def on_cuda(chosen: BenchTraining) -> bool:
-    return torch.cuda.is_available() and chosen.target.device != "cpu"
-
-
 def peak_flops(chosen: BenchTraining) -> float | None:
-    name = torch.cuda.get_device_name() if on_cuda(chosen) else ""
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     return chosen.peak_flops or hardware.peak_of(name).flops
 
 
 def conditions(chosen: BenchTraining) -> str:
     """The conditions of measurement, in one line."""
-    device = torch.device("cuda" if on_cuda(chosen) else "cpu")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_num_threads(chosen.threads or os.cpu_count() or 1)  # as the processes do
     target = f"a random target ({chosen.shape})" if chosen.shape else chosen.target.name
     outputs = "read in every step" if chosen.features == "target" else "given"

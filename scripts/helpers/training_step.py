@@ -241,13 +241,13 @@ def measure(root: Path, work: Work, target: Target) -> Cost:
     )
 
 
-def load_target(name: str, dtype: str, shape: str | None, *, positions: int, device: str | None) -> Target:
-    """The named target, or one of this shape with random weights. device: None: an accelerator if there is one"""
+def load_target(name: str, dtype: str, shape: str | None, *, positions: int) -> Target:
+    """The named target, or one of this shape with random weights, where train.py trains: on a GPU if there is one."""
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    place = device or (found.type if found else "cpu")
+    device = found.type if found else "cpu"
     if shape is None:
-        return Target.load(name, dtype=dtype, device=place)
-    return random_target(read_shape(shape), device=place, positions=positions, dtype=dtype)
+        return Target.load(name, dtype=dtype, device=device)
+    return random_target(read_shape(shape), device=device, positions=positions, dtype=dtype)
 
 
 def main() -> None:

@@ -4,8 +4,6 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from specdec.checkpoint import read_json
-
 
 @dataclass(frozen=True)
 class Cell:
@@ -28,7 +26,7 @@ class Cell:
 def read(path: Path) -> list[Cell]:
     """The cells of a file that bench_training.py wrote. Raises ValueError for another file."""
     try:
-        return [Cell(**cell) for cell in read_json(path)["cells"]]
+        return [Cell(**cell) for cell in json.loads(path.read_text())["cells"]]
     except (KeyError, TypeError, OSError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} cannot be used ({error}): give a file that bench_training.py out= wrote.") from error
 
