@@ -238,36 +238,47 @@ class RowCache(transformers.Cache):
 
 
 class UnrollCache:
-    """The keys of a training unroll: append-only and differentiable.
+    """The keys of a training unroll: differentiable, and never changed once they are there.
 
     Step 1 stores the keys of all T slots. Each later step of slot j sees the step-1 keys of slots <= j of its document (its
     span) and its own keys of steps 2..d. Later steps may run on a subset of S slots.
     """
 
-    def __init__(self):
-        self.base: dict[int, tuple[Tensor, Tensor]] = {}  # layer -> step-1 K, V [B, heads, T, head_dim]
-        self.own: dict[int, list[tuple[Tensor, Tensor]]] = {}  # layer -> K, V of steps 2..d [B, heads, S, head_dim]
+    def __init__(self) -> None:
+        self.common: dict[int, tuple[Tensor, Tensor]] = {}  # layer -> K, V that all steps see [B, heads, T, head_dim]
+        self.own: dict[int, dict[int, tuple[Tensor, Tensor]]] = {}  # layer -> step d -> K, V [B, heads, S, 1, head_dim]
+
+    def at_step(self, d: int) -> "UnrollStep":
+        return UnrollStep(self, d)
 
     def update(self, key: Tensor, value: Tensor, layer: int) -> None:
         """Stores K and V that all steps see: a block drafter's context."""
-        self.base[layer] = key, value
+        self.common[layer] = key, value
+
+
+@dataclass(frozen=True)
+class UnrollStep:
+    """What step d sees of an `UnrollCache`. A step that is computed again, in the backward pass, sees what it saw before."""
+
+    cache: UnrollCache
+    d: int
 
     def look(self, layer: int) -> tuple[Tensor, Tensor]:
         """The K and V that `update` stored, [B, heads, T, head_dim] each"""
-        return self.base[layer]
+        return self.cache.common[layer]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, seen: Span) -> Tensor:
-        """query [B, heads, S, head_dim], seen: which step-1 keys -> [B, heads, S, head_dim]"""
-        if layer not in self.base:
-            self.base[layer] = key, value
-            self.own[layer] = []
-            own = [(key, value)] if seen.apart else []
+        """query [B, heads, S, head_dim], seen: which common keys -> [B, heads, S, head_dim]"""
+        steps = self.cache.own.setdefault(layer, {})
+        pair = key[..., None, :], value[..., None, :]
+        first = min([*steps, self.d])  # the step whose keys are common: 1, or of a module for one depth its own
+        if self.d == first:
+            self.cache.common.setdefault(layer, (key, value))
+            common = key, value
+            own = [*pair] if seen.apart else []
         else:
-            own = self.own[layer]
-            own.append((key, value))
+            common = self.cache.common[layer]
+            own = [tensor for d, earlier in steps.items() if first < d < self.d for tensor in earlier] + [*pair]
+        steps.setdefault(self.d, pair)
         grouped = (query * query.shape[-1] ** -0.5).unflatten(1, (key.shape[1], -1))[..., None, :]  # [B, G, R, S, 1, .]
-        keys, values = ([pair[n] for pair in own] for n in (0, 1))
-        stacked = (
-            (torch.stack(keys, dim=-2), torch.stack(values, dim=-2)) if own else None
-        )  # [B, heads, S, d-1, .] each
-        return span_attention.attend(grouped, *self.base[layer], seen, stacked)[..., 0, :].flatten(1, 2)
+        return span_attention.attend(grouped, *common, seen, *own)[..., 0, :].flatten(1, 2)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from specdec.drafter import Drafter
 from specdec.unroll import unroll
+from specdec.unroll_plan import plan
 
 CHUNK = 256  # goals whose [., V] logits exist at a time
 
@@ -53,32 +54,31 @@ def tau(accept: Tensor) -> float:
 def acceptance(drafter: Drafter, prompt: list[int], answer: list[int], *, depth: int, temperature: float) -> Tensor:
     """accept [K, n] for `rounds`, where the target wrote `answer` (n tokens) to `prompt` at this temperature."""
     target = drafter.target
-    tokens = torch.tensor([prompt + answer], device=target.device)  # [1, T]
-    length, num = tokens.shape[1], len(answer)
+    text = torch.tensor([prompt + answer])  # [1, T]
+    length, num = text.shape[1], len(answer)
+    tokens = text.to(target.device)
     output = target.read(tokens, drafter.target_layers)
-    positions = torch.arange(length, device=tokens.device)[None]
+    positions = torch.arange(length)[None]
     goals = positions > len(prompt)  # the first token of an answer is not drafted
-    unrolled = unroll(
-        drafter,
-        tokens,
-        output.features,
-        documents=torch.zeros_like(tokens),
-        positions=positions,
-        goals=goals,
-        depth=depth,
-    )
-    accept = torch.zeros(depth, num, dtype=torch.float64)
-    for chunk in goals[0].nonzero()[:, 0].split(CHUNK):  # [M] goal positions
-        token = tokens[0, chunk]
-        rows = torch.zeros_like(chunk)
-        truth = target.logits(output.final[0, chunk - 1]) if temperature > 0 else None  # [M, V]
-        for d in range(1, depth + 1):
-            readout, exists = unrolled.at(unrolled.readouts, d, rows, chunk)
-            chances = _chances(drafter, drafter.logits(d, readout), token, truth, temperature)
-            start = chunk - len(prompt) - d + 1  # tokens of the answer that existed when this round began
-            inside = (exists & (start >= 1)).cpu()
-            accept[d - 1, start.cpu()[inside]] = chances.double().cpu()[inside]
-    return accept
+    steps = plan(drafter, torch.zeros_like(text), positions, goals, depth=depth).to(target.device)
+    unrolled = unroll(drafter, tokens, output.features, steps)
+    # [K, n]: the guess of depth d for a token belongs to the round that began d - 1 tokens before
+    accept = torch.zeros(depth, num + 1, dtype=torch.float64, device=target.device)
+    for part in steps.parts(CHUNK):
+        position = steps.goals[part.goals, 1]  # [M]
+        truth = target.logits(output.final[0, position - 1]) if temperature > 0 else None  # [M, V]
+        for d, step in enumerate(steps.steps, start=1):
+            numbers = step.goals[part.steps[d - 1]]
+            chances = _chances(
+                drafter,
+                drafter.logits(d, unrolled.at(unrolled.readouts, d, part)),
+                tokens[0, steps.goals[numbers, 1]],
+                None if truth is None else truth[numbers - part.goals.start],
+                temperature,
+            )
+            start = steps.goals[numbers, 1] - len(prompt) - d + 1  # tokens of the answer that existed then
+            accept[d - 1, torch.where(start >= 1, start, num)] = chances.to(accept.dtype)
+    return accept[:, :num].cpu()
 
 
 def _chances(drafter: Drafter, logits: Tensor, token: Tensor, truth: Tensor | None, temperature: float) -> Tensor:

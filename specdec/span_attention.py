@@ -1,7 +1,8 @@
 """Attention of the training unroll: a span of common keys and a few own keys for each slot, in memory linear in their number.
 
-Scores exist for one chunk of slots at a time. The forward pass keeps the log of each query's sum of exponents, and the
-backward pass computes the chunk's weights again from it (Dao, 2205.14135, section 3.1).
+Scores over common keys exist for one chunk of slots at a time. The forward pass keeps the log of each query's sum of
+exponents over all of its keys, and the backward pass computes the chunk's weights again from it (Dao, 2205.14135, section
+3.1). Weights over both kinds of keys come from one softmax: the two parts are joined by their sums of exponents.
 """
 
 from collections.abc import Iterator
@@ -10,10 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-SCORES = (
-    2**21
-)  # scores over common keys that exist at a time: as many as a CPU reads from its caches (RESULTS.md, section 28)
-MORE = 32  # times as many on other devices
+CHUNK = 2**21  # entries of a chunk's mask on a CPU, whose kernel works through its scores in blocks (RESULTS.md)
+SCORES = 2**26  # scores of a chunk on other devices
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 @dataclass(frozen=True)
@@ -21,15 +22,21 @@ class Span:
     """The common keys that each slot sees: first <= number of the key <= last, both [B, S]; none if last < first.
 
     apart: the slot's own key is not among them, although it sees that one too
+    host: first and last on the CPU, so that nobody has to wait for a device to know them; None: they are there
     """
 
     first: Tensor
     last: Tensor
     apart: bool = False
+    host: tuple[Tensor, Tensor] | None = None
 
     def of(self, order: Tensor) -> "Span":
         """The spans of chosen slots. order [B, S']"""
         return Span(self.first.gather(1, order), self.last.gather(1, order), self.apart)
+
+    def on(self, first: Tensor, last: Tensor) -> "Span":
+        """The same spans, of which a device has copies."""
+        return Span(first, last, self.apart, (self.first, self.last))
 
     def mask(self, num_keys: int) -> Tensor:
         """[B, 1, S, keys] bool: True for the keys of the span, and the slot's own key if it is apart (of all slots in order)."""
@@ -55,28 +62,168 @@ def spans(documents: Tensor, *, lag: int = 0) -> Span:
     return Span(first, number - lag, apart=lag > 0)
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, seen: Seen, own: tuple[Tensor, Tensor] | None = None) -> Tensor:
+def attend(query: Tensor, key: Tensor, value: Tensor, seen: Seen, *own: Tensor) -> Tensor:
     """Softmax over the common keys that a slot sees and all of its own ones.
 
     query [B, G, R, S, P, E], scaled: P queries of each of S slots, R heads for each of G heads of keys
-    key [B, G, C, E], value [B, G, C, V]; seen: a Span, or a mask [B, 1, S, C] for passes without gradients
-    own: keys [B, G, S, N, E] and values [B, G, S, N, V] of each slot -> [B, G, R, S, P, V]
+    key, value [B, G, C, E]; seen: a Span, or a mask [B, 1, S, C] for passes without gradients
+    own: N pairs of a key and a value [B, G, S, n, E] of each slot, with sum(n) own keys for a slot
+    -> [B, G, R, S, P, E]
     """
-    own_key, own_value = own or (
-        query.new_zeros(*query.shape[:2], query.shape[3], 0, size) for size in (query.shape[-1], value.shape[-1])
-    )
     if isinstance(seen, Tensor):
-        out, _ = _chunk(query, key, value, own_key, own_value, seen)
+        own_key, own_value = _join(own, query)
+        shared = [_dense(*row, mask[0]) for *row, mask in zip(query, key, value, seen)]
+        out, log_sum = (torch.stack(part) for part in zip(*shared))
+        return _add_own(query, out, log_sum, own_key, own_value)[0]
+    return _Attention.apply(query, key, value, seen, *own)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, query, key, value, seen, *own):
+        own_key, own_value = _join(own, query)
+        with torch.autocast(query.device.type, enabled=False):
+            out = torch.zeros_like(query)
+            log_sum = out.new_full((*query.shape[:-1], 1), float("-inf"), dtype=_exact(query))
+            for row, slots, keys, mask in _chunks(query, key, seen):
+                parts = query[row][:, :, slots], key[row][:, keys], value[row][:, keys]
+                out[row][:, :, slots], log_sum[row][:, :, slots] = _common(*parts, mask)
+            out, log_sum = _add_own(query, out, log_sum, own_key, own_value)
+        ctx.save_for_backward(query, key, value, out, log_sum, *own)
+        ctx.seen = seen
         return out
-    return _Attention.apply(query, key, value, own_key, own_value, seen.first, seen.last)
+
+    @staticmethod
+    def backward(ctx, grad):
+        query, key, value, out, log_sum, *own = ctx.saved_tensors
+        grad_query, *grad_own = _own_backward(grad, query, out, log_sum, own)
+        grad_key, grad_value = (torch.zeros_like(each, dtype=_exact(each)) for each in (key, value))
+        for row, slots, keys, mask in _chunks(query, key, ctx.seen):
+            part = (each[row][:, :, slots] for each in (grad, query, out, log_sum))
+            some = _common_backward(*part, key[row][:, keys], value[row][:, keys], mask)
+            grad_query[row][:, :, slots] += some[0]
+            grad_key[row][:, keys] += some[1]
+            grad_value[row][:, keys] += some[2]
+        return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype), None, *grad_own
 
 
-def _scores(query, key, own_key, seen) -> tuple[Tensor, Tensor]:
-    """-> over common keys [B, G, R, S, P, C], minus infinity where they are not seen; over own keys [B, G, R, S, P, N]"""
-    past = (query.flatten(2, 4) @ key.transpose(-1, -2)).view(*query.shape[:-1], -1)
-    own = _by_slot(query) @ own_key.transpose(-1, -2)  # [B, G, S, R * P, N]
-    exact = torch.promote_types(query.dtype, torch.float32)
-    return past.to(exact).masked_fill(~seen[:, :, None, :, None], float("-inf")), _by_head(own, query).to(exact)
+def _exact(values: Tensor) -> torch.dtype:
+    return torch.promote_types(values.dtype, torch.float32)
+
+
+def _chunks(query: Tensor, key: Tensor, seen: Span) -> Iterator[tuple[int, slice, slice, Tensor]]:
+    """-> a row, some of its slots, the keys that some of them see, and which of these each one sees, bool [slots, keys]"""
+    num_rows, groups, heads, num_slots, num_queries, _ = query.shape
+    on_cpu = query.device.type == "cpu"
+    most = CHUNK // num_queries if on_cpu else SCORES // (groups * heads * num_queries)
+    size = max(1, most // max(1, key.shape[2]))
+    number = torch.arange(key.shape[2], device=key.device)
+    first, last = (each.tolist() for each in seen.host or (seen.first, seen.last))
+    for row in range(num_rows):
+        for start in range(0, num_slots, size):
+            slots = slice(start, min(start + size, num_slots))
+            keys = slice(min(first[row][slots]), min(max(last[row][slots]) + 1, key.shape[2]))
+            if keys.stop > keys.start:
+                low, high = (each[row, slots, None] for each in (seen.first, seen.last))
+                yield row, slots, keys, (number[keys] >= low) & (number[keys] <= high)
+
+
+# Common keys of one row: query, out [G, R, S, P, E]; log_sum [G, R, S, P, 1]; key, value [G, C, E]; mask [S, C]
+
+
+def _common(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """-> out, log_sum, of common keys alone. A slot that sees none of them gets a log_sum near the smallest number"""
+    if query.device.type != "cpu":
+        return _dense(query, key, value, mask)
+    out, log_sum = _flash(*_grouped(query, key, value), 0.0, False, attn_mask=_added(query, mask), scale=1.0)
+    return out.unflatten(2, query.shape[2:4]), log_sum.unflatten(2, query.shape[2:4])[..., None]
+
+
+def _common_backward(
+    grad: Tensor, query: Tensor, out: Tensor, log_sum: Tensor, key: Tensor, value: Tensor, mask: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """out, log_sum: of common and own keys. -> gradients of query, key, value"""
+    if query.device.type != "cpu":
+        return _dense_backward(grad, query, out, log_sum, key, value, mask)
+    parts = grad.flatten(2, 3), *_grouped(query, key, value), out.flatten(2, 3), log_sum.flatten(2)
+    grads = _flash_backward(*parts, 0.0, False, attn_mask=_added(query, mask), scale=1.0)
+    return grads[0].unflatten(2, query.shape[2:4]), grads[1].sum(1), grads[2].sum(1)
+
+
+def _grouped(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """-> [G, R, S * P, E], and key and value [G, R, C, E] without copies"""
+    repeat = (-1, query.shape[1], -1, -1)
+    return query.flatten(2, 3), key[:, None].expand(repeat), value[:, None].expand(repeat)
+
+
+def _added(query: Tensor, mask: Tensor) -> Tensor:
+    """The mask as numbers to add to scores, [1, 1, S * P, C]"""
+    added = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, torch.finfo(query.dtype).min)
+    return added.repeat_interleave(query.shape[3], dim=0)[None, None]
+
+
+def _dense(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """`_common` as matrix products"""
+    scores = _dense_scores(query, key, mask)
+    log_sum = scores.logsumexp(-1, keepdim=True)
+    weights = (scores - log_sum.clamp(min=torch.finfo(scores.dtype).min)).exp().to(value.dtype)
+    return (weights.flatten(1, 3) @ value).view(query.shape), log_sum
+
+
+def _dense_backward(grad, query, out, log_sum, key, value, mask) -> tuple[Tensor, Tensor, Tensor]:
+    """`_common_backward` as matrix products"""
+    weights = (_dense_scores(query, key, mask) - log_sum).exp()  # [G, R, S, P, C]
+    flat = grad.flatten(1, 3)
+    grad_value = weights.flatten(1, 3).to(grad.dtype).transpose(-1, -2) @ flat
+    mean = (grad * out).sum(-1, keepdim=True, dtype=log_sum.dtype)
+    scores = (flat @ value.transpose(-1, -2)).view(weights.shape)
+    scores = (weights * (scores - mean)).to(query.dtype).flatten(1, 3)
+    return (scores @ key).view(query.shape), scores.transpose(-1, -2) @ query.flatten(1, 3), grad_value
+
+
+def _dense_scores(query: Tensor, key: Tensor, mask: Tensor) -> Tensor:
+    """-> [G, R, S, P, C], minus infinity where a key is not seen"""
+    scores = (query.flatten(1, 3) @ key.transpose(-1, -2)).view(*query.shape[:-1], -1).to(_exact(query))
+    return scores.masked_fill(~mask[:, None], float("-inf"))
+
+
+# Own keys of all rows: query, out [B, G, R, S, P, E]; log_sum [B, G, R, S, P, 1]; own [B, G, S, N, E]
+
+
+def _join(own: tuple[Tensor, ...] | list[Tensor], query: Tensor) -> tuple[Tensor, Tensor]:
+    """All own keys of a slot side by side, and values -> [B, G, S, N, E] each"""
+    if not own:
+        num_rows, groups, _, num_slots, _, width = query.shape
+        return (query.new_zeros(num_rows, groups, num_slots, 0, width),) * 2
+    return torch.cat(own[::2], dim=3), torch.cat(own[1::2], dim=3)
+
+
+def _add_own(query: Tensor, out: Tensor, log_sum: Tensor, own_key: Tensor, own_value: Tensor) -> tuple[Tensor, Tensor]:
+    """out, log_sum: of common keys -> the same of common and own keys"""
+    if own_key.shape[3] == 0:
+        return out, log_sum
+    scores = _by_head(_by_slot(query) @ own_key.transpose(-1, -2), query).to(_exact(query))
+    total = torch.logaddexp(log_sum, scores.logsumexp(-1, keepdim=True))
+    weights = (scores - total).exp().to(query.dtype)
+    own = _by_head(_by_slot(weights) @ own_value, query)
+    return out * (log_sum - total).exp().to(out.dtype) + own, total
+
+
+def _own_backward(grad: Tensor, query: Tensor, out: Tensor, log_sum: Tensor, own: list[Tensor]) -> list[Tensor]:
+    """-> gradients of query, by its scores over own keys, and of each of `own`"""
+    own_key, own_value = _join(own, query)
+    if own_key.shape[3] == 0:
+        return [torch.zeros_like(query)]
+    by_slot = _by_slot(query)
+    weights = (by_slot @ own_key.transpose(-1, -2)).to(log_sum.dtype) - _by_slot(log_sum)
+    weights = weights.exp()  # [B, G, S, R * P, N]
+    given = _by_slot(grad)
+    mean = (given * _by_slot(out)).sum(-1, keepdim=True, dtype=log_sum.dtype)
+    grad_value = weights.to(grad.dtype).transpose(-1, -2) @ given
+    scores = (weights * (given @ own_value.transpose(-1, -2) - mean)).to(query.dtype)
+    sizes = [each.shape[3] for each in own[::2]]
+    pairs = zip((scores.transpose(-1, -2) @ by_slot).split(sizes, dim=3), grad_value.split(sizes, dim=3))
+    return [_by_head(scores @ own_key, query), *(each for pair in pairs for each in pair)]
 
 
 def _by_slot(values: Tensor) -> Tensor:
@@ -87,75 +234,3 @@ def _by_slot(values: Tensor) -> Tensor:
 def _by_head(values: Tensor, query: Tensor) -> Tensor:
     """[B, G, S, R * P, .] -> [B, G, R, S, P, .]"""
     return values.unflatten(3, (query.shape[2], query.shape[4])).transpose(2, 3)
-
-
-def _chunk(query, key, value, own_key, own_value, seen) -> tuple[Tensor, Tensor]:
-    """-> attention [B, G, R, S, P, V], the log of the sum of exponents [B, G, R, S, P, 1]"""
-    past, own = _scores(query, key, own_key, seen)
-    total = torch.logaddexp(past.logsumexp(-1, keepdim=True), own.logsumexp(-1, keepdim=True))
-    past, own = ((part - total).exp().to(value.dtype) for part in (past, own))
-    out = (past.flatten(2, 4) @ value).view(*query.shape[:-1], -1)
-    return out + _by_head(_by_slot(own) @ own_value, query), total
-
-
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, query, key, value, own_key, own_value, first, last):
-        with torch.autocast(query.device.type, enabled=False):
-            outs, totals = [], []
-            for slots, keys, seen in _chunks(query, key, first, last):
-                out, total = _chunk(
-                    query[:, :, :, slots],
-                    key[:, :, keys],
-                    value[:, :, keys],
-                    own_key[:, :, slots],
-                    own_value[:, :, slots],
-                    seen,
-                )
-                outs.append(out)
-                totals.append(total)
-            out, total = torch.cat(outs, dim=3), torch.cat(totals, dim=3)
-        ctx.save_for_backward(query, key, value, own_key, own_value, first, last, out, total)
-        return out
-
-    @staticmethod
-    def backward(ctx, grad):
-        query, key, value, own_key, own_value, first, last, out, total = ctx.saved_tensors
-        exact = total.dtype
-        grad_query, grad_own_key, grad_own_value = (torch.empty_like(each) for each in (query, own_key, own_value))
-        grad_key, grad_value = (torch.zeros_like(each, dtype=exact) for each in (key, value))
-        for slots, keys, seen in _chunks(query, key, first, last):
-            part = query[:, :, :, slots]
-            past, own = _scores(part, key[:, :, keys], own_key[:, :, slots], seen)
-            past, own = ((each - total[:, :, :, slots]).exp() for each in (past, own))
-            given = grad[:, :, :, slots]
-            mean = (given.to(exact) * out[:, :, :, slots]).sum(-1, keepdim=True)  # of the weighted gradients
-            flat, by_slot = given.flatten(2, 4), _by_slot(given)
-            grad_value[:, :, keys] += past.to(given.dtype).flatten(2, 4).transpose(-1, -2) @ flat
-            grad_own_value[:, :, slots] = _by_slot(own).to(given.dtype).transpose(-1, -2) @ by_slot
-            past *= (flat @ value[:, :, keys].transpose(-1, -2)).view(past.shape) - mean
-            own = own * (_by_head(by_slot @ own_value[:, :, slots].transpose(-1, -2), part) - mean)
-            past, own = past.to(query.dtype), own.to(query.dtype)
-            flat, by_slot = past.flatten(2, 4), _by_slot(own)
-            grad_key[:, :, keys] += flat.transpose(-1, -2) @ part.flatten(2, 4)
-            grad_own_key[:, :, slots] = by_slot.transpose(-1, -2) @ _by_slot(part)
-            common = (flat @ key[:, :, keys]).view(part.shape)
-            grad_query[:, :, :, slots] = common + _by_head(by_slot @ own_key[:, :, slots], part)
-        return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype), grad_own_key, grad_own_value, None, None
-
-
-def _chunks(query: Tensor, key: Tensor, first: Tensor, last: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
-    """-> slots, the keys that some of them see, and which of these each one sees, [B, 1, slots, keys]"""
-    num_rows, groups, heads, num_slots, num_queries, _ = query.shape
-    num_keys = key.shape[2]
-    most = SCORES if query.device.type == "cpu" else MORE * SCORES
-    size = max(1, most // (num_rows * groups * heads * num_queries * num_keys))
-    size = -(-num_slots // -(-num_slots // size)) if num_slots else 1  # chunks of equal size
-    for start in range(0, num_slots, size):
-        slots = slice(start, min(start + size, num_slots))
-        low, high = first[:, slots], last[:, slots]
-        keys = slice(0, num_keys)
-        if query.device.type == "cpu":  # elsewhere this would wait for the device
-            keys = slice(int(low.min().clamp(max=num_keys)), int(high.max().clamp(min=-1)) + 1)
-        number = torch.arange(num_keys, device=key.device)[keys]
-        yield slots, keys, ((number >= low[..., None]) & (number <= high[..., None]))[:, None]

@@ -9,6 +9,7 @@ from tests.support import ROOT
 
 # A file may import modules that are listed before it, and no other module of its own row.
 ORDER = [
+    "devices",
     "layer_states",
     "span_attention",
     "cache",
@@ -16,6 +17,7 @@ ORDER = [
     "compile",
     "experts",
     "masks",
+    "documents",
     "tree",
     "sampling",
     "attention",
@@ -36,6 +38,7 @@ ORDER = [
     "heads.native",
     "heads.adapter",
     "heads.*",
+    "unroll_plan",
     "unroll",
     "replay",
     "datastore",

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from specdec import devices
 from specdec.measurement import Prompt
 from train import reading
 
@@ -43,24 +44,35 @@ class Row:
 
 @dataclass(frozen=True)
 class Batch:
-    """Packed conversations."""
+    """Packed conversations. What follows from masks alone is computed on the host, so that nobody waits for a device."""
 
     tokens: Tensor  # [B, T] int64
     loss_mask: Tensor  # [B, T] bool, True where the token is supervised, never at the start of a document
     documents: Tensor  # [B, T] int64, which packed document, -1 for padding
     positions: Tensor  # [B, T] int64, position inside its own document, 0 for padding
 
+    host: "Batch | None" = None  # the same on the CPU; None: it is there
+
+    @property
+    def on_host(self) -> "Batch":
+        return self.host or self
+
     def to(self, device: torch.device | str) -> "Batch":
+        device = torch.device(device)
+        if device.type == "cpu":
+            return self.on_host
         return Batch(
-            tokens=self.tokens.to(device),
-            loss_mask=self.loss_mask.to(device),
-            documents=self.documents.to(device),
-            positions=self.positions.to(device),
+            tokens=devices.send(self.tokens, device),
+            loss_mask=devices.send(self.loss_mask, device),
+            documents=devices.send(self.documents, device),
+            positions=devices.send(self.positions, device),
+            host=self.on_host,
         )
 
     def select(self, places: list[int]) -> "Batch":
-        """Some of the batch's packs."""
-        return Batch(self.tokens[places], self.loss_mask[places], self.documents[places], self.positions[places])
+        """Some of the batch's packs, on the CPU."""
+        host = self.on_host
+        return Batch(host.tokens[places], host.loss_mask[places], host.documents[places], host.positions[places])
 
 
 # The chat template

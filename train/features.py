@@ -8,11 +8,28 @@ from pathlib import Path
 import safetensors
 import safetensors.torch
 import torch
+from torch import Tensor
 
-from specdec import masks
+from specdec import devices
 from specdec.checkpoint import write_text
+from specdec.documents import Documents
 from specdec.target import Target, TargetOutput
 from train.data import Batch, Packs
+
+
+def read(target: Target, batch: Batch, layers: tuple[int, ...], *, gradient: bool = False) -> TargetOutput:
+    """The target's outputs for a batch of B packs -> features [B, T, F*D], final [B, T, D]; documents do not see each other
+
+    gradient: whether to keep the graph, for the training of an adapted target
+    """
+    documents = Documents.of(batch.on_host.documents).to(target.device)
+
+    def states(tokens: Tensor, positions: Tensor) -> Tensor:
+        output = target.read(tokens, layers, positions=positions, gradient=gradient)
+        return torch.cat([output.features, output.final], dim=-1)
+
+    both = documents.read(batch.tokens.to(target.device), states)
+    return TargetOutput(*both.split([both.shape[-1] - target.width, target.width], dim=-1))
 
 
 class Online:
@@ -23,9 +40,7 @@ class Online:
 
     def __call__(self, indices: list[int], batch: Batch) -> TargetOutput:
         """indices of the packs, batch of B packs -> features [B, T, F*D], final [B, T, D]"""
-        return self.target.read(
-            batch.tokens, self.layers, positions=batch.positions, mask=masks.documents(batch.documents)
-        )
+        return read(self.target, batch, self.layers)
 
 
 class Cached:
@@ -81,7 +96,7 @@ class Cached:
             self._write([indices[place] for place in missing], batch.select(missing))
 
         def read(layer: int) -> torch.Tensor:
-            return torch.stack([file.get_tensor(str(layer)) for file in files]).to(batch.tokens.device)  # [B, T, D]
+            return devices.send(torch.stack([file.get_tensor(str(layer)) for file in files]), batch.tokens.device)  # [B, T, D]
 
         files = [safetensors.safe_open(self._path(index), framework="pt") for index in indices]
         final = read(self.num_layers)

@@ -5,6 +5,7 @@
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -15,39 +16,97 @@ LEAST_OVERLAP = 1e-5
 
 
 @dataclass(frozen=True)
-class Judged:
-    """M slots and what the target says where they guess. W is the draft vocabulary, the list.
+class Goal:
+    """What M tokens that are to be guessed are like. W is the draft vocabulary, the list.
 
-    q is the drafter's law over the list; p the target's over all V tokens, so on a reduced list it sums to less than 1.
-    Logits are at the objective's temperature.
+    p is the target's law over all V tokens, so on a reduced list it sums to less than 1. What several losses and depths use
+    is computed once.
     """
 
-    state: Tensor | None  # [M, D] what the step returned, for a drafter whose state estimates the target's
-    logits: Tensor  # [M, W]
-    goal_state: Tensor  # [M, D] the target's final state one position on: what EAGLE-1's state estimates
-    goal_logits: Tensor  # [M, W] the target's, for the drafted tokens
+    state: Tensor  # [M, D] the target's final state one position before: what EAGLE-1's state estimates
+    logits: Tensor  # [M, W] the target's, at the objective's temperature
     token: Tensor  # [M] draft id of the token that the text has, -1 if it is not in the draft vocabulary
-    goal_norm: Tensor  # [M] log-normaliser over V, in the scale of goal_logits: log p = goal_logits - goal_norm
+    norm: Tensor  # [M] log-normaliser over V, in the scale of logits: log p = logits - norm
+
+    def of(self, numbers: Tensor) -> "Goal":
+        """Some of them. numbers [m]"""
+        return Goal(*(each.index_select(0, numbers) for each in (self.state, self.logits, self.token, self.norm)))
+
+    @cached_property
+    def log_probs(self) -> Tensor:
+        """[M, W] log p on the list, not renormalised: what verification will hold against q."""
+        return self.logits - self.norm[:, None]
+
+    @cached_property
+    def log_law(self) -> Tensor:
+        """[M, W] log p renormalised over the list"""
+        return self.logits.log_softmax(-1)
+
+    @cached_property
+    def law(self) -> Tensor:
+        """[M, W] p renormalised over the list"""
+        return self.log_law.exp()
+
+    @cached_property
+    def entropy(self) -> Tensor:
+        """[M] of p renormalised over the list"""
+        return -torch.linalg.vecdot(self.law, self.log_law)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """M slots, and the goals that they guess. q is the drafter's law over the list, at the objective's temperature."""
+
+    goal: Goal
+    logits: Tensor  # [M, W] as the drafter returned them
+    state: Tensor | None  # [M, D] what the step returned, for a drafter whose state estimates the target's
     confidence: Tensor | None  # [M] the drafter's logit for "this draft is accepted"; None if it has none
+    temperature: float = 1.0
+
+    @cached_property
+    def log_law(self) -> Tensor:
+        """[M, W] log q"""
+        return tempered(self.logits, self.temperature).log_softmax(-1)
+
+
+def tempered(logits: Tensor, temperature: float) -> Tensor:
+    """Logits of any dtype -> at least float32, at a temperature"""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return logits if temperature == 1 else logits / temperature
+
+
+class _KL(torch.autograd.Function):
+    """Keeps one number for each logit, in the dtype of the logits: the derivative, (q - p) / temperature."""
+
+    @staticmethod
+    def forward(ctx, logits: Tensor, goal: Goal, temperature: float) -> Tensor:
+        log_law = tempered(logits, temperature).log_softmax(-1)
+        loss = -goal.entropy - torch.linalg.vecdot(goal.law, log_law)
+        slope = log_law.exp_().sub_(goal.law)
+        ctx.save_for_backward((slope if temperature == 1 else slope.div_(temperature)).to(logits.dtype))
+        return loss
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        (slope,) = ctx.saved_tensors
+        return slope * grad[:, None].to(slope.dtype), None, None
 
 
 def kl(judged: Judged) -> Tensor:
     """Forward KL, sum of p log(p / q); p is renormalised over the list."""
-    goal, guess = both_log_laws(judged)
-    return (goal.exp() * (goal - guess)).sum(-1)
+    return _KL.apply(judged.logits, judged.goal, judged.temperature)
 
 
 def reverse_kl(judged: Judged) -> Tensor:
     """Reverse KL, sum of q log(q / p); p is renormalised over the list. Mode seeking."""
-    goal, guess = both_log_laws(judged)
-    return (guess.exp() * (guess - goal)).sum(-1)
+    return (judged.log_law.exp() * (judged.log_law - judged.goal.log_law)).sum(-1)
 
 
 def jsd(judged: Judged) -> Tensor:
     """Jensen-Shannon divergence: the mean KL of p and of q to their mean; p is renormalised over the list."""
-    goal, guess = both_log_laws(judged)
+    goal, guess = judged.goal.log_law, judged.log_law
     mean = torch.logaddexp(goal, guess) - math.log(2)
-    return (goal.exp() * (goal - mean) + guess.exp() * (guess - mean)).sum(-1) / 2
+    return (judged.goal.law * (goal - mean) + guess.exp() * (guess - mean)).sum(-1) / 2
 
 
 def tv(judged: Judged) -> Tensor:
@@ -65,20 +124,20 @@ def nla(judged: Judged) -> Tensor:
 
 def ce(judged: Judged) -> Tensor:
     """Hard cross-entropy on the text's token; 0 where that token cannot be drafted."""
-    return F.cross_entropy(judged.logits, judged.token, ignore_index=-1, reduction="none")
+    return F.nll_loss(judged.log_law, judged.goal.token, ignore_index=-1, reduction="none")
 
 
 def top_k(judged: Judged) -> Tensor:
     """HASS (2408.15766): -sum of p log q over the TOP tokens of the list that the target likes best."""
-    goal, tokens = goal_log_probs(judged).topk(min(TOP, judged.logits.shape[-1]))  # [M, TOP]
-    return -(goal.exp() * judged.logits.log_softmax(-1).gather(-1, tokens)).sum(-1)
+    goal, tokens = judged.goal.log_probs.topk(min(TOP, judged.logits.shape[-1]))  # [M, TOP]
+    return -(goal.exp() * judged.log_law.gather(-1, tokens)).sum(-1)
 
 
 def smooth_l1(judged: Judged) -> Tensor:
     """EAGLE-1's feature regression (2401.15077, equation 5), the mean over the width."""
     assert judged.state is not None
-    dtype = judged.logits.dtype  # states may be half precision, logits are not
-    return F.smooth_l1_loss(judged.state.to(dtype), judged.goal_state.to(dtype), reduction="none").mean(-1)
+    dtype = judged.goal.logits.dtype  # states may be half precision
+    return F.smooth_l1_loss(judged.state.to(dtype), judged.goal.state.to(dtype), reduction="none").mean(-1)
 
 
 def confidence(judged: Judged) -> Tensor:
@@ -88,19 +147,9 @@ def confidence(judged: Judged) -> Tensor:
     return F.binary_cross_entropy_with_logits(judged.confidence.to(accepted.dtype), accepted, reduction="none")
 
 
-def goal_log_probs(judged: Judged) -> Tensor:
-    """[M, W] log p on the list, not renormalised: what verification will hold against q."""
-    return judged.goal_logits - judged.goal_norm[:, None]
-
-
-def both_log_laws(judged: Judged) -> tuple[Tensor, Tensor]:
-    """[M, W] log p renormalised over the list, log q"""
-    return judged.goal_logits.log_softmax(-1), judged.logits.log_softmax(-1)
-
-
 def overlap(judged: Judged) -> Tensor:
     """Sum of min(p, q), p not renormalised: the probability that a draft sampled from q is accepted, [M]."""
-    return torch.minimum(goal_log_probs(judged).exp(), judged.logits.softmax(-1)).sum(-1)
+    return torch.minimum(judged.goal.log_probs.exp(), judged.log_law.exp()).sum(-1)
 
 
 LOSSES = {

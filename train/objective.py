@@ -7,20 +7,22 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from specdec import masks
 from specdec.drafter import Drafter, Slots
 from specdec.target import Target, TargetOutput
 from specdec.target_adapter import original as original_target
 from specdec.unroll import Unrolled, unroll
+from specdec.unroll_plan import Part, Plan, plan
 from train import losses, survival
 from train.data import Batch, answers
+from train.features import read
 from train.losses import LOSSES
 
 TEXT_LOSSES = {"lk", "e2e_tv", "rounds"}  # of whole slots or texts: functions of train/survival.py
 ADAPTED = "original"  # for a drafter that adapts its target: KL of the adapted target from the original one
 WEIGHTINGS = ("decay", "dpace", "vat")
 FULL_LAW = {"tv", "nla", "top_k", "confidence", *TEXT_LOSSES}  # need the target's law over all V tokens
-NORM_CHUNK = 256  # slots whose [., V] logits exist at a time
+LOGITS = 2**27  # logits of all depths that exist at a time, if the number of goals is not given
+TARGET_LOGITS = 2**25  # the same for logits of the target over all V tokens
 
 
 @dataclass(frozen=True)
@@ -28,8 +30,8 @@ class Loss:
     """Sums over the batch's judged slots, so that the mean can be taken over all processes and micro-batches."""
 
     total: Tensor  # scalar, weighted by depth and by the losses' weights
-    num_goals: Tensor  # scalar: supervised tokens, the divisor
-    matches: Tensor  # [K, B, T] bool: the guess of depth d for token i is the token that the text has
+    num_goals: int  # supervised tokens, the divisor
+    matches: Tensor | None  # [K, B, T] bool: the guess of depth d for token i is the text's; None if nobody asked
 
 
 # Results for G goals at K depths, [K, G] each, by name:
@@ -50,7 +52,8 @@ class Objective(nn.Module):
     temperature: of both laws in losses on logits; eta: of the LK hybrid
     noise: half-width of the uniform noise on features, EAGLE-1's augmentation
     anchors: slots of a row that run the steps after the first (of a block drafter: its only step); None: all that have a goal
-    chunk: goals whose [., W] logits exist at a time
+    chunk: goals whose [., W] logits exist at a time, for all depths; None: as many as make LOGITS logits
+    gradient_checkpointing: whether activations of the unroll are computed again in the backward pass, instead of being kept
     """
 
     def __init__(
@@ -65,7 +68,8 @@ class Objective(nn.Module):
         eta: float,
         noise: float,
         anchors: int | None,
-        chunk: int,
+        chunk: int | None,
+        gradient_checkpointing: bool = False,
     ):
         super().__init__()
         used = {name: weight for name, weight in losses.items() if weight}
@@ -81,69 +85,104 @@ class Objective(nn.Module):
         )
         self.drafter = drafter
         self.losses, self.depth, self.decay, self.weighting = used, depth, decay, weighting
-        self.temperature, self.eta, self.noise, self.anchors, self.chunk = temperature, eta, noise, anchors, chunk
+        self.temperature, self.eta, self.noise, self.anchors = temperature, eta, noise, anchors
+        self.chunk = chunk or max(1, LOGITS // (depth * drafter.vocab_size))
+        self.gradient_checkpointing = gradient_checkpointing
         self.every_slot = anchors is None  # only then can the batch's text be replayed
         weights = [decay**step for step in range(depth)] if weighting == "decay" else [1.0] * depth
         self.shares = [weight / sum(weights) for weight in weights]  # [K]
 
-    def forward(self, batch: Batch, output: TargetOutput | None) -> Loss:
-        """output: of the frozen target; None for a drafter that adapts its target, because the target is then read here"""
+    def forward(self, batch: Batch, output: TargetOutput | None, *, compare: bool = True) -> Loss:
+        """output: of the frozen target; None for a drafter that adapts its target, because the target is then read here
+
+        compare: whether to compare guesses with the text
+        """
         original = None
         if output is None:
             output, original = self._read(batch)
         features = output.features
         if self.noise and self.training:
             features = features + (torch.rand_like(features) * 2 - 1) * self.noise
+        host = batch.on_host
+        steps = plan(
+            self.drafter, host.documents, host.positions, host.loss_mask, depth=self.depth, anchors=self.anchors
+        ).to(batch.tokens.device)
         unrolled = unroll(
-            self.drafter,
-            batch.tokens,
-            features,
-            documents=batch.documents,
-            positions=batch.positions,
-            goals=batch.loss_mask,
-            depth=self.depth,
-            anchors=self.anchors,
+            self.drafter, batch.tokens, features, steps, gradient_checkpointing=self.gradient_checkpointing
         )
-        goals = batch.loss_mask.nonzero()  # [G, 2] row and position
-        parts = []
-        chunks = goals.split(self.chunk)
-        for chunk in chunks:
-            # With one chunk its logits are kept for the backward pass; with several they are made again there.
-            if len(chunks) > 1 and torch.is_grad_enabled():
-                parts.append(checkpoint(self._judge, chunk, batch, output.final, unrolled, use_reentrant=False))
+        compare = compare or self.weighting == "vat"
+        results = []
+        parts = list(steps.parts(self.chunk))
+        for part in parts:
+            arguments = part, batch, output.final, unrolled, compare
+            # With one part its logits are kept for the backward pass; with several they are made again there.
+            if len(parts) > 1 and torch.is_grad_enabled():
+                results.append(checkpoint(self._judge, *arguments, use_reentrant=False))
             else:
-                parts.append(self._judge(chunk, batch, output.final, unrolled))
-        judged = {name: torch.cat([part[name] for part in parts], dim=1) for name in parts[0]}
-        matches = torch.zeros(self.depth, *batch.tokens.shape, dtype=torch.bool, device=goals.device)  # [K, B, T]
-        matches[:, goals[:, 0], goals[:, 1]] = judged["matches"]
-        total = self._weigh(judged, goals, batch, unrolled.share)
+                results.append(self._judge(*arguments))
+        judged = {name: torch.cat([result[name] for result in results], dim=1) for name in results[0]}
+        total = self._weigh(judged, batch, steps)
+        rows, position = steps.goals.unbind(1)
         if original is not None and ADAPTED in self.losses:
-            rows, position = goals.unbind(1)
             finals = output.final[rows, position - 1], original.final[rows, position - 1]
             total = total + self.losses[ADAPTED] * divergence(
                 self.drafter.target, *finals, temperature=self.temperature
             )
-        return Loss(total, torch.tensor(len(goals), device=goals.device), matches)
+        matches = None
+        if compare:
+            matches = torch.zeros(self.depth, *batch.tokens.shape, dtype=torch.bool, device=total.device)  # [K, B, T]
+            matches[:, rows, position] = judged["matches"]
+        return Loss(total, len(rows), matches)
 
     def _read(self, batch: Batch) -> tuple[TargetOutput, TargetOutput]:
         """The outputs of the adapted target, with gradient, and of the original one."""
         target, layers = self.drafter.target, self.drafter.target_layers
-        mask = masks.documents(batch.documents)
         with original_target(target):
-            original = target.read(batch.tokens, (), positions=batch.positions, mask=mask)
-        output = target.read(batch.tokens, layers, positions=batch.positions, mask=mask, gradient=True)
-        return output, original
+            original = read(target, batch, ())
+        return read(target, batch, layers, gradient=True), original
 
-    def _judge(self, goals: Tensor, batch: Batch, final: Tensor, unrolled: Unrolled) -> Judgement:
-        """goals [M, 2] -> [K, M] each"""
-        drafter, device = self.drafter, goals.device
-        rows, position = goals.unbind(1)
-        tokens = batch.tokens[rows, position]  # [M]
-        token = tokens if drafter.target_to_draft is None else drafter.target_to_draft[tokens]
+    def _judge(self, part: Part, batch: Batch, final: Tensor, unrolled: Unrolled, compare: bool) -> Judgement:
+        """-> [K, M] each, for the M goals of a part"""
+        drafter = self.drafter
+        rows, position = unrolled.plan.goals[part.goals].unbind(1)
+        num, tokens = len(rows), batch.tokens[rows, position]  # [M]
         judge = final[rows, position - 1].detach()  # [M, D]
         with torch.no_grad():
-            goal_logits = drafter.goal_logits(judge).float() / self.temperature  # [M, W]
-            goal_norm = self._norm(judge, goal_logits)
+            logits = losses.tempered(drafter.goal_logits(judge), self.temperature)  # [M, W]
+            token = tokens if drafter.target_to_draft is None else drafter.target_to_draft[tokens]
+            goal = losses.Goal(judge, logits, token, self._norm(judge, logits))
+        extra = self._extra()
+        depths: dict[str, list[Tensor]] = {name: [] for name in ("exists", "pointwise", *extra)}
+        if compare:
+            depths["matches"] = []
+        for d in range(1, self.depth + 1):
+            readout = unrolled.at(unrolled.readouts, d, part)  # [m, R]
+            numbers = unrolled.plan.steps[d - 1].goals[part.steps[d - 1]] - part.goals.start  # [m]
+            whole = len(numbers) == num
+
+            def spread(values: Tensor, numbers: Tensor = numbers, whole: bool = whole) -> Tensor:  # [m] -> [M]
+                return values if whole else values.new_zeros(num).index_copy(0, numbers, values)
+
+            logits = drafter.logits(d, readout)  # [m, W]
+            judged = losses.Judged(
+                goal if whole else goal.of(numbers),
+                logits,
+                unrolled.at(unrolled.states, d, part) if "smooth_l1" in self.losses else None,
+                drafter.confidence(d, readout),
+                self.temperature,
+            )
+            weighted = [weight * LOSSES[name](judged) for name, weight in self.losses.items() if name in LOSSES]
+            depths["exists"].append(spread(torch.ones_like(numbers, dtype=torch.bool)))
+            depths["pointwise"].append(spread(sum(weighted, goal.norm.new_zeros(len(numbers)))))
+            if compare:
+                guess = drafter.to_target(logits.detach().argmax(-1))
+                depths["matches"].append(spread(guess == tokens.index_select(0, numbers)))
+            for name, function in extra.items():
+                depths[name].append(spread(function(judged)))
+        return {name: torch.stack(values) for name, values in depths.items()}
+
+    def _extra(self) -> dict[str, Callable[[losses.Judged], Tensor]]:
+        """What the losses in use need beside their own values: functions by the name of their result."""
         extra = {}
         if "lk" in self.losses:
             extra["kl"] = losses.kl
@@ -153,60 +192,43 @@ class Objective(nn.Module):
             extra["accept"] = survival.accept
         if self.weighting == "dpace":
             extra["chance"] = survival.chance
-        depths: dict[str, list[Tensor]] = {name: [] for name in ("exists", "matches", "pointwise", *extra)}
-        for d in range(1, self.depth + 1):
-            readout, exists = unrolled.at(unrolled.readouts, d, rows, position)
-            state = unrolled.at(unrolled.states, d, rows, position)[0][exists] if self.drafter.estimates else None
-            logits = drafter.logits(d, readout[exists]).float()  # [m, W]
-            judged = losses.Judged(
-                state,
-                logits / self.temperature,
-                judge[exists],
-                goal_logits[exists],
-                token[exists],
-                goal_norm[exists],
-                drafter.confidence(d, readout[exists]),
-            )
-            pointwise = torch.zeros(len(logits), device=device)
-            for name, weight in self.losses.items():
-                if name in LOSSES:
-                    pointwise = pointwise + weight * LOSSES[name](judged)
-
-            def spread(values: Tensor, exists: Tensor = exists) -> Tensor:  # [m] -> [M]
-                return torch.zeros(len(exists), dtype=values.dtype, device=device).masked_scatter(exists, values)
-
-            depths["exists"].append(exists)
-            depths["matches"].append(spread(drafter.to_target(logits.argmax(-1)) == tokens[exists]))
-            depths["pointwise"].append(spread(pointwise))
-            for name, function in extra.items():
-                depths[name].append(spread(function(judged)))
-        return {name: torch.stack(values) for name, values in depths.items()}
+        return extra
 
     def _norm(self, judge: Tensor, goal_logits: Tensor) -> Tensor:
         """[M] log-normaliser of the target's law over all V tokens; over the draft vocabulary where that suffices."""
         if self.drafter.draft_to_target is None or not FULL_LAW & set(self.losses):
             return goal_logits.logsumexp(-1)
-        logits = (self.drafter.target.logits(part) / self.temperature for part in judge.split(NORM_CHUNK))
+        target = self.drafter.target
+        logits = (target.logits(part) / self.temperature for part in judge.split(_num_slots(target)))
         return torch.cat([part.logsumexp(-1).float() for part in logits])
 
-    def _weigh(self, judged: Judgement, goals: Tensor, batch: Batch, share: list[float]) -> Tensor:
-        """The scalar loss; share [K]: of the slots with a goal, how many were run."""
-        num_rows, length = batch.tokens.shape
-        device, depths = goals.device, torch.arange(1, self.depth + 1, device=goals.device)
-        # Where goal g, guessed at depth d, has its slot: d tokens before
-        slot = goals[:, 0] * length + goals[:, 1] - depths[:, None]  # [K, G]
-        slot = torch.where(judged["exists"], slot, num_rows * length)  # one more for those that do not exist
-
-        def by_slot(values: Tensor) -> Tensor:  # [K, G] -> [K, B*T]
-            wide = torch.zeros(self.depth, num_rows * length + 1, dtype=values.dtype, device=device)
-            return wide.scatter(1, slot, values)[:, :-1]
-
+    def _weigh(self, judged: Judgement, batch: Batch, steps: Plan) -> Tensor:
+        """The scalar loss"""
+        factors = [share / step.share if step.share else 0.0 for share, step in zip(self.shares, steps.steps)]
         losses_by_goal = judged["pointwise"]
         if "lk" in self.losses:
             hybrid = survival.lk(judged["kl"], judged["overlap"], judged["exists"], eta=self.eta)
             losses_by_goal = losses_by_goal + self.losses["lk"] * hybrid
-        factors = torch.tensor([a / b if b else 0.0 for a, b in zip(self.shares, share)], device=device)[:, None]
-        weights = factors * judged["exists"]  # [K, G]
+        weights = torch.stack([factor * row for factor, row in zip(factors, judged["exists"])])  # [K, G]
+        if self.weighting == "decay" and not TEXT_LOSSES & set(self.losses):
+            return (weights * losses_by_goal).sum()
+        return self._weigh_texts(judged, weights, losses_by_goal, batch, steps)
+
+    def _weigh_texts(
+        self, judged: Judgement, weights: Tensor, losses_by_goal: Tensor, batch: Batch, steps: Plan
+    ) -> Tensor:
+        """The scalar loss, with weights or losses that look at several depths of a slot, or at whole texts."""
+        num_rows, length = batch.tokens.shape
+        rows, position = steps.goals.unbind(1)
+        depths = torch.arange(1, self.depth + 1, device=rows.device)[:, None]
+        # Where goal g, guessed at depth d, has its slot: d tokens before
+        slot = rows * length + position - depths  # [K, G]
+        slot = torch.where(judged["exists"], slot, num_rows * length)  # one more for those that do not exist
+
+        def by_slot(values: Tensor) -> Tensor:  # [K, G] -> [K, B*T]
+            wide = values.new_zeros(self.depth, num_rows * length + 1)
+            return wide.scatter(1, slot, values)[:, :-1]
+
         if self.weighting != "decay":
             counted = by_slot(judged["exists"])
             if self.weighting == "dpace":
@@ -216,13 +238,14 @@ class Objective(nn.Module):
             weights = weights * nn.functional.pad(by_slots, (0, 1)).gather(1, slot)
         total = (weights * losses_by_goal).sum()
         if "e2e_tv" in self.losses:
-            slots = survival.e2e_tv(by_slot(judged["overlap"]), by_slot(judged["exists"])) / (share[-1] or 1.0)
+            share = steps.steps[-1].share or 1.0
+            slots = survival.e2e_tv(by_slot(judged["overlap"]), by_slot(judged["exists"])) / share
             total = total + self.losses["e2e_tv"] * slots.sum()
         if "rounds" in self.losses:
-            by_goal = torch.zeros(self.depth, num_rows, length, device=device)
-            by_goal = by_goal.index_put((depths[:, None] - 1, goals[:, 0], goals[:, 1]), judged["accept"].float())
+            by_goal = judged["accept"].new_zeros(self.depth, num_rows, length, dtype=torch.float32)
+            by_goal = by_goal.index_put((depths - 1, rows, position), judged["accept"].float())
             for row in range(num_rows):
-                for start, stop in answers(batch, row):
+                for start, stop in answers(batch.on_host, row):
                     total = total + self.losses["rounds"] * survival.rounds(by_start(by_goal[:, row, start:stop]))
         return total
 
@@ -236,13 +259,13 @@ def _check(
     weighting: str,
     temperature: float,
     anchors: int | None,
-    chunk: int,
+    chunk: int | None,
 ) -> None:
     """Raises ValueError, with what to change, for settings of an objective that do not fit together or the drafter."""
     known = {*LOSSES, *TEXT_LOSSES, ADAPTED}
     if not used or set(used) - known:
         raise ValueError(f"losses={dict(given)}: give weights to some of {', '.join(sorted(known))}.")
-    if min(depth, chunk, 1 if anchors is None else anchors) < 1 or temperature <= 0:
+    if min(depth, *(1 if each is None else each for each in (chunk, anchors))) < 1 or temperature <= 0:
         raise ValueError(
             f"depth={depth}, chunk={chunk} and anchors={anchors} must be at least 1, and temperature={temperature} above 0."
         )
@@ -288,7 +311,7 @@ def divergence(target: Target, final: Tensor, wanted: Tensor, *, temperature: fl
         q, p = ((target.logits(values) / temperature).log_softmax(-1) for values in (final, wanted))  # [m, V]
         return (p.exp() * (p - q)).sum()
 
-    return _in_parts(part, final, wanted)
+    return _in_parts(part, target, final, wanted)
 
 
 def cross_entropy(target: Target, final: Tensor, tokens: Tensor) -> Tensor:
@@ -297,13 +320,18 @@ def cross_entropy(target: Target, final: Tensor, tokens: Tensor) -> Tensor:
     def part(final: Tensor, tokens: Tensor) -> Tensor:
         return nn.functional.cross_entropy(target.logits(final), tokens, reduction="sum")
 
-    return _in_parts(part, final, tokens)
+    return _in_parts(part, target, final, tokens)
 
 
-def _in_parts(part: Callable[..., Tensor], *values: Tensor) -> Tensor:
+def _in_parts(part: Callable[..., Tensor], target: Target, *values: Tensor) -> Tensor:
     """The sum of `part` over chunks of the values, whose logits are made again in the backward pass."""
-    chunks = zip(*(each.split(NORM_CHUNK) for each in values))
+    chunks = zip(*(each.split(_num_slots(target)) for each in values))
     return torch.stack([checkpoint(part, *chunk, use_reentrant=False) for chunk in chunks]).sum()  # type: ignore[misc]
+
+
+def _num_slots(target: Target) -> int:
+    """How many slots make TARGET_LOGITS logits."""
+    return max(1, TARGET_LOGITS // target.vocab_size)
 
 
 def by_start(values: Tensor) -> Tensor:

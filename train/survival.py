@@ -7,20 +7,21 @@ a depth of a slot has a supervised token and a guess; all other entries are igno
 import torch
 from torch import Tensor
 
-from train.losses import Judged, goal_log_probs
+from train.losses import Judged
 
 # One depth of M slots, [M]
 
 
 def accept(judged: Judged) -> Tensor:
     """The probability that the text's token x was accepted, given that the target emitted it: min(1, q(x) / p(x))."""
-    excess = _of_token(judged.logits.log_softmax(-1), judged.token) - _of_token(goal_log_probs(judged), judged.token)
-    return torch.where(judged.token >= 0, excess.clamp(max=0).exp(), 0)
+    token = judged.goal.token
+    excess = _of_token(judged.log_law, token) - _of_token(judged.goal.log_probs, token)
+    return torch.where(token >= 0, excess.clamp(max=0).exp(), 0)
 
 
 def chance(judged: Judged) -> Tensor:
     """q of the text's token; 0 if it cannot be drafted."""
-    return torch.where(judged.token >= 0, _of_token(judged.logits.softmax(-1), judged.token), 0)
+    return torch.where(judged.goal.token >= 0, _of_token(judged.log_law, judged.goal.token).exp(), 0)
 
 
 def _of_token(values: Tensor, token: Tensor) -> Tensor:

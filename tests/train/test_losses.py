@@ -10,7 +10,7 @@ from torch.autograd import gradcheck
 
 from specdec import replay
 from train import losses, survival
-from train.losses import LOSSES, Judged
+from train.losses import LOSSES, Goal, Judged
 
 OF_A_SLOT = {**LOSSES, "overlap": losses.overlap, "accept": survival.accept, "chance": survival.chance}
 DIVERGENCES = ("kl", "reverse_kl", "jsd", "tv")
@@ -27,15 +27,13 @@ def make_judged(
 ) -> Judged:
     num, width = logits.shape
     nothing = torch.zeros(num, 1, dtype=logits.dtype)
-    return Judged(
-        state=nothing if state is None else state,
-        logits=logits,
-        goal_state=nothing if goal_state is None else goal_state,
-        goal_logits=goal_logits[:, :width],
+    goal = Goal(
+        state=nothing if goal_state is None else goal_state,
+        logits=goal_logits[:, :width],
         token=torch.zeros(num, dtype=torch.long) if token is None else token,
-        goal_norm=goal_logits.logsumexp(-1),
-        confidence=confidence,
+        norm=goal_logits.logsumexp(-1),
     )
+    return Judged(goal, logits, state=nothing if state is None else state, confidence=confidence)
 
 
 def randn(seed: int, *shape: int) -> Tensor:
@@ -122,7 +120,7 @@ def test_overlap_is_one_minus_tv():
     torch.testing.assert_close(losses.tv(judged) + losses.overlap(judged), torch.ones(6).double())
     torch.testing.assert_close(losses.nla(judged), -(1 - losses.tv(judged)).log())
     full = make_judged(randn(0, 6, 9), randn(1, 6, 9))
-    distance = (full.logits.softmax(-1) - full.goal_logits.softmax(-1)).abs().sum(-1) / 2
+    distance = (full.logits.softmax(-1) - full.goal.logits.softmax(-1)).abs().sum(-1) / 2
     torch.testing.assert_close(losses.tv(full), distance)
 
 
@@ -157,8 +155,8 @@ def test_confidence_has_no_gradient_to_the_logits():
 
 def test_token_outside_the_draft_vocabulary():
     logits = randn(0, 2, 5).requires_grad_()
-    judged = make_judged(logits, randn(1, 2, 9), token=torch.tensor([-1, -1]))
     for function in (losses.ce, survival.accept, survival.chance):
+        judged = make_judged(logits, randn(1, 2, 9), token=torch.tensor([-1, -1]))
         assert function(judged).tolist() == [0, 0]
         (gradient,) = torch.autograd.grad(function(judged).sum(), logits)
         assert gradient.tolist() == [[0] * 5] * 2

@@ -14,6 +14,7 @@ from specdec.sampling import Sampling
 from specdec.span_attention import spans
 from specdec.tree import TreeShape
 from specdec.unroll import unroll
+from specdec.unroll_plan import plan
 from tests.loops import follow
 from tests.support import VARIANTS, chain_of, make_drafter, paired, random_tokens
 
@@ -36,20 +37,23 @@ def text(any_drafter):
 def unroll_row(drafter, tokens, features, *, goals=None, documents=None, positions=None):
     """The unroll over one row; by default one document in which every token is a goal."""
     num = len(tokens)
-    return unroll(
+    steps = plan(
         drafter,
-        tokens[None],
-        features[None],
-        documents=torch.zeros(1, num, dtype=torch.long) if documents is None else documents[None],
-        positions=torch.arange(num)[None] if positions is None else positions[None],
-        goals=torch.ones(1, num, dtype=torch.bool) if goals is None else goals[None],
+        torch.zeros(1, num, dtype=torch.long) if documents is None else documents[None],
+        torch.arange(num)[None] if positions is None else positions[None],
+        torch.ones(1, num, dtype=torch.bool) if goals is None else goals[None],
         depth=depth_of(drafter),
     )
+    return unroll(drafter, tokens[None], features[None], steps)
 
 
-def at_goals(unrolled, values, d: int, goals: list[int]):
-    """Values of step d [M, .] and whether they exist [M], for goals of row 0."""
-    return unrolled.at(values, d, torch.zeros(len(goals), dtype=torch.long), torch.tensor(goals))
+def at_goals(unrolled, values, d: int, goals: list[int], *, row: int = 0):
+    """Values of step d [M, .] and whether they exist [M], for goals of a row; the first value where one does not exist."""
+    step, listed = unrolled.plan.steps[d - 1], unrolled.plan.goals.tolist()
+    numbers = [listed.index([row, goal]) if [row, goal] in listed else -1 for goal in goals]
+    exists = [number in step.goals for number in numbers]
+    places = [int(step.places[step.goals == number]) if found else 0 for number, found in zip(numbers, exists)]
+    return values[d - 1].flatten(0, 1)[places], torch.tensor(exists)
 
 
 SLOTS = [(1, ()), (2, (1,)), (4, ()), (7, (4, 6)), (6, (2, 3))]  # (slot, newest slots of earlier rounds)
@@ -161,20 +165,21 @@ def test_rows_of_a_batch_equal_separate_rows(any_drafter, text):
     goals[1, [9]] = True
     depth = depth_of(any_drafter)
     with torch.no_grad():
-        both = unroll(
+        steps = plan(
             any_drafter,
-            torch.stack([tokens, tokens.flip(0)]),
-            torch.stack([features, features.flip(0)]),
-            documents=torch.zeros_like(goals, dtype=torch.long),
-            positions=torch.arange(LENGTH).expand(2, -1),
-            goals=goals,
+            torch.zeros_like(goals, dtype=torch.long),
+            torch.arange(LENGTH).expand(2, -1),
+            goals,
             depth=depth,
+        )
+        both = unroll(
+            any_drafter, torch.stack([tokens, tokens.flip(0)]), torch.stack([features, features.flip(0)]), steps
         )
     for row, alone in enumerate(
         [unroll_row(any_drafter, *text), unroll_row(any_drafter, tokens.flip(0), features.flip(0))]
     ):
         for d, goal in itertools.product(range(1, depth + 1), goals[row].nonzero().flatten().tolist()):
-            readout, exists = both.at(both.readouts, d, torch.tensor([row]), torch.tensor([goal]))
+            readout, exists = at_goals(both, both.readouts, d, [goal], row=row)
             expected, expected_exists = at_goals(alone, alone.readouts, d, [goal])
             assert exists == expected_exists
             if exists:
@@ -250,7 +255,7 @@ def test_spans_are_the_masks_of_documents(lag):
 @pytest.mark.parametrize("scores", [1, 60, 10**6])  # one slot at a time, some, all
 def test_unroll_attention_against_a_dense_mask(scores, monkeypatch):
     """Keys [S, T + (d-1)*S]: those of step 1, then those of steps 2..d, of which each slot sees only its own."""
-    monkeypatch.setattr(span_attention, "SCORES", scores)
+    monkeypatch.setattr(span_attention, "CHUNK", scores)
     torch.manual_seed(0)
     rows, heads, kv_heads, size, width = 3, 4, 2, 7, 6
     later_slots = torch.tensor([1, 2, 5])  # the slots of later steps
@@ -261,7 +266,7 @@ def test_unroll_attention_against_a_dense_mask(scores, monkeypatch):
         query = torch.randn(rows, heads, len(slots), width, dtype=torch.float64, requires_grad=True)
         pair = torch.randn(2, rows, kv_heads, len(slots), width, dtype=torch.float64, requires_grad=True)
         inputs += [query, pair]
-        out = cache.attend(3, query, *pair, spans(INDEX).of(slots.expand(rows, -1)))
+        out = cache.at_step(d).attend(3, query, *pair, spans(INDEX).of(slots.expand(rows, -1)))
         keys.append(pair[0])
         values.append(pair[1])
         own = torch.eye(len(later_slots), dtype=torch.bool).expand(rows, 1, -1, -1)
@@ -277,14 +282,14 @@ def test_unroll_attention_against_a_dense_mask(scores, monkeypatch):
 @pytest.mark.parametrize("scores", [1, 10**6])
 @pytest.mark.parametrize("lag", [0, 2])
 def test_attention_over_spans_of_blocks_of_queries(lag, scores, monkeypatch):
-    """As block drafters use it: several queries and several own keys in each slot; values of another width."""
-    monkeypatch.setattr(span_attention, "SCORES", scores)
+    """As block drafters use it: several queries and several own keys in each slot."""
+    monkeypatch.setattr(span_attention, "CHUNK", scores)
     torch.manual_seed(0)
-    shapes = {"query": (3, 2, 2, 7, 4, 6), "key": (3, 2, 7, 6), "value": (3, 2, 7, 5), "own_key": (3, 2, 7, 3, 6), "own_value": (3, 2, 7, 3, 5)}  # fmt: skip
+    shapes = {"query": (3, 2, 2, 7, 4, 6), "key": (3, 2, 7, 6), "value": (3, 2, 7, 6), "own_key": (3, 2, 7, 3, 6), "own_value": (3, 2, 7, 3, 6)}  # fmt: skip
     inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes.values()]
     seen = span_attention.Span(*(getattr(spans(INDEX, lag=lag), name) for name in ("first", "last")))
-    out = span_attention.attend(*inputs[:3], seen, tuple(inputs[3:]))
-    wanted = span_attention.attend(*inputs[:3], seen.mask(7), tuple(inputs[3:]))  # without chunks, by autograd
+    out = span_attention.attend(*inputs[:3], seen, *inputs[3:])
+    wanted = span_attention.attend(*inputs[:3], seen.mask(7), *inputs[3:])  # without chunks, by autograd
     torch.testing.assert_close(out, wanted, atol=1e-12, rtol=0)
     given = torch.randn_like(out)
     for grad, reference in zip(torch.autograd.grad(out, inputs, given), torch.autograd.grad(wanted, inputs, given)):
@@ -350,9 +355,9 @@ def test_blocks_that_attend_in_parts_give_the_same_values_and_gradients(target, 
     tokens = torch.tensor(random_tokens(0, LENGTH, target.vocab_size))
     features = target.read(tokens[None], drafter.target_layers).features
     for limit in (2**27, 300):
-        monkeypatch.setattr(span_attention, "SCORES", limit)
+        monkeypatch.setattr(span_attention, "CHUNK", limit)
         goals = torch.ones(1, LENGTH, dtype=torch.bool)
-        unrolled = unroll(drafter, tokens[None], features, documents=torch.zeros_like(goals, dtype=torch.long),
-                          positions=torch.arange(LENGTH)[None], goals=goals, depth=4)  # fmt: skip
+        steps = plan(drafter, torch.zeros_like(goals, dtype=torch.long), torch.arange(LENGTH)[None], goals, depth=4)
+        unrolled = unroll(drafter, tokens[None], features, steps)
         results.append((unrolled.states[0], torch.autograd.grad(unrolled.states[0].sum(), drafter.fc.weight)[0]))
     torch.testing.assert_close(results[0], results[1], atol=1e-10, rtol=0)

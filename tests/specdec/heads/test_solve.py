@@ -28,7 +28,7 @@ def test_solve_against_stacked_least_squares(target):
     torch.testing.assert_close(head.fc.weight, expected.T)
 
     seen = spans(torch.zeros(1, num, dtype=torch.long))
-    h, _ = head.step(1, features[None], tokens[None], torch.arange(num)[None], seen, UnrollCache())
+    h, _ = head.step(1, features[None], tokens[None], torch.arange(num)[None], seen, UnrollCache().at_step(1))
     torch.testing.assert_close(h[0], x @ expected)
 
 
