@@ -217,7 +217,9 @@ def text_logits(drafter, tokens: torch.Tensor) -> torch.Tensor:
     """Of a draft model: tokens [B, T] -> logits [B, T, W] of step 1 of every slot"""
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
     h = torch.zeros(*tokens.shape, 0)
-    _, readout = drafter.step(1, h, tokens, positions, masks.documents(torch.zeros_like(tokens)), UnrollCache().at_step(1))
+    _, readout = drafter.step(
+        1, h, tokens, positions, masks.documents(torch.zeros_like(tokens)), UnrollCache().at_step(1)
+    )
     return drafter.logits(1, readout)
 
 

@@ -156,15 +156,16 @@ def test_bench_training_refuses(run_script, tmp_path):
     assert random_target.read_shape(str(TINY)) == TINY
 
 
-def test_the_gpu_report_does_all_its_steps(run_script, tmp_path, traced):
-    printed = run_script(gpu_report, "dry_run=true", "modes=eager,graphs,compiled", f"out={tmp_path}/report")
+def test_the_gpu_report_does_all_its_steps(run_script, tmp_path):
+    printed = run_script(
+        gpu_report, "dry_run=true", "heads=eagle3,dflash", "modes=eager,graphs", f"out={tmp_path}/report"
+    )
     document = json.loads((tmp_path / "report.json").read_text())
-    assert [row["head"] for row in document["training"]] == ["eagle3", "mtp", "dflash"]
+    assert [row["head"] for row in document["training"]] == ["eagle3", "dflash"]
     assert all(row["tokens_per_second"] > 0 and row["flops"] > 0 for row in document["training"])
-    assert [row["mode"] for row in document["decoding"]] == ["eager", "graphs", "compiled"]
+    assert [row["mode"] for row in document["decoding"]] == ["eager", "graphs"]
     assert {(row["mode"], row["nodes"]) for row in document["verification"]} == {
-        *((mode, num) for mode in ("eager", "graphs") for num in (1, 4)),
-        ("compiled", 1),
+        (mode, num) for mode in ("eager", "graphs") for num in (1, 4)
     }
     assert all(math.isfinite(row["ms"]) for row in document["verification"] + document["decoding"])
     if not torch.cuda.is_available():
