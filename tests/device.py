@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
+import train.data
 from tests.support import ROOT
 
 DEVICE = os.environ.get("TEST_DEVICE", "cpu")
@@ -73,4 +74,11 @@ def begin() -> None:
         )
     if torch.device(DEVICE).type != "meta":  # a pretended device draws its numbers on the CPU
         torch.Generator = make_generator(DEVICE)
+    collate = train.data.collate
+
+    def collate_there(*args, **kwargs):
+        batch = collate(*args, **kwargs)
+        return batch.to(DEVICE) if called_by_test(sys._getframe(1)) else batch
+
+    train.data.collate = collate_there  # before the modules of tests import it
     OnDevice(DEVICE).__enter__()
