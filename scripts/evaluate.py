@@ -17,7 +17,7 @@ from rich.progress import track
 
 from helpers import decoding, loading, proposers
 from helpers.options import option, options, run
-from specdec import checkpoint, rules, serving
+from specdec import checkpoint, files, rules, serving
 from specdec.drafting import Drafting
 from specdec.figures import TAU
 from specdec.measurement import Prompt, measure
@@ -69,7 +69,7 @@ def main() -> None:
         },
         "temperatures": [report.to_json() for report in reports],
     }
-    checkpoint.write_text(Path(chosen.out), json.dumps(document, indent=2) + "\n")
+    files.write_text(Path(chosen.out), json.dumps(document, indent=2) + "\n")
     console.print(f"written: {chosen.out}")
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from helpers import loading
 from helpers.options import options, run
-from specdec import checkpoint
+from specdec import files
 from specdec.target import load_tokenizer
 from train import long_prompts, reading
 
@@ -34,7 +34,7 @@ def main() -> None:
     tokenizer = load_tokenizer(chosen.target.name)
     texts = [row["messages"][-1]["content"] for row in reading.load_prompts(chosen.prompts)]
     rows = long_prompts.long_prompts(texts, tokenizer, num_tokens=chosen.tokens, num=chosen.num, seed=chosen.seed)
-    checkpoint.write_text(Path(chosen.out), "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    files.write_text(Path(chosen.out), "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     print(f"written: {chosen.out}")
 
 

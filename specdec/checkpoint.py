@@ -2,12 +2,11 @@
 
 drafter.safetensors   the drafter's own tensors
 drafter.json          {_target_, arguments, target, target_fingerprint, versions}
+SHA256SUMS            their checksums
 """
 
 import importlib
 import json
-import os
-import shutil
 import warnings
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import transformers
 from torch import Tensor
 
 import specdec
+from specdec import files
 from specdec.drafter import Head
 from specdec.drafting import Drafting
 from specdec.proposers.base import Proposer
@@ -24,47 +24,6 @@ from specdec.target import Target
 from specdec.target_adapter import check_unadapted, merge
 
 HEADS = "specdec.heads."
-
-
-def write_folder(folder: Path, *, tensors: dict[str, dict[str, Tensor]], documents: dict[str, dict]) -> None:
-    """Writes `NAME: tensors` as safetensors and `NAME: document` as JSON; the folder appears whole or not at all.
-
-    Raises ValueError, and leaves nothing behind, if the disk is full.
-    """
-    partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        partial.mkdir(parents=True)
-        for name, values in tensors.items():
-            safetensors.torch.save_file(
-                {key: value.detach().cpu().contiguous() for key, value in values.items()}, partial / name
-            )
-        for name, document in documents.items():
-            (partial / name).write_text(json.dumps(document, indent=2) + "\n")
-        for path in partial.iterdir():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-        shutil.rmtree(folder, ignore_errors=True)
-        partial.rename(folder)
-    except (OSError, safetensors.SafetensorError) as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise ValueError(
-            f"{folder} could not be written ({error}). Free some disk space or choose another folder; what was saved before "
-            "is untouched."
-        ) from error
-
-
-def write_text(path: Path, text: str) -> None:
-    """A small file that appears whole or not at all."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text)
-    partial.replace(path)
-
-
-def remove(folder: Path) -> None:
-    """Renames first, so that a folder is never half there under its own name."""
-    doomed = folder if folder.suffix == ".partial" else folder.rename(folder.with_name(folder.name + ".partial"))
-    shutil.rmtree(doomed, ignore_errors=True)
 
 
 def save(
@@ -91,7 +50,7 @@ def save(
             "transformers": transformers.__version__,
         },
     }
-    write_folder(
+    files.write_folder(
         folder,
         tensors={"drafter.safetensors": drafter.state_dict()},
         documents={"drafter.json": document, **(extra or {})},
@@ -201,6 +160,7 @@ def _read(folder: Path, target: Target, dtype: torch.dtype | None) -> tuple[Head
         raise ValueError(
             f"{folder}: trained on target layers {document['reads_layers']}, not {list(drafter.target_layers)}."
         )
+    files.check(folder / "drafter.json", folder / "drafter.safetensors")  # last: other refusals say more
     return drafter, document
 
 
