@@ -22,7 +22,6 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from specdec import checkpoint, files
-from specdec.compile import Runner
 from specdec.drafter import Head
 from specdec.drafting import Drafting
 from specdec.measurement import Prompt
@@ -215,7 +214,7 @@ def make_validation(
         sampling = Sampling(temperature=settings.temperature)
     with named("decode"):
         decoder = drafting.decoder(
-            drafter.target, drafting.proposer(drafter), sampling=sampling, stop=stop, runner=Runner(drafting.compile)
+            drafter.target, drafting.proposer(drafter), sampling=sampling, stop=stop, runner=drafting.runner()
         )
     with named("validation"):
         for prompt in prompts:

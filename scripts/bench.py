@@ -102,7 +102,7 @@ def make_methods(chosen: Bench, opened: loading.Opened, runs: list[loading.Run],
     if chosen.gguf:
         context = longest + chosen.max_new_tokens
         methods["llama.cpp (xllamacpp)"] = llama_cpp(chosen, opened.stop, context)
-    runner = Runner(chosen.decode.compile)
+    runner = chosen.decode.runner()
 
     def add(name: str, proposer, runner: Runner | None) -> None:
         decoder = Decoder(opened.target, proposer, sampling=Sampling(), stop=opened.stop, runner=runner)

@@ -66,7 +66,7 @@ def main() -> None:
     out = Path(chosen.out)
     with resumable(out / "settings.json", out / "rows.jsonl", settings, advice="Choose another out=FOLDER.") as results:
         console.print(f"{len(results.rows)} of {len(prompts) * len(samplings)} prompts x temperatures are in {out}")
-        runners: dict[str, Runner] = collections.defaultdict(lambda: Runner(chosen.decode.compile))
+        runners: dict[str, Runner] = collections.defaultdict(chosen.decode.runner)
         for sampling in samplings:
             decoders = make_decoders(methods, sampling, opened.stop, runners)
             for rows in decode_missing(chosen, methods, decoders, prompts, results, sampling, console):

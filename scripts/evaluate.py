@@ -18,7 +18,6 @@ from rich.progress import track
 from helpers import decoding, loading, proposers
 from helpers.options import option, options, run
 from specdec import checkpoint, files, rules, serving
-from specdec.compile import Runner
 from specdec.drafting import Drafting
 from specdec.figures import TAU
 from specdec.measurement import Prompt, measure
@@ -78,7 +77,7 @@ def find_batch(
     loaded: proposers.Chosen, drafting: Drafting, sampling: Sampling, prompts: list[Prompt], max_new_tokens: int
 ) -> int:
     """The number of prompts at once that gives the most tokens/s."""
-    runner = Runner(drafting.compile)
+    runner = drafting.runner()
     decoder = drafting.decoder(loaded.target, loaded.proposer, sampling=sampling, stop=loaded.stop, runner=runner)
 
     def rate(tokens: list[list[int]]) -> float:

@@ -62,7 +62,7 @@ def main() -> None:
         sampling=sampling,
         stop=loaded.stop,
         max_new_tokens=chosen.max_new_tokens,
-        compile=chosen.decode.compile,
+        runner=chosen.decode.runner(),
         seed=chosen.seed,
         progress=lambda items, text: track(items, description=text, console=console, transient=True),
     )

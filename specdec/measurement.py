@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import torch
 
 from specdec import replay
-from specdec.compile import Runner
 from specdec.decode import Decoder, Generation
 from specdec.drafter import Drafter, Head
 from specdec.drafting import Drafting
@@ -79,7 +78,7 @@ def measure(
     """
     if batch < 1:
         raise ValueError(f"batch={batch} must be at least 1.")
-    runner = Runner(drafting.compile)
+    runner = drafting.runner()
     decoders = {
         "drafted": drafting.decoder(target, proposer, sampling=sampling, stop=stop, runner=runner),
         "plain": Decoder(target, None, sampling=sampling, stop=stop, runner=runner),

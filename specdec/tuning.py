@@ -75,13 +75,13 @@ class Tuner:
         sampling: Sampling,
         stop: set[int],
         max_new_tokens: int,
-        compile: bool,
+        runner: Runner,
         seed: int,
         progress: Callable[[list, str], Iterable],
     ):
         self.drafter, self.prompts, self.sampling, self.stop = drafter, prompts, sampling, stop
         self.max_new_tokens, self.seed, self.progress = max_new_tokens, seed, progress
-        self.runner = Runner(compile)
+        self.runner = runner
         self.plain = Decoder(drafter.target, None, sampling=sampling, stop=stop, runner=self.runner)
         self.decoders: dict[str, Decoder] = {}  # by name_of, kept because compiling takes long
 

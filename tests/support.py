@@ -122,8 +122,10 @@ def load_head(head: str) -> dict:
 def make_drafter(target: Target, head: str, reduced: bool = False, arguments: dict | None = None):
     """A drafter in float64 with random parameters, norms included. reduced: two thirds of the vocabulary."""
     torch.manual_seed(1)
-    vocab = torch.randperm(target.vocab_size)[: target.vocab_size * 2 // 3].sort().values if reduced else None
-    drafter = instantiate({**load_head(head)["drafter"], **(arguments or {})}, target, vocab=vocab).double().eval()
+    order = torch.randperm(target.vocab_size, device="cpu")  # as a vocabulary counted from data is
+    vocab = order[: target.vocab_size * 2 // 3].sort().values if reduced else None
+    drafter = instantiate({**load_head(head)["drafter"], **(arguments or {})}, target, vocab=vocab)
+    drafter = drafter.double().to(target.device).eval()
     for parameter in drafter.parameters():
         noise = torch.randn_like(parameter)
         parameter.data = noise / parameter.shape[1] ** 0.5 if parameter.dim() == 2 else 1 + 0.3 * noise

@@ -15,6 +15,7 @@ ORDER = [
     "layer_states",
     "span_attention",
     "cache",
+    "cuda_graph",
     "compile",
     "experts",
     "masks",
