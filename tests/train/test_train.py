@@ -163,6 +163,7 @@ def test_two_processes_match_one_process_with_accumulation(folder, tmp_path, fit
     process = launch(folder, tmp_path, "two", processes=2)
     printed = process.communicate(timeout=300)[0]
     assert process.returncode == 0, printed
+    assert printed.count("step     1/4") == 1  # only the main process speaks
     fit("one", "train.accumulation=2")
     assert losses_of("two") == pytest.approx(losses_of("one"), rel=1e-5)
     tensors = [
