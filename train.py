@@ -6,8 +6,7 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -22,16 +21,14 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
-from specdec import checkpoint, files, rules
+from specdec import checkpoint, files
 from specdec.compile import Runner
 from specdec.drafter import Head
 from specdec.drafting import Drafting
-from specdec.experts import experts_of
-from specdec.measurement import Prompt, measure
-from specdec.report import Report, summarise
+from specdec.measurement import Prompt
 from specdec.sampling import Sampling
 from specdec.target import Target, load_tokenizer
-from train import data, display, reading
+from train import data, display, optimization, reading
 from train.consistency import ConsistencyObjective
 from train.features import Cached, Online
 from train.finite import NotFiniteLoss
@@ -39,9 +36,10 @@ from train.lock import lock
 from train.naming import named
 from train.objective import Objective
 from train.onpolicy import OnPolicy
-from train.optimization import parameter_groups, schedule
+from train.optimization import OptimizerSettings, schedule
 from train.run_folder import RunFolder
 from train.trainer import Material, Settings, Trainer
+from train.validation import Validation, ValidationSettings
 from train.waiting import ProcessLost, Waiting
 
 # An error that all processes find is told by the main one, and the launcher then ends the others. They wait so long with theirs.
@@ -72,7 +70,7 @@ def fit_alone(config: DictConfig, path: Path, accelerator: Accelerator) -> int:
     objective = make_objective(config, drafter)
     optimizer, scheduler = make_optimizer(config, drafter)
     display.start(console, config, target, drafter, packs, prompts)
-    validate = make_validation(config, drafter, prompts, stop, console)
+    validation = make_validation(config, drafter, prompts, stop, accelerator, console)
     material = make_material(config, drafter, packs, stop, accelerator, console)
     folder = RunFolder(path, spec, flatten(OmegaConf.to_container(config, resolve=True)))
     trainer = Trainer(
@@ -81,7 +79,7 @@ def fit_alone(config: DictConfig, path: Path, accelerator: Accelerator) -> int:
         optimizer,
         scheduler,
         material=material,
-        validate=validate,
+        validation=validation,
         settings=make_settings(config),
         folder=folder,
     )
@@ -196,53 +194,47 @@ def make_objective(config: DictConfig, drafter: Head) -> Objective | Consistency
 def make_optimizer(
     config: DictConfig, drafter: Head
 ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
-    settings = config.optimizer
-    groups = parameter_groups(drafter, settings.weight_decay, adapter=config.head.get("adapter"))
-    optimizer = torch.optim.AdamW(groups, lr=settings.lr, betas=tuple(settings.betas), fused=True)
-    return optimizer, schedule(optimizer, steps=config.train.steps, warmup=settings.warmup, final=settings.final)
+    with named("optimizer"):
+        settings = OptimizerSettings(**OmegaConf.to_container(config.optimizer, resolve=True))
+        optimizer = optimization.make_optimizer(drafter, settings, adapter=config.head.get("adapter"))
+    return optimizer, schedule(optimizer, settings, steps=config.train.steps)
 
 
 def make_validation(
-    config: DictConfig, drafter: Head, prompts: list[Prompt], stop: set[int], console: Console
-) -> Callable[[Head], Report]:
+    config: DictConfig, drafter: Head, prompts: list[Prompt], stop: set[int], accelerator: Accelerator, console: Console
+) -> Validation:
     """What the trainer calls at every validation. Refuses now what validation would refuse after hours of training."""
-    target = drafter.target
     with named("decode"):
         drafting = Drafting(**OmegaConf.to_container(config.decode))
     with named("validation"):
-        sampling = Sampling(temperature=config.validation.temperature)
+        settings = ValidationSettings(**OmegaConf.to_container(config.validation))
+        sampling = Sampling(temperature=settings.temperature)
     with named("decode"):
         decoder = drafting.decoder(
-            target, drafting.proposer(drafter), sampling=sampling, stop=stop, runner=Runner(drafting.compile)
+            drafter.target, drafting.proposer(drafter), sampling=sampling, stop=stop, runner=Runner(drafting.compile)
         )
     with named("validation"):
         for prompt in prompts:
-            decoder.check([prompt.tokens], config.validation.max_new_tokens)
-
-    def validate(frozen: Head) -> Report:
-        results = measure(
-            target,
-            drafting.proposer(frozen),
-            drafting,
-            prompts,
-            replayed=frozen,
-            sampling=sampling,
-            max_new_tokens=config.validation.max_new_tokens,
-            stop=stop,
-            seed=config.train.seed,
+            decoder.check([prompt.tokens], settings.max_new_tokens)
+    validation = Validation(
+        accelerator,
+        drafter,
+        drafting,
+        prompts,
+        settings=settings,
+        best_by=config.train.best_by,
+        stop=stop,
+        seed=config.train.seed,
+        show=lambda report: display.validation(console, report, drafting.shape),
+        say=lambda text: console.print(text, highlight=False, soft_wrap=True),
+    )
+    if config.train.ema is not None and not validation.replays:
+        raise ValueError(
+            f"train.ema={config.train.ema} lets replay choose between the weights and their average, and replay does not apply "
+            "here: it needs a chain (decode=chain), a head that leaves the target as it is, train.best_by=tau, and "
+            "validation.decode=best or end. Or set train.ema=null."
         )
-        report = summarise(
-            results,
-            depth=drafting.depth,
-            temperature=sampling.temperature,
-            adapted=target.adapted,
-            lossy=drafting.rule in rules.LOSSY,
-        )
-        display.validation(console, report, drafting.shape)
-        experts = experts_of(target.config.to_dict())
-        return replace(report, shape=str(drafting.shape), experts=experts and [experts.num, experts.per_token])
-
-    return validate
+    return validation
 
 
 def make_material(

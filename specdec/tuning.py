@@ -201,7 +201,7 @@ class Choice:
     ) -> "Choice":
         """results, reports: of the verification, by the settings' names"""
         expected = max(settings, key=lambda setting: setting.predicted)
-        best = max(settings, key=lambda setting: reports[setting.name].speedup)
+        best = max(settings, key=lambda setting: reports[setting.name].speedup or 0.0)
         interval = rate_ratio_interval(results[expected.name], results[best.name])
         final = expected if interval[1] >= 1 else best
         return cls(expected, best, interval, final, reports[final.name])
@@ -220,6 +220,7 @@ class Choice:
                 if self.final == self.expected
                 else "The fastest measured one is chosen."
             )
+        assert self.report.speedup_ci is not None
         if self.report.speedup_ci[1] < 1:
             text += f" Plain decoding is faster than {self.final.name}: on this device, decode without this checkpoint."
         return text

@@ -80,7 +80,7 @@ def paired(names: str, variants: list, others: list):
 # Targets, drafters and their folders
 
 
-def make_target(vocab_size: int, *, num_layers: int = 8) -> Target:
+def make_target(vocab_size: int, *, num_layers: int = 8, device: torch.device | str = "cpu") -> Target:
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=32,
@@ -95,7 +95,7 @@ def make_target(vocab_size: int, *, num_layers: int = 8) -> Target:
         bos_token_id=None,
         eos_token_id=None,
     )
-    return Target(LlamaForCausalLM(config).double(), name="tiny")
+    return Target(LlamaForCausalLM(config).double().to(device), name="tiny")
 
 
 def scale_forward(target: Target, monkeypatch) -> None:

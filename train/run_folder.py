@@ -6,12 +6,12 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from specdec import checkpoint, files
 from specdec.drafter import Head
 from specdec.report import Report
+from train.optimization import pack_state, unpack_state
 from train.resumable import read_rows
 
 NUM_STATES = 2  # kept: if the newest is damaged, the one before it is used
@@ -77,8 +77,21 @@ class RunFolder:
         checkpoint.save(self.path / name, drafter, self.spec, extra={"report.json": report.to_json()})
         return name
 
+    def write_report(self, name: str, report: Report) -> None:
+        """In place of the checkpoint's own, once its drafts have been decoded."""
+        files.write_text(self.path / name / "report.json", json.dumps(report.to_json(), indent=2) + "\n")
+
     def mark_best(self, name: str) -> None:
         files.write_text(self.path / "best", name + "\n")
+
+    def read_best(self) -> tuple[str, Report, dict[str, Tensor]] | None:
+        """Name, report and weights of the checkpoint that `mark_best` named; None if there is none."""
+        if not (self.path / "best").exists():
+            return None
+        name = (self.path / "best").read_text().strip()
+        report = self.path / name / "report.json"
+        weights = checkpoint.read_tensors(self.path / name / "drafter.safetensors")
+        return name, Report.from_json(checkpoint.read_json(report), source=str(report)), weights
 
     def finish(self, step: int) -> None:
         files.write_text(self.path / "finished", f"{step}\n")
@@ -97,18 +110,20 @@ class RunFolder:
 
         optimizer: its state_dict; document: counters, as JSON
         """
-        moments = {
-            f"{number}.{key}": torch.as_tensor(value)
-            for number, state in optimizer["state"].items()
-            for key, value in state.items()
-        }
+        moments, counts = pack_state(optimizer["state"])
         if (self.path / "log.jsonl").exists():
             files.sync(self.path / "log.jsonl")  # what is logged up to here is not logged again
         files.write_folder(
             self.path / "state" / _name(step),
             tensors={"drafter.safetensors": weights, "optimizer.safetensors": moments},
             documents={
-                "state.json": {"step": step, "groups": optimizer["param_groups"], "about": self.settings, **document}
+                "state.json": {
+                    "step": step,
+                    "groups": optimizer["param_groups"],
+                    "counts": counts,
+                    "about": self.settings,
+                    **document,
+                }
             },
         )
         kept = [path for path in self.states() if _step(path) <= step][:NUM_STATES]
@@ -172,8 +187,5 @@ def _read(folder: Path) -> tuple[dict[str, Tensor], dict, dict]:
     document = checkpoint.read_json(folder / names[0], what="The state of a run has it")
     weights, moments = (checkpoint.read_tensors(folder / name) for name in names[1:])
     files.check(*(folder / name for name in names))
-    state: dict[int, dict] = {}
-    for name, value in moments.items():
-        number, key = name.split(".", 1)
-        state.setdefault(int(number), {})[key] = value
+    state = unpack_state(moments, document.get("counts", {}))
     return weights, {"state": state, "param_groups": document["groups"]}, document

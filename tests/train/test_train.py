@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 
 from specdec import checkpoint
 from specdec.target import Target, load_tokenizer
-from tests.support import ADAPTING, ROOT, fit_interrupted, losses_of, train_overrides
+from tests.support import ADAPTING, ROOT, fit_interrupted, losses_of, train_overrides, write_rows
 from train.run_folder import RunFolder
 from train.trainer import Settings
 
@@ -160,11 +160,26 @@ def launch(folder, cwd, run, *more, processes=1):
 
 
 def test_two_processes_match_one_process_with_accumulation(folder, tmp_path, fit):
-    process = launch(folder, tmp_path, "two", processes=2)
+    """Losses, weights, and the figures of the validation, of which each process does a part."""
+    write_rows(tmp_path / "prompts.jsonl", [{"prompt": f"Count from {number}."} for number in range(11)])
+    more = (
+        f"data.heldout={tmp_path}/prompts.jsonl",
+        "validation.num_prompts=11",
+        "validation.share=null",
+        "solve_packs=0",
+    )
+    process = launch(folder, tmp_path, "two", "validation.answers=answers/two", *more, processes=2)
     printed = process.communicate(timeout=300)[0]
     assert process.returncode == 0, printed
     assert printed.count("step     1/4") == 1  # only the main process speaks
-    fit("one", "train.accumulation=2")
+    fit("one", "train.accumulation=2", "validation.answers=answers/one", *more)
+    two, one = (checkpoint.read_json(Path(f"checkpoints/{run}/step_000004/report.json")) for run in ("two", "one"))
+    assert two["num_prompts"] == one["num_prompts"] == 11 and two["replayed_prompts"] == one["replayed_prompts"] == 11
+    assert two["replayed_tau"] == pytest.approx(two["tau"], abs=1e-9)
+    assert two["tau"] == pytest.approx(one["tau"], rel=0.05) and two["num_rounds"] > 11
+    answers = [next(Path("answers", run).iterdir()) for run in ("two", "one")]
+    assert answers[0].name == answers[1].name
+    assert len({json.dumps(json.loads(path.read_text())["answers"]) for path in answers}) == 1
     assert losses_of("two") == pytest.approx(losses_of("one"), rel=1e-5)
     tensors = [
         checkpoint.read_tensors(Path(f"checkpoints/{run}/step_000004/drafter.safetensors")) for run in ("two", "one")
@@ -225,7 +240,7 @@ def test_validate_first_reports_on_the_start(fit):
     """train.validate_first=true measures the weights at the start, which may come from a trained model."""
     assert fit("first", "train.validate_first=true") == 0
     report = json.loads(Path("checkpoints/first/step_000000/report.json").read_text())
-    assert report["tau"] >= 1 and report["training"]["tokens"] == 0
+    assert report["replayed_tau"] >= 1 and report["training"]["tokens"] == 0
     assert Path("checkpoints/first/step_000004/report.json").exists()
 
 
