@@ -44,7 +44,7 @@ class Waiting:
                 raise
             raise ProcessLost(
                 f"Process {self.process} waited for {what}, and another process of the run has ended "
-                f"({str(error).splitlines()[0]})."
+                f"({str(error).splitlines()[0].partition('. ')[0]})."
             ) from error
         finally:
             timer.cancel()

@@ -209,6 +209,18 @@ def test_a_run_on_a_full_disk_ends_in_a_sentence_and_resumes(fit, more, room, wh
     assert not list(Path().rglob("*.partial"))
 
 
+def test_results_on_a_full_disk_keep_the_rows_before(tmp_path):
+    """Of answering, comparing and sweeping."""
+    rows = (tmp_path / "meta.json", tmp_path / "rows.jsonl", {"seed": 0})
+    with resumable(*rows, advice="") as results:
+        results.append({"a": 1}, {"a": 2})
+        with room_for(100), pytest.raises(ValueError, match=r"rows\.jsonl could not be written"):
+            results.append({"a": 3}, {"b": "x" * 200})
+        assert results.rows == [{"a": 1}, {"a": 2}]
+    with resumable(*rows, advice="") as results:
+        assert results.rows == [{"a": 1}, {"a": 2}]
+
+
 def test_a_line_of_the_log_that_does_not_fit_is_not_there(fit, monkeypatch):
     fit("whole")
     log = RunFolder.log
