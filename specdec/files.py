@@ -31,7 +31,7 @@ def write_folder(folder: Path, *, tensors: dict[str, dict[str, Tensor]], documen
         (partial / CHECKSUMS).write_text("".join(sums))
         for path in (*partial.iterdir(), partial):
             sync(path)
-        old = folder.with_name(folder.name + ".removed")
+        old = folder.with_name(folder.name + ".old")
         shutil.rmtree(old, ignore_errors=True)
         if folder.exists():
             folder.rename(old)
@@ -86,9 +86,21 @@ def unwritable(path: Path, error: Exception) -> ValueError:
     )
 
 
+def restore(folder: Path) -> None:
+    """Puts back folders that `write_folder` had moved away when its process was killed before the new one was there."""
+    for old in folder.glob("*.old"):
+        if old.with_suffix("").exists():
+            shutil.rmtree(old)
+        else:
+            old.rename(old.with_suffix(""))
+
+
 def remove(folder: Path) -> None:
     """Renames first, so that a folder is never half there under its own name."""
-    doomed = folder if folder.suffix in (".partial", ".removed") else folder.rename(f"{folder}.removed")
+    doomed = folder if folder.suffix == ".partial" else folder.with_name(folder.name + ".partial")
+    if folder != doomed:
+        shutil.rmtree(doomed, ignore_errors=True)
+        folder.rename(doomed)
     shutil.rmtree(doomed, ignore_errors=True)
 
 

@@ -63,14 +63,20 @@ class RunFolder:
     def go_back(self, step: int, best: dict) -> None:
         """To how everything was when the state of `step` was saved; -1 for a run without one. The work behind it will be
         done again, and logged again."""
-        log = self.path / "log.jsonl"
-        if log.exists():
-            kept = [row for row in read_rows(log) if row["step"] <= step]
-            files.write_text(log, "".join(json.dumps(row) + "\n" for row in kept))
+        files.restore(self.path)
         if best:
             self.mark_best(_name(best["step"]))
         else:
             (self.path / "best").unlink(missing_ok=True)
+        log = self.path / "log.jsonl"
+        if log.exists():
+            kept = [row for row in read_rows(log) if row["step"] <= step and not self._unfinished(row)]
+            files.write_text(log, "".join(json.dumps(row) + "\n" for row in kept))
+
+    def _unfinished(self, row: dict) -> bool:
+        """Whether a line is of a decoding after the last step that has not come to its end: the best report is not its."""
+        best = self.read_best() if "at_end" in row else None
+        return "at_end" in row and (best is None or json.loads(json.dumps(best[0].to_json())) != row["validation"])
 
     def save_checkpoint(self, drafter: Head, report: Report) -> str:
         """-> the checkpoint's name, as `mark_best` takes it"""
@@ -79,21 +85,18 @@ class RunFolder:
         checkpoint.save(self.path / name, drafter, self.spec, extra={"report.json": report.to_json()})
         return name
 
-    def write_report(self, name: str, report: Report) -> None:
-        """In place of the checkpoint's own, once its drafts have been decoded."""
-        files.write_text(self.path / name / "report.json", json.dumps(report.to_json(), indent=2) + "\n")
-
     def mark_best(self, name: str) -> None:
         files.write_text(self.path / "best", name + "\n")
 
-    def read_best(self) -> tuple[str, Report, dict[str, Tensor]] | None:
-        """Name, report and weights of the checkpoint that `mark_best` named; None if there is none."""
+    def read_best(self) -> tuple[Report, dict[str, Tensor]] | None:
+        """Report and weights of the checkpoint that `mark_best` named; None if there is none."""
         if not (self.path / "best").exists():
             return None
         best = checkpoint.resolve(self.path / "best")
         report = best / "report.json"
         weights = checkpoint.read_tensors(best / "drafter.safetensors")
-        return best.name, Report.from_json(checkpoint.read_json(report), source=str(report)), weights
+        files.check(report, best / "drafter.safetensors")
+        return Report.from_json(checkpoint.read_json(report), source=str(report)), weights
 
     def finish(self, step: int) -> None:
         files.write_text(self.path / "finished", f"{step}\n")
@@ -189,5 +192,5 @@ def _read(folder: Path) -> tuple[dict[str, Tensor], dict, dict]:
     document = checkpoint.read_json(folder / names[0], what="The state of a run has it")
     weights, moments = (checkpoint.read_tensors(folder / name) for name in names[1:])
     files.check(*(folder / name for name in names))
-    state = unpack_state(moments, document.get("counts", {}))
-    return weights, {"state": state, "param_groups": document["groups"]}, document
+    optimizer = {"state": unpack_state(moments, document.get("counts", {})), "param_groups": document["groups"]}
+    return weights, optimizer, document

@@ -361,7 +361,8 @@ class Trainer:
                 candidates["average"] = self._frozen()
         kind = self.validation.figure
         best = self.best.get("figure") if self.best.get("by", kind) == kind else None
-        judged = self.validation(candidates, step=self.step, trained=self.seconds, best=best, required=required)
+        with self.waiting(f"the validation of step {self.step}", timed=False):
+            judged = self.validation(candidates, step=self.step, trained=self.seconds, best=best, required=required)
         if judged is not None and self.accelerator.is_main_process:
             frozen, report = judged[0], replace(judged[1], training=cost)
             self._record({"validation": report.to_json()})
@@ -379,17 +380,21 @@ class Trainer:
         if not self.validation.replays:
             return
         found = self.folder.read_best() if self.accelerator.is_main_process else None
-        best = broadcast_object_list([found])[0]
-        if best is None or best[1].num_prompts == best[1].replayed_prompts:
+        with self.waiting("the best step"):
+            best = broadcast_object_list([found])[0]
+        if best is None or best[0].num_prompts == best[0].replayed_prompts:
             return
-        name, report, weights = best
+        report, weights = best
         self.drafter.load_state_dict(weights)
         self.average = None  # of other weights than these
-        report = self.validation.decode_best(self._frozen(), report, trained=self.seconds)
+        frozen = self._frozen()
+        with self.waiting("the decoding of the best step", timed=False):
+            report = self.validation.decode_best(frozen, report, trained=self.seconds)
         if self.accelerator.is_main_process:
-            self._record({"validation": report.to_json()})
-            self.folder.write_report(name, report)
-        self.accelerator.wait_for_everyone()
+            self._record({"validation": report.to_json(), "at_end": True})
+            self.folder.save_checkpoint(frozen, report)
+        with self.waiting("the decoding of the best step"):
+            self.accelerator.wait_for_everyone()
 
     def _frozen(self) -> Head:
         return self.drafter.decodable().to(dtype=self.drafter.target.dtype)

@@ -187,6 +187,7 @@ def test_two_processes_match_one_process_with_accumulation(folder, tmp_path, fit
     process = launch(folder, tmp_path, "two", "validation.answers=answers/two", *more, processes=2)
     printed = process.communicate(timeout=300)[0]
     assert process.returncode == 0, printed
+    assert printed.count("step     1/4") == 1  # only the main process speaks
     fit("one", "train.accumulation=2", "validation.answers=answers/one", *more)
     two, one = (checkpoint.read_json(Path(f"checkpoints/{run}/step_000004/report.json")) for run in ("two", "one"))
     assert two["num_prompts"] == one["num_prompts"] == 11 and two["replayed_prompts"] == one["replayed_prompts"] == 11
