@@ -75,7 +75,10 @@ def test_tau_along_kept_answers_is_the_decoded_tau(make, small_target, monkeypat
     first = make(drafter)
     written = judge(first, drafter)
     monkeypatch.setattr(target_answers, "Decoder", None)  # nothing can be written any more
-    read = make(drafter).replay(drafter)
+    again = make(drafter)
+    read = again.replay(drafter)
+    monkeypatch.setattr(replay, "read", None)  # from now on, what the target reads is in memory
+    assert again.replay(drafter) == read and judge(again, drafter, required=True).replayed_tau == written.replayed_tau
     assert [each.prompt.id for each in read] == ["0", "1", "2", "3", "4"]
     assert written.decoded and written.num_prompts == written.replayed_prompts == 5
     assert 1 + sum(sum(each.replayed_accepted) for each in read) / sum(each.replayed_rounds for each in read) == (
