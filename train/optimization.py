@@ -265,7 +265,9 @@ class GradientNorms:
         self.norms.append(norm.detach())
 
     def read(self) -> dict[str, float]:
-        """Since the last reading: the mean norm, and the share of steps that were clipped."""
+        """Since the last reading: the mean norm, and the share of steps that were clipped; empty if there was no step."""
+        if not self.norms:
+            return {}
         norms = torch.stack(self.norms)  # [steps]
         self.norms = []
         mean, clipped = torch.stack([norms.mean(), (norms > self.limit).float().mean()]).tolist()

@@ -58,6 +58,12 @@ class RunFolder:
     def log(self, step: int, figures: dict) -> None:
         files.append(self.path / "log.jsonl", json.dumps({"step": step, **figures}) + "\n", synced=False)
 
+    def log_last(self, step: int, figures: dict) -> None:
+        """What follows the last state of a run. If the run died behind it, it is done again, and this line replaced."""
+        kept = [row for row in read_rows(self.path / "log.jsonl") if not row.get("last")]
+        rows = [*kept, {"step": step, "last": True, **figures}]
+        files.write_text(self.path / "log.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+
     def go_back(self, step: int, best: dict) -> None:
         """To how everything was when the state of `step` was saved; -1 for a run without one. The work behind it will be
         done again, and logged again."""
@@ -79,7 +85,7 @@ class RunFolder:
 
     def write_report(self, name: str, report: Report) -> None:
         """In place of the checkpoint's own, once its drafts have been decoded."""
-        files.write_text(self.path / name / "report.json", json.dumps(report.to_json(), indent=2) + "\n")
+        files.replace_document(self.path / name / "report.json", report.to_json())
 
     def mark_best(self, name: str) -> None:
         files.write_text(self.path / "best", name + "\n")

@@ -26,7 +26,7 @@ from train.finite import NotFiniteLoss, named, rows_not_finite
 from train.objective import Loss, Objective, slots
 from train.onpolicy import OnPolicy
 from train.optimization import Average, GradientNorms
-from train.progress import TrainingProgress, text_rounds
+from train.progress import TrainingProgress, clipping, text_rounds
 from train.run_folder import RunFolder, packs_of_step
 from train.signals import Signals
 from train.validation import Validation
@@ -211,8 +211,7 @@ class Trainer:
                         line, figures = self._advance(progress, shown=shown)
                     if shown:
                         norms = self.norms.read()
-                        clipping = f"gradient {norms['grad_norm']:.2f}, {norms['clipped']:.0%} clipped"
-                        progress.print(f"step {self.step:>5}/{settings.steps}  {line}  {clipping}")
+                        progress.print(f"step {self.step:>5}/{settings.steps}  {line}{clipping(norms)}")
                     if logged:
                         self._record(figures | norms)
                     if self.step % settings.validate_every == 0 or last:
@@ -360,7 +359,8 @@ class Trainer:
                 candidates["average"] = self._frozen()
         kind = self.validation.figure
         best = self.best.get("figure") if self.best.get("by", kind) == kind else None
-        judged = self.validation(candidates, step=self.step, trained=self.seconds, best=best, required=required)
+        with self.waiting(f"the validation of step {self.step}"):
+            judged = self.validation(candidates, step=self.step, trained=self.seconds, best=best, required=required)
         if judged is not None and self.accelerator.is_main_process:
             frozen, report = judged[0], replace(judged[1], training=cost)
             self._record({"validation": report.to_json()})
@@ -378,17 +378,21 @@ class Trainer:
         if not self.validation.replays:
             return
         found = self.folder.read_best() if self.accelerator.is_main_process else None
-        best = broadcast_object_list([found])[0]
+        with self.waiting("the checkpoint of the best step"):
+            best = broadcast_object_list([found])[0]
         if best is None or best[1].num_prompts == best[1].replayed_prompts:
             return
         name, report, weights = best
         self.drafter.load_state_dict(weights)
         self.average = None  # of other weights than these
-        report = self.validation.decode_best(self._frozen(), report, trained=self.seconds)
+        with self.waiting("the decoding of the best step"):
+            report = self.validation.decode_best(self._frozen(), report, trained=self.seconds)
         if self.accelerator.is_main_process:
-            self._record({"validation": report.to_json()})
+            self._track("validation", report.to_json())
+            self.folder.log_last(self.step, {"validation": report.to_json()})
             self.folder.write_report(name, report)
-        self.accelerator.wait_for_everyone()
+        with self.waiting("the report of the best step"):
+            self.accelerator.wait_for_everyone()
 
     def _frozen(self) -> Head:
         return self.drafter.decodable().to(dtype=self.drafter.target.dtype)
@@ -438,7 +442,9 @@ class Trainer:
             return
         self.folder.log(self.step, figures)
         kind = "validation" if "validation" in figures else "train"
-        values = figures.get("validation", figures)
+        self._track(kind, figures.get("validation", figures))
+
+    def _track(self, kind: str, values: dict) -> None:
         flat = {f"{kind}/{key}": value for key, value in values.items() if isinstance(value, int | float)}
         self.accelerator.log(flat, step=self.step)
 
