@@ -395,10 +395,10 @@ def fit_interrupted(fit, name: str, *more: str) -> None:
     """Trains a run that fails before its fourth step, and resumes it."""
     step = Trainer._train_step
 
-    def failing_step(trainer):
+    def failing_step(trainer, **settings):
         if trainer.step == 3:
             raise KeyError("power cut")
-        return step(trainer)
+        return step(trainer, **settings)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyError):
         patch.setattr(Trainer, "_train_step", failing_step)

@@ -91,11 +91,11 @@ def send_at(monkeypatch, step: int, *numbers: int) -> None:
     """Sends signals to this process while a step is trained."""
     train_step = Trainer._train_step
 
-    def sending(trainer):
+    def sending(trainer, **settings):
         if trainer.step == step - 1:
             for number in numbers:
                 os.kill(os.getpid(), number)
-        return train_step(trainer)
+        return train_step(trainer, **settings)
 
     monkeypatch.setattr(Trainer, "_train_step", sending)
 
@@ -319,10 +319,10 @@ def test_a_process_that_dies_ends_the_run_with_a_sentence_and_one_process_contin
         send = ("train.accumulation=2", "resume=auto", *LONG)
         one = Trainer._train_step
 
-        def stopping(trainer):
+        def stopping(trainer, **settings):
             if trainer.step == saved + 2:
                 raise StopIteration
-            return one(trainer)
+            return one(trainer, **settings)
 
         Trainer._train_step = stopping
         try:
