@@ -58,6 +58,14 @@ def write_text(path: Path, text: str) -> None:
         raise unwritable(path, error) from error
 
 
+def replace_document(path: Path, document: dict) -> None:
+    """Replaces a JSON document in a folder that `write_folder` wrote, and its checksum. Raises ValueError as `write_text`."""
+    write_text(path, json.dumps(document, indent=2) + "\n")
+    sums = path.with_name(CHECKSUMS)
+    others = [line for line in sums.read_text().splitlines() if line[66:] != path.name] if sums.exists() else []
+    write_text(sums, "".join(f"{line}\n" for line in [*others, f"{_sha256(path)}  {path.name}"]))
+
+
 def append(path: Path, text: str, *, synced: bool) -> None:
     """Adds whole lines to the end of a file. Raises ValueError, and adds nothing, if the disk is full.
 

@@ -106,7 +106,7 @@ def lost_between(whole: Path, killed: Path) -> list[str]:
     paths = [f"{path.name}/drafter.safetensors" for path in sorted(whole.glob("step_??????"))]
     paths += [f"state/{last}/optimizer.safetensors", f"state/{last}/drafter.safetensors", "best", "finished"]
     sentences = [f"{path} differs" for path in paths if (whole / path).read_bytes() != (killed / path).read_bytes()]
-    kinds = ("validation", "at_end", "skipped")
+    kinds = ("validation", "last", "skipped")
     logs = [
         [(row["step"], row.get("loss"), *(kind in row for kind in kinds)) for row in lines_of(run / "log.jsonl")]
         for run in (whole, killed)

@@ -60,6 +60,12 @@ class RunFolder:
     def log(self, step: int, figures: dict) -> None:
         files.append(self.path / "log.jsonl", json.dumps({"step": step, **figures}) + "\n", synced=False)
 
+    def log_last(self, step: int, figures: dict) -> None:
+        """What follows the last state of a run. If the run died behind it, it is done again, and this line replaced."""
+        kept = [row for row in read_rows(self.path / "log.jsonl") if not row.get("last")]
+        rows = [*kept, {"step": step, "last": True, **figures}]
+        files.write_text(self.path / "log.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+
     def go_back(self, step: int, best: dict) -> None:
         """To how everything was when the state of `step` was saved; -1 for a run without one. The work behind it will be
         done again, and logged again."""
@@ -70,13 +76,8 @@ class RunFolder:
             (self.path / "best").unlink(missing_ok=True)
         log = self.path / "log.jsonl"
         if log.exists():
-            kept = [row for row in read_rows(log) if row["step"] <= step and not self._unfinished(row)]
+            kept = [row for row in read_rows(log) if row["step"] <= step]
             files.write_text(log, "".join(json.dumps(row) + "\n" for row in kept))
-
-    def _unfinished(self, row: dict) -> bool:
-        """Whether a line is of a decoding after the last step that has not come to its end: the best report is not its."""
-        best = self.read_best() if "at_end" in row else None
-        return "at_end" in row and (best is None or json.loads(json.dumps(best[0].to_json())) != row["validation"])
 
     def save_checkpoint(self, drafter: Head, report: Report) -> str:
         """-> the checkpoint's name, as `mark_best` takes it"""
@@ -85,18 +86,22 @@ class RunFolder:
         checkpoint.save(self.path / name, drafter, self.spec, extra={"report.json": report.to_json()})
         return name
 
+    def write_report(self, name: str, report: Report) -> None:
+        """In place of the checkpoint's own, once its drafts have been decoded."""
+        files.replace_document(self.path / name / "report.json", report.to_json())
+
     def mark_best(self, name: str) -> None:
         files.write_text(self.path / "best", name + "\n")
 
-    def read_best(self) -> tuple[Report, dict[str, Tensor]] | None:
-        """Report and weights of the checkpoint that `mark_best` named; None if there is none."""
+    def read_best(self) -> tuple[str, Report, dict[str, Tensor]] | None:
+        """Name, report and weights of the checkpoint that `mark_best` named; None if there is none."""
         if not (self.path / "best").exists():
             return None
         best = checkpoint.resolve(self.path / "best")
         report = best / "report.json"
         weights = checkpoint.read_tensors(best / "drafter.safetensors")
         files.check(report, best / "drafter.safetensors")
-        return Report.from_json(checkpoint.read_json(report), source=str(report)), weights
+        return best.name, Report.from_json(checkpoint.read_json(report), source=str(report)), weights
 
     def finish(self, step: int) -> None:
         files.write_text(self.path / "finished", f"{step}\n")

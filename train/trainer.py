@@ -26,7 +26,7 @@ from train.finite import NotFiniteLoss, named, rows_not_finite
 from train.objective import Loss, Objective, slots
 from train.onpolicy import OnPolicy
 from train.optimization import Average, GradientNorms
-from train.progress import TrainingProgress, text_rounds
+from train.progress import TrainingProgress, clipping, text_rounds
 from train.run_folder import RunFolder, packs_of_step
 from train.signals import Signals
 from train.validation import Validation
@@ -127,7 +127,9 @@ class Trainer:
         self.skipped = 0  # steps that were left out
         self.loss = math.nan  # of the newest step whose loss was read
         self.losses: list[tuple[int, Tensor]] = []  # of the steps since then, on the device
-        self.reads_at_once = accelerator.device.type == "cpu" or settings.skip_not_finite  # each loss, before the update
+        self.reads_at_once = (
+            accelerator.device.type == "cpu" or settings.skip_not_finite
+        )  # each loss, before the update
         self.best: dict = {}
         self.first = (0, 0)  # a step, and the packs that were read before it: of this launch
         self.interrupted = 0  # the signal that has ended the run early
@@ -212,8 +214,7 @@ class Trainer:
                         line, figures = self._advance(progress, shown=shown)
                     if shown:
                         norms = self.norms.read()
-                        clipping = "gradient {grad_norm:.2f}, {clipped:.0%} clipped".format(**norms) if norms else ""
-                        progress.print(f"step {self.step:>5}/{settings.steps}  {line}  {clipping}")
+                        progress.print(f"step {self.step:>5}/{settings.steps}  {line}{clipping(norms)}")
                     if logged:
                         self._record(figures | norms)
                     if self.step % settings.validate_every == 0 or last:
@@ -382,17 +383,17 @@ class Trainer:
         found = self.folder.read_best() if self.accelerator.is_main_process else None
         with self.waiting("the best step"):
             best = broadcast_object_list([found])[0]
-        if best is None or best[0].num_prompts == best[0].replayed_prompts:
+        if best is None or best[1].num_prompts == best[1].replayed_prompts:
             return
-        report, weights = best
+        name, report, weights = best
         self.drafter.load_state_dict(weights)
         self.average = None  # of other weights than these
-        frozen = self._frozen()
         with self.waiting("the decoding of the best step", timed=False):
-            report = self.validation.decode_best(frozen, report, trained=self.seconds)
+            report = self.validation.decode_best(self._frozen(), report, trained=self.seconds)
         if self.accelerator.is_main_process:
-            self._record({"validation": report.to_json(), "at_end": True})
-            self.folder.save_checkpoint(frozen, report)
+            self._track("validation", report.to_json())
+            self.folder.log_last(self.step, {"validation": report.to_json()})
+            self.folder.write_report(name, report)
         with self.waiting("the decoding of the best step"):
             self.accelerator.wait_for_everyone()
 
@@ -444,7 +445,9 @@ class Trainer:
             return
         self.folder.log(self.step, figures)
         kind = "validation" if "validation" in figures else "train"
-        values = figures.get("validation", figures)
+        self._track(kind, figures.get("validation", figures))
+
+    def _track(self, kind: str, values: dict) -> None:
         flat = {f"{kind}/{key}": value for key, value in values.items() if isinstance(value, int | float)}
         self.accelerator.log(flat, step=self.step)
 

@@ -107,7 +107,9 @@ def test_padding_and_other_prompts_do_not_count(any_drafter):
             assert loss.num_goals == alone.num_goals and loss.matches.sum() == alone.matches.sum()
 
 
-@pytest.mark.parametrize("settings", [{"chunk": 3}, {"gradient_checkpointing": True}], ids=lambda settings: [*settings][0])
+@pytest.mark.parametrize(
+    "settings", [{"chunk": 3}, {"gradient_checkpointing": True}], ids=lambda settings: [*settings][0]
+)
 def test_less_memory_changes_nothing(any_drafter, settings):
     rows = [make_row(seed, 6, 5, 61) for seed in range(2)]
     parameters = list(any_drafter.parameters())
