@@ -25,6 +25,9 @@ from specdec.drafter import Drafter
 from specdec.span_attention import Span, spans
 
 
+ROUND = 32  # numbers of chosen slots are multiples of it: libraries prepare each shape of a matrix product once, and keep it
+
+
 @dataclass(frozen=True)
 class Step:
     """One step of the unroll, on S slots of each row."""
@@ -165,6 +168,8 @@ def _choose(wanted: Tensor, limit: int | None) -> tuple[Tensor, Tensor, float]:
     score = wanted.float()
     if limit is not None and num > limit:
         num, score = limit, score + torch.rand_like(score) * score
+    else:
+        num = min(-(-num // ROUND) * ROUND, wanted.shape[1])
     order = score.sort(dim=1, descending=True, stable=True).indices[:, :num].sort(dim=1).values  # [B, S]
     place = torch.full_like(wanted, -1, dtype=torch.long)
     place.scatter_(1, order, torch.arange(num).expand_as(order))

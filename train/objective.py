@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,7 @@ from specdec.drafter import Drafter, Slots
 from specdec.target import Target, TargetOutput
 from specdec.target_adapter import original as original_target
 from specdec.unroll import Unrolled, unroll
-from specdec.unroll_plan import Part, Plan, plan
+from specdec.unroll_plan import ROUND, Part, Plan, plan
 from train import losses, survival
 from train.data import Batch, answers
 from train.features import read
@@ -148,7 +149,7 @@ class Objective(nn.Module):
         num, tokens = len(rows), batch.tokens[rows, position]  # [M]
         judge = final[rows, position - 1].detach()  # [M, D]
         with torch.no_grad():
-            logits = losses.tempered(drafter.goal_logits(judge), self.temperature)  # [M, W]
+            logits = losses.tempered(_rounded(drafter.goal_logits, judge), self.temperature)  # [M, W]
             token = tokens if drafter.target_to_draft is None else drafter.target_to_draft[tokens]
             goal = losses.Goal(judge, logits, token, self._norm(judge, logits))
         extra = self._extra()
@@ -163,7 +164,7 @@ class Objective(nn.Module):
             def spread(values: Tensor, numbers: Tensor = numbers, whole: bool = whole) -> Tensor:  # [m] -> [M]
                 return values if whole else values.new_zeros(num).index_copy(0, numbers, values)
 
-            logits = drafter.logits(d, readout)  # [m, W]
+            logits = _rounded(partial(drafter.logits, d), readout)  # [m, W]
             judged = losses.Judged(
                 goal if whole else goal.of(numbers),
                 logits,
@@ -327,6 +328,11 @@ def _in_parts(part: Callable[..., Tensor], target: Target, *values: Tensor) -> T
     """The sum of `part` over chunks of the values, whose logits are made again in the backward pass."""
     chunks = zip(*(each.split(_num_slots(target)) for each in values))
     return torch.stack([checkpoint(part, *chunk, use_reentrant=False) for chunk in chunks]).sum()  # type: ignore[misc]
+
+
+def _rounded(function: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
+    """function(values [M, E]) -> [M, W], computed on a multiple of ROUND rows"""
+    return function(nn.functional.pad(values, (0, 0, 0, -len(values) % ROUND)))[: len(values)]
 
 
 def _num_slots(target: Target) -> int:
