@@ -190,14 +190,15 @@ def make_trainer(root: Path, work: Work, target: Target, run: Path) -> Trainer:
     drafter.to(accelerator.device)
     objective = command.make_objective(config, drafter)
     optimizer, scheduler = command.make_optimizer(config, drafter)
-    features = Online(target, drafter.target_layers)
+    online = None if drafter.adapts_target else Online(target, drafter.target_layers)  # else the objective reads it
+    features = Known(online) if online is not None and work.features == "given" else online
     nothing = {name: None for name in ("validation", "validate") if name in inspect.signature(Trainer).parameters}
     return Trainer(
         accelerator,
         objective,
         optimizer,
         scheduler,
-        material=Material(packs, work.length, Known(features) if work.features == "given" else features),  # type: ignore[arg-type]
+        material=Material(packs, work.length, features),  # type: ignore[arg-type]
         settings=command.make_settings(config),
         folder=command.RunFolder(run, spec, {}),
         **nothing,  # type: ignore[arg-type]  # by its name of now, or that of earlier commits
@@ -216,7 +217,7 @@ def measure(root: Path, work: Work, target: Target) -> Cost:
     compare = {"compare": False} if "compare" in inspect.signature(trainer._train_step).parameters else {}
     step = functools.partial(trainer._train_step, **compare)
     needed = Needed()
-    if work.features == "given":  # computed here, so that they are not part of a step
+    if isinstance(trainer.material.features, Known):  # computed here, so that they are not part of a step
         indices = trainer.indices(0, 0)
         trainer.material.features(indices, trainer.material.collate(indices).to(device))
     seconds = []
