@@ -136,8 +136,12 @@ def load_target(config: DictConfig, accelerator: Accelerator) -> tuple[Target, P
             dtype=config.target.dtype,
             revision=config.target.revision,
             device=device or accelerator.device,
+            trust_remote_code=config.target.trust_remote_code,
         )
-        return target, load_tokenizer(config.target.name, revision=config.target.revision)
+        tokenizer = load_tokenizer(
+            config.target.name, revision=config.target.revision, trust_remote_code=config.target.trust_remote_code
+        )
+        return target, tokenizer
 
 
 def load_packs(config: DictConfig, tokenizer: PreTrainedTokenizerBase, target: Target) -> data.Packs:
@@ -313,7 +317,8 @@ def build(config: DictConfig, *arguments, **more):
 
 def flatten(config: dict, prefix: str = "") -> dict:
     """The settings that a run's figures depend on, by dotted name."""
-    free = ("resume", "tracker", "threads", "features", "decode", "validation", "run", "target.device")
+    free = ("resume", "tracker", "threads", "features", "decode", "validation", "run")
+    free += ("target.device", "target.trust_remote_code")
     free += tuple(
         f"train.{key}"
         for key in (

@@ -61,7 +61,7 @@ def write(chosen: Answer, console: rich.console.Console) -> None:
     if chosen.target.name is None:
         raise ValueError("target.name= must name the model that answers: a folder or a Hub name.")
     temperatures = parse_temperatures(chosen.decode.temperature)
-    tokenizer = load_tokenizer(chosen.target.name)
+    tokenizer = load_tokenizer(chosen.target.name, trust_remote_code=chosen.target.trust_remote_code)
     prompts = reading.load_prompts(chosen.prompts, limit=chosen.limit)
     jobs = answering.list_jobs(tokenizer, prompts, temperatures)
     settings = {

@@ -31,7 +31,7 @@ def write_folder(folder: Path, *, tensors: dict[str, dict[str, Tensor]], documen
         (partial / CHECKSUMS).write_text("".join(sums))
         for path in (*partial.iterdir(), partial):
             sync(path)
-        old = folder.with_name(folder.name + ".removed")
+        old = folder.with_name(folder.name + ".old")
         shutil.rmtree(old, ignore_errors=True)
         if folder.exists():
             folder.rename(old)
@@ -56,6 +56,14 @@ def write_text(path: Path, text: str) -> None:
     except OSError as error:
         partial.unlink(missing_ok=True)
         raise unwritable(path, error) from error
+
+
+def replace_document(path: Path, document: dict) -> None:
+    """Replaces a JSON document in a folder that `write_folder` wrote, and its checksum. Raises ValueError as `write_text`."""
+    write_text(path, json.dumps(document, indent=2) + "\n")
+    sums = path.with_name(CHECKSUMS)
+    others = [line for line in sums.read_text().splitlines() if line[66:] != path.name] if sums.exists() else []
+    write_text(sums, "".join(f"{line}\n" for line in [*others, f"{_sha256(path)}  {path.name}"]))
 
 
 def append(path: Path, text: str, *, synced: bool) -> None:
@@ -86,9 +94,21 @@ def unwritable(path: Path, error: Exception) -> ValueError:
     )
 
 
+def restore(folder: Path) -> None:
+    """Puts back folders that `write_folder` had moved away when its process was killed before the new one was there."""
+    for old in folder.glob("*.old"):
+        if old.with_suffix("").exists():
+            shutil.rmtree(old)
+        else:
+            old.rename(old.with_suffix(""))
+
+
 def remove(folder: Path) -> None:
     """Renames first, so that a folder is never half there under its own name."""
-    doomed = folder if folder.suffix in (".partial", ".removed") else folder.rename(f"{folder}.removed")
+    doomed = folder if folder.suffix == ".partial" else folder.with_name(folder.name + ".partial")
+    if folder != doomed:
+        shutil.rmtree(doomed, ignore_errors=True)
+        folder.rename(doomed)
     shutil.rmtree(doomed, ignore_errors=True)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from specdec.drafter import Drafter
+from specdec.target import TargetOutput
 from specdec.unroll import unroll
 from specdec.unroll_plan import plan
 
@@ -56,13 +57,32 @@ def acceptance(drafter: Drafter, prompt: list[int], answer: list[int], *, depth:
     return acceptances(drafter, [(prompt, answer)], depth=depth, temperature=temperature)[0]
 
 
+def pad(texts: list[tuple[list[int], list[int]]]) -> Tensor:
+    """Prompts and their answers -> [B, T], with zeros behind the short ones"""
+    return pad_sequence([torch.tensor(prompt + answer) for prompt, answer in texts], batch_first=True)
+
+
+def read(drafter: Drafter, texts: list[tuple[list[int], list[int]]]) -> TargetOutput:
+    """The target's states for a batch of prompts and their answers, as the drafter reads them."""
+    return drafter.target.read(pad(texts).to(drafter.target.device), drafter.target_layers)
+
+
 @torch.no_grad()
 def acceptances(
-    drafter: Drafter, texts: list[tuple[list[int], list[int]]], *, depth: int, temperature: float
+    drafter: Drafter,
+    texts: list[tuple[list[int], list[int]]],
+    *,
+    depth: int,
+    temperature: float,
+    output: TargetOutput | None = None,
 ) -> list[Tensor]:
-    """`acceptance` of several prompts and their answers in one batch."""
+    """`acceptance` of several prompts and their answers in one batch.
+
+    output: what `read` gave for these texts; only its features are needed at temperature 0. None: it is read here
+    """
     target = drafter.target
-    padded = pad_sequence([torch.tensor(prompt + answer) for prompt, answer in texts], batch_first=True)  # [B, T]
+    output = output or read(drafter, texts)
+    padded = pad(texts)
     begins = torch.tensor([[len(prompt)] for prompt, _ in texts])  # [B, 1]
     lengths = torch.tensor([[len(prompt) + len(answer)] for prompt, answer in texts])
     positions = torch.arange(padded.shape[1]).expand_as(padded)
@@ -70,7 +90,6 @@ def acceptances(
     documents = torch.where(positions < lengths, 0, -1)
     steps = plan(drafter, documents, positions, goals, depth=depth).to(target.device)
     tokens, begins = padded.to(target.device), begins.to(target.device)
-    output = target.read(tokens, drafter.target_layers)
     unrolled = unroll(drafter, tokens, output.features, steps)
     # [B, K, T + 1]: the guess of depth d for a token belongs to the round that began d - 1 tokens before. The last entry is
     # for guesses of rounds that begin before the answer's first token.

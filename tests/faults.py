@@ -97,24 +97,20 @@ def differing(name: str, whole: list, killed: list) -> list[str]:
 
 
 def lost_run(whole: Path, killed: Path) -> list[str]:
-    """Final weights, every checkpoint's weights, and the lines of the log with their losses."""
-    sentences = []
-    runs = [folder / "checkpoints" / "run" for folder in (whole, killed)]
-    for step in sorted(path.name for path in runs[0].glob("step_??????")):
-        tensors = [(run / step / "drafter.safetensors").read_bytes() for run in runs]
-        sentences += [] if tensors[0] == tensors[1] else [f"weights of {step} differ"]
-    states = [
-        (run / "state" / sorted(os.listdir(run / "state"))[-1] / "optimizer.safetensors").read_bytes() for run in runs
-    ]
-    sentences += [] if states[0] == states[1] else ["the optimizer's state differs"]
+    return lost_between(*(folder / "checkpoints" / "run" for folder in (whole, killed)))
+
+
+def lost_between(whole: Path, killed: Path) -> list[str]:
+    """Of two runs: the weights of every checkpoint, the optimizer's last state, the best step, and the lines of the log."""
+    last = max(path.name for path in (whole / "state").glob("step_??????"))
+    paths = [f"{path.name}/drafter.safetensors" for path in sorted(whole.glob("step_??????"))]
+    paths += [f"state/{last}/optimizer.safetensors", f"state/{last}/drafter.safetensors", "best", "finished"]
+    sentences = [f"{path} differs" for path in paths if (whole / path).read_bytes() != (killed / path).read_bytes()]
+    kinds = ("validation", "last", "skipped")
     logs = [
-        [(row["step"], row.get("loss"), "validation" in row) for row in lines_of(run / "log.jsonl")] for run in runs
+        [(row["step"], row.get("loss"), *(kind in row for kind in kinds)) for row in lines_of(run / "log.jsonl")]
+        for run in (whole, killed)
     ]
-    sentences += (
-        []
-        if [(run / "best").read_text() for run in runs].count((runs[0] / "best").read_text()) == 2
-        else ["best differs"]
-    )
     return sentences + differing("log lines", *logs)
 
 

@@ -9,6 +9,7 @@ from tests.support import ROOT
 
 # A file may import modules that are listed before it, and no other module of its own row.
 ORDER = [
+    "untrusted",
     "files",
     "devices",
     "layer_states",

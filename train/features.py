@@ -12,6 +12,7 @@ from specdec import devices
 from specdec.documents import Documents
 from specdec.files import write_text
 from specdec.target import Target, TargetOutput
+from specdec.untrusted import read_json
 from train import pack_files
 from train.data import Batch, Packs
 
@@ -64,7 +65,7 @@ class Cached:
             "layers": stored,
         }
         if (folder / "about.json").exists():
-            made = json.loads((folder / "about.json").read_text())
+            made = read_json(folder / "about.json")
             wrong = [key for key in self.about if key != "layers" and made.get(key) != self.about[key]]
             wrong += [] if {*layers, target.num_layers} <= set(made.get("layers", ())) else ["layers"]
             if wrong:

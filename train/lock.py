@@ -46,7 +46,7 @@ def lock(path: Path, *, of: Path) -> Iterator[None]:
 def _open(path: Path, of: Path) -> int:
     """-> a descriptor of the locked file"""
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -70,6 +70,11 @@ class TrainingProgress:
             self.bar.console.print(text, highlight=False)
 
 
+def clipping(norms: dict[str, float]) -> str:
+    """The end of the line: of `GradientNorms.read`."""
+    return f"  gradient {norms['grad_norm']:.2f}, {norms['clipped']:.0%} clipped" if norms else ""
+
+
 def text_rounds(batch: Batch, matches: torch.Tensor) -> tuple[int, float]:
     """A greedy chain over the batch's own text, in which a draft counts if it is the text's token; matches [K, B, T].
 

@@ -79,7 +79,7 @@ def read_rows(path: Path) -> list[dict]:
     for number, line in enumerate(complete.split(b"\n")[:-1], start=1):
         try:
             row = json.loads(line)
-        except ValueError:  # JSONDecodeError, or bytes that are not UTF-8
+        except (ValueError, RecursionError):  # JSONDecodeError, or bytes that are not UTF-8
             row = None
         if not isinstance(row, dict):
             raise ValueError(f"{path}: line {number} is damaged: delete that line and run this again.")

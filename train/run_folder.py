@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from specdec import checkpoint, files
+from specdec import checkpoint, files, untrusted
 from specdec.drafter import Head
 from specdec.report import Report
 from train.optimization import pack_state, unpack_state
@@ -47,6 +47,8 @@ class RunFolder:
                 f"{self.path} holds a finished run ({finished.read_text().strip()} steps). Choose another run=NAME, or "
                 "delete the folder to repeat it."
             )
+        for path in (*self.path.glob("*"), *(self.path / "state").glob("*")):  # a log could be a link to another file
+            untrusted.check_link(path, self.path)
         begun = (self.path / "log.jsonl").exists() or (self.path / "state").exists()
         if begun and not resume:
             raise ValueError(
@@ -58,17 +60,24 @@ class RunFolder:
     def log(self, step: int, figures: dict) -> None:
         files.append(self.path / "log.jsonl", json.dumps({"step": step, **figures}) + "\n", synced=False)
 
+    def log_last(self, step: int, figures: dict) -> None:
+        """What follows the last state of a run. If the run died behind it, it is done again, and this line replaced."""
+        kept = [row for row in read_rows(self.path / "log.jsonl") if not row.get("last")]
+        rows = [*kept, {"step": step, "last": True, **figures}]
+        files.write_text(self.path / "log.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+
     def go_back(self, step: int, best: dict) -> None:
         """To how everything was when the state of `step` was saved; -1 for a run without one. The work behind it will be
         done again, and logged again."""
-        log = self.path / "log.jsonl"
-        if log.exists():
-            kept = [row for row in read_rows(log) if row["step"] <= step]
-            files.write_text(log, "".join(json.dumps(row) + "\n" for row in kept))
+        files.restore(self.path)
         if best:
             self.mark_best(_name(best["step"]))
         else:
             (self.path / "best").unlink(missing_ok=True)
+        log = self.path / "log.jsonl"
+        if log.exists():
+            kept = [row for row in read_rows(log) if row["step"] <= step]
+            files.write_text(log, "".join(json.dumps(row) + "\n" for row in kept))
 
     def save_checkpoint(self, drafter: Head, report: Report) -> str:
         """-> the checkpoint's name, as `mark_best` takes it"""
@@ -79,7 +88,7 @@ class RunFolder:
 
     def write_report(self, name: str, report: Report) -> None:
         """In place of the checkpoint's own, once its drafts have been decoded."""
-        files.write_text(self.path / name / "report.json", json.dumps(report.to_json(), indent=2) + "\n")
+        files.replace_document(self.path / name / "report.json", report.to_json())
 
     def mark_best(self, name: str) -> None:
         files.write_text(self.path / "best", name + "\n")
@@ -88,10 +97,11 @@ class RunFolder:
         """Name, report and weights of the checkpoint that `mark_best` named; None if there is none."""
         if not (self.path / "best").exists():
             return None
-        name = (self.path / "best").read_text().strip()
-        report = self.path / name / "report.json"
-        weights = checkpoint.read_tensors(self.path / name / "drafter.safetensors")
-        return name, Report.from_json(checkpoint.read_json(report), source=str(report)), weights
+        best = checkpoint.resolve(self.path / "best")
+        report = best / "report.json"
+        weights = checkpoint.read_tensors(best / "drafter.safetensors")
+        files.check(report, best / "drafter.safetensors")
+        return best.name, Report.from_json(checkpoint.read_json(report), source=str(report)), weights
 
     def finish(self, step: int) -> None:
         files.write_text(self.path / "finished", f"{step}\n")
@@ -187,5 +197,5 @@ def _read(folder: Path) -> tuple[dict[str, Tensor], dict, dict]:
     document = checkpoint.read_json(folder / names[0], what="The state of a run has it")
     weights, moments = (checkpoint.read_tensors(folder / name) for name in names[1:])
     files.check(*(folder / name for name in names))
-    state = unpack_state(moments, document.get("counts", {}))
-    return weights, {"state": state, "param_groups": document["groups"]}, document
+    optimizer = {"state": unpack_state(moments, document.get("counts", {})), "param_groups": document["groups"]}
+    return weights, optimizer, document

@@ -26,7 +26,7 @@ from train.finite import NotFiniteLoss, named, rows_not_finite
 from train.objective import Loss, Objective, slots
 from train.onpolicy import OnPolicy
 from train.optimization import Average, GradientNorms
-from train.progress import TrainingProgress, text_rounds
+from train.progress import TrainingProgress, clipping, text_rounds
 from train.run_folder import RunFolder, packs_of_step
 from train.signals import Signals
 from train.validation import Validation
@@ -127,6 +127,9 @@ class Trainer:
         self.skipped = 0  # steps that were left out
         self.loss = math.nan  # of the newest step whose loss was read
         self.losses: list[tuple[int, Tensor]] = []  # of the steps since then, on the device
+        self.reads_at_once = (
+            accelerator.device.type == "cpu" or settings.skip_not_finite
+        )  # each loss, before the update
         self.best: dict = {}
         self.first = (0, 0)  # a step, and the packs that were read before it: of this launch
         self.interrupted = 0  # the signal that has ended the run early
@@ -211,8 +214,7 @@ class Trainer:
                         line, figures = self._advance(progress, shown=shown)
                     if shown:
                         norms = self.norms.read()
-                        clipping = "gradient {grad_norm:.2f}, {clipped:.0%} clipped".format(**norms) if norms else ""
-                        progress.print(f"step {self.step:>5}/{settings.steps}  {line}  {clipping}")
+                        progress.print(f"step {self.step:>5}/{settings.steps}  {line}{clipping(norms)}")
                     if logged:
                         self._record(figures | norms)
                     if self.step % settings.validate_every == 0 or last:
@@ -276,7 +278,7 @@ class Trainer:
 
     def _update(self, total: Tensor, micro_batches: list[MicroBatch]) -> None:
         """The optimizer's step. A step whose loss is not finite changes nothing."""
-        known = self.accelerator.device.type == "cpu" or self.settings.skip_not_finite  # read at once
+        known = self.reads_at_once
         self.losses.append((self.step, total))
         finite = not known or self._settle(micro_batches)
         norm = self.accelerator.clip_grad_norm_(self.objective.parameters(), self.settings.max_grad_norm)
@@ -360,7 +362,8 @@ class Trainer:
                 candidates["average"] = self._frozen()
         kind = self.validation.figure
         best = self.best.get("figure") if self.best.get("by", kind) == kind else None
-        judged = self.validation(candidates, step=self.step, trained=self.seconds, best=best, required=required)
+        with self.waiting(f"the validation of step {self.step}", timed=False):
+            judged = self.validation(candidates, step=self.step, trained=self.seconds, best=best, required=required)
         if judged is not None and self.accelerator.is_main_process:
             frozen, report = judged[0], replace(judged[1], training=cost)
             self._record({"validation": report.to_json()})
@@ -378,17 +381,21 @@ class Trainer:
         if not self.validation.replays:
             return
         found = self.folder.read_best() if self.accelerator.is_main_process else None
-        best = broadcast_object_list([found])[0]
+        with self.waiting("the best step"):
+            best = broadcast_object_list([found])[0]
         if best is None or best[1].num_prompts == best[1].replayed_prompts:
             return
         name, report, weights = best
         self.drafter.load_state_dict(weights)
         self.average = None  # of other weights than these
-        report = self.validation.decode_best(self._frozen(), report, trained=self.seconds)
+        with self.waiting("the decoding of the best step", timed=False):
+            report = self.validation.decode_best(self._frozen(), report, trained=self.seconds)
         if self.accelerator.is_main_process:
-            self._record({"validation": report.to_json()})
+            self._track("validation", report.to_json())
+            self.folder.log_last(self.step, {"validation": report.to_json()})
             self.folder.write_report(name, report)
-        self.accelerator.wait_for_everyone()
+        with self.waiting("the decoding of the best step"):
+            self.accelerator.wait_for_everyone()
 
     def _frozen(self) -> Head:
         return self.drafter.decodable().to(dtype=self.drafter.target.dtype)
@@ -438,7 +445,9 @@ class Trainer:
             return
         self.folder.log(self.step, figures)
         kind = "validation" if "validation" in figures else "train"
-        values = figures.get("validation", figures)
+        self._track(kind, figures.get("validation", figures))
+
+    def _track(self, kind: str, values: dict) -> None:
         flat = {f"{kind}/{key}": value for key, value in values.items() if isinstance(value, int | float)}
         self.accelerator.log(flat, step=self.step)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
+from torch import Tensor
 
 from specdec import figures, replay, rules
 from specdec.drafter import Drafter, Head
@@ -20,10 +21,12 @@ from specdec.experts import experts_of
 from specdec.measurement import Prompt, PromptReplay, PromptResult, measure
 from specdec.report import Report, summarise, undecoded, with_replays
 from specdec.sampling import Sampling
+from specdec.target import TargetOutput
 from train.target_answers import TargetAnswers
 
 DECODE = ("best", "end", "always")
 BATCH_TOKENS = 4096  # of prompts and answers that are replayed at once, padding included
+MOST_KEPT = 2**28  # bytes of the target's states for these texts
 LEAST = 2  # prompts that are decoded at the end, however short the training was: one has no interval
 
 
@@ -78,6 +81,9 @@ class Validation:
             and drafting.replayable(drafter, self.sampling)
         )
         self.answers: list[list[int]] | None = None
+        self.read: dict[
+            int, tuple[Tensor, Tensor]
+        ] = {}  # features and final states, by the number of a batch's first prompt
         self.seconds = dict.fromkeys(("answers", "replay", "decode"), 0.0)  # spent so far
         self.each: float | None = None  # seconds of decoding a prompt plainly and with drafts, as far as is known
 
@@ -133,16 +139,30 @@ class Validation:
         with self._timed("replay"):
             done = []
             for numbers in self._batches():
+                texts = [(self.prompts[number].tokens, self.answers[number]) for number in numbers]
                 accepts = replay.acceptances(
                     frozen,
-                    [(self.prompts[number].tokens, self.answers[number]) for number in numbers],
+                    texts,
                     depth=self.drafting.depth,
                     temperature=self.settings.temperature,
+                    output=self._read(frozen, numbers, texts),
                 )
                 for number, accept in zip(numbers, accepts):
                     rounds, accepted = replay.rounds(accept)
                     done.append((number, PromptReplay(self.prompts[number], rounds, accepted.tolist())))
             return [each for _, each in sorted(gather_object(done), key=lambda pair: pair[0])]
+
+    def _read(self, frozen: Drafter, numbers: list[int], texts: list[tuple[list[int], list[int]]]) -> TargetOutput:
+        """What the target reads in a batch, in memory from the second time on if all batches take at most MOST_KEPT bytes."""
+        device = self.target.device
+        if numbers[0] in self.read:
+            features, final = (each.to(device) for each in self.read[numbers[0]])
+            return TargetOutput(features, final)
+        output = replay.read(frozen, texts)
+        kept = output.features.cpu(), output.final[..., : 0 if self.sampling.greedy else None].cpu()
+        if sum(each.nbytes for pair in [*self.read.values(), kept] for each in pair) <= MOST_KEPT:
+            self.read[numbers[0]] = kept
+        return output
 
     def cost(self, trained: float) -> str:
         """One sentence on what validation took."""

@@ -23,9 +23,10 @@ class Waiting:
     num_processes: int
 
     @contextlib.contextmanager
-    def __call__(self, what: str) -> Iterator[None]:
+    def __call__(self, what: str, *, timed: bool = True) -> Iterator[None]:
         """Around work that needs the other processes. Raises ProcessLost, with `what`, if one of them ends.
 
+        timed: whether `minutes` are the limit of all of it; for work that may take longer, they are that of each exchange
         If they do not answer in time, the sentence is printed and this process ends: an exception would not help, because
         the call that waits, a GPU's for one, does not return.
         """
@@ -34,7 +35,8 @@ class Waiting:
             return
         timer = threading.Timer(60 * self.minutes, self._end, [what])
         timer.daemon = True
-        timer.start()
+        if timed:
+            timer.start()
         try:
             yield
         except RuntimeError as error:
@@ -42,7 +44,7 @@ class Waiting:
                 raise
             raise ProcessLost(
                 f"Process {self.process} waited for {what}, and another process of the run has ended "
-                f"({str(error).splitlines()[0]})."
+                f"({str(error).splitlines()[0].partition('. ')[0]})."
             ) from error
         finally:
             timer.cancel()

@@ -1,12 +1,11 @@
 """Options of decoding: sampling, verification, and the shapes of drafts. The defaults are those of `Drafting`."""
 
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
-import yaml
-from omegaconf import OmegaConf
-
 from helpers.options import option, split
+from helpers.settings_file import read_yaml
 from specdec.compile import Runner
 from specdec.drafting import Drafting
 from specdec.proposers.stopping import Stopping
@@ -97,7 +96,7 @@ def read_drafting(path: str, *, compile: bool | None, cuda_graphs: bool = False)
     Raises ValueError if the file cannot be read or lacks a setting.
     """
     try:
-        document = OmegaConf.to_container(OmegaConf.load(path))
+        document = read_yaml(Path(path))
         document["cuda_graphs"] = cuda_graphs or document.get("cuda_graphs", False)  # older files lack it
         missing = [item.name for item in fields(Drafting) if item.name not in document]
         if missing:
@@ -106,7 +105,7 @@ def read_drafting(path: str, *, compile: bool | None, cuda_graphs: bool = False)
             drafting = Drafting(**{**document, "compile": document["compile"] if compile is None else compile})
             _ = drafting.shape, Stopping(**(drafting.stopping or {}))  # raise errors here, which name the file
         return drafting
-    except (OSError, TypeError, KeyError, yaml.YAMLError) as error:
+    except (OSError, TypeError, KeyError) as error:
         raise ValueError(
             f"decode.file={path} cannot be used ({error}): give a file that scripts/tune.py wrote."
         ) from error

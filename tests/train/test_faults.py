@@ -1,7 +1,6 @@
 """Faults of a machine: two launches, kills, signals of schedulers, full disks, damaged files, processes that end."""
 
 import contextlib
-import itertools
 import json
 import os
 import resource
@@ -9,23 +8,20 @@ import signal
 import socket
 import subprocess
 import sys
-import types
-import warnings
 from pathlib import Path
 
 import pytest
 import torch
 
-from specdec import checkpoint, files
-from tests import faults
-from tests.support import ROOT, child_environment, losses_of, train_overrides
+from specdec import files
+from tests import faults, memory
+from tests.support import child_environment, losses_of
 from train import pack_files
 from train.lock import lock
 from train.resumable import resumable
 from train.run_folder import RunFolder
 from train.signals import Signals
 from train.trainer import Trainer
-from train.waiting import ProcessLost, Waiting
 
 HOLD = "import sys, time; from pathlib import Path; from train.lock import lock\nwith lock(Path(sys.argv[1]), of=Path('run')): {}print('held', flush=True); time.sleep(60)"
 FORK = "import os; os.fork(); "  # the child lives on when its parent is killed
@@ -186,6 +182,18 @@ def test_a_run_on_a_full_disk_ends_in_a_sentence_and_resumes(fit, more, room, wh
     assert not list(Path().rglob("*.partial"))
 
 
+def test_results_on_a_full_disk_keep_the_rows_before(tmp_path):
+    """Of answering, comparing and sweeping."""
+    rows = (tmp_path / "meta.json", tmp_path / "rows.jsonl", {"seed": 0})
+    with resumable(*rows, advice="") as results:
+        results.append({"a": 1}, {"a": 2})
+        with room_for(100), pytest.raises(ValueError, match=r"rows\.jsonl could not be written"):
+            results.append({"a": 3}, {"b": "x" * 200})
+        assert results.rows == [{"a": 1}, {"a": 2}]
+    with resumable(*rows, advice="") as results:
+        assert results.rows == [{"a": 1}, {"a": 2}]
+
+
 def test_a_line_of_the_log_that_does_not_fit_is_not_there(fit, monkeypatch):
     fit("whole")
     log = RunFolder.log
@@ -252,102 +260,6 @@ def test_unfinished_files_of_killed_processes_are_removed_when_they_are_old(tmp_
     assert [path.name for path in tmp_path.iterdir()] == [young.name]
 
 
-# Several processes
-
-
-def order_of(settings: list[tuple[int, int, int]], steps: int, num_packs: int) -> list[int]:
-    """The packs that are read by launches of (batch, accumulation, processes), each of `steps` steps, in order."""
-    read: list[int] = []
-    for launch, (batch, accumulation, num_processes) in enumerate(settings):
-        first = (launch * steps, len(read))
-        for step, micro, process in itertools.product(range(steps), range(accumulation), range(num_processes)):
-            trainer = types.SimpleNamespace(
-                settings=types.SimpleNamespace(batch=batch, accumulation=accumulation, seed=0),
-                material=types.SimpleNamespace(packs=range(num_packs)),
-                accelerator=types.SimpleNamespace(num_processes=num_processes, process_index=process),
-                first=first,
-            )
-            read += Trainer.indices(trainer, first[0] + step, micro)
-    return read
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [[(1, 1, 2), (1, 2, 1)], [(1, 1, 4), (2, 2, 1)], [(1, 1, 3), (1, 1, 2), (2, 1, 1)], [(1, 3, 1), (1, 1, 5)]],
-)
-def test_the_order_of_packs_goes_on_with_other_processes(settings):
-    read = order_of(settings, 5, 17)
-    assert read == order_of([(1, 1, 1)], len(read), 17)
-    for start in range(0, len(read) - 16, 17):
-        assert sorted(read[start : start + 17]) == list(range(17))  # an epoch: no pack twice, none left out
-
-
-def start_processes(folder, cwd, run, *more) -> list[subprocess.Popen]:
-    """Two processes of one run without a launcher, which would end the one when the other ends."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    arguments = [sys.executable, str(ROOT / "train.py"), *train_overrides(folder, run, *more)]
-    places = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    return [
-        subprocess.Popen(arguments, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                         env=child_environment(**places, RANK=str(rank), LOCAL_RANK=str(rank)))
-        for rank in range(2)
-    ]  # fmt: skip
-
-
-LONG = ("train.steps=100000", "train.validate_every=100000", "train.save_every=5", "train.timeout=1")
-
-
-@pytest.mark.slow
-def test_a_process_that_dies_ends_the_run_with_a_sentence_and_one_process_continues_it(folder, tmp_path, fit):
-    """Two processes; one is killed; the other says what it waited for. One process goes on with the same packs in a step."""
-    processes = start_processes(folder, tmp_path, "run", *LONG)
-    for line in processes[0].stdout:
-        if line.startswith("step ") and " 7/" in line:
-            break
-    processes[1].kill()
-    printed = [process.communicate(timeout=60)[0] for process in processes]
-    assert processes[0].returncode == 1
-    assert "error: Process 0 waited for step " in printed[0] and printed[0].strip().endswith(
-        "Continue with resume=true."
-    )
-    assert "step " not in printed[1]  # only the main process speaks
-    state = Path("checkpoints/run/state") / sorted(os.listdir("checkpoints/run/state"))[-1] / "state.json"
-    saved = checkpoint.read_json(state)["step"]
-    with warnings.catch_warnings(), contextlib.suppress(StopIteration):
-        send = ("train.accumulation=2", "resume=auto", *LONG)
-        one = Trainer._train_step
-
-        def stopping(trainer, **settings):
-            if trainer.step == saved + 2:
-                raise StopIteration
-            return one(trainer, **settings)
-
-        Trainer._train_step = stopping
-        try:
-            fit("run", *send)
-        finally:
-            Trainer._train_step = one
-    assert list(losses_of("run")) == list(range(1, saved + 3))
-
-
-def test_waiting_names_what_it_waits_for(capsys):
-    waiting = Waiting(minutes=1, process=1, num_processes=2)
-    with pytest.raises(ProcessLost, match=r"Process 1 waited for step 7, and another process .* \(\[gloo\] closed"), waiting("step 7"):  # fmt: skip
-        raise RuntimeError("[gloo] closed by peer\nmore")
-    with pytest.raises(RuntimeError, match=r"^shapes$"), waiting("step 7"):
-        raise RuntimeError("shapes")
-
-
-def test_waiting_ends_the_process_in_time():
-    code = "import time; from train.waiting import Waiting\nwith Waiting(0.001, 0, 2)('the validation of step 5'): time.sleep(60)"
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=child_environment(), capture_output=True, text=True, timeout=50
-    )
-    assert done.returncode == 1 and "has waited 0.001 minutes for the validation of step 5, and another" in done.stderr
-
-
 # kill -9 at random moments: `python -m tests.faults` tries more of them
 
 
@@ -362,3 +274,16 @@ def test_nothing_is_lost_by_kill_9(tmp_path, monkeypatch, name):
     (tmp_path / "runs").mkdir()
     outcome = faults.measure(work, 2, tmp_path / "runs", faults.random.Random(json.dumps(name)))
     assert outcome.moments == 2 and outcome.lost == ()
+
+
+def test_growth_of_memory_is_measured():
+    """`python -m tests.memory`, on a process that takes 1 MB every 0.05 s."""
+    code = "import time; kept = []\nwhile True: kept.append(bytearray(b'x') * 1_000_000); time.sleep(0.05)"
+    process = subprocess.Popen([sys.executable, "-c", code])
+    try:
+        samples = memory.sample(process, minutes=2 / 60, every=0.05)
+    finally:
+        process.kill()
+        process.wait()
+    assert 5000 < memory.growth(samples) < 80_000  # MB an hour; 72,000 on an idle machine
+    assert memory.growth([(n, 100.0 + (50 if n < 2 else 0)) for n in range(10)]) == pytest.approx(0, abs=1e-6)

@@ -18,7 +18,7 @@ from specdec import checkpoint
 from specdec.target import Target, load_tokenizer
 from tests.support import ADAPTING, ROOT, fit_interrupted, losses_of, train_overrides, write_rows
 from train.run_folder import RunFolder
-from train.trainer import Settings
+from train.trainer import Settings, Trainer
 
 pytestmark = pytest.mark.slow
 
@@ -116,6 +116,22 @@ def test_a_loss_that_is_not_finite_stops_and_names_step_and_row(fit, folder, mon
     assert all(value.isfinite().all() for value in weights.values())
 
 
+def test_a_loss_that_is_read_later_changes_no_weights(fit, folder, monkeypatch):
+    """As on a GPU: the loss is read when it is shown or saved, and the weights are whole until then."""
+    settings = ("data.pack=true", "data.length=128", "solve_packs=0", "train.log_every=100", "train.save_every=100")
+    monkeypatch.setattr(Trainer, "reads_at_once", property(lambda self: False, lambda self, value: None), raising=False)
+    trainers = []
+    settle = Trainer._settle
+    monkeypatch.setattr(Trainer, "_settle", lambda self, *more: trainers.append(self) or settle(self, *more))
+    fit("whole", *settings)
+    second = trainers[-1].material.packs[trainers[-1].indices(1, 0)[0]][0].id  # row-8 has the number 9
+    spoil(monkeypatch, folder, int(second.removeprefix("row-")) + 1)
+    with pytest.raises(ValueError, match=rf"nan at step 2 \(row {second}\)"):
+        fit("nan", *settings)
+    assert trainers[-1].step == 3  # in the last step, when everything is shown
+    assert all(value.isfinite().all() for value in trainers[-1].drafter.state_dict().values())
+
+
 def test_runs_are_never_overwritten(fit):
     fit("mine")
     with pytest.raises(ValueError, match="finished run"):
@@ -171,6 +187,7 @@ def test_two_processes_match_one_process_with_accumulation(folder, tmp_path, fit
     process = launch(folder, tmp_path, "two", "validation.answers=answers/two", *more, processes=2)
     printed = process.communicate(timeout=300)[0]
     assert process.returncode == 0, printed
+    assert printed.count("step     1/4") == 1  # only the main process speaks
     fit("one", "train.accumulation=2", "validation.answers=answers/one", *more)
     two, one = (checkpoint.read_json(Path(f"checkpoints/{run}/step_000004/report.json")) for run in ("two", "one"))
     assert two["num_prompts"] == one["num_prompts"] == 11 and two["replayed_prompts"] == one["replayed_prompts"] == 11

@@ -9,13 +9,14 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from specdec import checkpoint, replay, speed
+from specdec import checkpoint, files, replay, speed
 from specdec.drafting import Drafting
 from specdec.measurement import Prompt, PromptReplay
 from specdec.report import Report
 from specdec.serving import Provenance, _expected
 from tests.support import make_drafter, prompts_of
 from train import target_answers, validation
+from train.run_folder import RunFolder
 from train.trainer import Trainer
 from train.validation import Validation, ValidationSettings
 
@@ -75,7 +76,10 @@ def test_tau_along_kept_answers_is_the_decoded_tau(make, small_target, monkeypat
     first = make(drafter)
     written = judge(first, drafter)
     monkeypatch.setattr(target_answers, "Decoder", None)  # nothing can be written any more
-    read = make(drafter).replay(drafter)
+    again = make(drafter)
+    read = again.replay(drafter)
+    monkeypatch.setattr(replay, "read", None)  # from now on, what the target reads is in memory
+    assert again.replay(drafter) == read and judge(again, drafter, required=True).replayed_tau == written.replayed_tau
     assert [each.prompt.id for each in read] == ["0", "1", "2", "3", "4"]
     assert written.decoded and written.num_prompts == written.replayed_prompts == 5
     assert 1 + sum(sum(each.replayed_accepted) for each in read) / sum(each.replayed_rounds for each in read) == (
@@ -215,16 +219,26 @@ def test_the_best_step_is_decoded_at_the_end(fit, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_a_run_that_died_before_its_last_decoding_does_it_when_resumed(fit, monkeypatch):
-    def die(self):
+@pytest.mark.parametrize(
+    ("place", "method"), [(Trainer, "_decode_best"), (RunFolder, "write_report"), (RunFolder, "finish")]
+)
+def test_a_run_that_died_at_its_last_decoding_does_it_when_resumed(fit, monkeypatch, place, method):
+    """Before it, between the log and the report, and after both: nothing is lost, and no line is there twice."""
+
+    def die(*_):
         raise KeyError("power cut")
 
     with monkeypatch.context() as patch, pytest.raises(KeyError):
-        patch.setattr(Trainer, "_decode_best", die)
-        fit("run")
-    assert json.loads(Path("checkpoints/run/step_000004/report.json").read_text())["tau"] is None
-    assert fit("run", "resume=true") == 0 and Path("checkpoints/run/finished").exists()
-    assert json.loads(Path("checkpoints/run/step_000004/report.json").read_text())["tau"] >= 1
+        patch.setattr(place, method, die)
+        fit("run", "train.steps=2", "train.validate_every=2", "train.save_every=1")
+    (report,) = Path("checkpoints/run").glob("step_*/report.json")
+    assert (json.loads(report.read_text())["tau"] is None) == (method != "finish")
+    assert fit("run", "train.steps=2", "train.validate_every=2", "train.save_every=1", "resume=true") == 0
+    assert json.loads(report.read_text())["tau"] >= 1 and Path("checkpoints/run/finished").exists()
+    files.check(*report.parent.iterdir())
+    lines = [json.loads(line) for line in Path("checkpoints/run/log.jsonl").read_text().splitlines()]
+    assert [(line["step"], "validation" in line) for line in lines] == [(1, False), (2, False), (2, True), (2, True)]
+    assert lines[-2]["validation"]["tau"] is None and lines[-1]["validation"]["tau"] >= 1
 
 
 def test_an_export_uses_a_report_without_decoding(make, small_target, tmp_path):

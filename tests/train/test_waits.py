@@ -4,6 +4,7 @@ import pytest
 import torch
 from hydra.utils import instantiate
 
+from specdec import replay
 from specdec.decode import Decoder
 from specdec.proposers.heads import HeadProposer
 from specdec.sampling import Sampling
@@ -91,3 +92,17 @@ def test_a_round_waits_once(head, temperature, device):
         reads = sum(count for (kind, _), count in device.waits.items() if kind != "copy from the CPU")
         assert len(generation.tokens[0]) == 8
         assert reads <= len(generation.accepted[0]) + 2, device.waits
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("head", HEADS)
+def test_a_batch_is_replayed_with_one_wait(head, temperature, device):
+    drafter = make_drafter(head).decodable()
+    texts = [(random_tokens(seed, 5 + seed, VOCAB), random_tokens(9, 8 - seed, VOCAB)) for seed in range(3)]
+    output = replay.read(drafter, texts)
+    device.waits.clear()
+    accepts = replay.acceptances(drafter, texts, depth=2, temperature=temperature, output=output)
+    reads = sum(count for (kind, _), count in device.waits.items() if kind != "copy from the CPU")
+    assert reads <= 1 + (head == "draft"), device.waits
+    assert [accept.shape for accept in accepts] == [(2, 8), (2, 7), (2, 6)]
+    assert all(bool(((accept >= 0) & (accept <= 1)).all()) for accept in accepts)
