@@ -14,8 +14,11 @@ GPU_PYTHON ?= python3
 GPU_PYTHON_VERSION ?= 3.12
 GPU_PROCESSES ?= 8
 GPU := .venv-gpu/bin/python
+# Tests whose own targets, heads and tensors are on the GPU too (tests/device.py)
+GPU_TESTS ?= tests/specdec/test_tree.py tests/specdec/test_sampling.py tests/specdec/test_rules.py tests/specdec/test_decode.py \
+  tests/specdec/proposers tests/train/test_losses.py
 
-.PHONY: help setup demo test quick lint engines gpu gpu-wheels gpu-environment gpu-test gpu-report
+.PHONY: help setup demo test quick lint engines gpu gpu-wheels gpu-test gpu-report
 
 help:
 	@echo "make setup   virtual environment in .venv, and the default target (once, a few minutes)"
@@ -71,19 +74,21 @@ gpu-wheels: .venv/ready
 	  --only-binary=:all: --python-version $(GPU_PYTHON_VERSION) --platform any --abi none $(GPU_WHEELS)
 	$(BIN)/pip wheel --quiet --no-deps --constraint constraints.txt --wheel-dir gpu-wheels antlr4-python3-runtime
 
-gpu-environment:
+# Without wheels the script says what to do.
+.venv-gpu/ready: $(wildcard gpu-wheels/*.whl)
 	@$(GPU_PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null || \
 	  { echo "$(GPU_PYTHON) has no torch that sees a CUDA device; name one that has: make gpu GPU_PYTHON=..."; exit 1; }
 	@$(GPU_PYTHON) scripts/gpu_environment.py .venv-gpu gpu-wheels
+	@touch .venv-gpu/ready
 
-# Each process of the tests holds about half a gigabyte of the GPU's memory.
-gpu-test: gpu-environment
-	TEST_DEVICE=cuda $(GPU) -m pytest -q -n $(GPU_PROCESSES) --dist worksteal
+# Scripts and training inside tests find the GPU by themselves. Each process holds about half a gigabyte of its memory.
+gpu-test: .venv-gpu/ready
+	@$(GPU) -m pytest -q -n $(GPU_PROCESSES) --dist worksteal; status=$$?; \
+	  TEST_DEVICE=cuda $(GPU) -m pytest -q -n $(GPU_PROCESSES) --dist worksteal $(GPU_TESTS) && exit $$status
 
-gpu-report: gpu-environment
-	$(GPU) scripts/gpu_report.py out=gpu_report
+gpu-report: .venv-gpu/ready
+	@$(GPU) scripts/gpu_report.py out=gpu_report
 
-# The report is made even if a test fails; the exit status is that of the tests.
-gpu: gpu-environment
-	@TEST_DEVICE=cuda $(GPU) -m pytest -q -n $(GPU_PROCESSES) --dist worksteal; status=$$?; \
-	  $(GPU) scripts/gpu_report.py out=gpu_report && exit $$status
+# The report is made even if a test fails.
+gpu: .venv-gpu/ready
+	@$(MAKE) --no-print-directory gpu-test; status=$$?; $(MAKE) --no-print-directory gpu-report && exit $$status

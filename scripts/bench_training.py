@@ -28,7 +28,7 @@ from helpers.options import option, options, split
 from helpers.options import run as run_command
 from helpers.training_step import Cost, Work
 from helpers.training_table import Cell
-from specdec import checkpoint
+from specdec import files
 
 CHILD = (  # the helpers are those of this working tree, specdec and train those of the tree that is measured
     "import sys; sys.path.insert(0, {scripts!r}); import helpers; sys.path.insert(0, {tree!r}); "
@@ -88,7 +88,7 @@ def main() -> None:
     print(training_table.markdown(cells))
     if chosen.out:
         document = {"conditions": conditions(chosen), "cells": [asdict(cell) for cell in cells]}
-        checkpoint.write_text(Path(chosen.out), json.dumps(document, indent=2) + "\n")
+        files.write_text(Path(chosen.out), json.dumps(document, indent=2) + "\n")
     if chosen.picture:
         training_table.draw(cells, Path(chosen.picture), title=conditions(chosen))
 

@@ -24,7 +24,7 @@ from helpers.options import option, options, split
 from helpers.options import run as run_command
 from helpers.random_target import random_target, read_shape
 from helpers.training_step import Work, measure
-from specdec import checkpoint, masks, rules, speed
+from specdec import files, masks, rules, speed
 from specdec.cache import RowCache
 from specdec.compile import Runner
 from specdec.decode import Decoder
@@ -103,8 +103,8 @@ def main() -> None:
     text = markdown(report)
     print(text)
     document = {**asdict(report), "aims": AIMS, "options": asdict(chosen), "seconds": time.monotonic() - start}
-    checkpoint.write_text(Path(f"{chosen.out}.json"), json.dumps(document, indent=2) + "\n")
-    checkpoint.write_text(Path(f"{chosen.out}.md"), text + "\n")
+    files.write_text(Path(f"{chosen.out}.json"), json.dumps(document, indent=2) + "\n")
+    files.write_text(Path(f"{chosen.out}.md"), text + "\n")
 
 
 def check(chosen: GpuReport) -> None:

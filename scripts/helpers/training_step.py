@@ -5,7 +5,9 @@ commits (scripts/bench_training.py trees=).
 """
 
 import contextlib
+import functools
 import importlib.util
+import inspect
 import json
 import statistics
 import sys
@@ -188,16 +190,18 @@ def make_trainer(root: Path, work: Work, target: Target, run: Path) -> Trainer:
     drafter.to(accelerator.device)
     objective = command.make_objective(config, drafter)
     optimizer, scheduler = command.make_optimizer(config, drafter)
-    features = Online(target, drafter.target_layers)
+    online = None if drafter.adapts_target else Online(target, drafter.target_layers)  # else the objective reads it
+    features = Known(online) if online is not None and work.features == "given" else online
+    nothing = {name: None for name in ("validation", "validate") if name in inspect.signature(Trainer).parameters}
     return Trainer(
         accelerator,
         objective,
         optimizer,
         scheduler,
-        material=Material(packs, work.length, Known(features) if work.features == "given" else features),  # type: ignore[arg-type]
-        validate=None,  # type: ignore[arg-type]  # nothing is validated
+        material=Material(packs, work.length, features),  # type: ignore[arg-type]
         settings=command.make_settings(config),
         folder=command.RunFolder(run, spec, {}),
+        **nothing,  # type: ignore[arg-type]  # by its name of now, or that of earlier commits
     )
 
 
@@ -210,25 +214,27 @@ def measure(root: Path, work: Work, target: Target) -> Cost:
         trainer = make_trainer(root, work, target, Path(folder))
     device, optimizer = trainer.accelerator.device, trainer.optimizer.optimizer
     trainer.objective.train()
+    compare = {"compare": False} if "compare" in inspect.signature(trainer._train_step).parameters else {}
+    step = functools.partial(trainer._train_step, **compare)
     needed = Needed()
-    if work.features == "given":  # computed here, so that they are not part of a step
+    if isinstance(trainer.material.features, Known):  # computed here, so that they are not part of a step
         indices = trainer.indices(0, 0)
         trainer.material.features(indices, trainer.material.collate(indices).to(device))
     seconds = []
     memory = PeakMemory(device)
     with memory.measured():
         for _ in range(work.warmup):
-            trainer._train_step()
+            step()
         for _ in range(work.steps):
             synchronize(device)
             start = time.perf_counter()
             for _ in range(work.together):
-                trainer._train_step()
+                step()
             synchronize(device)
             seconds.append((time.perf_counter() - start) / work.together)
     if work.count:  # after the others, because its memory and its time are not those of a step
         with needed.watching(optimizer):
-            trainer._train_step()
+            step()
     trained = [p for p in trainer.drafter.parameters() if p.requires_grad]
     moments = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
     return Cost(
