@@ -14,7 +14,8 @@ from specdec import devices
 from specdec.checkpoint import write_text
 from specdec.documents import Documents
 from specdec.target import Target, TargetOutput
-from train.data import Batch, Packs
+from train.data import Batch
+from train.packing import Packs
 
 
 def read(target: Target, batch: Batch, layers: tuple[int, ...], *, gradient: bool = False) -> TargetOutput:
@@ -95,12 +96,21 @@ class Cached:
         if missing:
             self._write([indices[place] for place in missing], batch.select(missing))
 
-        def read(layer: int) -> torch.Tensor:
-            return devices.send(torch.stack([file.get_tensor(str(layer)) for file in files]), batch.tokens.device)  # [B, T, D]
+        output = self.read(indices, batch.tokens.device)
+        assert output is not None
+        return output
 
+    def read(self, indices: list[int], device: torch.device) -> TargetOutput | None:
+        """The packs' outputs from the disk; None if one of them has not been made. Threads may call this."""
+        if not all(self._path(index).exists() for index in indices):
+            return None
         files = [safetensors.safe_open(self._path(index), framework="pt") for index in indices]
-        final = read(self.num_layers)
-        return TargetOutput(torch.cat([*map(read, self.layers), final[..., :0]], dim=-1), final)
+
+        def layer(number: int) -> Tensor:
+            return devices.send(torch.stack([file.get_tensor(str(number)) for file in files]), device)  # [B, T, D]
+
+        final = layer(self.num_layers)
+        return TargetOutput(torch.cat([*map(layer, self.layers), final[..., :0]], dim=-1), final)
 
     def _write(self, indices: list[int], batch: Batch) -> None:
         layers = self.online.layers

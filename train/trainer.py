@@ -1,8 +1,6 @@
 """The training loop."""
 
-import functools
 import math
-import random
 import resource
 import signal
 import sys
@@ -17,13 +15,9 @@ from accelerate.utils import broadcast
 
 from specdec.drafter import Drafter, Head, Slots
 from specdec.report import Report, Training
-from specdec.target import TargetOutput
-from train import data
 from train.consistency import ConsistencyObjective
-from train.data import Batch, Packs
-from train.features import Cached, Online
+from train.loader import Loader, Material, MicroBatch, permutation
 from train.objective import Loss, Objective, slots
-from train.onpolicy import OnPolicy
 from train.progress import TrainingProgress, text_rounds
 from train.run_folder import RunFolder
 
@@ -48,37 +42,6 @@ class Settings:
     def __post_init__(self):
         if self.best_by not in ("tau", "speedup"):
             raise ValueError(f"best_by={self.best_by} must be tau or speedup.")
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    indices: list[int]
-    batch: Batch
-    written: bool  # whether the draft wrote its answers (on-policy)
-
-
-@dataclass(frozen=True)
-class Material:
-    """What steps are made of: packs, and the target's outputs for them."""
-
-    packs: Packs
-    length: int  # tokens of a pack
-    features: Online | Cached | None  # None: the objective reads the target itself
-    on_policy: OnPolicy | None = None
-
-    def collate(self, indices: list[int]) -> Batch:
-        return data.collate([self.packs[index] for index in indices], length=self.length, pad_token=0)
-
-    def micro_batch(self, indices: list[int]) -> MicroBatch:
-        """The packs, or, on-policy, the same prompts with answers that the draft writes now."""
-        written = self.on_policy(indices) if self.on_policy else None
-        batch = self.collate(indices) if written is None else written
-        return MicroBatch(indices, batch, written is not None)
-
-    def target_output(self, micro: MicroBatch, batch: Batch) -> TargetOutput | None:
-        """batch: that of the micro-batch, on the training device"""
-        features = self.on_policy.features if micro.written and self.on_policy else self.features
-        return features(micro.indices, batch) if features else None
 
 
 class NotFiniteLoss(ValueError):
@@ -107,6 +70,15 @@ class Trainer:
         about = {"data": material.packs.fingerprint, "processes": accelerator.num_processes}
         self.folder = replace(folder, settings={**folder.settings, **about})
         self.accelerator, self.settings, self.material, self.validate = accelerator, settings, material, validate
+        self.loader = Loader(
+            material,
+            batch=settings.batch,
+            accumulation=settings.accumulation,
+            seed=settings.seed,
+            process=accelerator.process_index,
+            num_processes=accelerator.num_processes,
+            device=accelerator.device,
+        )
         self.drafter, self.depth = objective.drafter, objective.depth
         self.every_slot = objective.every_slot
         self.objective, self.optimizer = accelerator.prepare(objective, optimizer)
@@ -124,8 +96,8 @@ class Trainer:
         if features is None or not isinstance(self.drafter, Drafter) or type(self.drafter).solve is Drafter.solve:
             return
         texts: list[Slots] = []
-        for index in _permutation(len(self.material.packs), self.settings.seed)[:num_packs]:
-            batch = self.material.collate([index]).to(self.accelerator.device)
+        for index in permutation(len(self.material.packs), self.settings.seed)[:num_packs]:
+            batch = self.material.collate([self.material.packs[index]]).to(self.accelerator.device)
             texts.append(slots(batch, features([index], batch), self.depth))
             if sum(len(text.tokens) for text in texts) > max(SOLVE_SLOTS, 6 * self.drafter.target.width):
                 break
@@ -146,6 +118,8 @@ class Trainer:
         self.scheduler.load_state_dict(document["scheduler"] | {"lr_lambdas": lambdas})
         self.step, self.best = document["step"], document["best"]
         self.seen, self.seconds = document["seen"], document["seconds"]
+        if self.material.stream:
+            self.loader.seek(document["stream"][self.accelerator.process_index])
         if self.accelerator.is_main_process:
             self.folder.cut_log(self.step)
         self.accelerator.print(f"Resumed from step {self.step}.")
@@ -180,6 +154,7 @@ class Trainer:
                         return
         finally:
             signal.signal(signal.SIGINT, previous)
+            self.loader.close()
         if main:
             self.folder.finish(self.step)
 
@@ -204,9 +179,7 @@ class Trainer:
         """One step of the optimizer. -> loss, grad_norm, tokens read, and `text_rounds` of the last micro-batch"""
         settings, accelerator = self.settings, self.accelerator
         torch.manual_seed(settings.seed * 1_000_003 + self.step * 1009 + accelerator.process_index)
-        micro_batches = [
-            self.material.micro_batch(self.indices(self.step, micro)) for micro in range(settings.accumulation)
-        ]
+        micro_batches = self.loader.step(self.step)
         goals = [int(micro.batch.loss_mask.sum()) for micro in micro_batches]
         num_goals = int(accelerator.gather(torch.tensor([sum(goals)], device=accelerator.device)).sum())
         losses = []
@@ -227,25 +200,16 @@ class Trainer:
         counts = text_rounds(micro.batch, loss.matches) if replayed else None
         return {"loss": total, "grad_norm": float(norm), "tokens": tokens, "text_rounds": counts}
 
-    def indices(self, step: int, micro: int) -> list[int]:
-        """Packs of this process for one micro-batch; each epoch is a permutation made from the seed."""
-        settings, num_packs = self.settings, len(self.material.packs)
-        num_processes, process = self.accelerator.num_processes, self.accelerator.process_index
-        start = ((step * settings.accumulation + micro) * num_processes + process) * settings.batch
-        places = [divmod(position, num_packs) for position in range(start, start + settings.batch)]
-        return [_permutation(num_packs, settings.seed + epoch)[place] for epoch, place in places]
-
     def _backward(self, micro: MicroBatch, num_goals: int) -> Loss:
         """Adds a micro-batch's share of the gradients. num_goals: of the whole step, in all processes"""
-        batch = micro.batch.to(self.accelerator.device)
-        loss: Loss = self.objective(batch, self.material.target_output(micro, batch))
+        batch, output = self.loader.on_device(micro)
+        loss: Loss = self.objective(batch, output)
         # Gradients are averaged over processes: divide by the goals of all of them, times their number.
         self.accelerator.backward(loss.total * self.accelerator.num_processes / num_goals)
         return loss
 
     def _refuse(self, loss: float, micro_batches: list[MicroBatch]) -> None:
-        packs = [self.material.packs[index] for micro in micro_batches for index in micro.indices]
-        rows = [row.id for pack in packs for row in pack]
+        rows = [row for micro in micro_batches for row in micro.rows]
         more = ", ..." if len(rows) > 6 else ""
         raise NotFiniteLoss(
             f"The loss is {loss} at step {self.step + 1} (rows {', '.join(rows[:6])}{more}). Nothing of this step was "
@@ -285,9 +249,13 @@ class Trainer:
 
     def save_state(self) -> None:
         """Writes what resuming needs."""
+        position = torch.tensor([self.loader.position(self.step)], device=self.accelerator.device)
+        positions = self.accelerator.gather(position).tolist() if self.material.stream else None
         if self.accelerator.is_main_process:
             scheduler = {key: value for key, value in self.scheduler.state_dict().items() if key != "lr_lambdas"}
             counters = {"seen": self.seen, "seconds": self.seconds, "best": self.best, "scheduler": scheduler}
+            if self.material.stream:
+                counters["stream"] = positions  # of every process
             self.folder.save_state(
                 self.step,
                 weights=self.drafter.state_dict(),
@@ -317,10 +285,3 @@ class Trainer:
     def _anyone(self, flag: bool) -> bool:
         """Whether the flag is set in any process."""
         return bool(self.accelerator.reduce(torch.tensor(float(flag), device=self.accelerator.device), "sum"))
-
-
-@functools.lru_cache(maxsize=2)
-def _permutation(num: int, seed: int) -> list[int]:
-    order = list(range(num))
-    random.Random(seed).shuffle(order)
-    return order
