@@ -10,10 +10,12 @@ and this project's own code that does.
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import shutil
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +35,7 @@ from train import data, disk_cache, packing, reading, sources
 from train.sources import Source
 
 BATCH = 100  # rows that a process encodes between two reports of its progress
+LINE_EVERY = 30  # seconds between two lines of progress where there is no terminal
 ROWS_PER_WORKER = 2_000  # starting a process pays from so many rows on
 CODE = ("data.py", "reading.py", "encoding.py", "packing.py")  # what decides about the arrays, all in this folder
 COLUMNS = datasets.Features(
@@ -142,17 +145,15 @@ class Encoder:
 
     tokenizer: PreTrainedTokenizerBase
     source: str
+    lines: bool  # whether rows are (place, line) of files, not rows of a dataset
     counts: Path  # int64 [processes, 2]: rows and tokens done
 
     def __call__(self, batch: dict[str, list], indices: list[int], rank: int | None = None) -> dict[str, list]:
         columns: dict[str, list] = {name: [] for name in COLUMNS}
         for place, index in enumerate(indices):
             row = {name: values[place] for name, values in batch.items()}
-            if "line" in row:
-                where = row["place"]
-                row = reading.parse(where, row["line"])
-            else:
-                where = f"{self.source} row {index}"
+            where = row["place"] if self.lines else f"{self.source} row {index}"
+            row = reading.parse(where, row["line"]) if self.lines else row
             reading.check_messages(row, where)
             encoded = data.encode(self.tokenizer, reading.named(row, index))
             columns["tokens"].append(encoded.tokens)
@@ -179,7 +180,7 @@ def encode_source(source: str, encoding: Encoding, folder: Path) -> dict:
         with Progress(source, num_rows, counts, encoding.console):
             try:
                 encoded = rows.map(
-                    Encoder(encoding.tokenizer, source, work / "counts.npy"),
+                    Encoder(encoding.tokenizer, source, bool(reading.find_files(source)), work / "counts.npy"),
                     batched=True,
                     batch_size=BATCH,
                     with_indices=True,
@@ -216,10 +217,12 @@ def open_rows(source: str, encoding: Encoding, work: Path) -> datasets.Dataset:
 
 
 def read_lines(source: str, limit: int | None) -> Iterator[dict]:
-    for number, (place, line) in enumerate(reading.read_raw(source, "")):
-        if number == limit:
-            return
+    num_read = 0
+    for place, line in itertools.islice(reading.read_raw(source, ""), limit):
+        num_read += 1
         yield {"place": place, "line": line}
+    if not num_read:
+        raise ValueError(f"There are no rows in {source}.")
 
 
 def write_arrays(encoded: datasets.Dataset, folder: Path) -> dict:
@@ -280,32 +283,53 @@ def quiet() -> Iterator[None]:
 
 
 class Progress:
-    """A bar over the rows, and the tokens so far: what all processes have counted, read twice a second."""
+    """A bar over the rows, and the tokens so far, as all processes count them; a line now and then where there is no terminal.
+
+    Drawing begins with the first rows, when all processes have been forked: a fork must not copy a lock that draws.
+    """
 
     def __init__(self, source: str, num_rows: int, counts: numpy.ndarray, console: Console | None):
         columns = (
-            rich.progress.TextColumn("encoding {task.fields[name]}"),
+            rich.progress.TextColumn("{task.description}"),
             rich.progress.BarColumn(),
             rich.progress.TextColumn("{task.completed:,}/{task.total:,} rows, {task.fields[tokens]:,} tokens,"),
             rich.progress.TimeRemainingColumn(),
         )
-        self.bar = rich.progress.Progress(*columns, console=console, disable=console is None, transient=True)
-        self.task = self.bar.add_task("", total=num_rows, name=Path(source).name, tokens=0)
-        self.counts = counts
+        self.console = console or Console(quiet=True)
+        self.bar = rich.progress.Progress(*columns, console=self.console, transient=True)
+        self.name, self.num_rows, self.counts = Path(source).name, num_rows, counts
+        self.task = self.bar.add_task(f"encoding {self.name}", total=num_rows, tokens=0)
+        self.begun = time.perf_counter()
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self._watch, daemon=True)
 
     def _watch(self) -> None:
+        said = self.begun
         while not self.ended.wait(0.5):
             rows, tokens = self.counts.sum(0).tolist()
-            self.bar.update(self.task, completed=rows, tokens=tokens)
+            if rows and self.console.is_terminal:
+                self.bar.start()
+                self.bar.update(self.task, completed=rows, tokens=tokens)
+            elif rows and time.perf_counter() - said > LINE_EVERY:
+                said = time.perf_counter()
+                left = (said - self.begun) * (self.num_rows - rows) / rows
+                self._say(
+                    f"encoding {self.name}: {rows:,} of {self.num_rows:,} rows, {tokens:,} tokens, {left:.0f} s left"
+                )
+
+    def _say(self, text: str) -> None:
+        self.console.print(text, highlight=False, soft_wrap=True)
 
     def __enter__(self) -> "Progress":
-        self.bar.start()
         self.thread.start()
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, kind, *_) -> None:
         self.ended.set()
         self.thread.join()
         self.bar.stop()
+        if kind is None:
+            rows, tokens = self.counts.sum(0).tolist()
+            self._say(
+                f"encoded {self.name}: {rows:,} rows, {tokens:,} tokens in {time.perf_counter() - self.begun:.0f} s"
+            )

@@ -74,7 +74,7 @@ class Loader:
         self.material, self.batch, self.accumulation, self.seed = material, batch, accumulation, seed
         self.process, self.num_processes, self.device = process, num_processes, device
         self.ahead = 0 if material.on_policy else material.ahead
-        self.thread = ThreadPoolExecutor(1, thread_name_prefix="loader") if self.ahead else None
+        self.thread = ThreadPoolExecutor(1, "loader", use_device, (device,)) if self.ahead else None
         self.coming: dict[int, Future[MicroBatch]] = {}
         self.coming_on_device: dict[int, Future[tuple[Batch, TargetOutput | None]]] = {}
 
@@ -165,6 +165,12 @@ class Loader:
                 f"The thread that reads data ahead of the step failed ({type(error).__name__}: {error}). Look at the data "
                 "and the cached features; ahead=0 reads them in the step."
             ) from error
+
+
+def use_device(device: torch.device) -> None:
+    """A new thread's current GPU is the first one, in whose memory pinning would open a context."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 @functools.lru_cache(maxsize=2)

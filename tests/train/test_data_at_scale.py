@@ -1,5 +1,6 @@
 """Tests of what lets data grow: the cache on disk, memory-mapped packs, weights, streams, reading ahead of the step."""
 
+import gzip
 import json
 import multiprocessing
 import os
@@ -9,6 +10,7 @@ import time
 from fractions import Fraction
 from pathlib import Path
 
+import datasets
 import numpy
 import pytest
 import torch
@@ -108,6 +110,30 @@ def test_a_row_that_cannot_be_encoded_is_named(tokenizer, tmp_path, line, messag
     with pytest.raises(ValueError, match=message):
         load_packs(str(path), encoding, length=64, packed=True)
     assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
+
+
+def test_a_damaged_file_and_an_empty_file_are_refused(tokenizer, tmp_path):
+    (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress(SHIPPED.read_bytes())[:-20])
+    (tmp_path / "empty.jsonl").write_text("\n")
+    encoding = Encoding(tokenizer, tmp_path / "cache")
+    for name, message in (("rows.jsonl.gz", r"incomplete or damaged after line \d+"), ("empty.jsonl", "no rows in")):
+        with pytest.raises(ValueError, match=message):
+            load_packs(str(tmp_path / name), encoding, length=64, packed=True)
+
+
+def test_datasets_and_files_give_the_same_packs(tokenizer, tmp_path):
+    rows = [{key: row[key] for key in ("id", "messages")} for row in reading.load_conversations(str(SHIPPED), limit=12)]
+    datasets.Dataset.from_list([{**row, "line": "a column of this name"} for row in rows]).save_to_disk(
+        tmp_path / "saved"
+    )
+    (tmp_path / "files").mkdir()
+    write_rows(tmp_path / "files" / "a.jsonl", rows[:5])
+    (tmp_path / "files" / "b.jsonl.gz").write_bytes(gzip.compress("\n".join(map(json.dumps, rows[5:])).encode()))
+    encoding = Encoding(tokenizer, tmp_path / "cache")
+    packs = [load_packs(str(tmp_path / name), encoding, length=512, packed=True) for name in ("saved", "files")]
+    assert packs[0].fingerprint == packs[1].fingerprint and ids(packs[0]) == ids(packs[1])
+    stream = Stream(make_plan(tokenizer, str(tmp_path / "saved"), length=512, packed=False, buffer=12))
+    assert sorted(name for pack in read(stream, range(12)) for name in pack) == sorted(row["id"] for row in rows)
 
 
 def write_number(folder: Path) -> dict:
@@ -307,7 +333,10 @@ def test_a_stream_continues_exactly(tokenizer, tmp_path):
 
 def test_processes_read_different_rows_of_a_stream(tokenizer, tmp_path):
     plan = make_plan(tokenizer, conversations(tmp_path / "a.jsonl", 32), packed=False)
-    parts = [sum(read(Stream(plan, process=process, num_processes=2), range(16)), []) for process in range(2)]
+    parts = [
+        [name for pack in read(Stream(plan, process=process, num_processes=2), range(16)) for name in pack]
+        for process in range(2)
+    ]
     assert not set(parts[0]) & set(parts[1]) and len({*parts[0], *parts[1]}) == 32
     assert set(parts[0][:8]) == {f"a-{n}" for n in range(8)} and parts[0][:8] != sorted(parts[0][:8])
 
@@ -315,7 +344,7 @@ def test_processes_read_different_rows_of_a_stream(tokenizer, tmp_path):
 def test_weights_hold_out_and_limit_of_a_stream(tokenizer, tmp_path):
     train = {conversations(tmp_path / "a.jsonl", 9, temperature=0): 1, conversations(tmp_path / "b.jsonl", 50): 3}
     stream = Stream(make_plan(tokenizer, train, hold_out=2, limit=6, packed=False))
-    seen = sum(read(stream, range(40)), [])
+    seen = [name for pack in read(stream, range(40)) for name in pack]
     shares = [sum(name.startswith(source) for name in seen) for source in "ab"]
     assert shares == [10, 30] and set(seen) == {f"a-{n}" for n in range(2, 6)} | {f"b-{n}" for n in range(6)}
     with pytest.raises(ValueError, match="lower hold_out=7"):
@@ -402,4 +431,4 @@ def test_progress_names_the_source_and_counts_rows_and_tokens(tokenizer, tmp_pat
     num_tokens = sum(len(pack[0].tokens) for pack in packs)
     facts = next(json.loads(path.read_text())["facts"] for path in (tmp_path / "cache").glob("rows-*/about.json"))
     assert facts == {"num_rows": 30, "num_tokens": num_tokens}
-    assert "encoding rows.jsonl" in console.export_text()
+    assert f"encoded rows.jsonl: 30 rows, {num_tokens:,} tokens in" in console.export_text()
