@@ -7,7 +7,15 @@ export GOMP_SPINCOUNT ?= 2000
 
 READY := .venv/ready $(TARGET)/config.json
 
-.PHONY: help setup demo test quick lint engines
+# For `make gpu`: pure Python, as a GPU machine's image may lack them; those with compiled parts must be there
+GPU_WHEELS := accelerate datasets dill execnet gguf hydra-core iniconfig jinja2 markdown-it-py mdurl \
+  multiprocess omegaconf peft pluggy pygments pytest pytest-xdist rich
+GPU_PYTHON ?= python3
+GPU_PYTHON_VERSION ?= 3.12
+GPU_PROCESSES ?= 8
+GPU := .venv-gpu/bin/python
+
+.PHONY: help setup demo test quick lint engines gpu gpu-wheels gpu-environment gpu-test gpu-report
 
 help:
 	@echo "make setup   virtual environment in .venv, and the default target (once, a few minutes)"
@@ -16,6 +24,8 @@ help:
 	@echo "make quick   a selection of them for daily work: each kind of head once, nothing that trains (under a minute)"
 	@echo "make lint    ruff and mypy"
 	@echo "make engines vLLM, Speculators and llama.cpp on the CPU, in engines (once, 4 minutes, 4 GB), for tests of exports"
+	@echo "make gpu     on a machine with CUDA, without a network: all tests there, then a report (under 10 minutes)"
+	@echo "make gpu-wheels  what that machine may lack, into gpu-wheels, to be copied there"
 
 setup: $(READY)
 	@$(BIN)/python -m tests.compiler
@@ -54,3 +64,26 @@ lint: $(READY)
 
 engines: .venv/ready
 	@$(BIN)/python scripts/get_engines.py
+
+gpu-wheels: .venv/ready
+	rm -rf gpu-wheels
+	$(BIN)/pip download --quiet --no-deps --constraint constraints.txt --dest gpu-wheels \
+	  --only-binary=:all: --python-version $(GPU_PYTHON_VERSION) --platform any --abi none $(GPU_WHEELS)
+	$(BIN)/pip wheel --quiet --no-deps --constraint constraints.txt --wheel-dir gpu-wheels antlr4-python3-runtime
+
+gpu-environment:
+	@$(GPU_PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null || \
+	  { echo "$(GPU_PYTHON) has no torch that sees a CUDA device; name one that has: make gpu GPU_PYTHON=..."; exit 1; }
+	@$(GPU_PYTHON) scripts/gpu_environment.py .venv-gpu gpu-wheels
+
+# Each process of the tests holds about half a gigabyte of the GPU's memory.
+gpu-test: gpu-environment
+	TEST_DEVICE=cuda $(GPU) -m pytest -q -n $(GPU_PROCESSES) --dist worksteal
+
+gpu-report: gpu-environment
+	$(GPU) scripts/gpu_report.py out=gpu_report
+
+# The report is made even if a test fails; the exit status is that of the tests.
+gpu: gpu-environment
+	@TEST_DEVICE=cuda $(GPU) -m pytest -q -n $(GPU_PROCESSES) --dist worksteal; status=$$?; \
+	  $(GPU) scripts/gpu_report.py out=gpu_report && exit $$status

@@ -2,56 +2,71 @@
 
 import contextlib
 import os
+import signal
 import sys
+import time
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import hydra
 import torch
 import transformers
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import InitProcessGroupKwargs, set_seed
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
-from specdec import checkpoint, rules
-from specdec.compile import Runner
+from specdec import checkpoint, files
 from specdec.drafter import Head
 from specdec.drafting import Drafting
-from specdec.experts import experts_of
-from specdec.measurement import Prompt, measure
-from specdec.report import Report, summarise
+from specdec.measurement import Prompt
 from specdec.sampling import Sampling
 from specdec.target import Target, load_tokenizer
-from train import data, display
+from train import data, display, optimization
 from train.consistency import ConsistencyObjective
 from train.encoding import Encoding, load_packs
 from train.features import Cached, Online
+from train.finite import NotFiniteLoss
 from train.loader import Material
+from train.lock import lock
 from train.naming import named
 from train.objective import Objective
 from train.onpolicy import OnPolicy
-from train.optimization import parameter_groups, schedule
+from train.optimization import OptimizerSettings, schedule
 from train.packing import Packs, frequent_tokens
 from train.run_folder import RunFolder
 from train.stream import Plan, Stream
-from train.trainer import NotFiniteLoss, Settings, Trainer
+from train.trainer import Settings, Trainer
+from train.validation import Validation, ValidationSettings
+from train.waiting import ProcessLost, Waiting
+
+# An error that all processes find is told by the main one, and the launcher then ends the others. They wait so long with theirs.
+SECONDS_FOR_MAIN = 10
 
 
 def fit(config: DictConfig) -> int:
     """Trains as the configuration says. -> the exit status. Raises ValueError, which says what to change."""
     path = Path("checkpoints") / str(config.run)
-    RunFolder(path, {}, {}).check(resume=config.resume)
+    if RunFolder(path, {}, {}).check(resume=config.resume):
+        if is_main():
+            print(f"{path} holds a finished run: there is nothing left to do.")
+        return 0
     accelerator = make_accelerator(config, path)
+    with lock(path / "lock", of=path) if accelerator.is_main_process else contextlib.nullcontext():
+        return fit_alone(config, path, accelerator)
+
+
+def fit_alone(config: DictConfig, path: Path, accelerator: Accelerator) -> int:
+    """`fit` in a folder that no other launch writes to."""
     console = Console(quiet=not accelerator.is_main_process)
     target, tokenizer = load_target(config, accelerator)
     stop = data.stop_tokens(tokenizer, target.model.generation_config)
-    loaded = load_data(config, tokenizer, target, accelerator, console)
+    loaded = load_data(config, tokenizer, target, accelerator)
     packs, stream = (loaded.first, loaded) if isinstance(loaded, Stream) else (loaded, None)
     prompts = data.load_prompts(config.data.heldout, tokenizer, limit=config.validation.num_prompts)
     drafter, spec = make_drafter(config, target, packs)
@@ -59,7 +74,7 @@ def fit(config: DictConfig) -> int:
     objective = make_objective(config, drafter)
     optimizer, scheduler = make_optimizer(config, drafter)
     display.start(console, config, target, drafter, packs, prompts)
-    validate = make_validation(config, drafter, prompts, stop, console)
+    validation = make_validation(config, drafter, prompts, stop, accelerator, console)
     material = make_material(config, drafter, packs, stream, stop, accelerator, console)
     folder = RunFolder(path, spec, flatten(OmegaConf.to_container(config, resolve=True)))
     trainer = Trainer(
@@ -68,26 +83,29 @@ def fit(config: DictConfig) -> int:
         optimizer,
         scheduler,
         material=material,
-        validate=validate,
+        validation=validation,
         settings=make_settings(config),
         folder=folder,
     )
     if not (config.resume and trainer.resume()) and config.start is None:
         trainer.solve(config.solve_packs)
     if accelerator.is_main_process:
-        OmegaConf.save(config, path / "config.yaml", resolve=True)
+        files.write_text(path / "config.yaml", OmegaConf.to_yaml(config, resolve=True))
     start_tracker(accelerator, config, trainer.folder.settings)
     try:
         trainer.fit()
     except NotFiniteLoss as error:
         raise ValueError(
-            f"{error} Lower optimizer.lr or train.max_grad_norm, or look at these rows, then use resume=true."
+            f"{error} Look at these rows, lower optimizer.lr or train.max_grad_norm, or leave such steps out with "
+            "train.skip_not_finite=true; then use resume=true."
         ) from error
+    except ProcessLost as error:
+        raise ProcessLost(f"{error} Continue with resume=true.") from error
     except ValueError as error:
         raise ValueError(f"{error} Then continue with resume=true.") from error
     accelerator.end_training()
     display.end(console, trainer)
-    return 130 if trainer.interrupted else 0
+    return 130 if trainer.interrupted == signal.SIGINT else 0  # a scheduler is to see that all is well
 
 
 def make_accelerator(config: DictConfig, path: Path) -> Accelerator:
@@ -100,6 +118,8 @@ def make_accelerator(config: DictConfig, path: Path) -> Accelerator:
         mixed_precision={"bf16": "bf16", "fp32": "no"}[config.precision],
         log_with=None if config.tracker == "none" else config.tracker,
         project_dir=path,
+        # a little more than the trainer waits, which says what for
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(minutes=config.train.timeout + 1))],
     )
     if accelerator.device.type == "cpu":  # the launcher sets one thread a process
         torch.set_num_threads(config.threads or max(1, os.cpu_count() // accelerator.num_processes))
@@ -121,14 +141,21 @@ def load_target(config: DictConfig, accelerator: Accelerator) -> tuple[Target, P
             dtype=config.target.dtype,
             revision=config.target.revision,
             device=device or accelerator.device,
+            trust_remote_code=config.target.trust_remote_code,
         )
-        return target, load_tokenizer(config.target.name, revision=config.target.revision)
+        tokenizer = load_tokenizer(
+            config.target.name, revision=config.target.revision, trust_remote_code=config.target.trust_remote_code
+        )
+        return target, tokenizer
 
 
 def load_data(
-    config: DictConfig, tokenizer: PreTrainedTokenizerBase, target: Target, accelerator: Accelerator, console: Console
+    config: DictConfig, tokenizer: PreTrainedTokenizerBase, target: Target, accelerator: Accelerator
 ) -> Packs | Stream:
-    """The conversations that are trained on, all of them packed or read as they come. Raises ValueError for a length or for packing that the target cannot read."""
+    """The conversations that are trained on, all of them packed, or read as they come.
+
+    Raises ValueError for a length or for packing that the target cannot read.
+    """
     limit, boundary = target.max_positions, target.rotary_boundary
     if limit is not None and config.data.length > limit:
         raise ValueError(
@@ -155,9 +182,9 @@ def load_data(
             )  # fmt: skip
             return Stream(plan, process=accelerator.process_index, num_processes=accelerator.num_processes)
         encoding = Encoding(
-            tokenizer, Path(config.data.cache), config.data.split, config.data.limit, config.data.workers, console
+            tokenizer, Path(config.data.cache), config.data.split, config.data.limit, config.data.workers, Console()
         )
-        return load_packs(encoding=encoding, **same)
+        return load_packs(encoding=encoding, **same)  # whichever process encodes shows it
 
 
 def make_drafter(config: DictConfig, target: Target, packs: Packs) -> tuple[Head, dict]:
@@ -188,53 +215,47 @@ def make_objective(config: DictConfig, drafter: Head) -> Objective | Consistency
 def make_optimizer(
     config: DictConfig, drafter: Head
 ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
-    settings = config.optimizer
-    groups = parameter_groups(drafter, settings.weight_decay, adapter=config.head.get("adapter"))
-    optimizer = torch.optim.AdamW(groups, lr=settings.lr, betas=tuple(settings.betas), fused=True)
-    return optimizer, schedule(optimizer, steps=config.train.steps, warmup=settings.warmup, final=settings.final)
+    with named("optimizer"):
+        settings = OptimizerSettings(**OmegaConf.to_container(config.optimizer, resolve=True))
+        optimizer = optimization.make_optimizer(drafter, settings, adapter=config.head.get("adapter"))
+    return optimizer, schedule(optimizer, settings, steps=config.train.steps)
 
 
 def make_validation(
-    config: DictConfig, drafter: Head, prompts: list[Prompt], stop: set[int], console: Console
-) -> Callable[[Head], Report]:
+    config: DictConfig, drafter: Head, prompts: list[Prompt], stop: set[int], accelerator: Accelerator, console: Console
+) -> Validation:
     """What the trainer calls at every validation. Refuses now what validation would refuse after hours of training."""
-    target = drafter.target
     with named("decode"):
         drafting = Drafting(**OmegaConf.to_container(config.decode))
     with named("validation"):
-        sampling = Sampling(temperature=config.validation.temperature)
+        settings = ValidationSettings(**OmegaConf.to_container(config.validation))
+        sampling = Sampling(temperature=settings.temperature)
     with named("decode"):
         decoder = drafting.decoder(
-            target, drafting.proposer(drafter), sampling=sampling, stop=stop, runner=Runner(drafting.compile)
+            drafter.target, drafting.proposer(drafter), sampling=sampling, stop=stop, runner=drafting.runner()
         )
     with named("validation"):
         for prompt in prompts:
-            decoder.check([prompt.tokens], config.validation.max_new_tokens)
-
-    def validate(frozen: Head) -> Report:
-        results = measure(
-            target,
-            drafting.proposer(frozen),
-            drafting,
-            prompts,
-            replayed=frozen,
-            sampling=sampling,
-            max_new_tokens=config.validation.max_new_tokens,
-            stop=stop,
-            seed=config.train.seed,
+            decoder.check([prompt.tokens], settings.max_new_tokens)
+    validation = Validation(
+        accelerator,
+        drafter,
+        drafting,
+        prompts,
+        settings=settings,
+        best_by=config.train.best_by,
+        stop=stop,
+        seed=config.train.seed,
+        show=lambda report: display.validation(console, report, drafting.shape),
+        say=lambda text: console.print(text, highlight=False, soft_wrap=True),
+    )
+    if config.train.ema is not None and not validation.replays:
+        raise ValueError(
+            f"train.ema={config.train.ema} lets replay choose between the weights and their average, and replay does not apply "
+            "here: it needs a chain (decode=chain), a head that leaves the target as it is, train.best_by=tau, and "
+            "validation.decode=best or end. Or set train.ema=null."
         )
-        report = summarise(
-            results,
-            depth=drafting.depth,
-            temperature=sampling.temperature,
-            adapted=target.adapted,
-            lossy=drafting.rule in rules.LOSSY,
-        )
-        display.validation(console, report, drafting.shape)
-        experts = experts_of(target.config.to_dict())
-        return replace(report, shape=str(drafting.shape), experts=experts and [experts.num, experts.per_token])
-
-    return validate
+    return validation
 
 
 def make_material(
@@ -292,7 +313,8 @@ def open_features(
             console.print(f"features up to {size:.2f} GB will be written to {features.folder} as they are needed")
         if accelerator.is_main_process:
             features.open()
-    accelerator.wait_for_everyone()
+    with Waiting(config.train.timeout, accelerator.process_index, accelerator.num_processes)("the folder of features"):
+        accelerator.wait_for_everyone()
     return features
 
 
@@ -320,11 +342,12 @@ def build(config: DictConfig, *arguments, **more):
 
 def flatten(config: dict, prefix: str = "") -> dict:
     """The settings that a run's figures depend on, by dotted name."""
-    free = ("resume", "tracker", "threads", "features", "decode", "validation", "run", "target.device")
-    free += tuple(
-        f"data.{key}" for key in ("cache", "workers", "ahead", "stream", "buffer")
-    )  # the fingerprint has the last two
-    free += tuple(f"train.{key}" for key in ("log_every", "validate_every", "validate_first", "save_every", "best_by"))
+    free = ("resume", "tracker", "threads", "features", "decode", "validation", "run")
+    free += ("target.device", "target.trust_remote_code")
+    # What is read, a stream and its buffer too, is in the fingerprint
+    free += tuple(f"data.{key}" for key in ("cache", "workers", "ahead", "stream", "buffer"))
+    freely = "log_every validate_every validate_first save_every best_by timeout skip_not_finite".split()
+    free += tuple(f"train.{key}" for key in freely)
     flat = {}
     for key, value in config.items():
         if prefix + key not in free:
@@ -332,15 +355,25 @@ def flatten(config: dict, prefix: str = "") -> dict:
     return flat
 
 
+def is_main() -> bool:
+    """Whether this is the process that speaks; before the accelerator is made, too."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 @contextlib.contextmanager
 def plain_warnings() -> Iterator[None]:
-    """Within, a warning is one line without the place in the code."""
-    formatwarning = warnings.formatwarning
-    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
-    try:
-        yield
-    finally:
-        warnings.formatwarning = formatwarning
+    """Within, a warning is one line without the place in the code. What all processes would say, only the main one says;
+    a RuntimeWarning is of one process."""
+    formatwarning, number = warnings.formatwarning, os.environ.get("RANK", "0")
+    who = "" if is_main() else f"process {number}: "
+    with warnings.catch_warnings():
+        if not is_main():
+            warnings.simplefilter("ignore", UserWarning)
+        warnings.formatwarning = lambda message, *_, **__: f"warning: {who}{message}\n"
+        try:
+            yield
+        finally:
+            warnings.formatwarning = formatwarning
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
@@ -349,6 +382,8 @@ def main(config: DictConfig) -> None:
         with plain_warnings():
             status = fit(config)
     except (ValueError, OSError) as error:
+        if not is_main() and not isinstance(error, ProcessLost):
+            time.sleep(SECONDS_FOR_MAIN)
         status = f"error: {error}"
     except KeyboardInterrupt:
         status = "Stopped at once. resume=true continues from the last save."

@@ -11,12 +11,13 @@ from pathlib import Path
 
 import rich.console
 import rich.progress
+from transformers import PreTrainedTokenizerBase
 
 from helpers import loading
 from helpers.options import options, run
 from specdec.target import load_tokenizer
 from train import answering, reading
-from train.resumable import Resumable
+from train.resumable import Resumable, resumable
 
 SECONDS_BETWEEN_LINES = 30  # of progress, where there is no terminal to draw a bar on
 
@@ -60,7 +61,7 @@ def write(chosen: Answer, console: rich.console.Console) -> None:
     if chosen.target.name is None:
         raise ValueError("target.name= must name the model that answers: a folder or a Hub name.")
     temperatures = parse_temperatures(chosen.decode.temperature)
-    tokenizer = load_tokenizer(chosen.target.name)
+    tokenizer = load_tokenizer(chosen.target.name, trust_remote_code=chosen.target.trust_remote_code)
     prompts = reading.load_prompts(chosen.prompts, limit=chosen.limit)
     jobs = answering.list_jobs(tokenizer, prompts, temperatures)
     settings = {
@@ -73,32 +74,42 @@ def write(chosen: Answer, console: rich.console.Console) -> None:
         "dtype": chosen.target.dtype,
     }
     advice = "Use the same settings to continue, or choose another out=FILE."
-    answers = Resumable(Path(f"{chosen.out}.meta.json"), Path(chosen.out), settings, advice=advice)
-    finished = {row.get("id") for row in answers.rows}
-    if None in finished:
-        raise ValueError(f"{chosen.out} has rows without an id, so it was not written by this command. {advice}")
-    remaining = [job for job in jobs if job.id not in finished]
-    console.print(f"{len(jobs)} answers to write, {len(jobs) - len(remaining)} of them are in {chosen.out} already.")
-    if not remaining:
-        return
+    with resumable(Path(f"{chosen.out}.meta.json"), Path(chosen.out), settings, advice=advice) as answers:
+        finished = {row.get("id") for row in answers.rows}
+        if None in finished:
+            raise ValueError(f"{chosen.out} has rows without an id, so it was not written by this command. {advice}")
+        num_missing = sum(job.id not in finished for job in jobs)
+        console.print(f"{len(jobs)} answers to write, {len(jobs) - num_missing} of them are in {chosen.out} already.")
+        if num_missing:
+            write_missing(chosen, tokenizer, jobs, answers, finished, num_missing, console)
 
+
+def write_missing(
+    chosen: Answer,
+    tokenizer: PreTrainedTokenizerBase,
+    jobs: list[answering.Job],
+    answers: Resumable,
+    finished: set[str],
+    num_missing: int,
+    console: rich.console.Console,
+) -> None:
     opened = loading.load_target(chosen.target)
-    sizes = {"batch": chosen.batch, "max_new_tokens": chosen.max_new_tokens}
+    sizes = {"batch": chosen.batch, "max_new_tokens": chosen.max_new_tokens, "finished": finished}
     columns = [*rich.progress.Progress.get_default_columns()[:2], rich.progress.MofNCompleteColumn(), Rate()]
     num_rows = num_tokens = 0
     start = last_line = time.perf_counter()
     with rich.progress.Progress(*columns, console=console) as progress:
-        task = progress.add_task("answers", total=len(remaining), rate="")
+        task = progress.add_task("answers", total=num_missing, rate="")
         for rows, num in answering.answer(
-            opened.target, tokenizer, opened.stop, remaining, **sizes, top_p=chosen.decode.top_p, seed=chosen.seed
+            opened.target, tokenizer, opened.stop, jobs, **sizes, top_p=chosen.decode.top_p, seed=chosen.seed
         ):
             answers.append(*rows)
             num_rows, num_tokens, now = num_rows + len(rows), num_tokens + num, time.perf_counter()
-            minutes = (now - start) / num_rows * (len(remaining) - num_rows) / 60
+            minutes = (now - start) / num_rows * (num_missing - num_rows) / 60
             rate = f"{num_tokens / (now - start):.0f} tokens/s, {minutes:.1f} min left"
             progress.update(task, completed=num_rows, rate=rate)
             if not console.is_terminal and now - last_line > SECONDS_BETWEEN_LINES:
-                console.print(f"{num_rows}/{len(remaining)} answers, {rate}")
+                console.print(f"{num_rows}/{num_missing} answers, {rate}")
                 last_line = now
     console.print(f"{chosen.out}: {num_rows} answers written, {num_tokens} tokens in {now - start:.0f} s.")
 

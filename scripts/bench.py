@@ -26,7 +26,7 @@ from engine_clients.llamacpp_client import LlamaCpp
 from helpers import decoding, loading, proposers
 from helpers.options import option, options, split
 from helpers.options import run as run_command
-from specdec import benchmark, checkpoint, speed
+from specdec import benchmark, files, speed
 from specdec.benchmark import Generate, TimedDecoder, TimedModel
 from specdec.compile import Runner
 from specdec.decode import STAGES, Decoder
@@ -85,7 +85,7 @@ def main() -> None:
     console.print(f"plain decoding reaches {share:.0%} of that limit, the prompt's pass included", highlight=False)
     if chosen.out:
         document = {"bandwidth_bytes_per_second": bandwidth, "limit_tokens_per_second": limit, "methods": figures}
-        checkpoint.write_text(Path(chosen.out), json.dumps(document, indent=2) + "\n")
+        files.write_text(Path(chosen.out), json.dumps(document, indent=2) + "\n")
 
 
 def make_methods(chosen: Bench, opened: loading.Opened, runs: list[loading.Run], *, longest: int) -> Methods:
@@ -102,7 +102,7 @@ def make_methods(chosen: Bench, opened: loading.Opened, runs: list[loading.Run],
     if chosen.gguf:
         context = longest + chosen.max_new_tokens
         methods["llama.cpp (xllamacpp)"] = llama_cpp(chosen, opened.stop, context)
-    runner = Runner(chosen.decode.compile)
+    runner = chosen.decode.runner()
 
     def add(name: str, proposer, runner: Runner | None) -> None:
         decoder = Decoder(opened.target, proposer, sampling=Sampling(), stop=opened.stop, runner=runner)

@@ -21,7 +21,7 @@ from engine_clients import llamacpp_client, vllm_client
 from helpers import loading
 from helpers.options import options, run
 from scripts import get_engines
-from specdec import checkpoint, served, serving
+from specdec import files, served, serving
 from specdec.drafter import Drafter
 from specdec.export import gguf, medusa, speculators
 from specdec.export import vllm as vllm_export
@@ -199,7 +199,7 @@ def check_real(chosen: Check, console: rich.console.Console) -> Iterator[tuple[d
             row |= {"prompts": Path(chosen.prompts).name, "faithful": abs(agreement.difference) < TOLERANCE}
             if chosen.record:
                 recorded[f"{row['engine']}, format={format_name}"] = {key: row[key] for key in serving.SERVED_FIELDS}
-                checkpoint.write_text(loaded.folder / serving.SERVED, json.dumps(recorded, indent=2) + "\n")
+                files.write_text(loaded.folder / serving.SERVED, json.dumps(recorded, indent=2) + "\n")
             yield row, agreement
 
 
@@ -218,7 +218,7 @@ def main() -> None:
         verdict = "" if row["faithful"] else "; NOT FAITHFUL"
         console.print(f"{row['name']}, {row['engine']}, format={row['format']}: {agreement}{verdict}")
         rows.append(row)
-        checkpoint.write_text(Path(chosen.out), json.dumps(rows, indent=2) + "\n")
+        files.write_text(Path(chosen.out), json.dumps(rows, indent=2) + "\n")
     if not rows:
         raise ValueError("Nothing was served: none of the formats takes these drafters.")
     console.print(f"written: {chosen.out}")

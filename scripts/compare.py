@@ -20,7 +20,7 @@ from helpers import comparison, decoding, loading, proposers
 from helpers.loading import FROZEN, Run
 from helpers.options import option, options, split
 from helpers.options import run as run_command
-from specdec import checkpoint
+from specdec import files
 from specdec.comparing import Decoders, Method, compare_prompts, make_decoders, report_of, results_of
 from specdec.compile import Runner
 from specdec.measurement import Prompt
@@ -29,7 +29,7 @@ from specdec.target import Target
 from specdec.tree import TreeShape
 from specdec.tuning import name_of
 from train import data
-from train.resumable import Resumable, digest, digest_folder
+from train.resumable import Resumable, digest, digest_folder, resumable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,18 +64,17 @@ def main() -> None:
     settings = describe(chosen, runs, configs, prompts, opened.target)
     methods, run_of = make_methods(chosen, runs, configs, opened.target, shapes)
     out = Path(chosen.out)
-    results = Resumable(out / "settings.json", out / "rows.jsonl", settings, advice="Choose another out=FOLDER.")
-    console.print(f"{len(results.rows)} of {len(prompts) * len(samplings)} prompts x temperatures are in {out}")
-    runners: dict[str, Runner] = collections.defaultdict(lambda: Runner(chosen.decode.compile))
-    for sampling in samplings:
-        decoders = make_decoders(methods, sampling, opened.stop, runners)
-        for rows in decode_missing(chosen, methods, decoders, prompts, results, sampling, console):
-            results.append(*rows)
-    given = {f"proposer.{key}": value for key, value in chosen.settings.items()}
-    if any(head in proposers.heads(config) for config in configs.values()):
-        given.setdefault("proposer.checkpoint", str(head))
-    text = write(out, methods, run_of, results.rows, settings, given)
-    print(text)
+    with resumable(out / "settings.json", out / "rows.jsonl", settings, advice="Choose another out=FOLDER.") as results:
+        console.print(f"{len(results.rows)} of {len(prompts) * len(samplings)} prompts x temperatures are in {out}")
+        runners: dict[str, Runner] = collections.defaultdict(chosen.decode.runner)
+        for sampling in samplings:
+            decoders = make_decoders(methods, sampling, opened.stop, runners)
+            for rows in decode_missing(chosen, methods, decoders, prompts, results, sampling, console):
+                results.append(*rows)
+        given = {f"proposer.{key}": value for key, value in chosen.settings.items()}
+        if any(head in proposers.heads(config) for config in configs.values()):
+            given.setdefault("proposer.checkpoint", str(head))
+        print(write(out, methods, run_of, results.rows, settings, given))
     console.print(f"written: {out}/table.md, {out}/comparison.png")
 
 
@@ -173,7 +172,7 @@ def write(
         comparison.verdicts(names, columns),
     ]
     text = "\n\n".join(parts)
-    checkpoint.write_text(out / "table.md", text + "\n")
+    files.write_text(out / "table.md", text + "\n")
     comparison.picture(names, columns, settings).savefig(out / "comparison.png", dpi=130)
     return text
 

@@ -43,7 +43,7 @@ def main() -> None:
         return track(items, description=description, console=console, transient=True)
 
     start = time.perf_counter()
-    tokenizer = load_tokenizer(chosen.target.name)
+    tokenizer = load_tokenizer(chosen.target.name, trust_remote_code=chosen.target.trust_remote_code)
     rows = {"split": chosen.split, "keep": chosen.keep, "limit": chosen.limit}
     texts = list(show(datastore.read_texts(chosen.data, tokenizer, **rows), "tokenising"))
     if not texts:

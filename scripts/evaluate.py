@@ -17,8 +17,7 @@ from rich.progress import track
 
 from helpers import decoding, loading, proposers
 from helpers.options import option, options, run
-from specdec import checkpoint, rules, serving
-from specdec.compile import Runner
+from specdec import checkpoint, files, rules, serving
 from specdec.drafting import Drafting
 from specdec.figures import TAU
 from specdec.measurement import Prompt, measure
@@ -70,7 +69,7 @@ def main() -> None:
         },
         "temperatures": [report.to_json() for report in reports],
     }
-    checkpoint.write_text(Path(chosen.out), json.dumps(document, indent=2) + "\n")
+    files.write_text(Path(chosen.out), json.dumps(document, indent=2) + "\n")
     console.print(f"written: {chosen.out}")
 
 
@@ -78,7 +77,7 @@ def find_batch(
     loaded: proposers.Chosen, drafting: Drafting, sampling: Sampling, prompts: list[Prompt], max_new_tokens: int
 ) -> int:
     """The number of prompts at once that gives the most tokens/s."""
-    runner = Runner(drafting.compile)
+    runner = drafting.runner()
     decoder = drafting.decoder(loaded.target, loaded.proposer, sampling=sampling, stop=loaded.stop, runner=runner)
 
     def rate(tokens: list[list[int]]) -> float:

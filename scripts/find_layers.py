@@ -15,7 +15,7 @@ from rich.progress import track
 
 from helpers import loading
 from helpers.options import options, run
-from specdec import checkpoint
+from specdec import files
 from specdec.decode import Decoder
 from specdec.layer_search import AnsweredPrompt, Choice, Clock, choices, ranges
 from specdec.proposers.layerskip import LayerSkip
@@ -81,7 +81,7 @@ def main() -> None:
         "compile: ${decode.compile}",
         *(f"# {choice}: {list(choice.numbers)}" for choice in by_size),
     ]
-    checkpoint.write_text(Path(chosen.out), "\n".join(lines) + "\n")
+    files.write_text(Path(chosen.out), "\n".join(lines) + "\n")
     console.print(f"written: {chosen.out}")
 
 

@@ -12,7 +12,6 @@ import rich.console
 
 from helpers import decoding, loading, proposers
 from helpers.options import option, options, run
-from specdec.compile import Runner
 from specdec.decode import Decoder, Generation, StopStrings
 from specdec.measurement import seeded_generator
 from specdec.sampling import Sampling
@@ -41,7 +40,7 @@ def main() -> None:
         "sampling": sampling,
         "stop": loaded.stop,
         "stop_strings": StopStrings(strings, loaded.tokenizer.decode) if strings else None,
-        "runner": Runner(drafting.compile),
+        "runner": drafting.runner(),
     }
     decoder = drafting.decoder(loaded.target, loaded.proposer, **shared)
     plain = Decoder(loaded.target, None, **shared)

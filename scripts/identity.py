@@ -16,7 +16,7 @@ from rich.progress import track
 
 from helpers import loading
 from helpers.options import option, options, run
-from specdec import checkpoint
+from specdec import files
 from specdec.decode import Decoder
 from specdec.drafting import Drafting
 from specdec.measurement import top2_gap
@@ -61,7 +61,7 @@ def main() -> None:
         differences = f"; top-2 gaps where they differ: {', '.join(f'{gap:.2g}' for gap in gaps)}" if gaps else ""
         console.print(f"{name}: {same} of {len(tokens)} identical to generate, tau {tau:.3f}{differences}")
     if chosen.out:
-        checkpoint.write_text(Path(chosen.out), json.dumps(results, indent=2) + "\n")
+        files.write_text(Path(chosen.out), json.dumps(results, indent=2) + "\n")
 
 
 def generate(loaded: loading.Loaded, prompts: list[list[int]], max_new_tokens: int) -> list[list[int]]:

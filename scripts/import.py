@@ -30,7 +30,12 @@ def main() -> None:
         raise ValueError(f"{out} exists; choose another out=DIR or delete it.")
     if chosen.target.name is None:
         raise ValueError("target.name= must name the model that the head was trained for, a folder or a Hub name.")
-    target = Target.load(chosen.target.name, dtype=chosen.target.dtype, device=chosen.target.device or "cpu")
+    target = Target.load(
+        chosen.target.name,
+        dtype=chosen.target.dtype,
+        device=chosen.target.device or "cpu",
+        trust_remote_code=chosen.target.trust_remote_code,
+    )
     spec, tensors = folder.read(Path(chosen.source), target)
     dtype = next(value.dtype for value in tensors.values() if value.is_floating_point())  # kept: nothing is rounded
     try:

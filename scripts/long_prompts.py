@@ -10,7 +10,7 @@ from pathlib import Path
 
 from helpers import loading
 from helpers.options import options, run
-from specdec import checkpoint
+from specdec import files
 from specdec.target import load_tokenizer
 from train import long_prompts, reading
 
@@ -31,10 +31,10 @@ def main() -> None:
     chosen = options(LongPrompts, __doc__)
     if chosen.num < 1:
         raise ValueError(f"num={chosen.num} must be at least 1.")
-    tokenizer = load_tokenizer(chosen.target.name)
+    tokenizer = load_tokenizer(chosen.target.name, trust_remote_code=chosen.target.trust_remote_code)
     texts = [row["messages"][-1]["content"] for row in reading.load_prompts(chosen.prompts)]
     rows = long_prompts.long_prompts(texts, tokenizer, num_tokens=chosen.tokens, num=chosen.num, seed=chosen.seed)
-    checkpoint.write_text(Path(chosen.out), "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    files.write_text(Path(chosen.out), "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     print(f"written: {chosen.out}")
 
 

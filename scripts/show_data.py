@@ -26,7 +26,7 @@ class ShowData:
 def main() -> None:
     chosen = options(ShowData, __doc__)
     console = rich.console.Console(highlight=False)
-    tokenizer = load_tokenizer(chosen.target.name)
+    tokenizer = load_tokenizer(chosen.target.name, trust_remote_code=chosen.target.trust_remote_code)
     conversations = load_conversations(chosen.data, limit=chosen.row + chosen.num)[chosen.row :]
     if not conversations:
         raise ValueError(f"{chosen.data} has no row {chosen.row}. Choose a smaller row=.")

@@ -25,7 +25,7 @@ from specdec.decode import Generation
 from specdec.drafting import Drafting
 from specdec.figures import TAU
 from train import data, reading
-from train.resumable import Resumable, digest
+from train.resumable import digest, resumable
 
 MEANING = (
     "tokens/s: of all rows together; ms/token: of one row; all without the prompts' passes and compiling. speedup: the "
@@ -59,21 +59,23 @@ def main() -> None:
     prompts = [prompt.tokens for prompt in data.load_prompts(chosen.prompts, opened.tokenizer, limit=chosen.limit)]
     settings = describe(chosen, runs, drafting, prompts)
     out = Path(chosen.out)
-    results = Resumable(out / "settings.json", out / "cells.jsonl", settings, advice="Choose another out=FOLDER.")
-    done = [row["batch"] for row in results.rows]
-    console.print(f"batch sizes {', '.join(map(str, done)) or 'none'} are in {out} already")
-    try:
-        for size in [size for size in sizes if size not in done]:
-            trials = decode(chosen, runs, prompts, stop, size, console)
-            results.append({"batch": size, "runs": summarise(trials, runs)})
-    finally:
-        if results.rows:
-            stop_tokens = "ignored" if chosen.ignore_stop else "heeded"
-            conditions = (
-                f"{loading.conditions(opened.target)}; {drafting.shape}, temperature {sampling.temperature:g}; "
-                f"{chosen.max_new_tokens} new tokens a row, stop tokens {stop_tokens}"
-            )
-            show(out, runs, results.rows, conditions, console)
+    with resumable(
+        out / "settings.json", out / "cells.jsonl", settings, advice="Choose another out=FOLDER."
+    ) as results:
+        done = [row["batch"] for row in results.rows]
+        console.print(f"batch sizes {', '.join(map(str, done)) or 'none'} are in {out} already")
+        try:
+            for size in [size for size in sizes if size not in done]:
+                trials = decode(chosen, runs, prompts, stop, size, console)
+                results.append({"batch": size, "runs": summarise(trials, runs)})
+        finally:
+            if results.rows:
+                stop_tokens = "ignored" if chosen.ignore_stop else "heeded"
+                conditions = (
+                    f"{loading.conditions(opened.target)}; {drafting.shape}, temperature {sampling.temperature:g}; "
+                    f"{chosen.max_new_tokens} new tokens a row, stop tokens {stop_tokens}"
+                )
+                show(out, runs, results.rows, conditions, console)
 
 
 def read_sizes(chosen: Sweep) -> list[int]:

@@ -19,7 +19,7 @@ from rich.progress import track
 
 from helpers import decoding, loading
 from helpers.options import option, options, run
-from specdec import checkpoint, speed
+from specdec import files, speed
 from specdec.drafting import Drafting
 from specdec.report import Report, summarise
 from specdec.tuning import Choice, Setting, Tuner, candidates
@@ -62,7 +62,7 @@ def main() -> None:
         sampling=sampling,
         stop=loaded.stop,
         max_new_tokens=chosen.max_new_tokens,
-        compile=chosen.decode.compile,
+        runner=chosen.decode.runner(),
         seed=chosen.seed,
         progress=lambda items, text: track(items, description=text, console=console, transient=True),
     )
@@ -128,7 +128,7 @@ def write(chosen: Tune, conditions: str, settings: list[Setting], reports: dict[
     final = choice.final
     speedups = f"speedup {final.predicted:.2f} predicted, {choice.report.speedup:.2f} measured"
     drafting = yaml.safe_dump(asdict(final.drafting), sort_keys=False)
-    checkpoint.write_text(Path(chosen.out), f"# {conditions}\n# {final.name}: {speedups}\n{drafting}")
+    files.write_text(Path(chosen.out), f"# {conditions}\n# {final.name}: {speedups}\n{drafting}")
     if chosen.out_json:
         figures = {
             setting.name: {
@@ -145,7 +145,7 @@ def write(chosen: Tune, conditions: str, settings: list[Setting], reports: dict[
             "chosen": final.name,
             "settings": figures,
         }
-        checkpoint.write_text(Path(chosen.out_json), json.dumps(document, indent=2) + "\n")
+        files.write_text(Path(chosen.out_json), json.dumps(document, indent=2) + "\n")
 
 
 if __name__ == "__main__":

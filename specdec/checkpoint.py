@@ -2,69 +2,29 @@
 
 drafter.safetensors   the drafter's own tensors
 drafter.json          {_target_, arguments, target, target_fingerprint, versions}
+SHA256SUMS            their checksums
 """
 
 import importlib
-import json
-import os
-import shutil
 import warnings
 from pathlib import Path
 
-import safetensors.torch
 import torch
 import transformers
 from torch import Tensor
 
 import specdec
+from specdec import files, untrusted
 from specdec.drafter import Head
 from specdec.drafting import Drafting
 from specdec.proposers.base import Proposer
 from specdec.target import Target
 from specdec.target_adapter import check_unadapted, merge
+from specdec.untrusted import read_tensors as read_tensors
 
 HEADS = "specdec.heads."
-
-
-def write_folder(folder: Path, *, tensors: dict[str, dict[str, Tensor]], documents: dict[str, dict]) -> None:
-    """Writes `NAME: tensors` as safetensors and `NAME: document` as JSON; the folder appears whole or not at all.
-
-    Raises ValueError, and leaves nothing behind, if the disk is full.
-    """
-    partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        partial.mkdir(parents=True)
-        for name, values in tensors.items():
-            safetensors.torch.save_file(
-                {key: value.detach().cpu().contiguous() for key, value in values.items()}, partial / name
-            )
-        for name, document in documents.items():
-            (partial / name).write_text(json.dumps(document, indent=2) + "\n")
-        for path in partial.iterdir():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-        shutil.rmtree(folder, ignore_errors=True)
-        partial.rename(folder)
-    except (OSError, safetensors.SafetensorError) as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise ValueError(
-            f"{folder} could not be written ({error}). Free some disk space or choose another folder; what was saved before "
-            "is untouched."
-        ) from error
-
-
-def write_text(path: Path, text: str) -> None:
-    """A small file that appears whole or not at all."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text)
-    partial.replace(path)
-
-
-def remove(folder: Path) -> None:
-    """Renames first, so that a folder is never half there under its own name."""
-    doomed = folder if folder.suffix == ".partial" else folder.rename(folder.with_name(folder.name + ".partial"))
-    shutil.rmtree(doomed, ignore_errors=True)
+LONGEST_NAME = 1000  # of a step's folder, in the file `best`
+SMALL_PARTS = 2**24  # numbers that a head may make beside its tensors, such as angles and maps of the vocabulary
 
 
 def save(
@@ -91,7 +51,7 @@ def save(
             "transformers": transformers.__version__,
         },
     }
-    write_folder(
+    files.write_folder(
         folder,
         tensors={"drafter.safetensors": drafter.state_dict()},
         documents={"drafter.json": document, **(extra or {})},
@@ -112,10 +72,7 @@ def read_json(path: Path, *, what: str = CHECKPOINT) -> dict:
     """Raises ValueError, with what to do, for a missing or broken file; `what` ought to be there."""
     if not path.exists():
         raise ValueError(f"{path} does not exist. {what}.")
-    try:
-        return json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not valid JSON ({error}): take another copy of it.") from error
+    return untrusted.read_json(path)
 
 
 def resolve(folder: str | Path) -> Path:
@@ -123,7 +80,10 @@ def resolve(folder: str | Path) -> Path:
     folder = Path(folder)
     if not (folder / "drafter.json").exists() and (folder / "best").is_file():
         folder = folder / "best"
-    return folder.parent / folder.read_text().strip() if folder.is_file() else folder
+    if not folder.is_file():
+        return folder
+    with folder.open(errors="replace") as best:
+        return untrusted.inside(folder.parent, best.read(LONGEST_NAME).strip())
 
 
 def drafter_class(path: str) -> type[Head]:
@@ -143,15 +103,6 @@ def drafter_class(path: str) -> type[Head]:
     return found
 
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    try:
-        return safetensors.torch.load_file(path)
-    except (OSError, safetensors.SafetensorError) as error:
-        raise ValueError(
-            f"{path} is missing, truncated or damaged ({error}). Take another copy of it, or another checkpoint of the run."
-        ) from error
-
-
 def build(spec: dict, tensors: dict[str, Tensor], target: Target, *, dtype: torch.dtype | None = None) -> Head:
     """A drafter with these tensors, on the target's device and in its dtype unless another is given; spec as in `save`.
 
@@ -159,7 +110,13 @@ def build(spec: dict, tensors: dict[str, Tensor], target: Target, *, dtype: torc
     """
     arguments = {key: value for key, value in spec.items() if key != "_target_" and key not in RECORDED}
     found = drafter_class(str(spec.get("_target_")))
-    drafter = found(target, vocab=tensors.get("draft_to_target"), **arguments)
+    if arguments.get("model") is not None:
+        raise ValueError(
+            f"drafter.json names another model, {arguments['model']}: checkpoints hold all of their weights."
+        )
+    given = sum(value.numel() for value in tensors.values()) + target.vocab_size * target.width
+    with untrusted.Allowance(4 * given + SMALL_PARTS):
+        drafter = found(target, vocab=tensors.get("draft_to_target"), **arguments)
     drafter.load_state_dict(tensors)
     return drafter.to(device=target.device, dtype=dtype or target.dtype)
 
@@ -189,18 +146,21 @@ def load_proposer(target: Target, *, checkpoint: str, decode: dict) -> Proposer:
 
 
 def _read(folder: Path, target: Target, dtype: torch.dtype | None) -> tuple[Head, dict]:
-    document = read_json(folder / "drafter.json")
-    tensors = read_tensors(folder / "drafter.safetensors")
+    document = read_json(untrusted.inside(folder, "drafter.json"))
+    tensors = read_tensors(untrusted.inside(folder, "drafter.safetensors"))
     _check_target(folder, document, target)
     check_unadapted(target)
     try:
         drafter = build(document, tensors, target, dtype=dtype)
-    except (RuntimeError, TypeError) as error:
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from error
+    except Exception as error:  # with sizes from a file, a constructor may fail in any way
         raise ValueError(f"{folder}: drafter.json and drafter.safetensors do not fit together: {error}") from error
-    if drafter.target_layers != tuple(document["reads_layers"]):
+    if list(drafter.target_layers) != document.get("reads_layers"):
         raise ValueError(
-            f"{folder}: trained on target layers {document['reads_layers']}, not {list(drafter.target_layers)}."
+            f"{folder}: trained on target layers {document.get('reads_layers')}, not {list(drafter.target_layers)}."
         )
+    files.check(folder / "drafter.json", folder / "drafter.safetensors")  # last: other refusals say more
     return drafter, document
 
 

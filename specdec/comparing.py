@@ -132,7 +132,7 @@ def decode_batches(
 
     All groups have the same size, and what is compiled is compiled for that size.
     """
-    runners = {method.baseline: Runner(method.drafting.compile) for method in methods}
+    runners = {method.baseline: method.drafting.runner() for method in methods}
     decoders = make_decoders(methods, sampling, stop, runners)
     decode_in_turn(decoders, groups[0], turn=0, seed=0, max_new_tokens=min(8, max_new_tokens))
     return [

@@ -8,6 +8,7 @@ weights of linear layers are reordered once into oneDNN's blocked layout, and se
 import contextlib
 import functools
 import time
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -16,10 +17,14 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from specdec import cuda_graph
+
 LINEAR = {torch.ops.aten.mm.default: (None, 0, 1), torch.ops.aten.addmm.default: (0, 1, 2)}  # bias, input, weight.T
 # The kernels between the products are too small for several threads; C++ around them saves a third of the overhead.
 # Asserts of sizes are not needed: Runner compares shapes and strides itself, and packed weights have none.
 CPU_OPTIONS = {"cpp.threads": 1, "cpp_wrapper": True, "size_asserts": False}
+
+MOST_GRAPHS = 32  # CUDA graphs that a runner keeps; each holds its own memory
 
 torch.library.define("specdec::packed_linear", "(Tensor input, Tensor weight) -> Tensor")
 
@@ -170,12 +175,19 @@ class Runner:
 
     A compiled function is looked up by its name and shapes. So one name must always stand for one function, and what it
     reads besides its arguments, such as a model, must not change. `seconds`: time spent on tracing and compiling.
+    cuda_graphs: whether `whole` captures CUDA graphs
     """
 
-    def __init__(self, compile: bool = False):
-        self.compile, self.seconds = compile, 0.0
+    def __init__(self, compile: bool = False, *, cuda_graphs: bool = False):
+        self.compile, self.cuda_graphs, self.seconds = compile, cuda_graphs, 0.0
+        self.graphs: dict[tuple, cuda_graph.Replay] = {}
         self.known: dict[tuple, Callable | list[Callable]] = {}
         self.packed: dict[tuple[int, ...], Tensor] = {}  # by the addresses of the weights
+
+    @property
+    def by_shape(self) -> bool:
+        """Whether a new shape costs time, so that few should occur."""
+        return self.compile or self.cuda_graphs
 
     def __call__(self, name: object, function: Callable, *inputs: Tensor):
         """function(*inputs), whose result is a tensor or a flat tuple of tensors"""
@@ -188,6 +200,39 @@ class Runner:
                 self.known[key] = bound = graph.bind(graph.captured, self.packed)
                 return bound(*inputs)  # the first call loads code and fills caches
         return self.known[key](*inputs)  # type: ignore[operator]
+
+    def whole(
+        self,
+        name: object,
+        function: Callable[..., tuple[Tensor, ...]],
+        inputs: Sequence[Tensor],
+        memory: Sequence[Tensor],
+    ) -> tuple[Tensor, ...]:
+        """function(*inputs), from a CUDA graph of it if those are wanted. The function may itself call this runner.
+
+        memory: tensors that it reads or writes in place besides its inputs, such as a cache's K and V. The graph is for
+        these tensors only, so another cache needs another graph.
+        Where a graph cannot be captured, one warning says so, and there are none from then on.
+        """
+        if not self.cuda_graphs:
+            return function(*inputs)
+        places = tuple((tensor.data_ptr(), tensor.shape) for tensor in memory)
+        key = (name, places, *(tensor.shape for tensor in inputs))
+        if key not in self.graphs:
+            compiling, start = self.seconds, time.perf_counter()
+            try:
+                self.graphs[key] = cuda_graph.capture(function, inputs)
+            except RuntimeError as error:
+                self.cuda_graphs = False
+                warnings.warn(
+                    f"No CUDA graphs, passes are started one by one: {str(error).splitlines()[0]}", stacklevel=2
+                )
+                return function(*inputs)
+            finally:
+                self.seconds = compiling + time.perf_counter() - start
+            if len(self.graphs) > MOST_GRAPHS:
+                del self.graphs[next(iter(self.graphs))]
+        return self.graphs[key](*inputs)
 
     @contextlib.contextmanager
     def _counted(self):

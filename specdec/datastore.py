@@ -22,6 +22,8 @@ from pathlib import Path
 import numpy
 import transformers
 
+from specdec import untrusted
+
 SEPARATOR = -1
 ADVICE = "A datastore is a folder that specdec.datastore.write made"
 
@@ -127,12 +129,13 @@ def read(folder: Path, tokenizer_fingerprint: str) -> Datastore:
     if not (folder / "datastore.json").is_file():
         raise ValueError(f"datastore={folder} is not a datastore: it has no datastore.json. {ADVICE}.")
     try:
-        document = json.loads((folder / "datastore.json").read_text())
+        document = untrusted.read_json(untrusted.inside(folder, "datastore.json"))
         made_with = document["tokenizer_fingerprint"]
         length, num_tokens, num_texts = (int(document[key]) for key in ("length", "num_tokens", "num_texts"))
-        tokens = numpy.load(folder / "tokens.npy", mmap_mode="r")
-        suffixes = numpy.load(folder / "suffixes.npy", mmap_mode="r")
-    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+        tokens, suffixes = (
+            untrusted.read_array(untrusted.inside(folder, name)) for name in ("tokens.npy", "suffixes.npy")
+        )
+    except (OSError, EOFError, ValueError, KeyError, TypeError, OverflowError) as error:
         raise ValueError(
             f"datastore={folder} is damaged or not whole ({type(error).__name__}: {error}): take another copy "
             "of it, or make it again."

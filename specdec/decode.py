@@ -222,7 +222,7 @@ class Decoder:
         if self.proposer is None:
             return root(newest)
         tree = self.proposer.propose(self.sampling, generator)
-        return tree.rounded(self.proposer.depth) if self.runner.compile and self.proposer.varies else tree
+        return tree.rounded(self.proposer.depth) if self.runner.by_shape and self.proposer.varies else tree
 
     def _prefill(
         self, padded: Tensor, num: Tensor, cache: RowCache, marks: Tensor | None, draws: rules.Draws

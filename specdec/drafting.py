@@ -3,6 +3,7 @@
 from dataclasses import dataclass, fields
 
 from specdec import rules
+from specdec.compile import Runner
 from specdec.decode import Decoder
 from specdec.drafter import Drafter, Head
 from specdec.proposers.base import Proposer
@@ -23,6 +24,7 @@ class Drafting:
     children: how the children of a tree's node are made, see HeadProposer; stopping: arguments of Stopping
     rule, lossy: the acceptance rule, see Decoder
     compile: whether the target's passes and the drafter's steps are compiled for the shapes that occur
+    cuda_graphs: whether the target's passes are captured as CUDA graphs (on a GPU, at temperature 0), compiled or not
 
     Raises ValueError for an unknown value of `children` or `rule`, an unknown key of `stopping`, and a lossy rule without
     lossy=True.
@@ -36,6 +38,7 @@ class Drafting:
     rule: str = "token"
     lossy: bool = False
     compile: bool = False
+    cuda_graphs: bool = False
 
     def __post_init__(self):
         check_children(self.children)
@@ -47,6 +50,10 @@ class Drafting:
     @property
     def shape(self) -> TreeShape:
         return TreeShape(self.depth, self.width, self.depth * self.width if self.nodes is None else self.nodes)
+
+    def runner(self) -> Runner:
+        """What runs the target's passes; decoders of one target can share it."""
+        return Runner(self.compile, cuda_graphs=self.cuda_graphs)
 
     def proposer(self, drafter: Head) -> Proposer:
         """The proposer that drafts with a trained head. A target that was trained to guess ahead of itself

@@ -1,12 +1,12 @@
 """Figures over prompts, and their 95 % bootstrap intervals (docs/figures.md)."""
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
 
-from specdec.measurement import PromptResult
+from specdec.measurement import PromptReplay, PromptResult
 
 TAU = "tokens emitted per target pass of a round, bonus or correction token counted; the prompt's own pass is no round"
 RESAMPLES = 1000
@@ -18,7 +18,7 @@ def tau(results: list[PromptResult]) -> float:
     return sum(result.num_emitted for result in results) / rounds if rounds else float("nan")
 
 
-def replayed_tau(results: list[PromptResult]) -> float:
+def replayed_tau(results: Sequence[PromptResult | PromptReplay]) -> float:
     """tau by replay along the plain answers; nan without a round."""
     rounds = sum(result.replayed_rounds for result in results)
     return 1 + sum(sum(result.replayed_accepted) for result in results) / rounds if rounds else float("nan")
@@ -35,7 +35,7 @@ def speedup(results: list[PromptResult]) -> float:
     return rate(results, "drafted") / rate(results, "plain")
 
 
-def interval(items: list, statistic: Callable[[list], float], seed: int) -> list[float]:
+def interval(items: Sequence, statistic: Callable[[list], float], seed: int) -> list[float]:
     """95 % percentile bootstrap over `items`, which are prompts: tokens of one prompt are strongly correlated."""
     generator = torch.Generator().manual_seed(seed)
     draws = torch.randint(len(items), (RESAMPLES, len(items)), generator=generator).tolist()

@@ -138,7 +138,7 @@ class Speculative:
         with torch.random.fork_rng(devices=[]):  # new weights draw random numbers before those of the file replace them
             drafter = checkpoint.load(folder, target)
         drafting = self._decode or Drafting(min(2, drafter.depth or 2))
-        self._loaded = _Loaded(weights, model, target, drafting, drafting.proposer(drafter), Runner(drafting.compile))
+        self._loaded = _Loaded(weights, model, target, drafting, drafting.proposer(drafter), drafting.runner())
         return self._loaded
 
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import torch
 
 from specdec import replay
-from specdec.compile import Runner
 from specdec.decode import Decoder, Generation
 from specdec.drafter import Drafter, Head
 from specdec.drafting import Drafting
@@ -21,6 +20,15 @@ class Prompt:
     id: str
     category: str
     tokens: list[int]
+
+
+@dataclass(frozen=True)
+class PromptReplay:
+    """One prompt, replayed along an answer that the target wrote."""
+
+    prompt: Prompt
+    replayed_rounds: float  # expected rounds of drafting along the answer
+    replayed_accepted: list[float]  # [K] expected rounds that accept at least d drafts
 
 
 @dataclass(frozen=True)
@@ -56,6 +64,7 @@ def measure(
     stop: set[int],
     seed: int,
     batch: int = 1,
+    numbers: list[int] | None = None,
     progress: Callable[[list], Iterable] = iter,
 ) -> list[PromptResult]:
     """Decodes each prompt plainly and with drafts, one after the other and in alternating order, after a warm-up.
@@ -63,11 +72,13 @@ def measure(
     The time of compiling is not counted. The proposer first forgets what it learned from earlier batches.
     replayed: the drafter to replay along the plain answers, if replay applies to these settings
     batch: prompts decoded at once; rates are then those of the batch, divided equally
+    numbers: of the groups of prompts that are decoded at once, for random numbers and the order; None: 0, 1, 2 ..
+    progress: what the groups are taken from; it may end early
     Raises ValueError for a batch below 1.
     """
     if batch < 1:
         raise ValueError(f"batch={batch} must be at least 1.")
-    runner = Runner(drafting.compile)
+    runner = drafting.runner()
     decoders = {
         "drafted": drafting.decoder(target, proposer, sampling=sampling, stop=stop, runner=runner),
         "plain": Decoder(target, None, sampling=sampling, stop=stop, runner=runner),
@@ -80,9 +91,10 @@ def measure(
         decoders[name].generate([prompts[0].tokens], min(8, max_new_tokens), generator=generator)
     proposer.forget()
 
-    def decode(decoder: Decoder) -> Callable[[int], list[Generation]]:
-        def decode_group(number: int) -> list[Generation]:
-            tokens = [prompt.tokens for prompt in groups[number]]
+    def decode(decoder: Decoder) -> Callable[[tuple[int, list[Prompt]]], list[Generation]]:
+        def decode_group(job: tuple[int, list[Prompt]]) -> list[Generation]:
+            number, group = job
+            tokens = [prompt.tokens for prompt in group]
             generator = seeded_generator(target, seed + number)
             return decoder.generate(tokens, max_new_tokens, generator=generator).split()
 
@@ -91,8 +103,8 @@ def measure(
     replays = isinstance(replayed, Drafter) and drafting.replayable(replayed, sampling)
     functions = {name: decode(decoder) for name, decoder in decoders.items()}
     results = []
-    for number, group in enumerate(progress(groups)):
-        generations = interleave(functions, number, number)
+    for number, group in zip(numbers or range(len(groups)), progress(groups)):
+        generations = interleave(functions, (number, group), number)
         for prompt, plain, drafted in zip(group, generations["plain"], generations["drafted"]):
             results.append(
                 compare(

@@ -8,8 +8,10 @@ is certain, and tau is that of the decoder exactly.
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from specdec.drafter import Drafter
+from specdec.target import TargetOutput
 from specdec.unroll import unroll
 from specdec.unroll_plan import plan
 
@@ -50,35 +52,65 @@ def tau(accept: Tensor) -> float:
     return (num_tokens - 1) / rounds(accept)[0] if num_tokens > 1 else float("nan")
 
 
-@torch.no_grad()
 def acceptance(drafter: Drafter, prompt: list[int], answer: list[int], *, depth: int, temperature: float) -> Tensor:
     """accept [K, n] for `rounds`, where the target wrote `answer` (n tokens) to `prompt` at this temperature."""
+    return acceptances(drafter, [(prompt, answer)], depth=depth, temperature=temperature)[0]
+
+
+def pad(texts: list[tuple[list[int], list[int]]]) -> Tensor:
+    """Prompts and their answers -> [B, T], with zeros behind the short ones"""
+    return pad_sequence([torch.tensor(prompt + answer) for prompt, answer in texts], batch_first=True)
+
+
+def read(drafter: Drafter, texts: list[tuple[list[int], list[int]]]) -> TargetOutput:
+    """The target's states for a batch of prompts and their answers, as the drafter reads them."""
+    return drafter.target.read(pad(texts).to(drafter.target.device), drafter.target_layers)
+
+
+@torch.no_grad()
+def acceptances(
+    drafter: Drafter,
+    texts: list[tuple[list[int], list[int]]],
+    *,
+    depth: int,
+    temperature: float,
+    output: TargetOutput | None = None,
+) -> list[Tensor]:
+    """`acceptance` of several prompts and their answers in one batch.
+
+    output: what `read` gave for these texts; only its features are needed at temperature 0. None: it is read here
+    """
     target = drafter.target
-    text = torch.tensor([prompt + answer])  # [1, T]
-    length, num = text.shape[1], len(answer)
-    tokens = text.to(target.device)
-    output = target.read(tokens, drafter.target_layers)
-    positions = torch.arange(length)[None]
-    goals = positions > len(prompt)  # the first token of an answer is not drafted
-    steps = plan(drafter, torch.zeros_like(text), positions, goals, depth=depth).to(target.device)
+    output = output or read(drafter, texts)
+    padded = pad(texts)
+    begins = torch.tensor([[len(prompt)] for prompt, _ in texts])  # [B, 1]
+    lengths = torch.tensor([[len(prompt) + len(answer)] for prompt, answer in texts])
+    positions = torch.arange(padded.shape[1]).expand_as(padded)
+    goals = (positions > begins) & (positions < lengths)  # the first token of an answer is not drafted
+    documents = torch.where(positions < lengths, 0, -1)
+    steps = plan(drafter, documents, positions, goals, depth=depth).to(target.device)
+    tokens, begins = padded.to(target.device), begins.to(target.device)
     unrolled = unroll(drafter, tokens, output.features, steps)
-    # [K, n]: the guess of depth d for a token belongs to the round that began d - 1 tokens before
-    accept = torch.zeros(depth, num + 1, dtype=torch.float64, device=target.device)
+    # [B, K, T + 1]: the guess of depth d for a token belongs to the round that began d - 1 tokens before. The last entry is
+    # for guesses of rounds that begin before the answer's first token.
+    num_rows, length = padded.shape
+    accept = torch.zeros(num_rows, depth, length + 1, dtype=torch.float64, device=target.device)
     for part in steps.parts(CHUNK):
-        position = steps.goals[part.goals, 1]  # [M]
-        truth = target.logits(output.final[0, position - 1]) if temperature > 0 else None  # [M, V]
+        row, position = steps.goals[part.goals].unbind(1)  # [M] each
+        truth = target.logits(output.final[row, position - 1]) if temperature > 0 else None  # [M, V]
         for d, step in enumerate(steps.steps, start=1):
             numbers = step.goals[part.steps[d - 1]]
+            row, position = steps.goals[numbers].unbind(1)
             chances = _chances(
                 drafter,
                 drafter.logits(d, unrolled.at(unrolled.readouts, d, part)),
-                tokens[0, steps.goals[numbers, 1]],
+                tokens[row, position],
                 None if truth is None else truth[numbers - part.goals.start],
                 temperature,
             )
-            start = steps.goals[numbers, 1] - len(prompt) - d + 1  # tokens of the answer that existed then
-            accept[d - 1, torch.where(start >= 1, start, num)] = chances.to(accept.dtype)
-    return accept[:, :num].cpu()
+            start = position - begins[row, 0] - d + 1  # tokens of the answer that existed then
+            accept[row, d - 1, torch.where(start >= 1, start, -1)] = chances.to(accept.dtype)
+    return [values[:, : len(answer)] for values, (_, answer) in zip(accept.cpu(), texts)]
 
 
 def _chances(drafter: Drafter, logits: Tensor, token: Tensor, truth: Tensor | None, temperature: float) -> Tensor:

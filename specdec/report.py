@@ -1,19 +1,24 @@
 """What a measurement says: tau, speed and losslessness, overall and by category, as a record and as JSON."""
 
 import math
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Sequence
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from typing import Any
 
 from specdec import figures
 from specdec.decode import STAGES
-from specdec.measurement import PromptResult
+from specdec.measurement import PromptReplay, PromptResult
 
 ONLY_IF_KNOWN = (
+    "replayed_prompts",
     "replayed_tau",
     "replayed_tau_ci",
+    "replayed_survival",
     "by_category",
     "shape",
     "step",
     "training",
+    "ema",
     "experts",
 )  # not in JSON if empty
 
@@ -32,32 +37,43 @@ class Training:
 
 @dataclass(frozen=True)
 class Report:
-    """Figures of drafting on a set of prompts (docs/figures.md). `*_ci` are 95 % bootstrap intervals over prompts."""
+    """Figures of drafting on a set of prompts (docs/figures.md). `*_ci` are 95 % bootstrap intervals over prompts.
+
+    What is counted or timed by decoding is None where nothing was decoded.
+    """
 
     temperature: float
-    num_prompts: int
+    num_prompts: int  # decoded ones
     num_rounds: int
-    tau: float
-    tau_ci: list[float]
-    survival: list[float]  # [K] share of rounds that accept at least d drafts
-    acceptance: list[float]  # [K] the same, of the rounds that accept d - 1
-    tokens_per_second: float
-    tokens_per_second_ci: list[float]
-    baseline_tokens_per_second: float
-    speedup: float
-    speedup_ci: list[float]
-    ms_per_round: dict[str, float]  # by decode.STAGES
+    tau: float | None
+    tau_ci: list[float] | None
+    survival: list[float] | None  # [K] share of rounds that accept at least d drafts
+    acceptance: list[float] | None  # [K] the same, of the rounds that accept d - 1
+    tokens_per_second: float | None
+    tokens_per_second_ci: list[float] | None
+    baseline_tokens_per_second: float | None
+    speedup: float | None
+    speedup_ci: list[float] | None
+    ms_per_round: dict[str, float] | None  # by decode.STAGES
     adapted_target: bool = False  # whether outputs are those of a target that the head has changed
     lossy: bool = False  # whether the acceptance rule changes the law of the answers
     identical_outputs: float | None = None  # share of the answers that equal plain decoding; None at temperature > 0
     largest_gap_at_difference: float | None = None  # the largest top-2 logit gap where a greedy answer differs
-    replayed_tau: float | None = None  # None where replay does not apply
+    replayed_prompts: int | None = None  # None where replay does not apply
+    replayed_tau: float | None = None
     replayed_tau_ci: list[float] | None = None
+    replayed_survival: list[float] | None = None  # [K]
     by_category: dict[str, "Report"] = field(default_factory=dict)
     shape: str | None = None  # of a validation: the chain or tree
     step: int | None = None  # of a validation
     training: Training | None = None  # of a validation
+    ema: dict | None = None  # of a validation with train.ema: the weights kept, and replayed tau of both
     experts: list[int] | None = None  # of a validation whose target is a mixture: experts of a layer, those of a token
+
+    @property
+    def decoded(self) -> bool:
+        """Whether prompts were decoded; if not, all figures are by replay."""
+        return self.tau is not None
 
     def to_json(self) -> dict:
         """A document for json.dump; `from_json` reads it."""
@@ -98,9 +114,8 @@ def summarise(
     reached = [sum(a >= d for result in results for a in result.drafted.accepted[0]) for d in range(1, depth + 1)]
     survival = [count / rounds if rounds else math.nan for count in reached]
     before = [1.0, *survival[:-1]]
-    replayed = all(result.replayed_accepted for result in results)
     gaps = [result.gap for result in results if result.gap is not None]
-    return Report(
+    report = Report(
         temperature=temperature,
         adapted_target=adapted,
         lossy=lossy,
@@ -120,8 +135,28 @@ def summarise(
         },
         identical_outputs=None if temperature > 0 else 1 - len(gaps) / len(results),
         largest_gap_at_difference=None if temperature > 0 else max(gaps, default=None),
-        replayed_tau=figures.replayed_tau(results) if replayed else None,
-        replayed_tau_ci=figures.interval(results, figures.replayed_tau, seed) if replayed else None,
+    )
+    replayed = all(result.replayed_accepted for result in results)
+    return with_replays(report, results, seed=seed) if replayed else report
+
+
+def undecoded(temperature: float) -> Report:
+    """The report of a validation that replays only, before `with_replays`."""
+    decoded = (item.name for item in fields(Report) if item.default is MISSING and item.default_factory is MISSING)
+    values: dict[str, Any] = {**dict.fromkeys(decoded), "temperature": temperature, "num_prompts": 0, "num_rounds": 0}
+    return Report(**values)
+
+
+def with_replays(report: Report, replays: Sequence[PromptResult | PromptReplay], *, seed: int = 0) -> Report:
+    """The report with the figures of replay. These may be over more prompts than were decoded."""
+    rounds = sum(each.replayed_rounds for each in replays)
+    reached = [sum(counts) for counts in zip(*(each.replayed_accepted for each in replays))]
+    return replace(
+        report,
+        replayed_prompts=len(replays),
+        replayed_tau=figures.replayed_tau(replays),
+        replayed_tau_ci=figures.interval(replays, figures.replayed_tau, seed),
+        replayed_survival=[count / rounds if rounds else math.nan for count in reached],
     )
 
 
@@ -136,7 +171,7 @@ def summarise_by_category(results: list[PromptResult], **settings) -> Report:
 
 
 def verdict(report: Report) -> str:
-    """One sentence on losslessness."""
+    """One sentence on losslessness, of a report with decoded answers."""
     adapted = "; outputs are those of the adapted target, not of the original one" if report.adapted_target else ""
     if report.lossy:
         return (

@@ -70,7 +70,7 @@ class Provenance:
     def read(
         cls, folder: Path, *, target: Target, license: str, data: str | None, num_drafts: int | None
     ) -> "Provenance":
-        """From a checkpoint's folder. num_drafts: None: the fastest number by its own validation, if that decoded a chain."""
+        """From a checkpoint's folder. num_drafts: None: the fastest number by its own validation, if that decoded a chain, or 3."""
         document = checkpoint.read_json(folder / "drafter.json")
         figures, served = (
             checkpoint.read_json(folder / name) if (folder / name).exists() else None
@@ -79,8 +79,9 @@ class Provenance:
         if not all(set(SERVED_FIELDS) <= set(entry) for entry in (served or {}).values()):
             raise ValueError(f"{folder / SERVED} is not a record of served figures: delete it.")
         report = Report.from_json(figures, source=str(folder / "report.json")) if figures else None
-        chain = report is not None and (report.shape is None or report.shape.startswith("chain"))
-        num = num_drafts or (best_chain(report) if report is not None and chain else 3)
+        decoded = report if report is not None and report.decoded else None
+        chain = decoded is not None and (decoded.shape is None or decoded.shape.startswith("chain"))
+        num = num_drafts or (best_chain(decoded) if decoded is not None and chain else 3)
         name = f"{folder.parent.name}/{folder.name}"
         data = data or "not recorded"
         return cls(name, document, target.name, target.fingerprint(), report, served or {}, data, license, num)
@@ -219,12 +220,14 @@ def card(form: Form, provenance: Provenance, out: str, dtype: torch.dtype) -> st
 def _expected(report: Report | None, served: dict) -> str:
     lines = ["| measured by | setting | tau |\n|---|---|---|"]
     if report:
-        low, high = report.tau_ci
-        shape = report.shape or f"chain of {len(report.survival)}"
-        lines.append(
-            f"| specdec, validation | {report.num_prompts} prompts, temperature {report.temperature:g}, "
-            f"{shape} | {report.tau:.2f} ({low:.2f} .. {high:.2f}) |"
-        )
+        decoded = (report.num_prompts, report.tau, report.tau_ci)
+        replayed = (report.replayed_prompts, report.replayed_tau, report.replayed_tau_ci)
+        few = report.num_prompts < (report.replayed_prompts or 0)  # decoded in the time that validation had, if any
+        num, tau, interval = replayed if few else decoded
+        assert tau is not None and interval is not None
+        shape = report.shape or f"chain of {len(report.survival or [])}"
+        setting = f"{num} prompts, temperature {report.temperature:g}, {shape}{', by replay' if few else ''}"
+        lines.append(f"| specdec, validation | {setting} | {tau:.2f} ({interval[0]:.2f} .. {interval[1]:.2f}) |")
     for engine, entry in served.items():
         num, prompts, tau, served_tau = (entry[key] for key in ("num_prompts", "prompts", "tau", "served_tau"))
         setting = f"{num} prompts of {prompts}, temperature 0, chain of {entry['num_drafts']}, {entry['dtype']}"

@@ -72,7 +72,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, seen: Seen, *own: Tensor) 
     """
     if isinstance(seen, Tensor):
         own_key, own_value = _join(own, query)
-        shared = [_dense(*row, mask[0]) for *row, mask in zip(query, key, value, seen)]
+        shared = [_dense(q, k, v, mask[0]) for q, k, v, mask in zip(query, key, value, seen)]
         out, log_sum = (torch.stack(part) for part in zip(*shared))
         return _add_own(query, out, log_sum, own_key, own_value)[0]
     return _Attention.apply(query, key, value, seen, *own)
@@ -82,13 +82,12 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query, key, value, seen, *own):
         own_key, own_value = _join(own, query)
-        with torch.autocast(query.device.type, enabled=False):
-            out = torch.zeros_like(query)
-            log_sum = out.new_full((*query.shape[:-1], 1), float("-inf"), dtype=_exact(query))
-            for row, slots, keys, mask in _chunks(query, key, seen):
-                parts = query[row][:, :, slots], key[row][:, keys], value[row][:, keys]
-                out[row][:, :, slots], log_sum[row][:, :, slots] = _common(*parts, mask)
-            out, log_sum = _add_own(query, out, log_sum, own_key, own_value)
+        out = torch.zeros_like(query)
+        log_sum = out.new_full((*query.shape[:-1], 1), float("-inf"), dtype=_exact(query))
+        for row, slots, keys, mask in _chunks(query, key, seen):
+            parts = query[row][:, :, slots], key[row][:, keys], value[row][:, keys]
+            out[row][:, :, slots], log_sum[row][:, :, slots] = _common(*parts, mask)
+        out, log_sum = _add_own(query, out, log_sum, own_key, own_value)
         ctx.save_for_backward(query, key, value, out, log_sum, *own)
         ctx.seen = seen
         return out
@@ -99,8 +98,8 @@ class _Attention(torch.autograd.Function):
         grad_query, *grad_own = _own_backward(grad, query, out, log_sum, own)
         grad_key, grad_value = (torch.zeros_like(each, dtype=_exact(each)) for each in (key, value))
         for row, slots, keys, mask in _chunks(query, key, ctx.seen):
-            part = (each[row][:, :, slots] for each in (grad, query, out, log_sum))
-            some = _common_backward(*part, key[row][:, keys], value[row][:, keys], mask)
+            given, q, o, total = (each[row][:, :, slots] for each in (grad, query, out, log_sum))
+            some = _common_backward(given, q, o, total, key[row][:, keys], value[row][:, keys], mask)
             grad_query[row][:, :, slots] += some[0]
             grad_key[row][:, keys] += some[1]
             grad_value[row][:, keys] += some[2]

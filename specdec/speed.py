@@ -93,12 +93,13 @@ def predict(tau: float, stages: dict[str, float], plain: dict[str, float]) -> fl
 
 
 def best_chain(report: Report) -> int:
-    """The chain length with the highest predicted speedup, up to the length that the report measured.
+    """The chain length with the highest predicted speedup, up to the length that the report measured by decoding.
 
     Assumes that a step of drafting costs the same at every depth, and so does each draft in the target's pass, or in that
     of a mixture each further expert (experts.growth).
     """
-    survival, stages = report.survival, report.ms_per_round
+    survival, stages = report.replayed_survival or report.survival, report.ms_per_round  # of replay: over more prompts
+    assert survival is not None and stages is not None and report.baseline_tokens_per_second is not None
     depth, plain = len(survival), 1e3 / report.baseline_tokens_per_second
     experts = None if report.experts is None else Experts(*report.experts)
 

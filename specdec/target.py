@@ -37,12 +37,21 @@ class Target:
     k layers, `num_layers` (or -1) the state after the final norm, which the LM head reads.
     """
 
-    def __init__(self, model: PreTrainedModel, *, name: str, quantisation: str | None = None):
-        """quantisation: how the checkpoint is quantised, if that is not in the model's configuration"""
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        name: str,
+        quantisation: str | None = None,
+        trust_remote_code: bool = False,
+    ):
+        """quantisation: how the checkpoint is quantised, if that is not in the model's configuration
+        trust_remote_code: whether the user allowed code that comes with the model, which its tokenizer may have too
+        """
         self.config = config = model.config.get_text_config(decoder=True)
         check_supported(config, name)
         self.model = model.eval().requires_grad_(False)
-        self.name = name
+        self.name, self.trust_remote_code = name, trust_remote_code
         self.decoder = target_structure.find_decoder(model)
         self.embed = cast(nn.Embedding, model.get_input_embeddings())
         self.lm_head = cast(nn.Linear, model.get_output_embeddings())
@@ -59,13 +68,23 @@ class Target:
         self._check_logits()
 
     @classmethod
-    def load(cls, name: str, *, dtype: str = "bfloat16", device="cpu", revision: str | None = None) -> "Target":
+    def load(
+        cls,
+        name: str,
+        *,
+        dtype: str = "bfloat16",
+        device="cpu",
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+    ) -> "Target":
         """name: a folder, or a name on the Hugging Face Hub; device: a device, or "auto" (target_loading.py).
 
         Raises ValueError with what to do.
         """
-        model, quantisation = load_model(name, dtype=dtype, device=device, revision=revision)
-        return cls(model, name=name, quantisation=quantisation)
+        model, quantisation = load_model(
+            name, dtype=dtype, device=device, revision=revision, trust_remote_code=trust_remote_code
+        )
+        return cls(model, name=name, quantisation=quantisation, trust_remote_code=trust_remote_code)
 
     @property
     def device(self) -> torch.device:

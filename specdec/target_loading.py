@@ -20,6 +20,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.quantizers import AutoHfQuantizer
 from transformers.utils import is_accelerate_available
 
@@ -34,21 +35,24 @@ DEVICES = "Give cpu, cuda, a numbered one such as cuda:1, or auto (the layers sp
 
 
 def load_model(
-    name: str, *, dtype: str, device: str | torch.device, revision: str | None
+    name: str, *, dtype: str, device: str | torch.device, revision: str | None, trust_remote_code: bool = False
 ) -> tuple[PreTrainedModel, str | None]:
     """Each tensor goes from the file to its device; the host never holds a second copy of the weights.
 
     name: a folder, or a name on the Hugging Face Hub; dtype: one of DTYPES, for what is not quantised
+    trust_remote_code: whether code that the folder brings may run; it has all rights of the user
     device: a device; or "auto": the layers in equal shares over all accelerators, everything else on the first
     -> the model, and how its checkpoint is quantised (None: not). Raises ValueError with what to do.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype} must be one of {', '.join(DTYPES)}.")
     devices = find_devices(device)
-    config = load_config(name, revision=revision)
+    origin: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    config = load_config(name, **origin)
     check_supported(config.get_text_config(decoder=True), name)
     quantisation = quantisation_of(config)
-    text = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    own_class = _own_class(name, config, **origin)
+    text = own_class is not None or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
     factory, mapping = (
         (AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING)
         if text
@@ -57,11 +61,12 @@ def load_model(
     with_accelerate = is_accelerate_available()  # in the extra `train`
     if len(devices) > 1 and not with_accelerate:
         raise ValueError("device=auto needs the package accelerate: pip install 'specdec[train]', or give one device.")
-    places: Any = {"device_map": _device_map(factory, config, devices)} if with_accelerate else {}
+    places: Any = {"device_map": _device_map(factory, config, devices, trust_remote_code)} if with_accelerate else {}
+    model_class = own_class or cast(type[PreTrainedModel], mapping[type(config)])
     try:
         model, about = _read(
-            factory.from_pretrained, name, revision=revision, dtype=DTYPES[dtype], output_loading_info=True,
-            attn_implementation=attention.implementation(cast(type[PreTrainedModel], mapping[type(config)])), **places,
+            factory.from_pretrained, name, dtype=DTYPES[dtype], output_loading_info=True,
+            attn_implementation=attention.implementation(model_class), **origin, **places,
         )  # fmt: skip
         model = model if with_accelerate else model.to(devices[0])
     except torch.OutOfMemoryError as error:
@@ -81,22 +86,34 @@ def load_model(
     return model, quantisation
 
 
-def load_config(name: str, *, revision: str | None = None) -> PreTrainedConfig:
+def _own_class(
+    name: str, config: PreTrainedConfig, *, revision: str | None, trust_remote_code: bool
+) -> type[PreTrainedModel] | None:
+    """The class of a model whose folder brings its code, if that may run. Runs it."""
+    place = (config.to_dict().get("auto_map") or {}).get("AutoModelForCausalLM")
+    if not trust_remote_code or place is None:
+        return None
+    return get_class_from_dynamic_module(place, name, revision=revision)
+
+
+def load_config(name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedConfig:
     """The configuration of a model that may be a target. Raises ValueError with what to do."""
     fields, _ = _read(PreTrainedConfig.get_config_dict, name, revision=revision)
     kind = fields.get("model_type", "")
-    if kind and kind not in CONFIG_MAPPING:
+    own_code = fields.get("auto_map")
+    if kind and kind not in CONFIG_MAPPING and not own_code:
         raise ValueError(
-            f"{name}: transformers {transformers.__version__} does not know model_type={kind}. The model is newer, or "
-            f"brings its own code, which is not run here. {NEWER}"
+            f"{name}: transformers {transformers.__version__} does not know model_type={kind}. The model is newer. {NEWER}"
         )
-    config = _read(AutoConfig.from_pretrained, name, revision=revision)
+    config = _read(AutoConfig.from_pretrained, name, revision=revision, trust_remote_code=trust_remote_code)
     if config.to_dict().get("is_encoder_decoder"):
         raise ValueError(
             f"{name} is an encoder-decoder ({kind}); a target must be a causal language model (decoder only), "
             "such as one of the Llama, Qwen or Mistral family."
         )
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+    own_class = trust_remote_code and "AutoModelForCausalLM" in (own_code or {})
+    known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    if not own_class and not known:
         raise ValueError(
             f"{name} is a {kind} model, which does not write text token by token; choose a causal language model."
         )
@@ -108,9 +125,11 @@ def load_config(name: str, *, revision: str | None = None) -> PreTrainedConfig:
     return config
 
 
-def load_tokenizer(name: str, *, revision: str | None = None) -> transformers.PreTrainedTokenizerBase:
+def load_tokenizer(
+    name: str, *, revision: str | None = None, trust_remote_code: bool = False
+) -> transformers.PreTrainedTokenizerBase:
     """name: a folder, or a name on the Hugging Face Hub. Raises ValueError with what to do."""
-    return _read(AutoTokenizer.from_pretrained, name, revision=revision)
+    return _read(AutoTokenizer.from_pretrained, name, revision=revision, trust_remote_code=trust_remote_code)
 
 
 def spread(model: PreTrainedModel, num_layers: int, devices: list[torch.device]) -> dict[str, torch.device]:
@@ -144,11 +163,13 @@ def find_devices(device: str | torch.device) -> list[torch.device]:
         raise ValueError(f"device={device} cannot be used here ({_first_line(error)}). {DEVICES}.") from error
 
 
-def _device_map(factory, config: PreTrainedConfig, devices: list[torch.device]) -> dict[str, torch.device]:
+def _device_map(
+    factory, config: PreTrainedConfig, devices: list[torch.device], trust_remote_code: bool
+) -> dict[str, torch.device]:
     if len(devices) == 1:
         return {"": devices[0]}
     with torch.device("meta"):
-        skeleton = factory.from_config(config)
+        skeleton = factory.from_config(config, trust_remote_code=trust_remote_code)
     return spread(skeleton, config.get_text_config(decoder=True).num_hidden_layers, devices)
 
 
@@ -187,6 +208,11 @@ def _read(load: Callable, name: str, **kwargs):
             f"{name}: transformers {transformers.__version__} does not take its configuration ({reason}). {NEWER}"
         ) from error
     except (OSError, ValueError) as error:
+        if "trust_remote_code" in str(error):
+            raise ValueError(
+                f"{name} brings Python code of its own, which would run here with all your rights. Read it, and if you trust "
+                "it, give trust_remote_code=true; otherwise choose a target whose code is in transformers."
+            ) from error
         raise ValueError(
             f"{name} could not be loaded as a causal language model ({_first_line(error)}). Give a folder "
             "saved by save_pretrained (config.json, safetensors, tokenizer), or a Hub name with the network in reach."

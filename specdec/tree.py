@@ -42,9 +42,10 @@ class Tree:
         if self.linear:
             return masks.causal(num_nodes, self.parents.device).expand(num_rows, -1, -1)
         seen = torch.eye(num_nodes, dtype=torch.bool, device=self.parents.device).repeat(num_rows, 1, 1)
-        rows = torch.arange(num_rows, device=self.parents.device)
-        for node in range(1, num_nodes):
-            seen[:, node] |= seen[rows, self.parents[:, node]]
+        above = self.parents.clamp(min=0)  # [B, N] the node 1, 2, 4, .. places further up; the root above itself
+        for _ in range((num_nodes - 1).bit_length()):
+            seen = seen | seen.gather(1, above[..., None].expand_as(seen))
+            above = above.gather(1, above)
         return seen
 
     def rounded(self, depth: int) -> "Tree":

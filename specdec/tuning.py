@@ -75,13 +75,13 @@ class Tuner:
         sampling: Sampling,
         stop: set[int],
         max_new_tokens: int,
-        compile: bool,
+        runner: Runner,
         seed: int,
         progress: Callable[[list, str], Iterable],
     ):
         self.drafter, self.prompts, self.sampling, self.stop = drafter, prompts, sampling, stop
         self.max_new_tokens, self.seed, self.progress = max_new_tokens, seed, progress
-        self.runner = Runner(compile)
+        self.runner = runner
         self.plain = Decoder(drafter.target, None, sampling=sampling, stop=stop, runner=self.runner)
         self.decoders: dict[str, Decoder] = {}  # by name_of, kept because compiling takes long
 
@@ -201,7 +201,7 @@ class Choice:
     ) -> "Choice":
         """results, reports: of the verification, by the settings' names"""
         expected = max(settings, key=lambda setting: setting.predicted)
-        best = max(settings, key=lambda setting: reports[setting.name].speedup)
+        best = max(settings, key=lambda setting: reports[setting.name].speedup or 0.0)
         interval = rate_ratio_interval(results[expected.name], results[best.name])
         final = expected if interval[1] >= 1 else best
         return cls(expected, best, interval, final, reports[final.name])
@@ -220,6 +220,7 @@ class Choice:
                 if self.final == self.expected
                 else "The fastest measured one is chosen."
             )
+        assert self.report.speedup_ci is not None
         if self.report.speedup_ci[1] < 1:
             text += f" Plain decoding is faster than {self.final.name}: on this device, decode without this checkpoint."
         return text

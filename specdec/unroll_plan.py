@@ -39,7 +39,14 @@ class Step:
 
     def tensors(self) -> list[Tensor]:
         spans = [] if self.seen is None else [self.seen.first, self.seen.last]
-        return [self.reads, self.positions, self.goals, self.places, *spans, *([] if self.kept is None else [self.kept])]
+        return [
+            self.reads,
+            self.positions,
+            self.goals,
+            self.places,
+            *spans,
+            *([] if self.kept is None else [self.kept]),
+        ]
 
     def with_tensors(self, reads: Tensor, positions: Tensor, goals: Tensor, places: Tensor, *more: Tensor) -> "Step":
         seen = None if self.seen is None else self.seen.on(*more[:2])

@@ -11,7 +11,7 @@ from specdec.compile import Runner
 from specdec.compiled_target import CompiledTarget
 from specdec.sampling import Sampling, seen
 from specdec.target import Target, TargetOutput
-from specdec.tree import Tree
+from specdec.tree import PartialPass, Tree
 
 
 @dataclass(frozen=True)
@@ -62,35 +62,60 @@ class Verifier:
         assert linear or not self.target.recurrent, "Decoder refuses trees for such targets"
         cache.reserve(tree.tokens.shape[1])
 
-        def place(tokens, parents, lengths, skipped):
-            tree = Tree(tokens, parents, None, linear=linear)
-            ancestors = tree.ancestors()  # [B, N, N]
-            positions = (lengths + skipped)[:, None] + ancestors.sum(-1) - 1  # [B, N]
-            return positions, masks.pending(ancestors, lengths, cache.visible)
-
-        run = self.runner
+        run, done = self.runner, tree.done
         inputs = tree.tokens, tree.parents, cache.lengths, cache.skipped
-        positions, mask = run(("place", linear, cache.visible), place, *inputs)
-        output = self.compiled.read(
-            tree.tokens, self.hidden_states, positions=positions, mask=mask, cache=cache, done=tree.done
-        )
         if self.sampling.greedy and marks is None:
+            if done is None and self.capturable:
 
-            def greedy(final, tokens, parents):
-                choices = self.target.logits(final).argmax(-1)  # [B, N]
-                return *rules.greedy(Tree(tokens, parents, None, linear=linear), choices), choices
+                def whole(tokens, parents, lengths, skipped, slots):
+                    view = cache.over(cache.halves, lengths, slots=slots)
+                    return self._read_greedily(view, linear, None, tokens, parents, lengths, skipped)
 
-            path, num_kept, next_token, choices = run(
-                ("greedy", linear), greedy, output.final, tree.tokens, tree.parents
-            )
-            return Verdict(path, num_kept, next_token, output, choices, None)
+                outputs = run.whole(("verify", linear), whole, [*inputs, cache.slots], cache.halves)
+            else:
+                outputs = self._read_greedily(cache, linear, done, *inputs)
+            path, num_kept, next_token, choices, features, final = outputs
+            return Verdict(path, num_kept, next_token, TargetOutput(features, final), choices, None)
+        output = self._read(cache, linear, done, *inputs)
         logits = run("logits", self.target.logits, output.final)  # [B, N, V]
         if marks is not None:
             logits = self.sampling.penalise(logits, seen(tree, marks))
         if self.sampling.greedy:
             choices = logits.argmax(-1)
             return Verdict(*rules.greedy(tree, choices), output, choices, None)
-        choices = logits.argmax(-1) if self.choices else None
+        likely = logits.argmax(-1) if self.choices else None
         law = self.sampling.law(logits)
         kept = law.clone() if self.law else None  # the rule overwrites it
-        return Verdict(*self.rule(tree, law, draws), output, choices, kept)
+        return Verdict(*self.rule(tree, law, draws), output, likely, kept)
+
+    @property
+    def capturable(self) -> bool:
+        """Whether a pass can be a CUDA graph: windows keep positions, and recurrent layers states, outside of K and V."""
+        target = self.target
+        return self.runner.cuda_graphs and not (target.windowed or target.recurrent or target.spread)
+
+    def _read(
+        self, cache: RowCache, linear: bool, done: PartialPass | None, tokens, parents, lengths, skipped
+    ) -> TargetOutput:
+        """The target's pass. tokens, parents [B, N]; lengths, skipped [B]: those of the cache"""
+
+        def place(tokens, parents, lengths, skipped):
+            tree = Tree(tokens, parents, None, linear=linear)
+            ancestors = tree.ancestors()  # [B, N, N]
+            positions = (lengths + skipped)[:, None] + ancestors.sum(-1) - 1  # [B, N]
+            return positions, masks.pending(ancestors, lengths, cache.visible)
+
+        positions, mask = self.runner(("place", linear, cache.visible), place, tokens, parents, lengths, skipped)
+        return self.compiled.read(tokens, self.hidden_states, positions=positions, mask=mask, cache=cache, done=done)
+
+    def _read_greedily(
+        self, cache: RowCache, linear: bool, done: PartialPass | None, *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
+        """inputs: tensors as of `_read` -> path, num_kept, next_token and choices, as in Verdict, then the features and the final states"""
+        output = self._read(cache, linear, done, *inputs)
+
+        def greedy(final, tokens, parents):
+            choices = self.target.logits(final).argmax(-1)  # [B, N]
+            return *rules.greedy(Tree(tokens, parents, None, linear=linear), choices), choices
+
+        return *self.runner(("greedy", linear), greedy, output.final, *inputs[:2]), output.features, output.final

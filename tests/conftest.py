@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from specdec.target import Target
+from tests import device
 from tests.compiler import missing
 from tests.support import HEADS, QUICK, VARIANTS, make_drafter, make_target, name_of
 
@@ -17,6 +18,7 @@ os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = NUM_THREADS  # f
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config):
     """Keeps lines that scripts print from being wrapped, for any terminal width and any length of a path."""
+    device.begin()
     reporter = config.pluginmanager.getplugin("terminalreporter")
     if reporter is not None:  # pytest's own lines keep the terminal's width
         writer = config.get_terminal_writer()

@@ -80,7 +80,7 @@ def paired(names: str, variants: list, others: list):
 # Targets, drafters and their folders
 
 
-def make_target(vocab_size: int, *, num_layers: int = 8) -> Target:
+def make_target(vocab_size: int, *, num_layers: int = 8, device: torch.device | str = "cpu") -> Target:
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=32,
@@ -95,7 +95,7 @@ def make_target(vocab_size: int, *, num_layers: int = 8) -> Target:
         bos_token_id=None,
         eos_token_id=None,
     )
-    return Target(LlamaForCausalLM(config).double(), name="tiny")
+    return Target(LlamaForCausalLM(config).double().to(device), name="tiny")
 
 
 def scale_forward(target: Target, monkeypatch) -> None:
@@ -122,8 +122,10 @@ def load_head(head: str) -> dict:
 def make_drafter(target: Target, head: str, reduced: bool = False, arguments: dict | None = None):
     """A drafter in float64 with random parameters, norms included. reduced: two thirds of the vocabulary."""
     torch.manual_seed(1)
-    vocab = torch.randperm(target.vocab_size)[: target.vocab_size * 2 // 3].sort().values if reduced else None
-    drafter = instantiate({**load_head(head)["drafter"], **(arguments or {})}, target, vocab=vocab).double().eval()
+    order = torch.randperm(target.vocab_size, device="cpu")  # as a vocabulary counted from data is
+    vocab = order[: target.vocab_size * 2 // 3].sort().values if reduced else None
+    drafter = instantiate({**load_head(head)["drafter"], **(arguments or {})}, target, vocab=vocab)
+    drafter = drafter.double().to(target.device).eval()
     for parameter in drafter.parameters():
         noise = torch.randn_like(parameter)
         parameter.data = noise / parameter.shape[1] ** 0.5 if parameter.dim() == 2 else 1 + 0.3 * noise
@@ -215,7 +217,9 @@ def text_logits(drafter, tokens: torch.Tensor) -> torch.Tensor:
     """Of a draft model: tokens [B, T] -> logits [B, T, W] of step 1 of every slot"""
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
     h = torch.zeros(*tokens.shape, 0)
-    _, readout = drafter.step(1, h, tokens, positions, masks.documents(torch.zeros_like(tokens)), UnrollCache().at_step(1))
+    _, readout = drafter.step(
+        1, h, tokens, positions, masks.documents(torch.zeros_like(tokens)), UnrollCache().at_step(1)
+    )
     return drafter.logits(1, readout)
 
 
@@ -393,10 +397,10 @@ def fit_interrupted(fit, name: str, *more: str) -> None:
     """Trains a run that fails before its fourth step, and resumes it."""
     step = Trainer._train_step
 
-    def failing_step(trainer):
+    def failing_step(trainer, **settings):
         if trainer.step == 3:
             raise KeyError("power cut")
-        return step(trainer)
+        return step(trainer, **settings)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyError):
         patch.setattr(Trainer, "_train_step", failing_step)

@@ -58,7 +58,7 @@ def commands(path: Path) -> list[str]:
     text = path.read_text()
     blocks = "\n".join(body for _, body in FENCE.findall(text)).replace("\\\n", " ")
     spans = re.findall(r"`([^`\n]+)`", FENCE.sub("", text))
-    return [line.strip() for line in [*blocks.splitlines(), *spans] if START.match(line.strip())]
+    return [line.strip().removesuffix(" &") for line in [*blocks.splitlines(), *spans] if START.match(line.strip())]
 
 
 def listed(select) -> list:

@@ -9,10 +9,13 @@ from tests.support import ROOT
 
 # A file may import modules that are listed before it, and no other module of its own row.
 ORDER = [
+    "untrusted",
+    "files",
     "devices",
     "layer_states",
     "span_attention",
     "cache",
+    "cuda_graph",
     "compile",
     "experts",
     "masks",

@@ -71,6 +71,7 @@ def answer(
     stop: set[int],
     jobs: list[Job],
     *,
+    finished: set[str],
     batch: int,
     top_p: float,
     max_new_tokens: int,
@@ -78,13 +79,18 @@ def answer(
 ) -> Iterator[tuple[list[dict], int]]:
     """For each batch of jobs, the conversations with their answers, and how many tokens the target wrote for them.
 
-    stop: tokens that end an answer. The rows are {id, category, temperature, finish, messages}, where `finish` is "stop",
+    stop: tokens that end an answer; finished: ids of jobs that have their answer. A batch that is partly finished is decoded
+    whole, so that the answers are those of an undisturbed run, and its other rows are left out. The rows are {id, category, temperature, finish, messages}, where `finish` is "stop",
     or "length" for an answer that was cut at `max_new_tokens`.
     """
     for group in batches(jobs, batch):
         rows, num_tokens = [], 0
+        if all(job.id in finished for job in group):
+            continue
         written = generate(target, stop, group, top_p=top_p, max_new_tokens=max_new_tokens, seed=seed)
         for job, tokens in zip(group, written, strict=True):
+            if job.id in finished:
+                continue
             tokens, finish = trim(tokens, stop)
             text = str(tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
             text = text.rstrip("\ufffd") if finish == "length" else text  # the cut may fall inside a character

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from specdec import masks
+from specdec import devices, masks
 from specdec.heads.consistency import Consistency
 from specdec.target import Target, TargetOutput
 from specdec.target_adapter import original as original_target
@@ -48,10 +48,11 @@ def cut(batch: Batch, num: int) -> Tensor:
     """
     rows = []
     for row in range(len(batch.tokens)):
-        offsets = [int(torch.randint(num, ())) for _ in answers(batch, row)]
-        rows.append([s for (a, b), offset in zip(answers(batch, row), offsets) for s in range(a + offset, b, num)])
+        texts = answers(batch.on_host, row)
+        offsets = [int(torch.randint(num, ())) for _ in texts]
+        rows.append([s for (a, b), offset in zip(texts, offsets) for s in range(a + offset, b, num)])
     longest = max(1, *map(len, rows))
-    return torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=batch.tokens.device)
+    return devices.send(torch.tensor([row + [0] * (longest - len(row)) for row in rows]), batch.tokens.device)
 
 
 def draw(batch: Batch, starts: Tensor, num: int) -> Tensor:
@@ -149,8 +150,8 @@ class ConsistencyObjective(nn.Module):
         self.drafter, self.depth, self.passes = drafter, depth, passes
         self.losses = {name: weight for name, weight in losses.items() if weight}
 
-    def forward(self, batch: Batch, output: TargetOutput | None) -> Loss:
-        """output: None, because the adapted target is read here"""
+    def forward(self, batch: Batch, output: TargetOutput | None, *, compare: bool = False) -> Loss:
+        """output: None, because the adapted target is read here; compare: there is nothing to compare"""
         assert output is None
         target = self.drafter.target
         starts = cut(batch, self.depth)  # [B, M]
@@ -177,13 +178,13 @@ class ConsistencyObjective(nn.Module):
 
         # Up to its first wrong token a state equals the text, for which there is the loss `original`
         wrong = ((states != original.tokens).cumsum(1) > 0) & (starts > 0)[:, None]  # [B, n, M]
-        total = self.losses["consistency"] * divergence(target, guessed[wrong], original.final[wrong])
-        rows, position = batch.loss_mask.nonzero().unbind(1)
+        block, k, m = wrong.nonzero().unbind(1)
+        total = self.losses["consistency"] * divergence(target, guessed[block, k, m], original.final[block, k, m])
+        rows, position = devices.send(batch.on_host.loss_mask.nonzero(), starts.device).unbind(1)
         if "original" in self.losses:
             drift = divergence(target, text[rows, position - 1], original.text[rows, position - 1])
             total = total + self.losses["original"] * drift
         if "ce" in self.losses:
             judged = cross_entropy(target, text[rows, position - 1], batch.tokens[rows, position])
             total = total + self.losses["ce"] * judged
-        matches = torch.zeros(0, *batch.tokens.shape, dtype=torch.bool, device=starts.device)
-        return Loss(total, torch.tensor(len(rows), device=starts.device), matches)
+        return Loss(total, len(rows), None)

@@ -86,6 +86,11 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: list[dict], *, add_gene
     except jinja2.TemplateError as error:
         roles = ", ".join(message["role"] for message in messages)
         raise ValueError(f"The chat template refuses a conversation with the roles {roles}: {error}") from error
+    except Exception as error:  # a template computes: 1 / 0, a macro that calls itself
+        raise ValueError(
+            f"The chat template of {tokenizer.name_or_path} fails ({type(error).__name__}: {error}): repair it or take "
+            "another copy of the tokenizer."
+        ) from error
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: list[dict]) -> list[int]:

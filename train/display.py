@@ -64,43 +64,68 @@ def _hidden_states(drafter) -> str:
 
 
 def validation(console: Console, report: Report, shape) -> None:
-    """The table that every validation prints."""
-    table = Table(
-        title=f"{shape}, temperature {report.temperature:g}, {report.num_prompts} held-out prompts",
-        title_justify="left",
-    )
+    """A table of what was decoded and replayed, or one line of what was only replayed."""
+    step = "" if report.step is None else f"step {report.step}, "
+    title = f"{step}{shape}, temperature {report.temperature:g}, {_prompts(report)}"
+    if not report.decoded and report.replayed_tau_ci is not None:
+        low, high = report.replayed_tau_ci
+        console.print(
+            f"{title}: tau replayed {report.replayed_tau:.2f} ({low:.2f} .. {high:.2f}), survival by depth "
+            f"{by_depth(report.replayed_survival or [])}{_kept(report)}",
+            highlight=False,
+            soft_wrap=True,
+        )
+        return
+    table = Table(title=title, title_justify="left")
     for name in ("figure", "value", "95 % over prompts"):
         table.add_column(name, justify="left" if name == "figure" else "right")
 
-    def row(name: str, value: float, interval=None, digits: int = 2):
-        table.add_row(
-            name,
-            f"{value:.{digits}f}",
-            "" if interval is None else f"{interval[0]:.{digits}f} .. {interval[1]:.{digits}f}",
-        )
+    def row(name: str, value: float | None, interval: list[float] | None = None, digits: int = 2):
+        if value is not None:
+            between = "" if interval is None else f"{interval[0]:.{digits}f} .. {interval[1]:.{digits}f}"
+            table.add_row(name, f"{value:.{digits}f}", between)
 
-    if report.replayed_tau is not None:
-        row("tau replayed", report.replayed_tau, report.replayed_tau_ci)
+    row("tau replayed", report.replayed_tau, report.replayed_tau_ci)
     row("tau decoded", report.tau, report.tau_ci)
     row("tokens/s plain", report.baseline_tokens_per_second, digits=1)
     row("tokens/s drafted", report.tokens_per_second, report.tokens_per_second_ci, digits=1)
     row("speedup", report.speedup, report.speedup_ci)
-    table.add_row("survival by depth", by_depth(report.survival), "")
-    table.add_row("acceptance by depth", by_depth(report.acceptance), "")
-    table.add_row("ms a round", ", ".join(f"{name} {value:.1f}" for name, value in report.ms_per_round.items()), "")
+    table.add_row("survival by depth", by_depth(report.survival or []), "")
+    table.add_row("acceptance by depth", by_depth(report.acceptance or []), "")
+    stages = (report.ms_per_round or {}).items()
+    table.add_row("ms a round", ", ".join(f"{name} {value:.1f}" for name, value in stages), "")
     console.print(table)
-    console.print(f"  {verdict(report)}", highlight=False)
+    console.print(f"  {verdict(report)}{_kept(report)}", highlight=False)
+
+
+def _prompts(report: Report) -> str:
+    """How many held-out prompts were replayed and decoded, where that differs."""
+    if report.replayed_prompts in (None, report.num_prompts):
+        return f"{report.num_prompts} held-out prompts"
+    decoded = f"{report.num_prompts} of them decoded" if report.decoded else "not decoded"
+    return f"{report.replayed_prompts} held-out prompts replayed, {decoded}"
+
+
+def _kept(report: Report) -> str:
+    """Which weights a validation of both kinds found better."""
+    if report.ema is None:
+        return ""
+    taus = ", ".join(f"{name} {report.ema[name]:.3f}" for name in ("plain", "average"))
+    return f"; the {report.ema['kept']} weights are kept (tau replayed: {taus})"
 
 
 def end(console: Console, trainer) -> None:
     """What to do next."""
     if trainer.interrupted and trainer.step < trainer.settings.steps:
         console.print(
-            f"Interrupted after step {trainer.step}; saved. Run the same command with resume=true to continue.",
+            f"Interrupted after step {trainer.step}; saved. Run the same command with resume=true (or resume=auto, which a "
+            "scheduler may repeat) to continue.",
             highlight=False,
             soft_wrap=True,
         )
     if trainer.best:
         best = f"{trainer.folder.path}/step_{trainer.best['step']:06d}"
-        console.print(f"best {trainer.settings.best_by} {trainer.best['figure']:.3f}: {best}")
+        figure = trainer.validation.figure.replace("_", " ")
+        console.print(f"best {figure} {trainer.best['figure']:.3f}: {best}")
+        console.print(trainer.validation.cost(trainer.seconds), highlight=False)
         console.print(f"next: python scripts/generate.py checkpoint={best} prompt='...'", highlight=False)

@@ -1,19 +1,19 @@
 """The target's outputs for a batch: computed for every batch (`Online`) or read from disk (`Cached`)."""
 
 import json
-import os
 import shutil
+import warnings
 from pathlib import Path
 
-import safetensors
-import safetensors.torch
 import torch
 from torch import Tensor
 
 from specdec import devices
-from specdec.checkpoint import write_text
 from specdec.documents import Documents
+from specdec.files import write_text
 from specdec.target import Target, TargetOutput
+from specdec.untrusted import read_json
+from train import pack_files
 from train.data import Batch
 from train.packing import Packs
 
@@ -47,6 +47,8 @@ class Online:
 class Cached:
     """Target outputs in a folder, one file a pack, made when a pack is first used and read from then on.
 
+    A truncated or damaged file is named in a warning and made again.
+
     extra_layers: further layers to store, so that drafters that read other layers can share the folder.
     Raises ValueError for a folder made by another target or data set or without these layers, or a disk too small.
     """
@@ -64,7 +66,7 @@ class Cached:
             "layers": stored,
         }
         if (folder / "about.json").exists():
-            made = json.loads((folder / "about.json").read_text())
+            made = read_json(folder / "about.json")
             wrong = [key for key in self.about if key != "layers" and made.get(key) != self.about[key]]
             wrong += [] if {*layers, target.num_layers} <= set(made.get("layers", ())) else ["layers"]
             if wrong:
@@ -90,36 +92,50 @@ class Cached:
         if not (self.folder / "about.json").exists():
             self.folder.mkdir(parents=True, exist_ok=True)
             write_text(self.folder / "about.json", json.dumps(self.about, indent=2) + "\n")
+        pack_files.remove_stale(self.folder)
 
     def __call__(self, indices: list[int], batch: Batch) -> TargetOutput:
-        missing = [place for place, index in enumerate(indices) if not self._path(index).exists()]
+        packs = [self._read(index) for index in indices]
+        missing = [place for place, parts in enumerate(packs) if parts is None]
         if missing:
             self._write([indices[place] for place in missing], batch.select(missing))
-
-        output = self.read(indices, batch.tokens.device)
-        assert output is not None
-        return output
+            for place in missing:
+                packs[place] = pack_files.read(self._path(indices[place]), self._names())
+        return self._join(packs, batch.tokens.device)
 
     def read(self, indices: list[int], device: torch.device) -> TargetOutput | None:
-        """The packs' outputs from the disk; None if one of them has not been made. Threads may call this."""
+        """The packs' outputs from the disk; None if one of them must be made. A thread calls this."""
         if not all(self._path(index).exists() for index in indices):
             return None
-        files = [safetensors.safe_open(self._path(index), framework="pt") for index in indices]
+        packs = [self._read(index) for index in indices]
+        return None if any(pack is None for pack in packs) else self._join(packs, device)
 
-        def layer(number: int) -> Tensor:
-            return devices.send(torch.stack([file.get_tensor(str(number)) for file in files]), device)  # [B, T, D]
+    def _join(self, packs: list, device: torch.device) -> TargetOutput:
+        """packs: of each the layers that are read, [T, D]"""
+        layers = [devices.send(torch.stack(parts), device) for parts in zip(*packs)]  # [B, T, D] each
+        final = layers.pop()
+        return TargetOutput(torch.cat([*layers, final[..., :0]], dim=-1), final)
 
-        final = layer(self.num_layers)
-        return TargetOutput(torch.cat([*map(layer, self.layers), final[..., :0]], dim=-1), final)
+    def _names(self) -> list[str]:
+        return [str(layer) for layer in (*self.layers, self.num_layers)]
+
+    def _read(self, index: int) -> list[torch.Tensor] | None:
+        """The layers that are read, [T, D] each; None if the file must be made."""
+        path = self._path(index)
+        if not path.exists():
+            return None
+        try:
+            return pack_files.read(path, self._names())
+        except ValueError as error:
+            warnings.warn(f"{error} It is made again.", RuntimeWarning, stacklevel=2)
+            return None
 
     def _write(self, indices: list[int], batch: Batch) -> None:
         layers = self.online.layers
         output = self.online(indices, batch)
         for index, features in zip(indices, output.features.cpu()):
             parts = zip(layers, features.chunk(len(layers), dim=-1))
-            partial = self._path(index).with_suffix(f".{os.getpid()}.partial")
-            safetensors.torch.save_file({str(layer): part.contiguous() for layer, part in parts}, partial)
-            partial.replace(self._path(index))
+            pack_files.write(self._path(index), {str(layer): part.contiguous() for layer, part in parts})
 
     def _path(self, index: int) -> Path:
         return self.folder / f"pack_{index:06d}.safetensors"

@@ -1,7 +1,6 @@
 """Micro-batches, read ahead of the step by a thread: collated, with their cached features, and copied to the device."""
 
-import functools
-import random
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
@@ -23,7 +22,7 @@ Result = TypeVar("Result")
 class MicroBatch:
     number: int  # of this process' micro-batches, from 0 on
     indices: list[int]  # of the packs; none in a stream
-    rows: list[str]  # ids, to name them
+    rows: list[list[str]]  # ids of each pack's rows, to name them
     batch: Batch  # on the CPU
     written: bool  # whether the draft wrote its answers (on-policy)
 
@@ -49,13 +48,22 @@ class Material:
         if self.stream and self.on_policy:
             raise ValueError("on_policy= needs packs that can be read again: use stream=false.")
 
-    def collate(self, packs: list[list[Row]]) -> Batch:
+    def collate(self, indices: list[int]) -> Batch:
+        return self.lay([self.packs[index] for index in indices])
+
+    def lay(self, packs: list[list[Row]]) -> Batch:
         return data.collate(packs, length=self.length, pad_token=0)
+
+    def target_output(self, micro: MicroBatch, batch: Batch) -> TargetOutput | None:
+        """batch: that of the micro-batch, on the training device"""
+        features = self.on_policy.features if micro.written and self.on_policy else self.features
+        return features(micro.indices, batch) if features else None
 
 
 class Loader:
-    """The micro-batches of one process. Their content follows from (seed, number, process) and not from what is read ahead.
+    """The micro-batches of one process. Their content follows from their number and not from what is read ahead.
 
+    order: a step and one of its micro-batches -> the numbers of its packs, where they are not those of a stream
     batch: packs of a micro-batch; accumulation: micro-batches of a step
     What fails in the thread is raised where its result is asked for.
     """
@@ -64,15 +72,14 @@ class Loader:
         self,
         material: Material,
         *,
+        order: Callable[[int, int], list[int]],
         batch: int,
         accumulation: int,
-        seed: int,
-        process: int,
-        num_processes: int,
         device: torch.device,
     ):
-        self.material, self.batch, self.accumulation, self.seed = material, batch, accumulation, seed
-        self.process, self.num_processes, self.device = process, num_processes, device
+        self.material, self.order, self.device = material, order, device
+        self.batch, self.accumulation = batch, accumulation
+        self.first = (0, 0)  # a micro-batch, and its first pack in the stream
         self.ahead = 0 if material.on_policy else material.ahead
         self.thread = ThreadPoolExecutor(1, "loader", use_device, (device,)) if self.ahead else None
         self.coming: dict[int, Future[MicroBatch]] = {}
@@ -100,10 +107,7 @@ class Loader:
                     self.coming_on_device[later] = self.thread.submit(self._to_device, self.coming[later])
             batch, output = self._result(self.coming_on_device.pop(number))
             del self.coming[number]
-        features = material.on_policy.features if micro.written and material.on_policy else material.features
-        if features is not None and output is None:
-            output = features(micro.indices, batch)
-        return batch, output
+        return batch, output if output is not None else material.target_output(micro, batch)
 
     def close(self) -> None:
         if self.thread is not None:
@@ -111,16 +115,30 @@ class Loader:
         if self.material.stream:
             self.material.stream.close()
 
+    def again(self, step: int) -> list[MicroBatch]:
+        """The micro-batches of an earlier step; a stream cannot go back."""
+        assert not self.material.stream
+        return [self._micro_batch(number) for number in range(step * self.accumulation, (step + 1) * self.accumulation)]
+
     # Where a run continues
 
     def position(self, step: int) -> list[int]:
         """What `seek` needs to continue a stream before a step, in this process; nothing for packs."""
-        stream = self.material.stream
-        return stream.position(step * self.accumulation * self.batch) if stream else []
+        if not self.material.stream:
+            return []
+        first = self._first_pack(step * self.accumulation)
+        return [*self.material.stream.position(first), first]
 
-    def seek(self, position: list[int]) -> None:
-        if self.material.stream:
-            self.material.stream.seek(position)
+    def seek(self, step: int, position: list[int]) -> None:
+        *where, first = position
+        assert self.material.stream
+        self.material.stream.seek(where)
+        self.first = (step * self.accumulation, first)
+
+    def _first_pack(self, number: int) -> int:
+        """In the stream, of a micro-batch."""
+        first_number, first_pack = self.first
+        return first_pack + (number - first_number) * self.batch
 
     # In the thread, if there is one
 
@@ -128,21 +146,14 @@ class Loader:
         material = self.material
         if material.stream:
             indices: list[int] = []
-            first = number * self.batch
+            first = self._first_pack(number)
             packs = [material.stream.pack(place) for place in range(first, first + self.batch)]
         else:
-            indices = self.indices(number)
+            indices = self.order(*divmod(number, self.accumulation))
             packs = [material.packs[index] for index in indices]
         written = material.on_policy(indices) if material.on_policy else None
-        batch = material.collate(packs) if written is None else written
-        return MicroBatch(number, indices, [row.id for pack in packs for row in pack], batch, written is not None)
-
-    def indices(self, number: int) -> list[int]:
-        """Packs of a micro-batch; each epoch is a permutation made from the seed."""
-        num_packs = len(self.material.packs)
-        start = (number * self.num_processes + self.process) * self.batch
-        places = [divmod(position, num_packs) for position in range(start, start + self.batch)]
-        return [permutation(num_packs, self.seed + epoch)[place] for epoch, place in places]
+        batch = material.lay(packs) if written is None else written
+        return MicroBatch(number, indices, [[row.id for row in pack] for pack in packs], batch, written is not None)
 
     def _to_device(self, coming: Future[MicroBatch]) -> tuple[Batch, TargetOutput | None]:
         micro = coming.result()  # it was submitted before, so the only thread has made it
@@ -171,10 +182,3 @@ def use_device(device: torch.device) -> None:
     """A new thread's current GPU is the first one, in whose memory pinning would open a context."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
-
-
-@functools.lru_cache(maxsize=2)
-def permutation(num: int, seed: int) -> list[int]:
-    order = list(range(num))
-    random.Random(seed).shuffle(order)
-    return order

@@ -183,7 +183,7 @@ class Objective(nn.Module):
 
     def _extra(self) -> dict[str, Callable[[losses.Judged], Tensor]]:
         """What the losses in use need beside their own values: functions by the name of their result."""
-        extra = {}
+        extra: dict[str, Callable[[losses.Judged], Tensor]] = {}
         if "lk" in self.losses:
             extra["kl"] = losses.kl
         if {"lk", "e2e_tv"} & set(self.losses):

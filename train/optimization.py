@@ -1,26 +1,80 @@
-"""The learning rate's schedule, and which parameters decay."""
+"""Optimizers, schedules of the learning rate, the average of the weights, and the record of gradient norms."""
 
+import contextlib
 import functools
+import importlib
 import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+ADAMW8BIT = "bitsandbytes"
+# Parameters whose rows are tokens or single figures: AdamW suits them better than Muon, as it does embeddings
+OUTPUTS = ("lm_head", "lm_heads", "markov_out", "confidence_head")
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """conf/train.yaml, `optimizer`. Raises ValueError for a value that does not exist."""
+
+    name: str
+    lr: float
+    muon_lr: float | None  # of the matrices that muon trains; None: lr
+    betas: list[float]  # of AdamW
+    weight_decay: float
+    schedule: str
+    warmup: int  # steps
+    decay: float  # share of the steps, of wsd
+    final: float  # of lr, where a schedule ends
+
+    def __post_init__(self):
+        if self.name not in OPTIMIZERS:
+            raise ValueError(f"name={self.name} must be one of {', '.join(OPTIMIZERS)}.")
+        if self.schedule not in SHAPES:
+            raise ValueError(f"schedule={self.schedule} must be one of {', '.join(SHAPES)}.")
+        if not 0 < self.decay <= 1:
+            raise ValueError(f"decay={self.decay} must be a share of the steps, above 0 and at most 1.")
+
+
+# Schedules. progress: 0 at the end of the warm-up, 1 after the last step. -> share of lr
+
+
+def cosine(progress: float, settings: OptimizerSettings) -> float:
+    return settings.final + (1 - settings.final) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def wsd(progress: float, settings: OptimizerSettings) -> float:
+    """Warm-up, stable, decay (2404.06395): straight down over the last `decay` of the steps."""
+    return 1 - (1 - settings.final) * max(0.0, progress - (1 - settings.decay)) / settings.decay
+
+
+def constant(progress: float, settings: OptimizerSettings) -> float:
+    return 1.0
+
+
+SHAPES: dict[str, Callable[[float, OptimizerSettings], float]] = {"cosine": cosine, "wsd": wsd, "constant": constant}
 
 
 def schedule(
-    optimizer: torch.optim.Optimizer, *, steps: int, warmup: int, final: float
+    optimizer: torch.optim.Optimizer, settings: OptimizerSettings, *, steps: int
 ) -> torch.optim.lr_scheduler.LambdaLR:
-    """Linear warm-up, then a cosine down to `final` of the peak. A parameter group with a `delay` waits for so many steps
-    with a rate of 0 before its warm-up begins."""
+    """Linear warm-up, then the shape that `settings` name. A parameter group with a `delay` waits for so many steps with a
+    rate of 0 before its warm-up begins."""
 
     def factor(step: int, delay: int) -> float:
-        if step < warmup + delay:
-            return max(0, step - delay + 1) / (warmup + 1)
-        progress = (step - warmup - delay) / max(1, steps - warmup - delay)
-        return final + (1 - final) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+        start = settings.warmup + delay
+        if step < start:
+            return max(0, step - delay + 1) / (settings.warmup + 1)
+        return SHAPES[settings.schedule](min(1.0, (step - start) / max(1, steps - start)), settings)
 
     delays = [group.get("delay", 0) for group in optimizer.param_groups]
     return torch.optim.lr_scheduler.LambdaLR(optimizer, [functools.partial(factor, delay=delay) for delay in delays])
+
+
+# Optimizers
 
 
 def parameter_groups(module: nn.Module, weight_decay: float, *, adapter: dict | None = None) -> list[dict]:
@@ -35,3 +89,186 @@ def parameter_groups(module: nn.Module, weight_decay: float, *, adapter: dict | 
         adapted = [p for name, p in trained.items() if name.startswith("adapter.")]
         groups.append({"params": adapted, "weight_decay": 0.0, **adapter})
     return groups
+
+
+def hidden_matrices(module: nn.Module) -> list[nn.Parameter]:
+    """What Muon trains: weights of linear layers that are neither output layers nor of the target's adapter."""
+    matrices: list[nn.Parameter] = []
+    for name, layer in module.named_modules():
+        output = any(part in OUTPUTS for part in name.split("."))
+        if isinstance(layer, nn.Linear) and not output and layer.weight.requires_grad:
+            matrices.append(cast(nn.Parameter, layer.weight))
+    return list(dict.fromkeys(matrices))  # a shared one once
+
+
+def adamw(module: nn.Module, settings: OptimizerSettings, adapter: dict | None) -> torch.optim.Optimizer:
+    groups = parameter_groups(module, settings.weight_decay, adapter=adapter)
+    return torch.optim.AdamW(groups, lr=settings.lr, betas=_pair(settings), fused=True)
+
+
+def adamw8bit(module: nn.Module, settings: OptimizerSettings, adapter: dict | None) -> torch.optim.Optimizer:
+    """AdamW with its moments in blocks of 8 bits (2110.02861), of bitsandbytes."""
+    try:
+        library = importlib.import_module(ADAMW8BIT)
+    except ImportError as error:
+        raise ValueError(f"name=adamw8bit needs {ADAMW8BIT} ({error}): pip install {ADAMW8BIT}.") from error
+    groups = parameter_groups(module, settings.weight_decay, adapter=adapter)
+    return library.optim.AdamW8bit(groups, lr=settings.lr, betas=_pair(settings))
+
+
+class MuonWithAdamW(torch.optim.Optimizer):
+    """Muon for hidden matrices and AdamW for the rest, as one optimizer with one state.
+
+    Muon's updates are scaled to the size of AdamW's (2502.16982), so learning rates mean the same for both.
+    matrices, others: parameter groups
+    """
+
+    def __init__(self, matrices: list[dict], others: list[dict], *, lr: float, betas: tuple[float, float]):
+        parts = (
+            torch.optim.Muon(matrices, lr=lr, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(others, lr=lr, betas=betas, fused=True),
+        )
+        super().__init__([group for part in parts for group in part.param_groups], {})
+        self.parts = parts
+        self._share()
+
+    def _share(self) -> None:
+        """The parts work on this optimizer's groups and state, which the schedule and the checkpoints see."""
+        muon, rest = self.parts
+        muon.param_groups = self.param_groups[: len(muon.param_groups)]
+        rest.param_groups = self.param_groups[len(muon.param_groups) :]
+        muon.state = rest.state = self.state
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        super().load_state_dict(state_dict)
+        self._share()
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        for part in self.parts:
+            part.step()
+
+
+def muon(module: nn.Module, settings: OptimizerSettings, adapter: dict | None) -> torch.optim.Optimizer:
+    matrices = hidden_matrices(module)
+    if not matrices:
+        raise ValueError("name=muon trains matrices, and this head has none: use name=adamw.")
+    taken = {id(matrix) for matrix in matrices}
+    group = {"params": matrices, "weight_decay": settings.weight_decay, "lr": settings.muon_lr or settings.lr}
+    others = parameter_groups(module, settings.weight_decay, adapter=adapter)
+    for other in others:
+        other["params"] = [p for p in other["params"] if id(p) not in taken]
+    return MuonWithAdamW([group], others, lr=settings.lr, betas=_pair(settings))
+
+
+OPTIMIZERS = {"adamw": adamw, "adamw8bit": adamw8bit, "muon": muon}
+
+
+def make_optimizer(
+    module: nn.Module, settings: OptimizerSettings, *, adapter: dict | None = None
+) -> torch.optim.Optimizer:
+    """adapter: lr and delay of the target's adapter. Raises ValueError if the optimizer's library is not installed."""
+    return OPTIMIZERS[settings.name](module, settings, adapter)
+
+
+def pack_state(state: dict) -> tuple[dict[str, Tensor], dict]:
+    """The `state` of an optimizer's state_dict -> its tensors, named by their place in it, and what else JSON can hold."""
+    tensors, values = {}, {}
+    for place, value in _leaves(state):
+        if isinstance(value, Tensor):
+            tensors[place] = value.clone()  # two parameters may share one, which safetensors refuses
+        else:
+            values[place] = value
+    return tensors, values
+
+
+def unpack_state(tensors: dict[str, Tensor], values: dict) -> dict:
+    """The inverse of `pack_state`."""
+    state: dict = {}
+    for place, value in {**tensors, **values}.items():
+        number, *inner, key = place.split(".")
+        entry = state.setdefault(int(number), {})
+        for name in inner:
+            entry = entry.setdefault(name, {})
+        entry[key] = value
+    return state
+
+
+def _leaves(state: dict, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in state.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _pair(settings: OptimizerSettings) -> tuple[float, float]:
+    first, second = settings.betas
+    return first, second
+
+
+# What is kept beside the weights
+
+
+class Average:
+    """The exponential moving average of the trained weights, in float32 or their own wider type.
+
+    After t updates the share of the old average is min(decay, (1 + t) / (10 + t)), so that the random start is forgotten.
+    """
+
+    def __init__(self, module: nn.Module, decay: float):
+        self.decay, self.updates = decay, 0
+        self.weights = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self.values = {name: p.detach().clone() for name, p in self.weights.items()}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """After a step of the optimizer."""
+        self.updates += 1
+        kept = min(self.decay, (1 + self.updates) / (10 + self.updates))
+        torch._foreach_lerp_(list(self.values.values()), list(self.weights.values()), 1 - kept)
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        """Within, the module has the averaged weights."""
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        for name, weight in self.weights.items():
+            before = weight.detach().clone()
+            weight.copy_(self.values[name])
+            self.values[name] = before
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {**self.values, "updates": torch.tensor(self.updates)}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self.updates = int(state["updates"])
+        for name, value in self.values.items():
+            value.copy_(state[name])
+
+
+class GradientNorms:
+    """The norms of gradients before clipping. They stay on the device until they are read."""
+
+    def __init__(self, limit: float):
+        self.limit = limit
+        self.norms: list[Tensor] = []
+
+    def add(self, norm: Tensor) -> None:
+        self.norms.append(norm.detach())
+
+    def read(self) -> dict[str, float]:
+        """Since the last reading: the mean norm, and the share of steps that were clipped; empty if there was no step."""
+        if not self.norms:
+            return {}
+        norms = torch.stack(self.norms)  # [steps]
+        self.norms = []
+        mean, clipped = torch.stack([norms.mean(), (norms > self.limit).float().mean()]).tolist()
+        return {"grad_norm": mean, "clipped": clipped}

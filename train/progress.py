@@ -10,11 +10,11 @@ from specdec import replay
 from train.data import Batch, answers
 from train.objective import by_start
 
-STEPS = 100  # text tau is taken over so many steps: that of a single batch says little
+STEPS = 10  # text tau is taken over the last steps that were shown: that of a single batch says little
 
 
 class TrainingProgress:
-    """A bar, and the line beside it: loss, text tau over the last steps, tokens/s since the last validation, time left."""
+    """A bar, and the line beside it: loss, text tau over the last shown steps, tokens/s since the last validation, time left."""
 
     def __init__(self, *, steps: int, done: int, shown: bool):
         columns = (TextColumn("step {task.completed}/{task.total}"), BarColumn(), TextColumn("{task.description}"))
@@ -66,7 +66,13 @@ class TrainingProgress:
         return line
 
     def print(self, text: str) -> None:
-        self.bar.console.print(text, highlight=False)
+        if not self.bar.disable:  # on the main process
+            self.bar.console.print(text, highlight=False)
+
+
+def clipping(norms: dict[str, float]) -> str:
+    """The end of the line: of `GradientNorms.read`."""
+    return f"  gradient {norms['grad_norm']:.2f}, {norms['clipped']:.0%} clipped" if norms else ""
 
 
 def text_rounds(batch: Batch, matches: torch.Tensor) -> tuple[int, float]:
@@ -77,7 +83,7 @@ def text_rounds(batch: Batch, matches: torch.Tensor) -> tuple[int, float]:
     emitted, rounds = 0, 0.0
     matches = matches.cpu().float()
     for row in range(batch.tokens.shape[0]):
-        for start, stop in answers(batch, row):
+        for start, stop in answers(batch.on_host, row):
             emitted += stop - start - 1
             rounds += replay.rounds(by_start(matches[:, row, start:stop]))[0]
     return emitted, rounds

@@ -6,6 +6,7 @@ import json
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TextIO
 
 import datasets
 
@@ -14,6 +15,7 @@ FORMS = (
     "a folder made by datasets' save_to_disk, or the name of a dataset"
 )
 ENDINGS = (".jsonl", ".jsonl.gz")
+LONGEST_LINE = 2**26  # characters
 
 
 def read_text(path: Path) -> Iterator[str]:
@@ -23,12 +25,12 @@ def read_text(path: Path) -> Iterator[str]:
     """
     if path.suffix != ".gz":
         with path.open(encoding="utf-8") as lines:
-            yield from lines
+            yield from _lines(lines, path)
         return
     num_read = 0
     try:
         with gzip.open(path, "rt", encoding="utf-8") as lines:
-            for line in lines:
+            for line in _lines(lines, path):
                 num_read += 1
                 yield line
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
@@ -36,6 +38,14 @@ def read_text(path: Path) -> Iterator[str]:
             f"{path}: the compressed file is incomplete or damaged after line {num_read} ({error}). "
             "Copy or make the file again."
         ) from None
+
+
+def _lines(file: TextIO, path: Path) -> Iterator[str]:
+    """Raises ValueError for a line of more than LONGEST_LINE characters: a small compressed file can hold a huge one."""
+    while line := file.readline(LONGEST_LINE + 1):
+        if len(line) > LONGEST_LINE:
+            raise ValueError(f"{path} has a line of more than {LONGEST_LINE:,} characters, which cannot be a row.")
+        yield line
 
 
 def read_lines(path: Path) -> Iterator[tuple[str, str]]:
@@ -48,7 +58,7 @@ def read_lines(path: Path) -> Iterator[tuple[str, str]]:
 def parse(place: str, line: str) -> dict:
     try:
         row = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also numbers of thousands of digits
         raise ValueError(f"{place}: not valid JSON ({error}). Repair or remove the line.") from None
     if type(row) is not dict:
         raise ValueError(f"{place}: expected a JSON object, found {type(row).__name__}.")

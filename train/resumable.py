@@ -1,12 +1,14 @@
 """Work that is continued after an interruption: rows of results in a JSONL file, and beside it a record of its settings."""
 
+import contextlib
 import hashlib
 import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from specdec import checkpoint
+from specdec import checkpoint, files
+from train.lock import lock
 
 
 class Resumable:
@@ -25,7 +27,7 @@ class Resumable:
         self.path = rows
         if not rows.exists() or rows.stat().st_size == 0:
             rows.parent.mkdir(parents=True, exist_ok=True)
-            checkpoint.write_text(record, json.dumps(settings, indent=1) + "\n")
+            files.write_text(record, json.dumps(settings, indent=1) + "\n")
         elif not record.exists():
             raise ValueError(f"{rows} exists, but not {record}, so its settings are unknown. {advice}")
         else:
@@ -34,11 +36,15 @@ class Resumable:
 
     def append(self, *rows: dict) -> None:
         """Adds rows to the end of the file; when this returns, they are on the disk."""
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-            file.flush()
-            os.fsync(file.fileno())
+        files.append(self.path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), synced=True)
         self.rows += rows
+
+
+@contextlib.contextmanager
+def resumable(record: Path, rows: Path, settings: dict, *, advice: str) -> Iterator[Resumable]:
+    """`Resumable` with a lock on the rows while it is in use. Raises ValueError too if another process has that lock."""
+    with lock(rows.with_name(rows.name + ".lock"), of=rows):
+        yield Resumable(record, rows, settings, advice=advice)
 
 
 def check_settings(results: Path, recorded: dict, settings: dict, *, advice: str) -> None:
@@ -73,7 +79,7 @@ def read_rows(path: Path) -> list[dict]:
     for number, line in enumerate(complete.split(b"\n")[:-1], start=1):
         try:
             row = json.loads(line)
-        except ValueError:  # JSONDecodeError, or bytes that are not UTF-8
+        except (ValueError, RecursionError):  # JSONDecodeError, or bytes that are not UTF-8
             row = None
         if not isinstance(row, dict):
             raise ValueError(f"{path}: line {number} is damaged: delete that line and run this again.")

@@ -1,15 +1,21 @@
-"""The folder of a run: its log, its checkpoints, and the state that a resumed run continues from."""
+"""The folder of a run: its log, its checkpoints, and the states that a resumed run continues from."""
 
 import json
+import math
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
-from specdec import checkpoint
+from specdec import checkpoint, files, untrusted
 from specdec.drafter import Head
 from specdec.report import Report
+from train.optimization import pack_state, unpack_state
+from train.resumable import read_rows
+
+NUM_STATES = 2  # kept: if the newest is damaged, the one before it is used
+STEP = ("train.batch", "train.accumulation", "processes")  # settings whose product is the packs of a step
 
 
 @dataclass(frozen=True)
@@ -17,107 +23,179 @@ class RunFolder:
     """Only the main process writes.
 
     spec: what `checkpoint.save` writes of the drafter
-    settings: what must not change between a run and its resumption, by dotted name
+    settings: what must not change between a run and its resumption, by dotted name; but see `read_state`
 
         log.jsonl                         one line for each logged step and each validation
         step_000500/                      a checkpoint, with report.json
         best                              the name of the best checkpoint
-        state/step_000500/                weights, optimizer and counters; only the newest is kept
+        state/step_000500/                weights, optimizer and counters; the newest two are kept
         finished                          written after the last step
+        lock                              while a process writes here
     """
 
     path: Path
     spec: dict
     settings: dict
 
-    def check(self, *, resume: bool) -> None:
-        """Raises ValueError rather than overwrite a run, finished or begun."""
+    def check(self, *, resume: bool | str) -> bool:
+        """-> whether the run has finished, for resume="auto". Raises ValueError rather than overwrite a run."""
+        if resume not in (True, False, "auto"):
+            raise ValueError(f"resume={resume} must be true, false or auto.")
         finished = self.path / "finished"
-        if finished.exists():
+        if finished.exists() and resume != "auto":
             raise ValueError(
                 f"{self.path} holds a finished run ({finished.read_text().strip()} steps). Choose another run=NAME, or "
                 "delete the folder to repeat it."
             )
+        for path in (*self.path.glob("*"), *(self.path / "state").glob("*")):  # a log could be a link to another file
+            untrusted.check_link(path, self.path)
         begun = (self.path / "log.jsonl").exists() or (self.path / "state").exists()
         if begun and not resume:
             raise ValueError(
                 f"{self.path} holds a run that has begun. Continue it with resume=true, choose another run=NAME, or delete "
                 "the folder."
             )
+        return finished.exists()
 
     def log(self, step: int, figures: dict) -> None:
-        with (self.path / "log.jsonl").open("a") as log:
-            log.write(json.dumps({"step": step, **figures}) + "\n")
+        files.append(self.path / "log.jsonl", json.dumps({"step": step, **figures}) + "\n", synced=False)
 
-    def cut_log(self, step: int) -> None:
-        """Removes the lines behind `step`, whose work will be done again."""
+    def log_last(self, step: int, figures: dict) -> None:
+        """What follows the last state of a run. If the run died behind it, it is done again, and this line replaced."""
+        kept = [row for row in read_rows(self.path / "log.jsonl") if not row.get("last")]
+        rows = [*kept, {"step": step, "last": True, **figures}]
+        files.write_text(self.path / "log.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+
+    def go_back(self, step: int, best: dict) -> None:
+        """To how everything was when the state of `step` was saved; -1 for a run without one. The work behind it will be
+        done again, and logged again."""
+        files.restore(self.path)
+        if best:
+            self.mark_best(_name(best["step"]))
+        else:
+            (self.path / "best").unlink(missing_ok=True)
         log = self.path / "log.jsonl"
         if log.exists():
-            kept = [line for line in log.read_text().splitlines() if line and json.loads(line)["step"] <= step]
-            log.write_text("".join(line + "\n" for line in kept))
+            kept = [row for row in read_rows(log) if row["step"] <= step]
+            files.write_text(log, "".join(json.dumps(row) + "\n" for row in kept))
 
     def save_checkpoint(self, drafter: Head, report: Report) -> str:
         """-> the checkpoint's name, as `mark_best` takes it"""
-        name = f"step_{report.step:06d}"
+        assert report.step is not None
+        name = _name(report.step)
         checkpoint.save(self.path / name, drafter, self.spec, extra={"report.json": report.to_json()})
         return name
 
+    def write_report(self, name: str, report: Report) -> None:
+        """In place of the checkpoint's own, once its drafts have been decoded."""
+        files.replace_document(self.path / name / "report.json", report.to_json())
+
     def mark_best(self, name: str) -> None:
-        checkpoint.write_text(self.path / "best", name + "\n")
+        files.write_text(self.path / "best", name + "\n")
+
+    def read_best(self) -> tuple[str, Report, dict[str, Tensor]] | None:
+        """Name, report and weights of the checkpoint that `mark_best` named; None if there is none."""
+        if not (self.path / "best").exists():
+            return None
+        best = checkpoint.resolve(self.path / "best")
+        report = best / "report.json"
+        weights = checkpoint.read_tensors(best / "drafter.safetensors")
+        files.check(report, best / "drafter.safetensors")
+        return best.name, Report.from_json(checkpoint.read_json(report), source=str(report)), weights
 
     def finish(self, step: int) -> None:
-        checkpoint.write_text(self.path / "finished", f"{step}\n")
+        files.write_text(self.path / "finished", f"{step}\n")
+
+    def states(self) -> list[Path]:
+        """The folders of the states, the newest first."""
+        found = [path for path in (self.path / "state").glob("step_*") if path.name.removeprefix("step_").isdigit()]
+        return sorted(found, key=_step, reverse=True)
 
     def saved_step(self) -> int:
         """The step of the newest state; 0 if there is none."""
-        saved = sorted((self.path / "state").glob("step_??????"))
-        return int(saved[-1].name.removeprefix("step_")) if saved else 0
+        return max(map(_step, self.states()), default=0)
 
     def save_state(self, step: int, *, weights: dict[str, Tensor], optimizer: dict, document: dict) -> None:
-        """Safetensors and JSON. The previous state is removed only when the new one is complete.
+        """Safetensors and JSON. Older states are removed only when the new one is complete.
 
         optimizer: its state_dict; document: counters, as JSON
         """
-        moments = {
-            f"{number}.{key}": torch.as_tensor(value)
-            for number, state in optimizer["state"].items()
-            for key, value in state.items()
-        }
-        goal = self.path / "state" / f"step_{step:06d}"
-        checkpoint.write_folder(
-            goal,
+        moments, counts = pack_state(optimizer["state"])
+        if (self.path / "log.jsonl").exists():
+            files.sync(self.path / "log.jsonl")  # what is logged up to here is not logged again
+        files.write_folder(
+            self.path / "state" / _name(step),
             tensors={"drafter.safetensors": weights, "optimizer.safetensors": moments},
             documents={
-                "state.json": {"step": step, "groups": optimizer["param_groups"], "about": self.settings, **document}
+                "state.json": {
+                    "step": step,
+                    "groups": optimizer["param_groups"],
+                    "counts": counts,
+                    "about": self.settings,
+                    **document,
+                }
             },
         )
+        kept = [path for path in self.states() if _step(path) <= step][:NUM_STATES]
         for old in (self.path / "state").iterdir():
-            if old != goal:
-                checkpoint.remove(old)
+            if old not in kept:
+                files.remove(old)
 
     def read_state(self) -> tuple[dict[str, Tensor], dict, dict] | None:
         """-> the newest state's weights, optimizer state_dict and document; None without a state.
 
-        Raises ValueError if the run was begun with other settings.
+        A damaged state is named in a warning, and the one before it is used. Another number of processes may continue a
+        run, with as many packs in a step or with others; while it is the same, so must be the packs of a step.
+        Raises ValueError if the run was begun with other settings, or if every state is damaged.
         """
-        folder = self.path / "state" / f"step_{self.saved_step():06d}"
-        if not folder.exists():
-            return None
-        document = checkpoint.read_json(folder / "state.json")
-        before = document["about"]
+        for folder in self.states():
+            try:
+                state = _read(folder)
+            except ValueError as error:
+                if folder == self.states()[-1]:
+                    raise ValueError(
+                        f"{self.path} has no state that is whole, so the run cannot be continued. The last one: {error}"
+                    ) from error
+                warnings.warn(f"{error} The state before it is used.", stacklevel=2)
+            else:
+                self._check(state[2]["about"])
+                return state
+        return None
+
+    def _check(self, before: dict) -> None:
+        same = before.get("processes") != self.settings.get("processes") or packs_of_step(before) == packs_of_step(
+            self.settings
+        )
         changed = [
             f"{key} was {before.get(key)}, is {value}"
             for key, value in self.settings.items()
-            if before.get(key) != value
+            if before.get(key) != value and not (same and key in STEP)
         ]
         if changed:
             raise ValueError(
                 f"{self.path} was begun with other settings: {'; '.join(changed)}. Resume with the settings it was begun "
                 "with, or start another run=NAME."
             )
-        state: dict[int, dict] = {}
-        for name, value in checkpoint.read_tensors(folder / "optimizer.safetensors").items():
-            number, key = name.split(".", 1)
-            state.setdefault(int(number), {})[key] = value
-        optimizer = {"state": state, "param_groups": document["groups"]}
-        return checkpoint.read_tensors(folder / "drafter.safetensors"), optimizer, document
+
+
+def packs_of_step(settings: dict) -> int:
+    """Packs of a step, in all processes and micro-batches."""
+    return math.prod(settings.get(key, 1) for key in STEP)
+
+
+def _name(step: int) -> str:
+    return f"step_{step:06d}"
+
+
+def _step(folder: Path) -> int:
+    return int(folder.name.removeprefix("step_"))
+
+
+def _read(folder: Path) -> tuple[dict[str, Tensor], dict, dict]:
+    """Raises ValueError if a file is missing or damaged."""
+    names = ("state.json", "drafter.safetensors", "optimizer.safetensors")
+    document = checkpoint.read_json(folder / names[0], what="The state of a run has it")
+    weights, moments = (checkpoint.read_tensors(folder / name) for name in names[1:])
+    files.check(*(folder / name for name in names))
+    optimizer = {"state": unpack_state(moments, document.get("counts", {})), "param_groups": document["groups"]}
+    return weights, optimizer, document

@@ -1,26 +1,34 @@
 """The training loop."""
 
+import functools
 import math
+import random
 import resource
-import signal
 import sys
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast
+from accelerate.utils import broadcast, broadcast_object_list
+from torch import Tensor
 
+from specdec import devices
 from specdec.drafter import Drafter, Head, Slots
-from specdec.report import Report, Training
+from specdec.report import Training
 from train.consistency import ConsistencyObjective
-from train.loader import Loader, Material, MicroBatch, permutation
+from train.finite import NotFiniteLoss, named, rows_not_finite
+from train.loader import Loader, Material, MicroBatch
 from train.objective import Loss, Objective, slots
-from train.progress import TrainingProgress, text_rounds
-from train.run_folder import RunFolder
+from train.optimization import Average, GradientNorms
+from train.progress import TrainingProgress, clipping, text_rounds
+from train.run_folder import RunFolder, packs_of_step
+from train.signals import Signals
+from train.validation import Validation
+from train.waiting import Waiting
 
+AVERAGE = "average:"  # before the names of averaged weights in a saved state
 SOLVE_SLOTS = 30_000  # a closed-form start holds no more slots in memory, unless the target's width needs more
 
 
@@ -37,22 +45,23 @@ class Settings:
     validate_first: bool  # before training too
     save_every: int
     best_by: str  # the figure that chooses the best checkpoint: tau or speedup
+    skip_not_finite: bool  # leave out a step whose loss is not finite, rather than stop
+    timeout: float  # minutes that a process waits for the others
     seed: int
+    ema: float | None = None  # decay of the average of the weights; None: none is kept
 
     def __post_init__(self):
         if self.best_by not in ("tau", "speedup"):
             raise ValueError(f"best_by={self.best_by} must be tau or speedup.")
-
-
-class NotFiniteLoss(ValueError):
-    """A step's loss was not finite. Nothing of the step was kept."""
+        if self.ema is not None and not 0 < self.ema < 1:
+            raise ValueError(f"ema={self.ema} must lie between 0 and 1, such as 0.999; null: no average.")
 
 
 class Trainer:
     """Trains `objective`; everything that a run leaves behind is in `folder`.
 
     The order of packs and every random number follow from (seed, step, process), so that a resumed run continues
-    exactly. validate: called with a frozen copy of the drafter, on the main process only
+    exactly.
     """
 
     def __init__(
@@ -63,30 +72,39 @@ class Trainer:
         scheduler: torch.optim.lr_scheduler.LRScheduler,
         *,
         material: Material,
-        validate: Callable[[Head], Report],
+        validation: Validation,
         settings: Settings,
         folder: RunFolder,
     ):
         about = {"data": material.packs.fingerprint, "processes": accelerator.num_processes}
         self.folder = replace(folder, settings={**folder.settings, **about})
-        self.accelerator, self.settings, self.material, self.validate = accelerator, settings, material, validate
+        self.accelerator, self.settings, self.material, self.validation = accelerator, settings, material, validation
         self.loader = Loader(
             material,
+            order=self.indices,
             batch=settings.batch,
             accumulation=settings.accumulation,
-            seed=settings.seed,
-            process=accelerator.process_index,
-            num_processes=accelerator.num_processes,
             device=accelerator.device,
         )
         self.drafter, self.depth = objective.drafter, objective.depth
         self.every_slot = objective.every_slot
-        self.objective, self.optimizer = accelerator.prepare(objective, optimizer)
+        self.waiting = Waiting(settings.timeout, accelerator.process_index, accelerator.num_processes)
+        with self.waiting("the others to load their target and data"):
+            self.objective, self.optimizer = accelerator.prepare(objective, optimizer)
         self.scheduler = scheduler
+        self.average = None if settings.ema is None else Average(self.drafter, settings.ema)
+        self.norms = GradientNorms(settings.max_grad_norm)
         self.step = 0
         self.seen, self.seconds = 0, 0.0  # tokens and seconds of training, without validation and saving
+        self.skipped = 0  # steps that were left out
+        self.loss = math.nan  # of the newest step whose loss was read
+        self.losses: list[tuple[int, Tensor]] = []  # of the steps since then, on the device
+        self.reads_at_once = (
+            accelerator.device.type == "cpu" or settings.skip_not_finite or material.stream is not None
+        )  # each loss, before the update; a stream cannot go back to the rows of an earlier step
         self.best: dict = {}
-        self.interrupted = False
+        self.first = (0, 0)  # a step, and the packs that were read before it: of this launch
+        self.interrupted = 0  # the signal that has ended the run early
 
     # Before the first step
 
@@ -96,22 +114,28 @@ class Trainer:
         if features is None or not isinstance(self.drafter, Drafter) or type(self.drafter).solve is Drafter.solve:
             return
         texts: list[Slots] = []
-        for index in permutation(len(self.material.packs), self.settings.seed)[:num_packs]:
-            batch = self.material.collate([self.material.packs[index]]).to(self.accelerator.device)
+        for index in _permutation(len(self.material.packs), self.settings.seed)[:num_packs]:
+            batch = self.material.collate([index]).to(self.accelerator.device)
             texts.append(slots(batch, features([index], batch), self.depth))
             if sum(len(text.tokens) for text in texts) > max(SOLVE_SLOTS, 6 * self.drafter.target.width):
                 break
         if texts and self.drafter.solve(texts):
-            for parameter in self.drafter.parameters():  # processes may round differently
-                parameter.data = broadcast(parameter.data)
+            with self.waiting("the closed-form start"):
+                for parameter in self.drafter.parameters():  # processes may round differently
+                    parameter.data = broadcast(parameter.data)
             self.accelerator.print(f"closed-form start from {len(texts)} packs")
 
     def resume(self) -> bool:
         """Continues from the newest state; False if there is none. Raises ValueError if settings differ from then."""
         state = self.folder.read_state()
+        self._agree(-1 if state is None else state[2]["step"])
         if state is None:
+            if self.accelerator.is_main_process:
+                self.folder.go_back(-1, {})
             return False
         weights, optimizer, document = state
+        if self.average is not None:
+            self.average.load_state_dict(_take(weights, AVERAGE))
         self.drafter.load_state_dict(weights)
         self.optimizer.load_state_dict(optimizer)
         lambdas = [None] * len(optimizer["param_groups"])
@@ -119,119 +143,238 @@ class Trainer:
         self.step, self.best = document["step"], document["best"]
         self.seen, self.seconds = document["seen"], document["seconds"]
         if self.material.stream:
-            self.loader.seek(document["stream"][self.accelerator.process_index])
+            positions = document["stream"]
+            if len(positions) != self.accelerator.num_processes:
+                raise ValueError(
+                    f"A stream is dealt to its processes: resume with {len(positions)} of them, as the run was begun."
+                )
+            self.loader.seek(self.step, positions[self.accelerator.process_index])
+        self.validation.seconds |= document.get("validation", {})
+        self.skipped = document.get("skipped", 0)
+        then, now = packs_of_step(document["about"]), packs_of_step(self.folder.settings)
+        self.first = (self.step, document.get("packs", self.step * then))
         if self.accelerator.is_main_process:
-            self.folder.cut_log(self.step)
+            self.folder.go_back(self.step, self.best)
         self.accelerator.print(f"Resumed from step {self.step}.")
+        if then != now:
+            self.accelerator.print(
+                f"The run was begun by {document['about']['processes']} processes and goes on with "
+                f"{self.accelerator.num_processes}: a step now has {now} packs instead of {then}. The order of packs goes on; "
+                "train.batch and train.accumulation could keep the packs of a step."
+            )
         return True
+
+    def _agree(self, step: int) -> None:
+        """Raises ValueError if the processes have found different states."""
+        with self.waiting("the others to read the state"):
+            found = self.accelerator.gather(torch.tensor([step], device=self.accelerator.device)).tolist()
+        if len(set(found)) > 1:
+            raise ValueError(
+                f"The processes found states of different steps in {self.folder.path}: {found}. All must see the same folder."
+            )
 
     # The loop
 
     def fit(self) -> None:
-        """Trains to the last step. Returns early, with a saved state, after Ctrl-C. Raises NotFiniteLoss."""
+        """Trains to the last step. Returns early, with a saved state, after a signal. Raises NotFiniteLoss, ProcessLost."""
         settings, main = self.settings, self.accelerator.is_main_process
-        previous = signal.signal(signal.SIGINT, self._interrupt)
-        self.objective.train()
-        if (settings.validate_first or self.drafter.pretrained) and self.step == 0:
-            self._validate()
         begun = self.step
-        try:
+        with Signals(self.accelerator.print) as signals, closing(self.loader):
+            self.objective.train()
+            if (settings.validate_first or self.drafter.pretrained) and self.step == 0:
+                self._validate(required=True)
             with TrainingProgress(steps=settings.steps, done=begun, shown=main) as progress:
                 while self.step < settings.steps:
-                    line, figures = self._advance(progress)
-                    last = self.step == settings.steps
-                    if self.step % settings.log_every == 0 or self.step == begun + 1 or last:
-                        progress.print(f"step {self.step:>5}/{settings.steps}  {line}")
-                        self._record(figures)
+                    number = self.step + 1
+                    last = number == settings.steps
+                    logged = number % settings.log_every == 0 or number == 1 or last
+                    shown = logged or number == begun + 1
+                    with self.waiting(f"step {number}"):
+                        line, figures = self._advance(progress, shown=shown)
+                    if shown:
+                        norms = self.norms.read()
+                        progress.print(f"step {self.step:>5}/{settings.steps}  {line}{clipping(norms)}")
+                    if logged:
+                        self._record(figures | norms)
                     if self.step % settings.validate_every == 0 or last:
                         progress.pause()
-                        self._validate()
+                        self._validate(required=last)
                         progress.go_on()
-                    stop = self._anyone(self.interrupted)
-                    if self.step % settings.save_every == 0 or last or stop:
+                    self.interrupted = self._signal(signals.number)
+                    if self.step % settings.save_every == 0 or last or self.interrupted:
                         self.save_state()
-                    if stop and not last:
+                    if self.interrupted and not last:
                         return
-        finally:
-            signal.signal(signal.SIGINT, previous)
-            self.loader.close()
+            self._decode_best()
         if main:
             self.folder.finish(self.step)
 
-    def _advance(self, progress: TrainingProgress) -> tuple[str, dict]:
-        """One step. -> the progress line, and the figures for the log"""
+    def _advance(self, progress: TrainingProgress, *, shown: bool) -> tuple[str, dict]:
+        """One step. -> the progress line, and the figures for the log. shown: whether anybody reads them"""
         start = time.perf_counter()
-        figures = self._train_step()
+        tokens, counts = self._train_step(compare=shown)
+        if shown:
+            self._settle()
         seconds = time.perf_counter() - start
         self.step += 1
         self.seconds += seconds
-        tokens, counts = figures.pop("tokens"), figures.pop("text_rounds")
         self.seen += tokens
-        line = progress.advance(self.step, loss=figures["loss"], tokens=tokens, seconds=seconds, counts=counts)
-        if progress.text_tau is not None:
-            figures["tau"] = progress.text_tau
-        return line, figures | {
+        line = progress.advance(self.step, loss=self.loss, tokens=tokens, seconds=seconds, counts=counts)
+        figures = {} if progress.text_tau is None else {"tau": progress.text_tau}
+        return line, {
+            "loss": self.loss,
+            **figures,
             "tokens_per_second": progress.rate,
             "learning_rate": self.scheduler.get_last_lr()[0],
         }
 
-    def _train_step(self) -> dict:
-        """One step of the optimizer. -> loss, grad_norm, tokens read, and `text_rounds` of the last micro-batch"""
+    def _train_step(self, *, compare: bool) -> tuple[int, tuple[int, float] | None]:
+        """One step of the optimizer, in which nothing waits for a device. Its loss is read later, by `_settle`.
+
+        -> tokens read; `text_rounds` of the last micro-batch, if guesses are to be compared with the text
+        """
         settings, accelerator = self.settings, self.accelerator
         torch.manual_seed(settings.seed * 1_000_003 + self.step * 1009 + accelerator.process_index)
         micro_batches = self.loader.step(self.step)
-        goals = [int(micro.batch.loss_mask.sum()) for micro in micro_batches]
-        num_goals = int(accelerator.gather(torch.tensor([sum(goals)], device=accelerator.device)).sum())
+        num_goals = accelerator.reduce(
+            devices.send(
+                torch.tensor(float(sum(int(micro.batch.loss_mask.sum()) for micro in micro_batches))),
+                accelerator.device,
+            ),
+            "sum",
+        )
         losses = []
         for number, micro in enumerate(micro_batches):
-            synchronise = number == settings.accumulation - 1 or accelerator.num_processes == 1
-            with nullcontext() if synchronise else accelerator.no_sync(self.objective):
-                loss = self._backward(micro, num_goals)
+            last = number == settings.accumulation - 1
+            with nullcontext() if last or accelerator.num_processes == 1 else accelerator.no_sync(self.objective):
+                # A draft is always sure of its own text
+                loss = self._backward(micro, num_goals, compare and last and self.every_slot and not micro.written)
             losses.append(loss.total.detach())
-        total = float(accelerator.reduce(torch.stack(losses).sum(), "sum")) / num_goals
-        if not math.isfinite(total):
-            self._refuse(total, micro_batches)
-        norm = accelerator.clip_grad_norm_(self.objective.parameters(), settings.max_grad_norm)
-        self.optimizer.step()
+        total = accelerator.reduce(torch.stack(losses).sum(), "sum") / num_goals
+        self._update(total, micro_batches)
+        tokens = sum(int((micro.batch.documents >= 0).sum()) for micro in micro_batches) * accelerator.num_processes
+        return tokens, None if loss.matches is None else text_rounds(micro.batch, loss.matches)
+
+    def _update(self, total: Tensor, micro_batches: list[MicroBatch]) -> None:
+        """The optimizer's step. A step whose loss is not finite changes nothing."""
+        known = self.reads_at_once
+        self.losses.append((self.step, total))
+        finite = not known or self._settle(micro_batches)
+        norm = self.accelerator.clip_grad_norm_(self.objective.parameters(), self.settings.max_grad_norm)
+        if finite:
+            self.norms.add(norm)
+            if not known:  # weights stay finite until somebody reads the loss
+                good = total.isfinite() & norm.isfinite()
+                for parameter in self.objective.parameters():
+                    if parameter.grad is not None:
+                        parameter.grad = torch.where(good, parameter.grad, 0)
+            self.optimizer.step()
+            if self.average is not None:
+                self.average.update()
         self.scheduler.step()
         self.optimizer.zero_grad()
-        tokens = sum(int((micro.batch.documents >= 0).sum()) for micro in micro_batches) * accelerator.num_processes
-        replayed = self.every_slot and not micro.written  # a draft is always sure of its own text
-        counts = text_rounds(micro.batch, loss.matches) if replayed else None
-        return {"loss": total, "grad_norm": float(norm), "tokens": tokens, "text_rounds": counts}
 
-    def _backward(self, micro: MicroBatch, num_goals: int) -> Loss:
+    def _settle(self, micro_batches: list[MicroBatch] | None = None) -> bool:
+        """Reads the losses of the steps since the last time. -> whether all are finite. Raises NotFiniteLoss
+
+        micro_batches: of the last step, if it is the only one
+        """
+        if not self.losses:
+            return True
+        steps, losses = [step for step, _ in self.losses], torch.stack([loss for _, loss in self.losses]).tolist()
+        self.losses = []
+        for step, loss in zip(steps, losses):
+            if not math.isfinite(loss):
+                self._refuse_or_skip(step, loss, micro_batches or self.loader.again(step))
+                return False
+        self.loss = losses[-1]
+        return True
+
+    def indices(self, step: int, micro: int) -> list[int]:
+        """Packs of this process for one micro-batch; each epoch is a permutation made from the seed."""
+        settings, num_packs = self.settings, len(self.material.packs)
+        num_processes, process = self.accelerator.num_processes, self.accelerator.process_index
+        first_step, first_pack = self.first
+        micro += (step - first_step) * settings.accumulation
+        start = first_pack + (micro * num_processes + process) * settings.batch
+        places = [divmod(position, num_packs) for position in range(start, start + settings.batch)]
+        return [_permutation(num_packs, settings.seed + epoch)[place] for epoch, place in places]
+
+    def _backward(self, micro: MicroBatch, num_goals: Tensor, compare: bool) -> Loss:
         """Adds a micro-batch's share of the gradients. num_goals: of the whole step, in all processes"""
         batch, output = self.loader.on_device(micro)
-        loss: Loss = self.objective(batch, output)
+        loss: Loss = self.objective(batch, output, compare=compare)
         # Gradients are averaged over processes: divide by the goals of all of them, times their number.
         self.accelerator.backward(loss.total * self.accelerator.num_processes / num_goals)
         return loss
 
-    def _refuse(self, loss: float, micro_batches: list[MicroBatch]) -> None:
-        rows = [row for micro in micro_batches for row in micro.rows]
-        more = ", ..." if len(rows) > 6 else ""
-        raise NotFiniteLoss(
-            f"The loss is {loss} at step {self.step + 1} (rows {', '.join(rows[:6])}{more}). Nothing of this step was "
-            f"kept; the last good state is that of step {self.folder.saved_step()}."
-        )
+    def _refuse_or_skip(self, step: int, loss: float, micro_batches: list[MicroBatch]) -> None:
+        """Names the rows, in the log too, and raises NotFiniteLoss unless such steps are to be left out."""
+        read = []
+        for micro in micro_batches:
+            batch = micro.batch.to(self.accelerator.device)
+            read.append((micro.rows, batch, self.material.target_output(micro, batch)))
+        objective = self.accelerator.unwrap_model(self.objective)
+        rows = rows_not_finite(objective, read)
+        what = f"The loss is {loss} at step {step + 1} ({named(rows)})."
+        if not self.settings.skip_not_finite:
+            raise NotFiniteLoss(
+                f"{what} Nothing of this step was kept; the last good state is that of step {self.folder.saved_step()}."
+            )
+        self.skipped += 1
+        self.accelerator.print(f"{what} The step is left out ({self.skipped} so far).")
+        if self.accelerator.is_main_process:
+            self.folder.log(step + 1, {"skipped": rows, "num_skipped": self.skipped})
 
     # What a run leaves behind
 
-    def _validate(self) -> None:
-        """Decodes on the main process, saves a checkpoint, and marks it if it is the best."""
-        if self.accelerator.is_main_process:
-            frozen = self.drafter.decodable().to(dtype=self.drafter.target.dtype)
-            cost = self._cost()  # before decoding takes its memory
-            report = replace(self.validate(frozen), step=self.step, training=cost)
+    def _validate(self, *, required: bool) -> None:
+        """Judges the weights, saves a checkpoint of the better ones, and marks it if it is the best so far."""
+        self._settle()
+        cost = self._cost()  # before decoding takes its memory
+        candidates = {"plain": self._frozen()}
+        if self.average is not None:
+            with self.average.applied():
+                candidates["average"] = self._frozen()
+        kind = self.validation.figure
+        best = self.best.get("figure") if self.best.get("by", kind) == kind else None
+        with self.waiting(f"the validation of step {self.step}", timed=False):
+            judged = self.validation(candidates, step=self.step, trained=self.seconds, best=best, required=required)
+        if judged is not None and self.accelerator.is_main_process:
+            frozen, report = judged[0], replace(judged[1], training=cost)
             self._record({"validation": report.to_json()})
             name = self.folder.save_checkpoint(frozen, report)
-            figure = getattr(report, self.settings.best_by)
-            if not self.best or figure > self.best["figure"]:
-                self.best = {"figure": figure, "step": self.step}
+            figure = getattr(report, kind)
+            if best is None or figure > best:
+                self.best = {"figure": figure, "step": self.step, "by": kind}
                 self.folder.mark_best(name)
-        self.accelerator.wait_for_everyone()
+        with self.waiting(f"the validation of step {self.step}"):
+            self.accelerator.wait_for_everyone()
         self.objective.train()
+
+    def _decode_best(self) -> None:
+        """After the last step: decodes the checkpoint of the best step, if it was only replayed or decoded in part."""
+        if not self.validation.replays:
+            return
+        found = self.folder.read_best() if self.accelerator.is_main_process else None
+        with self.waiting("the best step"):
+            best = broadcast_object_list([found])[0]
+        if best is None or best[1].num_prompts == best[1].replayed_prompts:
+            return
+        name, report, weights = best
+        self.drafter.load_state_dict(weights)
+        self.average = None  # of other weights than these
+        with self.waiting("the decoding of the best step", timed=False):
+            report = self.validation.decode_best(self._frozen(), report, trained=self.seconds)
+        if self.accelerator.is_main_process:
+            self._track("validation", report.to_json())
+            self.folder.log_last(self.step, {"validation": report.to_json()})
+            self.folder.write_report(name, report)
+        with self.waiting("the decoding of the best step"):
+            self.accelerator.wait_for_everyone()
+
+    def _frozen(self) -> Head:
+        return self.drafter.decodable().to(dtype=self.drafter.target.dtype)
 
     def _cost(self) -> Training:
         if self.accelerator.device.type == "cuda":
@@ -249,20 +392,38 @@ class Trainer:
 
     def save_state(self) -> None:
         """Writes what resuming needs."""
-        position = torch.tensor([self.loader.position(self.step)], device=self.accelerator.device)
-        positions = self.accelerator.gather(position).tolist() if self.material.stream else None
+        self._settle()
+        positions = self._positions()
         if self.accelerator.is_main_process:
             scheduler = {key: value for key, value in self.scheduler.state_dict().items() if key != "lr_lambdas"}
-            counters = {"seen": self.seen, "seconds": self.seconds, "best": self.best, "scheduler": scheduler}
-            if self.material.stream:
-                counters["stream"] = positions  # of every process
+            first_step, first_pack = self.first
+            counters = {
+                "packs": first_pack + (self.step - first_step) * packs_of_step(self.folder.settings),
+                "seen": self.seen,
+                "seconds": self.seconds,
+                "best": self.best,
+                "skipped": self.skipped,
+                "scheduler": scheduler,
+                "validation": self.validation.seconds,
+                **({"stream": positions} if positions else {}),
+            }
+            averaged = {} if self.average is None else self.average.state_dict()
             self.folder.save_state(
                 self.step,
-                weights=self.drafter.state_dict(),
+                weights=self.drafter.state_dict() | {AVERAGE + name: value for name, value in averaged.items()},
                 optimizer=self.optimizer.state_dict(),
                 document=counters,
             )
-        self.accelerator.wait_for_everyone()
+        with self.waiting(f"the saving of step {self.step}"):
+            self.accelerator.wait_for_everyone()
+
+    def _positions(self) -> list[list[int]]:
+        """Where each process is in a stream; nothing for packs."""
+        if not self.material.stream:
+            return []
+        position = torch.tensor([self.loader.position(self.step)], device=self.accelerator.device)
+        with self.waiting("the others' places in the stream"):
+            return self.accelerator.gather(position).tolist()
 
     def _record(self, figures: dict) -> None:
         """To the log, and to the tracker."""
@@ -270,18 +431,29 @@ class Trainer:
             return
         self.folder.log(self.step, figures)
         kind = "validation" if "validation" in figures else "train"
-        values = figures.get("validation", figures)
+        self._track(kind, figures.get("validation", figures))
+
+    def _track(self, kind: str, values: dict) -> None:
         flat = {f"{kind}/{key}": value for key, value in values.items() if isinstance(value, int | float)}
         self.accelerator.log(flat, step=self.step)
 
-    def _interrupt(self, *_) -> None:
-        if self.interrupted:
-            raise KeyboardInterrupt
-        self.interrupted = True
-        self.accelerator.print(
-            "Stopping after this step. Press Ctrl-C again to stop at once and lose the steps since the last save."
-        )
+    def _signal(self, number: int) -> int:
+        """The signal that has come to any process, 0 for none."""
+        if self.accelerator.num_processes == 1:
+            return number
+        with self.waiting(f"step {self.step}"):
+            numbers = self.accelerator.gather(torch.tensor([number], device=self.accelerator.device))
+            return int(numbers.max())
 
-    def _anyone(self, flag: bool) -> bool:
-        """Whether the flag is set in any process."""
-        return bool(self.accelerator.reduce(torch.tensor(float(flag), device=self.accelerator.device), "sum"))
+
+def _take(values: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Removes the values whose names begin with `prefix`. -> these, without it"""
+    names = [name for name in values if name.startswith(prefix)]
+    return {name.removeprefix(prefix): values.pop(name) for name in names}
+
+
+@functools.lru_cache(maxsize=2)
+def _permutation(num: int, seed: int) -> list[int]:
+    order = list(range(num))
+    random.Random(seed).shuffle(order)
+    return order

@@ -1,12 +1,12 @@
 """Options of decoding: sampling, verification, and the shapes of drafts. The defaults are those of `Drafting`."""
 
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
-import yaml
-from omegaconf import OmegaConf
-
 from helpers.options import option, split
+from helpers.settings_file import read_yaml
+from specdec.compile import Runner
 from specdec.drafting import Drafting
 from specdec.proposers.stopping import Stopping
 from specdec.sampling import Sampling
@@ -19,6 +19,13 @@ COMPILE = "compile for the shapes that occur: slow at first, then faster rounds"
 @dataclass(frozen=True)
 class CompileOptions:
     compile: bool = option(Drafting.compile, COMPILE)
+    cuda_graphs: bool = option(
+        Drafting.cuda_graphs, "on a GPU at temperature 0, start each pass of the target as a CUDA graph"
+    )
+
+    def runner(self) -> Runner:
+        """What runs the target's passes."""
+        return Runner(bool(self.compile), cuda_graphs=self.cuda_graphs)
 
 
 @dataclass(frozen=True)
@@ -44,6 +51,7 @@ class CommonDecodeOptions(CompileOptions):
                 rule=self.rule,
                 lossy=self.lossy,
                 compile=bool(self.compile),
+                cuda_graphs=self.cuda_graphs,
                 **shape,
             )
             _ = drafting.shape  # raises ValueError here, where the message names the options
@@ -78,17 +86,18 @@ class DecodeOptions(CommonDecodeOptions):
 
     def drafting(self) -> Drafting:
         if self.file is not None:
-            return read_drafting(self.file, compile=self.compile)
+            return read_drafting(self.file, compile=self.compile, cuda_graphs=self.cuda_graphs)
         return self._drafting(depth=self.depth, width=self.width, nodes=self.nodes)
 
 
-def read_drafting(path: str, *, compile: bool | None) -> Drafting:
-    """The settings in a file that scripts/tune.py wrote; `compile` replaces its own unless None.
+def read_drafting(path: str, *, compile: bool | None, cuda_graphs: bool = False) -> Drafting:
+    """The settings in a file that scripts/tune.py wrote; `compile` replaces its own unless None, cuda_graphs=True too.
 
     Raises ValueError if the file cannot be read or lacks a setting.
     """
     try:
-        document = OmegaConf.to_container(OmegaConf.load(path))
+        document = read_yaml(Path(path))
+        document["cuda_graphs"] = cuda_graphs or document.get("cuda_graphs", False)  # older files lack it
         missing = [item.name for item in fields(Drafting) if item.name not in document]
         if missing:
             raise KeyError(f"it lacks {', '.join(missing)}")
@@ -96,7 +105,7 @@ def read_drafting(path: str, *, compile: bool | None) -> Drafting:
             drafting = Drafting(**{**document, "compile": document["compile"] if compile is None else compile})
             _ = drafting.shape, Stopping(**(drafting.stopping or {}))  # raise errors here, which name the file
         return drafting
-    except (OSError, TypeError, KeyError, yaml.YAMLError) as error:
+    except (OSError, TypeError, KeyError) as error:
         raise ValueError(
             f"decode.file={path} cannot be used ({error}): give a file that scripts/tune.py wrote."
         ) from error

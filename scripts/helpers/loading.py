@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 from transformers import PreTrainedTokenizerBase
 
 from helpers.options import option, split
+from helpers.settings_file import read_yaml
 from specdec import checkpoint
 from specdec.drafter import Head
 from specdec.report import Report, Training
@@ -21,6 +22,7 @@ from train.sources import read_sources
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 FROZEN = "the frozen target"
+TRUST = "run Python code that the target's folder brings, with all your rights; read it first"
 CHECKPOINT = "a trained head: a step's folder, or a run's folder for its best step"
 CHECKPOINTS = "comma list of trained heads: steps' folders, or runs' folders for their best steps"
 
@@ -30,6 +32,7 @@ class TargetOptions:
     name: str | None = option(None, "folder or Hub name of the target; null: the checkpoint's, else the default target")
     dtype: str = option("bfloat16", "bfloat16, float32, float16 or float64")
     device: str | None = option(None, "cpu, cuda, cuda:1, .. or auto (layers on all GPUs); null: cuda if there is one")
+    trust_remote_code: bool = option(False, TRUST)
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,7 @@ class TokenizerOptions:
     """For commands that read the target's tokenizer and not its weights."""
 
     name: str = option("targets/smollm2-135m", "folder or Hub name of the target, for its tokenizer")
+    trust_remote_code: bool = option(False, TRUST)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,22 +114,27 @@ def trained_on(folder: Path) -> str | None:
     """The training data that the run's config.yaml names, by the files' names; None if there is no such file."""
     for path in (folder / "config.yaml", folder.parent / "config.yaml"):
         if path.exists():
-            return ", ".join(
-                Path(source.name).name
-                for source in read_sources(OmegaConf.to_container(OmegaConf.load(path).data)["train"])
-            )
+            data = read_yaml(path).get("data")
+            if not isinstance(data, dict) or "train" not in data:
+                return None
+            return ", ".join(Path(source.name).name for source in read_sources(data["train"]))
     return None
 
 
 def load_target(options: TargetOptions, *, default: str | None = None) -> Opened:
     """default: its name, where the options give none; without one, that of conf/target. Raises ValueError as Target.load."""
+    if options.trust_remote_code and options.name is None:
+        raise ValueError(
+            "target.trust_remote_code=true runs code of a model that you name yourself: give target.name= too."
+        )
     use_threads()
     usual = str(OmegaConf.load(CONF / "target" / "smollm2-135m.yaml").name)
     name = options.name or default or usual
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         with named("target"):
-            return open_target(Target.load(name, dtype=options.dtype, device=device))
+            target = Target.load(name, dtype=options.dtype, device=device, trust_remote_code=options.trust_remote_code)
+            return open_target(target)
     except ValueError as error:
         if name == usual and not Path(name).exists():
             raise ValueError(f"{error} `make setup` (or python scripts/get_target.py) makes {usual}.") from error
@@ -133,7 +142,7 @@ def load_target(options: TargetOptions, *, default: str | None = None) -> Opened
 
 
 def open_target(target: Target) -> Opened:
-    tokenizer = load_tokenizer(target.name)
+    tokenizer = load_tokenizer(target.name, trust_remote_code=target.trust_remote_code)
     return Opened(target, tokenizer, data.stop_tokens(tokenizer, target.model.generation_config))
 
 

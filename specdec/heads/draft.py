@@ -194,7 +194,7 @@ def copyable(target: Target) -> bool:
 def _make(config: PreTrainedConfig) -> Target:
     """A model with random weights, as a `Target`, for the names of its parts and the same refusals."""
     model = AutoModelForCausalLM.from_config(
-        config, dtype=torch.get_default_dtype(), attn_implementation=attention.NAME
+        config, dtype=torch.get_default_dtype(), attn_implementation=attention.NAME, trust_remote_code=False
     )
     return Target(model, name="the draft")
 
@@ -278,7 +278,8 @@ def existing(target: Target, name: str, *, dtype: str) -> Target:
     """
     try:
         lm = Target.load(name, dtype=dtype, device=target.device)
-        same = load_tokenizer(name).get_vocab() == load_tokenizer(target.name).get_vocab()
+        of_target = load_tokenizer(target.name, trust_remote_code=target.trust_remote_code)
+        same = load_tokenizer(name).get_vocab() == of_target.get_vocab()
     except ValueError as error:
         raise ValueError(f"model={name}: {error}") from error
     if not lm.plain:

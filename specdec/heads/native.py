@@ -1,6 +1,5 @@
 """MTP modules that a target ships in its own checkpoint, renamed to this project's names (docs/file-formats.md)."""
 
-import json
 import re
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers.utils import cached_file
 
+from specdec import untrusted
 from specdec.target import Target
 
 # This project's names for the tensors outside the block
@@ -58,7 +58,9 @@ def _files(target: Target) -> dict[str, Path]:
     """The file of every tensor, by name, in the target's folder or in the copy from the Hub."""
     index = cached_file(target.name, "model.safetensors.index.json", _raise_exceptions_for_missing_entries=False)
     if index is not None:
-        places = json.loads(Path(index).read_text())["weight_map"]
+        places = untrusted.read_json(Path(index))["weight_map"]
+        for name in set(places.values()):
+            untrusted.inside(Path(index).parent, name)  # raises for a name that leads out of it
         paths = {name: Path(str(cached_file(target.name, name))) for name in set(places.values())}
         return {key: paths[name] for key, name in places.items()}
     single = cached_file(target.name, "model.safetensors", _raise_exceptions_for_missing_entries=False)

@@ -8,6 +8,7 @@ from torch import Tensor
 from specdec import checkpoint
 from specdec.layouts import block_drafter, eagle, medusa, mtp
 from specdec.target import Target
+from specdec.untrusted import inside, read_json, read_pickle, read_tensors
 
 WEIGHTS = ("model.safetensors", "pytorch_model.bin", medusa.FILE, "medusa_lm_head.safetensors")
 
@@ -19,10 +20,8 @@ def read(folder: Path, target: Target) -> tuple[dict, dict[str, Tensor]]:
     """
     if not folder.is_dir():
         raise ValueError(f"There is no folder {folder}: give source= a local copy of a published head.")
-    path = folder / "config.json"
+    path = inside(folder, "config.json")
     config = checkpoint.read_json(path, what="A published head is a folder with config.json and its weights")
-    if not isinstance(config, dict):
-        raise ValueError(f"{path} holds no settings: is this the folder of a drafter?")
     # older versions of transformers saved rotary frequencies, which follow from the configuration
     tensors = {name: value for name, value in _tensors(folder).items() if not name.endswith("rotary_emb.inv_freq")}
     try:
@@ -52,15 +51,11 @@ def _family(folder: Path, config: dict, tensors: dict[str, Tensor], target: Targ
     if any("mtp_layers" in name for name in tensors):
         return mtp.read(config, tensors, target)
     if "layers.0.self_attn.q_norm.weight" in tensors and "hidden_norm.weight" in tensors:
-        state = _pickle(folder / block_drafter.MASK)
-        return block_drafter.read(
-            config, tensors, state["embedding"].reshape(-1) if isinstance(state, dict) else state, target
-        )
+        return block_drafter.read(config, tensors, _mask(folder), target)
     if "norm.weight" in tensors and "fc.weight" in tensors:
         return eagle.read3(config, tensors, target)
     if "fc.weight" in tensors:
-        tokens = _pickle(folder / eagle.TOKEN_MAP)
-        return eagle.read1(config, tensors, None if tokens is None else torch.tensor(tokens).sort().values, target)
+        return eagle.read1(config, tensors, _token_map(folder), target)
     raise ValueError(
         f"its tensors ({', '.join(sorted(tensors)[:3])}, ...) belong to none of the known layouts: EAGLE-1, EAGLE-3, Medusa, "
         "DFlash, MTP in MiMo's layout, and the Speculators container of EAGLE-3 and DFlash."
@@ -69,24 +64,40 @@ def _family(folder: Path, config: dict, tensors: dict[str, Tensor], target: Targ
 
 def _tensors(folder: Path) -> dict[str, Tensor]:
     if (folder / "model.safetensors.index.json").exists():
-        names = set(checkpoint.read_json(folder / "model.safetensors.index.json")["weight_map"].values())
-        return {key: value for name in sorted(names) for key, value in checkpoint.read_tensors(folder / name).items()}
+        places = read_json(inside(folder, "model.safetensors.index.json")).get("weight_map")
+        if not isinstance(places, dict):
+            raise ValueError(f"{folder}: model.safetensors.index.json has no weight_map.")
+        files = [inside(folder, str(name)) for name in sorted(set(map(str, places.values())))]
+        return {key: value for file in files for key, value in read_tensors(file).items()}
     for name in WEIGHTS:
         if (folder / name).exists():
+            path = inside(folder, name)
             if name.endswith(".safetensors"):
-                return checkpoint.read_tensors(folder / name)
-            content = _pickle(folder / name)
+                return read_tensors(path)
+            content = read_pickle(path)
             if isinstance(content, dict) and all(isinstance(value, Tensor) for value in content.values()):
                 return content
-            raise ValueError(f"{folder / name} holds something other than named tensors.")
+            raise ValueError(f"{path} holds something other than named tensors.")
     raise ValueError(f"{folder} has no weights: none of {', '.join(WEIGHTS)} is there.")
 
 
-def _pickle(path: Path):
-    """The content of a file of torch.save, tensors and plain values only; None if there is no such file."""
-    if not path.exists():
+def _mask(folder: Path) -> Tensor | None:
+    """The embedding of the mask, [D], if it has a file."""
+    if not (folder / block_drafter.MASK).exists():
         return None
+    state = read_pickle(inside(folder, block_drafter.MASK))
+    embedding = state.get("embedding") if isinstance(state, dict) else state
+    if not isinstance(embedding, Tensor):
+        raise ValueError(f"{block_drafter.MASK} holds no embedding.")
+    return embedding.reshape(-1) if isinstance(state, dict) else embedding
+
+
+def _token_map(folder: Path) -> Tensor | None:
+    """The ids of the draft vocabulary, [W] increasing, if they have a file."""
+    if not (folder / eagle.TOKEN_MAP).exists():
+        return None
+    tokens = read_pickle(inside(folder, eagle.TOKEN_MAP))
     try:
-        return torch.load(path, weights_only=True, map_location="cpu")
-    except Exception as error:  # torch raises many kinds for a damaged file
-        raise ValueError(f"{path} cannot be read as plain tensors ({str(error).splitlines()[0]}).") from error
+        return torch.as_tensor(tokens, dtype=torch.long).sort().values
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{eagle.TOKEN_MAP} holds no ids of tokens ({error}).") from error

@@ -30,7 +30,7 @@ def language_model(drafter: Draft) -> tuple[Layout, Callable[[Path], None]]:
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
     shapes = {name: tuple(value.shape) for name, value in kept(empty.state_dict()).items()}
-    tokenizer = load_tokenizer(drafter.target.name)
+    tokenizer = load_tokenizer(drafter.target.name, trust_remote_code=drafter.target.trust_remote_code)
 
     def companions(folder: Path) -> None:
         tokenizer.save_pretrained(folder)

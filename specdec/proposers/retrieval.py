@@ -29,7 +29,8 @@ class Retrieval(RetractableTextProposer):
                 raise ValueError(f"{name}={value} must be at least 1.")
         if max < min:
             raise ValueError(f"max={max} must be at least min={min}.")
-        self.store = store.read(Path(datastore), store.fingerprint(load_tokenizer(target.name)))
+        tokenizer = load_tokenizer(target.name, trust_remote_code=target.trust_remote_code)
+        self.store = store.read(Path(datastore), store.fingerprint(tokenizer))
         if max > self.store.length:
             raise ValueError(
                 f"max={max} exceeds the {self.store.length} tokens that datastore={datastore} is sorted by: lower max=, or "

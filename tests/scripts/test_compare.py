@@ -12,7 +12,7 @@ import torch
 from helpers import comparison
 from helpers.loading import FROZEN
 from scripts import compare
-from specdec import checkpoint
+from specdec import checkpoint, files
 from specdec.comparing import results_of
 from specdec.decode import Generation
 from specdec.figures import tau_difference
@@ -187,6 +187,9 @@ def test_other_settings_are_refused(run, compared, folder, tmp_path):
     tensors = safetensors.torch.load_file(step / "drafter.safetensors")
     tensors = {name: 2 * value if value.is_floating_point() else value for name, value in tensors.items()}
     safetensors.torch.save_file(tensors, step / "drafter.safetensors")
+    with pytest.raises(ValueError, match=r"drafter\.safetensors is damaged"):
+        run(*arguments)
+    (step / files.CHECKSUMS).unlink()
     with pytest.raises(ValueError, match=rf"files\.{step} \(then"):
         run(*arguments)
 

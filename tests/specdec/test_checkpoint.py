@@ -1,5 +1,6 @@
 """A drafter's folder: written completely or not at all, loaded for its own target only, and without running code."""
 
+import hashlib
 import json
 import os
 import re
@@ -7,7 +8,7 @@ import re
 import pytest
 import torch
 
-from specdec import checkpoint, serving
+from specdec import checkpoint, files, serving
 from specdec.export import safetensors as plain_export
 from specdec.heads.eagle import Eagle3
 from specdec.target import Target
@@ -63,6 +64,25 @@ def test_a_truncated_file_is_refused(saved, target):
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(ValueError, match="truncated"):
         checkpoint.load(saved[0], target)
+
+
+@pytest.mark.parametrize("name", ["drafter.safetensors", "drafter.json"])
+def test_a_flipped_bit_is_refused(saved, target, name):
+    path = saved[0] / name
+    content = bytearray(path.read_bytes())
+    place = content.index(b'"torch": "') + 10 if name == "drafter.json" else -3  # of what nothing else would notice
+    content[place] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=rf"{name} is damaged.*delete {files.CHECKSUMS}"):
+        checkpoint.load(saved[0], target)
+    (saved[0] / files.CHECKSUMS).unlink()  # as in checkpoints of earlier versions
+    checkpoint.load(saved[0], target)
+
+
+def test_checksums_are_those_of_sha256sum(saved):
+    lines = (saved[0] / files.CHECKSUMS).read_text().splitlines()
+    wanted = {f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}" for path in saved[0].glob("drafter.*")}
+    assert set(lines) == wanted and len(lines) == 2
 
 
 def test_another_target_is_refused(saved, target):

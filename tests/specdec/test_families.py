@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 
-from specdec import replay, serving
+from specdec import masks, replay, serving
 from specdec.compile import Runner
 from specdec.decode import Decoder
 from specdec.heads.eagle import Eagle3
@@ -122,9 +122,9 @@ def test_a_trained_head_drafts_as_it_was_trained_replayed_and_exported(family, t
     objective = Objective(head, **{**load_head("eagle3")["objective"], "depth": 2})
     rows = [Row(str(n), "all", prompt + answer, [False] * len(prompt) + [True] * NUM_NEW)
             for n, (prompt, answer) in enumerate(zip(PROMPTS[:2], answers))]  # fmt: skip
-    packs = [[row] for row in rows] if family.recurrent else [rows]
-    batch = collate(packs, length=64, pad_token=0)
-    output = Online(target, head.target_layers)(list(range(len(packs))), batch)
+    batch = collate([rows], length=64, pad_token=0)
+    output = Online(target, head.target_layers)([0], batch)
+    check_documents(family, batch, output, head.target_layers)
     optimizer = torch.optim.AdamW(head.parameters(), lr=1e-2)
     for _ in range(12):
         loss = objective(batch, output)
@@ -152,6 +152,19 @@ def test_a_trained_head_drafts_as_it_was_trained_replayed_and_exported(family, t
     if served:
         again = greedy(target, HeadProposer(bring_in(tmp_path / "out", target), chain_of(2)))
         assert again.generate(PROMPTS[:2], NUM_NEW).accepted == generation.accepted
+
+
+def check_documents(family, batch, output, layers) -> None:
+    """The outputs for packed documents are those with a mask over the pack or, where no mask can cut them, of each alone."""
+    target, real = target_of(family), batch.documents >= 0
+    if not family.recurrent:
+        mask = masks.documents(batch.documents)
+        packed = target.read(batch.tokens, layers, positions=batch.positions, mask=mask)
+        torch.testing.assert_close(output.features[real], packed.features[real], atol=1e-4, rtol=1e-4)
+    for document in range(2):
+        inside = batch.documents[0] == document
+        alone = target.read(batch.tokens[:, inside], layers)
+        torch.testing.assert_close(output.final[:, inside], alone.final, atol=1e-4, rtol=1e-4)
 
 
 def test_compiled_decoding_equals_generate_or_is_refused(family, traced):

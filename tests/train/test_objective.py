@@ -107,12 +107,15 @@ def test_padding_and_other_prompts_do_not_count(any_drafter):
             assert loss.num_goals == alone.num_goals and loss.matches.sum() == alone.matches.sum()
 
 
-def test_chunks_change_nothing(any_drafter):
+@pytest.mark.parametrize(
+    "settings", [{"chunk": 3}, {"gradient_checkpointing": True}], ids=lambda settings: [*settings][0]
+)
+def test_less_memory_changes_nothing(any_drafter, settings):
     rows = [make_row(seed, 6, 5, 61) for seed in range(2)]
     parameters = list(any_drafter.parameters())
     results = []
-    for chunk in (1000, 3):
-        loss, _ = judge(make_objective(any_drafter, chunk=chunk), [rows], 24)
+    for more in ({}, settings):
+        loss, _ = judge(make_objective(any_drafter, **more), [rows], 24)
         results.append((loss, torch.autograd.grad(loss.total, parameters, allow_unused=True)))
     (whole, gradients), (parts, chunked_gradients) = results
     assert parts.total.item() == pytest.approx(whole.total.item(), rel=1e-5)

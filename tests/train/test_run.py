@@ -1,13 +1,15 @@
 """Tests of the help, of options in messages, and of the folder of a run."""
 
+import json
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from omegaconf import OmegaConf
 
-from specdec import checkpoint
+from specdec import files
 from tests.support import ROOT
 from train import display
 from train.naming import named
@@ -52,15 +54,51 @@ def save(folder: RunFolder, step: int) -> None:
     folder.save_state(step, weights={"weight": torch.arange(3.0)}, optimizer=optimizer, document={"seen": 7})
 
 
-def test_a_state_is_read_back_and_only_the_newest_is_kept(tmp_path):
+def test_a_state_is_read_back_and_the_newest_two_are_kept(tmp_path):
     folder = RunFolder(tmp_path, **FOLDER)
     assert folder.read_state() is None and folder.saved_step() == 0
+    for step in (2, 10, 1_000_000):
+        save(folder, step)
+    assert [path.name for path in folder.states()] == ["step_1000000", "step_000010"]
+    assert sorted(path.name for path in (tmp_path / "state").iterdir()) == ["step_000010", "step_1000000"]
+    weights, optimizer, document = folder.read_state()
+    assert weights["weight"].tolist() == [0, 1, 2] and document["seen"] == 7 and document["step"] == 1_000_000
+    assert optimizer["state"][0]["exp_avg"].tolist() == [1, 1] and optimizer["param_groups"] == [{"lr": 0.1}]
+
+
+def flip(path: Path, place: int = -1) -> None:
+    """Flips one bit of a byte of a file."""
+    content = bytearray(path.read_bytes())
+    content[place] ^= 4
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", ["state.json", "drafter.safetensors", "optimizer.safetensors"])
+@pytest.mark.parametrize("damage", ["truncated", "flipped"])
+def test_a_damaged_state_is_named_and_the_one_before_it_is_used(tmp_path, name, damage):
+    folder = RunFolder(tmp_path, **FOLDER)
     save(folder, 2)
     save(folder, 10)
-    assert [path.name for path in (tmp_path / "state").iterdir()] == ["step_000010"] and folder.saved_step() == 10
-    weights, optimizer, document = folder.read_state()
-    assert weights["weight"].tolist() == [0, 1, 2] and document["seen"] == 7 and document["step"] == 10
-    assert optimizer["state"][0]["exp_avg"].tolist() == [1, 1] and optimizer["param_groups"] == [{"lr": 0.1}]
+    for step in (10, 2):
+        path = tmp_path / "state" / f"step_{step:06d}" / name
+        if damage == "flipped":
+            flip(path, path.read_bytes().rindex(b'"seen": 7') + 8 if name == "state.json" else -1)
+        else:
+            path.write_bytes(path.read_bytes()[:-5])
+        with pytest.warns(UserWarning, match=rf"step_000010/{name} is .*\. The state before it is used\."):
+            if step == 10:
+                assert folder.read_state()[2]["step"] == 2
+            else:
+                with pytest.raises(ValueError, match=rf"no state that is whole.*step_000002/{name}"):
+                    folder.read_state()
+
+
+def test_a_state_without_checksums_is_read(tmp_path):
+    """Such are those of earlier versions."""
+    folder = RunFolder(tmp_path, **FOLDER)
+    save(folder, 2)
+    (tmp_path / "state" / "step_000002" / files.CHECKSUMS).unlink()
+    assert folder.read_state()[2]["step"] == 2
 
 
 def test_a_state_of_other_settings_is_refused(tmp_path):
@@ -70,24 +108,62 @@ def test_a_state_of_other_settings_is_refused(tmp_path):
         other.read_state()
 
 
-def test_the_log_is_cut_after_the_step_of_the_state(tmp_path):
+@pytest.mark.parametrize(
+    ("then", "now", "refused"),
+    [
+        ((1, 1, 2), (1, 2, 1), False),  # the same packs in a step
+        ((2, 2, 1), (4, 1, 1), False),
+        ((1, 1, 2), (1, 1, 1), False),  # fewer, because there are fewer processes
+        ((1, 1, 2), (3, 1, 2), True),
+    ],
+)
+def test_another_number_of_processes_may_resume(tmp_path, then, now, refused):
+    folders = [
+        RunFolder(tmp_path, spec={}, settings=dict(zip(("train.batch", "train.accumulation", "processes"), values)))
+        for values in (then, now)
+    ]
+    save(folders[0], 2)
+    if refused:
+        with pytest.raises(ValueError, match=r"train\.batch was 1, is 3"):
+            folders[1].read_state()
+    else:
+        assert folders[1].read_state()[2]["step"] == 2
+
+
+def steps_of(folder: RunFolder) -> list[int]:
+    return [json.loads(line)["step"] for line in (folder.path / "log.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("torn", ["", '{"step": 5, "lo'])
+def test_log_and_best_go_back_to_the_state(tmp_path, torn):
     folder = RunFolder(tmp_path, **FOLDER)
     for step in range(1, 6):
         folder.log(step, {"loss": 1.0 / step})
-    folder.cut_log(3)
-    assert [line.split(",")[0] for line in (tmp_path / "log.jsonl").read_text().splitlines()] == [
-        f'{{"step": {step}' for step in (1, 2, 3)
-    ]
+    with (tmp_path / "log.jsonl").open("a") as log:
+        log.write(torn)
+    folder.mark_best("step_000005")
+    folder.go_back(3, {"step": 2, "figure": 1.5})
+    assert steps_of(folder) == [1, 2, 3] and (tmp_path / "best").read_text() == "step_000002\n"
+    folder.go_back(-1, {})
+    assert steps_of(folder) == [] and not (tmp_path / "best").exists()
+
+
+def test_a_damaged_line_of_the_log_is_named(tmp_path):
+    (tmp_path / "log.jsonl").write_text('{"step": 1}\n{"ste\n{"step": 3}\n')
+    with pytest.raises(ValueError, match=r"log\.jsonl: line 2 is damaged"):
+        RunFolder(tmp_path, **FOLDER).go_back(3, {})
 
 
 def test_a_begun_or_finished_run_is_not_overwritten(tmp_path):
     folder = RunFolder(tmp_path, **FOLDER)
-    folder.check(resume=False)
+    assert not folder.check(resume=False) and not folder.check(resume="auto")
     folder.log(1, {})
     folder.check(resume=True)
     with pytest.raises(ValueError, match="has begun"):
         folder.check(resume=False)
     folder.finish(1)
+    assert folder.check(resume="auto")
     with pytest.raises(ValueError, match=r"finished run \(1 steps\)"):
         folder.check(resume=True)
-    checkpoint.remove(tmp_path)
+    with pytest.raises(ValueError, match="resume=maybe must be"):
+        folder.check(resume="maybe")

@@ -1,0 +1,140 @@
+"""Files and folders that appear whole or not at all, with checksums by which damaged ones are found."""
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+
+import safetensors.torch
+from torch import Tensor
+
+CHECKSUMS = "SHA256SUMS"  # of the files beside it, as `sha256sum --check` reads them
+
+
+def write_folder(folder: Path, *, tensors: dict[str, dict[str, Tensor]], documents: dict[str, dict]) -> None:
+    """Writes `NAME: tensors` as safetensors, `NAME: document` as JSON and their checksums; whole or not at all.
+
+    Raises ValueError, and leaves nothing behind, if the disk is full.
+    """
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+        for name, values in tensors.items():
+            safetensors.torch.save_file(
+                {key: value.detach().cpu().contiguous() for key, value in values.items()}, partial / name
+            )
+        for name, document in documents.items():
+            (partial / name).write_text(json.dumps(document, indent=2) + "\n")
+        sums = [f"{_sha256(partial / name)}  {name}\n" for name in (*tensors, *documents)]
+        (partial / CHECKSUMS).write_text("".join(sums))
+        for path in (*partial.iterdir(), partial):
+            sync(path)
+        old = folder.with_name(folder.name + ".old")
+        shutil.rmtree(old, ignore_errors=True)
+        if folder.exists():
+            folder.rename(old)
+        partial.rename(folder)
+        sync(folder.parent)
+        shutil.rmtree(old, ignore_errors=True)
+    except (OSError, safetensors.SafetensorError) as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise unwritable(folder, error) from error
+
+
+def write_text(path: Path, text: str) -> None:
+    """A small file that appears whole or not at all. Raises ValueError, and leaves the old file, if the disk is full."""
+    partial = path.with_name(path.name + ".partial")
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+        sync(path.parent)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise unwritable(path, error) from error
+
+
+def replace_document(path: Path, document: dict) -> None:
+    """Replaces a JSON document in a folder that `write_folder` wrote, and its checksum. Raises ValueError as `write_text`."""
+    write_text(path, json.dumps(document, indent=2) + "\n")
+    sums = path.with_name(CHECKSUMS)
+    others = [line for line in sums.read_text().splitlines() if line[66:] != path.name] if sums.exists() else []
+    write_text(sums, "".join(f"{line}\n" for line in [*others, f"{_sha256(path)}  {path.name}"]))
+
+
+def append(path: Path, text: str, *, synced: bool) -> None:
+    """Adds whole lines to the end of a file. Raises ValueError, and adds nothing, if the disk is full.
+
+    synced: whether the lines are on the disk when this returns; otherwise a power cut may lose them, a kill does not
+    """
+    content = text.encode()
+    try:
+        with path.open("ab", buffering=0) as file:  # a buffer would be written again when the file is closed
+            length = file.tell()
+            try:
+                while content:
+                    content = content[file.write(content) :]
+                if synced:
+                    os.fsync(file.fileno())
+            except OSError:
+                os.truncate(path, length)
+                raise
+    except OSError as error:
+        raise unwritable(path, error) from error
+
+
+def unwritable(path: Path, error: Exception) -> ValueError:
+    return ValueError(
+        f"{path} could not be written ({error}). Free some disk space or choose another folder; what was saved before is "
+        "untouched."
+    )
+
+
+def restore(folder: Path) -> None:
+    """Puts back folders that `write_folder` had moved away when its process was killed before the new one was there."""
+    for old in folder.glob("*.old"):
+        if old.with_suffix("").exists():
+            shutil.rmtree(old)
+        else:
+            old.rename(old.with_suffix(""))
+
+
+def remove(folder: Path) -> None:
+    """Renames first, so that a folder is never half there under its own name."""
+    doomed = folder if folder.suffix == ".partial" else folder.with_name(folder.name + ".partial")
+    if folder != doomed:
+        shutil.rmtree(doomed, ignore_errors=True)
+        folder.rename(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def sync(path: Path) -> None:
+    """Waits until a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def check(*paths: Path) -> None:
+    """Raises ValueError if a file is not what `write_folder` wrote. Files without a recorded checksum are not checked."""
+    for path in paths:
+        sums = path.with_name(CHECKSUMS)
+        if not sums.exists():
+            continue  # of an earlier version
+        recorded = {line[66:]: line[:64] for line in sums.read_text(errors="replace").splitlines()}
+        if path.name in recorded and _sha256(path) != recorded[path.name]:
+            raise ValueError(
+                f"{path} is damaged: it has not the checksum that {sums} records. Take another copy of the folder, or "
+                f"another checkpoint of the run. If you changed the file on purpose, delete {CHECKSUMS}."
+            )
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

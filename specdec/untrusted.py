@@ -1,0 +1,120 @@
+"""What is checked before a file that a stranger may have made is read (docs/file-formats.md, section 14)."""
+
+import json
+import math
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy
+import safetensors.torch
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+LARGEST_JSON = 64 * 2**20  # bytes
+LARGEST_HEADER = 16 * 2**20  # bytes of a safetensors header, which is JSON too
+SMALLEST = 8192  # elements that a tensor counts for at least: a million tiny layers are large as well
+
+
+def inside(folder: Path, name: str) -> Path:
+    """The file of a folder that a file in it names. Raises ValueError if the name, or a link, leads out of the folder.
+
+    In the cache of the Hugging Face Hub every file is a link to ../../blobs; these are followed.
+    """
+    parts = Path(name).parts
+    if not parts or Path(name).is_absolute() or ".." in parts:
+        raise ValueError(f"{folder} names the file {name!r}, which is not inside it: the folder is damaged or unsafe.")
+    return check_link(folder / name, folder)
+
+
+def check_link(path: Path, folder: Path) -> Path:
+    """-> path. Raises ValueError if it is a link, or behind one, that leads out of the folder."""
+    root = folder.resolve()
+    blobs = [parent.parents[1] / "blobs" for parent in (root, *root.parents) if parent.parent.name == "snapshots"]
+    real = path.resolve()
+    if not any(real.is_relative_to(allowed) for allowed in (root, *blobs)):
+        raise ValueError(
+            f"{path} is a link to {real}, outside of {folder}. Links out of a folder are not followed: put a copy of the file "
+            "there, if you trust it."
+        )
+    return path
+
+
+def read_json(path: Path) -> dict:
+    """Raises ValueError, with what to do, for a file that is not a JSON object."""
+    if path.stat().st_size > LARGEST_JSON:
+        raise ValueError(f"{path} is larger than {LARGEST_JSON >> 20} MiB: it is damaged or unsafe.")
+    try:
+        document = json.loads(path.read_text())
+    except (ValueError, RecursionError) as error:  # also numbers of thousands of digits, and bytes that are no text
+        raise ValueError(f"{path} is not valid JSON ({error}): take another copy of it.") from error
+    if not isinstance(document, dict):
+        raise ValueError(f"{path} is not a JSON object but a {type(document).__name__}: take another copy of it.")
+    return document
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """A file of safetensors. Raises ValueError, with what to do, if it is none."""
+    try:
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+        if size > LARGEST_HEADER:
+            raise ValueError(f"a header of {size} bytes")
+        return safetensors.torch.load_file(path)
+    except (OSError, ValueError, safetensors.SafetensorError) as error:
+        raise ValueError(
+            f"{path} is missing, truncated or damaged ({error}). Take another copy of it, or another checkpoint of the run."
+        ) from error
+
+
+def read_pickle(path: Path) -> Any:
+    """A file of torch.save with tensors and plain values only. Raises ValueError for anything else, and runs no code.
+
+    Files of PyTorch before 1.6, which are no archives, and compressed ones say themselves how much memory they need.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            if any(part.compress_type != zipfile.ZIP_STORED for part in archive.infolist()):
+                raise ValueError("it is compressed, which torch.save never does")
+        return torch.load(path, weights_only=True, map_location="cpu")
+    except Exception as error:  # torch raises many kinds for a damaged file
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(
+            f"{path} cannot be read as plain tensors ({reason}). Take a copy in safetensors, or have somebody who trusts the "
+            "file save its tensors again."
+        ) from error
+
+
+def read_array(path: Path) -> numpy.ndarray:
+    """An .npy file, mapped. Raises ValueError for what is no plain array of numbers; archives and pickles are none."""
+    return numpy.lib.format.open_memmap(path, mode="r")
+
+
+class Allowance(TorchDispatchMode):
+    """Within, tensors of at most `elements` elements in all are made from nothing; ValueError before there are more.
+
+    For constructors whose sizes come from a file: a width of 10^12 must not take memory before it is compared with tensors.
+    """
+
+    def __init__(self, elements: int):
+        super().__init__()
+        self.elements = self.left = elements
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        sizes = args[0] if args and isinstance(args[0], list | tuple) else ()
+        if not any(isinstance(value, Tensor) for value in (*args, *sizes)):
+            self.left -= max(SMALLEST, _elements(func, args))
+            if self.left < 0:
+                raise ValueError(
+                    f"its sizes ask for more than the {self.elements} numbers that its tensors explain: the file is damaged "
+                    "or unsafe."
+                )
+        return func(*args, **(kwargs or {}))
+
+
+def _elements(function: Any, args: tuple) -> int:
+    """Of the tensor that a factory function makes: torch.empty([2, 3]), torch.arange(5); 0 for others."""
+    if function.overloadpacket is torch.ops.aten.arange:
+        return int(max(abs(bound) for bound in args[:2]))
+    return math.prod(args[0]) if args and isinstance(args[0], list | tuple) else 0

@@ -1,0 +1,316 @@
+"""Faults of a machine: two launches, kills, signals of schedulers, full disks, damaged files, processes that end."""
+
+import contextlib
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from specdec import files
+from tests import faults, memory
+from tests.support import child_environment, losses_of
+from train import pack_files
+from train.lock import lock
+from train.resumable import resumable
+from train.run_folder import RunFolder
+from train.signals import Signals
+from train.trainer import Trainer
+
+HOLD = "import sys, time; from pathlib import Path; from train.lock import lock\nwith lock(Path(sys.argv[1]), of=Path('run')): {}print('held', flush=True); time.sleep(60)"
+FORK = "import os; os.fork(); "  # the child lives on when its parent is killed
+
+
+def hold(path: Path, more: str = "") -> subprocess.Popen:
+    """A process that holds the lock, in a process group of its own."""
+    process = subprocess.Popen([sys.executable, "-c", HOLD.format(more), str(path)], env=child_environment(), text=True,
+                               stdout=subprocess.PIPE, start_new_session=True)  # fmt: skip
+    assert process.stdout.readline().startswith("held")
+    return process
+
+
+@pytest.mark.parametrize("more", ["", FORK])
+def test_a_lock_names_its_holder_and_is_freed_by_kill_9(tmp_path, more):
+    path = tmp_path / "lock"
+    process = hold(path, more)
+    try:
+        wanted = rf"run is in use by process {process.pid} on {socket.gethostname()}, since .*: wait until"
+        with pytest.raises(ValueError, match=wanted), lock(path, of=Path("run")):
+            pass
+        process.kill()
+        process.wait()
+        with lock(path, of=Path("run")), pytest.raises(ValueError, match=f"process {os.getpid()}"), lock(path, of=Path("run")):  # fmt: skip
+            pass
+        assert not path.exists()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch):
+    def flock(*_):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    with (
+        pytest.warns(UserWarning, match=r"has no locks \(Function not implemented\)"),
+        lock(tmp_path / "lock", of=tmp_path),
+    ):
+        pass
+
+
+def test_runs_and_results_in_use_are_refused(fit, tmp_path):
+    path = Path("checkpoints/mine")
+    with lock(path / "lock", of=path), pytest.raises(ValueError, match="checkpoints/mine is in use by process"):
+        fit("mine")
+    rows = (tmp_path / "meta.json", tmp_path / "rows.jsonl", {})
+    with (
+        resumable(*rows, advice=""),
+        pytest.raises(ValueError, match="in use by"),
+        resumable(*rows, advice=""),
+    ):
+        pass
+    with resumable(*rows, advice="") as results:
+        results.append({"a": 1})
+
+
+# Signals
+
+
+def send_at(monkeypatch, step: int, *numbers: int) -> None:
+    """Sends signals to this process while a step is trained."""
+    train_step = Trainer._train_step
+
+    def sending(trainer, **settings):
+        if trainer.step == step - 1:
+            for number in numbers:
+                os.kill(os.getpid(), number)
+        return train_step(trainer, **settings)
+
+    monkeypatch.setattr(Trainer, "_train_step", sending)
+
+
+@pytest.mark.parametrize(("number", "status"), [("SIGTERM", 0), ("SIGUSR1", 0), ("SIGINT", 130)])
+def test_signals_save_after_the_step_and_the_same_command_continues(fit, monkeypatch, capsys, number, status):
+    with monkeypatch.context() as patch:
+        send_at(patch, 3, getattr(signal, number))
+        assert fit("run", "resume=auto") == status
+    printed = capsys.readouterr().out
+    assert "Interrupted after step 3; saved" in printed and "resume=auto" in printed
+    assert list(losses_of("run")) == [1, 2, 3] and not Path("checkpoints/run/finished").exists()
+    assert fit("run", "resume=auto") == 0 and list(losses_of("run")) == [1, 2, 3, 4]
+    assert fit("run", "resume=auto") == 0 and "nothing left to do" in capsys.readouterr().out
+
+
+def test_a_second_ctrl_c_stops_at_once_and_a_second_sigterm_does_not():
+    said, before = [], signal.getsignal(signal.SIGTERM)
+    with Signals(said.append) as signals:
+        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
+            os.kill(os.getpid(), number)
+            assert signals.number == number
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert len(said) == 1 and said[0].startswith("SIGTERM") and signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_run_killed_before_its_first_state_starts_again(fit):
+    fit("whole")
+    Path("checkpoints/killed").mkdir()
+    Path("checkpoints/killed/log.jsonl").write_text('{"step": 1, "loss": 3}\n{"step": 2, "lo')
+    fit("killed", "resume=auto")
+    assert losses_of("killed") == losses_of("whole")
+
+
+@pytest.mark.parametrize("place", ["before", "in", "after"])
+def test_a_kill_around_the_last_decoding_loses_and_doubles_no_line(fit, monkeypatch, place):
+    """The best step is decoded after the last save."""
+    fit("whole")
+    save, replace = RunFolder.save_checkpoint, Path.rename
+
+    def killed(folder, drafter, report):
+        if report.num_prompts == 0:  # only replayed: not the last one
+            return save(folder, drafter, report)
+        if place == "in":  # when the old checkpoint is moved away and the new one is not there
+            monkeypatch.setattr(
+                Path, "rename", lambda path, to: replace(path, to) if ".partial" not in path.name else 1 / 0
+            )
+        if place != "before":
+            save(folder, drafter, report)
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(RunFolder, "save_checkpoint", killed)
+        fit("killed")
+    monkeypatch.setattr(Path, "rename", replace)
+    if place == "in":
+        assert not Path("checkpoints/killed/step_000004").exists()
+    assert fit("killed", "resume=auto") == 0
+    assert faults.lost_between(Path("checkpoints/whole"), Path("checkpoints/killed")) == []
+
+
+# Full disks: the limit on the size of files is the system's own
+
+
+@contextlib.contextmanager
+def room_for(num_bytes: int):
+    """Within, a file of this process cannot become larger."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+WRITES = {
+    "append": lambda path, size: files.append(path, "x" * size + "\n", synced=True),
+    "write_text": lambda path, size: files.write_text(path, "x" * size),
+    "write_folder": lambda path, size: files.write_folder(
+        path.with_name("folder"), tensors={"a.safetensors": {"a": torch.zeros(size)}}, documents={"b.json": {}}
+    ),
+    "pack_files": lambda path, size: pack_files.write(path, {"a": torch.zeros(size)}),
+}
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_a_full_disk_damages_nothing(tmp_path, name):
+    path = tmp_path / "file"
+    WRITES[name](path, 10)
+    before = contents(tmp_path)
+    with room_for(1000), pytest.raises(ValueError, match=r"could not be written \(.*Free some disk space"):
+        WRITES[name](path, 5000)
+    assert contents(tmp_path) == before
+    WRITES[name](path, 5000)
+    assert contents(tmp_path) != before
+
+
+@pytest.mark.parametrize(
+    ("more", "room", "what"),
+    [([], 20_000, "state/step_000002"), (["features.mode=cached"], 5000, "cache/pack_0")],
+    ids=["state", "features"],
+)
+def test_a_run_on_a_full_disk_ends_in_a_sentence_and_resumes(fit, more, room, what):
+    more = (*more, "features.folder=cache")
+    fit("whole")
+    with room_for(room), pytest.raises(ValueError, match=rf"{what}.* could not be written"):
+        fit("full", *more)
+    fit("full", *more, "resume=true")
+    assert losses_of("full") == losses_of("whole")
+    assert not list(Path().rglob("*.partial"))
+
+
+def test_results_on_a_full_disk_keep_the_rows_before(tmp_path):
+    """Of answering, comparing and sweeping."""
+    rows = (tmp_path / "meta.json", tmp_path / "rows.jsonl", {"seed": 0})
+    with resumable(*rows, advice="") as results:
+        results.append({"a": 1}, {"a": 2})
+        with room_for(100), pytest.raises(ValueError, match=r"rows\.jsonl could not be written"):
+            results.append({"a": 3}, {"b": "x" * 200})
+        assert results.rows == [{"a": 1}, {"a": 2}]
+    with resumable(*rows, advice="") as results:
+        assert results.rows == [{"a": 1}, {"a": 2}]
+
+
+def test_a_line_of_the_log_that_does_not_fit_is_not_there(fit, monkeypatch):
+    fit("whole")
+    log = RunFolder.log
+
+    def full(folder, step, figures):
+        path = folder.path / "log.jsonl"
+        with room_for(path.stat().st_size + 20) if step == 4 else contextlib.nullcontext():
+            log(folder, step, figures)
+
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match=r"log\.jsonl could not be written"):
+        patch.setattr(RunFolder, "log", full)
+        fit("full")
+    assert list(losses_of("full")) == [1, 2, 3]
+    fit("full", "resume=true")
+    assert losses_of("full") == losses_of("whole")
+
+
+# Damaged caches
+
+
+def test_damaged_features_are_named_and_made_again(fit):
+    settings = ("features.mode=cached", "features.folder=cache", "data.pack=false")
+    fit("first", *settings)
+    before = contents(Path("cache"))
+    packs = sorted(Path("cache").glob("*.safetensors"))
+    packs[0].write_bytes(packs[0].read_bytes()[:-7])
+    for pack, place in zip(packs[1:3], (-1, 300)):  # in a tensor, and in the header
+        content = bytearray(pack.read_bytes())
+        content[place] ^= 1
+        pack.write_bytes(content)
+    with pytest.warns(RuntimeWarning) as warned:
+        fit("again", *settings)
+    messages = [str(each.message) for each in warned if "made again" in str(each.message)]
+    assert len(messages) == 3 and all(any(pack.name in message for message in messages) for pack in packs[:3])
+    assert losses_of("again") == losses_of("first") and contents(Path("cache")) == before
+
+
+def test_every_flipped_bit_of_a_pack_is_found(tmp_path):
+    path = tmp_path / "pack.safetensors"
+    wanted = torch.arange(6, dtype=torch.bfloat16).view(2, 3)
+    pack_files.write(path, {"4": wanted, "8": wanted + 1})
+    content = path.read_bytes()
+    for place in range(len(content)):
+        for bit in range(8):
+            damaged = bytearray(content)
+            damaged[place] ^= 1 << bit
+            path.write_bytes(damaged)
+            with contextlib.suppress(ValueError):  # or the flip is of no consequence, such as of a blank in the header
+                read = pack_files.read(path, ["4", "8"])
+                assert (
+                    torch.equal(read[0], wanted) and torch.equal(read[1], wanted + 1) and read[0].dtype == wanted.dtype
+                )
+    torch.save({}, path)
+    with pytest.raises(ValueError, match="truncated or damaged"):
+        pack_files.read(path, ["4"])
+
+
+def test_unfinished_files_of_killed_processes_are_removed_when_they_are_old(tmp_path):
+    old, young = tmp_path / "pack_000000.1.partial", tmp_path / "pack_000001.2.partial"
+    for path in (old, young):
+        path.touch()
+    os.utime(old, (0, 0))
+    pack_files.remove_stale(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [young.name]
+
+
+# kill -9 at random moments: `python -m tests.faults` tries more of them
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["training, writing features", "scripts/answer.py"])
+def test_nothing_is_lost_by_kill_9(tmp_path, monkeypatch, name):
+    for variable in ("OMP_NUM_THREADS", "HF_HUB_OFFLINE", "PYTHONPATH"):  # put back afterwards
+        monkeypatch.setenv(variable, "")
+    faults.set_environment()
+    faults.make_inputs(tmp_path)
+    (work,) = (work for work in faults.works(tmp_path) if work.name == name)
+    (tmp_path / "runs").mkdir()
+    outcome = faults.measure(work, 2, tmp_path / "runs", faults.random.Random(json.dumps(name)))
+    assert outcome.moments == 2 and outcome.lost == ()
+
+
+def test_growth_of_memory_is_measured():
+    """`python -m tests.memory`, on a process that takes 1 MB every 0.05 s."""
+    code = "import time; kept = []\nwhile True: kept.append(bytearray(b'x') * 1_000_000); time.sleep(0.05)"
+    process = subprocess.Popen([sys.executable, "-c", code])
+    try:
+        samples = memory.sample(process, minutes=2 / 60, every=0.05)
+    finally:
+        process.kill()
+        process.wait()
+    assert 5000 < memory.growth(samples) < 80_000  # MB an hour; 72,000 on an idle machine
+    assert memory.growth([(n, 100.0 + (50 if n < 2 else 0)) for n in range(10)]) == pytest.approx(0, abs=1e-6)

@@ -1,0 +1,218 @@
+"""Tests of optimizers, schedules, the average of the weights, and the record of gradient norms."""
+
+import importlib.util
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from specdec import checkpoint
+from tests.support import VARIANTS, fit_interrupted, losses_of, make_drafter, name_of
+from train.optimization import (
+    Average,
+    GradientNorms,
+    OptimizerSettings,
+    hidden_matrices,
+    make_optimizer,
+    schedule,
+)
+from train.run_folder import RunFolder
+from train.validation import Validation
+
+USUAL = {"name": "adamw", "lr": 1.0, "muon_lr": None, "betas": [0.9, 0.95], "weight_decay": 0.1, "schedule": "cosine",
+         "warmup": 2, "decay": 0.25, "final": 0.1}  # fmt: skip
+BITS = pytest.mark.skipif(not importlib.util.find_spec("bitsandbytes"), reason="bitsandbytes is not installed")
+NAMES = ["adamw", "muon", pytest.param("adamw8bit", marks=BITS)]
+
+
+def settings(**changed) -> OptimizerSettings:
+    return OptimizerSettings(**USUAL | changed)
+
+
+class Small(nn.Module):
+    """An embedding, a hidden matrix, a norm and an output layer."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.fc = nn.Embedding(7, 80), nn.Linear(80, 64)
+        self.norm, self.lm_head = nn.LayerNorm(64), nn.Linear(64, 7, bias=False)
+
+    def forward(self, tokens):
+        return self.lm_head(self.norm(self.fc(self.embed(tokens))))
+
+
+def train(module: nn.Module, optimizer: torch.optim.Optimizer, steps: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        tokens = torch.randint(7, (5,), generator=generator)
+        nn.functional.cross_entropy(module(tokens), tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def rates(steps: int, **changed) -> list[float]:
+    optimizer = make_optimizer(Small(), settings(**changed))
+    scheduler = schedule(optimizer, settings(**changed), steps=steps)
+    found = []
+    for _ in range(steps):
+        found.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    return found
+
+
+def test_schedules_warm_up_and_follow_their_shapes():
+    warm = pytest.approx([1 / 3, 2 / 3])
+    shapes = {name: rates(10, schedule=name) for name in ("cosine", "wsd", "constant")}
+    assert all(found[:2] == warm and found[2] == 1 for found in shapes.values())
+    assert shapes["constant"][2:] == [1] * 8
+    assert shapes["wsd"][2:9] == [1] * 7 and shapes["wsd"][9] == pytest.approx(1 - 0.9 * 0.5)  # 7 of 8 steps done
+    assert shapes["cosine"][6] == pytest.approx(0.1 + 0.9 * 0.5) and shapes["cosine"] == sorted(
+        shapes["cosine"][2:] + shapes["cosine"][:2], key=shapes["cosine"].index
+    )
+    assert rates(10, schedule="wsd", decay=1.0)[6] == pytest.approx(1 - 0.9 * 0.5)
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=name_of)
+def test_muon_trains_the_matrices_whose_rows_are_not_tokens(target, variant):
+    drafter = make_drafter(target, *variant)
+    chosen = {id(matrix) for matrix in hidden_matrices(drafter)}
+    trained = {name: p for name, p in drafter.named_parameters() if p.requires_grad}
+    for name, parameter in trained.items():
+        rows_are_tokens = parameter.shape[0] in (drafter.vocab_size, target.vocab_size)
+        hidden = parameter.dim() == 2 and not rows_are_tokens and parameter.shape[0] > 1
+        assert (id(parameter) in chosen) == hidden, name
+    groups = make_optimizer(drafter, settings(name="muon")).param_groups
+    held = [id(parameter) for group in groups for parameter in group["params"]]
+    assert sorted(held) == sorted(id(parameter) for parameter in trained.values())  # each once
+
+
+def test_muon_moves_matrices_by_the_size_of_adamws_updates():
+    module = Small()
+    before = {name: p.detach().clone() for name, p in module.named_parameters()}
+    optimizer = make_optimizer(module, settings(name="muon", lr=1e-3, weight_decay=0.0, muon_lr=2e-3))
+    for parameter in module.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    size = lambda name: float((module.get_parameter(name).detach() - before[name]).square().mean().sqrt())
+    assert size("fc.weight") == pytest.approx(0.2 * 2e-3, rel=0.3)  # the root mean square that AdamW's usually have
+    assert size("lm_head.weight") == pytest.approx(1e-3, rel=1e-3)  # AdamW's first step
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_optimizers_state_survives_the_folder_exactly(tmp_path, name):
+    whole, halves = Small(), Small()
+    optimizer = make_optimizer(whole, settings(name=name, lr=0.01))
+    train(whole, optimizer, 3, seed=0)
+    train(whole, optimizer, 3, seed=1)
+    optimizer = make_optimizer(halves, settings(name=name, lr=0.01))
+    train(halves, optimizer, 3, seed=0)
+    folder = RunFolder(tmp_path, {}, {})
+    folder.save_state(3, weights=halves.state_dict(), optimizer=optimizer.state_dict(), document={})
+    weights, state, _ = folder.read_state()
+    resumed = Small()
+    resumed.load_state_dict(weights)
+    optimizer = make_optimizer(resumed, settings(name=name, lr=0.01))
+    optimizer.load_state_dict(state)
+    train(resumed, optimizer, 3, seed=1)
+    assert all(torch.equal(resumed.get_parameter(n), p) for n, p in whole.named_parameters())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["optimizer.name=muon", "optimizer.schedule=wsd"],
+        ["train.ema=0.9", "optimizer.schedule=constant"],
+        pytest.param(["optimizer.name=adamw8bit"], marks=BITS),
+    ],
+    ids=" ".join,
+)
+def test_a_run_with_other_optimizers_resumes_exactly(fit, options):
+    fit("whole", *options)
+    fit_interrupted(fit, "died", *options)
+    assert losses_of("died") == losses_of("whole") and len(losses_of("whole")) == 4
+    for file in ("step_000004/drafter.safetensors", "state/step_000004/drafter.safetensors"):
+        whole, died = (checkpoint.read_tensors(Path("checkpoints") / run / file) for run in ("whole", "died"))
+        assert whole.keys() == died.keys() and all(torch.equal(whole[name], died[name]) for name in whole)
+
+
+def test_a_missing_library_is_said(monkeypatch):
+    monkeypatch.setattr("train.optimization.ADAMW8BIT", "no_such_library")
+    with pytest.raises(ValueError, match=r"name=adamw8bit needs no_such_library .*pip install"):
+        make_optimizer(Small(), settings(name="adamw8bit"))
+
+
+@pytest.mark.parametrize("wrong", [{"name": "sgd"}, {"schedule": "linear"}, {"decay": 0.0}])
+def test_unknown_settings_are_refused(wrong):
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))}={next(iter(wrong.values()))} must be"):
+        settings(**wrong)
+
+
+def test_the_average_follows_the_weights_and_is_exchanged_for_them():
+    module = nn.Linear(2, 1, bias=False)
+    average = Average(module, decay=0.5)
+    expected = module.weight.detach().clone()
+    for step in range(1, 6):
+        module.weight.data += 1.0
+        average.update()
+        kept = min(0.5, (1 + step) / (10 + step))
+        expected = kept * expected + (1 - kept) * module.weight.detach()
+    weights = module.weight.detach().clone()
+    with average.applied():
+        torch.testing.assert_close(module.weight.detach(), expected)
+    assert torch.equal(module.weight, weights)
+    restored = Average(nn.Linear(2, 1, bias=False), decay=0.5)
+    restored.load_state_dict(average.state_dict())
+    assert restored.updates == 5 and torch.equal(restored.values["weight"], average.values["weight"])
+
+
+def test_norms_are_averaged_and_clipped_steps_counted():
+    norms = GradientNorms(limit=1.0)
+    for norm in (0.5, 1.5, 4.0):
+        norms.add(torch.tensor(norm))
+    assert norms.read() == {"grad_norm": 2.0, "clipped": pytest.approx(2 / 3)}
+    norms.add(torch.tensor(1.0))
+    assert norms.read() == {"grad_norm": 1.0, "clipped": 0.0} and norms.read() == {}
+
+
+@pytest.mark.slow
+def test_clipping_is_in_the_log_and_in_the_progress(fit, capsys):
+    fit("clipped", "train.max_grad_norm=1e-6", "train.log_every=2")
+    printed = capsys.readouterr().out
+    lines = [json.loads(line) for line in Path("checkpoints/clipped/log.jsonl").read_text().splitlines()]
+    logged = [line for line in lines if "loss" in line]
+    assert [line["step"] for line in logged] == [1, 2, 4] and all(line["clipped"] == 1 for line in logged)
+    assert all(line["grad_norm"] > 1e-6 for line in logged) and "100% clipped" in printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("better", ["plain", "average"])
+def test_a_checkpoint_holds_the_better_of_weights_and_average(fit, monkeypatch, better):
+    replay = Validation.replay
+
+    def judged(self, frozen):  # candidates are judged in the order plain, average
+        self.calls = [*getattr(self, "calls", []), frozen]
+        wanted = ("plain", "average")[(len(self.calls) - 1) % 2] == better
+        return [replace(each, replayed_accepted=[1.0 * wanted, 0.0]) for each in replay(self, frozen)]
+
+    monkeypatch.setattr(Validation, "replay", judged)
+    fit("both", "train.ema=0.9", "optimizer.lr=0.01")
+    report = json.loads(Path("checkpoints/both/step_000004/report.json").read_text())
+    assert report["ema"]["kept"] == better and report["replayed_tau"] == report["ema"][better] > 1
+    state = checkpoint.read_tensors(Path("checkpoints/both/state/step_000004/drafter.safetensors"))
+    kept = checkpoint.read_tensors(Path("checkpoints/both/step_000004/drafter.safetensors"))
+    prefix = {"plain": "", "average": "average:"}[better]
+    assert all(torch.equal(kept[name], state[prefix + name]) for name in kept if "average:" + name in state)
+    assert any(not torch.equal(state[name], state["average:" + name]) for name in kept if "average:" + name in state)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("override", ["decode=tree", "head=medusa2", "validation.decode=always"])
+def test_an_average_that_replay_cannot_judge_is_refused(fit, override):
+    with pytest.raises(ValueError, match=r"train\.ema=0\.9 lets replay choose"):
+        fit("refused", "train.ema=0.9", override)

@@ -1,0 +1,110 @@
+"""Tests of runs of several processes: their packs, a process that ends, waiting."""
+
+import contextlib
+import itertools
+import os
+import socket
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from specdec import checkpoint
+from tests.support import ROOT, child_environment, losses_of, train_overrides
+from train.trainer import Trainer
+from train.waiting import ProcessLost, Waiting
+
+
+def order_of(settings: list[tuple[int, int, int]], steps: int, num_packs: int) -> list[int]:
+    """The packs that are read by launches of (batch, accumulation, processes), each of `steps` steps, in order."""
+    read: list[int] = []
+    for launch, (batch, accumulation, num_processes) in enumerate(settings):
+        first = (launch * steps, len(read))
+        for step, micro, process in itertools.product(range(steps), range(accumulation), range(num_processes)):
+            trainer = types.SimpleNamespace(
+                settings=types.SimpleNamespace(batch=batch, accumulation=accumulation, seed=0),
+                material=types.SimpleNamespace(packs=range(num_packs)),
+                accelerator=types.SimpleNamespace(num_processes=num_processes, process_index=process),
+                first=first,
+            )
+            read += Trainer.indices(trainer, first[0] + step, micro)
+    return read
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [[(1, 1, 2), (1, 2, 1)], [(1, 1, 4), (2, 2, 1)], [(1, 1, 3), (1, 1, 2), (2, 1, 1)], [(1, 3, 1), (1, 1, 5)]],
+)
+def test_the_order_of_packs_goes_on_with_other_processes(settings):
+    read = order_of(settings, 5, 17)
+    assert read == order_of([(1, 1, 1)], len(read), 17)
+    for start in range(0, len(read) - 16, 17):
+        assert sorted(read[start : start + 17]) == list(range(17))  # an epoch: no pack twice, none left out
+
+
+def start_processes(folder, cwd, run, *more) -> list[subprocess.Popen]:
+    """Two processes of one run without a launcher, which would end the one when the other ends."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    arguments = [sys.executable, str(ROOT / "train.py"), *train_overrides(folder, run, *more)]
+    places = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    return [
+        subprocess.Popen(arguments, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                         env=child_environment(**places, RANK=str(rank), LOCAL_RANK=str(rank)))
+        for rank in range(2)
+    ]  # fmt: skip
+
+
+LONG = ("train.steps=100000", "train.validate_every=100000", "train.save_every=5", "train.timeout=1")
+
+
+@pytest.mark.slow
+def test_a_process_that_dies_ends_the_run_with_a_sentence_and_one_process_continues_it(folder, tmp_path, fit):
+    """Two processes; one is killed; the other says what it waited for. One process goes on with the same packs in a step."""
+    processes = start_processes(folder, tmp_path, "run", *LONG)
+    for line in processes[0].stdout:
+        if line.startswith("step ") and " 7/" in line:
+            break
+    processes[1].kill()
+    printed = [process.communicate(timeout=60)[0] for process in processes]
+    assert processes[0].returncode == 1
+    assert "error: Process 0 waited for step " in printed[0] and printed[0].strip().endswith(
+        "Continue with resume=true."
+    )
+    assert "step " not in printed[1]  # only the main process speaks
+    state = Path("checkpoints/run/state") / sorted(os.listdir("checkpoints/run/state"))[-1] / "state.json"
+    saved = checkpoint.read_json(state)["step"]
+    with contextlib.suppress(StopIteration):
+        send = ("train.accumulation=2", "resume=auto", *LONG)
+        one = Trainer._train_step
+
+        def stopping(trainer, **settings):
+            if trainer.step == saved + 2:
+                raise StopIteration
+            return one(trainer, **settings)
+
+        Trainer._train_step = stopping
+        try:
+            fit("run", *send)
+        finally:
+            Trainer._train_step = one
+    assert list(losses_of("run")) == list(range(1, saved + 3))
+
+
+def test_waiting_names_what_it_waits_for(capsys):
+    waiting = Waiting(minutes=1, process=1, num_processes=2)
+    with pytest.raises(ProcessLost, match=r"Process 1 waited for step 7, and another process .* \(\[gloo\] closed"), waiting("step 7"):  # fmt: skip
+        raise RuntimeError("[gloo] closed by peer\nmore")
+    with pytest.raises(RuntimeError, match=r"^shapes$"), waiting("step 7"):
+        raise RuntimeError("shapes")
+
+
+def test_waiting_ends_the_process_in_time():
+    code = "import time; from train.waiting import Waiting\nwith Waiting(0.001, 0, 2)('the validation of step 5'): time.sleep(60)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=child_environment(), capture_output=True, text=True, timeout=50
+    )
+    assert done.returncode == 1 and "has waited 0.001 minutes for the validation of step 5, and another" in done.stderr

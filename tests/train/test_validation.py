@@ -1,0 +1,264 @@
+"""Tests of validation: replay along kept answers, decoding in a share of the training time, what reports say."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate import Accelerator
+
+from specdec import checkpoint, files, replay, speed
+from specdec.drafting import Drafting
+from specdec.measurement import Prompt, PromptReplay
+from specdec.report import Report
+from specdec.serving import Provenance, _expected
+from tests.support import make_drafter, prompts_of
+from train import target_answers, validation
+from train.run_folder import RunFolder
+from train.trainer import Trainer
+from train.validation import Validation, ValidationSettings
+
+CHAIN = Drafting(depth=3)
+SETTINGS = {
+    "num_prompts": 5,
+    "max_new_tokens": 24,
+    "temperature": 0.0,
+    "decode": "best",
+    "share": None,
+    "answers": "answers",
+}
+
+
+@pytest.fixture
+def make(small_target, tmp_path, monkeypatch):
+    """make(drafter, drafting, by="tau", **settings) -> a Validation in a new working directory; it records what it shows"""
+    monkeypatch.chdir(tmp_path)
+    prompts = [Prompt(str(number), "", tokens) for number, tokens in enumerate(prompts_of(small_target))]
+
+    def validation(drafter, drafting=CHAIN, by="tau", **changed):
+        shown = []
+        made = Validation(Accelerator(cpu=True), drafter, drafting, prompts, settings=ValidationSettings(**SETTINGS | changed),
+                          best_by=by, stop={5}, seed=0, show=shown.append, say=shown.append)  # fmt: skip
+        made.shown = shown
+        return made
+
+    return validation
+
+
+def judge(made: Validation, drafter, *, step=1, trained=100.0, best=None, required=False) -> Report | None:
+    judged = made({"plain": drafter}, step=step, trained=trained, best=best, required=required)
+    return judged and judged[1]
+
+
+# Replay
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_a_batch_is_replayed_as_its_rows_are(small_drafter, temperature):
+    """The padding of a batch changes nothing."""
+    target = small_drafter.target
+    texts = [(prompt, [(number * 5 + place) % 6 for place in range(9 - number)])
+             for number, prompt in enumerate(prompts_of(target))]  # fmt: skip
+    depth = min(3, small_drafter.depth or 3)
+    batch = replay.acceptances(small_drafter, texts, depth=depth, temperature=temperature)
+    for (prompt, answer), accept in zip(texts, batch):
+        alone = replay.acceptance(small_drafter, prompt, answer, depth=depth, temperature=temperature)
+        assert accept.shape == alone.shape == (depth, len(answer))
+        torch.testing.assert_close(accept, alone, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("head", ["eagle", "mtp", "dspark"])
+def test_tau_along_kept_answers_is_the_decoded_tau(make, small_target, monkeypatch, head):
+    """In float64 at temperature 0: what one validation wrote, another reads, and its tau is that of the decoder."""
+    drafter = make_drafter(small_target, head).decodable()
+    first = make(drafter)
+    written = judge(first, drafter)
+    monkeypatch.setattr(target_answers, "Decoder", None)  # nothing can be written any more
+    again = make(drafter)
+    read = again.replay(drafter)
+    monkeypatch.setattr(replay, "read", None)  # from now on, what the target reads is in memory
+    assert again.replay(drafter) == read and judge(again, drafter, required=True).replayed_tau == written.replayed_tau
+    assert [each.prompt.id for each in read] == ["0", "1", "2", "3", "4"]
+    assert written.decoded and written.num_prompts == written.replayed_prompts == 5
+    assert 1 + sum(sum(each.replayed_accepted) for each in read) / sum(each.replayed_rounds for each in read) == (
+        pytest.approx(written.replayed_tau, abs=1e-12)
+    )
+    assert written.replayed_tau == pytest.approx(written.tau, abs=1e-9) and written.tau > 1
+    assert written.replayed_survival == pytest.approx(written.survival, abs=1e-9)
+
+
+def test_answers_are_written_again_if_they_are_damaged_or_of_other_settings(make, small_target):
+    drafter = make_drafter(small_target, "eagle").decodable()
+    make(drafter).replay(drafter)
+    (path,) = Path("answers").iterdir()
+    content = path.read_text()
+    for damaged in (content[: len(content) // 2], content.replace('"answers": [[', '"answers": [[4, ', 1), "[]", ""):
+        path.write_text(damaged)
+        make(drafter).replay(drafter)
+        assert json.loads(path.read_text())["answers"] == json.loads(content)["answers"]
+    for changed in ({"max_new_tokens": 7}, {"temperature": 0.7}):
+        make(drafter, **changed).replay(drafter)
+    assert len(list(Path("answers").iterdir())) == 3
+
+
+def test_a_folder_that_cannot_be_written_stops_nothing(make, small_target):
+    Path("answers").write_text("a file where the folder should be")
+    drafter = make_drafter(small_target, "eagle").decodable()
+    with pytest.warns(UserWarning, match="could not be written"):
+        assert len(make(drafter).replay(drafter)) == 5
+
+
+# When drafts are decoded
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Time that only decoding takes: 10 seconds a prompt. Answers and replays take none."""
+    now = [0.0]
+    monkeypatch.setattr(validation, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(target_answers, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    measure = validation.measure
+
+    def slow(*arguments, progress, **more):
+        def taken(groups):
+            for group in progress(groups):
+                yield group
+                now[0] += 10
+
+        return measure(*arguments, progress=taken, **more)
+
+    monkeypatch.setattr(validation, "measure", slow)
+    return now
+
+
+def test_decoding_keeps_to_its_share_of_the_training_time(make, small_target, clock):
+    drafter = make_drafter(small_target, "eagle").decodable()
+    made = make(drafter, share=0.1)
+    made.each = 10.0
+    assert not judge(made, drafter, trained=199.0).decoded  # 19.9 s are not enough for two prompts
+    report = judge(made, drafter, trained=300.0)
+    assert report.num_prompts == 3 and report.replayed_prompts == 5 and made.seconds["decode"] == 30
+    assert not judge(made, drafter, trained=300.0).decoded  # spent
+    assert not judge(made, drafter, trained=9000.0, best=report.replayed_tau).decoded  # not better than the best
+    assert judge(made, drafter, trained=9000.0, best=1.0).num_prompts == 5
+    assert "validation took 0.8 % of the 9000 s of training (decode 70.0 s)" in made.cost(9000.0)
+
+
+def test_the_end_decodes_at_least_two_prompts(make, small_target, clock):
+    drafter = make_drafter(small_target, "eagle").decodable()
+    made = make(drafter, share=0.0)
+    report = judge(made, drafter, required=True)
+    assert not report.decoded and report.tau is None and report.speedup is None
+    final = made.decode_best(drafter, report, trained=100.0)
+    assert final.num_prompts == 2 and final.replayed_tau == report.replayed_tau and final.step == report.step == 1
+    assert make(drafter).decode_best(drafter, report, trained=0.0).num_prompts == 5  # share=null
+
+
+def test_where_replay_does_not_apply_all_prompts_are_decoded_or_none(make, small_target, clock):
+    drafter = make_drafter(small_target, "eagle").decodable()
+    tree = Drafting(depth=3, width=2, nodes=6)
+    made = make(drafter, tree, share=0.1)
+    assert judge(made, drafter, trained=400.0) is None and "put off" in made.shown[-1]
+    assert made.seconds["decode"] == 10  # one prompt, to learn what it takes
+    assert judge(made, drafter, trained=500.0) is None and made.seconds["decode"] == 10
+    assert judge(made, drafter, trained=700.0).num_prompts == 5
+    assert judge(made, drafter, trained=700.0, required=True).num_prompts == 5
+    for other in (make(drafter, share=0.0, decode="always"), make(drafter, by="speedup", share=None)):
+        report = judge(other, drafter)
+        assert report.num_prompts == 5 and report.replayed_tau == pytest.approx(report.tau, abs=1e-9)
+    assert judge(make(drafter, tree, decode="end"), drafter, trained=1e9).num_prompts == 5  # share=null
+
+
+def test_the_better_candidate_is_kept(make, small_target):
+    good = make_drafter(small_target, "eagle").decodable()
+    made = make(good, share=0.0)
+    bad = make_drafter(small_target, "eagle").decodable()
+    bad.fc.weight.zero_()
+    taus = [judge(make(each, share=0.0), each).replayed_tau for each in (good, bad)]
+    assert taus[0] != taus[1]
+    for candidates in ({"plain": good, "average": bad}, {"plain": bad, "average": good}):
+        kept, report = made(candidates, step=1, trained=1.0, best=None, required=False)
+        assert report.replayed_tau == max(taus) and candidates[report.ema["kept"]] is kept
+
+
+# What a run leaves behind
+
+
+@pytest.mark.slow
+def test_the_best_step_is_decoded_at_the_end(fit, monkeypatch, capsys):
+    """Of three steps the second is the best: the last one stays replayed, and the reports, the log and the lines say so."""
+    judged = iter([0.1, 0.9, 0.5])
+    validated, decoded = Validation.replay, []
+
+    def replayed(self, frozen):
+        share = next(judged)
+        return [PromptReplay(each.prompt, 1.0, [share, 0.0]) for each in validated(self, frozen)]
+
+    def decode(self, frozen, take):
+        decoded.append({name: value.clone() for name, value in frozen.state_dict().items()})
+        return original(self, frozen, take)
+
+    original = Validation._decode
+    monkeypatch.setattr(Validation, "replay", replayed)
+    monkeypatch.setattr(Validation, "_decode", decode)
+    fit("run", "train.steps=3", "train.validate_every=1", "validation.share=0.0")
+    reports = [json.loads(Path(f"checkpoints/run/step_00000{step}/report.json").read_text()) for step in (1, 2, 3)]
+    assert Path("checkpoints/run/best").read_text().strip() == "step_000002"
+    assert [report["tau"] is None for report in reports] == [True, False, True]
+    assert [report["replayed_tau"] for report in reports] == [1.1, 1.9, 1.5] and reports[1]["num_prompts"] == 2
+    best = checkpoint.read_tensors(Path("checkpoints/run/step_000002/drafter.safetensors"))
+    assert len(decoded) == 1 and all(torch.equal(decoded[0][name], best[name]) for name in best)
+    assert reports[1]["training"]["tokens"] < reports[2]["training"]["tokens"]
+    printed = capsys.readouterr().out
+    assert "step 3, chain of 2, temperature 0, 2 held-out prompts replayed, not decoded: tau replayed 1.50" in printed
+    assert "step 2, chain of 2, temperature 0, 2 held-out prompts" in printed and "best replayed tau 1.900" in printed
+    lines = [json.loads(line) for line in Path("checkpoints/run/log.jsonl").read_text().splitlines()]
+    assert [line["validation"]["step"] for line in lines if "validation" in line] == [1, 2, 3, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("place", "method"), [(Trainer, "_decode_best"), (RunFolder, "write_report"), (RunFolder, "finish")]
+)
+def test_a_run_that_died_at_its_last_decoding_does_it_when_resumed(fit, monkeypatch, place, method):
+    """Before it, between the log and the report, and after both: nothing is lost, and no line is there twice."""
+
+    def die(*_):
+        raise KeyError("power cut")
+
+    with monkeypatch.context() as patch, pytest.raises(KeyError):
+        patch.setattr(place, method, die)
+        fit("run", "train.steps=2", "train.validate_every=2", "train.save_every=1")
+    (report,) = Path("checkpoints/run").glob("step_*/report.json")
+    assert (json.loads(report.read_text())["tau"] is None) == (method != "finish")
+    assert fit("run", "train.steps=2", "train.validate_every=2", "train.save_every=1", "resume=true") == 0
+    assert json.loads(report.read_text())["tau"] >= 1 and Path("checkpoints/run/finished").exists()
+    files.check(*report.parent.iterdir())
+    lines = [json.loads(line) for line in Path("checkpoints/run/log.jsonl").read_text().splitlines()]
+    assert [(line["step"], "validation" in line) for line in lines] == [(1, False), (2, False), (2, True), (2, True)]
+    assert lines[-2]["validation"]["tau"] is None and lines[-1]["validation"]["tau"] >= 1
+
+
+def test_an_export_uses_a_report_without_decoding(make, small_target, tmp_path):
+    drafter = make_drafter(small_target, "eagle").decodable()
+    report = judge(make(drafter, share=0.0), drafter)
+    extra = {"report.json": report.to_json()}
+    checkpoint.save(tmp_path / "step", drafter, {"_target_": "specdec.heads.eagle.Eagle"}, extra=extra)
+    document = json.loads((tmp_path / "step" / "report.json").read_text())
+    assert document["tau"] is None and document["speedup"] is None and document["replayed_tau"] > 1
+    read = Provenance.read(tmp_path / "step", target=small_target, license="mit", data=None, num_drafts=None)
+    assert read.report == report and read.num_drafts == 3
+    assert f"5 prompts, temperature 0, chain of 3, by replay | {report.replayed_tau:.2f}" in _expected(report, {})
+    decoded = judge(make(drafter), drafter)
+    assert "by replay" not in _expected(decoded, {}) and 1 <= speed.best_chain(decoded) <= 3
+    assert speed.best_chain(replace(decoded, replayed_survival=[0.0] * 3)) == 1
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"), [({"decode": "never"}, "decode=never must be"), ({"share": -1.0}, "share=-1.0")]
+)
+def test_unknown_settings_are_refused(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        ValidationSettings(**SETTINGS | wrong)

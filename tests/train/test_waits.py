@@ -1,0 +1,108 @@
+"""How often the host waits for the device, and that nothing mixes devices: on a pretended accelerator."""
+
+import pytest
+import torch
+from hydra.utils import instantiate
+
+from specdec import replay
+from specdec.decode import Decoder
+from specdec.proposers.heads import HeadProposer
+from specdec.sampling import Sampling
+from specdec.tree import TreeShape
+from tests.pretend_device import ELSEWHERE, Elsewhere, PretendDevice
+from tests.support import HEADS, load_head, make_target, random_tokens
+from train.data import Row, collate
+from train.features import Online
+from train.objective import Objective, slots
+
+VOCAB = 61
+
+
+@pytest.fixture
+def device():
+    with PretendDevice() as device:
+        yield device
+
+
+def make_drafter(head: str):
+    """A target and a drafter with a reduced vocabulary on the pretended device, as in training"""
+    target = make_target(VOCAB, num_layers=4, device=ELSEWHERE)
+    drafter = instantiate(load_head(head)["drafter"], target, vocab=torch.arange(3, 50), _convert_="all")
+    return drafter.double().to(ELSEWHERE)
+
+
+def make_batch():
+    """Two packs; in the first one two documents"""
+    rows = [Row(str(seed), "all", random_tokens(seed, 24, VOCAB), [False] * 8 + [True] * 16) for seed in range(3)]
+    return collate([rows[:2], rows[2:]], length=52, pad_token=0)
+
+
+def test_the_device_counts_waits_and_refuses_to_mix(device):
+    values = torch.arange(4.0).to(ELSEWHERE, non_blocking=True)
+    assert isinstance(values * 2, Elsewhere) and not device.waits
+    for wait in (lambda: values.sum().item(), lambda: values.tolist(), lambda: values[values > 1], lambda: values.nonzero(),
+                 lambda: bool(values[0] > 1), lambda: values.cpu(), lambda: torch.arange(4).to(ELSEWHERE),
+                 lambda: torch.tensor([1], device=ELSEWHERE)):  # fmt: skip
+        wait()
+        assert sum(device.waits.values()) >= 1
+        device.waits.clear()
+    assert (values + 1).cpu().tolist() == [1, 2, 3, 4]
+    with pytest.raises(RuntimeError, match="on the CPU"):
+        values + torch.arange(4.0)
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_a_training_step_never_waits(head, device):
+    """Beside the passes of the target, and of a draft model, in which transformers looks at the positions once."""
+    drafter = make_drafter(head)
+    objective = Objective(drafter, **load_head(head)["objective"])
+    online = Online(drafter.target, drafter.target_layers)
+    for _ in range(2):
+        device.waits.clear()
+        batch = make_batch().to(ELSEWHERE)
+        output = online([0, 1], batch)
+        assert sum(device.waits.values()) <= 1, device.waits
+        device.waits.clear()
+        loss = objective(batch, output, compare=False)
+        (loss.total / loss.num_goals).backward()
+        assert sum(device.waits.values()) <= (head == "draft"), device.waits
+    grads = [parameter.grad for parameter in drafter.parameters() if parameter.grad is not None]
+    assert grads and all(isinstance(grad, Elsewhere) and grad.values_here.isfinite().all() for grad in grads)
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_a_closed_form_start_stays_on_the_device(head, device):
+    drafter = make_drafter(head)
+    batch = make_batch().to(ELSEWHERE)
+    output = Online(drafter.target, drafter.target_layers)([0, 1], batch)
+    drafter.solve([slots(batch, output, 2)])
+    assert all(isinstance(parameter.data, Elsewhere) for parameter in drafter.parameters() if parameter.requires_grad)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("head", HEADS)
+def test_a_round_waits_once(head, temperature, device):
+    drafter = make_drafter(head).decodable()
+    for shape in (TreeShape(2, 1, 2), TreeShape(2, 2, 4)):
+        sampling = Sampling(temperature=temperature)
+        decoder = Decoder(drafter.target, HeadProposer(drafter, shape), sampling=sampling, stop=set())
+        generator = torch.Generator().manual_seed(0)
+        device.waits.clear()
+        generation = decoder.generate([random_tokens(0, 9, VOCAB)], 8, generator=generator)
+        reads = sum(count for (kind, _), count in device.waits.items() if kind != "copy from the CPU")
+        assert len(generation.tokens[0]) == 8
+        assert reads <= len(generation.accepted[0]) + 2, device.waits
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("head", HEADS)
+def test_a_batch_is_replayed_with_one_wait(head, temperature, device):
+    drafter = make_drafter(head).decodable()
+    texts = [(random_tokens(seed, 5 + seed, VOCAB), random_tokens(9, 8 - seed, VOCAB)) for seed in range(3)]
+    output = replay.read(drafter, texts)
+    device.waits.clear()
+    accepts = replay.acceptances(drafter, texts, depth=2, temperature=temperature, output=output)
+    reads = sum(count for (kind, _), count in device.waits.items() if kind != "copy from the CPU")
+    assert reads <= 1 + (head == "draft"), device.waits
+    assert [accept.shape for accept in accepts] == [(2, 8), (2, 7), (2, 6)]
+    assert all(bool(((accept >= 0) & (accept <= 1)).all()) for accept in accepts)

@@ -1,0 +1,285 @@
+"""Judging a drafter on held-out prompts while it is trained: by replay often, by decoding when there is time.
+
+The target answers the prompts once (`TargetAnswers`). Replay along these answers costs one pass over them and gives tau.
+Decoding adds speed and losslessness, and takes many times as long, so it is given a share of the training time.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list, gather_object
+from torch import Tensor
+
+from specdec import figures, replay, rules
+from specdec.drafter import Drafter, Head
+from specdec.drafting import Drafting
+from specdec.experts import experts_of
+from specdec.measurement import Prompt, PromptReplay, PromptResult, measure
+from specdec.report import Report, summarise, undecoded, with_replays
+from specdec.sampling import Sampling
+from specdec.target import TargetOutput
+from train.target_answers import TargetAnswers
+
+DECODE = ("best", "end", "always")
+BATCH_TOKENS = 4096  # of prompts and answers that are replayed at once, padding included
+MOST_KEPT = 2**28  # bytes of the target's states for these texts
+LEAST = 2  # prompts that are decoded at the end, however short the training was: one has no interval
+
+
+@dataclass(frozen=True)
+class ValidationSettings:
+    """conf/train.yaml, `validation`. Raises ValueError for a value that does not exist."""
+
+    num_prompts: int
+    max_new_tokens: int
+    temperature: float
+    decode: str
+    share: float | None  # of the training time; None: any
+    answers: str  # folder
+
+    def __post_init__(self):
+        if self.decode not in DECODE:
+            raise ValueError(f"decode={self.decode} must be one of {', '.join(DECODE)}.")
+        if self.share is not None and self.share < 0:
+            raise ValueError(f"share={self.share} must not be negative; null: no limit.")
+
+
+class Validation:
+    """Judges drafters. All processes call it together; each does a part of the prompts.
+
+    show: prints a report; say: prints a sentence
+    Where replay applies (`replays`), it decides which step is the best. Where it does not (trees, heads that adapt the
+    target, best_by=speedup), all prompts are decoded, if there is time for it.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        drafter: Head,
+        drafting: Drafting,
+        prompts: list[Prompt],
+        *,
+        settings: ValidationSettings,
+        best_by: str,
+        stop: set[int],
+        seed: int,
+        show: Callable[[Report], None],
+        say: Callable[[str], None],
+    ):
+        self.accelerator, self.target, self.drafting, self.prompts = accelerator, drafter.target, drafting, prompts
+        self.settings, self.best_by, self.stop, self.seed = settings, best_by, stop, seed
+        self.show, self.say = show, say
+        self.sampling = Sampling(temperature=settings.temperature)
+        self.replays = (
+            settings.decode != "always"
+            and best_by == "tau"
+            and not drafter.adapts_target
+            and drafting.replayable(drafter, self.sampling)
+        )
+        self.answers: list[list[int]] | None = None
+        self.read: dict[
+            int, tuple[Tensor, Tensor]
+        ] = {}  # features and final states, by the number of a batch's first prompt
+        self.seconds = dict.fromkeys(("answers", "replay", "decode"), 0.0)  # spent so far
+        self.each: float | None = None  # seconds of decoding a prompt plainly and with drafts, as far as is known
+
+    @property
+    def figure(self) -> str:
+        """The figure of a report that chooses the best step."""
+        return "replayed_tau" if self.replays else self.best_by
+
+    def __call__(
+        self, candidates: dict[str, Head], *, step: int, trained: float, best: float | None, required: bool
+    ) -> tuple[Head, Report] | None:
+        """The best of the candidates, frozen drafters by name, and its report; None if there is no time to decode.
+
+        trained: seconds of training so far; best: the figure to beat; required: whether it may not be put off
+        """
+        if not self.replays:
+            ((_, frozen),) = candidates.items()
+            results = self._decode_all(frozen, step, self._left(trained), required)
+            return None if results is None else (frozen, self._finished(self._summarise(results), step))
+        replays = {name: self.replay(frozen) for name, frozen in candidates.items()}
+        taus = {name: figures.replayed_tau(each) for name, each in replays.items()}
+        kept = max(taus, key=lambda name: taus[name])
+        report = with_replays(undecoded(self.settings.temperature), replays[kept])
+        if len(candidates) > 1:
+            report = replace(report, ema={"kept": kept, **taus})
+        left = self._left(trained)
+        better = self.settings.decode == "best" and (best is None or taus[kept] > best) and not required
+        if self._agreed(better and (left is None or LEAST * (self.each or 0.0) <= left)):
+            report = self._with_decoded(report, candidates[kept], left)
+        return candidates[kept], self._finished(report, step)
+
+    def decode_best(self, frozen: Head, report: Report, *, trained: float) -> Report:
+        """At the end: the report of the best step with what decoding its checkpoint gives."""
+        return self._finished(self._with_decoded(report, frozen, self._left(trained)), report.step)
+
+    def replay(self, frozen: Head) -> list[PromptReplay]:
+        """tau along the target's answers, the same in all processes."""
+        assert isinstance(frozen, Drafter)
+        if self.answers is None:
+            with self._timed("answers"):
+                answered = TargetAnswers.of(
+                    self.accelerator,
+                    self.target,
+                    self.prompts,
+                    sampling=self.sampling,
+                    max_new_tokens=self.settings.max_new_tokens,
+                    stop=self.stop,
+                    seed=self.seed,
+                    folder=Path(self.settings.answers),
+                )
+            self.answers = answered.answers
+            self.each = self.each or 2 * answered.seconds  # drafting needs at most as many passes
+        with self._timed("replay"):
+            done = []
+            for numbers in self._batches():
+                texts = [(self.prompts[number].tokens, self.answers[number]) for number in numbers]
+                accepts = replay.acceptances(
+                    frozen,
+                    texts,
+                    depth=self.drafting.depth,
+                    temperature=self.settings.temperature,
+                    output=self._read(frozen, numbers, texts),
+                )
+                for number, accept in zip(numbers, accepts):
+                    rounds, accepted = replay.rounds(accept)
+                    done.append((number, PromptReplay(self.prompts[number], rounds, accepted.tolist())))
+            return [each for _, each in sorted(gather_object(done), key=lambda pair: pair[0])]
+
+    def _read(self, frozen: Drafter, numbers: list[int], texts: list[tuple[list[int], list[int]]]) -> TargetOutput:
+        """What the target reads in a batch, in memory from the second time on if all batches take at most MOST_KEPT bytes."""
+        device = self.target.device
+        if numbers[0] in self.read:
+            features, final = (each.to(device) for each in self.read[numbers[0]])
+            return TargetOutput(features, final)
+        output = replay.read(frozen, texts)
+        kept = output.features.cpu(), output.final[..., : 0 if self.sampling.greedy else None].cpu()
+        if sum(each.nbytes for pair in [*self.read.values(), kept] for each in pair) <= MOST_KEPT:
+            self.read[numbers[0]] = kept
+        return output
+
+    def cost(self, trained: float) -> str:
+        """One sentence on what validation took."""
+        parts = ", ".join(f"{name} {spent:.1f} s" for name, spent in self.seconds.items() if spent)
+        total = sum(self.seconds.values())
+        return f"validation took {100 * total / trained if trained else 0:.1f} % of the {trained:.0f} s of training ({parts})"
+
+    # Decoding
+
+    def _with_decoded(self, report: Report, frozen: Head, left: float | None) -> Report:
+        """A report of replay and the decoding of as many prompts as there is time for, but at least LEAST."""
+        results = self._decode(frozen, self._within(left, at_least=LEAST, whole=False))
+        known = {name: value for name, value in vars(report).items() if name.startswith("replayed_") or name == "ema"}
+        return replace(self._summarise(results), **known, training=report.training)
+
+    def _decode_all(self, frozen: Head, step: int, left: float | None, required: bool) -> list[PromptResult] | None:
+        """All prompts, as figures of different prompts cannot be compared; None if that takes longer than is left."""
+        if required or left is None or self.settings.decode == "always":
+            return self._decode(frozen, iter)
+        if self.settings.decode == "end":
+            return None
+        if self._agreed(left > 0 and (self.each or 0.0) * self._share_of_prompts() <= left):
+            results = self._decode(frozen, self._within(left, at_least=1, whole=True))
+            if len(results) == len(self.prompts):
+                return results
+        self.say(f"step {step}: validation is put off: decoding takes more than is left of validation.share")
+        return None
+
+    def _decode(self, frozen: Head, take: Callable) -> list[PromptResult]:
+        """Decodes what `take` gives this process of its prompts. -> the results of all processes"""
+        mine = self._mine()
+        with self._timed("decode"):
+            begun, done = time.perf_counter(), []
+            if mine:
+                results = measure(
+                    self.target,
+                    self.drafting.proposer(frozen),
+                    self.drafting,
+                    [self.prompts[number] for number in mine],
+                    replayed=None if self.replays else frozen,
+                    sampling=self.sampling,
+                    max_new_tokens=self.settings.max_new_tokens,
+                    stop=self.stop,
+                    seed=self.seed,
+                    numbers=mine,
+                    progress=take,
+                )
+                done = list(zip(mine, results))
+                self.each = (time.perf_counter() - begun) / max(1, len(done))
+            return [result for _, result in sorted(gather_object(done), key=lambda pair: pair[0])]
+
+    def _within(self, left: float | None, *, at_least: int, whole: bool) -> Callable[[list], Iterator]:
+        """What gives `measure` its prompts as long as the next one, or all of them (`whole`), fit into `left` seconds."""
+        at_least = -(-at_least // self.accelerator.num_processes)
+
+        def take(groups: list) -> Iterator:
+            begun = time.perf_counter()
+            for number, group in enumerate(groups):
+                wanted = (len(groups) if whole else number + 1) * (time.perf_counter() - begun) / max(1, number)
+                if left is not None and number >= at_least and wanted > left:
+                    return
+                yield group
+
+        return take
+
+    def _summarise(self, results: list[PromptResult]) -> Report:
+        return summarise(
+            results,
+            depth=self.drafting.depth,
+            temperature=self.settings.temperature,
+            adapted=self.target.adapted,
+            lossy=self.drafting.rule in rules.LOSSY,
+        )
+
+    def _finished(self, report: Report, step: int | None) -> Report:
+        experts = experts_of(self.target.config.to_dict())
+        numbers = None if experts is None else [experts.num, experts.per_token]
+        report = replace(report, shape=str(self.drafting.shape), step=step, experts=numbers)
+        self.show(report)
+        return report
+
+    # Time and processes
+
+    def _left(self, trained: float) -> float | None:
+        """Seconds that validation may still take; None: any number."""
+        return None if self.settings.share is None else self.settings.share * trained - sum(self.seconds.values())
+
+    def _agreed(self, decision: bool) -> bool:
+        """The main process's decision, whose clock counts."""
+        return broadcast_object_list([decision])[0]
+
+    @contextmanager
+    def _timed(self, kind: str) -> Iterator[None]:
+        begun = time.perf_counter()
+        yield
+        self.seconds[kind] += time.perf_counter() - begun
+
+    def _mine(self) -> list[int]:
+        """Numbers of the prompts that this process decodes."""
+        return list(range(len(self.prompts))[self.accelerator.process_index :: self.accelerator.num_processes])
+
+    def _share_of_prompts(self) -> int:
+        return -(-len(self.prompts) // self.accelerator.num_processes)
+
+    def _batches(self) -> list[list[int]]:
+        """Numbers of the prompts that this process replays, those of similar lengths together."""
+        assert self.answers is not None
+        lengths = [len(prompt.tokens) + len(answer) for prompt, answer in zip(self.prompts, self.answers)]
+        order = sorted(range(len(lengths)), key=lambda number: (-lengths[number], number))
+        mine = order[self.accelerator.process_index :: self.accelerator.num_processes]
+        most = (
+            BATCH_TOKENS if self.target.rotary_boundary is None else 0
+        )  # of LongRoPE, one: a batch has one set of angles
+        batches: list[list[int]] = []
+        for number in mine:  # the first of a batch is its longest
+            if batches and (1 + len(batches[-1])) * lengths[batches[-1][0]] <= most:
+                batches[-1].append(number)
+            else:
+                batches.append([number])
+        return batches
