@@ -394,8 +394,12 @@ def test_reading_ahead_changes_no_loss(fit, settings):
 
 
 def make_loader(packs, ahead: int) -> Loader:
-    return Loader(Material(packs, 64, None, ahead=ahead), batch=2, accumulation=2, seed=0, process=0, num_processes=1,
-                  device=torch.device("cpu"))  # fmt: skip
+    def order(step: int, micro: int) -> list[int]:
+        return [(5 * step + 2 * micro + place) % len(packs) for place in range(2)]
+
+    return Loader(
+        Material(packs, 64, None, ahead=ahead), order=order, batch=2, accumulation=2, device=torch.device("cpu")
+    )
 
 
 def test_batches_read_ahead_are_those_of_the_step():

@@ -108,7 +108,7 @@ def test_padding_and_other_prompts_do_not_count(any_drafter):
 
 
 @pytest.mark.parametrize(
-    "settings", [{"chunk": 3}, {"gradient_checkpointing": True}], ids=lambda settings: [*settings][0]
+    "settings", [{"chunk": 3}, {"gradient_checkpointing": True}], ids=["chunk", "gradient_checkpointing"]
 )
 def test_less_memory_changes_nothing(any_drafter, settings):
     rows = [make_row(seed, 6, 5, 61) for seed in range(2)]
