@@ -8,6 +8,7 @@ and the highest memory above what was held before the first step.
 import json
 import os
 import statistics
+import sys
 import tempfile
 import threading
 import time
@@ -91,7 +92,7 @@ def own(compare: Compare, scratch: Path) -> Child:
     return Child(
         PROGRAMS / "own.py",
         {"overrides": overrides, "folder": str(scratch)},
-        python=os.environ.get("PYTHON", os.sys.executable),
+        python=sys.executable,
         name="train.py",
         loads=compare.target,
         environment=environment | {"OMP_NUM_THREADS": str(compare.threads)},

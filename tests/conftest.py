@@ -1,6 +1,8 @@
 """Fixtures that all tests share: tiny targets and drafters, and the same conditions on every machine."""
 
 import os
+import resource
+from pathlib import Path
 
 import pytest
 import torch
@@ -78,3 +80,21 @@ def traced(monkeypatch) -> None:
     import torch._inductor
 
     monkeypatch.setattr(torch._inductor, "compile", lambda module, inputs, options: module)
+
+
+@pytest.fixture
+def marker(tmp_path):
+    """Is made if any code of a hostile file runs."""
+    path = tmp_path / "code-has-run"
+    yield path
+    assert not path.exists()
+
+
+@pytest.fixture
+def little_memory():
+    """Within a test, the process may take 8 GiB more than it has, so that taking what a file asks for fails at once."""
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + 2**33, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, before)

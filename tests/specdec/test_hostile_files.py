@@ -3,44 +3,22 @@
 import json
 import os
 import pickle
-import resource
 import struct
 import zipfile
 from pathlib import Path
 
-import numpy
 import pytest
 import torch
 
-from specdec import checkpoint, datastore, files, untrusted
+from specdec import checkpoint, untrusted
 from specdec.heads.draft import Draft
 from specdec.heads.eagle import Eagle, Eagle3
 from specdec.heads.medusa import Medusa
 from specdec.layouts import folder as layouts
 from specdec.target import Target
 from specdec.target_loading import load_config, load_tokenizer
+from tests.hostile import DEEP, HUGE, Touch, change
 from tests.support import save_target
-
-HUGE = 10**12
-DEEP = "[" * 100_000 + "]" * 100_000
-
-
-class Touch:
-    """Unpickled by a loader that runs code, it makes a file."""
-
-    def __init__(self, path: Path):
-        self.path = path
-
-    def __reduce__(self):
-        return (Path.touch, (self.path,))
-
-
-@pytest.fixture
-def marker(tmp_path):
-    """Is made if any code of a hostile file runs."""
-    path = tmp_path / "code-has-run"
-    yield path
-    assert not path.exists()
 
 
 @pytest.fixture
@@ -50,22 +28,6 @@ def saved(target, tmp_path):
     folder = tmp_path / "run" / "step_000001"
     checkpoint.save(folder, Eagle(target).double(), {"_target_": "specdec.heads.eagle.Eagle"})
     return folder
-
-
-@pytest.fixture
-def little_memory():
-    """Within a test, the process may take 8 GiB more than it has, so that taking what a file asks for fails at once."""
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (used + 2**33, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_AS, before)
-
-
-def change(folder: Path, name: str = "drafter.json", **fields) -> None:
-    path = folder / name
-    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
-    (folder / files.CHECKSUMS).unlink(missing_ok=True)  # who changes a file can change its checksum
 
 
 def safetensors_of(header: bytes, size: int | None = None, data: bytes = b"") -> bytes:
@@ -338,69 +300,6 @@ def test_links_out_of_a_published_head(published, target, tmp_path):
 def test_json_of_a_published_head(published, target, content):
     (published / "config.json").write_bytes(content if isinstance(content, bytes) else content.encode())
     refused(published, target, "is not valid JSON|is not a JSON object")
-
-
-# Datastores
-
-
-@pytest.fixture
-def store(tmp_path):
-    folder = tmp_path / "store"
-    tokens = datastore.join([[1, 2, 3]])
-    about = {"tokenizer_fingerprint": "x", "num_texts": 1, "length": 4}
-    datastore.write(folder, tokens, datastore.sort(tokens, 4), about)
-    assert datastore.read(folder, "x")
-    return folder
-
-
-def header(shape: str, dtype: str = "<i4") -> bytes:
-    text = f"{{'descr': '{dtype}', 'fortran_order': False, 'shape': {shape}, }}".ljust(117) + "\n"
-    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text.encode()
-
-
-ARRAYS = {
-    "pickle": None,
-    "array of objects": None,
-    "archive": None,
-    "huge shape": header(f"({HUGE},)"),
-    "shape that overflows": header(f"({2**62}, {2**62})"),
-    "negative shape": header("(-5,)"),
-    "object dtype": header("(5,)", "|O"),
-    "code in the header": header("(__import__('os').system('true'),)"),
-    "deep header": header("(" * 5000 + ")" * 5000),
-    "empty": b"",
-}
-
-
-@pytest.mark.parametrize("kind", ARRAYS)
-def test_arrays(store, marker, little_memory, kind):
-    path = store / "tokens.npy"
-    if kind == "pickle":
-        path.write_bytes(pickle.dumps(Touch(marker)))
-    elif kind == "array of objects":
-        numpy.save(path, numpy.array([Touch(marker)] * 5, dtype=object), allow_pickle=True)
-    elif kind == "archive":
-        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-            archive.writestr("tokens.npy", header("(5,)") + bytes(2**25))
-    else:
-        path.write_bytes(ARRAYS[kind])
-    with pytest.raises(ValueError, match="damaged"):
-        datastore.read(store, "x")
-
-
-@pytest.mark.parametrize("name", ["datastore.json", "tokens.npy", "suffixes.npy"])
-def test_links_out_of_a_datastore(store, tmp_path, name):
-    (store / name).rename(tmp_path / name)
-    (store / name).symlink_to(tmp_path / name)
-    with pytest.raises(ValueError, match="Links out of a folder"):
-        datastore.read(store, "x")
-
-
-@pytest.mark.parametrize("content", [DEEP, "[]", "1e999", '{"length": 1e999}', '{"length": ' + "9" * 10_000 + "}"])
-def test_json_of_a_datastore(store, content):
-    (store / "datastore.json").write_text(content)
-    with pytest.raises(ValueError, match="damaged"):
-        datastore.read(store, "x")
 
 
 # Targets and tokenizers with code

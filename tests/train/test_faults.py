@@ -127,33 +127,6 @@ def test_a_run_killed_before_its_first_state_starts_again(fit):
     assert losses_of("killed") == losses_of("whole")
 
 
-@pytest.mark.parametrize("place", ["before", "in", "after"])
-def test_a_kill_around_the_last_decoding_loses_and_doubles_no_line(fit, monkeypatch, place):
-    """The best step is decoded after the last save."""
-    fit("whole")
-    save, replace = RunFolder.save_checkpoint, Path.rename
-
-    def killed(folder, drafter, report):
-        if report.num_prompts == 0:  # only replayed: not the last one
-            return save(folder, drafter, report)
-        if place == "in":  # when the old checkpoint is moved away and the new one is not there
-            monkeypatch.setattr(
-                Path, "rename", lambda path, to: replace(path, to) if ".partial" not in path.name else 1 / 0
-            )
-        if place != "before":
-            save(folder, drafter, report)
-        raise ZeroDivisionError
-
-    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
-        patch.setattr(RunFolder, "save_checkpoint", killed)
-        fit("killed")
-    monkeypatch.setattr(Path, "rename", replace)
-    if place == "in":
-        assert not Path("checkpoints/killed/step_000004").exists()
-    assert fit("killed", "resume=auto") == 0
-    assert faults.lost_between(Path("checkpoints/whole"), Path("checkpoints/killed")) == []
-
-
 # Full disks: the limit on the size of files is the system's own
 
 
