@@ -27,17 +27,21 @@ from specdec.drafting import Drafting
 from specdec.measurement import Prompt
 from specdec.sampling import Sampling
 from specdec.target import Target, load_tokenizer
-from train import data, display, optimization, reading
+from train import data, display, optimization
 from train.consistency import ConsistencyObjective
+from train.encoding import Encoding, load_packs
 from train.features import Cached, Online
 from train.finite import NotFiniteLoss
+from train.loader import Material
 from train.lock import lock
 from train.naming import named
 from train.objective import Objective
 from train.onpolicy import OnPolicy
 from train.optimization import OptimizerSettings, schedule
+from train.packing import Packs, frequent_tokens
 from train.run_folder import RunFolder
-from train.trainer import Material, Settings, Trainer
+from train.stream import Plan, Stream
+from train.trainer import Settings, Trainer
 from train.validation import Validation, ValidationSettings
 from train.waiting import ProcessLost, Waiting
 
@@ -62,7 +66,8 @@ def fit_alone(config: DictConfig, path: Path, accelerator: Accelerator) -> int:
     console = Console(quiet=not accelerator.is_main_process)
     target, tokenizer = load_target(config, accelerator)
     stop = data.stop_tokens(tokenizer, target.model.generation_config)
-    packs = load_packs(config, tokenizer, target)
+    loaded = load_data(config, tokenizer, target, accelerator)
+    packs, stream = (loaded.first, loaded) if isinstance(loaded, Stream) else (loaded, None)
     prompts = data.load_prompts(config.data.heldout, tokenizer, limit=config.validation.num_prompts)
     drafter, spec = make_drafter(config, target, packs)
     drafter.to(accelerator.device)
@@ -70,7 +75,7 @@ def fit_alone(config: DictConfig, path: Path, accelerator: Accelerator) -> int:
     optimizer, scheduler = make_optimizer(config, drafter)
     display.start(console, config, target, drafter, packs, prompts)
     validation = make_validation(config, drafter, prompts, stop, accelerator, console)
-    material = make_material(config, drafter, packs, stop, accelerator, console)
+    material = make_material(config, drafter, packs, stream, stop, accelerator, console)
     folder = RunFolder(path, spec, flatten(OmegaConf.to_container(config, resolve=True)))
     trainer = Trainer(
         accelerator,
@@ -144,8 +149,13 @@ def load_target(config: DictConfig, accelerator: Accelerator) -> tuple[Target, P
         return target, tokenizer
 
 
-def load_packs(config: DictConfig, tokenizer: PreTrainedTokenizerBase, target: Target) -> data.Packs:
-    """The conversations that are trained on. Raises ValueError for a length or for packing that the target cannot read."""
+def load_data(
+    config: DictConfig, tokenizer: PreTrainedTokenizerBase, target: Target, accelerator: Accelerator
+) -> Packs | Stream:
+    """The conversations that are trained on, all of them packed, or read as they come.
+
+    Raises ValueError for a length or for packing that the target cannot read.
+    """
     limit, boundary = target.max_positions, target.rotary_boundary
     if limit is not None and config.data.length > limit:
         raise ValueError(
@@ -161,19 +171,27 @@ def load_packs(config: DictConfig, tokenizer: PreTrainedTokenizerBase, target: T
             f"data.pack=true: {target.name} has recurrent or convolution layers, whose state would run from one conversation into "
             "the next. Leave data.pack=null, which then gives each conversation a row of its own."
         )
+    packed = not target.recurrent if config.data.pack is None else config.data.pack
+    chosen = OmegaConf.to_container(config.data)
+    same = {key: chosen[key] for key in ("train", "hold_out", "tokens", "length")} | {"packed": packed}
     with named("data"):
-        conversations = reading.load_conversations(config.data.train, split=config.data.split, limit=config.data.limit)
-        _, conversations = reading.hold_out(conversations, config.data.hold_out)
-        rows = [data.encode(tokenizer, row) for row in conversations]
-        packed = not target.recurrent if config.data.pack is None else config.data.pack
-        return data.Packs(data.first_tokens(rows, config.data.tokens), length=config.data.length, packed=packed)
+        if config.data.stream:
+            plan = Plan(
+                tokenizer=tokenizer, split=config.data.split, limit=config.data.limit, buffer=config.data.buffer,
+                seed=config.train.seed, **same,
+            )  # fmt: skip
+            return Stream(plan, process=accelerator.process_index, num_processes=accelerator.num_processes)
+        encoding = Encoding(
+            tokenizer, Path(config.data.cache), config.data.split, config.data.limit, config.data.workers, Console()
+        )
+        return load_packs(encoding=encoding, **same)  # whichever process encodes shows it
 
 
-def make_drafter(config: DictConfig, target: Target, packs: data.Packs) -> tuple[Head, dict]:
+def make_drafter(config: DictConfig, target: Target, packs: Packs) -> tuple[Head, dict]:
     """A new drafter as the configuration says, or the one of the checkpoint `start`, and its spec for checkpoints."""
     spec = OmegaConf.to_container(config.head.drafter)
     if config.start is None:
-        vocab = data.frequent_tokens(packs, config.head.vocab_size, num_tokens=target.vocab_size)
+        vocab = frequent_tokens(packs, config.head.vocab_size, num_tokens=target.vocab_size)
         with named("head.drafter"):
             drafter = build(config.head.drafter, target, vocab=vocab, _convert_="all")
     else:
@@ -243,12 +261,18 @@ def make_validation(
 def make_material(
     config: DictConfig,
     drafter: Head,
-    packs: data.Packs,
+    packs: Packs,
+    stream: Stream | None,
     stop: set[int],
     accelerator: Accelerator,
     console: Console,
 ) -> Material:
     """The packs, and the target's outputs for them: computed for every batch, or kept on disk."""
+    if stream and config.features.mode == "cached" and not drafter.adapts_target:
+        raise ValueError(
+            "features.mode=cached keeps the target's outputs for every pack, and data.stream=true reads packs once: use "
+            "features.mode=online."
+        )
     features: Online | Cached | None
     if drafter.adapts_target:
         features = None  # the objective reads the target itself, with gradient
@@ -267,11 +291,12 @@ def make_material(
                 on_policy_temperature=config.data.on_policy_temperature,
                 stop=stop,
             )
-    return Material(packs, config.data.length, features, on_policy)
+    with named("data"):
+        return Material(packs, config.data.length, features, on_policy, stream, config.data.ahead)
 
 
 def open_features(
-    config: DictConfig, drafter: Head, packs: data.Packs, accelerator: Accelerator, console: Console
+    config: DictConfig, drafter: Head, packs: Packs, accelerator: Accelerator, console: Console
 ) -> Cached:
     """The folder of the target's outputs; says how large it will be."""
     with named("features"):
@@ -319,18 +344,10 @@ def flatten(config: dict, prefix: str = "") -> dict:
     """The settings that a run's figures depend on, by dotted name."""
     free = ("resume", "tracker", "threads", "features", "decode", "validation", "run")
     free += ("target.device", "target.trust_remote_code")
-    free += tuple(
-        f"train.{key}"
-        for key in (
-            "log_every",
-            "validate_every",
-            "validate_first",
-            "save_every",
-            "best_by",
-            "timeout",
-            "skip_not_finite",
-        )
-    )
+    # What is read, a stream and its buffer too, is in the fingerprint
+    free += tuple(f"data.{key}" for key in ("cache", "workers", "ahead", "stream", "buffer"))
+    freely = "log_every validate_every validate_first save_every best_by timeout skip_not_finite".split()
+    free += tuple(f"train.{key}" for key in freely)
     flat = {}
     for key, value in config.items():
         if prefix + key not in free:

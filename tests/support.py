@@ -253,7 +253,7 @@ def train_command():
 def train_overrides(folder: Path, run: str, *more: str) -> list[str]:
     """Arguments of train.py for a short run with the target and data in `folder`."""
     return [f"run={run}", f"target.name={folder}/target", "target.dtype=float32", f"data.train={folder}/train.jsonl",
-            f"data.heldout={folder}/prompts.jsonl", "data.length=64", "precision=fp32", "features.mode=online", "threads=1",
+            f"data.heldout={folder}/prompts.jsonl", f"data.cache={folder}/data-cache", "data.length=64", "precision=fp32", "features.mode=online", "threads=1",
             "validation.max_new_tokens=4", "train.steps=4", "train.validate_every=4", "train.save_every=2", "train.log_every=1",
             "optimizer.lr=1e-3", "optimizer.warmup=1", "head.vocab_size=200", *more]  # fmt: skip
 

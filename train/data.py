@@ -1,4 +1,4 @@
-r"""Conversations to `Batch`: the chat template and its assistant mask, truncation, packing.
+r"""Conversations to `Batch`: the chat template and its assistant mask, truncation, collation.
 
 The mask says which tokens the assistant wrote. It comes from the chat template alone: from its generation markers, or
 from rendering the conversation up to each assistant turn.
@@ -11,14 +11,11 @@ from rendering the conversation up to each assistant turn.
 A turn ends with the first special token after its content. The template's text behind that token belongs to no turn.
 """
 
-import hashlib
 import itertools
 import re
-import warnings
 from dataclasses import dataclass
 
 import jinja2
-import numpy
 import rich.text
 import torch
 from torch import Tensor
@@ -210,43 +207,11 @@ def show(tokenizer: PreTrainedTokenizerBase, row: Row) -> rich.text.Text:
 # Rows to batches
 
 
-def first_tokens(rows: list[Row], num: int | None) -> list[Row]:
-    """The first rows, until `num` supervised tokens are reached; all for None."""
-    counts = itertools.accumulate(sum(row.mask) for row in rows)
-    return rows if num is None else [row for row, count in zip(rows, counts) if count - sum(row.mask) < num]
-
-
 def truncate(row: Row, max_length: int) -> Row | None:
     """The row's first `max_length` tokens; None if none of them could be a goal."""
     if not any(row.mask[1:max_length]):
         return None
     return Row(id=row.id, category=row.category, tokens=row.tokens[:max_length], mask=row.mask[:max_length])
-
-
-def truncate_all(rows: list[Row], max_length: int) -> tuple[list[Row], int, int]:
-    """-> the rows that remain, and how many were cut and skipped. One warning tells the user."""
-    pairs = [(row, truncate(row, max_length)) for row in rows]
-    num_skipped = sum(kept is None for _, kept in pairs)
-    num_cut = sum(kept is not None and len(kept.tokens) < len(row.tokens) for row, kept in pairs)
-    if num_cut or num_skipped:
-        warnings.warn(
-            f"Of {len(rows)} rows, {num_cut} are cut at {max_length} tokens and {num_skipped} are skipped, because "
-            f"their prompt alone is that long. Raise the length to keep them.",
-            stacklevel=2,
-        )
-    return [kept for _, kept in pairs if kept is not None], num_cut, num_skipped
-
-
-def pack(rows: list[Row], length: int) -> list[list[Row]]:
-    """First fit: every row, in order, goes into the first pack with enough room. Rows must not exceed `length`."""
-    free = numpy.full(len(rows), length)  # one per pack; no more packs than rows are ever opened
-    packs: list[list[Row]] = [[] for _ in rows]
-    for row in rows:
-        assert len(row.tokens) <= length
-        index = int((free >= len(row.tokens)).argmax())
-        free[index] -= len(row.tokens)
-        packs[index].append(row)
-    return [rows for rows in packs if rows]
 
 
 def collate(packs: list[list[Row]], *, length: int, pad_token: int) -> Batch:
@@ -268,32 +233,6 @@ def collate(packs: list[list[Row]], *, length: int, pad_token: int) -> Batch:
     return Batch(tokens=tokens, loss_mask=loss_mask, documents=documents, positions=positions)
 
 
-class Packs(torch.utils.data.Dataset):
-    """Rows cut to `length` and packed, or one row in each pack; items are packs for `collate`.
-
-    `fingerprint` (16 hex digits) changes with any token, mask or boundary; `num_supervised` counts goals.
-    """
-
-    def __init__(self, rows: list[Row], *, length: int, packed: bool = True):
-        rows, self.num_cut, self.num_skipped = truncate_all(rows, length)
-        if not rows:
-            raise ValueError(f"No row has a supervised token among its first {length}. Raise the length or add data.")
-        self.packs = pack(rows, length) if packed else [[row] for row in rows]
-        self.num_supervised = sum(sum(row.mask[1:]) for row in rows)
-        digest = hashlib.sha256()
-        for rows_of_pack in self.packs:
-            for row in rows_of_pack:
-                digest.update(numpy.array([len(rows_of_pack), len(row.tokens), *row.tokens], dtype="<i8").tobytes())
-                digest.update(bytes(row.mask))
-        self.fingerprint = digest.hexdigest()[:16]
-
-    def __len__(self) -> int:
-        return len(self.packs)
-
-    def __getitem__(self, index: int) -> list[Row]:
-        return self.packs[index]
-
-
 def last_answer(row: Row) -> tuple[int, int]:
     """Where the last supervised stretch begins and ends; before it are a prompt and perhaps earlier answers."""
     stop = len(row.mask) - row.mask[::-1].index(True)
@@ -305,21 +244,6 @@ def answers(batch: Batch, row: int) -> list[tuple[int, int]]:
     keys = torch.where(batch.loss_mask[row], batch.documents[row], -1).tolist()
     cuts = [i for i in range(len(keys)) if i == 0 or keys[i] != keys[i - 1]] + [len(keys)]
     return [(a, b) for a, b in zip(cuts, cuts[1:]) if keys[a] >= 0]
-
-
-# What a run derives from its data
-
-
-def frequent_tokens(packs: Packs, size: int | None, *, num_tokens: int) -> torch.Tensor | None:
-    """The `size` ids that are supervised most often, increasing, [W]; None if `size` is. Ties prefer low ids."""
-    if size is None or size >= num_tokens:
-        return None
-    counts = torch.zeros(num_tokens, dtype=torch.long)
-    for rows in packs.packs:
-        for row in rows:
-            supervised = torch.tensor(row.tokens)[torch.tensor(row.mask)]
-            counts += torch.bincount(supervised, minlength=num_tokens)
-    return counts.sort(descending=True, stable=True).indices[:size].sort().values
 
 
 def stop_tokens(tokenizer: PreTrainedTokenizerBase, generation_config) -> set[int]:

@@ -50,8 +50,9 @@ def start(console: Console, config, target, drafter, packs, prompts) -> None:
         f"drafter  {type(drafter).__name__}: {drafter.num_parameters() / 1e6:.2f} M trained parameters, reads "
         f"{_hidden_states(drafter)}, drafts from {drafter.vocab_size:,} of {target.vocab_size:,} tokens"
     )
+    first = ", the first of a stream" if config.data.stream else ""
     console.print(
-        f"data     {len(packs)} packs of {config.data.length} tokens, {packs.num_supervised:,} supervised tokens; "
+        f"data     {len(packs):,} packs of {config.data.length} tokens, {packs.num_supervised:,} supervised tokens{first}; "
         f"{len(prompts)} held-out prompts"
     )
     console.print(f"tau: {TAU}")

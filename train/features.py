@@ -14,7 +14,8 @@ from specdec.files import write_text
 from specdec.target import Target, TargetOutput
 from specdec.untrusted import read_json
 from train import pack_files
-from train.data import Batch, Packs
+from train.data import Batch
+from train.packing import Packs
 
 
 def read(target: Target, batch: Batch, layers: tuple[int, ...], *, gradient: bool = False) -> TargetOutput:
@@ -100,7 +101,18 @@ class Cached:
             self._write([indices[place] for place in missing], batch.select(missing))
             for place in missing:
                 packs[place] = pack_files.read(self._path(indices[place]), self._names())
-        layers = [devices.send(torch.stack(parts), batch.tokens.device) for parts in zip(*packs)]  # [B, T, D] each
+        return self._join(packs, batch.tokens.device)
+
+    def read(self, indices: list[int], device: torch.device) -> TargetOutput | None:
+        """The packs' outputs from the disk; None if one of them must be made. A thread calls this."""
+        if not all(self._path(index).exists() for index in indices):
+            return None
+        packs = [self._read(index) for index in indices]
+        return None if any(pack is None for pack in packs) else self._join(packs, device)
+
+    def _join(self, packs: list, device: torch.device) -> TargetOutput:
+        """packs: of each the layers that are read, [T, D]"""
+        layers = [devices.send(torch.stack(parts), device) for parts in zip(*packs)]  # [B, T, D] each
         final = layers.pop()
         return TargetOutput(torch.cat([*layers, final[..., :0]], dim=-1), final)
 

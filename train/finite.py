@@ -7,7 +7,7 @@ import torch
 from accelerate.utils import gather_object
 
 from specdec.target import TargetOutput
-from train.data import Batch, Packs
+from train.data import Batch
 from train.objective import Loss
 
 
@@ -18,22 +18,21 @@ class NotFiniteLoss(ValueError):
 @torch.no_grad()
 def rows_not_finite(
     objective: Callable[[Batch, TargetOutput | None], Loss],
-    packs: Packs,
-    read: Sequence[tuple[list[int], Batch, TargetOutput | None]],
+    read: Sequence[tuple[list[list[str]], Batch, TargetOutput | None]],
 ) -> list[str]:
     """Ids of the rows whose loss, computed alone, is not finite, in all processes; in the order of the packs.
 
     objective: without the wrapper that synchronises gradients, with the weights before the step
-    read: of each micro-batch of this process the numbers of its packs, the batch and the target's outputs
+    read: of each micro-batch of this process the ids of each pack's rows, the batch and the target's outputs
     All processes must call this. A loss that depends on random numbers may be finite when it is computed again.
     """
     found = []
-    for indices, batch, output in read:
-        for place, index in enumerate(indices):
-            for document, row in enumerate(packs[index]):
+    for packs, batch, output in read:
+        for place, pack in enumerate(packs):
+            for document, row in enumerate(pack):
                 part, part_output = _row(batch, output, place, document)
                 if part.loss_mask.any() and not math.isfinite(float(objective(part, part_output).total)):
-                    found.append(row.id)
+                    found.append(row)
     return gather_object(found)
 
 

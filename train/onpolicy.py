@@ -13,8 +13,9 @@ from specdec.drafter import Drafter, Head
 from specdec.proposers.heads import HeadProposer
 from specdec.sampling import Sampling
 from specdec.tree import TreeShape
-from train.data import Batch, Packs, collate, last_answer
+from train.data import Batch, collate, last_answer
 from train.features import Online
+from train.packing import Packs
 
 ROUND = 16  # tokens sampled before they are read again: the laws [B, ROUND, V] are held that long
 

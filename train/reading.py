@@ -48,48 +48,67 @@ def _lines(file: TextIO, path: Path) -> Iterator[str]:
         yield line
 
 
-def read_lines(path: Path) -> Iterator[tuple[str, dict]]:
-    """Yields (place, row) for every line that is not blank."""
+def read_lines(path: Path) -> Iterator[tuple[str, str]]:
+    """Yields (place, line) for every line that is not blank."""
     for number, line in enumerate(read_text(path), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:  # also numbers of thousands of digits
-            raise ValueError(f"{path}:{number}: not valid JSON ({error}). Repair or remove the line.") from None
-        if type(row) is not dict:
-            raise ValueError(f"{path}:{number}: expected a JSON object, found {type(row).__name__}.")
-        yield f"{path}:{number}", row
+        if line.strip():
+            yield f"{path}:{number}", line
 
 
-def read_dataset(source: str, split: str) -> Iterator[tuple[str, dict]]:
-    """Yields (place, row) of one split of a dataset that is in a folder or that `datasets.load_dataset` finds."""
+def parse(place: str, line: str) -> dict:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:  # also numbers of thousands of digits
+        raise ValueError(f"{place}: not valid JSON ({error}). Repair or remove the line.") from None
+    if type(row) is not dict:
+        raise ValueError(f"{place}: expected a JSON object, found {type(row).__name__}.")
+    return row
+
+
+def find_files(source: str) -> list[Path]:
+    """The files of lines that `source` stands for; none if it is a dataset. Raises ValueError if there is nothing to read."""
+    path = Path(source)
+    if path.is_file():
+        return [path]
+    if path.is_dir() and (files := sorted(file for file in path.iterdir() if file.name.endswith(ENDINGS))):
+        return files
+    if path.is_dir() and not ((path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists()):
+        raise ValueError(f"The folder {source} holds neither .jsonl files nor a saved dataset. Give {FORMS}.")
+    if not path.exists() and path.name.endswith(ENDINGS):
+        raise ValueError(f"There is no file {source}. Give {FORMS}.")
+    return []
+
+
+def open_dataset(source: str, split: str, *, streaming: bool = False) -> datasets.Dataset | datasets.IterableDataset:
+    """One split of a dataset that is in a folder or that `datasets.load_dataset` finds.
+
+    streaming: whether to read a dataset that is not in a folder as it comes, without a copy on the disk
+    """
     if Path(source).is_dir():
         data = datasets.load_from_disk(source)
         if isinstance(data, datasets.DatasetDict):
             if split not in data:
                 raise ValueError(f"{source} has no split {split!r}; it has: {', '.join(data)}.")
             data = data[split]
-    else:
-        try:
-            data = datasets.load_dataset(source, split=split)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"Could not read {source!r}. Give {FORMS}. ({type(error).__name__}: {error})") from error
+        return data
+    try:
+        return datasets.load_dataset(source, split=split, streaming=streaming)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"Could not read {source!r}. Give {FORMS}. ({type(error).__name__}: {error})") from error
+
+
+def read_raw(source: str, split: str, *, streaming: bool = False) -> Iterator[tuple[str, str | dict]]:
+    """Yields (place, line) of files and (place, row) of a dataset."""
+    if files := find_files(source):
+        return itertools.chain.from_iterable(map(read_lines, files))
+    data = open_dataset(source, split, streaming=streaming)
     return ((f"{source} row {index}", row) for index, row in enumerate(data))
 
 
 def read_rows(source: str, split: str) -> Iterator[tuple[str, dict]]:
     """Yields (place, row) of any of the forms that `source` may take."""
-    path = Path(source)
-    if path.is_file():
-        return read_lines(path)
-    if path.is_dir() and (files := sorted(file for file in path.iterdir() if file.name.endswith(ENDINGS))):
-        return itertools.chain.from_iterable(map(read_lines, files))
-    if path.is_dir() and not ((path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists()):
-        raise ValueError(f"The folder {source} holds neither .jsonl files nor a saved dataset. Give {FORMS}.")
-    if not path.exists() and path.name.endswith(ENDINGS):
-        raise ValueError(f"There is no file {source}. Give {FORMS}.")
-    return read_dataset(source, split)
+    for place, row in read_raw(source, split):
+        yield place, parse(place, row) if isinstance(row, str) else row
 
 
 def named(row: dict, index: int) -> dict:

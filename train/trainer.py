@@ -6,7 +6,7 @@ import random
 import resource
 import sys
 import time
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,14 +17,10 @@ from torch import Tensor
 from specdec import devices
 from specdec.drafter import Drafter, Head, Slots
 from specdec.report import Training
-from specdec.target import TargetOutput
-from train import data
 from train.consistency import ConsistencyObjective
-from train.data import Batch, Packs
-from train.features import Cached, Online
 from train.finite import NotFiniteLoss, named, rows_not_finite
+from train.loader import Loader, Material, MicroBatch
 from train.objective import Loss, Objective, slots
-from train.onpolicy import OnPolicy
 from train.optimization import Average, GradientNorms
 from train.progress import TrainingProgress, clipping, text_rounds
 from train.run_folder import RunFolder, packs_of_step
@@ -61,37 +57,6 @@ class Settings:
             raise ValueError(f"ema={self.ema} must lie between 0 and 1, such as 0.999; null: no average.")
 
 
-@dataclass(frozen=True)
-class MicroBatch:
-    indices: list[int]
-    batch: Batch
-    written: bool  # whether the draft wrote its answers (on-policy)
-
-
-@dataclass(frozen=True)
-class Material:
-    """What steps are made of: packs, and the target's outputs for them."""
-
-    packs: Packs
-    length: int  # tokens of a pack
-    features: Online | Cached | None  # None: the objective reads the target itself
-    on_policy: OnPolicy | None = None
-
-    def collate(self, indices: list[int]) -> Batch:
-        return data.collate([self.packs[index] for index in indices], length=self.length, pad_token=0)
-
-    def micro_batch(self, indices: list[int]) -> MicroBatch:
-        """The packs, or, on-policy, the same prompts with answers that the draft writes now."""
-        written = self.on_policy(indices) if self.on_policy else None
-        batch = self.collate(indices) if written is None else written
-        return MicroBatch(indices, batch, written is not None)
-
-    def target_output(self, micro: MicroBatch, batch: Batch) -> TargetOutput | None:
-        """batch: that of the micro-batch, on the training device"""
-        features = self.on_policy.features if micro.written and self.on_policy else self.features
-        return features(micro.indices, batch) if features else None
-
-
 class Trainer:
     """Trains `objective`; everything that a run leaves behind is in `folder`.
 
@@ -114,6 +79,13 @@ class Trainer:
         about = {"data": material.packs.fingerprint, "processes": accelerator.num_processes}
         self.folder = replace(folder, settings={**folder.settings, **about})
         self.accelerator, self.settings, self.material, self.validation = accelerator, settings, material, validation
+        self.loader = Loader(
+            material,
+            order=self.indices,
+            batch=settings.batch,
+            accumulation=settings.accumulation,
+            device=accelerator.device,
+        )
         self.drafter, self.depth = objective.drafter, objective.depth
         self.every_slot = objective.every_slot
         self.waiting = Waiting(settings.timeout, accelerator.process_index, accelerator.num_processes)
@@ -128,8 +100,8 @@ class Trainer:
         self.loss = math.nan  # of the newest step whose loss was read
         self.losses: list[tuple[int, Tensor]] = []  # of the steps since then, on the device
         self.reads_at_once = (
-            accelerator.device.type == "cpu" or settings.skip_not_finite
-        )  # each loss, before the update
+            accelerator.device.type == "cpu" or settings.skip_not_finite or material.stream is not None
+        )  # each loss, before the update; a stream cannot go back to the rows of an earlier step
         self.best: dict = {}
         self.first = (0, 0)  # a step, and the packs that were read before it: of this launch
         self.interrupted = 0  # the signal that has ended the run early
@@ -170,6 +142,13 @@ class Trainer:
         self.scheduler.load_state_dict(document["scheduler"] | {"lr_lambdas": lambdas})
         self.step, self.best = document["step"], document["best"]
         self.seen, self.seconds = document["seen"], document["seconds"]
+        if self.material.stream:
+            positions = document["stream"]
+            if len(positions) != self.accelerator.num_processes:
+                raise ValueError(
+                    f"A stream is dealt to its processes: resume with {len(positions)} of them, as the run was begun."
+                )
+            self.loader.seek(self.step, positions[self.accelerator.process_index])
         self.validation.seconds |= document.get("validation", {})
         self.skipped = document.get("skipped", 0)
         then, now = packs_of_step(document["about"]), packs_of_step(self.folder.settings)
@@ -200,7 +179,7 @@ class Trainer:
         """Trains to the last step. Returns early, with a saved state, after a signal. Raises NotFiniteLoss, ProcessLost."""
         settings, main = self.settings, self.accelerator.is_main_process
         begun = self.step
-        with Signals(self.accelerator.print) as signals:
+        with Signals(self.accelerator.print) as signals, closing(self.loader):
             self.objective.train()
             if (settings.validate_first or self.drafter.pretrained) and self.step == 0:
                 self._validate(required=True)
@@ -256,7 +235,7 @@ class Trainer:
         """
         settings, accelerator = self.settings, self.accelerator
         torch.manual_seed(settings.seed * 1_000_003 + self.step * 1009 + accelerator.process_index)
-        micro_batches = self._micro_batches(self.step)
+        micro_batches = self.loader.step(self.step)
         num_goals = accelerator.reduce(
             devices.send(
                 torch.tensor(float(sum(int(micro.batch.loss_mask.sum()) for micro in micro_batches))),
@@ -306,13 +285,10 @@ class Trainer:
         self.losses = []
         for step, loss in zip(steps, losses):
             if not math.isfinite(loss):
-                self._refuse_or_skip(step, loss, micro_batches or self._micro_batches(step))
+                self._refuse_or_skip(step, loss, micro_batches or self.loader.again(step))
                 return False
         self.loss = losses[-1]
         return True
-
-    def _micro_batches(self, step: int) -> list[MicroBatch]:
-        return [self.material.micro_batch(self.indices(step, micro)) for micro in range(self.settings.accumulation)]
 
     def indices(self, step: int, micro: int) -> list[int]:
         """Packs of this process for one micro-batch; each epoch is a permutation made from the seed."""
@@ -326,8 +302,8 @@ class Trainer:
 
     def _backward(self, micro: MicroBatch, num_goals: Tensor, compare: bool) -> Loss:
         """Adds a micro-batch's share of the gradients. num_goals: of the whole step, in all processes"""
-        batch = micro.batch.to(self.accelerator.device)
-        loss: Loss = self.objective(batch, self.material.target_output(micro, batch), compare=compare)
+        batch, output = self.loader.on_device(micro)
+        loss: Loss = self.objective(batch, output, compare=compare)
         # Gradients are averaged over processes: divide by the goals of all of them, times their number.
         self.accelerator.backward(loss.total * self.accelerator.num_processes / num_goals)
         return loss
@@ -337,9 +313,9 @@ class Trainer:
         read = []
         for micro in micro_batches:
             batch = micro.batch.to(self.accelerator.device)
-            read.append((micro.indices, batch, self.material.target_output(micro, batch)))
+            read.append((micro.rows, batch, self.material.target_output(micro, batch)))
         objective = self.accelerator.unwrap_model(self.objective)
-        rows = rows_not_finite(objective, self.material.packs, read)
+        rows = rows_not_finite(objective, read)
         what = f"The loss is {loss} at step {step + 1} ({named(rows)})."
         if not self.settings.skip_not_finite:
             raise NotFiniteLoss(
@@ -417,6 +393,7 @@ class Trainer:
     def save_state(self) -> None:
         """Writes what resuming needs."""
         self._settle()
+        positions = self._positions()
         if self.accelerator.is_main_process:
             scheduler = {key: value for key, value in self.scheduler.state_dict().items() if key != "lr_lambdas"}
             first_step, first_pack = self.first
@@ -428,6 +405,7 @@ class Trainer:
                 "skipped": self.skipped,
                 "scheduler": scheduler,
                 "validation": self.validation.seconds,
+                **({"stream": positions} if positions else {}),
             }
             averaged = {} if self.average is None else self.average.state_dict()
             self.folder.save_state(
@@ -438,6 +416,14 @@ class Trainer:
             )
         with self.waiting(f"the saving of step {self.step}"):
             self.accelerator.wait_for_everyone()
+
+    def _positions(self) -> list[list[int]]:
+        """Where each process is in a stream; nothing for packs."""
+        if not self.material.stream:
+            return []
+        position = torch.tensor([self.loader.position(self.step)], device=self.accelerator.device)
+        with self.waiting("the others' places in the stream"):
+            return self.accelerator.gather(position).tolist()
 
     def _record(self, figures: dict) -> None:
         """To the log, and to the tracker."""

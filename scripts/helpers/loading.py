@@ -18,6 +18,7 @@ from specdec.report import Report, Training
 from specdec.target import Target, load_tokenizer
 from train import data
 from train.naming import named
+from train.sources import read_sources
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 FROZEN = "the frozen target"
@@ -110,11 +111,13 @@ def run_names(folders: list[Path]) -> list[str]:
 
 
 def trained_on(folder: Path) -> str | None:
-    """The training data that the run's config.yaml names, by the file's name; None if there is no such file."""
+    """The training data that the run's config.yaml names, by the files' names; None if there is no such file."""
     for path in (folder / "config.yaml", folder.parent / "config.yaml"):
         if path.exists():
             data = read_yaml(path).get("data")
-            return Path(str(data["train"])).name if isinstance(data, dict) and "train" in data else None
+            if not isinstance(data, dict) or "train" not in data:
+                return None
+            return ", ".join(Path(source.name).name for source in read_sources(data["train"]))
     return None
 
 

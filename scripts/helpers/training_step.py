@@ -28,9 +28,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from helpers.hardware import PeakMemory, synchronize
 from helpers.random_target import random_target, read_shape
 from specdec.target import Target, TargetOutput
-from train.data import Batch, Packs, Row
+from train.data import Batch, Row
 from train.features import Online
 from train.trainer import Material, Trainer
+
+try:
+    from train.packing import Packs, Rows
+
+    hold = Rows.of
+except ImportError:  # an older version
+    from train.data import Packs
+
+    hold = list
 
 PROMPT = 16  # tokens at the beginning of each document that nothing has to guess
 PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}  # matrix products, by the place of their first factor
@@ -185,7 +194,7 @@ def make_trainer(root: Path, work: Work, target: Target, run: Path) -> Trainer:
     command = train_command(root)
     config = compose(root, work, run)
     accelerator = command.make_accelerator(config, run)
-    packs = Packs(random_rows(work, target.vocab_size), length=work.length)
+    packs = Packs(hold(random_rows(work, target.vocab_size)), length=work.length)
     drafter, spec = command.make_drafter(config, target, packs)
     drafter.to(accelerator.device)
     objective = command.make_objective(config, drafter)

@@ -17,6 +17,7 @@ from specdec import masks
 from tests.support import REAL_TARGET
 from train import data, reading
 from train.answering import batches, list_jobs, trim
+from train.packing import Packs, Rows
 from train.resumable import Resumable, read_rows
 
 SINGLE = [
@@ -234,21 +235,21 @@ def test_prompts_are_read_from_every_format(tmp_path):
 def test_truncation_is_counted():
     rows = [make_row(3, 4), make_row(3, 5), make_row(8, 4), make_row(0, 1)]
     with pytest.warns(UserWarning, match="Of 4 rows, 1 are cut at 7 tokens and 2 are skipped"):
-        kept, num_cut, num_skipped = data.truncate_all(rows, 7)
-    assert (num_cut, num_skipped) == (1, 2)
-    assert [len(row.tokens) for row in kept] == [7, 7]
+        packs = Packs(Rows.of(rows), length=7)
+    assert (packs.num_cut, packs.num_skipped) == (1, 2)
+    assert [len(row.tokens) for pack in packs for row in pack] == [7, 7]
     assert data.truncate(make_row(6, 4), 7).mask == [False] * 6 + [True]
     assert data.truncate(make_row(7, 4), 7) is None
 
 
 def test_packing_is_first_fit():
     rows = [make_row(1, num, str(num)) for num in (5, 4, 3, 2, 1)]  # of 6, 5, 4, 3, 2 tokens
-    packs = data.pack(rows, 10)
+    packs = [*Packs(Rows.of(rows), length=10)]
     assert [[row.id for row in pack] for pack in packs] == [["5", "3"], ["4", "2", "1"]]
 
 
 def test_collate_and_attention_against_a_loop():
-    packs = data.pack([make_row(2, 3), make_row(0, 4), make_row(3, 1), make_row(1, 2)], 10)
+    packs = [*Packs(Rows.of([make_row(2, 3), make_row(0, 4), make_row(3, 1), make_row(1, 2)]), length=10)]
     batch = data.collate(packs, length=12, pad_token=99)
     attention = masks.documents(batch.documents)
     assert attention.shape == (2, 1, 12, 12) and attention.dtype == torch.bool
@@ -271,14 +272,14 @@ def test_collate_and_attention_against_a_loop():
 
 def test_packs_count_supervised_tokens_and_have_a_fingerprint():
     rows = [make_row(2, 3), make_row(0, 4), make_row(3, 1)]
-    packs = data.Packs(rows, length=10)
+    packs = Packs(Rows.of(rows), length=10)
     assert len(packs) == 2 and packs[1] == [rows[2]]
     batch = data.collate([packs[0], packs[1]], length=10, pad_token=0)
     assert packs.num_supervised == batch.loss_mask.sum() == 3 + 3 + 1
-    assert packs.fingerprint == data.Packs(rows, length=10).fingerprint and len(packs.fingerprint) == 16
-    assert packs.fingerprint != data.Packs([*rows[:2], make_row(2, 2)], length=10).fingerprint
+    assert packs.fingerprint == Packs(Rows.of(rows), length=10).fingerprint and len(packs.fingerprint) == 16
+    assert packs.fingerprint != Packs(Rows.of([*rows[:2], make_row(2, 2)]), length=10).fingerprint
     with pytest.warns(UserWarning), pytest.raises(ValueError, match="Raise the length"):
-        data.Packs(rows[2:], length=2)
+        Packs(Rows.of(rows[2:]), length=2)
 
 
 # Scripts

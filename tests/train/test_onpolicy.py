@@ -8,8 +8,9 @@ from specdec import checkpoint
 from specdec.heads.draft import Draft
 from specdec.target import Target
 from tests.support import disturb, fit_interrupted, losses_of, random_tokens, text_logits
-from train.data import Packs, Row
+from train.data import Row
 from train.onpolicy import OnPolicy
+from train.packing import Packs, Rows
 
 pytestmark = pytest.mark.slow
 
@@ -20,7 +21,9 @@ VOCAB = torch.arange(0, V, 2)
 def make_packs() -> Packs:
     """Three rows; the last has two answers."""
     masks_of = ([False] * 4 + [True] * 6, [False] * 7 + [True] * 2, [False] * 2 + [True] * 3 + [False] * 2 + [True] * 4 + [False])  # fmt: skip
-    return Packs([Row(str(n), "all", random_tokens(n, len(m), V), m) for n, m in enumerate(masks_of)], length=24)
+    return Packs(
+        Rows.of([Row(str(n), "all", random_tokens(n, len(m), V), m) for n, m in enumerate(masks_of)]), length=24
+    )
 
 
 def make_on_policy(target, *, fraction=1.0, temperature=1.0, stop=()) -> OnPolicy:

@@ -1,0 +1,184 @@
+"""Micro-batches, read ahead of the step by a thread: collated, with their cached features, and copied to the device."""
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from specdec.target import TargetOutput
+from train import data
+from train.data import Batch, Row
+from train.features import Cached, Online
+from train.onpolicy import OnPolicy
+from train.packing import Packs
+from train.stream import Stream
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    number: int  # of this process' micro-batches, from 0 on
+    indices: list[int]  # of the packs; none in a stream
+    rows: list[list[str]]  # ids of each pack's rows, to name them
+    batch: Batch  # on the CPU
+    written: bool  # whether the draft wrote its answers (on-policy)
+
+
+@dataclass(frozen=True)
+class Material:
+    """What steps are made of: packs, and the target's outputs for them.
+
+    ahead: micro-batches that are read ahead of the step; 0: none. Answers that the draft writes are never written ahead
+    """
+
+    packs: Packs  # all, or those of a stream's first rows
+    length: int  # tokens of a pack
+    features: Online | Cached | None  # None: the objective reads the target itself
+    on_policy: OnPolicy | None = None
+    stream: Stream | None = None
+    ahead: int = 0
+
+    def __post_init__(self):
+        if self.ahead < 0:
+            raise ValueError(f"ahead={self.ahead} must be 0 or more micro-batches.")
+        assert not (self.stream and isinstance(self.features, Cached))
+        if self.stream and self.on_policy:
+            raise ValueError("on_policy= needs packs that can be read again: use stream=false.")
+
+    def collate(self, indices: list[int]) -> Batch:
+        return self.lay([self.packs[index] for index in indices])
+
+    def lay(self, packs: list[list[Row]]) -> Batch:
+        return data.collate(packs, length=self.length, pad_token=0)
+
+    def target_output(self, micro: MicroBatch, batch: Batch) -> TargetOutput | None:
+        """batch: that of the micro-batch, on the training device"""
+        features = self.on_policy.features if micro.written and self.on_policy else self.features
+        return features(micro.indices, batch) if features else None
+
+
+class Loader:
+    """The micro-batches of one process. Their content follows from their number and not from what is read ahead.
+
+    order: a step and one of its micro-batches -> the numbers of its packs, where they are not those of a stream
+    batch: packs of a micro-batch; accumulation: micro-batches of a step
+    What fails in the thread is raised where its result is asked for.
+    """
+
+    def __init__(
+        self,
+        material: Material,
+        *,
+        order: Callable[[int, int], list[int]],
+        batch: int,
+        accumulation: int,
+        device: torch.device,
+    ):
+        self.material, self.order, self.device = material, order, device
+        self.batch, self.accumulation = batch, accumulation
+        self.first = (0, 0)  # a micro-batch, and its first pack in the stream
+        self.ahead = 0 if material.on_policy else material.ahead
+        self.thread = ThreadPoolExecutor(1, "loader", use_device, (device,)) if self.ahead else None
+        self.coming: dict[int, Future[MicroBatch]] = {}
+        self.coming_on_device: dict[int, Future[tuple[Batch, TargetOutput | None]]] = {}
+
+    def step(self, step: int) -> list[MicroBatch]:
+        """The micro-batches of a step."""
+        first, stop = step * self.accumulation, (step + 1) * self.accumulation
+        if self.thread is None:
+            return [self._micro_batch(number) for number in range(first, stop)]
+        for number in range(first, stop + self.ahead):
+            self._submit(number)
+        return [self._result(self.coming[number]) for number in range(first, stop)]
+
+    def on_device(self, micro: MicroBatch) -> tuple[Batch, TargetOutput | None]:
+        """A micro-batch on the training device, and the target's outputs for it if the objective needs them."""
+        number, material = micro.number, self.material
+        batch, output = micro.batch, None
+        if self.thread is None:
+            batch = micro.batch.to(self.device)
+        else:
+            for later in range(number, number + self.ahead + 1):
+                if later not in self.coming_on_device:
+                    self._submit(later)
+                    self.coming_on_device[later] = self.thread.submit(self._to_device, self.coming[later])
+            batch, output = self._result(self.coming_on_device.pop(number))
+            del self.coming[number]
+        return batch, output if output is not None else material.target_output(micro, batch)
+
+    def close(self) -> None:
+        if self.thread is not None:
+            self.thread.shutdown(wait=False, cancel_futures=True)
+        if self.material.stream:
+            self.material.stream.close()
+
+    def again(self, step: int) -> list[MicroBatch]:
+        """The micro-batches of an earlier step; a stream cannot go back."""
+        assert not self.material.stream
+        return [self._micro_batch(number) for number in range(step * self.accumulation, (step + 1) * self.accumulation)]
+
+    # Where a run continues
+
+    def position(self, step: int) -> list[int]:
+        """What `seek` needs to continue a stream before a step, in this process; nothing for packs."""
+        if not self.material.stream:
+            return []
+        first = self._first_pack(step * self.accumulation)
+        return [*self.material.stream.position(first), first]
+
+    def seek(self, step: int, position: list[int]) -> None:
+        *where, first = position
+        assert self.material.stream
+        self.material.stream.seek(where)
+        self.first = (step * self.accumulation, first)
+
+    def _first_pack(self, number: int) -> int:
+        """In the stream, of a micro-batch."""
+        first_number, first_pack = self.first
+        return first_pack + (number - first_number) * self.batch
+
+    # In the thread, if there is one
+
+    def _micro_batch(self, number: int) -> MicroBatch:
+        material = self.material
+        if material.stream:
+            indices: list[int] = []
+            first = self._first_pack(number)
+            packs = [material.stream.pack(place) for place in range(first, first + self.batch)]
+        else:
+            indices = self.order(*divmod(number, self.accumulation))
+            packs = [material.packs[index] for index in indices]
+        written = material.on_policy(indices) if material.on_policy else None
+        batch = material.lay(packs) if written is None else written
+        return MicroBatch(number, indices, [[row.id for row in pack] for pack in packs], batch, written is not None)
+
+    def _to_device(self, coming: Future[MicroBatch]) -> tuple[Batch, TargetOutput | None]:
+        micro = coming.result()  # it was submitted before, so the only thread has made it
+        features = self.material.features
+        output = features.read(micro.indices, self.device) if isinstance(features, Cached) else None
+        return micro.batch.to(self.device), output
+
+    def _submit(self, number: int) -> None:
+        if number not in self.coming:
+            assert self.thread is not None
+            self.coming[number] = self.thread.submit(self._micro_batch, number)
+
+    def _result(self, coming: Future[Result]) -> Result:
+        try:
+            return coming.result()
+        except ValueError:
+            raise
+        except Exception as error:
+            raise ValueError(
+                f"The thread that reads data ahead of the step failed ({type(error).__name__}: {error}). Look at the data "
+                "and the cached features; ahead=0 reads them in the step."
+            ) from error
+
+
+def use_device(device: torch.device) -> None:
+    """A new thread's current GPU is the first one, in whose memory pinning would open a context."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
