@@ -24,7 +24,6 @@ from specdec.documents import Documents
 from specdec.drafter import Drafter
 from specdec.span_attention import Span, spans
 
-
 ROUND = 32  # numbers of chosen slots are multiples of it: libraries prepare each shape of a matrix product once, and keep it
 
 

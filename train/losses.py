@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 TOP = 10  # HASS's K
 LEAST_OVERLAP = 1e-5
+BLOCK = 2**18  # logits that a CPU works on at a time
 
 
 @dataclass(frozen=True)
@@ -45,12 +46,19 @@ class Goal:
     @cached_property
     def law(self) -> Tensor:
         """[M, W] p renormalised over the list"""
-        return self.log_law.exp()
+        return self.logits.softmax(-1)
 
     @cached_property
     def entropy(self) -> Tensor:
         """[M] of p renormalised over the list"""
-        return -torch.linalg.vecdot(self.law, self.log_law)
+        parts = [torch.linalg.vecdot(self.law[rows], self.logits[rows].log_softmax(-1)) for rows in blocks(self.law)]
+        return -torch.cat(parts)
+
+
+def blocks(values: Tensor) -> list[slice]:
+    """Rows of [M, W] that a CPU's cache holds; all of them on other devices, where many small steps are slower than one."""
+    size = max(1, BLOCK // values.shape[1]) if values.device.type == "cpu" else len(values) or 1
+    return [slice(start, start + size) for start in range(0, max(1, len(values)), size)]
 
 
 @dataclass(frozen=True)
@@ -80,11 +88,13 @@ class _KL(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits: Tensor, goal: Goal, temperature: float) -> Tensor:
-        log_law = tempered(logits, temperature).log_softmax(-1)
-        loss = -goal.entropy - torch.linalg.vecdot(goal.law, log_law)
-        slope = log_law.exp_().sub_(goal.law)
-        ctx.save_for_backward((slope if temperature == 1 else slope.div_(temperature)).to(logits.dtype))
-        return loss
+        slope, losses = torch.empty_like(logits), []
+        for rows in blocks(logits):
+            log_law, law = tempered(logits[rows], temperature).log_softmax(-1), goal.law[rows]
+            losses.append(-goal.entropy[rows] - torch.linalg.vecdot(law, log_law))
+            slope[rows] = log_law.exp_().sub_(law).div_(temperature)
+        ctx.save_for_backward(slope)
+        return torch.cat(losses)
 
     @staticmethod
     def backward(ctx, grad: Tensor):

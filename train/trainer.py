@@ -362,10 +362,10 @@ class Trainer:
         if best is None or best[1].num_prompts == best[1].replayed_prompts:
             return
         name, report, weights = best
-        self.drafter.load_state_dict(weights)
-        self.average = None  # of other weights than these
+        frozen = self._frozen()
+        frozen.load_state_dict(weights)
         with self.waiting("the decoding of the best step", timed=False):
-            report = self.validation.decode_best(self._frozen(), report, trained=self.seconds)
+            report = self.validation.decode_best(frozen, report, trained=self.seconds)
         if self.accelerator.is_main_process:
             self._track("validation", report.to_json())
             self.folder.log_last(self.step, {"validation": report.to_json()})

@@ -49,7 +49,7 @@ def made(tmp_path_factory):
     folders: dict[int, Path] = {}
     with pytest.MonkeyPatch.context() as patch:
         for module in (retrieval, heads_draft):
-            patch.setattr(module, "load_tokenizer", lambda name: TOKENIZER)
+            patch.setattr(module, "load_tokenizer", lambda name, **_: TOKENIZER)
         yield make
 
 

@@ -25,7 +25,7 @@ def test_a_line_that_would_fill_the_memory(tmp_path, compressed):
         for _ in range(5):
             file.write(b" " * 2**24)
     rows = reading.read_lines(path)
-    assert next(rows)[1] == {"messages": MESSAGES}
+    assert json.loads(next(rows)[1]) == {"messages": MESSAGES}
     with pytest.raises(ValueError, match="a line of more than"):
         next(rows)
 

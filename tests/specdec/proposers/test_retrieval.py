@@ -25,7 +25,7 @@ SETTINGS = {"max": 8, "min": 1, "samples": 64, "num": 12, "depth": 4}
 
 @pytest.fixture(autouse=True)
 def tokenizer(monkeypatch):
-    monkeypatch.setattr(retrieval, "load_tokenizer", lambda name: TOKENIZER)
+    monkeypatch.setattr(retrieval, "load_tokenizer", lambda name, **_: TOKENIZER)
 
 
 def make(folder: Path, texts: list[list[int]], *, length: int = 8, fingerprint: str | None = None) -> str:
