@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-CHUNK = 2**21  # entries of a chunk's mask on a CPU, whose kernel works through its scores in blocks (RESULTS.md)
+CHUNK = 2**21  # entries of a chunk's mask on a CPU, whose kernel works through its scores in blocks
+SLOTS = 256  # of a chunk on a CPU: with more, slots of one document are computed against keys of others
 SCORES = 2**26  # scores of a chunk on other devices
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -115,7 +116,7 @@ def _chunks(query: Tensor, key: Tensor, seen: Span) -> Iterator[tuple[int, slice
     num_rows, groups, heads, num_slots, num_queries, _ = query.shape
     on_cpu = query.device.type == "cpu"
     most = CHUNK // num_queries if on_cpu else SCORES // (groups * heads * num_queries)
-    size = max(1, most // max(1, key.shape[2]))
+    size = max(1, min(most // max(1, key.shape[2]), SLOTS if on_cpu else num_slots))
     number = torch.arange(key.shape[2], device=key.device)
     first, last = (each.tolist() for each in seen.host or (seen.first, seen.last))
     for row in range(num_rows):
