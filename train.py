@@ -40,8 +40,9 @@ from train.onpolicy import OnPolicy
 from train.optimization import OptimizerSettings, schedule
 from train.packing import Packs, frequent_tokens
 from train.run_folder import RunFolder
+from train.settings import Settings
 from train.stream import Plan, Stream
-from train.trainer import Settings, Trainer
+from train.trainer import Trainer
 from train.validation import Validation, ValidationSettings
 from train.waiting import ProcessLost, Waiting
 

@@ -1,5 +1,7 @@
 """Micro-batches, read ahead of the step by a thread: collated, with their cached features, and copied to the device."""
 
+import functools
+import random
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -182,3 +184,11 @@ def use_device(device: torch.device) -> None:
     """A new thread's current GPU is the first one, in whose memory pinning would open a context."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
+
+
+@functools.lru_cache(maxsize=2)
+def permutation(num: int, seed: int) -> list[int]:
+    """The order of an epoch."""
+    order = list(range(num))
+    random.Random(seed).shuffle(order)
+    return order

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 ADAMW8BIT = "bitsandbytes"
+AVERAGE = "average:"  # before the names of averaged weights in a saved state
 # Parameters whose rows are tokens or single figures: AdamW suits them better than Muon, as it does embeddings
 OUTPUTS = ("lm_head", "lm_heads", "markov_out", "confidence_head")
 
@@ -272,3 +273,9 @@ class GradientNorms:
         self.norms = []
         mean, clipped = torch.stack([norms.mean(), (norms > self.limit).float().mean()]).tolist()
         return {"grad_norm": mean, "clipped": clipped}
+
+
+def take(values: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Removes the values whose names begin with `prefix`. -> these, without it"""
+    names = [name for name in values if name.startswith(prefix)]
+    return {name.removeprefix(prefix): values.pop(name) for name in names}

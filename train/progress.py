@@ -1,12 +1,17 @@
 """The progress line of a training run."""
 
 import collections
+import resource
+import sys
 import time
 
 import torch
+from accelerate import Accelerator
 from rich.progress import BarColumn, Progress, TextColumn
 
 from specdec import replay
+from specdec.drafter import Head
+from specdec.report import Training
 from train.data import Batch, answers
 from train.objective import by_start
 
@@ -91,3 +96,19 @@ def text_rounds(batch: Batch, matches: torch.Tensor) -> tuple[int, float]:
 
 def _duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds > 90 else f"{seconds:.0f} s"
+
+
+def training_cost(accelerator: Accelerator, drafter: Head, *, tokens: int, seconds: float) -> Training:
+    """tokens, seconds: of training so far, in all processes"""
+    if accelerator.device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated()
+    else:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return Training(
+        parameters=drafter.num_parameters(),
+        tokens=tokens,
+        seconds=seconds,
+        tokens_per_second=tokens / seconds if seconds else None,
+        peak_memory=peak,
+        processes=accelerator.num_processes,
+    )

@@ -1,13 +1,9 @@
 """The training loop."""
 
-import functools
 import math
-import random
-import resource
-import sys
 import time
 from contextlib import closing, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from accelerate import Accelerator
@@ -15,46 +11,19 @@ from accelerate.utils import broadcast, broadcast_object_list
 from torch import Tensor
 
 from specdec import devices
-from specdec.drafter import Drafter, Head, Slots
-from specdec.report import Training
+from specdec.drafter import Head
+from train import closed_form
 from train.consistency import ConsistencyObjective
 from train.finite import NotFiniteLoss, named, rows_not_finite
-from train.loader import Loader, Material, MicroBatch
-from train.objective import Loss, Objective, slots
-from train.optimization import Average, GradientNorms
-from train.progress import TrainingProgress, clipping, text_rounds
+from train.loader import Loader, Material, MicroBatch, permutation
+from train.objective import Loss, Objective
+from train.optimization import AVERAGE, Average, GradientNorms, take
+from train.progress import TrainingProgress, clipping, text_rounds, training_cost
 from train.run_folder import RunFolder, packs_of_step
+from train.settings import Settings
 from train.signals import Signals
 from train.validation import Validation
 from train.waiting import Waiting
-
-AVERAGE = "average:"  # before the names of averaged weights in a saved state
-SOLVE_SLOTS = 30_000  # a closed-form start holds no more slots in memory, unless the target's width needs more
-
-
-@dataclass(frozen=True)
-class Settings:
-    """conf/train.yaml, `train`. Every unit is a step of the optimizer unless it says otherwise."""
-
-    steps: int
-    batch: int  # packs for each process and micro-batch
-    accumulation: int  # micro-batches in a step
-    max_grad_norm: float
-    log_every: int
-    validate_every: int
-    validate_first: bool  # before training too
-    save_every: int
-    best_by: str  # the figure that chooses the best checkpoint: tau or speedup
-    skip_not_finite: bool  # leave out a step whose loss is not finite, rather than stop
-    timeout: float  # minutes that a process waits for the others
-    seed: int
-    ema: float | None = None  # decay of the average of the weights; None: none is kept
-
-    def __post_init__(self):
-        if self.best_by not in ("tau", "speedup"):
-            raise ValueError(f"best_by={self.best_by} must be tau or speedup.")
-        if self.ema is not None and not 0 < self.ema < 1:
-            raise ValueError(f"ema={self.ema} must lie between 0 and 1, such as 0.999; null: no average.")
 
 
 class Trainer:
@@ -110,20 +79,13 @@ class Trainer:
 
     def solve(self, num_packs: int) -> None:
         """Closed-form weights, if the head has any, from the packs that training reads first; the same in all processes."""
-        features = self.material.features
-        if features is None or not isinstance(self.drafter, Drafter) or type(self.drafter).solve is Drafter.solve:
-            return
-        texts: list[Slots] = []
-        for index in _permutation(len(self.material.packs), self.settings.seed)[:num_packs]:
-            batch = self.material.collate([index]).to(self.accelerator.device)
-            texts.append(slots(batch, features([index], batch), self.depth))
-            if sum(len(text.tokens) for text in texts) > max(SOLVE_SLOTS, 6 * self.drafter.target.width):
-                break
-        if texts and self.drafter.solve(texts):
+        first = permutation(len(self.material.packs), self.settings.seed)[:num_packs]
+        device = self.accelerator.device
+        if num := closed_form.solve(self.drafter, self.material, first, depth=self.depth, device=device):
             with self.waiting("the closed-form start"):
                 for parameter in self.drafter.parameters():  # processes may round differently
                     parameter.data = broadcast(parameter.data)
-            self.accelerator.print(f"closed-form start from {len(texts)} packs")
+            self.accelerator.print(f"closed-form start from {num} packs")
 
     def resume(self) -> bool:
         """Continues from the newest state; False if there is none. Raises ValueError if settings differ from then."""
@@ -135,7 +97,7 @@ class Trainer:
             return False
         weights, optimizer, document = state
         if self.average is not None:
-            self.average.load_state_dict(_take(weights, AVERAGE))
+            self.average.load_state_dict(take(weights, AVERAGE))
         self.drafter.load_state_dict(weights)
         self.optimizer.load_state_dict(optimizer)
         lambdas = [None] * len(optimizer["param_groups"])
@@ -298,7 +260,7 @@ class Trainer:
         micro += (step - first_step) * settings.accumulation
         start = first_pack + (micro * num_processes + process) * settings.batch
         places = [divmod(position, num_packs) for position in range(start, start + settings.batch)]
-        return [_permutation(num_packs, settings.seed + epoch)[place] for epoch, place in places]
+        return [permutation(num_packs, settings.seed + epoch)[place] for epoch, place in places]
 
     def _backward(self, micro: MicroBatch, num_goals: Tensor, compare: bool) -> Loss:
         """Adds a micro-batch's share of the gradients. num_goals: of the whole step, in all processes"""
@@ -331,7 +293,7 @@ class Trainer:
     def _validate(self, *, required: bool) -> None:
         """Judges the weights, saves a checkpoint of the better ones, and marks it if it is the best so far."""
         self._settle()
-        cost = self._cost()  # before decoding takes its memory
+        cost = training_cost(self.accelerator, self.drafter, tokens=self.seen, seconds=self.seconds)  # before decoding
         candidates = {"plain": self._frozen()}
         if self.average is not None:
             with self.average.applied():
@@ -375,20 +337,6 @@ class Trainer:
 
     def _frozen(self) -> Head:
         return self.drafter.decodable().to(dtype=self.drafter.target.dtype)
-
-    def _cost(self) -> Training:
-        if self.accelerator.device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated()
-        else:
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-        return Training(
-            parameters=self.drafter.num_parameters(),
-            tokens=self.seen,
-            seconds=self.seconds,
-            tokens_per_second=self.seen / self.seconds if self.seconds else None,
-            peak_memory=peak,
-            processes=self.accelerator.num_processes,
-        )
 
     def save_state(self) -> None:
         """Writes what resuming needs."""
@@ -444,16 +392,3 @@ class Trainer:
         with self.waiting(f"step {self.step}"):
             numbers = self.accelerator.gather(torch.tensor([number], device=self.accelerator.device))
             return int(numbers.max())
-
-
-def _take(values: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Removes the values whose names begin with `prefix`. -> these, without it"""
-    names = [name for name in values if name.startswith(prefix)]
-    return {name.removeprefix(prefix): values.pop(name) for name in names}
-
-
-@functools.lru_cache(maxsize=2)
-def _permutation(num: int, seed: int) -> list[int]:
-    order = list(range(num))
-    random.Random(seed).shuffle(order)
-    return order

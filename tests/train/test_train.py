@@ -18,7 +18,8 @@ from specdec import checkpoint
 from specdec.target import Target, load_tokenizer
 from tests.support import ADAPTING, ROOT, fit_interrupted, losses_of, train_overrides, write_rows
 from train.run_folder import RunFolder
-from train.trainer import Settings, Trainer
+from train.settings import Settings
+from train.trainer import Trainer
 
 pytestmark = pytest.mark.slow
 

@@ -1,0 +1,28 @@
+"""Settings of the training loop."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Settings:
+    """conf/train.yaml, `train`. Every unit is a step of the optimizer unless it says otherwise."""
+
+    steps: int
+    batch: int  # packs for each process and micro-batch
+    accumulation: int  # micro-batches in a step
+    max_grad_norm: float
+    log_every: int
+    validate_every: int
+    validate_first: bool  # before training too
+    save_every: int
+    best_by: str  # the figure that chooses the best checkpoint: tau or speedup
+    skip_not_finite: bool  # leave out a step whose loss is not finite, rather than stop
+    timeout: float  # minutes that a process waits for the others
+    seed: int
+    ema: float | None = None  # decay of the average of the weights; None: none is kept
+
+    def __post_init__(self):
+        if self.best_by not in ("tau", "speedup"):
+            raise ValueError(f"best_by={self.best_by} must be tau or speedup.")
+        if self.ema is not None and not 0 < self.ema < 1:
+            raise ValueError(f"ema={self.ema} must lie between 0 and 1, such as 0.999; null: no average.")
