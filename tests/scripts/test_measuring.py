@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 
 import pytest
 import torch
@@ -93,9 +94,10 @@ def test_documents_fill_the_packs(tiny):
 def test_peak_memory_is_that_between_start_and_end():
     memory = hardware.PeakMemory(torch.device("cpu"))
     with memory.measured():
-        values = torch.ones(50 * 2**18)  # 50 MiB
+        values = torch.ones(200 * 2**18)  # 200 MiB
+        time.sleep(40 * hardware.SAMPLING)  # until it was looked at, on a loaded machine too
         del values
-    assert 45 * 2**20 <= memory.bytes < 80 * 2**20
+    assert 180 * 2**20 <= memory.bytes < 300 * 2**20
 
 
 def test_peaks_are_found_by_the_name_of_the_device():
