@@ -1,0 +1,162 @@
+"""Inference servers over HTTP: a bounded number of requests in flight, asked again when an answer is lost or bad.
+
+vLLM and every other server with OpenAI's interface (https://platform.openai.com/docs/api-reference) can be used.
+"""
+
+import itertools
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+import httpx
+
+Result = TypeVar("Result")
+TRIES = 5  # of one request whose answers are bad
+LONGEST_PAUSE = 10.0  # seconds between two tries
+CONNECTING = 10.0  # seconds
+
+
+class BadAnswer(ValueError):
+    """An answer that cannot be used. The same request may have a better one next time."""
+
+
+class EngineClient:
+    """One or several servers with the same model, used in turn.
+
+    urls: comma list such as http://localhost:8000, with or without /v1
+    in_flight: requests that are under way at once
+    patience: minutes without any answer after which a request gives up; a server that was restarted meanwhile is used again
+    say: prints a sentence, when servers stop to answer and when they answer again
+    Raises ValueError, here and in every request, with what to do.
+    """
+
+    def __init__(self, urls: str, *, in_flight: int = 16, patience: float = 10.0, say: Callable[[str], None] = print):
+        if in_flight < 1 or patience < 0:
+            raise ValueError(f"in_flight={in_flight} must be at least 1, and patience={patience} not negative.")
+        self.urls = [_base(url) for url in urls.split(",")]
+        self.patience, self.say = patience, say
+        key = os.environ.get("OPENAI_API_KEY")
+        self.client = httpx.Client(
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            timeout=httpx.Timeout(None, connect=CONNECTING),
+            limits=httpx.Limits(max_connections=in_flight, max_keepalive_connections=in_flight),
+        )
+        self.pool = ThreadPoolExecutor(in_flight, "engine")
+        self.turns = itertools.cycle(self.urls)
+        self.closed = threading.Event()
+        self.silent: set[str] = set()  # servers that did not answer last time
+        self.guard = threading.Lock()
+
+    def submit(self, path: str, body: dict, read: Callable[[dict], Result]) -> "Future[Result]":
+        """`post` in another thread."""
+        return self.pool.submit(self.post, path, body, read)
+
+    def post(self, path: str, body: dict, read: Callable[[dict], Result]) -> Result:
+        """The result of POST `path`, such as v1/completions.
+
+        read: makes the result of the answer's JSON; raises BadAnswer for an answer that is to be asked for again
+        """
+        begun, bad = time.monotonic(), 0
+        for number in itertools.count():
+            url = self._next()
+            try:
+                result = read(self._send(url, path, body))
+            except httpx.TransportError as error:
+                self._lost(url, error, begun)
+            except BadAnswer as error:
+                begun, bad = time.monotonic(), bad + 1
+                if bad == TRIES:
+                    raise ValueError(f"{url} gave {TRIES} bad answers in a row. The last one: {error}") from error
+            else:
+                self._answered(url)
+                return result
+            if self.closed.wait(min(LONGEST_PAUSE, 0.25 * 2 ** (number // len(self.urls)))):
+                break
+        raise ValueError("The client of the engine was closed.")
+
+    def models(self) -> list[list[str]]:
+        """The names of the models of each server. Raises ValueError at once if one does not answer."""
+        found = []
+        for url in self.urls:
+            try:
+                answer = self.client.get(f"{url}/v1/models")
+                answer.raise_for_status()
+                found.append([str(model["id"]) for model in answer.json()["data"]])
+            except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+                raise ValueError(
+                    f"No server with OpenAI's interface answers at {url} ({_reason(error)}). {START}"
+                ) from None
+        return found
+
+    def close(self) -> None:
+        self.closed.set()
+        self.pool.shutdown(wait=False, cancel_futures=True)
+        self.client.close()
+
+    def _send(self, url: str, path: str, body: dict) -> dict:
+        answer = self.client.post(f"{url}/{path}", json=body)
+        if answer.status_code in (408, 429) or answer.status_code >= 500:
+            raise BadAnswer(f"status {answer.status_code}, {_message(answer)}")
+        if answer.status_code >= 400:
+            raise ValueError(f"{url}/{path} refuses the request with status {answer.status_code}: {_message(answer)}")
+        try:
+            document = answer.json()
+        except ValueError as error:
+            raise BadAnswer(f"no JSON ({error})") from error
+        if not isinstance(document, dict):
+            raise BadAnswer("no JSON object")
+        return document
+
+    def _next(self) -> str:
+        with self.guard:
+            return next(self.turns)
+
+    def _lost(self, url: str, error: Exception, begun: float) -> None:
+        with self.guard:
+            first = url not in self.silent
+            self.silent.add(url)
+        if self.closed.is_set():
+            return
+        if first:
+            self.say(
+                f"{url} does not answer ({_reason(error)}); it is asked again for up to {self.patience:g} minutes."
+            )
+        if time.monotonic() - begun > 60 * self.patience:
+            raise ValueError(f"No server has answered for {self.patience:g} minutes ({url}: {_reason(error)}). {START}")
+
+    def _answered(self, url: str) -> None:
+        with self.guard:
+            back = url in self.silent
+            self.silent.discard(url)
+        if back:
+            self.say(f"{url} answers again.")
+
+
+START = (
+    "Start one with python scripts/launch_engine.py, or give the URL of one that runs, such as http://localhost:8000."
+)
+
+
+def _base(url: str) -> str:
+    base = url.strip().rstrip("/").removesuffix("/v1")
+    if not base.startswith(("http://", "https://")):
+        raise ValueError(f"{url!r} is not the URL of a server, such as http://localhost:8000.")
+    return base
+
+
+def _message(answer: httpx.Response) -> str:
+    """What a server says is wrong, in one line."""
+    try:
+        document = answer.json()
+        error = document.get("error", document)
+        text = error.get("message", error) if isinstance(error, dict) else error
+    except (ValueError, AttributeError):
+        text = answer.text
+    return " ".join(str(text).split())[:500]
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
