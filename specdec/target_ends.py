@@ -25,6 +25,8 @@ def fill(model: PreTrainedModel, parts: tuple[nn.Module, ...], shards: Shards) -
             if parameter not in filled:
                 filled[parameter] = _read(names[parameter], parameter, shards, read)
             _replace(model, parameter, filled[parameter])
+        for module in part.modules():
+            _fill_buffers(model, module)
 
 
 def _read(name: str, parameter: Tensor, shards: Shards, read: set[str]) -> nn.Parameter:
@@ -46,6 +48,17 @@ def _read(name: str, parameter: Tensor, shards: Shards, read: set[str]) -> nn.Pa
             f"{shards.name}: its tensor {key} is quantised, and heads need the LM head and the embedding as plain matrices."
         )
     return nn.Parameter(value.to(parameter.dtype).clone(), requires_grad=False)  # not the file's own pages
+
+
+def _fill_buffers(model: PreTrainedModel, module: nn.Module) -> None:
+    """What no file holds, such as Gemma's scale of embeddings, is computed as transformers does when it loads a model."""
+    missing = [name for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
+    for name in missing:
+        module.register_buffer(name, torch.empty_like(module.get_buffer(name), device="cpu"), persistent=False)
+    if missing:
+        for parameter in module.parameters(recurse=False):
+            parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # so that it keeps its values
+        model._init_weights(module)
 
 
 def _replace(model: nn.Module, old: Tensor, new: nn.Parameter) -> None:

@@ -170,6 +170,7 @@ class Folder:
             values = feature_files.read(path, [*names, *(f"{name}.scale" for name in names)])
         except ValueError as error:
             warnings.warn(f"{error} It is made again.", RuntimeWarning, stacklevel=2)
+            path.unlink(missing_ok=True)
             return None
         halves = values[: len(names)], values[len(names) :]
         return [feature_files.from_8_bits(*pair, self.target.dtype) for pair in zip(*halves)]
