@@ -170,21 +170,22 @@ def uses_engine(config: DictConfig) -> bool:
         raise ValueError(
             "features.mode=online runs the target in this process: use mode=engine, or features.engine=null."
         )
+    adapts = checkpoint.drafter_class(config.head.drafter._target_).adapts_target
+    needed = [
+        (adapts, "the head changes the target"),
+        (config.data.on_policy, "data.on_policy lets the target judge texts that the draft writes"),
+        (config.train.best_by != "tau", f"train.best_by={config.train.best_by} is measured by decoding"),
+    ]
+    for applies, reason in needed:
+        if urls and applies:
+            raise ValueError(
+                f"features.engine={urls}: {reason}, for which the target must be in this process: use features.mode=online."
+            )
     return bool(urls)
 
 
 def connect(config: DictConfig, drafter: Head, console: Console) -> EngineTarget:
-    """The servers that read texts. Raises ValueError for what only a target in this process can do."""
-    needed = [
-        (drafter.adapts_target, "the head changes the target"),
-        (config.data.on_policy, "data.on_policy= lets the target judge texts that the draft writes"),
-        (config.train.best_by != "tau", f"train.best_by={config.train.best_by} is measured by decoding"),
-    ]
-    for applies, reason in needed:
-        if applies:
-            raise ValueError(
-                f"features.engine=: {reason}, for which the target must be in this process: use mode=online."
-            )
+    """The servers that read texts."""
     say = lambda text: console.print(text, highlight=False, soft_wrap=True)
     with named("features"):
         chosen = config.features

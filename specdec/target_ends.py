@@ -29,6 +29,13 @@ def fill(model: PreTrainedModel, parts: tuple[nn.Module, ...], shards: Shards) -
             _fill_buffers(model, module)
 
 
+def read_part(model: PreTrainedModel, part: nn.Module, shards: Shards) -> dict[str, Tensor]:
+    """The values of a part's parameters, by their names in it, in their dtype. Raises ValueError for a tensor that is missing."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    read: set[str] = set()
+    return {name: _read(names[value], value, shards, read).data for name, value in part.named_parameters()}
+
+
 def _read(name: str, parameter: Tensor, shards: Shards, read: set[str]) -> nn.Parameter:
     """read: the tensors that were read before, to which this one is added"""
     shape = tuple(parameter.shape)
@@ -44,9 +51,7 @@ def _read(name: str, parameter: Tensor, shards: Shards, read: set[str]) -> nn.Pa
     read.add(key)
     value = shards[key]
     if not value.is_floating_point() or value.element_size() == 1:
-        raise ValueError(
-            f"{shards.name}: its tensor {key} is quantised, and heads need the LM head and the embedding as plain matrices."
-        )
+        raise ValueError(f"{shards.name}: its tensor {key} is quantised, and heads need plain matrices.")
     return nn.Parameter(value.to(parameter.dtype).clone(), requires_grad=False)  # not the file's own pages
 
 
