@@ -2,8 +2,10 @@
 
 import math
 import time
+from collections.abc import Callable
 from contextlib import closing, nullcontext
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from accelerate import Accelerator
@@ -44,7 +46,10 @@ class Trainer:
         validation: Validation,
         settings: Settings,
         folder: RunFolder,
+        serve: Callable[[Path], dict | None] | None = None,
     ):
+        """serve: the figures of an engine that serves a checkpoint's folder; None if it fails"""
+        self.serve = serve
         about = {"data": material.packs.fingerprint, "processes": accelerator.num_processes}
         self.folder = replace(folder, settings={**folder.settings, **about})
         self.accelerator, self.settings, self.material, self.validation = accelerator, settings, material, validation
@@ -321,7 +326,7 @@ class Trainer:
         found = self.folder.read_best() if self.accelerator.is_main_process else None
         with self.waiting("the best step"):
             best = broadcast_object_list([found])[0]
-        if best is None or best[1].num_prompts == best[1].replayed_prompts:
+        if best is None or (best[1].num_prompts == best[1].replayed_prompts and self.serve is None):
             return
         name, report, weights = best
         frozen = self._frozen()
@@ -329,6 +334,8 @@ class Trainer:
         with self.waiting("the decoding of the best step", timed=False):
             report = self.validation.decode_best(frozen, report, trained=self.seconds)
         if self.accelerator.is_main_process:
+            if self.serve is not None:
+                report = replace(report, served=self.serve(self.folder.path / name))
             self._track("validation", report.to_json())
             self.folder.log_last(self.step, {"validation": report.to_json()})
             self.folder.write_report(name, report)
