@@ -3,11 +3,14 @@
 vLLM and every other server with OpenAI's interface (https://platform.openai.com/docs/api-reference) can be used.
 """
 
+import contextlib
 import itertools
 import logging
 import os
+import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
@@ -53,6 +56,7 @@ class EngineClient:
         self.pool = ThreadPoolExecutor(in_flight, "engine")
         self.turns = itertools.cycle(self.urls)
         self.closed = threading.Event()
+        self.sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
         self.silent: set[str] = set()  # servers that did not answer last time
         self.guard = threading.Lock()
 
@@ -105,12 +109,21 @@ class EngineClient:
         return found
 
     def close(self) -> None:
+        """Ends all requests, also those that wait for an answer."""
         self.closed.set()
         self.pool.shutdown(wait=False, cancel_futures=True)
+        for each in list(self.sockets):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)  # closing it would not wake a thread that reads from it
         self.client.close()
 
+    def _trace(self, event: str, info: dict) -> None:
+        """Called by httpcore: remembers the sockets of new connections."""
+        if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
+            self.sockets.add(info["return_value"].get_extra_info("socket"))
+
     def _send(self, url: str, path: str, body: dict) -> dict:
-        answer = self.client.post(f"{url}/{path}", json=body)
+        answer = self.client.post(f"{url}/{path}", json=body, extensions={"trace": self._trace})
         if answer.status_code in (408, 429) or answer.status_code >= 500:
             raise BadAnswer(f"status {answer.status_code}, {_message(answer)}")
         if answer.status_code >= 400:
