@@ -32,6 +32,7 @@ from train.consistency import ConsistencyObjective
 from train.encoding import Encoding, load_packs
 from train.features import Cached, Online
 from train.finite import NotFiniteLoss
+from train.group import Group
 from train.loader import Material
 from train.lock import lock
 from train.naming import named
@@ -136,18 +137,16 @@ def load_target(config: DictConfig, accelerator: Accelerator) -> tuple[Target, P
             f"target.device=auto spreads one target over all GPUs, and {accelerator.num_processes} processes would each "
             "load one: use accelerate launch --num_processes 1, or target.device=null."
         )
+    origin = {key: config.target[key] for key in ("revision", "trust_remote_code")}
     with named("target"):
         target = Target.load(
             config.target.name,
             dtype=config.target.dtype,
-            revision=config.target.revision,
             device=device or accelerator.device,
-            trust_remote_code=config.target.trust_remote_code,
+            tp=config.target.tp,
+            **origin,
         )
-        tokenizer = load_tokenizer(
-            config.target.name, revision=config.target.revision, trust_remote_code=config.target.trust_remote_code
-        )
-        return target, tokenizer
+        return target, load_tokenizer(config.target.name, **origin)
 
 
 def load_data(
@@ -181,7 +180,8 @@ def load_data(
                 tokenizer=tokenizer, split=config.data.split, limit=config.data.limit, buffer=config.data.buffer,
                 seed=config.train.seed, **same,
             )  # fmt: skip
-            return Stream(plan, process=accelerator.process_index, num_processes=accelerator.num_processes)
+            group = Group.of(accelerator, target)
+            return Stream(plan, process=group.number, num_processes=group.num)
         encoding = Encoding(
             tokenizer, Path(config.data.cache), config.data.split, config.data.limit, config.data.workers, Console()
         )
@@ -344,7 +344,7 @@ def build(config: DictConfig, *arguments, **more):
 def flatten(config: dict, prefix: str = "") -> dict:
     """The settings that a run's figures depend on, by dotted name."""
     free = ("resume", "tracker", "threads", "features", "decode", "validation", "run")
-    free += ("target.device", "target.trust_remote_code")
+    free += ("target.device", "target.tp", "target.trust_remote_code")
     # What is read, a stream and its buffer too, is in the fingerprint
     free += tuple(f"data.{key}" for key in ("cache", "workers", "ahead", "stream", "buffer"))
     freely = "log_every validate_every validate_first save_every best_by timeout skip_not_finite".split()

@@ -96,12 +96,16 @@ class Cached:
 
     def __call__(self, indices: list[int], batch: Batch) -> TargetOutput:
         packs = [self._read(index) for index in indices]
-        missing = [place for place, parts in enumerate(packs) if parts is None]
+        missing = [place for place, parts in enumerate(packs) if not self.everywhere(parts is not None)]
         if missing:
-            self._write([indices[place] for place in missing], batch.select(missing))
-            for place in missing:
-                packs[place] = pack_files.read(self._path(indices[place]), self._names())
+            made = self._make([indices[place] for place in missing], batch.select(missing))
+            for place, parts in zip(missing, made):
+                packs[place] = [parts[name] for name in self._names()]
         return self._join(packs, batch.tokens.device)
+
+    def everywhere(self, found: bool) -> bool:
+        """Whether all processes that hold the target together have found it: if one has not, they compute it together."""
+        return min(self.online.target.share.all_say(found)) > 0
 
     def read(self, indices: list[int], device: torch.device) -> TargetOutput | None:
         """The packs' outputs from the disk; None if one of them must be made. A thread calls this."""
@@ -130,12 +134,16 @@ class Cached:
             warnings.warn(f"{error} It is made again.", RuntimeWarning, stacklevel=2)
             return None
 
-    def _write(self, indices: list[int], batch: Batch) -> None:
-        layers = self.online.layers
+    def _make(self, indices: list[int], batch: Batch) -> list[dict[str, Tensor]]:
+        """Computes packs, and writes their files, in one of the processes that hold the target. -> of each its layers, [T, D]"""
+        layers, made = self.online.layers, []
         output = self.online(indices, batch)
         for index, features in zip(indices, output.features.cpu()):
             parts = zip(layers, features.chunk(len(layers), dim=-1))
-            pack_files.write(self._path(index), {str(layer): part.contiguous() for layer, part in parts})
+            made.append({str(layer): part.contiguous() for layer, part in parts})
+            if self.online.target.share.first:
+                pack_files.write(self._path(index), made[-1])
+        return made
 
     def _path(self, index: int) -> Path:
         return self.folder / f"pack_{index:06d}.safetensors"

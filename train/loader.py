@@ -109,6 +109,8 @@ class Loader:
                     self.coming_on_device[later] = self.thread.submit(self._to_device, self.coming[later])
             batch, output = self._result(self.coming_on_device.pop(number))
             del self.coming[number]
+        if isinstance(material.features, Cached) and not material.features.everywhere(output is not None):
+            output = None
         return batch, output if output is not None else material.target_output(micro, batch)
 
     def close(self) -> None:
