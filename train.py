@@ -1,6 +1,7 @@
 """accelerate launch train.py head=eagle    trains a drafter; validation decodes."""
 
 import contextlib
+import functools
 import os
 import signal
 import sys
@@ -30,7 +31,9 @@ from specdec.target import Target, load_tokenizer
 from train import data, display, optimization
 from train.consistency import ConsistencyObjective
 from train.encoding import Encoding, load_packs
-from train.features import Cached, Online
+from train.engine_client import EngineClient
+from train.engine_features import EngineTarget
+from train.features import Features, Folder, Kept, Online
 from train.finite import NotFiniteLoss
 from train.group import Group
 from train.loader import Material
@@ -73,11 +76,12 @@ def fit_alone(config: DictConfig, path: Path, accelerator: Accelerator) -> int:
     prompts = data.load_prompts(config.data.heldout, tokenizer, limit=config.validation.num_prompts)
     drafter, spec = make_drafter(config, target, packs)
     drafter.to(accelerator.device)
+    engine = connect(config, drafter, console) if uses_engine(config) else None
     objective = make_objective(config, drafter)
     optimizer, scheduler = make_optimizer(config, drafter)
     display.start(console, config, target, drafter, packs, prompts)
-    validation = make_validation(config, drafter, prompts, stop, accelerator, console)
-    material = make_material(config, drafter, packs, stream, stop, accelerator, console)
+    validation = make_validation(config, drafter, prompts, stop, accelerator, console, engine)
+    material = make_material(config, drafter, packs, stream, stop, accelerator, console, engine)
     folder = RunFolder(path, spec, flatten(OmegaConf.to_container(config, resolve=True)))
     trainer = Trainer(
         accelerator,
@@ -139,14 +143,49 @@ def load_target(config: DictConfig, accelerator: Accelerator) -> tuple[Target, P
         )
     origin = {key: config.target[key] for key in ("revision", "trust_remote_code")}
     with named("target"):
-        target = Target.load(
-            config.target.name,
-            dtype=config.target.dtype,
-            device=device or accelerator.device,
-            tp=config.target.tp,
-            **origin,
-        )
+        load = functools.partial(Target.load, tp=config.target.tp)
+        if uses_engine(config):
+            if config.target.tp > 1:
+                raise ValueError(f"tp={config.target.tp}: with features.engine= a server holds the target: use tp=1.")
+            load, device = functools.partial(Target.load_ends), None
+        target = load(config.target.name, dtype=config.target.dtype, device=device or accelerator.device, **origin)
         return target, load_tokenizer(config.target.name, **origin)
+
+
+def uses_engine(config: DictConfig) -> bool:
+    """Whether a server reads the texts, and not a target in this process. Raises ValueError for options that do not fit."""
+    mode, urls = config.features.mode, config.features.engine
+    if mode not in ("cached", "online", "engine"):
+        raise ValueError(f"features.mode={mode} must be cached, online or engine.")
+    if mode == "engine" and not urls:
+        raise ValueError(
+            "features.mode=engine needs the URL of a server: features.engine=http://localhost:8000 (python "
+            "scripts/launch_engine.py starts one)."
+        )
+    if mode == "online" and urls:
+        raise ValueError(
+            "features.mode=online runs the target in this process: use mode=engine, or features.engine=null."
+        )
+    return bool(urls)
+
+
+def connect(config: DictConfig, drafter: Head, console: Console) -> EngineTarget:
+    """The servers that read texts. Raises ValueError for what only a target in this process can do."""
+    needed = [
+        (drafter.adapts_target, "the head changes the target"),
+        (config.data.on_policy, "data.on_policy= lets the target judge texts that the draft writes"),
+        (config.train.best_by != "tau", f"train.best_by={config.train.best_by} is measured by decoding"),
+    ]
+    for applies, reason in needed:
+        if applies:
+            raise ValueError(
+                f"features.engine=: {reason}, for which the target must be in this process: use mode=online."
+            )
+    say = lambda text: console.print(text, highlight=False, soft_wrap=True)
+    with named("features"):
+        chosen = config.features
+        client = EngineClient(chosen.engine, in_flight=chosen.in_flight, patience=chosen.patience, say=say)
+        return EngineTarget(client, drafter.target, (*drafter.target_layers, *drafter.target.layer_ids(chosen.layers)))
 
 
 def load_data(
@@ -223,7 +262,13 @@ def make_optimizer(
 
 
 def make_validation(
-    config: DictConfig, drafter: Head, prompts: list[Prompt], stop: set[int], accelerator: Accelerator, console: Console
+    config: DictConfig,
+    drafter: Head,
+    prompts: list[Prompt],
+    stop: set[int],
+    accelerator: Accelerator,
+    console: Console,
+    engine: EngineTarget | None,
 ) -> Validation:
     """What the trainer calls at every validation. Refuses now what validation would refuse after hours of training."""
     with named("decode"):
@@ -232,11 +277,12 @@ def make_validation(
         settings = ValidationSettings(**OmegaConf.to_container(config.validation))
         sampling = Sampling(temperature=settings.temperature)
     with named("decode"):
-        decoder = drafting.decoder(
-            drafter.target, drafting.proposer(drafter), sampling=sampling, stop=stop, runner=drafting.runner()
-        )
+        if engine is None:
+            decoder = drafting.decoder(
+                drafter.target, drafting.proposer(drafter), sampling=sampling, stop=stop, runner=drafting.runner()
+            )
     with named("validation"):
-        for prompt in prompts:
+        for prompt in prompts if engine is None else ():
             decoder.check([prompt.tokens], settings.max_new_tokens)
     validation = Validation(
         accelerator,
@@ -249,7 +295,13 @@ def make_validation(
         seed=config.train.seed,
         show=lambda report: display.validation(console, report, drafting.shape),
         say=lambda text: console.print(text, highlight=False, soft_wrap=True),
+        engine=engine,
     )
+    if engine is not None and not validation.replays:
+        raise ValueError(
+            "features.engine=: without the target in this process a drafter is judged by replay, which needs a chain "
+            "(decode=chain) and validation.decode=best or end. Or use features.mode=online."
+        )
     if config.train.ema is not None and not validation.replays:
         raise ValueError(
             f"train.ema={config.train.ema} lets replay choose between the weights and their average, and replay does not apply "
@@ -267,20 +319,23 @@ def make_material(
     stop: set[int],
     accelerator: Accelerator,
     console: Console,
+    engine: EngineTarget | None,
 ) -> Material:
     """The packs, and the target's outputs for them: computed for every batch, or kept on disk."""
-    if stream and config.features.mode == "cached" and not drafter.adapts_target:
-        raise ValueError(
-            "features.mode=cached keeps the target's outputs for every pack, and data.stream=true reads packs once: use "
-            "features.mode=online."
-        )
-    features: Online | Cached | None
+    features: Features | None
     if drafter.adapts_target:
         features = None  # the objective reads the target itself, with gradient
     elif config.features.mode == "online":
         features = Online(drafter.target, drafter.target_layers)
+    elif config.features.mode == "engine":
+        features = Kept(drafter.target, drafter.target_layers, folder=None, reader=engine)
     else:
-        features = open_features(config, drafter, packs, accelerator, console)
+        if stream:
+            raise ValueError(
+                "features.mode=cached keeps the target's outputs for every text, and data.stream=true reads texts once: use "
+                "features.mode=online or engine."
+            )
+        features = open_features(config, drafter, packs, accelerator, console, engine)
     on_policy = None
     if config.data.on_policy:
         with named("data"):
@@ -297,26 +352,29 @@ def make_material(
 
 
 def open_features(
-    config: DictConfig, drafter: Head, packs: Packs, accelerator: Accelerator, console: Console
-) -> Cached:
+    config: DictConfig,
+    drafter: Head,
+    packs: Packs,
+    accelerator: Accelerator,
+    console: Console,
+    engine: EngineTarget | None,
+) -> Kept:
     """The folder of the target's outputs; says how large it will be."""
     with named("features"):
-        features = Cached(
-            drafter.target,
-            drafter.target_layers,
-            packs=packs,
-            length=config.data.length,
-            folder=Path(config.features.folder),
-            extra_layers=config.features.layers,
-        )
-        if features.num_missing:
-            size = features.num_bytes / 1e9
-            console.print(f"features up to {size:.2f} GB will be written to {features.folder} as they are needed")
+        layers = drafter.target.layer_ids(config.features.layers)
+        path = Path(config.features.folder)
+        folder = Folder(drafter.target, (*drafter.target_layers, *layers), path, bits=config.features.bits)
+        num_rows = len(packs.members)
+        missing = max(0.0, 1 - folder.num_files() / num_rows)
+        if missing:
+            size = missing * folder.num_bytes(packs.num_tokens)
+            folder.check_space(int(size))
+            console.print(f"features up to {size / 1e9:.2f} GB will be written to {path} as they are needed")
         if accelerator.is_main_process:
-            features.open()
+            folder.open()
     with Waiting(config.train.timeout, accelerator.process_index, accelerator.num_processes)("the folder of features"):
         accelerator.wait_for_everyone()
-    return features
+    return Kept(drafter.target, drafter.target_layers, folder=folder, reader=engine)
 
 
 def make_settings(config: DictConfig) -> Settings:

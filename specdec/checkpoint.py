@@ -20,6 +20,7 @@ from specdec.drafting import Drafting
 from specdec.proposers.base import Proposer
 from specdec.target import Target
 from specdec.target_adapter import check_unadapted, merge
+from specdec.target_ends import UNREAD
 from specdec.untrusted import read_tensors as read_tensors
 
 HEADS = "specdec.heads."
@@ -165,14 +166,15 @@ def _read(folder: Path, target: Target, dtype: torch.dtype | None) -> tuple[Head
 
 
 def _check_target(folder: Path, document: dict, target: Target) -> None:
-    """Raises ValueError for another target than the head was trained for; warns if only the quantisation differs.
+    """Raises ValueError for another target than the head was trained for; warns if only the quantisation differs, or if no
+    more than the embedding and the final norm can be compared.
 
     Then drafts are still verified by the loaded target, so its answers stay its own; only acceptance changes a little.
     """
     trained = str(document.get("target_fingerprint"))
     if trained == target.fingerprint():
         return
-    quantised = target.quantisation is not None or "-" in trained
+    quantised = target.quantisation is not None or "-" in trained or UNREAD in target.fingerprint()
     if not (quantised and document.get("target_embeddings") == target.embeddings_fingerprint()):
         older = (
             ""
@@ -186,6 +188,13 @@ def _check_target(folder: Path, document: dict, target: Target) -> None:
             f"{folder} was trained for {document.get('target')} (fingerprint {trained}), not for "
             f"{target.name} ({target.fingerprint()}). Use it with its own target.{older if quantised else ''}"
         )
+    if UNREAD in trained or UNREAD in target.fingerprint():
+        warnings.warn(
+            f"{folder}: only the embedding and the final norm of {target.name} were compared with those of {document.get('target')}, "
+            "for which it was trained, because its layers were not read on one side.",
+            stacklevel=2,
+        )
+        return
     warnings.warn(
         f"{folder} was trained against {trained.partition('-')[2] or 'unquantised'} weights of {document.get('target')}, and "
         f"the target here has {target.quantisation or 'unquantised'} weights. Answers stay the target's own; acceptance may "

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.cache_utils import LinearAttentionCacheLayerMixin as StateLayer
@@ -71,8 +71,9 @@ def find(model: PreTrainedModel, config: PreTrainedConfig, name: str) -> LayerKi
 
     config: of the text part. Raises ValueError for kinds of layers that are not known here.
     """
-    embeddings = torch.zeros(1, 2, 1, device=model.device)
-    tokens = torch.ones(1, 2, dtype=torch.long, device=model.device)
+    device = cast(nn.Embedding, model.get_input_embeddings()).weight.device
+    embeddings = torch.zeros(1, 2, 1, device=device)
+    tokens = torch.ones(1, 2, dtype=torch.long, device=device)
     own = getattr(model, "create_masks_for_generate", create_masks_for_generate)
     try:
         wanted = own(

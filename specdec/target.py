@@ -1,9 +1,13 @@
 """The frozen model that is being sped up.
 
-Only this file and those beside it (target_structure.py, target_loading.py, target_fingerprint.py, target_adapter.py,
-compiled_target.py, layer_kinds.py, layer_states.py) use the inside of a transformers model.
+A target without its layers has the embedding, the final norm and the LM head. That is all that heads and their losses
+need beside features that another process computes (an engine, or files). It has no `read`.
+
+Only this file and those beside it (target_structure.py, target_loading.py, target_ends.py, target_fingerprint.py,
+target_adapter.py, compiled_target.py, layer_kinds.py, layer_states.py) use the inside of a transformers model.
 """
 
+import copy
 from dataclasses import dataclass
 from typing import cast
 
@@ -11,13 +15,19 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from specdec import layer_kinds, masks, target_structure
+from specdec import layer_kinds, masks, target_ends, target_structure
 from specdec.cache import RowCache
 from specdec.layer_kinds import LayerMasks, check_supported
 from specdec.layer_states import LayerStates
-from specdec.target_fingerprint import embeddings_fingerprint, fingerprint, quantisation_of
+from specdec.shards import Shards
+from specdec.target_fingerprint import (
+    embeddings_fingerprint,
+    fingerprint,
+    fingerprint_of_shards,
+    quantisation_of,
+)
 from specdec.target_loading import DTYPES as DTYPES
-from specdec.target_loading import load_model
+from specdec.target_loading import load_model, load_skeleton
 from specdec.target_loading import load_tokenizer as load_tokenizer
 from specdec.target_parallel import Share
 from specdec.target_structure import LogitShape
@@ -46,10 +56,12 @@ class Target:
         quantisation: str | None = None,
         trust_remote_code: bool = False,
         share: Share | None = None,
+        shards: Shards | None = None,
     ):
         """quantisation: how the checkpoint is quantised, if that is not in the model's configuration
         trust_remote_code: whether the user allowed code that comes with the model, which its tokenizer may have too
         share: the processes that hold the model together; None: this one alone
+        shards: of a model whose parameters have no values (device meta): its layers stay so
         """
         self.config = config = model.config.get_text_config(decoder=True)
         check_supported(config, name)
@@ -62,13 +74,21 @@ class Target:
         self.max_positions = target_structure.last_position(config)
         self.rotary_boundary = target_structure.rotary_boundary(config)
         self.quantisation = quantisation or quantisation_of(model.config)  # such as bitsandbytes-4bit; None: none
-        self._fingerprint = fingerprint(model, config, self.quantisation)
+        self.whole = shards is None
         self.shape_logits = LogitShape.of(config)
-        self.kinds = layer_kinds.find(model, config, name)
         self.blocks = target_structure.find_blocks(self.decoder, config.num_hidden_layers, name)
         self.num_layers = len(self.blocks)
+        if shards is not None:
+            target_ends.fill(model, (self.embed, self.lm_head), shards)
+        self.kinds = layer_kinds.find(model, config, name)
         self._find_parts()
-        self._check_logits()
+        if shards is not None:
+            target_ends.fill(model, (self.norm,), shards)
+            whole = fingerprint_of_shards(shards, model, config, self.quantisation)
+            self._fingerprint = whole or f"{self.embeddings_fingerprint()}-{target_ends.UNREAD}"
+        else:
+            self._fingerprint = fingerprint(model, config, self.quantisation)
+            self._check_logits()
 
     @classmethod
     def load(
@@ -98,6 +118,25 @@ class Target:
             raise ValueError(
                 f"tp={tp}: transformers' plan of tensor parallelism may not fit. {error} Or set tp=1."
             ) from error
+
+    @classmethod
+    def load_ends(
+        cls,
+        name: str,
+        *,
+        dtype: str = "bfloat16",
+        device="cpu",
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+    ) -> "Target":
+        """A target without its layers, read from its safetensors files; arguments as of `load`, but one device."""
+        origin: dict = {"revision": revision, "trust_remote_code": trust_remote_code}
+        model, quantisation = load_skeleton(name, dtype=dtype, **origin)
+        shards = Shards(name, revision=revision)
+        target = cls(model, name=name, quantisation=quantisation, trust_remote_code=trust_remote_code, shards=shards)
+        for part in (target.embed, target.lm_head, target.norm):
+            part.to(device)
+        return target
 
     @property
     def device(self) -> torch.device:
@@ -194,6 +233,10 @@ class Target:
         cache: `cache.reserve(S)` must have been called
         gradient: whether to keep the graph, for the training of an adapted target
         """
+        if not self.whole:
+            raise ValueError(
+                f"{self.name} was loaded without its layers, so it cannot read texts: load the whole target."
+            )
         states: dict[int, Tensor] = {}
 
         def keep(k):
@@ -245,16 +288,33 @@ class Target:
 
     @torch.no_grad()
     def _find_parts(self) -> None:
-        """Finds, by a pass over a few tokens, the final norm and what every layer keeps. Raises ValueError if it cannot run."""
-        tokens = self._sample_text()
-        positions = torch.arange(tokens.shape[1], device=self.device)[None]
-        seen = self.layer_masks(masks.causal(tokens.shape[1], self.device)[None, None], positions, None)
-        with target_structure.refusals(self.name, self.decoder):
+        """Finds, by a pass over a few tokens, the final norm and what every layer keeps. Raises ValueError if it cannot run.
+
+        Without the layers' values the pass computes shapes only.
+        """
+        decoder, blocks, device = self.decoder, self.blocks, self.device
+        if not self.whole:
+            decoder = copy.deepcopy(decoder).to("meta", torch.bfloat16)  # experts' products take no other there
+            device = torch.device("meta")
+            blocks = target_structure.find_blocks(decoder, len(blocks), self.name)
+        tokens = self._sample_text().to(device)
+        positions = torch.arange(tokens.shape[1], device=device)[None]
+        seen = self.layer_masks(masks.causal(tokens.shape[1], device)[None, None], positions, None)
+        advice = (
+            target_structure.ANOTHER
+            if self.whole
+            else "Load the whole target: it cannot be examined without its layers."
+        )
+        with target_structure.refusals(self.name, decoder, advice=advice):
             # The norm's output is what the LM head reads
-            self.norm = target_structure.find_norm(self.decoder, self.blocks, tokens)
+            norm = target_structure.find_norm(decoder, blocks, tokens, positions, seen)
             recorder = target_structure.record(
-                self.decoder, self.blocks, layer_kinds.state_layers(self.config), tokens, positions, seen
+                decoder, blocks, layer_kinds.state_layers(self.config), tokens, positions, seen
             )
+        names = {module: name for name, module in decoder.named_modules()}
+        if not self.whole and norm not in names:
+            raise ValueError(f"{self.name}: its final norm was not found. {advice}")
+        self.norm = self.decoder.get_submodule(names[norm]) if norm in names else norm
         self._mixers, self._shapes = recorder.mixers, recorder.shapes()
 
     @torch.no_grad()

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 
+from specdec.shards import Shards
 from specdec.target_parallel import whole
 
 SIZES = ("hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads", "intermediate_size")
@@ -35,6 +36,18 @@ def fingerprint(model: PreTrainedModel, config, quantisation: str | None) -> str
     # GPTQ, AWQ and others keep packed weights in buffers
     tensors = [(name, value) for name, value in model.state_dict().items() if isinstance(value, Tensor)]
     return f"{_digest(config, (part for pair in tensors for part in _plain(*pair)))}-{quantisation}"
+
+
+def fingerprint_of_shards(shards: Shards, model: PreTrainedModel, config, quantisation: str | None) -> str | None:
+    """`fingerprint` of a model whose parameters have no values, from its files; None where these have no tensor for each
+    parameter (quantised models, and those whose experts are stored one by one), or are not all here."""
+    if quantisation is not None or not shards.here:
+        return None
+    places = {name: shards.find(name, tuple(value.shape)) for name, value in model.named_parameters()}
+    keys = [key for key in places.values() if key is not None]
+    if len(set(keys)) < len(places):
+        return None
+    return _digest(config, ((name, shards[str(key)]) for name, key in places.items()))
 
 
 def embeddings_fingerprint(embed: nn.Module, norm: nn.Module, config) -> str:

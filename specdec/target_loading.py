@@ -1,5 +1,6 @@
 """Loads a target's model and its tokenizer from a folder or the Hugging Face Hub, and refuses what cannot be a target."""
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -17,6 +18,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -57,20 +59,12 @@ def load_model(
     devices = find_devices(device)
     origin: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     config = load_config(name, **origin)
-    check_supported(config.get_text_config(decoder=True), name)
     quantisation = quantisation_of(config)
-    own_class = _own_class(name, config, **origin)
-    text = own_class is not None or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
-    factory, mapping = (
-        (AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING)
-        if text
-        else (AutoModelForImageTextToText, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
-    )
+    factory, model_class = _find_class(name, config, **origin)
     with_accelerate = is_accelerate_available()  # in the extra `train`
     if len(devices) > 1 and not with_accelerate:
         raise ValueError("device=auto needs the package accelerate: pip install 'specdec[train]', or give one device.")
     places: Any = {"device_map": _device_map(factory, config, devices, trust_remote_code)} if with_accelerate else {}
-    model_class = own_class or cast(type[PreTrainedModel], mapping[type(config)])
     target_parallel.check(config, tp, name, device=str(device), quantisation=quantisation)
     share = target_parallel.share(tp, devices[0])
     try:
@@ -97,14 +91,46 @@ def load_model(
     return model, quantisation, share
 
 
-def _own_class(
+def load_skeleton(
+    name: str, *, dtype: str, revision: str | None, trust_remote_code: bool = False
+) -> tuple[PreTrainedModel, str | None]:
+    """A model whose parameters have shapes and no values (device meta); arguments and result as of `load_model`."""
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype={dtype} must be one of {', '.join(DTYPES)}.")
+    if not is_accelerate_available():
+        raise ValueError("A target without its layers needs the package accelerate: pip install 'specdec[train]'.")
+    from accelerate import init_empty_weights
+
+    origin: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    config = load_config(name, **origin)
+    factory, model_class = _find_class(name, config, **origin)
+    with init_empty_weights(include_buffers=False):  # such as Gemma's scale of embeddings, which no file holds
+        model = factory.from_config(
+            config, dtype=DTYPES[dtype], attn_implementation=attention.implementation(model_class),
+            trust_remote_code=trust_remote_code,
+        )  # fmt: skip
+    model.tie_weights()  # making it without values has parted what is tied
+    with contextlib.suppress(OSError):  # not every folder has one
+        model.generation_config = GenerationConfig.from_pretrained(name, revision=revision or "main")
+    return model, quantisation_of(config)
+
+
+def _find_class(
     name: str, config: PreTrainedConfig, *, revision: str | None, trust_remote_code: bool
-) -> type[PreTrainedModel] | None:
-    """The class of a model whose folder brings its code, if that may run. Runs it."""
+) -> tuple[Any, type[PreTrainedModel]]:
+    """The factory of transformers for this model, and the class that it makes.
+
+    The class may be of code that the folder brings, if that may run; then this runs it. Raises ValueError for layers that
+    cannot be those of a target.
+    """
+    check_supported(config.get_text_config(decoder=True), name)
     place = (config.to_dict().get("auto_map") or {}).get("AutoModelForCausalLM")
-    if not trust_remote_code or place is None:
-        return None
-    return get_class_from_dynamic_module(place, name, revision=revision)
+    if trust_remote_code and place is not None:
+        return AutoModelForCausalLM, get_class_from_dynamic_module(place, name, revision=revision)
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return AutoModelForCausalLM, cast(type[PreTrainedModel], MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
+    found = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+    return AutoModelForImageTextToText, cast(type[PreTrainedModel], found)
 
 
 def load_config(name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedConfig:

@@ -129,18 +129,22 @@ def find_blocks(decoder: nn.Module, num_layers: int, name: str) -> list[nn.Modul
     )
 
 
-def find_norm(decoder: nn.Module, blocks: list[nn.Module], tokens: Tensor) -> nn.Module:
+def find_norm(
+    decoder: nn.Module, blocks: list[nn.Module], tokens: Tensor, positions: Tensor, masks: object
+) -> nn.Module:
     """The last module of which the decoder's final state is the output: its final norm; Identity for a decoder without."""
     inside = {id(module) for block in blocks for module in block.modules()}
     outputs: list[tuple[nn.Module, Tensor]] = []
 
     def note(module, args, output):
         if isinstance(output, Tensor):
-            outputs.append((module, output.detach()))
+            outputs.append((module, output))
 
     hooks = [module.register_forward_hook(note) for module in decoder.modules() if id(module) not in inside]
     try:
-        final = decoder(input_ids=tokens, use_cache=False).last_hidden_state
+        final = decoder(
+            input_ids=tokens, position_ids=positions, attention_mask=masks, use_cache=False
+        ).last_hidden_state
     finally:
         for hook in hooks:
             hook.remove()
@@ -149,6 +153,8 @@ def find_norm(decoder: nn.Module, blocks: list[nn.Module], tokens: Tensor) -> nn
 
 
 def _equal(output: Tensor, final: Tensor) -> bool:
+    if output.is_meta:  # it has no values
+        return output is final or final._base is output
     return output.numel() == final.numel() and torch.equal(output.reshape(final.shape), final)
 
 
@@ -170,19 +176,19 @@ def record(
 
 
 @contextlib.contextmanager
-def refusals(name: str, decoder: nn.Module) -> Iterator[None]:
+def refusals(name: str, decoder: nn.Module, *, advice: str = ANOTHER) -> Iterator[None]:
     """Within, what the decoder raises becomes a ValueError that says what to do; so does a decoder that takes no cache."""
     kind = type(decoder).__name__
     if "past_key_values" not in inspect.signature(decoder.forward).parameters:
         raise ValueError(
-            f"{name}: {kind} takes no cache of keys and values (past_key_values), as models without any attention do. {ANOTHER}"
+            f"{name}: {kind} takes no cache of keys and values (past_key_values), as models without any attention do. {advice}"
         )
     try:
         yield
     except Exception as error:  # the code of any model runs here
         first = (str(error).strip().splitlines() or [""])[0]
         raise ValueError(
-            f"{name}: {kind} does not run with masks and a cache that are given to it ({type(error).__name__}: {first}). {ANOTHER}"
+            f"{name}: {kind} does not run with masks and a cache that are given to it ({type(error).__name__}: {first}). {advice}"
         ) from error
 
 

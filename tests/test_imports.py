@@ -11,6 +11,7 @@ from tests.support import ROOT
 ORDER = [
     "untrusted",
     "files",
+    "shards",
     "devices",
     "layer_states",
     "span_attention",
@@ -28,6 +29,7 @@ ORDER = [
     "target_fingerprint",
     "target_structure",
     "target_loading",
+    "target_ends",
     "target",
     "target_adapter",
     "compiled_target",

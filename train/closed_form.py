@@ -19,7 +19,7 @@ def solve(drafter: Head, material: Material, packs: Iterable[int], *, depth: int
     texts: list[Slots] = []
     for index in packs:
         batch = material.collate([index]).to(device)
-        texts.append(slots(batch, features([index], batch), depth))
+        texts.append(slots(batch, features(batch), depth))
         if sum(len(text.tokens) for text in texts) > max(LEAST_SLOTS, 6 * drafter.target.width):
             break
     return len(texts) if texts and drafter.solve(texts) else 0

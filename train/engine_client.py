@@ -4,6 +4,7 @@ vLLM and every other server with OpenAI's interface (https://platform.openai.com
 """
 
 import itertools
+import logging
 import os
 import threading
 import time
@@ -36,6 +37,7 @@ class EngineClient:
     def __init__(self, urls: str, *, in_flight: int = 16, patience: float = 10.0, say: Callable[[str], None] = print):
         if in_flight < 1 or patience < 0:
             raise ValueError(f"in_flight={in_flight} must be at least 1, and patience={patience} not negative.")
+        logging.getLogger("httpx").setLevel(logging.WARNING)  # it tells every request
         self.urls = [_base(url) for url in urls.split(",")]
         self.patience, self.say = patience, say
         key = os.environ.get("OPENAI_API_KEY")

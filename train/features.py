@@ -1,9 +1,21 @@
-"""The target's outputs for a batch: computed for every batch (`Online`) or read from disk (`Cached`)."""
+"""The target's outputs for a batch, from one of three sources that the trainer cannot tell apart:
 
+    online    the target in this process, run for every batch (`Online`)
+    cached    files of a folder, made when a document is first used (`Kept`, which asks one of the others for what is missing)
+    engine    an inference server (engine_features.py), through `Kept` with or without a folder
+
+Documents do not see each other, so the outputs of a document depend on its tokens only. Files are found by these.
+"""
+
+import hashlib
 import json
 import shutil
 import warnings
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,9 +25,28 @@ from specdec.documents import Documents
 from specdec.files import write_text
 from specdec.target import Target, TargetOutput
 from specdec.untrusted import read_json
-from train import pack_files
+from train import feature_files
 from train.data import Batch
-from train.packing import Packs
+
+Begun = Callable[[torch.device], TargetOutput | None]  # what comes of reading ahead; None: not all was there
+
+
+class Features(Protocol):
+    """A source."""
+
+    def __call__(self, batch: Batch, ahead: TargetOutput | None = None) -> TargetOutput:
+        """batch of B packs -> features [B, T, F*D], final [B, T, D], on the batch's device
+
+        ahead: what `begin` has read
+        """
+        ...
+
+    def begin(self, batch: Batch) -> Begun | None:
+        """Starts to read what a later call needs; None if there is nothing to start. A thread calls this.
+
+        batch: on the CPU
+        """
+        ...
 
 
 def read(target: Target, batch: Batch, layers: tuple[int, ...], *, gradient: bool = False) -> TargetOutput:
@@ -39,111 +70,214 @@ class Online:
     def __init__(self, target: Target, layers: tuple[int, ...]):
         self.target, self.layers = target, layers
 
-    def __call__(self, indices: list[int], batch: Batch) -> TargetOutput:
-        """indices of the packs, batch of B packs -> features [B, T, F*D], final [B, T, D]"""
+    def __call__(self, batch: Batch, ahead: TargetOutput | None = None) -> TargetOutput:
         return read(self.target, batch, self.layers)
 
+    def begin(self, batch: Batch) -> None:
+        return None
 
-class Cached:
-    """Target outputs in a folder, one file a pack, made when a pack is first used and read from then on.
 
-    A truncated or damaged file is named in a warning and made again.
+@dataclass(frozen=True)
+class Document:
+    """row, start: where it stands in its batch; tokens [t], on the CPU"""
 
-    extra_layers: further layers to store, so that drafters that read other layers can share the folder.
-    Raises ValueError for a folder made by another target or data set or without these layers, or a disk too small.
+    row: int
+    start: int
+    tokens: Tensor
+
+    @property
+    def place(self) -> tuple[int, slice]:
+        return self.row, slice(self.start, self.start + len(self.tokens))
+
+
+def cut(batch: Batch) -> list[Document]:
+    """The documents of a batch."""
+    host, found = batch.on_host, []
+    for row, (tokens, numbers) in enumerate(zip(host.tokens, host.documents)):
+        _, counts = torch.unique_consecutive(numbers, return_counts=True)
+        starts = counts.cumsum(0) - counts
+        for start, count in zip(starts.tolist(), counts.tolist()):
+            if numbers[start] >= 0:
+                found.append(Document(row, start, tokens[start : start + count]))
+    return found
+
+
+class Folder:
+    """Outputs of single documents in a folder, found by their tokens.
+
+    layers: numbers of the hidden states that files hold, the final one included
+    bits: 16 or 32 as the target computes them, or 8 with a scale for each token
+    size: the number of tokens that the folder may come to hold, for `check_space`
+    Raises ValueError for a folder that was made by another target, in another form, or without these layers.
     """
 
-    def __init__(
-        self, target: Target, layers: tuple[int, ...], *, packs: Packs, length: int, folder: Path, extra_layers=()
-    ):
-        self.folder, self.layers, self.num_layers = folder, layers, target.num_layers
-        stored = sorted({*layers, *target.layer_ids(extra_layers), target.num_layers})  # the last is the final state
+    def __init__(self, target: Target, layers: tuple[int, ...], path: Path, *, bits: int | None = None):
+        if bits not in (None, 8):
+            raise ValueError(f"bits={bits} must be 8, or null for what the target computes.")
+        self.path, self.target, self.bits = path, target, bits
         self.about: dict = {
             "target": target.fingerprint(),
-            "data": packs.fingerprint,
-            "length": length,
             "dtype": str(target.dtype),
-            "layers": stored,
+            "bits": bits,
+            "layers": sorted({*layers, target.num_layers}),
+            "files": "documents",
         }
-        if (folder / "about.json").exists():
-            made = read_json(folder / "about.json")
+        if (path / "about.json").exists():
+            made = read_json(path / "about.json")
             wrong = [key for key in self.about if key != "layers" and made.get(key) != self.about[key]]
-            wrong += [] if {*layers, target.num_layers} <= set(made.get("layers", ())) else ["layers"]
+            wrong += [] if set(self.about["layers"]) <= set(made.get("layers", ())) else ["layers"]
             if wrong:
                 raise ValueError(
-                    f"The cached features in {folder} were made with another {', '.join(wrong)}. Delete the folder, give another "
+                    f"The cached features in {path} were made with another {', '.join(wrong)}. Delete the folder, give another "
                     "folder=, or use mode=online (layers= lets heads that read other layers share a folder)."
                 )
             self.about = made  # every file holds all layers that the folder was made with
-        self.online = Online(target, tuple(self.about["layers"]))
-        width = len(self.about["layers"]) * target.width
-        self.num_bytes = len(packs) * length * width * target.embed.weight.element_size()
-        self.num_missing = sum(not self._path(index).exists() for index in range(len(packs)))
+        self.layers: tuple[int, ...] = tuple(self.about["layers"])
 
     def open(self) -> None:
-        """Makes the folder. Raises ValueError if the disk is too small."""
-        existing = next(parent for parent in (self.folder, *self.folder.absolute().parents) if parent.exists())
+        """Makes the folder."""
+        if not (self.path / "about.json").exists():
+            self.path.mkdir(parents=True, exist_ok=True)
+            write_text(self.path / "about.json", json.dumps(self.about, indent=2) + "\n")
+        feature_files.remove_stale(self.path)
+
+    def num_files(self) -> int:
+        return sum(1 for _ in self.path.glob("*/*.safetensors"))
+
+    def num_bytes(self, num_tokens: int) -> int:
+        size = 1 if self.bits == 8 else self.target.embed.weight.element_size()
+        return num_tokens * len(self.layers) * (self.target.width * size + (4 if self.bits == 8 else 0))
+
+    def check_space(self, num_bytes: int) -> None:
+        """Raises ValueError if the disk is too small."""
+        existing = next(parent for parent in (self.path, *self.path.absolute().parents) if parent.exists())
         free = shutil.disk_usage(existing).free
-        if self.num_missing and free < 1.1 * self.num_bytes:
+        if free < 1.1 * num_bytes:
             raise ValueError(
-                f"Cached features need {self.num_bytes / 1e9:.1f} GB and {free / 1e9:.1f} GB are free: "
-                "use mode=online, less data, or another folder=."
+                f"Cached features need {num_bytes / 1e9:.1f} GB and {free / 1e9:.1f} GB are free: use mode=online or engine "
+                "(which keep nothing), bits=8, less data, or another folder=."
             )
-        if not (self.folder / "about.json").exists():
-            self.folder.mkdir(parents=True, exist_ok=True)
-            write_text(self.folder / "about.json", json.dumps(self.about, indent=2) + "\n")
-        pack_files.remove_stale(self.folder)
 
-    def __call__(self, indices: list[int], batch: Batch) -> TargetOutput:
-        packs = [self._read(index) for index in indices]
-        missing = [place for place, parts in enumerate(packs) if not self.everywhere(parts is not None)]
-        if missing:
-            made = self._make([indices[place] for place in missing], batch.select(missing))
-            for place, parts in zip(missing, made):
-                packs[place] = [parts[name] for name in self._names()]
-        return self._join(packs, batch.tokens.device)
+    def has(self, tokens: Tensor) -> bool:
+        return self._file(tokens).exists()
 
-    def everywhere(self, found: bool) -> bool:
-        """Whether all processes that hold the target together have found it: if one has not, they compute it together."""
-        return min(self.online.target.share.all_say(found)) > 0
-
-    def read(self, indices: list[int], device: torch.device) -> TargetOutput | None:
-        """The packs' outputs from the disk; None if one of them must be made. A thread calls this."""
-        if not all(self._path(index).exists() for index in indices):
-            return None
-        packs = [self._read(index) for index in indices]
-        return None if any(pack is None for pack in packs) else self._join(packs, device)
-
-    def _join(self, packs: list, device: torch.device) -> TargetOutput:
-        """packs: of each the layers that are read, [T, D]"""
-        layers = [devices.send(torch.stack(parts), device) for parts in zip(*packs)]  # [B, T, D] each
-        final = layers.pop()
-        return TargetOutput(torch.cat([*layers, final[..., :0]], dim=-1), final)
-
-    def _names(self) -> list[str]:
-        return [str(layer) for layer in (*self.layers, self.num_layers)]
-
-    def _read(self, index: int) -> list[torch.Tensor] | None:
-        """The layers that are read, [T, D] each; None if the file must be made."""
-        path = self._path(index)
+    def read(self, tokens: Tensor, layers: tuple[int, ...]) -> list[Tensor] | None:
+        """[t, D] for each of these layers; None, with a warning if it is damaged, for a file that must be made."""
+        path = self._file(tokens)
         if not path.exists():
             return None
+        names = [str(layer) for layer in layers]
         try:
-            return pack_files.read(path, self._names())
+            if self.bits != 8:
+                return feature_files.read(path, names)
+            values = feature_files.read(path, [*names, *(f"{name}.scale" for name in names)])
         except ValueError as error:
             warnings.warn(f"{error} It is made again.", RuntimeWarning, stacklevel=2)
             return None
+        halves = values[: len(names)], values[len(names) :]
+        return [feature_files.from_8_bits(*pair, self.target.dtype) for pair in zip(*halves)]
 
-    def _make(self, indices: list[int], batch: Batch) -> list[dict[str, Tensor]]:
-        """Computes packs, and writes their files, in one of the processes that hold the target. -> of each its layers, [T, D]"""
-        layers, made = self.online.layers, []
-        output = self.online(indices, batch)
-        for index, features in zip(indices, output.features.cpu()):
-            parts = zip(layers, features.chunk(len(layers), dim=-1))
-            made.append({str(layer): part.contiguous() for layer, part in parts})
-            if self.online.target.share.first:
-                pack_files.write(self._path(index), made[-1])
-        return made
+    def write(self, tokens: Tensor, states: list[Tensor]) -> None:
+        """states: [t, D] for each of `layers`"""
+        path = self._file(tokens)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        tensors = {str(layer): state.cpu().contiguous() for layer, state in zip(self.layers, states, strict=True)}
+        feature_files.write(path, feature_files.to_8_bits(tensors) if self.bits == 8 else tensors)
 
-    def _path(self, index: int) -> Path:
-        return self.folder / f"pack_{index:06d}.safetensors"
+    def _file(self, tokens: Tensor) -> Path:
+        name = hashlib.sha256(tokens.to(torch.int32).numpy().tobytes()).hexdigest()[:32]
+        return self.path / name[:2] / f"{name[2:]}.safetensors"
+
+
+class Reader(Protocol):
+    """Another process that computes the outputs of documents."""
+
+    def submit(self, tokens: Tensor, layers: tuple[int, ...]) -> "Future[list[Tensor]]":
+        """tokens [t] -> [t, D] for each of these layers, the final one after the norm"""
+        ...
+
+
+class Kept:
+    """Outputs document by document: from a folder, or from a reader, which fills the folder; else from the target here.
+
+    folder: None: nothing is kept; reader: None: the target in this process computes what the folder lacks
+    A truncated or damaged file is named in a warning and made again.
+    """
+
+    def __init__(self, target: Target, layers: tuple[int, ...], *, folder: Folder | None, reader: Reader | None = None):
+        assert folder or reader
+        self.target, self.folder, self.reader = target, folder, reader
+        self.layers = (*layers, target.num_layers)
+
+    def begin(self, batch: Batch) -> Begun | None:
+        documents = cut(batch)
+        if self.reader is None and not all(self.folder and self.folder.has(each.tokens) for each in documents):
+            return None
+        coming = [self._start(each.tokens) for each in documents]
+
+        def finish(device: torch.device) -> TargetOutput | None:
+            states = [each() for each in coming]
+            known = [state for state in states if state is not None]
+            return self._join(batch, documents, known, device) if len(known) == len(states) else None
+
+        return finish
+
+    def __call__(self, batch: Batch, ahead: TargetOutput | None = None) -> TargetOutput:
+        if ahead is None:
+            begun = self.begin(batch.on_host)
+            ahead = begun(batch.tokens.device) if begun else None
+        if self._everywhere(ahead is not None) and ahead is not None:
+            return ahead
+        self._compute(batch)
+        documents = cut(batch)
+        states = [self._read(each.tokens) for each in documents]
+        assert all(state is not None for state in states)
+        return self._join(batch, documents, [state for state in states if state is not None], batch.tokens.device)
+
+    def _read(self, tokens: Tensor) -> list[Tensor] | None:
+        return self.folder.read(tokens, self.layers) if self.folder else None
+
+    def _start(self, tokens: Tensor) -> Callable[[], list[Tensor] | None]:
+        """What gives the states of a document; what has to be computed elsewhere is under way when this returns."""
+        states = self._read(tokens)
+        if self.reader is None or states is not None:
+            return lambda: states
+        future = self.reader.submit(tokens, self.folder.layers if self.folder else self.layers)
+
+        def receive() -> list[Tensor] | None:
+            states = future.result()
+            if self.folder is None:
+                return states
+            self.folder.write(tokens, states)
+            return self._read(tokens)
+
+        return receive
+
+    def _compute(self, batch: Batch) -> None:
+        """Writes the documents that the folder lacks, with all documents of their packs."""
+        assert self.folder is not None
+        lacking = {each.row for each in cut(batch) if self._read(each.tokens) is None}
+        part = batch.select([row for row in range(len(batch.tokens)) if not self._everywhere(row not in lacking)])
+        stored = self.folder.layers[:-1]  # the last is the final state
+        output = read(self.target, part, stored)
+        values = [*output.features.cpu().chunk(len(stored), dim=-1)] if stored else []
+        values.append(output.final.cpu())
+        if self.target.share.first:
+            for each in cut(part):
+                self.folder.write(each.tokens, [value[each.place] for value in values])
+        self._everywhere(True)  # the others read when all is written
+
+    def _everywhere(self, found: bool) -> bool:
+        """Whether all processes that hold the target together have found it: else they compute it together."""
+        return min(self.target.share.all_say(found)) > 0
+
+    def _join(
+        self, batch: Batch, documents: list[Document], states: list[list[Tensor]], device: torch.device
+    ) -> TargetOutput:
+        """states: of each document, [t, D] for each layer that is read"""
+        shape = (*batch.tokens.shape, len(self.layers) * self.target.width)
+        joined = torch.zeros(shape, dtype=self.target.dtype)  # [B, T, (F+1)*D]
+        for each, parts in zip(documents, states):
+            joined[each.place] = torch.cat(parts, dim=-1).to(joined.dtype)
+        joined = devices.send(joined, device)
+        return TargetOutput(*joined.split([shape[-1] - self.target.width, self.target.width], dim=-1))

@@ -12,7 +12,7 @@ import torch
 from specdec.target import TargetOutput
 from train import data
 from train.data import Batch, Row
-from train.features import Cached, Online
+from train.features import Begun, Features
 from train.onpolicy import OnPolicy
 from train.packing import Packs
 from train.stream import Stream
@@ -27,6 +27,7 @@ class MicroBatch:
     rows: list[list[str]]  # ids of each pack's rows, to name them
     batch: Batch  # on the CPU
     written: bool  # whether the draft wrote its answers (on-policy)
+    begun: Begun | None = None  # the target's outputs, if they are being read ahead
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Material:
 
     packs: Packs  # all, or those of a stream's first rows
     length: int  # tokens of a pack
-    features: Online | Cached | None  # None: the objective reads the target itself
+    features: Features | None  # None: the objective reads the target itself
     on_policy: OnPolicy | None = None
     stream: Stream | None = None
     ahead: int = 0
@@ -46,7 +47,6 @@ class Material:
     def __post_init__(self):
         if self.ahead < 0:
             raise ValueError(f"ahead={self.ahead} must be 0 or more micro-batches.")
-        assert not (self.stream and isinstance(self.features, Cached))
         if self.stream and self.on_policy:
             raise ValueError("on_policy= needs packs that can be read again: use stream=false.")
 
@@ -56,10 +56,10 @@ class Material:
     def lay(self, packs: list[list[Row]]) -> Batch:
         return data.collate(packs, length=self.length, pad_token=0)
 
-    def target_output(self, micro: MicroBatch, batch: Batch) -> TargetOutput | None:
-        """batch: that of the micro-batch, on the training device"""
-        features = self.on_policy.features if micro.written and self.on_policy else self.features
-        return features(micro.indices, batch) if features else None
+    def target_output(self, micro: MicroBatch, batch: Batch, ahead: TargetOutput | None = None) -> TargetOutput | None:
+        """batch: that of the micro-batch, on the training device; ahead: what has been read of them already"""
+        features: Features | None = self.on_policy.features if micro.written and self.on_policy else self.features
+        return features(batch, ahead) if features else None
 
 
 class Loader:
@@ -109,9 +109,7 @@ class Loader:
                     self.coming_on_device[later] = self.thread.submit(self._to_device, self.coming[later])
             batch, output = self._result(self.coming_on_device.pop(number))
             del self.coming[number]
-        if isinstance(material.features, Cached) and not material.features.everywhere(output is not None):
-            output = None
-        return batch, output if output is not None else material.target_output(micro, batch)
+        return batch, material.target_output(micro, batch, output)
 
     def close(self) -> None:
         if self.thread is not None:
@@ -157,13 +155,14 @@ class Loader:
             packs = [material.packs[index] for index in indices]
         written = material.on_policy(indices) if material.on_policy else None
         batch = material.lay(packs) if written is None else written
-        return MicroBatch(number, indices, [[row.id for row in pack] for pack in packs], batch, written is not None)
+        begun = material.features.begin(batch) if material.features and self.thread else None
+        return MicroBatch(
+            number, indices, [[row.id for row in pack] for pack in packs], batch, written is not None, begun
+        )
 
     def _to_device(self, coming: Future[MicroBatch]) -> tuple[Batch, TargetOutput | None]:
         micro = coming.result()  # it was submitted before, so the only thread has made it
-        features = self.material.features
-        output = features.read(micro.indices, self.device) if isinstance(features, Cached) else None
-        return micro.batch.to(self.device), output
+        return micro.batch.to(self.device), micro.begun(self.device) if micro.begun else None
 
     def _submit(self, number: int) -> None:
         if number not in self.coming:

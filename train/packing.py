@@ -174,6 +174,11 @@ class Packs(torch.utils.data.Dataset):
         numpy.save(folder / "ends.npy", ends)
         return facts
 
+    @property
+    def num_tokens(self) -> int:
+        """Of all packs, padding not counted."""
+        return int(numpy.minimum(self.rows.lengths[self.members], self.length).sum())
+
     def __len__(self) -> int:
         return len(self.ends) - 1
 

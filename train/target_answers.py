@@ -14,6 +14,7 @@ from specdec.decode import Decoder
 from specdec.measurement import Prompt, seeded_generator
 from specdec.sampling import Sampling
 from specdec.target import Target
+from train.engine_features import EngineTarget
 from train.group import Group
 from train.resumable import digest
 
@@ -42,8 +43,9 @@ class TargetAnswers:
         stop: set[int],
         seed: int,
         folder: Path,
+        engine: EngineTarget | None = None,
     ) -> "TargetAnswers":
-        """Reads them, or writes them if they are not there."""
+        """Reads them, or writes them if they are not there. engine: writes them in place of the target here"""
         about = {
             "target": target.fingerprint(),
             "dtype": str(target.dtype),
@@ -52,6 +54,7 @@ class TargetAnswers:
             "max_new_tokens": max_new_tokens,
             "stop": sorted(stop),
             "seed": None if sampling.greedy else seed,
+            **({} if engine is None else {"engine": True}),  # in another process, numbers are rounded otherwise
         }
         path = folder / f"{digest(json.dumps(about).encode())}.json"
         (known,) = broadcast_object_list(
@@ -59,13 +62,25 @@ class TargetAnswers:
         )
         if known is not None:
             return known
-        decoder, group = Decoder(target, None, sampling=sampling, stop=stop), Group.of(accelerator, target)
+
+        def write(start: int, tokens: list[list[int]]) -> list[list[int]]:
+            if engine is not None:
+                return engine.answer(
+                    tokens, sampling=sampling, max_new_tokens=max_new_tokens, stop=stop, seed=seed + start
+                )
+            generator = seeded_generator(target, seed + start)
+            return (
+                Decoder(target, None, sampling=sampling, stop=stop)
+                .generate(tokens, max_new_tokens, generator=generator)
+                .tokens
+            )
+
+        group = Group.of(accelerator, target)
         written = []
         for start in group.mine(range(0, len(prompts), ROWS)):
             begun = time.perf_counter()
             tokens = [prompt.tokens for prompt in prompts[start : start + ROWS]]
-            answers = decoder.generate(tokens, max_new_tokens, generator=seeded_generator(target, seed + start)).tokens
-            written.append((start, answers, time.perf_counter() - begun))
+            written.append((start, write(start, tokens), time.perf_counter() - begun))
         groups = sorted(group.gather(written))
         made = cls([answer for _, answers, _ in groups for answer in answers], max(seconds for *_, seconds in groups))
         if accelerator.is_main_process:

@@ -109,7 +109,7 @@ def overfit(drafter: Drafter, rows: list[data.Row], objective: dict, *, depth: i
     arguments = {key: value for key, value in objective.items() if key != "_target_"}
     loss_of = Objective(drafter, **{**arguments, "losses": weights, "depth": depth, "anchors": None})
     batch = data.collate([[row] for row in rows], length=max(len(row.tokens) for row in rows), pad_token=0)
-    output = Online(target, drafter.target_layers)([0], batch)
+    output = Online(target, drafter.target_layers)(batch)
     optimizer = torch.optim.Adam([p for p in drafter.parameters() if p.requires_grad], lr=2e-3)
     for step in range(1, STEPS + 1):
         loss = loss_of(batch, output)

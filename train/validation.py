@@ -22,6 +22,7 @@ from specdec.measurement import Prompt, PromptReplay, PromptResult, measure
 from specdec.report import Report, summarise, undecoded, with_replays
 from specdec.sampling import Sampling
 from specdec.target import TargetOutput
+from train.engine_features import EngineTarget
 from train.group import Group
 from train.target_answers import TargetAnswers
 
@@ -53,6 +54,7 @@ class Validation:
     """Judges drafters. All processes call it together; each does a part of the prompts, the same as those it holds a target with.
 
     show: prints a report; say: prints a sentence
+    engine: reads texts and writes the target's answers in place of a target here; then nothing is decoded
     Where replay applies (`replays`), it decides which step is the best. Where it does not (trees, heads that adapt the
     target, best_by=speedup), all prompts are decoded, if there is time for it.
     """
@@ -70,7 +72,9 @@ class Validation:
         seed: int,
         show: Callable[[Report], None],
         say: Callable[[str], None],
+        engine: EngineTarget | None = None,
     ):
+        self.engine = engine
         self.accelerator, self.target, self.drafting, self.prompts = accelerator, drafter.target, drafting, prompts
         self.group = Group.of(accelerator, drafter.target)
         self.settings, self.best_by, self.stop, self.seed = settings, best_by, stop, seed
@@ -112,13 +116,20 @@ class Validation:
         if len(candidates) > 1:
             report = replace(report, ema={"kept": kept, **taus})
         left = self._left(trained)
-        better = self.settings.decode == "best" and (best is None or taus[kept] > best) and not required
+        better = (
+            self.engine is None
+            and self.settings.decode == "best"
+            and (best is None or taus[kept] > best)
+            and not required
+        )
         if self._agreed(better and (left is None or LEAST * (self.each or 0.0) <= left)):
             report = self._with_decoded(report, candidates[kept], left)
         return candidates[kept], self._finished(report, step)
 
     def decode_best(self, frozen: Head, report: Report, *, trained: float) -> Report:
         """At the end: the report of the best step with what decoding its checkpoint gives."""
+        if self.engine is not None:
+            return report
         return self._finished(self._with_decoded(report, frozen, self._left(trained)), report.step)
 
     def replay(self, frozen: Head) -> list[PromptReplay]:
@@ -135,6 +146,7 @@ class Validation:
                     stop=self.stop,
                     seed=self.seed,
                     folder=Path(self.settings.answers),
+                    engine=self.engine,
                 )
             self.answers = answered.answers
             self.each = self.each or 2 * answered.seconds  # drafting needs at most as many passes
@@ -160,7 +172,7 @@ class Validation:
         if numbers[0] in self.read:
             features, final = (each.to(device) for each in self.read[numbers[0]])
             return TargetOutput(features, final)
-        output = replay.read(frozen, texts)
+        output = self.engine.read(frozen, texts) if self.engine else replay.read(frozen, texts)
         kept = output.features.cpu(), output.final[..., : 0 if self.sampling.greedy else None].cpu()
         if sum(each.nbytes for pair in [*self.read.values(), kept] for each in pair) <= MOST_KEPT:
             self.read[numbers[0]] = kept

@@ -66,7 +66,7 @@ class Answering(Trainer):
         for step in range(self.settings.steps):
             indices = self.indices(step, 0)
             batch = material.collate(indices)
-            material.features(indices, batch)
+            material.features(batch)
             batches.append([])
             for document in range(int(batch.documents.max()) + 1):
                 inside = batch.documents[0] == document

@@ -1,14 +1,11 @@
 """MTP modules that a target ships in its own checkpoint, renamed to this project's names (docs/file-formats.md)."""
 
 import re
-from pathlib import Path
 
-import safetensors
 import torch
 from torch import Tensor
-from transformers.utils import cached_file
 
-from specdec import untrusted
+from specdec.shards import Shards
 from specdec.target import Target
 
 # This project's names for the tensors outside the block
@@ -26,14 +23,16 @@ def read(target: Target) -> list[dict[str, Tensor]]:
         (re.compile(r"model\.mtp_layers\.(\d+)\.(.+)"), 0, MIMO, True),
         (re.compile(r"model\.layers\.(\d+)\.(.+)"), target.num_layers, DEEPSEEK, False),
     )
-    files = _files(target)
+    try:
+        shards = Shards(target.name)
+    except ValueError as error:
+        raise ValueError(f"{error} MTP modules are read from there: set native=false.") from error
     for pattern, first, names, hidden_first in layouts:
         modules: dict[int, dict[str, Tensor]] = {}
-        for key, path in files.items():
+        for key in shards.files:
             match = pattern.fullmatch(key)
             if match and int(match[1]) >= first and match[2] not in COPIES:
-                with safetensors.safe_open(path, framework="pt") as file:
-                    modules.setdefault(int(match[1]) - first, {})[_rename(match[2], names)] = file.get_tensor(key)
+                modules.setdefault(int(match[1]) - first, {})[_rename(match[2], names)] = shards[key]
         if modules:
             for tensors in modules.values():
                 if hidden_first and "eh_proj.weight" in tensors:
@@ -52,19 +51,3 @@ def _rename(name: str, names: dict[str, str]) -> str:
     if module in names:
         return f"{names[module]}.{kind}"
     return name if module == "input_layernorm" else f"block.{name}"
-
-
-def _files(target: Target) -> dict[str, Path]:
-    """The file of every tensor, by name, in the target's folder or in the copy from the Hub."""
-    index = cached_file(target.name, "model.safetensors.index.json", _raise_exceptions_for_missing_entries=False)
-    if index is not None:
-        places = untrusted.read_json(Path(index))["weight_map"]
-        for name in set(places.values()):
-            untrusted.inside(Path(index).parent, name)  # raises for a name that leads out of it
-        paths = {name: Path(str(cached_file(target.name, name))) for name in set(places.values())}
-        return {key: paths[name] for key, name in places.items()}
-    single = cached_file(target.name, "model.safetensors", _raise_exceptions_for_missing_entries=False)
-    if single is None:
-        raise ValueError(f"{target.name} has no safetensors to read MTP modules from: set native=false.")
-    with safetensors.safe_open(single, framework="pt") as file:
-        return dict.fromkeys(file.keys(), Path(single))

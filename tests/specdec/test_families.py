@@ -123,7 +123,7 @@ def test_a_trained_head_drafts_as_it_was_trained_replayed_and_exported(family, t
     rows = [Row(str(n), "all", prompt + answer, [False] * len(prompt) + [True] * NUM_NEW)
             for n, (prompt, answer) in enumerate(zip(PROMPTS[:2], answers))]  # fmt: skip
     batch = collate([rows], length=64, pad_token=0)
-    output = Online(target, head.target_layers)([0], batch)
+    output = Online(target, head.target_layers)(batch)
     check_documents(family, batch, output, head.target_layers)
     optimizer = torch.optim.AdamW(head.parameters(), lr=1e-2)
     for _ in range(12):

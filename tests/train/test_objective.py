@@ -40,7 +40,7 @@ def make_objective(drafter, **arguments) -> Objective:
 def judge(objective: Objective, packs: list[list[Row]], length: int):
     """The loss of rows that are packed in this way. -> Loss, the batch"""
     batch = collate(packs, length=length, pad_token=0)
-    return objective(batch, Online(objective.drafter.target, objective.drafter.target_layers)([0], batch)), batch
+    return objective(batch, Online(objective.drafter.target, objective.drafter.target_layers)(batch)), batch
 
 
 def laws(objective: Objective, row: Row):
@@ -172,7 +172,7 @@ def test_slots_against_a_loop(target, depth):
     """Slot j: feature f_(j-1), tokens x_j .. x_(j+K-1), and the target's final states after each of these tokens."""
     rows = [make_row(0, 3, 4, 61), make_row(1, 2, 2, 61)]
     batch = collate([rows, rows[1:]], length=12, pad_token=0)
-    packed = slots(batch, Online(target, (3,))([0, 1], batch), depth)
+    packed = slots(batch, Online(target, (3,))(batch), depth)
     features, states, tokens, goals = [], [], [], []
     for row in [*rows, rows[1]]:
         alone = target.read(torch.tensor([row.tokens]), (3,))

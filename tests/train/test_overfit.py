@@ -48,7 +48,7 @@ def test_every_draft_is_right_after_training(head):
     objective = Objective(drafter, **{**config["objective"], "depth": depth if drafter.attends != "text" else 1})
     row = Row("0", "all", target.text.tolist(), [False] + [True] * (LENGTH - 1))
     batch = collate([[row]], length=LENGTH, pad_token=0)
-    output = Online(target, drafter.target_layers)([0], batch)
+    output = Online(target, drafter.target_layers)(batch)
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=5e-3, weight_decay=0.0)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
     for _ in range(STEPS):

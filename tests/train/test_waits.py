@@ -60,7 +60,7 @@ def test_a_training_step_never_waits(head, device):
     for _ in range(2):
         device.waits.clear()
         batch = make_batch().to(ELSEWHERE)
-        output = online([0, 1], batch)
+        output = online(batch)
         assert sum(device.waits.values()) <= 1, device.waits
         device.waits.clear()
         loss = objective(batch, output, compare=False)
@@ -74,7 +74,7 @@ def test_a_training_step_never_waits(head, device):
 def test_a_closed_form_start_stays_on_the_device(head, device):
     drafter = make_drafter(head)
     batch = make_batch().to(ELSEWHERE)
-    output = Online(drafter.target, drafter.target_layers)([0, 1], batch)
+    output = Online(drafter.target, drafter.target_layers)(batch)
     drafter.solve([slots(batch, output, 2)])
     assert all(isinstance(parameter.data, Elsewhere) for parameter in drafter.parameters() if parameter.requires_grad)
 

@@ -1,6 +1,7 @@
-"""Files of cached features: one for each pack, with a checksum for each tensor, so that a damaged one is found and made again."""
+"""Files of cached features: one for each document, with a checksum for each tensor, so that a damaged one is found and made again."""
 
 import os
+import threading
 import time
 import zlib
 from pathlib import Path
@@ -17,7 +18,7 @@ STALE = 3600  # seconds after which an unfinished file is one that a killed proc
 
 def write(path: Path, tensors: dict[str, Tensor]) -> None:
     """The file appears whole or not at all. Raises ValueError, and leaves nothing behind, if the disk is full."""
-    partial = path.with_suffix(f".{os.getpid()}.partial")
+    partial = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}.partial")
     try:
         sums = {name: checksum(name, value) for name, value in tensors.items()}
         safetensors.torch.save_file(tensors, partial, metadata=sums)
@@ -49,9 +50,25 @@ def checksum(name: str, value: Tensor) -> str:
 
 def remove_stale(folder: Path) -> None:
     """Removes the unfinished files of killed processes. Other processes may be writing: theirs are young."""
-    for partial in folder.glob("*.partial"):
+    for partial in folder.rglob("*.partial"):
         try:
             if time.time() - partial.stat().st_mtime > STALE:
                 partial.unlink()
         except FileNotFoundError:  # its writer was quicker
             pass
+
+
+# 8 bits
+
+
+def to_8_bits(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Each [t, D] as integers from -127 to 127 and one float32 scale for each token, [t, 1]."""
+    packed: dict[str, Tensor] = {}
+    for name, value in tensors.items():
+        scale = value.float().abs().amax(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) / 127
+        packed |= {name: (value.float() / scale).round().to(torch.int8), f"{name}.scale": scale}
+    return packed
+
+
+def from_8_bits(value: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return (value.float() * scale).to(dtype)

@@ -1,0 +1,182 @@
+"""python scripts/launch_engine.py target.name=Qwen/Qwen3-8B heads=eagle3
+
+Starts a vLLM server that gives answers and hidden states, for features.engine=URL of train.py and engine=URL of answer.py.
+It runs until it is stopped. With print=true the command to run on another machine is printed instead; train.py must see the
+folder of hidden states there under the same path.
+"""
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+
+from engine_clients.vllm_client import KV_SPACE, PYTHON
+from helpers import loading
+from helpers.options import option, options, run, split
+from specdec.target import Target
+from train.naming import named
+
+CONNECTORS = Path(__file__).resolve().parent / "engine_clients"
+CONNECTOR = "HiddenStatesConnector"
+MODULE = "hidden_states_connector"
+READY_WITHIN = 1800  # seconds; large targets load slowly
+
+
+@dataclass(frozen=True)
+class Engine:
+    heads: str = option("eagle3", "comma list of the heads to be trained (conf/head): their layers are given")
+    layers: str | None = option(None, "list such as [2,15,28] of the layers to give instead; the last one always is")
+    port: int = option(8000, "port of the server")
+    host: str = option("127.0.0.1", "address that it listens on; 0.0.0.0: all, for other machines")
+    folder: str | None = option(None, "where hidden states wait to be read; null: a new folder in memory (/dev/shm)")
+    max_model_len: int = option(4096, "tokens that a text, or a prompt and its answer, may have")
+    tensor_parallel: int = option(1, "GPUs that share one copy of the target")
+    data_parallel: int = option(1, "copies of the target")
+    more: str = option("", 'further arguments of vLLM, such as "--gpu-memory-utilization 0.8 --quantization fp8"')
+    python: str = option(PYTHON, "interpreter with vLLM; `make engines` makes this one, for a CPU")
+    print: bool = option(False, "print the command and start nothing")
+    target: loading.TargetOptions = field(default_factory=loading.TargetOptions)
+
+
+def layers_of(chosen: Engine, target: Target) -> list[int]:
+    """The layers that the heads read, and the last one."""
+    if chosen.layers is not None:
+        try:
+            wanted = [int(layer) for layer in chosen.layers.strip(" []").split(",") if layer.strip()]
+            found = set(target.layer_ids(sorted(wanted)))
+        except ValueError as error:
+            raise ValueError(f"layers={chosen.layers} must be a list of numbers, such as [2,15,28]. {error}") from None
+    else:
+        found = set()
+        for name in split(chosen.heads):
+            path = loading.CONF / "head" / f"{name}.yaml"
+            if not path.exists():
+                known = ", ".join(sorted(path.stem for path in path.parent.glob("*.yaml")))
+                raise ValueError(f"heads={name}: there is no head of that name. There are {known}.")
+            found |= set(instantiate(OmegaConf.load(path).drafter, target, vocab=None, _convert_="all").target_layers)
+    return sorted({*found, target.num_layers})
+
+
+def command(chosen: Engine, target: Target, layers: list[int], folder: str) -> list[str]:
+    connector = {
+        "kv_connector": CONNECTOR,
+        "kv_connector_module_path": MODULE,
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": {"shared_storage_path": folder},
+    }
+    speculative = {
+        "method": "extract_hidden_states",
+        "num_speculative_tokens": 1,
+        "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": layers}},
+    }
+    parallel = {"--tensor-parallel-size": chosen.tensor_parallel, "--data-parallel-size": chosen.data_parallel}
+    return [
+        chosen.python, "-m", "vllm.entrypoints.openai.api_server", "--model", target.name,
+        "--dtype", str(target.dtype).removeprefix("torch."), "--max-model-len", str(length(chosen, target)),
+        "--host", chosen.host, "--port", str(chosen.port),
+        "--no-enable-prefix-caching",  # a cached prefix would have no hidden states
+        *[word for name, number in parallel.items() if number > 1 for word in (name, str(number))],
+        "--speculative-config", json.dumps(speculative), "--kv-transfer-config", json.dumps(connector),
+        *(["--trust-remote-code"] if target.trust_remote_code else []),
+        *shlex.split(chosen.more),
+    ]  # fmt: skip
+
+
+def length(chosen: Engine, target: Target) -> int:
+    return min(chosen.max_model_len, target.max_positions or chosen.max_model_len)
+
+
+def environment() -> dict[str, str]:
+    """The variables that vLLM needs. The first ones matter on a CPU only."""
+    given = {KV_SPACE: "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
+    path = os.pathsep.join(filter(None, [str(CONNECTORS), os.environ.get("PYTHONPATH")]))
+    return given | dict(os.environ) | {"PYTHONPATH": path}
+
+
+def make_folder(chosen: Engine) -> tuple[str, bool]:
+    """-> where hidden states are written, and whether it is new and ours to delete"""
+    if chosen.folder is not None:
+        Path(chosen.folder).mkdir(parents=True, exist_ok=True)
+        return str(Path(chosen.folder).resolve()), False
+    parent = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    return tempfile.mkdtemp(prefix="specdec-states-", dir=parent), True
+
+
+def check(chosen: Engine) -> None:
+    if not Path(chosen.python).is_file() and shutil.which(chosen.python) is None:
+        raise ValueError(
+            f"There is no vLLM: {chosen.python} does not exist. `make engines` sets it up for a CPU (4 GB); on a GPU machine "
+            "install vllm and give python=, such as python=python3."
+        )
+    with socket.socket() as probe:
+        if probe.connect_ex(("127.0.0.1", chosen.port)) == 0:
+            raise ValueError(
+                f"port={chosen.port} is in use: another engine may run there. Stop it, or give another port=."
+            )
+
+
+def serve(chosen: Engine, target: Target, layers: list[int]) -> int:
+    """Runs the server until it ends or is stopped. -> its exit status"""
+    folder, own = make_folder(chosen)
+    started = time.monotonic()
+    # A session of its own: Ctrl-C reaches this process, which then ends the server and all of its processes
+    server = subprocess.Popen(command(chosen, target, layers, folder), env=environment(), start_new_session=True)
+    url = f"http://localhost:{chosen.port}"
+    try:
+        while server.poll() is None and time.monotonic() - started < READY_WITHIN:
+            try:
+                httpx.get(f"{url}/health", timeout=2).raise_for_status()
+                break
+            except httpx.HTTPError:
+                time.sleep(1)
+        if server.poll() is None:
+            print(f"\n{target.name} is served at {url} after {time.monotonic() - started:.0f} s, with layers {layers}.")
+            print(f"use: features.engine={url} (train.py), engine={url} (scripts/answer.py)", flush=True)
+        return server.wait()
+    finally:
+        stop(server)
+        if own:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def stop(server: subprocess.Popen) -> None:
+    for number, patience in ((signal.SIGTERM, 10), (signal.SIGKILL, None)):
+        try:
+            os.killpg(server.pid, number)
+            server.wait(patience)
+        except ProcessLookupError:
+            return
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def main() -> None:
+    chosen = options(Engine, __doc__)
+    name = chosen.target.name or str(OmegaConf.load(loading.CONF / "target" / "smollm2-135m.yaml").name)
+    with named("target"):
+        target = Target.load_ends(name, dtype=chosen.target.dtype, trust_remote_code=chosen.target.trust_remote_code)
+    layers = layers_of(chosen, target)
+    if chosen.print:
+        folder = str(Path(chosen.folder or "engine-states").absolute())
+        print(f"PYTHONPATH={CONNECTORS} {shlex.join(command(chosen, target, layers, folder))}")
+        return
+    check(chosen)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    if status := serve(chosen, target, layers):
+        raise ValueError(f"vLLM ended with status {status}; its last lines above say why.")
+
+
+if __name__ == "__main__":
+    run(main)

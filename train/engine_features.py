@@ -1,0 +1,221 @@
+"""A vLLM server as the source of the target's outputs: one request reads a text, and its hidden states come as a file.
+
+The server writes each file into a folder that this machine sees too (scripts/launch_engine.py), and it is deleted when it
+was read. vLLM numbers hidden states as `Target` does, but the last one is the state before the final norm, which is applied here.
+"""
+
+import contextlib
+import fcntl
+import json
+import shutil
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+
+import safetensors
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from specdec.drafter import Drafter
+from specdec.sampling import Sampling
+from specdec.target import Target, TargetOutput
+from train.engine_client import BadAnswer, EngineClient
+
+CHECK_EVERY = 16  # texts of which one is compared with the token that the engine chose
+CLOSE = 0.25  # standard deviations of the logits by which that token may fall short of the best one here
+RESTART = "Start it again with python scripts/launch_engine.py"
+Served = tuple[list[int], Tensor]  # new tokens; the states of the text, [t, layers, D]
+
+
+class EngineTarget:
+    """The target in a server, or in several that are used in turn.
+
+    target: without its layers, or whole
+    layers: numbers of the hidden states that are needed beside the final one
+    Raises ValueError, with what to do, if a server has another model or gives no hidden states, or not these.
+    """
+
+    def __init__(self, client: EngineClient, target: Target, layers: tuple[int, ...]):
+        self.client, self.target = client, target
+        self.layers = tuple(sorted({*layers, target.num_layers}))
+        self.models = dict(zip(client.urls, (names[0] for names in client.models())))
+        self.num_read, self.guard = 0, threading.Lock()
+        self.stored: tuple[int, ...] | None = None  # the layers in the server's files, once known
+        self._try()
+
+    # Outputs of texts
+
+    def submit(self, tokens: Tensor, layers: tuple[int, ...]) -> "Future[list[Tensor]]":
+        """tokens [t] -> [t, D] for each of these layers, the final one after the norm"""
+        ids = tokens.tolist()
+        body = self.body(ids, max_tokens=1)
+
+        def read(answer: dict) -> list[Tensor]:
+            new, states = self.receive(answer, ids)
+            return self.select(states, layers, chosen=new[0] if new else None)
+
+        return self.client.submit("v1/completions", body, read)
+
+    def read(self, drafter: Drafter, texts: list[tuple[list[int], list[int]]]) -> TargetOutput:
+        """As specdec.replay.read: prompts and their answers -> features [B, T, F*D], final [B, T, D]"""
+        layers = (*drafter.target_layers, self.target.num_layers)
+        futures = [self.submit(torch.tensor(prompt + answer), layers) for prompt, answer in texts]
+        rows = [torch.cat(future.result(), dim=-1) for future in futures]
+        both = pad_sequence(rows, batch_first=True).to(self.target.device)
+        return TargetOutput(*both.split([both.shape[-1] - self.target.width, self.target.width], dim=-1))
+
+    def answer(
+        self, prompts: Sequence[list[int]], *, sampling: Sampling, max_new_tokens: int, stop: set[int], seed: int
+    ) -> list[list[int]]:
+        """Plain answers, each with the token that ended it. Numbers of prompts are added to the seed."""
+        law = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k or 0}
+
+        def submit(number: int, prompt: list[int]) -> "Future[list[int]]":
+            body = self.body(prompt, max_tokens=max_new_tokens, stop=stop) | law | {"seed": seed + number}
+            return self.client.submit("v1/completions", body, lambda answer: self._answered(answer, prompt))
+
+        return [future.result() for future in [submit(*pair) for pair in enumerate(prompts)]]
+
+    # One request
+
+    def body(self, prompt: list[int], *, max_tokens: int, stop: set[int] = frozenset()) -> dict:  # type: ignore[assignment]
+        """stop: tokens that end the answer"""
+        return {
+            "model": next(iter(self.models.values())),
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,  # only `stop` ends an answer
+            "stop_token_ids": sorted(stop),
+            "return_token_ids": True,
+            "kv_transfer_params": {"include_output_tokens": True},
+        }
+
+    def receive(self, answer: dict, prompt: list[int]) -> Served:
+        """The new tokens, and the states of all tokens but the last, [t, layers, D], which the engine never read.
+
+        Raises BadAnswer for what may be right the next time, and ValueError for a server that was started otherwise.
+        """
+        new = self._new_tokens(answer)
+        path = self._path(answer)
+        tensors, about = _load(path)
+        ids, states = tensors.get("token_ids"), tensors.get("hidden_states")
+        wanted = [*prompt, *new][:-1]
+        if ids is None or states is None or states.ndim != 3:
+            raise BadAnswer(f"{path} has no hidden states of a text")
+        if ids.tolist() != wanted or len(states) != len(wanted):
+            raise BadAnswer(
+                f"hidden states of {len(states)} tokens came back for a text of {len(wanted)}. {RESTART}: prefix caching must "
+                "be off (--no-enable-prefix-caching)"
+            )
+        _delete(path)  # now that it is known to be the engine's
+        if not bool(states.isfinite().all()):
+            raise BadAnswer("some hidden states are not finite")
+        if not bool(states.flatten(1).any(dim=1).all()):
+            raise BadAnswer(
+                "the hidden states of some tokens are all zero, as those of hybrid targets before vLLM 0.23"
+            )
+        self._check_layers(states, about)
+        return new, states
+
+    def select(self, states: Tensor, layers: tuple[int, ...], *, chosen: int | None = None) -> list[Tensor]:
+        """states [t, layers, D] -> [t, D] for each layer, the final one after the norm, on the CPU in the target's dtype
+
+        chosen: the token that the engine chose behind the text at temperature 0. Once in a while it is compared.
+        """
+        target = self.target
+        assert self.stored is not None
+        values = [states[:, self.stored.index(layer)].to(target.dtype) for layer in (*layers, target.num_layers)]
+        with torch.no_grad():
+            final = target.norm(values.pop().to(target.device))
+            self.num_read += 1
+            if chosen is not None and self.num_read % CHECK_EVERY == 1:
+                logits = target.logits(final[-1])
+                short = float((logits.max() - logits[chosen]) / logits.std())
+                if not short <= CLOSE:
+                    raise BadAnswer(
+                        f"the engine chose token {chosen}, whose logit by its own hidden state falls {short:.1f} standard "
+                        f"deviations short of the best. It serves another model than {target.name}, or other layers"
+                    )
+        final = final.cpu()
+        return [final if layer == target.num_layers else value for layer, value in zip(layers, values)]
+
+    # Checks of the server
+
+    def _try(self) -> None:
+        """Reads a short text. Raises ValueError for a server that cannot be used."""
+        tokens = torch.arange(1, 9) % self.target.vocab_size
+        for _ in self.client.urls:  # they are asked in turn
+            self.submit(tokens, self.layers).result()
+
+    def _new_tokens(self, answer: dict) -> list[int]:
+        try:
+            new = answer["choices"][0]["token_ids"]
+        except (KeyError, IndexError, TypeError):
+            new = None
+        if not isinstance(new, list):
+            raise ValueError("The server does not return token ids (return_token_ids): use vLLM 0.10.2 or newer.")
+        return [int(token) for token in new]
+
+    def _answered(self, answer: dict, prompt: list[int]) -> list[int]:
+        """The new tokens. Hidden states, which the server writes all the same, are deleted."""
+        new = self._new_tokens(answer)
+        with contextlib.suppress(ValueError):
+            path = self._path(answer)
+            if _load(path)[0]["token_ids"].tolist() == [*prompt, *new][:-1]:
+                _delete(path)
+        return new
+
+    def _path(self, answer: dict) -> Path:
+        path = (answer.get("kv_transfer_params") or {}).get("hidden_states_path")
+        if not isinstance(path, str) or not path.endswith(".safetensors"):
+            raise ValueError(f"The server at {', '.join(self.client.urls)} gives no hidden states. {RESTART}.")
+        return Path(path)
+
+    def _check_layers(self, states: Tensor, about: dict) -> None:
+        num, width = states.shape[1:]
+        if width != self.target.width:
+            raise ValueError(
+                f"The engine's hidden states have width {width}, and {self.target.name} has {self.target.width}: it serves "
+                "another model."
+            )
+        stored = tuple(json.loads(about["layers"])) if "layers" in about else self.layers
+        if len(stored) != num or not set(self.layers) <= set(stored):
+            raise ValueError(
+                f"The engine gives {f'layers {list(stored)}' if 'layers' in about else f'{num} layers'}, and the head needs "
+                f"{list(self.layers)}. {RESTART} with layers={json.dumps(list(self.layers))}."
+            )
+        with self.guard:
+            self.stored = stored
+
+
+def _load(path: Path) -> tuple[dict[str, Tensor], dict]:
+    """The tensors and the metadata of a file. Waits until it is written."""
+    lock = path.with_name(path.name + ".lock")
+    try:
+        with contextlib.suppress(FileNotFoundError), lock.open() as held:
+            fcntl.flock(held, fcntl.LOCK_SH)
+        with safetensors.safe_open(path, framework="pt") as file:
+            about = file.metadata() or {}
+        tensors = load_file(path)
+    except (OSError, safetensors.SafetensorError) as error:
+        raise BadAnswer(f"the hidden states in {path} cannot be read ({error}). {_advice(path)}") from error
+    return tensors, about
+
+
+def _delete(path: Path) -> None:
+    for each in (path, path.with_name(path.name + ".lock")):
+        with contextlib.suppress(OSError):
+            each.unlink()
+
+
+def _advice(path: Path) -> str:
+    if not path.parent.is_dir():
+        return "This machine must see the server's folder under the same path: share it, or start the engine here"
+    free = shutil.disk_usage(path.parent).free
+    if free < 64 * 2**20:
+        return f"The disk of {path.parent} is full ({free / 2**20:.0f} MiB free): make room, or start the engine with folder="
+    return "The engine's log says why; it may have been stopped, or its disk be full"
