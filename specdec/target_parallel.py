@@ -50,8 +50,6 @@ class Share:
 
 def share(tp: int, device: torch.device) -> Share:
     """The processes that share a target with this one. Raises ValueError if the launched processes cannot be divided so."""
-    if tp < 1:
-        raise ValueError(f"tp={tp} must be at least 1, the number of processes that hold a target together.")
     if tp == 1:
         return Share()
     num = dist.get_world_size() if dist.is_initialized() else 1
@@ -66,6 +64,8 @@ def share(tp: int, device: torch.device) -> Share:
 
 def check(config: PreTrainedConfig, tp: int, name: str, *, device: str, quantisation: str | None) -> None:
     """Raises ValueError for a target that cannot be cut into `tp` parts."""
+    if tp < 1:
+        raise ValueError(f"tp={tp} must be at least 1, the number of processes that hold a target together.")
     if tp == 1:
         return
     if device == "auto":
