@@ -2,12 +2,16 @@
 
 import contextlib
 import functools
+import json
 import os
+import shutil
 import signal
+import subprocess
 import sys
+import tempfile
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -92,6 +96,7 @@ def fit_alone(config: DictConfig, path: Path, accelerator: Accelerator) -> int:
         validation=validation,
         settings=make_settings(config),
         folder=folder,
+        serve=make_serve(config, console),
     )
     if not (config.resume and trainer.resume()) and config.start is None:
         trainer.solve(config.solve_packs)
@@ -166,21 +171,22 @@ def uses_engine(config: DictConfig) -> bool:
         raise ValueError(
             "features.mode=online runs the target in this process: use mode=engine, or features.engine=null."
         )
+    adapts = checkpoint.drafter_class(config.head.drafter._target_).adapts_target
+    needed = [
+        (adapts, "the head changes the target"),
+        (config.data.on_policy, "data.on_policy lets the target judge texts that the draft writes"),
+        (config.train.best_by != "tau", f"train.best_by={config.train.best_by} is measured by decoding"),
+    ]
+    for applies, reason in needed:
+        if urls and applies:
+            raise ValueError(
+                f"features.engine={urls}: {reason}, for which the target must be in this process: use features.mode=online."
+            )
     return bool(urls)
 
 
 def connect(config: DictConfig, drafter: Head, console: Console) -> EngineTarget:
-    """The servers that read texts. Raises ValueError for what only a target in this process can do."""
-    needed = [
-        (drafter.adapts_target, "the head changes the target"),
-        (config.data.on_policy, "data.on_policy= lets the target judge texts that the draft writes"),
-        (config.train.best_by != "tau", f"train.best_by={config.train.best_by} is measured by decoding"),
-    ]
-    for applies, reason in needed:
-        if applies:
-            raise ValueError(
-                f"features.engine=: {reason}, for which the target must be in this process: use mode=online."
-            )
+    """The servers that read texts."""
     say = lambda text: console.print(text, highlight=False, soft_wrap=True)
     with named("features"):
         chosen = config.features
@@ -375,6 +381,45 @@ def open_features(
     with Waiting(config.train.timeout, accelerator.process_index, accelerator.num_processes)("the folder of features"):
         accelerator.wait_for_everyone()
     return Kept(drafter.target, drafter.target_layers, folder=folder, reader=engine)
+
+
+def make_serve(config: DictConfig, console: Console) -> Callable[[Path], dict | None] | None:
+    """What serves a checkpoint's folder in vLLM on the held-out prompts -> its figures, None if it fails."""
+    python = config.validation.served
+    if python is None:
+        return None
+    if shutil.which(python) is None:
+        raise ValueError(
+            f"validation.served={python} is no interpreter: give one that has vLLM. `make engines` makes engines/bin/python, for "
+            "a CPU."
+        )
+    if config.validation.temperature > 0 or config.decode.depth is None:
+        raise ValueError(
+            "validation.served= serves chains at temperature 0: use decode=chain and validation.temperature=0."
+        )
+    chosen = {
+        "prompts": config.data.heldout, "limit": config.validation.num_prompts, "num_drafts": config.decode.depth,
+        "max_new_tokens": config.validation.max_new_tokens, "python": python, "target.name": config.target.name,
+        "target.dtype": config.target.dtype, "target.trust_remote_code": config.target.trust_remote_code,
+    }  # fmt: skip
+    script = Path(__file__).parent / "scripts" / "serve_heldout.py"
+
+    def serve(folder: Path) -> dict | None:
+        with tempfile.TemporaryDirectory() as scratch:
+            out = Path(scratch, "served.json")
+            given = [f"{name}={'null' if value is None else value}" for name, value in chosen.items()]
+            command = [sys.executable, str(script), f"checkpoint={folder}", f"out={out}", *given]
+            done = subprocess.run(
+                command, text=True, capture_output=True, env=os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+            )
+            if done.returncode or not out.exists():
+                reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
+                console.print(f"vLLM has not served {folder}: {reason}", highlight=False, soft_wrap=True)
+                return None
+            console.print(done.stdout.strip(), highlight=False, soft_wrap=True)
+            return json.loads(out.read_text())
+
+    return serve
 
 
 def make_settings(config: DictConfig) -> Settings:

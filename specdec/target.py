@@ -29,7 +29,7 @@ from specdec.target_fingerprint import (
 from specdec.target_loading import DTYPES as DTYPES
 from specdec.target_loading import load_model, load_skeleton
 from specdec.target_loading import load_tokenizer as load_tokenizer
-from specdec.target_parallel import Share
+from specdec.target_parallel import Share, whole
 from specdec.target_structure import LogitShape
 
 
@@ -74,7 +74,7 @@ class Target:
         self.max_positions = target_structure.last_position(config)
         self.rotary_boundary = target_structure.rotary_boundary(config)
         self.quantisation = quantisation or quantisation_of(model.config)  # such as bitsandbytes-4bit; None: none
-        self.whole = shards is None
+        self.shards = shards
         self.shape_logits = LogitShape.of(config)
         self.blocks = target_structure.find_blocks(self.decoder, config.num_hidden_layers, name)
         self.num_layers = len(self.blocks)
@@ -137,6 +137,18 @@ class Target:
         for part in (target.embed, target.lm_head, target.norm):
             part.to(device)
         return target
+
+    @property
+    def whole(self) -> bool:
+        """Whether its layers are there."""
+        return self.shards is None
+
+    def layer_state(self, number: int) -> dict[str, Tensor]:
+        """The parameters of a layer, from the files if it is not here."""
+        block = self.blocks[number]
+        if self.shards is not None:
+            return target_ends.read_part(self.model, block, self.shards)
+        return {name: whole(value) for name, value in block.state_dict().items()}
 
     @property
     def device(self) -> torch.device:

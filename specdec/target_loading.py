@@ -94,22 +94,17 @@ def load_model(
 def load_skeleton(
     name: str, *, dtype: str, revision: str | None, trust_remote_code: bool = False
 ) -> tuple[PreTrainedModel, str | None]:
-    """A model whose parameters have shapes and no values (device meta); arguments and result as of `load_model`."""
+    """A model whose parameters and buffers have shapes and no values (device meta); arguments and result as of `load_model`."""
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype} must be one of {', '.join(DTYPES)}.")
-    if not is_accelerate_available():
-        raise ValueError("A target without its layers needs the package accelerate: pip install 'specdec[train]'.")
-    from accelerate import init_empty_weights
-
     origin: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     config = load_config(name, **origin)
     factory, model_class = _find_class(name, config, **origin)
-    with init_empty_weights(include_buffers=False):  # such as Gemma's scale of embeddings, which no file holds
+    with torch.device("meta"):
         model = factory.from_config(
             config, dtype=DTYPES[dtype], attn_implementation=attention.implementation(model_class),
             trust_remote_code=trust_remote_code,
         )  # fmt: skip
-    model.tie_weights()  # making it without values has parted what is tied
     with contextlib.suppress(OSError):  # not every folder has one
         model.generation_config = GenerationConfig.from_pretrained(name, revision=revision or "main")
     return model, quantisation_of(config)

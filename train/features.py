@@ -11,7 +11,8 @@ import hashlib
 import json
 import shutil
 import warnings
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ from specdec.untrusted import read_json
 from train import feature_files
 from train.data import Batch
 
+AHEAD = 4  # batches that `read_each` has under way
 Begun = Callable[[torch.device], TargetOutput | None]  # what comes of reading ahead; None: not all was there
 
 
@@ -62,6 +64,26 @@ def read(target: Target, batch: Batch, layers: tuple[int, ...], *, gradient: boo
 
     both = documents.read(batch.tokens.to(target.device), states)
     return TargetOutput(*both.split([both.shape[-1] - target.width, target.width], dim=-1))
+
+
+def read_each(
+    features: Features, batches: Iterable[Batch], device: torch.device, *, ahead: int = AHEAD
+) -> Iterator[tuple[Batch, TargetOutput]]:
+    """Batches on the device, in turn, with their outputs, of which those of the next ones are under way."""
+    coming: deque[tuple[Batch, Begun | None]] = deque()
+
+    def next_one() -> tuple[Batch, TargetOutput]:
+        host, begun = coming.popleft()
+        batch = host.to(device)
+        output = begun(device) if begun else None
+        return batch, output if output is not None else features(batch)
+
+    for batch in batches:
+        coming.append((batch, features.begin(batch)))
+        if len(coming) > ahead:
+            yield next_one()
+    while coming:
+        yield next_one()
 
 
 class Online:
@@ -173,6 +195,7 @@ class Folder:
             values = feature_files.read(path, [*names, *(f"{name}.scale" for name in names)])
         except ValueError as error:
             warnings.warn(f"{error} It is made again.", RuntimeWarning, stacklevel=2)
+            path.unlink(missing_ok=True)
             return None
         halves = values[: len(names)], values[len(names) :]
         return [feature_files.from_8_bits(*pair, self.target.dtype) for pair in zip(*halves)]

@@ -2,8 +2,10 @@
 
 import math
 import time
+from collections.abc import Callable
 from contextlib import closing, nullcontext
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from accelerate import Accelerator
@@ -30,8 +32,8 @@ from train.waiting import Waiting
 class Trainer:
     """Trains `objective`; everything that a run leaves behind is in `folder`.
 
-    The order of packs and every random number follow from (seed, step, process), so that a resumed run continues
-    exactly. Processes that hold a target together count as one.
+    The order of packs and every random number follow from (seed, step, process or group), so that a resumed run continues
+    exactly.
     """
 
     def __init__(
@@ -45,7 +47,10 @@ class Trainer:
         validation: Validation,
         settings: Settings,
         folder: RunFolder,
+        serve: Callable[[Path], dict | None] | None = None,
     ):
+        """serve: the figures of an engine that serves a checkpoint's folder; None if it fails"""
+        self.serve = serve
         self.group = Group.of(accelerator, objective.drafter.target)
         about = {"data": material.packs.fingerprint, "processes": self.group.num}
         self.folder = replace(folder, settings={**folder.settings, **about})
@@ -267,8 +272,8 @@ class Trainer:
         """Adds a micro-batch's share of the gradients. num_goals: of the whole step, in all processes"""
         batch, output = self.loader.on_device(micro)
         loss: Loss = self.objective(batch, output, compare=compare)
-        # Gradients are averaged over processes: divide by the goals of all of them, times their number. Processes that hold a
-        # target together have the same goals and gradients, and both sums count them as often.
+        # Gradients are averaged over processes: divide by the goals of all of them, times their number. Both sums count all
+        # processes that hold a target together.
         self.accelerator.backward(loss.total * self.accelerator.num_processes / num_goals)
         return loss
 
@@ -323,7 +328,7 @@ class Trainer:
         found = self.folder.read_best() if self.accelerator.is_main_process else None
         with self.waiting("the best step"):
             best = broadcast_object_list([found])[0]
-        if best is None or best[1].num_prompts == best[1].replayed_prompts:
+        if best is None or (best[1].num_prompts == best[1].replayed_prompts and self.serve is None):
             return
         name, report, weights = best
         frozen = self._frozen()
@@ -331,6 +336,8 @@ class Trainer:
         with self.waiting("the decoding of the best step", timed=False):
             report = self.validation.decode_best(frozen, report, trained=self.seconds)
         if self.accelerator.is_main_process:
+            if self.serve is not None:
+                report = replace(report, served=self.serve(self.folder.path / name))
             self._track("validation", report.to_json())
             self.folder.log_last(self.step, {"validation": report.to_json()})
             self.folder.write_report(name, report)

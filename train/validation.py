@@ -42,6 +42,7 @@ class ValidationSettings:
     decode: str
     share: float | None  # of the training time; None: any
     answers: str  # folder
+    served: str | None  # interpreter with vLLM
 
     def __post_init__(self):
         if self.decode not in DECODE:

@@ -17,7 +17,6 @@ from specdec.heads.sizes import attention_heads, fields_of, mlp_width
 from specdec.target import Target
 from specdec.target_adapter import NEEDS_PEFT
 from specdec.target_loading import load_tokenizer
-from specdec.target_parallel import whole
 
 NUM_LAYERS = 2
 
@@ -338,7 +337,7 @@ def _first_weights(
             "borrowed; set borrow_embeddings=false, or width=null."
         )
     for layer, number in zip(lm.blocks, copied):
-        layer.load_state_dict({name: whole(value) for name, value in target.blocks[number].state_dict().items()})
+        layer.load_state_dict(target.layer_state(number))
     if copies:
         lm.norm.load_state_dict(target.norm.state_dict())
         lm.embed.load_state_dict(target.embed.state_dict())
