@@ -178,6 +178,7 @@ def _try(answer: dict, example: Job, way: str) -> None:
         choice = answer["choices"][0]
         if way == "ids" and not (isinstance(choice.get("token_ids"), list) and choice["token_ids"]):
             raise _Other("It does not return token ids.")
+        discard(answer, [*example.tokens, *(choice.get("token_ids") or ())])
         if way != "chat":
             num = (answer.get("usage") or {}).get("prompt_tokens", len(example.tokens))
             if num != len(example.tokens):
