@@ -1,6 +1,7 @@
 """accelerate launch train.py head=eagle    trains a drafter; validation decodes."""
 
 import contextlib
+import functools
 import json
 import os
 import shutil
@@ -38,6 +39,7 @@ from train.engine_client import EngineClient
 from train.engine_features import EngineTarget
 from train.features import Features, Folder, Kept, Online
 from train.finite import NotFiniteLoss
+from train.group import Group
 from train.loader import Material
 from train.lock import lock
 from train.naming import named
@@ -144,21 +146,15 @@ def load_target(config: DictConfig, accelerator: Accelerator) -> tuple[Target, P
             f"target.device=auto spreads one target over all GPUs, and {accelerator.num_processes} processes would each "
             "load one: use accelerate launch --num_processes 1, or target.device=null."
         )
+    origin = {key: config.target[key] for key in ("revision", "trust_remote_code")}
     with named("target"):
-        load = Target.load
+        load = functools.partial(Target.load, tp=config.target.tp)
         if uses_engine(config):
-            load, device = Target.load_ends, None
-        target = load(
-            config.target.name,
-            dtype=config.target.dtype,
-            revision=config.target.revision,
-            device=device or accelerator.device,
-            trust_remote_code=config.target.trust_remote_code,
-        )
-        tokenizer = load_tokenizer(
-            config.target.name, revision=config.target.revision, trust_remote_code=config.target.trust_remote_code
-        )
-        return target, tokenizer
+            if config.target.tp > 1:
+                raise ValueError(f"tp={config.target.tp}: with features.engine= a server holds the target: use tp=1.")
+            load, device = functools.partial(Target.load_ends), None
+        target = load(config.target.name, dtype=config.target.dtype, device=device or accelerator.device, **origin)
+        return target, load_tokenizer(config.target.name, **origin)
 
 
 def uses_engine(config: DictConfig) -> bool:
@@ -229,7 +225,8 @@ def load_data(
                 tokenizer=tokenizer, split=config.data.split, limit=config.data.limit, buffer=config.data.buffer,
                 seed=config.train.seed, **same,
             )  # fmt: skip
-            return Stream(plan, process=accelerator.process_index, num_processes=accelerator.num_processes)
+            group = Group.of(accelerator, target)
+            return Stream(plan, process=group.number, num_processes=group.num)
         encoding = Encoding(
             tokenizer, Path(config.data.cache), config.data.split, config.data.limit, config.data.workers, Console()
         )
@@ -450,7 +447,7 @@ def build(config: DictConfig, *arguments, **more):
 def flatten(config: dict, prefix: str = "") -> dict:
     """The settings that a run's figures depend on, by dotted name."""
     free = ("resume", "tracker", "threads", "features", "decode", "validation", "run")
-    free += ("target.device", "target.trust_remote_code")
+    free += ("target.device", "target.tp", "target.trust_remote_code")
     # What is read, a stream and its buffer too, is in the fingerprint
     free += tuple(f"data.{key}" for key in ("cache", "workers", "ahead", "stream", "buffer"))
     freely = "log_every validate_every validate_first save_every best_by timeout skip_not_finite".split()

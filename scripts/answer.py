@@ -4,7 +4,8 @@ Lets the target answer prompts, to make training data: a drafter is trained on w
 gets one answer per temperature. Writes conversations to OUT and the settings to OUT.meta.json. After an interruption the
 same command continues.
 
-engine=URL lets a server with OpenAI's interface answer; vLLM also gives the token ids, which are kept in the rows.
+engine=URL lets a server with OpenAI's interface answer; vLLM also gives the token ids, which are kept in the rows. With
+features.folder=DIR the hidden states that scripts/launch_engine.py gives are kept too, so that train.py reads no answer again.
 prompts=self lets the target write the prompts too (Magpie, 2406.08464): they are kept in OUT.prompts.jsonl.
 """
 
@@ -21,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from helpers import loading
 from helpers.options import option, options, run, split
-from helpers.writers import Source, Writers, stop_tokens
+from helpers.writers import FeatureOptions, Source, Writers, stop_tokens
 from specdec.target import load_tokenizer
 from train import answering, data, reading, self_prompts
 from train.answering import Law
@@ -62,6 +63,7 @@ class Answer:
     seed: int = option(0, "seed of the sampling")
     target: loading.TargetOptions = field(default_factory=loading.TargetOptions)
     decode: DecodeOptions = field(default_factory=DecodeOptions)
+    features: FeatureOptions = field(default_factory=FeatureOptions)
     self_prompts: SelfPromptOptions = field(default_factory=SelfPromptOptions)
 
 
@@ -94,6 +96,11 @@ def check(chosen: Answer) -> None:
     for name, share in (("decode", chosen.decode.top_p), ("self_prompts", chosen.self_prompts.top_p)):
         if not 0 < share <= 1:
             raise ValueError(f"{name}.top_p={share} must be above 0 and at most 1.")
+    if chosen.features.folder is not None and chosen.engine in (None, "vllm"):
+        raise ValueError(
+            "features.folder= keeps hidden states that a server gives with the answers: give engine=URL of one that python "
+            "scripts/launch_engine.py has started."
+        )
 
 
 class Rate(rich.progress.ProgressColumn):
@@ -188,7 +195,16 @@ def write(chosen: Answer, console: rich.console.Console) -> None:
     check(chosen)
     temperatures = parse_temperatures(chosen.decode.temperature)
     tokenizer = load_tokenizer(chosen.target.name, trust_remote_code=chosen.target.trust_remote_code)
-    source = Source(chosen.engine, chosen.target, tokenizer, chosen.batch, chosen.in_flight, chosen.thinking, console)
+    source = Source(
+        chosen.engine,
+        chosen.target,
+        tokenizer,
+        chosen.batch,
+        chosen.in_flight,
+        chosen.thinking,
+        chosen.features,
+        console,
+    )
     stop = stop_tokens(tokenizer, chosen.target)
     with Writers(source) as writers:
         file = write_prompts(chosen, source, writers, stop) if chosen.prompts == SELF else chosen.prompts

@@ -15,11 +15,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future
 from pathlib import PurePosixPath
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from train import data
 from train.answering import Job, Law, Written, written
 from train.engine_client import BadAnswer, EngineClient, Refused
+from train.engine_features import EngineTarget, discard
+from train.features import Folder
 
 AHEAD = 4  # requests that wait for an earlier answer, for each one in flight
 PATHS = {"ids": "v1/completions", "text": "v1/completions", "chat": "v1/chat/completions"}
@@ -175,6 +178,7 @@ def _try(answer: dict, example: Job, way: str) -> None:
         choice = answer["choices"][0]
         if way == "ids" and not (isinstance(choice.get("token_ids"), list) and choice["token_ids"]):
             raise _Other("It does not return token ids.")
+        discard(answer, [*example.tokens, *(choice.get("token_ids") or ())])
         if way != "chat":
             num = (answer.get("usage") or {}).get("prompt_tokens", len(example.tokens))
             if num != len(example.tokens):
@@ -187,22 +191,52 @@ def _try(answer: dict, example: Job, way: str) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
+class States:
+    """Where the hidden states of answers go, which come with them, so that training reads no text again.
+
+    source: the same servers; folder: with the layers that they give
+    """
+
+    source: EngineTarget
+    folder: Folder
+
+    def keep(self, answer: dict, job: Job, tokens: list[int]) -> None:
+        """Writes the states of a prompt and its answer. Those of the last token, which nothing needs, are zero."""
+        new, states = self.source.receive(answer, job.tokens)
+        if new != tokens:
+            raise BadAnswer(f"the hidden states of {job.id} are of another answer")
+        parts = self.source.select(states, self.folder.layers)
+        padded = [torch.cat([part, part.new_zeros(1, part.shape[1])]) for part in parts]
+        self.folder.write(torch.tensor(job.tokens + tokens), padded)
+
+
+@dataclasses.dataclass(frozen=True)
 class ServerWriter:
-    """A `Writer` whose jobs are answered by a server, in their order."""
+    """A `Writer` whose jobs are answered by a server, in their order. states: None: hidden states are not kept"""
 
     server: Server
     law: Law
     in_flight: int
+    states: States | None = None
 
     def write(self, jobs: Iterable[Job], finished: Collection[str] = ()) -> Iterator[list[tuple[Job, Written]]]:
         missing = (job for job in jobs if job.id not in finished)
         return in_order(self._submit, missing, ahead=AHEAD * self.in_flight)
 
     def _submit(self, job: Job) -> "Future[Written]":
-        server = self.server
-        return server.client.submit(
-            PATHS[server.way], server.body(job, self.law), lambda answer: server.read(answer, job, self.law)
-        )
+        server, body = self.server, self.server.body(job, self.law)
+        if self.states:
+            body["kv_transfer_params"] = {"include_output_tokens": True}
+
+        def read(answer: dict) -> Written:
+            found = server.read(answer, job, self.law)
+            if found.tokens is not None and self.states:
+                self.states.keep(answer, job, found.tokens)
+            elif found.tokens is not None:
+                discard(answer, job.tokens + found.tokens)
+            return found
+
+        return server.client.submit(PATHS[server.way], body, read)
 
 
 def in_order(

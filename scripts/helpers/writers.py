@@ -1,16 +1,31 @@
 """What writes answers: the decoder of this project, a server, or vLLM in this process."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import rich.console
 from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
 
 from helpers import loading
+from helpers.layers import layers_of
+from helpers.options import option
+from specdec.target import Target
 from train import data, vllm_answers
 from train.answering import Job, Law, OwnDecoder, Writer
-from train.engine_answers import Server, ServerWriter
+from train.engine_answers import Server, ServerWriter, States
 from train.engine_client import EngineClient
+from train.engine_features import EngineTarget
+from train.features import Folder
+from train.naming import named
+
+
+@dataclass(frozen=True)
+class FeatureOptions:
+    folder: str | None = option(None, "also keep the hidden states, for train.py features.folder=; null: no")
+    heads: str = option("eagle3", "comma list of the heads (conf/head) whose layers are kept")
+    layers: str | None = option(None, "list such as [2,15,28] of the layers instead; the last one is always kept")
+    bits: int | None = option(None, "8: integers with a scale for each token; null: as the target computes")
 
 
 @dataclass(frozen=True)
@@ -23,6 +38,7 @@ class Source:
     batch: int
     in_flight: int
     thinking: bool | None
+    features: FeatureOptions
     console: rich.console.Console
 
     @property
@@ -65,7 +81,28 @@ class Writers:
             raise ValueError(
                 "prompts=self needs a server that takes and gives token ids, such as vLLM 0.10.2 or newer. Give prompts=FILE."
             )
-        return ServerWriter(self.opened, law, source.in_flight)
+        states = None if ids or source.features.folder is None else self._keep_states()
+        return ServerWriter(self.opened, law, source.in_flight, states)
+
+    def _keep_states(self) -> States:
+        """Raises ValueError if the server gives none, or not these layers."""
+        source, chosen = self.source, self.source.features
+        if self.opened.way != "ids":
+            raise ValueError(
+                "features.folder= needs a server that takes and gives token ids, such as vLLM 0.10.2 or newer."
+            )
+        options = source.target
+        with named("target"):
+            target = Target.load_ends(
+                str(options.name), dtype=options.dtype, trust_remote_code=options.trust_remote_code
+            )
+        with named("features"):
+            layers = layers_of(target, heads=chosen.heads, layers=chosen.layers)
+            folder = Folder(target, tuple(layers), Path(str(chosen.folder)), bits=chosen.bits)
+            states = States(EngineTarget(self.opened.client, target, tuple(folder.layers)), folder)
+        folder.open()
+        source.console.print(f"hidden states {list(folder.layers)} of every answer go to {chosen.folder}.")
+        return states
 
     def _connect(self, example: Job) -> Server:
         source = self.source
