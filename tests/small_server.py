@@ -24,10 +24,11 @@ class SmallServer:
     """Serves while it is used as a context manager, and again each time.
 
     reply: called with path and body (None for GET), in a thread for each request; None: the connection is cut
+    protocol: with HTTP/1.1, connections stay for further requests, and none is cut
     """
 
-    def __init__(self, reply: Callable[[str, dict | None], Reply | None]):
-        self.reply, self.port = reply, 0
+    def __init__(self, reply: Callable[[str, dict | None], Reply | None], *, protocol: str = "HTTP/1.0"):
+        self.reply, self.protocol, self.port = reply, protocol, 0
         self.guard = threading.Lock()
         self.requests: list[tuple[str, dict | None]] = []
         self.running, self.most = 0, 0  # requests that are under way now, and at most
@@ -64,6 +65,8 @@ class SmallServer:
         small = self
 
         class Handler(BaseHTTPRequestHandler):
+            protocol_version = small.protocol
+
             def do_GET(self):
                 self.send(small.answer(self.path.strip("/"), None))
 
