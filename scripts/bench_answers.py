@@ -21,7 +21,7 @@ import rich.table
 from engine_clients.vllm_client import PYTHON
 from helpers import loading
 from helpers.options import option, options, run
-from helpers.writers import Source, Writers
+from helpers.writers import FeatureOptions, Source, Writers
 from specdec import files
 from specdec.benchmark import median_ratio
 from specdec.target import load_tokenizer
@@ -103,7 +103,7 @@ def measure(chosen: BenchAnswers, console: rich.console.Console) -> dict[str, li
     law = Law(frozenset(), chosen.max_new_tokens)
     longest = max(len(job.tokens) for job in jobs) + chosen.max_new_tokens
     shared = {"target": chosen.target, "tokenizer": tokenizer, "batch": chosen.batch, "in_flight": chosen.in_flight,
-              "thinking": None, "console": console}  # fmt: skip
+              "thinking": None, "features": FeatureOptions(), "console": console}  # fmt: skip
     with (
         tempfile.TemporaryDirectory() as name,
         Writers(Source(chosen.engine, **shared)) as servers,
