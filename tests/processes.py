@@ -9,6 +9,7 @@ import os
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from hydra import compose, initialize_config_dir
 
 from tests.support import ROOT, child_environment, train_command
 from train import closed_form
+from train.objective import Objective
 from train.parts import local
 from train.sharding import Weights
 from train.trainer import Trainer
@@ -27,20 +29,29 @@ class PowerCutError(Exception):
     pass
 
 
-def fit_float64(run: str, overrides: list[str], stop: int | None = None) -> None:
-    """Trains a run in the working directory, with target, head and optimizer in float64. stop: the step before which it dies"""
+def fit_float64(run: str, overrides: list[str], stop: int | None = None, spoil: int | None = None) -> None:
+    """Trains a run in the working directory, with target, head and optimizer in float64.
+
+    stop: the step before which the run dies; spoil: the step whose loss is not a number
+    """
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         config = compose("train", overrides=[*overrides, f"run={run}", "target.dtype=float64"])
     Path("checkpoints", run).mkdir(parents=True, exist_ok=True)
-    before, train_step = torch.get_default_dtype(), Trainer._train_step
+    before, train_step, forward, number = torch.get_default_dtype(), Trainer._train_step, Objective.forward, [0]
 
     def step(trainer, **settings):
-        if trainer.step + 1 == stop:
+        number[0] = trainer.step + 1
+        if number[0] == stop:
             raise PowerCutError
         return train_step(trainer, **settings)
 
+    def spoiled(objective, *arguments, **settings):
+        loss = forward(objective, *arguments, **settings)
+        return replace(loss, total=loss.total * float("nan")) if number[0] == spoil else loss
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Trainer, "_train_step", step)
+        patch.setattr(Objective, "forward", spoiled)
         patch.delenv("ACCELERATE_USE_FSDP", raising=False)  # accelerate sets it
         torch.set_default_dtype(torch.float64)
         try:

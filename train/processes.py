@@ -19,6 +19,12 @@ def is_main() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
+def say(text: str) -> None:
+    """Prints a line, once for all processes: `Accelerator.print` would print it on every machine."""
+    if is_main():
+        print(text)
+
+
 @contextlib.contextmanager
 def plain_warnings() -> Iterator[None]:
     """Within, a warning is one line without the place in the code. What all processes would say, only the main one says;

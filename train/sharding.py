@@ -96,6 +96,8 @@ class Weights:
     def __init__(self, accelerator: Accelerator, objective: AnyObjective, optimizer: torch.optim.Optimizer):
         self.accelerator, self.objective, self.drafter = accelerator, objective, objective.drafter
         self.sharded = accelerator.is_fsdp2
+        # Gradients of each micro-batch, rather than of the step: those of shards would be whole until then
+        self.sums_at_once = self.sharded or accelerator.num_processes == 1
         if self.sharded:
             self.twin = _twin(objective)
             _share_out(accelerator, objective)

@@ -4,6 +4,7 @@ import math
 import time
 from contextlib import closing, nullcontext
 from dataclasses import replace
+from functools import partial
 
 import torch
 from accelerate import Accelerator
@@ -18,6 +19,7 @@ from train.loader import Loader, Material, MicroBatch, permutation
 from train.objective import Loss, Objective
 from train.optimization import AVERAGE, Average, GradientNorms, take
 from train.parts import gathered, local
+from train.processes import say
 from train.progress import TrainingProgress, clipping, text_rounds, training_cost
 from train.run_folder import RunFolder, packs_of_step
 from train.settings import Settings
@@ -82,14 +84,12 @@ class Trainer:
     def solve(self, num_packs: int) -> None:
         """Closed-form weights, if the head has any, from the packs that training reads first: computed by the main process."""
         first = permutation(len(self.material.packs), self.settings.seed)[:num_packs]
-        settings = {"depth": self.depth, "device": self.accelerator.device}
+        device = self.accelerator.device
+        start = partial(closed_form.solve, material=self.material, packs=first, depth=self.depth, device=device)
         with self.waiting("the closed-form start"):
-            num = self.weights.change(
-                lambda drafter: closed_form.solve(drafter, self.material, first, **settings),
-                here=self.accelerator.is_main_process,
-            )
+            num = self.weights.change(start, here=self.accelerator.is_main_process)
         if num:
-            self.accelerator.print(f"closed-form start from {num} packs")
+            say(f"closed-form start from {num} packs")
 
     def resume(self) -> bool:
         """Continues from the newest state; False if there is none. Raises ValueError if settings differ from then."""
@@ -121,9 +121,9 @@ class Trainer:
         self.first = (self.step, document.get("packs", self.step * then))
         if self.accelerator.is_main_process:
             self.folder.go_back(self.step, self.best)
-        self.accelerator.print(f"Resumed from step {self.step}.")
+        say(f"Resumed from step {self.step}.")
         if then != now:
-            self.accelerator.print(
+            say(
                 f"The run was begun by {document['about']['processes']} processes and goes on with "
                 f"{self.accelerator.num_processes}: a step now has {now} packs instead of {then}. The order of packs goes on; "
                 "train.batch and train.accumulation could keep the packs of a step."
@@ -145,7 +145,7 @@ class Trainer:
         """Trains to the last step. Returns early, with a saved state, after a signal. Raises NotFiniteLoss, ProcessLost."""
         settings, main = self.settings, self.accelerator.is_main_process
         begun = self.step
-        with Signals(self.accelerator.print) as signals, closing(self.loader):
+        with Signals(say) as signals, closing(self.loader):
             self.objective.train()
             if (settings.validate_first or self.drafter.pretrained) and self.step == 0:
                 self._validate(required=True)
@@ -212,8 +212,7 @@ class Trainer:
         losses = []
         for number, micro in enumerate(micro_batches):
             last = number == settings.accumulation - 1
-            together = last or accelerator.num_processes == 1 or self.weights.sharded  # whole gradients would be large
-            with nullcontext() if together else accelerator.no_sync(self.objective):
+            with nullcontext() if last or self.weights.sums_at_once else accelerator.no_sync(self.objective):
                 # A draft is always sure of its own text
                 loss = self._backward(micro, num_goals, compare and last and self.every_slot and not micro.written)
             losses.append(loss.total.detach())
@@ -290,7 +289,7 @@ class Trainer:
                 f"{what} Nothing of this step was kept; the last good state is that of step {self.folder.saved_step()}."
             )
         self.skipped += 1
-        self.accelerator.print(f"{what} The step is left out ({self.skipped} so far).")
+        say(f"{what} The step is left out ({self.skipped} so far).")
         if self.accelerator.is_main_process:
             self.folder.log(step + 1, {"skipped": rows, "num_skipped": self.skipped})
 

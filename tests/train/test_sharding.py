@@ -1,5 +1,8 @@
 """Tests of drafters that are trained by two processes, whole in each (DDP) or in parts (FSDP2), against one process."""
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,9 +11,11 @@ import torch
 from scripts import export
 from specdec import checkpoint
 from specdec.drafter import Head
-from tests.processes import fit_by_two, fit_float64
-from tests.support import losses_of, train_overrides, write_rows
+from tests.processes import fit_by_two, fit_float64, free_ports
+from tests.support import ROOT, child_environment, losses_of, train_overrides, write_rows
 from train import sharding
+
+pytestmark = pytest.mark.slow
 
 SHARD = ["train.shard=true"]
 SETTINGS = ["data.pack=true", "data.length=128", "train.ema=0.9", "validation.decode=end", "validation.share=0",
@@ -29,9 +34,9 @@ def printed(folder, tmp_path_factory):
     cwd = tmp_path_factory.mktemp("runs")
     write_rows(cwd / "prompts.jsonl", [{"prompt": f"Count from {number}."} for number in range(5)])
 
-    def run(name: str, *more: str, head: str = "eagle3", stop: int | None = None) -> dict:
+    def run(name: str, *more: str, head: str = "eagle3", **faults: int) -> dict:
         overrides = train_overrides(folder, name, *SETTINGS, f"data.heldout={cwd}/prompts.jsonl", *HEADS[head], *more)
-        return {"run": name, "overrides": overrides, "stop": stop}
+        return {"run": name, "overrides": overrides, **faults}
 
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(cwd)
@@ -41,6 +46,7 @@ def printed(folder, tmp_path_factory):
         runs = [run(f"{head}-{kind}", *more, head=head) for kind, more in KINDS.items() for head in HEADS]
         runs += [run("resumed", *SHARD, stop=4), run("resumed", *SHARD, "resume=true")]
         runs += [run("two-then-one", *SHARD, stop=4), run("one-then-two", *SHARD, "resume=true")]
+        runs += [run("spoiled", *SHARD, "train.skip_not_finite=true", spoil=2)]
         both = fit_by_two(cwd, runs)
         fit_float64(**run("two-then-one", "train.accumulation=2", "resume=true"))
     return cwd, both
@@ -89,9 +95,31 @@ def test_a_run_goes_on_with_shards_or_without(runs, run):
     check_same(Path("checkpoints/eagle3-one", state), Path("checkpoints", run, state), "drafter.safetensors", "optimizer.safetensors")  # fmt: skip
 
 
+def test_a_step_that_is_not_finite_is_left_out_by_all(runs):
+    """The rows are tried one by one with whole weights, as the processes have different numbers of them."""
+    log = [json.loads(line) for line in Path("checkpoints/spoiled/log.jsonl").read_text().splitlines()]
+    (skipped,) = [line for line in log if "skipped" in line]
+    assert skipped["step"] == 2 and len(set(skipped["skipped"])) >= 4 and list(losses_of("spoiled")) == [1, 2, 3, 4]
+    weights = checkpoint.read_tensors(Path("checkpoints/spoiled/step_000004/drafter.safetensors"))
+    assert all(value.isfinite().all() for value in weights.values())
+
+
+def test_two_nodes_by_torchrun(folder, tmp_path):
+    """Two launchers, as docs/many-processes.md starts them on two machines. One process speaks, not one of each machine."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "1",
+                "--rdzv_backend", "c10d", "--rdzv_id", "7", "--rdzv_endpoint", f"localhost:{free_ports(1)[0]}"]  # fmt: skip
+    command = [*launcher, str(ROOT / "train.py"), *train_overrides(folder, "nodes", *SHARD, "train.steps=2", "train.validate_every=2")]  # fmt: skip
+    processes = [subprocess.Popen(command, cwd=tmp_path, env=child_environment(), stdout=subprocess.PIPE,
+                                  stderr=subprocess.STDOUT, text=True) for _ in range(2)]  # fmt: skip
+    printed = "".join(process.communicate(timeout=100)[0] for process in processes)
+    assert [process.returncode for process in processes] == [0, 0], printed
+    for line in ("closed-form start", "step     1/2", "step     2/2", "best replayed tau"):
+        assert printed.count(line) == 1, printed
+
+
 def test_only_the_main_process_speaks_and_computes_the_start(printed):
     main, other = ([line for line in text.splitlines() if line[:2] != "# "] for text in printed[1])
-    new = 2 * len(HEADS) + 2  # the runs that two processes begin
+    new = 2 * len(HEADS) + 3  # the runs that two processes begin
     assert main.count("computed start") == new and main.count("computed vocabulary") == new + 2
     shares = ["share 1.00"] * 2 * len(HEADS)  # DDP: saved after steps 2 and 4
     assert other[: len(shares)] == shares and set(other[len(shares) :]) == {"share 0.50"}
