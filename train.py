@@ -1,10 +1,16 @@
 """accelerate launch train.py head=eagle    trains a drafter; validation decodes."""
 
 import contextlib
+import functools
+import json
 import os
+import shutil
 import signal
+import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -32,6 +38,7 @@ from train.engine_client import EngineClient
 from train.engine_features import EngineTarget
 from train.features import Features, Folder, Kept, Online
 from train.finite import NotFiniteLoss
+from train.group import Group
 from train.loader import Material
 from train.lock import lock
 from train.naming import named
@@ -92,6 +99,7 @@ def fit_alone(config: DictConfig, path: Path, accelerator: Accelerator) -> int:
         validation=validation,
         settings=make_settings(config),
         folder=folder,
+        serve=make_serve(config, console),
     )
     if not (config.resume and trainer.resume()) and config.start is None:
         trainer.solve(config.solve_packs)
@@ -145,21 +153,15 @@ def load_target(config: DictConfig, accelerator: Accelerator) -> tuple[Target, P
             f"target.device=auto spreads one target over all GPUs, and {accelerator.num_processes} processes would each "
             "load one: use accelerate launch --num_processes 1, or target.device=null."
         )
+    origin = {key: config.target[key] for key in ("revision", "trust_remote_code")}
     with named("target"):
-        load = Target.load
+        load = functools.partial(Target.load, tp=config.target.tp)
         if uses_engine(config):
-            load, device = Target.load_ends, None
-        target = load(
-            config.target.name,
-            dtype=config.target.dtype,
-            revision=config.target.revision,
-            device=device or accelerator.device,
-            trust_remote_code=config.target.trust_remote_code,
-        )
-        tokenizer = load_tokenizer(
-            config.target.name, revision=config.target.revision, trust_remote_code=config.target.trust_remote_code
-        )
-        return target, tokenizer
+            if config.target.tp > 1:
+                raise ValueError(f"tp={config.target.tp}: with features.engine= a server holds the target: use tp=1.")
+            load, device = functools.partial(Target.load_ends), None
+        target = load(config.target.name, dtype=config.target.dtype, device=device or accelerator.device, **origin)
+        return target, load_tokenizer(config.target.name, **origin)
 
 
 def uses_engine(config: DictConfig) -> bool:
@@ -176,21 +178,22 @@ def uses_engine(config: DictConfig) -> bool:
         raise ValueError(
             "features.mode=online runs the target in this process: use mode=engine, or features.engine=null."
         )
+    adapts = checkpoint.drafter_class(config.head.drafter._target_).adapts_target
+    needed = [
+        (adapts, "the head changes the target"),
+        (config.data.on_policy, "data.on_policy lets the target judge texts that the draft writes"),
+        (config.train.best_by != "tau", f"train.best_by={config.train.best_by} is measured by decoding"),
+    ]
+    for applies, reason in needed:
+        if urls and applies:
+            raise ValueError(
+                f"features.engine={urls}: {reason}, for which the target must be in this process: use features.mode=online."
+            )
     return bool(urls)
 
 
 def connect(config: DictConfig, drafter: Head, console: Console) -> EngineTarget:
-    """The servers that read texts. Raises ValueError for what only a target in this process can do."""
-    needed = [
-        (drafter.adapts_target, "the head changes the target"),
-        (config.data.on_policy, "data.on_policy= lets the target judge texts that the draft writes"),
-        (config.train.best_by != "tau", f"train.best_by={config.train.best_by} is measured by decoding"),
-    ]
-    for applies, reason in needed:
-        if applies:
-            raise ValueError(
-                f"features.engine=: {reason}, for which the target must be in this process: use mode=online."
-            )
+    """The servers that read texts."""
     say = lambda text: console.print(text, highlight=False, soft_wrap=True)
     with named("features"):
         chosen = config.features
@@ -229,7 +232,8 @@ def load_data(
                 tokenizer=tokenizer, split=config.data.split, limit=config.data.limit, buffer=config.data.buffer,
                 seed=config.train.seed, **same,
             )  # fmt: skip
-            return Stream(plan, process=accelerator.process_index, num_processes=accelerator.num_processes)
+            group = Group.of(accelerator, target)
+            return Stream(plan, process=group.number, num_processes=group.num)
         encoding = Encoding(
             tokenizer, Path(config.data.cache), config.data.split, config.data.limit, config.data.workers, Console()
         )
@@ -390,6 +394,45 @@ def open_features(
     return Kept(drafter.target, drafter.target_layers, folder=folder, reader=engine)
 
 
+def make_serve(config: DictConfig, console: Console) -> Callable[[Path], dict | None] | None:
+    """What serves a checkpoint's folder in vLLM on the held-out prompts -> its figures, None if it fails."""
+    python = config.validation.served
+    if python is None:
+        return None
+    if shutil.which(python) is None:
+        raise ValueError(
+            f"validation.served={python} is no interpreter: give one that has vLLM. `make engines` makes engines/bin/python, for "
+            "a CPU."
+        )
+    if config.validation.temperature > 0 or config.decode.depth is None:
+        raise ValueError(
+            "validation.served= serves chains at temperature 0: use decode=chain and validation.temperature=0."
+        )
+    chosen = {
+        "prompts": config.data.heldout, "limit": config.validation.num_prompts, "num_drafts": config.decode.depth,
+        "max_new_tokens": config.validation.max_new_tokens, "python": python, "target.name": config.target.name,
+        "target.dtype": config.target.dtype, "target.trust_remote_code": config.target.trust_remote_code,
+    }  # fmt: skip
+    script = Path(__file__).parent / "scripts" / "serve_heldout.py"
+
+    def serve(folder: Path) -> dict | None:
+        with tempfile.TemporaryDirectory() as scratch:
+            out = Path(scratch, "served.json")
+            given = [f"{name}={'null' if value is None else value}" for name, value in chosen.items()]
+            command = [sys.executable, str(script), f"checkpoint={folder}", f"out={out}", *given]
+            done = subprocess.run(
+                command, text=True, capture_output=True, env=os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+            )
+            if done.returncode or not out.exists():
+                reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
+                console.print(f"vLLM has not served {folder}: {reason}", highlight=False, soft_wrap=True)
+                return None
+            console.print(done.stdout.strip(), highlight=False, soft_wrap=True)
+            return json.loads(out.read_text())
+
+    return serve
+
+
 def make_settings(config: DictConfig) -> Settings:
     with named("train"):
         return Settings(**config.train)
@@ -415,7 +458,7 @@ def build(config: DictConfig, *arguments, **more):
 def flatten(config: dict, prefix: str = "") -> dict:
     """The settings that a run's figures depend on, by dotted name."""
     free = ("resume", "tracker", "threads", "features", "decode", "validation", "run")
-    free += ("target.device", "target.trust_remote_code")
+    free += ("target.device", "target.tp", "target.trust_remote_code")
     # What is read, a stream and its buffer too, is in the fingerprint
     free += tuple(f"data.{key}" for key in ("cache", "workers", "ahead", "stream", "buffer"))
     freely = "log_every validate_every validate_first save_every best_by timeout skip_not_finite shard".split()

@@ -17,7 +17,8 @@ import torch
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
-from engine_clients import llamacpp_client, vllm_client
+from engine_clients import llamacpp_client
+from helpers import in_vllm as in_vllm_engine
 from helpers import loading
 from helpers.options import options, run
 from scripts import get_engines
@@ -26,7 +27,6 @@ from specdec.drafter import Drafter
 from specdec.export import gguf, medusa, speculators
 from specdec.export import vllm as vllm_export
 from specdec.heads.dflash import BlockDrafter
-from specdec.layouts.mtp import OVERRIDE
 from specdec.target import Target
 from train import data, reading, tiny_heads
 
@@ -94,19 +94,10 @@ def check(head: Head, format_name: str, folder: Path, chosen: Check) -> tuple[di
 
 
 def in_vllm(head: Head, form: serving.Form, folder: Path, chosen: Check) -> served.Decoding:
-    num = head.provenance.num_drafts
-    settings = serving.settings(form, str(folder), num)
-    longest = max(map(len, head.prompts)) + chosen.max_new_tokens + num + 9
-    override = OVERRIDE if settings["method"] == "mtp" else None
-    given = {"dtype": chosen.target.dtype, "threads": torch.get_num_threads(), "overrides": override}
-    with vllm_client.Vllm(head.target.name, speculative=settings, max_model_len=longest, **given) as engine:
-        reply = engine.generate(head.prompts, chosen.max_new_tokens, head.stop)
-    drafted = {
-        (row, len(before)): list(ids) for row, rounds in enumerate(reply.rounds) for ids, before in rounds if ids
-    }
-    return served.Decoding(
-        reply.answers, list(map(len, reply.rounds)), drafted, reply.accepted, offered=reply.draft_tokens
-    )
+    return in_vllm_engine.decode(
+        head.target.name, form, folder, head.prompts, num_drafts=head.provenance.num_drafts,
+        max_new_tokens=chosen.max_new_tokens, stop=head.stop, dtype=chosen.target.dtype,
+    )  # fmt: skip
 
 
 def in_llamacpp(head: Head, form: serving.Form, folder: Path, chosen: Check) -> served.Decoding:

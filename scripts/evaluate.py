@@ -15,7 +15,7 @@ import rich.console
 import rich.table
 from rich.progress import track
 
-from helpers import decoding, loading, proposers
+from helpers import decoding, loading, processes, proposers
 from helpers.options import option, options, run
 from specdec import checkpoint, files, rules, serving
 from specdec.drafting import Drafting
@@ -34,7 +34,7 @@ class Evaluate(loading.PromptOptions, proposers.ProposerOptions):
     batch: int | None = option(1, "prompts decoded at once; null: the fastest number, which is measured first")
     seed: int = option(0, "seed of sampling")
     out: str = option("report.json", "report to write")
-    target: loading.TargetOptions = field(default_factory=loading.TargetOptions)
+    target: loading.SharedTargetOptions = field(default_factory=loading.SharedTargetOptions)
     decode: decoding.DecodeOptions = field(default_factory=decoding.DecodeOptions)
 
 
@@ -69,7 +69,8 @@ def main() -> None:
         },
         "temperatures": [report.to_json() for report in reports],
     }
-    files.write_text(Path(chosen.out), json.dumps(document, indent=2) + "\n")
+    if processes.MAIN:
+        files.write_text(Path(chosen.out), json.dumps(document, indent=2) + "\n")
     console.print(f"written: {chosen.out}")
 
 
@@ -82,7 +83,8 @@ def find_batch(
 
     def rate(tokens: list[list[int]]) -> float:
         generation = decoder.generate(tokens, min(32, max_new_tokens))
-        return sum(map(len, generation.tokens)) / (generation.prefill_seconds + generation.seconds)
+        here = sum(map(len, generation.tokens)) / (generation.prefill_seconds + generation.seconds)
+        return loaded.target.share.all_say(here)[0]
 
     return fastest_batch(rate, [prompt.tokens for prompt in prompts])
 

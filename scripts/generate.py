@@ -25,7 +25,7 @@ class Generate(proposers.ProposerOptions):
     stop_strings: str | None = option(None, "comma list of texts that end the answer")
     seed: int = option(0, "seed of sampling")
     compare: bool = option(True, "answer again without drafts, and compare")
-    target: loading.TargetOptions = field(default_factory=loading.TargetOptions)
+    target: loading.SharedTargetOptions = field(default_factory=loading.SharedTargetOptions)
     decode: decoding.DecodeOptions = field(default_factory=decoding.DecodeOptions)
 
 

@@ -308,6 +308,11 @@ class Decoder:
                 f"{target.name} has layers that see {reach} positions, and {proposer.depth} drafts with the token before them "
                 f"need {proposer.depth + 1}: lower depth= to {reach - 1} or less (of proposers that look at texts: num)."
             )
+        if self.runner.compile and target.share.size > 1:
+            raise ValueError(
+                f"{target.name} is held by {target.share.size} processes together (tensor parallelism), and their exchanges inside "
+                "of a layer are not compiled: set compile=false."
+            )
         if self.runner.compile:
             check_layers(target, "set compile=false.")
 

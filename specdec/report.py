@@ -20,6 +20,7 @@ ONLY_IF_KNOWN = (
     "training",
     "ema",
     "experts",
+    "served",
 )  # not in JSON if empty
 
 
@@ -68,6 +69,7 @@ class Report:
     step: int | None = None  # of a validation
     training: Training | None = None  # of a validation
     ema: dict | None = None  # of a validation with train.ema: the weights kept, and replayed tau of both
+    served: dict | None = None  # of a validation with validation.served: tau and counters of vLLM on the same prompts
     experts: list[int] | None = None  # of a validation whose target is a mixture: experts of a layer, those of a token
 
     @property

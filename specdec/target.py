@@ -29,6 +29,7 @@ from specdec.target_fingerprint import (
 from specdec.target_loading import DTYPES as DTYPES
 from specdec.target_loading import load_model, load_skeleton
 from specdec.target_loading import load_tokenizer as load_tokenizer
+from specdec.target_parallel import Share, whole
 from specdec.target_structure import LogitShape
 
 
@@ -54,16 +55,18 @@ class Target:
         name: str,
         quantisation: str | None = None,
         trust_remote_code: bool = False,
+        share: Share | None = None,
         shards: Shards | None = None,
     ):
         """quantisation: how the checkpoint is quantised, if that is not in the model's configuration
         trust_remote_code: whether the user allowed code that comes with the model, which its tokenizer may have too
+        share: the processes that hold the model together; None: this one alone
         shards: of a model whose parameters have no values (device meta): its layers stay so
         """
         self.config = config = model.config.get_text_config(decoder=True)
         check_supported(config, name)
         self.model = model.eval().requires_grad_(False)
-        self.name, self.trust_remote_code = name, trust_remote_code
+        self.name, self.trust_remote_code, self.share = name, trust_remote_code, share or Share()
         self.decoder = target_structure.find_decoder(model)
         self.embed = cast(nn.Embedding, model.get_input_embeddings())
         self.lm_head = cast(nn.Linear, model.get_output_embeddings())
@@ -71,7 +74,7 @@ class Target:
         self.max_positions = target_structure.last_position(config)
         self.rotary_boundary = target_structure.rotary_boundary(config)
         self.quantisation = quantisation or quantisation_of(model.config)  # such as bitsandbytes-4bit; None: none
-        self.whole = shards is None
+        self.shards = shards
         self.shape_logits = LogitShape.of(config)
         self.blocks = target_structure.find_blocks(self.decoder, config.num_hidden_layers, name)
         self.num_layers = len(self.blocks)
@@ -96,15 +99,25 @@ class Target:
         device="cpu",
         revision: str | None = None,
         trust_remote_code: bool = False,
+        tp: int = 1,
     ) -> "Target":
-        """name: a folder, or a name on the Hugging Face Hub; device: a device, or "auto" (target_loading.py).
+        """name: a folder, or a name on the Hugging Face Hub; device: a device, or "auto" (target_loading.py)
+        tp: processes that hold the target together (target_parallel.py)
 
         Raises ValueError with what to do.
         """
-        model, quantisation = load_model(
-            name, dtype=dtype, device=device, revision=revision, trust_remote_code=trust_remote_code
+        model, quantisation, share = load_model(
+            name, dtype=dtype, device=device, revision=revision, trust_remote_code=trust_remote_code, tp=tp
         )
-        return cls(model, name=name, quantisation=quantisation, trust_remote_code=trust_remote_code)
+        about: dict = {"quantisation": quantisation, "trust_remote_code": trust_remote_code, "share": share}
+        try:
+            return cls(model, name=name, **about)
+        except ValueError as error:
+            if tp == 1:
+                raise
+            raise ValueError(
+                f"tp={tp}: transformers' plan of tensor parallelism may not fit. {error} Or set tp=1."
+            ) from error
 
     @classmethod
     def load_ends(
@@ -124,6 +137,18 @@ class Target:
         for part in (target.embed, target.lm_head, target.norm):
             part.to(device)
         return target
+
+    @property
+    def whole(self) -> bool:
+        """Whether its layers are there."""
+        return self.shards is None
+
+    def layer_state(self, number: int) -> dict[str, Tensor]:
+        """The parameters of a layer, from the files if it is not here."""
+        block = self.blocks[number]
+        if self.shards is not None:
+            return target_ends.read_part(self.model, block, self.shards)
+        return {name: whole(value) for name, value in block.state_dict().items()}
 
     @property
     def device(self) -> torch.device:

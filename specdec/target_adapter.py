@@ -18,6 +18,11 @@ def adapt(target: Target, *, rank: int, alpha: int, modules: list[str]) -> dict[
     or quantised, or if peft is not installed.
     """
     check_unadapted(target)
+    if target.share.size > 1:
+        raise ValueError(
+            f"A head that adapts its target needs it whole, and tp={target.share.size} cuts {target.name}: set tp=1, or choose "
+            "another head."
+        )
     if target.quantisation is not None:  # `merge` would round the adapted weights once more
         raise ValueError(
             f"{target.name} is quantised ({target.quantisation}), and a head that adapts its target changes the weights: "

@@ -25,6 +25,15 @@ def fill(model: PreTrainedModel, parts: tuple[nn.Module, ...], shards: Shards) -
             if parameter not in filled:
                 filled[parameter] = _read(names[parameter], parameter, shards, read)
             _replace(model, parameter, filled[parameter])
+        for module in part.modules():
+            _fill_buffers(model, module)
+
+
+def read_part(model: PreTrainedModel, part: nn.Module, shards: Shards) -> dict[str, Tensor]:
+    """The values of a part's parameters, by their names in it, in their dtype. Raises ValueError for a tensor that is missing."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    read: set[str] = set()
+    return {name: _read(names[value], value, shards, read).data for name, value in part.named_parameters()}
 
 
 def _read(name: str, parameter: Tensor, shards: Shards, read: set[str]) -> nn.Parameter:
@@ -42,10 +51,19 @@ def _read(name: str, parameter: Tensor, shards: Shards, read: set[str]) -> nn.Pa
     read.add(key)
     value = shards[key]
     if not value.is_floating_point() or value.element_size() == 1:
-        raise ValueError(
-            f"{shards.name}: its tensor {key} is quantised, and heads need the LM head and the embedding as plain matrices."
-        )
+        raise ValueError(f"{shards.name}: its tensor {key} is quantised, and heads need plain matrices.")
     return nn.Parameter(value.to(parameter.dtype).clone(), requires_grad=False)  # not the file's own pages
+
+
+def _fill_buffers(model: PreTrainedModel, module: nn.Module) -> None:
+    """What no file holds, such as Gemma's scale of embeddings, is computed as transformers does when it loads a model."""
+    missing = [name for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
+    for name in missing:
+        module.register_buffer(name, torch.empty_like(module.get_buffer(name), device="cpu"), persistent=False)
+    if missing:
+        for parameter in module.parameters(recurse=False):
+            parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # so that it keeps its values
+        model._init_weights(module)
 
 
 def _replace(model: nn.Module, old: Tensor, new: nn.Parameter) -> None:

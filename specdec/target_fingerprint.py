@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 
 from specdec.shards import Shards
+from specdec.target_parallel import whole
 
 SIZES = ("hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads", "intermediate_size")
 NUM_VALUES = 64  # of every tensor, so that nothing is copied or converted as a whole
@@ -60,7 +61,7 @@ def _digest(config, tensors) -> str:
     fields = config.to_dict()
     digest.update(json.dumps({key: fields[key] for key in SIZES if key in fields}).encode())
     for name, tensor in sorted(tensors, key=lambda pair: pair[0]):
-        flat = tensor.detach().reshape(-1)
+        flat = whole(tensor.detach()).reshape(-1)
         sample = flat[:: max(1, len(flat) // NUM_VALUES)][:NUM_VALUES].to(torch.bfloat16).float().cpu()
         digest.update(name.encode() + sample.numpy().tobytes())
     return digest.hexdigest()[:16]

@@ -26,9 +26,10 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.quantizers import AutoHfQuantizer
 from transformers.utils import is_accelerate_available
 
-from specdec import attention
+from specdec import attention, target_parallel
 from specdec.layer_kinds import check_supported
 from specdec.target_fingerprint import quantisation_of
+from specdec.target_parallel import Share
 from specdec.target_structure import find_blocks
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16, "float64": torch.float64}
@@ -37,14 +38,21 @@ DEVICES = "Give cpu, cuda, a numbered one such as cuda:1, or auto (the layers sp
 
 
 def load_model(
-    name: str, *, dtype: str, device: str | torch.device, revision: str | None, trust_remote_code: bool = False
-) -> tuple[PreTrainedModel, str | None]:
+    name: str,
+    *,
+    dtype: str,
+    device: str | torch.device,
+    revision: str | None,
+    trust_remote_code: bool = False,
+    tp: int = 1,
+) -> tuple[PreTrainedModel, str | None, Share]:
     """Each tensor goes from the file to its device; the host never holds a second copy of the weights.
 
     name: a folder, or a name on the Hugging Face Hub; dtype: one of DTYPES, for what is not quantised
     trust_remote_code: whether code that the folder brings may run; it has all rights of the user
     device: a device; or "auto": the layers in equal shares over all accelerators, everything else on the first
-    -> the model, and how its checkpoint is quantised (None: not). Raises ValueError with what to do.
+    tp: processes that hold the model together (target_parallel.py); all of them call this, and each loads its part
+    -> the model, how its checkpoint is quantised (None: not), and these processes. Raises ValueError with what to do.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype} must be one of {', '.join(DTYPES)}.")
@@ -57,11 +65,14 @@ def load_model(
     if len(devices) > 1 and not with_accelerate:
         raise ValueError("device=auto needs the package accelerate: pip install 'specdec[train]', or give one device.")
     places: Any = {"device_map": _device_map(factory, config, devices, trust_remote_code)} if with_accelerate else {}
+    target_parallel.check(config, tp, name, device=str(device), quantisation=quantisation)
+    share = target_parallel.share(tp, devices[0])
     try:
-        model, about = _read(
-            factory.from_pretrained, name, dtype=DTYPES[dtype], output_loading_info=True,
-            attn_implementation=attention.implementation(model_class), **origin, **places,
-        )  # fmt: skip
+        with target_parallel.cut(model_class, share, devices[0]) as more:
+            model, about = _read(
+                factory.from_pretrained, name, dtype=DTYPES[dtype], output_loading_info=True,
+                attn_implementation=attention.implementation(model_class), **origin, **places | more,
+            )  # fmt: skip
         model = model if with_accelerate else model.to(devices[0])
     except torch.OutOfMemoryError as error:
         raise ValueError(
@@ -77,28 +88,23 @@ def load_model(
             f"Use another machine, {missing}, or choose a target that is not quantised."
         ) from error
     check_complete(model, about, name)
-    return model, quantisation
+    return model, quantisation, share
 
 
 def load_skeleton(
     name: str, *, dtype: str, revision: str | None, trust_remote_code: bool = False
 ) -> tuple[PreTrainedModel, str | None]:
-    """A model whose parameters have shapes and no values (device meta); arguments and result as of `load_model`."""
+    """A model whose parameters and buffers have shapes and no values (device meta); arguments and result as of `load_model`."""
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype} must be one of {', '.join(DTYPES)}.")
-    if not is_accelerate_available():
-        raise ValueError("A target without its layers needs the package accelerate: pip install 'specdec[train]'.")
-    from accelerate import init_empty_weights
-
     origin: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     config = load_config(name, **origin)
     factory, model_class = _find_class(name, config, **origin)
-    with init_empty_weights(include_buffers=False):  # such as Gemma's scale of embeddings, which no file holds
+    with torch.device("meta"):
         model = factory.from_config(
             config, dtype=DTYPES[dtype], attn_implementation=attention.implementation(model_class),
             trust_remote_code=trust_remote_code,
         )  # fmt: skip
-    model.tie_weights()  # making it without values has parted what is tied
     with contextlib.suppress(OSError):  # not every folder has one
         model.generation_config = GenerationConfig.from_pretrained(name, revision=revision or "main")
     return model, quantisation_of(config)

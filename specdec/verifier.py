@@ -92,7 +92,8 @@ class Verifier:
     def capturable(self) -> bool:
         """Whether a pass can be a CUDA graph: windows keep positions, and recurrent layers states, outside of K and V."""
         target = self.target
-        return self.runner.cuda_graphs and not (target.windowed or target.recurrent or target.spread)
+        alone = not target.spread and target.share.size == 1
+        return self.runner.cuda_graphs and alone and not (target.windowed or target.recurrent)
 
     def _read(
         self, cache: RowCache, linear: bool, done: PartialPass | None, tokens, parents, lengths, skipped

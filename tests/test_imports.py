@@ -23,6 +23,7 @@ ORDER = [
     "documents",
     "tree",
     "sampling",
+    "target_parallel",
     "attention",
     "layer_kinds",
     "target_fingerprint",

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 import torch
 
 from specdec.drafter import Drafter, Head, Slots
+from train.features import read_each
 from train.loader import Material
 from train.objective import slots
 
@@ -17,9 +18,8 @@ def solve(drafter: Head, material: Material, packs: Iterable[int], *, depth: int
     if features is None or not isinstance(drafter, Drafter) or type(drafter).solve is Drafter.solve:
         return 0
     texts: list[Slots] = []
-    for index in packs:
-        batch = material.collate([index]).to(device)
-        texts.append(slots(batch, features(batch), depth))
+    for batch, output in read_each(features, (material.collate([index]) for index in packs), device):
+        texts.append(slots(batch, output, depth))
         if sum(len(text.tokens) for text in texts) > max(LEAST_SLOTS, 6 * drafter.target.width):
             break
     return len(texts) if texts and drafter.solve(texts) else 0

@@ -42,9 +42,10 @@ def wandb_logged_in() -> bool:
 
 
 def start(console: Console, config, target, drafter, packs, prompts) -> None:
+    cut = f", cut over {target.share.size} processes" if target.share.size > 1 else ""
     console.print(
         f"target   {target.name} ({sum(p.numel() for p in target.model.parameters()) / 1e6:.1f} M parameters, frozen, "
-        f"{str(target.dtype).removeprefix('torch.')})"
+        f"{str(target.dtype).removeprefix('torch.')}{cut})"
     )
     console.print(
         f"drafter  {type(drafter).__name__}: {drafter.num_parameters() / 1e6:.2f} M trained parameters, reads "

@@ -6,6 +6,7 @@ was read. vLLM numbers hidden states as `Target` does, but the last one is the s
 
 import contextlib
 import fcntl
+import itertools
 import json
 import shutil
 import threading
@@ -42,7 +43,7 @@ class EngineTarget:
         self.client, self.target = client, target
         self.layers = tuple(sorted({*layers, target.num_layers}))
         self.models = dict(zip(client.urls, (names[0] for names in client.models())))
-        self.num_read, self.guard = 0, threading.Lock()
+        self.numbers, self.guard = itertools.count(), threading.Lock()
         self.stored: tuple[int, ...] | None = None  # the layers in the server's files, once known
         self._try()
 
@@ -52,10 +53,11 @@ class EngineTarget:
         """tokens [t] -> [t, D] for each of these layers, the final one after the norm"""
         ids = tokens.tolist()
         body = self.body(ids, max_tokens=1)
+        checked = next(self.numbers) % CHECK_EVERY == 0
 
         def read(answer: dict) -> list[Tensor]:
             new, states = self.receive(answer, ids)
-            return self.select(states, layers, chosen=new[0] if new else None)
+            return self.select(states, layers, chosen=new[0] if checked else None)
 
         return self.client.submit("v1/completions", body, read)
 
@@ -124,15 +126,14 @@ class EngineTarget:
     def select(self, states: Tensor, layers: tuple[int, ...], *, chosen: int | None = None) -> list[Tensor]:
         """states [t, layers, D] -> [t, D] for each layer, the final one after the norm, on the CPU in the target's dtype
 
-        chosen: the token that the engine chose behind the text at temperature 0. Once in a while it is compared.
+        chosen: the token that the engine chose behind the text at temperature 0, which is then compared. None: it is not
         """
         target = self.target
         assert self.stored is not None
         values = [states[:, self.stored.index(layer)].to(target.dtype) for layer in (*layers, target.num_layers)]
         with torch.no_grad():
             final = target.norm(values.pop().to(target.device))
-            self.num_read += 1
-            if chosen is not None and self.num_read % CHECK_EVERY == 1:
+            if chosen is not None:
                 logits = target.logits(final[-1])
                 short = float((logits.max() - logits[chosen]) / logits.std())
                 if not short <= CLOSE:
@@ -156,17 +157,14 @@ class EngineTarget:
             new = answer["choices"][0]["token_ids"]
         except (KeyError, IndexError, TypeError):
             new = None
-        if not isinstance(new, list):
+        if not isinstance(new, list) or not new:
             raise ValueError("The server does not return token ids (return_token_ids): use vLLM 0.10.2 or newer.")
         return [int(token) for token in new]
 
     def _answered(self, answer: dict, prompt: list[int]) -> list[int]:
         """The new tokens. Hidden states, which the server writes all the same, are deleted."""
         new = self._new_tokens(answer)
-        with contextlib.suppress(ValueError):
-            path = self._path(answer)
-            if _load(path)[0]["token_ids"].tolist() == [*prompt, *new][:-1]:
-                _delete(path)
+        discard(answer, [*prompt, *new])
         return new
 
     def _path(self, answer: dict) -> Path:
@@ -186,10 +184,20 @@ class EngineTarget:
         if len(stored) != num or not set(self.layers) <= set(stored):
             raise ValueError(
                 f"The engine gives {f'layers {list(stored)}' if 'layers' in about else f'{num} layers'}, and the head needs "
-                f"{list(self.layers)}. {RESTART} with layers={json.dumps(list(self.layers))}."
+                f"{list(self.layers)}. {RESTART} 'layers={json.dumps(list(self.layers))}'."
             )
         with self.guard:
             self.stored = stored
+
+
+def discard(answer: dict, tokens: list[int]) -> None:
+    """Deletes the hidden states of a text that nobody wants, if the server has written them."""
+    path = (answer.get("kv_transfer_params") or {}).get("hidden_states_path")
+    if isinstance(path, str) and path.endswith(".safetensors"):
+        with contextlib.suppress(BadAnswer, KeyError):
+            ids = _load(Path(path))[0]["token_ids"].tolist()
+            if ids and ids == tokens[: len(ids)]:
+                _delete(Path(path))
 
 
 def _load(path: Path) -> tuple[dict[str, Tensor], dict]:

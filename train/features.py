@@ -11,7 +11,8 @@ import hashlib
 import json
 import shutil
 import warnings
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,14 +29,18 @@ from specdec.untrusted import read_json
 from train import feature_files
 from train.data import Batch
 
+AHEAD = 4  # batches that `read_each` has under way
 Begun = Callable[[torch.device], TargetOutput | None]  # what comes of reading ahead; None: not all was there
 
 
 class Features(Protocol):
     """A source."""
 
-    def __call__(self, batch: Batch) -> TargetOutput:
-        """batch of B packs -> features [B, T, F*D], final [B, T, D], on the batch's device"""
+    def __call__(self, batch: Batch, ahead: TargetOutput | None = None) -> TargetOutput:
+        """batch of B packs -> features [B, T, F*D], final [B, T, D], on the batch's device
+
+        ahead: what `begin` has read
+        """
         ...
 
     def begin(self, batch: Batch) -> Begun | None:
@@ -61,13 +66,33 @@ def read(target: Target, batch: Batch, layers: tuple[int, ...], *, gradient: boo
     return TargetOutput(*both.split([both.shape[-1] - target.width, target.width], dim=-1))
 
 
+def read_each(
+    features: Features, batches: Iterable[Batch], device: torch.device, *, ahead: int = AHEAD
+) -> Iterator[tuple[Batch, TargetOutput]]:
+    """Batches on the device, in turn, with their outputs, of which those of the next ones are under way."""
+    coming: deque[tuple[Batch, Begun | None]] = deque()
+
+    def next_one() -> tuple[Batch, TargetOutput]:
+        host, begun = coming.popleft()
+        batch = host.to(device)
+        output = begun(device) if begun else None
+        return batch, output if output is not None else features(batch)
+
+    for batch in batches:
+        coming.append((batch, features.begin(batch)))
+        if len(coming) > ahead:
+            yield next_one()
+    while coming:
+        yield next_one()
+
+
 class Online:
     """The target in the same process, run for every batch."""
 
     def __init__(self, target: Target, layers: tuple[int, ...]):
         self.target, self.layers = target, layers
 
-    def __call__(self, batch: Batch) -> TargetOutput:
+    def __call__(self, batch: Batch, ahead: TargetOutput | None = None) -> TargetOutput:
         return read(self.target, batch, self.layers)
 
     def begin(self, batch: Batch) -> None:
@@ -170,6 +195,7 @@ class Folder:
             values = feature_files.read(path, [*names, *(f"{name}.scale" for name in names)])
         except ValueError as error:
             warnings.warn(f"{error} It is made again.", RuntimeWarning, stacklevel=2)
+            path.unlink(missing_ok=True)
             return None
         halves = values[: len(names)], values[len(names) :]
         return [feature_files.from_8_bits(*pair, self.target.dtype) for pair in zip(*halves)]
@@ -219,11 +245,12 @@ class Kept:
 
         return finish
 
-    def __call__(self, batch: Batch) -> TargetOutput:
-        begun = self.begin(batch.on_host)
-        output = begun(batch.tokens.device) if begun else None
-        if output is not None:
-            return output
+    def __call__(self, batch: Batch, ahead: TargetOutput | None = None) -> TargetOutput:
+        if ahead is None:
+            begun = self.begin(batch.on_host)
+            ahead = begun(batch.tokens.device) if begun else None
+        if self._everywhere(ahead is not None) and ahead is not None:
+            return ahead
         self._compute(batch)
         documents = cut(batch)
         states = [self._read(each.tokens) for each in documents]
@@ -252,14 +279,20 @@ class Kept:
     def _compute(self, batch: Batch) -> None:
         """Writes the documents that the folder lacks, with all documents of their packs."""
         assert self.folder is not None
-        rows = sorted({each.row for each in cut(batch) if self._read(each.tokens) is None})
-        part = batch.select(rows)
+        lacking = {each.row for each in cut(batch) if self._read(each.tokens) is None}
+        part = batch.select([row for row in range(len(batch.tokens)) if not self._everywhere(row not in lacking)])
         stored = self.folder.layers[:-1]  # the last is the final state
         output = read(self.target, part, stored)
         values = [*output.features.cpu().chunk(len(stored), dim=-1)] if stored else []
         values.append(output.final.cpu())
-        for each in cut(part):
-            self.folder.write(each.tokens, [value[each.place] for value in values])
+        if self.target.share.first:
+            for each in cut(part):
+                self.folder.write(each.tokens, [value[each.place] for value in values])
+        self._everywhere(True)  # the others read when all is written
+
+    def _everywhere(self, found: bool) -> bool:
+        """Whether all processes that hold the target together have found it: else they compute it together."""
+        return min(self.target.share.all_say(found)) > 0
 
     def _join(
         self, batch: Batch, documents: list[Document], states: list[list[Tensor]], device: torch.device

@@ -33,7 +33,7 @@ def rows_not_finite(
                 part, part_output = _row(batch, output, place, document)
                 if part.loss_mask.any() and not math.isfinite(float(objective(part, part_output).total)):
                     found.append(row)
-    return gather_object(found)
+    return list(dict.fromkeys(gather_object(found)))  # once, if several processes read the same
 
 
 def _row(batch: Batch, output: TargetOutput | None, place: int, document: int) -> tuple[Batch, TargetOutput | None]:

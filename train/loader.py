@@ -56,10 +56,10 @@ class Material:
     def lay(self, packs: list[list[Row]]) -> Batch:
         return data.collate(packs, length=self.length, pad_token=0)
 
-    def target_output(self, micro: MicroBatch, batch: Batch) -> TargetOutput | None:
-        """batch: that of the micro-batch, on the training device"""
+    def target_output(self, micro: MicroBatch, batch: Batch, ahead: TargetOutput | None = None) -> TargetOutput | None:
+        """batch: that of the micro-batch, on the training device; ahead: what has been read of them already"""
         features: Features | None = self.on_policy.features if micro.written and self.on_policy else self.features
-        return features(batch) if features else None
+        return features(batch, ahead) if features else None
 
 
 class Loader:
@@ -109,7 +109,7 @@ class Loader:
                     self.coming_on_device[later] = self.thread.submit(self._to_device, self.coming[later])
             batch, output = self._result(self.coming_on_device.pop(number))
             del self.coming[number]
-        return batch, output if output is not None else material.target_output(micro, batch)
+        return batch, material.target_output(micro, batch, output)
 
     def close(self) -> None:
         if self.thread is not None:

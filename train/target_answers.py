@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import broadcast_object_list
 
 from specdec import files
 from specdec.decode import Decoder
@@ -15,6 +15,7 @@ from specdec.measurement import Prompt, seeded_generator
 from specdec.sampling import Sampling
 from specdec.target import Target
 from train.engine_features import EngineTarget
+from train.group import Group
 from train.resumable import digest
 
 ROWS = 8  # prompts that the target answers at once
@@ -74,13 +75,13 @@ class TargetAnswers:
                 .tokens
             )
 
+        group = Group.of(accelerator, target)
         written = []
-        starts = range(0, len(prompts), ROWS)
-        for start in starts[accelerator.process_index :: accelerator.num_processes]:
+        for start in group.mine(range(0, len(prompts), ROWS)):
             begun = time.perf_counter()
             tokens = [prompt.tokens for prompt in prompts[start : start + ROWS]]
             written.append((start, write(start, tokens), time.perf_counter() - begun))
-        groups = sorted(gather_object(written))
+        groups = sorted(group.gather(written))
         made = cls([answer for _, answers, _ in groups for answer in answers], max(seconds for *_, seconds in groups))
         if accelerator.is_main_process:
             made._write(path, about)

@@ -2,9 +2,11 @@
 
 import math
 import time
+from collections.abc import Callable
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import torch
 from accelerate import Accelerator
@@ -15,6 +17,7 @@ from specdec import devices
 from train import closed_form
 from train.consistency import ConsistencyObjective
 from train.finite import NotFiniteLoss, named, rows_not_finite
+from train.group import Group
 from train.loader import Loader, Material, MicroBatch, permutation
 from train.objective import Loss, Objective
 from train.optimization import AVERAGE, Average, GradientNorms, take
@@ -32,7 +35,7 @@ from train.waiting import Waiting
 class Trainer:
     """Trains `objective`; everything that a run leaves behind is in `folder`.
 
-    The order of packs and every random number follow from (seed, step, process), so that a resumed run continues
+    The order of packs and every random number follow from (seed, step, process or group), so that a resumed run continues
     exactly.
     """
 
@@ -47,8 +50,12 @@ class Trainer:
         validation: Validation,
         settings: Settings,
         folder: RunFolder,
+        serve: Callable[[Path], dict | None] | None = None,
     ):
-        about = {"data": material.packs.fingerprint, "processes": accelerator.num_processes}
+        """serve: the figures of an engine that serves a checkpoint's folder; None if it fails"""
+        self.serve = serve
+        self.group = Group.of(accelerator, objective.drafter.target)
+        about = {"data": material.packs.fingerprint, "processes": self.group.num}
         self.folder = replace(folder, settings={**folder.settings, **about})
         self.accelerator, self.settings, self.material, self.validation = accelerator, settings, material, validation
         self.loader = Loader(
@@ -82,12 +89,13 @@ class Trainer:
     # Before the first step
 
     def solve(self, num_packs: int) -> None:
-        """Closed-form weights, if the head has any, from the packs that training reads first: computed by the main process."""
+        """Closed-form weights, if the head has any, from the packs that training reads first: computed once."""
         first = permutation(len(self.material.packs), self.settings.seed)[:num_packs]
         device = self.accelerator.device
         start = partial(closed_form.solve, material=self.material, packs=first, depth=self.depth, device=device)
         with self.waiting("the closed-form start"):
-            num = self.weights.change(start, here=self.accelerator.is_main_process)
+            # By the processes that hold the main one's target with it
+            num = self.weights.change(start, here=self.group.number == 0)
         if num:
             say(f"closed-form start from {num} packs")
 
@@ -110,11 +118,11 @@ class Trainer:
         self.seen, self.seconds = document["seen"], document["seconds"]
         if self.material.stream:
             positions = document["stream"]
-            if len(positions) != self.accelerator.num_processes:
+            if len(positions) != self.group.num:
                 raise ValueError(
                     f"A stream is dealt to its processes: resume with {len(positions)} of them, as the run was begun."
                 )
-            self.loader.seek(self.step, positions[self.accelerator.process_index])
+            self.loader.seek(self.step, positions[self.group.number])
         self.validation.seconds |= document.get("validation", {})
         self.skipped = document.get("skipped", 0)
         then, now = packs_of_step(document["about"]), packs_of_step(self.folder.settings)
@@ -125,7 +133,7 @@ class Trainer:
         if then != now:
             say(
                 f"The run was begun by {document['about']['processes']} processes and goes on with "
-                f"{self.accelerator.num_processes}: a step now has {now} packs instead of {then}. The order of packs goes on; "
+                f"{self.group.num}: a step now has {now} packs instead of {then}. The order of packs goes on; "
                 "train.batch and train.accumulation could keep the packs of a step."
             )
         return True
@@ -200,7 +208,7 @@ class Trainer:
         -> tokens read; `text_rounds` of the last micro-batch, if guesses are to be compared with the text
         """
         settings, accelerator = self.settings, self.accelerator
-        torch.manual_seed(settings.seed * 1_000_003 + self.step * 1009 + accelerator.process_index)
+        torch.manual_seed(settings.seed * 1_000_003 + self.step * 1009 + self.group.number)
         micro_batches = self.loader.step(self.step)
         num_goals = accelerator.reduce(
             devices.send(
@@ -218,7 +226,7 @@ class Trainer:
             losses.append(loss.total.detach())
         total = accelerator.reduce(torch.stack(losses).sum(), "sum") / num_goals
         self._update(total, micro_batches)
-        tokens = sum(int((micro.batch.documents >= 0).sum()) for micro in micro_batches) * accelerator.num_processes
+        tokens = sum(int((micro.batch.documents >= 0).sum()) for micro in micro_batches) * self.group.num
         return tokens, None if loss.matches is None else text_rounds(micro.batch, loss.matches)
 
     def _update(self, total: Tensor, micro_batches: list[MicroBatch]) -> None:
@@ -259,10 +267,9 @@ class Trainer:
     def indices(self, step: int, micro: int) -> list[int]:
         """Packs of this process for one micro-batch; each epoch is a permutation made from the seed."""
         settings, num_packs = self.settings, len(self.material.packs)
-        num_processes, process = self.accelerator.num_processes, self.accelerator.process_index
         first_step, first_pack = self.first
         micro += (step - first_step) * settings.accumulation
-        start = first_pack + (micro * num_processes + process) * settings.batch
+        start = first_pack + (micro * self.group.num + self.group.number) * settings.batch
         places = [divmod(position, num_packs) for position in range(start, start + settings.batch)]
         return [permutation(num_packs, settings.seed + epoch)[place] for epoch, place in places]
 
@@ -271,7 +278,8 @@ class Trainer:
         batch, output = self.loader.on_device(micro)
         with self.accelerator.autocast():  # which accelerate leaves out where it shards
             loss: Loss = self.objective(batch, output, compare=compare)
-        # Gradients are averaged over processes: divide by the goals of all of them, times their number.
+        # Gradients are averaged over processes: divide by the goals of all of them, times their number. Both sums count all
+        # processes that hold a target together.
         self.accelerator.backward(loss.total * self.accelerator.num_processes / num_goals)
         return loss
 
@@ -327,7 +335,7 @@ class Trainer:
         found = self.folder.read_best() if self.accelerator.is_main_process else None
         with self.waiting("the best step"):
             best = broadcast_object_list([found])[0]
-        if best is None or best[1].num_prompts == best[1].replayed_prompts:
+        if best is None or (best[1].num_prompts == best[1].replayed_prompts and self.serve is None):
             return
         name, report, weights = best
         with self.waiting("the best step"):
@@ -336,6 +344,8 @@ class Trainer:
         with self.waiting("the decoding of the best step", timed=False):
             report = self.validation.decode_best(frozen, report, trained=self.seconds)
         if self.accelerator.is_main_process:
+            if self.serve is not None:
+                report = replace(report, served=self.serve(self.folder.path / name))
             self._track("validation", report.to_json())
             self.folder.log_last(self.step, {"validation": report.to_json()})
             self.folder.write_report(name, report)
@@ -376,7 +386,7 @@ class Trainer:
             return []
         position = torch.tensor([self.loader.position(self.step)], device=self.accelerator.device)
         with self.waiting("the others' places in the stream"):
-            return self.accelerator.gather(position).tolist()
+            return self.accelerator.gather(position).tolist()[:: self.group.share.size]
 
     def _record(self, figures: dict) -> None:
         """To the log, and to the tracker."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import broadcast_object_list
 from torch import Tensor
 
 from specdec import figures, replay, rules
@@ -23,6 +23,7 @@ from specdec.report import Report, summarise, undecoded, with_replays
 from specdec.sampling import Sampling
 from specdec.target import TargetOutput
 from train.engine_features import EngineTarget
+from train.group import Group
 from train.target_answers import TargetAnswers
 
 DECODE = ("best", "end", "always")
@@ -41,6 +42,7 @@ class ValidationSettings:
     decode: str
     share: float | None  # of the training time; None: any
     answers: str  # folder
+    served: str | None  # interpreter with vLLM
 
     def __post_init__(self):
         if self.decode not in DECODE:
@@ -50,7 +52,7 @@ class ValidationSettings:
 
 
 class Validation:
-    """Judges drafters. All processes call it together; each does a part of the prompts.
+    """Judges drafters. All processes call it together; each does a part of the prompts, the same as those it holds a target with.
 
     show: prints a report; say: prints a sentence
     engine: reads texts and writes the target's answers in place of a target here; then nothing is decoded
@@ -75,6 +77,7 @@ class Validation:
     ):
         self.engine = engine
         self.accelerator, self.target, self.drafting, self.prompts = accelerator, drafter.target, drafting, prompts
+        self.group = Group.of(accelerator, drafter.target)
         self.settings, self.best_by, self.stop, self.seed = settings, best_by, stop, seed
         self.show, self.say = show, say
         self.sampling = Sampling(temperature=settings.temperature)
@@ -162,7 +165,7 @@ class Validation:
                 for number, accept in zip(numbers, accepts):
                     rounds, accepted = replay.rounds(accept)
                     done.append((number, PromptReplay(self.prompts[number], rounds, accepted.tolist())))
-            return [each for _, each in sorted(gather_object(done), key=lambda pair: pair[0])]
+            return [each for _, each in sorted(self.group.gather(done), key=lambda pair: pair[0])]
 
     def _read(self, frozen: Drafter, numbers: list[int], texts: list[tuple[list[int], list[int]]]) -> TargetOutput:
         """What the target reads in a batch, in memory from the second time on if all batches take at most MOST_KEPT bytes."""
@@ -224,17 +227,18 @@ class Validation:
                 )
                 done = list(zip(mine, results))
                 self.each = (time.perf_counter() - begun) / max(1, len(done))
-            return [result for _, result in sorted(gather_object(done), key=lambda pair: pair[0])]
+            return [result for _, result in sorted(self.group.gather(done), key=lambda pair: pair[0])]
 
     def _within(self, left: float | None, *, at_least: int, whole: bool) -> Callable[[list], Iterator]:
         """What gives `measure` its prompts as long as the next one, or all of them (`whole`), fit into `left` seconds."""
-        at_least = -(-at_least // self.accelerator.num_processes)
+        at_least = -(-at_least // self.group.num)
 
         def take(groups: list) -> Iterator:
             begun = time.perf_counter()
             for number, group in enumerate(groups):
                 wanted = (len(groups) if whole else number + 1) * (time.perf_counter() - begun) / max(1, number)
-                if left is not None and number >= at_least and wanted > left:
+                late = left is not None and number >= at_least and wanted > left
+                if self.group.share.all_say(late)[0]:
                     return
                 yield group
 
@@ -274,17 +278,17 @@ class Validation:
 
     def _mine(self) -> list[int]:
         """Numbers of the prompts that this process decodes."""
-        return list(range(len(self.prompts))[self.accelerator.process_index :: self.accelerator.num_processes])
+        return list(self.group.mine(range(len(self.prompts))))
 
     def _share_of_prompts(self) -> int:
-        return -(-len(self.prompts) // self.accelerator.num_processes)
+        return -(-len(self.prompts) // self.group.num)
 
     def _batches(self) -> list[list[int]]:
         """Numbers of the prompts that this process replays, those of similar lengths together."""
         assert self.answers is not None
         lengths = [len(prompt.tokens) + len(answer) for prompt, answer in zip(self.prompts, self.answers)]
         order = sorted(range(len(lengths)), key=lambda number: (-lengths[number], number))
-        mine = order[self.accelerator.process_index :: self.accelerator.num_processes]
+        mine = self.group.mine(order)
         most = (
             BATCH_TOKENS if self.target.rotary_boundary is None else 0
         )  # of LongRoPE, one: a batch has one set of angles

@@ -10,6 +10,7 @@ import torch
 from omegaconf import OmegaConf
 from transformers import PreTrainedTokenizerBase
 
+from helpers import processes
 from helpers.options import option, split
 from helpers.settings_file import read_yaml
 from specdec import checkpoint
@@ -33,6 +34,15 @@ class TargetOptions:
     dtype: str = option("bfloat16", "bfloat16, float32, float16 or float64")
     device: str | None = option(None, "cpu, cuda, cuda:1, .. or auto (layers on all GPUs); null: cuda if there is one")
     trust_remote_code: bool = option(False, TRUST)
+
+
+@dataclass(frozen=True)
+class SharedTargetOptions(TargetOptions):
+    """For commands that several processes can run together (scripts/helpers/processes.py)."""
+
+    tp: int = option(
+        1, "processes that hold the target together, each a part of every layer: torchrun --nproc_per_node TP"
+    )
 
 
 @dataclass(frozen=True)
@@ -130,10 +140,16 @@ def load_target(options: TargetOptions, *, default: str | None = None) -> Opened
     use_threads()
     usual = str(OmegaConf.load(CONF / "target" / "smollm2-135m.yaml").name)
     name = options.name or default or usual
-    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    tp = options.tp if isinstance(options, SharedTargetOptions) else 1
     try:
         with named("target"):
-            target = Target.load(name, dtype=options.dtype, device=device, trust_remote_code=options.trust_remote_code)
+            target = Target.load(
+                name,
+                dtype=options.dtype,
+                device=processes.find_device(options.device, tp),
+                trust_remote_code=options.trust_remote_code,
+                tp=tp,
+            )
             return open_target(target)
     except ValueError as error:
         if name == usual and not Path(name).exists():

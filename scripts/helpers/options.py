@@ -24,6 +24,8 @@ from typing import Any, TypeVar
 from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
+from helpers import processes
+
 Options = TypeVar("Options")
 
 
@@ -152,11 +154,12 @@ def run(main) -> None:
 
     transformers.utils.logging.disable_progress_bar()
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
-    try:
-        main()
-    except ValueError as error:
-        raise SystemExit(f"error: {error}") from None
-    except BrokenPipeError:
-        os._exit(1)
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
+    with processes.only_main_speaks():
+        try:
+            main()
+        except ValueError as error:
+            raise SystemExit(f"error: {error}") from None
+        except BrokenPipeError:
+            os._exit(1)
+        except KeyboardInterrupt:
+            raise SystemExit(130) from None

@@ -337,7 +337,7 @@ def _first_weights(
             "borrowed; set borrow_embeddings=false, or width=null."
         )
     for layer, number in zip(lm.blocks, copied):
-        layer.load_state_dict(target.blocks[number].state_dict())
+        layer.load_state_dict(target.layer_state(number))
     if copies:
         lm.norm.load_state_dict(target.norm.state_dict())
         lm.embed.load_state_dict(target.embed.state_dict())

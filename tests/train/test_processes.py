@@ -26,7 +26,7 @@ def order_of(settings: list[tuple[int, int, int]], steps: int, num_packs: int) -
             trainer = types.SimpleNamespace(
                 settings=types.SimpleNamespace(batch=batch, accumulation=accumulation, seed=0),
                 material=types.SimpleNamespace(packs=range(num_packs)),
-                accelerator=types.SimpleNamespace(num_processes=num_processes, process_index=process),
+                group=types.SimpleNamespace(num=num_processes, number=process),
                 first=first,
             )
             read += Trainer.indices(trainer, first[0] + step, micro)

@@ -76,12 +76,33 @@ def test_cached_and_online_features_give_the_same_losses(fit):
     assert losses_of("live") == losses_of("disk")
 
 
-def test_a_cache_of_other_data_or_layers_is_refused(fit, folder):
-    fit("first", "features.mode=cached", "features.folder=cache", "head=eagle")
-    with pytest.raises(ValueError, match="another layers"):
-        fit("layers", "features.mode=cached", "features.folder=cache", "head=eagle3")
-    with pytest.raises(ValueError, match="another data"):
-        fit("data", "features.mode=cached", "features.folder=cache", "data.limit=7")
+def test_a_cache_of_another_form_or_other_layers_is_refused_and_other_data_are_added(fit, folder):
+    fit("first", "features.mode=cached", "features.folder=cache", "head=eagle", "data.limit=7")
+    for number, (option, what) in enumerate((("head=eagle3", "layers"), ("features.bits=8", "bits"), ("target.dtype=bfloat16", "dtype"))):  # fmt: skip
+        with pytest.raises(ValueError, match=f"another {what}"):
+            fit(f"refused{number}", "features.mode=cached", "features.folder=cache", option)
+    before = {path.name: path.stat().st_mtime_ns for path in Path("cache").glob("*/*")}
+    fit("data", "features.mode=cached", "features.folder=cache", "head=eagle")
+    after = {path.name: path.stat().st_mtime_ns for path in Path("cache").glob("*/*")}
+    assert len(after) > len(before) and before.items() <= after.items()
+    fit("online", "features.mode=online", "head=eagle")
+    assert losses_of("data") == losses_of("online")
+
+
+def test_features_in_8_bits_are_half_as_large_and_nearly_the_same(fit):
+    sizes = {}
+    for bits in ("null", "8"):
+        fit(
+            f"of{bits}",
+            "features.mode=cached",
+            f"features.folder=cache{bits}",
+            f"features.bits={bits}",
+            "target.dtype=bfloat16",
+        )
+        sizes[bits] = sum(path.stat().st_size for path in Path(f"cache{bits}").glob("*/*"))
+    assert sizes["8"] < 0.8 * sizes["null"]  # the target is so small that scales and headers count
+    first, second = losses_of("ofnull"), losses_of("of8")
+    assert first != second and all(abs(first[step] - second[step]) < 0.1 * first[step] for step in first)
 
 
 def spoil(monkeypatch, folder, number: int) -> None:

@@ -1,0 +1,36 @@
+"""A drafter's export, served by vLLM on some prompts at temperature 0."""
+
+from pathlib import Path
+
+import torch
+
+from engine_clients import vllm_client
+from specdec import served, serving
+from specdec.layouts.mtp import OVERRIDE
+
+
+def decode(
+    target: str,
+    form: serving.Form,
+    folder: Path,
+    prompts: list[list[int]],
+    *,
+    num_drafts: int,
+    max_new_tokens: int,
+    stop: set[int],
+    dtype: str,
+    python: str = vllm_client.PYTHON,
+) -> served.Decoding:
+    """What vLLM does with the export in `folder`, which `serving.write` made of `form`. target: folder or Hub name"""
+    settings = serving.settings(form, str(folder), num_drafts)
+    longest = max(map(len, prompts)) + max_new_tokens + num_drafts + 9
+    override = OVERRIDE if settings["method"] == "mtp" else None
+    given = {"dtype": dtype, "threads": torch.get_num_threads(), "overrides": override, "python": python}
+    with vllm_client.Vllm(target, speculative=settings, max_model_len=longest, **given) as engine:
+        reply = engine.generate(prompts, max_new_tokens, stop)
+    drafted = {
+        (row, len(before)): list(ids) for row, rounds in enumerate(reply.rounds) for ids, before in rounds if ids
+    }
+    return served.Decoding(
+        reply.answers, list(map(len, reply.rounds)), drafted, reply.accepted, offered=reply.draft_tokens
+    )

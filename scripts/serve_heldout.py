@@ -1,0 +1,81 @@
+"""python scripts/serve_heldout.py checkpoint=checkpoints/eagle3-smollm2-135m
+
+Exports a checkpoint, serves it in vLLM on held-out prompts at temperature 0, and says the tau that vLLM's own rounds give,
+beside the tau that validation replayed. Of the target it reads the embedding, the final norm and the LM head only; vLLM
+holds the rest. train.py does the same at its end with validation.served=PYTHON.
+"""
+
+import json
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from engine_clients.vllm_client import PYTHON
+from helpers import in_vllm, loading
+from helpers.options import option, options, run
+from specdec import checkpoint, files, serving
+from specdec.export import vllm
+from specdec.report import Report
+from specdec.target import Target, load_tokenizer
+from train import data
+from train.naming import named
+
+
+@dataclass(frozen=True)
+class ServeHeldout:
+    checkpoint: str = field(metadata={"help": "a step's folder, or a run's folder for its best step"})
+    prompts: str = option("data/prompts_heldout.jsonl", "rows with prompt or messages")
+    limit: int | None = option(8, "use LIMIT prompts, spread over the file; null: all")
+    max_new_tokens: int = option(48, "longest answer, in tokens")
+    num_drafts: int = option(2, "drafts per round: of the chain that was replayed")
+    python: str = option(PYTHON, "interpreter with vLLM; `make engines` makes this one, for a CPU")
+    out: str | None = option(None, "JSON file for the figures")
+    target: loading.TargetOptions = field(default_factory=loading.TargetOptions)
+
+
+def main() -> None:
+    chosen = options(ServeHeldout, __doc__)
+    folder = checkpoint.resolve(chosen.checkpoint)
+    name = chosen.target.name or loading.target_of(folder)
+    origin = {"trust_remote_code": chosen.target.trust_remote_code}
+    with named("target"):
+        target = Target.load_ends(name, dtype=chosen.target.dtype, **origin)
+        tokenizer = load_tokenizer(name, **origin)
+    drafter = checkpoint.load(folder, target)
+    prompts = [prompt.tokens for prompt in data.load_prompts(chosen.prompts, tokenizer, limit=chosen.limit)]
+    num = chosen.num_drafts if drafter.depth is None else min(chosen.num_drafts, drafter.depth)
+    provenance = serving.Provenance.read(folder, target=target, license="other", data=None, num_drafts=num)
+    form = vllm.form(drafter)
+    with tempfile.TemporaryDirectory() as scratch:
+        export = Path(scratch, "head")
+        serving.write(form, export, dtype=target.dtype, provenance=provenance)
+        found = in_vllm.decode(
+            name, form, export, prompts, num_drafts=num, max_new_tokens=chosen.max_new_tokens,
+            stop=data.stop_tokens(tokenizer, target.model.generation_config), dtype=chosen.target.dtype, python=chosen.python,
+        )  # fmt: skip
+    figures = {
+        "engine": "vLLM",
+        "tau": found.tau(),
+        "prompts": len(prompts),
+        "rounds": sum(found.rounds),
+        "num_drafts": num,
+        "accepted": found.accepted,
+        "drafted": found.offered,
+    }
+    print(
+        f"tau served {figures['tau']:.3f}: {figures['prompts']} prompts, {figures['rounds']} rounds, chain of {num}; ",
+        end="",
+    )
+    print(f"by vLLM's counters {found.accepted} of {found.offered} drafts were accepted")
+    path = folder / "report.json"
+    if path.exists() and (report := Report.from_json(checkpoint.read_json(path), source=str(path))).replayed_tau:
+        difference = 100 * (figures["tau"] / report.replayed_tau - 1)
+        print(
+            f"tau replayed {report.replayed_tau:.3f} ({report.replayed_prompts} prompts): served is {difference:+.1f} %"
+        )
+    if chosen.out:
+        files.write_text(Path(chosen.out), json.dumps(figures, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    run(main)

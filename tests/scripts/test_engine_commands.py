@@ -1,0 +1,146 @@
+"""Tests of launch_engine.py, serve_heldout.py and bench_features.py; with vLLM itself where `make engines` has set it up."""
+
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from scripts import launch_engine
+from specdec.target import Target
+from tests.support import REAL_TARGET, ROOT, child_environment
+
+ENGINES = ROOT / "engines" / "bin" / "python"
+engines = pytest.mark.skipif(
+    not (ROOT / "engines" / "ready").is_file(), reason="the engines are not installed: make engines"
+)
+real = pytest.mark.skipif(not REAL_TARGET.exists(), reason="needs make setup")
+pytestmark = [pytest.mark.slow, real]
+
+
+def call(monkeypatch, script, *arguments: str) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", ["command", *arguments])
+    script.main()
+
+
+def test_the_printed_command_serves_what_the_heads_read(monkeypatch, capsys):
+    call(monkeypatch, launch_engine, "print=true", "heads=eagle3,eagle", "max_model_len=99999", "tensor_parallel=4",
+         "more=--gpu-memory-utilization 0.5", "folder=/tmp/states")  # fmt: skip
+    words = shlex.split(capsys.readouterr().out)
+    given = dict(zip(words, words[1:]))
+    speculative = json.loads(given["--speculative-config"])
+    layers = speculative["draft_model_config"]["hf_config"]["eagle_aux_hidden_state_layer_ids"]
+    assert layers == [2, 15, 27, 30] and speculative["method"] == "extract_hidden_states"
+    assert given["--max-model-len"] == str(Target.load_ends(str(REAL_TARGET)).max_positions)
+    assert given["--tensor-parallel-size"] == "4" and given["--gpu-memory-utilization"] == "0.5"
+    assert "--no-enable-prefix-caching" in words and "--data-parallel-size" not in words
+    connector = json.loads(given["--kv-transfer-config"])
+    assert connector["kv_connector_extra_config"] == {"shared_storage_path": "/tmp/states"}
+    assert (launch_engine.CONNECTORS / f"{connector['kv_connector_module_path']}.py").is_file()
+
+
+def test_layers_may_be_given(monkeypatch, capsys):
+    call(monkeypatch, launch_engine, "print=true", "layers=[3,1]")
+    assert r'"eagle_aux_hidden_state_layer_ids": [1, 3, 30]' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        (["heads=eagle4"], "heads=eagle4: there is no head of that name. There are .*eagle3"),
+        (["layers=[a]"], r"layers=\[a\] must be a list of numbers"),
+        (["layers=[99]"], r"layers=\[99\] must be a list of numbers.*has hidden states 0\.\.30"),
+        (["python=/nowhere/python"], "There is no vLLM: /nowhere/python does not exist"),
+        (["target.name=targets/nothing"], "The folder targets/nothing does not exist"),
+    ],
+)
+def test_wrong_options_are_named(monkeypatch, arguments, what):
+    with pytest.raises(ValueError, match=what):
+        call(monkeypatch, launch_engine, *arguments)
+
+
+def test_a_port_in_use_is_named(monkeypatch):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ValueError, match=f"port={port} is in use"):
+            call(monkeypatch, launch_engine, f"port={port}", f"python={sys.executable}")
+
+
+def test_a_vllm_that_ends_is_told_and_leaves_no_folder(monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(launch_engine.os, "access", lambda *_: False)
+    with pytest.raises(ValueError, match="vLLM ended with status 1"):  # this Python has no vLLM
+        call(monkeypatch, launch_engine, f"python={sys.executable}", "port=9")
+    assert not list(tmp_path.iterdir())
+
+
+@engines
+def test_vllm_is_the_only_holder_of_the_target_and_dies_once(tmp_path):
+    """Features, validation, and tau in the engine, on the real target, with the commands of docs/engines.md."""
+    port = free_port()
+    environment = child_environment(HF_HUB_OFFLINE="1")
+    log = (tmp_path / "engine.log").open("w")
+
+    def launch() -> subprocess.Popen:
+        command = [
+            sys.executable,
+            "scripts/launch_engine.py",
+            f"port={port}",
+            "max_model_len=512",
+            "more=--enforce-eager",
+        ]
+        return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True)
+
+    def end(engine: subprocess.Popen, number: int) -> None:
+        found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(engine.pid)], capture_output=True, text=True).stdout
+        for pid in [*map(int, found.split()), engine.pid]:
+            os.kill(pid, number)
+        engine.wait()
+
+    engine = launch()
+    try:
+        wait_for(port, tmp_path / "engine.log")
+        command = [sys.executable, str(ROOT / "train.py"), "head=eagle3", "run=served", "features.mode=engine", f"features.engine=http://127.0.0.1:{port}",
+                   f"target.name={REAL_TARGET}", f"data.train={ROOT}/data/train.jsonl", f"data.heldout={ROOT}/data/prompts_heldout.jsonl",
+                   "data.limit=24", "data.length=128", "train.steps=12", "train.log_every=1", "solve_packs=2", "validation.num_prompts=3",
+                   "validation.max_new_tokens=16", f"validation.served={ENGINES}", "threads=2"]  # fmt: skip
+        run = subprocess.Popen(command, cwd=tmp_path, env=environment, text=True, stdout=subprocess.PIPE)
+        for line in run.stdout:
+            if line.startswith("step     4/"):
+                break
+        end(engine, signal.SIGKILL)
+        engine = launch()
+        rest = run.stdout.read()
+        assert run.wait() == 0, rest
+        assert "does not answer" in rest and "answers again" in rest
+        (report,) = Path(tmp_path, "checkpoints/served").glob("step_*/report.json")
+        figures = json.loads(report.read_text())
+        assert abs(figures["served"]["tau"] / figures["replayed_tau"] - 1) < 0.1  # bfloat16, few rounds
+    finally:
+        end(engine, signal.SIGTERM)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def wait_for(port: int, log: Path) -> None:
+    for _ in range(240):
+        try:
+            httpx.get(f"http://127.0.0.1:{port}/health").raise_for_status()
+            return
+        except httpx.HTTPError:
+            time.sleep(1)
+    raise AssertionError(log.read_text()[-2000:])

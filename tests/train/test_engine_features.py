@@ -1,0 +1,201 @@
+"""Training with a server as the source of the target's outputs: the same losses as with the target in the process."""
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from specdec.target import Target
+from tests.engine import TinyEngine
+from tests.support import losses_of
+from train.engine_client import EngineClient
+from train.engine_features import EngineTarget
+from train.features import Folder
+
+LAYERS = [2, 3, 4, 5, 6, 8]  # what these heads read of the tiny target's 8 layers, and the last
+HEADS = ["eagle3", "mtp", "dflash", "medusa", "draft"]
+
+
+@pytest.fixture
+def engine(folder, tmp_path):
+    with TinyEngine(Target.load(str(folder / "target"), dtype="float32"), LAYERS, tmp_path) as engine:
+        yield engine
+
+
+def settings(engine: TinyEngine, *more: str) -> tuple[str, ...]:
+    return "features.mode=engine", f"features.engine={engine.url}", "features.patience=0.5", *more
+
+
+@pytest.fixture
+def ends(folder) -> Target:
+    return Target.load_ends(str(folder / "target"), dtype="float32")
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_losses_and_tau_are_those_of_the_target_in_this_process(fit, engine, head):
+    fit("online", f"head={head}", "features.mode=online")
+    fit("engine", f"head={head}", *settings(engine))
+    online, served = losses_of("online"), losses_of("engine")
+    assert online.keys() == served.keys() and len(online) > 2
+    assert all(abs(online[step] - served[step]) < 1e-4 * online[step] for step in online)
+    for name in ("drafter.json", "report.json"):
+        assert (Path("checkpoints/engine/best").exists()) and list(Path("checkpoints/engine").glob(f"step_*/{name}"))
+
+
+def test_the_process_never_holds_the_layers(fit, engine, monkeypatch):
+    loaded = []
+    monkeypatch.setattr(Target, "load", lambda *_, **__: loaded.append(1))
+    fit("engine", *settings(engine))
+    assert not loaded
+
+
+def test_a_folder_is_filled_once(fit, engine, tmp_path):
+    options = (f"features.engine={engine.url}", "features.mode=cached", "features.folder=cache")
+    fit("first", *options)
+    num = len(engine.requests)
+    fit("second", *options, "train.seed=3")
+    assert len(engine.requests) - num <= 1 + 3  # the try at the start; prompts were answered before and are read again
+    assert losses_of("first").keys() == losses_of("second").keys()
+    assert not [path for path in tmp_path.glob("*.safetensors") if path.parent == engine.folder]
+
+
+def test_an_engine_that_dies_twice_loses_nothing(fit, engine, folder):
+    fit("whole", *settings(engine))
+
+    def die(number: int, made: dict) -> None:
+        if number in stops:
+            made["answer"] = None  # the connection ends
+            threading.Thread(target=restart).start()
+
+    def restart() -> None:
+        engine.__exit__()
+        time.sleep(0.3)
+        engine.__enter__()
+
+    first = len(engine.requests)
+    stops = (first + 3, first + 12)
+    engine.spoil = die
+    fit("died", *settings(engine))
+    assert losses_of("died") == losses_of("whole")
+
+
+# What is wrong with an answer, and what is said
+
+
+def cut(number, made):
+    made["tensors"] = {name: value[:-1] for name, value in made["tensors"].items()}
+
+
+def other_model(number, made):
+    made["tensors"]["hidden_states"] = torch.randn_like(made["tensors"]["hidden_states"])
+
+
+def no_file(number, made):
+    made["tensors"] = None
+
+
+def not_finite(number, made):
+    made["tensors"]["hidden_states"][0, 0, 0] = float("nan")
+
+
+def zero(number, made):
+    made["tensors"]["hidden_states"][1] = 0
+
+
+def fewer_layers(number, made):
+    made["tensors"]["hidden_states"] = made["tensors"]["hidden_states"][:, 1:]
+    made["about"] = {"layers": "[3, 4, 5, 6, 8]"}
+
+
+def unnamed_layers(number, made):
+    made["tensors"]["hidden_states"] = made["tensors"]["hidden_states"][:, 1:]
+    made["about"] = {}
+
+
+def narrow(number, made):
+    made["tensors"]["hidden_states"] = made["tensors"]["hidden_states"][..., 1:]
+
+
+def no_states(number, made):
+    made["answer"].pop("kv_transfer_params")
+
+
+def no_ids(number, made):
+    made["answer"]["choices"][0].pop("token_ids")
+
+
+FAULTS = {
+    cut: "prefix caching must be off",
+    other_model: "serves another model than .* or other layers",
+    no_file: "cannot be read .* The engine's log says why",
+    not_finite: "some hidden states are not finite",
+    zero: "are all zero",
+    fewer_layers: r"gives layers \[3, 4, 5, 6, 8\], and the head needs \[2, 4, 5, 8\].*'layers=\[2, 4, 5, 8\]'",
+    unnamed_layers: r"gives 5 layers, and the head needs",
+    narrow: "it serves another model",
+    no_states: r"gives no hidden states\. Start it again with python scripts/launch_engine.py",
+    no_ids: "does not return token ids",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_a_server_that_is_not_right_is_refused_with_a_reason(engine, ends, fault, monkeypatch):
+    monkeypatch.setattr("train.engine_client.LONGEST_PAUSE", 0.01)
+    engine.spoil = fault
+    with pytest.raises(ValueError, match=FAULTS[fault]):
+        EngineTarget(EngineClient(engine.url), ends, (2, 4, 5))
+
+
+@pytest.mark.parametrize("fault", [cut, no_file, not_finite, zero], ids=lambda fault: fault.__name__)
+def test_a_bad_answer_is_asked_for_again(engine, ends, fault, monkeypatch):
+    monkeypatch.setattr("train.engine_client.LONGEST_PAUSE", 0.01)
+    source = EngineTarget(EngineClient(engine.url), ends, (2, 4, 5))
+    num = len(engine.requests)
+    engine.spoil = lambda number, made: fault(number, made) if number == num else None
+    states = source.submit(torch.tensor([5, 6, 7]), (2, 8)).result()
+    assert [tuple(state.shape) for state in states] == [(3, ends.width)] * 2 and len(engine.requests) == num + 2
+
+
+def test_a_full_disk_of_the_engine_is_named(engine, ends, monkeypatch):
+    monkeypatch.setattr("train.engine_client.LONGEST_PAUSE", 0.01)
+    monkeypatch.setattr("train.engine_features.shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000})())
+    engine.spoil = no_file
+    with pytest.raises(ValueError, match=r"The disk of .* is full \(0 MiB free\)"):
+        EngineTarget(EngineClient(engine.url), ends, (2,))
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        (("features.engine=null",), r"features.mode=engine needs the URL of a server"),
+        (("features.engine=localhost:8000",), "is not the URL of a server"),
+        (("features.engine=http://127.0.0.1:9",), "No server with OpenAI's interface answers at http://127.0.0.1:9"),
+        (("features.mode=online",), r"features\.mode=online runs the target in this process"),
+        (("features.mode=offline",), "must be cached, online or engine"),
+        (("head=medusa2",), "the head changes the target"),
+        (("head=draft", "data.on_policy=0.5"), "the draft writes"),
+        (("decode=tree",), "judged by replay, which needs a chain"),
+        (("train.best_by=speedup",), "train.best_by=speedup is measured by decoding"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(fit, engine, options, what):
+    with pytest.raises(ValueError, match=what):
+        fit("refused", *settings(engine), *options)
+
+
+def test_what_is_in_flight_is_bounded(engine, ends):
+    source = EngineTarget(EngineClient(engine.url, in_flight=3), ends, (2,))
+    futures = [source.submit(torch.arange(1, 20 + n) % 50, (2,)) for n in range(24)]
+    assert all(len(future.result()[0]) == 19 + n for n, future in enumerate(futures)) and engine.most <= 3
+
+
+def test_8_bits_keep_each_token_to_half_a_step(ends, tmp_path):
+    folder = Folder(ends, (2,), tmp_path / "cache", bits=8)
+    folder.open()
+    tokens, states = torch.arange(5), [torch.randn(5, ends.width) * scale for scale in (1, 100)]
+    folder.write(tokens, states)
+    for state, read in zip(states, folder.read(tokens, (2, 8))):
+        step = state.abs().amax(dim=1, keepdim=True) / 127
+        assert bool(((read - state).abs() <= 0.501 * step).all())
