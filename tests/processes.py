@@ -84,7 +84,7 @@ def fit_by_two(cwd: Path, runs: list[dict]) -> list[str]:
         with output.open("w") as file:
             processes.append(subprocess.Popen(command, cwd=cwd, stdout=file, stderr=file, env=environment))
     try:
-        codes = [process.wait(timeout=120) for process in processes]
+        codes = [process.wait(timeout=300) for process in processes]
     finally:
         for process in processes:
             process.kill()

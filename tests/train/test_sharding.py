@@ -111,7 +111,7 @@ def test_two_nodes_by_torchrun(folder, tmp_path):
     command = [*launcher, str(ROOT / "train.py"), *train_overrides(folder, "nodes", *SHARD, "train.steps=2", "train.validate_every=2")]  # fmt: skip
     processes = [subprocess.Popen(command, cwd=tmp_path, env=child_environment(), stdout=subprocess.PIPE,
                                   stderr=subprocess.STDOUT, text=True) for _ in range(2)]  # fmt: skip
-    printed = "".join(process.communicate(timeout=100)[0] for process in processes)
+    printed = "".join(process.communicate(timeout=200)[0] for process in processes)
     assert [process.returncode for process in processes] == [0, 0], printed
     for line in ("closed-form start", "step     1/2", "step     2/2", "best replayed tau"):
         assert printed.count(line) == 1, printed
