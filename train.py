@@ -197,7 +197,8 @@ def connect(config: DictConfig, drafter: Head, console: Console) -> EngineTarget
     say = lambda text: console.print(text, highlight=False, soft_wrap=True)
     with named("features"):
         chosen = config.features
-        client = EngineClient(chosen.engine, in_flight=chosen.in_flight, patience=chosen.patience, say=say)
+        urls = chosen.engine if isinstance(chosen.engine, str) else ",".join(chosen.engine)
+        client = EngineClient(urls, in_flight=chosen.in_flight, patience=chosen.patience, say=say)
         return EngineTarget(client, drafter.target, (*drafter.target_layers, *drafter.target.layer_ids(chosen.layers)))
 
 
