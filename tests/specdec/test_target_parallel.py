@@ -165,13 +165,13 @@ def test_two_processes_together_are_one(results, what):
 def test_what_cannot_be_cut_is_refused_in_a_sentence(results):
     three, zero, auto, compiled, adapted, unfit = results[0]["sentences"]
     assert re.match(
-        r"tp=3 does not divide the heads of .* \(num_attention_heads=4 and num_key_value_heads=2\): use tp=1 or 2\.",
+        r"tp=3 does not divide the 4 heads of attention and 2 heads of keys and values of .*: use tp=1 or 2\.",
         three,
     )
     assert zero.startswith("tp=0 must be at least 1")
     assert auto.startswith("device=auto spreads") and "use device=null with tp, or tp=1 with auto" in auto
     assert compiled.endswith("set compile=false.") and "held by 2 processes" in compiled
-    assert "tp=2 cuts" in adapted and "set tp=1, or choose another head" in adapted
+    assert "is cut over 2 processes" in adapted and adapted.endswith("or choose another head.")
     assert unfit.startswith("tp=2: transformers' plan of tensor parallelism may not fit.") and unfit.endswith(
         "Or set tp=1."
     )
