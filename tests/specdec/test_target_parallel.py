@@ -13,11 +13,12 @@ from specdec.compile import Runner
 from specdec.decode import Decoder
 from specdec.drafting import Drafting
 from specdec.measurement import seeded_generator
+from specdec.proposers.layerskip import LayerSkip
 from specdec.sampling import Sampling
 from specdec.target import Target
 from specdec.target_adapter import adapt
 from tests import families
-from tests.support import make_drafter, save_word_model
+from tests.support import greedy, make_drafter, save_word_model
 from tests.together import together
 from train.data import Batch
 from train.features import Online
@@ -80,7 +81,7 @@ def decode(target: Target) -> list:
     answers = []
     for temperature in (0.0, 1.0):
         decoder = Decoder(target, None, sampling=Sampling(temperature), stop=set())
-        answers.append(decoder.generate(PROMPTS, 16, generator=seeded_generator(target, 0)).tokens)
+        answers.append(decoder.generate(PROMPTS, 10, generator=seeded_generator(target, 0)).tokens)
     return answers
 
 
@@ -94,10 +95,12 @@ def heads(*targets: Target) -> dict:
             answers = [
                 Drafting(depth, width, nodes).decoder(
                     target, Drafting(depth, width, nodes).proposer(drafter), sampling=Sampling(temperature), stop=set()
-                ).generate(PROMPTS, 16, generator=seeded_generator(target, 3)).tokens
+                ).generate(PROMPTS, 10, generator=seeded_generator(target, 3)).tokens
                 for depth, width, nodes in ((2, 1, None), (2, 2, 4)) for temperature in (0.0, 1.0)
             ]  # fmt: skip
             found[name].append([answers, *loss(target, drafter)])
+    skipping = [greedy(target, LayerSkip(target, layers=None, depth=3)).generate(PROMPTS, 10) for target in targets]
+    found["layerskip"] = [[[each.tokens, each.accepted]] for each in skipping]
     return found
 
 
