@@ -3,9 +3,16 @@
 Lets the target answer prompts, to make training data: a drafter is trained on what its own target writes. Each prompt
 gets one answer per temperature. Writes conversations to OUT and the settings to OUT.meta.json. After an interruption the
 same command continues.
+
+engine=URL lets a server with OpenAI's interface answer; vLLM also gives the token ids, which are kept in the rows. With
+features.folder=DIR the hidden states that scripts/launch_engine.py gives are kept too, so that train.py reads no answer again.
+prompts=self lets the target write the prompts too (Magpie, 2406.08464): they are kept in OUT.prompts.jsonl.
 """
 
+import contextlib
 import time
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,30 +21,50 @@ import rich.progress
 from transformers import PreTrainedTokenizerBase
 
 from helpers import loading
-from helpers.options import options, run
+from helpers.options import option, options, run, split
+from helpers.writers import FeatureOptions, Source, Writers, stop_tokens
 from specdec.target import load_tokenizer
-from train import answering, reading
+from train import answering, data, reading, self_prompts
+from train.answering import Law
 from train.resumable import Resumable, resumable
 
 SECONDS_BETWEEN_LINES = 30  # of progress, where there is no terminal to draw a bar on
+SELF = "self"
+SPARE = 64  # tokens by which a prompt may grow when it is rendered and encoded again
 
 
 @dataclass(frozen=True)
 class DecodeOptions:
-    temperature: str = field(default="0,1", metadata={"help": "comma list; each prompt is answered once at each"})
-    top_p: float = field(default=1.0, metadata={"help": "sample from the most likely tokens of this total probability"})
+    temperature: str = option("0,1", "comma list; each prompt is answered once at each")
+    top_p: float = option(1.0, "sample from the most likely tokens of this total probability")
+
+
+@dataclass(frozen=True)
+class SelfPromptOptions:
+    temperature: float = option(1.0, "of prompts=self")
+    top_p: float = option(1.0, "the same for prompts=self")
+    max_tokens: int = option(256, "longest prompt; longer ones are dropped as unfinished")
 
 
 @dataclass(frozen=True)
 class Answer:
-    prompts: str = field(metadata={"help": "rows with prompt or messages: a .jsonl file, a folder of them, a dataset"})
+    prompts: str = field(metadata={"help": "rows with prompt or messages: JSONL, folder or dataset; self: see above"})
     out: str = field(metadata={"help": "the .jsonl file to write or to continue"})
-    limit: int | None = field(default=None, metadata={"help": "answer only the first LIMIT prompts; null: all"})
-    max_new_tokens: int = field(default=160, metadata={"help": "longest answer, in tokens"})
-    batch: int = field(default=16, metadata={"help": "prompts answered at once"})
-    seed: int = field(default=0, metadata={"help": "seed of the sampling"})
+    limit: int | None = option(None, "answer only the first LIMIT prompts; null: all")
+    num_prompts: int | None = option(None, "how many prompts to write, with prompts=self")
+    max_new_tokens: int = option(160, "longest answer, in tokens")
+    thinking: bool | None = option(None, "enable_thinking of the chat template: true or false; null: its default")
+    tag: str | None = option(None, "comma list of tags that every row gets, beside those of its prompt")
+    engine: str | None = option(
+        None, "comma list of URLs of servers, or vllm (in this process); null: this project's decoder"
+    )
+    in_flight: int = option(64, "requests that are under way at once, with engine=")
+    batch: int = option(16, "prompts answered at once, without engine=")
+    seed: int = option(0, "seed of the sampling")
     target: loading.TargetOptions = field(default_factory=loading.TargetOptions)
     decode: DecodeOptions = field(default_factory=DecodeOptions)
+    features: FeatureOptions = field(default_factory=FeatureOptions)
+    self_prompts: SelfPromptOptions = field(default_factory=SelfPromptOptions)
 
 
 def parse_temperatures(temperature: str) -> list[float]:
@@ -50,6 +77,32 @@ def parse_temperatures(temperature: str) -> list[float]:
     return values
 
 
+def check(chosen: Answer) -> None:
+    if chosen.target.name is None:
+        raise ValueError("target.name= must name the model that answers: a folder or a Hub name.")
+    if (chosen.prompts == SELF) != (chosen.num_prompts is not None):
+        raise ValueError(
+            "num_prompts= says how many prompts the target writes: give it with prompts=self, and only then."
+        )
+    for name, number in (
+        ("num_prompts", chosen.num_prompts),
+        ("max_new_tokens", chosen.max_new_tokens),
+        ("self_prompts.max_tokens", chosen.self_prompts.max_tokens),
+        ("batch", chosen.batch),
+        ("in_flight", chosen.in_flight),
+    ):
+        if number is not None and number < 1:
+            raise ValueError(f"{name}={number} must be at least 1.")
+    for name, share in (("decode", chosen.decode.top_p), ("self_prompts", chosen.self_prompts.top_p)):
+        if not 0 < share <= 1:
+            raise ValueError(f"{name}.top_p={share} must be above 0 and at most 1.")
+    if chosen.features.folder is not None and chosen.engine in (None, "vllm"):
+        raise ValueError(
+            "features.folder= keeps hidden states that a server gives with the answers: give engine=URL of one that python "
+            "scripts/launch_engine.py has started."
+        )
+
+
 class Rate(rich.progress.ProgressColumn):
     """Tokens per second and time left, over the whole run so far."""
 
@@ -57,61 +110,161 @@ class Rate(rich.progress.ProgressColumn):
         return task.fields["rate"]
 
 
+class Progress:
+    """A bar where there is a terminal, and else a line now and then."""
+
+    def __init__(self, console: rich.console.Console, bar: rich.progress.Progress, what: str, total: int):
+        self.console, self.bar, self.what, self.total = console, bar, what, total
+        self.task = bar.add_task(what, total=total, rate="")
+        self.num = self.num_tokens = 0
+        self.begun = self.said = time.perf_counter()
+
+    def add(self, num: int, num_tokens: int) -> None:
+        self.num, self.num_tokens, now = self.num + num, self.num_tokens + num_tokens, time.perf_counter()
+        minutes = (now - self.begun) / max(self.num, 1) * (self.total - self.num) / 60
+        rate = f"{self.num_tokens / (now - self.begun):.0f} tokens/s, {minutes:.1f} min left"
+        self.bar.update(self.task, completed=self.num, rate=rate)
+        if not self.console.is_terminal and now - self.said > SECONDS_BETWEEN_LINES:
+            self.console.print(f"{self.num}/{self.total} {self.what}, {rate}")
+            self.said = now
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self.begun
+
+
+@contextlib.contextmanager
+def progress(console: rich.console.Console, what: str, total: int) -> Iterator[Progress]:
+    columns = [*rich.progress.Progress.get_default_columns()[:2], rich.progress.MofNCompleteColumn(), Rate()]
+    with rich.progress.Progress(*columns, console=console) as bar:
+        yield Progress(console, bar, what, total)
+
+
+# Prompts of the target's own
+
+
+def write_prompts(chosen: Answer, source: Source, writers: Writers, stop: set[int]) -> str:
+    """The file of prompts, with `num_prompts` of them that are kept."""
+    path, mine = Path(f"{chosen.out}.prompts.jsonl"), chosen.self_prompts
+    opening = self_prompts.find_opening(source.tokenizer, stop)
+    law = Law(opening.ends, mine.max_tokens, top_p=mine.top_p, seed=chosen.seed)
+    settings = {**common_settings(chosen, source), "prompts": SELF, **vars(mine)}
+    advice = "Use the same settings to continue, or choose another out=FILE."
+    num = chosen.num_prompts or 0
+    with resumable(Path(f"{path}.meta.json"), path, settings, advice=advice) as rows:
+        kept = sum(not row.get("dropped") for row in rows.rows)
+        if kept < num:
+            answer = (
+                len(data.encode_prompt(source.tokenizer, [{"role": "user", "content": ""}])) + chosen.max_new_tokens
+            )
+            writer = writers.open(
+                law,
+                example=answering.Job("example", SELF, mine.temperature, [], opening.tokens),
+                longest=mine.max_tokens + max(len(opening.tokens), answer + SPARE),
+                ids=True,
+            )
+            block = -(-num // chosen.batch) * chosen.batch
+            drawn = self_prompts.write(
+                source.tokenizer, writer, opening, rows, num=num, temperature=mine.temperature, block=block
+            )
+            with progress(source.console, "prompts", num - kept) as shown:
+                for judge, num_tokens in drawn:
+                    shown.add(judge.counts["kept"] - kept - shown.num, num_tokens)
+        reasons = Counter(row.get("dropped", "kept") for row in rows.rows)
+    source.console.print(
+        f"{path}: the target wrote {reasons.total()} prompts, of which {reasons['kept']} are kept "
+        f"({self_prompts.summary(reasons)})."
+    )
+    return str(path)
+
+
+# Answers
+
+
+def common_settings(chosen: Answer, source: Source) -> dict:
+    """What the target is and what writes."""
+    return {
+        "target": chosen.target.name,
+        "seed": chosen.seed,
+        "dtype": None if source.kind == "server" else chosen.target.dtype,
+        "engine": source.kind,
+    }
+
+
 def write(chosen: Answer, console: rich.console.Console) -> None:
-    if chosen.target.name is None:
-        raise ValueError("target.name= must name the model that answers: a folder or a Hub name.")
+    check(chosen)
     temperatures = parse_temperatures(chosen.decode.temperature)
     tokenizer = load_tokenizer(chosen.target.name, trust_remote_code=chosen.target.trust_remote_code)
-    prompts = reading.load_prompts(chosen.prompts, limit=chosen.limit)
-    jobs = answering.list_jobs(tokenizer, prompts, temperatures)
-    settings = {
-        "target": chosen.target.name,
-        "prompts": chosen.prompts,
-        "temperature": ",".join(f"{value:g}" for value in temperatures),
-        "top_p": chosen.decode.top_p,
-        "max_new_tokens": chosen.max_new_tokens,
-        "seed": chosen.seed,
-        "dtype": chosen.target.dtype,
-    }
-    advice = "Use the same settings to continue, or choose another out=FILE."
-    with resumable(Path(f"{chosen.out}.meta.json"), Path(chosen.out), settings, advice=advice) as answers:
-        finished = {row.get("id") for row in answers.rows}
-        if None in finished:
-            raise ValueError(f"{chosen.out} has rows without an id, so it was not written by this command. {advice}")
-        num_missing = sum(job.id not in finished for job in jobs)
-        console.print(f"{len(jobs)} answers to write, {len(jobs) - num_missing} of them are in {chosen.out} already.")
-        if num_missing:
-            write_missing(chosen, tokenizer, jobs, answers, finished, num_missing, console)
+    source = Source(
+        chosen.engine,
+        chosen.target,
+        tokenizer,
+        chosen.batch,
+        chosen.in_flight,
+        chosen.thinking,
+        chosen.features,
+        console,
+    )
+    stop = stop_tokens(tokenizer, chosen.target)
+    with Writers(source) as writers:
+        file = write_prompts(chosen, source, writers, stop) if chosen.prompts == SELF else chosen.prompts
+        limit = (
+            chosen.limit if chosen.num_prompts is None else min(chosen.num_prompts, chosen.limit or chosen.num_prompts)
+        )
+        prompts = reading.load_prompts(file, limit=limit)
+        tags = tuple(split(chosen.tag))
+        jobs = answering.list_jobs(tokenizer, prompts, temperatures, thinking=chosen.thinking, tags=tags)
+        settings = {
+            **common_settings(chosen, source),
+            "prompts": chosen.prompts,
+            "temperature": ",".join(f"{value:g}" for value in temperatures),
+            "top_p": chosen.decode.top_p,
+            "max_new_tokens": chosen.max_new_tokens,
+            "thinking": chosen.thinking,
+            "tag": chosen.tag,
+        }
+        advice = "Use the same settings to continue, or choose another out=FILE."
+        with resumable(Path(f"{chosen.out}.meta.json"), Path(chosen.out), settings, advice=advice) as answers:
+            finished = {row.get("id") for row in answers.rows}
+            if None in finished:
+                raise ValueError(
+                    f"{chosen.out} has rows without an id, so it was not written by this command. {advice}"
+                )
+            missing = [job for job in jobs if job.id not in finished]
+            console.print(
+                f"{len(jobs)} answers to write, {len(jobs) - len(missing)} of them are in {chosen.out} already."
+            )
+            if missing:
+                law = Law(frozenset(stop), chosen.max_new_tokens, top_p=chosen.decode.top_p, seed=chosen.seed)
+                longest = max(len(job.tokens) for job in jobs) + chosen.max_new_tokens
+                writer = writers.open(law, example=jobs[0], longest=longest)
+                write_missing(chosen, tokenizer, writer, jobs, answers, finished, len(missing), console)
 
 
 def write_missing(
     chosen: Answer,
     tokenizer: PreTrainedTokenizerBase,
+    writer: answering.Writer,
     jobs: list[answering.Job],
     answers: Resumable,
     finished: set[str],
     num_missing: int,
     console: rich.console.Console,
 ) -> None:
-    opened = loading.load_target(chosen.target)
-    sizes = {"batch": chosen.batch, "max_new_tokens": chosen.max_new_tokens, "finished": finished}
-    columns = [*rich.progress.Progress.get_default_columns()[:2], rich.progress.MofNCompleteColumn(), Rate()]
-    num_rows = num_tokens = 0
-    start = last_line = time.perf_counter()
-    with rich.progress.Progress(*columns, console=console) as progress:
-        task = progress.add_task("answers", total=num_missing, rate="")
-        for rows, num in answering.answer(
-            opened.target, tokenizer, opened.stop, jobs, **sizes, top_p=chosen.decode.top_p, seed=chosen.seed
-        ):
-            answers.append(*rows)
-            num_rows, num_tokens, now = num_rows + len(rows), num_tokens + num, time.perf_counter()
-            minutes = (now - start) / num_rows * (num_missing - num_rows) / 60
-            rate = f"{num_tokens / (now - start):.0f} tokens/s, {minutes:.1f} min left"
-            progress.update(task, completed=num_rows, rate=rate)
-            if not console.is_terminal and now - last_line > SECONDS_BETWEEN_LINES:
-                console.print(f"{num_rows}/{num_missing} answers, {rate}")
-                last_line = now
-    console.print(f"{chosen.out}: {num_rows} answers written, {num_tokens} tokens in {now - start:.0f} s.")
+    digest, _ = data.vocabulary(tokenizer, len(tokenizer))
+    ends: Counter[str] = Counter()
+    with progress(console, "answers", num_missing) as shown:
+        for group in writer.write(jobs, finished):
+            answers.append(
+                *(answering.conversation(*pair, tokenizer=digest, thinking=chosen.thinking) for pair in group)
+            )
+            ends.update(answer.finish for _, answer in group)
+            ends.update("empty" for _, answer in group if not answer.text.strip())
+            shown.add(len(group), sum(answer.num_tokens for _, answer in group))
+    console.print(
+        f"{chosen.out}: {shown.num} answers written, {shown.num_tokens} tokens in {shown.seconds:.0f} s; {ends['length']} "
+        f"were cut at {chosen.max_new_tokens} tokens, {ends['empty']} are empty."
+    )
 
 
 def main() -> None:

@@ -19,12 +19,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
-from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 from engine_clients.vllm_client import KV_SPACE, PYTHON
 from helpers import loading
-from helpers.options import option, options, run, split
+from helpers.layers import layers_of
+from helpers.options import option, options, run
 from specdec.target import Target
 from train.naming import named
 
@@ -48,25 +48,6 @@ class Engine:
     python: str = option(PYTHON, "interpreter with vLLM; `make engines` makes this one, for a CPU")
     print: bool = option(False, "print the command and start nothing")
     target: loading.TargetOptions = field(default_factory=loading.TargetOptions)
-
-
-def layers_of(chosen: Engine, target: Target) -> list[int]:
-    """The layers that the heads read, and the last one."""
-    if chosen.layers is not None:
-        try:
-            wanted = [int(layer) for layer in chosen.layers.strip(" []").split(",") if layer.strip()]
-            found = set(target.layer_ids(sorted(wanted)))
-        except ValueError as error:
-            raise ValueError(f"layers={chosen.layers} must be a list of numbers, such as [2,15,28]. {error}") from None
-    else:
-        found = set()
-        for name in split(chosen.heads):
-            path = loading.CONF / "head" / f"{name}.yaml"
-            if not path.exists():
-                known = ", ".join(sorted(path.stem for path in path.parent.glob("*.yaml")))
-                raise ValueError(f"heads={name}: there is no head of that name. There are {known}.")
-            found |= set(instantiate(OmegaConf.load(path).drafter, target, vocab=None, _convert_="all").target_layers)
-    return sorted({*found, target.num_layers})
 
 
 def command(chosen: Engine, target: Target, layers: list[int], folder: str) -> list[str]:
@@ -167,7 +148,7 @@ def main() -> None:
     name = chosen.target.name or str(OmegaConf.load(loading.CONF / "target" / "smollm2-135m.yaml").name)
     with named("target"):
         target = Target.load_ends(name, dtype=chosen.target.dtype, trust_remote_code=chosen.target.trust_remote_code)
-    layers = layers_of(chosen, target)
+    layers = layers_of(target, heads=chosen.heads, layers=chosen.layers)
     if chosen.print:
         folder = str(Path(chosen.folder or "engine-states").absolute())
         print(f"PYTHONPATH={CONNECTORS} {shlex.join(command(chosen, target, layers, folder))}")

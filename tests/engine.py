@@ -49,12 +49,14 @@ class TinyEngine:
             number = next(self.numbers)
             self.requests.append(body)
             prompt, new = body["prompt"], []
-            while not new or (len(new) < body["max_tokens"] and new[-1] not in body["stop_token_ids"]):
+            stop = body.get("stop_token_ids", [])
+            while not new or (len(new) < body["max_tokens"] and new[-1] not in stop):
                 states, final = self._read([*prompt, *new])
                 new.append(int(self.target.logits(final[-1]).argmax()))
             tensors = {"token_ids": torch.tensor([*prompt, *new][:-1]), "hidden_states": states}
             path = self.folder / f"{number}.safetensors"
-            answer = {"choices": [{"token_ids": new, "text": "", "finish_reason": "length"}], "kv_transfer_params": {"hidden_states_path": str(path)}}  # fmt: skip
+            finish = "stop" if new[-1] in stop else "length"
+            answer = {"choices": [{"token_ids": new, "text": "", "finish_reason": finish}], "kv_transfer_params": {"hidden_states_path": str(path)}}  # fmt: skip
             made = {"answer": answer, "tensors": tensors, "about": {"layers": json.dumps(self.layers)}}
             self.spoil(number, made)
             if made["tensors"] is not None:
@@ -81,10 +83,13 @@ class TinyEngine:
             protocol_version = "HTTP/1.1"
 
             def do_GET(self):
-                self.reply({"data": [{"id": engine.target.name}]})
+                self.reply({"data": [{"id": engine.target.name, "max_model_len": 256}]})
 
             def do_POST(self):
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                if not self.path.endswith("/v1/completions"):
+                    self.reply({"error": {"message": "Not Found"}}, status=404)
+                    return
                 with engine.guard:
                     engine.running += 1
                     engine.most = max(engine.most, engine.running)
@@ -96,9 +101,9 @@ class TinyEngine:
                 else:
                     self.reply(answer)
 
-            def reply(self, document: dict) -> None:
+            def reply(self, document: dict, status: int = 200) -> None:
                 content = json.dumps(document).encode()
-                self.send_response(200)
+                self.send_response(status)
                 self.send_header("Content-Length", str(len(content)))
                 self.end_headers()
                 self.wfile.write(content)

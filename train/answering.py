@@ -1,8 +1,13 @@
-"""The target's answers to prompts, as conversations to train on: a drafter learns from what its target writes."""
+"""The target's answers to prompts, as conversations to train on: a drafter learns from what its target writes.
+
+Three things write them: the decoder of this project (OwnDecoder), a server (engine_answers.py), vLLM in this process
+(vllm_answers.py). All of them take jobs and yield what was written, some jobs at a time.
+"""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -10,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from specdec.decode import Decoder
 from specdec.sampling import Sampling
 from specdec.target import Target
-from train.data import encode_prompt
+from train import data
 
 
 @dataclass(frozen=True)
@@ -22,19 +27,69 @@ class Job:
     temperature: float
     messages: list[dict]
     tokens: list[int]  # the rendered prompt
+    tags: tuple[str, ...] = ()
 
 
-def list_jobs(tokenizer: PreTrainedTokenizerBase, prompts: list[dict], temperatures: list[float]) -> list[Job]:
-    """One job for each prompt and temperature. Raises ValueError if two prompts have the same id."""
+@dataclass(frozen=True)
+class Law:
+    """How texts are sampled, and where they end. Each text has a random seed of its own, which follows from `seed` and its id."""
+
+    stop: frozenset[int]  # tokens that end a text
+    max_new_tokens: int
+    top_p: float = 1.0
+    seed: int = 0
+
+    def seed_of(self, name: str, bits: int) -> int:
+        digest = hashlib.sha256(f"{self.seed} {name}".encode()).digest()
+        return int.from_bytes(digest[:7], "big") % 2**bits
+
+
+@dataclass(frozen=True)
+class Written:
+    """What the target wrote for one job."""
+
+    text: str
+    finish: str  # "stop", or "length" if it was cut
+    tokens: list[int] | None  # with the token that ended it; None where only the text is known
+    num_tokens: int
+
+
+class Writer(Protocol):
+    def write(self, jobs: Iterable[Job], finished: Collection[str] = ()) -> Iterator[list[tuple[Job, Written]]]:
+        """What was written for the jobs, some of them at a time. finished: ids of jobs that are left out"""
+        ...
+
+
+def list_jobs(
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: list[dict],
+    temperatures: list[float],
+    *,
+    thinking: bool | None = None,
+    tags: tuple[str, ...] = (),
+) -> list[Job]:
+    """One job for each prompt and temperature. tags: added to those of the prompts
+
+    Raises ValueError if two prompts have the same id, or if the chat template has no thinking mode.
+    """
+    if thinking is not None and prompts:
+        both = [data.encode_prompt(tokenizer, prompts[0]["messages"], thinking=mode) for mode in (True, False)]
+        if both[0] == both[1]:
+            raise ValueError(
+                f"thinking={str(thinking).lower()}: the chat template of {tokenizer.name_or_path} has no thinking mode "
+                "(enable_thinking changes nothing). Leave thinking= out."
+            )
     jobs = [
         Job(
             id=f"{prompt['id']}@{temperature:g}",
             category=prompt["category"],
             temperature=temperature,
             messages=prompt["messages"],
-            tokens=encode_prompt(tokenizer, prompt["messages"]),
+            tokens=tokens,
+            tags=tuple(dict.fromkeys([*prompt["tags"], *tags])),
         )
         for prompt in prompts
+        for tokens in [data.encode_prompt(tokenizer, prompt["messages"], thinking=thinking)]
         for temperature in temperatures
     ]
     if len({job.id for job in jobs}) < len(jobs):
@@ -42,60 +97,65 @@ def list_jobs(tokenizer: PreTrainedTokenizerBase, prompts: list[dict], temperatu
     return jobs
 
 
-def batches(jobs: list[Job], size: int) -> Iterator[list[Job]]:
+def written(tokenizer: PreTrainedTokenizerBase, tokens: list[int], stop: Collection[int]) -> Written:
+    """tokens: what the target wrote, with the token that ended it"""
+    finish = "stop" if tokens[-1] in stop else "length"
+    said = tokens[:-1] if finish == "stop" else tokens
+    text = str(tokenizer.decode(said, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+    text = text.rstrip("\ufffd") if finish == "length" else text  # the cut may fall inside a character
+    return Written(text, finish, tokens, len(tokens))
+
+
+def conversation(job: Job, answer: Written, *, tokenizer: str, thinking: bool | None = None) -> dict:
+    """A row to train on. tokenizer: digest of the vocabulary that the ids belong to (data.vocabulary)"""
+    row = {"id": job.id, "category": job.category, "temperature": job.temperature, "finish": answer.finish}
+    if thinking is not None:
+        row["thinking"] = thinking
+    if job.tags:
+        row["tags"] = list(job.tags)
+    row["messages"] = [*job.messages, {"role": "assistant", "content": answer.text}]
+    if answer.tokens is not None:
+        row |= {
+            "tokens": job.tokens + answer.tokens,
+            "prompt_tokens": len(job.tokens),
+            "tokenizer": tokenizer,
+        }
+    return row
+
+
+def batches(jobs: Iterable[Job], size: int) -> Iterator[list[Job]]:
     """Batches of one temperature and of similar length. The longest come first, so that too little memory shows at once."""
+    jobs = list(jobs)
     for temperature in sorted({job.temperature for job in jobs}):
         same = [job for job in jobs if job.temperature == temperature]
         same.sort(key=lambda job: len(job.tokens), reverse=True)
         yield from (same[start : start + size] for start in range(0, len(same), size))
 
 
-def trim(tokens: list[int], stop: set[int]) -> tuple[list[int], str]:
-    """The answer without the token that ends it, and whether it had one ("stop") or was cut ("length")."""
-    return (tokens[:-1], "stop") if tokens[-1] in stop else (tokens, "length")
+@dataclass(frozen=True)
+class OwnDecoder:
+    """A `Writer` that decodes in this process, `batch` jobs at once.
 
-
-def generate(
-    target: Target, stop: set[int], jobs: list[Job], *, top_p: float, max_new_tokens: int, seed: int
-) -> list[list[int]]:
-    """New tokens for jobs of one temperature. The random seed is `seed` and the first job's id."""
-    digest = hashlib.sha256(f"{seed} {jobs[0].id}".encode()).digest()
-    generator = torch.Generator(target.device).manual_seed(int.from_bytes(digest[:7], "big"))
-    decoder = Decoder(target, None, sampling=Sampling(jobs[0].temperature, top_p=top_p), stop=stop)
-    return decoder.generate([job.tokens for job in jobs], max_new_tokens, generator=generator).tokens
-
-
-def answer(
-    target: Target,
-    tokenizer: PreTrainedTokenizerBase,
-    stop: set[int],
-    jobs: list[Job],
-    *,
-    finished: set[str],
-    batch: int,
-    top_p: float,
-    max_new_tokens: int,
-    seed: int,
-) -> Iterator[tuple[list[dict], int]]:
-    """For each batch of jobs, the conversations with their answers, and how many tokens the target wrote for them.
-
-    stop: tokens that end an answer; finished: ids of jobs that have their answer. A batch that is partly finished is decoded
-    whole, so that the answers are those of an undisturbed run, and its other rows are left out. The rows are {id, category, temperature, finish, messages}, where `finish` is "stop",
-    or "length" for an answer that was cut at `max_new_tokens`.
+    A batch that is partly finished is decoded whole, so that the answers are those of an undisturbed run.
     """
-    for group in batches(jobs, batch):
-        rows, num_tokens = [], 0
-        if all(job.id in finished for job in group):
-            continue
-        written = generate(target, stop, group, top_p=top_p, max_new_tokens=max_new_tokens, seed=seed)
-        for job, tokens in zip(group, written, strict=True):
-            if job.id in finished:
+
+    target: Target
+    tokenizer: PreTrainedTokenizerBase
+    law: Law
+    batch: int
+
+    def write(self, jobs: Iterable[Job], finished: Collection[str] = ()) -> Iterator[list[tuple[Job, Written]]]:
+        for group in batches(jobs, self.batch):
+            if all(job.id in finished for job in group):
                 continue
-            tokens, finish = trim(tokens, stop)
-            text = str(tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
-            text = text.rstrip("\ufffd") if finish == "length" else text  # the cut may fall inside a character
-            messages = [*job.messages, {"role": "assistant", "content": text}]
-            fields = {"id": job.id, "category": job.category, "temperature": job.temperature, "finish": finish}
-            rows.append({**fields, "messages": messages})
-            num_tokens += len(tokens) + (finish == "stop")
-        yield rows, num_tokens
+            rows = zip(group, self._generate(group), strict=True)
+            yield [
+                (job, written(self.tokenizer, tokens, self.law.stop)) for job, tokens in rows if job.id not in finished
+            ]
+
+    def _generate(self, jobs: list[Job]) -> list[list[int]]:
+        """New tokens for jobs of one temperature. The first job's id decides about the random numbers."""
+        generator = torch.Generator(self.target.device).manual_seed(self.law.seed_of(jobs[0].id, bits=56))
+        sampling = Sampling(jobs[0].temperature, top_p=self.law.top_p)
+        decoder = Decoder(self.target, None, sampling=sampling, stop=set(self.law.stop))
+        return decoder.generate([job.tokens for job in jobs], self.law.max_new_tokens, generator=generator).tokens

@@ -11,8 +11,10 @@ from rendering the conversation up to each assistant turn.
 A turn ends with the first special token after its content. The template's text behind that token belongs to no turn.
 """
 
+import functools
 import itertools
 import re
+import warnings
 from dataclasses import dataclass
 
 import jinja2
@@ -21,7 +23,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from specdec import devices
+from specdec import datastore, devices
 from specdec.measurement import Prompt
 from train import reading
 
@@ -75,14 +77,23 @@ class Batch:
 # The chat template
 
 
-def render(tokenizer: PreTrainedTokenizerBase, messages: list[dict], *, add_generation_prompt: bool) -> str:
+def render(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[dict],
+    *,
+    add_generation_prompt: bool,
+    thinking: bool | None = None,
+) -> str:
+    """thinking: what the template gets as enable_thinking; None: nothing"""
     if not tokenizer.chat_template:
         raise ValueError(
             f"The tokenizer of {tokenizer.name_or_path} has no chat template. Choose an instruct model as target, or "
             "put a chat_template.jinja in the target's folder."
         )
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+        return tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=add_generation_prompt, **mode(thinking)
+        )
     except jinja2.TemplateError as error:
         roles = ", ".join(message["role"] for message in messages)
         raise ValueError(f"The chat template refuses a conversation with the roles {roles}: {error}") from error
@@ -93,9 +104,16 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: list[dict], *, add_gene
         ) from error
 
 
-def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: list[dict]) -> list[int]:
+def mode(thinking: bool | None) -> dict[str, bool]:
+    """The argument of chat templates that have a thinking mode."""
+    return {} if thinking is None else {"enable_thinking": thinking}
+
+
+def encode_prompt(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict], *, thinking: bool | None = None
+) -> list[int]:
     """The tokens after which the target writes its answer."""
-    text = render(tokenizer, messages, add_generation_prompt=True)
+    text = render(tokenizer, messages, add_generation_prompt=True, thinking=thinking)
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
@@ -123,7 +141,8 @@ def find_turns(tokenizer: PreTrainedTokenizerBase, conversation: dict, text: str
     answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if answers[0] == 0:
         raise ValueError(f"Row {conversation['id']} begins with the assistant's turn. Put a user message before it.")
-    prompts = [render(tokenizer, messages[:index], add_generation_prompt=True) for index in answers]
+    thinking = thinking_of(conversation)
+    prompts = [render(tokenizer, messages[:index], add_generation_prompt=True, thinking=thinking) for index in answers]
     if not all(text.startswith(prompt) for prompt in prompts):
         raise ValueError(
             f"Row {conversation['id']}: the chat template of {tokenizer.name_or_path} rewrites history (a rendered "
@@ -160,22 +179,67 @@ def derive_mask(
     return mask
 
 
+def thinking_of(conversation: dict) -> bool | None:
+    """The thinking mode in which the row's answer was written. Rows of others may have anything of that name."""
+    thinking = conversation.get("thinking")
+    return thinking if isinstance(thinking, bool) else None
+
+
+@functools.lru_cache(maxsize=4)
+def vocabulary(tokenizer: PreTrainedTokenizerBase, num_entries: int) -> tuple[str, int]:
+    """-> digest of the text of every id, highest id + 1. num_entries: len(tokenizer), which changes if tokens are added"""
+    return datastore.fingerprint(tokenizer), max(tokenizer.get_vocab().values()) + 1
+
+
+def kept(tokenizer: PreTrainedTokenizerBase, conversation: dict) -> Row | None:
+    """The row with the ids that the target read and wrote, if it has them: `tokens`, of which `prompt_tokens` are the prompt.
+
+    None, with a warning, if they belong to another tokenizer. Raises ValueError if they cannot be right.
+    """
+    tokens, num_prompt = conversation.get("tokens"), conversation.get("prompt_tokens")
+    if tokens is None or num_prompt is None:
+        return None
+    digest, size = vocabulary(tokenizer, len(tokenizer))
+    if conversation.get("tokenizer") != digest:
+        warnings.warn(
+            f"Row {conversation['id']} and perhaps others have token ids of another tokenizer than that of "
+            f"{tokenizer.name_or_path}. Their messages are encoded again, so the text may be cut into other tokens.",
+            stacklevel=2,
+        )
+        return None
+    if not isinstance(tokens, list) or not all(type(token) is int and 0 <= token < size for token in tokens):
+        raise ValueError(
+            f"Row {conversation['id']}: tokens must be a list of ids from 0 to {size - 1}. Repair or remove the row."
+        )
+    if type(num_prompt) is not int or not 0 < num_prompt < len(tokens):
+        raise ValueError(
+            f"Row {conversation['id']}: prompt_tokens={num_prompt} must be at least 1 and below the number of tokens, "
+            f"{len(tokens)}. Repair or remove the row."
+        )
+    mask = [False] * num_prompt + [True] * (len(tokens) - num_prompt)
+    return Row(id=conversation["id"], category=conversation["category"], tokens=tokens, mask=mask)
+
+
 def encode(tokenizer: PreTrainedTokenizerBase, conversation: dict) -> Row:
     """Tokens and assistant mask of a row of `load_conversations`; every assistant turn is supervised.
 
-    A row with `finish: "length"` is cut behind the content of its last answer, because the target did not write an
+    A row that holds the token ids of the target is used as it is, and its last answer is supervised. A row with `finish: "length"` is cut behind the content of its last answer, because the target did not write an
     end of turn there. Raises ValueError if nothing or everything would be supervised.
     """
-    messages = conversation["messages"]
+    if (row := kept(tokenizer, conversation)) is not None:
+        return row
+    messages, thinking = conversation["messages"], thinking_of(conversation)
     answers = [message["content"] for message in messages if message["role"] == "assistant"]
     if not answers:
         raise ValueError(f"Row {conversation['id']} has no assistant turn. Let the target answer it first.")
-    text = render(tokenizer, messages, add_generation_prompt=False)
+    text = render(tokenizer, messages, add_generation_prompt=False, thinking=thinking)
     encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     tokens = encoding["input_ids"]
     starts = [first for first, _ in encoding["offset_mapping"]]
     if MARKERS.search(tokenizer.get_chat_template()):
-        marked = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+        marked = tokenizer.apply_chat_template(
+            messages, return_dict=True, return_assistant_tokens_mask=True, **mode(thinking)
+        )
         assert marked["input_ids"] == tokens
         mask = [bool(value) for value in marked["assistant_masks"]]
     else:

@@ -8,12 +8,13 @@ others wait, and the system releases it when that process ends, however it ends.
 import contextlib
 import fcntl
 import json
-import os
 import shutil
 import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+
+from specdec.files import sync
 
 CHUNK = 2**22  # bytes read at a time for a checksum
 
@@ -76,14 +77,6 @@ def checksum(path: Path) -> int:
         while chunk := file.read(CHUNK):
             crc = zlib.crc32(chunk, crc)
     return crc
-
-
-def sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextlib.contextmanager

@@ -3,11 +3,14 @@
 vLLM and every other server with OpenAI's interface (https://platform.openai.com/docs/api-reference) can be used.
 """
 
+import contextlib
 import itertools
 import logging
 import os
+import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
@@ -24,6 +27,10 @@ class BadAnswer(ValueError):
     """An answer that cannot be used. The same request may have a better one next time."""
 
 
+class Refused(ValueError):
+    """A request that the server does not understand or does not allow (status 4xx)."""
+
+
 class EngineClient:
     """One or several servers with the same model, used in turn.
 
@@ -31,7 +38,7 @@ class EngineClient:
     in_flight: requests that are under way at once
     patience: minutes without any answer after which a request gives up; a server that was restarted meanwhile is used again
     say: prints a sentence, when servers stop to answer and when they answer again
-    Raises ValueError, here and in every request, with what to do.
+    Raises ValueError, here and in every request, with what to do. A request that a server refuses raises Refused.
     """
 
     def __init__(self, urls: str, *, in_flight: int = 16, patience: float = 10.0, say: Callable[[str], None] = print):
@@ -49,6 +56,7 @@ class EngineClient:
         self.pool = ThreadPoolExecutor(in_flight, "engine")
         self.turns = itertools.cycle(self.urls)
         self.closed = threading.Event()
+        self.sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
         self.silent: set[str] = set()  # servers that did not answer last time
         self.guard = threading.Lock()
 
@@ -81,12 +89,19 @@ class EngineClient:
 
     def models(self) -> list[list[str]]:
         """The names of the models of each server. Raises ValueError at once if one does not answer."""
+        return [[str(model["id"]) for model in models] for models in self.describe_models()]
+
+    def describe_models(self) -> list[list[dict]]:
+        """What each server says about its models: `id`, and vLLM also `max_model_len`. Raises ValueError as `models`."""
         found = []
         for url in self.urls:
             try:
                 answer = self.client.get(f"{url}/v1/models")
                 answer.raise_for_status()
-                found.append([str(model["id"]) for model in answer.json()["data"]])
+                models = answer.json()["data"]
+                if not models or not all(isinstance(model, dict) and "id" in model for model in models):
+                    raise ValueError("it names no models")
+                found.append(models)
             except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
                 raise ValueError(
                     f"No server with OpenAI's interface answers at {url} ({_reason(error)}). {START}"
@@ -94,16 +109,25 @@ class EngineClient:
         return found
 
     def close(self) -> None:
+        """Ends all requests, also those that wait for an answer."""
         self.closed.set()
         self.pool.shutdown(wait=False, cancel_futures=True)
+        for each in list(self.sockets):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)  # closing it would not wake a thread that reads from it
         self.client.close()
 
+    def _trace(self, event: str, info: dict) -> None:
+        """Called by httpcore: remembers the sockets of new connections."""
+        if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
+            self.sockets.add(info["return_value"].get_extra_info("socket"))
+
     def _send(self, url: str, path: str, body: dict) -> dict:
-        answer = self.client.post(f"{url}/{path}", json=body)
+        answer = self.client.post(f"{url}/{path}", json=body, extensions={"trace": self._trace})
         if answer.status_code in (408, 429) or answer.status_code >= 500:
             raise BadAnswer(f"status {answer.status_code}, {_message(answer)}")
         if answer.status_code >= 400:
-            raise ValueError(f"{url}/{path} refuses the request with status {answer.status_code}: {_message(answer)}")
+            raise Refused(f"{url}/{path} refuses the request with status {answer.status_code}: {_message(answer)}")
         try:
             document = answer.json()
         except ValueError as error:

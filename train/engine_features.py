@@ -164,10 +164,7 @@ class EngineTarget:
     def _answered(self, answer: dict, prompt: list[int]) -> list[int]:
         """The new tokens. Hidden states, which the server writes all the same, are deleted."""
         new = self._new_tokens(answer)
-        with contextlib.suppress(ValueError):
-            path = self._path(answer)
-            if _load(path)[0]["token_ids"].tolist() == [*prompt, *new][:-1]:
-                _delete(path)
+        discard(answer, [*prompt, *new])
         return new
 
     def _path(self, answer: dict) -> Path:
@@ -191,6 +188,16 @@ class EngineTarget:
             )
         with self.guard:
             self.stored = stored
+
+
+def discard(answer: dict, tokens: list[int]) -> None:
+    """Deletes the hidden states of a text that nobody wants, if the server has written them."""
+    path = (answer.get("kv_transfer_params") or {}).get("hidden_states_path")
+    if isinstance(path, str) and path.endswith(".safetensors"):
+        with contextlib.suppress(BadAnswer, KeyError):
+            ids = _load(Path(path))[0]["token_ids"].tolist()
+            if ids and ids == tokens[: len(ids)]:
+                _delete(Path(path))
 
 
 def _load(path: Path) -> tuple[dict[str, Tensor], dict]:

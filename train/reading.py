@@ -150,12 +150,14 @@ def hold_out(conversations: list[dict], num: int) -> tuple[list[dict], list[dict
 
 
 def load_prompts(source: str, *, limit: int | None = None) -> list[dict]:
-    """Reads rows {"id", "category", "messages"} that end where the assistant is to answer.
+    """Reads rows {"id", "category", "messages", "tags"} that end where the assistant is to answer.
 
-    A row has a `prompt` (text), or `messages`, of which an assistant's at the end is left out.
+    A row has a `prompt` (text), or `messages`, of which an assistant's at the end is left out. Rows with `dropped`, which a
+    filter of prompts left out, are not read.
     """
     prompts: list[dict] = []
-    for place, row in itertools.islice(read_rows(source, "train"), limit):
+    rows = ((place, row) for place, row in read_rows(source, "train") if not row.get("dropped"))
+    for place, row in itertools.islice(rows, limit):
         if isinstance(row.get("prompt"), str):
             messages = [{"role": "user", "content": row["prompt"]}]
         elif row.get("messages") is not None:
@@ -167,8 +169,11 @@ def load_prompts(source: str, *, limit: int | None = None) -> list[dict]:
             raise ValueError(f'{place}: no prompt. A row needs "prompt": "..." or "messages": [...].')
         if not messages:
             raise ValueError(f"{place}: nothing comes before the assistant's message, so there is no prompt.")
+        tags = row.get("tags") or []
+        if not isinstance(tags, list) or not all(isinstance(tag, str) for tag in tags):
+            raise ValueError(f'{place}: tags must be a list of texts, such as ["code"].')
         row = named(row, len(prompts))
-        prompts.append({"id": row["id"], "category": row["category"], "messages": messages})
+        prompts.append({"id": row["id"], "category": row["category"], "messages": messages, "tags": tags})
     return prompts
 
 

@@ -16,7 +16,7 @@ from scripts.show_data import ShowData
 from specdec import masks
 from tests.support import REAL_TARGET
 from train import data, reading
-from train.answering import batches, list_jobs, trim
+from train.answering import Written, batches, list_jobs, written
 from train.packing import Packs, Rows
 from train.resumable import Resumable, read_rows
 
@@ -225,6 +225,12 @@ def test_prompts_are_read_from_every_format(tmp_path):
     prompts = reading.load_prompts(write(tmp_path / "prompts.jsonl", *map(json.dumps, rows)))
     assert [prompt["messages"] for prompt in prompts] == [SINGLE[:1], MULTI[:3], SINGLE[:1]]
     assert [(prompt["id"], prompt["category"]) for prompt in prompts] == [("0", "qa"), ("x", "all"), ("2", "all")]
+    rows[0] |= {"tags": ["short"]}
+    rows[1] |= {"dropped": "too long"}
+    prompts = reading.load_prompts(write(tmp_path / "prompts.jsonl", *map(json.dumps, rows)), limit=2)
+    assert [(prompt["messages"], prompt["tags"]) for prompt in prompts] == [(SINGLE[:1], ["short"]), (SINGLE[:1], [])]
+    with pytest.raises(ValueError, match=r"prompts\.jsonl:1: tags must be a list of texts"):
+        reading.load_prompts(write(tmp_path / "prompts.jsonl", '{"prompt": "a", "tags": "b"}'))
     with pytest.raises(ValueError, match=r"prompts\.jsonl:1: no prompt"):
         reading.load_prompts(write(tmp_path / "prompts.jsonl", "{}"))
 
@@ -334,7 +340,9 @@ def test_continuing_adds_rows_and_names_nested_settings(tmp_path):
 
 
 def test_jobs_and_batches(tokenizer):
-    prompts = [{"id": str(index), "category": "qa", "messages": SINGLE[:1] * (index + 1)} for index in range(3)]
+    prompts = [
+        {"id": str(index), "category": "qa", "messages": SINGLE[:1] * (index + 1), "tags": []} for index in range(3)
+    ]
     jobs = list_jobs(tokenizer, prompts, parse_temperatures("1.0,0"))
     groups = [[job.id for job in group] for group in batches(jobs, 2)]
     assert groups == [["2@0", "1@0"], ["0@0"], ["2@1", "1@1"], ["0@1"]]
@@ -343,9 +351,10 @@ def test_jobs_and_batches(tokenizer):
             parse_temperatures(text)
 
 
-def test_an_answer_is_trimmed_at_its_end():
-    assert trim([5, 7], {2, 7}) == ([5], "stop")
-    assert trim([5, 6], {2}) == ([5, 6], "length")
+def test_an_answer_is_trimmed_at_its_end(tokenizer):
+    hello, end = tokenizer("Hello")["input_ids"], tokenizer.eos_token_id
+    assert written(tokenizer, [*hello, end], {end}) == Written("Hello", "stop", [*hello, end], len(hello) + 1)
+    assert written(tokenizer, hello, {end}) == Written("Hello", "length", hello, len(hello))
 
 
 @pytest.mark.parametrize(

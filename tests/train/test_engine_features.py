@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from scripts import answer as answer_script
 from specdec.target import Target
 from tests.engine import TinyEngine
-from tests.support import losses_of
+from tests.support import losses_of, write_rows
 from train.engine_client import EngineClient
 from train.engine_features import EngineTarget
 from train.features import Folder
@@ -79,6 +80,44 @@ def test_an_engine_that_dies_twice_loses_nothing(fit, engine, folder):
     engine.spoil = die
     fit("died", *settings(engine))
     assert losses_of("died") == losses_of("whole")
+
+
+def answer(monkeypatch, engine: TinyEngine, folder: Path, *more: str) -> None:
+    """scripts/answer.py with the prompts of the tiny target's data."""
+    given = [f"prompts={folder}/train.jsonl", "out=answers.jsonl", f"target.name={folder}/target", "target.dtype=float32",
+             "max_new_tokens=12", "decode.temperature=0", f"engine={engine.url}", "features.layers=[2,3,4,5,6]", *more]  # fmt: skip
+    monkeypatch.setattr("sys.argv", ["answer.py", *given])
+    answer_script.main()
+
+
+def test_features_come_with_the_answers_and_no_text_is_read_again(fit, engine, folder, tmp_path, monkeypatch):
+    write_rows(folder / "asked.jsonl", [{"id": str(n), "prompt": f"Count from {n}."} for n in range(8)])
+    monkeypatch.chdir(tmp_path)
+    answer(monkeypatch, engine, folder, f"prompts={folder}/asked.jsonl", "features.folder=cache")
+    num = len(engine.requests)
+    files = sorted(Path("cache").glob("*/*.safetensors"))
+    assert len(files) == 8 and not list(engine.folder.glob("*.safetensors"))
+    options = ("data.train=answers.jsonl", "head=eagle3", "head.drafter.target_layers=[2,4,5]")
+    fit("kept", *options, "features.mode=cached", "features.folder=cache", f"features.engine={engine.url}")
+    read = [body["prompt"] for body in engine.requests[num:] if body["max_tokens"] == 1]
+    assert len(read) == 1 + 2  # the try at the start, and the answers to the two held-out prompts
+    assert sorted(Path("cache").glob("*/*.safetensors")) == files
+    fit("online", *options, "features.mode=online")
+    online, kept = losses_of("online"), losses_of("kept")
+    assert all(abs(online[step] - kept[step]) < 1e-4 * online[step] for step in online)
+
+
+def test_answers_alone_leave_no_files_behind(engine, folder, tmp_path, monkeypatch):
+    write_rows(folder / "asked.jsonl", [{"id": str(n), "prompt": f"Count from {n}."} for n in range(3)])
+    monkeypatch.chdir(tmp_path)
+    answer(monkeypatch, engine, folder, f"prompts={folder}/asked.jsonl")
+    assert not list(engine.folder.glob("*.safetensors")) and len(Path("answers.jsonl").read_text().splitlines()) == 3
+
+
+def test_hidden_states_of_answers_need_a_server(folder, tmp_path, monkeypatch, engine):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"features\.folder= keeps hidden states that a server gives"):
+        answer(monkeypatch, engine, folder, "engine=null", "features.folder=cache")
 
 
 # What is wrong with an answer, and what is said
