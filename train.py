@@ -10,8 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -32,7 +31,7 @@ from specdec.drafting import Drafting
 from specdec.measurement import Prompt
 from specdec.sampling import Sampling
 from specdec.target import Target, load_tokenizer
-from train import data, display, optimization
+from train import data, display, optimization, sharding
 from train.consistency import ConsistencyObjective
 from train.encoding import Encoding, load_packs
 from train.engine_client import EngineClient
@@ -47,6 +46,7 @@ from train.objective import Objective
 from train.onpolicy import OnPolicy
 from train.optimization import OptimizerSettings, schedule
 from train.packing import Packs, frequent_tokens
+from train.processes import by_main, is_main, plain_warnings
 from train.run_folder import RunFolder
 from train.settings import Settings
 from train.stream import Plan, Stream
@@ -83,6 +83,9 @@ def fit_alone(config: DictConfig, path: Path, accelerator: Accelerator) -> int:
     engine = connect(config, drafter, console) if uses_engine(config) else None
     objective = make_objective(config, drafter)
     optimizer, scheduler = make_optimizer(config, drafter)
+    if config.train.shard:
+        with named("train"):
+            sharding.check(drafter, optimizer=config.optimizer.name, on_policy=config.data.on_policy)
     display.start(console, config, target, drafter, packs, prompts)
     validation = make_validation(config, drafter, prompts, stop, accelerator, console, engine)
     material = make_material(config, drafter, packs, stream, stop, accelerator, console, engine)
@@ -124,14 +127,18 @@ def make_accelerator(config: DictConfig, path: Path) -> Accelerator:
     os.environ.setdefault("WANDB_MODE", "online" if display.wandb_logged_in() else "offline")
     set_seed(config.train.seed)
     transformers.utils.logging.disable_progress_bar()
+    plugin = sharding.plugin(config.train.shard)
     accelerator = Accelerator(
         cpu=not torch.accelerator.is_available(),  # said outright, or several processes would not find each other
         mixed_precision={"bf16": "bf16", "fp32": "no"}[config.precision],
         log_with=None if config.tracker == "none" else config.tracker,
         project_dir=path,
+        fsdp_plugin=plugin,
         # a little more than the trainer waits, which says what for
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(minutes=config.train.timeout + 1))],
     )
+    with named("train"):
+        sharding.start(accelerator, plugin)
     if accelerator.device.type == "cpu":  # the launcher sets one thread a process
         torch.set_num_threads(config.threads or max(1, os.cpu_count() // accelerator.num_processes))
     return accelerator
@@ -190,7 +197,8 @@ def connect(config: DictConfig, drafter: Head, console: Console) -> EngineTarget
     say = lambda text: console.print(text, highlight=False, soft_wrap=True)
     with named("features"):
         chosen = config.features
-        client = EngineClient(chosen.engine, in_flight=chosen.in_flight, patience=chosen.patience, say=say)
+        urls = chosen.engine if isinstance(chosen.engine, str) else ",".join(chosen.engine)
+        client = EngineClient(urls, in_flight=chosen.in_flight, patience=chosen.patience, say=say)
         return EngineTarget(client, drafter.target, (*drafter.target_layers, *drafter.target.layer_ids(chosen.layers)))
 
 
@@ -237,7 +245,11 @@ def make_drafter(config: DictConfig, target: Target, packs: Packs) -> tuple[Head
     """A new drafter as the configuration says, or the one of the checkpoint `start`, and its spec for checkpoints."""
     spec = OmegaConf.to_container(config.head.drafter)
     if config.start is None:
-        vocab = frequent_tokens(packs, config.head.vocab_size, num_tokens=target.vocab_size)
+        vocab = by_main(
+            lambda: frequent_tokens(packs, config.head.vocab_size, num_tokens=target.vocab_size),
+            "the draft vocabulary",
+            minutes=config.train.timeout,
+        )
         with named("head.drafter"):
             drafter = build(config.head.drafter, target, vocab=vocab, _convert_="all")
     else:
@@ -450,34 +462,13 @@ def flatten(config: dict, prefix: str = "") -> dict:
     free += ("target.device", "target.tp", "target.trust_remote_code")
     # What is read, a stream and its buffer too, is in the fingerprint
     free += tuple(f"data.{key}" for key in ("cache", "workers", "ahead", "stream", "buffer"))
-    freely = "log_every validate_every validate_first save_every best_by timeout skip_not_finite".split()
+    freely = "log_every validate_every validate_first save_every best_by timeout skip_not_finite shard".split()
     free += tuple(f"train.{key}" for key in freely)
     flat = {}
     for key, value in config.items():
         if prefix + key not in free:
             flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
     return flat
-
-
-def is_main() -> bool:
-    """Whether this is the process that speaks; before the accelerator is made, too."""
-    return os.environ.get("RANK", "0") == "0"
-
-
-@contextlib.contextmanager
-def plain_warnings() -> Iterator[None]:
-    """Within, a warning is one line without the place in the code. What all processes would say, only the main one says;
-    a RuntimeWarning is of one process."""
-    formatwarning, number = warnings.formatwarning, os.environ.get("RANK", "0")
-    who = "" if is_main() else f"process {number}: "
-    with warnings.catch_warnings():
-        if not is_main():
-            warnings.simplefilter("ignore", UserWarning)
-        warnings.formatwarning = lambda message, *_, **__: f"warning: {who}{message}\n"
-        try:
-            yield
-        finally:
-            warnings.formatwarning = formatwarning
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specdec import devices
+from specdec import devices, masks
 
 ALIKE = 0.75  # documents in one batch have at least this share of the longest one's length
 
@@ -56,3 +56,22 @@ class Documents:
             positions = torch.arange(group.shape[1], device=flat.device).expand_as(group)
             parts.append(function(flat[group], positions).flatten(0, 1))
         return (parts[0] if len(parts) == 1 else torch.cat(parts))[self.back]
+
+
+@dataclass(frozen=True)
+class Together:
+    """The documents of packs, read in one call whatever they are, with a mask [B, 1, T, T]: for a module that all processes of
+    a run must call equally often.
+
+    index, positions [B, T]: the document of each token, -1: none; its position there
+    """
+
+    index: Tensor
+    positions: Tensor
+
+    def to(self, device: torch.device) -> "Together":
+        return Together(*devices.move([self.index, self.positions], device))
+
+    def read(self, tokens: Tensor, function: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
+        """function(tokens, positions [B, T], mask) -> [B, T, E]"""
+        return function(tokens, self.positions, masks.documents(self.index))

@@ -55,9 +55,9 @@ def unroll(
 def _read_texts(drafter: Drafter, tokens: Tensor, plan: Plan, gradient_checkpointing: bool) -> Tensor:
     """The readouts [B, columns, R] of a draft model, which reads each document from its beginning."""
 
-    def read(tokens: Tensor, positions: Tensor) -> Tensor:
+    def read(tokens: Tensor, positions: Tensor, mask: Tensor | None = None) -> Tensor:
         h = drafter.encode(torch.zeros(*tokens.shape, 0, device=tokens.device))
-        arguments = h, tokens, positions, None, UnrollCache()
+        arguments = h, tokens, positions, mask, UnrollCache()
         if gradient_checkpointing and torch.is_grad_enabled():
             return checkpoint(partial(drafter.step, 1), *arguments, use_reentrant=False)[1]
         return drafter.step(1, *arguments)[1]

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from specdec import devices
-from specdec.documents import Documents
+from specdec.documents import Documents, Together
 from specdec.drafter import Drafter
 from specdec.span_attention import Span, spans
 
@@ -68,7 +68,7 @@ class Part:
 class Plan:
     """first: the first slot; num_columns: slots of each row; goals [G, 2]: row and position of each goal, in order
     positions [B, columns]: of the slots in their documents; steps: K of them
-    documents: for draft models, which read whole texts: the documents' columns
+    documents: for draft models, which read whole texts: the documents' columns, in groups or all in one pass
     """
 
     first: int
@@ -76,7 +76,7 @@ class Plan:
     goals: Tensor
     positions: Tensor
     steps: list[Step]
-    documents: Documents | None
+    documents: Documents | Together | None
     numbers: list[list[int]]  # the goals of each step, as Python numbers
 
     def to(self, device: torch.device) -> "Plan":
@@ -103,12 +103,20 @@ class Plan:
 
 
 def plan(
-    drafter: Drafter, documents: Tensor, positions: Tensor, goals: Tensor, *, depth: int, anchors: int | None = None
+    drafter: Drafter,
+    documents: Tensor,
+    positions: Tensor,
+    goals: Tensor,
+    *,
+    depth: int,
+    anchors: int | None = None,
+    one_pass: bool = False,
 ) -> Plan:
     """documents (-1: padding), positions [B, T]; goals [B, T] bool: tokens to be guessed. All of them on the CPU
 
     Steps whose keys no later slot reads run on slots with a goal only.
     anchors: the number of these slots in each row, drawn at random; None: all of them
+    one_pass: whether a draft model reads all documents in one pass; if not, those of similar length together, which is faster
     """
     first, kind = drafter.first_slot, drafter.attends
     num_rows, length = documents.shape
@@ -153,7 +161,7 @@ def plan(
                 share=share,
             )
         )
-    texts = Documents.of(index) if kind == "text" else None
+    texts = (Together(index, at_slots) if one_pass else Documents.of(index)) if kind == "text" else None
     return Plan(first, num, listed, at_slots, steps, texts, [step.goals.tolist() for step in steps])
 
 

@@ -90,6 +90,7 @@ class Objective(nn.Module):
         self.chunk = chunk or max(1, LOGITS // (depth * drafter.vocab_size))
         self.gradient_checkpointing = gradient_checkpointing
         self.every_slot = anchors is None  # only then can the batch's text be replayed
+        self.one_pass = False  # whether a draft model reads all documents in one pass, see unroll_plan.py
         weights = [decay**step for step in range(depth)] if weighting == "decay" else [1.0] * depth
         self.shares = [weight / sum(weights) for weight in weights]  # [K]
 
@@ -106,7 +107,13 @@ class Objective(nn.Module):
             features = features + (torch.rand_like(features) * 2 - 1) * self.noise
         host = batch.on_host
         steps = plan(
-            self.drafter, host.documents, host.positions, host.loss_mask, depth=self.depth, anchors=self.anchors
+            self.drafter,
+            host.documents,
+            host.positions,
+            host.loss_mask,
+            depth=self.depth,
+            anchors=self.anchors,
+            one_pass=self.one_pass,
         ).to(batch.tokens.device)
         unrolled = unroll(
             self.drafter, batch.tokens, features, steps, gradient_checkpointing=self.gradient_checkpointing

@@ -11,6 +11,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from train.parts import in_parts, local
+
 ADAMW8BIT = "bitsandbytes"
 AVERAGE = "average:"  # before the names of averaged weights in a saved state
 # Parameters whose rows are tokens or single figures: AdamW suits them better than Muon, as it does embeddings
@@ -227,7 +229,8 @@ class Average:
         """After a step of the optimizer."""
         self.updates += 1
         kept = min(self.decay, (1 + self.updates) / (10 + self.updates))
-        torch._foreach_lerp_(list(self.values.values()), list(self.weights.values()), 1 - kept)
+        values, weights = ([local(each) for each in those.values()] for those in (self.values, self.weights))
+        torch._foreach_lerp_(values, weights, 1 - kept)
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
@@ -250,9 +253,10 @@ class Average:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """state: whole tensors"""
         self.updates = int(state["updates"])
         for name, value in self.values.items():
-            value.copy_(state[name])
+            value.copy_(in_parts(state[name], value))
 
 
 class GradientNorms:

@@ -19,6 +19,7 @@ class Settings:
     skip_not_finite: bool  # leave out a step whose loss is not finite, rather than stop
     timeout: float  # minutes that a process waits for the others
     seed: int
+    shard: bool = False  # each process keeps a part of the drafter and of its training state (FSDP2)
     ema: float | None = None  # decay of the average of the weights; None: none is kept
 
     def __post_init__(self):

@@ -5,15 +5,15 @@ import time
 from collections.abc import Callable
 from contextlib import closing, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast, broadcast_object_list
+from accelerate.utils import broadcast_object_list
 from torch import Tensor
 
 from specdec import devices
-from specdec.drafter import Head
 from train import closed_form
 from train.consistency import ConsistencyObjective
 from train.finite import NotFiniteLoss, named, rows_not_finite
@@ -21,9 +21,12 @@ from train.group import Group
 from train.loader import Loader, Material, MicroBatch, permutation
 from train.objective import Loss, Objective
 from train.optimization import AVERAGE, Average, GradientNorms, take
+from train.parts import gathered, local
+from train.processes import say
 from train.progress import TrainingProgress, clipping, text_rounds, training_cost
 from train.run_folder import RunFolder, packs_of_step
 from train.settings import Settings
+from train.sharding import Weights
 from train.signals import Signals
 from train.validation import Validation
 from train.waiting import Waiting
@@ -66,7 +69,8 @@ class Trainer:
         self.every_slot = objective.every_slot
         self.waiting = Waiting(settings.timeout, accelerator.process_index, accelerator.num_processes)
         with self.waiting("the others to load their target and data"):
-            self.objective, self.optimizer = accelerator.prepare(objective, optimizer)
+            self.weights = Weights(accelerator, objective, optimizer)
+        self.objective, self.optimizer = self.weights.prepared, self.weights.optimizer
         self.scheduler = scheduler
         self.average = None if settings.ema is None else Average(self.drafter, settings.ema)
         self.norms = GradientNorms(settings.max_grad_norm)
@@ -85,14 +89,15 @@ class Trainer:
     # Before the first step
 
     def solve(self, num_packs: int) -> None:
-        """Closed-form weights, if the head has any, from the packs that training reads first; the same in all processes."""
+        """Closed-form weights, if the head has any, from the packs that training reads first: computed once."""
         first = permutation(len(self.material.packs), self.settings.seed)[:num_packs]
         device = self.accelerator.device
-        if num := closed_form.solve(self.drafter, self.material, first, depth=self.depth, device=device):
-            with self.waiting("the closed-form start"):
-                for parameter in self.drafter.parameters():  # processes may round differently
-                    parameter.data = broadcast(parameter.data)
-            self.accelerator.print(f"closed-form start from {num} packs")
+        start = partial(closed_form.solve, material=self.material, packs=first, depth=self.depth, device=device)
+        with self.waiting("the closed-form start"):
+            # By the processes that hold the main one's target with it
+            num = self.weights.change(start, here=self.group.number == 0)
+        if num:
+            say(f"closed-form start from {num} packs")
 
     def resume(self) -> bool:
         """Continues from the newest state; False if there is none. Raises ValueError if settings differ from then."""
@@ -105,8 +110,8 @@ class Trainer:
         weights, optimizer, document = state
         if self.average is not None:
             self.average.load_state_dict(take(weights, AVERAGE))
-        self.drafter.load_state_dict(weights)
-        self.optimizer.load_state_dict(optimizer)
+        self.weights.load(weights)
+        self.weights.load_optimizer(optimizer)
         lambdas = [None] * len(optimizer["param_groups"])
         self.scheduler.load_state_dict(document["scheduler"] | {"lr_lambdas": lambdas})
         self.step, self.best = document["step"], document["best"]
@@ -124,9 +129,9 @@ class Trainer:
         self.first = (self.step, document.get("packs", self.step * then))
         if self.accelerator.is_main_process:
             self.folder.go_back(self.step, self.best)
-        self.accelerator.print(f"Resumed from step {self.step}.")
+        say(f"Resumed from step {self.step}.")
         if then != now:
-            self.accelerator.print(
+            say(
                 f"The run was begun by {document['about']['processes']} processes and goes on with "
                 f"{self.group.num}: a step now has {now} packs instead of {then}. The order of packs goes on; "
                 "train.batch and train.accumulation could keep the packs of a step."
@@ -148,7 +153,7 @@ class Trainer:
         """Trains to the last step. Returns early, with a saved state, after a signal. Raises NotFiniteLoss, ProcessLost."""
         settings, main = self.settings, self.accelerator.is_main_process
         begun = self.step
-        with Signals(self.accelerator.print) as signals, closing(self.loader):
+        with Signals(say) as signals, closing(self.loader):
             self.objective.train()
             if (settings.validate_first or self.drafter.pretrained) and self.step == 0:
                 self._validate(required=True)
@@ -215,7 +220,7 @@ class Trainer:
         losses = []
         for number, micro in enumerate(micro_batches):
             last = number == settings.accumulation - 1
-            with nullcontext() if last or accelerator.num_processes == 1 else accelerator.no_sync(self.objective):
+            with nullcontext() if last or self.weights.sums_at_once else accelerator.no_sync(self.objective):
                 # A draft is always sure of its own text
                 loss = self._backward(micro, num_goals, compare and last and self.every_slot and not micro.written)
             losses.append(loss.total.detach())
@@ -229,14 +234,14 @@ class Trainer:
         known = self.reads_at_once
         self.losses.append((self.step, total))
         finite = not known or self._settle(micro_batches)
-        norm = self.accelerator.clip_grad_norm_(self.objective.parameters(), self.settings.max_grad_norm)
+        norm = gathered(self.accelerator.clip_grad_norm_(self.objective.parameters(), self.settings.max_grad_norm))
         if finite:
             self.norms.add(norm)
             if not known:  # weights stay finite until somebody reads the loss
                 good = total.isfinite() & norm.isfinite()
                 for parameter in self.objective.parameters():
                     if parameter.grad is not None:
-                        parameter.grad = torch.where(good, parameter.grad, 0)
+                        local(parameter.grad).masked_fill_(~good, 0)
             self.optimizer.step()
             if self.average is not None:
                 self.average.update()
@@ -271,7 +276,8 @@ class Trainer:
     def _backward(self, micro: MicroBatch, num_goals: Tensor, compare: bool) -> Loss:
         """Adds a micro-batch's share of the gradients. num_goals: of the whole step, in all processes"""
         batch, output = self.loader.on_device(micro)
-        loss: Loss = self.objective(batch, output, compare=compare)
+        with self.accelerator.autocast():  # which accelerate leaves out where it shards
+            loss: Loss = self.objective(batch, output, compare=compare)
         # Gradients are averaged over processes: divide by the goals of all of them, times their number. Both sums count all
         # processes that hold a target together.
         self.accelerator.backward(loss.total * self.accelerator.num_processes / num_goals)
@@ -283,15 +289,15 @@ class Trainer:
         for micro in micro_batches:
             batch = micro.batch.to(self.accelerator.device)
             read.append((micro.rows, batch, self.material.target_output(micro, batch)))
-        objective = self.accelerator.unwrap_model(self.objective)
-        rows = rows_not_finite(objective, read)
+        with self.weights.whole() as objective, self.accelerator.autocast():
+            rows = rows_not_finite(objective, read)
         what = f"The loss is {loss} at step {step + 1} ({named(rows)})."
         if not self.settings.skip_not_finite:
             raise NotFiniteLoss(
                 f"{what} Nothing of this step was kept; the last good state is that of step {self.folder.saved_step()}."
             )
         self.skipped += 1
-        self.accelerator.print(f"{what} The step is left out ({self.skipped} so far).")
+        say(f"{what} The step is left out ({self.skipped} so far).")
         if self.accelerator.is_main_process:
             self.folder.log(step + 1, {"skipped": rows, "num_skipped": self.skipped})
 
@@ -301,10 +307,11 @@ class Trainer:
         """Judges the weights, saves a checkpoint of the better ones, and marks it if it is the best so far."""
         self._settle()
         cost = training_cost(self.accelerator, self.drafter, tokens=self.seen, seconds=self.seconds)  # before decoding
-        candidates = {"plain": self._frozen()}
-        if self.average is not None:
-            with self.average.applied():
-                candidates["average"] = self._frozen()
+        with self.waiting(f"the weights of step {self.step}"):
+            candidates = {"plain": self.weights.frozen()}
+            if self.average is not None:
+                with self.average.applied():
+                    candidates["average"] = self.weights.frozen()
         kind = self.validation.figure
         best = self.best.get("figure") if self.best.get("by", kind) == kind else None
         with self.waiting(f"the validation of step {self.step}", timed=False):
@@ -331,7 +338,8 @@ class Trainer:
         if best is None or (best[1].num_prompts == best[1].replayed_prompts and self.serve is None):
             return
         name, report, weights = best
-        frozen = self._frozen()
+        with self.waiting("the best step"):
+            frozen = self.weights.frozen()
         frozen.load_state_dict(weights)
         with self.waiting("the decoding of the best step", timed=False):
             report = self.validation.decode_best(frozen, report, trained=self.seconds)
@@ -344,13 +352,12 @@ class Trainer:
         with self.waiting("the decoding of the best step"):
             self.accelerator.wait_for_everyone()
 
-    def _frozen(self) -> Head:
-        return self.drafter.decodable().to(dtype=self.drafter.target.dtype)
-
     def save_state(self) -> None:
         """Writes what resuming needs."""
         self._settle()
         positions = self._positions()
+        with self.waiting(f"the weights of step {self.step}"):
+            weights, optimizer, averaged = self.weights.saved(self.average)
         if self.accelerator.is_main_process:
             scheduler = {key: value for key, value in self.scheduler.state_dict().items() if key != "lr_lambdas"}
             first_step, first_pack = self.first
@@ -364,11 +371,10 @@ class Trainer:
                 "validation": self.validation.seconds,
                 **({"stream": positions} if positions else {}),
             }
-            averaged = {} if self.average is None else self.average.state_dict()
             self.folder.save_state(
                 self.step,
-                weights=self.drafter.state_dict() | {AVERAGE + name: value for name, value in averaged.items()},
-                optimizer=self.optimizer.state_dict(),
+                weights=weights | {AVERAGE + name: value for name, value in averaged.items()},
+                optimizer=optimizer,
                 document=counters,
             )
         with self.waiting(f"the saving of step {self.step}"):

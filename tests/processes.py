@@ -1,0 +1,125 @@
+"""Runs of train.py in float64 by several processes, one run after the other: starting Python takes longer than a tiny run.
+
+python -m tests.processes '[{"run": "name", "overrides": ["key=value", ...], "stop": 3}, ...]'    in each process
+"""
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from hydra import compose, initialize_config_dir
+
+from tests.support import ROOT, child_environment, train_command
+from train import closed_form
+from train.objective import Objective
+from train.parts import local
+from train.sharding import Weights
+from train.trainer import Trainer
+
+
+class PowerCutError(Exception):
+    pass
+
+
+def fit_float64(run: str, overrides: list[str], stop: int | None = None, spoil: int | None = None) -> None:
+    """Trains a run in the working directory, with target, head and optimizer in float64.
+
+    stop: the step before which the run dies; spoil: the step whose loss is not a number
+    """
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        config = compose("train", overrides=[*overrides, f"run={run}", "target.dtype=float64"])
+    Path("checkpoints", run).mkdir(parents=True, exist_ok=True)
+    before, train_step, forward, number = torch.get_default_dtype(), Trainer._train_step, Objective.forward, [0]
+
+    def step(trainer, **settings):
+        number[0] = trainer.step + 1
+        if number[0] == stop:
+            raise PowerCutError
+        return train_step(trainer, **settings)
+
+    def spoiled(objective, *arguments, **settings):
+        loss = forward(objective, *arguments, **settings)
+        return replace(loss, total=loss.total * float("nan")) if number[0] == spoil else loss
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "_train_step", step)
+        patch.setattr(Objective, "forward", spoiled)
+        patch.delenv("ACCELERATE_USE_FSDP", raising=False)  # accelerate sets it
+        torch.set_default_dtype(torch.float64)
+        try:
+            assert train_command().fit(config) == 0 and stop is None
+        except PowerCutError:
+            torch.distributed.is_initialized() and torch.distributed.destroy_process_group()
+        finally:
+            torch.set_default_dtype(before)
+            for state in (AcceleratorState, GradientState, PartialState):
+                state._reset_state()
+
+
+def free_ports(num: int) -> list[str]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(num)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [str(each.getsockname()[1]) for each in sockets]
+
+
+def fit_by_two(cwd: Path, runs: list[dict]) -> list[str]:
+    """Trains the runs by two processes without a launcher. -> what each has printed"""
+    for run, port in zip(runs, free_ports(len(runs))):  # each has its own: the one before may not have closed yet
+        run["port"] = port
+    places = {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    processes, outputs = [], [cwd / f"printed-{rank}" for rank in range(2)]
+    for rank, output in enumerate(outputs):
+        environment = child_environment(**places, RANK=str(rank), LOCAL_RANK=str(rank))
+        command = [sys.executable, "-m", "tests.processes", json.dumps(runs)]
+        with output.open("w") as file:
+            processes.append(subprocess.Popen(command, cwd=cwd, stdout=file, stderr=file, env=environment))
+    try:
+        codes = [process.wait(timeout=300) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    printed = [output.read_text() for output in outputs]
+    assert codes == [0, 0], "\n".join(printed)
+    return printed
+
+
+def tell() -> None:
+    """Lets the process print what it computes itself, and its share of the weights when they are saved."""
+    solve, count, saved = closed_form.solve, train_command().frequent_tokens, Weights.saved
+
+    def telling(what, function):
+        def told(*arguments, **settings):
+            print(f"computed {what}")
+            return function(*arguments, **settings)
+
+        return told
+
+    def telling_saved(weights, average):
+        parameters = list(weights.drafter.parameters())
+        here = sum(local(parameter).numel() for parameter in parameters)
+        print(f"share {here / sum(parameter.numel() for parameter in parameters):.2f}")
+        return saved(weights, average)
+
+    closed_form.solve = telling("start", solve)
+    train_command().frequent_tokens = telling("vocabulary", count)
+    Weights.saved = telling_saved
+
+
+if __name__ == "__main__":
+    os.environ["COLUMNS"] = "10000"
+    torch.set_num_threads(1)
+    tell()
+    for each in json.loads(sys.argv[1]):
+        os.environ["MASTER_PORT"] = each.pop("port")
+        print(f"# {each['run']}", flush=True)
+        fit_float64(**each)

@@ -1,0 +1,171 @@
+"""Tests of drafters that are trained by two processes, whole in each (DDP) or in parts (FSDP2), against one process."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from scripts import export
+from specdec import checkpoint
+from specdec.drafter import Head
+from tests.processes import fit_by_two, fit_float64, free_ports
+from tests.support import ROOT, child_environment, losses_of, train_overrides, write_rows
+from train import sharding
+
+pytestmark = pytest.mark.slow
+
+SHARD = ["train.shard=true"]
+SETTINGS = ["data.pack=true", "data.length=128", "train.ema=0.9", "validation.decode=end", "validation.share=0",
+            "validation.num_prompts=5"]  # fmt: skip
+HEADS = {
+    "eagle3": ["head=eagle3"],
+    "mtp": ["head=mtp", "head.objective.gradient_checkpointing=true"],
+    "draft": ["head=draft", "head.drafter.borrow_embeddings=false"],  # packs hold different numbers of documents
+}
+KINDS = {"ddp": [], "fsdp": SHARD}
+
+
+@pytest.fixture(scope="module")
+def printed(folder, tmp_path_factory):
+    """All runs of this file, in the folder that is then the working directory -> what each of the two processes printed"""
+    cwd = tmp_path_factory.mktemp("runs")
+    write_rows(cwd / "prompts.jsonl", [{"prompt": f"Count from {number}."} for number in range(5)])
+
+    def run(name: str, *more: str, head: str = "eagle3", **faults: int) -> dict:
+        overrides = train_overrides(folder, name, *SETTINGS, f"data.heldout={cwd}/prompts.jsonl", *HEADS[head], *more)
+        return {"run": name, "overrides": overrides, **faults}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(cwd)
+        for head in HEADS:
+            fit_float64(**run(f"{head}-one", "train.accumulation=2", head=head))
+        fit_float64(**run("one-then-two", "train.accumulation=2", stop=4))
+        runs = [run(f"{head}-{kind}", *more, head=head) for kind, more in KINDS.items() for head in HEADS]
+        runs += [run("resumed", *SHARD, stop=4), run("resumed", *SHARD, "resume=true")]
+        runs += [run("two-then-one", *SHARD, stop=4), run("one-then-two", *SHARD, "resume=true")]
+        runs += [run("spoiled", *SHARD, "train.skip_not_finite=true", spoil=2)]
+        both = fit_by_two(cwd, runs)
+        fit_float64(**run("two-then-one", "train.accumulation=2", "resume=true"))
+    return cwd, both
+
+
+@pytest.fixture
+def runs(printed, monkeypatch):
+    monkeypatch.chdir(printed[0])
+
+
+def check_same(first: Path, second: Path, *names: str) -> None:
+    """Files of tensors with the same names, shapes and types, and values equal to rounding"""
+    for name in names:
+        one, two = (checkpoint.read_tensors(folder / name) for folder in (first, second))
+        assert list(one) == list(two)
+        for key, value in one.items():
+            assert value.dtype == two[key].dtype
+            torch.testing.assert_close(
+                two[key], value, rtol=1e-8, atol=1e-10, msg=lambda text, key=key: f"{key}: {text}"
+            )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("head", HEADS)
+def test_two_processes_train_as_one(runs, head, kind):
+    one, two = f"{head}-one", f"{head}-{kind}"
+    assert len(losses_of(one)) == 4 and losses_of(two) == pytest.approx(losses_of(one), rel=1e-10, abs=1e-10)
+    first, second = (Path("checkpoints", run) for run in (one, two))
+    check_same(first / "step_000004", second / "step_000004", "drafter.safetensors")
+    check_same(
+        first / "state/step_000004", second / "state/step_000004", "drafter.safetensors", "optimizer.safetensors"
+    )
+    assert (first / "step_000004/drafter.json").read_text() == (second / "step_000004/drafter.json").read_text()
+    reports = [checkpoint.read_json(path / "step_000004/report.json") for path in (first, second)]
+    for name in ("replayed_tau", "replayed_survival", "replayed_prompts", "num_prompts"):
+        assert reports[0][name] == pytest.approx(reports[1][name], rel=1e-9), name
+    assert reports[0]["ema"]["kept"] == reports[1]["ema"]["kept"]
+    assert reports[0]["training"]["parameters"] == reports[1]["training"]["parameters"]
+
+
+@pytest.mark.parametrize("run", ["resumed", "two-then-one", "one-then-two"])
+def test_a_run_goes_on_with_shards_or_without(runs, run):
+    """Died in the fourth step, saved after the second; the weights are then those of a run that was not interrupted."""
+    assert losses_of(run) == pytest.approx(losses_of("eagle3-one"), rel=1e-10, abs=1e-10)
+    state = "state/step_000004"
+    check_same(Path("checkpoints/eagle3-one", state), Path("checkpoints", run, state), "drafter.safetensors", "optimizer.safetensors")  # fmt: skip
+
+
+def test_a_step_that_is_not_finite_is_left_out_by_all(runs):
+    """The rows are tried one by one with whole weights, as the processes have different numbers of them."""
+    log = [json.loads(line) for line in Path("checkpoints/spoiled/log.jsonl").read_text().splitlines()]
+    (skipped,) = [line for line in log if "skipped" in line]
+    assert skipped["step"] == 2 and len(set(skipped["skipped"])) >= 4 and list(losses_of("spoiled")) == [1, 2, 3, 4]
+    weights = checkpoint.read_tensors(Path("checkpoints/spoiled/step_000004/drafter.safetensors"))
+    assert all(value.isfinite().all() for value in weights.values())
+
+
+def test_two_nodes_by_torchrun(folder, tmp_path):
+    """Two launchers, as docs/many-processes.md starts them on two machines. One process speaks, not one of each machine."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "1",
+                "--rdzv_backend", "c10d", "--rdzv_id", "7", "--rdzv_endpoint", f"localhost:{free_ports(1)[0]}"]  # fmt: skip
+    command = [*launcher, str(ROOT / "train.py"), *train_overrides(folder, "nodes", *SHARD, "train.steps=2", "train.validate_every=2")]  # fmt: skip
+    processes = [subprocess.Popen(command, cwd=tmp_path, env=child_environment(), stdout=subprocess.PIPE,
+                                  stderr=subprocess.STDOUT, text=True) for _ in range(2)]  # fmt: skip
+    printed = "".join(process.communicate(timeout=200)[0] for process in processes)
+    assert [process.returncode for process in processes] == [0, 0], printed
+    for line in ("closed-form start", "step     1/2", "step     2/2", "best replayed tau"):
+        assert printed.count(line) == 1, printed
+
+
+def test_only_the_main_process_speaks_and_computes_the_start(printed):
+    main, other = ([line for line in text.splitlines() if line[:2] != "# "] for text in printed[1])
+    new = 2 * len(HEADS) + 3  # the runs that two processes begin
+    assert main.count("computed start") == new and main.count("computed vocabulary") == new + 2
+    shares = ["share 1.00"] * 2 * len(HEADS)  # DDP: saved after steps 2 and 4
+    assert other[: len(shares)] == shares and set(other[len(shares) :]) == {"share 0.50"}
+
+
+@pytest.mark.parametrize("head", ["eagle3", "draft"])
+def test_exports_have_one_form(runs, folder, head, monkeypatch):
+    for kind in ("one", "ddp", "fsdp"):
+        arguments = [f"checkpoint=checkpoints/{head}-{kind}", "format=vllm", f"out=exports/{head}-{kind}"]
+        monkeypatch.setattr(
+            "sys.argv", ["export.py", *arguments, f"target.name={folder}/target", "target.dtype=float64"]
+        )
+        export.main()
+    first, *others = (Path("exports", f"{head}-{kind}") for kind in ("one", "ddp", "fsdp"))
+    for other in others:
+        assert sorted(path.name for path in first.iterdir()) == sorted(path.name for path in other.iterdir())
+        assert (first / "config.json").read_text() == (other / "config.json").read_text()
+        check_same(first, other, *(path.name for path in first.glob("*.safetensors")))
+
+
+# Mistakes of a user
+
+
+def test_one_process_cannot_shard(fit):
+    with pytest.raises(ValueError, match=r"^train\.shard=true keeps a part .* there is one process: start several"):
+        fit("alone", "train.shard=true")
+
+
+def test_a_configuration_of_accelerate_with_fsdp_is_refused(fit, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ValueError, match=r"^accelerate's configuration asks for FSDP, .*train\.shard=true"):
+        fit("asked")
+
+
+@pytest.mark.parametrize(
+    ("settings", "adapts", "message"),
+    [
+        ({}, True, "trains an adapter inside the target"),
+        ({"optimizer": "muon"}, False, "optimizer.name=muon needs whole matrices"),
+        ({"optimizer": "adamw8bit"}, False, "use optimizer.name=adamw,"),
+        ({"on_policy": 0.5}, False, "set data.on_policy=0"),
+    ],
+)
+def test_what_cannot_be_sharded_is_refused(settings, adapts, message):
+    drafter = type("Some", (Head,), {"adapts_target": adapts, "__init__": lambda self: None})()
+    with pytest.raises(ValueError, match=message):
+        sharding.check(drafter, **{"optimizer": "adamw", "on_policy": 0.0, **settings})
+    drafter = type("Some", (Head,), {"adapts_target": False, "__init__": lambda self: None})()
+    sharding.check(drafter, optimizer="adamw", on_policy=0.0)
