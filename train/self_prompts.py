@@ -6,7 +6,7 @@
 What it writes is filtered: texts that are unfinished, empty, short or long, that repeat themselves, or that are nearly the same
 as an earlier one are dropped. Repetition is the share of token 4-grams that occurred before in the text. Near duplicates are
 found by MinHash over character 5-grams (Broder, 1997), with the bands of locality-sensitive hashing: texts that share any of
-BANDS groups of ROWS hashes count as the same, which is likely from a Jaccard similarity of about 0.7 on.
+BANDS groups of ROWS hashes count as the same, which is likely from a Jaccard similarity of about 0.75 on.
 """
 
 import collections
