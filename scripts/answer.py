@@ -41,9 +41,9 @@ class DecodeOptions:
 
 @dataclass(frozen=True)
 class SelfPromptOptions:
-    temperature: float = option(1.0, "of prompts=self")
-    top_p: float = option(1.0, "the same for prompts=self")
-    max_tokens: int = option(256, "longest prompt; longer ones are dropped as unfinished")
+    temperature: float = option(1.0, "at which prompts=self writes prompts")
+    top_p: float = option(1.0, "sample them from the most likely tokens of this total probability")
+    max_tokens: int = option(256, "longest of them, in tokens; longer ones are dropped as unfinished")
 
 
 @dataclass(frozen=True)

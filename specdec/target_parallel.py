@@ -23,7 +23,10 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
-HEADS = ("num_attention_heads", "num_key_value_heads")  # of a configuration: each process gets an equal part of them
+HEADS = {  # of a configuration: each process gets an equal part of them
+    "num_attention_heads": "heads of attention",
+    "num_key_value_heads": "heads of keys and values",
+}
 
 
 @dataclass(frozen=True)
@@ -89,8 +92,8 @@ def check(config: PreTrainedConfig, tp: int, name: str, *, device: str, quantisa
     if any(number % tp for number in numbers.values()):
         most = math.gcd(*numbers.values())
         possible = " or ".join(str(size) for size in range(1, most + 1) if most % size == 0)
-        counts = " and ".join(f"{key}={number}" for key, number in numbers.items())
-        raise ValueError(f"tp={tp} does not divide the heads of {name} ({counts}): use tp={possible}.")
+        counts = " and ".join(f"{number} {HEADS[key]}" for key, number in numbers.items())
+        raise ValueError(f"tp={tp} does not divide the {counts} of {name}: use tp={possible}.")
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,15 @@
-"""A server whose answers a test decides about."""
+"""A server whose answers a test decides about, and answers for it that need no weights."""
 
 import json
 import threading
+import time
+import zlib
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+from tests.support import small_tokenizer
+
+STOP = 2  # <|im_end|>
 Reply = tuple[int, object]  # status; a document, or text that is sent as it is
 
 
@@ -19,10 +24,11 @@ class SmallServer:
     """Serves while it is used as a context manager, and again each time.
 
     reply: called with path and body (None for GET), in a thread for each request; None: the connection is cut
+    protocol: with HTTP/1.1, connections stay for further requests, and none is cut
     """
 
-    def __init__(self, reply: Callable[[str, dict | None], Reply | None]):
-        self.reply, self.port = reply, 0
+    def __init__(self, reply: Callable[[str, dict | None], Reply | None], *, protocol: str = "HTTP/1.0"):
+        self.reply, self.protocol, self.port = reply, protocol, 0
         self.guard = threading.Lock()
         self.requests: list[tuple[str, dict | None]] = []
         self.running, self.most = 0, 0  # requests that are under way now, and at most
@@ -59,6 +65,8 @@ class SmallServer:
         small = self
 
         class Handler(BaseHTTPRequestHandler):
+            protocol_version = small.protocol
+
             def do_GET(self):
                 self.send(small.answer(self.path.strip("/"), None))
 
@@ -80,3 +88,53 @@ class SmallServer:
                 pass
 
         return Handler
+
+
+class Model:
+    """What a server says: an answer of some words, which depend on prompt, seed and temperature. No weights are needed.
+
+    way: "ids" as vLLM; "text": unknown fields are refused; "deaf": they are passed over; "chat": no token ids
+    """
+
+    def __init__(self, way: str = "ids", *, length: int = 512, name: str = "target", **changes):
+        self.way, self.length, self.name = way, length, name
+        self.tokenizer = small_tokenizer()
+        self.changes = changes  # of the fields of a choice
+        self.fail_after: int | None = None  # requests
+        self.num, self.guard = 0, threading.Lock()
+
+    def __call__(self, path: str, body: dict | None):
+        if path == "v1/models":
+            return 200, {"data": [{"id": f"models/{self.name}", "max_model_len": self.length}]}
+        if path == "tokenize":
+            ids = self.tokenizer(body["prompt"], add_special_tokens=False)["input_ids"]
+            return (200, {"tokens": ids}) if self.way == "ids" else (404, {})
+        with self.guard:
+            self.num += 1
+            if self.fail_after is not None and self.num > self.fail_after:
+                return 400, {"message": "that is enough"}
+        if path == "v1/chat/completions":
+            choice, num = self.write(json.dumps(body["messages"]), body)
+            choice |= {"message": {"content": choice.pop("text"), **self.changes}}
+        elif self.way == "chat" or (self.way == "text" and "return_token_ids" in body):
+            return 400, {"message": "unknown field"}
+        else:
+            choice, num = self.write(json.dumps(body["prompt"]), body)
+        ids = choice.pop("ids")
+        if self.way == "ids":
+            choice |= {"token_ids": ids}
+        choice |= self.changes
+        return 200, {
+            "choices": [choice],
+            "usage": {"prompt_tokens": len(body.get("prompt", [])), "completion_tokens": num},
+        }
+
+    def write(self, prompt: str, body: dict) -> tuple[dict, int]:
+        number = zlib.crc32(f"{prompt} {body['seed'] if body['temperature'] else 0}".encode())
+        text = f"The answer is {number} \u00e9."
+        ids = [*self.tokenizer(text)["input_ids"], STOP]
+        time.sleep(number % 7 / 1000)  # so answers come in another order than their requests
+        cut = len(ids) > body["max_tokens"]
+        ids = ids[: body["max_tokens"]]
+        said = self.tokenizer.decode(ids, skip_special_tokens=True)
+        return {"text": said, "ids": ids, "finish_reason": "length" if cut else "stop"}, len(ids)

@@ -35,7 +35,9 @@ LOGS = [ROOT / "RESULTS.md", *sorted((ROOT / "results").glob("*.md"))]
 PAGES = [*GUIDES, *LOGS, ROOT / "data" / "README.md", ROOT / "checkpoints" / "README.md"]
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-START = re.compile(r"(python scripts/\w+\.py|python train\.py|accelerate launch\b.*train\.py|torchrun\b.*train\.py)")
+START = re.compile(
+    r"(python scripts/\w+\.py|python train\.py|accelerate launch\b.*train\.py|torchrun\b.*(train|scripts/\w+)\.py)"
+)
 FOREIGN_PATH = re.compile(r"(?<![\w.<-])/(?:home|root|tmp|work|mnt|opt|var|Users)/|\.\./shared\b")
 
 
@@ -136,9 +138,10 @@ def check_proposers(arguments: list[str]) -> None:
             assert any(last in each for each in owners), f"{key} is no setting of {', '.join(settings)}"
 
 
-@pytest.mark.parametrize("command", listed(lambda command: command.startswith("python scripts/")))
+@pytest.mark.parametrize("command", listed(lambda command: " scripts/" in command))
 def test_commands_of_scripts_name_existing_options(command, monkeypatch):
-    script, *arguments = shlex.split(command, comments=True)[1:]
+    words = shlex.split(command, comments=True)
+    script, *arguments = words[next(place for place, word in enumerate(words) if word.startswith("scripts/")) :]
     assert (ROOT / script).exists(), f"{script} does not exist"
     declared = option_class(Path(script).stem)
     names = {option.name: option for option in flatten(declared)}

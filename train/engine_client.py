@@ -52,6 +52,7 @@ class EngineClient:
             headers={"Authorization": f"Bearer {key}"} if key else {},
             timeout=httpx.Timeout(None, connect=CONNECTING),
             limits=httpx.Limits(max_connections=in_flight, max_keepalive_connections=in_flight),
+            event_hooks={"request": [lambda request: request.extensions.update(trace=self._trace)]},
         )
         self.pool = ThreadPoolExecutor(in_flight, "engine")
         self.turns = itertools.cycle(self.urls)
@@ -123,7 +124,7 @@ class EngineClient:
             self.sockets.add(info["return_value"].get_extra_info("socket"))
 
     def _send(self, url: str, path: str, body: dict) -> dict:
-        answer = self.client.post(f"{url}/{path}", json=body, extensions={"trace": self._trace})
+        answer = self.client.post(f"{url}/{path}", json=body)
         if answer.status_code in (408, 429) or answer.status_code >= 500:
             raise BadAnswer(f"status {answer.status_code}, {_message(answer)}")
         if answer.status_code >= 400:

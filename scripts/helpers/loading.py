@@ -140,15 +140,13 @@ def load_target(options: TargetOptions, *, default: str | None = None) -> Opened
     use_threads()
     usual = str(OmegaConf.load(CONF / "target" / "smollm2-135m.yaml").name)
     name = options.name or default or usual
-    tp = options.tp if isinstance(options, SharedTargetOptions) else 1
+    tp, device = 1, options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         with named("target"):
+            if isinstance(options, SharedTargetOptions):
+                tp, device = options.tp, processes.join(options.tp, device)
             target = Target.load(
-                name,
-                dtype=options.dtype,
-                device=processes.find_device(options.device, tp),
-                trust_remote_code=options.trust_remote_code,
-                tp=tp,
+                name, dtype=options.dtype, device=device, trust_remote_code=options.trust_remote_code, tp=tp
             )
             return open_target(target)
     except ValueError as error:

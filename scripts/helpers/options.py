@@ -7,7 +7,7 @@ The same words mean the same thing in every command:
     proposer=NAME proposers=A,B   what drafts, by its file in conf/proposer
     proposer.KEY=VALUE            its settings; with proposers=, or inside another proposer, proposer.NAME.KEY=VALUE
     proposer.checkpoint=DIR       the trained head inside a proposer that holds one; default: the first of checkpoint=
-    target.name= target.dtype= target.device=
+    target.name= target.dtype= target.device= target.tp=
     prompts= limit= max_new_tokens= batch= seed= out=
     decode.temperature= decode.depth= decode.width= decode.nodes= decode.compile= ...
     chains=1,2,3 trees=4x3x8      shapes to compare: chain lengths, and DEPTHxWIDTHxNODES of trees

@@ -30,27 +30,24 @@ def only_main_speaks() -> Iterator[None]:
             raise
 
 
-def find_device(device: str | None, tp: int) -> str:
-    """The device to load the target to; null: CUDA if there is one, each process its own GPU.
+def join(tp: int, device: str) -> str:
+    """Joins the processes that torchrun has started. -> the device to load the target to: each process has its own GPU
 
-    Joins the processes that torchrun has started. Raises ValueError if they are not as many as `tp`.
+    Raises ValueError if they are not as many as `tp`, or share a GPU.
     """
     num = int(os.environ.get("WORLD_SIZE", "1"))
     if num not in (1, tp):
         raise ValueError(
-            f"tp={tp} and {num} processes: this command needs torchrun --nproc_per_node {tp}, or set tp={num}."
+            f"tp={tp} and {num} processes: start {tp}, by torchrun --nproc_per_node {tp}, or set tp={num}."
         )
-    usual = "cuda" if torch.cuda.is_available() else "cpu"
-    if num == 1:
-        return device or usual
-    if device not in (None, "auto", "cpu"):
-        raise ValueError(
-            f"device={device}: with tp={tp}, each process takes the GPU of its number: leave it out, or set cpu."
-        )
+    if num == 1 or device == "auto":
+        return device
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"device={device}: with tp={tp} each process takes the GPU of its number, so leave it out.")
+    if device == "cuda":
+        device = f"cuda:{os.environ['LOCAL_RANK']}"
+        torch.cuda.set_device(device)
     if not dist.is_initialized():
-        dist.init_process_group("gloo" if (device or usual) == "cpu" else None)
+        dist.init_process_group("gloo" if device == "cpu" else "nccl")
         atexit.register(dist.destroy_process_group)
-    if (device or usual) == "cuda":
-        torch.cuda.set_device(local := int(os.environ["LOCAL_RANK"]))
-        return f"cuda:{local}"
-    return device or usual
+    return device

@@ -13,11 +13,12 @@ from specdec.compile import Runner
 from specdec.decode import Decoder
 from specdec.drafting import Drafting
 from specdec.measurement import seeded_generator
+from specdec.proposers.layerskip import LayerSkip
 from specdec.sampling import Sampling
 from specdec.target import Target
 from specdec.target_adapter import adapt
 from tests import families
-from tests.support import make_drafter, save_word_model
+from tests.support import greedy, make_drafter, save_word_model
 from tests.together import together
 from train.data import Batch
 from train.features import Online
@@ -80,7 +81,7 @@ def decode(target: Target) -> list:
     answers = []
     for temperature in (0.0, 1.0):
         decoder = Decoder(target, None, sampling=Sampling(temperature), stop=set())
-        answers.append(decoder.generate(PROMPTS, 16, generator=seeded_generator(target, 0)).tokens)
+        answers.append(decoder.generate(PROMPTS, 10, generator=seeded_generator(target, 0)).tokens)
     return answers
 
 
@@ -94,10 +95,12 @@ def heads(*targets: Target) -> dict:
             answers = [
                 Drafting(depth, width, nodes).decoder(
                     target, Drafting(depth, width, nodes).proposer(drafter), sampling=Sampling(temperature), stop=set()
-                ).generate(PROMPTS, 16, generator=seeded_generator(target, 3)).tokens
+                ).generate(PROMPTS, 10, generator=seeded_generator(target, 3)).tokens
                 for depth, width, nodes in ((2, 1, None), (2, 2, 4)) for temperature in (0.0, 1.0)
             ]  # fmt: skip
             found[name].append([answers, *loss(target, drafter)])
+    skipping = [greedy(target, LayerSkip(target, layers=None, depth=3)).generate(PROMPTS, 10) for target in targets]
+    found["layerskip"] = [[[each.tokens, each.accepted]] for each in skipping]
     return found
 
 
@@ -165,13 +168,13 @@ def test_two_processes_together_are_one(results, what):
 def test_what_cannot_be_cut_is_refused_in_a_sentence(results):
     three, zero, auto, compiled, adapted, unfit = results[0]["sentences"]
     assert re.match(
-        r"tp=3 does not divide the heads of .* \(num_attention_heads=4 and num_key_value_heads=2\): use tp=1 or 2\.",
+        r"tp=3 does not divide the 4 heads of attention and 2 heads of keys and values of .*: use tp=1 or 2\.",
         three,
     )
     assert zero.startswith("tp=0 must be at least 1")
     assert auto.startswith("device=auto spreads") and "use device=null with tp, or tp=1 with auto" in auto
     assert compiled.endswith("set compile=false.") and "held by 2 processes" in compiled
-    assert "tp=2 cuts" in adapted and "set tp=1, or choose another head" in adapted
+    assert "is cut over 2 processes" in adapted and adapted.endswith("or choose another head.")
     assert unfit.startswith("tp=2: transformers' plan of tensor parallelism may not fit.") and unfit.endswith(
         "Or set tp=1."
     )

@@ -1,79 +1,26 @@
-"""Tests of answers that servers write: order, kept token ids, resuming, other interfaces, refusals, prompts of the target's own."""
+"""Tests of answers that servers write: order, token ids, resuming, other interfaces, refusals, prompts of the target's own."""
 
 import copy
 import json
 import sys
 import threading
-import time
 import types
-import zlib
 
 import pytest
 from transformers import LlamaConfig
 
 from scripts import answer
-from tests.small_server import SmallServer
+from tests.small_server import STOP, Model, SmallServer
 from tests.support import save_target, small_tokenizer, write_rows
-from train import answering, data, encoding, engine_client, self_prompts
+from train import answering, data, engine_client, self_prompts
 from train.engine_answers import in_order
 
-STOP = 2  # <|im_end|>
 PROMPTS = [{"id": f"p{n}", "category": "ab"[n % 2], "prompt": f"Count from {n}.", "tags": ["numbers"] * (n % 2)} for n in range(9)]  # fmt: skip
 THINKING = (  # as Qwen3's: the last answer has what thinking=false puts before it
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' and loop.last %}{{ '<none>' }}"
     "{% endif %}{{ m['content'] + '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
     "{% if enable_thinking is defined and not enable_thinking %}{{ '<none>' }}{% endif %}{% endif %}"
 )
-
-
-class Model:
-    """What a server says: an answer of some words, which depend on prompt, seed and temperature. No weights are needed.
-
-    way: "ids" as vLLM; "text": unknown fields are refused; "deaf": they are passed over; "chat": no token ids
-    """
-
-    def __init__(self, way: str = "ids", *, length: int = 512, name: str = "target", **changes):
-        self.way, self.length, self.name = way, length, name
-        self.tokenizer = small_tokenizer()
-        self.changes = changes  # of the fields of a choice
-        self.fail_after: int | None = None  # requests
-        self.num, self.guard = 0, threading.Lock()
-
-    def __call__(self, path: str, body: dict | None):
-        if path == "v1/models":
-            return 200, {"data": [{"id": f"models/{self.name}", "max_model_len": self.length}]}
-        if path == "tokenize":
-            ids = self.tokenizer(body["prompt"], add_special_tokens=False)["input_ids"]
-            return (200, {"tokens": ids}) if self.way == "ids" else (404, {})
-        with self.guard:
-            self.num += 1
-            if self.fail_after is not None and self.num > self.fail_after:
-                return 400, {"message": "that is enough"}
-        if path == "v1/chat/completions":
-            choice, num = self.write(json.dumps(body["messages"]), body)
-            choice |= {"message": {"content": choice.pop("text"), **self.changes}}
-        elif self.way == "chat" or (self.way == "text" and "return_token_ids" in body):
-            return 400, {"message": "unknown field"}
-        else:
-            choice, num = self.write(json.dumps(body["prompt"]), body)
-        ids = choice.pop("ids")
-        if self.way == "ids":
-            choice |= {"token_ids": ids}
-        choice |= self.changes
-        return 200, {
-            "choices": [choice],
-            "usage": {"prompt_tokens": len(body.get("prompt", [])), "completion_tokens": num},
-        }
-
-    def write(self, prompt: str, body: dict) -> tuple[dict, int]:
-        number = zlib.crc32(f"{prompt} {body['seed'] if body['temperature'] else 0}".encode())
-        text = f"The answer is {number} \u00e9."
-        ids = [*self.tokenizer(text)["input_ids"], STOP]
-        time.sleep(number % 7 / 1000)  # so answers come in another order than their requests
-        cut = len(ids) > body["max_tokens"]
-        ids = ids[: body["max_tokens"]]
-        said = self.tokenizer.decode(ids, skip_special_tokens=True)
-        return {"text": said, "ids": ids, "finish_reason": "length" if cut else "stop"}, len(ids)
 
 
 @pytest.fixture
@@ -252,6 +199,16 @@ def test_another_tokenizer_is_refused(run):
         run(model)
 
 
+def test_a_server_that_writes_hidden_states_is_refused(run):
+    class Writing(Model):
+        def __call__(self, path, body):
+            status, document = super().__call__(path, body)
+            return status, document | {"kv_transfer_params": {"hidden_states_path": "states/0.safetensors"}}
+
+    with pytest.raises(ValueError, match="writes the hidden states of every answer"):
+        run(Writing())
+
+
 def test_another_model_is_named(run):
     with pytest.warns(UserWarning, match=r"The server's model is called models/other, and target\.name="):
         run(Model(name="other"), "limit=1")
@@ -265,71 +222,6 @@ def test_servers_of_different_models_are_refused(run):
         pytest.raises(ValueError, match=what),
     ):
         run(Model(), f"engine={server.url},{other.url}")
-
-
-# Kept ids in training
-
-
-def kept_row(**changes) -> dict:
-    tokenizer = small_tokenizer()
-    digest, _ = data.vocabulary(tokenizer, len(tokenizer))
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "the the"}]
-    prompt = data.encode_prompt(tokenizer, messages[:1])
-    letters = [
-        token for letter in "the the" for token in tokenizer(letter)["input_ids"]
-    ]  # not as the tokenizer cuts it
-    row = {"id": "x", "category": "c", "messages": messages, "tokens": [*prompt, *letters, STOP],
-           "prompt_tokens": len(prompt), "tokenizer": digest}  # fmt: skip
-    return row | changes
-
-
-def test_kept_ids_reach_the_packs(tmp_path):
-    tokenizer, row = small_tokenizer(), kept_row()
-    plain = data.encode(tokenizer, {**row, "tokens": None})
-    assert plain.tokens != row["tokens"] and tokenizer.decode(row["tokens"]) == tokenizer.decode(plain.tokens).rstrip(
-        "\n"
-    )
-    write_rows(tmp_path / "rows.jsonl", [row, {key: row[key] for key in ("id", "messages")}])
-    settings = encoding.Encoding(tokenizer, tmp_path / "cache")
-    packs = encoding.load_packs(str(tmp_path / "rows.jsonl"), settings, length=64, packed=False)
-    found = {tuple(each.tokens): each.mask for number in range(2) for each in packs[number]}
-    num_new = len(row["tokens"]) - row["prompt_tokens"]
-    assert found[tuple(row["tokens"])] == [False] * row["prompt_tokens"] + [True] * num_new
-    assert tuple(plain.tokens) in found
-
-
-def test_ids_of_another_tokenizer_are_not_used():
-    tokenizer = small_tokenizer()
-    for row in (kept_row(tokenizer="0" * 16), kept_row(tokenizer=None)):
-        with pytest.warns(UserWarning, match="Row x and perhaps others have token ids of another tokenizer"):
-            assert data.encode(tokenizer, row) == data.encode(tokenizer, {**row, "tokens": None})
-    longer = copy.deepcopy(tokenizer)
-    longer.add_tokens(["something"])
-    with pytest.warns(UserWarning, match="another tokenizer"):
-        data.encode(longer, kept_row())
-
-
-def test_fields_of_the_same_name_that_others_write_are_left_alone():
-    row = kept_row(prompt_tokens=None, tokens=17, thinking="I think")
-    assert data.encode(small_tokenizer(), row).tokens
-
-
-@pytest.mark.parametrize(
-    ("changes", "what"),
-    [
-        ({"tokens": [1, 2, 10**6]}, "ids from 0 to"),
-        ({"tokens": [1, 2, -1]}, "ids from 0 to"),
-        ({"tokens": [1, 2, True]}, "ids from 0 to"),
-        ({"tokens": "abc"}, "ids from 0 to"),
-        ({"prompt_tokens": 0}, "prompt_tokens=0 must be at least 1"),
-        ({"prompt_tokens": 10**6}, "below the number of tokens"),
-        ({"prompt_tokens": 1.5}, "prompt_tokens=1.5"),
-        ({"prompt_tokens": [3]}, r"prompt_tokens=\[3\]"),
-    ],
-)
-def test_ids_that_cannot_be_right_are_refused(changes, what):
-    with pytest.raises(ValueError, match=f"Row x: .*{what}"):
-        data.encode(small_tokenizer(), kept_row(**changes))
 
 
 # Prompts of the target's own

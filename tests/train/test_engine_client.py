@@ -160,11 +160,13 @@ def test_closing_ends_requests_that_wait(client_of):
     release = threading.Event()
 
     def hang(path, body):
-        release.wait(20)
+        if body is not None:
+            release.wait(20)
         return echo(path, body)
 
-    with SmallServer(hang) as server:
+    with SmallServer(hang, protocol="HTTP/1.1") as server:
         client = client_of(server, in_flight=2)
+        assert client.models()  # its connection is used again
         futures = [client.submit(PATH, {"number": n}, said) for n in range(5)]
         while server.running < 2:
             time.sleep(0.005)
