@@ -15,6 +15,7 @@ Reply = tuple[int, object]  # status; a document, or text that is sent as it is
 
 class Quiet(ThreadingHTTPServer):
     daemon_threads = True
+    request_queue_size = 128  # connections that wait; more are refused
 
     def handle_error(self, *_):
         """Connections that a client cuts are part of the tests."""
