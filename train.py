@@ -2,13 +2,9 @@
 
 import contextlib
 import functools
-import json
 import os
-import shutil
 import signal
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -34,9 +30,8 @@ from specdec.target import Target, load_tokenizer
 from train import data, display, optimization, sharding
 from train.consistency import ConsistencyObjective
 from train.encoding import Encoding, load_packs
-from train.engine_client import EngineClient
 from train.engine_features import EngineTarget
-from train.features import Features, Folder, Kept, Online
+from train.feature_settings import FeatureSettings
 from train.finite import NotFiniteLoss
 from train.group import Group
 from train.loader import Material
@@ -48,6 +43,7 @@ from train.optimization import OptimizerSettings, schedule
 from train.packing import Packs, frequent_tokens
 from train.processes import by_main, is_main, plain_warnings
 from train.run_folder import RunFolder
+from train.serving import Serving
 from train.settings import Settings
 from train.stream import Plan, Stream
 from train.trainer import Trainer
@@ -80,7 +76,9 @@ def fit_alone(config: DictConfig, path: Path, accelerator: Accelerator) -> int:
     prompts = data.load_prompts(config.data.heldout, tokenizer, limit=config.validation.num_prompts)
     drafter, spec = make_drafter(config, target, packs)
     drafter.to(accelerator.device)
-    engine = connect(config, drafter, console) if uses_engine(config) else None
+    say = lambda text: console.print(text, highlight=False, soft_wrap=True)
+    with named("features"):
+        engine = feature_settings(config).connect(drafter, say)
     objective = make_objective(config, drafter)
     optimizer, scheduler = make_optimizer(config, drafter)
     if config.train.shard:
@@ -99,7 +97,7 @@ def fit_alone(config: DictConfig, path: Path, accelerator: Accelerator) -> int:
         validation=validation,
         settings=make_settings(config),
         folder=folder,
-        serve=make_serve(config, console),
+        serve=make_serve(config, say),
     )
     if not (config.resume and trainer.resume()) and config.start is None:
         trainer.solve(config.solve_packs)
@@ -153,53 +151,34 @@ def load_target(config: DictConfig, accelerator: Accelerator) -> tuple[Target, P
             f"target.device=auto spreads one target over all GPUs, and {accelerator.num_processes} processes would each "
             "load one: use accelerate launch --num_processes 1, or target.device=null."
         )
+    engine = feature_settings(config).urls
     origin = {key: config.target[key] for key in ("revision", "trust_remote_code")}
     with named("target"):
         load = functools.partial(Target.load, tp=config.target.tp)
-        if uses_engine(config):
-            if config.target.tp > 1:
-                raise ValueError(f"tp={config.target.tp}: with features.engine= a server holds the target: use tp=1.")
+        if engine:
             load, device = functools.partial(Target.load_ends), None
         target = load(config.target.name, dtype=config.target.dtype, device=device or accelerator.device, **origin)
         return target, load_tokenizer(config.target.name, **origin)
 
 
-def uses_engine(config: DictConfig) -> bool:
-    """Whether a server reads the texts, and not a target in this process. Raises ValueError for options that do not fit."""
-    mode, urls = config.features.mode, config.features.engine
-    if mode not in ("cached", "online", "engine"):
-        raise ValueError(f"features.mode={mode} must be cached, online or engine.")
-    if mode == "engine" and not urls:
-        raise ValueError(
-            "features.mode=engine needs the URL of a server: features.engine=http://localhost:8000 (python "
-            "scripts/launch_engine.py starts one)."
-        )
-    if mode == "online" and urls:
-        raise ValueError(
-            "features.mode=online runs the target in this process: use mode=engine, or features.engine=null."
-        )
+def feature_settings(config: DictConfig) -> FeatureSettings:
+    """Raises ValueError for what only a target in this process can do, if a server is to read the texts."""
+    with named("features"):
+        settings = FeatureSettings(**OmegaConf.to_container(config.features, resolve=True))
     adapts = checkpoint.drafter_class(config.head.drafter._target_).adapts_target
     needed = [
         (adapts, "the head changes the target"),
         (config.data.on_policy, "data.on_policy lets the target judge texts that the draft writes"),
         (config.train.best_by != "tau", f"train.best_by={config.train.best_by} is measured by decoding"),
+        (config.target.tp > 1, f"target.tp={config.target.tp} cuts a target in these processes"),
     ]
     for applies, reason in needed:
-        if urls and applies:
+        if settings.urls and applies:
             raise ValueError(
-                f"features.engine={urls}: {reason}, for which the target must be in this process: use features.mode=online."
+                f"features.engine={settings.urls}: {reason}, for which the target must be in this process: use "
+                "features.mode=online."
             )
-    return bool(urls)
-
-
-def connect(config: DictConfig, drafter: Head, console: Console) -> EngineTarget:
-    """The servers that read texts."""
-    say = lambda text: console.print(text, highlight=False, soft_wrap=True)
-    with named("features"):
-        chosen = config.features
-        urls = chosen.engine if isinstance(chosen.engine, str) else ",".join(chosen.engine)
-        client = EngineClient(urls, in_flight=chosen.in_flight, patience=chosen.patience, say=say)
-        return EngineTarget(client, drafter.target, (*drafter.target_layers, *drafter.target.layer_ids(chosen.layers)))
+    return settings
 
 
 def load_data(
@@ -340,20 +319,20 @@ def make_material(
     engine: EngineTarget | None,
 ) -> Material:
     """The packs, and the target's outputs for them: computed for every batch, or kept on disk."""
-    features: Features | None
-    if drafter.adapts_target:
-        features = None  # the objective reads the target itself, with gradient
-    elif config.features.mode == "online":
-        features = Online(drafter.target, drafter.target_layers)
-    elif config.features.mode == "engine":
-        features = Kept(drafter.target, drafter.target_layers, folder=None, reader=engine)
-    else:
-        if stream:
-            raise ValueError(
-                "features.mode=cached keeps the target's outputs for every text, and data.stream=true reads texts once: use "
-                "features.mode=online or engine."
+    features = None  # the objective reads an adapted target itself, with gradient
+    if not drafter.adapts_target:
+        with named("features"):
+            features = feature_settings(config).open(
+                drafter,
+                packs,
+                engine=engine,
+                streamed=stream is not None,
+                main=accelerator.is_main_process,
+                say=console.print,
             )
-        features = open_features(config, drafter, packs, accelerator, console, engine)
+        waiting = Waiting(config.train.timeout, accelerator.process_index, accelerator.num_processes)
+        with waiting("the folder of features"):
+            accelerator.wait_for_everyone()
     on_policy = None
     if config.data.on_policy:
         with named("data"):
@@ -369,69 +348,19 @@ def make_material(
         return Material(packs, config.data.length, features, on_policy, stream, config.data.ahead)
 
 
-def open_features(
-    config: DictConfig,
-    drafter: Head,
-    packs: Packs,
-    accelerator: Accelerator,
-    console: Console,
-    engine: EngineTarget | None,
-) -> Kept:
-    """The folder of the target's outputs; says how large it will be."""
-    with named("features"):
-        layers = drafter.target.layer_ids(config.features.layers)
-        path = Path(config.features.folder)
-        folder = Folder(drafter.target, (*drafter.target_layers, *layers), path, bits=config.features.bits)
-        num_rows = len(packs.members)
-        missing = max(0.0, 1 - folder.num_files() / num_rows)
-        if missing:
-            size = missing * folder.num_bytes(packs.num_tokens)
-            folder.check_space(int(size))
-            console.print(f"features up to {size / 1e9:.2f} GB will be written to {path} as they are needed")
-        if accelerator.is_main_process:
-            folder.open()
-    with Waiting(config.train.timeout, accelerator.process_index, accelerator.num_processes)("the folder of features"):
-        accelerator.wait_for_everyone()
-    return Kept(drafter.target, drafter.target_layers, folder=folder, reader=engine)
-
-
-def make_serve(config: DictConfig, console: Console) -> Callable[[Path], dict | None] | None:
-    """What serves a checkpoint's folder in vLLM on the held-out prompts -> its figures, None if it fails."""
-    python = config.validation.served
-    if python is None:
+def make_serve(config: DictConfig, say: Callable[[str], None]) -> Serving | None:
+    """What serves the best step at the end, if that is asked for."""
+    chosen, target = config.validation, config.target
+    if chosen.served is None:
         return None
-    if shutil.which(python) is None:
-        raise ValueError(
-            f"validation.served={python} is no interpreter: give one that has vLLM. `make engines` makes engines/bin/python, for "
-            "a CPU."
-        )
-    if config.validation.temperature > 0 or config.decode.depth is None:
+    if chosen.temperature > 0 or config.decode.depth is None:
         raise ValueError(
             "validation.served= serves chains at temperature 0: use decode=chain and validation.temperature=0."
         )
-    chosen = {
-        "prompts": config.data.heldout, "limit": config.validation.num_prompts, "num_drafts": config.decode.depth,
-        "max_new_tokens": config.validation.max_new_tokens, "python": python, "target.name": config.target.name,
-        "target.dtype": config.target.dtype, "target.trust_remote_code": config.target.trust_remote_code,
-    }  # fmt: skip
-    script = Path(__file__).parent / "scripts" / "serve_heldout.py"
-
-    def serve(folder: Path) -> dict | None:
-        with tempfile.TemporaryDirectory() as scratch:
-            out = Path(scratch, "served.json")
-            given = [f"{name}={'null' if value is None else value}" for name, value in chosen.items()]
-            command = [sys.executable, str(script), f"checkpoint={folder}", f"out={out}", *given]
-            done = subprocess.run(
-                command, text=True, capture_output=True, env=os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
-            )
-            if done.returncode or not out.exists():
-                reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
-                console.print(f"vLLM has not served {folder}: {reason}", highlight=False, soft_wrap=True)
-                return None
-            console.print(done.stdout.strip(), highlight=False, soft_wrap=True)
-            return json.loads(out.read_text())
-
-    return serve
+    given = {"prompts": config.data.heldout, "limit": chosen.num_prompts, "max_new_tokens": chosen.max_new_tokens}
+    given |= {f"target.{key}": target[key] for key in ("name", "dtype", "trust_remote_code")}
+    with named("validation"):
+        return Serving(chosen.served, given | {"num_drafts": config.decode.depth}, say)
 
 
 def make_settings(config: DictConfig) -> Settings:

@@ -199,16 +199,6 @@ def test_another_tokenizer_is_refused(run):
         run(model)
 
 
-def test_a_server_that_writes_hidden_states_is_refused(run):
-    class Writing(Model):
-        def __call__(self, path, body):
-            status, document = super().__call__(path, body)
-            return status, document | {"kv_transfer_params": {"hidden_states_path": "states/0.safetensors"}}
-
-    with pytest.raises(ValueError, match="writes the hidden states of every answer"):
-        run(Writing())
-
-
 def test_another_model_is_named(run):
     with pytest.warns(UserWarning, match=r"The server's model is called models/other, and target\.name="):
         run(Model(name="other"), "limit=1")

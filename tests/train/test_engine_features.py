@@ -212,7 +212,7 @@ def test_a_full_disk_of_the_engine_is_named(engine, ends, monkeypatch):
         (("features.engine=localhost:8000",), "is not the URL of a server"),
         (("features.engine=http://127.0.0.1:9",), "No server with OpenAI's interface answers at http://127.0.0.1:9"),
         (("features.mode=online",), r"features\.mode=online runs the target in this process"),
-        (("features.mode=offline",), "must be cached, online or engine"),
+        (("features.mode=offline",), "must be one of cached, online, engine"),
         (("head=medusa2",), "the head changes the target"),
         (("head=draft", "data.on_policy=0.5"), "the draft writes"),
         (("decode=tree",), "judged by replay, which needs a chain"),

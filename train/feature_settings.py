@@ -1,0 +1,84 @@
+"""Where the target's outputs come from, as conf/train.yaml says in `features`."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from specdec.drafter import Head
+from train.engine_client import EngineClient
+from train.engine_features import EngineTarget
+from train.features import Features, Folder, Kept, Online
+from train.packing import Packs
+
+MODES = ("cached", "online", "engine")
+
+
+@dataclass(frozen=True)
+class FeatureSettings:
+    """conf/train.yaml, `features`. Raises ValueError for what does not fit together."""
+
+    mode: str
+    engine: str | list[str] | None
+    in_flight: int
+    patience: float
+    folder: str
+    layers: list[int]
+    bits: int | None
+
+    def __post_init__(self):
+        if self.mode not in MODES:
+            raise ValueError(f"mode={self.mode} must be one of {', '.join(MODES)}.")
+        if self.mode == "engine" and not self.urls:
+            raise ValueError(
+                "mode=engine needs the URL of a server: engine=http://localhost:8000 (python scripts/launch_engine.py starts "
+                "one)."
+            )
+        if self.mode == "online" and self.urls:
+            raise ValueError("mode=online runs the target in this process: use mode=engine, or engine=null.")
+
+    @property
+    def urls(self) -> str:
+        """A comma list of the servers; empty if the target is in this process."""
+        return ",".join(self.engine) if isinstance(self.engine, list) else self.engine or ""
+
+    def connect(self, drafter: Head, say: Callable[[str], None]) -> EngineTarget | None:
+        """The servers that read texts, tried; None: the target in this process does."""
+        if not self.urls:
+            return None
+        client = EngineClient(self.urls, in_flight=self.in_flight, patience=self.patience, say=say)
+        return EngineTarget(client, drafter.target, (*drafter.target_layers, *drafter.target.layer_ids(self.layers)))
+
+    def open(
+        self,
+        drafter: Head,
+        packs: Packs,
+        *,
+        engine: EngineTarget | None,
+        streamed: bool,
+        main: bool,
+        say: Callable[[str], None],
+    ) -> Features:
+        """The source of features. It says how large a folder will be, which the main process makes.
+
+        streamed: whether texts are read as they come
+        Raises ValueError for a folder of another target or a disk too small.
+        """
+        target, layers = drafter.target, drafter.target_layers
+        if self.mode == "online":
+            return Online(target, layers)
+        if self.mode == "engine":
+            return Kept(target, layers, folder=None, reader=engine)
+        if streamed:
+            raise ValueError(
+                "mode=cached keeps the target's outputs for every text, and data.stream=true reads texts once: use mode=online "
+                "or engine."
+            )
+        folder = Folder(target, (*layers, *target.layer_ids(self.layers)), Path(self.folder), bits=self.bits)
+        missing = max(0.0, 1 - folder.num_files() / len(packs.members))
+        if missing:
+            size = missing * folder.num_bytes(packs.num_tokens)
+            folder.check_space(int(size))
+            say(f"features up to {size / 1e9:.2f} GB will be written to {self.folder} as they are needed")
+        if main:
+            folder.open()
+        return Kept(target, layers, folder=folder, reader=engine)
