@@ -37,11 +37,20 @@ class EngineClient:
     urls: comma list such as http://localhost:8000, with or without /v1
     in_flight: requests that are under way at once
     patience: minutes without any answer after which a request gives up; a server that was restarted meanwhile is used again
+    longest: minutes that one answer may take before the request is sent again; None: any
     say: prints a sentence, when servers stop to answer and when they answer again
     Raises ValueError, here and in every request, with what to do. A request that a server refuses raises Refused.
     """
 
-    def __init__(self, urls: str, *, in_flight: int = 16, patience: float = 10.0, say: Callable[[str], None] = print):
+    def __init__(
+        self,
+        urls: str,
+        *,
+        in_flight: int = 16,
+        patience: float = 10.0,
+        longest: float | None = None,
+        say: Callable[[str], None] = print,
+    ):
         if in_flight < 1 or patience < 0:
             raise ValueError(f"in_flight={in_flight} must be at least 1, and patience={patience} not negative.")
         logging.getLogger("httpx").setLevel(logging.WARNING)  # it tells every request
@@ -50,7 +59,7 @@ class EngineClient:
         key = os.environ.get("OPENAI_API_KEY")
         self.client = httpx.Client(
             headers={"Authorization": f"Bearer {key}"} if key else {},
-            timeout=httpx.Timeout(None, connect=CONNECTING),
+            timeout=httpx.Timeout(None if longest is None else 60 * longest, connect=CONNECTING),
             limits=httpx.Limits(max_connections=in_flight, max_keepalive_connections=in_flight),
             event_hooks={"request": [lambda request: request.extensions.update(trace=self._trace)]},
         )

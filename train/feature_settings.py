@@ -45,7 +45,9 @@ class FeatureSettings:
         """The servers that read texts, tried; None: the target in this process does."""
         if not self.urls:
             return None
-        client = EngineClient(self.urls, in_flight=self.in_flight, patience=self.patience, say=say)
+        client = EngineClient(
+            self.urls, in_flight=self.in_flight, patience=self.patience, longest=self.patience / 2, say=say
+        )
         return EngineTarget(client, drafter.target, (*drafter.target_layers, *drafter.target.layer_ids(self.layers)))
 
     def open(

@@ -112,3 +112,11 @@ def training_cost(accelerator: Accelerator, drafter: Head, *, tokens: int, secon
         peak_memory=peak,
         processes=accelerator.num_processes,
     )
+
+
+def other_processes(before: int, here: int, *, then: int, now: int) -> str:
+    """One sentence for a run that goes on with another number of processes. then, now: packs of a step"""
+    return (
+        f"The run was begun by {before} processes and goes on with {here}: a step now has {now} packs instead of {then}. The order "
+        "of packs goes on; train.batch and train.accumulation could keep the packs of a step."
+    )

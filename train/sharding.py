@@ -32,7 +32,7 @@ def plugin(shard: bool) -> FullyShardedDataParallelPlugin | None:
     """What makes accelerate shard. Every field is given, or accelerate would take it from the environment.
 
     Weights are gathered, and gradients summed, in their own type: mixed precision is autocast's, as without sharding.
-    Raises ValueError if accelerate's own configuration asks for shards and `shard` does not.
+    Raises ValueError if there is one process only, or if accelerate's own configuration asks for shards and `shard` does not.
     """
     if not shard:
         if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
@@ -41,6 +41,11 @@ def plugin(shard: bool) -> FullyShardedDataParallelPlugin | None:
                 "configuration without FSDP (accelerate config)."
             )
         return None
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        raise ValueError(
+            "shard=true keeps a part of the drafter in each process, and there is one process: start several (accelerate "
+            "launch --num_processes 8, or torchrun --nproc_per_node 8), or set shard=false."
+        )
     return FullyShardedDataParallelPlugin(
         fsdp_version=2,
         reshard_after_forward=True,
@@ -56,14 +61,9 @@ def plugin(shard: bool) -> FullyShardedDataParallelPlugin | None:
 
 
 def start(accelerator: Accelerator, chosen: FullyShardedDataParallelPlugin | None) -> None:
-    """Raises ValueError if there is one process only. On a CPU accelerate leaves the plugin aside, so it is set here."""
+    """On a CPU accelerate leaves the plugin aside, so it is set here."""
     if chosen is None:
         return
-    if accelerator.num_processes == 1:
-        raise ValueError(
-            "shard=true keeps a part of the drafter in each process, and there is one process: start several (accelerate "
-            "launch --num_processes 8, or torchrun --nproc_per_node 8), or set shard=false."
-        )
     accelerator.state.distributed_type = DistributedType.FSDP
     accelerator.state.fsdp_plugin = chosen
 

@@ -23,7 +23,7 @@ from train.objective import Loss, Objective
 from train.optimization import AVERAGE, Average, GradientNorms, take
 from train.parts import gathered, local
 from train.processes import say
-from train.progress import TrainingProgress, clipping, text_rounds, training_cost
+from train.progress import TrainingProgress, clipping, other_processes, text_rounds, training_cost
 from train.run_folder import RunFolder, packs_of_step
 from train.settings import Settings
 from train.sharding import Weights
@@ -131,11 +131,7 @@ class Trainer:
             self.folder.go_back(self.step, self.best)
         say(f"Resumed from step {self.step}.")
         if then != now:
-            say(
-                f"The run was begun by {document['about']['processes']} processes and goes on with "
-                f"{self.group.num}: a step now has {now} packs instead of {then}. The order of packs goes on; "
-                "train.batch and train.accumulation could keep the packs of a step."
-            )
+            say(other_processes(document["about"]["processes"], self.group.num, then=then, now=now))
         return True
 
     def _agree(self, step: int) -> None:

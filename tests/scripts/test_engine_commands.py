@@ -114,7 +114,9 @@ def test_vllm_is_the_only_holder_of_the_target_and_dies_once(tmp_path):
                    f"target.name={REAL_TARGET}", f"data.train={ROOT}/data/train.jsonl", f"data.heldout={ROOT}/data/prompts_heldout.jsonl",
                    "data.limit=24", "data.length=128", "train.steps=12", "train.log_every=1", "solve_packs=2", "validation.num_prompts=3",
                    "validation.max_new_tokens=16", f"validation.served={ENGINES}", "threads=2"]  # fmt: skip
-        run = subprocess.Popen(command, cwd=tmp_path, env=environment, text=True, stdout=subprocess.PIPE)
+        run = subprocess.Popen(
+            command, cwd=tmp_path, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
         for line in run.stdout:
             if line.startswith("step     4/"):
                 break

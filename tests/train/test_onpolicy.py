@@ -56,7 +56,7 @@ def test_the_draft_model_answers_the_same_prompts(target):
             num_answers += 1
         assert not batch.loss_mask[pack, start:].any() and (batch.documents[pack, start:] == -1).all()
     assert num_answers == 3
-    output = on_policy.features([0, 1], batch)
+    output = on_policy.features(batch)
     assert output.final.shape == (2, 24, target.width) and output.features.shape[-1] == 0
 
 

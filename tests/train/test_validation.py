@@ -28,6 +28,7 @@ SETTINGS = {
     "decode": "best",
     "share": None,
     "answers": "answers",
+    "served": None,
 }
 
 
