@@ -125,7 +125,8 @@ def make_accelerator(config: DictConfig, path: Path) -> Accelerator:
     os.environ.setdefault("WANDB_MODE", "online" if display.wandb_logged_in() else "offline")
     set_seed(config.train.seed)
     transformers.utils.logging.disable_progress_bar()
-    plugin = sharding.plugin(config.train.shard)
+    with named("train"):
+        plugin = sharding.plugin(config.train.shard)
     accelerator = Accelerator(
         cpu=not torch.accelerator.is_available(),  # said outright, or several processes would not find each other
         mixed_precision={"bf16": "bf16", "fp32": "no"}[config.precision],

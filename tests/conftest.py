@@ -2,6 +2,7 @@
 
 import os
 import resource
+import sys
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,18 @@ def pytest_collection_modifyitems(items):
         variants = [parameters[name] for name in ("any_drafter", "small_drafter") if name in parameters]
         if any(variant not in QUICK for variant in variants):
             item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture(autouse=True)
+def _no_state_of_accelerate():
+    """accelerate keeps the settings of the first Accelerator of a process, and refuses others later."""
+    yield
+    if "accelerate" in sys.modules:
+        from accelerate.state import AcceleratorState, GradientState, PartialState
+
+        if PartialState._shared_state.get("num_processes", 1) == 1:
+            for state in (AcceleratorState, GradientState, PartialState):
+                state._reset_state()
 
 
 @pytest.fixture(scope="session")

@@ -112,14 +112,17 @@ def test_vllm_is_the_only_holder_of_the_target_and_dies_once(tmp_path):
         wait_for(port, tmp_path / "engine.log")
         command = [sys.executable, str(ROOT / "train.py"), "head=eagle3", "run=served", "features.mode=engine", f"features.engine=http://127.0.0.1:{port}",
                    f"target.name={REAL_TARGET}", f"data.train={ROOT}/data/train.jsonl", f"data.heldout={ROOT}/data/prompts_heldout.jsonl",
-                   "data.limit=24", "data.length=128", "train.steps=12", "train.log_every=1", "solve_packs=2", "validation.num_prompts=3",
+                   "data.limit=24", "data.length=256", "train.steps=12", "train.log_every=1", "solve_packs=2", "validation.num_prompts=3",
                    "validation.max_new_tokens=16", f"validation.served={ENGINES}", "threads=2"]  # fmt: skip
         run = subprocess.Popen(
             command, cwd=tmp_path, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )
+        said = []
         for line in run.stdout:
+            said.append(line)
             if line.startswith("step     4/"):
                 break
+        assert run.poll() is None, "".join(said)
         end(engine, signal.SIGKILL)
         engine = launch()
         rest = run.stdout.read()
