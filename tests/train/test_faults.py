@@ -23,7 +23,7 @@ from train.run_folder import RunFolder
 from train.signals import Signals
 from train.trainer import Trainer
 
-HOLD = "import sys, time; from pathlib import Path; from train.lock import lock\nwith lock(Path(sys.argv[1]), of=Path('run')): {}print('held', flush=True); time.sleep(60)"
+HOLD = "import os, sys, time; from pathlib import Path; from train.lock import lock\nwith lock(Path(sys.argv[1]), of=Path('run')): {}os.write(1, b'held\\n'); time.sleep(60)"  # in one piece
 FORK = "import os; os.fork(); "  # the child lives on when its parent is killed
 
 
