@@ -103,8 +103,9 @@ def test_vllm_is_the_only_holder_of_the_target_and_dies_once(tmp_path):
 
     def end(engine: subprocess.Popen, number: int) -> None:
         found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(engine.pid)], capture_output=True, text=True).stdout
-        for pid in [*map(int, found.split()), engine.pid]:
-            os.kill(pid, number)
+        for server in map(int, found.split()):  # in a process group of its own, with vLLM's other processes
+            os.killpg(server, number)
+        os.kill(engine.pid, number)
         engine.wait()
 
     engine = launch()
