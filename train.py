@@ -44,7 +44,7 @@ from train.packing import Packs, frequent_tokens
 from train.processes import by_main, is_main, plain_warnings
 from train.run_folder import RunFolder
 from train.serving import Serving
-from train.settings import Settings
+from train.settings import Settings, fixed
 from train.stream import Plan, Stream
 from train.trainer import Trainer
 from train.validation import Validation, ValidationSettings
@@ -87,7 +87,7 @@ def fit_alone(config: DictConfig, path: Path, accelerator: Accelerator) -> int:
     display.start(console, config, target, drafter, packs, prompts)
     validation = make_validation(config, drafter, prompts, stop, accelerator, console, engine)
     material = make_material(config, drafter, packs, stream, stop, accelerator, console, engine)
-    folder = RunFolder(path, spec, flatten(OmegaConf.to_container(config, resolve=True)))
+    folder = RunFolder(path, spec, fixed(OmegaConf.to_container(config, resolve=True)))
     trainer = Trainer(
         accelerator,
         objective,
@@ -292,7 +292,7 @@ def make_validation(
         stop=stop,
         seed=config.train.seed,
         show=lambda report: display.validation(console, report, drafting.shape),
-        say=lambda text: console.print(text, highlight=False, soft_wrap=True),
+        say=functools.partial(console.print, highlight=False, soft_wrap=True),
         engine=engine,
     )
     if engine is not None and not validation.replays:
@@ -384,21 +384,6 @@ def build(config: DictConfig, *arguments, **more):
         if isinstance(error.__cause__, TypeError):
             raise ValueError(str(error.__cause__)) from error
         raise
-
-
-def flatten(config: dict, prefix: str = "") -> dict:
-    """The settings that a run's figures depend on, by dotted name."""
-    free = ("resume", "tracker", "threads", "features", "decode", "validation", "run")
-    free += ("target.device", "target.tp", "target.trust_remote_code")
-    # What is read, a stream and its buffer too, is in the fingerprint
-    free += tuple(f"data.{key}" for key in ("cache", "workers", "ahead", "stream", "buffer"))
-    freely = "log_every validate_every validate_first save_every best_by timeout skip_not_finite shard".split()
-    free += tuple(f"train.{key}" for key in freely)
-    flat = {}
-    for key, value in config.items():
-        if prefix + key not in free:
-            flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return flat
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")

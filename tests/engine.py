@@ -1,19 +1,18 @@
 """A server with the part of vLLM's interface that features.engine= uses, over a tiny target: real hidden states, and faults."""
 
-import itertools
 import json
 import threading
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import safetensors.torch
 import torch
 
 from specdec.target import Target
+from tests.small_server import Reply, SmallServer
 
 
-class TinyEngine:
+class TinyEngine(SmallServer):
     """Serves `target` while it is used as a context manager. vLLM itself is tested in tests/scripts/test_engines.py.
 
     layers: hidden states that are written to `folder`, the last one before the final norm, as vLLM gives it
@@ -21,33 +20,25 @@ class TinyEngine:
         None: no file, or a connection that is cut
     """
 
-    def __init__(self, target: Target, layers: list[int], folder: Path, *, port: int = 0):
+    def __init__(self, target: Target, layers: list[int], folder: Path):
+        super().__init__(self._reply)
         self.target, self.layers, self.folder = target, layers, folder
-        self.port, self.spoil = port, lambda number, made: None
-        self.numbers, self.guard = itertools.count(), threading.Lock()
-        self.requests: list[dict] = []
-        self.running, self.most = 0, 0  # requests that are under way now, and at most
+        self.spoil: Callable[[int, dict], object] = lambda number, made: None
+        self.one_by_one = threading.Lock()
+        self.completions: list[dict] = []  # the bodies of requests
 
-    spoil: Callable[[int, dict], object]
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    def __enter__(self) -> "TinyEngine":
-        self.server = ThreadingHTTPServer(("127.0.0.1", self.port), self._handler())
-        self.port = self.server.server_address[1]
-        threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.server.shutdown()
-        self.server.server_close()
+    def _reply(self, path: str, body: dict | None) -> Reply | None:
+        if body is None:
+            return 200, {"data": [{"id": self.target.name, "max_model_len": 256}]}
+        if path != "v1/completions":
+            return 404, {"error": {"message": "Not Found"}}
+        answer = self.complete(body)
+        return None if answer is None else (200, answer)
 
     def complete(self, body: dict) -> dict | None:
-        with self.guard:
-            number = next(self.numbers)
-            self.requests.append(body)
+        with self.one_by_one:
+            number = len(self.completions)
+            self.completions.append(body)
             prompt, new = body["prompt"], []
             stop = body.get("stop_token_ids", [])
             while not new or (len(new) < body["max_tokens"] and new[-1] not in stop):
@@ -75,40 +66,3 @@ class TinyEngine:
         hook.remove()
         states = torch.cat([output.features, before[0]], dim=-1)[0].unflatten(-1, (-1, self.target.width))
         return states, output.final[0]
-
-    def _handler(self) -> type[BaseHTTPRequestHandler]:
-        engine = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_GET(self):
-                self.reply({"data": [{"id": engine.target.name, "max_model_len": 256}]})
-
-            def do_POST(self):
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                if not self.path.endswith("/v1/completions"):
-                    self.reply({"error": {"message": "Not Found"}}, status=404)
-                    return
-                with engine.guard:
-                    engine.running += 1
-                    engine.most = max(engine.most, engine.running)
-                answer = engine.complete(body)
-                with engine.guard:
-                    engine.running -= 1
-                if answer is None:
-                    self.close_connection = True
-                else:
-                    self.reply(answer)
-
-            def reply(self, document: dict, status: int = 200) -> None:
-                content = json.dumps(document).encode()
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(content)))
-                self.end_headers()
-                self.wfile.write(content)
-
-            def log_message(self, *_):
-                pass
-
-        return Handler

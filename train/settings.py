@@ -27,3 +27,18 @@ class Settings:
             raise ValueError(f"best_by={self.best_by} must be tau or speedup.")
         if self.ema is not None and not 0 < self.ema < 1:
             raise ValueError(f"ema={self.ema} must lie between 0 and 1, such as 0.999; null: no average.")
+
+
+def fixed(config: dict, prefix: str = "") -> dict:
+    """The settings that a run's figures depend on, by dotted name."""
+    free: tuple[str, ...] = ("resume", "tracker", "threads", "features", "decode", "validation", "run")
+    free += ("target.device", "target.tp", "target.trust_remote_code")
+    # What is read, a stream and its buffer too, is in the fingerprint
+    free += tuple(f"data.{key}" for key in ("cache", "workers", "ahead", "stream", "buffer"))
+    freely = "log_every validate_every validate_first save_every best_by timeout skip_not_finite shard".split()
+    free += tuple(f"train.{key}" for key in freely)
+    flat: dict = {}
+    for key, value in config.items():
+        if prefix + key not in free:
+            flat |= fixed(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat

@@ -55,9 +55,11 @@ def test_the_process_never_holds_the_layers(fit, engine, monkeypatch):
 def test_a_folder_is_filled_once(fit, engine, tmp_path):
     options = (f"features.engine={engine.url}", "features.mode=cached", "features.folder=cache")
     fit("first", *options)
-    num = len(engine.requests)
+    num = len(engine.completions)
     fit("second", *options, "train.seed=3")
-    assert len(engine.requests) - num <= 1 + 3  # the try at the start; prompts were answered before and are read again
+    assert (
+        len(engine.completions) - num <= 1 + 3
+    )  # the try at the start; prompts were answered before and are read again
     assert losses_of("first").keys() == losses_of("second").keys()
     assert not [path for path in tmp_path.glob("*.safetensors") if path.parent == engine.folder]
 
@@ -75,7 +77,7 @@ def test_an_engine_that_dies_twice_loses_nothing(fit, engine, folder):
         time.sleep(0.3)
         engine.__enter__()
 
-    first = len(engine.requests)
+    first = len(engine.completions)
     stops = (first + 3, first + 12)
     engine.spoil = die
     fit("died", *settings(engine))
@@ -94,12 +96,12 @@ def test_features_come_with_the_answers_and_no_text_is_read_again(fit, engine, f
     write_rows(folder / "asked.jsonl", [{"id": str(n), "prompt": f"Count from {n}."} for n in range(8)])
     monkeypatch.chdir(tmp_path)
     answer(monkeypatch, engine, folder, f"prompts={folder}/asked.jsonl", "features.folder=cache")
-    num = len(engine.requests)
+    num = len(engine.completions)
     files = sorted(Path("cache").glob("*/*.safetensors"))
     assert len(files) == 8 and not list(engine.folder.glob("*.safetensors"))
     options = ("data.train=answers.jsonl", "head=eagle3", "head.drafter.target_layers=[2,4,5]")
     fit("kept", *options, "features.mode=cached", "features.folder=cache", f"features.engine={engine.url}")
-    read = [body["prompt"] for body in engine.requests[num:] if body["max_tokens"] == 1]
+    read = [body["prompt"] for body in engine.completions[num:] if body["max_tokens"] == 1]
     assert len(read) == 1 + 2  # the try at the start, and the answers to the two held-out prompts
     assert sorted(Path("cache").glob("*/*.safetensors")) == files
     fit("online", *options, "features.mode=online")
@@ -191,10 +193,10 @@ def test_a_server_that_is_not_right_is_refused_with_a_reason(engine, ends, fault
 def test_a_bad_answer_is_asked_for_again(engine, ends, fault, monkeypatch):
     monkeypatch.setattr("train.engine_client.LONGEST_PAUSE", 0.01)
     source = EngineTarget(EngineClient(engine.url), ends, (2, 4, 5))
-    num = len(engine.requests)
+    num = len(engine.completions)
     engine.spoil = lambda number, made: fault(number, made) if number == num else None
     states = source.submit(torch.tensor([5, 6, 7]), (2, 8)).result()
-    assert [tuple(state.shape) for state in states] == [(3, ends.width)] * 2 and len(engine.requests) == num + 2
+    assert [tuple(state.shape) for state in states] == [(3, ends.width)] * 2 and len(engine.completions) == num + 2
 
 
 def test_a_full_disk_of_the_engine_is_named(engine, ends, monkeypatch):
