@@ -78,7 +78,8 @@ def fit_alone(config: DictConfig, path: Path, accelerator: Accelerator) -> int:
     drafter.to(accelerator.device)
     say = lambda text: console.print(text, highlight=False, soft_wrap=True)
     with named("features"):
-        engine = feature_settings(config).connect(drafter, say)
+        answers = max(len(prompt.tokens) for prompt in prompts) + config.validation.max_new_tokens
+        engine = feature_settings(config).connect(drafter, longest=max(config.data.length, answers) + 1, say=say)
     objective = make_objective(config, drafter)
     optimizer, scheduler = make_optimizer(config, drafter)
     if config.train.shard:

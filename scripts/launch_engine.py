@@ -1,8 +1,8 @@
 """python scripts/launch_engine.py target.name=Qwen/Qwen3-8B heads=eagle3
 
 Starts a vLLM server that gives answers and hidden states, for features.engine=URL of train.py and engine=URL of answer.py.
-It runs until it is stopped. With print=true the command to run on another machine is printed instead; train.py must see the
-folder of hidden states there under the same path.
+It runs until it is stopped. With print=true the command to run on another machine is printed instead. Hidden states are
+files in a folder; a machine that does not see it fetches them from the server.
 """
 
 import json
@@ -26,11 +26,11 @@ from helpers import loading
 from helpers.layers import layers_of
 from helpers.options import option, options, run
 from specdec.target import Target
+from train import vllm_features
 from train.naming import named
 
-CONNECTORS = Path(__file__).resolve().parent / "engine_clients"
-CONNECTOR = "HiddenStatesConnector"
-MODULE = "hidden_states_connector"
+ROUTE = "hidden_states_route.HiddenStatesRoute"  # of train/in_vllm
+FOLDER = "SPECDEC_HIDDEN_STATES"  # the variable that tells it the folder
 READY_WITHIN = 1800  # seconds; large targets load slowly
 
 
@@ -51,17 +51,7 @@ class Engine:
 
 
 def command(chosen: Engine, target: Target, layers: list[int], folder: str) -> list[str]:
-    connector = {
-        "kv_connector": CONNECTOR,
-        "kv_connector_module_path": MODULE,
-        "kv_role": "kv_producer",
-        "kv_connector_extra_config": {"shared_storage_path": folder},
-    }
-    speculative = {
-        "method": "extract_hidden_states",
-        "num_speculative_tokens": 1,
-        "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": layers}},
-    }
+    hidden = vllm_features.settings(layers, folder)
     parallel = {"--tensor-parallel-size": chosen.tensor_parallel, "--data-parallel-size": chosen.data_parallel}
     return [
         chosen.python, "-m", "vllm.entrypoints.openai.api_server", "--model", target.name,
@@ -69,7 +59,9 @@ def command(chosen: Engine, target: Target, layers: list[int], folder: str) -> l
         "--host", chosen.host, "--port", str(chosen.port),
         "--no-enable-prefix-caching",  # a cached prefix would have no hidden states
         *[word for name, number in parallel.items() if number > 1 for word in (name, str(number))],
-        "--speculative-config", json.dumps(speculative), "--kv-transfer-config", json.dumps(connector),
+        "--speculative-config", json.dumps(hidden["speculative_config"]),
+        "--kv-transfer-config", json.dumps(hidden["kv_transfer_config"]),
+        "--middleware", ROUTE,  # for machines that do not see the folder
         *(["--trust-remote-code"] if target.trust_remote_code else []),
         *shlex.split(chosen.more),
     ]  # fmt: skip
@@ -79,11 +71,10 @@ def length(chosen: Engine, target: Target) -> int:
     return min(chosen.max_model_len, target.max_positions or chosen.max_model_len)
 
 
-def environment() -> dict[str, str]:
+def environment(folder: str) -> dict[str, str]:
     """The variables that vLLM needs. The first ones matter on a CPU only."""
     given = {KV_SPACE: "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
-    path = os.pathsep.join(filter(None, [str(CONNECTORS), os.environ.get("PYTHONPATH")]))
-    return given | dict(os.environ) | {"PYTHONPATH": path}
+    return given | dict(os.environ) | {"PYTHONPATH": vllm_features.search_path(), FOLDER: folder}
 
 
 def make_folder(chosen: Engine) -> tuple[str, bool]:
@@ -91,8 +82,7 @@ def make_folder(chosen: Engine) -> tuple[str, bool]:
     if chosen.folder is not None:
         Path(chosen.folder).mkdir(parents=True, exist_ok=True)
         return str(Path(chosen.folder).resolve()), False
-    parent = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    return tempfile.mkdtemp(prefix="specdec-states-", dir=parent), True
+    return tempfile.mkdtemp(prefix=vllm_features.PREFIX, dir=vllm_features.memory()), True
 
 
 def check(chosen: Engine) -> None:
@@ -113,7 +103,7 @@ def serve(chosen: Engine, target: Target, layers: list[int]) -> int:
     folder, own = make_folder(chosen)
     started = time.monotonic()
     # A session of its own: Ctrl-C reaches this process, which then ends the server and all of its processes
-    server = subprocess.Popen(command(chosen, target, layers, folder), env=environment(), start_new_session=True)
+    server = subprocess.Popen(command(chosen, target, layers, folder), env=environment(folder), start_new_session=True)
     url = f"http://localhost:{chosen.port}"
     try:
         while server.poll() is None and time.monotonic() - started < READY_WITHIN:
@@ -151,7 +141,8 @@ def main() -> None:
     layers = layers_of(target, heads=chosen.heads, layers=chosen.layers)
     if chosen.print:
         folder = str(Path(chosen.folder or "engine-states").absolute())
-        print(f"PYTHONPATH={CONNECTORS} {shlex.join(command(chosen, target, layers, folder))}")
+        words = shlex.join(command(chosen, target, layers, folder))
+        print(f"PYTHONPATH={vllm_features.MODULES} {FOLDER}={shlex.quote(folder)} {words}")
         return
     check(chosen)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))

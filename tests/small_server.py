@@ -10,7 +10,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from tests.support import small_tokenizer
 
 STOP = 2  # <|im_end|>
-Reply = tuple[int, object]  # status; a document, or text that is sent as it is
+Reply = tuple[int, object]  # status; a document, or text or bytes that are sent as they are
+DELETE = "DELETE "  # before the path of such a request
 
 
 class Quiet(ThreadingHTTPServer):
@@ -24,7 +25,7 @@ class Quiet(ThreadingHTTPServer):
 class SmallServer:
     """Serves while it is used as a context manager, and again each time.
 
-    reply: called with path and body (None for GET), in a thread for each request; None: the connection is cut
+    reply: called with path and body (None for GET and DELETE), in a thread for each request; None: the connection is cut
     protocol: with HTTP/1.1, connections stay for further requests, and none is cut
     """
 
@@ -71,6 +72,9 @@ class SmallServer:
             def do_GET(self):
                 self.send(small.answer(self.path.strip("/"), None))
 
+            def do_DELETE(self):
+                self.send(small.answer(DELETE + self.path.strip("/"), None))
+
             def do_POST(self):
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 self.send(small.answer(self.path.strip("/"), body))
@@ -79,11 +83,12 @@ class SmallServer:
                 if reply is None:
                     return
                 status, document = reply
-                content = (document if isinstance(document, str) else json.dumps(document)).encode()
+                if not isinstance(document, bytes):
+                    document = (document if isinstance(document, str) else json.dumps(document)).encode()
                 self.send_response(status)
-                self.send_header("Content-Length", str(len(content)))
+                self.send_header("Content-Length", str(len(document)))
                 self.end_headers()
-                self.wfile.write(content)
+                self.wfile.write(document)
 
             def log_message(self, *_):
                 pass

@@ -9,6 +9,7 @@ vLLM takes and gives token ids. Other servers give the text only (v1/completions
 """
 
 import dataclasses
+import functools
 import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -21,7 +22,8 @@ from transformers import PreTrainedTokenizerBase
 from train import data
 from train.answering import Job, Law, Written, written
 from train.engine_client import BadAnswer, EngineClient, Refused
-from train.engine_features import EngineTarget, discard
+from train.engine_features import EngineTarget
+from train.engine_states import discard
 from train.features import Folder
 
 AHEAD = 4  # requests that wait for an earlier answer, for each one in flight
@@ -156,8 +158,9 @@ class Server:
         law = Law(stop=frozenset(), max_new_tokens=1)
         for way in WAYS:
             try:
+                body, read = self.body(example, law, way), functools.partial(_try, self.client, example, way)
                 for _ in self.client.urls:
-                    self.client.post(PATHS[way], self.body(example, law, way), lambda a, way=way: _try(a, example, way))  # type: ignore[misc]
+                    self.client.post(PATHS[way], body, read)
                 return way
             except (Refused, _Other) as error:
                 reason = str(error)
@@ -172,13 +175,13 @@ def _named(models: list[dict], name: str) -> list[dict]:
     return [model for model in models if model["id"] == name]
 
 
-def _try(answer: dict, example: Job, way: str) -> None:
+def _try(client: EngineClient, example: Job, way: str, answer: dict) -> None:
     """Raises _Other if an answer of one token is not of that way."""
     try:
         choice = answer["choices"][0]
         if way == "ids" and not (isinstance(choice.get("token_ids"), list) and choice["token_ids"]):
             raise _Other("It does not return token ids.")
-        discard(answer, [*example.tokens, *(choice.get("token_ids") or ())])
+        discard(client, answer, [*example.tokens, *(choice.get("token_ids") or ())])
         if way != "chat":
             num = (answer.get("usage") or {}).get("prompt_tokens", len(example.tokens))
             if num != len(example.tokens):
@@ -233,7 +236,7 @@ class ServerWriter:
             if found.tokens is not None and self.states:
                 self.states.keep(answer, job, found.tokens)
             elif found.tokens is not None:
-                discard(answer, job.tokens + found.tokens)
+                discard(server.client, answer, job.tokens + found.tokens)
             return found
 
         return server.client.submit(PATHS[server.way], body, read)

@@ -13,7 +13,7 @@ import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import httpx
 
@@ -21,6 +21,7 @@ Result = TypeVar("Result")
 TRIES = 5  # of one request whose answers are bad
 LONGEST_PAUSE = 10.0  # seconds between two tries
 CONNECTING = 10.0  # seconds
+SERVER = "specdec_server"  # the key of an answer under which its server stands
 
 
 class BadAnswer(ValueError):
@@ -29,6 +30,30 @@ class BadAnswer(ValueError):
 
 class Refused(ValueError):
     """A request that the server does not understand or does not allow (status 4xx)."""
+
+
+class Client(Protocol):
+    """What reads texts and answers prompts: servers, or vLLM in this process (train/vllm_features.py)."""
+
+    urls: list[str]  # one for each server
+
+    def submit(self, path: str, body: dict, read: Callable[[dict], Result]) -> "Future[Result]":
+        """What `read` makes of the JSON that answers POST `path`; it raises BadAnswer for an answer that is to be asked for again."""
+        ...
+
+    def models(self) -> list[list[str]]:
+        """The names of the models of each server."""
+        ...
+
+    def fetch(self, url: str, path: str) -> bytes:
+        """A file that the server hands out. Raises BadAnswer if it does not."""
+        ...
+
+    def delete(self, url: str, path: str) -> None:
+        """Deletes such a file."""
+        ...
+
+    def close(self) -> None: ...
 
 
 class EngineClient:
@@ -118,6 +143,16 @@ class EngineClient:
                 ) from None
         return found
 
+    def fetch(self, url: str, path: str) -> bytes:
+        """GET. Raises BadAnswer, and TransportError for a server that is lost."""
+        answer = self.client.get(f"{url}/{path}")
+        if answer.status_code >= 400:
+            raise BadAnswer(f"{url}/{path}: status {answer.status_code}")
+        return answer.content
+
+    def delete(self, url: str, path: str) -> None:
+        self.client.delete(f"{url}/{path}")
+
     def close(self) -> None:
         """Ends all requests, also those that wait for an answer."""
         self.closed.set()
@@ -144,7 +179,7 @@ class EngineClient:
             raise BadAnswer(f"no JSON ({error})") from error
         if not isinstance(document, dict):
             raise BadAnswer("no JSON object")
-        return document
+        return document | {SERVER: url}
 
     def _next(self) -> str:
         with self.guard:

@@ -1,29 +1,24 @@
-"""A vLLM server as the source of the target's outputs: one request reads a text, and its hidden states come as a file.
+"""vLLM as the source of the target's outputs: one request reads a text, and its hidden states come as a file.
 
-The server writes each file into a folder that this machine sees too (scripts/launch_engine.py), and it is deleted when it
-was read. vLLM numbers hidden states as `Target` does, but the last one is the state before the final norm, which is applied here.
+The file is deleted when it was read (engine_states.py). vLLM numbers hidden states as `Target` does, but the last one is the
+state before the final norm, which is applied here.
 """
 
-import contextlib
-import fcntl
 import itertools
 import json
-import shutil
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
-from pathlib import Path
 
-import safetensors
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from specdec.drafter import Drafter
 from specdec.sampling import Sampling
 from specdec.target import Target, TargetOutput
-from train.engine_client import BadAnswer, EngineClient
+from train.engine_client import BadAnswer, Client
+from train.engine_states import StateFile, discard
 
 CHECK_EVERY = 16  # texts of which one is compared with the token that the engine chose
 CLOSE = 0.25  # standard deviations of the logits by which that token may fall short of the best one here
@@ -32,14 +27,14 @@ Served = tuple[list[int], Tensor]  # new tokens; the states of the text, [t, lay
 
 
 class EngineTarget:
-    """The target in a server, or in several that are used in turn.
+    """The target in a server, in several that are used in turn, or in vLLM in this process.
 
     target: without its layers, or whole
     layers: numbers of the hidden states that are needed beside the final one
     Raises ValueError, with what to do, if a server has another model or gives no hidden states, or not these.
     """
 
-    def __init__(self, client: EngineClient, target: Target, layers: tuple[int, ...]):
+    def __init__(self, client: Client, target: Target, layers: tuple[int, ...]):
         self.client, self.target = client, target
         self.layers = tuple(sorted({*layers, target.num_layers}))
         self.models = dict(zip(client.urls, (names[0] for names in client.models())))
@@ -102,18 +97,20 @@ class EngineTarget:
         Raises BadAnswer for what may be right the next time, and ValueError for a server that was started otherwise.
         """
         new = self._new_tokens(answer)
-        path = self._path(answer)
-        tensors, about = _load(path)
+        file = StateFile.of(self.client, answer)
+        if file is None:
+            raise ValueError(f"The server at {', '.join(self.client.urls)} gives no hidden states. {RESTART}.")
+        tensors, about = file.load()
         ids, states = tensors.get("token_ids"), tensors.get("hidden_states")
         wanted = [*prompt, *new][:-1]
         if ids is None or states is None or states.ndim != 3:
-            raise BadAnswer(f"{path} has no hidden states of a text")
+            raise BadAnswer(f"{file.path} has no hidden states of a text")
         if ids.tolist() != wanted or len(states) != len(wanted):
             raise BadAnswer(
                 f"hidden states of {len(states)} tokens came back for a text of {len(wanted)}. {RESTART}: prefix caching must "
                 "be off (--no-enable-prefix-caching)"
             )
-        _delete(path)  # now that it is known to be the engine's
+        file.delete()  # now that it is known to be the engine's
         if not bool(states.isfinite().all()):
             raise BadAnswer("some hidden states are not finite")
         if not bool(states.flatten(1).any(dim=1).all()):
@@ -164,14 +161,8 @@ class EngineTarget:
     def _answered(self, answer: dict, prompt: list[int]) -> list[int]:
         """The new tokens. Hidden states, which the server writes all the same, are deleted."""
         new = self._new_tokens(answer)
-        discard(answer, [*prompt, *new])
+        discard(self.client, answer, [*prompt, *new])
         return new
-
-    def _path(self, answer: dict) -> Path:
-        path = (answer.get("kv_transfer_params") or {}).get("hidden_states_path")
-        if not isinstance(path, str) or not path.endswith(".safetensors"):
-            raise ValueError(f"The server at {', '.join(self.client.urls)} gives no hidden states. {RESTART}.")
-        return Path(path)
 
     def _check_layers(self, states: Tensor, about: dict) -> None:
         num, width = states.shape[1:]
@@ -188,42 +179,3 @@ class EngineTarget:
             )
         with self.guard:
             self.stored = stored
-
-
-def discard(answer: dict, tokens: list[int]) -> None:
-    """Deletes the hidden states of a text that nobody wants, if the server has written them."""
-    path = (answer.get("kv_transfer_params") or {}).get("hidden_states_path")
-    if isinstance(path, str) and path.endswith(".safetensors"):
-        with contextlib.suppress(BadAnswer, KeyError):
-            ids = _load(Path(path))[0]["token_ids"].tolist()
-            if ids and ids == tokens[: len(ids)]:
-                _delete(Path(path))
-
-
-def _load(path: Path) -> tuple[dict[str, Tensor], dict]:
-    """The tensors and the metadata of a file. Waits until it is written."""
-    lock = path.with_name(path.name + ".lock")
-    try:
-        with contextlib.suppress(FileNotFoundError), lock.open() as held:
-            fcntl.flock(held, fcntl.LOCK_SH)
-        with safetensors.safe_open(path, framework="pt") as file:
-            about = file.metadata() or {}
-        tensors = load_file(path)
-    except (OSError, safetensors.SafetensorError) as error:
-        raise BadAnswer(f"the hidden states in {path} cannot be read ({error}). {_advice(path)}") from error
-    return tensors, about
-
-
-def _delete(path: Path) -> None:
-    for each in (path, path.with_name(path.name + ".lock")):
-        with contextlib.suppress(OSError):
-            each.unlink()
-
-
-def _advice(path: Path) -> str:
-    if not path.parent.is_dir():
-        return "This machine must see the server's folder under the same path: share it, or start the engine here"
-    free = shutil.disk_usage(path.parent).free
-    if free < 64 * 2**20:
-        return f"The disk of {path.parent} is full ({free / 2**20:.0f} MiB free): make room, or start the engine with folder="
-    return "The engine's log says why; it may have been stopped, or its disk be full"

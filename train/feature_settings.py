@@ -1,11 +1,13 @@
 """Where the target's outputs come from, as conf/train.yaml says in `features`."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from specdec.drafter import Head
-from train.engine_client import EngineClient
+from train import vllm_features
+from train.engine_client import Client, EngineClient
 from train.engine_features import EngineTarget
 from train.features import Features, Folder, Kept, Online
 from train.packing import Packs
@@ -21,6 +23,7 @@ class FeatureSettings:
     engine: str | list[str] | None
     in_flight: int
     patience: float
+    vllm: dict
     folder: str
     layers: list[int]
     bits: int | None
@@ -31,24 +34,55 @@ class FeatureSettings:
         if self.mode == "engine" and not self.urls:
             raise ValueError(
                 "mode=engine needs the URL of a server: engine=http://localhost:8000 (python scripts/launch_engine.py starts "
-                "one)."
+                "one); or engine=vllm, in this process."
             )
         if self.mode == "online" and self.urls:
             raise ValueError("mode=online runs the target in this process: use mode=engine, or engine=null.")
+        if self.vllm and not self.in_process:
+            raise ValueError(
+                "vllm= has arguments of vLLM in this process: give engine=vllm too, or give them to the server."
+            )
 
     @property
     def urls(self) -> str:
         """A comma list of the servers; empty if the target is in this process."""
         return ",".join(self.engine) if isinstance(self.engine, list) else self.engine or ""
 
-    def connect(self, drafter: Head, say: Callable[[str], None]) -> EngineTarget | None:
-        """The servers that read texts, tried; None: the target in this process does."""
+    @property
+    def in_process(self) -> bool:
+        """Whether vLLM in this process reads the texts."""
+        return self.urls == vllm_features.ENGINE
+
+    def connect(self, drafter: Head, *, longest: int, say: Callable[[str], None]) -> EngineTarget | None:
+        """The servers that read texts, or vLLM in this process, tried; None: the target in this process does.
+
+        longest: tokens of a text, or of a prompt and its answer
+        """
         if not self.urls:
             return None
-        client = EngineClient(
-            self.urls, in_flight=self.in_flight, patience=self.patience, longest=self.patience / 2, say=say
-        )
-        return EngineTarget(client, drafter.target, (*drafter.target_layers, *drafter.target.layer_ids(self.layers)))
+        target = drafter.target
+        layers = (*drafter.target_layers, *target.layer_ids(self.layers))
+        client: Client
+        if self.in_process:
+            if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+                raise ValueError(
+                    "engine=vllm would load the target once in each process: start a server (python scripts/launch_engine.py) "
+                    "and give engine=URL to all of them."
+                )
+            client = vllm_features.InProcess(
+                target.name,
+                dtype=str(target.dtype).removeprefix("torch."),
+                trust_remote_code=target.trust_remote_code,
+                layers=sorted({*layers, target.num_layers}),
+                longest=longest,
+                in_flight=self.in_flight,
+                more=self.vllm,
+            )
+        else:
+            client = EngineClient(
+                self.urls, in_flight=self.in_flight, patience=self.patience, longest=self.patience / 2, say=say
+            )
+        return EngineTarget(client, target, layers)
 
     def open(
         self,

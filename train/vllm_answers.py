@@ -11,8 +11,11 @@ from train.answering import Job, Law, Written, written
 CHUNK = 8  # jobs that vLLM gets at once, for each one in flight: between two chunks it runs empty
 
 
-def load(name: str, *, dtype: str, trust_remote_code: bool, in_flight: int, longest: int) -> Any:
-    """vLLM's engine. longest: tokens of the longest prompt and its answer. Raises ValueError if vLLM is not there."""
+def load(name: str, *, dtype: str, trust_remote_code: bool, in_flight: int, longest: int, **more: Any) -> Any:
+    """vLLM's engine. longest: tokens of the longest prompt and its answer; more: further arguments of vllm.LLM
+
+    Raises ValueError if vLLM is not there, or does not start.
+    """
     try:
         from vllm import LLM
     except ImportError as error:
@@ -20,15 +23,20 @@ def load(name: str, *, dtype: str, trust_remote_code: bool, in_flight: int, long
             f"engine=vllm needs vLLM in this Python ({error}): pip install vllm, or start a server with python "
             "scripts/launch_engine.py and give engine=URL."
         ) from error
-    return LLM(
-        model=name,
-        dtype=dtype,
-        trust_remote_code=trust_remote_code,
-        max_model_len=longest,
-        max_num_seqs=in_flight,
-        skip_tokenizer_init=True,
-        generation_config="vllm",  # the model's own defaults of sampling do not count
-    )
+    settings = {
+        "dtype": dtype,
+        "trust_remote_code": trust_remote_code,
+        "max_model_len": longest,
+        "max_num_seqs": in_flight,
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",  # the model's own defaults of sampling do not count
+    }
+    try:
+        return LLM(model=name, **settings | more)
+    except Exception as error:  # of many kinds, some from its own processes
+        raise ValueError(
+            f"vLLM cannot load {name}: {' '.join(str(error).split())}. Its log above may say more."
+        ) from error
 
 
 class VllmWriter:

@@ -16,6 +16,7 @@ import pytest
 from scripts import launch_engine
 from specdec.target import Target
 from tests.support import REAL_TARGET, ROOT, child_environment
+from train.vllm_features import MODULES
 
 ENGINES = ROOT / "engines" / "bin" / "python"
 engines = pytest.mark.skipif(
@@ -44,7 +45,9 @@ def test_the_printed_command_serves_what_the_heads_read(monkeypatch, capsys):
     assert "--no-enable-prefix-caching" in words and "--data-parallel-size" not in words
     connector = json.loads(given["--kv-transfer-config"])
     assert connector["kv_connector_extra_config"] == {"shared_storage_path": "/tmp/states"}
-    assert (launch_engine.CONNECTORS / f"{connector['kv_connector_module_path']}.py").is_file()
+    route = given["--middleware"].rpartition(".")[0]
+    assert all((MODULES / f"{name}.py").is_file() for name in (connector["kv_connector_module_path"], route))
+    assert f"PYTHONPATH={MODULES}" in words and "SPECDEC_HIDDEN_STATES=/tmp/states" in words
 
 
 def test_layers_may_be_given(monkeypatch, capsys):

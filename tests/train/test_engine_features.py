@@ -1,8 +1,10 @@
 """Training with a server as the source of the target's outputs: the same losses as with the target in the process."""
 
+import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,10 +12,13 @@ import torch
 from scripts import answer as answer_script
 from specdec.target import Target
 from tests.engine import TinyEngine
+from tests.small_server import DELETE
 from tests.support import losses_of, write_rows
 from train.engine_client import EngineClient
 from train.engine_features import EngineTarget
+from train.engine_states import ROUTE
 from train.features import Folder
+from train.vllm_features import InProcess
 
 LAYERS = [2, 3, 4, 5, 6, 8]  # what these heads read of the tiny target's 8 layers, and the last
 HEADS = ["eagle3", "mtp", "dflash", "medusa", "draft"]
@@ -199,9 +204,92 @@ def test_a_bad_answer_is_asked_for_again(engine, ends, fault, monkeypatch):
     assert [tuple(state.shape) for state in states] == [(3, ends.width)] * 2 and len(engine.completions) == num + 2
 
 
+def test_hidden_states_are_fetched_where_the_folder_is_not_seen(engine, ends, tmp_path):
+    near = EngineTarget(EngineClient(engine.url), ends, (2, 4, 5)).submit(torch.tensor([5, 6, 7]), (2, 8)).result()
+    engine.seen = tmp_path / "elsewhere"
+    source = EngineTarget(EngineClient(engine.url), ends, (2, 4, 5))
+    far = source.submit(torch.tensor([5, 6, 7]), (2, 8)).result()
+    assert all(torch.equal(*pair) for pair in zip(near, far))
+    assert [path for path in engine.paths() if ROUTE in path and not path.startswith(DELETE)]
+    assert not list(engine.folder.glob("*.safetensors"))
+
+
+def test_a_server_that_hands_no_files_out_is_named(engine, ends, tmp_path, monkeypatch):
+    monkeypatch.setattr("train.engine_client.LONGEST_PAUSE", 0.01)
+    monkeypatch.setattr(engine, "_file", lambda path: (404, {}))
+    engine.seen = tmp_path / "elsewhere"
+    with pytest.raises(ValueError, match=r"status 404.*launch_engine.py, which hands them out over HTTP, or let both"):
+        EngineTarget(EngineClient(engine.url), ends, (2,))
+
+
+class TinyVllm:
+    """The part of the package vllm that engine=vllm uses, over a TinyEngine."""
+
+    SamplingParams = SimpleNamespace
+
+    def __init__(self, engine: TinyEngine, given: dict):
+        self.engine, self.given, self.sizes = engine, given, []
+
+    def generate(self, prompts, laws, use_tqdm):
+        self.sizes.append(len(prompts))
+        answers = [
+            self.engine.complete({"prompt": p["prompt_token_ids"], **vars(law)}) for p, law in zip(prompts, laws)
+        ]
+        return [
+            SimpleNamespace(
+                outputs=[SimpleNamespace(token_ids=answer["choices"][0]["token_ids"])],
+                kv_transfer_params=answer["kv_transfer_params"],
+            )
+            for answer in answers
+        ]
+
+
+@pytest.fixture
+def vllm(engine, monkeypatch) -> TinyVllm:
+    tiny = TinyVllm(engine, {})
+    monkeypatch.setitem(sys.modules, "vllm", tiny)
+    monkeypatch.setenv("PYTHONPATH", "")
+    monkeypatch.setattr("train.vllm_answers.load", lambda name, **given: tiny.given.update(given) or tiny)
+    return tiny
+
+
+def test_vllm_in_this_process_is_another_source(fit, engine, vllm):
+    fit("online", "features.mode=online")
+    fit("vllm", "features.mode=engine", "features.engine=vllm", "+features.vllm.seed=3")
+    online, served = losses_of("online"), losses_of("vllm")
+    assert all(abs(online[step] - served[step]) < 1e-4 * online[step] for step in online)
+    assert max(vllm.sizes) > 1 and vllm.given["seed"] == 3 and not engine.requests
+    assert not list(engine.folder.glob("*.safetensors"))
+
+
+def test_bad_answers_of_vllm_in_this_process_are_asked_for_again(engine, vllm, ends):
+    def client() -> InProcess:
+        given = {"dtype": "float32", "trust_remote_code": False, "layers": LAYERS, "longest": 99, "in_flight": 4}
+        return InProcess("target", **given, more={})
+
+    source = EngineTarget(client(), ends, (2,))
+    num = len(engine.completions)
+    engine.spoil = lambda number, made: not_finite(number, made) if number == num else None
+    assert len(source.submit(torch.tensor([5, 6, 7]), (2,)).result()[0]) == 3 and len(engine.completions) == num + 2
+    source.client.close()
+    engine.spoil = not_finite
+    with pytest.raises(ValueError, match=r"vLLM gave 5 bad answers in a row. The last one: some hidden states are not"):
+        EngineTarget(client(), ends, (2,))
+    vllm.generate = lambda *_, **__: 1 / 0
+    with pytest.raises(ValueError, match="vLLM in this process failed: division by zero"):
+        EngineTarget(client(), ends, (2,))
+
+
+def test_arguments_of_vllm_need_vllm_in_this_process(fit):
+    with pytest.raises(
+        ValueError, match=r"features\.vllm= has arguments of vLLM in this process: give features.engine=vllm too"
+    ):
+        fit("refused", "+features.vllm.seed=3")
+
+
 def test_a_full_disk_of_the_engine_is_named(engine, ends, monkeypatch):
     monkeypatch.setattr("train.engine_client.LONGEST_PAUSE", 0.01)
-    monkeypatch.setattr("train.engine_features.shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000})())
+    monkeypatch.setattr("train.engine_states.shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000})())
     engine.spoil = no_file
     with pytest.raises(ValueError, match=r"The disk of .* is full \(0 MiB free\)"):
         EngineTarget(EngineClient(engine.url), ends, (2,))
