@@ -52,6 +52,8 @@ ORDER = [
     "proposers.stopping",
     "proposers.growth",
     "proposers.heads",
+    "chances",
+    "costs",
     "proposers.*",
     "layer_search",
     "decode",
