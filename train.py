@@ -179,6 +179,11 @@ def check_shard(config: DictConfig) -> None:
             f"target.shard=true: head={config.head.drafter._target_} changes the target, which must then be whole in each process: "
             "set target.shard=false."
         )
+    if config.train.best_by == "speedup":
+        raise ValueError(
+            "target.shard=true: train.best_by=speedup would measure how fast layers are gathered for each pass, and not how fast "
+            "drafts are: use train.best_by=tau."
+        )
     if config.data.on_policy and config.features.mode != "online":
         raise ValueError(
             f"target.shard=true: with data.on_policy={config.data.on_policy} some processes read files while others need the "
