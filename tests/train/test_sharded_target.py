@@ -42,8 +42,9 @@ def work(folder, tmp_path_factory):
         return {"run": f"{name}-{kind}", "overrides": overrides, **faults}
 
     runs = [run(name, kind, *more) for name in RUNS for kind, more in (("whole", ()), ("parts", (SHARD,)))]
-    begun = [run("online", "resumed", stop=4), run("online", "resumed", SHARD, "resume=true")]
-    spoiled = run("online", "spoiled", SHARD, "train.skip_not_finite=true", spoil=2)
+    short = "validation.num_prompts=1"
+    begun = [run("online", "resumed", short, stop=4), run("online", "resumed", short, SHARD, "resume=true")]
+    spoiled = run("online", "spoiled", short, SHARD, "train.skip_not_finite=true", spoil=2)
     fit_by_two(place, [*runs, *begun, spoiled])
     return place
 
@@ -72,7 +73,7 @@ def test_the_same_documents_are_kept(work):
 
 def test_a_run_goes_on_with_its_target_in_parts(work, monkeypatch):
     monkeypatch.chdir(work)
-    check_same("online-resumed", "online-whole")
+    assert losses_of("online-resumed") == pytest.approx(losses_of("online-whole"), rel=1e-10, abs=1e-10)
 
 
 def test_a_step_that_is_not_finite_is_left_out_by_all(work, monkeypatch):
@@ -88,7 +89,10 @@ def test_a_step_that_is_not_finite_is_left_out_by_all(work, monkeypatch):
         (["target.tp=2"], r"^target\.tp=2 cuts .* use one of the two"),
         (["head=medusa2"], r"^target\.shard=true: head=.* changes the target"),
         (["head=consistency"], r"^target\.shard=true: head=.* changes the target"),
-        (["train.best_by=speedup"], r"^target\.shard=true: train\.best_by=speedup would measure .* use train\.best_by=tau"),
+        (
+            ["train.best_by=speedup"],
+            r"^target\.shard=true: train\.best_by=speedup would measure .* use train\.best_by=tau",
+        ),
         (["target.device=auto"], r"^target\.shard=true"),
         (
             ["head=draft", "data.on_policy=0.5", "features.mode=cached"],
