@@ -334,8 +334,8 @@ class Decoder:
             )
         if self.runner.compile and target.share.size > 1:
             raise ValueError(
-                f"{target.name} is held by {target.share.size} processes together (tensor parallelism), and their exchanges inside "
-                "of a layer are not compiled: set compile=false."
+                f"{target.name} is held by {target.share.size} processes together, and their exchanges in a layer "
+                "are not compiled: set compile=false."
             )
         if self.runner.compile:
             check_layers(target, "set compile=false.")

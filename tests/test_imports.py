@@ -30,6 +30,7 @@ ORDER = [
     "target_structure",
     "target_loading",
     "target_ends",
+    "target_sharding",
     "target",
     "target_adapter",
     "compiled_target",

@@ -42,7 +42,8 @@ def wandb_logged_in() -> bool:
 
 
 def start(console: Console, config, target, drafter, packs, prompts) -> None:
-    cut = f", cut over {target.share.size} processes" if target.share.size > 1 else ""
+    how = "cut" if target.share.same else "its layers in parts"
+    cut = f", {how} over {target.share.size} processes" if target.share.size > 1 else ""
     console.print(
         f"target   {target.name} ({sum(p.numel() for p in target.model.parameters()) / 1e6:.1f} M parameters, frozen, "
         f"{str(target.dtype).removeprefix('torch.')}{cut})"
