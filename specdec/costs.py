@@ -174,7 +174,7 @@ def measure(
         if not linear:
             cache.keep(path)
         _wait(target)
-        seconds = time.perf_counter() - start
+        seconds = target.share.all_say(time.perf_counter() - start)[0]
         if cache.states is None:
             cache.drop_pending()
         else:
@@ -202,12 +202,13 @@ def open_costs(
     """The costs of this device, from the disk where they were measured before."""
     conditions = Conditions.of(target, sampling, compiled=verifier.runner.compile)
     sizes = COMPILED_SIZES if verifier.runner.by_shape else SIZES
-    path = conditions.path
-    table = _read(path)
+    path, alone = conditions.path, target.share.size == 1
+    table = _read(path) if alone else {}  # several processes may see other files, and must decide alike
 
     def missing(rows: int) -> dict[int, float]:
         table[rows] = measure(target, verifier, rows, sizes, linear=linear, progress=progress)
-        _write(path, conditions, table)
+        if alone:
+            _write(path, conditions, table)
         return table[rows]
 
     rows = () if verifier.runner.by_shape else ROWS  # every shape would be compiled
@@ -221,6 +222,25 @@ def told(ratios: dict[int, float], *, plain: float, absorb: float, step: float) 
     """
     curve = {num: ratio * plain for num, ratio in ratios.items()}
     return Costs({1: curve}, sizes=sorted(curve), steps={"absorb": absorb, "step": step})
+
+
+def read_told(path: Path) -> Costs:
+    """Costs of another machine from a JSON file: {"plain_ms": 23.5, "ratios": {"1": 1, "4": 1.14}, "absorb_ms": 2, "step_ms": 1.2}
+
+    Raises ValueError for a file that is missing or holds something else.
+    """
+    try:
+        document = read_json(path)
+        ratios = {int(num): float(ratio) for num, ratio in document["ratios"].items()}
+        plain, absorb, step = (float(document[name]) / 1e3 for name in ("plain_ms", "absorb_ms", "step_ms"))
+        if 1 not in ratios or not all(0 < ratio < 1e6 for ratio in ratios.values()) or min(ratios) < 1 or plain <= 0:
+            raise ValueError("ratios must have 1 and numbers above 0, and plain_ms must be above 0")
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ValueError(
+            f"costs={path} must be a JSON file with plain_ms, absorb_ms, step_ms and ratios by the nodes of a pass, such as "
+            f'{{"1": 1, "4": 1.14}} ({type(error).__name__}: {error}).'
+        ) from error
+    return told(ratios, plain=plain, absorb=absorb, step=step)
 
 
 def _read(path: Path) -> dict[int, dict[int, float]]:

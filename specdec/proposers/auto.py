@@ -19,6 +19,7 @@ was drawn: whether to draw at a depth is decided from q and from earlier draws, 
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -26,13 +27,13 @@ from torch.nn import functional as F
 
 from specdec import masks
 from specdec.chances import Chances, Kind
-from specdec.costs import Conditions, Costs, open_costs
+from specdec.costs import Conditions, Costs, open_costs, read_told
 from specdec.proposers.base import Proposer
 from specdec.proposers.heads import HeadProposer
 from specdec.proposers.text import TextProposer
 from specdec.sampling import Sampling, pick, uniforms
 from specdec.target import Target
-from specdec.tree import Tree, root
+from specdec.tree import Tree, TreeShape, root
 
 SIBLINGS = 3  # candidates of a head for each token
 FORGET = 0.98  # what a round counts for the rate after the next one
@@ -40,6 +41,7 @@ TRUST = 20.0  # accepted drafts that the chances count as, before their sum is c
 LONGEST_WAIT = 64  # rounds between two trials of a head that does not pay
 FOLLOW = 0.1  # share of a new measurement in the seconds of a drafting step
 MOST = 31  # drafts
+DEEPEST = 6  # steps of a head
 
 
 @dataclass
@@ -130,16 +132,24 @@ class Account:
     sizes: Counter = field(default_factory=Counter)  # rounds by the nodes of their trees
 
 
+def free(head: HeadProposer) -> HeadProposer:
+    """The head of a proposer, as a chain of which as much is used as pays."""
+    most = head.drafter.depth
+    depth = DEEPEST if most is None else min(DEEPEST, most)
+    return HeadProposer(head.drafter, TreeShape(depth, 1, depth), compile=head.runner.compile)
+
+
 class Auto(Proposer):
     """Chooses the drafts of its members, or none, by costs and chances. See the head of this file.
 
-    members: at most one trained head, and proposers that look at texts
-    costs: given ones; None: those of this device are measured, or read from disk
+    members: at most one trained head, and proposers that look at texts; what a head's shape says is not used
+    costs: given ones, or the file of given ones (costs.read_told); None: those of this device are measured, or read from disk
+    Raises ValueError for other members, and for a file that holds no costs.
     """
 
     linear = False
 
-    def __init__(self, target: Target, *, members: list[Proposer], costs: Costs | None = None):
+    def __init__(self, target: Target, *, members: list[Proposer], costs: Costs | str | None = None):
         self.texts = [member for member in members if isinstance(member, TextProposer)]
         heads = [member for member in members if isinstance(member, HeadProposer)]
         if len(self.texts) + len(heads) < len(members) or len(heads) > 1 or not members:
@@ -147,13 +157,14 @@ class Auto(Proposer):
                 "members= of auto must be one trained head (head, draft), or proposers that look at texts (suffix, ngram, "
                 "retrieval), or both."
             )
-        self.head = heads[0] if heads else None
-        self.members: list[Proposer] = [*self.texts, *heads]
+        self.head = free(heads[0]) if heads else None
+        self.members: list[Proposer] = [*self.texts, *([self.head] if self.head else [])]
+        costs = read_told(Path(costs)) if isinstance(costs, str) else costs
         self.target, self.given = target, costs
         self.target_layers = self.head.target_layers if self.head else ()
         self.selects = all(member.selects for member in members)
         self.linear = target.recurrent
-        self.depth = min(MOST, max(member.depth for member in members))
+        self.depth = min(MOST, max(member.depth for member in self.members))
         self.costs: Costs | None = costs
         self.opened: dict[Conditions, Costs] = {}
         self.progress = lambda items, _: items
@@ -222,6 +233,7 @@ class Auto(Proposer):
             member.finish(nums)
 
     def timed(self, seconds):
+        seconds = self.target.share.all_say(seconds)[0]  # processes with one target must decide alike
         if seconds > 0 and self.costs is not None:
             self.costs.saw(self.num_rows, self.size, seconds)
 
@@ -434,11 +446,18 @@ class Auto(Proposer):
 
     def _time(self, name: str, start: float, compiling: float) -> None:
         """Takes in what a step has taken. Steps that were compiled do not count."""
+        seconds, key = self.target.share.all_say(time.perf_counter() - start)[0], (name, self.num_rows)
         if compiling > 0:
             return
-        seconds, key = time.perf_counter() - start, (name, self.num_rows)
         known = self.steps.get(key)
         self.steps[key] = seconds if known is None else known + FOLLOW * (min(seconds, 2 * known) - known)
+
+    def predicted(self) -> float | None:
+        """The speedup that was expected of all rounds since `forget`; None without a round."""
+        account = self.account
+        if not account.seconds or self.costs is None:
+            return None
+        return account.expected / account.seconds / (self.num_rows / self._plain(self.num_rows))
 
     # What is learnt
 

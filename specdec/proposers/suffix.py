@@ -93,6 +93,11 @@ class Suffix(TextProposer):
         return automaton.most_likely(match, num, self.least)
 
 
+def usual_suffix(target: Target) -> Suffix:
+    """With the settings of conf/proposer/suffix.yaml, which a test compares."""
+    return Suffix(target, num=16, factor=2.0, offset=4, least=0.1, memory=50000)
+
+
 class Match(NamedTuple):
     """The longest end of a text that occurs in an automaton."""
 
