@@ -61,32 +61,39 @@ def nucleus(logits: Tensor, top_p: float) -> Tensor:
     """
     if logits.device.type != "cpu":
         return sorted_nucleus(logits, top_p)
-    kept = torch.full_like(logits, -torch.inf)
-    for row, probs, out in zip(logits, logits.softmax(-1), kept):
-        places, tail = candidates(probs, top_p)
-        ascending, order = row[places].sort(dim=0, stable=True)
-        places = places[order]
+    probs = logits.softmax(-1)
+    most = 0.999 * (1 - top_p)  # `candidates`, first for all rows at once: these operations start threads
+    above = probs > most / logits.shape[1]
+    nums, totals = above.sum(-1).tolist(), probs.sum(-1, dtype=torch.float64).tolist()
+    places = above.flatten().nonzero()[:, 0]  # in the flat logits
+    kept_places, kept_logits = [], []
+    for row, law, where, total in zip(
+        logits.take(places).split(nums), probs.take(places).split(nums), places.split(nums), totals
+    ):
+        few, tail = candidates(law, most, total)
+        ascending, order = row[few].sort(dim=0, stable=True)
+        few = few[order]
         # Added up in float64 and then rounded, as a CPU's cumsum of the sorted tokens is
-        reached = (tail + probs[places].cumsum(0, dtype=torch.float64)).to(probs.dtype)
+        reached = (tail + law[few].cumsum(0, dtype=torch.float64)).to(law.dtype)
         num_dropped = int((reached[:-1] <= 1 - top_p).sum())
-        out[places[num_dropped:]] = ascending[num_dropped:]
-    return kept
+        kept_places.append(where[few[num_dropped:]])
+        kept_logits.append(ascending[num_dropped:])
+    return torch.full_like(logits, -torch.inf).put_(torch.cat(kept_places), torch.cat(kept_logits))
 
 
-def candidates(probs: Tensor, top_p: float) -> tuple[Tensor, float]:
-    """probs [V] of a law -> increasing indices of tokens, with all that top-p keeps among them; the sum of the other tokens
+def candidates(probs: Tensor, most: float, total: float) -> tuple[Tensor, float]:
+    """probs [n] of some tokens of a law whose sum is `total`, the largest among them; most: that top-p drops at least, if
+    tokens allow it -> increasing places in `probs`, with all tokens that top-p keeps, and the sum of the law's other tokens
 
-    n tokens of at most (1 - top_p) / n each have together no more than 1 - top_p, so they are all dropped. The same holds
-    for the tokens left, with what the dropped ones leave of 1 - top_p. Equal tokens stay together.
+    n tokens of at most most / n each have together no more than `most`, so all of them are dropped. The same holds for
+    the tokens left, with what the dropped ones leave of `most`. Equal tokens stay together.
     """
-    total = float(probs.sum(dtype=torch.float64))
-    places, left, tail = torch.arange(len(probs)), probs, 0.0
-    for _ in range(3):
-        bound = 0.999 * (1 - top_p - tail) / max(1, len(left))  # 0.999: sums of floats are off by less
-        above = (left > bound).nonzero()[:, 0]
-        places, left = places[above], left[above]
+    places, left = torch.arange(len(probs)), probs
+    for _ in range(2):
         tail = max(0.0, total - float(left.sum(dtype=torch.float64)))
-    return places, tail
+        above = left > (most - tail) / max(1, len(left))
+        places, left = places[above], left[above]
+    return places, max(0.0, total - float(left.sum(dtype=torch.float64)))
 
 
 def sorted_nucleus(logits: Tensor, top_p: float) -> Tensor:

@@ -78,9 +78,12 @@ def test_top_p_of_many_tokens_keeps_what_a_sort_of_all_of_them_keeps(kind, top_p
 
 
 def test_top_p_sorts_few_of_many_tokens():
-    probs = (2.5 * torch.randn(49_152, generator=torch.Generator().manual_seed(0))).softmax(-1)
-    assert len(candidates(probs, 0.9)[0]) < 16_000
-    assert len(candidates(torch.full((49_152,), 1 / 49_152), 0.9)[0]) == 49_152  # no token can be left out unseen
+    usual = (2.5 * torch.randn(49_152, generator=torch.Generator().manual_seed(0))).softmax(-1)
+    few, tail = candidates(usual, 0.1, 1.0)
+    assert len(few) < 16_000 and tail < 0.1
+    assert tail == pytest.approx(1 - float(usual[few].sum()), abs=1e-6)
+    flat = torch.full_like(usual, 1 / 49_152)
+    assert len(candidates(flat, 0.1, 1.0)[0]) == 49_152  # of a flat law no token can be left out unseen
 
 
 def test_law_of_bfloat16_logits_is_computed_in_float32():
