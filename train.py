@@ -154,13 +154,41 @@ def load_target(config: DictConfig, accelerator: Accelerator) -> tuple[Target, P
             "load one: use accelerate launch --num_processes 1, or target.device=null."
         )
     engine = feature_settings(config).urls
+    if config.target.shard:
+        check_shard(config)
     origin = {key: config.target[key] for key in ("revision", "trust_remote_code")}
     with named("target"):
         load = functools.partial(Target.load, tp=config.target.tp)
         if engine:
             load, device = functools.partial(Target.load_ends), None
+        elif config.target.shard:
+            load = Target.load_sharded
         target = load(config.target.name, dtype=config.target.dtype, device=device or accelerator.device, **origin)
         return target, load_tokenizer(config.target.name, **origin)
+
+
+def check_shard(config: DictConfig) -> None:
+    """Raises ValueError for what a target with its layers in parts over all processes cannot do."""
+    if config.target.tp > 1:
+        raise ValueError(
+            f"target.tp={config.target.tp} cuts a target over some processes that read the same, and target.shard=true keeps its "
+            "layers in parts over all of them: use one of the two."
+        )
+    if checkpoint.drafter_class(config.head.drafter._target_).adapts_target:
+        raise ValueError(
+            f"target.shard=true: head={config.head.drafter._target_} changes the target, which must then be whole in each process: "
+            "set target.shard=false."
+        )
+    if config.train.best_by == "speedup":
+        raise ValueError(
+            "target.shard=true: train.best_by=speedup would measure how fast layers are gathered for each pass, and not how fast "
+            "drafts are: use train.best_by=tau."
+        )
+    if config.data.on_policy and config.features.mode != "online":
+        raise ValueError(
+            f"target.shard=true: with data.on_policy={config.data.on_policy} some processes read files while others need the "
+            "target: use features.mode=online."
+        )
 
 
 def feature_settings(config: DictConfig) -> FeatureSettings:
@@ -173,6 +201,7 @@ def feature_settings(config: DictConfig) -> FeatureSettings:
         (config.data.on_policy, "data.on_policy lets the target judge texts that the draft writes"),
         (config.train.best_by != "tau", f"train.best_by={config.train.best_by} is measured by decoding"),
         (config.target.tp > 1, f"target.tp={config.target.tp} cuts a target in these processes"),
+        (config.target.shard, "target.shard=true keeps the target's layers in these processes"),
     ]
     for applies, reason in needed:
         if settings.urls and applies:

@@ -33,7 +33,10 @@ from specdec.decode import STAGES, Decoder
 from specdec.drafting import Drafting
 from specdec.generate import Speculative
 from specdec.heads.draft import Draft
+from specdec.proposers.auto import Auto
+from specdec.proposers.heads import HeadProposer
 from specdec.proposers.ngram import Ngram
+from specdec.proposers.suffix import usual_suffix
 from specdec.sampling import Sampling
 from specdec.tuning import name_of
 from train import data
@@ -115,6 +118,9 @@ def make_methods(chosen: Bench, opened: loading.Opened, runs: list[loading.Run],
         for shape in decoding.cut(shapes, run.drafter.depth):
             drafting = Drafting(shape.depth, shape.width, shape.nodes, compile=chosen.decode.compile)
             add(f"{run.name}, {name_of(drafting)}", drafting.proposer(run.drafter), runner)
+        proposer = Drafting(1, compile=chosen.decode.compile).proposer(run.drafter)
+        if isinstance(proposer, HeadProposer):
+            add(f"{run.name}, auto", Auto(opened.target, members=[usual_suffix(opened.target), proposer]), runner)
     for name, proposer in untrained.items():
         add(name, proposer, runner)
         if chosen.decode.compile and isinstance(proposer, Ngram):

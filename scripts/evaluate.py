@@ -21,7 +21,10 @@ from specdec import checkpoint, files, rules, serving
 from specdec.drafting import Drafting
 from specdec.figures import TAU
 from specdec.measurement import Prompt, measure
+from specdec.proposers.auto import Auto
+from specdec.proposers.base import Proposer
 from specdec.proposers.heads import HeadProposer
+from specdec.proposers.suffix import usual_suffix
 from specdec.report import Report, summarise_by_category
 from specdec.sampling import Sampling
 from specdec.timing import fastest_batch
@@ -32,6 +35,7 @@ from train import data, display
 class Evaluate(loading.PromptOptions, proposers.ProposerOptions):
     max_new_tokens: int = 128
     batch: int | None = option(1, "prompts decoded at once; null: the fastest number, which is measured first")
+    auto: bool = option(True, "beside a head's fixed shape, also decode with proposer=auto")
     seed: int = option(0, "seed of sampling")
     out: str = option("report.json", "report to write")
     target: loading.SharedTargetOptions = field(default_factory=loading.SharedTargetOptions)
@@ -42,18 +46,23 @@ def main() -> None:
     chosen = options(Evaluate, __doc__)
     console = rich.console.Console(highlight=False)
     drafting, samplings = chosen.decode.drafting(), chosen.decode.samplings()
-    loaded = proposers.load(chosen, chosen.target, drafting)
+    loaded = proposers.load(
+        chosen if chosen.proposer else replace(chosen, proposer=proposers.HEAD), chosen.target, drafting
+    )
+    auto = make_auto(chosen, loaded, drafting)
+    for each in (loaded.proposer, auto):
+        decoding.show_measuring(each, console)
     if isinstance(loaded.proposer, HeadProposer):  # its own settings may have replaced those of decode
         drafting = replace(drafting, **asdict(loaded.proposer.shape), children=loaded.proposer.children)
     prompts = data.load_prompts(chosen.prompts, loaded.tokenizer, limit=chosen.limit)
-    console.print(f"{loaded.checkpoint or chosen.proposer} on {loaded.target.name}; tau: {TAU}")
+    console.print(f"{loaded.checkpoint or loaded.name} on {loaded.target.name}; tau: {TAU}")
     batch = chosen.batch
     if batch is None:
         batch = find_batch(loaded, drafting, samplings[0], prompts, chosen.max_new_tokens)
         console.print(f"decoding {batch} prompts at once, which is fastest here; latency is that of the batch")
     reports = []
     for sampling in samplings:
-        reports.append(evaluate(chosen, loaded, drafting, sampling, prompts, batch, console))
+        reports.append(evaluate(chosen, loaded, auto, drafting, sampling, prompts, batch, console))
         display.validation(console, reports[-1], loaded.title)
         console.print(by_category(reports[-1]))
     served = read_served(loaded.checkpoint, console)
@@ -74,6 +83,13 @@ def main() -> None:
     console.print(f"written: {chosen.out}")
 
 
+def make_auto(chosen: Evaluate, loaded: proposers.Chosen, drafting: Drafting) -> Proposer | None:
+    """What is decoded beside a trained head's fixed shape; None where nothing is."""
+    if not chosen.auto or not isinstance(loaded.proposer, HeadProposer) or loaded.name != proposers.HEAD:
+        return None
+    return Auto(loaded.target, members=[usual_suffix(loaded.target), loaded.proposer])
+
+
 def find_batch(
     loaded: proposers.Chosen, drafting: Drafting, sampling: Sampling, prompts: list[Prompt], max_new_tokens: int
 ) -> int:
@@ -92,6 +108,7 @@ def find_batch(
 def evaluate(
     chosen: Evaluate,
     loaded: proposers.Chosen,
+    auto: Proposer | None,
     drafting: Drafting,
     sampling: Sampling,
     prompts: list[Prompt],
@@ -111,6 +128,7 @@ def evaluate(
         stop=loaded.stop,
         seed=chosen.seed,
         batch=batch,
+        auto=auto,
         progress=lambda groups: track(groups, description=title, console=console, transient=True),
     )
     return summarise_by_category(

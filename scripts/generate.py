@@ -44,6 +44,7 @@ def main() -> None:
     }
     decoder = drafting.decoder(loaded.target, loaded.proposer, **shared)
     plain = Decoder(loaded.target, None, **shared)
+    decoding.show_measuring(loaded.proposer, console)
     for each in (decoder, plain) if chosen.compare else (decoder,):
         each.generate([prompt], 4)  # a warm-up
     loaded.proposer.forget()

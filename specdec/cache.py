@@ -193,6 +193,19 @@ class RowCache(transformers.Cache):
         if self.positions is not None:
             self.positions = self.positions.scatter(1, goal, self.positions.gather(1, source))
 
+    def select(self, rows: list[int]) -> None:
+        """Goes on with these rows only, in this order; called between passes, when nothing is pending."""
+        assert self.states is None, "recurrent layers keep their rows"
+        index = torch.tensor(rows, device=self.lengths.device)
+        self.groups = {shape: group.index_select(1, index.to(group.device)) for shape, group in self.groups.items()}
+        self.lengths, self.skipped = self.lengths[index], self.skipped[index]
+        self.positions = None if self.positions is None else self.positions[index]
+        self.rows = self.rows[: len(rows)]
+        self.known = [self.known[row] for row in rows]
+        self.slots = self.slots[index]
+        self.pending = 0
+        self.halves = self._cut()
+
     def mark(self) -> CacheMark:
         """The committed entries of now, for `rewind`."""
         return self.lengths, self.known

@@ -124,6 +124,8 @@ class Decoder:
             hidden_states=self.hidden_states,
             choices=proposer is not None and proposer.watches,
         )
+        if proposer is not None:
+            proposer.meet(self.verify, sampling)
 
     def generate(
         self, prompts: list[list[int]], max_new_tokens: int, *, generator: torch.Generator | None = None
@@ -176,8 +178,17 @@ class Decoder:
         result.prefill_seconds += self._clock() - start
         yield Round(emitted, [0] * len(prompts))
 
+        batch = list(range(len(prompts)))  # of each row of the batch, the number of its prompt; ended ones leave
         while any(left):
             start, compiled = self._clock(), self._compiling()
+            staying = self._staying([left[number] > 0 for number in batch])
+            if len(staying) < len(batch):
+                index = torch.tensor(staying, device=device)
+                cache.select(staying)
+                newest, marks = newest[index], None if marks is None else marks[index]
+                if self.proposer:
+                    self.proposer.select(staying, [nums[number] for number in batch])
+                batch = [batch[row] for row in staying]
             tree = self._propose(newest, generator)
             drafted = self._clock()
             verdict = self.verify(tree, cache, draws, marks)
@@ -188,7 +199,7 @@ class Decoder:
             verified = self._clock()
             if not tree.linear:
                 cache.keep(path)
-            running = [n > 0 for n in left]
+            running = [left[number] > 0 for number in batch]
             # A row that has ended stands still: its text would outgrow the target's positions
             kept_here = num_kept if all(running) else num_kept * torch.tensor(running, device=device)
             cache.commit(kept_here, [count * on for count, on in zip(counts, running)])
@@ -200,23 +211,36 @@ class Decoder:
                     features = features.gather(1, path[..., None].expand(-1, -1, features.shape[-1]))
                 self.proposer.commit(following, features, num_kept, counts)
             kept = self._clock()
-            emitted = self._cut([list(row[:n]) for row, n in zip(zip(*lists), counts)], left, written)
+            emitted = [[] for _ in prompts]
+            for number, row, n in zip(batch, zip(*lists), counts):
+                emitted[number] = list(row[:n])
+            emitted = self._cut(emitted, left, written)
             drafts = [max(0, len(row) - 1) for row in emitted]
-            for accepted, count, on in zip(result.accepted, drafts, running):
-                accepted += [count] * on
+            for number, on in zip(batch, running):
+                result.accepted[number] += [drafts[number]] * on
             result.drafted.append(tree.tokens.shape[1] - 1)
             if marks is not None:
                 real = torch.arange(following.shape[1], device=device) < num_kept[:, None]
                 marks.scatter_(1, torch.where(real, following, newest[:, None]), True)
             end = self._clock()
-            result.compile_seconds += self._compiling() - compiled
+            compiling = self._compiling() - compiled
+            result.compile_seconds += compiling
             result.seconds += end - start
             for stage, spent in zip(STAGES, (drafted - start, verified - drafted, kept - verified, end - kept)):
                 result.stages[stage] += spent
+            if self.proposer:
+                self.proposer.timed(-1.0 if compiling else verified - drafted)
             nums = [num + len(row) for num, row in zip(nums, emitted)]
             yield Round(emitted, drafts)
         if self.proposer:
-            self.proposer.finish(nums)
+            self.proposer.finish([nums[number] for number in batch])
+
+    def _staying(self, running: list[bool]) -> list[int]:
+        """The rows with which the batch goes on: those that run. Where shapes are compiled, all: each would be a new one."""
+        stay = (
+            self.runner.by_shape or self.target.recurrent or (self.proposer is not None and not self.proposer.selects)
+        )
+        return [row for row, on in enumerate(running) if on or stay]
 
     def _propose(self, newest: Tensor, generator: torch.Generator | None) -> Tree:
         if self.proposer is None:
@@ -310,8 +334,8 @@ class Decoder:
             )
         if self.runner.compile and target.share.size > 1:
             raise ValueError(
-                f"{target.name} is held by {target.share.size} processes together (tensor parallelism), and their exchanges inside "
-                "of a layer are not compiled: set compile=false."
+                f"{target.name} is held by {target.share.size} processes together, and their exchanges in a layer "
+                "are not compiled: set compile=false."
             )
         if self.runner.compile:
             check_layers(target, "set compile=false.")

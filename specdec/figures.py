@@ -24,15 +24,19 @@ def replayed_tau(results: Sequence[PromptResult | PromptReplay]) -> float:
     return 1 + sum(sum(result.replayed_accepted) for result in results) / rounds if rounds else float("nan")
 
 
-def rate(results: list[PromptResult], kind: Literal["plain", "drafted"]) -> float:
+def rate(results: list[PromptResult], kind: Literal["plain", "drafted", "auto"]) -> float:
     """Tokens/s: the tokens of all rounds over the seconds of all rounds; nan without a second."""
-    generations = [result.drafted if kind == "drafted" else result.plain for result in results]
+    generations = [generation for result in results if (generation := getattr(result, kind)) is not None]
     seconds = sum(generation.seconds for generation in generations)
     return sum(len(generation.tokens[0]) - 1 for generation in generations) / seconds if seconds else float("nan")
 
 
 def speedup(results: list[PromptResult]) -> float:
     return rate(results, "drafted") / rate(results, "plain")
+
+
+def auto_speedup(results: list[PromptResult]) -> float:
+    return rate(results, "auto") / rate(results, "plain")
 
 
 def interval(items: Sequence, statistic: Callable[[list], float], seed: int) -> list[float]:

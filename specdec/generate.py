@@ -30,7 +30,10 @@ from specdec import attention, caller_frame, checkpoint
 from specdec.compile import Runner
 from specdec.decode import Generation, Round
 from specdec.drafting import Drafting
+from specdec.proposers.auto import Auto
 from specdec.proposers.base import Proposer
+from specdec.proposers.heads import HeadProposer
+from specdec.proposers.suffix import usual_suffix
 from specdec.sampling import Sampling
 from specdec.target import Target
 
@@ -66,7 +69,7 @@ class Speculative:
     """For `generate(custom_generate=...)`: the answers of `generate`, drafted by a checkpoint and verified by the model.
 
     checkpoint: a step's folder, or a run's folder for its best step
-    decode: how to draft and verify; None: a chain of two drafts
+    decode: how to draft and verify; None: how much to draft is chosen every round (proposers/auto.py), not compiled
 
     The drafter is loaded at the first call and kept, with the model, until a call with another model. Raises ValueError
     for a model that is not the checkpoint's target, and for settings of `generate` that this decoder does not support.
@@ -138,7 +141,10 @@ class Speculative:
         with torch.random.fork_rng(devices=[]):  # new weights draw random numbers before those of the file replace them
             drafter = checkpoint.load(folder, target)
         drafting = self._decode or Drafting(min(2, drafter.depth or 2))
-        self._loaded = _Loaded(weights, model, target, drafting, drafting.proposer(drafter), drafting.runner())
+        proposer = drafting.proposer(drafter)
+        if self._decode is None and isinstance(proposer, HeadProposer):
+            proposer = Auto(target, members=[usual_suffix(target), proposer])
+        self._loaded = _Loaded(weights, model, target, drafting, proposer, drafting.runner())
         return self._loaded
 
 

@@ -1,7 +1,7 @@
 """Decoding as measurement: every prompt is decoded plainly and with drafts, in turn, under the same settings."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -41,6 +41,7 @@ class PromptResult:
     replayed_rounds: float  # expected rounds of drafting along the plain answer; nan if replay does not apply
     replayed_accepted: list[float]  # [K] expected rounds that accept at least d drafts; empty if replay does not apply
     gap: float | None  # at temperature 0, where the answers differ: the target's top-2 logit gap there; else None
+    auto: Generation | None = None  # decoded with proposers/auto.py, if that is measured beside
 
     @property
     def num_rounds(self) -> int:
@@ -65,6 +66,7 @@ def measure(
     seed: int,
     batch: int = 1,
     numbers: list[int] | None = None,
+    auto: Proposer | None = None,
     progress: Callable[[list], Iterable] = iter,
 ) -> list[PromptResult]:
     """Decodes each prompt plainly and with drafts, one after the other and in alternating order, after a warm-up.
@@ -73,6 +75,7 @@ def measure(
     replayed: the drafter to replay along the plain answers, if replay applies to these settings
     batch: prompts decoded at once; rates are then those of the batch, divided equally
     numbers: of the groups of prompts that are decoded at once, for random numbers and the order; None: 0, 1, 2 ..
+    auto: decodes the prompts too, if given: how much to draft is then chosen every round
     progress: what the groups are taken from; it may end early
     Raises ValueError for a batch below 1.
     """
@@ -83,13 +86,16 @@ def measure(
         "drafted": drafting.decoder(target, proposer, sampling=sampling, stop=stop, runner=runner),
         "plain": Decoder(target, None, sampling=sampling, stop=stop, runner=runner),
     }
+    if auto is not None:
+        decoders["auto"] = drafting.decoder(target, auto, sampling=sampling, stop=stop, runner=runner)
     groups = [prompts[start : start + batch] for start in range(0, len(prompts), batch)]
     for group in groups:  # now, not after the others were decoded
         decoders["drafted"].check([prompt.tokens for prompt in group], max_new_tokens)
-    for name in ("plain", "drafted"):
+    for name in decoders:
         generator = seeded_generator(target, seed)
         decoders[name].generate([prompts[0].tokens], min(8, max_new_tokens), generator=generator)
-    proposer.forget()
+    for each in (proposer, *([auto] if auto else [])):
+        each.forget()
 
     def decode(decoder: Decoder) -> Callable[[tuple[int, list[Prompt]]], list[Generation]]:
         def decode_group(job: tuple[int, list[Prompt]]) -> list[Generation]:
@@ -105,16 +111,20 @@ def measure(
     results = []
     for number, group in zip(numbers or range(len(groups)), progress(groups)):
         generations = interleave(functions, (number, group), number)
-        for prompt, plain, drafted in zip(group, generations["plain"], generations["drafted"]):
+        chosen = generations.get("auto", [None] * len(group))
+        for prompt, plain, drafted, by_auto in zip(group, generations["plain"], generations["drafted"], chosen):
             results.append(
-                compare(
-                    target,
-                    prompt,
-                    plain,
-                    drafted,
-                    replayed=replayed if isinstance(replayed, Drafter) and replays else None,
-                    depth=drafting.depth,
-                    sampling=sampling,
+                replace(
+                    compare(
+                        target,
+                        prompt,
+                        plain,
+                        drafted,
+                        replayed=replayed if isinstance(replayed, Drafter) and replays else None,
+                        depth=drafting.depth,
+                        sampling=sampling,
+                    ),
+                    auto=by_auto,
                 )
             )
     return results

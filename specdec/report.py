@@ -1,6 +1,7 @@
 """What a measurement says: tau, speed and losslessness, overall and by category, as a record and as JSON."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from typing import Any
@@ -21,6 +22,7 @@ ONLY_IF_KNOWN = (
     "ema",
     "experts",
     "served",
+    "auto",
 )  # not in JSON if empty
 
 
@@ -70,6 +72,9 @@ class Report:
     training: Training | None = None  # of a validation
     ema: dict | None = None  # of a validation with train.ema: the weights kept, and replayed tau of both
     served: dict | None = None  # of a validation with validation.served: tau and counters of vLLM on the same prompts
+    auto: dict | None = (
+        None  # of proposers/auto.py beside: tau, speedup, speedup_ci, tokens_per_second, identical_outputs, sizes
+    )
     experts: list[int] | None = None  # of a validation whose target is a mixture: experts of a layer, those of a token
 
     @property
@@ -137,9 +142,26 @@ def summarise(
         },
         identical_outputs=None if temperature > 0 else 1 - len(gaps) / len(results),
         largest_gap_at_difference=None if temperature > 0 else max(gaps, default=None),
+        auto=_auto(results, temperature, seed) if all(result.auto for result in results) else None,
     )
     replayed = all(result.replayed_accepted for result in results)
     return with_replays(report, results, seed=seed) if replayed else report
+
+
+def _auto(results: list[PromptResult], temperature: float, seed: int) -> dict:
+    """Figures of drafting that chooses how much to draft. sizes: rounds by the nodes of their trees, the root included"""
+    answers = [result.auto for result in results if result.auto is not None]
+    rounds = sum(len(answer.accepted[0]) for answer in answers)
+    sizes = Counter(1 + num for answer in answers for num in answer.drafted)
+    same = sum(result.auto is not None and result.auto.tokens == result.plain.tokens for result in results)
+    return {
+        "tau": 1 + sum(sum(answer.accepted[0]) for answer in answers) / rounds if rounds else math.nan,
+        "speedup": figures.auto_speedup(results),
+        "speedup_ci": figures.interval(results, figures.auto_speedup, seed),
+        "tokens_per_second": figures.rate(results, "auto"),
+        "identical_outputs": None if temperature > 0 else same / len(results),
+        "sizes": {str(num): sizes[num] for num in sorted(sizes)},
+    }
 
 
 def undecoded(temperature: float) -> Report:

@@ -4,7 +4,7 @@ A target without its layers has the embedding, the final norm and the LM head. T
 need beside features that another process computes (an engine, or files). It has no `read`.
 
 Only this file and those beside it (target_structure.py, target_loading.py, target_ends.py, target_fingerprint.py,
-target_adapter.py, compiled_target.py, layer_kinds.py, layer_states.py) use the inside of a transformers model.
+target_sharding.py, target_adapter.py, compiled_target.py, layer_kinds.py, layer_states.py) use the inside of a transformers model.
 """
 
 import copy
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from specdec import layer_kinds, masks, target_ends, target_structure
+from specdec import layer_kinds, masks, target_ends, target_sharding, target_structure
 from specdec.cache import RowCache
 from specdec.layer_kinds import LayerMasks, check_supported
 from specdec.layer_states import LayerStates
@@ -136,6 +136,30 @@ class Target:
         target = cls(model, name=name, quantisation=quantisation, trust_remote_code=trust_remote_code, shards=shards)
         for part in (target.embed, target.lm_head, target.norm):
             part.to(device)
+        return target
+
+    @classmethod
+    def load_sharded(
+        cls,
+        name: str,
+        *,
+        dtype: str = "bfloat16",
+        device="cpu",
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+    ) -> "Target":
+        """A target of whose layers each launched process keeps a part (target_sharding.py). All processes call this.
+
+        Arguments as of `load`, but one device.
+        """
+        origin: dict = {"revision": revision, "trust_remote_code": trust_remote_code}
+        model, share = target_sharding.load(name, dtype=dtype, device=device, **origin)
+        target = cls(model, name=name, trust_remote_code=trust_remote_code, share=share)
+        if target.recurrent:
+            raise ValueError(
+                f"{name} has recurrent or convolution layers, which decoding runs alone again to take back drafts; with shard=true "
+                "their weights are gone by then. Use shard=false."
+            )
         return target
 
     @property

@@ -20,8 +20,8 @@ def adapt(target: Target, *, rank: int, alpha: int, modules: list[str]) -> dict[
     check_unadapted(target)
     if target.share.size > 1:
         raise ValueError(
-            f"A head that adapts its target needs it whole, and {target.name} is cut over {target.share.size} processes (tensor "
-            "parallelism): load it without that, or choose another head."
+            f"A head that adapts its target needs it whole, and {target.name} is cut over {target.share.size} processes: "
+            "load it without that, or choose another head."
         )
     if target.quantisation is not None:  # `merge` would round the adapted weights once more
         raise ValueError(

@@ -16,6 +16,7 @@ def fill(model: PreTrainedModel, parts: tuple[nn.Module, ...], shards: Shards) -
     A matrix that is the same in two parts (a tied LM head) stays so. Raises ValueError for a tensor that is missing.
     """
     names = {parameter: name for name, parameter in model.named_parameters()}  # a shared one has its first name
+    modules = {module: name for name, module in model.named_modules()}
     filled: dict[Tensor, nn.Parameter] = {}
     read: set[str] = set()
     for part in parts:
@@ -26,7 +27,7 @@ def fill(model: PreTrainedModel, parts: tuple[nn.Module, ...], shards: Shards) -
                 filled[parameter] = _read(names[parameter], parameter, shards, read)
             _replace(model, parameter, filled[parameter])
         for module in part.modules():
-            _fill_buffers(model, module)
+            _fill_buffers(model, module, modules[module], shards)
 
 
 def read_part(model: PreTrainedModel, part: nn.Module, shards: Shards) -> dict[str, Tensor]:
@@ -45,8 +46,8 @@ def _read(name: str, parameter: Tensor, shards: Shards, read: set[str]) -> nn.Pa
         key = others[0] if len(others) == 1 else None
     if key is None:
         raise ValueError(
-            f"{shards.name} has no tensor {name} of shape {list(parameter.shape)}, which is needed where the target is loaded "
-            "without its layers. Take a complete copy of it, or load the whole target."
+            f"{shards.name} has no tensor {name} of shape {list(parameter.shape)}, which is needed where the target is read "
+            "part by part. Take a complete copy of it, or load the whole target."
         )
     read.add(key)
     value = shards[key]
@@ -55,15 +56,25 @@ def _read(name: str, parameter: Tensor, shards: Shards, read: set[str]) -> nn.Pa
     return nn.Parameter(value.to(parameter.dtype).clone(), requires_grad=False)  # not the file's own pages
 
 
-def _fill_buffers(model: PreTrainedModel, module: nn.Module) -> None:
-    """What no file holds, such as Gemma's scale of embeddings, is computed as transformers does when it loads a model."""
-    missing = [name for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
-    for name in missing:
-        module.register_buffer(name, torch.empty_like(module.get_buffer(name), device="cpu"), persistent=False)
+def _fill_buffers(model: PreTrainedModel, module: nn.Module, place: str, shards: Shards) -> None:
+    """What no file holds, such as Gemma's scale of embeddings, is computed as transformers does when it loads a model.
+
+    place: the module's name in the model
+    """
+    missing = {name: buffer for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta}
+    for name, buffer in missing.items():
+        kept = name not in module._non_persistent_buffers_set
+        module.register_buffer(name, torch.empty_like(buffer, device="cpu"), persistent=kept)
     if missing:
         for parameter in module.parameters(recurse=False):
             parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # so that it keeps its values
         model._init_weights(module)
+    for name, buffer in missing.items():
+        key = (
+            None if name in module._non_persistent_buffers_set else shards.find(f"{place}.{name}", tuple(buffer.shape))
+        )
+        if key is not None:
+            module.get_buffer(name).copy_(shards[key])
 
 
 def _replace(model: nn.Module, old: Tensor, new: nn.Parameter) -> None:

@@ -105,6 +105,10 @@ def load_skeleton(
             config, dtype=DTYPES[dtype], attn_implementation=attention.implementation(model_class),
             trust_remote_code=trust_remote_code,
         )  # fmt: skip
+    for module in model.modules():
+        for key, value in module.named_parameters(recurse=False):
+            if not value.is_meta:  # DiffLlama draws some by torch.normal, which gives them random values all the same
+                setattr(module, key, nn.Parameter(value.to("meta"), requires_grad=False))
     with contextlib.suppress(OSError):  # not every folder has one
         model.generation_config = GenerationConfig.from_pretrained(name, revision=revision or "main")
     return model, quantisation_of(config)

@@ -35,11 +35,12 @@ class Share:
 
     size: int = 1
     mesh: DeviceMesh | None = None  # of these processes; None: one process holds the whole target
+    same: bool = True  # whether they read the same data; else each reads its own (target_sharding.py)
 
     @property
     def first(self) -> bool:
-        """Whether this is the process that writes for all of them."""
-        return self.mesh is None or self.mesh.get_local_rank() == 0
+        """Whether this is the process that writes what it has read: one of those that read the same."""
+        return self.mesh is None or not self.same or self.mesh.get_local_rank() == 0
 
     def all_say(self, value: float) -> list[float]:
         """The values of all these processes, in order. All must ask, in the same order."""
@@ -49,6 +50,13 @@ class Share:
         values[self.mesh.get_local_rank()] = value
         dist.all_reduce(values, group=self.mesh.get_group())
         return values.tolist()
+
+    def behind(self, num: int) -> int:
+        """How many calls of the target more than this one's `num` another process makes, which this one must make too.
+
+        0 where all read the same. Otherwise all must ask, in the same order.
+        """
+        return 0 if self.same else int(max(self.all_say(num))) - num
 
 
 def share(tp: int, device: torch.device) -> Share:

@@ -21,7 +21,7 @@ from transformers import (
 from specdec import rules
 from specdec import sampling as specdec_sampling
 from specdec.decode import Decoder
-from specdec.proposers import growth
+from specdec.proposers import auto, growth
 from specdec.sampling import Sampling
 from specdec.tree import Tree
 from tests.support import make_target, random_tree
@@ -248,7 +248,10 @@ def decoder_outcomes(decoder: Decoder, number: int, *, seed: int, alone: bool, m
         everywhere = torch.ones(len(scripts), dtype=torch.bool)
         with monkeypatch.context() as patch:
             patch.setattr(rules, "Draws", lambda generator, draws=draws: draws)
-            patch.setattr(growth, "pick", lambda law, uniform, draws=draws, where=everywhere: draws.token(law, where))
+            for module in (growth, auto):
+                patch.setattr(
+                    module, "pick", lambda law, uniform, draws=draws, where=everywhere: draws.token(law, where)
+                )
             stream, before = decoder.stream([list(PROMPT)] * len(scripts), 50), PROMPT
             for place in range(number + 1):
                 draws.on = place == number

@@ -42,7 +42,8 @@ def wandb_logged_in() -> bool:
 
 
 def start(console: Console, config, target, drafter, packs, prompts) -> None:
-    cut = f", cut over {target.share.size} processes" if target.share.size > 1 else ""
+    how = "cut" if target.share.same else "its layers in parts"
+    cut = f", {how} over {target.share.size} processes" if target.share.size > 1 else ""
     console.print(
         f"target   {target.name} ({sum(p.numel() for p in target.model.parameters()) / 1e6:.1f} M parameters, frozen, "
         f"{str(target.dtype).removeprefix('torch.')}{cut})"
@@ -91,6 +92,11 @@ def validation(console: Console, report: Report, shape) -> None:
     row("tokens/s plain", report.baseline_tokens_per_second, digits=1)
     row("tokens/s drafted", report.tokens_per_second, report.tokens_per_second_ci, digits=1)
     row("speedup", report.speedup, report.speedup_ci)
+    if report.auto:
+        row("speedup auto", report.auto["speedup"], report.auto["speedup_ci"])
+        rounds = sum(report.auto["sizes"].values())
+        sizes = ", ".join(f"{num}: {count / rounds:.0%}" for num, count in report.auto["sizes"].items())
+        table.add_row("rounds of auto by nodes", sizes, "")
     table.add_row("survival by depth", by_depth(report.survival or []), "")
     table.add_row("acceptance by depth", by_depth(report.acceptance or []), "")
     stages = (report.ms_per_round or {}).items()

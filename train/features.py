@@ -57,6 +57,7 @@ def read(target: Target, batch: Batch, layers: tuple[int, ...], *, gradient: boo
     gradient: whether to keep the graph, for the training of an adapted target
     """
     documents = Documents.of(batch.on_host.documents).to(target.device)
+    keep_up(target, len(documents.groups))
 
     def states(tokens: Tensor, positions: Tensor) -> Tensor:
         output = target.read(tokens, layers, positions=positions, gradient=gradient)
@@ -64,6 +65,13 @@ def read(target: Target, batch: Batch, layers: tuple[int, ...], *, gradient: boo
 
     both = documents.read(batch.tokens.to(target.device), states)
     return TargetOutput(*both.split([both.shape[-1] - target.width, target.width], dim=-1))
+
+
+def keep_up(target: Target, num: int) -> None:
+    """Beside `num` calls of the target: as many more as another process makes that holds a part of its layers."""
+    one = torch.zeros(1, 1, dtype=torch.long, device=target.device)
+    for _ in range(target.share.behind(num)):
+        target.read(one, (), positions=one)
 
 
 def read_each(
@@ -75,8 +83,7 @@ def read_each(
     def next_one() -> tuple[Batch, TargetOutput]:
         host, begun = coming.popleft()
         batch = host.to(device)
-        output = begun(device) if begun else None
-        return batch, output if output is not None else features(batch)
+        return batch, features(batch, begun(device) if begun else None)
 
     for batch in batches:
         coming.append((batch, features.begin(batch)))
@@ -277,10 +284,19 @@ class Kept:
         return receive
 
     def _compute(self, batch: Batch) -> None:
-        """Writes the documents that the folder lacks, with all documents of their packs."""
+        """Writes the documents that the folder lacks, with all documents of their packs. All processes call this together."""
         assert self.folder is not None
         lacking = {each.row for each in cut(batch) if self._read(each.tokens) is None}
-        part = batch.select([row for row in range(len(batch.tokens)) if not self._everywhere(row not in lacking)])
+        if self.target.share.same:
+            lacking = {row for row in range(len(batch.tokens)) if not self._everywhere(row not in lacking)}
+        if lacking:
+            self._write(batch.select(sorted(lacking)))
+        else:
+            keep_up(self.target, 0)  # other processes compute
+        self._everywhere(True)  # the others read when all is written
+
+    def _write(self, part: Batch) -> None:
+        assert self.folder is not None
         stored = self.folder.layers[:-1]  # the last is the final state
         output = read(self.target, part, stored)
         values = [*output.features.cpu().chunk(len(stored), dim=-1)] if stored else []
@@ -288,7 +304,6 @@ class Kept:
         if self.target.share.first:
             for each in cut(part):
                 self.folder.write(each.tokens, [value[each.place] for value in values])
-        self._everywhere(True)  # the others read when all is written
 
     def _everywhere(self, found: bool) -> bool:
         """Whether all processes that hold the target together have found it: else they compute it together."""

@@ -1,7 +1,11 @@
-"""Processes that hold a target together work as one: they read the same data with the same random numbers."""
+"""Processes that work as one: they read the same data with the same random numbers.
+
+Those that hold a target together by tensor parallelism always do. Where each keeps a part of a target's layers (FSDP2), each
+trains on its own data, and all work as one where the target answers or decodes, which takes it as many calls as the texts say.
+"""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from accelerate import Accelerator
@@ -15,10 +19,7 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class Group:
-    """The processes that hold this process' target: the `number`-th of `num` groups, among which data is divided.
-
-    Without tensor parallelism every process is a group of its own.
-    """
+    """The processes that read the same as this one: the `number`-th of `num` groups, among which data is divided."""
 
     number: int
     num: int
@@ -26,8 +27,17 @@ class Group:
 
     @classmethod
     def of(cls, accelerator: Accelerator, target: Target) -> "Group":
-        size = target.share.size
-        return cls(accelerator.process_index // size, accelerator.num_processes // size, target.share)
+        """Of training: the processes that a target is cut over by tensor parallelism; without it, each process alone."""
+        return cls._of(accelerator, target.share if target.share.same else Share())
+
+    @classmethod
+    def in_step(cls, accelerator: Accelerator, target: Target) -> "Group":
+        """Those that must call the target together, with the same texts where it decodes: all that hold it together."""
+        return cls._of(accelerator, replace(target.share, same=True))
+
+    @classmethod
+    def _of(cls, accelerator: Accelerator, share: Share) -> "Group":
+        return cls(accelerator.process_index // share.size, accelerator.num_processes // share.size, share)
 
     def mine(self, items: Sequence[Item]) -> Sequence[Item]:
         """This group's part."""

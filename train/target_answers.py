@@ -75,7 +75,7 @@ class TargetAnswers:
                 .tokens
             )
 
-        group = Group.of(accelerator, target)
+        group = Group.in_step(accelerator, target)
         written = []
         for start in group.mine(range(0, len(prompts), ROWS)):
             begun = time.perf_counter()

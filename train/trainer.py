@@ -95,7 +95,8 @@ class Trainer:
         start = partial(closed_form.solve, material=self.material, packs=first, depth=self.depth, device=device)
         with self.waiting("the closed-form start"):
             # By the processes that hold the main one's target with it
-            num = self.weights.change(start, here=self.group.number == 0)
+            group = Group.in_step(self.accelerator, self.drafter.target)
+            num = self.weights.change(start, here=group.number == 0)
         if num:
             say(f"closed-form start from {num} packs")
 

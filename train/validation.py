@@ -77,7 +77,7 @@ class Validation:
     ):
         self.engine = engine
         self.accelerator, self.target, self.drafting, self.prompts = accelerator, drafter.target, drafting, prompts
-        self.group = Group.of(accelerator, drafter.target)
+        self.group = Group.in_step(accelerator, drafter.target)
         self.settings, self.best_by, self.stop, self.seed = settings, best_by, stop, seed
         self.show, self.say = show, say
         self.sampling = Sampling(temperature=settings.temperature)

@@ -4,16 +4,29 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import rich.console
+import rich.progress
+
 from helpers.options import option, split
 from helpers.settings_file import read_yaml
 from specdec.compile import Runner
 from specdec.drafting import Drafting
+from specdec.proposers.auto import Auto
+from specdec.proposers.base import Proposer
 from specdec.proposers.stopping import Stopping
 from specdec.sampling import Sampling
 from specdec.tree import TreeShape
 from train.naming import named
 
 COMPILE = "compile for the shapes that occur: slow at first, then faster rounds"
+
+
+def show_measuring(proposer: Proposer, console: rich.console.Console) -> None:
+    """Lets proposer=auto show the progress of measuring costs, which it does once on a device."""
+    if isinstance(proposer, Auto):
+        proposer.progress = lambda items, text: rich.progress.track(
+            items, description=text, console=console, transient=True
+        )
 
 
 @dataclass(frozen=True)

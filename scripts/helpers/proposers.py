@@ -12,7 +12,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from helpers import loading
 from helpers.options import option, split
+from specdec import checkpoint as checkpoint_file
 from specdec.checkpoint import resolve
+from specdec.drafter import Drafter
 from specdec.drafting import Drafting
 from specdec.proposers.base import Proposer
 from specdec.proposers.heads import HeadProposer
@@ -20,6 +22,7 @@ from specdec.target import Target
 from train.naming import named
 
 FOLDER = loading.CONF / "proposer"
+AUTO, HEAD = "auto", "head"
 NESTED = ("members", "inner")  # arguments that are proposers themselves, written as names
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", list: "a list", str: "a name"}
 Settings = dict[str, str]  # as written: KEY: VALUE, and NAME.KEY: VALUE for a proposer inside another
@@ -31,7 +34,11 @@ class ProposerOptions:
     """For commands that decode with one proposer."""
 
     checkpoint: str | None = option(None, loading.CHECKPOINT)
-    proposer: str = option("head", "what drafts: the name of a file in conf/proposer, where its settings are explained")
+    proposer: str | None = option(
+        None,
+        "what drafts: the name of a file in conf/proposer, where its settings are explained; null: auto, but a head's fixed "
+        "shape with decode.depth, width, nodes or stopping",
+    )
     settings: dict[str, str] = field(
         default_factory=dict, metadata={"prefix": "proposer.", "help": "settings of the proposer, see conf/proposer"}
     )
@@ -74,10 +81,21 @@ def load(given: ProposerOptions, options: loading.TargetOptions, drafting: Draft
     """
     head = given.settings.get("checkpoint", given.checkpoint)
     folder = resolve(head) if head else None
+    name = given.proposer or default_name(folder, drafting)
     opened = loading.load_target(options, default=loading.target_of(folder) if folder else None)
-    proposer = build(given.proposer, opened.target, settings=given.settings, drafting=drafting, checkpoint=head)
+    proposer = build(name, opened.target, settings=given.settings, drafting=drafting, checkpoint=head)
     loading.warn_adapted(folder, opened.target)
-    return Chosen(opened.target, opened.tokenizer, opened.stop, given.proposer, proposer, folder)
+    return Chosen(opened.target, opened.tokenizer, opened.stop, name, proposer, folder)
+
+
+def default_name(folder: Path | None, drafting: Drafting) -> str:
+    """auto, where it can draft: not with a target that guesses ahead of itself, nor where a fixed shape is asked for."""
+    usual = Drafting()
+    fixed = (drafting.shape, drafting.stopping) != (usual.shape, usual.stopping)
+    if folder is not None:
+        document = checkpoint_file.read_json(folder / "drafter.json")
+        fixed = fixed or not issubclass(checkpoint_file.drafter_class(str(document.get("_target_"))), Drafter)
+    return HEAD if fixed else AUTO
 
 
 def build(name: str, target: Target, *, settings: Settings, drafting: Drafting, checkpoint: str | None) -> Proposer:
@@ -115,6 +133,8 @@ def configure(
         "checkpoint": checkpoint and str(resolve(checkpoint)),
     }
     own = {key: value for key, value in settings.items() if "." not in key and key != "checkpoint"}
+    if name == AUTO and checkpoint is None:
+        own = {"members": "[suffix]"} | own  # nothing else drafts without a trained head
     config = _read(name, own, interpolated, prefix)
     nested = {key: [config[key]] if isinstance(config[key], str) else config[key] for key in NESTED if key in config}
     inside = {key: value for key, value in settings.items() if "." in key}

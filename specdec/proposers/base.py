@@ -9,6 +9,7 @@ from torch import Tensor
 from specdec.cache import RowCache
 from specdec.sampling import Sampling
 from specdec.tree import Tree
+from specdec.verifier import Verifier
 
 
 def last_of(values: Tensor, num: Tensor) -> Tensor:
@@ -27,6 +28,7 @@ class Proposer(ABC):
     linear = False  # whether all its trees are chains
     watches = False  # whether `watch` is to be called
     rewinds = False  # whether it has `mark` and `rewind`, which drafting for a cascade needs (proposers/cascade.py)
+    selects = False  # whether it has `select`
     varies = False  # whether the size of its trees changes from round to round: they are filled up for compiling
 
     @property
@@ -63,8 +65,24 @@ class Proposer(ABC):
         tree: the proposed one, perhaps filled up; choices [B, N]: the target's most likely token after each node
         """
 
+    def select(self, rows: list[int], nums: list[int]) -> None:
+        """Goes on with these rows of the batch only, in this order. Called after a `commit`, only if `selects`.
+
+        nums: of each row so far, as for `finish`, the tokens of its answer; those of the rows that leave have ended
+        """
+        raise TypeError(f"{type(self).__name__} does not select rows.")
+
+    def meet(self, verifier: Verifier, sampling: Sampling) -> None:  # noqa: B027  # most proposers have nothing to do
+        """Tells what will verify its trees, once a decoder is made with this proposer."""
+
+    def timed(self, seconds: float) -> None:  # noqa: B027  # most proposers have nothing to do
+        """Tells, after `commit`, how long the verification of the last tree took. -1: unknown, as it was compiled"""
+
     def finish(self, nums: list[int]) -> None:  # noqa: B027  # most proposers have nothing to do
-        """Ends the batch: row b's answer is the first nums[b] tokens behind its prompt, even if more were committed."""
+        """Ends the batch: row b's answer is the first nums[b] tokens behind its prompt, even if more were committed.
+
+        The rows are those of the last `select`.
+        """
 
     def forget(self) -> None:  # noqa: B027  # most proposers have nothing to do
         """Forgets everything learned from earlier batches, so that measurements do not depend on them."""

@@ -23,6 +23,45 @@ class Mark(NamedTuple):
     absorbed: tuple[Tensor, StepOutput]
 
 
+class Committed(NamedTuple):
+    """The arguments of `commit`."""
+
+    tokens: Tensor  # [B, S]
+    features: Tensor  # [B, S, F*D]
+    num: Tensor  # [B]
+    counts: list[int]
+
+    def select(self, rows: list[int], index: Tensor) -> "Committed":
+        return Committed(self.tokens[index], self.features[index], self.num[index], [self.counts[row] for row in rows])
+
+
+def joined(parts: list[Committed], *, opening: bool, by_shape: bool) -> Committed:
+    """What several commits brought, as one.
+
+    opening: whether the prompt is among it; by_shape: then what follows a prompt is filled up to one of few lengths
+    """
+    if len(parts) == 1:
+        return parts[0]
+    tokens, features = torch.cat([part.tokens for part in parts], 1), torch.cat([part.features for part in parts], 1)
+    counts = [sum(each) for each in zip(*(part.counts for part in parts))]
+    longest = max(counts)
+    length = max(4, 1 << (longest - 1).bit_length()) if by_shape and not opening else longest
+    index = []
+    for row in range(len(counts)):
+        start, places = 0, list[int]()
+        for part in parts:
+            places += range(start, start + part.counts[row])
+            start += part.tokens.shape[1]
+        index.append(places + [0] * (length - len(places)))
+    place = torch.tensor(index, device=tokens.device)  # [B, S]
+    return Committed(
+        tokens.gather(1, place),
+        features.gather(1, place[..., None].expand(-1, -1, features.shape[-1])),
+        sum(part.num for part in parts),  # type: ignore[arg-type]
+        counts,
+    )
+
+
 class HeadProposer(Proposer):
     """Drafts a chain if the shape's width is 1, else a tree.
 
@@ -31,6 +70,7 @@ class HeadProposer(Proposer):
     """
 
     rewinds = True
+    selects = True
 
     def __init__(
         self,
@@ -63,12 +103,23 @@ class HeadProposer(Proposer):
         self.carried: list[Tensor] = []  # attends="depth": of modules 1..K-1, the state [B, 1, H] of their newest slot
         self.absorbed: tuple[Tensor, StepOutput] | None = None  # the result of `absorb`, until the next `commit`
 
+        self.waiting: list[Committed] = []  # what `absorb` has not read yet
+
     def commit(self, tokens, features, num, counts):
         """Only stores its arguments: `absorb` reads them when they are needed, so nothing is computed after the last round."""
-        if self.drafter.first_slot == 0 and self.cache.get_seq_length() == 0:
+        if self.drafter.first_slot == 0 and self.cache.get_seq_length() == 0 and not self.waiting:
             tokens, num, counts = torch.cat([self.opening, tokens], dim=1), num + 1, [count + 1 for count in counts]
-        self.tokens, self.features, self.num, self.counts = tokens, features, num, counts
+        self.waiting.append(Committed(tokens, features, num, counts))
         self.absorbed = None
+
+    def select(self, rows, nums):
+        index = torch.tensor(rows, device=self.opening.device)
+        self.cache.select(rows)
+        self.opening, self.carried = self.opening[index], [state[index] for state in self.carried]
+        self.waiting = [each.select(rows, index) for each in self.waiting]
+        if self.absorbed is not None:
+            newest, first = self.absorbed
+            self.absorbed = newest[index], StepOutput(*(part[index] for part in first))
 
     @torch.no_grad()
     def mark(self):
@@ -77,7 +128,7 @@ class HeadProposer(Proposer):
 
     def rewind(self, mark):
         self.cache.rewind(mark.cache)
-        self.carried, self.absorbed = mark.carried, mark.absorbed
+        self.carried, self.absorbed, self.waiting = mark.carried, mark.absorbed, []
 
     @torch.no_grad()
     def propose(self, sampling, generator):
@@ -98,14 +149,16 @@ class HeadProposer(Proposer):
         -> the newest token [B, 1], the result of its step 1
         """
         if self.absorbed is None:
-            drafts = max(self.shape.depth * self.shape.width, self.shape.nodes)  # levels of a sampled tree may be wider
-            self.cache.make_room(self.tokens.shape[1] + drafts)
             opening = self.cache.get_seq_length() == 0
+            new = joined(self.waiting, opening=opening, by_shape=self.runner.by_shape)
+            self.waiting = []
+            drafts = max(self.shape.depth * self.shape.width, self.shape.nodes)  # levels of a sampled tree may be wider
+            self.cache.make_room(new.tokens.shape[1] + drafts)
             run = Runner() if opening else self.runner  # the shape of a prompt seldom comes again: not worth compiling
-            inputs = (self.tokens, self.features, self.num, self.cache.lengths, *self.cache.halves, *self.carried)
+            inputs = (new.tokens, new.features, new.num, self.cache.lengths, *self.cache.halves, *self.carried)
             *carried, newest, state, logits, evidence = run(("absorb", self.shape.depth), self._absorb, *inputs)
             self.carried = carried
-            self.cache.commit(self.num, self.counts)
+            self.cache.commit(new.num, new.counts)
             self.absorbed = newest, StepOutput(state, logits, evidence)
         return self.absorbed
 

@@ -41,6 +41,7 @@ class Lookahead(TextProposer):
     """
 
     watches = True
+    selects = False
 
     def __init__(self, target: Target, *, window: int, ngram: int, guesses: int, from_text: bool):
         if window < 1:

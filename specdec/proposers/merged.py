@@ -29,6 +29,7 @@ class Merged(Proposer):
         self.target_layers = tuple(sorted({layer for member in members for layer in member.target_layers}))
         self.depth = max(member.depth for member in members)
         self.watches = any(member.watches for member in members)
+        self.selects = all(member.selects for member in members)
         self.rewinds = all(member.rewinds for member in members)
         self.shown: list[
             tuple[Tree, Tensor]
@@ -45,6 +46,14 @@ class Merged(Proposer):
     def forget(self):
         for member in self.members:
             member.forget()
+
+    def select(self, rows, nums):
+        for member in self.members:
+            member.select(rows, nums)
+
+    def meet(self, verifier, sampling):
+        for member in self.members:
+            member.meet(verifier, sampling)
 
     def share(self, cache):
         for member in self.members:

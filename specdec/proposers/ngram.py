@@ -29,6 +29,10 @@ class Ngram(RetractableTextProposer):
     def clear(self):
         self.indices = [Index(text, self.min, self.max) for text in self.texts]
 
+    def select(self, rows, nums):
+        super().select(rows, nums)
+        self.indices = [self.indices[row] for row in rows]
+
     def extend(self, row, new):
         self.indices[row].extend(len(new))
 

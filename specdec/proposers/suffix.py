@@ -9,9 +9,8 @@ import itertools
 import math
 from typing import NamedTuple
 
-from specdec.proposers.text import TextProposer
+from specdec.proposers.text import Guess, TextProposer
 from specdec.target import Target
-from specdec.tree import Nodes
 
 
 class Suffix(TextProposer):
@@ -45,11 +44,13 @@ class Suffix(TextProposer):
 
     def begin(self, tokens, num):
         self.starts = num.tolist()  # where the answers start
+        self.ended: list[list[int]] = []  # answers of rows that have left the batch
         super().begin(tokens, num)
 
     def finish(self, nums):
-        for text, start, num in zip(self.texts, self.starts, nums):
-            self.remember(text[start : start + num])
+        answers = [text[start : start + num] for text, start, num in zip(self.texts, self.starts, nums)]
+        for answer in self.ended + answers:
+            self.remember(answer)
 
     def remember(self, answer: list[int]) -> None:
         """Adds an answer to the younger generation. If that is full, it becomes the older one, which is dropped."""
@@ -71,14 +72,30 @@ class Suffix(TextProposer):
             young, old = self.younger.follow(young, token), self.older.follow(old, token)
         self.matches[row] = young, old
 
+    def select(self, rows, nums):
+        left = [row for row in range(len(self.texts)) if row not in rows]
+        self.ended += [self.texts[row][self.starts[row] : self.starts[row] + nums[row]] for row in left]
+        super().select(rows, nums)
+        self.starts, self.own, self.matches = (
+            [values[row] for row in rows] for values in (self.starts, self.own, self.matches)
+        )
+
     def draft(self, row):
+        return [(guess.token, guess.parent) for guess in self.guess(row)]
+
+    def guess(self, row):
         own, (young, old) = self.own[row], self.matches[row]
         places = (own, own.repeated()), (self.younger, young), (self.older, old)
         automaton, match = max(places, key=lambda place: place[1].length)  # of equals the first
         if match.length == 0:
             return []
         num = min(self.num, math.ceil(self.factor * match.length) + self.offset)
-        return automaton.most_likely(match.state, num, self.least)
+        return automaton.most_likely(match, num, self.least)
+
+
+def usual_suffix(target: Target) -> Suffix:
+    """With the settings of conf/proposer/suffix.yaml, which a test compares."""
+    return Suffix(target, num=16, factor=2.0, offset=4, least=0.1, memory=50000)
 
 
 class Match(NamedTuple):
@@ -162,17 +179,19 @@ class Automaton:
             length = self.lengths[state]
         return Match(self.children[state][token], length + 1)
 
-    def most_likely(self, state: int, num: int, least: float) -> Nodes:
+    def most_likely(self, match: Match, num: int, least: float) -> list[Guess]:
         """At most `num` nodes that may follow the state's strings, the most likely first; of equals the first found.
 
         The chance of a token is its share of all tokens that followed; the chance of a path is the product, and must be at
         least `least`. If nothing ever followed a string, as at the end of a text, its longest suffix is used that something
-        followed.
+        followed. A guess states a smaller chance: that of one more token that followed, of which nothing is known, and the
+        less the shorter the string is.
         """
-        draft: Nodes = []
+        draft: list[Guess] = []
         order = itertools.count()
-        heap: list[tuple[float, int, int, int, int]] = []  # minus the chance, order, token, parent, state
-        chance = 1.0
+        # minus the chance of the path, order, stated chance, token, parent, state, depth
+        heap: list[tuple[float, int, float, int, int, int, int]] = []
+        state, chance, depth = match.state, 1.0, 0
         while True:
             while state > 0 and not self.children[state]:
                 state = self.links[state]
@@ -181,9 +200,12 @@ class Automaton:
                 total = sum(count for _, _, count in following)
                 for token, child, count in following:
                     if chance * count / total >= least:
-                        heapq.heappush(heap, (-chance * count / total, next(order), token, len(draft), child))
+                        known = match.length + depth
+                        stated = count / (total + 1) * known / (known + 1)
+                        path = -chance * count / total
+                        heapq.heappush(heap, (path, next(order), stated, token, len(draft), child, depth + 1))
             if not heap or len(draft) == num:
                 return draft
-            negative, _, token, parent, state = heapq.heappop(heap)
+            negative, _, stated, token, parent, state, depth = heapq.heappop(heap)
             chance = -negative
-            draft.append((token, parent))
+            draft.append(Guess(token, parent, stated, match.length + depth - 1))

@@ -1,9 +1,19 @@
 """What proposers share that need only the text: they keep each row's text on the host and make trees there."""
 
 from abc import abstractmethod
+from typing import NamedTuple
 
 from specdec.proposers.base import Proposer
 from specdec.tree import Nodes, plant
+
+
+class Guess(NamedTuple):
+    """A node of a draft: as in Nodes, and what is known of it before it is verified."""
+
+    token: int
+    parent: int
+    chance: float  # estimated, that it is accepted if its parent is
+    match: int  # tokens at the text's end that were found again
 
 
 class TextProposer(Proposer):
@@ -11,6 +21,7 @@ class TextProposer(Proposer):
 
     target_layers = ()
     varies = True
+    selects = True
 
     def begin(self, tokens, num):
         self.device = tokens.device
@@ -28,6 +39,13 @@ class TextProposer(Proposer):
     def propose(self, sampling, generator):
         drafts = [self.draft(row) for row in range(len(self.texts))]
         return plant([text[-1] for text in self.texts], drafts, self.device)
+
+    def select(self, rows, nums):
+        self.texts = [self.texts[row] for row in rows]
+
+    def guess(self, row: int) -> list[Guess]:
+        """`draft` with estimates; without any of its own, one half."""
+        return [Guess(token, parent, 0.5, 0) for token, parent in self.draft(row)]
 
     @abstractmethod
     def clear(self) -> None:

@@ -127,6 +127,7 @@ def test_members_receive_their_own_features_and_choices(small_target):
     witnesses = [Witness(4, (3, 8)), Witness(2, (1,)), Witness(3, ()), Witness(3, (1, 3, 5))]
     head = HeadProposer(make_drafter(small_target, "eagle3"), SHAPES[1])
     proposer = Merged(small_target, members=[head, *witnesses])  # the nodes of witnesses are not the first ones
+    proposer.selects = False  # ended rows stay, so that all texts can be looked at
     assert proposer.target_layers == tuple(sorted({1, 3, 5, 8, *head.target_layers})) and proposer.watches
     prompts = prompts_of(small_target)[:3]
     generation = greedy(small_target, proposer).generate(prompts, NUM_NEW)

@@ -9,7 +9,7 @@ from specdec.decode import Decoder
 from specdec.drafting import Drafting
 from specdec.measurement import Prompt, measure
 from specdec.proposers.merged import Merged
-from specdec.proposers.suffix import NOWHERE, Automaton, Suffix
+from specdec.proposers.suffix import NOWHERE, Automaton, Match, Suffix
 from specdec.sampling import Sampling
 from tests.support import begin, check_rounds, commit, random_tokens, repeating_texts
 
@@ -104,7 +104,8 @@ def test_matches_and_trees_along_a_text():
                 (memory, others, match.state, matched),
             ):
                 for num, least in ((20, 0.3), (9, 0.07)):
-                    draft = automaton.most_likely(state, num, least)
+                    guesses = automaton.most_likely(Match(state, len(part)), num, least)
+                    draft = [(guess.token, guess.parent) for guess in guesses]
                     assert draft == best_first(known, part, num, least)
                 num_branched += any(parent != number for number, (_, parent) in enumerate(draft))
                 num_deep += len(draft) == 9

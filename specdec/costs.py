@@ -1,0 +1,278 @@
+"""What a round costs here: seconds of the target's pass by its rows and nodes, measured once and kept on disk."""
+
+import bisect
+import hashlib
+import json
+import os
+import platform
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from specdec import masks, rules
+from specdec.files import write_text
+from specdec.sampling import Sampling
+from specdec.target import Target
+from specdec.tree import Tree
+from specdec.untrusted import read_json
+from specdec.verifier import Verifier
+
+SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 24, 32)  # nodes of a pass that are measured, the root included
+COMPILED_SIZES = (1, 2, 4, 6, 8, 12, 16, 24)  # fewer: each is compiled
+ROWS = (1, 2, 4, 8, 16, 32, 64)
+CONTEXT = 128  # tokens in the cache while it is measured
+SECONDS = 3.0  # of measuring for one number of rows, without compiling
+LEAST = 5  # passes of each size
+FOLLOW = 0.05  # share of a new measurement in a cost
+SCALE = 0.2  # share of a new measurement in the common scale
+DRIFT = 1.3  # ratio between a cost and what was measured at first from which the file is written again
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What costs depend on."""
+
+    machine: str
+    threads: int
+    torch: str
+    target: str  # its fingerprint
+    dtype: str
+    compiled: bool
+    law: str  # greedy, sampled, or cut: with top-k, top-p or a penalty
+
+    @classmethod
+    def of(cls, target: Target, sampling: Sampling, *, compiled: bool) -> "Conditions":
+        on_cuda = target.device.type == "cuda"
+        plain = sampling == Sampling(temperature=sampling.temperature)
+        return cls(
+            machine=torch.cuda.get_device_name(target.device) if on_cuda else _processor(),
+            threads=0 if on_cuda else torch.get_num_threads(),
+            torch=torch.__version__,
+            target=target.fingerprint(),
+            dtype=str(target.dtype),
+            compiled=compiled,
+            law=("greedy" if sampling.greedy else "sampled") if plain else "cut",
+        )
+
+    @property
+    def path(self) -> Path:
+        name = hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()[:16]
+        return folder() / f"{name}.json"
+
+
+def folder() -> Path:
+    """Where costs are kept: $SPECDEC_CACHE, or specdec in the user's cache folder."""
+    given = os.environ.get("SPECDEC_CACHE")
+    cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
+    return Path(given).expanduser() if given else cache / "specdec"
+
+
+class Costs:
+    """Seconds of a pass over trees of N nodes in each of B rows.
+
+    table: by rows, then by nodes; sizes: the numbers of nodes that a pass may have
+    rows: numbers of rows that are measured beside that of a batch
+    measure: gives the table of a number of rows that is missing; None: nothing is measured
+    steps: seconds of a head's first step ("absorb") and of each further one ("step"), where all costs are told and none is
+        measured; None: the drafting proposer measures them
+    """
+
+    def __init__(
+        self,
+        table: dict[int, dict[int, float]],
+        *,
+        sizes: Iterable[int] = SIZES,
+        rows: Iterable[int] = (),
+        measure: Callable[[int], dict[int, float]] | None = None,
+        steps: dict[str, float] | None = None,
+    ):
+        self.table = {rows: dict(curve) for rows, curve in table.items()}
+        self.sizes, self.rows, self.measure, self.steps = tuple(sizes), tuple(rows), measure, steps
+        self.scale = 1.0  # of now against the table: other contexts, other load
+
+    def prepare(self, rows: int) -> None:
+        """Measures what a batch of so many rows needs, which may lose rows: now, not within a round."""
+        if self.measure is None:
+            return
+        for each in (*(each for each in self.rows if each < rows), rows):
+            if each not in self.table:
+                self.table[each] = self.measure(each)
+
+    def curve(self, rows: int) -> dict[int, float]:
+        """Seconds by nodes, for this number of rows: between those that are known, and in proportion beyond them."""
+        if rows in self.table:
+            return self.table[rows]
+        known = sorted(self.table)
+        place = bisect.bisect(known, rows)
+        low, high = known[max(0, place - 1)], known[min(place, len(known) - 1)]
+        if low == high:
+            return {num: seconds * rows / low for num, seconds in self.table[low].items()}
+        share = (rows - low) / (high - low)
+        both = self.table[low].keys() & self.table[high].keys()
+        return {num: (1 - share) * self.table[low][num] + share * self.table[high][num] for num in both}
+
+    def best_size(self, rows: int, least: int) -> tuple[int, float]:
+        """The cheapest size of at least so many nodes, and its seconds."""
+        options = [(seconds, num) for num, seconds in self.curve(rows).items() if num >= least and num in self.sizes]
+        seconds, num = min(options)
+        return num, seconds * self.scale
+
+    def saw(self, rows: int, num: int, seconds: float) -> None:
+        """Takes in the seconds of a pass that was made. A pause of the machine counts as twice the cost at most."""
+        if self.steps is not None:
+            return
+        expected = self.curve(rows).get(num)
+        if not expected:
+            return
+        ratio = min(max(seconds / expected, 0.25 * self.scale), 2 * self.scale)
+        if rows in self.table:
+            self.table[rows][num] = expected * (1 - FOLLOW + FOLLOW * ratio / self.scale)
+        self.scale += SCALE * (ratio - self.scale)
+
+
+@torch.inference_mode()
+def measure(
+    target: Target,
+    verifier: Verifier,
+    rows: int,
+    sizes: Iterable[int],
+    *,
+    linear: bool,
+    progress: Callable[[list, str], Iterable] = lambda items, _: items,
+) -> dict[int, float]:
+    """Seconds of a pass by its number of nodes, in turn, medians. linear: chains, for a target that reads nothing else"""
+    sizes, device = (
+        [num for num in sizes if target.max_positions is None or num < target.max_positions // 2],
+        target.device,
+    )
+    context = min(CONTEXT, (target.max_positions or 2 * CONTEXT) // 2)
+    cache, generator = target.cache(rows), torch.Generator().manual_seed(0)
+    text = torch.randint(0, target.vocab_size, (rows, context), generator=generator).to(device)
+    positions = torch.arange(context, device=device).expand(rows, -1)
+    cache.reserve(context, [context] * rows)
+    mask = masks.pending(masks.causal(context, device), cache.lengths, cache.visible)
+    target.read(text, (), positions=positions, mask=mask, cache=cache)
+    cache.commit(torch.full((rows,), context, device=device), [context] * rows)
+    draws = rules.Draws(torch.Generator(device).manual_seed(0))
+
+    def once(num: int) -> float:
+        tokens = torch.randint(0, target.vocab_size, (rows, num), generator=generator).to(device)
+        parents = torch.arange(-1, num - 1, device=device).repeat(rows, 1)
+        if not linear and num > 2:
+            parents[:, 2:] = parents[:, 2:] - 1  # two chains
+        _wait(target)
+        start = time.perf_counter()
+        tree = Tree(tokens, parents, None, linear=linear)
+        verdict = verifier(tree, cache, draws)
+        path, following = verdict.along(tree, num - 1)
+        following.tolist()
+        if not linear:
+            cache.keep(path)
+        _wait(target)
+        seconds = target.share.all_say(time.perf_counter() - start)[0]
+        if cache.states is None:
+            cache.drop_pending()
+        else:
+            ones = torch.ones_like(cache.lengths)
+            cache.commit(ones, [1] * rows)
+        return seconds
+
+    first = {num: (once(num), once(num))[1] for num in progress(list(sizes), f"costs of {rows} rows")}
+    repeats = max(LEAST, min(40, int(SECONDS / sum(first.values()))))
+    times: dict[int, list[float]] = {num: [] for num in sizes}
+    for number in range(repeats):
+        for num in list(sizes)[:: 1 if number % 2 else -1]:
+            times[num].append(once(num))
+    return {num: statistics.median(each) for num, each in times.items()}
+
+
+def open_costs(
+    target: Target,
+    verifier: Verifier,
+    sampling: Sampling,
+    *,
+    linear: bool,
+    progress: Callable[[list, str], Iterable] = lambda items, _: items,
+) -> Costs:
+    """The costs of this device, from the disk where they were measured before."""
+    conditions = Conditions.of(target, sampling, compiled=verifier.runner.compile)
+    sizes = COMPILED_SIZES if verifier.runner.by_shape else SIZES
+    path, alone = conditions.path, target.share.size == 1
+    table = _read(path) if alone else {}  # several processes may see other files, and must decide alike
+
+    def missing(rows: int) -> dict[int, float]:
+        table[rows] = measure(target, verifier, rows, sizes, linear=linear, progress=progress)
+        if alone:
+            _write(path, conditions, table)
+        return table[rows]
+
+    rows = () if verifier.runner.by_shape else ROWS  # every shape would be compiled
+    return Costs(dict(table), sizes=sizes, rows=rows, measure=missing)
+
+
+def told(ratios: dict[int, float], *, plain: float, absorb: float, step: float) -> Costs:
+    """Costs of another machine. ratios: by nodes, of a pass over the pass of one node, which takes `plain` seconds
+
+    absorb, step: seconds of a head's first step and of each further one
+    """
+    curve = {num: ratio * plain for num, ratio in ratios.items()}
+    return Costs({1: curve}, sizes=sorted(curve), steps={"absorb": absorb, "step": step})
+
+
+def read_told(path: Path) -> Costs:
+    """Costs of another machine from a JSON file: {"plain_ms": 23.5, "ratios": {"1": 1, "4": 1.14}, "absorb_ms": 2, "step_ms": 1.2}
+
+    Raises ValueError for a file that is missing or holds something else.
+    """
+    try:
+        document = read_json(path)
+        ratios = {int(num): float(ratio) for num, ratio in document["ratios"].items()}
+        plain, absorb, step = (float(document[name]) / 1e3 for name in ("plain_ms", "absorb_ms", "step_ms"))
+        if 1 not in ratios or not all(0 < ratio < 1e6 for ratio in ratios.values()) or min(ratios) < 1 or plain <= 0:
+            raise ValueError("ratios must have 1 and numbers above 0, and plain_ms must be above 0")
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ValueError(
+            f"costs={path} must be a JSON file with plain_ms, absorb_ms, step_ms and ratios by the nodes of a pass, such as "
+            f'{{"1": 1, "4": 1.14}} ({type(error).__name__}: {error}).'
+        ) from error
+    return told(ratios, plain=plain, absorb=absorb, step=step)
+
+
+def _read(path: Path) -> dict[int, dict[int, float]]:
+    """Empty for a file that is missing or damaged: costs are measured again."""
+    try:
+        document = read_json(path)
+        return {
+            int(rows): {int(num): float(seconds) for num, seconds in curve.items()}
+            for rows, curve in document["seconds"].items()
+        }
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        return {}
+
+
+def _write(path: Path, conditions: Conditions, table: dict[int, dict[int, float]]) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, json.dumps({"conditions": asdict(conditions), "seconds": table}, indent=1) + "\n")
+    except OSError as error:
+        warnings.warn(
+            f"The measured costs cannot be kept in {path.parent} ({error}); they will be measured again.", stacklevel=2
+        )
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def _wait(target: Target) -> None:
+    if target.device.type == "cuda":
+        torch.cuda.synchronize(target.device)

@@ -1,0 +1,472 @@
+"""Drafting that chooses how much to draft, every round, from what a round costs here and how likely drafts are.
+
+A round with the drafts T takes V(1 + |T|) seconds to verify, and what drafting them took; it emits one token and the
+accepted drafts, of which sum(chance of each path in T) are expected. Over many rounds the most tokens a second come from
+choosing, in each round, what maximises
+
+    expected tokens - rate * seconds
+
+where `rate` is the tokens a second of such rounds (Dinkelbach's method for ratios). So a draft is worth verifying if its
+chance exceeds rate times the seconds that it adds. The candidates of a round are text proposals, which cost nothing, and
+those of a head, which grow one level at a time, as long as the next level is worth its step.
+
+WHAT IS DECIDED WHEN. At temperature 0, and for chosen drafts at any temperature, each draft is a fixed token, and verifying
+any set of them is lossless. A drafted token that was sampled from a law q may be left out only by what was known before it
+was drawn: whether to draw at a depth is decided from q and from earlier draws, all of which are verified in any case
+(docs/methods.md, section 1).
+"""
+
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from specdec import masks
+from specdec.chances import Chances, Kind
+from specdec.costs import Conditions, Costs, open_costs, read_told
+from specdec.proposers.base import Proposer
+from specdec.proposers.heads import HeadProposer
+from specdec.proposers.text import TextProposer
+from specdec.sampling import Sampling, pick, uniforms
+from specdec.target import Target
+from specdec.tree import Tree, TreeShape, root
+
+SIBLINGS = 3  # candidates of a head for each token
+FORGET = 0.98  # what a round counts for the rate after the next one
+TRUST = 20.0  # accepted drafts that the chances count as, before their sum is corrected
+LONGEST_WAIT = 64  # rounds between two trials of a head that does not pay
+FOLLOW = 0.1  # share of a new measurement in the seconds of a drafting step
+MOST = 31  # drafts
+DEEPEST = 6  # steps of a head
+
+
+@dataclass
+class Pool:
+    """The candidates of one row: a trie whose node 0 is the newest token."""
+
+    tokens: list[int]
+    parents: list[int] = field(default_factory=lambda: [-1])
+    kinds: list[list[Kind]] = field(default_factory=lambda: [[]])
+    chances: list[float] = field(default_factory=lambda: [1.0])  # of the path to each node
+    drawn: list[int] = field(default_factory=list)  # nodes that were sampled; all of them are verified
+    places: dict[tuple[int, int], int] = field(default_factory=dict)  # (parent, token) -> chosen node
+
+    def add(self, token: int, parent: int, kind: Kind, chances: Chances, *, drawn: bool = False) -> int:
+        """-> the number of the node, an old one if it was chosen already"""
+        known = None if drawn else self.places.get((parent, token))
+        if known is not None:
+            self.kinds[known].append(kind)
+            one, other = (chances.of(each) for each in self.kinds[known][:2])
+            both = Kind("both", 1 - (1 - one) * (1 - other), kind.depth, kind.first)
+            self.kinds[known].append(both)
+            self.chances[known] = self.chances[parent] * chances.of(both)
+            return known
+        number = len(self.tokens)
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.kinds.append([kind])
+        self.chances.append(self.chances[parent] * chances.of(kind))
+        if drawn:
+            self.drawn.append(number)
+        else:
+            self.places[parent, token] = number
+        return number
+
+    def best(self, num: int, *, chain: bool) -> list[int]:
+        """At most `num` nodes, parents first: all drawn ones, and the likeliest others. chain: of one path"""
+        if chain:
+            return self._path()[:num]
+        rank = sorted(range(1, len(self.tokens)), key=lambda node: (-self.chances[node], node))
+        others = [node for node in rank if node not in self.drawn]
+        return sorted([*self.drawn, *others[: max(0, num - len(self.drawn))]])
+
+    def values(self, *, chain: bool) -> list[float]:
+        """The chances of the nodes in the order in which `best` takes them."""
+        if chain:
+            return [self.chances[node] for node in self._path()]
+        drawn = sorted((self.chances[node] for node in self.drawn), reverse=True)
+        drawn_nodes = set(self.drawn)
+        return drawn + sorted(
+            (chance for node, chance in enumerate(self.chances) if node and node not in drawn_nodes), reverse=True
+        )
+
+    def settle(self) -> None:
+        """Corrects chances from the root down: those of siblings add up to at most one."""
+        total: Counter[int] = Counter()
+        for node in range(1, len(self.tokens)):
+            total[self.parents[node]] += self._own(node)  # type: ignore[assignment]
+        own = [
+            self._own(node) / max(1.0, total[self.parents[node]]) if node else 1.0 for node in range(len(self.tokens))
+        ]
+        for node in range(1, len(self.tokens)):
+            self.chances[node] = self.chances[self.parents[node]] * own[node]
+
+    def _own(self, node: int) -> float:
+        above = self.chances[self.parents[node]]
+        return self.chances[node] / above if above > 0 else 0.0
+
+    def _path(self) -> list[int]:
+        path, node = list[int](), 0
+        while True:
+            following = [child for child in range(node + 1, len(self.tokens)) if self.parents[child] == node]
+            if not following:
+                return path
+            node = max(following, key=lambda child: (child in self.drawn, self.chances[child]))
+            path.append(node)
+
+
+@dataclass
+class Account:
+    """What was expected and what came, since the last `forget`."""
+
+    rounds: int = 0
+    tokens: float = 0.0  # of all rows
+    expected: float = 0.0  # tokens that were expected
+    seconds: float = 0.0  # of verification and drafting, expected
+    head: int = 0  # rounds in which the head drafted
+    trials: int = 0  # of these, rounds to see whether it pays by now
+    sizes: Counter = field(default_factory=Counter)  # rounds by the nodes of their trees
+
+
+def free(head: HeadProposer) -> HeadProposer:
+    """The head of a proposer, as a chain of which as much is used as pays."""
+    most = head.drafter.depth
+    depth = DEEPEST if most is None else min(DEEPEST, most)
+    return HeadProposer(head.drafter, TreeShape(depth, 1, depth), compile=head.runner.compile)
+
+
+class Auto(Proposer):
+    """Chooses the drafts of its members, or none, by costs and chances. See the head of this file.
+
+    members: at most one trained head, and proposers that look at texts; what a head's shape says is not used
+    costs: given ones, or the file of given ones (costs.read_told); None: those of this device are measured, or read from disk
+    Raises ValueError for other members, and for a file that holds no costs.
+    """
+
+    linear = False
+
+    def __init__(self, target: Target, *, members: list[Proposer], costs: Costs | str | None = None):
+        self.texts = [member for member in members if isinstance(member, TextProposer)]
+        heads = [member for member in members if isinstance(member, HeadProposer)]
+        if len(self.texts) + len(heads) < len(members) or len(heads) > 1 or not members:
+            raise ValueError(
+                "members= of auto must be one trained head (head, draft), or proposers that look at texts (suffix, ngram, "
+                "retrieval), or both."
+            )
+        self.head = free(heads[0]) if heads else None
+        self.members: list[Proposer] = [*self.texts, *([self.head] if self.head else [])]
+        costs = read_told(Path(costs)) if isinstance(costs, str) else costs
+        self.target, self.given = target, costs
+        self.target_layers = self.head.target_layers if self.head else ()
+        self.selects = all(member.selects for member in members)
+        self.linear = target.recurrent
+        self.depth = min(MOST, max(member.depth for member in self.members))
+        self.costs: Costs | None = costs
+        self.opened: dict[Conditions, Costs] = {}
+        self.progress = lambda items, _: items
+        self.forget()
+
+    def forget(self):
+        for member in self.members:
+            member.forget()
+        self.chances, self.account = Chances(), Account()
+        self.gained, self.spent = 0.0, 0.0  # tokens and seconds, forgotten slowly
+        self.steps: dict[tuple[str, int], float] = {}  # seconds of the head's "absorb" and "step", by rows
+        self.promised, self.kept = TRUST, TRUST  # accepted drafts, expected and real, forgotten slowly
+        self.waited, self.wait = 0, 1  # rounds since the head drafted; until it is tried again
+        self.num_rows = 0
+
+    @property
+    def compile_seconds(self) -> float:
+        return sum(member.compile_seconds for member in self.members)
+
+    def meet(self, verifier, sampling):
+        if self.given is None:
+            conditions = Conditions.of(self.target, sampling, compiled=verifier.runner.compile)
+            if conditions not in self.opened:
+                self.opened[conditions] = open_costs(
+                    self.target, verifier, sampling, linear=self.linear, progress=lambda *given: self.progress(*given)
+                )
+            self.costs = self.opened[conditions]
+
+    def begin(self, tokens, num):
+        for member in self.members:
+            member.begin(tokens, num)
+        self.newest = [0] * len(tokens)
+        if self.num_rows != len(tokens):
+            self.num_rows, self.gained, self.spent = len(tokens), 0.0, 0.0
+        self.pools: list[Pool] | None = None
+        assert self.costs is not None
+        self.costs.prepare(len(tokens))
+
+    def commit(self, tokens, features, num, counts):
+        for member in self.texts:
+            member.commit(tokens, features[..., :0], num, counts)
+        if self.head:
+            self.head.commit(tokens, features, num, counts)
+        rows = [row[:count] for row, count in zip(tokens.tolist(), counts)]
+        self.newest = [new[-1] if new else newest for new, newest in zip(rows, self.newest)]
+        if self.pools is not None:
+            for pool, new in zip(self.pools, rows):
+                self._learn(pool, new)
+            got = float(sum(map(len, rows)))
+            self.gained = FORGET * self.gained + got
+            self.promised = FORGET * self.promised + self.hoped
+            self.kept = FORGET * self.kept + got - self.num_rows
+            self.account.tokens += got
+            self.pools = None
+
+    def select(self, rows, nums):
+        for member in self.members:
+            member.select(rows, nums)
+        self.newest = [self.newest[row] for row in rows]
+        share = len(rows) / max(1, self.num_rows)
+        self.gained *= share  # a smaller batch emits fewer tokens in a round, and its rounds take less time
+        self.spent *= self._plain(len(rows)) / self._plain(self.num_rows)
+
+    def finish(self, nums):
+        for member in self.members:
+            member.finish(nums)
+
+    def timed(self, seconds):
+        seconds = self.target.share.all_say(seconds)[0]  # processes with one target must decide alike
+        if seconds > 0 and self.costs is not None:
+            self.costs.saw(self.num_rows, self.size, seconds)
+
+    # A round
+
+    def propose(self, sampling, generator):
+        self.num_rows = len(self.newest)
+        self._prepare()
+        pools = self.pools = [Pool([token]) for token in self.newest]
+        for member in self.texts:
+            for row, pool in enumerate(pools):
+                numbers = [0]
+                depths = [0]
+                for guess in member.guess(row):
+                    depth = depths[guess.parent] + 1
+                    depths.append(depth)
+                    first = not any(pool.parents[each] == numbers[guess.parent] for each in numbers[1:])
+                    kind = Kind(type(member).__name__, guess.chance, depth, first, guess.match)
+                    numbers.append(pool.add(guess.token, numbers[guess.parent], kind, self.chances))
+        for pool in pools:
+            pool.settle()
+        seconds, laws = 0.0, list[Tensor]()
+        trial = False
+        if self.head is not None:
+            worth = self._head_pays()
+            trial = not worth and self.waited >= self.wait
+            if worth or trial:
+                self.account.head += 1
+                self.account.trials += trial
+                self.wait = min(LONGEST_WAIT, 2 * self.wait) if trial else 1
+                self.waited = 0
+                laws, levels = self._grow(self.head, sampling, generator)
+                seconds = self._step_seconds("absorb") + (levels - 1) * self._step_seconds("step")
+                for pool in pools:
+                    pool.settle()
+            else:
+                self.waited += 1
+        return self._plant(laws, seconds)
+
+    def _plant(self, laws: list[Tensor], drafting: float) -> Tree:
+        """The tree of the best size. laws: [B, W] of each level that was sampled; drafting: seconds so far"""
+        assert self.pools is not None
+        pools, num_rows = self.pools, self.num_rows
+        num, verifying, expected = self._best_size(self._values())
+        self.size, self.hoped = num, expected - num_rows
+        self.spent = FORGET * self.spent + verifying + drafting
+        account = self.account
+        account.rounds += 1
+        # The likeliest of many candidates are those whose chances are most overestimated; their order stays right
+        account.expected += num_rows + self.hoped * self.kept / self.promised
+        account.seconds += verifying + drafting
+        account.sizes[num] += 1
+        device = self.target.device
+        if num == 1:
+            return root(torch.tensor(self.newest, device=device))
+        tokens, parents, drawn = [], [], []
+        for pool in pools:
+            nodes = pool.best(num - 1, chain=self.linear)
+            number = {0: 0, **{node: place for place, node in enumerate(nodes, 1)}}
+            row = [pool.tokens[0], *(pool.tokens[node] for node in nodes)]
+            above = [-1, *(number[pool.parents[node]] for node in nodes)]
+            while len(row) < num:  # filled up with copies, which no rule accepts twice
+                row.append(row[-1] if self.linear else row[min(1, len(nodes))])
+                above.append(len(above) - 1 if self.linear else 0)
+            tokens.append(row)
+            parents.append(above)
+            drawn.append([number[node] for node in pool.drawn])
+        linear = all(above == list(range(-1, num - 1)) for above in parents)
+        tree = Tree(torch.tensor(tokens, device=device), torch.tensor(parents, device=device), None, linear=linear)
+        if not laws:
+            return tree
+        assert self.head is not None
+        drafter = self.head.drafter
+        probs = F.one_hot(tree.tokens, self.target.vocab_size).to(laws[0].dtype)  # [B, N, V]
+        rows = torch.arange(num_rows, device=device)
+        for level, law in enumerate(laws):
+            places = torch.tensor([row[level] for row in drawn], device=device)
+            wide = law
+            if drafter.draft_to_target is not None:
+                wide = law.new_zeros(num_rows, self.target.vocab_size)
+                wide[:, drafter.draft_to_target] = law
+            probs[rows, places] = wide
+        return Tree(tree.tokens, tree.parents, probs, linear=linear)
+
+    def _grow(
+        self, head: HeadProposer, sampling: Sampling, generator: torch.Generator | None
+    ) -> tuple[list[Tensor], int]:
+        """Adds the head's candidates to the pools, level by level -> the laws that were sampled from, [B, W] each; steps"""
+        assert self.pools is not None
+        pools, num_rows, device = self.pools, self.num_rows, self.target.device
+        drafter, depth = head.drafter, head.depth
+        top = min(SIBLINGS, drafter.vocab_size)
+        start, compiled = time.perf_counter(), head.compile_seconds
+        _, first = head.absorb()
+        state, logits, _ = first
+        seen = masks.causal(depth, device).expand(num_rows, -1, -1)
+        spine, laws, step = [0] * num_rows, list[Tensor](), "absorb"
+        for d in range(1, depth + 1):
+            if sampling.greedy:
+                chances, tokens = self._candidates(head, logits, top)
+                self._time(step, start, head.compile_seconds - compiled)
+                for row, pool in enumerate(pools):
+                    numbers = [
+                        pool.add(token, spine[row], Kind("head", chance, d, place == 0), self.chances)
+                        for place, (chance, token) in enumerate(zip(chances[row], tokens[row]))
+                    ]
+                    spine[row] = numbers[0]
+                chosen = torch.tensor([[pool.tokens[node]] for pool, node in zip(pools, spine)], device=device)
+            else:
+                law = sampling.law(logits[:, 0])  # [B, W]
+                surest = law.max(-1).values.tolist()
+                self._time(step, start, head.compile_seconds - compiled)
+                kinds = [Kind("drawn", sure, d) for sure in surest]
+                likely = [pool.chances[node] * self.chances.of(kind) for pool, node, kind in zip(pools, spine, kinds)]
+                if not self._gain(likely) > 0:
+                    break  # decided by laws and by earlier draws, not by this one
+                draft = drafter.to_target(pick(law, uniforms(num_rows, generator, device)))
+                for row, (pool, token) in enumerate(zip(pools, draft.tolist())):
+                    spine[row] = pool.add(token, spine[row], kinds[row], self.chances, drawn=True)
+                laws.append(law)
+                chosen = draft[:, None]
+            if d == depth:
+                break
+            following = self.chances.typical("head" if sampling.greedy else "drawn", d + 1)
+            likely = [following * pool.chances[node] for pool, node in zip(pools, spine)]
+            if self._gain(likely) <= self.rate * self._step_seconds("step"):
+                break
+            start, compiled, step = time.perf_counter(), head.compile_seconds, "step"
+            state, logits, _ = head.step(d + 1, d - 1, state, chosen, seen[:, d - 1 : d, :d])
+        head.cache.drop_pending()
+        return laws, d
+
+    def _candidates(self, head: HeadProposer, logits: Tensor, num: int) -> tuple[list, list]:
+        """logits [B, 1, W] -> of each row the `num` likeliest tokens: probabilities and target ids"""
+
+        def likeliest(logits):
+            best = logits[:, 0].float().softmax(-1).topk(num, dim=-1)
+            return best.values, head.drafter.to_target(best.indices)
+
+        values, tokens = head.runner(("candidates", num), likeliest, logits)
+        return values.tolist(), tokens.tolist()
+
+    # What is worth it
+
+    def _prepare(self) -> None:
+        """Fixes, for a round, the seconds of verification by nodes, and the tokens a second of all rows that are expected of
+        rounds as they come: never less than without drafts."""
+        assert self.costs is not None
+        curve, scale = self.costs.curve(self.num_rows), self.costs.scale
+        self.curve = {num: scale * curve[num] for num in self.costs.sizes if num in curve and num <= 1 + MOST}
+        plain = self.num_rows / min(self.curve.values())
+        self.rate = max(plain, self.gained / self.spent) if self.spent else plain
+
+    def _plain(self, num_rows: int) -> float:
+        """Seconds of a round without drafts."""
+        assert self.costs is not None
+        return self.costs.best_size(num_rows, 1)[1]
+
+    def _values(self) -> list[list[float]]:
+        assert self.pools is not None
+        return [pool.values(chain=self.linear) for pool in self.pools]
+
+    def _best_size(self, values: list[list[float]]) -> tuple[int, float, float]:
+        """-> nodes, seconds of verification, expected tokens. values: of each row, chances in the order they are taken"""
+        assert self.pools is not None
+        forced, best = max(len(pool.drawn) for pool in self.pools), None
+        for num, seconds in self.curve.items():
+            if num < 1 + forced:
+                continue
+            expected = self.num_rows + sum(sum(row[: num - 1]) for row in values)
+            found = expected - self.rate * seconds, num, seconds, expected
+            best = found if best is None or found[0] > best[0] else best
+        assert best is not None, "no size holds the drafts that were drawn"
+        return best[1:]
+
+    def _value(self, values: list[list[float]]) -> float:
+        _, seconds, expected = self._best_size(values)
+        return expected - self.rate * seconds
+
+    def _gain(self, likely: list[float]) -> float:
+        """What one more candidate in each row, of these chances, adds to the value of the round."""
+        values = self._values()
+        more = [sorted([*row, chance], reverse=True) for row, chance in zip(values, likely)]
+        return self._value(more) - self._value(values)
+
+    def _head_pays(self) -> bool:
+        """Whether the head is expected to be worth its steps, by what it was right about so far."""
+        assert self.pools is not None and self.head is not None
+        source = "drawn" if ("drawn", 1) in self.chances.depths else "head"
+        values, rate = self._values(), self.rate
+        known = [max(row[:1], default=0.0) for row in values]  # chance that a text proposer is right already
+        before, chance, best = self._value(values), 1.0, 0.0
+        more = [list(row) for row in values]
+        cost = self._step_seconds("absorb")
+        for d in range(1, self.head.depth + 1):
+            chance *= self.chances.typical(source, d)
+            more = [sorted([*row, chance * (1 - sure)], reverse=True) for row, sure in zip(more, known)]
+            best = max(best, self._value(more) - before - rate * cost)
+            cost += self._step_seconds("step")
+        return best > 0
+
+    def _step_seconds(self, name: str) -> float:
+        if self.costs is not None and self.costs.steps is not None:
+            return self.costs.steps[name]
+        known = self.steps.get((name, self.num_rows))
+        if known is not None:
+            return known
+        others = [(rows, seconds) for (step, rows), seconds in self.steps.items() if step == name]
+        return min(others, key=lambda pair: abs(pair[0] - self.num_rows))[1] if others else 0.0
+
+    def _time(self, name: str, start: float, compiling: float) -> None:
+        """Takes in what a step has taken. Steps that were compiled do not count."""
+        seconds, key = self.target.share.all_say(time.perf_counter() - start)[0], (name, self.num_rows)
+        if compiling > 0:
+            return
+        known = self.steps.get(key)
+        self.steps[key] = seconds if known is None else known + FOLLOW * (min(seconds, 2 * known) - known)
+
+    def predicted(self) -> float | None:
+        """The speedup that was expected of all rounds since `forget`; None without a round."""
+        account = self.account
+        if not account.seconds or self.costs is None:
+            return None
+        return account.expected / account.seconds / (self.num_rows / self._plain(self.num_rows))
+
+    # What is learnt
+
+    def _learn(self, pool: Pool, new: list[int]) -> None:
+        """new: the tokens that followed. All candidates whose parents were right are counted, verified or not."""
+        nodes = {0}
+        for token in new:
+            following = [child for child, parent in enumerate(pool.parents) if parent in nodes]
+            for child in following:
+                for kind in pool.kinds[child]:
+                    self.chances.learn(kind, pool.tokens[child] == token)
+            nodes = {child for child in following if pool.tokens[child] == token}

@@ -1,0 +1,287 @@
+"""Tests of drafting that chooses how much to draft: its law, its choices, its costs and its chances."""
+
+import json
+import random
+
+import pytest
+
+from specdec import costs as costs_module
+from specdec.chances import Chances, Kind
+from specdec.costs import Conditions, Costs, told
+from specdec.decode import Decoder
+from specdec.proposers.auto import LONGEST_WAIT, Auto, Pool
+from specdec.proposers.heads import HeadProposer
+from specdec.proposers.ngram import Ngram
+from specdec.proposers.suffix import Suffix
+from specdec.sampling import Sampling
+from tests.enumeration import SAMPLINGS, decoder_error, sampled_target
+from tests.support import chain_of, make_drafter, random_tokens, repeating_texts
+
+FREE = dict.fromkeys(range(1, 10), 1.0)
+STEEP = {num: float(num) for num in range(1, 10)}
+MIDDLE = {1: 1.0, 2: 1.15, 3: 1.3, 5: 1.6, 8: 2.5}
+
+
+def suffix(target, num: int = 4) -> Suffix:
+    return Suffix(target, num=num, factor=2.0, offset=4, least=0.1, memory=0)
+
+
+def auto(target, *, head="eagle", text=True, ratios=FREE, absorb=0.0, step=0.0, depth=3, num=4) -> Auto:
+    members = [suffix(target, num)] if text else []
+    if head:
+        members.append(HeadProposer(make_drafter(target, head, False), chain_of(depth)))
+    return Auto(target, members=members, costs=told(ratios, plain=1.0, absorb=absorb, step=step))
+
+
+# The law at temperature > 0
+
+
+def forgetful(proposer: Auto) -> Auto:
+    """Starts every answer with what it knew at first, so that all draws of a round meet the same state."""
+    begin = proposer.begin
+
+    def forget_and_begin(tokens, num):
+        proposer.forget()
+        begin(tokens, num)
+
+    proposer.begin = forget_and_begin
+    return proposer
+
+
+CASES = {
+    "head": {"text": False},
+    "head, levels cost": {"text": False, "ratios": MIDDLE, "step": 0.1},
+    "head and text": {},
+    "head and text, levels cost": {"ratios": MIDDLE, "step": 0.1},
+    "text": {"head": None},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["token", "block"])
+@pytest.mark.parametrize("sampling", ["warm", "all"])
+@pytest.mark.parametrize("case", CASES)
+def test_the_law_of_the_target_is_kept(case, sampling, rule, monkeypatch):
+    """Every draw of a round is enumerated; how much is drafted depends on earlier draws of the same round."""
+    target = sampled_target()
+    proposer = forgetful(
+        auto(target, **CASES[case], depth=2, num=2)
+    )  # the enumeration knows rounds of up to three tokens
+    sizes, propose = set(), proposer.propose
+
+    def watched(*arguments):
+        tree = propose(*arguments)
+        sizes.add(tree.tokens.shape[1])
+        return tree
+
+    proposer.propose = watched
+    decoder = Decoder(target, proposer, sampling=SAMPLINGS[sampling], stop=set(), rule=rule)
+    for number in (1, 3):
+        assert decoder_error(decoder, number, alone=True, monkeypatch=monkeypatch) < 1e-12
+    assert max(sizes) > 1
+
+
+@pytest.mark.slow
+def test_dropping_a_draft_because_of_what_was_drawn_is_detected(monkeypatch):
+    """The negative control: drawn drafts may be left out like chosen ones."""
+    target = sampled_target()
+
+    def likely(pool, num, *, chain):
+        return [node for node in best(pool, num, chain=chain) if pool.tokens[node] != 0 or node not in pool.drawn]
+
+    proposer = forgetful(auto(target, text=False, depth=1))
+    decoder = Decoder(target, proposer, sampling=SAMPLINGS["warm"], stop=set())
+    assert decoder_error(decoder, 1, alone=True, monkeypatch=monkeypatch) < 1e-12
+    best = Pool.best
+    monkeypatch.setattr(Pool, "best", likely)
+    monkeypatch.setattr(Auto, "_plant", dropping(Auto._plant))
+    assert decoder_error(decoder, 1, alone=True, monkeypatch=monkeypatch) > 1e-3
+
+
+def dropping(plant):
+    def changed(self, laws, drafting):
+        for pool in self.pools:
+            if any(pool.tokens[node] == 0 for node in pool.drawn):
+                pool.drawn.clear()
+                laws = []
+                pool.tokens, pool.parents, pool.chances = pool.tokens[:1], pool.parents[:1], pool.chances[:1]
+        return plant(self, laws, drafting)
+
+    return changed
+
+
+# Answers at temperature 0
+
+
+@pytest.mark.parametrize("head", ["eagle", "medusa", "mtp", "dflash", "draft", None])
+def test_greedy_answers_are_those_of_plain_decoding(small_target, head):
+    """Rows of a batch end at different times and leave it."""
+    prompts = [*repeating_texts(3, 12), random_tokens(1, 5, small_target.vocab_size)]
+    plain = Decoder(small_target, None, sampling=Sampling(), stop={7}).generate(prompts, 40)
+    for ratios in (FREE, MIDDLE):
+        proposer = auto(small_target, head=head, ratios=ratios, step=0.05)
+        result = Decoder(small_target, proposer, sampling=Sampling(), stop={7}).generate(prompts, 40)
+        assert result.tokens == plain.tokens
+        alone = [
+            Decoder(small_target, None, sampling=Sampling(), stop={7}).generate([p], 40).tokens[0] for p in prompts
+        ]
+        assert alone == plain.tokens
+    assert proposer.account.rounds > 0
+
+
+def test_ended_rows_leave_the_batch(small_target, monkeypatch):
+    prompts = repeating_texts(3, 12)[:4]
+    decoder = Decoder(small_target, auto(small_target, head=None), sampling=Sampling(), stop=set())
+    verify, rows = decoder.verify, []
+    decoder.verify = lambda tree, *more: rows.append(len(tree.tokens)) or verify(tree, *more)
+    budgets = iter([3, 9, 20, 30])
+    cut = decoder._cut
+    limits = [next(budgets) for _ in prompts]
+
+    def cut_early(emitted, left, written):
+        emitted = cut(emitted, left, written)
+        for row, limit in enumerate(limits):
+            seen[row] += len(emitted[row])
+            left[row] = 0 if seen[row] >= limit else left[row]
+        return emitted
+
+    seen = [0] * 4
+    monkeypatch.setattr(decoder, "_cut", cut_early)
+    decoder.generate(prompts, 40)
+    assert rows == sorted(rows, reverse=True) and set(rows) == {4, 3, 2, 1}
+
+
+# Choices
+
+
+def test_nothing_is_drafted_where_every_node_costs_a_pass(small_target):
+    proposer = auto(small_target, ratios=STEEP, absorb=0.2)
+    decoder = Decoder(small_target, proposer, sampling=Sampling(), stop=set())
+    decoder.generate([random_tokens(3, 9, small_target.vocab_size)], 200)
+    account = proposer.account
+    assert account.sizes[1] > 0.9 * account.rounds
+    assert account.head - account.trials < 0.1 * account.rounds  # at first it is not known that the head is never right
+    assert account.trials <= 2 + account.rounds / LONGEST_WAIT + LONGEST_WAIT.bit_length()
+
+
+def test_the_size_is_the_best_of_all(small_target):
+    """Against all sizes and all sets of candidates, for random chances and costs."""
+    generator = random.Random(0)
+    proposer = auto(small_target, head=None)
+    for _ in range(50):
+        ratios = {1: 1.0}
+        for num in range(2, 8):
+            ratios[num] = ratios[num - 1] + generator.choice([-0.02, 0.0, 0.1, 0.5])
+        proposer.given = proposer.costs = told(ratios, plain=1.0, absorb=0, step=0)
+        proposer.newest, proposer.num_rows, proposer.gained, proposer.spent = [5, 5], 2, 0.0, 0.0
+        proposer.pools = [Pool([5]), Pool([5])]
+        for pool in proposer.pools:
+            for token in range(6):
+                parent = generator.randrange(len(pool.tokens))
+                pool.add(token, parent, Kind("Suffix", generator.random(), 1), proposer.chances)
+            pool.settle()
+        proposer._prepare()
+        num, seconds, expected = proposer._best_size(proposer._values())
+        trees = [pool.best(num - 1, chain=False) for pool in proposer.pools]
+        for pool, nodes in zip(proposer.pools, trees):
+            assert all(pool.parents[node] == 0 or pool.parents[node] in nodes for node in nodes)
+        told_value = 2.0 + sum(pool.chances[node] for pool, nodes in zip(proposer.pools, trees) for node in nodes)
+        assert expected == pytest.approx(told_value)
+        best = max(
+            2 + sum(sum(sorted(pool.chances[1:], reverse=True)[: size - 1]) for pool in proposer.pools)
+            - proposer.rate * 2 * cost for size, cost in ratios.items()
+        )  # fmt: skip
+        assert expected - proposer.rate * seconds == pytest.approx(best)
+
+
+def test_equal_candidates_of_two_members_are_one_node(small_target):
+    chances, pool = Chances(), Pool([5])
+    first = pool.add(9, 0, Kind("Suffix", 0.5, 1), chances)
+    assert pool.add(9, 0, Kind("head", 0.5, 1), chances) == first and len(pool.tokens) == 2
+    assert pool.chances[first] == pytest.approx(0.75)
+    drawn = pool.add(9, 0, Kind("drawn", 0.5, 1), chances, drawn=True)
+    assert drawn != first  # a draw is never joined with another node
+
+
+def test_members_that_do_not_fit_are_refused(small_target):
+    ngram = Ngram(small_target, min=1, max=3, num=4)
+    inner = Auto(small_target, members=[ngram], costs=told(FREE, plain=1.0, absorb=0, step=0))
+    for members in ([], [ngram, inner]):
+        with pytest.raises(ValueError, match="members= of auto must be one trained head"):
+            Auto(small_target, members=members)
+
+
+# Chances
+
+
+def test_chances_become_what_is_seen_and_follow_changes():
+    chances, generator = Chances(), random.Random(1)
+    kind = Kind("head", 0.55, 2)
+    for truth in (0.15, 0.9):
+        for _ in range(1500):
+            chances.learn(kind, generator.random() < truth)
+        assert abs(chances.of(kind) - truth) < 0.08
+    assert chances.of(Kind("head", 0.05, 1)) == pytest.approx(0.05)  # nothing is known of this kind
+    assert abs(chances.typical("head", 2) - 0.9) < 0.08 and chances.typical("head", 3) == 0.5
+
+
+def test_candidates_that_were_not_verified_teach_too(small_target):
+    proposer = auto(small_target, head=None, ratios=STEEP)
+    kind = Kind("Suffix", 0.9, 1, True, 4)
+    for _ in range(60):
+        pool = Pool([5])
+        pool.add(9, 0, kind, proposer.chances)
+        proposer._learn(pool, [8])
+    assert proposer.chances.of(kind) < 0.15
+
+
+# Costs
+
+
+def test_costs_between_numbers_of_rows_and_what_a_pass_teaches():
+    costs = Costs({1: {1: 1.0, 4: 2.0}, 4: {1: 4.0, 4: 20.0}}, sizes=(1, 4))
+    assert costs.curve(1) == {1: 1.0, 4: 2.0} and costs.curve(2) == pytest.approx({1: 2.0, 4: 8.0})
+    assert costs.curve(8) == pytest.approx({1: 8.0, 4: 40.0})
+    assert costs.best_size(1, 2) == (4, 2.0)
+    for _ in range(60):
+        costs.saw(1, 1, 2.0)  # everything takes twice as long
+    assert costs.best_size(1, 1)[1] == pytest.approx(2.0, rel=0.1)
+    assert costs.best_size(1, 4)[1] == pytest.approx(4.0, rel=0.2)
+    costs.saw(1, 1, 100.0)  # a pause of the machine
+    assert costs.scale < 3
+
+
+def test_costs_are_measured_once_and_kept(small_target, tmp_path, monkeypatch):
+    monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path / "costs"))
+    monkeypatch.setattr(costs_module, "SIZES", (1, 2, 4))
+    monkeypatch.setattr(costs_module, "SECONDS", 0.01)
+
+    def decode() -> Auto:
+        proposer = Auto(small_target, members=[suffix(small_target)])
+        Decoder(small_target, proposer, sampling=Sampling(), stop=set()).generate(repeating_texts(3, 12)[:2], 10)
+        return proposer
+
+    measured = []
+    measure = costs_module.measure
+    monkeypatch.setattr(costs_module, "measure", lambda *a, **k: measured.append(a[2]) or measure(*a, **k))
+    decode()
+    assert measured == [1, 2]
+    first = decode()
+    assert measured == [1, 2] and set(first.costs.table[2]) == {1, 2, 4}
+    (path,) = (tmp_path / "costs").glob("*.json")
+    assert json.loads(path.read_text())["conditions"]["law"] == "greedy"
+    path.write_text("{")
+    decode()
+    assert measured == [1, 2, 1, 2]
+    sampled = Conditions.of(small_target, Sampling(1.0), compiled=False)
+    assert sampled.law == "sampled" and sampled.path != Conditions.of(small_target, Sampling(), compiled=False).path
+
+
+def test_an_unreadable_cache_folder_is_no_obstacle(small_target, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path / "file"))
+    monkeypatch.setattr(costs_module, "SIZES", (1, 2))
+    monkeypatch.setattr(costs_module, "SECONDS", 0.01)
+    proposer = Auto(small_target, members=[suffix(small_target)])
+    with pytest.warns(UserWarning, match="measured costs cannot be kept"):
+        Decoder(small_target, proposer, sampling=Sampling(), stop=set()).generate(repeating_texts(3, 12)[:1], 5)

@@ -1,0 +1,109 @@
+"""Tests of training with target.shard=true: losses and figures of two processes with whole targets."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from specdec import checkpoint
+from tests.processes import fit_by_two
+from tests.support import losses_of, train_overrides
+
+SHARD = "target.shard=true"
+SAME = ("data.length=128", "train.batch=2", "validation.share=null")
+RUNS = {  # by name: settings, beside target.shard
+    "online": ("head=eagle3", "decode=tree", "decode.depth=2", "validation.decode=always"),
+    "cached": ("head=medusa", "features.mode=cached", "data.ahead=2", "train.accumulation=2"),
+    "streamed": ("head=eagle", "data.stream=true", "data.buffer=4", "train.shard=true", "train.steps=2"),
+    "written": ("head=draft", "head.drafter.num_layers=1", "data.on_policy=0.5", "data.on_policy_temperature=1.0", "train.steps=2"),
+}  # fmt: skip
+FIGURES = ("tau", "replayed_tau", "survival", "num_prompts", "num_rounds", "identical_outputs")
+
+
+@pytest.fixture(scope="module")
+def folder(folder):
+    """The folder of the other tests, with a target of few layers whose logits are not flat."""
+    config = AutoConfig.from_pretrained(folder / "target")
+    config.initializer_range, config.num_hidden_layers = 0.25, 3
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "target")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def work(folder, tmp_path_factory):
+    """A working directory with each run with whole targets and with one in parts."""
+    place = tmp_path_factory.mktemp("sharded")
+
+    def run(name: str, kind: str, *more: str, **faults: int) -> dict:
+        own = (f"features.folder=features-{name}-{kind}", f"validation.answers=answers-{kind}")
+        overrides = train_overrides(folder, f"{name}-{kind}", *SAME, *RUNS[name], *own, *more)
+        return {"run": f"{name}-{kind}", "overrides": overrides, **faults}
+
+    runs = [run(name, kind, *more) for name in RUNS for kind, more in (("whole", ()), ("parts", (SHARD,)))]
+    short = "validation.num_prompts=1"
+    begun = [run("online", "resumed", short, stop=4), run("online", "resumed", short, SHARD, "resume=true")]
+    spoiled = run("online", "spoiled", short, SHARD, "train.skip_not_finite=true", spoil=2)
+    fit_by_two(place, [*runs, *begun, spoiled])
+    return place
+
+
+def check_same(run: str, other: str) -> None:
+    assert losses_of(run) == pytest.approx(losses_of(other), rel=1e-10, abs=1e-10)
+    one, two = (
+        checkpoint.read_json(checkpoint.resolve(f"checkpoints/{each}") / "report.json") for each in (run, other)
+    )
+    for name in FIGURES:
+        assert one.get(name) == (None if two.get(name) is None else pytest.approx(two[name], rel=1e-9)), name
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_two_processes_train_as_with_whole_targets(work, monkeypatch, name):
+    """Online with decoding of trees, from files, from a stream with a drafter in parts, and on texts of the draft's own."""
+    monkeypatch.chdir(work)
+    assert losses_of(f"{name}-parts")
+    check_same(f"{name}-parts", f"{name}-whole")
+
+
+def test_the_same_documents_are_kept(work):
+    names = [sorted(path.name for path in (work / f"features-cached-{kind}").rglob("*.safetensors")) for kind in ("whole", "parts")]  # fmt: skip
+    assert names[0] == names[1] != []
+
+
+def test_a_run_goes_on_with_its_target_in_parts(work, monkeypatch):
+    monkeypatch.chdir(work)
+    assert losses_of("online-resumed") == pytest.approx(losses_of("online-whole"), rel=1e-10, abs=1e-10)
+
+
+def test_a_step_that_is_not_finite_is_left_out_by_all(work, monkeypatch):
+    monkeypatch.chdir(work)
+    assert list(losses_of("online-spoiled")) == [1, 2, 3, 4]
+    assert '"skipped"' in Path("checkpoints/online-spoiled/log.jsonl").read_text()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ([], r"^target\.shard=true keeps a part of the target's layers .* there is one process: start several"),
+        (["target.tp=2"], r"^target\.tp=2 cuts .* use one of the two"),
+        (["head=medusa2"], r"^target\.shard=true: head=.* changes the target"),
+        (["head=consistency"], r"^target\.shard=true: head=.* changes the target"),
+        (
+            ["train.best_by=speedup"],
+            r"^target\.shard=true: train\.best_by=speedup would measure .* use train\.best_by=tau",
+        ),
+        (["target.device=auto"], r"^target\.shard=true"),
+        (
+            ["head=draft", "data.on_policy=0.5", "features.mode=cached"],
+            r"^target\.shard=true: with data\.on_policy=0\.5",
+        ),
+        (
+            ["features.mode=engine", "features.engine=http://localhost:1"],
+            r"target\.shard=true keeps the target's layers",
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_refused(fit, settings, message):
+    with pytest.raises(ValueError, match=message):
+        fit("refused", SHARD, *settings)
