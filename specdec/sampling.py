@@ -41,18 +41,67 @@ class Sampling:
     def law(self, logits: Tensor) -> Tensor:
         """logits [..., V] -> probabilities at temperature > 0, in float32 (float64 for logits in float64)
 
-        Top-k keeps all logits that equal the k-th. Of equal logits at the boundary, top-p keeps those that sort last.
+        Top-k keeps all logits that equal the k-th. Of equal logits at the boundary, top-p keeps those of the highest
+        token ids (transformers keeps those that an unstable sort happens to put last, which differ by processor).
         """
         logits = precise(logits) / self.temperature
         if self.top_k is not None:
             least = logits.topk(min(self.top_k, logits.shape[-1]), dim=-1).values[..., -1:]  # [..., 1]
             logits = logits.masked_fill(logits < least, -torch.inf)
-        if self.top_p is not None:
-            ascending, order = logits.sort(-1)
-            dropped = ascending.softmax(-1).cumsum(-1) <= 1 - self.top_p  # [..., V]
-            dropped[..., -1] = False
-            logits = logits.masked_fill(dropped.scatter(-1, order, dropped), -torch.inf)
+        if self.top_p is not None and self.top_p < 1:  # with 1, only tokens of probability 0 would be dropped
+            logits = nucleus(logits.reshape(-1, logits.shape[-1]), self.top_p).view(logits.shape)
         return logits.softmax(-1)
+
+
+def nucleus(logits: Tensor, top_p: float) -> Tensor:
+    """Top-p: logits [M, V] in float32 or float64 -> the same, -inf where a token is dropped
+
+    A sort of all tokens costs 4 to 10 ms a row on a CPU, so there each row's `candidates` are sorted alone. On a GPU a sort
+    is cheap, and the number of candidates would make the host wait, so all tokens are sorted.
+    """
+    if logits.device.type != "cpu":
+        return sorted_nucleus(logits, top_p)
+    probs = logits.softmax(-1)
+    most = 0.999 * (1 - top_p)  # `candidates`, first for all rows at once: these operations start threads
+    above = probs > most / logits.shape[1]
+    nums, totals = above.sum(-1).tolist(), probs.sum(-1, dtype=torch.float64).tolist()
+    places = above.flatten().nonzero()[:, 0]  # in the flat logits
+    kept_places, kept_logits = [], []
+    for row, law, where, total in zip(
+        logits.take(places).split(nums), probs.take(places).split(nums), places.split(nums), totals
+    ):
+        few, tail = candidates(law, most, total)
+        ascending, order = row[few].sort(dim=0, stable=True)
+        few = few[order]
+        # Added up in float64 and then rounded, as a CPU's cumsum of the sorted tokens is
+        reached = (tail + law[few].cumsum(0, dtype=torch.float64)).to(law.dtype)
+        num_dropped = int((reached[:-1] <= 1 - top_p).sum())
+        kept_places.append(where[few[num_dropped:]])
+        kept_logits.append(ascending[num_dropped:])
+    return torch.full_like(logits, -torch.inf).put_(torch.cat(kept_places), torch.cat(kept_logits))
+
+
+def candidates(probs: Tensor, most: float, total: float) -> tuple[Tensor, float]:
+    """probs [n] of some tokens of a law whose sum is `total`, the largest among them; most: that top-p drops at least, if
+    tokens allow it -> increasing places in `probs`, with all tokens that top-p keeps, and the sum of the law's other tokens
+
+    n tokens of at most most / n each have together no more than `most`, so all of them are dropped. The same holds for
+    the tokens left, with what the dropped ones leave of `most`. Equal tokens stay together.
+    """
+    places, left = torch.arange(len(probs)), probs
+    for _ in range(2):
+        tail = max(0.0, total - float(left.sum(dtype=torch.float64)))
+        above = left > (most - tail) / max(1, len(left))
+        places, left = places[above], left[above]
+    return places, max(0.0, total - float(left.sum(dtype=torch.float64)))
+
+
+def sorted_nucleus(logits: Tensor, top_p: float) -> Tensor:
+    """`nucleus`, by a sort of all tokens"""
+    ascending, order = logits.sort(dim=-1, stable=True)
+    dropped = ascending.softmax(-1).cumsum(-1) <= 1 - top_p  # [M, V]
+    dropped[..., -1] = False
+    return logits.masked_fill(dropped.scatter(-1, order, dropped), -torch.inf)
 
 
 def pick(law: Tensor, uniform: Tensor) -> Tensor:

@@ -151,9 +151,11 @@ class BlockDrafter(Drafter):
         return self.norm(x).unflatten(1, (num, size))[:, :, size - self.num_drafts :].flatten(2)
 
     def logits(self, d, readout):
+        # Contiguous: a part of a wider tensor makes a batched product, whose weight `compile` does not pack, if it has several
+        # rows; on a CPU that takes ten times as long
         width = self.target.width
-        logits = self.goal_logits(readout[..., :width])
-        return logits if self.markov_out is None else logits + self.markov_out(readout[..., width:])
+        logits = self.goal_logits(readout[..., :width].contiguous())
+        return logits if self.markov_out is None else logits + self.markov_out(readout[..., width:].contiguous())
 
     def confidence(self, d, readout):
         return None if self.confidence_head is None else self.confidence_head(readout.detach())[..., 0]

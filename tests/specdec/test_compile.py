@@ -223,6 +223,33 @@ def test_products_of_one_tensor_are_packed(traced):
             torch.testing.assert_close(value, reference)
 
 
+@pytest.mark.parametrize(
+    "head, arguments",
+    [
+        *KINDS.values(),
+        ("dspark", {}),
+        ("hydra", {}),
+        ("eagle3", {}),
+    ],
+)
+def test_no_weight_is_in_a_batched_product(shallow, traced, graphs, head, arguments):
+    """Inductor's batched product of a weight is many times slower than the packed one. A tree's steps have several nodes."""
+    drafter = make_drafter(shallow, head, arguments=arguments)
+    shape = TreeShape(depth=min(3, drafter.depth or 3), width=3, nodes=6)
+    decoder_of(shallow, drafter, shape, compiled=True).generate(prompts_of(shallow, 3, (6,)), 12)
+    assert graphs
+    batched = [
+        product
+        for graph in graphs
+        for product in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.bmm.default)
+    ]
+    for product in batched:
+        source = product.args[1]
+        while len(source.all_input_nodes) == 1:  # expanded, viewed or transposed
+            (source,) = source.all_input_nodes
+        assert not source.name.startswith("captured"), product
+
+
 def test_nothing_is_packed_in_float64(shallow, traced, graphs):
     decoder_of(shallow, compiled=True).generate(prompts_of(shallow, 0), 4)
     assert len(graphs) == 5 and not any(graph.products for graph in graphs)

@@ -11,7 +11,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from specdec.sampling import Sampling, seen
+from specdec.sampling import Sampling, candidates, seen
 from specdec.tree import chain
 from tests.support import random_tree
 
@@ -36,8 +36,54 @@ def test_law_equals_that_of_transformers(temperature, top_k, top_p, dtype, ties)
     if top_p is not None:
         scores = TopPLogitsWarper(top_p)(None, scores)
     law = Sampling(temperature, top_k=top_k, top_p=top_p).law(logits)
-    assert torch.equal(law, scores.softmax(-1)) and law.dtype == dtype
+    expected = scores.softmax(-1)
+    if ties and top_p is not None:  # which of equal logits an unstable sort puts last is not defined
+        torch.testing.assert_close(law.sort(-1).values, expected.sort(-1).values, rtol=1e-6, atol=0)
+    else:
+        assert torch.equal(law, expected)
+    assert law.dtype == dtype
     assert torch.equal(Sampling(temperature, top_k=top_k, top_p=top_p).law(logits.view(5, 10, V)), law.view(5, 10, V))
+
+
+def full_sort(logits: torch.Tensor, top_k: int | None, top_p: float) -> torch.Tensor:
+    """The law by a sort of all tokens. Of equal logits at the boundary the highest token ids are kept."""
+    if top_k is not None:
+        logits = logits.masked_fill(logits < logits.sort(-1).values[:, -top_k, None], -torch.inf)
+    ascending, order = logits.sort(dim=-1, stable=True)
+    kept = ascending.softmax(-1).cumsum(-1) > 1 - top_p
+    kept[:, -1] = True
+    return torch.full_like(logits, -torch.inf).scatter(-1, order, ascending.masked_fill(~kept, -torch.inf)).softmax(-1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("top_k", [None, 20, 3000])
+@pytest.mark.parametrize("top_p", [1e-6, 0.3, 0.9, 0.95, 0.999])
+@pytest.mark.parametrize("kind", ["peaked", "usual", "flat", "equal", "ties", "bfloat16", "forbidden"])
+def test_top_p_of_many_tokens_keeps_what_a_sort_of_all_of_them_keeps(kind, top_p, top_k, dtype):
+    """A few tokens are sorted in place of all; no law may be so peaked, flat or full of equal logits that this shows."""
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(12, 20_000, generator=generator, dtype=dtype)
+    logits = {
+        "peaked": lambda: 12 * noise,
+        "usual": lambda: 2.5 * noise,
+        "flat": lambda: 0.01 * noise,
+        "equal": lambda: torch.zeros_like(noise),
+        "ties": lambda: (2.5 * noise).round(),
+        "bfloat16": lambda: (2.5 * noise).bfloat16().to(dtype),
+        "forbidden": lambda: noise.masked_fill(noise < 1, -torch.inf),
+    }[kind]()
+    law, expected = Sampling(1.0, top_k=top_k, top_p=top_p).law(logits), full_sort(logits, top_k, top_p)
+    assert torch.equal(law > 0, expected > 0)
+    assert torch.equal(law, expected)
+
+
+def test_top_p_sorts_few_of_many_tokens():
+    usual = (2.5 * torch.randn(49_152, generator=torch.Generator().manual_seed(0))).softmax(-1)
+    few, tail = candidates(usual, 0.1, 1.0)
+    assert len(few) < 16_000 and tail < 0.1
+    assert tail == pytest.approx(1 - float(usual[few].sum()), abs=1e-6)
+    flat = torch.full_like(usual, 1 / 49_152)
+    assert len(candidates(flat, 0.1, 1.0)[0]) == 49_152  # of a flat law no token can be left out unseen
 
 
 def test_law_of_bfloat16_logits_is_computed_in_float32():
@@ -90,3 +136,8 @@ def test_no_value_is_read_from_the_device():
     sampling = Sampling(0.7, top_k=3, top_p=0.9, repetition_penalty=1.2)
     context = seen(chain(tokens, None), torch.empty(2, V, dtype=torch.bool, device="meta"))
     assert sampling.law(sampling.penalise(torch.empty(2, 4, V, device="meta"), context)).shape == (2, 4, V)
+
+
+@pytest.mark.parametrize("num", [V, 20_000])
+def test_logits_that_are_not_numbers_give_such_a_law(num):
+    assert Sampling(1.0, top_p=0.9).law(torch.full((2, num), torch.nan)).isnan().all()
