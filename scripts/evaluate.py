@@ -22,7 +22,6 @@ from specdec.drafting import Drafting
 from specdec.figures import TAU
 from specdec.measurement import Prompt, measure
 from specdec.proposers.auto import Auto
-from specdec.proposers.base import Proposer
 from specdec.proposers.heads import HeadProposer
 from specdec.proposers.suffix import usual_suffix
 from specdec.report import Report, summarise_by_category
@@ -83,7 +82,7 @@ def main() -> None:
     console.print(f"written: {chosen.out}")
 
 
-def make_auto(chosen: Evaluate, loaded: proposers.Chosen, drafting: Drafting) -> Proposer | None:
+def make_auto(chosen: Evaluate, loaded: proposers.Chosen, drafting: Drafting) -> Auto | None:
     """What is decoded beside a trained head's fixed shape; None where nothing is."""
     if not chosen.auto or not isinstance(loaded.proposer, HeadProposer) or loaded.name != proposers.HEAD:
         return None
@@ -108,7 +107,7 @@ def find_batch(
 def evaluate(
     chosen: Evaluate,
     loaded: proposers.Chosen,
-    auto: Proposer | None,
+    auto: Auto | None,
     drafting: Drafting,
     sampling: Sampling,
     prompts: list[Prompt],
@@ -131,13 +130,18 @@ def evaluate(
         auto=auto,
         progress=lambda groups: track(groups, description=title, console=console, transient=True),
     )
-    return summarise_by_category(
+    report = summarise_by_category(
         results,
         depth=loaded.proposer.depth,
         temperature=sampling.temperature,
         adapted=loaded.target.adapted,
         lossy=drafting.rule in rules.LOSSY,
     )
+    if auto is None or report.auto is None:
+        return report
+    account = auto.account
+    chosen_by = {"predicted_speedup": auto.predicted(), "head_rounds": account.head, "trials": account.trials}
+    return replace(report, auto=report.auto | chosen_by)
 
 
 def by_category(report: Report) -> rich.table.Table:

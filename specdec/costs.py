@@ -27,7 +27,7 @@ COMPILED_SIZES = (1, 2, 4, 6, 8, 12, 16, 24)  # fewer: each is compiled
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 CONTEXT = 128  # tokens in the cache while it is measured
 SECONDS = 3.0  # of measuring for one number of rows, without compiling
-LEAST = 5  # passes of each size
+LEAST, MOST = 5, 40  # passes of each size
 FOLLOW = 0.05  # share of a new measurement in a cost
 SCALE = 0.2  # share of a new measurement in the common scale
 DRIFT = 1.3  # ratio between a cost and what was measured at first from which the file is written again
@@ -183,7 +183,7 @@ def measure(
         return seconds
 
     first = {num: (once(num), once(num))[1] for num in progress(list(sizes), f"costs of {rows} rows")}
-    repeats = max(LEAST, min(40, int(SECONDS / sum(first.values()))))
+    repeats = max(LEAST, min(MOST, int(SECONDS / sum(first.values()))))
     times: dict[int, list[float]] = {num: [] for num in sizes}
     for number in range(repeats):
         for num in list(sizes)[:: 1 if number % 2 else -1]:

@@ -3,11 +3,13 @@
 import os
 import resource
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 import torch
 
+from specdec import costs
 from specdec.target import Target
 from tests import device
 from tests.compiler import missing
@@ -16,6 +18,9 @@ from tests.support import HEADS, QUICK, VARIANTS, make_drafter, make_target, nam
 NUM_THREADS = os.environ.get("TEST_THREADS", "1")
 torch.set_num_threads(int(NUM_THREADS))
 os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = NUM_THREADS  # for the processes that tests start
+COSTS = tempfile.TemporaryDirectory(prefix="specdec-costs-")
+os.environ["SPECDEC_CACHE"] = COSTS.name  # not the user's
+costs.SECONDS = 0.05  # what is chosen does not matter to most tests
 
 
 @pytest.hookimpl(trylast=True)

@@ -94,6 +94,7 @@ def validation(console: Console, report: Report, shape) -> None:
     row("speedup", report.speedup, report.speedup_ci)
     if report.auto:
         row("speedup auto", report.auto["speedup"], report.auto["speedup_ci"])
+        row("speedup auto, predicted", report.auto.get("predicted_speedup"))
         rounds = sum(report.auto["sizes"].values())
         sizes = ", ".join(f"{num}: {count / rounds:.0%}" for num, count in report.auto["sizes"].items())
         table.add_row("rounds of auto by nodes", sizes, "")
