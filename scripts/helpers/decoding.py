@@ -25,7 +25,7 @@ def show_measuring(proposer: Proposer, console: rich.console.Console) -> None:
     """Lets proposer=auto show the progress of measuring costs, which it does once on a device."""
     if isinstance(proposer, Auto):
         proposer.progress = lambda items, text: rich.progress.track(
-            items, description=text, console=console, transient=True
+            items, description=text, console=console, transient=True, disable=not console.is_terminal
         )
 
 

@@ -4,18 +4,20 @@ import json
 import random
 
 import pytest
+import yaml
 
 from specdec import costs as costs_module
 from specdec.chances import Chances, Kind
 from specdec.costs import Conditions, Costs, told
 from specdec.decode import Decoder
+from specdec.proposers import auto as auto_module
 from specdec.proposers.auto import LONGEST_WAIT, Auto, Pool
 from specdec.proposers.heads import HeadProposer
 from specdec.proposers.ngram import Ngram
-from specdec.proposers.suffix import Suffix
+from specdec.proposers.suffix import Suffix, usual_suffix
 from specdec.sampling import Sampling
 from tests.enumeration import SAMPLINGS, decoder_error, sampled_target
-from tests.support import chain_of, make_drafter, random_tokens, repeating_texts
+from tests.support import ROOT, chain_of, make_drafter, random_tokens, repeating_texts
 
 FREE = dict.fromkeys(range(1, 10), 1.0)
 STEEP = {num: float(num) for num in range(1, 10)}
@@ -26,10 +28,10 @@ def suffix(target, num: int = 4) -> Suffix:
     return Suffix(target, num=num, factor=2.0, offset=4, least=0.1, memory=0)
 
 
-def auto(target, *, head="eagle", text=True, ratios=FREE, absorb=0.0, step=0.0, depth=3, num=4) -> Auto:
+def auto(target, *, head="eagle", text=True, ratios=FREE, absorb=0.0, step=0.0, num=4) -> Auto:
     members = [suffix(target, num)] if text else []
     if head:
-        members.append(HeadProposer(make_drafter(target, head, False), chain_of(depth)))
+        members.append(HeadProposer(make_drafter(target, head, False), chain_of(3)))
     return Auto(target, members=members, costs=told(ratios, plain=1.0, absorb=absorb, step=step))
 
 
@@ -64,9 +66,8 @@ CASES = {
 def test_the_law_of_the_target_is_kept(case, sampling, rule, monkeypatch):
     """Every draw of a round is enumerated; how much is drafted depends on earlier draws of the same round."""
     target = sampled_target()
-    proposer = forgetful(
-        auto(target, **CASES[case], depth=2, num=2)
-    )  # the enumeration knows rounds of up to three tokens
+    monkeypatch.setattr(auto_module, "DEEPEST", 2)  # the enumeration knows rounds of up to three tokens
+    proposer = forgetful(auto(target, **CASES[case], num=2))
     sizes, propose = set(), proposer.propose
 
     def watched(*arguments):
@@ -89,7 +90,8 @@ def test_dropping_a_draft_because_of_what_was_drawn_is_detected(monkeypatch):
     def likely(pool, num, *, chain):
         return [node for node in best(pool, num, chain=chain) if pool.tokens[node] != 0 or node not in pool.drawn]
 
-    proposer = forgetful(auto(target, text=False, depth=1))
+    monkeypatch.setattr(auto_module, "DEEPEST", 1)
+    proposer = forgetful(auto(target, text=False))
     decoder = Decoder(target, proposer, sampling=SAMPLINGS["warm"], stop=set())
     assert decoder_error(decoder, 1, alone=True, monkeypatch=monkeypatch) < 1e-12
     best = Pool.best
@@ -285,3 +287,11 @@ def test_an_unreadable_cache_folder_is_no_obstacle(small_target, tmp_path, monke
     proposer = Auto(small_target, members=[suffix(small_target)])
     with pytest.warns(UserWarning, match="measured costs cannot be kept"):
         Decoder(small_target, proposer, sampling=Sampling(), stop=set()).generate(repeating_texts(3, 12)[:1], 5)
+
+
+def test_the_usual_suffix_tree_has_the_settings_of_its_configuration(small_target):
+    config = yaml.safe_load((ROOT / "conf" / "proposer" / "suffix.yaml").read_text())
+    usual = usual_suffix(small_target)
+    assert {name: getattr(usual, name) for name in config if name != "_target_"} == {
+        name: value for name, value in config.items() if name != "_target_"
+    }
