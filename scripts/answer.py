@@ -20,7 +20,7 @@ import rich.console
 import rich.progress
 from transformers import PreTrainedTokenizerBase
 
-from helpers import loading
+from helpers import decoding, loading
 from helpers.options import option, options, run, split
 from helpers.writers import FeatureOptions, Source, Writers, stop_tokens
 from specdec.target import load_tokenizer
@@ -37,6 +37,7 @@ SPARE = 64  # tokens by which a prompt may grow when it is rendered and encoded 
 class DecodeOptions:
     temperature: str = option("0,1", "comma list; each prompt is answered once at each")
     top_p: float = option(1.0, "sample from the most likely tokens of this total probability")
+    compile: bool = option(False, f"{decoding.COMPILE}; without engine=")
 
 
 @dataclass(frozen=True)
@@ -200,6 +201,7 @@ def write(chosen: Answer, console: rich.console.Console) -> None:
         chosen.target,
         tokenizer,
         chosen.batch,
+        chosen.decode.compile,
         chosen.in_flight,
         chosen.thinking,
         chosen.features,

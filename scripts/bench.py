@@ -29,9 +29,10 @@ from helpers.options import run as run_command
 from specdec import benchmark, files, speed
 from specdec.benchmark import Generate, TimedDecoder, TimedModel
 from specdec.compile import Runner
-from specdec.decode import STAGES, Decoder
+from specdec.decode import Decoder
 from specdec.drafting import Drafting
 from specdec.generate import Speculative
+from specdec.generation import STAGES
 from specdec.heads.draft import Draft
 from specdec.proposers.auto import Auto
 from specdec.proposers.heads import HeadProposer

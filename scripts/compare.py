@@ -23,7 +23,7 @@ from helpers.options import run as run_command
 from specdec import files
 from specdec.comparing import Decoders, Method, compare_prompts, make_decoders, report_of, results_of
 from specdec.compile import Runner
-from specdec.measurement import Prompt
+from specdec.measurement import Prompt, turns
 from specdec.sampling import Sampling
 from specdec.target import Target
 from specdec.tree import TreeShape
@@ -144,13 +144,13 @@ def decode_missing(
     """Decodes the prompts that have no row at this temperature. Yields the rows of each batch."""
     done = {row["number"] for row in results.rows if row["temperature"] == sampling.temperature}
     missing = [number for number in range(len(prompts)) if number not in done]
-    groups = [missing[start : start + chosen.batch] for start in range(0, len(missing), chosen.batch)]
+    groups = turns(missing, chosen.batch) if missing else []
     if groups:
-        compare_prompts(methods, decoders, prompts, [0], min(8, chosen.max_new_tokens))  # a warm-up
+        compare_prompts(methods, decoders, prompts, [0], min(8, chosen.max_new_tokens), batch=1)  # a warm-up
     for method in methods:
         method.proposer.forget()
     for numbers in track(groups, f"temperature {sampling.temperature:g}", console=console, transient=True):
-        yield compare_prompts(methods, decoders, prompts, numbers, chosen.max_new_tokens)
+        yield compare_prompts(methods, decoders, prompts, numbers, chosen.max_new_tokens, batch=chosen.batch)
 
 
 def write(

@@ -12,7 +12,8 @@ import rich.console
 
 from helpers import decoding, loading, proposers
 from helpers.options import option, options, run
-from specdec.decode import Decoder, Generation, StopStrings
+from specdec.decode import Decoder
+from specdec.generation import Generation, StopStrings
 from specdec.measurement import seeded_generator
 from specdec.sampling import Sampling
 from train import data

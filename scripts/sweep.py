@@ -21,9 +21,9 @@ from helpers.options import option, options, split
 from helpers.options import run as run_command
 from specdec.batching import BatchComparison, group_prompts
 from specdec.comparing import Method, decode_batches
-from specdec.decode import Generation
 from specdec.drafting import Drafting
 from specdec.figures import TAU
+from specdec.generation import Generation
 from train import data, reading
 from train.resumable import digest, resumable
 

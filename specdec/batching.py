@@ -5,7 +5,7 @@ import statistics
 from dataclasses import asdict, dataclass
 from typing import TypeVar
 
-from specdec.decode import Generation
+from specdec.generation import Generation
 
 Item = TypeVar("Item")
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from specdec.decode import STAGES, Decoder, Generation
+from specdec.decode import Decoder
+from specdec.generation import STAGES, Generation
 from specdec.timing import interleave
 
 Generate = Callable[[list[int]], tuple[int, float]]

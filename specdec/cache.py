@@ -98,7 +98,11 @@ class RowCache(transformers.Cache):
 
     def make_room(self, num: int) -> None:
         """Raises the capacity, if needed, for `num` more entries behind the committed and pending ones."""
-        end, more = self.get_seq_length() + self.pending + num, 0
+        self._hold(self.get_seq_length() + self.pending + num)
+
+    def _hold(self, end: int) -> None:
+        """Raises the capacity, if needed, to at least `end` entries."""
+        more = 0
         while self.capacity + more < end:
             more += self.capacity + more
         if more:
@@ -194,17 +198,34 @@ class RowCache(transformers.Cache):
             self.positions = self.positions.scatter(1, goal, self.positions.gather(1, source))
 
     def select(self, rows: list[int]) -> None:
-        """Goes on with these rows only, in this order; called between passes, when nothing is pending."""
-        assert self.states is None, "recurrent layers keep their rows"
+        """Goes on with these rows only, in this order, perhaps several times; called between passes, when nothing is pending."""
         index = torch.tensor(rows, device=self.lengths.device)
         self.groups = {shape: group.index_select(1, index.to(group.device)) for shape, group in self.groups.items()}
         self.lengths, self.skipped = self.lengths[index], self.skipped[index]
         self.positions = None if self.positions is None else self.positions[index]
-        self.rows = self.rows[: len(rows)]
+        self.rows = torch.arange(len(rows), device=self.lengths.device)[:, None]
         self.known = [self.known[row] for row in rows]
         self.slots = self.slots[index]
         self.pending = 0
         self.halves = self._cut()
+        if self.states is not None:
+            self.states.select(index)
+
+    def replace(self, rows: list[int], other: "RowCache") -> None:
+        """Writes the rows of another cache of the same layers over these rows; called when nothing is pending in either."""
+        num = other.get_seq_length()
+        self._hold(num)
+        index = torch.tensor(rows, device=self.lengths.device)
+        for shape, group in self.groups.items():
+            group[:, index.to(group.device), :, :num] = other.groups[shape][..., :num, :]
+        self.lengths = self.lengths.index_copy(0, index, other.lengths)
+        self.skipped = self.skipped.index_copy(0, index, other.skipped)
+        if self.positions is not None and other.positions is not None:
+            self.positions[index, :num] = other.positions[:, :num]
+        known = dict(zip(rows, other.known))
+        self.known = [known.get(row, own) for row, own in enumerate(self.known)]
+        if self.states is not None and other.states is not None:
+            self.states.replace(index, other.states)
 
     def mark(self) -> CacheMark:
         """The committed entries of now, for `rewind`."""

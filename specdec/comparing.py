@@ -5,9 +5,10 @@ from dataclasses import asdict, dataclass
 
 from specdec import measurement, rules
 from specdec.compile import Runner
-from specdec.decode import Decoder, Generation
+from specdec.decode import Decoder
 from specdec.drafter import Drafter
 from specdec.drafting import Drafting
+from specdec.generation import Generation
 from specdec.measurement import Prompt, PromptResult, seeded_generator
 from specdec.proposers.base import Proposer
 from specdec.report import Report, summarise_by_category
@@ -68,14 +69,23 @@ def decode_in_turn(
 
 
 def compare_prompts(
-    methods: list[Method], decoders: Decoders, prompts: list[Prompt], numbers: list[int], max_new_tokens: int
+    methods: list[Method],
+    decoders: Decoders,
+    prompts: list[Prompt],
+    numbers: list[int],
+    max_new_tokens: int,
+    *,
+    batch: int,
 ) -> list[dict]:
-    """Decodes the prompts of these numbers at once, by all methods. -> a row for JSON for each; see `results_of`"""
+    """Decodes the prompts of these numbers, `batch` at once, by all methods in turn. -> a row for JSON for each; see `results_of`"""
     sampling = decoders[methods[0].name].sampling
     tokens = [prompts[number].tokens for number in numbers]
-    turn = numbers[0] // len(numbers)
-    groups = decode_in_turn(decoders, tokens, turn=turn, seed=numbers[0], max_new_tokens=max_new_tokens)
-    generations = {name: group.split() for name, group in groups.items()}
+
+    def decode(decoder: Decoder) -> Callable[[list[list[int]]], list[Generation]]:
+        return lambda tokens: measurement.answers(decoder, tokens, max_new_tokens, rows=batch, seeds=numbers)
+
+    functions = {name: decode(decoder) for name, decoder in decoders.items()}
+    generations = interleave(functions, tokens, numbers[0] // len(numbers))
     rows = []
     for place, number in enumerate(numbers):
         cells = {}

@@ -28,9 +28,10 @@ ROWS = (1, 2, 4, 8, 16, 32, 64)
 CONTEXT = 128  # tokens in the cache while it is measured
 SECONDS = 3.0  # of measuring for one number of rows, without compiling
 LEAST, MOST = 5, 40  # passes of each size
+CHECKED = (1, 4)  # nodes of the passes that show whether costs from the disk still hold
 FOLLOW = 0.05  # share of a new measurement in a cost
 SCALE = 0.2  # share of a new measurement in the common scale
-DRIFT = 1.3  # ratio between a cost and what was measured at first from which the file is written again
+DRIFT = 1.3  # ratio between a cost on the disk and what is measured now from which all of them are measured again
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,7 @@ class Costs:
     table: by rows, then by nodes; sizes: the numbers of nodes that a pass may have
     rows: numbers of rows that are measured beside that of a batch
     measure: gives the table of a number of rows that is missing; None: nothing is measured
+    holds: whether the given costs of a number of rows still hold, asked before they are used first
     steps: seconds of a head's first step ("absorb") and of each further one ("step"), where all costs are told and none is
         measured; None: the drafting proposer measures them
     """
@@ -89,16 +91,22 @@ class Costs:
         sizes: Iterable[int] = SIZES,
         rows: Iterable[int] = (),
         measure: Callable[[int], dict[int, float]] | None = None,
+        holds: Callable[[int], bool] | None = None,
         steps: dict[str, float] | None = None,
     ):
         self.table = {rows: dict(curve) for rows, curve in table.items()}
         self.sizes, self.rows, self.measure, self.steps = tuple(sizes), tuple(rows), measure, steps
+        self.holds, self.checked = holds, not table
         self.scale = 1.0  # of now against the table: other contexts, other load
 
     def prepare(self, rows: int) -> None:
         """Measures what a batch of so many rows needs, which may lose rows: now, not within a round."""
         if self.measure is None:
             return
+        if not self.checked and rows in self.table and self.holds is not None:
+            self.checked = True
+            if not self.holds(rows):
+                self.table = {}
         for each in (*(each for each in self.rows if each < rows), rows):
             if each not in self.table:
                 self.table[each] = self.measure(each)
@@ -143,9 +151,13 @@ def measure(
     sizes: Iterable[int],
     *,
     linear: bool,
+    most: int = MOST,
     progress: Callable[[list, str], Iterable] = lambda items, _: items,
 ) -> dict[int, float]:
-    """Seconds of a pass by its number of nodes, in turn, medians. linear: chains, for a target that reads nothing else"""
+    """Seconds of a pass by its number of nodes, in turn, medians.
+
+    linear: chains, for a target that reads nothing else; most: passes of each size, beside two to warm up
+    """
     sizes, device = (
         [num for num in sizes if target.max_positions is None or num < target.max_positions // 2],
         target.device,
@@ -183,7 +195,7 @@ def measure(
         return seconds
 
     first = {num: (once(num), once(num))[1] for num in progress(list(sizes), f"costs of {rows} rows")}
-    repeats = max(LEAST, min(MOST, int(SECONDS / sum(first.values()))))
+    repeats = min(most, max(LEAST, int(SECONDS / sum(first.values()))))
     times: dict[int, list[float]] = {num: [] for num in sizes}
     for number in range(repeats):
         for num in list(sizes)[:: 1 if number % 2 else -1]:
@@ -211,8 +223,16 @@ def open_costs(
             _write(path, conditions, table)
         return table[rows]
 
+    def holds(rows: int) -> bool:
+        known = [num for num in CHECKED if num in table[rows]]
+        now = measure(target, verifier, rows, known, linear=linear, most=LEAST) if known else {}
+        if all(1 / DRIFT < seconds / table[rows][num] < DRIFT for num, seconds in now.items()):
+            return True
+        table.clear()
+        return False
+
     rows = () if verifier.runner.by_shape else ROWS  # every shape would be compiled
-    return Costs(dict(table), sizes=sizes, rows=rows, measure=missing)
+    return Costs(dict(table), sizes=sizes, rows=rows, measure=missing, holds=holds)
 
 
 def told(ratios: dict[int, float], *, plain: float, absorb: float, step: float) -> Costs:

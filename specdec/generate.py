@@ -28,8 +28,8 @@ from transformers.generation import (
 
 from specdec import attention, caller_frame, checkpoint
 from specdec.compile import Runner
-from specdec.decode import Generation, Round
 from specdec.drafting import Drafting
+from specdec.generation import Generation, Round
 from specdec.proposers.auto import Auto
 from specdec.proposers.base import Proposer
 from specdec.proposers.heads import HeadProposer

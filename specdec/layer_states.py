@@ -48,6 +48,16 @@ class LayerStates:
         self.num = 0
         self.counts: list[int] | None = None
 
+    def select(self, rows: Tensor) -> None:
+        """Goes on with these rows only, in this order. rows [M]"""
+        for place in self.places:
+            self.layers[place] = choose(self.layers[place], rows)
+
+    def replace(self, rows: Tensor, other: "LayerStates") -> None:
+        """The states of another cache's rows take the places of these rows. rows [M]"""
+        for place in self.places:
+            _write(self.layers[place], rows, other.layers[place])
+
     def begin(self, num: int, counts: list[int] | None) -> None:
         """A pass over `num` tokens begins. counts [B]: how many each row will keep, if that is known"""
         self.calls = {}

@@ -2,17 +2,22 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 
 from specdec import replay
-from specdec.decode import Decoder, Generation
+from specdec.decode import Decoder
 from specdec.drafter import Drafter, Head
 from specdec.drafting import Drafting
+from specdec.generation import Generation
 from specdec.proposers.base import Proposer
 from specdec.sampling import Sampling
 from specdec.target import Target
 from specdec.timing import interleave
+
+BATCHES = 4  # that a way decodes before it is the next one's turn
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -73,10 +78,11 @@ def measure(
 
     The time of compiling is not counted. The proposer first forgets what it learned from earlier batches.
     replayed: the drafter to replay along the plain answers, if replay applies to these settings
-    batch: prompts decoded at once; rates are then those of the batch, divided equally
-    numbers: of the groups of prompts that are decoded at once, for random numbers and the order; None: 0, 1, 2 ..
+    batch: prompts decoded at once: when an answer ends, the next prompt takes its place. An answer's times are its share of
+        those of the batch
+    numbers: of the prompts, for random numbers and the order; None: 0, 1, 2 ..
     auto: decodes the prompts too, if given: how much to draft is then chosen every round
-    progress: what the groups are taken from; it may end early
+    progress: what the groups of prompts are taken from that the ways decode in turn; it may end early
     Raises ValueError for a batch below 1.
     """
     if batch < 1:
@@ -88,29 +94,28 @@ def measure(
     }
     if auto is not None:
         decoders["auto"] = drafting.decoder(target, auto, sampling=sampling, stop=stop, runner=runner)
-    groups = [prompts[start : start + batch] for start in range(0, len(prompts), batch)]
-    for group in groups:  # now, not after the others were decoded
-        decoders["drafted"].check([prompt.tokens for prompt in group], max_new_tokens)
+    for prompt in prompts:  # now, not after the others were decoded
+        decoders["drafted"].check([prompt.tokens], max_new_tokens)
     for name in decoders:
         generator = seeded_generator(target, seed)
         decoders[name].generate([prompts[0].tokens], min(8, max_new_tokens), generator=generator)
     for each in (proposer, *([auto] if auto else [])):
         each.forget()
 
-    def decode(decoder: Decoder) -> Callable[[tuple[int, list[Prompt]]], list[Generation]]:
-        def decode_group(job: tuple[int, list[Prompt]]) -> list[Generation]:
-            number, group = job
-            tokens = [prompt.tokens for prompt in group]
-            generator = seeded_generator(target, seed + number)
-            return decoder.generate(tokens, max_new_tokens, generator=generator).split()
+    def decode(decoder: Decoder) -> Callable[[list[tuple[int, Prompt]]], list[Generation]]:
+        def decode_group(group: list[tuple[int, Prompt]]) -> list[Generation]:
+            seeds = [seed + number for number, _ in group]
+            return answers(decoder, [prompt.tokens for _, prompt in group], max_new_tokens, rows=batch, seeds=seeds)
 
         return decode_group
 
     replays = isinstance(replayed, Drafter) and drafting.replayable(replayed, sampling)
     functions = {name: decode(decoder) for name, decoder in decoders.items()}
+    numbered = list(zip(numbers or range(len(prompts)), prompts, strict=True))
     results = []
-    for number, group in zip(numbers or range(len(groups)), progress(groups)):
-        generations = interleave(functions, (number, group), number)
+    for pairs in progress(turns(numbered, batch)):
+        generations = interleave(functions, pairs, pairs[0][0] // batch)
+        group = [prompt for _, prompt in pairs]
         chosen = generations.get("auto", [None] * len(group))
         for prompt, plain, drafted, by_auto in zip(group, generations["plain"], generations["drafted"], chosen):
             results.append(
@@ -128,6 +133,29 @@ def measure(
                 )
             )
     return results
+
+
+def turns(items: list[Item], batch: int) -> list[list[Item]]:
+    """What each way decodes at a time: single items; for a batch several batches, so that its rows are mostly full"""
+    size = 1 if batch == 1 else BATCHES * batch
+    num = max(1, round(len(items) / size))
+    borders = [place * len(items) // num for place in range(num + 1)]
+    return [items[start:end] for start, end in zip(borders, borders[1:])]
+
+
+def answers(
+    decoder: Decoder, prompts: list[list[int]], max_new_tokens: int, *, rows: int, seeds: list[int]
+) -> list[Generation]:
+    """The answers to prompts, at most `rows` of them at once, in the order of the prompts. seeds: of their random numbers"""
+    found = dict(
+        decoder.answers(
+            prompts,
+            max_new_tokens,
+            rows=rows,
+            generator=lambda number: seeded_generator(decoder.target, seeds[number]),
+        )
+    )
+    return [found[number] for number in range(len(prompts))]
 
 
 def compare(

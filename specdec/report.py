@@ -7,7 +7,7 @@ from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from typing import Any
 
 from specdec import figures
-from specdec.decode import STAGES
+from specdec.generation import STAGES
 from specdec.measurement import PromptReplay, PromptResult
 
 ONLY_IF_KNOWN = (

@@ -20,7 +20,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from specdec.sampling import pick, uniforms
+from specdec.sampling import Randomness, pick, uniform, uniforms
 from specdec.tree import Tree
 
 Accepted = tuple[Tensor, Tensor, Tensor]  # path, num_kept, next_token
@@ -29,17 +29,17 @@ Accepted = tuple[Tensor, Tensor, Tensor]  # path, num_kept, next_token
 class Draws:
     """The random decisions of the rules; a test replaces them by an enumeration."""
 
-    def __init__(self, generator: torch.Generator | None):
-        self.generator = generator
+    def __init__(self, source: Randomness):
+        self.source = source
 
     def accept(self, chance: Tensor, where: Tensor) -> Tensor:
         """chance [B] (1 or more: always), where [B] bool -> [B] bool; False, and no draw, where `where` is False."""
-        uniform = torch.rand(chance.shape, generator=self.generator, device=chance.device, dtype=chance.dtype)
-        return where & (uniform < chance)
+        needing = where if chance.device.type == "cpu" else None  # on a GPU the question would cost more than a draw
+        return where & (uniform(len(chance), self.source, chance.device, chance.dtype, needing) < chance)
 
     def token(self, law: Tensor, where: Tensor) -> Tensor:
         """law [B, V], where [B] bool -> one index drawn for each row [B]; any index where `where` is False."""
-        return pick(law, uniforms(len(law), self.generator, law.device))
+        return pick(law, uniforms(len(law), self.source, law.device))
 
 
 def greedy(tree: Tree, choices: Tensor) -> Accepted:

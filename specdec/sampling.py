@@ -1,12 +1,15 @@
 """From logits to the law (the distribution) of the next token, as in transformers' generate: a repetition penalty, then
 temperature, top-k and top-p."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from specdec.tree import Tree
+
+Randomness = torch.Generator | None | Sequence[torch.Generator | None]  # one of all rows, or one for each row
 
 
 @dataclass(frozen=True)
@@ -110,9 +113,25 @@ def pick(law: Tensor, uniform: Tensor) -> Tensor:
     return torch.searchsorted(reached, uniform * reached[:, -1:], right=True)[:, 0]
 
 
-def uniforms(num: int, generator: torch.Generator | None, device) -> Tensor:
+def uniforms(num: int, source: Randomness, device) -> Tensor:
     """[num, 1] random numbers from [0, 1) in float64, for `pick`"""
-    return torch.rand(num, 1, generator=generator, device=device, dtype=torch.float64)
+    return uniform(num, source, device, torch.float64)[:, None]
+
+
+def uniform(num: int, source: Randomness, device, dtype: torch.dtype, where: Tensor | None = None) -> Tensor:
+    """[num] random numbers from [0, 1), of each row by its own generator if the source names them
+
+    where [num] bool, on the CPU: rows that need one; so what a row draws does not depend on what the others need
+    """
+    if not isinstance(source, Sequence):
+        return torch.rand(num, generator=source, device=device, dtype=dtype)
+    found = torch.zeros(num, dtype=dtype)
+    needing = range(num) if where is None else where.nonzero()[:, 0].tolist()
+    for row in needing:
+        generator = source[row]
+        place = device if generator is None else generator.device
+        found[row : row + 1] = torch.rand(1, generator=generator, device=place, dtype=dtype)
+    return found.to(device)
 
 
 def precise(logits: Tensor) -> Tensor:

@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specdec import replay
-from specdec.decode import STAGES, Decoder, Generation
+from specdec.decode import Decoder
 from specdec.experts import Experts, experts_of, share_of_growth
+from specdec.generation import STAGES, Generation
 from specdec.proposers.heads import HeadProposer
 from specdec.proposers.stopping import Stopping
 from specdec.report import Report

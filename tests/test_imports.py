@@ -57,6 +57,8 @@ ORDER = [
     "costs",
     "proposers.*",
     "layer_search",
+    "generation",
+    "batch",
     "decode",
     "timing",
     "drafting",

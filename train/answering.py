@@ -6,12 +6,13 @@ Three things write them: the decoder of this project (OwnDecoder), a server (eng
 
 import hashlib
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from specdec.compile import Runner
 from specdec.decode import Decoder
 from specdec.sampling import Sampling
 from specdec.target import Target
@@ -123,39 +124,43 @@ def conversation(job: Job, answer: Written, *, tokenizer: str, thinking: bool | 
     return row
 
 
-def batches(jobs: Iterable[Job], size: int) -> Iterator[list[Job]]:
-    """Batches of one temperature and of similar length. The longest come first, so that too little memory shows at once."""
-    jobs = list(jobs)
-    for temperature in sorted({job.temperature for job in jobs}):
-        same = [job for job in jobs if job.temperature == temperature]
-        same.sort(key=lambda job: len(job.tokens), reverse=True)
-        yield from (same[start : start + size] for start in range(0, len(same), size))
-
-
 @dataclass(frozen=True)
 class OwnDecoder:
-    """A `Writer` that decodes in this process, `batch` jobs at once.
+    """A `Writer` that decodes in this process, `batch` jobs at once: when an answer ends, the next job takes its place.
 
-    A batch that is partly finished is decoded whole, so that the answers are those of an undisturbed run.
+    An answer's random numbers follow from its job's id, whatever is decoded beside it. runner: compiles the target's passes
     """
 
     target: Target
     tokenizer: PreTrainedTokenizerBase
     law: Law
     batch: int
+    runner: Runner = field(default_factory=Runner)
 
     def write(self, jobs: Iterable[Job], finished: Collection[str] = ()) -> Iterator[list[tuple[Job, Written]]]:
-        for group in batches(jobs, self.batch):
-            if all(job.id in finished for job in group):
-                continue
-            rows = zip(group, self._generate(group), strict=True)
-            yield [
-                (job, written(self.tokenizer, tokens, self.law.stop)) for job, tokens in rows if job.id not in finished
-            ]
+        """Of each temperature the longest prompts come first, so that too little memory shows at once."""
+        missing = sorted((job for job in jobs if job.id not in finished), key=lambda job: -len(job.tokens))
+        for temperature in sorted({job.temperature for job in missing}):
+            yield from self._answer([job for job in missing if job.temperature == temperature])
 
-    def _generate(self, jobs: list[Job]) -> list[list[int]]:
-        """New tokens for jobs of one temperature. The first job's id decides about the random numbers."""
-        generator = torch.Generator(self.target.device).manual_seed(self.law.seed_of(jobs[0].id, bits=56))
+    def _answer(self, jobs: list[Job]) -> Iterator[list[tuple[Job, Written]]]:
+        """Jobs of one temperature, in their order. An answer that ends early waits for those before it."""
+
+        def generator(number: int) -> torch.Generator:
+            seed = self.law.seed_of(jobs[number].id, bits=56)
+            return torch.Generator(self.target.device).manual_seed(seed)
+
         sampling = Sampling(jobs[0].temperature, top_p=self.law.top_p)
-        decoder = Decoder(self.target, None, sampling=sampling, stop=set(self.law.stop))
-        return decoder.generate([job.tokens for job in jobs], self.law.max_new_tokens, generator=generator).tokens
+        decoder = Decoder(self.target, None, sampling=sampling, stop=set(self.law.stop), runner=self.runner)
+        prompts = [job.tokens for job in jobs]
+        waiting: dict[int, list[int]] = {}
+        num_done = 0
+        for number, answer in decoder.answers(prompts, self.law.max_new_tokens, rows=self.batch, generator=generator):
+            waiting[number] = answer.tokens[0]
+            done = []
+            while num_done in waiting:
+                tokens = waiting.pop(num_done)
+                done.append((jobs[num_done], written(self.tokenizer, tokens, self.law.stop)))
+                num_done += 1
+            if done:
+                yield done

@@ -10,6 +10,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
 from helpers import loading
 from helpers.layers import layers_of
 from helpers.options import option
+from specdec.compile import Runner
 from specdec.target import Target
 from train import data, vllm_answers
 from train.answering import Job, Law, OwnDecoder, Writer
@@ -36,6 +37,7 @@ class Source:
     target: loading.TargetOptions
     tokenizer: PreTrainedTokenizerBase
     batch: int
+    compile: bool
     in_flight: int
     thinking: bool | None
     features: FeatureOptions
@@ -52,6 +54,7 @@ class Writers:
     def __init__(self, source: Source):
         self.source = source
         self.opened: Any = None
+        self.runner = Runner(source.compile)
 
     def __enter__(self) -> "Writers":
         return self
@@ -65,7 +68,7 @@ class Writers:
         source = self.source
         if source.engine is None:
             self.opened = self.opened or loading.load_target(source.target).target
-            return OwnDecoder(self.opened, source.tokenizer, law, source.batch)
+            return OwnDecoder(self.opened, source.tokenizer, law, source.batch, self.runner)
         if source.engine == "vllm":
             self.opened = self.opened or vllm_answers.load(
                 source.target.name,

@@ -127,6 +127,7 @@ class Account:
     tokens: float = 0.0  # of all rows
     expected: float = 0.0  # tokens that were expected
     seconds: float = 0.0  # of verification and drafting, expected
+    plain_seconds: float = 0.0  # that the expected tokens would take without drafts
     head: int = 0  # rounds in which the head drafted
     trials: int = 0  # of these, rounds to see whether it pays by now
     sizes: Counter = field(default_factory=Counter)  # rounds by the nodes of their trees
@@ -196,12 +197,17 @@ class Auto(Proposer):
     def begin(self, tokens, num):
         for member in self.members:
             member.begin(tokens, num)
-        self.newest = [0] * len(tokens)
+        self.newest, self.active = [0] * len(tokens), [True] * len(tokens)
         if self.num_rows != len(tokens):
             self.num_rows, self.gained, self.spent = len(tokens), 0.0, 0.0
         self.pools: list[Pool] | None = None
         assert self.costs is not None
         self.costs.prepare(len(tokens))
+
+    @property
+    def num_active(self) -> int:
+        """Rows whose answers have not ended. One that ends counts for one more round."""
+        return sum(self.active)
 
     def commit(self, tokens, features, num, counts):
         for member in self.texts:
@@ -213,20 +219,35 @@ class Auto(Proposer):
         if self.pools is not None:
             for pool, new in zip(self.pools, rows):
                 self._learn(pool, new)
-            got = float(sum(map(len, rows)))
+            got, emitting = float(sum(map(len, rows))), sum(map(bool, rows))
             self.gained = FORGET * self.gained + got
             self.promised = FORGET * self.promised + self.hoped
-            self.kept = FORGET * self.kept + got - self.num_rows
+            self.kept = FORGET * self.kept + got - emitting
             self.account.tokens += got
             self.pools = None
+        self._resize(list(map(bool, rows)))
 
     def select(self, rows, nums):
         for member in self.members:
             member.select(rows, nums)
         self.newest = [self.newest[row] for row in rows]
-        share = len(rows) / max(1, self.num_rows)
-        self.gained *= share  # a smaller batch emits fewer tokens in a round, and its rounds take less time
+        if len(rows) > self.num_rows and self.costs is not None:
+            self.costs.prepare(len(rows))
         self.spent *= self._plain(len(rows)) / self._plain(self.num_rows)
+        self.num_rows = len(rows)
+        self._resize([self.active[row] for row in rows])
+
+    def replace(self, rows, nums, opening):
+        for member in self.members:
+            member.replace(rows, nums, opening)
+        for row, following, count in zip(rows, opening.following.tolist(), opening.counts):
+            self.newest[row] = following[count - 1]
+        self._resize([active or row in rows for row, active in enumerate(self.active)])
+
+    def _resize(self, active: list[bool]) -> None:
+        """A batch of fewer running rows emits fewer tokens in a round, in proportion."""
+        before, self.active = max(1, self.num_active), active
+        self.gained *= self.num_active / before
 
     def finish(self, nums):
         for member in self.members:
@@ -240,7 +261,6 @@ class Auto(Proposer):
     # A round
 
     def propose(self, sampling, generator):
-        self.num_rows = len(self.newest)
         self._prepare()
         pools = self.pools = [Pool([token]) for token in self.newest]
         for member in self.texts:
@@ -278,13 +298,15 @@ class Auto(Proposer):
         assert self.pools is not None
         pools, num_rows = self.pools, self.num_rows
         num, verifying, expected = self._best_size(self._values())
-        self.size, self.hoped = num, expected - num_rows
+        self.size, self.hoped = num, expected - self.num_active
         self.spent = FORGET * self.spent + verifying + drafting
         account = self.account
         account.rounds += 1
         # The likeliest of many candidates are those whose chances are most overestimated; their order stays right
-        account.expected += num_rows + self.hoped * self.kept / self.promised
+        likely = self.num_active + self.hoped * self.kept / self.promised
+        account.expected += likely
         account.seconds += verifying + drafting
+        account.plain_seconds += likely * self._plain(num_rows) / max(1, self.num_active)
         account.sizes[num] += 1
         device = self.target.device
         if num == 1:
@@ -384,7 +406,7 @@ class Auto(Proposer):
         assert self.costs is not None
         curve, scale = self.costs.curve(self.num_rows), self.costs.scale
         self.curve = {num: scale * curve[num] for num in self.costs.sizes if num in curve and num <= 1 + MOST}
-        plain = self.num_rows / min(self.curve.values())
+        plain = self.num_active / min(self.curve.values())
         self.rate = max(plain, self.gained / self.spent) if self.spent else plain
 
     def _plain(self, num_rows: int) -> float:
@@ -393,17 +415,18 @@ class Auto(Proposer):
         return self.costs.best_size(num_rows, 1)[1]
 
     def _values(self) -> list[list[float]]:
+        """Of each row that runs, the chances of its candidates in the order in which they are taken"""
         assert self.pools is not None
-        return [pool.values(chain=self.linear) for pool in self.pools]
+        return [pool.values(chain=self.linear) for pool, active in zip(self.pools, self.active) if active]
 
     def _best_size(self, values: list[list[float]]) -> tuple[int, float, float]:
-        """-> nodes, seconds of verification, expected tokens. values: of each row, chances in the order they are taken"""
+        """-> nodes, seconds of verification, expected tokens. values: as of `_values`"""
         assert self.pools is not None
         forced, best = max(len(pool.drawn) for pool in self.pools), None
         for num, seconds in self.curve.items():
             if num < 1 + forced:
                 continue
-            expected = self.num_rows + sum(sum(row[: num - 1]) for row in values)
+            expected = self.num_active + sum(sum(row[: num - 1]) for row in values)
             found = expected - self.rate * seconds, num, seconds, expected
             best = found if best is None or found[0] > best[0] else best
         assert best is not None, "no size holds the drafts that were drawn"
@@ -414,9 +437,10 @@ class Auto(Proposer):
         return expected - self.rate * seconds
 
     def _gain(self, likely: list[float]) -> float:
-        """What one more candidate in each row, of these chances, adds to the value of the round."""
+        """What one more candidate in each row, of these chances [B], adds to the value of the round."""
         values = self._values()
-        more = [sorted([*row, chance], reverse=True) for row, chance in zip(values, likely)]
+        running = [chance for chance, active in zip(likely, self.active) if active]
+        more = [sorted([*row, chance], reverse=True) for row, chance in zip(values, running)]
         return self._value(more) - self._value(values)
 
     def _head_pays(self) -> bool:
@@ -455,9 +479,7 @@ class Auto(Proposer):
     def predicted(self) -> float | None:
         """The speedup that was expected of all rounds since `forget`; None without a round."""
         account = self.account
-        if not account.seconds or self.costs is None:
-            return None
-        return account.expected / account.seconds / (self.num_rows / self._plain(self.num_rows))
+        return account.plain_seconds / account.seconds if account.seconds else None
 
     # What is learnt
 

@@ -1,13 +1,13 @@
 """The `Proposer` interface."""
 
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from specdec.cache import RowCache
-from specdec.sampling import Sampling
+from specdec.sampling import Randomness, Sampling
 from specdec.tree import Tree
 from specdec.verifier import Verifier
 
@@ -15,6 +15,16 @@ from specdec.verifier import Verifier
 def last_of(values: Tensor, num: Tensor) -> Tensor:
     """values [B, S, ...], of which the first num[b] count in row b -> [B, ...] the last one that counts"""
     return values[torch.arange(len(num), device=num.device), num - 1]
+
+
+class Opening(NamedTuple):
+    """Prompts that begin, and the first token of each answer."""
+
+    tokens: Tensor  # [R, T] the prompts, right-padded
+    num: Tensor  # [R] their lengths
+    following: Tensor  # [R, T] the token after each of the prompt's
+    features: Tensor  # [R, T, F*D] the prompt's own
+    counts: list[int]  # `num` on the host
 
 
 class Proposer(ABC):
@@ -28,7 +38,7 @@ class Proposer(ABC):
     linear = False  # whether all its trees are chains
     watches = False  # whether `watch` is to be called
     rewinds = False  # whether it has `mark` and `rewind`, which drafting for a cascade needs (proposers/cascade.py)
-    selects = False  # whether it has `select`
+    selects = False  # whether it has `select` and `replace`: rows leave its batches, and others join
     varies = False  # whether the size of its trees changes from round to round: they are filled up for compiling
 
     @property
@@ -48,7 +58,8 @@ class Proposer(ABC):
 
     @abstractmethod
     def commit(self, tokens: Tensor, features: Tensor, num: Tensor, counts: list[int]) -> None:
-        """Takes in newly committed tokens: the first num[b] of S entries count in row b. counts: `num` on the host.
+        """Takes in newly committed tokens: the first num[b] of S entries count in row b, none in a row whose answer has
+        ended. counts: `num` on the host.
 
         tokens [B, S], features [B, S, F*D]: each token follows the position of its feature, as the slot rule pairs them.
         The first call after `begin` brings the prompt from its second token on. The last token that counts is the
@@ -56,7 +67,7 @@ class Proposer(ABC):
         """
 
     @abstractmethod
-    def propose(self, sampling: Sampling, generator: torch.Generator | None) -> Tree:
+    def propose(self, sampling: Sampling, generator: Randomness) -> Tree:
         """A tree whose root is each row's newest committed token."""
 
     def watch(self, tree: Tree, choices: Tensor) -> None:  # noqa: B027  # most proposers have nothing to do
@@ -69,8 +80,16 @@ class Proposer(ABC):
         """Goes on with these rows of the batch only, in this order. Called after a `commit`, only if `selects`.
 
         nums: of each row so far, as for `finish`, the tokens of its answer; those of the rows that leave have ended
+        A row may come several times: then `replace` follows for all but the first.
         """
         raise TypeError(f"{type(self).__name__} does not select rows.")
+
+    def replace(self, rows: list[int], nums: list[int], opening: Opening) -> None:
+        """Other prompts take the places of these rows, in their order. Called after a `commit`, only if `selects`.
+
+        nums: of each row, as for `select`; 0 for one that only held the place
+        """
+        raise TypeError(f"{type(self).__name__} does not replace rows.")
 
     def meet(self, verifier: Verifier, sampling: Sampling) -> None:  # noqa: B027  # most proposers have nothing to do
         """Tells what will verify its trees, once a decoder is made with this proposer."""

@@ -1,5 +1,6 @@
 """A trained drafter as a proposer: it keeps the drafter's cache; proposers/growth.py grows the trees."""
 
+import copy
 from typing import NamedTuple
 
 import torch
@@ -120,6 +121,20 @@ class HeadProposer(Proposer):
         if self.absorbed is not None:
             newest, first = self.absorbed
             self.absorbed = newest[index], StepOutput(*(part[index] for part in first))
+
+    @torch.no_grad()
+    def replace(self, rows, nums, opening):
+        fresh = copy.copy(self)
+        fresh.begin(opening.tokens, opening.num)
+        fresh.commit(opening.following, opening.features, opening.num, opening.counts)
+        newest, first = fresh.absorb()
+        own, own_first = self.absorb()
+        index = torch.tensor(rows, device=own.device)
+        self.cache.replace(rows, fresh.cache)
+        self.opening = self.opening.index_copy(0, index, fresh.opening)
+        self.carried = [state.index_copy(0, index, new) for state, new in zip(self.carried, fresh.carried)]
+        parts = [part.index_copy(0, index, new) for part, new in zip(own_first, first)]
+        self.absorbed = own.index_copy(0, index, newest), StepOutput(*parts)
 
     @torch.no_grad()
     def mark(self):

@@ -24,9 +24,20 @@ The n-grams of the pool that begin with the root's token hang under the root. No
 window too, because the target's output there is the same.
 """
 
+from dataclasses import dataclass, field
+
 from specdec.proposers.text import TextProposer
 from specdec.target import Target
 from specdec.tree import Nodes
+
+
+@dataclass
+class Window:
+    """What is kept beside a row's text."""
+
+    columns: list[list[int]] = field(default_factory=list)  # the tokens of each column, the oldest first
+    ends: list[int] = field(default_factory=list)  # the node of each column's last token
+    pool: dict[int, dict[tuple[int, ...], None]] = field(default_factory=dict)  # first token -> guesses, latest last
 
 
 class Lookahead(TextProposer):
@@ -41,7 +52,6 @@ class Lookahead(TextProposer):
     """
 
     watches = True
-    selects = False
 
     def __init__(self, target: Target, *, window: int, ngram: int, guesses: int, from_text: bool):
         if window < 1:
@@ -54,26 +64,19 @@ class Lookahead(TextProposer):
         self.linear = ngram == 2 and guesses == 0 and not from_text
         self.depth = window + ngram - 2  # the depth of the last column's last level
 
-    def clear(self):
-        num_rows = len(self.texts)
-        self.columns: list[list[list[int]]] = [
-            [] for _ in range(num_rows)
-        ]  # the tokens of each column, the oldest first
-        self.ends: list[list[int]] = [[] for _ in range(num_rows)]  # the node of each column's last token
-        self.pools: list[dict[int, dict[tuple[int, ...], None]]] = [
-            {} for _ in range(num_rows)
-        ]  # first token -> guesses, latest last
+    def fresh(self, text):
+        return Window()
 
     def extend(self, row, new):
-        columns, accepted = self.columns[row], len(new) - 1
-        self.columns[row] = columns[accepted:] + columns[:accepted]
+        columns, accepted = self.states[row].columns, len(new) - 1
+        self.states[row].columns = columns[accepted:] + columns[:accepted]
         if self.from_text:
             text = self.texts[row]
             for end in range(max(self.ngram, len(text) - len(new) + 1), len(text) + 1):
                 self.keep(row, text[end - self.ngram : end])
 
     def draft(self, row):
-        text, columns = self.texts[row], self.columns[row]
+        text, columns = self.texts[row], self.states[row].columns
         if not columns:
             columns += [[text[number * len(text) // self.window]] for number in range(self.window)]
         draft: Nodes = []
@@ -92,14 +95,14 @@ class Lookahead(TextProposer):
         for first, *later in columns:
             node = hang([first], node)
             ends.append(hang(later, node))
-        self.ends[row] = ends
-        for guess in self.pools[row].get(text[-1], ()):
+        self.states[row].ends = ends
+        for guess in self.states[row].pool.get(text[-1], ()):
             hang(guess, 0)
         return draft
 
     def watch(self, tree, choices):
         for row, tokens in enumerate(choices.tolist()):
-            for column, end in zip(self.columns[row], self.ends[row]):
+            for column, end in zip(self.states[row].columns, self.states[row].ends):
                 column.append(tokens[end])
                 if len(column) == self.ngram:
                     self.keep(row, column)
@@ -108,7 +111,7 @@ class Lookahead(TextProposer):
     def keep(self, row: int, ngram: list[int]) -> None:
         """Adds an n-gram to the pool. If there are too many with its first token, the oldest of them is dropped."""
         first, *guess = ngram
-        pool = self.pools[row].setdefault(first, {})
+        pool = self.states[row].pool.setdefault(first, {})
         pool.pop(tuple(guess), None)
         pool[tuple(guess)] = None
         if len(pool) > self.guesses:

@@ -51,6 +51,11 @@ class Merged(Proposer):
         for member in self.members:
             member.select(rows, nums)
 
+    def replace(self, rows, nums, opening):
+        layers = dict(zip(self.target_layers, opening.features.split(self.width, dim=-1)))
+        for member in self.members:
+            member.replace(rows, nums, opening._replace(features=self._own(member, layers, opening.features)))
+
     def meet(self, verifier, sampling):
         for member in self.members:
             member.meet(verifier, sampling)
@@ -66,8 +71,11 @@ class Merged(Proposer):
     def commit(self, tokens, features, num, counts):
         layers = dict(zip(self.target_layers, features.split(self.width, dim=-1)))  # [B, S, D] each
         for member in self.members:
-            own = [layers[layer] for layer in member.target_layers]
-            member.commit(tokens, torch.cat(own, dim=-1) if own else features[..., :0], num, counts)
+            member.commit(tokens, self._own(member, layers, features), num, counts)
+
+    def _own(self, member: Proposer, layers: dict[int, Tensor], features: Tensor) -> Tensor:
+        own = [layers[layer] for layer in member.target_layers]
+        return torch.cat(own, dim=-1) if own else features[..., :0]
 
     def propose(self, sampling, generator):
         trees = [member.propose(sampling, generator) for member in self.members]

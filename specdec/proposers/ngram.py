@@ -26,21 +26,17 @@ class Ngram(RetractableTextProposer):
         self.min, self.max, self.num = min, max, num
         self.depth = num
 
-    def clear(self):
-        self.indices = [Index(text, self.min, self.max) for text in self.texts]
-
-    def select(self, rows, nums):
-        super().select(rows, nums)
-        self.indices = [self.indices[row] for row in rows]
+    def fresh(self, text):
+        return Index(text, self.min, self.max)
 
     def extend(self, row, new):
-        self.indices[row].extend(len(new))
+        self.states[row].extend(len(new))
 
     def retract(self, row, length):
-        self.indices[row].retract(length)
+        self.states[row].retract(length)
 
     def draft(self, row) -> Nodes:
-        text, place = self.texts[row], self.indices[row].find()
+        text, place = self.texts[row], self.states[row].find()
         if place is None:
             return []
         copy = text[place : place + self.num]

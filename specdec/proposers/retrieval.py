@@ -38,9 +38,6 @@ class Retrieval(RetractableTextProposer):
             )
         self.max, self.min, self.samples, self.num, self.depth = max, min, samples, num, depth
 
-    def clear(self):
-        pass
-
     def extend(self, row, new):
         pass
 

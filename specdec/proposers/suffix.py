@@ -7,18 +7,40 @@ well and as fast.
 import heapq
 import itertools
 import math
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from specdec.proposers.text import Guess, TextProposer
 from specdec.target import Target
 
 
+class Match(NamedTuple):
+    """The longest end of a text that occurs in an automaton."""
+
+    state: int
+    length: int
+
+
+NOWHERE = Match(0, 0)
+
+
+@dataclass
+class Place:
+    """What is kept beside a row's text."""
+
+    own: "Automaton"  # of the text
+    start: int = 0  # where its answer starts
+    young: Match = NOWHERE  # the longest match in each generation of the memory
+    old: Match = NOWHERE
+
+
 class Suffix(TextProposer):
     """Drafts the most frequent continuations of the longest end of the text that occurred before.
 
-    This end is looked up in the row's own text and in the memory, the answers of earlier batches. If the match is equally
+    This end is looked up in the row's own text and in the memory, the answers that ended before. If the match is equally
     long in both, the row's own text is used. (The paper instead uses the one with more expected accepted drafts; measured,
-    its tau is 1 % lower.) Rows of a batch do not read one another's texts, so a row's drafts do not depend on the others.
+    its tau is 1 % lower.) Rows of a batch do not read one another's texts while they are written; an answer that has ended
+    enters the memory when the next prompt takes its place, or else with the end of the batch.
 
     num: the largest number of drafts; factor, offset: at most ceil(factor * length of the match) + offset drafts
     least: the smallest estimated chance that a draft and all drafts before it are accepted
@@ -37,20 +59,28 @@ class Suffix(TextProposer):
         self.depth = num
         self.forget()
         self.texts: list[list[int]] = []
-        self.starts: list[int] = []
+        self.states: list[Place] = []
 
     def forget(self):
         self.younger, self.older = Automaton(), Automaton()  # two generations of memory
 
     def begin(self, tokens, num):
-        self.starts = num.tolist()  # where the answers start
         self.ended: list[list[int]] = []  # answers of rows that have left the batch
         super().begin(tokens, num)
+        for place, start in zip(self.states, num.tolist()):
+            place.start = start
 
     def finish(self, nums):
-        answers = [text[start : start + num] for text, start, num in zip(self.texts, self.starts, nums)]
+        self._remember_ended([self._answer(row, num) for row, num in enumerate(nums)])
+
+    def _answer(self, row: int, num: int) -> list[int]:
+        start = self.states[row].start
+        return self.texts[row][start : start + num]
+
+    def _remember_ended(self, answers: list[list[int]]) -> None:
         for answer in self.ended + answers:
             self.remember(answer)
+        self.ended = []
 
     def remember(self, answer: list[int]) -> None:
         """Adds an answer to the younger generation. If that is full, it becomes the older one, which is dropped."""
@@ -61,31 +91,38 @@ class Suffix(TextProposer):
         for token in answer:
             self.younger.append(token)
 
-    def clear(self):
-        self.own = [Automaton() for _ in self.texts]
-        self.matches = [(NOWHERE, NOWHERE) for _ in self.texts]  # the longest match in each generation
+    def fresh(self, text):
+        return Place(Automaton())
 
     def extend(self, row, new):
-        young, old = self.matches[row]
         for token in new:
-            self.own[row].append(token)
-            young, old = self.younger.follow(young, token), self.older.follow(old, token)
-        self.matches[row] = young, old
+            self.states[row].own.append(token)
+        self._follow(row, new)
+
+    def _follow(self, row: int, new: list[int]) -> None:
+        place = self.states[row]
+        for token in new:
+            place.young, place.old = self.younger.follow(place.young, token), self.older.follow(place.old, token)
 
     def select(self, rows, nums):
-        left = [row for row in range(len(self.texts)) if row not in rows]
-        self.ended += [self.texts[row][self.starts[row] : self.starts[row] + nums[row]] for row in left]
+        self.ended += [self._answer(row, nums[row]) for row in range(len(self.texts)) if row not in rows]
         super().select(rows, nums)
-        self.starts, self.own, self.matches = (
-            [values[row] for row in rows] for values in (self.starts, self.own, self.matches)
-        )
+
+    def replace(self, rows, nums, opening):
+        self._remember_ended([self._answer(row, nums[row]) for row in rows])
+        super().replace(rows, nums, opening)
+        for row, start in zip(rows, opening.num.tolist()):
+            self.states[row].start = start
+        for row in set(range(len(self.texts))).difference(rows):  # the memory has changed
+            self.states[row].young = self.states[row].old = NOWHERE
+            self._follow(row, self.texts[row])
 
     def draft(self, row):
         return [(guess.token, guess.parent) for guess in self.guess(row)]
 
     def guess(self, row):
-        own, (young, old) = self.own[row], self.matches[row]
-        places = (own, own.repeated()), (self.younger, young), (self.older, old)
+        place = self.states[row]
+        places = (place.own, place.own.repeated()), (self.younger, place.young), (self.older, place.old)
         automaton, match = max(places, key=lambda place: place[1].length)  # of equals the first
         if match.length == 0:
             return []
@@ -96,16 +133,6 @@ class Suffix(TextProposer):
 def usual_suffix(target: Target) -> Suffix:
     """With the settings of conf/proposer/suffix.yaml, which a test compares."""
     return Suffix(target, num=16, factor=2.0, offset=4, least=0.1, memory=50000)
-
-
-class Match(NamedTuple):
-    """The longest end of a text that occurs in an automaton."""
-
-    state: int
-    length: int
-
-
-NOWHERE = Match(0, 0)
 
 
 class Automaton:

@@ -1,7 +1,7 @@
 """What proposers share that need only the text: they keep each row's text on the host and make trees there."""
 
 from abc import abstractmethod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from specdec.proposers.base import Proposer
 from specdec.tree import Nodes, plant
@@ -17,7 +17,10 @@ class Guess(NamedTuple):
 
 
 class TextProposer(Proposer):
-    """Drafts from each row's text alone: texts[b] is row b's prompt and answer, the newest token last."""
+    """Drafts from each row's text alone: texts[b] is row b's prompt and answer, the newest token last.
+
+    states[b] is what the class keeps beside row b's text, made by `fresh`.
+    """
 
     target_layers = ()
     varies = True
@@ -26,30 +29,40 @@ class TextProposer(Proposer):
     def begin(self, tokens, num):
         self.device = tokens.device
         self.texts: list[list[int]] = [[] for _ in range(len(tokens))]
-        self.clear()
+        self.states = [self.fresh(text) for text in self.texts]
         for row, (first, *_) in enumerate(tokens.tolist()):
-            self.texts[row].append(first)
-            self.extend(row, [first])
+            self._write(row, [first])
 
     def commit(self, tokens, features, num, counts):
         for row, (new, count) in enumerate(zip(tokens.tolist(), counts)):
-            self.texts[row] += new[:count]
-            self.extend(row, new[:count])
+            self._write(row, new[:count])
 
     def propose(self, sampling, generator):
         drafts = [self.draft(row) for row in range(len(self.texts))]
         return plant([text[-1] for text in self.texts], drafts, self.device)
 
     def select(self, rows, nums):
-        self.texts = [self.texts[row] for row in rows]
+        self.texts, self.states = [self.texts[row] for row in rows], [self.states[row] for row in rows]
+
+    def replace(self, rows, nums, opening):
+        news = zip(opening.tokens.tolist(), opening.following.tolist(), opening.counts)
+        for row, ((first, *_), following, count) in zip(rows, news):
+            self.texts[row] = []
+            self.states[row] = self.fresh(self.texts[row])
+            self._write(row, [first])
+            self._write(row, following[:count])
+
+    def _write(self, row: int, new: list[int]) -> None:
+        self.texts[row] += new
+        self.extend(row, new)
 
     def guess(self, row: int) -> list[Guess]:
         """`draft` with estimates; without any of its own, one half."""
         return [Guess(token, parent, 0.5, 0) for token, parent in self.draft(row)]
 
-    @abstractmethod
-    def clear(self) -> None:
-        """Starts a new batch: `texts` holds an empty list for each of its rows."""
+    def fresh(self, text: list[int]) -> Any:
+        """What is kept beside a row's text. text: that text, empty so far, which grows"""
+        return None
 
     @abstractmethod
     def extend(self, row: int, new: list[int]) -> None:

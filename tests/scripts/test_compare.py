@@ -14,8 +14,8 @@ from helpers.loading import FROZEN
 from scripts import compare
 from specdec import checkpoint, files
 from specdec.comparing import results_of
-from specdec.decode import Generation
 from specdec.figures import tau_difference
+from specdec.generation import Generation
 from specdec.heads.medusa import Medusa2
 from specdec.measurement import Prompt, PromptResult
 from specdec.report import summarise

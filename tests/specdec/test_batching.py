@@ -6,7 +6,7 @@ from dataclasses import asdict
 import pytest
 
 from specdec.batching import BatchComparison, BatchFigures, group_prompts
-from specdec.decode import Generation
+from specdec.generation import Generation
 from train import reading
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from specdec import benchmark
 from specdec.benchmark import TimedDecoder
-from specdec.decode import STAGES, Generation
+from specdec.generation import STAGES, Generation
 
 
 def test_functions_alternate_and_every_prompt_has_a_rate():

@@ -64,10 +64,6 @@ def test_plain_decoding(target, answers):
     together = greedy(target, None).generate(prompts, NUM_NEW)
     assert together.tokens == answers
     assert together.accepted == [[0] * (NUM_NEW - 1)] * 5
-    assert [(part.tokens, part.accepted) for part in together.split()] == [
-        ([answer], [accepted]) for answer, accepted in zip(answers, together.accepted)
-    ]
-    assert sum(part.seconds for part in together.split()) == pytest.approx(together.seconds)
     assert all(len(set(answer)) > 8 for answer in answers)  # the answers are not one token repeated
 
 

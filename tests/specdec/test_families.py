@@ -11,6 +11,7 @@ from specdec.decode import Decoder
 from specdec.heads.eagle import Eagle3
 from specdec.proposers.base import Proposer
 from specdec.proposers.heads import HeadProposer
+from specdec.proposers.ngram import Ngram
 from specdec.sampling import Sampling
 from specdec.tree import Nodes, TreeShape, plant
 from tests.exports import bring_in, make_form, make_provenance
@@ -199,3 +200,11 @@ def test_the_table_of_targets_has_no_other_rows():
 def table_rows() -> list[str]:
     """Written by `python -m tests.target_table`."""
     return [line for line in PAGE.read_text().splitlines() if line.startswith("| `")]
+
+
+def test_prompts_join_a_batch(family):
+    """Two rows for three prompts: the third takes the place of the row that ends first, which n-grams decide."""
+    target = target_of(family)
+    decoder = greedy(target, Ngram(target, min=1, max=2, num=2))
+    found = dict(decoder.answers(PROMPTS, NUM_NEW, rows=2))
+    assert [found[number].tokens[0] for number in range(3)] == answers_of(family)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from specdec.decode import Generation
 from specdec.drafting import Drafting
+from specdec.generation import Generation
 from specdec.measurement import Prompt, PromptResult
 from specdec.report import Report, Training, summarise, summarise_by_category
 from specdec.timing import interleave

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from specdec import replay, speed
-from specdec.decode import Decoder, Generation
+from specdec.decode import Decoder
 from specdec.experts import Experts
 from specdec.figures import rate_ratio_interval
+from specdec.generation import Generation
 from specdec.measurement import Prompt, PromptResult
 from specdec.proposers.heads import HeadProposer
 from specdec.proposers.stopping import Stopping

@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from specdec.decode import Generation
 from specdec.drafting import Drafting
+from specdec.generation import Generation
 from specdec.measurement import Prompt, PromptResult
 from specdec.report import summarise
 from specdec.tuning import Choice, Setting, candidates, name_of

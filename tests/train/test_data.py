@@ -1,6 +1,7 @@
 """Tests of conversations, masks and batches with the default target's tokenizer, and of files that scripts resume."""
 
 import copy
+import dataclasses
 import json
 import os
 
@@ -16,7 +17,7 @@ from scripts.show_data import ShowData
 from specdec import masks
 from tests.support import REAL_TARGET
 from train import data, reading
-from train.answering import Written, batches, list_jobs, written
+from train.answering import Law, OwnDecoder, Written, list_jobs, written
 from train.packing import Packs, Rows
 from train.resumable import Resumable, read_rows
 
@@ -339,13 +340,27 @@ def test_continuing_adds_rows_and_names_nested_settings(tmp_path):
         begin(min=3)
 
 
-def test_jobs_and_batches(tokenizer):
+def test_jobs_and_their_answers(tokenizer, small_target):
+    """The longest prompts of a temperature come first, and an answer depends on its job alone."""
     prompts = [
         {"id": str(index), "category": "qa", "messages": SINGLE[:1] * (index + 1), "tags": []} for index in range(3)
     ]
     jobs = list_jobs(tokenizer, prompts, parse_temperatures("1.0,0"))
-    groups = [[job.id for job in group] for group in batches(jobs, 2)]
-    assert groups == [["2@0", "1@0"], ["0@0"], ["2@1", "1@1"], ["0@1"]]
+    short = [
+        dataclasses.replace(job, tokens=[number % 6 for number in range(len(job.tokens) % 11 + 2)]) for job in jobs
+    ]
+    law = Law(frozenset({2}), 16, seed=3)
+
+    def answers(batch: int, finished=()) -> list[tuple[str, list[int]]]:
+        writer = OwnDecoder(small_target, tokenizer, law, batch)
+        return [(job.id, answer.tokens) for group in writer.write(short, finished) for job, answer in group]
+
+    alone = answers(1)
+    lengths = {job.id: len(job.tokens) for job in short}
+    assert [name.partition("@")[2] for name, _ in alone] == ["0"] * 3 + ["1"] * 3
+    assert all(lengths[one] >= lengths[next] for (one, _), (next, _) in zip(alone[:3], alone[1:3]))
+    assert answers(2) == answers(8) == alone
+    assert answers(2, {"1@0", "0@1"}) == [pair for pair in alone if pair[0] not in ("1@0", "0@1")]
     for text in ("a", "", "0,0.0", "-1"):
         with pytest.raises(ValueError, match="temperature="):
             parse_temperatures(text)

@@ -7,7 +7,8 @@ import torch
 from hydra.utils import instantiate
 
 from specdec import checkpoint
-from specdec.decode import Decoder, Generation
+from specdec.decode import Decoder
+from specdec.generation import Generation
 from specdec.heads.eagle import Eagle
 from specdec.heads.medusa import Medusa2
 from specdec.measurement import Prompt, PromptResult

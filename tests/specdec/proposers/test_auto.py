@@ -7,7 +7,9 @@ import pytest
 import yaml
 
 from specdec import costs as costs_module
+from specdec.batch import Request
 from specdec.chances import Chances, Kind
+from specdec.compile import Runner
 from specdec.costs import Conditions, Costs, told
 from specdec.decode import Decoder
 from specdec.proposers import auto as auto_module
@@ -131,26 +133,32 @@ def test_greedy_answers_are_those_of_plain_decoding(small_target, head):
     assert proposer.account.rounds > 0
 
 
-def test_ended_rows_leave_the_batch(small_target, monkeypatch):
-    prompts = repeating_texts(3, 12)[:4]
-    decoder = Decoder(small_target, auto(small_target, head=None), sampling=Sampling(), stop=set())
-    verify, rows = decoder.verify, []
-    decoder.verify = lambda tree, *more: rows.append(len(tree.tokens)) or verify(tree, *more)
-    budgets = iter([3, 9, 20, 30])
-    cut = decoder._cut
-    limits = [next(budgets) for _ in prompts]
+def test_prompts_join_and_leave(small_target):
+    """Three rows at a time; ended answers enter the memory of the suffix tree, and chances are kept."""
+    prompts = [*repeating_texts(3, 12), *[random_tokens(seed, 5, small_target.vocab_size) for seed in range(4)]]
+    plain = [Decoder(small_target, None, sampling=Sampling(), stop={2}).generate([p], 30).tokens[0] for p in prompts]
+    for head in ("eagle", "medusa", None):
+        proposer = auto(small_target, head=head, ratios=MIDDLE, step=0.05)
+        decoder = Decoder(small_target, proposer, sampling=Sampling(), stop={2})
+        found = dict(decoder.answers(prompts, 30, rows=3))
+        assert [found[number].tokens[0] for number in range(len(prompts))] == plain
+        assert max(proposer.account.sizes) > 1
 
-    def cut_early(emitted, left, written):
-        emitted = cut(emitted, left, written)
-        for row, limit in enumerate(limits):
-            seen[row] += len(emitted[row])
-            left[row] = 0 if seen[row] >= limit else left[row]
-        return emitted
 
-    seen = [0] * 4
-    monkeypatch.setattr(decoder, "_cut", cut_early)
-    decoder.generate(prompts, 40)
-    assert rows == sorted(rows, reverse=True) and set(rows) == {4, 3, 2, 1}
+def test_rows_that_have_ended_do_not_count(small_target):
+    """Where rows stay because shapes are compiled, an ended one neither asks for drafts nor promises tokens."""
+    runner = Runner(False, cuda_graphs=True)
+    runner.whole = lambda name, function, inputs, memory: function(*inputs)
+    proposer = auto(small_target)
+    batch = Decoder(small_target, proposer, sampling=Sampling(), stop=set(), runner=runner).batch()
+    batch.admit([Request(prompt, num) for prompt, num in zip(repeating_texts(3, 12), (4, 40))])
+    while batch.running:
+        batch.step()
+        running = len(batch.running)
+        assert proposer.num_active in (running, running + 1)
+    assert len(proposer.newest) == 2 and len(batch.rows) == 2
+    account = proposer.account
+    assert account.tokens == pytest.approx(sum(len(request.tokens) - 1 for request in batch.rows), abs=4)
 
 
 # Choices
@@ -175,7 +183,8 @@ def test_the_size_is_the_best_of_all(small_target):
         for num in range(2, 8):
             ratios[num] = ratios[num - 1] + generator.choice([-0.02, 0.0, 0.1, 0.5])
         proposer.given = proposer.costs = told(ratios, plain=1.0, absorb=0, step=0)
-        proposer.newest, proposer.num_rows, proposer.gained, proposer.spent = [5, 5], 2, 0.0, 0.0
+        proposer.newest, proposer.active, proposer.num_rows = [5, 5], [True, True], 2
+        proposer.gained, proposer.spent = 0.0, 0.0
         proposer.pools = [Pool([5]), Pool([5])]
         for pool in proposer.pools:
             for token in range(6):
@@ -269,14 +278,39 @@ def test_costs_are_measured_once_and_kept(small_target, tmp_path, monkeypatch):
     decode()
     assert measured == [1, 2]
     first = decode()
-    assert measured == [1, 2] and set(first.costs.table[2]) == {1, 2, 4}
+    assert measured == [1, 2, 2] and set(first.costs.table[2]) == {1, 2, 4}  # a look at whether they still hold
+    measured.clear()
     (path,) = (tmp_path / "costs").glob("*.json")
     assert json.loads(path.read_text())["conditions"]["law"] == "greedy"
     path.write_text("{")
     decode()
-    assert measured == [1, 2, 1, 2]
+    assert measured == [1, 2]
     sampled = Conditions.of(small_target, Sampling(1.0), compiled=False)
     assert sampled.law == "sampled" and sampled.path != Conditions.of(small_target, Sampling(), compiled=False).path
+
+
+def test_costs_that_no_longer_hold_are_measured_again(small_target, tmp_path, monkeypatch):
+    monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path))
+    monkeypatch.setattr(costs_module, "SIZES", (1, 4))
+    now = {1: 1.0, 4: 2.0}
+    asked = []
+    monkeypatch.setattr(
+        costs_module, "measure", lambda t, v, rows, sizes, **how: asked.append(rows) or {num: now[num] for num in sizes}
+    )
+
+    def table() -> dict:
+        proposer = Auto(small_target, members=[suffix(small_target)])
+        Decoder(small_target, proposer, sampling=Sampling(), stop=set())
+        proposer.costs.prepare(2)
+        return proposer.costs.table
+
+    assert table() == {1: now, 2: now} and asked == [1, 2]
+    now[4] = 2.5  # within DRIFT
+    assert table()[2][4] == 2.0 and asked == [1, 2, 2]
+    now[4] = 2.7
+    assert table() == {1: now, 2: now} and asked == [1, 2, 2, 2, 1, 2]
+    assert table() == {1: now, 2: now}  # from the disk
+    assert asked[6:] == [2]
 
 
 def test_an_unreadable_cache_folder_is_no_obstacle(small_target, tmp_path, monkeypatch):

@@ -17,18 +17,23 @@ SETTINGS = [(1, 2, 0), (5, 2, 0), (3, 2, 2), (1, 4, 3), (4, 3, 0), (4, 3, 4), (3
 class Recorded(Lookahead):
     """Records each round: texts, columns before and after it, the tree, and the target's choices at its nodes."""
 
+    selects = False  # so that the rows of a round are those of the round before
+
     def begin(self, tokens, num):
         self.rounds = []
         super().begin(tokens, num)
 
     def propose(self, sampling, generator):
         tree = super().propose(sampling, generator)
-        self.rounds.append([copy.deepcopy((self.texts, self.columns, self.ends, self.pools)), tree])
+        self.rounds.append([copy.deepcopy((self.texts, *self.parts("columns", "ends", "pool"))), tree])
         return tree
 
     def watch(self, tree, choices):
         super().watch(tree, choices)
-        self.rounds[-1] += [choices, copy.deepcopy((self.columns, self.pools))]
+        self.rounds[-1] += [choices, copy.deepcopy(self.parts("columns", "pool"))]
+
+    def parts(self, *names: str) -> tuple:
+        return tuple([getattr(state, name) for state in self.states] for name in names)
 
 
 def recorded(target, window, ngram, guesses, *, from_text=False, prompts=None):
@@ -165,8 +170,8 @@ def test_the_pool_can_hold_the_ngrams_of_the_text(small):
 class Knowing(Lookahead):
     """A proposer whose pool starts with the n-grams of given texts."""
 
-    def clear(self):
-        super().clear()
+    def begin(self, tokens, num):
+        super().begin(tokens, num)
         for row, text in enumerate(self.known):
             for start in range(len(text) - self.ngram + 1):
                 self.keep(row, text[start : start + self.ngram])

@@ -39,9 +39,6 @@ class Copying(TextProposer):
     def __init__(self, num: int):
         self.depth = num
 
-    def clear(self):
-        pass
-
     def extend(self, row, new):
         pass
 

@@ -62,7 +62,7 @@ def test_rewind_restores_the_state_of_the_mark():
         begin(fresh, kept)
         for row in range(3):
             assert proposer.draft(row) == fresh.draft(row)
-            assert vars(proposer.indices[row]) == vars(fresh.indices[row])
+            assert vars(proposer.states[row]) == vars(fresh.states[row])
     assert differed > 10
 
 

@@ -8,8 +8,9 @@ import torch
 from omegaconf import OmegaConf
 
 from helpers.decoding import DecodeOptions
-from specdec.decode import Decoder, Generation, StopStrings
+from specdec.decode import Decoder
 from specdec.drafting import Drafting
+from specdec.generation import Generation, StopStrings
 from specdec.proposers.growth import FIRST_CHILD, NEXT_CHILD, static_parents
 from specdec.proposers.heads import HeadProposer
 from specdec.proposers.stopping import Stopping

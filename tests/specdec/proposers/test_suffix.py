@@ -122,7 +122,7 @@ def tokens(draft) -> list[int]:
 
 def begin_next_batch(proposer: Suffix, prompts, *, cut: int = 0) -> None:
     """Ends the batch with answers that lack their last `cut` committed tokens, and begins the next batch."""
-    proposer.finish([len(text) - start - cut for text, start in zip(proposer.texts, proposer.starts)])
+    proposer.finish([len(text) - state.start - cut for text, state in zip(proposer.texts, proposer.states)])
     begin(proposer, prompts)
 
 

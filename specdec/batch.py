@@ -1,0 +1,272 @@
+"""Rows that are decoded together: prompts join between rounds, and rows leave when their answers have ended."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from specdec import masks, rules
+from specdec.cache import RowCache
+from specdec.generation import STAGES, Ends, Generation, RoundCost
+from specdec.proposers.base import Opening, Proposer
+from specdec.sampling import Randomness
+from specdec.target import Target
+from specdec.tree import Tree, root
+from specdec.verifier import Verifier
+
+
+@dataclass(eq=False)
+class Request:
+    """A prompt, and its answer so far.
+
+    left: tokens that the answer may still have; 0 once it has ended
+    generator: of this answer's random numbers alone; None: those of the batch
+    penalised [V] bool: tokens to which a repetition penalty applies from the start; None: the prompt's tokens
+    generation: the answer, and its share of the times of the rounds that it took part in
+    """
+
+    prompt: list[int]
+    left: int
+    generator: torch.Generator | None = None
+    penalised: Tensor | None = None
+    generation: Generation = field(default_factory=lambda: Generation([[]], [[]]))
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.generation.tokens[0]
+
+    def take(self, new: list[int], ends: Ends) -> list[int]:
+        """Adds new tokens to the answer, up to its end -> those that were added"""
+        new, ended = ends.cut(self.tokens, new[: self.left])
+        self.generation.tokens[0].extend(new)
+        self.left = 0 if ended else self.left - len(new)
+        return new
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one round emitted, for the requests that took part in it."""
+
+    requests: list[Request]
+    tokens: list[list[int]]
+    num_drafted: int  # nodes of the tree, without the root
+    cost: RoundCost
+
+    @property
+    def accepted(self) -> list[int]:
+        return [max(0, len(tokens) - 1) for tokens in self.tokens]
+
+
+class Batch:
+    """Decodes requests together, a round at a time. `Decoder.batch` makes it.
+
+    generator: random numbers for all requests that have none of their own
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        proposer: Proposer | None,
+        verify: Verifier,
+        ends: Ends,
+        generator: torch.Generator | None,
+    ):
+        self.target, self.proposer, self.verify, self.ends, self.generator = target, proposer, verify, ends, generator
+        self.sampling, self.runner = verify.sampling, verify.runner
+        self.rows: list[Request] = []  # of each row; one whose answer has ended stands still until it leaves
+        self.prefill_seconds = 0.0
+        self.cache: RowCache
+        self.newest: Tensor  # [B] the last token of each row
+        self.marks: Tensor | None  # [B, V] the tokens to which a repetition penalty applies
+
+    @property
+    def running(self) -> list[Request]:
+        return [request for request in self.rows if request.left]
+
+    @property
+    def joins(self) -> bool:
+        """Whether requests can join while others run. Else `admit` needs a batch in which none runs."""
+        return self.proposer is None or self.proposer.selects
+
+    @torch.inference_mode()
+    def admit(self, requests: list[Request]) -> list[list[int]]:
+        """Reads the prompts -> the first token of each answer"""
+        start = self._clock()
+        if not self.running:
+            self.close()
+            self.rows = list(requests)
+            self.cache, self.newest, self.marks, opening = self._read(requests)
+            if self.proposer:
+                self.proposer.share(self.cache)
+                self.proposer.begin(opening.tokens, opening.num)
+                self.proposer.commit(opening.following, opening.features, opening.num, opening.counts)
+        else:
+            assert self.joins, "this proposer's batches cannot be joined"
+            self._join(requests)
+        emitted = [request.take([token], self.ends) for request, token in zip(requests, self.newest_of(requests))]
+        seconds = self._clock() - start
+        self.prefill_seconds += seconds
+        for request in requests:
+            request.generation.prefill_seconds += seconds / len(requests)
+        return emitted
+
+    def newest_of(self, requests: list[Request]) -> list[int]:
+        places = {id(request): row for row, request in enumerate(self.rows)}
+        newest = self.newest.tolist()
+        return [newest[places[id(request)]] for request in requests]
+
+    @torch.inference_mode()
+    def step(self) -> Step:
+        """One round of all rows. At least one request must be running."""
+        start, compiled = self._clock(), self._compiling()
+        self._shrink()
+        running = [request.left > 0 for request in self.rows]
+        tree = self._propose()
+        drafted = self._clock()
+        verdict = self.verify(tree, self.cache, rules.Draws(self._randomness(self.rows)), self.marks)
+        num_kept, self.newest = verdict.num_kept, verdict.next_token
+        path, following = verdict.along(tree, self.proposer.depth if self.proposer else 0)  # [B, P] each
+        # The only wait for the device in a round
+        *lists, counts = torch.cat([following, num_kept[:, None]], dim=1).T.tolist()
+        verified = self._clock()
+        if not tree.linear:
+            self.cache.keep(path)
+        if not all(running):  # a row that has ended stands still: its text would outgrow the target's positions
+            num_kept = num_kept * torch.tensor(running, device=num_kept.device)
+            counts = [count * on for count, on in zip(counts, running)]
+        self.cache.commit(num_kept, counts)
+        if self.proposer:
+            if self.proposer.watches and verdict.choices is not None:
+                self.proposer.watch(tree, verdict.choices)
+            features = verdict.output.features
+            if not tree.linear:
+                features = features.gather(1, path[..., None].expand(-1, -1, features.shape[-1]))
+            self.proposer.commit(following, features, num_kept, counts)
+        kept = self._clock()
+        requests = self.running
+        emitted = [list(row[:n]) for row, n in zip(zip(*lists), counts)]
+        tokens = [request.take(row, self.ends) for request, row, on in zip(self.rows, emitted, running) if on]
+        if self.marks is not None:
+            real = torch.arange(following.shape[1], device=following.device) < num_kept[:, None]
+            self.marks.scatter_(1, torch.where(real, following, self.newest[:, None]), True)
+        end = self._clock()
+        compiling = self._compiling() - compiled
+        stages = dict(zip(STAGES, (drafted - start, verified - drafted, kept - verified, end - kept)))
+        if self.proposer:
+            self.proposer.timed(-1.0 if compiling else verified - drafted)
+        done = Step(requests, tokens, tree.tokens.shape[1] - 1, RoundCost(end - start, compiling, stages))
+        for request, accepted in zip(requests, done.accepted):
+            request.generation.accepted[0].append(accepted)
+            request.generation.drafted.append(done.num_drafted)
+            request.generation.add_times(done.cost, 1 / len(requests))
+        return done
+
+    def close(self) -> None:
+        """Ends the batch: what proposers learn from its answers, they learn now. It may be used again."""
+        if self.proposer and self.rows:
+            self.proposer.finish(self._nums())
+        self.rows = []
+
+    # Rows
+
+    def _nums(self) -> list[int]:
+        return [len(request.tokens) for request in self.rows]
+
+    def _shrink(self) -> None:
+        """Rows whose answers have ended leave, unless shapes are compiled: each number of rows would be a new one."""
+        staying = [row for row, request in enumerate(self.rows) if request.left or self.runner.by_shape]
+        if self.joins and len(staying) < len(self.rows):
+            self._select(staying, self._nums())
+
+    def _select(self, rows: list[int], nums: list[int]) -> None:
+        index = torch.tensor(rows, device=self.newest.device)
+        self.cache.select(rows)
+        self.newest, self.marks = self.newest[index], None if self.marks is None else self.marks[index]
+        if self.proposer:
+            self.proposer.select(rows, nums)
+        self.rows = [self.rows[row] for row in rows]
+
+    def _join(self, requests: list[Request]) -> None:
+        """Requests take the places of rows that have ended, or new rows."""
+        nums, free = self._nums(), [row for row, request in enumerate(self.rows) if not request.left]
+        more = len(requests) - len(free)
+        if more > 0:
+            num_rows = len(self.rows)
+            self._select([*range(num_rows), *[0] * more], nums)  # places for the new rows
+            nums += [0] * more
+            free += range(num_rows, num_rows + more)
+        rows = free[: len(requests)]
+        cache, newest, marks, opening = self._read(requests)
+        index = torch.tensor(rows, device=newest.device)
+        self.cache.replace(rows, cache)
+        self.newest = self.newest.index_copy(0, index, newest)
+        if self.marks is not None and marks is not None:
+            self.marks = self.marks.index_copy(0, index, marks)
+        if self.proposer:
+            self.proposer.replace(rows, nums, opening)
+        for row, request in zip(rows, requests):
+            self.rows[row] = request
+
+    def _randomness(self, requests: list[Request]) -> Randomness:
+        if all(request.generator is None for request in requests):
+            return self.generator
+        return [request.generator or self.generator for request in requests]
+
+    # Passes
+
+    def _propose(self) -> Tree:
+        if self.proposer is None:
+            return root(self.newest)
+        tree = self.proposer.propose(self.sampling, self._randomness(self.rows))
+        return tree.rounded(self.proposer.depth) if self.runner.by_shape and self.proposer.varies else tree
+
+    def _read(self, requests: list[Request]) -> tuple[RowCache, Tensor, Tensor | None, Opening]:
+        """Reads prompts -> a cache with them, the first token of each answer [R], marks [R, V], what a proposer needs"""
+        device, num_rows = self.target.device, len(requests)
+        counts = [len(request.prompt) for request in requests]
+        num = torch.tensor(counts, device=device)  # [R]
+        prompts = [torch.tensor(request.prompt) for request in requests]
+        padded = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True).to(device)  # [R, T]
+        cache, length = self.target.cache(num_rows), padded.shape[1]
+        cache.reserve(length, counts)
+        positions = torch.arange(length, device=device).expand(num_rows, -1)
+        mask = masks.pending(masks.causal(length, device), cache.lengths, cache.visible)
+        output = self.target.read(padded, self.verify.hidden_states, positions=positions, mask=mask, cache=cache)
+        cache.commit(num, counts)
+        logits = self.target.logits(output.final[cache.rows[:, 0], num - 1])  # [R, V]
+        marks = self._mark(padded, num, [request.penalised for request in requests])
+        if marks is not None:
+            logits = self.sampling.penalise(logits, marks)
+        if self.sampling.greedy:
+            newest = logits.argmax(-1)
+        else:
+            draws = rules.Draws(self._randomness(requests))
+            newest = draws.token(self.sampling.law(logits), torch.ones_like(num, dtype=torch.bool))
+        if marks is not None:
+            marks.scatter_(1, newest[:, None], True)
+        following = torch.cat([padded[:, 1:], newest[:, None]], dim=1)  # [R, T]
+        following[torch.arange(num_rows, device=device), num - 1] = newest
+        return cache, newest, marks, Opening(padded, num, following, output.features, counts)
+
+    def _mark(self, padded: Tensor, num: Tensor, penalised: Sequence[Tensor | None]) -> Tensor | None:
+        """[R, V] bool: the prompts' tokens, or those that a request names; None without a repetition penalty"""
+        if self.sampling.repetition_penalty == 1:
+            return None
+        real = torch.arange(padded.shape[1], device=padded.device) < num[:, None]  # [R, T]
+        marks = torch.zeros(len(num), self.target.vocab_size, dtype=torch.bool, device=padded.device)
+        marks.scatter_(1, torch.where(real, padded, padded[:, :1]), True)
+        given = [marks[row] if own is None else own.to(marks.device) for row, own in enumerate(penalised)]
+        return torch.stack(given)
+
+    # Time
+
+    def _clock(self) -> float:
+        """Seconds without those of compiling."""
+        if self.target.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - self._compiling()
+
+    def _compiling(self) -> float:
+        return self.runner.seconds + (self.proposer.compile_seconds if self.proposer else 0.0)

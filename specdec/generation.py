@@ -1,0 +1,84 @@
+"""Answers with the counts and times of their rounds, and where an answer ends."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+STAGES = ("draft", "verify", "keep", "other")
+
+
+@dataclass(frozen=True)
+class Round:
+    """The tokens that one round emitted in each row; a finished row emits none."""
+
+    tokens: list[list[int]]  # [B][.] accepted drafts, then the target's own token, cut at the end of the answer
+    accepted: list[int]  # [B] how many of these tokens are drafts
+
+
+@dataclass
+class Generation:
+    """Answers, and counts and times of their rounds. The first token of an answer is read off the prompt, before any round."""
+
+    tokens: list[list[int]]  # [B][.] the answers
+    accepted: list[list[int]]  # [B][rounds] drafts that each round emitted; it emits one token more
+    drafted: list[int] = field(default_factory=list)  # [rounds] nodes of each round's tree, without the root
+    seconds: float = 0.0  # of all rounds: wall clock, without compiling
+    prefill_seconds: float = 0.0
+    compile_seconds: float = 0.0
+    stages: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))  # the parts of `seconds`
+
+    def add_times(self, cost: "RoundCost", share: float = 1.0) -> None:
+        """Adds a round's times, or a share of them."""
+        self.seconds += cost.seconds * share
+        self.compile_seconds += cost.compile_seconds * share
+        for stage, spent in cost.stages.items():
+            self.stages[stage] += spent * share
+
+
+@dataclass(frozen=True)
+class RoundCost:
+    """Times of one round, as in Generation."""
+
+    seconds: float
+    compile_seconds: float
+    stages: dict[str, float]
+
+
+@dataclass(frozen=True)
+class StopStrings:
+    """Texts that end an answer: its last token is the one that completes a stop string. decode: token ids -> text"""
+
+    strings: tuple[str, ...]
+    decode: Callable[[list[int]], str]
+
+    def __post_init__(self):
+        if not all(self.strings):
+            raise ValueError("A stop string must hold a character: every text holds the empty one.")
+
+    def end(self, written: list[int], new: list[int]) -> int | None:
+        """How many of the `new` tokens, which follow `written`, belong to the answer; None if it does not end there."""
+        longest = max(map(len, self.strings))
+        tail = written[-4 * longest :] + new  # a token has at least one byte, a character at most four
+        if not self._complete(tail):
+            return None
+        return next(num for num in range(1, len(new) + 1) if self._complete(tail[: len(tail) - len(new) + num]))
+
+    def _complete(self, tokens: list[int]) -> bool:
+        text = self.decode(tokens)
+        return any(string in text for string in self.strings)
+
+
+@dataclass(frozen=True)
+class Ends:
+    """What ends an answer. tokens: ids that end it and belong to it"""
+
+    tokens: frozenset[int]
+    strings: StopStrings | None = None
+
+    def cut(self, written: list[int], new: list[int]) -> tuple[list[int], bool]:
+        """-> those of the new tokens, which follow `written`, that belong to the answer; whether it ends with them"""
+        end = next((place + 1 for place, token in enumerate(new) if token in self.tokens), None)
+        new = new[:end]
+        if self.strings and new:
+            last = self.strings.end(written, new)
+            new, end = new[:last], end if last is None else last
+        return new, end is not None

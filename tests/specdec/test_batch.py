@@ -1,0 +1,188 @@
+"""Tests of batches whose rows come and go: each answer is the one that its prompt gets alone."""
+
+import random
+
+import pytest
+import torch
+
+from specdec.batch import Request
+from specdec.compile import Runner
+from specdec.decode import Decoder
+from specdec.proposers.heads import HeadProposer
+from specdec.proposers.lookahead import Lookahead
+from specdec.proposers.merged import Merged
+from specdec.proposers.ngram import Ngram
+from specdec.proposers.suffix import Suffix
+from specdec.sampling import Sampling
+from specdec.tree import TreeShape
+from tests.support import chain_of, greedy, make_drafter, random_tokens, repeating_texts
+
+STOP = {2}
+TREE = TreeShape(depth=3, width=2, nodes=5)
+
+
+def prompts_of(target) -> list[list[int]]:
+    """More prompts than rows, of many lengths; their answers end at different times."""
+    texts = [random_tokens(seed, 3 + 5 * seed % 17, target.vocab_size) for seed in range(7)]
+    return [*texts, *repeating_texts(3, 12)]
+
+
+def seeded(number: int) -> torch.Generator:
+    return torch.Generator().manual_seed(number)
+
+
+def alone(decoder: Decoder, prompts, num: int) -> list[list[int]]:
+    """What each prompt is answered alone, with random numbers of its own."""
+    found = []
+    for number, prompt in enumerate(prompts):
+        ((_, answer),) = decoder.answers([prompt], num, rows=1, generator=lambda _, number=number: seeded(number))
+        found.append(answer.tokens[0])
+    return found
+
+
+def together(decoder: Decoder, prompts, num: int, rows: int) -> list[list[int]]:
+    found = dict(decoder.answers(prompts, num, rows=rows, generator=seeded))
+    assert sorted(found) == list(range(len(prompts)))
+    for answer in found.values():
+        assert len(answer.tokens[0]) <= 1 + sum(count + 1 for count in answer.accepted[0])
+        assert len(answer.accepted[0]) == len(answer.drafted)
+    return [found[number].tokens[0] for number in range(len(prompts))]
+
+
+def text_proposers(target) -> dict:
+    suffix = lambda: Suffix(target, num=6, factor=2.0, offset=4, least=0.1, memory=500)
+    ngram = lambda: Ngram(target, min=1, max=3, num=4)
+    return {
+        "none": lambda: None,
+        "suffix": suffix,
+        "ngram": ngram,
+        "lookahead": lambda: Lookahead(target, window=3, ngram=3, guesses=2, from_text=True),
+        "merged": lambda: Merged(
+            target, members=[HeadProposer(make_drafter(target, "eagle3"), chain_of(2)), suffix(), ngram()]
+        ),
+    }
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("name", ["none", "suffix", "ngram", "lookahead", "merged"])
+def test_greedy_answers_are_those_of_each_prompt_alone(small_target, name, rows):
+    prompts = prompts_of(small_target)
+    plain = alone(greedy(small_target, None, STOP), prompts, 30)
+    assert len({len(answer) for answer in plain}) > 3  # they end at different times
+    decoder = greedy(small_target, text_proposers(small_target)[name](), STOP)
+    assert together(decoder, prompts, 30, rows) == plain
+
+
+@pytest.mark.parametrize("shape", [chain_of(3), TREE], ids=["chain", "tree"])
+def test_heads_are_joined_and_left(small_target, small_drafter, shape):
+    """The drafts, too, are those of a batch of one: what is accepted does not depend on the others."""
+    limit = small_drafter.depth or shape.depth
+    shape = TreeShape(min(shape.depth, limit), shape.width, min(shape.depth, limit) if shape.chain else shape.nodes)
+    prompts = prompts_of(small_target)
+    decoder = greedy(small_target, HeadProposer(small_drafter, shape), STOP)
+    single = [decoder.generate([prompt], 24) for prompt in prompts]
+    found = dict(decoder.answers(prompts, 24, rows=3))
+    for number, generation in enumerate(single):
+        assert found[number].tokens == generation.tokens
+        assert found[number].accepted == generation.accepted
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+@pytest.mark.parametrize("head", [None, "eagle", "medusa", "dflash"])
+def test_sampled_answers_are_those_of_each_prompt_alone(small_target, head, rule):
+    """With random numbers of its own, an answer does not depend on the others of its batch, nor on rows that have ended."""
+    proposer = head and HeadProposer(make_drafter(small_target, head), chain_of(2))
+    sampling = Sampling(1.2, top_k=4, repetition_penalty=1.1)
+    decoder = Decoder(small_target, proposer, sampling=sampling, stop=STOP, rule=rule)
+    prompts = prompts_of(small_target)
+    single = alone(decoder, prompts, 20)
+    assert len(set(map(tuple, single))) > 8
+    for rows in (2, 5):
+        assert together(decoder, prompts, 20, rows) == single
+
+
+def test_requests_join_a_batch_that_grows_and_shrinks(small_target):
+    """Any number of requests between rounds, into places of ended ones or beside the others."""
+    prompts, draw = prompts_of(small_target), random.Random(1)
+    plain = alone(greedy(small_target, None), prompts, 16)
+    decoder = greedy(small_target, HeadProposer(make_drafter(small_target, "eagle3"), TREE))
+    for _ in range(3):
+        batch, waiting, sizes = decoder.batch(), [Request(prompt, 16) for prompt in prompts], set()
+        requests = list(waiting)
+        while waiting or batch.running:
+            num = min(len(waiting), draw.choice([0, 0, 1, 1, 2, 4]) if batch.running else 1)
+            if num:
+                batch.admit(waiting[:num])
+                waiting = waiting[num:]
+            if batch.running:
+                sizes.add(len(batch.step().requests))
+        batch.close()
+        assert [request.tokens for request in requests] == plain
+        assert len(sizes) > 3
+
+
+def test_a_request_that_is_given_up_leaves_its_row(small_target):
+    prompts = prompts_of(small_target)[:3]
+    plain = alone(greedy(small_target, None), prompts, 20)
+    batch = greedy(small_target, None).batch()
+    requests = [Request(prompt, 20) for prompt in prompts]
+    batch.admit(requests)
+    batch.step()
+    requests[1].left = 0
+    while batch.running:
+        assert len(batch.step().requests) == 2
+    assert [requests[0].tokens, requests[2].tokens] == [plain[0], plain[2]]
+    assert requests[1].tokens == plain[1][:2]
+
+
+def test_rows_that_have_ended_leave_unless_shapes_are_compiled(small_target):
+    def rows_of(decoder: Decoder) -> list[int]:
+        verify, rows = decoder.verify, []
+        batch = decoder.batch()
+        batch.verify = lambda tree, *more: rows.append(len(tree.tokens)) or verify(tree, *more)
+        batch.verify.hidden_states = verify.hidden_states
+        batch.admit([Request([1, 2, 3], num) for num in (4, 9, 20, 30)])
+        while batch.running:
+            batch.step()
+        return rows
+
+    found = rows_of(greedy(small_target, None))
+    assert found == [4] * 3 + [3] * 5 + [2] * 11 + [1] * 10
+    runner = Runner(False, cuda_graphs=True)
+    runner.whole = lambda name, function, inputs, memory: function(*inputs)
+    kept = rows_of(Decoder(small_target, None, sampling=Sampling(), stop=set(), runner=runner))
+    assert kept == [4] * 29
+
+
+def test_the_memory_of_ended_answers_helps_the_prompts_that_follow(small_target):
+    """Of equal prompts, the second is drafted from the answer of the first, though a third one runs all the time."""
+    text = random_tokens(5, 8, small_target.vocab_size)
+    other = random_tokens(6, 9, small_target.vocab_size)
+    proposer = Suffix(small_target, num=6, factor=2.0, offset=4, least=0.1, memory=500)
+    batch = greedy(small_target, proposer).batch()
+    first, second, third = Request(text, 20), Request(text, 20), Request(other, 200)
+    batch.admit([first, third])
+    for request in (first, second):
+        if request is second:
+            batch.admit([second])
+        while request.left:
+            batch.step()
+    assert third.left and second.tokens == first.tokens
+    assert len(second.generation.accepted[0]) < len(first.generation.accepted[0])
+    fresh = greedy(small_target, Suffix(small_target, num=6, factor=2.0, offset=4, least=0.1, memory=500))
+    assert fresh.generate([other], len(third.tokens)).tokens[0] == third.tokens
+
+
+def test_times_are_shared_by_the_rows_that_ran(small_target):
+    decoder, prompts = greedy(small_target, None), [[1, 2, 3]] * 3
+    answers = [answer for _, answer in decoder.answers(prompts, 12, rows=2)]
+    assert all(answer.seconds == pytest.approx(sum(answer.stages.values())) for answer in answers)
+    assert all(answer.prefill_seconds > 0 and len(answer.accepted[0]) == 11 for answer in answers)
+
+
+def test_bad_input_is_refused(small_target):
+    decoder = greedy(small_target, None)
+    with pytest.raises(ValueError, match="rows=0 must be at least 1"):
+        list(decoder.answers([[1]], 4, rows=0))
+    with pytest.raises(ValueError, match="every prompt at least one token"):
+        list(decoder.answers([[1], []], 4, rows=2))
