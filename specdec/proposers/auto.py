@@ -138,6 +138,7 @@ class Account:
     tokens: float = 0.0  # of all rows
     expected: float = 0.0  # tokens that were expected
     seconds: float = 0.0  # of verification and drafting, expected
+    plain: float = 0.0  # seconds that plain decoding takes for the expected tokens, in as many rows
     head: int = 0  # rounds in which the head drafted
     trials: int = 0  # of these, rounds to see whether it pays by now
     sizes: Counter = field(default_factory=Counter)  # rounds by the nodes of their trees
@@ -297,7 +298,9 @@ class Auto(Proposer):
         account = self.account
         account.rounds += 1
         # The likeliest of many candidates are those whose chances are most overestimated; their order stays right
-        account.expected += num_rows + self.hoped * self.kept / self.promised
+        corrected = num_rows + self.hoped * self.kept / self.promised
+        account.expected += corrected
+        account.plain += corrected * self.curve[1] / num_rows
         account.seconds += verifying + drafting
         account.sizes[num] += 1
         device = self.target.device
@@ -469,10 +472,7 @@ class Auto(Proposer):
 
     def predicted(self) -> float | None:
         """The speedup that was expected of all rounds since `forget`; None without a round."""
-        account = self.account
-        if not account.seconds or self.costs is None:
-            return None
-        return account.expected / account.seconds / (self.num_rows / self._plain(self.num_rows))
+        return self.account.plain / self.account.seconds if self.account.seconds else None
 
     # What is learnt
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from specdec.chances import Chances, Kind
-from specdec.costs import told
+from specdec.costs import Costs, told
 from specdec.decode import Decoder, Generation
 from specdec.drafting import Drafting
 from specdec.measurement import Prompt, PromptResult
@@ -156,3 +156,18 @@ def test_the_choices_of_rounds_say_who_drafted_what(small_target, temperature):
     sources = sum((choice.sources for choice in choices), choices[0].sources.copy()).keys()
     assert {"Suffix", "head" if temperature == 0 else "drawn"} <= sources
     assert step_seconds(auto, 1) == {"absorb": 0.01, "step": 0.01}
+
+
+def test_the_prediction_of_a_batch_is_that_of_its_rows_as_they_were(small_target):
+    """A pass takes the same for five rows as for one. Rows end, and the last prompt is decoded alone: against plain decoding
+    of as many rows, drafts gain no more than they do in one row."""
+    head = HeadProposer(make_drafter(small_target, "eagle"), chain_of(3))
+    curve = {1: 1.0, 2: 1.1, 4: 1.2}
+    costs = Costs({1: curve, 5: curve}, sizes=curve, steps={"absorb": 0.0, "step": 0.0})
+    auto = Auto(small_target, members=[head], costs=costs)
+    decoder = Decoder(small_target, auto, sampling=Sampling(), stop={1})
+    for prompts in (prompts_of(small_target), prompts_of(small_target)[4:]):
+        decoder.generate(prompts, 40)
+    account = auto.account
+    assert auto.num_rows == 1
+    assert 1 / 1.2 < auto.predicted() < 3 and account.expected / account.seconds > 1.2 * auto.predicted()
