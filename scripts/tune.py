@@ -78,7 +78,7 @@ def main() -> None:
     results = decode(chosen, methods, decoders, auto, prompts, console)
     document = inspection.figures_of(auto, chosen.batch, results[AUTO])
     ways = predict(chosen, methods, draftings, auto, results)
-    console.print(*inspection.tables(document), inspection.table_of_ways(ways))
+    inspection.show(console, [*inspection.tables(document), inspection.table_of_ways(ways)])
     say(inspection.sentences(document))
     verdict = tuning.verdict(ways)
     say(verdict)

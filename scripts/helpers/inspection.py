@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import asdict
 
 import rich.box
+import rich.console
 import rich.table
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
@@ -57,8 +58,16 @@ def tables(figures: dict) -> list[rich.table.Table]:
     return [table_of_costs(figures["costs"]), table_of_chances(figures), table_of_choices(figures["choices"])]
 
 
+def show(console: rich.console.Console, tables: list[rich.table.Table]) -> None:
+    """Prints them, each after its title, which may be longer than a line of the table."""
+    for table in tables:
+        title, table.title = table.title, None
+        console.print(title)
+        console.print(table)
+
+
 def new_table(title: str, first: str, *others: str) -> rich.table.Table:
-    table = rich.table.Table(title=title, title_justify="left", box=rich.box.SIMPLE)
+    table = rich.table.Table(title=title, box=rich.box.SIMPLE)
     table.add_column(first, no_wrap=True)
     for name in others:
         table.add_column(name, justify="right", no_wrap=True)
@@ -209,19 +218,16 @@ def draw_rates(axes, rounds: list[TimedRound], costs: Costs) -> None:
 
 
 def draw_costs(axes, rounds: list[TimedRound], costs: Costs, steps: dict[str, float]) -> None:
-    """The costs of a pass, and on them how many rounds had as many nodes."""
+    """The costs of a pass, and behind them how many rounds had as many nodes."""
     curve, used = costs.curve(1), Counter(each.choice.size for each in rounds)
     nums = sorted(curve)
-    ms = {num: 1e3 * costs.scale * curve[num] for num in nums}
-    axes.plot(nums, [ms[num] for num in nums], "o-", color="0.4", markersize=3)
-    sizes = [num for num in sorted(used) if num in ms]
-    axes.scatter(sizes, [ms[num] for num in sizes], [20 + 500 * used[num] / len(rounds) for num in sizes], alpha=0.5)
-    for num in sizes:
-        axes.annotate(
-            f"{used[num] / len(rounds):.0%}", (num, ms[num]), (4, -12), textcoords="offset points", fontsize=8
-        )
-    head = ", ".join(f"{name} {1e3 * spent:.1f} ms" for name, spent in steps.items())
+    ms = [1e3 * costs.scale * curve[num] for num in nums]
+    shares = axes.twinx()
+    shares.bar([*used], [count / len(rounds) for count in used.values()], color="tab:cyan", alpha=0.4, width=0.8)
+    shares.set(ylabel="share of rounds (bars)", ylim=(0, 1))
+    axes.plot(nums, ms, "o-", color="0.3", markersize=3)
     axes.set(
-        xlabel="nodes of a tree, the root included", ylabel="ms of the target's pass", ylim=(0, 1.1 * max(ms.values()))
+        xlabel="nodes of a tree, the root included", ylabel="ms of the target's pass (line)", ylim=(0, 1.1 * max(ms))
     )
-    axes.set_title(f"costs, and share of rounds\n{f'head: {head}' if head else ''}", fontsize=9)
+    head = ", ".join(f"{name} {1e3 * spent:.1f} ms" for name, spent in steps.items())
+    axes.set_title(f"costs of this device\n{f'head: {head}' if head else ''}", fontsize=9)
