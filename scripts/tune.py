@@ -1,31 +1,38 @@
-"""Measures this device, chooses the fastest chain or tree for a checkpoint, and writes it for decode.file=.
+"""Shows what proposer=auto knows and does on this device: costs, chances, choices, and its speed beside fixed shapes.
 
-    python scripts/tune.py checkpoint=checkpoints/shipped/eagle decode.compile=true out=tuned.yaml
-    python scripts/evaluate.py checkpoint=checkpoints/shipped/eagle decode.file=tuned.yaml
+    python scripts/tune.py checkpoint=checkpoints/shipped/eagle decode.compile=true out=tune.json picture=rounds.png
+    python scripts/evaluate.py checkpoint=checkpoints/shipped/eagle decode.file=tune.json
 
-Every chain, every tree, and a chain that stops where drafts are unlikely to survive gets a predicted speedup
-(docs/methods.md, section 8). Then all are decoded again, in turn, to compare the prediction with the measurement.
+All prompts are decoded plainly, by auto, and in every fixed shape, in turn. The speed of each is predicted from the costs
+that auto measured (docs/methods.md, section 8). decode.file= takes the fastest of the fixed shapes from the file.
 """
 
+import functools
 import json
+import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-import rich.box
 import rich.console
 import rich.table
-import yaml
 from rich.progress import track
 
-from helpers import decoding, loading
+from helpers import decoding, inspection, loading
 from helpers.options import option, options, run
-from specdec import files, speed
+from specdec import comparing, files, tuning
+from specdec.comparing import Decoders, Method
+from specdec.decode import Decoder
+from specdec.drafter import Drafter
 from specdec.drafting import Drafting
-from specdec.report import Report, summarise
-from specdec.tuning import Choice, Setting, Tuner, candidates
+from specdec.measurement import Prompt, PromptResult, seeded_generator, turns
+from specdec.proposers.auto import Auto
+from specdec.proposers.suffix import usual_suffix
+from specdec.report import summarise
+from specdec.tree import TreeShape
+from specdec.tuning import RecordedChances, Way
 from train import data
 
-FIGURES = ("tau", "tau_ci", "speedup", "speedup_ci", "tokens_per_second", "baseline_tokens_per_second", "ms_per_round")
+AUTO, PLAIN = "auto", "plain"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,119 +40,144 @@ class Tune(loading.PromptOptions, decoding.ShapesOptions):
     checkpoint: str = field(metadata={"help": loading.CHECKPOINT})
     limit: int = 8
     max_new_tokens: int = 48
-    chains: str = "1,2,3,4,5"
-    trees: str = "2x2x4,3x3x6,4x3x8,4x4x12"
-    stopping: bool = option(True, "also try a chain that stops where drafts are unlikely to survive")
-    seed: int = option(0, "seed of sampling")
-    out: str = option("tuned.yaml", "YAML file of the chosen settings, for decode.file=")
-    out_json: str | None = option(None, "JSON file for all figures")
+    batch: int = option(1, "prompts decoded at once")
+    chains: str = "1,2,3,4"
+    trees: str = "2x2x4,3x3x6,4x3x8"
+    costs: str | None = option(
+        None, "JSON file with the costs of another machine (docs/auto.md); null: those of this one"
+    )
+    out: str = option("tune.json", "JSON file for all figures and the fastest fixed shape, for decode.file=")
+    picture: str | None = option(None, "PNG file: what auto chooses in each round of one prompt")
+    picture_prompt: int = option(1, "number of this prompt; auto decodes those before it first")
     target: loading.TargetOptions = field(default_factory=loading.TargetOptions)
     decode: decoding.CommonDecodeOptions = field(default_factory=decoding.CommonDecodeOptions)
 
 
 def main() -> None:
     chosen = options(Tune, __doc__)
-    console = rich.console.Console(highlight=False, soft_wrap=True)
-    sampling, shapes = chosen.decode.sampling(), chosen.shapes()
+    console = rich.console.Console(highlight=False, width=None if sys.stdout.isatty() else 130)
+    say = functools.partial(console.print, soft_wrap=True)
+    shapes, sampling = chosen.shapes(), chosen.decode.sampling()
     loaded = loading.load(chosen.checkpoint, chosen.target)
     prompts = data.load_prompts(chosen.prompts, loaded.tokenizer, limit=chosen.limit)
-    draftings = choose_candidates(chosen, shapes, loaded, console)
+    check(chosen, loaded, len(prompts))
+    draftings, left_out = tuning.candidates(map(chosen.decode.drafting_of, shapes), loaded.drafter.depth)
+    for name in left_out:
+        say(f"left out: {name}; this drafter takes {loaded.drafter.depth} steps")
+    auto = make_auto(chosen, loaded)
+    decoding.show_measuring(auto, console)
     conditions = (
         f"{loaded.folder} on {loading.conditions(loaded.target)}, "
         f"{'compiled' if chosen.decode.compile else 'not compiled'}, temperature {sampling.temperature:g}; "
-        f"{len(prompts)} prompts, <= {chosen.max_new_tokens} new tokens"
+        f"{len(prompts)} prompts, batch {chosen.batch}, <= {chosen.max_new_tokens} new tokens"
     )
-    console.print(conditions)
-    tuner = Tuner(
-        loaded.drafter,
-        prompts,
-        sampling=sampling,
-        stop=loaded.stop,
-        max_new_tokens=chosen.max_new_tokens,
-        runner=chosen.decode.runner(),
-        seed=chosen.seed,
-        progress=lambda items, text: track(items, description=text, console=console, transient=True),
-    )
-    prediction = tuner.predict(draftings, stopping=chosen.stopping)
-    if prediction.costs is not None:
-        console.print(show_costs(prediction.costs))
-        if not prediction.stops:
-            console.print("stopping: left out, because it would not have paid")
-    for setting in prediction.settings:
-        console.print(setting.explain())
-    results = tuner.verify(prediction.settings)
-    reports = {
-        setting.name: summarise(results[setting.name], depth=setting.drafting.depth, temperature=sampling.temperature)
-        for setting in prediction.settings
-    }
-    choice = Choice.of(prediction.settings, results, reports)
-    console.print(table(prediction.settings, reports, choice.final))
-    console.print(choice.explain())
-    write(chosen, conditions, prediction.settings, reports, choice)
-    console.print(f"written: {chosen.out}; use it with decode.file={chosen.out}")
+    say(conditions)
+    methods = make_methods(chosen, loaded, auto, draftings)
+    runners = {PLAIN: chosen.decode.runner()}
+    decoders = comparing.make_decoders(methods, sampling, loaded.stop, runners)
+    results = decode(chosen, methods, decoders, auto, prompts, console)
+    document = inspection.figures_of(auto, chosen.batch, results[AUTO])
+    ways = predict(chosen, methods, draftings, auto, results)
+    inspection.show(console, [*inspection.tables(document), inspection.table_of_ways(ways)])
+    say(inspection.sentences(document))
+    verdict = tuning.verdict(ways)
+    say(verdict)
+    document = {"conditions": conditions, "options": asdict(chosen), "verdict": verdict} | document
+    fixed = max((way for way in ways if way.drafting), key=lambda way: way.measured, default=None)
+    document |= {"ways": inspection.ways_to_json(ways), "drafting": fixed and fixed.drafting and asdict(fixed.drafting)}
+    files.write_text(Path(chosen.out), json.dumps(document, indent=2) + "\n")
+    say(f"written: {chosen.out}" + (f"; decode.file={chosen.out} decodes as {fixed.name}" if fixed else ""))
+    if chosen.picture:
+        draw(chosen, decoders[AUTO], auto, prompts, conditions)
+        say(f"written: {chosen.picture}")
 
 
-def choose_candidates(
-    chosen: Tune, shapes: list, loaded: loading.Loaded, console: rich.console.Console
-) -> list[Drafting]:
-    draftings, left_out = candidates(map(chosen.decode.drafting_of, shapes), loaded.drafter.depth)
-    for name in left_out:
-        console.print(f"left out: {name}; this drafter takes {loaded.drafter.depth} steps")
-    if not draftings:
-        raise ValueError("chains and trees leave nothing to try: give a chain, such as chains=1.")
-    return draftings
-
-
-def show_costs(costs: speed.ChainCosts) -> str:
-    draft, verify = (" ".join(f"{1e3 * seconds:.1f}" for seconds in part) for part in (costs.draft, costs.verify))
-    return f"chains of 0, 1, .. drafts that may stop, ms a round: draft {draft}; verify {verify}"
-
-
-def table(settings: list[Setting], reports: dict[str, Report], final: Setting) -> rich.table.Table:
-    table = rich.table.Table(
-        title="Speedup over plain decoding, in tokens/s of the rounds of all prompts (* chosen)",
-        title_justify="left",
-        box=rich.box.SIMPLE,
-    )
-    table.add_column("setting")
-    for name in ("tau", "predicted speedup", "measured speedup", "95 % interval", "measured minus predicted"):
-        table.add_column(name, justify="right")
-    for setting in settings:
-        report = reports[setting.name]
-        table.add_row(
-            f"{setting.name} *" if setting == final else setting.name,
-            f"{setting.tau:.2f}",
-            f"{setting.predicted:.2f}",
-            f"{report.speedup:.2f}",
-            "{:.2f} .. {:.2f}".format(*report.speedup_ci),
-            f"{100 * (report.speedup / setting.predicted - 1):+.1f} %",
+def check(chosen: Tune, loaded: loading.Loaded, num_prompts: int) -> None:
+    """Raises ValueError for what cannot be inspected."""
+    if not isinstance(loaded.drafter, Drafter):
+        raise ValueError(
+            f"{type(loaded.drafter).__name__} drafts by Jacobi iteration, about which auto knows nothing: compare its chains with "
+            "scripts/compare.py."
         )
-    return table
+    if chosen.batch < 1:
+        raise ValueError(f"batch={chosen.batch} must be at least 1.")
+    if not 1 <= chosen.picture_prompt <= num_prompts:
+        raise ValueError(f"picture_prompt={chosen.picture_prompt} must be between 1 and {num_prompts}, the prompts.")
 
 
-def write(chosen: Tune, conditions: str, settings: list[Setting], reports: dict[str, Report], choice: Choice) -> None:
-    """The chosen settings to out=, all figures to out_json=."""
-    final = choice.final
-    speedups = f"speedup {final.predicted:.2f} predicted, {choice.report.speedup:.2f} measured"
-    drafting = yaml.safe_dump(asdict(final.drafting), sort_keys=False)
-    files.write_text(Path(chosen.out), f"# {conditions}\n# {final.name}: {speedups}\n{drafting}")
-    if chosen.out_json:
-        figures = {
-            setting.name: {
-                **asdict(setting),
-                "predicted": setting.predicted,
-                "measured": {name: getattr(reports[setting.name], name) for name in FIGURES},
-            }
-            for setting in settings
-        }
-        document = {
-            "conditions": conditions,
-            "options": asdict(chosen),
-            "verdict": choice.explain(),
-            "chosen": final.name,
-            "settings": figures,
-        }
-        files.write_text(Path(chosen.out_json), json.dumps(document, indent=2) + "\n")
+def make_auto(chosen: Tune, loaded: loading.Loaded) -> Auto:
+    """The proposer that decodes by default with this checkpoint."""
+    with_head = Drafting(1, compile=bool(chosen.decode.compile)).proposer(loaded.drafter)
+    return Auto(loaded.target, members=[usual_suffix(loaded.target), with_head], costs=chosen.costs)
+
+
+def make_methods(chosen: Tune, loaded: loading.Loaded, auto: Auto, draftings: list[Drafting]) -> list[Method]:
+    """auto first, then the fixed shapes."""
+    any_shape = chosen.decode.drafting_of(TreeShape(1, 1, 1))
+    fixed = [
+        Method(tuning.name_of(each), loaded.target, each.proposer(loaded.drafter), each, each.depth, PLAIN)
+        for each in draftings
+    ]
+    return [Method(AUTO, loaded.target, auto, any_shape, auto.depth, PLAIN), *fixed]
+
+
+def decode(
+    chosen: Tune, methods: list[Method], decoders: Decoders, auto: Auto, prompts: list[Prompt], console
+) -> dict[str, list[PromptResult]]:
+    """All prompts by all methods, in turn, after a warm-up; auto then knows nothing but costs. -> results by method"""
+    groups = turns(list(range(len(prompts))), chosen.batch)
+    first = [prompt.tokens for prompt in prompts[: chosen.batch]]
+    for decoder in track(list(decoders.values()), description="warm-up", console=console, transient=True):
+        decoder.generate(first, min(8, chosen.max_new_tokens), generator=seeded_generator(decoder.target, 0))
+    assert auto.costs is not None
+    auto.costs.prepare(1)  # inspected beside a batch too
+    auto.forget()
+    auto.chances = RecordedChances()
+    rows = [
+        row
+        for group in track(groups, description="decoding", console=console, transient=True)
+        for row in comparing.compare_prompts(
+            methods, decoders, prompts, group, chosen.max_new_tokens, batch=chosen.batch
+        )
+    ]
+    temperature = decoders[AUTO].sampling.temperature
+    results = {
+        method.name: comparing.results_of(rows, name=method.name, baseline=PLAIN, temperature=temperature)
+        for method in methods
+    }
+    if not any(result.num_rounds for result in results[AUTO]):
+        raise ValueError("Every answer ended with its first token: give other prompts, or raise max_new_tokens.")
+    return results
+
+
+def predict(
+    chosen: Tune, methods: list[Method], draftings: list[Drafting], auto: Auto, results: dict[str, list[PromptResult]]
+) -> list[Way]:
+    """auto and the fixed shapes with their predicted and measured speeds."""
+    assert auto.costs is not None
+    curve = {num: auto.costs.scale * seconds for num, seconds in auto.costs.curve(chosen.batch).items()}
+    steps = tuning.step_seconds(auto, chosen.batch)
+    temperature = chosen.decode.sampling().temperature
+    ways = []
+    for method, drafting in zip(methods, [None, *draftings]):
+        report = summarise(results[method.name], depth=method.depth, temperature=temperature)
+        assert report.tau is not None
+        predicted = auto.predicted() if drafting is None else tuning.predict(report.tau, curve, steps, drafting.shape)
+        ways.append(Way(method.name, drafting, predicted, report, results[method.name]))
+    return ways
+
+
+def draw(chosen: Tune, decoder: Decoder, auto: Auto, prompts: list[Prompt], conditions: str) -> None:
+    """The rounds of one prompt; auto has decoded those before it, and nothing else."""
+    auto.forget()
+    for number, prompt in enumerate(prompts[: chosen.picture_prompt]):
+        generator = seeded_generator(auto.target, number)
+        rounds = tuning.timed_rounds(decoder, prompt.tokens, chosen.max_new_tokens, generator)
+    if not rounds:
+        raise ValueError(f"picture_prompt={chosen.picture_prompt}: its answer has one token: give another prompt.")
+    assert auto.costs is not None
+    title = f"prompt {chosen.picture_prompt} ({prompt.id}); {conditions}"
+    inspection.picture(rounds, auto.costs, tuning.step_seconds(auto, 1), title).savefig(chosen.picture, dpi=130)
 
 
 if __name__ == "__main__":

@@ -29,8 +29,8 @@ CONTEXT = 128  # tokens in the cache while it is measured
 SECONDS = 3.0  # of measuring for one number of rows, without compiling
 LEAST, MOST = 5, 40  # passes of each size
 CHECKED = (1, 4)  # nodes of the passes that show whether costs from the disk still hold
-FOLLOW = 0.05  # share of a new measurement in a cost
-SCALE = 0.2  # share of a new measurement in the common scale
+FOLLOW = 0.02  # by which a pass that took longer than expected, or less long, changes the common scale
+OWN = 0.5  # power of that change which the cost of the pass's own size takes
 DRIFT = 1.3  # ratio between a cost on the disk and what is measured now from which all of them are measured again
 
 
@@ -131,16 +131,20 @@ class Costs:
         return num, seconds * self.scale
 
     def saw(self, rows: int, num: int, seconds: float) -> None:
-        """Takes in the seconds of a pass that was made. A pause of the machine counts as twice the cost at most."""
+        """Takes in the seconds of a pass that was made.
+
+        What is followed are medians: by how much a pass took longer does not count, so a pause of the machine does not.
+        A size whose cost was measured too low is chosen until it is corrected.
+        """
         if self.steps is not None:
             return
         expected = self.curve(rows).get(num)
         if not expected:
             return
-        ratio = min(max(seconds / expected, 0.25 * self.scale), 2 * self.scale)
+        change = 1 + FOLLOW if seconds > expected * self.scale else 1 / (1 + FOLLOW)
+        self.scale *= change
         if rows in self.table:
-            self.table[rows][num] = expected * (1 - FOLLOW + FOLLOW * ratio / self.scale)
-        self.scale += SCALE * (ratio - self.scale)
+            self.table[rows][num] *= change**OWN
 
 
 @torch.inference_mode()
@@ -154,7 +158,7 @@ def measure(
     most: int = MOST,
     progress: Callable[[list, str], Iterable] = lambda items, _: items,
 ) -> dict[int, float]:
-    """Seconds of a pass by its number of nodes, in turn, medians.
+    """Seconds of a pass by its number of nodes, in turn, the lower quartiles: other work on the machine only adds to them.
 
     linear: chains, for a target that reads nothing else; most: passes of each size, beside two to warm up
     """
@@ -200,7 +204,7 @@ def measure(
     for number in range(repeats):
         for num in list(sizes)[:: 1 if number % 2 else -1]:
             times[num].append(once(num))
-    return {num: statistics.median(each) for num, each in times.items()}
+    return {num: statistics.quantiles(each, n=4)[0] for num, each in times.items()}
 
 
 def open_costs(

@@ -72,7 +72,7 @@ class Report:
     training: Training | None = None  # of a validation
     ema: dict | None = None  # of a validation with train.ema: the weights kept, and replayed tau of both
     served: dict | None = None  # of a validation with validation.served: tau and counters of vLLM on the same prompts
-    auto: dict | None = None  # of proposers/auto.py beside: see _auto, and scripts/evaluate.py
+    auto: dict | None = None  # of proposers/auto.py beside: see _auto, scripts/evaluate.py and train/validation.py
     experts: list[int] | None = None  # of a validation whose target is a mixture: experts of a layer, those of a token
 
     @property

@@ -93,7 +93,9 @@ def validation(console: Console, report: Report, shape) -> None:
     row("tokens/s drafted", report.tokens_per_second, report.tokens_per_second_ci, digits=1)
     row("speedup", report.speedup, report.speedup_ci)
     if report.auto:
-        row("speedup auto", report.auto["speedup"], report.auto["speedup_ci"])
+        num = report.auto.get("num_prompts", report.num_prompts)
+        of = "" if num == report.num_prompts else f", {num} prompts"
+        row(f"speedup auto{of}", report.auto["speedup"], report.auto["speedup_ci"])
         row("speedup auto, predicted", report.auto.get("predicted_speedup"))
         rounds = sum(report.auto["sizes"].values())
         sizes = ", ".join(f"{num}: {count / rounds:.0%}" for num, count in report.auto["sizes"].items())

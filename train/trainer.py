@@ -326,13 +326,11 @@ class Trainer:
         self.objective.train()
 
     def _decode_best(self) -> None:
-        """After the last step: decodes the checkpoint of the best step, if it was only replayed or decoded in part."""
-        if not self.validation.replays:
-            return
+        """After the last step: decodes the checkpoint of the best step, if its report lacks what decoding gives."""
         found = self.folder.read_best() if self.accelerator.is_main_process else None
         with self.waiting("the best step"):
             best = broadcast_object_list([found])[0]
-        if best is None or (best[1].num_prompts == best[1].replayed_prompts and self.serve is None):
+        if best is None or not (self.validation.unfinished(best[1]) or (self.serve and self.validation.replays)):
             return
         name, report, weights = best
         with self.waiting("the best step"):
@@ -394,6 +392,7 @@ class Trainer:
         self._track(kind, figures.get("validation", figures))
 
     def _track(self, kind: str, values: dict) -> None:
+        values = values | {f"auto_{key}": value for key, value in (values.get("auto") or {}).items()}
         flat = {f"{kind}/{key}": value for key, value in values.items() if isinstance(value, int | float)}
         self.accelerator.log(flat, step=self.step)
 

@@ -15,10 +15,14 @@ from accelerate.utils import broadcast_object_list
 from torch import Tensor
 
 from specdec import figures, replay, rules
+from specdec.costs import Conditions, Costs
 from specdec.drafter import Drafter, Head
 from specdec.drafting import Drafting
 from specdec.experts import experts_of
 from specdec.measurement import Prompt, PromptReplay, PromptResult, measure
+from specdec.proposers.auto import Auto
+from specdec.proposers.base import Proposer
+from specdec.proposers.suffix import usual_suffix
 from specdec.report import Report, summarise, undecoded, with_replays
 from specdec.sampling import Sampling
 from specdec.target import TargetOutput
@@ -27,6 +31,8 @@ from train.group import Group
 from train.target_answers import TargetAnswers
 
 DECODE = ("best", "end", "always")
+AUTO = ("never", "end", "always")
+AUTO_SHARE = 1 / 3  # of what validation has taken so far: the most that auto may take at the end
 BATCH_TOKENS = 4096  # of prompts and answers that are replayed at once, padding included
 MOST_KEPT = 2**28  # bytes of the target's states for these texts
 LEAST = 2  # prompts that are decoded at the end, however short the training was: one has no interval
@@ -40,6 +46,7 @@ class ValidationSettings:
     max_new_tokens: int
     temperature: float
     decode: str
+    auto: str
     share: float | None  # of the training time; None: any
     answers: str  # folder
     served: str | None  # interpreter with vLLM
@@ -47,6 +54,8 @@ class ValidationSettings:
     def __post_init__(self):
         if self.decode not in DECODE:
             raise ValueError(f"decode={self.decode} must be one of {', '.join(DECODE)}.")
+        if self.auto not in AUTO:
+            raise ValueError(f"auto={self.auto} must be one of {', '.join(AUTO)}.")
         if self.share is not None and self.share < 0:
             raise ValueError(f"share={self.share} must not be negative; null: no limit.")
 
@@ -87,11 +96,14 @@ class Validation:
             and not drafter.adapts_target
             and drafting.replayable(drafter, self.sampling)
         )
+        self.drafts = isinstance(drafter, Drafter)
+        self.adapts = drafter.adapts_target
+        self.costs: dict[Conditions, Costs] = {}  # of auto, as far as they are known
         self.answers: list[list[int]] | None = None
         self.read: dict[
             int, tuple[Tensor, Tensor]
         ] = {}  # features and final states, by the number of a batch's first prompt
-        self.seconds = dict.fromkeys(("answers", "replay", "decode"), 0.0)  # spent so far
+        self.seconds = dict.fromkeys(("answers", "replay", "decode", "auto"), 0.0)  # spent so far
         self.each: float | None = None  # seconds of decoding a prompt plainly and with drafts, as far as is known
 
     @property
@@ -109,7 +121,9 @@ class Validation:
         if not self.replays:
             ((_, frozen),) = candidates.items()
             results = self._decode_all(frozen, step, self._left(trained), required)
-            return None if results is None else (frozen, self._finished(self._summarise(results), step))
+            if results is None:
+                return None
+            return frozen, self._finished(self._with_auto(self._summarise(results), frozen), step)
         replays = {name: self.replay(frozen) for name, frozen in candidates.items()}
         taus = {name: figures.replayed_tau(each) for name, each in replays.items()}
         kept = max(taus, key=lambda name: taus[name])
@@ -127,11 +141,17 @@ class Validation:
             report = self._with_decoded(report, candidates[kept], left)
         return candidates[kept], self._finished(report, step)
 
+    def unfinished(self, report: Report) -> bool:
+        """Whether `decode_best` has something to add to the report of the best step."""
+        return self._partly(report) or (self._wants_auto(report, end=True) and not self.adapts)
+
     def decode_best(self, frozen: Head, report: Report, *, trained: float) -> Report:
         """At the end: the report of the best step with what decoding its checkpoint gives."""
         if self.engine is not None:
             return report
-        return self._finished(self._with_decoded(report, frozen, self._left(trained)), report.step)
+        if self._partly(report):
+            report = self._with_decoded(report, frozen, self._left(trained))
+        return self._finished(self._with_auto(report, frozen, end=True), report.step)
 
     def replay(self, frozen: Head) -> list[PromptReplay]:
         """tau along the target's answers, the same in all processes."""
@@ -190,8 +210,9 @@ class Validation:
     def _with_decoded(self, report: Report, frozen: Head, left: float | None) -> Report:
         """A report of replay and the decoding of as many prompts as there is time for, but at least LEAST."""
         results = self._decode(frozen, self._within(left, at_least=LEAST, whole=False))
-        known = {name: value for name, value in vars(report).items() if name.startswith("replayed_") or name == "ema"}
-        return replace(self._summarise(results), **known, training=report.training)
+        known = {name: value for name, value in vars(report).items() if name.startswith("replayed_")}
+        known |= {name: getattr(report, name) for name in ("ema", "step", "training")}
+        return self._with_auto(replace(self._summarise(results), **known), frozen)
 
     def _decode_all(self, frozen: Head, step: int, left: float | None, required: bool) -> list[PromptResult] | None:
         """All prompts, as figures of different prompts cannot be compared; None if that takes longer than is left."""
@@ -212,22 +233,75 @@ class Validation:
         with self._timed("decode"):
             begun, done = time.perf_counter(), []
             if mine:
-                results = measure(
-                    self.target,
-                    self.drafting.proposer(frozen),
-                    self.drafting,
-                    [self.prompts[number] for number in mine],
-                    replayed=None if self.replays else frozen,
-                    sampling=self.sampling,
-                    max_new_tokens=self.settings.max_new_tokens,
-                    stop=self.stop,
-                    seed=self.seed,
-                    numbers=mine,
-                    progress=take,
-                )
-                done = list(zip(mine, results))
+                done = self._measure(self.drafting.proposer(frozen), mine, None if self.replays else frozen, take)
                 self.each = (time.perf_counter() - begun) / max(1, len(done))
             return [result for _, result in sorted(self.group.gather(done), key=lambda pair: pair[0])]
+
+    def _partly(self, report: Report) -> bool:
+        """Whether it was only replayed, or decoded in part."""
+        return self.replays and report.num_prompts != report.replayed_prompts
+
+    # Decoding with auto
+
+    def _wants_auto(self, report: Report, *, end: bool) -> bool:
+        known = report.auto is not None or self.engine is not None or not self.drafts
+        return not known and self.settings.auto in (("end", "always") if end else ("always",))
+
+    def _with_auto(self, report: Report, frozen: Head, *, end: bool = False) -> Report:
+        """The report with figures of auto on the prompts that were decoded, or at the end on as many as AUTO_SHARE allows.
+
+        Auto takes turns with plain decoding in a pass of its own, so nothing else in the report changes.
+        """
+        if not self._wants_auto(report, end=end):
+            return report
+        auto = self._make_auto(frozen)
+        if auto is None:
+            return report
+        mine = self._mine()[: -(-report.num_prompts // self.group.num)]
+        left = AUTO_SHARE * sum(self.seconds.values()) if end and self.settings.auto == "end" else None
+        take = self._within(left, at_least=LEAST, whole=False)
+        with self._timed("auto"):
+            results = self.group.gather(self._measure(auto, mine, None, take) if mine else [])
+        figures = self._summarise([replace(result, auto=result.drafted) for _, result in results]).auto
+        assert figures is not None
+        return replace(report, auto={"num_prompts": len(results), **figures})
+
+    def _make_auto(self, frozen: Head) -> Auto | None:
+        """None, with a sentence, where it cannot draft: a run does not end for it."""
+        head = self.drafting.proposer(frozen)
+        try:
+            auto = Auto(self.target, members=[usual_suffix(self.target), head])
+            auto.opened = self.costs
+            decoder = self.drafting.decoder(
+                self.target, auto, sampling=self.sampling, stop=self.stop, runner=self.drafting.runner()
+            )
+            for prompt in self.prompts:  # not only this process's: all must agree
+                decoder.check([prompt.tokens], self.settings.max_new_tokens)
+        except ValueError as error:
+            self.say(f"speedup auto is left out: {error}")
+            return None
+        return auto
+
+    # Prompts, one after the other
+
+    def _measure(
+        self, proposer: Proposer, mine: list[int], replayed: Head | None, take: Callable
+    ) -> list[tuple[int, PromptResult]]:
+        """Prompts of these numbers, plainly and with the proposer's drafts. -> as many as `take` gives, numbered"""
+        results = measure(
+            self.target,
+            proposer,
+            self.drafting,
+            [self.prompts[number] for number in mine],
+            replayed=replayed,
+            sampling=self.sampling,
+            max_new_tokens=self.settings.max_new_tokens,
+            stop=self.stop,
+            seed=self.seed,
+            numbers=mine,
+            progress=take,
+        )
+        return list(zip(mine, results))
 
     def _within(self, left: float | None, *, at_least: int, whole: bool) -> Callable[[list], Iterator]:
         """What gives `measure` its prompts as long as the next one, or all of them (`whole`), fit into `left` seconds."""

@@ -92,7 +92,9 @@ class DecodeOptions(CommonDecodeOptions):
     """All settings of decoding."""
 
     compile: bool | None = option(None, f"{COMPILE}; null: as in decode.file, else false")
-    file: str | None = option(None, "YAML file written by scripts/tune.py; replaces the settings of drafting here")
+    file: str | None = option(
+        None, "file written by scripts/tune.py: its fastest fixed shape replaces the settings of drafting here"
+    )
     depth: int = option(Drafting.depth, "drafts along a path")
     width: int = option(Drafting.width, "nodes expanded at each depth of a tree (EAGLE-2); 1 is a chain")
     nodes: int | None = option(Drafting.nodes, "drafts in a tree; null: depth for a chain, else depth x width")
@@ -110,6 +112,7 @@ def read_drafting(path: str, *, compile: bool | None, cuda_graphs: bool = False)
     """
     try:
         document = read_yaml(Path(path))
+        document = document.get("drafting", document)  # older files hold nothing else
         document["cuda_graphs"] = cuda_graphs or document.get("cuda_graphs", False)  # older files lack it
         missing = [item.name for item in fields(Drafting) if item.name not in document]
         if missing:

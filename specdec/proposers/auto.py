@@ -17,7 +17,7 @@ was drawn: whether to draw at a depth is decided from q and from earlier draws, 
 """
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -42,6 +42,7 @@ LONGEST_WAIT = 64  # rounds between two trials of a head that does not pay
 FOLLOW = 0.1  # share of a new measurement in the seconds of a drafting step
 MOST = 31  # drafts
 DEEPEST = 6  # steps of a head
+KEPT = 4096  # rounds whose choices are kept
 
 
 @dataclass
@@ -119,6 +120,16 @@ class Pool:
             path.append(node)
 
 
+@dataclass(frozen=True)
+class Choice:
+    """What one round drafted."""
+
+    size: int  # nodes of a row's tree, the root included
+    sources: Counter  # drafts in the trees of all rows by Kind.source, without the copies that fill trees up
+    head: bool  # whether the head drafted, even if none of its drafts was taken
+    trial: bool  # whether it did to see whether it pays by now
+
+
 @dataclass
 class Account:
     """What was expected and what came, since the last `forget`."""
@@ -127,10 +138,11 @@ class Account:
     tokens: float = 0.0  # of all rows
     expected: float = 0.0  # tokens that were expected
     seconds: float = 0.0  # of verification and drafting, expected
-    plain_seconds: float = 0.0  # that the expected tokens would take without drafts
+    plain: float = 0.0  # seconds that plain decoding takes for the expected tokens, in as many rows
     head: int = 0  # rounds in which the head drafted
     trials: int = 0  # of these, rounds to see whether it pays by now
     sizes: Counter = field(default_factory=Counter)  # rounds by the nodes of their trees
+    choices: deque[Choice] = field(default_factory=lambda: deque(maxlen=KEPT))  # of the last rounds
 
 
 def free(head: HeadProposer) -> HeadProposer:
@@ -276,7 +288,7 @@ class Auto(Proposer):
         for pool in pools:
             pool.settle()
         seconds, laws = 0.0, list[Tensor]()
-        trial = False
+        worth = trial = False
         if self.head is not None:
             worth = self._head_pays()
             trial = not worth and self.waited >= self.wait
@@ -291,22 +303,24 @@ class Auto(Proposer):
                     pool.settle()
             else:
                 self.waited += 1
-        return self._plant(laws, seconds)
+        tree = self._plant(laws, seconds)
+        self.account.choices.append(Choice(self.size, self.sources, worth or trial, trial))
+        return tree
 
     def _plant(self, laws: list[Tensor], drafting: float) -> Tree:
         """The tree of the best size. laws: [B, W] of each level that was sampled; drafting: seconds so far"""
         assert self.pools is not None
         pools, num_rows = self.pools, self.num_rows
         num, verifying, expected = self._best_size(self._values())
-        self.size, self.hoped = num, expected - self.num_active
+        self.size, self.hoped, self.sources = num, expected - self.num_active, Counter[str]()
         self.spent = FORGET * self.spent + verifying + drafting
         account = self.account
         account.rounds += 1
         # The likeliest of many candidates are those whose chances are most overestimated; their order stays right
-        likely = self.num_active + self.hoped * self.kept / self.promised
-        account.expected += likely
+        corrected = self.num_active + self.hoped * self.kept / self.promised
+        account.expected += corrected
+        account.plain += corrected * self.curve[1] / max(1, self.num_active)
         account.seconds += verifying + drafting
-        account.plain_seconds += likely * self._plain(num_rows) / max(1, self.num_active)
         account.sizes[num] += 1
         device = self.target.device
         if num == 1:
@@ -314,6 +328,7 @@ class Auto(Proposer):
         tokens, parents, drawn = [], [], []
         for pool in pools:
             nodes = pool.best(num - 1, chain=self.linear)
+            self.sources.update(pool.kinds[node][-1].source for node in nodes)
             number = {0: 0, **{node: place for place, node in enumerate(nodes, 1)}}
             row = [pool.tokens[0], *(pool.tokens[node] for node in nodes)]
             above = [-1, *(number[pool.parents[node]] for node in nodes)]
@@ -478,8 +493,7 @@ class Auto(Proposer):
 
     def predicted(self) -> float | None:
         """The speedup that was expected of all rounds since `forget`; None without a round."""
-        account = self.account
-        return account.plain_seconds / account.seconds if account.seconds else None
+        return self.account.plain / self.account.seconds if self.account.seconds else None
 
     # What is learnt
 

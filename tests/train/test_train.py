@@ -214,6 +214,7 @@ def test_two_processes_match_one_process_with_accumulation(folder, tmp_path, fit
     two, one = (checkpoint.read_json(Path(f"checkpoints/{run}/step_000004/report.json")) for run in ("two", "one"))
     assert two["num_prompts"] == one["num_prompts"] == 11 and two["replayed_prompts"] == one["replayed_prompts"] == 11
     assert two["replayed_tau"] == pytest.approx(two["tau"], abs=1e-9)
+    assert one["auto"]["num_prompts"] >= 2 and two["auto"]["num_prompts"] >= 2
     assert two["tau"] == pytest.approx(one["tau"], rel=0.05) and two["num_rounds"] > 11
     answers = [next(Path("answers", run).iterdir()) for run in ("two", "one")]
     assert answers[0].name == answers[1].name

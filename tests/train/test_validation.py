@@ -26,6 +26,7 @@ SETTINGS = {
     "max_new_tokens": 24,
     "temperature": 0.0,
     "decode": "best",
+    "auto": "never",
     "share": None,
     "answers": "answers",
     "served": None,
@@ -144,7 +145,7 @@ def test_decoding_keeps_to_its_share_of_the_training_time(make, small_target, cl
     assert not judge(made, drafter, trained=300.0).decoded  # spent
     assert not judge(made, drafter, trained=9000.0, best=report.replayed_tau).decoded  # not better than the best
     assert judge(made, drafter, trained=9000.0, best=1.0).num_prompts == 5
-    assert "validation took 0.8 % of the 9000 s of training (decode 70.0 s)" in made.cost(9000.0)
+    assert "validation took 0.9 % of the 9000 s of training (decode 80.0 s)" in made.cost(9000.0)
 
 
 def test_the_end_decodes_at_least_two_prompts(make, small_target, clock):
@@ -182,6 +183,62 @@ def test_the_better_candidate_is_kept(make, small_target):
     for candidates in ({"plain": good, "average": bad}, {"plain": bad, "average": good}):
         kept, report = made(candidates, step=1, trained=1.0, best=None, required=False)
         assert report.replayed_tau == max(taus) and candidates[report.ema["kept"]] is kept
+
+
+# Decoding with auto
+
+
+COUNTED = ("num_prompts", "num_rounds", "tau", "survival", "identical_outputs", "replayed_tau", "replayed_prompts")
+
+
+@pytest.mark.parametrize(
+    ("drafting", "by", "temperature"), [(CHAIN, "tau", 0.0), (CHAIN, "speedup", 0.7), (Drafting(3, 2, 6), "tau", 0.0)]
+)
+def test_auto_is_reported_beside_the_fixed_shape(make, small_target, drafting, by, temperature):
+    drafter = make_drafter(small_target, "eagle").decodable()
+    fixed = judge(make(drafter, drafting, by, temperature=temperature), drafter)
+    beside = judge(make(drafter, drafting, by, temperature=temperature, auto="always"), drafter)
+    assert fixed.auto is None and beside.auto["num_prompts"] == 5
+    for name in COUNTED:
+        assert getattr(beside, name) == getattr(fixed, name), name
+    assert beside.auto["speedup"] > 0 and sum(beside.auto["sizes"].values()) > 5
+    if temperature == 0:
+        assert beside.auto["identical_outputs"] == 1.0
+
+
+def test_the_end_adds_auto_and_changes_nothing_else(make, small_target):
+    drafter = make_drafter(small_target, "eagle").decodable()
+    made = make(drafter, auto="end")
+    report = judge(made, drafter)
+    assert report.decoded and report.auto is None and made.unfinished(report)
+    again = Report.from_json(report.to_json())  # as a resumed run reads it
+    final = made.decode_best(drafter, again, trained=100.0)
+    assert replace(final, auto=None) == report and final.auto["num_prompts"] >= 2
+    assert not made.unfinished(final) and made.seconds["auto"] > 0
+    assert not make(drafter).unfinished(report)  # auto=never
+
+
+def test_auto_takes_a_third_of_what_validation_took_at_most(make, small_target, clock):
+    drafter = make_drafter(small_target, "eagle").decodable()
+    made = make(drafter, auto="end")
+    report = made.decode_best(drafter, judge(made, drafter), trained=100.0)
+    assert report.num_prompts == 5 and made.seconds["decode"] == 50
+    assert report.auto["num_prompts"] == 2 and made.seconds["auto"] == 20  # two at least: one has no interval
+    made.seconds["decode"] = 100.0
+    report = made.decode_best(drafter, replace(report, auto=None), trained=100.0)
+    assert report.auto["num_prompts"] == 4  # a third of 120 s
+
+
+def test_where_auto_cannot_draft_validation_goes_on(make, small_target, monkeypatch):
+    def refuse(*_, **__):
+        raise ValueError("These layers see 8 positions.")
+
+    drafter = make_drafter(small_target, "eagle").decodable()
+    made = make(drafter, auto="always")
+    monkeypatch.setattr(validation, "Auto", refuse)
+    report = judge(made, drafter)
+    assert report.num_prompts == 5 and report.auto is None
+    assert "speedup auto is left out: These layers see 8 positions." in made.shown
 
 
 # What a run leaves behind
@@ -235,7 +292,8 @@ def test_a_run_that_died_at_its_last_decoding_does_it_when_resumed(fit, monkeypa
     (report,) = Path("checkpoints/run").glob("step_*/report.json")
     assert (json.loads(report.read_text())["tau"] is None) == (method != "finish")
     assert fit("run", "train.steps=2", "train.validate_every=2", "train.save_every=1", "resume=true") == 0
-    assert json.loads(report.read_text())["tau"] >= 1 and Path("checkpoints/run/finished").exists()
+    document = json.loads(report.read_text())
+    assert document["tau"] >= 1 and document["auto"]["sizes"] and Path("checkpoints/run/finished").exists()
     files.check(*report.parent.iterdir())
     lines = [json.loads(line) for line in Path("checkpoints/run/log.jsonl").read_text().splitlines()]
     assert [(line["step"], "validation" in line) for line in lines] == [(1, False), (2, False), (2, True), (2, True)]
@@ -258,7 +316,12 @@ def test_an_export_uses_a_report_without_decoding(make, small_target, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "message"), [({"decode": "never"}, "decode=never must be"), ({"share": -1.0}, "share=-1.0")]
+    ("wrong", "message"),
+    [
+        ({"decode": "never"}, "decode=never must be"),
+        ({"auto": "true"}, "auto=true must be one of never, end, always"),
+        ({"share": -1.0}, "share=-1.0"),
+    ],
 )
 def test_unknown_settings_are_refused(wrong, message):
     with pytest.raises(ValueError, match=message):
