@@ -55,6 +55,7 @@ ORDER = [
     "proposers.heads",
     "chances",
     "costs",
+    "proposers.pool",
     "proposers.*",
     "layer_search",
     "generation",

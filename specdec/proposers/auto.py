@@ -30,6 +30,7 @@ from specdec.chances import Chances, Kind
 from specdec.costs import Conditions, Costs, open_costs, read_told
 from specdec.proposers.base import Proposer
 from specdec.proposers.heads import HeadProposer
+from specdec.proposers.pool import Pool
 from specdec.proposers.text import TextProposer
 from specdec.sampling import Sampling, pick, uniforms
 from specdec.target import Target
@@ -43,81 +44,6 @@ FOLLOW = 0.1  # share of a new measurement in the seconds of a drafting step
 MOST = 31  # drafts
 DEEPEST = 6  # steps of a head
 KEPT = 4096  # rounds whose choices are kept
-
-
-@dataclass
-class Pool:
-    """The candidates of one row: a trie whose node 0 is the newest token."""
-
-    tokens: list[int]
-    parents: list[int] = field(default_factory=lambda: [-1])
-    kinds: list[list[Kind]] = field(default_factory=lambda: [[]])
-    chances: list[float] = field(default_factory=lambda: [1.0])  # of the path to each node
-    drawn: list[int] = field(default_factory=list)  # nodes that were sampled; all of them are verified
-    places: dict[tuple[int, int], int] = field(default_factory=dict)  # (parent, token) -> chosen node
-
-    def add(self, token: int, parent: int, kind: Kind, chances: Chances, *, drawn: bool = False) -> int:
-        """-> the number of the node, an old one if it was chosen already"""
-        known = None if drawn else self.places.get((parent, token))
-        if known is not None:
-            self.kinds[known].append(kind)
-            one, other = (chances.of(each) for each in self.kinds[known][:2])
-            both = Kind("both", 1 - (1 - one) * (1 - other), kind.depth, kind.first)
-            self.kinds[known].append(both)
-            self.chances[known] = self.chances[parent] * chances.of(both)
-            return known
-        number = len(self.tokens)
-        self.tokens.append(token)
-        self.parents.append(parent)
-        self.kinds.append([kind])
-        self.chances.append(self.chances[parent] * chances.of(kind))
-        if drawn:
-            self.drawn.append(number)
-        else:
-            self.places[parent, token] = number
-        return number
-
-    def best(self, num: int, *, chain: bool) -> list[int]:
-        """At most `num` nodes, parents first: all drawn ones, and the likeliest others. chain: of one path"""
-        if chain:
-            return self._path()[:num]
-        rank = sorted(range(1, len(self.tokens)), key=lambda node: (-self.chances[node], node))
-        others = [node for node in rank if node not in self.drawn]
-        return sorted([*self.drawn, *others[: max(0, num - len(self.drawn))]])
-
-    def values(self, *, chain: bool) -> list[float]:
-        """The chances of the nodes in the order in which `best` takes them."""
-        if chain:
-            return [self.chances[node] for node in self._path()]
-        drawn = sorted((self.chances[node] for node in self.drawn), reverse=True)
-        drawn_nodes = set(self.drawn)
-        return drawn + sorted(
-            (chance for node, chance in enumerate(self.chances) if node and node not in drawn_nodes), reverse=True
-        )
-
-    def settle(self) -> None:
-        """Corrects chances from the root down: those of siblings add up to at most one."""
-        total: Counter[int] = Counter()
-        for node in range(1, len(self.tokens)):
-            total[self.parents[node]] += self._own(node)  # type: ignore[assignment]
-        own = [
-            self._own(node) / max(1.0, total[self.parents[node]]) if node else 1.0 for node in range(len(self.tokens))
-        ]
-        for node in range(1, len(self.tokens)):
-            self.chances[node] = self.chances[self.parents[node]] * own[node]
-
-    def _own(self, node: int) -> float:
-        above = self.chances[self.parents[node]]
-        return self.chances[node] / above if above > 0 else 0.0
-
-    def _path(self) -> list[int]:
-        path, node = list[int](), 0
-        while True:
-            following = [child for child in range(node + 1, len(self.tokens)) if self.parents[child] == node]
-            if not following:
-                return path
-            node = max(following, key=lambda child: (child in self.drawn, self.chances[child]))
-            path.append(node)
 
 
 @dataclass(frozen=True)

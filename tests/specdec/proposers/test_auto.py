@@ -13,9 +13,10 @@ from specdec.compile import Runner
 from specdec.costs import Conditions, Costs, told
 from specdec.decode import Decoder
 from specdec.proposers import auto as auto_module
-from specdec.proposers.auto import LONGEST_WAIT, Auto, Pool
+from specdec.proposers.auto import LONGEST_WAIT, Auto
 from specdec.proposers.heads import HeadProposer
 from specdec.proposers.ngram import Ngram
+from specdec.proposers.pool import Pool
 from specdec.proposers.suffix import Suffix, usual_suffix
 from specdec.sampling import Sampling
 from tests.enumeration import SAMPLINGS, decoder_error, sampled_target
