@@ -68,7 +68,7 @@ class Bench(loading.PromptOptions, decoding.ShapesOptions, proposers.SeveralOpti
 
 def main() -> None:
     chosen = options(Bench, __doc__)
-    console = rich.console.Console(width=None if sys.stdout.isatty() else 130)
+    console = rich.console.Console(width=None if sys.stdout.isatty() else 150)
 
     def progress(items: list, text: str) -> Iterable:
         return track(items, description=text, console=console, transient=True)
@@ -220,23 +220,25 @@ def summarise(methods: Methods, rates: dict[str, list[float]], answers: dict[str
 
 
 def table(figures: dict[str, dict], title: str, *, num_prompts: int) -> rich.table.Table:
+    """One row for each method; ratios are medians over prompts. A rival that failed says why beside its name."""
     table = rich.table.Table(title=title, title_justify="left")
-    table.add_column("method")
-    headings = ("median tokens/s", "times generate", "times plain", "times its engine's plain", "tau",
-                f"answers of {num_prompts} as plain's (as its engine's plain)")  # fmt: skip
+    table.add_column("method", min_width=44)
+    headings = (
+        "tokens/s", "times generate", "times plain", "times its engine's plain", "tau", f"same as plain, of {num_prompts}",
+        "same as its engine's plain", f"ms a round: {', '.join(STAGES)}",
+    )  # fmt: skip
     for heading in headings:
         table.add_column(heading, justify="right")
-    table.add_column(f"ms a round: {', '.join(STAGES)}; or why there is none", justify="right")
     for name, cell in figures.items():
         if "failure" in cell:
-            table.add_row(name, *["-"] * len(headings), rich.markup.escape(cell["failure"]))
+            table.add_row(f"{name}: {rich.markup.escape(cell['failure'])}", *["-"] * len(headings))
             continue
-        numbers = [
+        ratios = [
             f"{cell[key]:.2f}" if key in cell else "" for key in ("to_generate", "to_plain", "to_own_plain", "tau")
         ]
-        same = str(cell["same_as_plain"]) + (f" ({cell['same_as_own_plain']})" if "same_as_own_plain" in cell else "")
+        same = [str(cell.get(key, "")) for key in ("same_as_plain", "same_as_own_plain")]
         ms = ", ".join(f"{spent:.1f}" for spent in cell.get("ms_per_round", {}).values())
-        table.add_row(name, f"{cell['tokens_per_second']:.1f}", *numbers, same, ms)
+        table.add_row(name, f"{cell['tokens_per_second']:.1f}", *ratios, *same, ms)
     return table
 
 

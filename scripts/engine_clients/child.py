@@ -57,10 +57,12 @@ class Child:
             return
         self._send(signal.SIGCONT)
         if self.process.poll() is None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.communicate(timeout=PATIENCE)  # the end of its input ends it
+            with contextlib.suppress(BrokenPipeError, subprocess.TimeoutExpired):
+                self.process.stdin.close()  # the end of its input ends it
+                self.process.wait(PATIENCE)
         self._send(signal.SIGKILL)  # also what it started itself
         self.process.wait()
+        self.process.stdout.close()
         self.log.close()
         self.scratch.cleanup()
 
