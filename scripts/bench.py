@@ -1,39 +1,47 @@
-"""Times decoding with drafts against transformers' generate and llama.cpp, on the same prompts, greedy, in turn.
+"""Times decoding with drafts against transformers' generate, llama.cpp and vLLM, on the same prompts, greedy, in turn.
 
     python scripts/bench.py checkpoint=checkpoints/shipped/eagle,checkpoints/shipped/draft limit=6
-    python scripts/bench.py proposers=ngram prompts=data/prompts_copy.jsonl     # against generate's prompt lookup
+    python scripts/bench.py checkpoint=checkpoints/shipped/draft rivals=transformers,llamacpp,vllm out=rivals.json
+    python scripts/bench.py proposers=ngram,auto prompts=data/prompts_copy.jsonl rivals=transformers,llamacpp
 
-Compared are: generate alone; with assistant_model where a checkpoint is a draft model; with custom_generate, which puts
-this decoder inside it; with prompt_lookup_num_tokens where ngram is among the proposers; llama.cpp where a GGUF file is
-given; plain decoding here; every checkpoint in each shape; and every proposer. Read the ratios, which are medians over
+Compared are: generate alone, and with custom_generate, which puts this decoder inside it; plain decoding here; every
+checkpoint in each shape and with auto; every proposer; and the rivals, each alone and with its own speculation:
+
+    transformers  assisted generation where a checkpoint is a draft model, and prompt lookup
+    llamacpp      the target and the checkpoints as GGUF files, which are made, and llama.cpp's n-gram modes
+    vllm          the checkpoints' exports, ngram and suffix
+
+llama.cpp and vLLM need `make engines`. They run on the CPU in processes of their own with the same number of threads, and
+are stopped while others are timed. A rival that fails says why in its row. Read the ratios, which are medians over
 prompts of decodings next to each other: absolute times say little on a shared machine. Rates include the prompt's pass
 and leave out compiling.
 """
 
+import contextlib
 import json
 import statistics
 import sys
-import time
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import rich.console
+import rich.markup
 import rich.table
 import torch
 from rich.progress import track
 
-from engine_clients.llamacpp_client import LlamaCpp
-from helpers import decoding, loading, proposers
+from helpers import decoding, loading, proposers, rivals
 from helpers.options import option, options, split
 from helpers.options import run as run_command
 from specdec import benchmark, files, speed
-from specdec.benchmark import Generate, TimedDecoder, TimedModel
+from specdec.benchmark import Generate, Timed, TimedDecoder
 from specdec.compile import Runner
 from specdec.decode import Decoder
 from specdec.drafting import Drafting
 from specdec.generate import Speculative
 from specdec.generation import STAGES
-from specdec.heads.draft import Draft
 from specdec.proposers.auto import Auto
 from specdec.proposers.heads import HeadProposer
 from specdec.proposers.ngram import Ngram
@@ -51,7 +59,9 @@ class Bench(loading.PromptOptions, decoding.ShapesOptions, proposers.SeveralOpti
     limit: int = 8
     repeats: int = option(3, "decode every prompt this many times with each method")
     trees: str = "3x2x4"
-    gguf: str | None = option(None, "the target as a GGUF file, for llama.cpp")
+    rivals: str = option("transformers", f"comma list of {', '.join(rivals.NAMES)}; empty: none")
+    gguf: str | None = option(None, "the target as a GGUF file, for rivals=llamacpp; null: it is made")
+    gguf_type: str | None = option(None, "weights of GGUF files that are made: bf16, f16 or f32; null: as target.dtype")
     out: str | None = option(None, "JSON file for the figures")
     target: loading.TargetOptions = field(default_factory=loading.TargetOptions)
     decode: decoding.CompileOptions = field(default_factory=lambda: decoding.CompileOptions(compile=True))
@@ -59,53 +69,104 @@ class Bench(loading.PromptOptions, decoding.ShapesOptions, proposers.SeveralOpti
 
 def main() -> None:
     chosen = options(Bench, __doc__)
-    console = rich.console.Console(width=None if sys.stdout.isatty() else 130)
-    if not split(chosen.checkpoint) and not split(chosen.proposers):
-        raise ValueError("There is nothing to time: give checkpoint=DIR, or proposers=ngram, or both.")
+    console = rich.console.Console(width=None if sys.stdout.isatty() else 150)
+
+    def progress(items: list, text: str) -> Iterable:
+        return track(items, description=text, console=console, transient=True)
+
+    check(chosen)
     runs = loading.load_runs(chosen.checkpoint, chosen.target)
     if len(runs) > 1 and any(run.drafter.adapts_target for run in runs):
         raise ValueError("A checkpoint that adapts its target has another target than the others: give it alone.")
     opened = loading.open_target(runs[0].drafter.target) if runs else loading.load_target(chosen.target)
     prompts = data.load_prompts(chosen.prompts, opened.tokenizer, limit=chosen.limit)
     tokens = [prompt.tokens for prompt in prompts]
-    methods = make_methods(chosen, opened, runs, longest=max(map(len, tokens)))
-    rates = benchmark.measure(
-        methods,
-        tokens,
-        repeats=chosen.repeats,
-        progress=lambda items, text: track(items, description=text, console=console, transient=True),
-    )
+    with opened_methods(chosen, opened, runs, longest=max(map(len, tokens)), progress=progress) as methods:
+        rates, answers = benchmark.measure(methods, tokens, repeats=chosen.repeats, progress=progress)
+        figures = summarise(methods, rates, answers)
     num_bytes = speed.bytes_per_token(opened.target)
     bandwidth = speed.memory_bandwidth(num_bytes, opened.target.device)
     limit = bandwidth / num_bytes
-    figures = summarise(methods, rates)
     title = (
         f"{opened.target.name}, {chosen.target.dtype}, {opened.target.device}, {torch.get_num_threads()} threads; "
         f"{len(prompts)} prompts x {chosen.repeats}. Reading the weights once takes {1e3 / limit:.1f} ms here "
         f"({bandwidth / 1e9:.1f} GB/s): no plain decoding is faster than {limit:.0f} tokens/s."
     )
-    console.print(table(figures, title))
+    console.print(table(figures, title, num_prompts=len(prompts)))
     share = figures[PLAIN]["tokens_per_second"] / limit
     console.print(f"plain decoding reaches {share:.0%} of that limit, the prompt's pass included", highlight=False)
     if chosen.out:
-        document = {"bandwidth_bytes_per_second": bandwidth, "limit_tokens_per_second": limit, "methods": figures}
+        document = {"bandwidth_bytes_per_second": bandwidth, "limit_tokens_per_second": limit,
+                    "prompts": chosen.prompts, "num_prompts": len(prompts), "max_new_tokens": chosen.max_new_tokens,
+                    "machine": loading.machine(opened.target), "methods": figures}  # fmt: skip
         files.write_text(Path(chosen.out), json.dumps(document, indent=2) + "\n")
 
 
-def make_methods(chosen: Bench, opened: loading.Opened, runs: list[loading.Run], *, longest: int) -> Methods:
-    """All methods, those of transformers and llama.cpp first. longest: tokens of the longest prompt"""
-    shapes = chosen.shapes()
-    lengths = [shape.depth for shape in shapes if shape.chain]
+def check(chosen: Bench) -> None:
+    if not any(map(split, (chosen.checkpoint, chosen.proposers, chosen.rivals))):
+        raise ValueError("There is nothing to time: give checkpoint=DIR, or proposers=ngram, or rivals=transformers.")
+    if chosen.gguf_type not in (None, *rivals.GGUF_TYPES.values()):
+        types = ", ".join(rivals.GGUF_TYPES.values())
+        raise ValueError(f"gguf_type={chosen.gguf_type} must be one of {types}: smaller ones are other weights.")
+    for name in ("gguf", "gguf_type"):
+        if getattr(chosen, name) is not None and "llamacpp" not in split(chosen.rivals):
+            raise ValueError(f"{name}= is for llama.cpp: give rivals=transformers,llamacpp too.")
+
+
+@contextlib.contextmanager
+def opened_methods(
+    chosen: Bench,
+    opened: loading.Opened,
+    runs: list[loading.Run],
+    *,
+    longest: int,
+    progress: Callable[[list, str], Iterable],
+) -> Iterator[Methods]:
+    """All methods, those of the rivals after transformers' generate and ready. longest: tokens of the longest prompt"""
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        setting = rivals.Setting(
+            opened, runs, chain_lengths(chosen), longest + chosen.max_new_tokens, chosen.max_new_tokens, folder,
+            gguf=chosen.gguf, gguf_type=chosen.gguf_type, eager=not chosen.decode.compile,
+        )  # fmt: skip
+        own = make_methods(chosen, opened, runs)
+        others = rivals.make(split(chosen.rivals), setting)
+        ngrams = [method.decoder.proposer for method in own.values() if isinstance(method, TimedDecoder)]
+        if "transformers" in split(chosen.rivals):
+            for ngram in ngrams:
+                if isinstance(ngram, Ngram):
+                    others |= rivals.prompt_lookup(setting, ngram.depth, ngram.max)
+        for rival in progress(list(others.values()), "starting rivals"):
+            stack.callback(rival.close)
+            rival.open()
+        yield {GENERATE: setting.model()} | others | custom_methods(chosen, setting) | own
+
+
+def chain_lengths(chosen: Bench) -> list[int]:
+    lengths = [shape.depth for shape in chosen.shapes() if shape.chain]
     if not lengths:
         raise ValueError("chains is empty: give a chain, such as chains=3.")
-    drafting = Drafting(lengths[0], compile=chosen.decode.compile)
+    return lengths
+
+
+def custom_methods(chosen: Bench, setting: rivals.Setting) -> Methods:
+    """transformers' generate with this project's decoder inside it."""
+    methods: Methods = {}
+    for run in setting.runs:
+        if not run.drafter.adapts_target:
+            depth = min(setting.lengths[0], run.drafter.depth or setting.lengths[0])
+            custom = Speculative(run.folder, Drafting(depth, compile=chosen.decode.compile))
+            methods[f"generate, custom_generate {run.name}, chain of {depth}"] = setting.model(custom_generate=custom)
+    return methods
+
+
+def make_methods(chosen: Bench, opened: loading.Opened, runs: list[loading.Run]) -> Methods:
+    """This project's decoder: plain, every checkpoint in each shape and with auto, every proposer."""
+    shapes, methods = chosen.shapes(), Methods()
+    drafting = Drafting(chain_lengths(chosen)[0], compile=chosen.decode.compile)
     head = str(runs[0].folder) if runs else None
     configs = proposers.configure_all(chosen.proposers, settings=chosen.settings, drafting=drafting, checkpoint=head)
     untrained = {name: proposers.make(config, opened.target) for name, config in configs.items()}
-    methods = generate_methods(chosen, opened, runs, lengths, untrained.get("ngram"))
-    if chosen.gguf:
-        context = longest + chosen.max_new_tokens
-        methods["llama.cpp (xllamacpp)"] = llama_cpp(chosen, opened.stop, context)
     runner = chosen.decode.runner()
 
     def add(name: str, proposer, runner: Runner | None) -> None:
@@ -129,78 +190,56 @@ def make_methods(chosen: Bench, opened: loading.Opened, runs: list[loading.Run],
     return methods
 
 
-def generate_methods(
-    chosen: Bench, opened: loading.Opened, runs: list[loading.Run], lengths: list[int], ngram
-) -> Methods:
-    """transformers' generate: alone, with its own methods of drafting, and with this project's decoder inside it."""
+def summarise(methods: Methods, rates: dict[str, list[float]], answers: dict[str, list[list[int]]]) -> dict[str, dict]:
+    """Medians over prompts, by method, and how many answers are those of plain decoding; tau and more where it is known.
 
-    def method(**arguments) -> TimedModel:
-        model, limit = opened.target.model, chosen.max_new_tokens
-        return TimedModel(model, stop=opened.stop, max_new_tokens=limit, **arguments)
+    A rival that failed has {"failure": why}.
+    """
 
-    methods: Methods = {GENERATE: method()}
-    for run in runs:
-        if isinstance(run.drafter, Draft):
-            for num in (None, *lengths):
-                assistant = run.drafter.language_model(opened.target.dtype)
-                if num:
-                    assistant.generation_config.update(
-                        num_assistant_tokens=num,
-                        assistant_confidence_threshold=0.0,
-                        num_assistant_tokens_schedule="constant",
-                    )
-                drafts = f"{num} drafts" if num else "its defaults"
-                methods[f"generate, assistant_model {run.name}, {drafts}"] = method(assistant_model=assistant)
-    for run in runs:
-        if not run.drafter.adapts_target:
-            depth = min(lengths[0], run.drafter.depth or lengths[0])
-            custom = Speculative(run.folder, Drafting(depth, compile=chosen.decode.compile))
-            methods[f"generate, custom_generate {run.name}, chain of {depth}"] = method(custom_generate=custom)
-    if isinstance(ngram, Ngram):
-        for num, longest in dict.fromkeys(
-            [(10, 2), (ngram.depth, ngram.max)]
-        ):  # the defaults of generate, then those of this ngram
-            name = f"generate, prompt_lookup_num_tokens={num}, n-grams of up to {longest}"
-            methods[name] = method(prompt_lookup_num_tokens=num, max_matching_ngram_size=longest)
-    return methods
+    def same(name: str, other: str) -> int:
+        return sum(mine == theirs for mine, theirs in zip(answers[name], answers[other]))
 
-
-def llama_cpp(chosen: Bench, stop: set[int], context: int) -> Generate:
-    llama = LlamaCpp(chosen.gguf, threads=torch.get_num_threads(), context=context)
-
-    def generate(prompt: list[int]) -> tuple[int, float]:
-        start = time.perf_counter()
-        tokens = llama.generate(prompt, chosen.max_new_tokens, stop)[0]
-        return len(tokens), time.perf_counter() - start
-
-    return generate
-
-
-def summarise(methods: Methods, rates: dict[str, list[float]]) -> dict[str, dict]:
-    """Medians over prompts, by method; of decoders also tau and the parts of a round."""
-    figures = {}
+    figures: dict[str, dict] = {}
     for name, method in methods.items():
+        if isinstance(method, rivals.Rival) and method.failure:
+            figures[name] = {"failure": method.failure}
+            continue
         figures[name] = {
             "tokens_per_second": statistics.median(rates[name]),
             "to_generate": benchmark.median_ratio(rates[name], rates[GENERATE]),
             "to_plain": benchmark.median_ratio(rates[name], rates[PLAIN]),
+            "same_as_plain": same(name, PLAIN),
         }
-        if isinstance(method, TimedDecoder):
+        if isinstance(method, rivals.Rival) and method.plain:
+            own = methods[method.plain]
+            if isinstance(own, rivals.Rival) and not own.failure:
+                figures[name]["same_as_own_plain"] = same(name, method.plain)
+                figures[name]["to_own_plain"] = benchmark.median_ratio(rates[name], rates[method.plain])
+        if isinstance(method, Timed):
             figures[name] |= method.figures()
     return figures
 
 
-def table(figures: dict[str, dict], title: str) -> rich.table.Table:
+def table(figures: dict[str, dict], title: str, *, num_prompts: int) -> rich.table.Table:
+    """One row for each method; ratios are medians over prompts. A rival that failed says why beside its name."""
     table = rich.table.Table(title=title, title_justify="left")
-    table.add_column("method")
-    headings = ("median tokens/s", "times generate", "times plain", "tau", f"ms a round: {', '.join(STAGES)}")
+    table.add_column("method", min_width=44)
+    headings = (
+        "tokens/s", "times generate", "times plain", "times its engine's plain", "tau", f"same as plain, of {num_prompts}",
+        "same as its engine's plain", f"ms a round: {', '.join(STAGES)}",
+    )  # fmt: skip
     for heading in headings:
         table.add_column(heading, justify="right")
     for name, cell in figures.items():
-        tau = f"{cell['tau']:.2f}" if "tau" in cell else ""
+        if "failure" in cell:
+            table.add_row(f"{name}: {rich.markup.escape(cell['failure'])}", *["-"] * len(headings))
+            continue
+        ratios = [
+            f"{cell[key]:.2f}" if key in cell else "" for key in ("to_generate", "to_plain", "to_own_plain", "tau")
+        ]
+        same = [str(cell.get(key, "")) for key in ("same_as_plain", "same_as_own_plain")]
         ms = ", ".join(f"{spent:.1f}" for spent in cell.get("ms_per_round", {}).values())
-        ratios = f"{cell['to_generate']:.2f}", f"{cell['to_plain']:.2f}"
-        table.add_row(name, f"{cell['tokens_per_second']:.1f}", *ratios, tau, ms)
+        table.add_row(name, f"{cell['tokens_per_second']:.1f}", *ratios, *same, ms)
     return table
 
 

@@ -1,6 +1,6 @@
 """Rates of several ways to generate, greedy and one prompt at a time, timed in turn.
 
-A way to generate is a function: prompt -> number of new tokens, seconds. Seconds include the prompt's pass, not compiling.
+A way to generate is a function: prompt -> the new tokens, seconds. Seconds include the prompt's pass, not compiling.
 """
 
 import statistics
@@ -14,21 +14,45 @@ from specdec.decode import Decoder
 from specdec.generation import STAGES, Generation
 from specdec.timing import interleave
 
-Generate = Callable[[list[int]], tuple[int, float]]
+Generate = Callable[[list[int]], tuple[list[int], float]]
 
 
-class TimedDecoder:
+class Timed:
+    """A way to generate that keeps figures of what it did."""
+
+    def __call__(self, prompt: list[int]) -> tuple[list[int], float]:
+        raise NotImplementedError
+
+    def restart(self) -> None:
+        """Forgets what it learned from the prompts so far."""
+
+    def clear(self) -> None:
+        """Sets its figures back."""
+
+    def figures(self) -> dict:
+        """tau, where it is known, and others."""
+        return {}
+
+
+class TimedDecoder(Timed):
     """Generates with a decoder, and keeps the generations."""
 
     def __init__(self, decoder: Decoder, max_new_tokens: int):
         self.decoder, self.max_new_tokens = decoder, max_new_tokens
         self.generations: list[Generation] = []
 
-    def __call__(self, prompt: list[int]) -> tuple[int, float]:
+    def __call__(self, prompt: list[int]) -> tuple[list[int], float]:
         start = time.perf_counter()
         generation = self.decoder.generate([prompt], self.max_new_tokens)
         self.generations.append(generation)
-        return len(generation.tokens[0]), time.perf_counter() - start - generation.compile_seconds
+        return generation.tokens[0], time.perf_counter() - start - generation.compile_seconds
+
+    def restart(self) -> None:
+        if self.decoder.proposer:
+            self.decoder.proposer.forget()
+
+    def clear(self) -> None:
+        self.generations.clear()
 
     def figures(self) -> dict:
         """tau, and milliseconds a round by decode.STAGES, over the generations so far."""
@@ -39,20 +63,38 @@ class TimedDecoder:
         return {"tau": num_emitted / num_rounds, "ms_per_round": ms_per_round}
 
 
-class TimedModel:
+class TimedModel(Timed):
     """Generates with the `generate` of a transformers model; arguments: further ones of it."""
 
     def __init__(self, model: Any, *, stop: set[int], max_new_tokens: int, **arguments):
         self.model, self.arguments = model, arguments
         self.arguments |= {"eos_token_id": sorted(stop), "max_new_tokens": max_new_tokens, "do_sample": False}
+        self.clear()
 
-    def __call__(self, prompt: list[int]) -> tuple[int, float]:
+    def __call__(self, prompt: list[int]) -> tuple[list[int], float]:
         tokens = torch.tensor([prompt], device=self.model.device)
+        hook = self.model.register_forward_pre_hook(self._count)
         start = time.perf_counter()
-        text = self.model.generate(tokens, attention_mask=torch.ones_like(tokens), **self.arguments)
+        try:
+            text = self.model.generate(tokens, attention_mask=torch.ones_like(tokens), **self.arguments)
+        finally:
+            hook.remove()
         seconds = time.perf_counter() - start
         custom = self.arguments.get("custom_generate")
-        return text.shape[1] - len(prompt), seconds - (custom.last.compile_seconds if custom else 0.0)
+        answer = text[0, len(prompt) :].tolist()
+        self.num_tokens += len(answer)
+        return answer, seconds - (custom.last.compile_seconds if custom else 0.0)
+
+    def _count(self, *_: Any) -> None:
+        self.num_passes += 1
+
+    def clear(self) -> None:
+        self.num_tokens = self.num_passes = 0
+
+    def figures(self) -> dict:
+        """tau of transformers' own methods: tokens by passes of the target. The prompt's pass counts: it verifies drafts too."""
+        own = "custom_generate" not in self.arguments and self.num_passes
+        return {"tau": self.num_tokens / self.num_passes} if own else {}
 
 
 def measure(
@@ -61,26 +103,29 @@ def measure(
     *,
     repeats: int,
     progress: Callable[[list, str], Iterable] = lambda items, description: items,
-) -> dict[str, list[float]]:
-    """tokens/s of every function for every prompt, `repeats` times, after a warm-up with the longest and shortest prompt.
+) -> tuple[dict[str, list[float]], dict[str, list[list[int]]]]:
+    """Times every function for every prompt, `repeats` times, after a warm-up with the longest and shortest prompt.
 
     progress: takes a list and a description, and yields the items
+    -> tokens/s [repeats * prompts], and the answers of the first repeat [prompts][.], both by the names of `functions`
     """
     for function in progress(list(functions.values()), "warm-up and compiling"):
         for prompt in (min(prompts, key=len), max(prompts, key=len)):  # the smallest and the largest cache
             function(prompt)
-    decoders = [function for function in functions.values() if isinstance(function, TimedDecoder)]
-    for timed in decoders:
-        timed.generations.clear()
+    timed = [function for function in functions.values() if isinstance(function, Timed)]
+    for method in timed:
+        method.clear()
     rates: dict[str, list[float]] = {name: [] for name in functions}
+    answers: dict[str, list[list[int]]] = {name: [] for name in functions}
     for number, prompt in enumerate(progress(prompts * repeats, "timing")):
-        if number % len(prompts) == 0:  # the same prompts come again, so proposers forget the answers
-            for timed in decoders:
-                if timed.decoder.proposer:
-                    timed.decoder.proposer.forget()
-        for name, (num_tokens, seconds) in interleave(functions, prompt, number).items():
-            rates[name].append(num_tokens / seconds)
-    return rates
+        if number % len(prompts) == 0:  # the same prompts come again, so all forget the answers
+            for method in timed:
+                method.restart()
+        for name, (tokens, seconds) in interleave(functions, prompt, number).items():
+            rates[name].append(len(tokens) / seconds)
+            if number < len(prompts):
+                answers[name].append(tokens)
+    return rates, answers
 
 
 def median_ratio(rates: list[float], others: list[float]) -> float:

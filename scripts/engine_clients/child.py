@@ -3,9 +3,12 @@
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import tempfile
 from pathlib import Path
+
+PATIENCE = 20  # seconds that a program has to end by itself
 
 
 class Child:
@@ -14,6 +17,9 @@ class Child:
     name: the engine's name for messages; loads: what it loads, likewise; environment: variables for its process
     The program first writes {} when it has loaded, then one line for each request; {"error": TEXT} says that it failed.
     Its error output goes to a file, whose end is quoted when it stops. Raises ValueError where the program fails.
+
+    Between requests its processes are stopped (SIGSTOP). The threads of an engine spin for a while after their work and
+    would slow down whatever is timed next.
     """
 
     def __init__(
@@ -29,23 +35,40 @@ class Child:
             stderr=self.log,
             text=True,
             env=os.environ | {"TMPDIR": self.scratch.name} | environment,
+            process_group=0,  # to stop, continue and end all its processes; Linux ends stopped ones when this process dies
         )
         try:
             self._read(f"cannot load {loads}")
         except ValueError:
             self.close()
             raise
+        self._send(signal.SIGSTOP)
 
     def ask(self, request: dict) -> dict:
+        self._send(signal.SIGCONT)
         with contextlib.suppress(BrokenPipeError):  # _read says why
             print(json.dumps(request), file=self.process.stdin, flush=True)
-        return self._read("cannot answer")
+        reply = self._read("cannot answer")
+        self._send(signal.SIGSTOP)
+        return reply
 
     def close(self) -> None:
+        if self.log.closed:
+            return
+        self._send(signal.SIGCONT)
         if self.process.poll() is None:
-            self.process.communicate()  # the end of its input ends it
+            with contextlib.suppress(BrokenPipeError, subprocess.TimeoutExpired):
+                self.process.stdin.close()  # the end of its input ends it
+                self.process.wait(PATIENCE)
+        self._send(signal.SIGKILL)  # also what it started itself
+        self.process.wait()
+        self.process.stdout.close()
         self.log.close()
         self.scratch.cleanup()
+
+    def _send(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
 
     def _read(self, failure: str) -> dict:
         line = self.process.stdout.readline()

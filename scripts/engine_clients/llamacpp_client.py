@@ -23,6 +23,14 @@ KINDS = {
     "dflash": "DRAFT_DFLASH",
     "dspark": "DRAFT_DSPARK",
 }
+LOOKUPS = {  # without a drafter, from the text itself
+    "ngram-simple": "NGRAM_SIMPLE",
+    "ngram-map-k": "NGRAM_MAP_K",
+    "ngram-map-k4v": "NGRAM_MAP_K4V",
+    "ngram-mod": "NGRAM_MOD",
+    "ngram-cache": "NGRAM_CACHE",
+}
+MOST_LOOKED_UP = 64  # drafts in a round, of llama.cpp's defaults
 
 
 def find_python() -> str:
@@ -38,27 +46,31 @@ def find_python() -> str:
 class Counts:
     """What llama.cpp counted for one answer.
 
-    rounds: passes of the target after the prompt's own, so that tau is (len(tokens) - 1) / rounds
+    rounds: passes of the target after the prompt's own, so that tau is (len(tokens) - 1) / rounds; None where llama.cpp's
+        counters do not tell: for a look-up whose answer ended early
     drafted, accepted, accepted_per_position [num]: llama.cpp's own counters. 1 + accepted / (rounds with drafts), which
         its logs call the mean length, is not tau: where an end token was drafted, it includes accepted drafts behind it,
         and it leaves out the round without drafts that decodes the last token an answer may have.
     """
 
-    rounds: int = 0
+    rounds: int | None = 0
     drafted: int = 0
     accepted: int = 0
     accepted_per_position: tuple[int, ...] = ()
 
 
-def count(counters: list[list[int]], *, num: int, num_tokens: int, max_new_tokens: int) -> Counts:
+def count(counters: list[list[int]], *, num: int | None, num_tokens: int, max_new_tokens: int) -> Counts:
     """counters: of rounds with drafts, drafted tokens, accepted tokens, accepted tokens at each position
 
+    num: drafts in a round; None: any number, also none
     Raises ValueError if rounds drafted fewer than `num` tokens where the answer had room for them.
     """
     (drafts,), (drafted,), (accepted,), per_position = counters
     # An answer of full length has no draft behind its end. Its last rounds may have drafted less: each had at most one
     # token less than the answer could still hold.
     full = num_tokens == max_new_tokens
+    if num is None:
+        return Counts(num_tokens - 1 - accepted if full else None, drafted, accepted, tuple(per_position))
     rounds = num_tokens - 1 - accepted if full else drafts
     short = min(rounds, num) if full else 0
     if drafted < (rounds - short) * num + short * (short - 1) // 2:
@@ -74,10 +86,11 @@ class LlamaCpp:
 
     draft: GGUF file of a drafter of the given `kind` (one of KINDS), which drafts `num` tokens in every round, and fewer
         only where the answer has no room for more
+    kind: without a draft also one of LOOKUPS, with llama.cpp's defaults, which settings replace: {"size_n": 3}
     cache: what keys and values are stored in, f16 or f32
     python: one that has xllamacpp; None: `find_python`
 
-    With a draft, `generate` sets `self.counts`. If an answer passed one of `stop` that the GGUF file does not name as an
+    With a draft or a look-up, `generate` sets `self.counts`. If an answer passed one of `stop` that the GGUF file does not name as an
     end token, they also count what is cut off behind it.
     """
 
@@ -91,11 +104,12 @@ class LlamaCpp:
         kind: str = "simple",
         num: int = 3,
         cache: str = "f16",
+        settings: dict[str, int] | None = None,
         python: str | None = None,
     ):
         python = python or find_python()
-        if kind not in KINDS:
-            raise ValueError(f"kind={kind} must be one of {', '.join(KINDS)}.")
+        if kind not in (KINDS if draft else KINDS | LOOKUPS):
+            raise ValueError(f"kind={kind} must be one of {', '.join(KINDS)}; without a draft {', '.join(LOOKUPS)}.")
         files = [gguf, draft] if draft else [gguf]
         for path in files:
             if not Path(path).is_file():
@@ -103,9 +117,14 @@ class LlamaCpp:
                     f"There is no file {path}: make it with llama.cpp's converter, "
                     "convert_hf_to_gguf.py TARGET --outtype bf16 --outfile FILE."
                 )
-        self.context, self.num, self.counts = context, num if draft else 0, Counts()
-        options = {"gguf": gguf, "threads": threads, "context": context, "draft": draft, "kind": KINDS[kind],
-                   "num": num, "cache": cache}  # fmt: skip
+        looks_up = kind in LOOKUPS
+        num = MOST_LOOKED_UP if looks_up else num
+        self.context, self.counts = context, Counts()
+        self.counted = bool(draft) or looks_up
+        self.num = None if looks_up else num
+        options = {"gguf": gguf, "threads": threads, "context": context, "draft": draft,
+                   "kind": (KINDS | LOOKUPS)[kind] if self.counted else None,
+                   "num": num, "cache": cache, "settings": settings or {}}  # fmt: skip
         program = Path(__file__).resolve().with_name("llamacpp_server.py")
         loads = f"{' with '.join(files)} (if a file is damaged, convert again)"
         self.child = Child(program, options, python=python, name="llama.cpp", loads=loads, environment={})
@@ -131,7 +150,7 @@ class LlamaCpp:
                 f"llama.cpp read {timings['prompt_n']} of {len(prompt)} prompt tokens and counts "
                 f"{timings['predicted_n']} new ones, not {len(tokens)}: try another version of xllamacpp."
             )
-        if self.num:
+        if self.counted:
             self.counts = count(reply["counts"], num=self.num, num_tokens=len(tokens), max_new_tokens=max_new_tokens)
         length = next((i + 1 for i, token in enumerate(tokens) if token in stop), len(tokens))
         return tokens[:length], timings["predicted_ms"] / 1000 * (length - 1) / max(len(tokens) - 1, 1)

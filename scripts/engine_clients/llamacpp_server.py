@@ -9,7 +9,8 @@ import re
 import sys
 
 
-def serve(*, gguf: str, threads: int, context: int, draft: str | None, kind: str, num: int, cache: str) -> None:
+def serve(*, gguf: str, threads: int, context: int, draft: str | None, kind: str | None, num: int, cache: str,
+          settings: dict[str, int]) -> None:  # fmt: skip
     import xllamacpp
 
     replies = os.fdopen(os.dup(1), "w")
@@ -17,14 +18,18 @@ def serve(*, gguf: str, threads: int, context: int, draft: str | None, kind: str
     params = xllamacpp.CommonParams()
     params.model.path, params.n_gpu_layers = gguf, 0
     # One slot, with all the context. llama.cpp enters all drafts of a round before it checks whether the context is full.
-    params.n_ctx, params.n_parallel, params.fit_params = context + (num + 2 if draft else 0), 1, False
+    params.n_ctx, params.n_parallel, params.fit_params = context + (num + 2 if kind else 0), 1, False
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads  # a token's pass, the prompt's pass
     params.cache_prompt, params.cache_ram_mib, params.n_ctx_checkpoints = False, 0, 0  # calls share nothing
     params.cache_type_k = params.cache_type_v = getattr(xllamacpp.ggml_type, f"GGML_TYPE_{cache.upper()}")
     params.verbosity, params.endpoint_metrics = 1, True  # errors only; for `counters`
-    if draft:
-        kinds, drafting = xllamacpp.common_speculative_type, params.speculative.draft
+    if kind:
+        kinds = xllamacpp.common_speculative_type
         params.speculative.types = [getattr(kinds, f"COMMON_SPECULATIVE_TYPE_{kind}")]
+        for name, value in settings.items():
+            setattr(getattr(params.speculative, kind.lower()), name, value)
+    if draft:
+        drafting = params.speculative.draft
         drafting.mparams.path, drafting.n_gpu_layers = draft, 0
         drafting.n_max, drafting.n_min, drafting.p_min = num, 0, 0.0  # 0.0: unsure drafts are not cut short
         drafting.cpuparams.n_threads = drafting.cpuparams_batch.n_threads = threads
@@ -36,7 +41,7 @@ def serve(*, gguf: str, threads: int, context: int, draft: str | None, kind: str
         reply = server.handle_completions(json.loads(line))
         if "error" in reply:
             reply = {"error": f"{reply['error']['message']}. Give token ids of the GGUF file's target."}
-        elif draft:
+        elif kind:
             after = counters(server)
             before = [old + [0] * (len(new) - len(old)) for old, new in zip(before, after)]
             reply["counts"] = [[b - a for a, b in zip(*pair)] for pair in zip(before, after)]

@@ -12,6 +12,7 @@ from engine_clients.child import Child
 
 PYTHON = "engines/bin/python"
 KV_SPACE = "VLLM_CPU_KVCACHE_SPACE"  # GiB; 1 unless the environment says otherwise
+MEMORY_SHARE = 0.2  # of the memory, that must be free when it starts; other engines may run beside it
 ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # vllm_server.record needs the scheduler in the same process
@@ -40,6 +41,11 @@ class Served:
     accepted_per_position: list[int]
 
 
+def check(python: str) -> None:
+    if not Path(python).is_file():
+        raise ValueError(f"There is no vLLM: {python} does not exist. `make engines` sets it up (4 GB).")
+
+
 class Vllm:
     """One target, and one drafter if `speculative` names it, on the CPU.
 
@@ -47,6 +53,7 @@ class Vllm:
     speculative: vLLM's speculative config, such as {"method": "eagle3", "model": FOLDER, "num_speculative_tokens": 3}
     dtype: float32 or bfloat16, of the target and the drafter
     max_model_len: tokens that a prompt, its answer and the drafts behind it may have together
+    eager: whether nothing is compiled
     overrides: fields of the target's config to replace, such as {"num_nextn_predict_layers": 1} for method mtp
     Raises ValueError where the environment is absent, or vLLM refuses a folder.
     """
@@ -59,15 +66,16 @@ class Vllm:
         dtype: str,
         max_model_len: int,
         overrides: dict | None = None,
+        eager: bool = True,
         python: str = PYTHON,
         threads: int = 1,
     ):
-        if not Path(python).is_file():
-            raise ValueError(f"There is no vLLM: {python} does not exist. `make engines` sets it up (4 GB).")
+        check(python)
         self.num_drafts = (speculative or {}).get("num_speculative_tokens", 0)
         self.max_model_len = max_model_len
         options = {"model": target, "speculative_config": speculative, "hf_overrides": overrides, "dtype": dtype,
-                   "max_model_len": max_model_len}  # fmt: skip
+                   "max_model_len": max_model_len, "enforce_eager": eager,
+                   "gpu_memory_utilization": MEMORY_SHARE}  # fmt: skip
         loads = " with ".join(filter(None, [target, (speculative or {}).get("model")]))
         variables = {KV_SPACE: os.environ.get(KV_SPACE, "1"), "OMP_NUM_THREADS": str(threads), **ENVIRONMENT}
         program = Path(__file__).resolve().with_name("vllm_server.py")
@@ -90,8 +98,11 @@ class Vllm:
         ]
         return Served(**reply)
 
+    def close(self) -> None:
+        self.child.close()
+
     def __enter__(self) -> "Vllm":
         return self
 
     def __exit__(self, *_) -> None:
-        self.child.close()
+        self.close()

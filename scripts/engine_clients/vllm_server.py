@@ -22,7 +22,6 @@ def serve(options: dict) -> None:
         llm = LLM(
             **{name: value for name, value in options.items() if value is not None},
             skip_tokenizer_init=True,
-            enforce_eager=True,
             disable_log_stats=False,  # needed for the counters
             enable_prefix_caching=False,  # calls share nothing
             async_scheduling=False,  # else the scheduler sees placeholders instead of drafts

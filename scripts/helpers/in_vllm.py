@@ -1,4 +1,4 @@
-"""A drafter's export, served by vLLM on some prompts at temperature 0."""
+"""A drafter's export, served by vLLM at temperature 0."""
 
 from pathlib import Path
 
@@ -7,6 +7,18 @@ import torch
 from engine_clients import vllm_client
 from specdec import served, serving
 from specdec.layouts.mtp import OVERRIDE
+
+
+def start(target: str, settings: dict | None, *, longest: int, **given) -> vllm_client.Vllm:
+    """vLLM with this project's number of threads.
+
+    settings: its speculative configuration; longest: of a prompt, its answer and the drafts; given: more arguments of `Vllm`
+    """
+    overrides = OVERRIDE if settings is not None and settings["method"] == "mtp" else None
+    threads = torch.get_num_threads()
+    return vllm_client.Vllm(
+        target, speculative=settings, max_model_len=longest, threads=threads, overrides=overrides, **given
+    )
 
 
 def decode(
@@ -24,9 +36,7 @@ def decode(
     """What vLLM does with the export in `folder`, which `serving.write` made of `form`. target: folder or Hub name"""
     settings = serving.settings(form, str(folder), num_drafts)
     longest = max(map(len, prompts)) + max_new_tokens + num_drafts + 9
-    override = OVERRIDE if settings["method"] == "mtp" else None
-    given = {"dtype": dtype, "threads": torch.get_num_threads(), "overrides": override, "python": python}
-    with vllm_client.Vllm(target, speculative=settings, max_model_len=longest, **given) as engine:
+    with start(target, settings, longest=longest, dtype=dtype, python=python) as engine:
         reply = engine.generate(prompts, max_new_tokens, stop)
     drafted = {
         (row, len(before)): list(ids) for row, rounds in enumerate(reply.rounds) for ids, before in rounds if ids
