@@ -92,7 +92,7 @@ def main() -> None:
         f"{len(prompts)} prompts x {chosen.repeats}. Reading the weights once takes {1e3 / limit:.1f} ms here "
         f"({bandwidth / 1e9:.1f} GB/s): no plain decoding is faster than {limit:.0f} tokens/s."
     )
-    console.print(table(figures, title, num_prompts=len(prompts)))
+    console.print(table(figures, title, num_prompts=len(prompts), width=console.width))
     share = figures[PLAIN]["tokens_per_second"] / limit
     console.print(f"plain decoding reaches {share:.0%} of that limit, the prompt's pass included", highlight=False)
     if chosen.out:
@@ -220,13 +220,16 @@ def summarise(methods: Methods, rates: dict[str, list[float]], answers: dict[str
     return figures
 
 
-def table(figures: dict[str, dict], title: str, *, num_prompts: int) -> rich.table.Table:
-    """One row for each method; ratios are medians over prompts. A rival that failed says why beside its name."""
+def table(figures: dict[str, dict], title: str, *, num_prompts: int, width: int) -> rich.table.Table:
+    """One row for each method; ratios are medians over prompts. A rival that failed says why beside its name.
+
+    width: of the terminal
+    """
     table = rich.table.Table(title=title, title_justify="left")
-    table.add_column("method", min_width=44)
+    table.add_column("method", width=min(48, width // 3))
     headings = (
-        "tokens/s", "times generate", "times plain", "times its engine's plain", "tau", f"same as plain, of {num_prompts}",
-        "same as its engine's plain", f"ms a round: {', '.join(STAGES)}",
+        "tokens/s", "times generate", "times plain", "times its engine's plain", "tau",
+        f"answers of {num_prompts} as plain's (as its engine's)", f"ms a round: {', '.join(STAGES)}",
     )  # fmt: skip
     for heading in headings:
         table.add_column(heading, justify="right")
@@ -237,9 +240,9 @@ def table(figures: dict[str, dict], title: str, *, num_prompts: int) -> rich.tab
         ratios = [
             f"{cell[key]:.2f}" if key in cell else "" for key in ("to_generate", "to_plain", "to_own_plain", "tau")
         ]
-        same = [str(cell.get(key, "")) for key in ("same_as_plain", "same_as_own_plain")]
+        same = str(cell["same_as_plain"]) + (f" ({cell['same_as_own_plain']})" if "same_as_own_plain" in cell else "")
         ms = ", ".join(f"{spent:.1f}" for spent in cell.get("ms_per_round", {}).values())
-        table.add_row(name, f"{cell['tokens_per_second']:.1f}", *ratios, *same, ms)
+        table.add_row(name, f"{cell['tokens_per_second']:.1f}", *ratios, same, ms)
     return table
 
 

@@ -90,8 +90,8 @@ class LlamaCpp:
     cache: what keys and values are stored in, f16 or f32
     python: one that has xllamacpp; None: `find_python`
 
-    With a draft or a look-up, `generate` sets `self.counts`. If an answer passed one of `stop` that the GGUF file does not name as an
-    end token, they also count what is cut off behind it.
+    With a draft or a look-up, `generate` sets `self.counts`. If an answer passed one of `stop` that the GGUF file does not
+    name as an end token, they also count what is cut off behind it.
     """
 
     def __init__(

@@ -143,6 +143,22 @@ def test_llama_cpp_gives_plain_answers_and_counts_drafts(folder, plain, monkeypa
     assert all(counts[None, len(prompt)] == (0, 0, 0) for prompt in PROMPTS)
 
 
+@engines
+def test_llama_cpp_looks_up_drafts_without_a_drafter(folder, monkeypatch):
+    monkeypatch.setattr(llamacpp_client, "ENGINES", ROOT / "engines")
+    convert(str(folder / "target"), str(folder / "looked-up.gguf"))
+    prompt = [11, 42, 7, 300, 5] * 4
+    answers = {}
+    for kind in ("simple", *llamacpp_client.LOOKUPS):
+        settings = {"size_n": 2, "size_m": 4} if kind == "ngram-simple" else None
+        with LlamaCpp(str(folder / "looked-up.gguf"), threads=1, context=len(prompt) + NEW, cache="f32", python=PYTHON,
+                      kind=kind, settings=settings) as engine:  # fmt: skip
+            answers[kind] = engine.generate(prompt, NEW, set())[0]
+            assert engine.counted is (kind != "simple")
+            assert engine.counts.rounds == (NEW - 1 - engine.counts.accepted if engine.counted else 0)
+    assert all(answer == answers["simple"] for answer in answers.values())
+
+
 def test_llama_cpp_with_fewer_drafts_than_requested_is_refused():
     """A block drafter drafts at most its block; llama.cpp reports a smaller number of drafts in its log only."""
     count = functools.partial(llamacpp_client.count, num=5, max_new_tokens=12)
@@ -150,6 +166,9 @@ def test_llama_cpp_with_fewer_drafts_than_requested_is_refused():
     assert count([[10], [40], [0], [0] * 5], num_tokens=12).rounds == 11
     # an end token was drafted, and two drafts after it
     assert count([[2], [10], [6], [2, 2, 1, 1, 0]], num_tokens=7).rounds == 2
+    # a look-up drafts whatever it finds; where an end token was drafted, its rounds are not known
+    assert count([[2], [20], [7], [2, 2, 2, 1]], num=None, num_tokens=12).rounds == 4
+    assert count([[2], [20], [7], [2, 2, 2, 1]], num=None, num_tokens=9).rounds is None
     for counters, length in (([[10], [27], [0], [0] * 5], 12), ([[6], [18], [0], [0] * 5], 7)):
         with pytest.raises(ValueError, match="not 5 in each"):
             count(counters, num_tokens=length)
