@@ -1,4 +1,4 @@
-"""Compares plain, chain and tree decoding token for token with transformers' generate(do_sample=False).
+"""Compares plain, chain, tree and auto decoding token for token with transformers' generate(do_sample=False).
 
     python scripts/identity.py checkpoint=checkpoints/shipped/eagle limit=8 batch=4
 
@@ -6,6 +6,7 @@ In float32 the answers may differ only at near-ties: the gap between the target'
 must be as small as rounding. In bfloat16 such ties are frequent.
 """
 
+import functools
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,10 @@ from specdec import files
 from specdec.decode import Decoder
 from specdec.drafting import Drafting
 from specdec.measurement import top2_gap
+from specdec.proposers.auto import Auto
+from specdec.proposers.base import Proposer
+from specdec.proposers.heads import HeadProposer
+from specdec.proposers.suffix import usual_suffix
 from specdec.sampling import Sampling
 from train import data
 
@@ -29,7 +34,10 @@ DRAFTINGS = (Drafting(4), Drafting(4, 3, 10))
 @dataclass(frozen=True, kw_only=True)
 class Identity(loading.PromptOptions):
     checkpoint: str = field(metadata={"help": loading.CHECKPOINT})
-    batch: int = option(1, "prompts decoded at once, here and by generate, which pads them on the left")
+    batch: int = option(
+        1,
+        "prompts decoded at once: here the next one takes the place of an answer that has ended; generate pads on the left",
+    )
     out: str | None = option(None, "JSON file for the result")
     target: loading.TargetOptions = field(default_factory=lambda: loading.TargetOptions(dtype="float32"))
 
@@ -42,17 +50,23 @@ def main() -> None:
     tokens = sorted((prompt.tokens for prompt in prompts), key=len)
     groups = [tokens[start : start + chosen.batch] for start in range(0, len(tokens), chosen.batch)]
 
-    def progress(description: str):
-        return track(groups, description=description, console=console, transient=True)
-
-    expected = [answer for group in progress("generate") for answer in generate(loaded, group, chosen.max_new_tokens)]
-    proposers = {str(drafting.shape): drafting.proposer(loaded.drafter) for drafting in DRAFTINGS}
+    show = functools.partial(track, console=console, transient=True)
+    expected = [
+        answer
+        for group in show(groups, description="generate")
+        for answer in generate(loaded, group, chosen.max_new_tokens)
+    ]
+    proposers: dict[str, Proposer] = {str(drafting.shape): drafting.proposer(loaded.drafter) for drafting in DRAFTINGS}
+    head = proposers[str(DRAFTINGS[0].shape)]
+    if isinstance(head, HeadProposer):
+        proposers["auto"] = Auto(loaded.target, members=[usual_suffix(loaded.target), head])
     results = {}
     for name, proposer in {"plain": None, **proposers}.items():
         decoder = Decoder(loaded.target, proposer, sampling=Sampling(), stop=loaded.stop)
-        generations = [decoder.generate(group, chosen.max_new_tokens) for group in progress(name)]
-        answers = [answer for generation in generations for answer in generation.tokens]
-        accepted = [count for generation in generations for counts in generation.accepted for count in counts]
+        running = decoder.answers(tokens, chosen.max_new_tokens, rows=chosen.batch)
+        found = dict(show(running, description=name, total=len(tokens)))
+        answers = [found[number].tokens[0] for number in range(len(tokens))]
+        accepted = [count for generation in found.values() for count in generation.accepted[0]]
         cases = [top2_gap(loaded.target, *case, Sampling()) for case in zip(tokens, expected, answers)]
         gaps = [gap for gap in cases if gap is not None]
         tau = 1 + sum(accepted) / len(accepted)

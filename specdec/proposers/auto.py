@@ -40,7 +40,7 @@ SIBLINGS = 3  # candidates of a head for each token
 FORGET = 0.98  # what a round counts for the rate after the next one
 TRUST = 20.0  # accepted drafts that the chances count as, before their sum is corrected
 LONGEST_WAIT = 64  # rounds between two trials of a head that does not pay
-FOLLOW = 0.1  # share of a new measurement in the seconds of a drafting step
+FOLLOW, FALL = 0.1, 0.5  # share of a new measurement in the seconds of a drafting step: where it is longer, and shorter
 MOST = 31  # drafts
 DEEPEST = 6  # steps of a head
 KEPT = 4096  # rounds whose choices are kept
@@ -410,12 +410,19 @@ class Auto(Proposer):
         return min(others, key=lambda pair: abs(pair[0] - self.num_rows))[1] if others else 0.0
 
     def _time(self, name: str, start: float, compiling: float) -> None:
-        """Takes in what a step has taken. Steps that were compiled do not count."""
+        """Takes in what a step has taken; steps that were compiled do not count.
+
+        Other work on the machine only makes a step longer, and a head that seems too slow is tried seldom, so shorter times
+        count more.
+        """
         seconds, key = self.target.share.all_say(time.perf_counter() - start)[0], (name, self.num_rows)
         if compiling > 0:
             return
         known = self.steps.get(key)
-        self.steps[key] = seconds if known is None else known + FOLLOW * (min(seconds, 2 * known) - known)
+        if known is None:
+            self.steps[key] = seconds
+        else:
+            self.steps[key] = known + (FALL if seconds < known else FOLLOW) * (min(seconds, 2 * known) - known)
 
     def predicted(self) -> float | None:
         """The speedup that was expected of all rounds since `forget`; None without a round."""
