@@ -276,6 +276,21 @@ def test_a_size_that_seemed_cheap_is_corrected_by_its_use():
     assert chosen[0] == 12 and set(chosen[200:]) == {1}
 
 
+def test_a_step_that_was_slow_once_is_not_taken_for_slow(small_target, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(auto_module.time, "perf_counter", lambda: clock[0])
+    proposer = auto(small_target)
+    proposer.num_rows, proposer.costs = 1, None
+    for seconds in (8.0, 1.0, 1.0, 1.0, 1.0):
+        clock[0] += seconds
+        proposer._time("step", clock[0] - seconds, 0.0)
+    assert proposer._step_seconds("step") < 1.5
+    proposer._time("step", clock[0] - 100.0, 0.0)
+    assert proposer._step_seconds("step") < 1.65
+    proposer._time("step", clock[0] - 0.1, 5.0)  # it was compiled
+    assert proposer._step_seconds("step") > 1.4
+
+
 def test_costs_are_measured_once_and_kept(small_target, tmp_path, monkeypatch):
     monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path / "costs"))
     monkeypatch.setattr(costs_module, "SIZES", (1, 2, 4))
