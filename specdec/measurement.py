@@ -16,7 +16,7 @@ from specdec.sampling import Sampling
 from specdec.target import Target
 from specdec.timing import interleave
 
-BATCHES = 4  # that a way decodes before it is the next one's turn
+BATCHES = 2  # that a way decodes before it is the next one's turn
 Item = TypeVar("Item")
 
 
