@@ -201,11 +201,11 @@ def write(chosen: Answer, console: rich.console.Console) -> None:
         chosen.target,
         tokenizer,
         chosen.batch,
-        chosen.decode.compile,
         chosen.in_flight,
         chosen.thinking,
         chosen.features,
         console,
+        compile=chosen.decode.compile,
     )
     stop = stop_tokens(tokenizer, chosen.target)
     with Writers(source) as writers:

@@ -37,11 +37,11 @@ class Source:
     target: loading.TargetOptions
     tokenizer: PreTrainedTokenizerBase
     batch: int
-    compile: bool
     in_flight: int
     thinking: bool | None
     features: FeatureOptions
     console: rich.console.Console
+    compile: bool = False  # this project's decoder
 
     @property
     def kind(self) -> str | None:

@@ -67,7 +67,7 @@ def test_generate_prints_the_answer_of_plain_decoding(run):
 
 def test_identity_and_bench_print_and_write_figures(run, folder, traced):
     printed = run(identity, f"prompts={folder}/prompts.jsonl", "max_new_tokens=6", "batch=2")
-    assert printed.count("4 of 4 identical") == 3
+    assert printed.count("4 of 4 identical") == 4
     printed = run(
         bench, f"prompts={folder}/prompts.jsonl", "max_new_tokens=4", "limit=2", "repeats=1", f"out={folder}/bench.json"
     )
@@ -123,7 +123,7 @@ def test_help_lists_every_option_with_its_default(run, capsys):
     with pytest.raises(SystemExit) as end:
         run(identity, "--help")
     printed = capsys.readouterr().out
-    assert end.value.code == 0 and printed.startswith("Compares plain, chain and tree decoding")
+    assert end.value.code == 0 and printed.startswith("Compares plain, chain, tree and auto decoding")
     lines = {line.split()[0]: line for line in printed.splitlines() if line.startswith("  ")}
     assert lines["limit"].endswith("null: all (default: null)") and lines["checkpoint"].endswith("(required)")
     assert lines["target.dtype"].endswith("(default: float32)")  # this command replaces the general default

@@ -15,7 +15,7 @@ from specdec.proposers.ngram import Ngram
 from specdec.proposers.suffix import Suffix
 from specdec.sampling import Sampling
 from specdec.tree import TreeShape
-from tests.support import chain_of, greedy, make_drafter, random_tokens, repeating_texts
+from tests.support import HEADS, chain_of, greedy, make_drafter, random_tokens, repeating_texts
 
 STOP = {2}
 TREE = TreeShape(depth=3, width=2, nodes=5)
@@ -73,9 +73,13 @@ def test_greedy_answers_are_those_of_each_prompt_alone(small_target, name, rows)
     assert together(decoder, prompts, 30, rows) == plain
 
 
-@pytest.mark.parametrize("shape", [chain_of(3), TREE], ids=["chain", "tree"])
-def test_heads_are_joined_and_left(small_target, small_drafter, shape):
+@pytest.mark.parametrize(
+    ("head", "shape"),
+    [(head, shape) for number, head in enumerate(HEADS) for shape in (chain_of(3), TREE)[number % 2 :]],
+)
+def test_heads_are_joined_and_left(small_target, head, shape):
     """The drafts, too, are those of a batch of one: what is accepted does not depend on the others."""
+    small_drafter = make_drafter(small_target, head)
     limit = small_drafter.depth or shape.depth
     shape = TreeShape(min(shape.depth, limit), shape.width, min(shape.depth, limit) if shape.chain else shape.nodes)
     prompts = prompts_of(small_target)
