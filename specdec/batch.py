@@ -76,7 +76,6 @@ class Batch:
         self.target, self.proposer, self.verify, self.ends, self.generator = target, proposer, verify, ends, generator
         self.sampling, self.runner = verify.sampling, verify.runner
         self.rows: list[Request] = []  # of each row; one whose answer has ended stands still until it leaves
-        self.prefill_seconds = 0.0
         self.cache: RowCache
         self.newest: Tensor  # [B] the last token of each row
         self.marks: Tensor | None  # [B, V] the tokens to which a repetition penalty applies
@@ -94,28 +93,23 @@ class Batch:
     def admit(self, requests: list[Request]) -> list[list[int]]:
         """Reads the prompts -> the first token of each answer"""
         start = self._clock()
-        if not self.running:
+        if self.running:
+            assert self.joins, "this proposer's batches cannot be joined"
+            newest = self._join(requests)
+        else:
             self.close()
             self.rows = list(requests)
             self.cache, self.newest, self.marks, opening = self._read(requests)
+            newest = self.newest
             if self.proposer:
                 self.proposer.share(self.cache)
                 self.proposer.begin(opening.tokens, opening.num)
                 self.proposer.commit(opening.following, opening.features, opening.num, opening.counts)
-        else:
-            assert self.joins, "this proposer's batches cannot be joined"
-            self._join(requests)
-        emitted = [request.take([token], self.ends) for request, token in zip(requests, self.newest_of(requests))]
+        emitted = [request.take([token], self.ends) for request, token in zip(requests, newest.tolist())]
         seconds = self._clock() - start
-        self.prefill_seconds += seconds
         for request in requests:
             request.generation.prefill_seconds += seconds / len(requests)
         return emitted
-
-    def newest_of(self, requests: list[Request]) -> list[int]:
-        places = {id(request): row for row, request in enumerate(self.rows)}
-        newest = self.newest.tolist()
-        return [newest[places[id(request)]] for request in requests]
 
     @torch.inference_mode()
     def step(self) -> Step:
@@ -188,8 +182,8 @@ class Batch:
             self.proposer.select(rows, nums)
         self.rows = [self.rows[row] for row in rows]
 
-    def _join(self, requests: list[Request]) -> None:
-        """Requests take the places of rows that have ended, or new rows."""
+    def _join(self, requests: list[Request]) -> Tensor:
+        """Requests take the places of rows that have ended, or new rows -> the first token of each answer [R]"""
         nums, free = self._nums(), [row for row, request in enumerate(self.rows) if not request.left]
         more = len(requests) - len(free)
         if more > 0:
@@ -208,6 +202,7 @@ class Batch:
             self.proposer.replace(rows, nums, opening)
         for row, request in zip(rows, requests):
             self.rows[row] = request
+        return newest
 
     def _randomness(self, requests: list[Request]) -> Randomness:
         if all(request.generator is None for request in requests):

@@ -5,6 +5,7 @@ A way to generate is a function: prompt -> the new tokens, seconds. Seconds incl
 
 import statistics
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -17,16 +18,17 @@ from specdec.timing import interleave
 Generate = Callable[[list[int]], tuple[list[int], float]]
 
 
-class Timed:
+class Timed(ABC):
     """A way to generate that keeps figures of what it did."""
 
+    @abstractmethod
     def __call__(self, prompt: list[int]) -> tuple[list[int], float]:
-        raise NotImplementedError
+        """-> the new tokens, seconds"""
 
-    def restart(self) -> None:
+    def restart(self) -> None:  # noqa: B027  # most have nothing to do
         """Forgets what it learned from the prompts so far."""
 
-    def clear(self) -> None:
+    def clear(self) -> None:  # noqa: B027  # some have nothing to do
         """Sets its figures back."""
 
     def figures(self) -> dict:

@@ -93,7 +93,7 @@ class Decoder:
         requests = [Request(prompt, max_new_tokens, penalised=mark) for prompt, mark in zip(prompts, marks)]
         batch, numbers = self.batch(generator), {id(request): number for number, request in enumerate(requests)}
         first = batch.admit(requests)
-        result.prefill_seconds += batch.prefill_seconds
+        result.prefill_seconds += sum(request.generation.prefill_seconds for request in requests)
         yield Round(first, [0] * len(prompts))
         while batch.running:
             step = batch.step()
