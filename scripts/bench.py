@@ -45,7 +45,6 @@ from specdec.generation import STAGES
 from specdec.proposers.auto import Auto
 from specdec.proposers.heads import HeadProposer
 from specdec.proposers.ngram import Ngram
-from specdec.proposers.suffix import usual_suffix
 from specdec.sampling import Sampling
 from specdec.tuning import name_of
 from train import data
@@ -182,7 +181,7 @@ def make_methods(chosen: Bench, opened: loading.Opened, runs: list[loading.Run])
             add(f"{run.name}, {name_of(drafting)}", drafting.proposer(run.drafter), runner)
         proposer = Drafting(1, compile=chosen.decode.compile).proposer(run.drafter)
         if isinstance(proposer, HeadProposer):
-            add(f"{run.name}, auto", Auto(opened.target, members=[usual_suffix(opened.target), proposer]), runner)
+            add(f"{run.name}, auto", Auto.usual(opened.target, proposer), runner)
     for name, proposer in untrained.items():
         add(name, proposer, runner)
         if chosen.decode.compile and isinstance(proposer, Ngram):

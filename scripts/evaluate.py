@@ -23,7 +23,6 @@ from specdec.figures import TAU
 from specdec.measurement import Prompt, measure
 from specdec.proposers.auto import Auto
 from specdec.proposers.heads import HeadProposer
-from specdec.proposers.suffix import usual_suffix
 from specdec.report import Report, summarise_by_category
 from specdec.sampling import Sampling
 from specdec.timing import fastest_batch
@@ -86,7 +85,7 @@ def make_auto(chosen: Evaluate, loaded: proposers.Chosen, drafting: Drafting) ->
     """What is decoded beside a trained head's fixed shape; None where nothing is."""
     if not chosen.auto or not isinstance(loaded.proposer, HeadProposer) or loaded.name != proposers.HEAD:
         return None
-    return Auto(loaded.target, members=[usual_suffix(loaded.target), loaded.proposer])
+    return Auto.usual(loaded.target, loaded.proposer)
 
 
 def find_batch(

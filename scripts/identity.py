@@ -24,7 +24,6 @@ from specdec.measurement import top2_gap
 from specdec.proposers.auto import Auto
 from specdec.proposers.base import Proposer
 from specdec.proposers.heads import HeadProposer
-from specdec.proposers.suffix import usual_suffix
 from specdec.sampling import Sampling
 from train import data
 
@@ -59,7 +58,7 @@ def main() -> None:
     proposers: dict[str, Proposer] = {str(drafting.shape): drafting.proposer(loaded.drafter) for drafting in DRAFTINGS}
     head = proposers[str(DRAFTINGS[0].shape)]
     if isinstance(head, HeadProposer):
-        proposers["auto"] = Auto(loaded.target, members=[usual_suffix(loaded.target), head])
+        proposers["auto"] = Auto.usual(loaded.target, head)
     results = {}
     for name, proposer in {"plain": None, **proposers}.items():
         decoder = Decoder(loaded.target, proposer, sampling=Sampling(), stop=loaded.stop)

@@ -26,7 +26,6 @@ from specdec.drafter import Drafter
 from specdec.drafting import Drafting
 from specdec.measurement import Prompt, PromptResult, seeded_generator, turns
 from specdec.proposers.auto import Auto
-from specdec.proposers.suffix import usual_suffix
 from specdec.report import summarise
 from specdec.tree import TreeShape
 from specdec.tuning import RecordedChances, Way
@@ -108,7 +107,7 @@ def check(chosen: Tune, loaded: loading.Loaded, num_prompts: int) -> None:
 def make_auto(chosen: Tune, loaded: loading.Loaded) -> Auto:
     """The proposer that decodes by default with this checkpoint."""
     with_head = Drafting(1, compile=bool(chosen.decode.compile)).proposer(loaded.drafter)
-    return Auto(loaded.target, members=[usual_suffix(loaded.target), with_head], costs=chosen.costs)
+    return Auto.usual(loaded.target, with_head, costs=chosen.costs)
 
 
 def make_methods(chosen: Tune, loaded: loading.Loaded, auto: Auto, draftings: list[Drafting]) -> list[Method]:

@@ -33,7 +33,6 @@ from specdec.generation import Generation, Round
 from specdec.proposers.auto import Auto
 from specdec.proposers.base import Proposer
 from specdec.proposers.heads import HeadProposer
-from specdec.proposers.suffix import usual_suffix
 from specdec.sampling import Sampling
 from specdec.target import Target
 
@@ -143,7 +142,7 @@ class Speculative:
         drafting = self._decode or Drafting(min(2, drafter.depth or 2))
         proposer = drafting.proposer(drafter)
         if self._decode is None and isinstance(proposer, HeadProposer):
-            proposer = Auto(target, members=[usual_suffix(target), proposer])
+            proposer = Auto.usual(target, proposer)
         self._loaded = _Loaded(weights, model, target, drafting, proposer, drafting.runner())
         return self._loaded
 

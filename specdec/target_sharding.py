@@ -75,7 +75,7 @@ def _fill(model: PreTrainedModel, shards: Shards, mesh: DeviceMesh, name: str) -
         _read(model, (block,), shards)
         try:
             fully_shard(block, mesh=mesh, reshard_after_forward=True)
-        except (ValueError, RuntimeError, AssertionError, NotImplementedError) as error:
+        except (ValueError, RuntimeError, AssertionError) as error:
             raise ValueError(f"{name}: a layer cannot be divided ({' '.join(str(error).split())}). {WHOLE}") from error
     _read(model, (model.get_input_embeddings(), model.get_output_embeddings()), shards)
     _read(model, (model,), shards)

@@ -56,6 +56,7 @@ ORDER = [
     "chances",
     "costs",
     "proposers.pool",
+    "proposers.suffix",
     "proposers.*",
     "layer_search",
     "generation",

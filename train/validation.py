@@ -22,7 +22,6 @@ from specdec.experts import experts_of
 from specdec.measurement import Prompt, PromptReplay, PromptResult, measure
 from specdec.proposers.auto import Auto
 from specdec.proposers.base import Proposer
-from specdec.proposers.suffix import usual_suffix
 from specdec.report import Report, summarise, undecoded, with_replays
 from specdec.sampling import Sampling
 from specdec.target import TargetOutput
@@ -270,7 +269,7 @@ class Validation:
         """None, with a sentence, where it cannot draft: a run does not end for it."""
         head = self.drafting.proposer(frozen)
         try:
-            auto = Auto(self.target, members=[usual_suffix(self.target), head])
+            auto = Auto.usual(self.target, head)
             auto.opened = self.costs
             decoder = self.drafting.decoder(
                 self.target, auto, sampling=self.sampling, stop=self.stop, runner=self.drafting.runner()

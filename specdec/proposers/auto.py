@@ -31,6 +31,7 @@ from specdec.costs import Conditions, Costs, open_costs, read_told
 from specdec.proposers.base import Proposer
 from specdec.proposers.heads import HeadProposer
 from specdec.proposers.pool import Pool
+from specdec.proposers.suffix import usual_suffix
 from specdec.proposers.text import TextProposer
 from specdec.sampling import Sampling, pick, uniforms
 from specdec.target import Target
@@ -108,6 +109,11 @@ class Auto(Proposer):
         self.opened: dict[Conditions, Costs] = {}
         self.progress = lambda items, _: items
         self.forget()
+
+    @classmethod
+    def usual(cls, target: Target, head: Proposer, *, costs: Costs | str | None = None) -> "Auto":
+        """A trained head beside a suffix tree, as commands draft by default."""
+        return cls(target, members=[usual_suffix(target), head], costs=costs)
 
     def forget(self):
         for member in self.members:

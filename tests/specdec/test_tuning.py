@@ -15,7 +15,6 @@ from specdec.generation import Generation
 from specdec.measurement import Prompt, PromptResult
 from specdec.proposers.auto import Auto
 from specdec.proposers.heads import HeadProposer
-from specdec.proposers.suffix import usual_suffix
 from specdec.report import summarise
 from specdec.sampling import Sampling
 from specdec.tree import TreeShape
@@ -142,7 +141,7 @@ def test_the_verdict_names_the_fastest_way_and_where_auto_is(seconds, sentence):
 def test_the_choices_of_rounds_say_who_drafted_what(small_target, temperature):
     head = HeadProposer(make_drafter(small_target, "eagle"), chain_of(3))
     costs = told({1: 1.0, 2: 1.1, 3: 1.2, 6: 1.5, 12: 2.0}, plain=1.0, absorb=0.01, step=0.01)
-    auto = Auto(small_target, members=[usual_suffix(small_target), head], costs=costs)
+    auto = Auto.usual(small_target, head, costs=costs)
     decoder = Decoder(small_target, auto, sampling=Sampling(temperature), stop=set())
     generator = torch.Generator(small_target.device).manual_seed(0)
     rounds = [each for prompt in prompts_of(small_target) for each in timed_rounds(decoder, prompt, 30, generator)]
