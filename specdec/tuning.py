@@ -14,7 +14,8 @@ from specdec.drafting import Drafting
 from specdec.figures import rate_ratio_interval
 from specdec.generation import Generation
 from specdec.measurement import PromptResult
-from specdec.proposers.auto import Auto, Choice
+from specdec.proposers.account import Choice
+from specdec.proposers.auto import Auto
 from specdec.proposers.stopping import Stopping
 from specdec.report import Report
 from specdec.tree import TreeShape

@@ -55,6 +55,7 @@ ORDER = [
     "proposers.heads",
     "chances",
     "costs",
+    "proposers.account",
     "proposers.pool",
     "proposers.suffix",
     "proposers.*",

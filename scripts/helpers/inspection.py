@@ -13,7 +13,8 @@ from matplotlib.ticker import MaxNLocator
 from specdec.chances import DEEPEST
 from specdec.costs import Costs
 from specdec.measurement import PromptResult
-from specdec.proposers.auto import Auto, Choice
+from specdec.proposers.account import Choice
+from specdec.proposers.auto import Auto
 from specdec.tuning import Calibration, RecordedChances, TimedRound, Way, step_seconds
 
 FIGURES = ("tau", "tau_ci", "speedup", "speedup_ci", "tokens_per_second", "baseline_tokens_per_second", "ms_per_round")

@@ -17,8 +17,7 @@ was drawn: whether to draw at a depth is decided from q and from earlier draws, 
 """
 
 import time
-from collections import Counter, deque
-from dataclasses import dataclass, field
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -28,6 +27,7 @@ from torch.nn import functional as F
 from specdec import masks
 from specdec.chances import Chances, Kind
 from specdec.costs import Conditions, Costs, open_costs, read_told
+from specdec.proposers.account import Account, Choice
 from specdec.proposers.base import Proposer
 from specdec.proposers.heads import HeadProposer
 from specdec.proposers.pool import Pool
@@ -44,32 +44,6 @@ LONGEST_WAIT = 64  # rounds between two trials of a head that does not pay
 FOLLOW, FALL = 0.1, 0.5  # share of a new measurement in the seconds of a drafting step: where it is longer, and shorter
 MOST = 31  # drafts
 DEEPEST = 6  # steps of a head
-KEPT = 4096  # rounds whose choices are kept
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What one round drafted."""
-
-    size: int  # nodes of a row's tree, the root included
-    sources: Counter  # drafts in the trees of all rows by Kind.source, without the copies that fill trees up
-    head: bool  # whether the head drafted, even if none of its drafts was taken
-    trial: bool  # whether it did to see whether it pays by now
-
-
-@dataclass
-class Account:
-    """What was expected and what came, since the last `forget`."""
-
-    rounds: int = 0
-    tokens: float = 0.0  # of all rows
-    expected: float = 0.0  # tokens that were expected
-    seconds: float = 0.0  # of verification and drafting, expected
-    plain: float = 0.0  # seconds that plain decoding takes for the expected tokens, in as many rows
-    head: int = 0  # rounds in which the head drafted
-    trials: int = 0  # of these, rounds to see whether it pays by now
-    sizes: Counter = field(default_factory=Counter)  # rounds by the nodes of their trees
-    choices: deque[Choice] = field(default_factory=lambda: deque(maxlen=KEPT))  # of the last rounds
 
 
 def free(head: HeadProposer) -> HeadProposer:
@@ -257,21 +231,13 @@ class Auto(Proposer):
         device = self.target.device
         if num == 1:
             return root(torch.tensor(self.newest, device=device))
-        tokens, parents, drawn = [], [], []
-        for pool in pools:
-            nodes = pool.best(num - 1, chain=self.linear)
-            self.sources.update(pool.kinds[node][-1].source for node in nodes)
-            number = {0: 0, **{node: place for place, node in enumerate(nodes, 1)}}
-            row = [pool.tokens[0], *(pool.tokens[node] for node in nodes)]
-            above = [-1, *(number[pool.parents[node]] for node in nodes)]
-            while len(row) < num:  # filled up with copies, which no rule accepts twice
-                row.append(row[-1] if self.linear else row[min(1, len(nodes))])
-                above.append(len(above) - 1 if self.linear else 0)
-            tokens.append(row)
-            parents.append(above)
-            drawn.append([number[node] for node in pool.drawn])
+        planted_rows = [pool.plant(num, chain=self.linear) for pool in pools]
+        for planted in planted_rows:
+            self.sources.update(planted.sources)
+        parents = [planted.parents for planted in planted_rows]
+        tokens = torch.tensor([planted.tokens for planted in planted_rows], device=device)
         linear = all(above == list(range(-1, num - 1)) for above in parents)
-        tree = Tree(torch.tensor(tokens, device=device), torch.tensor(parents, device=device), None, linear=linear)
+        tree = Tree(tokens, torch.tensor(parents, device=device), None, linear=linear)
         if not laws:
             return tree
         assert self.head is not None
@@ -279,7 +245,7 @@ class Auto(Proposer):
         probs = F.one_hot(tree.tokens, self.target.vocab_size).to(laws[0].dtype)  # [B, N, V]
         rows = torch.arange(num_rows, device=device)
         for level, law in enumerate(laws):
-            places = torch.tensor([row[level] for row in drawn], device=device)
+            places = torch.tensor([planted.drawn[level] for planted in planted_rows], device=device)
             wide = law
             if drafter.draft_to_target is not None:
                 wide = law.new_zeros(num_rows, self.target.vocab_size)

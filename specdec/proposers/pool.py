@@ -2,8 +2,18 @@
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from specdec.chances import Chances, Kind
+
+
+class Planted(NamedTuple):
+    """A row of a tree, as in Tree."""
+
+    tokens: list[int]
+    parents: list[int]
+    drawn: list[int]  # numbers of its nodes that were sampled
+    sources: list[str]  # of its drafts, without the copies that fill it up
 
 
 @dataclass
@@ -45,6 +55,18 @@ class Pool:
         rank = sorted(range(1, len(self.tokens)), key=lambda node: (-self.chances[node], node))
         others = [node for node in rank if node not in self.drawn]
         return sorted([*self.drawn, *others[: max(0, num - len(self.drawn))]])
+
+    def plant(self, num: int, *, chain: bool) -> Planted:
+        """The row of a tree of `num` nodes, the root and the `best` ones. chain: of one path"""
+        nodes = self.best(num - 1, chain=chain)
+        number = {0: 0, **{node: place for place, node in enumerate(nodes, 1)}}
+        tokens = [self.tokens[0], *(self.tokens[node] for node in nodes)]
+        parents = [-1, *(number[self.parents[node]] for node in nodes)]
+        while len(tokens) < num:  # filled up with copies, which no rule accepts twice
+            tokens.append(tokens[-1] if chain else tokens[min(1, len(nodes))])
+            parents.append(len(parents) - 1 if chain else 0)
+        sources = [self.kinds[node][-1].source for node in nodes]
+        return Planted(tokens, parents, [number[node] for node in self.drawn], sources)
 
     def values(self, *, chain: bool) -> list[float]:
         """The chances of the nodes in the order in which `best` takes them."""

@@ -235,7 +235,7 @@ def test_where_auto_cannot_draft_validation_goes_on(make, small_target, monkeypa
 
     drafter = make_drafter(small_target, "eagle").decodable()
     made = make(drafter, auto="always")
-    monkeypatch.setattr(validation, "Auto", refuse)
+    monkeypatch.setattr(validation.Auto, "usual", refuse)
     report = judge(made, drafter)
     assert report.num_prompts == 5 and report.auto is None
     assert "speedup auto is left out: These layers see 8 positions." in made.shown
