@@ -26,6 +26,9 @@ SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 24, 32)  # nodes of a pass that are 
 COMPILED_SIZES = (1, 2, 4, 6, 8, 12, 16, 24)  # fewer: each is compiled
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 CONTEXT = 128  # tokens in the cache while it is measured
+LONG = 700  # tokens in the cache for what longer contexts cost, which is measured for LONG_SIZES only
+LONG_SIZES = (1, 8)
+LONG_ROWS = 8  # most of them; more rows are taken to cost in proportion, as their caches would take much memory
 SECONDS = 3.0  # of measuring for one number of rows, without compiling
 LEAST, MOST = 5, 40  # passes of each size
 CHECKED = (1, 4)  # nodes of the passes that show whether costs from the disk still hold
@@ -76,12 +79,14 @@ def folder() -> Path:
 class Costs:
     """Seconds of a pass over trees of N nodes in each of B rows.
 
+    A pass reads all entries of the cache, so it takes longer with a longer context, whatever its nodes.
     table: by rows, then by nodes; sizes: the numbers of nodes that a pass may have
     rows: numbers of rows that are measured beside that of a batch
     measure: gives the table of a number of rows that is missing; None: nothing is measured
     holds: whether the given costs of a number of rows still hold, asked before they are used first
     steps: seconds of a head's first step ("absorb") and of each further one ("step"), where all costs are told and none is
         measured; None: the drafting proposer measures them
+    longer: by rows, what longer contexts add; `measure` adds to it
     """
 
     def __init__(
@@ -93,7 +98,9 @@ class Costs:
         measure: Callable[[int], dict[int, float]] | None = None,
         holds: Callable[[int], bool] | None = None,
         steps: dict[str, float] | None = None,
+        longer: dict[int, "Longer"] | None = None,
     ):
+        self.longer = {} if longer is None else longer
         self.table = {rows: dict(curve) for rows, curve in table.items()}
         self.sizes, self.rows, self.measure, self.steps = tuple(sizes), tuple(rows), measure, steps
         self.holds, self.checked = holds, not table
@@ -111,8 +118,22 @@ class Costs:
             if each not in self.table:
                 self.table[each] = self.measure(each)
 
-    def curve(self, rows: int) -> dict[int, float]:
-        """Seconds by nodes, for this number of rows: between those that are known, and in proportion beyond them."""
+    def curve(self, rows: int, entries: int | None = None) -> dict[int, float]:
+        """Seconds by nodes, for this number of rows: between those that are known, and in proportion beyond them.
+
+        entries: of the cache, of each row; None: as many as while it was measured
+        """
+        curve, longer = self._curve(rows), self._longer(rows)
+        if entries is None or longer is None:
+            return curve
+        return {num: max(0.1 * seconds, seconds + longer.seconds(num, entries)) for num, seconds in curve.items()}
+
+    def _longer(self, rows: int) -> "Longer | None":
+        """That of the next smaller number of rows which is known, in proportion."""
+        known = max((each for each in self.longer if each <= rows), default=None)
+        return None if known is None else self.longer[known].times(rows / known)
+
+    def _curve(self, rows: int) -> dict[int, float]:
         if rows in self.table:
             return self.table[rows]
         known = sorted(self.table)
@@ -124,13 +145,14 @@ class Costs:
         both = self.table[low].keys() & self.table[high].keys()
         return {num: (1 - share) * self.table[low][num] + share * self.table[high][num] for num in both}
 
-    def best_size(self, rows: int, least: int) -> tuple[int, float]:
+    def best_size(self, rows: int, least: int, entries: int | None = None) -> tuple[int, float]:
         """The cheapest size of at least so many nodes, and its seconds."""
-        options = [(seconds, num) for num, seconds in self.curve(rows).items() if num >= least and num in self.sizes]
+        curve = self.curve(rows, entries)
+        options = [(seconds, num) for num, seconds in curve.items() if num >= least and num in self.sizes]
         seconds, num = min(options)
         return num, seconds * self.scale
 
-    def saw(self, rows: int, num: int, seconds: float) -> None:
+    def saw(self, rows: int, num: int, seconds: float, entries: int | None = None) -> None:
         """Takes in the seconds of a pass that was made.
 
         What is followed are medians: by how much a pass took longer does not count, so a pause of the machine does not.
@@ -138,13 +160,30 @@ class Costs:
         """
         if self.steps is not None:
             return
-        expected = self.curve(rows).get(num)
+        expected = self.curve(rows, entries).get(num)
         if not expected:
             return
         change = 1 + FOLLOW if seconds > expected * self.scale else 1 / (1 + FOLLOW)
         self.scale *= change
         if rows in self.table:
             self.table[rows][num] *= change**OWN
+
+
+@dataclass(frozen=True)
+class Longer:
+    """What each further entry of the cache adds to a pass: seconds for LONG_SIZES nodes; entries: where that begins."""
+
+    entries: int
+    few: float
+    many: float
+
+    def seconds(self, num: int, entries: int) -> float:
+        low, high = LONG_SIZES
+        each = self.few + (num - low) / (high - low) * (self.many - self.few)
+        return each * (entries - self.entries)
+
+    def times(self, factor: float) -> "Longer":
+        return Longer(self.entries, self.few * factor, self.many * factor)
 
 
 @torch.inference_mode()
@@ -156,17 +195,20 @@ def measure(
     *,
     linear: bool,
     most: int = MOST,
+    context: int = CONTEXT,
     progress: Callable[[list, str], Iterable] = lambda items, _: items,
-) -> dict[int, float]:
+) -> tuple[dict[int, float], int]:
     """Seconds of a pass by its number of nodes, in turn, the lower quartiles: other work on the machine only adds to them.
 
     linear: chains, for a target that reads nothing else; most: passes of each size, beside two to warm up
+    context: tokens in the cache; those after the first CONTEXT are empty entries, as only time counts
+    -> the seconds, and the entries of the cache
     """
     sizes, device = (
         [num for num in sizes if target.max_positions is None or num < target.max_positions // 2],
         target.device,
     )
-    context = min(CONTEXT, (target.max_positions or 2 * CONTEXT) // 2)
+    wanted, context = context, min(CONTEXT, (target.max_positions or 2 * CONTEXT) // 2)
     cache, generator = target.cache(rows), torch.Generator().manual_seed(0)
     text = torch.randint(0, target.vocab_size, (rows, context), generator=generator).to(device)
     positions = torch.arange(context, device=device).expand(rows, -1)
@@ -174,6 +216,10 @@ def measure(
     mask = masks.pending(masks.causal(context, device), cache.lengths, cache.visible)
     target.read(text, (), positions=positions, mask=mask, cache=cache)
     cache.commit(torch.full((rows,), context, device=device), [context] * rows)
+    if wanted > CONTEXT:
+        empty = wanted - context
+        cache.reserve(empty)
+        cache.commit(torch.full((rows,), empty, device=device), [empty] * rows)
     draws = rules.Draws(torch.Generator(device).manual_seed(0))
 
     def once(num: int) -> float:
@@ -204,7 +250,7 @@ def measure(
     for number in range(repeats):
         for num in list(sizes)[:: 1 if number % 2 else -1]:
             times[num].append(once(num))
-    return {num: statistics.quantiles(each, n=4)[0] for num, each in times.items()}
+    return {num: statistics.quantiles(each, n=4)[0] for num, each in times.items()}, cache.visible
 
 
 def open_costs(
@@ -219,24 +265,32 @@ def open_costs(
     conditions = Conditions.of(target, sampling, compiled=verifier.runner.compile)
     sizes = COMPILED_SIZES if verifier.runner.by_shape else SIZES
     path, alone = conditions.path, target.share.size == 1
-    table = _read(path) if alone else {}  # several processes may see other files, and must decide alike
+    # several processes may see other files, and must decide alike
+    table, longer = _read(path) if alone else ({}, {})
+    room = target.max_positions is None or target.max_positions > 2 * LONG
+    plain_cache = not (target.windowed or target.recurrent)
 
     def missing(rows: int) -> dict[int, float]:
-        table[rows] = measure(target, verifier, rows, sizes, linear=linear, progress=progress)
+        table[rows], entries = measure(target, verifier, rows, sizes, linear=linear, progress=progress)
+        if room and plain_cache and rows <= LONG_ROWS:
+            long, most = measure(target, verifier, rows, LONG_SIZES, linear=linear, most=LEAST, context=LONG)
+            few, many = (max(0.0, long[num] - table[rows].get(num, long[num])) for num in LONG_SIZES)
+            longer[rows] = Longer(entries, few / (most - entries), many / (most - entries))
         if alone:
-            _write(path, conditions, table)
+            _write(path, conditions, table, longer)
         return table[rows]
 
     def holds(rows: int) -> bool:
         known = [num for num in CHECKED if num in table[rows]]
-        now = measure(target, verifier, rows, known, linear=linear, most=LEAST) if known else {}
+        now = measure(target, verifier, rows, known, linear=linear, most=LEAST)[0] if known else {}
         if all(1 / DRIFT < seconds / table[rows][num] < DRIFT for num, seconds in now.items()):
             return True
         table.clear()
+        longer.clear()
         return False
 
     rows = () if verifier.runner.by_shape else ROWS  # every shape would be compiled
-    return Costs(dict(table), sizes=sizes, rows=rows, measure=missing, holds=holds)
+    return Costs(dict(table), sizes=sizes, rows=rows, measure=missing, holds=holds, longer=longer)
 
 
 def told(ratios: dict[int, float], *, plain: float, absorb: float, step: float) -> Costs:
@@ -267,22 +321,28 @@ def read_told(path: Path) -> Costs:
     return told(ratios, plain=plain, absorb=absorb, step=step)
 
 
-def _read(path: Path) -> dict[int, dict[int, float]]:
+def _read(path: Path) -> tuple[dict[int, dict[int, float]], dict[int, Longer]]:
     """Empty for a file that is missing or damaged: costs are measured again."""
     try:
         document = read_json(path)
-        return {
+        table = {
             int(rows): {int(num): float(seconds) for num, seconds in curve.items()}
             for rows, curve in document["seconds"].items()
         }
+        return table, {int(rows): Longer(**values) for rows, values in document["longer"].items()}
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
-        return {}
+        return {}, {}
 
 
-def _write(path: Path, conditions: Conditions, table: dict[int, dict[int, float]]) -> None:
+def _write(path: Path, conditions: Conditions, table: dict[int, dict[int, float]], longer: dict[int, Longer]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, json.dumps({"conditions": asdict(conditions), "seconds": table}, indent=1) + "\n")
+        document = {
+            "conditions": asdict(conditions),
+            "seconds": table,
+            "longer": {rows: asdict(each) for rows, each in longer.items()},
+        }
+        write_text(path, json.dumps(document, indent=1) + "\n")
     except OSError as error:
         warnings.warn(
             f"The measured costs cannot be kept in {path.parent} ({error}); they will be measured again.", stacklevel=2

@@ -30,7 +30,7 @@ def figures_of(auto: Auto, batch: int, results: list[PromptResult]) -> dict:
     account, scale = auto.account, auto.costs.scale
     rounds = account.rounds
     seconds = sum(result.drafted.seconds for result in results)
-    curves = {rows: auto.costs.curve(rows) for rows in sorted({1, batch})}
+    curves = {rows: auto.costs.curve(rows, auto.entries) for rows in sorted({1, batch})}
     return {
         "costs": {
             "pass_ms": {

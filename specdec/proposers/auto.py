@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specdec import masks
+from specdec.cache import RowCache
 from specdec.chances import Chances, Kind
 from specdec.costs import Conditions, Costs, open_costs, read_told
 from specdec.proposers.account import Account, Choice
@@ -98,6 +99,8 @@ class Auto(Proposer):
         self.promised, self.kept = TRUST, TRUST  # accepted drafts, expected and real, forgotten slowly
         self.waited, self.wait = 0, 1  # rounds since the head drafted; until it is tried again
         self.num_rows = 0
+        self.cache: RowCache | None = None
+        self.entries: int | None = None  # of the target's cache in this round
 
     @property
     def compile_seconds(self) -> float:
@@ -111,6 +114,9 @@ class Auto(Proposer):
                     self.target, verifier, sampling, linear=self.linear, progress=lambda *given: self.progress(*given)
                 )
             self.costs = self.opened[conditions]
+
+    def share(self, cache):
+        self.cache = cache
 
     def begin(self, tokens, num):
         for member in self.members:
@@ -174,7 +180,7 @@ class Auto(Proposer):
     def timed(self, seconds):
         seconds = self.target.share.all_say(seconds)[0]  # processes with one target must decide alike
         if seconds > 0 and self.costs is not None:
-            self.costs.saw(self.num_rows, self.size, seconds)
+            self.costs.saw(self.num_rows, self.size, seconds, self.entries)
 
     # A round
 
@@ -317,7 +323,8 @@ class Auto(Proposer):
         """Fixes, for a round, the seconds of verification by nodes, and the tokens a second of all rows that are expected of
         rounds as they come: never less than without drafts."""
         assert self.costs is not None
-        curve, scale = self.costs.curve(self.num_rows), self.costs.scale
+        self.entries = None if self.cache is None else self.cache.visible
+        curve, scale = self.costs.curve(self.num_rows, self.entries), self.costs.scale
         self.curve = {num: scale * curve[num] for num in self.costs.sizes if num in curve and num <= 1 + MOST}
         plain = self.num_active / min(self.curve.values())
         self.rate = max(plain, self.gained / self.spent) if self.spent else plain
@@ -325,7 +332,7 @@ class Auto(Proposer):
     def _plain(self, num_rows: int) -> float:
         """Seconds of a round without drafts."""
         assert self.costs is not None
-        return self.costs.best_size(num_rows, 1)[1]
+        return self.costs.best_size(num_rows, 1, self.entries)[1]
 
     def _values(self) -> list[list[float]]:
         """Of each row that runs, the chances of its candidates in the order in which they are taken"""

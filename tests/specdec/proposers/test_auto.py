@@ -10,7 +10,7 @@ from specdec import costs as costs_module
 from specdec.batch import Request
 from specdec.chances import Chances, Kind
 from specdec.compile import Runner
-from specdec.costs import Conditions, Costs, told
+from specdec.costs import Conditions, Costs, Longer, told
 from specdec.decode import Decoder
 from specdec.proposers import auto as auto_module
 from specdec.proposers.auto import LONGEST_WAIT, Auto
@@ -265,6 +265,29 @@ def test_costs_between_numbers_of_rows_and_what_a_pass_teaches():
     assert costs.scale < 1.05 * before
 
 
+def test_longer_contexts_add_the_same_to_all_sizes_that_read_as_much():
+    costs = Costs({1: {1: 1.0, 8: 3.0}, 4: {1: 2.0, 8: 8.0}}, sizes=(1, 8), longer={1: Longer(256, 0.01, 0.02)})
+    assert costs.curve(1, 256) == costs.curve(1) == {1: 1.0, 8: 3.0}
+    assert costs.curve(1, 1256) == pytest.approx({1: 11.0, 8: 23.0})
+    assert costs.curve(4, 1256) == pytest.approx({1: 42.0, 8: 88.0})  # four rows have four caches
+    assert costs.best_size(1, 1, 1256) == (1, pytest.approx(11.0))
+    for _ in range(40):
+        costs.saw(1, 1, 11.0, 1256)
+    assert costs.scale == pytest.approx(1.0, abs=0.05)
+
+
+def test_what_longer_contexts_cost_is_measured(target, tmp_path, monkeypatch):
+    monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path))
+    monkeypatch.setattr(costs_module, "SIZES", (1, 8))
+    monkeypatch.setattr(costs_module, "LONG", 300)
+    monkeypatch.setattr(target, "max_positions", 4096)
+    proposer = Auto(target, members=[suffix(target)])
+    Decoder(target, proposer, sampling=Sampling(), stop=set()).generate([[1, 2, 3]], 4)
+    (path,) = tmp_path.glob("*.json")
+    assert set(json.loads(path.read_text())["longer"]) == {"1"}
+    assert proposer.entries == 256 and proposer.costs.longer[1].entries == 256
+
+
 def test_a_size_that_seemed_cheap_is_corrected_by_its_use():
     true = {1: 1.0, 4: 2.0, 12: 6.0}
     costs = Costs({1: true | {12: 0.5}}, sizes=(1, 4, 12))
@@ -325,7 +348,9 @@ def test_costs_that_no_longer_hold_are_measured_again(small_target, tmp_path, mo
     now = {1: 1.0, 4: 2.0}
     asked = []
     monkeypatch.setattr(
-        costs_module, "measure", lambda t, v, rows, sizes, **how: asked.append(rows) or {num: now[num] for num in sizes}
+        costs_module,
+        "measure",
+        lambda t, v, rows, sizes, **how: asked.append(rows) or ({num: now[num] for num in sizes}, 256),
     )
 
     def table() -> dict:
