@@ -26,12 +26,11 @@ from specdec.drafter import Head
 from specdec.drafting import Drafting
 from specdec.measurement import Prompt
 from specdec.sampling import Sampling
-from specdec.target import Target, load_tokenizer
+from specdec.target import Target
 from train import data, display, optimization, sharding
 from train.consistency import ConsistencyObjective
 from train.encoding import Encoding, load_packs
 from train.engine_features import EngineTarget
-from train.feature_settings import FeatureSettings
 from train.finite import NotFiniteLoss
 from train.group import Group
 from train.loader import Material
@@ -46,6 +45,7 @@ from train.run_folder import RunFolder
 from train.serving import Serving
 from train.settings import Settings, fixed
 from train.stream import Plan, Stream
+from train.targets import feature_settings, load_target
 from train.trainer import Trainer
 from train.validation import Validation, ValidationSettings
 from train.waiting import ProcessLost, Waiting
@@ -142,74 +142,6 @@ def make_accelerator(config: DictConfig, path: Path) -> Accelerator:
     if accelerator.device.type == "cpu":  # the launcher sets one thread a process
         torch.set_num_threads(config.threads or max(1, os.cpu_count() // accelerator.num_processes))
     return accelerator
-
-
-def load_target(config: DictConfig, accelerator: Accelerator) -> tuple[Target, PreTrainedTokenizerBase]:
-    device = config.target.device
-    if device not in (None, "auto"):
-        raise ValueError(f"target.device={device} must be null (where the head trains) or auto (over all GPUs).")
-    if device == "auto" and accelerator.num_processes > 1:
-        raise ValueError(
-            f"target.device=auto spreads one target over all GPUs, and {accelerator.num_processes} processes would each "
-            "load one: use accelerate launch --num_processes 1, or target.device=null."
-        )
-    engine = feature_settings(config).urls
-    if config.target.shard:
-        check_shard(config)
-    origin = {key: config.target[key] for key in ("revision", "trust_remote_code")}
-    with named("target"):
-        load = functools.partial(Target.load, tp=config.target.tp)
-        if engine:
-            load, device = functools.partial(Target.load_ends), None
-        elif config.target.shard:
-            load = Target.load_sharded
-        target = load(config.target.name, dtype=config.target.dtype, device=device or accelerator.device, **origin)
-        return target, load_tokenizer(config.target.name, **origin)
-
-
-def check_shard(config: DictConfig) -> None:
-    """Raises ValueError for what a target with its layers in parts over all processes cannot do."""
-    if config.target.tp > 1:
-        raise ValueError(
-            f"target.tp={config.target.tp} cuts a target over some processes that read the same, and target.shard=true keeps its "
-            "layers in parts over all of them: use one of the two."
-        )
-    if checkpoint.drafter_class(config.head.drafter._target_).adapts_target:
-        raise ValueError(
-            f"target.shard=true: head={config.head.drafter._target_} changes the target, which must then be whole in each process: "
-            "set target.shard=false."
-        )
-    if config.train.best_by == "speedup":
-        raise ValueError(
-            "target.shard=true: train.best_by=speedup would measure how fast layers are gathered for each pass, and not how fast "
-            "drafts are: use train.best_by=tau."
-        )
-    if config.data.on_policy and config.features.mode != "online":
-        raise ValueError(
-            f"target.shard=true: with data.on_policy={config.data.on_policy} some processes read files while others need the "
-            "target: use features.mode=online."
-        )
-
-
-def feature_settings(config: DictConfig) -> FeatureSettings:
-    """Raises ValueError for what only a target in this process can do, if a server is to read the texts."""
-    with named("features"):
-        settings = FeatureSettings(**OmegaConf.to_container(config.features, resolve=True))
-    adapts = checkpoint.drafter_class(config.head.drafter._target_).adapts_target
-    needed = [
-        (adapts, "the head changes the target"),
-        (config.data.on_policy, "data.on_policy lets the target judge texts that the draft writes"),
-        (config.train.best_by != "tau", f"train.best_by={config.train.best_by} is measured by decoding"),
-        (config.target.tp > 1, f"target.tp={config.target.tp} cuts a target in these processes"),
-        (config.target.shard, "target.shard=true keeps the target's layers in these processes"),
-    ]
-    for applies, reason in needed:
-        if settings.urls and applies:
-            raise ValueError(
-                f"features.engine={settings.urls}: {reason}, for which the target must be in this process: use "
-                "features.mode=online."
-            )
-    return settings
 
 
 def load_data(

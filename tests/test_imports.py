@@ -57,6 +57,7 @@ ORDER = [
     "costs",
     "proposers.account",
     "proposers.pool",
+    "proposers.step_times",
     "proposers.suffix",
     "proposers.*",
     "layer_search",

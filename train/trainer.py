@@ -207,13 +207,8 @@ class Trainer:
         settings, accelerator = self.settings, self.accelerator
         torch.manual_seed(settings.seed * 1_000_003 + self.step * 1009 + self.group.number)
         micro_batches = self.loader.step(self.step)
-        num_goals = accelerator.reduce(
-            devices.send(
-                torch.tensor(float(sum(int(micro.batch.loss_mask.sum()) for micro in micro_batches))),
-                accelerator.device,
-            ),
-            "sum",
-        )
+        goals = torch.tensor(float(sum(int(micro.batch.loss_mask.sum()) for micro in micro_batches)))
+        num_goals = accelerator.reduce(devices.send(goals, accelerator.device), "sum")
         losses = []
         for number, micro in enumerate(micro_batches):
             last = number == settings.accumulation - 1

@@ -32,6 +32,7 @@ from specdec.proposers.account import Account, Choice
 from specdec.proposers.base import Proposer
 from specdec.proposers.heads import HeadProposer
 from specdec.proposers.pool import Pool
+from specdec.proposers.step_times import StepTimes
 from specdec.proposers.suffix import usual_suffix
 from specdec.proposers.text import TextProposer
 from specdec.sampling import Sampling, pick, uniforms
@@ -42,7 +43,6 @@ SIBLINGS = 3  # candidates of a head for each token
 FORGET = 0.98  # what a round counts for the rate after the next one
 TRUST = 20.0  # accepted drafts that the chances count as, before their sum is corrected
 LONGEST_WAIT = 64  # rounds between two trials of a head that does not pay
-FOLLOW, FALL = 0.1, 0.5  # share of a new measurement in the seconds of a drafting step: where it is longer, and shorter
 MOST = 31  # drafts
 DEEPEST = 6  # steps of a head
 
@@ -95,7 +95,7 @@ class Auto(Proposer):
             member.forget()
         self.chances, self.account = Chances(), Account()
         self.gained, self.spent = 0.0, 0.0  # tokens and seconds, forgotten slowly
-        self.steps: dict[tuple[str, int], float] = {}  # seconds of the head's "absorb" and "step", by rows
+        self.steps = StepTimes()  # of the head's "absorb" and "step"
         self.promised, self.kept = TRUST, TRUST  # accepted drafts, expected and real, forgotten slowly
         self.waited, self.wait = 0, 1  # rounds since the head drafted; until it is tried again
         self.num_rows = 0
@@ -142,7 +142,7 @@ class Auto(Proposer):
         self.newest = [new[-1] if new else newest for new, newest in zip(rows, self.newest)]
         if self.pools is not None:
             for pool, new in zip(self.pools, rows):
-                self._learn(pool, new)
+                pool.teach(self.chances, new)
             got, emitting = float(sum(map(len, rows))), sum(map(bool, rows))
             self.gained = FORGET * self.gained + got
             self.promised = FORGET * self.promised + self.hoped
@@ -380,41 +380,15 @@ class Auto(Proposer):
         return best > 0
 
     def _step_seconds(self, name: str) -> float:
-        if self.costs is not None and self.costs.steps is not None:
-            return self.costs.steps[name]
-        known = self.steps.get((name, self.num_rows))
-        if known is not None:
-            return known
-        others = [(rows, seconds) for (step, rows), seconds in self.steps.items() if step == name]
-        return min(others, key=lambda pair: abs(pair[0] - self.num_rows))[1] if others else 0.0
+        assert self.costs is not None
+        return self.steps.seconds(name, self.num_rows) if self.costs.steps is None else self.costs.steps[name]
 
     def _time(self, name: str, start: float, compiling: float) -> None:
-        """Takes in what a step has taken; steps that were compiled do not count.
-
-        Other work on the machine only makes a step longer, and a head that seems too slow is tried seldom, so shorter times
-        count more.
-        """
-        seconds, key = self.target.share.all_say(time.perf_counter() - start)[0], (name, self.num_rows)
-        if compiling > 0:
-            return
-        known = self.steps.get(key)
-        if known is None:
-            self.steps[key] = seconds
-        else:
-            self.steps[key] = known + (FALL if seconds < known else FOLLOW) * (min(seconds, 2 * known) - known)
+        """Takes in what a step has taken; steps that were compiled do not count."""
+        seconds = self.target.share.all_say(time.perf_counter() - start)[0]
+        if compiling <= 0:
+            self.steps.saw(name, self.num_rows, seconds)
 
     def predicted(self) -> float | None:
         """The speedup that was expected of all rounds since `forget`; None without a round."""
         return self.account.plain / self.account.seconds if self.account.seconds else None
-
-    # What is learnt
-
-    def _learn(self, pool: Pool, new: list[int]) -> None:
-        """new: the tokens that followed. All candidates whose parents were right are counted, verified or not."""
-        nodes = {0}
-        for token in new:
-            following = [child for child, parent in enumerate(pool.parents) if parent in nodes]
-            for child in following:
-                for kind in pool.kinds[child]:
-                    self.chances.learn(kind, pool.tokens[child] == token)
-            nodes = {child for child in following if pool.tokens[child] == token}

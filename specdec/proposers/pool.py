@@ -101,3 +101,13 @@ class Pool:
                 return path
             node = max(following, key=lambda child: (child in self.drawn, self.chances[child]))
             path.append(node)
+
+    def teach(self, chances: Chances, new: list[int]) -> None:
+        """new: the tokens that followed. All candidates whose parents were right are counted, verified or not."""
+        nodes = {0}
+        for token in new:
+            following = [child for child, parent in enumerate(self.parents) if parent in nodes]
+            for child in following:
+                for kind in self.kinds[child]:
+                    chances.learn(kind, self.tokens[child] == token)
+            nodes = {child for child in following if self.tokens[child] == token}

@@ -15,7 +15,8 @@ from specdec.proposers.ngram import Ngram
 from specdec.proposers.suffix import Suffix
 from specdec.sampling import Sampling
 from specdec.tree import TreeShape
-from tests.support import HEADS, chain_of, greedy, make_drafter, random_tokens, repeating_texts
+from tests.support import HEADS, chain_of, greedy, make_drafter, random_tokens
+from tests.texts import repeating_texts
 
 STOP = {2}
 TREE = TreeShape(depth=3, width=2, nodes=5)

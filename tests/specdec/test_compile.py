@@ -10,32 +10,22 @@ import pytest
 import torch
 import torch._inductor
 from torch import nn
-from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from specdec import attention, compile, cuda_graph, masks
+from specdec import attention, compile, masks
 from specdec.compile import Graph, Runner
 from specdec.compiled_target import CompiledTarget
 from specdec.decode import Decoder
 from specdec.generation import STAGES
-from specdec.measurement import answers
 from specdec.proposers.heads import HeadProposer
 from specdec.proposers.stopping import Stopping
 from specdec.sampling import Sampling
 from specdec.target import Target
 from specdec.tree import TreeShape
+from tests.compiled import KINDS, TREE, check_same, decoder_of, prompts_of
 from tests.support import chain_of, make_drafter, make_target, random_tokens, scale_forward
 
 pytestmark = pytest.mark.slow
-
-KINDS = {
-    "path": ("eagle", {}),
-    "depth": ("mtp", {"num_modules": 5}),
-    "block": ("dflash", {}),
-    "text": ("draft", {}),
-    "none": ("medusa", {}),
-}
-CHAIN, TREE = chain_of(3), TreeShape(depth=3, width=3, nodes=8)
 
 
 @pytest.fixture(scope="module")
@@ -61,30 +51,6 @@ def graphs(monkeypatch) -> list[Graph]:
 
     monkeypatch.setattr(compile, "Graph", RecordedGraph)
     return built
-
-
-def decoder_of(
-    target, drafter=None, shape=CHAIN, *, compiled: bool, temperature=0.0, rule="token", runner=None, **how
-) -> Decoder:
-    proposer = drafter and HeadProposer(drafter, shape, compile=compiled, **how)
-    runner = runner or Runner(compiled)
-    return Decoder(target, proposer, sampling=Sampling(temperature), stop=set(), rule=rule, runner=runner)
-
-
-def prompts_of(target, seed: int, lengths=(5, 9)) -> list[list[int]]:
-    return [random_tokens(seed + row, num, target.vocab_size) for row, num in enumerate(lengths)]
-
-
-def check_same(compiled: Decoder, plain: Decoder, prompts, num: int) -> None:
-    """Rows leave the batch of the decoder that compiles nothing; each has random numbers of its own."""
-    seeds = list(range(len(prompts)))
-    generations, references = (
-        answers(decoder, prompts, num, rows=len(prompts), seeds=seeds) for decoder in (compiled, plain)
-    )
-    for generation, reference in zip(generations, references, strict=True):
-        assert generation.tokens == reference.tokens
-        assert generation.accepted == reference.accepted
-        assert generation.drafted == reference.drafted
 
 
 def known_shapes(decoder: Decoder) -> set:
@@ -386,60 +352,3 @@ def test_a_failing_compiler_is_reported(monkeypatch):
     target = make_target(6, num_layers=2)
     with pytest.raises(ValueError, match=r"compile=false decodes without it\.$"):
         decoder_of(target, compiled=True).generate([[1]], 4)
-
-
-# CUDA graphs
-
-
-def record(function, inputs):
-    """Stands in for cuda_graph.capture on a CPU, with the same rules: whatever `function` takes from the host is as it was
-    now, and tensors are read and written where they are in memory now."""
-    own = [value.clone() for value in inputs]
-    for _ in range(cuda_graph.WARM_UP):
-        function(*own)
-    graph = make_fx(lambda *inputs: function(*inputs))(*own)
-    outputs = graph(*own)
-
-    def replay(*given):
-        for place, value in zip(own, given, strict=True):
-            place.copy_(value)
-        for place, value in zip(outputs, graph(*own), strict=True):
-            place.copy_(value)
-        return tuple(value.clone() for value in outputs)
-
-    return replay
-
-
-@pytest.mark.parametrize(
-    "head, shape, compiled", [(None, CHAIN, False), ("eagle", TREE, True), ("medusa", CHAIN, False)]
-)
-def test_passes_from_graphs_give_the_same_answers(shallow, traced, monkeypatch, head, shape, compiled):
-    """Batches of the same shape with caches at other addresses, and caches that grow while they are used."""
-    captured = []
-    monkeypatch.setattr(cuda_graph, "capture", lambda *arguments: captured.append(1) or record(*arguments))
-    drafter = head and make_drafter(shallow, head, True)
-    runner = Runner(compiled, cuda_graphs=True)
-    graphed = decoder_of(shallow, drafter, shape, compiled=compiled, runner=runner)
-    plain = decoder_of(shallow, drafter, shape, compiled=False)
-    for seed, lengths in enumerate([(5, 9), (7, 3), (250, 9)]):
-        check_same(graphed, plain, prompts_of(shallow, seed, lengths), 16)
-    assert 4 >= len(captured) == len(runner.graphs) >= 2 and runner.cuda_graphs
-
-
-def test_a_graph_for_each_cache_and_not_too_many(monkeypatch):
-    captured = []
-    monkeypatch.setattr(cuda_graph, "capture", lambda function, inputs: captured.append(function) or function)
-    monkeypatch.setattr(compile, "MOST_GRAPHS", 2)
-    runner, caches = Runner(cuda_graphs=True), [torch.zeros(2), torch.ones(2), torch.ones(2)]
-    for cache in (*caches, caches[2], caches[0]):
-        (result,) = runner.whole("sum", lambda x, cache=cache: (x + cache,), [torch.ones(2)], [cache])
-        assert result.equal(1 + cache)
-    assert len(captured) == 4 and len(runner.graphs) == 2 and runner.seconds > 0
-
-
-def test_without_a_gpu_passes_run_as_before_and_one_warning_says_so(shallow):
-    graphed = decoder_of(shallow, compiled=False, runner=Runner(cuda_graphs=True))
-    with pytest.warns(UserWarning, match="No CUDA graphs.*CUDA device"):
-        generation = graphed.generate(prompts_of(shallow, 0), 8)
-    assert generation.tokens == decoder_of(shallow, compiled=False).generate(prompts_of(shallow, 0), 8).tokens
-    assert not graphed.runner.graphs and not graphed.runner.cuda_graphs

@@ -20,7 +20,8 @@ from specdec.proposers.pool import Pool
 from specdec.proposers.suffix import Suffix, usual_suffix
 from specdec.sampling import Sampling
 from tests.enumeration import SAMPLINGS, decoder_error, sampled_target
-from tests.support import ROOT, chain_of, make_drafter, random_tokens, repeating_texts
+from tests.support import ROOT, chain_of, make_drafter, random_tokens
+from tests.texts import repeating_texts
 
 FREE = dict.fromkeys(range(1, 10), 1.0)
 STEEP = {num: float(num) for num in range(1, 10)}

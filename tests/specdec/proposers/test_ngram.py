@@ -6,7 +6,7 @@ import pytest
 
 from specdec.proposers.ngram import Ngram
 from specdec.sampling import Sampling
-from tests.support import begin, check_rounds, commit, repeating_texts
+from tests.texts import begin, check_rounds, commit, repeating_texts
 
 
 def naive(text: list[int], low: int, high: int, num: int) -> list[int]:

@@ -11,7 +11,8 @@ from specdec.measurement import Prompt, measure
 from specdec.proposers.merged import Merged
 from specdec.proposers.suffix import NOWHERE, Automaton, Match, Suffix
 from specdec.sampling import Sampling
-from tests.support import begin, check_rounds, commit, random_tokens, repeating_texts
+from tests.support import random_tokens
+from tests.texts import begin, check_rounds, commit, repeating_texts
 
 
 def automaton_of(known: list[list[int]]) -> Automaton:

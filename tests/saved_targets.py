@@ -1,0 +1,43 @@
+"""A tiny Llama in a folder, for tests of loading."""
+
+import json
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from specdec.decode import Decoder
+from specdec.heads.eagle import Eagle
+from specdec.proposers.heads import HeadProposer
+from specdec.sampling import Sampling
+from specdec.target import Target
+from specdec.tree import TreeShape
+
+SIZES = {"vocab_size": 61, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": None,
+         "eos_token_id": None, "initializer_range": 0.2}  # fmt: skip
+PROMPT = [5, 9, 2, 44, 17]
+
+
+def save(folder: Path, **arguments) -> Path:
+    """A tiny Llama -> folder"""
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**{**SIZES, **arguments})).save_pretrained(folder)
+    return folder
+
+
+def edit(folder: Path, **fields) -> Path:
+    """Replaces fields of config.json -> folder"""
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    return folder
+
+
+def check_decoding(target: Target) -> None:
+    """Plain decoding, a chain and a tree write what the model's own generate writes."""
+    mask = torch.ones(1, len(PROMPT), dtype=torch.long)
+    written = target.model.generate(torch.tensor([PROMPT]), attention_mask=mask, do_sample=False, max_new_tokens=12)
+    head = Eagle(target, vocab=torch.arange(0, 61, 2)).to(target.dtype)
+    for shape in (None, TreeShape(3, 1, 3), TreeShape(3, 3, 7)):
+        decoder = Decoder(target, HeadProposer(head, shape) if shape else None, sampling=Sampling(0), stop=set())
+        assert decoder.generate([PROMPT], 12).tokens[0] == written[0, len(PROMPT) :].tolist()
