@@ -79,11 +79,14 @@ def main() -> None:
     ways = predict(chosen, methods, draftings, auto, results)
     inspection.show(console, [*inspection.tables(document), inspection.table_of_ways(ways)])
     say(inspection.sentences(document))
+    shape = inspection.fixed_shape(auto, chosen.batch, greedy=sampling.greedy)
+    say(inspection.fixed_shape_sentence(shape))
     verdict = tuning.verdict(ways)
     say(verdict)
     document = {"conditions": conditions, "options": asdict(chosen), "verdict": verdict} | document
     fixed = max((way for way in ways if way.drafting), key=lambda way: way.measured, default=None)
-    document |= {"ways": inspection.ways_to_json(ways), "drafting": fixed and fixed.drafting and asdict(fixed.drafting)}
+    document |= {"best_fixed_shape": shape, "ways": inspection.ways_to_json(ways)}
+    document |= {"drafting": fixed and fixed.drafting and asdict(fixed.drafting)}
     files.write_text(Path(chosen.out), json.dumps(document, indent=2) + "\n")
     say(f"written: {chosen.out}" + (f"; decode.file={chosen.out} decodes as {fixed.name}" if fixed else ""))
     if chosen.picture:

@@ -12,14 +12,14 @@ BOUNDS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)
 class Kind:
     """What is known of a draft before it is verified.
 
-    source: who drafts it; estimate: of that one, that the draft is accepted if its parent is; first: whether no sibling of
-    this source is likelier; match: tokens of the text that were found again, for proposers that look at texts
+    source: who drafts it; estimate: of that one, that the draft is accepted if its parent is; rank: siblings of this
+    source that are likelier; match: tokens of the text that were found again, for proposers that look at texts
     """
 
     source: str
     estimate: float
     depth: int
-    first: bool = True
+    rank: int = 0
     match: int = 0
 
     @property
@@ -27,7 +27,7 @@ class Kind:
         """Of the counters, the rough one first."""
         level = sum(self.estimate >= bound for bound in BOUNDS)
         length = min(self.match.bit_length(), 5)
-        rough = (self.source, self.first, level)
+        rough = (self.source, self.rank == 0, level)
         return rough, (*rough, min(self.depth, DEEPEST), length)
 
 
@@ -64,7 +64,7 @@ class Chances:
         """Called for every draft whose parent was accepted, offered or not: the text shows whether it was right."""
         for key in kind.keys:
             self.counters.setdefault(key, Counter()).add(accepted)
-        if kind.first:
+        if kind.rank == 0:
             self.depths.setdefault((kind.source, kind.depth), Counter()).add(accepted)
 
     def typical(self, source: str, depth: int, *, otherwise: float = 0.5) -> float:

@@ -3,6 +3,9 @@
 Everything is read from the `Auto` that decoded, and predicted from its costs (docs/methods.md, section 8).
 """
 
+import heapq
+import itertools
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -123,6 +126,66 @@ def predict(tau: float, curve: dict[int, float], steps: dict[str, float], shape:
         return None
     drafting = steps["absorb"] + (shape.depth - 1) * steps.get("step", 0.0)
     return tau * pass_seconds(curve, 1) / (pass_seconds(curve, 1 + shape.nodes) + drafting)
+
+
+# The best fixed shape
+
+
+def rank_chances(cases: Iterable[tuple[Kind, float, bool]], source: str) -> list[list[float]]:
+    """How often a source's draft of each rank (0: its likeliest) was right if its parent was, for each depth from 1.
+
+    cases: of RecordedChances. Depths end with the first that has no case.
+    """
+    counts: dict[int, Counter[int]] = {}
+    right: dict[int, Counter[int]] = {}
+    for kind, _, accepted in cases:
+        if kind.source == source:
+            counts.setdefault(kind.depth, Counter())[kind.rank] += 1
+            right.setdefault(kind.depth, Counter())[kind.rank] += accepted
+    depths = itertools.takewhile(counts.__contains__, itertools.count(1))
+    return [[right[depth][rank] / counts[depth][rank] for rank in range(1 + max(counts[depth]))] for depth in depths]
+
+
+def best_paths(chances: list[list[float]], num: int) -> list[tuple[tuple[int, ...], float]]:
+    """The `num` nodes of the tree that is expected to have the most accepted drafts: (ranks from the root, chance of the path).
+
+    chances: as rank_chances. With chances by depth and rank alone, as in Sequoia (2402.12374, section 4.1), the likeliest paths
+    are what its dynamic programme finds, since no path is likelier than its own beginning.
+    """
+    waiting: list[tuple[float, tuple[int, ...]]] = [(-1.0, ())]
+    found: list[tuple[tuple[int, ...], float]] = []
+    while waiting and len(found) <= num:
+        chance, path = heapq.heappop(waiting)
+        found.append((path, -chance))
+        following = chances[len(path)] if len(path) < len(chances) else []
+        for rank, each in enumerate(following):
+            heapq.heappush(waiting, (chance * each, (*path, rank)))
+    return found[1:]
+
+
+def best_shape(
+    chances: list[list[float]], curve: dict[int, float], steps: dict[str, float]
+) -> tuple[TreeShape, float, float] | None:
+    """The fixed shape that is expected to be the fastest, its tokens a round and its speedup; None without chances or steps.
+
+    curve: seconds of a pass by nodes; steps: as step_seconds
+    """
+    found = []
+    for depth in range(1, 1 + len(chances)):
+        for nodes in (num - 1 for num in curve if num > depth):
+            paths = best_paths(chances[:depth], nodes)
+            if len(paths) < nodes or max(len(path) for path, _ in paths) < depth:
+                continue
+            children = Counter(path[:-1] for path, _ in paths)
+            widths = [*children.values(), *Counter(map(len, children)).values()]
+            shape, tau = TreeShape(depth, max(widths), nodes), 1 + sum(chance for _, chance in paths)
+            speedup = predict(tau, curve, steps, shape)
+            if speedup is not None:
+                found.append((speedup, tau, shape))
+    if not found:
+        return None
+    speedup, tau, shape = max(found, key=lambda each: each[0])
+    return shape, tau, speedup
 
 
 # Predicted against measured

@@ -15,7 +15,8 @@ from specdec.costs import Costs
 from specdec.measurement import PromptResult
 from specdec.proposers.account import Choice
 from specdec.proposers.auto import Auto
-from specdec.tuning import Calibration, RecordedChances, TimedRound, Way, step_seconds
+from specdec.tree import TreeShape
+from specdec.tuning import Calibration, RecordedChances, TimedRound, Way, best_shape, rank_chances, step_seconds
 
 FIGURES = ("tau", "tau_ci", "speedup", "speedup_ci", "tokens_per_second", "baseline_tokens_per_second", "ms_per_round")
 GROUPS = (0.1, 0.3, 0.5, 0.7, 0.9)  # bounds of the estimates in the table; the file has finer ones
@@ -146,6 +147,29 @@ def table_of_ways(ways: list[Way]) -> rich.table.Table:
             "-" if predicted is None else f"{100 * (way.measured / predicted - 1):+.1f} %",
         )
     return table
+
+
+def fixed_shape(auto: Auto, batch: int, *, greedy: bool) -> dict | None:
+    """The fixed shape of the head that is expected to be the fastest, for JSON."""
+    assert auto.costs is not None and isinstance(auto.chances, RecordedChances)
+    curve = {num: auto.costs.scale * seconds for num, seconds in auto.costs.curve(batch, auto.entries).items()}
+    chances = rank_chances(auto.chances.cases, "head" if greedy else "drawn")
+    found = best_shape(chances, curve, step_seconds(auto, batch))
+    if found is None:
+        return None
+    shape, tau, speedup = found
+    return {"shape": asdict(shape), "tau": tau, "speedup": speedup}
+
+
+def fixed_shape_sentence(fixed: dict | None) -> str:
+    if fixed is None:
+        return "The head drafted too seldom to tell which fixed shape suits it."
+    shape = TreeShape(**fixed["shape"])
+    option = f"chains={shape.depth}" if shape.chain else f"trees={shape.depth}x{shape.width}x{shape.nodes}"
+    return (
+        f"By the head's chances by depth and rank, the best fixed shape is a {shape}: {fixed['tau']:.2f} tokens a round and a "
+        f"speedup of {fixed['speedup']:.2f} are expected in the rounds in which auto let it draft; {option} measures it."
+    )
 
 
 def ways_to_json(ways: list[Way]) -> dict[str, dict]:

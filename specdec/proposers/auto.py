@@ -37,7 +37,7 @@ from specdec.proposers.suffix import usual_suffix
 from specdec.proposers.text import TextProposer
 from specdec.sampling import Sampling, pick, uniforms
 from specdec.target import Target
-from specdec.tree import Tree, TreeShape, root
+from specdec.tree import Tree, TreeShape, plant, root
 
 SIBLINGS = 3  # candidates of a head for each token
 FORGET = 0.98  # what a round counts for the rate after the next one
@@ -194,8 +194,8 @@ class Auto(Proposer):
                 for guess in member.guess(row):
                     depth = depths[guess.parent] + 1
                     depths.append(depth)
-                    first = not any(pool.parents[each] == numbers[guess.parent] for each in numbers[1:])
-                    kind = Kind(type(member).__name__, guess.chance, depth, first, guess.match)
+                    rank = sum(pool.parents[each] == numbers[guess.parent] for each in numbers[1:])
+                    kind = Kind(type(member).__name__, guess.chance, depth, rank, guess.match)
                     numbers.append(pool.add(guess.token, numbers[guess.parent], kind, self.chances))
         for pool in pools:
             pool.settle()
@@ -237,27 +237,23 @@ class Auto(Proposer):
         device = self.target.device
         if num == 1:
             return root(torch.tensor(self.newest, device=device))
-        planted_rows = [pool.plant(num, chain=self.linear) for pool in pools]
-        for planted in planted_rows:
-            self.sources.update(planted.sources)
-        parents = [planted.parents for planted in planted_rows]
-        tokens = torch.tensor([planted.tokens for planted in planted_rows], device=device)
-        linear = all(above == list(range(-1, num - 1)) for above in parents)
-        tree = Tree(tokens, torch.tensor(parents, device=device), None, linear=linear)
+        rows = [pool.choose(num - 1, chain=self.linear) for pool in pools]
+        for row in rows:
+            self.sources.update(row.sources)
+        tree = plant(self.newest, [row.drafts for row in rows], device).filled(num - 1)
         if not laws:
             return tree
         assert self.head is not None
         drafter = self.head.drafter
         probs = F.one_hot(tree.tokens, self.target.vocab_size).to(laws[0].dtype)  # [B, N, V]
-        rows = torch.arange(num_rows, device=device)
         for level, law in enumerate(laws):
-            places = torch.tensor([planted.drawn[level] for planted in planted_rows], device=device)
+            places = torch.tensor([row.drawn[level] for row in rows], device=device)
             wide = law
             if drafter.draft_to_target is not None:
                 wide = law.new_zeros(num_rows, self.target.vocab_size)
                 wide[:, drafter.draft_to_target] = law
-            probs[rows, places] = wide
-        return Tree(tree.tokens, tree.parents, probs, linear=linear)
+            probs[torch.arange(num_rows, device=device), places] = wide
+        return Tree(tree.tokens, tree.parents, probs, tree.linear)
 
     def _grow(
         self, head: HeadProposer, sampling: Sampling, generator: torch.Generator | None
@@ -278,7 +274,7 @@ class Auto(Proposer):
                 self._time(step, start, head.compile_seconds - compiled)
                 for row, pool in enumerate(pools):
                     numbers = [
-                        pool.add(token, spine[row], Kind("head", chance, d, place == 0), self.chances)
+                        pool.add(token, spine[row], Kind("head", chance, d, place), self.chances)
                         for place, (chance, token) in enumerate(zip(chances[row], tokens[row]))
                     ]
                     spine[row] = numbers[0]
@@ -380,8 +376,8 @@ class Auto(Proposer):
         return best > 0
 
     def _step_seconds(self, name: str) -> float:
-        assert self.costs is not None
-        return self.steps.seconds(name, self.num_rows) if self.costs.steps is None else self.costs.steps[name]
+        told = None if self.costs is None else self.costs.steps
+        return self.steps.seconds(name, self.num_rows) if told is None else told[name]
 
     def _time(self, name: str, start: float, compiling: float) -> None:
         """Takes in what a step has taken; steps that were compiled do not count."""

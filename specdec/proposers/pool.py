@@ -5,15 +5,15 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from specdec.chances import Chances, Kind
+from specdec.tree import Nodes
 
 
-class Planted(NamedTuple):
-    """A row of a tree, as in Tree."""
+class Chosen(NamedTuple):
+    """The drafts of one row that are verified."""
 
-    tokens: list[int]
-    parents: list[int]
-    drawn: list[int]  # numbers of its nodes that were sampled
-    sources: list[str]  # of its drafts, without the copies that fill it up
+    drafts: Nodes
+    drawn: list[int]  # numbers in the tree of those that were sampled
+    sources: list[str]
 
 
 @dataclass
@@ -33,7 +33,7 @@ class Pool:
         if known is not None:
             self.kinds[known].append(kind)
             one, other = (chances.of(each) for each in self.kinds[known][:2])
-            both = Kind("both", 1 - (1 - one) * (1 - other), kind.depth, kind.first)
+            both = Kind("both", 1 - (1 - one) * (1 - other), kind.depth, kind.rank)
             self.kinds[known].append(both)
             self.chances[known] = self.chances[parent] * chances.of(both)
             return known
@@ -56,17 +56,12 @@ class Pool:
         others = [node for node in rank if node not in self.drawn]
         return sorted([*self.drawn, *others[: max(0, num - len(self.drawn))]])
 
-    def plant(self, num: int, *, chain: bool) -> Planted:
-        """The row of a tree of `num` nodes, the root and the `best` ones. chain: of one path"""
-        nodes = self.best(num - 1, chain=chain)
+    def choose(self, num: int, *, chain: bool) -> Chosen:
+        """The `best` ones, numbered from 1."""
+        nodes = self.best(num, chain=chain)
         number = {0: 0, **{node: place for place, node in enumerate(nodes, 1)}}
-        tokens = [self.tokens[0], *(self.tokens[node] for node in nodes)]
-        parents = [-1, *(number[self.parents[node]] for node in nodes)]
-        while len(tokens) < num:  # filled up with copies, which no rule accepts twice
-            tokens.append(tokens[-1] if chain else tokens[min(1, len(nodes))])
-            parents.append(len(parents) - 1 if chain else 0)
-        sources = [self.kinds[node][-1].source for node in nodes]
-        return Planted(tokens, parents, [number[node] for node in self.drawn], sources)
+        drafts = [(self.tokens[node], number[self.parents[node]]) for node in nodes]
+        return Chosen(drafts, [number[node] for node in self.drawn], [self.kinds[node][-1].source for node in nodes])
 
     def values(self, *, chain: bool) -> list[float]:
         """The chances of the nodes in the order in which `best` takes them."""

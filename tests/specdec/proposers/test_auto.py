@@ -240,11 +240,11 @@ def test_chances_become_what_is_seen_and_follow_changes():
 
 def test_candidates_that_were_not_verified_teach_too(small_target):
     proposer = auto(small_target, head=None, ratios=STEEP)
-    kind = Kind("Suffix", 0.9, 1, True, 4)
+    kind = Kind("Suffix", 0.9, 1, 0, 4)
     for _ in range(60):
         pool = Pool([5])
         pool.add(9, 0, kind, proposer.chances)
-        proposer._learn(pool, [8])
+        pool.teach(proposer.chances, [8])
     assert proposer.chances.of(kind) < 0.15
 
 
