@@ -31,6 +31,7 @@ from train import data, display, optimization, sharding
 from train.consistency import ConsistencyObjective
 from train.encoding import Encoding, load_packs
 from train.engine_features import EngineTarget
+from train.feature_settings import FeatureSettings
 from train.finite import NotFiniteLoss
 from train.group import Group
 from train.loader import Material
@@ -45,7 +46,7 @@ from train.run_folder import RunFolder
 from train.serving import Serving
 from train.settings import Settings, fixed
 from train.stream import Plan, Stream
-from train.targets import feature_settings, load_target
+from train.target_settings import TargetSettings
 from train.trainer import Trainer
 from train.validation import Validation, ValidationSettings
 from train.waiting import ProcessLost, Waiting
@@ -142,6 +143,42 @@ def make_accelerator(config: DictConfig, path: Path) -> Accelerator:
     if accelerator.device.type == "cpu":  # the launcher sets one thread a process
         torch.set_num_threads(config.threads or max(1, os.cpu_count() // accelerator.num_processes))
     return accelerator
+
+
+def load_target(config: DictConfig, accelerator: Accelerator) -> tuple[Target, PreTrainedTokenizerBase]:
+    ends = bool(feature_settings(config).urls)
+    with named("target"):
+        settings = TargetSettings(**config.target)
+    settings.check(
+        head=config.head.drafter._target_,
+        adapts=checkpoint.drafter_class(config.head.drafter._target_).adapts_target,
+        best_by=config.train.best_by,
+        on_policy=config.data.on_policy,
+        mode=config.features.mode,
+    )
+    with named("target"):
+        return settings.load(accelerator.device, num_processes=accelerator.num_processes, ends=ends)
+
+
+def feature_settings(config: DictConfig) -> FeatureSettings:
+    """Raises ValueError for what only a target in this process can do, if a server is to read the texts."""
+    with named("features"):
+        settings = FeatureSettings(**OmegaConf.to_container(config.features, resolve=True))
+    adapts = checkpoint.drafter_class(config.head.drafter._target_).adapts_target
+    needed = [
+        (adapts, "the head changes the target"),
+        (config.data.on_policy, "data.on_policy lets the target judge texts that the draft writes"),
+        (config.train.best_by != "tau", f"train.best_by={config.train.best_by} is measured by decoding"),
+        (config.target.tp > 1, f"target.tp={config.target.tp} cuts a target in these processes"),
+        (config.target.shard, "target.shard=true keeps the target's layers in these processes"),
+    ]
+    for applies, reason in needed:
+        if settings.urls and applies:
+            raise ValueError(
+                f"features.engine={settings.urls}: {reason}, for which the target must be in this process: use "
+                "features.mode=online."
+            )
+    return settings
 
 
 def load_data(

@@ -29,8 +29,10 @@ CONTEXT = 128  # tokens in the cache while it is measured
 LONG = 700  # tokens in the cache for what longer contexts cost, which is measured for LONG_SIZES only
 LONG_SIZES = (1, 8)
 LONG_ROWS = 8  # most of them; more rows are taken to cost in proportion, as their caches would take much memory
+BUSY = 0.5  # share of the cost of as many passes of one node, from which a slow pass is not followed by larger ones
 SECONDS = 3.0  # of measuring for one number of rows, without compiling
-LEAST, MOST = 5, 40  # passes of each size
+LEAST, MOST = 3, 40  # passes of each size
+FEW = 5  # passes of each size, where two sizes are checked
 CHECKED = (1, 4)  # nodes of the passes that show whether costs from the disk still hold
 FOLLOW = 0.02  # by which a pass that took longer than expected, or less long, changes the common scale
 OWN = 0.5  # power of that change which the cost of the pass's own size takes
@@ -110,11 +112,13 @@ class Costs:
         """Measures what a batch of so many rows needs, which may lose rows: now, not within a round."""
         if self.measure is None:
             return
-        if not self.checked and rows in self.table and self.holds is not None:
+        most = max(self.rows, default=rows)
+        needed = [*(each for each in self.rows if each < rows), min(rows, most)]  # beyond `most`: in proportion
+        if not self.checked and needed[-1] in self.table and self.holds is not None:
             self.checked = True
-            if not self.holds(rows):
+            if not self.holds(needed[-1]):
                 self.table = {}
-        for each in (*(each for each in self.rows if each < rows), rows):
+        for each in needed:
             if each not in self.table:
                 self.table[each] = self.measure(each)
 
@@ -244,11 +248,15 @@ def measure(
             cache.commit(ones, [1] * rows)
         return seconds
 
-    first = {num: (once(num), once(num))[1] for num in progress(list(sizes), f"costs of {rows} rows")}
+    first: dict[int, float] = {}
+    for num in progress(list(sizes), f"costs of {rows} rows"):
+        first[num] = (once(num), once(num))[1]
+        if sum(first.values()) > SECONDS and first[num] > BUSY * num * first[sizes[0]]:
+            break  # larger trees are left out: they do not pay where nodes cost nearly as much as rows
     repeats = min(most, max(LEAST, int(SECONDS / sum(first.values()))))
-    times: dict[int, list[float]] = {num: [] for num in sizes}
+    times: dict[int, list[float]] = {num: [] for num in first}
     for number in range(repeats):
-        for num in list(sizes)[:: 1 if number % 2 else -1]:
+        for num in list(first)[:: 1 if number % 2 else -1]:
             times[num].append(once(num))
     return {num: statistics.quantiles(each, n=4)[0] for num, each in times.items()}, cache.visible
 
@@ -273,7 +281,7 @@ def open_costs(
     def missing(rows: int) -> dict[int, float]:
         table[rows], entries = measure(target, verifier, rows, sizes, linear=linear, progress=progress)
         if room and plain_cache and rows <= LONG_ROWS:
-            long, most = measure(target, verifier, rows, LONG_SIZES, linear=linear, most=LEAST, context=LONG)
+            long, most = measure(target, verifier, rows, LONG_SIZES, linear=linear, most=FEW, context=LONG)
             few, many = (max(0.0, long[num] - table[rows].get(num, long[num])) for num in LONG_SIZES)
             longer[rows] = Longer(entries, few / (most - entries), many / (most - entries))
         if alone:
@@ -282,7 +290,7 @@ def open_costs(
 
     def holds(rows: int) -> bool:
         known = [num for num in CHECKED if num in table[rows]]
-        now = measure(target, verifier, rows, known, linear=linear, most=LEAST)[0] if known else {}
+        now = measure(target, verifier, rows, known, linear=linear, most=FEW)[0] if known else {}
         if all(1 / DRIFT < seconds / table[rows][num] < DRIFT for num, seconds in now.items()):
             return True
         table.clear()
