@@ -157,7 +157,7 @@ def predict(
 ) -> list[Way]:
     """auto and the fixed shapes with their predicted and measured speeds."""
     assert auto.costs is not None
-    curve = {num: auto.costs.scale * seconds for num, seconds in auto.costs.curve(chosen.batch, auto.entries).items()}
+    curve = auto.costs.curve(chosen.batch, auto.entries)
     steps = tuning.step_seconds(auto, chosen.batch)
     temperature = chosen.decode.sampling().temperature
     ways = []

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from specdec import masks, rules
+from specdec.corrections import Corrections
 from specdec.files import write_text
 from specdec.sampling import Sampling
 from specdec.target import Target
@@ -34,8 +35,6 @@ SECONDS = 3.0  # of measuring for one number of rows, without compiling
 LEAST, MOST = 3, 40  # passes of each size
 FEW = 5  # passes of each size, where two sizes are checked
 CHECKED = (1, 4)  # nodes of the passes that show whether costs from the disk still hold
-FOLLOW = 0.02  # by which a pass that took longer than expected, or less long, changes the common scale
-OWN = 0.5  # power of that change which the cost of the pass's own size takes
 DRIFT = 1.3  # ratio between a cost on the disk and what is measured now from which all of them are measured again
 
 
@@ -106,7 +105,7 @@ class Costs:
         self.table = {rows: dict(curve) for rows, curve in table.items()}
         self.sizes, self.rows, self.measure, self.steps = tuple(sizes), tuple(rows), measure, steps
         self.holds, self.checked = holds, not table
-        self.scale = 1.0  # of now against the table: other contexts, other load
+        self.corrections: dict[int, Corrections] = {}  # by rows
 
     def prepare(self, rows: int) -> None:
         """Measures what a batch of so many rows needs, which may lose rows: now, not within a round."""
@@ -123,11 +122,19 @@ class Costs:
                 self.table[each] = self.measure(each)
 
     def curve(self, rows: int, entries: int | None = None) -> dict[int, float]:
-        """Seconds by nodes, for this number of rows: between those that are known, and in proportion beyond them.
+        """Seconds by nodes as they are now, for this number of rows.
 
         entries: of the cache, of each row; None: as many as while it was measured
         """
-        curve, longer = self._curve(rows), self._longer(rows)
+        curve = self.measured(rows, entries)
+        if not self.corrections:
+            return curve
+        corrections = self.corrections[min(self.corrections, key=lambda known: abs(known - rows))]
+        return {num: seconds * corrections.factor(num) for num, seconds in curve.items()}
+
+    def measured(self, rows: int, entries: int | None = None) -> dict[int, float]:
+        """`curve` as it was measured: between the rows that are known, and in proportion beyond them."""
+        curve, longer = self._table(rows), self._longer(rows)
         if entries is None or longer is None:
             return curve
         return {num: max(0.1 * seconds, seconds + longer.seconds(num, entries)) for num, seconds in curve.items()}
@@ -137,7 +144,7 @@ class Costs:
         known = max((each for each in self.longer if each <= rows), default=None)
         return None if known is None else self.longer[known].times(rows / known)
 
-    def _curve(self, rows: int) -> dict[int, float]:
+    def _table(self, rows: int) -> dict[int, float]:
         if rows in self.table:
             return self.table[rows]
         known = sorted(self.table)
@@ -152,25 +159,18 @@ class Costs:
     def best_size(self, rows: int, least: int, entries: int | None = None) -> tuple[int, float]:
         """The cheapest size of at least so many nodes, and its seconds."""
         curve = self.curve(rows, entries)
-        options = [(seconds, num) for num, seconds in curve.items() if num >= least and num in self.sizes]
-        seconds, num = min(options)
-        return num, seconds * self.scale
+        seconds, num = min((seconds, num) for num, seconds in curve.items() if num >= least and num in self.sizes)
+        return num, seconds
 
     def saw(self, rows: int, num: int, seconds: float, entries: int | None = None) -> None:
-        """Takes in the seconds of a pass that was made.
-
-        What is followed are medians: by how much a pass took longer does not count, so a pause of the machine does not.
-        A size whose cost was measured too low is chosen until it is corrected.
-        """
-        if self.steps is not None:
+        """Takes in the seconds of a pass that was made. A size whose cost was too low is chosen until it is corrected."""
+        measured = self.measured(rows, entries).get(num)
+        if self.steps is not None or not measured:
             return
-        expected = self.curve(rows, entries).get(num)
-        if not expected:
-            return
-        change = 1 + FOLLOW if seconds > expected * self.scale else 1 / (1 + FOLLOW)
-        self.scale *= change
-        if rows in self.table:
-            self.table[rows][num] *= change**OWN
+        if rows not in self.corrections:
+            nearest = min(self.corrections, key=lambda known: abs(known - rows), default=None)
+            self.corrections[rows] = Corrections() if nearest is None else self.corrections[nearest].copy()
+        self.corrections[rows].saw(num, seconds / measured)
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,7 @@ ORDER = [
     "proposers.growth",
     "proposers.heads",
     "chances",
+    "corrections",
     "costs",
     "proposers.account",
     "proposers.pool",

@@ -28,17 +28,14 @@ WHO = {"head": "tab:blue", "text": "tab:orange", "head and text": "tab:green", "
 def figures_of(auto: Auto, batch: int, results: list[PromptResult]) -> dict:
     """What auto knows and did, for JSON. results: its own; its chances are RecordedChances"""
     assert auto.costs is not None and isinstance(auto.chances, RecordedChances)
-    account, scale = auto.account, auto.costs.scale
+    account = auto.account
     rounds = account.rounds
     seconds = sum(result.drafted.seconds for result in results)
     curves = {rows: auto.costs.curve(rows, auto.entries) for rows in sorted({1, batch})}
     return {
         "costs": {
-            "pass_ms": {
-                rows: {num: 1e3 * scale * curve[num] for num in sorted(curve)} for rows, curve in curves.items()
-            },
+            "pass_ms": {rows: {num: 1e3 * curve[num] for num in sorted(curve)} for rows, curve in curves.items()},
             "head_ms": {name: 1e3 * spent for name, spent in step_seconds(auto, batch).items()},
-            "scale": scale,
         },
         "chances": [asdict(each) for each in auto.chances.calibration()],
         "chances_by_group": [asdict(each) for each in auto.chances.calibration(GROUPS)],
@@ -48,6 +45,7 @@ def figures_of(auto: Auto, batch: int, results: list[PromptResult]) -> dict:
             "by_nodes": {num: account.sizes[num] for num in sorted(account.sizes)},
             "head_rounds": account.head,
             "trials": account.trials,
+            "checks": account.checks,
             "drafts_by_source": dict(sum((choice.sources for choice in account.choices), Counter())),
         },
         "tokens_per_round": {"expected": account.expected / rounds, "measured": account.tokens / rounds},
@@ -122,7 +120,8 @@ def sentences(figures: dict) -> str:
     choices, tokens, ms = figures["choices"], figures["tokens_per_round"], figures["ms_per_round"]
     drafts = ", ".join(f"{source} {num}" for source, num in choices["drafts_by_source"].items()) or "none"
     return (
-        f"The head drafted in {choices['head_rounds']} of {choices['rounds']} rounds, {choices['trials']} of them trials. "
+        f"The head drafted in {choices['head_rounds']} of {choices['rounds']} rounds, {choices['trials']} of them trials; "
+        f"{choices['checks']} rounds drafted nothing, to see what that takes. "
         f"Drafts that were verified: {drafts}.\n"
         f"A round of auto: {tokens['expected']:.2f} tokens expected, {tokens['measured']:.2f} came; {ms['expected']:.1f} ms "
         f"expected, {ms['measured']:.1f} measured."
@@ -152,7 +151,7 @@ def table_of_ways(ways: list[Way]) -> rich.table.Table:
 def fixed_shape(auto: Auto, batch: int, *, greedy: bool) -> dict | None:
     """The fixed shape of the head that is expected to be the fastest, for JSON."""
     assert auto.costs is not None and isinstance(auto.chances, RecordedChances)
-    curve = {num: auto.costs.scale * seconds for num, seconds in auto.costs.curve(batch, auto.entries).items()}
+    curve = auto.costs.curve(batch, auto.entries)
     chances = rank_chances(auto.chances.cases, "head" if greedy else "drawn")
     found = best_shape(chances, curve, step_seconds(auto, batch))
     if found is None:
@@ -236,7 +235,7 @@ def draw_rates(axes, rounds: list[TimedRound], costs: Costs) -> None:
     spans = [rounds[max(0, place - WINDOW) : place] for place in range(1, 1 + len(rounds))]
     rates = [sum(1 + each.accepted for each in span) / sum(each.seconds for each in span) for span in spans]
     axes.plot(range(1, 1 + len(rounds)), rates, color="tab:purple", label=f"auto, mean of {WINDOW} rounds")
-    plain = 1 / (costs.scale * costs.curve(1)[1])
+    plain = 1 / costs.curve(1)[1]
     axes.axhline(plain, color="0.4", linestyle="--", label="plain decoding, by the costs")
     axes.set(xlabel="round", ylabel="tokens/s", ylim=(0, 1.25 * max([plain, *rates])))
     axes.legend(frameon=False, ncols=2, loc="upper left")
@@ -246,7 +245,7 @@ def draw_costs(axes, rounds: list[TimedRound], costs: Costs, steps: dict[str, fl
     """The costs of a pass, and behind them how many rounds had as many nodes."""
     curve, used = costs.curve(1), Counter(each.choice.size for each in rounds)
     nums = sorted(curve)
-    ms = [1e3 * costs.scale * curve[num] for num in nums]
+    ms = [1e3 * curve[num] for num in nums]
     shares = axes.twinx()
     shares.bar([*used], [count / len(rounds) for count in used.values()], color="tab:cyan", alpha=0.4, width=0.8)
     shares.set(ylabel="share of rounds (bars)", ylim=(0, 1))

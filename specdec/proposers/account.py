@@ -27,5 +27,6 @@ class Account:
     plain: float = 0.0  # seconds that plain decoding takes for the expected tokens, in as many rows
     head: int = 0  # rounds in which the head drafted
     trials: int = 0  # of these, rounds to see whether it pays by now
+    checks: int = 0  # rounds that drafted nothing, to see what that takes by now
     sizes: Counter = field(default_factory=Counter)  # rounds by the nodes of their trees
     choices: deque[Choice] = field(default_factory=lambda: deque(maxlen=KEPT))  # of the last rounds

@@ -43,6 +43,7 @@ SIBLINGS = 3  # candidates of a head for each token
 FORGET = 0.98  # what a round counts for the rate after the next one
 TRUST = 20.0  # accepted drafts that the chances count as, before their sum is corrected
 LONGEST_WAIT = 64  # rounds between two trials of a head that does not pay
+CHECKS, RESTS = 0.005, 8  # share of the speed that rounds to see what nothing costs may take; least rounds between them
 MOST = 31  # drafts
 DEEPEST = 6  # steps of a head
 
@@ -98,6 +99,7 @@ class Auto(Proposer):
         self.steps = StepTimes()  # of the head's "absorb" and "step"
         self.promised, self.kept = TRUST, TRUST  # accepted drafts, expected and real, forgotten slowly
         self.waited, self.wait = 0, 1  # rounds since the head drafted; until it is tried again
+        self.drafted, self.advantage = 0, 1.0  # rounds since one without drafts; speed of the last one over one without
         self.num_rows = 0
         self.cache: RowCache | None = None
         self.entries: int | None = None  # of the target's cache in this round
@@ -201,7 +203,8 @@ class Auto(Proposer):
             pool.settle()
         seconds, laws = 0.0, list[Tensor]()
         worth = trial = False
-        if self.head is not None:
+        check = self._checks_plain()
+        if self.head is not None and not check:
             worth = self._head_pays()
             trial = not worth and self.waited >= self.wait
             if worth or trial:
@@ -215,15 +218,25 @@ class Auto(Proposer):
                     pool.settle()
             else:
                 self.waited += 1
-        tree = self._plant(laws, seconds)
+        tree = self._plant(laws, seconds, plain=check)
         self.account.choices.append(Choice(self.size, self.sources, worth or trial, trial))
         return tree
 
-    def _plant(self, laws: list[Tensor], drafting: float) -> Tree:
-        """The tree of the best size. laws: [B, W] of each level that was sampled; drafting: seconds so far"""
+    def _checks_plain(self) -> bool:
+        """Whether this round drafts nothing, to see what that takes: so seldom that it costs at most CHECKS of the speed."""
+        assert self.costs is not None
+        due = self.costs.steps is None and self.drafted >= max(RESTS, (self.advantage - 1) / CHECKS)
+        self.account.checks += due
+        return due
+
+    def _plant(self, laws: list[Tensor], drafting: float, *, plain: bool) -> Tree:
+        """The tree of the best size. laws: [B, W] of each level that was sampled; drafting: seconds so far; plain: no drafts"""
         assert self.pools is not None
         pools, num_rows = self.pools, self.num_rows
-        num, verifying, expected = self._best_size(self._values())
+        if plain:
+            num, verifying, expected = 1, self.curve[1], float(self.num_active)
+        else:
+            num, verifying, expected = self._best_size(self._values())
         self.size, self.hoped, self.sources = num, expected - self.num_active, Counter[str]()
         self.spent = FORGET * self.spent + verifying + drafting
         account = self.account
@@ -234,6 +247,9 @@ class Auto(Proposer):
         account.plain += corrected * self.curve[1] / max(1, self.num_active)
         account.seconds += verifying + drafting
         account.sizes[num] += 1
+        self.drafted = 0 if num == 1 else self.drafted + 1
+        if num > 1:
+            self.advantage = corrected / (verifying + drafting) * self.curve[1] / max(1, self.num_active)
         device = self.target.device
         if num == 1:
             return root(torch.tensor(self.newest, device=device))
@@ -320,8 +336,8 @@ class Auto(Proposer):
         rounds as they come: never less than without drafts."""
         assert self.costs is not None
         self.entries = None if self.cache is None else self.cache.visible
-        curve, scale = self.costs.curve(self.num_rows, self.entries), self.costs.scale
-        self.curve = {num: scale * curve[num] for num in self.costs.sizes if num in curve and num <= 1 + MOST}
+        curve = self.costs.curve(self.num_rows, self.entries)
+        self.curve = {num: curve[num] for num in self.costs.sizes if num in curve and num <= 1 + MOST}
         plain = self.num_active / min(self.curve.values())
         self.rate = max(plain, self.gained / self.spent) if self.spent else plain
 

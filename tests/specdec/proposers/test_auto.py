@@ -105,13 +105,13 @@ def test_dropping_a_draft_because_of_what_was_drawn_is_detected(monkeypatch):
 
 
 def dropping(plant):
-    def changed(self, laws, drafting):
+    def changed(self, laws, drafting, **how):
         for pool in self.pools:
             if any(pool.tokens[node] == 0 for node in pool.drawn):
                 pool.drawn.clear()
                 laws = []
                 pool.tokens, pool.parents, pool.chances = pool.tokens[:1], pool.parents[:1], pool.chances[:1]
-        return plant(self, laws, drafting)
+        return plant(self, laws, drafting, **how)
 
     return changed
 
@@ -261,9 +261,8 @@ def test_costs_between_numbers_of_rows_and_what_a_pass_teaches():
         costs.saw(1, 4, 4.0)
     assert costs.best_size(1, 1)[1] == pytest.approx(2.0, rel=0.1)
     assert costs.best_size(1, 4)[1] == pytest.approx(4.0, rel=0.1)
-    before = costs.scale
     costs.saw(1, 1, 100.0)  # a pause of the machine
-    assert costs.scale < 1.05 * before
+    assert costs.best_size(1, 1)[1] == pytest.approx(2.0, rel=0.1)
 
 
 def test_longer_contexts_add_the_same_to_all_sizes_that_read_as_much():
@@ -274,7 +273,20 @@ def test_longer_contexts_add_the_same_to_all_sizes_that_read_as_much():
     assert costs.best_size(1, 1, 1256) == (1, pytest.approx(11.0))
     for _ in range(40):
         costs.saw(1, 1, 11.0, 1256)
-    assert costs.scale == pytest.approx(1.0, abs=0.05)
+    assert costs.curve(1) == pytest.approx({1: 1.0, 8: 3.0}, rel=0.05)
+
+
+def test_what_few_passes_show_is_believed_at_once_and_sizes_between_follow():
+    costs = Costs({1: {1: 1.0, 4: 2.0, 8: 4.0, 16: 8.0}}, sizes=(1, 4, 8, 16))
+    for _ in range(30):
+        costs.saw(1, 8, 8.0)
+    assert costs.curve(1) == pytest.approx({1: 1.6, 4: 3.2, 8: 8.0, 16: 13.0}, rel=0.05)  # all is slower, it seems
+    for _ in range(3):
+        costs.saw(1, 1, 1.0)
+    curve = costs.curve(1)
+    assert curve[1] < 1.2 and curve[8] == pytest.approx(8.0, rel=0.1) and 1.1 < curve[4] / 2.0 < 1.9
+    costs.saw(3, 1, 3.0)
+    assert costs.curve(3)[8] > 1.5 * 3 * 4.0  # rows of which less is known begin with what others showed
 
 
 def test_what_longer_contexts_cost_is_measured(target, tmp_path, monkeypatch):
@@ -313,6 +325,17 @@ def test_a_step_that_was_slow_once_is_not_taken_for_slow(small_target, monkeypat
     assert proposer._step_seconds("step") < 1.65
     proposer._time("step", clock[0] - 0.1, 5.0)  # it was compiled
     assert proposer._step_seconds("step") > 1.4
+
+
+@pytest.mark.parametrize("advantage, least, most", [(1.0, 8, 8), (1.1, 20, 20), (3.0, 400, 400)])
+def test_rounds_without_drafts_are_checked_seldom(small_target, advantage, least, most):
+    proposer = auto(small_target, head=None)
+    proposer.costs = Costs({1: {1: 1.0, 4: 1.1}}, sizes=(1, 4))
+    proposer.advantage = advantage
+    rounds = next(num for num in range(1000) if setattr(proposer, "drafted", num) or proposer._checks_plain())
+    assert least <= rounds <= most + 1 and proposer.account.checks == 1
+    proposer.costs.steps = {"absorb": 0.0, "step": 0.0}  # told costs are believed
+    assert not proposer._checks_plain()
 
 
 def test_costs_are_measured_once_and_kept(small_target, tmp_path, monkeypatch):
