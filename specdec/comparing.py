@@ -79,13 +79,8 @@ def compare_prompts(
 ) -> list[dict]:
     """Decodes the prompts of these numbers, `batch` at once, by all methods in turn. -> a row for JSON for each; see `results_of`"""
     sampling = decoders[methods[0].name].sampling
-    tokens = [prompts[number].tokens for number in numbers]
-
-    def decode(decoder: Decoder) -> Callable[[list[list[int]]], list[Generation]]:
-        return lambda tokens: measurement.answers(decoder, tokens, max_new_tokens, rows=batch, seeds=numbers)
-
-    functions = {name: decode(decoder) for name, decoder in decoders.items()}
-    generations = interleave(functions, tokens, numbers[0] // len(numbers))
+    tokens, turn = [prompts[number].tokens for number in numbers], numbers[0] // len(numbers)
+    generations = measurement.answers(decoders, tokens, max_new_tokens, rows=batch, seeds=numbers, turn=turn)
     rows = []
     for place, number in enumerate(numbers):
         cells = {}

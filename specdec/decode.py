@@ -122,6 +122,18 @@ class Decoder:
         generator: gives the random numbers of a prompt's answer, which do not depend on the other prompts then
         Raises ValueError for fewer than one row, and for a prompt as `stream`.
         """
+        for _, ended in self.rounds(prompts, max_new_tokens, rows=rows, generator=generator):
+            yield from ended
+
+    def rounds(
+        self,
+        prompts: Iterable[list[int]],
+        max_new_tokens: int,
+        *,
+        rows: int,
+        generator: Callable[[int], torch.Generator | None] = lambda number: None,
+    ) -> Iterator[tuple[int, list[tuple[int, Generation]]]]:
+        """`answers`, round by round. Yields how many tokens were emitted since the last time, and the answers that ended."""
         if rows < 1:
             raise ValueError(f"rows={rows} must be at least 1.")
         waiting, batch = enumerate(prompts), self.batch()
@@ -130,18 +142,20 @@ class Decoder:
             free = rows - len(batch.running) if batch.joins or not batch.running else 0
             new = list(itertools.islice(waiting, free))
             requests = [Request(prompt, max_new_tokens, generator=generator(number)) for number, prompt in new]
+            emitted = 0
             if requests:
                 self.check([request.prompt for request in requests], max_new_tokens)
                 numbers |= {id(request): number for request, (number, _) in zip(requests, new)}
-                batch.admit(requests)
+                emitted += sum(map(len, batch.admit(requests)))
             elif not batch.running:
                 break
             taking_part = requests
             if all(request.left for request in requests):
-                taking_part = batch.step().requests
-            for request in taking_part:
-                if not request.left:
-                    yield numbers.pop(id(request)), request.generation
+                step = batch.step()
+                taking_part = step.requests
+                emitted += sum(map(len, step.tokens))
+            ended = [request for request in taking_part if not request.left]
+            yield emitted, [(numbers.pop(id(request)), request.generation) for request in ended]
         batch.close()
 
     def batch(self, generator: torch.Generator | None = None) -> Batch:

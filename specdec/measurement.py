@@ -1,6 +1,6 @@
 """Decoding as measurement: every prompt is decoded plainly and with drafts, in turn, under the same settings."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -14,7 +14,6 @@ from specdec.generation import Generation
 from specdec.proposers.base import Proposer
 from specdec.sampling import Sampling
 from specdec.target import Target
-from specdec.timing import interleave
 
 BATCHES = 2  # that a way decodes before it is the next one's turn
 Item = TypeVar("Item")
@@ -74,7 +73,7 @@ def measure(
     auto: Proposer | None = None,
     progress: Callable[[list], Iterable] = iter,
 ) -> list[PromptResult]:
-    """Decodes each prompt plainly and with drafts, one after the other and in alternating order, after a warm-up.
+    """Decodes each prompt plainly and with drafts, round by round in turn, after a warm-up.
 
     The time of compiling is not counted. The proposer first forgets what it learned from earlier batches.
     replayed: the drafter to replay along the plain answers, if replay applies to these settings
@@ -102,21 +101,14 @@ def measure(
     for each in (proposer, *([auto] if auto else [])):
         each.forget()
 
-    def decode(decoder: Decoder) -> Callable[[list[tuple[int, Prompt]]], list[Generation]]:
-        def decode_group(group: list[tuple[int, Prompt]]) -> list[Generation]:
-            seeds = [seed + number for number, _ in group]
-            return answers(decoder, [prompt.tokens for _, prompt in group], max_new_tokens, rows=batch, seeds=seeds)
-
-        return decode_group
-
     replays = isinstance(replayed, Drafter) and drafting.replayable(replayed, sampling)
-    functions = {name: decode(decoder) for name, decoder in decoders.items()}
     numbered = list(zip(numbers or range(len(prompts)), prompts, strict=True))
     results = []
     for pairs in progress(turns(numbered, batch)):
-        generations = interleave(functions, pairs, pairs[0][0] // batch)
-        group = [prompt for _, prompt in pairs]
-        chosen = generations.get("auto", [None] * len(group))
+        group, seeds = [prompt for _, prompt in pairs], [seed + number for number, _ in pairs]
+        tokens, turn = [prompt.tokens for prompt in group], pairs[0][0] // batch
+        generations = answers(decoders, tokens, max_new_tokens, rows=batch, seeds=seeds, turn=turn)
+        chosen: Sequence[Generation | None] = generations.get("auto", [None] * len(group))
         for prompt, plain, drafted, by_auto in zip(group, generations["plain"], generations["drafted"], chosen):
             results.append(
                 replace(
@@ -144,18 +136,39 @@ def turns(items: list[Item], batch: int) -> list[list[Item]]:
 
 
 def answers(
-    decoder: Decoder, prompts: list[list[int]], max_new_tokens: int, *, rows: int, seeds: list[int]
-) -> list[Generation]:
-    """The answers to prompts, at most `rows` of them at once, in the order of the prompts. seeds: of their random numbers"""
-    found = dict(
-        decoder.answers(
-            prompts,
-            max_new_tokens,
-            rows=rows,
-            generator=lambda number: seeded_generator(decoder.target, seeds[number]),
-        )
-    )
-    return [found[number] for number in range(len(prompts))]
+    decoders: Mapping[str, Decoder],
+    prompts: list[list[int]],
+    max_new_tokens: int,
+    *,
+    rows: int,
+    seeds: list[int],
+    turn: int = 0,
+) -> dict[str, list[Generation]]:
+    """The answers of several decoders to prompts, at most `rows` of them at once, in the order of the prompts.
+
+    After every round that decoder goes on which has emitted the fewest tokens. So all are at the same place of the same answers
+    at nearly the same time, and what else the machine does meets all of them. All hold their caches at once.
+    seeds: of each prompt's random numbers; turn: rotates which decoder begins
+    """
+    names = list(decoders)
+    names = names[turn % len(names) :] + names[: turn % len(names)]
+
+    def begin(decoder: Decoder) -> Iterator[tuple[int, list[tuple[int, Generation]]]]:
+        generator = lambda number: seeded_generator(decoder.target, seeds[number])
+        return decoder.rounds(prompts, max_new_tokens, rows=rows, generator=generator)
+
+    running = {name: begin(decoders[name]) for name in names}
+    emitted = dict.fromkeys(names, 0)
+    found: dict[str, dict[int, Generation]] = {name: {} for name in decoders}
+    while running:
+        name = min(running, key=lambda name: emitted[name])
+        round_ = next(running[name], None)
+        if round_ is None:
+            del running[name]
+        else:
+            emitted[name] += round_[0]
+            found[name] |= dict(round_[1])
+    return {name: [answer[number] for number in range(len(prompts))] for name, answer in found.items()}
 
 
 def compare(

@@ -33,10 +33,9 @@ def prompts_of(target, seed: int, lengths=(5, 9)) -> list[list[int]]:
 def check_same(compiled: Decoder, plain: Decoder, prompts, num: int) -> None:
     """Rows leave the batch of the decoder that compiles nothing; each has random numbers of its own."""
     seeds = list(range(len(prompts)))
-    generations, references = (
-        answers(decoder, prompts, num, rows=len(prompts), seeds=seeds) for decoder in (compiled, plain)
-    )
-    for generation, reference in zip(generations, references, strict=True):
+    decoders = {"compiled": compiled, "plain": plain}
+    found = answers(decoders, prompts, num, rows=len(prompts), seeds=seeds)
+    for generation, reference in zip(found["compiled"], found["plain"], strict=True):
         assert generation.tokens == reference.tokens
         assert generation.accepted == reference.accepted
         assert generation.drafted == reference.drafted
