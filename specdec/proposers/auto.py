@@ -147,8 +147,8 @@ class Auto(Proposer):
                 pool.teach(self.chances, new)
             got, emitting = float(sum(map(len, rows))), sum(map(bool, rows))
             self.gained = FORGET * self.gained + got
-            self.promised = FORGET * self.promised + self.hoped
-            self.kept = FORGET * self.kept + got - emitting
+            self.promised = FORGET * self.promised + (1 - FORGET) * TRUST + self.hoped
+            self.kept = FORGET * self.kept + (1 - FORGET) * TRUST + got - emitting
             self.account.tokens += got
             self.pools = None
         self._resize(list(map(bool, rows)))
@@ -237,19 +237,17 @@ class Auto(Proposer):
             num, verifying, expected = 1, self.curve[1], float(self.num_active)
         else:
             num, verifying, expected = self._best_size(self._values())
-        self.size, self.hoped, self.sources = num, expected - self.num_active, Counter[str]()
+        self.size, self.hoped, self.sources = num, (expected - self.num_active) / self.faith, Counter[str]()
         self.spent = FORGET * self.spent + verifying + drafting
         account = self.account
         account.rounds += 1
-        # The likeliest of many candidates are those whose chances are most overestimated; their order stays right
-        corrected = self.num_active + self.hoped * self.kept / self.promised
-        account.expected += corrected
-        account.plain += corrected * self.curve[1] / max(1, self.num_active)
+        account.expected += expected
+        account.plain += expected * self.curve[1] / max(1, self.num_active)
         account.seconds += verifying + drafting
         account.sizes[num] += 1
         self.drafted = 0 if num == 1 else self.drafted + 1
         if num > 1:
-            self.advantage = corrected / (verifying + drafting) * self.curve[1] / max(1, self.num_active)
+            self.advantage = expected / (verifying + drafting) * self.curve[1] / max(1, self.num_active)
         device = self.target.device
         if num == 1:
             return root(torch.tensor(self.newest, device=device))
@@ -340,6 +338,8 @@ class Auto(Proposer):
         self.curve = {num: curve[num] for num in self.costs.sizes if num in curve and num <= 1 + MOST}
         plain = self.num_active / min(self.curve.values())
         self.rate = max(plain, self.gained / self.spent) if self.spent else plain
+        # The likeliest of many candidates are those whose chances are most overestimated
+        self.faith = self.kept / self.promised
 
     def _plain(self, num_rows: int) -> float:
         """Seconds of a round without drafts."""
@@ -358,7 +358,7 @@ class Auto(Proposer):
         for num, seconds in self.curve.items():
             if num < 1 + forced:
                 continue
-            expected = self.num_active + sum(sum(row[: num - 1]) for row in values)
+            expected = self.num_active + self.faith * sum(sum(row[: num - 1]) for row in values)
             found = expected - self.rate * seconds, num, seconds, expected
             best = found if best is None or found[0] > best[0] else best
         assert best is not None, "no size holds the drafts that were drawn"
