@@ -42,7 +42,8 @@ from specdec.tree import Tree, TreeShape, plant, root
 SIBLINGS = 3  # candidates of a head for each token
 FORGET = 0.98  # what a round counts for the rate after the next one
 TRUST = 20.0  # accepted drafts that the chances count as, before their sum is corrected
-LONGEST_WAIT = 64  # rounds between two trials of a head that does not pay
+TRIALS = 0.01  # share of the time that trials of a head that does not pay may take
+LONGEST_WAIT = 64  # rounds between two of them
 CHECKS, RESTS = 0.005, 8  # share of the speed that rounds to see what nothing costs may take; least rounds between them
 MOST = 31  # drafts
 DEEPEST = 6  # steps of a head
@@ -98,7 +99,7 @@ class Auto(Proposer):
         self.gained, self.spent = 0.0, 0.0  # tokens and seconds, forgotten slowly
         self.steps = StepTimes()  # of the head's "absorb" and "step"
         self.promised, self.kept = TRUST, TRUST  # accepted drafts, expected and real, forgotten slowly
-        self.waited, self.wait = 0, 1  # rounds since the head drafted; until it is tried again
+        self.waited, self.trying = 0, False  # rounds since the head drafted; whether a trial goes on in the next round
         self.drafted, self.advantage = 0, 1.0  # rounds since one without drafts; speed of the last one over one without
         self.num_rows = 0
         self.cache: RowCache | None = None
@@ -124,6 +125,7 @@ class Auto(Proposer):
         for member in self.members:
             member.begin(tokens, num)
         self.newest, self.active = [0] * len(tokens), [True] * len(tokens)
+        self.waited = max(1, self.waited)  # the head has the prompts to read
         if self.num_rows != len(tokens):
             self.num_rows, self.gained, self.spent = len(tokens), 0.0, 0.0
         self.pools: list[Pool] | None = None
@@ -206,13 +208,13 @@ class Auto(Proposer):
         check = self._checks_plain()
         if self.head is not None and not check:
             worth = self._head_pays()
-            trial = not worth and self.waited >= self.wait
+            trial = not worth and (self.trying or self.waited >= self._wait())
             if worth or trial:
                 self.account.head += 1
                 self.account.trials += trial
-                self.wait = min(LONGEST_WAIT, 2 * self.wait) if trial else 1
-                self.waited = 0
+                self.trying = trial and self.waited > 0  # then this round's time is not what the head takes as a rule
                 laws, levels = self._grow(self.head, sampling, generator)
+                self.waited = 0
                 seconds = self._step_seconds("absorb") + (levels - 1) * self._step_seconds("step")
                 for pool in pools:
                     pool.settle()
@@ -391,14 +393,18 @@ class Auto(Proposer):
             cost += self._step_seconds("step")
         return best > 0
 
+    def _wait(self) -> float:
+        """Rounds from one trial of the head to the next."""
+        return min(LONGEST_WAIT, 2 * self._step_seconds("absorb") / (TRIALS * min(self.curve.values())))
+
     def _step_seconds(self, name: str) -> float:
         told = None if self.costs is None else self.costs.steps
         return self.steps.seconds(name, self.num_rows) if told is None else told[name]
 
     def _time(self, name: str, start: float, compiling: float) -> None:
-        """Takes in what a step has taken; steps that were compiled do not count."""
+        """Takes in what a step has taken, unless it was compiled, or read more than the tokens of the last round."""
         seconds = self.target.share.all_say(time.perf_counter() - start)[0]
-        if compiling <= 0:
+        if compiling <= 0 and not (name == "absorb" and self.waited):
             self.steps.saw(name, self.num_rows, seconds)
 
     def predicted(self) -> float | None:
