@@ -148,9 +148,9 @@ class Batch:
         end = self._clock()
         compiling = self._compiling() - compiled
         stages = dict(zip(STAGES, (drafted - start, verified - drafted, kept - verified, end - kept)))
-        if self.proposer:
-            self.proposer.timed(-1.0 if compiling else verified - drafted)
         done = Step(requests, tokens, tree.tokens.shape[1] - 1, RoundCost(end - start, compiling, stages))
+        if self.proposer and not compiling:
+            self.proposer.timed(done.cost)
         for request, accepted in zip(requests, done.accepted):
             request.generation.accepted[0].append(accepted)
             request.generation.drafted.append(done.num_drafted)

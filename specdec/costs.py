@@ -280,7 +280,7 @@ def open_costs(
 
     def missing(rows: int) -> dict[int, float]:
         table[rows], entries = measure(target, verifier, rows, sizes, linear=linear, progress=progress)
-        if room and plain_cache and rows <= LONG_ROWS:
+        if room and plain_cache and rows <= LONG_ROWS and not verifier.runner.by_shape:
             long, most = measure(target, verifier, rows, LONG_SIZES, linear=linear, most=FEW, context=LONG)
             few, many = (max(0.0, long[num] - table[rows].get(num, long[num])) for num in LONG_SIZES)
             longer[rows] = Longer(entries, few / (most - entries), many / (most - entries))

@@ -1,4 +1,4 @@
-"""Decoding as measurement: every prompt is decoded plainly and with drafts, in turn, under the same settings."""
+"""Decoding as measurement: every prompt is decoded plainly and with drafts, round by round in turn, under the same settings."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ from specdec.proposers.base import Proposer
 from specdec.sampling import Sampling
 from specdec.target import Target
 
-BATCHES = 2  # that a way decodes before it is the next one's turn
+BATCHES = 2  # whose prompts the ways decode side by side, before the next ones begin
 Item = TypeVar("Item")
 
 
@@ -128,7 +128,7 @@ def measure(
 
 
 def turns(items: list[Item], batch: int) -> list[list[Item]]:
-    """What each way decodes at a time: single items; for a batch several batches, so that its rows are mostly full"""
+    """What the ways decode side by side: single items; for a batch several batches, so that its rows are mostly full"""
     size = 1 if batch == 1 else BATCHES * batch
     num = max(1, round(len(items) / size))
     borders = [place * len(items) // num for place in range(num + 1)]

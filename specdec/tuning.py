@@ -114,7 +114,8 @@ def step_seconds(auto: Auto, rows: int) -> dict[str, float]:
     assert auto.costs is not None
     if auto.costs.steps is not None:
         return auto.costs.steps
-    return {name: seconds for (name, num), seconds in auto.steps.known.items() if num == rows}
+    known = auto.steps.known
+    return {name: known[name, rows] for name in ("absorb", "step") if (name, rows) in known}
 
 
 def predict(tau: float, curve: dict[int, float], steps: dict[str, float], shape: TreeShape) -> float | None:

@@ -101,8 +101,8 @@ def conditions(columns: Columns, baselines: dict[str, str], settings: dict, give
     return (
         f"{CONDITIONS.format(**settings)}; checkpoints: {shapes}{proposers}; torch {settings['torch']}, "
         f"{'compiled' if settings['decode']['compile'] else 'not compiled'}, batches of {settings['batch']}, prompts of "
-        f"{settings['prompts']}. tau: {TAU}. In brackets: 95 % bootstrap intervals over prompts. All methods take turns "
-        f"on every prompt. Plain decoding, tokens/s: {', '.join(rates)}."
+        f"{settings['prompts']}. tau: {TAU}. In brackets: 95 % bootstrap intervals over prompts. All methods take turns, "
+        f"round by round. Plain decoding, tokens/s: {', '.join(rates)}."
     )
 
 

@@ -30,3 +30,11 @@ class Account:
     checks: int = 0  # rounds that drafted nothing, to see what that takes by now
     sizes: Counter = field(default_factory=Counter)  # rounds by the nodes of their trees
     choices: deque[Choice] = field(default_factory=lambda: deque(maxlen=KEPT))  # of the last rounds
+
+    def add(self, size: int, expected: float, seconds: float, plain: float) -> None:
+        """One round, before it is verified."""
+        self.rounds += 1
+        self.sizes[size] += 1
+        self.expected += expected
+        self.seconds += seconds
+        self.plain += plain

@@ -32,6 +32,7 @@ from specdec.proposers.account import Account, Choice
 from specdec.proposers.base import Proposer
 from specdec.proposers.heads import HeadProposer
 from specdec.proposers.pool import Pool
+from specdec.proposers.round_value import RoundValue, Values
 from specdec.proposers.step_times import StepTimes
 from specdec.proposers.suffix import usual_suffix
 from specdec.proposers.text import TextProposer
@@ -45,6 +46,7 @@ TRUST = 20.0  # accepted drafts that the chances count as, before their sum is c
 TRIALS = 0.01  # share of the time that trials of a head that does not pay may take
 LONGEST_WAIT = 64  # rounds between two of them
 CHECKS, RESTS = 0.005, 8  # share of the speed that rounds to see what nothing costs may take; least rounds between them
+LONGEST_REST = 8  # rounds
 MOST = 31  # drafts
 DEEPEST = 6  # steps of a head
 
@@ -101,6 +103,8 @@ class Auto(Proposer):
         self.promised, self.kept = TRUST, TRUST  # accepted drafts, expected and real, forgotten slowly
         self.waited, self.trying = 0, False  # rounds since the head drafted; whether a trial goes on in the next round
         self.drafted, self.advantage = 0, 1.0  # rounds since one without drafts; speed of the last one over one without
+        self.idle, self.rested = 0, 0  # rounds since the last draft; how many of the last ones did not look at texts
+        self.stepped = 0.0  # seconds of the head in this round
         self.num_rows = 0
         self.cache: RowCache | None = None
         self.entries: int | None = None  # of the target's cache in this round
@@ -181,31 +185,25 @@ class Auto(Proposer):
         for member in self.members:
             member.finish(nums)
 
-    def timed(self, seconds):
-        seconds = self.target.share.all_say(seconds)[0]  # processes with one target must decide alike
-        if seconds > 0 and self.costs is not None:
-            self.costs.saw(self.num_rows, self.size, seconds, self.entries)
+    def timed(self, cost):
+        say = self.target.share.all_say  # processes with one target must decide alike
+        verifying, rest = say(cost.stages["verify"])[0], say(cost.seconds - cost.stages["verify"] - self.stepped)[0]
+        if self.costs is not None:
+            self.costs.saw(self.num_rows, self.size, verifying, self.entries)
+        self.steps.saw("rest without drafts" if self.size == 1 else "rest", self.num_rows, rest)
 
     # A round
 
     def propose(self, sampling, generator):
         self._prepare()
+        self.stepped = 0.0
         pools = self.pools = [Pool([token]) for token in self.newest]
-        for member in self.texts:
-            for row, pool in enumerate(pools):
-                numbers = [0]
-                depths = [0]
-                for guess in member.guess(row):
-                    depth = depths[guess.parent] + 1
-                    depths.append(depth)
-                    rank = sum(pool.parents[each] == numbers[guess.parent] for each in numbers[1:])
-                    kind = Kind(type(member).__name__, guess.chance, depth, rank, guess.match)
-                    numbers.append(pool.add(guess.token, numbers[guess.parent], kind, self.chances))
-        for pool in pools:
-            pool.settle()
         seconds, laws = 0.0, list[Tensor]()
         worth = trial = False
         check = self._checks_plain()
+        self.rested = 0 if check or not self._rests() else self.rested + 1
+        if not self.rested:
+            self._look()
         if self.head is not None and not check:
             worth = self._head_pays()
             trial = not worth and (self.trying or self.waited >= self._wait())
@@ -221,8 +219,25 @@ class Auto(Proposer):
             else:
                 self.waited += 1
         tree = self._plant(laws, seconds, plain=check)
+        self.idle = 0 if self.sources else self.idle + 1
         self.account.choices.append(Choice(self.size, self.sources, worth or trial, trial))
         return tree
+
+    def _look(self) -> None:
+        """Adds what proposers of texts guess to the pools."""
+        assert self.pools is not None
+        start = time.perf_counter()
+        for member in self.texts:
+            for row, pool in enumerate(self.pools):
+                pool.add_guesses(type(member).__name__, member.guess(row), self.chances)
+        for pool in self.pools:
+            pool.settle()
+        self.steps.saw("texts", self.num_rows, self.target.share.all_say(time.perf_counter() - start)[0])
+
+    def _rests(self) -> bool:
+        """Whether texts are not looked at: in a large batch that takes time too, and for long nothing was worth drafting."""
+        looking = self._step_seconds("texts") > TRIALS * min(self.value.curve.values())
+        return looking and self.rested < min(LONGEST_REST, self.idle // RESTS)
 
     def _checks_plain(self) -> bool:
         """Whether this round drafts nothing, to see what that takes: so seldom that it costs at most CHECKS of the speed."""
@@ -236,23 +251,19 @@ class Auto(Proposer):
         assert self.pools is not None
         pools, num_rows = self.pools, self.num_rows
         if plain:
-            num, verifying, expected = 1, self.curve[1], float(self.num_active)
+            num, verifying, expected = 1, self.value.curve[1], float(self.num_active)
         else:
-            num, verifying, expected = self._best_size(self._values())
-        self.size, self.hoped, self.sources = num, (expected - self.num_active) / self.faith, Counter[str]()
+            num, verifying, expected = self.value.best(self._values(), forced=self._forced())
+        self.size, self.hoped, self.sources = num, (expected - self.num_active) / self.value.faith, Counter[str]()
         self.spent = FORGET * self.spent + verifying + drafting
-        account = self.account
-        account.rounds += 1
-        account.expected += expected
-        account.plain += expected * self.curve[1] / max(1, self.num_active)
-        account.seconds += verifying + drafting
-        account.sizes[num] += 1
-        self.drafted = 0 if num == 1 else self.drafted + 1
-        if num > 1:
-            self.advantage = expected / (verifying + drafting) * self.curve[1] / max(1, self.num_active)
-        device = self.target.device
+        as_plain = (
+            expected * self.value.curve[1] / max(1, self.num_active)
+        )  # seconds of plain decoding for as many tokens
+        self.account.add(num, expected, verifying + drafting, as_plain)
+        device, self.drafted = self.target.device, 0 if num == 1 else self.drafted + 1
         if num == 1:
             return root(torch.tensor(self.newest, device=device))
+        self.advantage = as_plain / (verifying + drafting)
         rows = [pool.choose(num - 1, chain=self.linear) for pool in pools]
         for row in rows:
             self.sources.update(row.sources)
@@ -312,7 +323,7 @@ class Auto(Proposer):
                 break
             following = self.chances.typical("head" if sampling.greedy else "drawn", d + 1)
             likely = [following * pool.chances[node] for pool, node in zip(pools, spine)]
-            if self._gain(likely) <= self.rate * self._step_seconds("step"):
+            if self._gain(likely) <= self.value.rate * self._step_seconds("step"):
                 break
             start, compiled, step = time.perf_counter(), head.compile_seconds, "step"
             state, logits, _ = head.step(d + 1, d - 1, state, chosen, seen[:, d - 1 : d, :d])
@@ -332,78 +343,66 @@ class Auto(Proposer):
     # What is worth it
 
     def _prepare(self) -> None:
-        """Fixes, for a round, the seconds of verification by nodes, and the tokens a second of all rows that are expected of
-        rounds as they come: never less than without drafts."""
+        """Fixes what the round is judged by. The rate is never less than that of plain decoding."""
         assert self.costs is not None
         self.entries = None if self.cache is None else self.cache.visible
-        curve = self.costs.curve(self.num_rows, self.entries)
-        self.curve = {num: curve[num] for num in self.costs.sizes if num in curve and num <= 1 + MOST}
-        plain = self.num_active / min(self.curve.values())
-        self.rate = max(plain, self.gained / self.spent) if self.spent else plain
+        known = self.costs.curve(self.num_rows, self.entries)
+        plain_rest = self._step_seconds("rest without drafts")
+        more = max(0.0, self._step_seconds("rest") - plain_rest) if plain_rest else 0.0
+        sizes = [num for num in self.costs.sizes if num in known and num <= 1 + MOST]
+        curve = {num: known[num] + more * (num > 1) for num in sizes}
+        plain = self.num_active / min(curve.values())
+        rate = max(plain, self.gained / self.spent) if self.spent else plain
         # The likeliest of many candidates are those whose chances are most overestimated
-        self.faith = self.kept / self.promised
+        self.value = RoundValue(curve, rate, self.kept / self.promised, self.num_active)
 
     def _plain(self, num_rows: int) -> float:
         """Seconds of a round without drafts."""
         assert self.costs is not None
         return self.costs.best_size(num_rows, 1, self.entries)[1]
 
-    def _values(self) -> list[list[float]]:
-        """Of each row that runs, the chances of its candidates in the order in which they are taken"""
+    def _values(self) -> Values:
         assert self.pools is not None
         return [pool.values(chain=self.linear) for pool, active in zip(self.pools, self.active) if active]
 
-    def _best_size(self, values: list[list[float]]) -> tuple[int, float, float]:
-        """-> nodes, seconds of verification, expected tokens. values: as of `_values`"""
+    def _forced(self) -> int:
+        """Drafts that were drawn, which are verified in any case."""
         assert self.pools is not None
-        forced, best = max(len(pool.drawn) for pool in self.pools), None
-        for num, seconds in self.curve.items():
-            if num < 1 + forced:
-                continue
-            expected = self.num_active + self.faith * sum(sum(row[: num - 1]) for row in values)
-            found = expected - self.rate * seconds, num, seconds, expected
-            best = found if best is None or found[0] > best[0] else best
-        assert best is not None, "no size holds the drafts that were drawn"
-        return best[1:]
-
-    def _value(self, values: list[list[float]]) -> float:
-        _, seconds, expected = self._best_size(values)
-        return expected - self.rate * seconds
+        return max(len(pool.drawn) for pool in self.pools)
 
     def _gain(self, likely: list[float]) -> float:
         """What one more candidate in each row, of these chances [B], adds to the value of the round."""
-        values = self._values()
         running = [chance for chance, active in zip(likely, self.active) if active]
-        more = [sorted([*row, chance], reverse=True) for row, chance in zip(values, running)]
-        return self._value(more) - self._value(values)
+        return self.value.gain(self._values(), running, forced=self._forced())
 
     def _head_pays(self) -> bool:
         """Whether the head is expected to be worth its steps, by what it was right about so far."""
         assert self.pools is not None and self.head is not None
         source = "drawn" if ("drawn", 1) in self.chances.depths else "head"
-        values, rate = self._values(), self.rate
+        values, value = self._values(), self.value
         known = [max(row[:1], default=0.0) for row in values]  # chance that a text proposer is right already
-        before, chance, best = self._value(values), 1.0, 0.0
+        before, chance, best = value.of(values), 1.0, 0.0
         more = [list(row) for row in values]
         cost = self._step_seconds("absorb")
         for d in range(1, self.head.depth + 1):
             chance *= self.chances.typical(source, d)
             more = [sorted([*row, chance * (1 - sure)], reverse=True) for row, sure in zip(more, known)]
-            best = max(best, self._value(more) - before - rate * cost)
+            best = max(best, value.of(more) - before - value.rate * cost)
             cost += self._step_seconds("step")
         return best > 0
 
     def _wait(self) -> float:
         """Rounds from one trial of the head to the next."""
-        return min(LONGEST_WAIT, 2 * self._step_seconds("absorb") / (TRIALS * min(self.curve.values())))
+        return min(LONGEST_WAIT, 2 * self._step_seconds("absorb") / (TRIALS * min(self.value.curve.values())))
 
     def _step_seconds(self, name: str) -> float:
         told = None if self.costs is None else self.costs.steps
-        return self.steps.seconds(name, self.num_rows) if told is None else told[name]
+        return self.steps.seconds(name, self.num_rows) if told is None else told.get(name, 0.0)
 
     def _time(self, name: str, start: float, compiling: float) -> None:
         """Takes in what a step has taken, unless it was compiled, or read more than the tokens of the last round."""
         seconds = self.target.share.all_say(time.perf_counter() - start)[0]
+        self.stepped += seconds
         if compiling <= 0 and not (name == "absorb" and self.waited):
             self.steps.saw(name, self.num_rows, seconds)
 

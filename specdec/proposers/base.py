@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from specdec.cache import RowCache
+from specdec.generation import RoundCost
 from specdec.sampling import Randomness, Sampling
 from specdec.tree import Tree
 from specdec.verifier import Verifier
@@ -94,8 +95,8 @@ class Proposer(ABC):
     def meet(self, verifier: Verifier, sampling: Sampling) -> None:  # noqa: B027  # most proposers have nothing to do
         """Tells what will verify its trees, once a decoder is made with this proposer."""
 
-    def timed(self, seconds: float) -> None:  # noqa: B027  # most proposers have nothing to do
-        """Tells, after `commit`, how long the verification of the last tree took. -1: unknown, as it was compiled"""
+    def timed(self, cost: RoundCost) -> None:  # noqa: B027  # most proposers have nothing to do
+        """Tells, after `commit`, what the round took, unless something was compiled in it."""
 
     def finish(self, nums: list[int]) -> None:  # noqa: B027  # most proposers have nothing to do
         """Ends the batch: row b's answer is the first nums[b] tokens behind its prompt, even if more were committed.

@@ -1,10 +1,12 @@
 """The candidates of a round: what may be drafted in one row, by whom, and how likely it is to be accepted."""
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from specdec.chances import Chances, Kind
+from specdec.proposers.text import Guess
 from specdec.tree import Nodes
 
 
@@ -47,6 +49,15 @@ class Pool:
         else:
             self.places[parent, token] = number
         return number
+
+    def add_guesses(self, source: str, guesses: Iterable[Guess], chances: Chances) -> None:
+        """The tree that a proposer of texts guesses."""
+        numbers, depths = [0], [0]
+        for guess in guesses:
+            depths.append(depths[guess.parent] + 1)
+            rank = sum(self.parents[each] == numbers[guess.parent] for each in numbers[1:])
+            kind = Kind(source, guess.chance, depths[-1], rank, guess.match)
+            numbers.append(self.add(guess.token, numbers[guess.parent], kind, chances))
 
     def best(self, num: int, *, chain: bool) -> list[int]:
         """At most `num` nodes, parents first: all drawn ones, and the likeliest others. chain: of one path"""

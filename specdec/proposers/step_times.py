@@ -1,10 +1,10 @@
-"""What the steps of a head take here, learnt while it drafts."""
+"""What the parts of a round beside the target's pass take here, learnt from rounds."""
 
 FOLLOW, FALL = 0.1, 0.5  # share of a new measurement in what is known: where it is longer, and where it is shorter
 
 
 class StepTimes:
-    """Seconds of a head's steps by their names and by rows.
+    """Seconds of a head's steps, and of other parts of a round, by their names and by rows.
 
     Other work on the machine only makes a step longer, and a head that seems too slow is tried seldom, so shorter times count
     more.

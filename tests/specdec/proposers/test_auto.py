@@ -12,6 +12,7 @@ from specdec.chances import Chances, Kind
 from specdec.compile import Runner
 from specdec.costs import Conditions, Costs, Longer, told
 from specdec.decode import Decoder
+from specdec.generation import RoundCost
 from specdec.proposers import auto as auto_module
 from specdec.proposers.auto import Auto
 from specdec.proposers.heads import HeadProposer
@@ -194,7 +195,7 @@ def test_the_size_is_the_best_of_all(small_target):
                 pool.add(token, parent, Kind("Suffix", generator.random(), 1), proposer.chances)
             pool.settle()
         proposer._prepare()
-        num, seconds, expected = proposer._best_size(proposer._values())
+        num, seconds, expected = proposer.value.best(proposer._values())
         trees = [pool.best(num - 1, chain=False) for pool in proposer.pools]
         for pool, nodes in zip(proposer.pools, trees):
             assert all(pool.parents[node] == 0 or pool.parents[node] in nodes for node in nodes)
@@ -202,9 +203,9 @@ def test_the_size_is_the_best_of_all(small_target):
         assert expected == pytest.approx(told_value)
         best = max(
             2 + sum(sum(sorted(pool.chances[1:], reverse=True)[: size - 1]) for pool in proposer.pools)
-            - proposer.rate * 2 * cost for size, cost in ratios.items()
+            - proposer.value.rate * 2 * cost for size, cost in ratios.items()
         )  # fmt: skip
-        assert expected - proposer.rate * seconds == pytest.approx(best)
+        assert expected - proposer.value.rate * seconds == pytest.approx(best)
 
 
 def test_equal_candidates_of_two_members_are_one_node(small_target):
@@ -336,6 +337,34 @@ def test_rounds_without_drafts_are_checked_seldom(small_target, advantage, least
     assert least <= rounds <= most + 1 and proposer.account.checks == 1
     proposer.costs.steps = {"absorb": 0.0, "step": 0.0}  # told costs are believed
     assert not proposer._checks_plain()
+
+
+def test_where_looking_at_texts_takes_long_and_never_pays_it_is_done_seldom(small_target, monkeypatch):
+    looks = []
+    look = Auto._look
+    monkeypatch.setattr(Auto, "_look", lambda self: looks.append(1) or look(self))
+    for seconds in (0.0, 1.0):
+        proposer = auto(small_target, head=None, ratios=STEEP)
+        proposer._step_seconds = lambda name, seconds=seconds: seconds if name == "texts" else 0.0
+        decoder = Decoder(small_target, proposer, sampling=Sampling(), stop=set())
+        looks.clear()
+        decoder.generate([random_tokens(3, 9, small_target.vocab_size)], 200)
+        idle = proposer.account.sizes[1] / proposer.account.rounds
+        assert idle > 0.9 and (len(looks) == proposer.account.rounds if not seconds else len(looks) < 60)
+
+
+def test_what_drafting_takes_beside_the_head_and_the_pass_counts(small_target):
+    proposer = auto(small_target, head=None)
+    proposer.costs = Costs({1: {1: 1.0, 4: 1.5}}, sizes=(1, 4))
+    proposer.num_rows, proposer.newest, proposer.active = 1, [3], [True]
+    for size, rest in ((4, 0.4), (1, 0.1)):
+        proposer._prepare()
+        assert proposer.value.curve[4] - proposer.value.curve[1] == pytest.approx(0.5)  # one of them is not known
+        proposer.size, proposer.stepped = size, 0.2
+        verifying = {1: 1.0, 4: 1.5}[size]
+        proposer.timed(RoundCost(verifying + 0.2 + rest, 0.0, {"verify": verifying}))
+    proposer._prepare()
+    assert proposer.value.curve[4] - proposer.value.curve[1] == pytest.approx(0.8)
 
 
 def test_costs_are_measured_once_and_kept(small_target, tmp_path, monkeypatch):
