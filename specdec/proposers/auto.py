@@ -44,7 +44,7 @@ SIBLINGS = 3  # candidates of a head for each token
 FORGET = 0.98  # what a round counts for the rate after the next one
 TRUST = 20.0  # accepted drafts that the chances count as, before their sum is corrected
 TRIALS = 0.01  # share of the time that trials of a head that does not pay may take
-LONGEST_WAIT = 64  # rounds between two of them
+LONGEST_WAIT = 512  # rounds between two of them
 CHECKS, RESTS = 0.005, 8  # share of the speed that rounds to see what nothing costs may take; least rounds between them
 LONGEST_REST = 8  # rounds
 MOST = 31  # drafts
@@ -101,6 +101,7 @@ class Auto(Proposer):
         self.gained, self.spent = 0.0, 0.0  # tokens and seconds, forgotten slowly
         self.steps = StepTimes()  # of the head's "absorb" and "step"
         self.promised, self.kept = TRUST, TRUST  # accepted drafts, expected and real, forgotten slowly
+        self.trial_seconds = 0.0  # of the head in its last trial
         self.waited, self.trying = 0, False  # rounds since the head drafted; whether a trial goes on in the next round
         self.drafted, self.advantage = 0, 1.0  # rounds since one without drafts; speed of the last one over one without
         self.idle, self.rested = 0, 0  # rounds since the last draft; how many of the last ones did not look at texts
@@ -129,7 +130,7 @@ class Auto(Proposer):
         for member in self.members:
             member.begin(tokens, num)
         self.newest, self.active = [0] * len(tokens), [True] * len(tokens)
-        self.waited = max(1, self.waited)  # the head has the prompts to read
+        self.waited, self.begun = max(1, self.waited), True  # the head has the prompts to read
         if self.num_rows != len(tokens):
             self.num_rows, self.gained, self.spent = len(tokens), 0.0, 0.0
         self.pools: list[Pool] | None = None
@@ -212,7 +213,9 @@ class Auto(Proposer):
                 self.account.trials += trial
                 self.trying = trial and self.waited > 0  # then this round's time is not what the head takes as a rule
                 laws, levels = self._grow(self.head, sampling, generator)
-                self.waited = 0
+                if trial:
+                    self.trial_seconds = self.stepped * (not self.begun) + (0.0 if self.waited else self.trial_seconds)
+                self.waited, self.begun = 0, False
                 seconds = self._step_seconds("absorb") + (levels - 1) * self._step_seconds("step")
                 for pool in pools:
                     pool.settle()
@@ -392,8 +395,10 @@ class Auto(Proposer):
         return best > 0
 
     def _wait(self) -> float:
-        """Rounds from one trial of the head to the next."""
-        return min(LONGEST_WAIT, 2 * self._step_seconds("absorb") / (TRIALS * min(self.value.curve.values())))
+        """Rounds from one trial of the head to the next. What it did not read while it waited, it reads in the trial."""
+        assert self.costs is not None
+        seconds = self.trial_seconds if self.costs.steps is None else 2 * self._step_seconds("absorb")
+        return min(LONGEST_WAIT, seconds / (TRIALS * min(self.value.curve.values())))
 
     def _step_seconds(self, name: str) -> float:
         told = None if self.costs is None else self.costs.steps
@@ -402,7 +407,7 @@ class Auto(Proposer):
     def _time(self, name: str, start: float, compiling: float) -> None:
         """Takes in what a step has taken, unless it was compiled, or read more than the tokens of the last round."""
         seconds = self.target.share.all_say(time.perf_counter() - start)[0]
-        self.stepped += seconds
+        self.stepped += max(0.0, seconds - compiling)
         if compiling <= 0 and not (name == "absorb" and self.waited):
             self.steps.saw(name, self.num_rows, seconds)
 
