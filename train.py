@@ -83,9 +83,9 @@ def fit_alone(config: DictConfig, path: Path, accelerator: Accelerator) -> int:
         engine = feature_settings(config).connect(drafter, longest=max(config.data.length, answers) + 1, say=say)
     objective = make_objective(config, drafter)
     optimizer, scheduler = make_optimizer(config, drafter)
-    with named("train"):
-        settings = Settings(**config.train)
-        if settings.shard:
+    settings = make_settings(config)
+    if settings.shard:
+        with named("train"):
             sharding.check(drafter, optimizer=config.optimizer.name, on_policy=config.data.on_policy)
     display.start(console, config, target, drafter, packs, prompts)
     validation = make_validation(config, drafter, prompts, stop, accelerator, console, engine)
@@ -362,6 +362,11 @@ def make_serve(config: DictConfig, say: Callable[[str], None]) -> Serving | None
     given |= {f"target.{key}": target[key] for key in ("name", "dtype", "trust_remote_code")}
     with named("validation"):
         return Serving(chosen.served, given | {"num_drafts": config.decode.depth}, say)
+
+
+def make_settings(config: DictConfig) -> Settings:
+    with named("train"):
+        return Settings(**config.train)
 
 
 def start_tracker(accelerator: Accelerator, config: DictConfig, settings: dict) -> None:
