@@ -23,7 +23,7 @@ GPU_TESTS ?= tests/specdec/test_tree.py tests/specdec/test_sampling.py tests/spe
 help:
 	@echo "make setup   virtual environment in .venv, and the default target (once, a few minutes)"
 	@echo "make demo    train head=eagle on the CPU, validated by decoding; then the shipped head"
-	@echo "make test    all tests, in two processes (about 7 minutes on two cores)"
+	@echo "make test    all tests, in two processes (about 13 minutes on two cores)"
 	@echo "make quick   a selection of them for daily work: each kind of head once, nothing that trains (under a minute)"
 	@echo "make lint    ruff and mypy"
 	@echo "make engines vLLM, Speculators and llama.cpp on the CPU, in engines (once, 4 minutes, 4 GB), for tests of exports"
