@@ -89,7 +89,7 @@ def fit_by_two(cwd: Path, runs: list[dict]) -> list[str]:
         for process in processes:
             process.kill()
     printed = [output.read_text() for output in outputs]
-    assert codes == [0, 0], "\n".join(printed)
+    assert codes == [0, 0], "\n\n".join(f"ended with {code}:\n{text[-4000:]}" for code, text in zip(codes, printed))
     return printed
 
 

@@ -16,6 +16,7 @@ from torch import distributed as dist
 from tests.support import ROOT, child_environment
 
 SECONDS = 150  # until processes that wait for each other for ever are ended
+SHOWN = 4000  # characters at the end of what each has printed
 MARK = "result of the process: "
 
 
@@ -37,7 +38,9 @@ def together(num: int, function: str, *arguments, cwd=None) -> list:
         for process in processes:
             process.kill()
     last = [text.strip().splitlines()[-1] if text.strip() else "" for text in printed]
-    assert all(line.startswith(MARK) for line in last), "\n\n".join(printed)
+    ends = [f"process {rank} of {num} ended with {process.returncode}:\n{text[-SHOWN:]}"
+            for rank, (process, text) in enumerate(zip(processes, printed))]  # fmt: skip
+    assert all(line.startswith(MARK) for line in last), "\n\n".join(ends)
     return [json.loads(line.removeprefix(MARK)) for line in last]
 
 

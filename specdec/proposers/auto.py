@@ -205,7 +205,7 @@ class Auto(Proposer):
         self.rested = 0 if check or not self._rests() else self.rested + 1
         if not self.rested:
             self._look()
-        if self.head is not None and not check:
+        if self.head is not None and not check and self.value.room:
             worth = self._head_pays()
             trial = not worth and (self.trying or self.waited >= self._wait())
             if worth or trial:
@@ -270,7 +270,9 @@ class Auto(Proposer):
         rows = [pool.choose(num - 1, chain=self.linear) for pool in pools]
         for row in rows:
             self.sources.update(row.sources)
-        tree = plant(self.newest, [row.drafts for row in rows], device).filled(num - 1)
+        tree = plant(self.newest, [row.drafts for row in rows], device)
+        tree = tree.filled(min(num - 1, self.depth) if tree.linear else num - 1)
+        self.size = tree.tokens.shape[1]
         if not laws:
             return tree
         assert self.head is not None
@@ -291,7 +293,7 @@ class Auto(Proposer):
         """Adds the head's candidates to the pools, level by level -> the laws that were sampled from, [B, W] each; steps"""
         assert self.pools is not None
         pools, num_rows, device = self.pools, self.num_rows, self.target.device
-        drafter, depth = head.drafter, head.depth
+        drafter, depth = head.drafter, min(head.depth, self.value.room)
         top = min(SIBLINGS, drafter.vocab_size)
         start, compiled = time.perf_counter(), head.compile_seconds
         _, first = head.absorb()
@@ -315,7 +317,7 @@ class Auto(Proposer):
                 self._time(step, start, head.compile_seconds - compiled)
                 kinds = [Kind("drawn", sure, d) for sure in surest]
                 likely = [pool.chances[node] * self.chances.of(kind) for pool, node, kind in zip(pools, spine, kinds)]
-                if not self._gain(likely) > 0:
+                if not self._gain(likely, drawn=True) > 0:
                     break  # decided by laws and by earlier draws, not by this one
                 draft = drafter.to_target(pick(law, uniforms(num_rows, generator, device)))
                 for row, (pool, token) in enumerate(zip(pools, draft.tolist())):
@@ -326,7 +328,7 @@ class Auto(Proposer):
                 break
             following = self.chances.typical("head" if sampling.greedy else "drawn", d + 1)
             likely = [following * pool.chances[node] for pool, node in zip(pools, spine)]
-            if self._gain(likely) <= self.value.rate * self._step_seconds("step"):
+            if self._gain(likely, drawn=not sampling.greedy) <= self.value.rate * self._step_seconds("step"):
                 break
             start, compiled, step = time.perf_counter(), head.compile_seconds, "step"
             state, logits, _ = head.step(d + 1, d - 1, state, chosen, seen[:, d - 1 : d, :d])
@@ -373,10 +375,13 @@ class Auto(Proposer):
         assert self.pools is not None
         return max(len(pool.drawn) for pool in self.pools)
 
-    def _gain(self, likely: list[float]) -> float:
-        """What one more candidate in each row, of these chances [B], adds to the value of the round."""
+    def _gain(self, likely: list[float], *, drawn: bool) -> float:
+        """What one more candidate in each row, of these chances [B], adds to the value of the round.
+
+        drawn: it would be sampled, and verified in any case
+        """
         running = [chance for chance, active in zip(likely, self.active) if active]
-        return self.value.gain(self._values(), running, forced=self._forced())
+        return self.value.gain(self._values(), running, forced=self._forced(), drawn=drawn)
 
     def _head_pays(self) -> bool:
         """Whether the head is expected to be worth its steps, by what it was right about so far."""

@@ -18,6 +18,11 @@ class RoundValue:
     faith: float
     rows: int
 
+    @property
+    def room(self) -> int:
+        """Drafts of the largest size."""
+        return max(self.curve) - 1
+
     def best(self, values: Values, *, forced: int = 0) -> tuple[int, float, float]:
         """-> nodes of the best size, its seconds, expected tokens"""
         best = None
@@ -35,7 +40,10 @@ class RoundValue:
         _, seconds, expected = self.best(values, forced=forced)
         return expected - self.rate * seconds
 
-    def gain(self, values: Values, likely: list[float], *, forced: int) -> float:
-        """What one more candidate in each row, of these chances, adds."""
-        more = [sorted([*row, chance], reverse=True) for row, chance in zip(values, likely, strict=True)]
-        return self.of(more, forced=forced) - self.of(values, forced=forced)
+    def gain(self, values: Values, likely: list[float], *, forced: int, drawn: bool) -> float:
+        """What one more candidate in each row, of these chances, adds. drawn: any tree must have it, after the forced ones"""
+        if drawn:
+            more = [[*row[:forced], chance, *row[forced:]] for row, chance in zip(values, likely, strict=True)]
+        else:
+            more = [sorted([*row, chance], reverse=True) for row, chance in zip(values, likely, strict=True)]
+        return self.of(more, forced=forced + drawn) - self.of(values, forced=forced)

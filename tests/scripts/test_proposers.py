@@ -1,6 +1,7 @@
 """Tests of every file of conf/proposer as scripts build it: greedy identity, the sampled law, batches, refusals."""
 
 import itertools
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,7 +29,9 @@ SETTINGS = {
     "cascade": {"sinks": "1", "window": "2", "num": "3"},
     "retrieval": {"datastore": "DATASTORE", "min": "1"},
     "draft": {"model": "MODEL"},
+    "auto": {"costs": "COSTS"},
 }
+COSTS = {"plain_ms": 1.0, "ratios": {"1": 1.0, "2": 1.1, "4": 1.3}, "absorb_ms": 0.05, "step_ms": 0.05}
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +45,8 @@ def made(tmp_path_factory):
             checkpoint.save(folder / "head", make_drafter(target, "eagle"), {"_target_": "specdec.heads.eagle.Eagle"})
             make_target(size, num_layers=1).model.save_pretrained(folder / "model")
             make_datastore(folder / "datastore", [repetitive(seed, size) for seed in range(6)], tokenizer=TOKENIZER)
-        values = {"DATASTORE": f"{folder}/datastore", "MODEL": f"{folder}/model"}
+            (folder / "costs.json").write_text(json.dumps(COSTS))  # on a tiny target measured ones may say: no drafts
+        values = {"DATASTORE": f"{folder}/datastore", "MODEL": f"{folder}/model", "COSTS": f"{folder}/costs.json"}
         values = {key: values.get(value, value) for key, value in {**SETTINGS.get(name, {}), **settings}.items()}
         return proposers.build(name, target, settings=values, drafting=drafting, checkpoint=str(folder / "head"))
 

@@ -61,6 +61,8 @@ CASES = {
     "head and text": {},
     "head and text, levels cost": {"ratios": MIDDLE, "step": 0.1},
     "text": {"head": None},
+    "head and text, no size for a second draft": {"ratios": {1: 1.0, 2: 1.1}},
+    "head and text, no size for a draft": {"ratios": {1: 1.0}},
 }
 
 
@@ -84,7 +86,7 @@ def test_the_law_of_the_target_is_kept(case, sampling, rule, monkeypatch):
     decoder = Decoder(target, proposer, sampling=SAMPLINGS[sampling], stop=set(), rule=rule)
     for number in (1, 3):
         assert decoder_error(decoder, number, alone=True, monkeypatch=monkeypatch) < 1e-12
-    assert max(sizes) > 1
+    assert max(sizes) >= min(2, max(proposer.costs.sizes))
 
 
 @pytest.mark.slow
@@ -134,6 +136,18 @@ def test_greedy_answers_are_those_of_plain_decoding(small_target, head):
         ]
         assert alone == plain.tokens
     assert proposer.account.rounds > 0
+
+
+@pytest.mark.parametrize("head", ["eagle", None])
+def test_a_size_beyond_the_longest_chain_is_not_filled_up_with_a_longer_one(small_target, head):
+    """A head that is tried seldom reads what was committed in between, and texts of one token would accept all copies."""
+    prompts = [*repeating_texts(3, 12), [5] * 9]
+    plain = Decoder(small_target, None, sampling=Sampling(), stop=set()).generate(prompts, 40)
+    proposer = auto(small_target, head=head, ratios={1: 1.0, 9: 1.01}, absorb=10.0)
+    decoder = Decoder(small_target, proposer, sampling=Sampling(), stop=set())
+    for prompt, answer in zip(prompts, plain.tokens):
+        assert decoder.generate([prompt], 40).tokens == [answer]
+    assert proposer.account.sizes[9] > 10
 
 
 def test_prompts_join_and_leave(small_target):
