@@ -172,7 +172,10 @@ class Batch:
         """Rows whose answers have ended leave, unless shapes are compiled: each number of rows would be a new one."""
         staying = [row for row, request in enumerate(self.rows) if request.left or self.runner.by_shape]
         if self.joins and len(staying) < len(self.rows):
-            self._select(staying, self._nums())
+            num = len(staying)
+            last = [row for row in staying if row >= num]  # they take the places of those that leave
+            places = [row if self.rows[row].left else last.pop() for row in range(num)]
+            self._select(places, self._nums())
 
     def _select(self, rows: list[int], nums: list[int]) -> None:
         index = torch.tensor(rows, device=self.newest.device)

@@ -198,9 +198,19 @@ class RowCache(transformers.Cache):
             self.positions = self.positions.scatter(1, goal, self.positions.gather(1, source))
 
     def select(self, rows: list[int]) -> None:
-        """Goes on with these rows only, in this order, perhaps several times; called between passes, when nothing is pending."""
-        index = torch.tensor(rows, device=self.lengths.device)
-        self.groups = {shape: group.index_select(1, index.to(group.device)) for shape, group in self.groups.items()}
+        """Goes on with these rows only, in this order, perhaps several times; called between passes, when nothing is pending.
+
+        Where fewer rows go on, each in its place or in that of one that leaves, only the latter ones are copied.
+        """
+        index, num = torch.tensor(rows, device=self.lengths.device), len(rows)
+        moved = {place: row for place, row in enumerate(rows) if place != row}
+        if num <= len(self.known) and all(row >= num for row in moved.values()):
+            for group in self.groups.values():
+                for place, row in moved.items():
+                    group[:, place] = group[:, row]
+            self.groups = {shape: group[:, :num] for shape, group in self.groups.items()}
+        else:
+            self.groups = {shape: group.index_select(1, index.to(group.device)) for shape, group in self.groups.items()}
         self.lengths, self.skipped = self.lengths[index], self.skipped[index]
         self.positions = None if self.positions is None else self.positions[index]
         self.rows = torch.arange(len(rows), device=self.lengths.device)[:, None]

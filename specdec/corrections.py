@@ -3,21 +3,28 @@
 import math
 
 FORGET = 0.97  # what a pass counts after the next one
-FIRST, LEAST = (
-    0.3,
-    0.02,
-)  # by how much a pass may change the logarithm of a factor: the first of a size, and one of many
-FOLLOW = 0.7  # share of it that other sizes take
+# By how much a pass may change the logarithm of a factor: the first of a size, and one of many
+FIRST, LEAST = 0.3, 0.02
+FOLLOW = 0.7  # share of it that other sizes take, if it is a rise
+FADE = (
+    0.01  # share of what makes a size dearer than the one that is seen now, which a pass takes away if it was long ago
+)
 FRESH = 5.0  # passes, as they count now, from which a size does not follow what is seen of others
+
+
+def followed(change: float) -> float:
+    """What other sizes take of a change."""
+    return FOLLOW * change if change > 0 else change
 
 
 class Corrections:
     """Factors by the nodes of a pass.
 
     What is followed are medians: by how much a pass took longer counts only up to a step, which becomes smaller with each pass
-    of its size, so a pause of the machine does not count. Sizes of which nothing was seen lately follow the others, for the most
-    part: one whose cost was too low must become dearer than those that it kept from being chosen. Sizes of which nothing was
-    seen at all are between their neighbours.
+    of its size, so a pause of the machine does not count. Sizes of which nothing was seen lately follow the others, but a rise
+    not quite: one whose cost was too low must become dearer than those that it kept from being chosen. So such sizes seem too
+    cheap rather than too dear, and are seen; and what made one dearer than others fades. Sizes of which nothing was seen at all
+    are between their neighbours.
     """
 
     def __init__(self) -> None:
@@ -40,7 +47,8 @@ class Corrections:
         change = min(max(math.log(ratio) - here, -step), step)
         for other in self.logs:
             self.weights[other] *= FORGET
-            self.logs[other] += FOLLOW * change * (1 - min(1.0, self.weights[other] / FRESH))
+            faded = min(FADE, max(0.0, self.logs[other] - here))
+            self.logs[other] += (followed(change) - faded) * (1 - min(1.0, self.weights[other] / FRESH))
         self.logs[num], self.weights[num] = here + change, FORGET * weight + 1
 
     def _log(self, num: int) -> float:
@@ -49,5 +57,5 @@ class Corrections:
         low = max((known for known in self.logs if known < num), default=None)
         high = min((known for known in self.logs if known > num), default=None)
         if low is None or high is None:
-            return FOLLOW * self.logs[high if low is None else low]  # type: ignore[index]
+            return followed(self.logs[high if low is None else low])  # type: ignore[index]
         return self.logs[low] + (num - low) / (high - low) * (self.logs[high] - self.logs[low])

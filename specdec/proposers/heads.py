@@ -1,6 +1,7 @@
 """A trained drafter as a proposer: it keeps the drafter's cache; proposers/growth.py grows the trees."""
 
 import copy
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -25,42 +26,50 @@ class Mark(NamedTuple):
 
 
 class Committed(NamedTuple):
-    """The arguments of `commit`."""
+    """The arguments of a `commit`, and which of its rows each row of the batch has been since."""
+
+    tokens: Tensor  # [P, S]
+    features: Tensor  # [P, S, F*D]
+    num: Tensor  # [P]
+    counts: list[int]  # `num` on the host
+    rows: list[int | None]  # [B] of the P rows; None: a row that began later
+
+    def select(self, rows: list[int]) -> "Committed":
+        return self._replace(rows=[self.rows[row] for row in rows])
+
+    def without(self, rows: list[int]) -> "Committed":
+        return self._replace(rows=[None if row in rows else own for row, own in enumerate(self.rows)])
+
+
+class New(NamedTuple):
+    """What the rows of a batch have not read yet: the first num[b] of S tokens in row b."""
 
     tokens: Tensor  # [B, S]
     features: Tensor  # [B, S, F*D]
     num: Tensor  # [B]
-    counts: list[int]
-
-    def select(self, rows: list[int], index: Tensor) -> "Committed":
-        return Committed(self.tokens[index], self.features[index], self.num[index], [self.counts[row] for row in rows])
+    counts: list[int]  # `num` on the host
 
 
-def joined(parts: list[Committed], *, opening: bool, by_shape: bool) -> Committed:
-    """What several commits brought, as one.
-
-    opening: whether the prompt is among it; by_shape: then what follows a prompt is filled up to one of few lengths
-    """
-    if len(parts) == 1:
-        return parts[0]
-    tokens, features = torch.cat([part.tokens for part in parts], 1), torch.cat([part.features for part in parts], 1)
-    counts = [sum(each) for each in zip(*(part.counts for part in parts))]
+def joined(parts: list[Committed], *, fixed: bool) -> New:
+    """What several commits brought, as one. fixed: filled up to one of few lengths"""
+    first, device = parts[0], parts[0].tokens.device
+    if len(parts) == 1 and first.rows == list(range(len(first.counts))):
+        return New(first.tokens, first.features, first.num, first.counts)
+    index = [list[int]() for _ in first.rows]  # of each row, places in the flat tokens of all parts
+    start = 0
+    for part in parts:
+        num_rows, length = part.tokens.shape
+        for places, row in zip(index, part.rows):
+            if row is not None:
+                places += range(start + row * length, start + row * length + part.counts[row])
+        start += num_rows * length
+    counts = list(map(len, index))
     longest = max(counts)
-    length = max(4, 1 << (longest - 1).bit_length()) if by_shape and not opening else longest
-    index = []
-    for row in range(len(counts)):
-        start, places = 0, list[int]()
-        for part in parts:
-            places += range(start, start + part.counts[row])
-            start += part.tokens.shape[1]
-        index.append(places + [0] * (length - len(places)))
-    place = torch.tensor(index, device=tokens.device)  # [B, S]
-    return Committed(
-        tokens.gather(1, place),
-        features.gather(1, place[..., None].expand(-1, -1, features.shape[-1])),
-        sum(part.num for part in parts),  # type: ignore[arg-type]
-        counts,
-    )
+    length = max(4, 1 << (longest - 1).bit_length()) if fixed else longest
+    place = torch.tensor([places + [0] * (length - len(places)) for places in index], device=device)  # [B, S]
+    tokens = torch.cat([part.tokens.flatten() for part in parts])
+    features = torch.cat([part.features.flatten(0, 1) for part in parts])
+    return New(tokens[place], features[place], torch.tensor(counts, device=device), counts)
 
 
 class HeadProposer(Proposer):
@@ -110,31 +119,29 @@ class HeadProposer(Proposer):
         """Only stores its arguments: `absorb` reads them when they are needed, so nothing is computed after the last round."""
         if self.drafter.first_slot == 0 and self.cache.get_seq_length() == 0 and not self.waiting:
             tokens, num, counts = torch.cat([self.opening, tokens], dim=1), num + 1, [count + 1 for count in counts]
-        self.waiting.append(Committed(tokens, features, num, counts))
+        self.waiting.append(Committed(tokens, features, num, counts, list(range(len(counts)))))
         self.absorbed = None
 
     def select(self, rows, nums):
         index = torch.tensor(rows, device=self.opening.device)
         self.cache.select(rows)
         self.opening, self.carried = self.opening[index], [state[index] for state in self.carried]
-        self.waiting = [each.select(rows, index) for each in self.waiting]
+        self.waiting = [each.select(rows) for each in self.waiting]
         if self.absorbed is not None:
             newest, first = self.absorbed
             self.absorbed = newest[index], StepOutput(*(part[index] for part in first))
 
-    @torch.no_grad()
     def replace(self, rows, nums, opening):
+        assert self.absorbed is None, "prompts join after a round"
         fresh = copy.copy(self)
         fresh.begin(opening.tokens, opening.num)
         fresh.commit(opening.following, opening.features, opening.num, opening.counts)
-        newest, first = fresh.absorb()
-        own, own_first = self.absorb()
-        index = torch.tensor(rows, device=own.device)
+        index = torch.tensor(rows, device=self.opening.device)
         self.cache.replace(rows, fresh.cache)
         self.opening = self.opening.index_copy(0, index, fresh.opening)
-        self.carried = [state.index_copy(0, index, new) for state, new in zip(self.carried, fresh.carried)]
-        parts = [part.index_copy(0, index, new) for part, new in zip(own_first, first)]
-        self.absorbed = own.index_copy(0, index, newest), StepOutput(*parts)
+        numbers = dict(zip(rows, itertools.count()))
+        prompts = fresh.waiting[0]._replace(rows=[numbers.get(row) for row in range(len(self.opening))])
+        self.waiting = [*(each.without(rows) for each in self.waiting), prompts]
 
     @torch.no_grad()
     def mark(self):
@@ -164,18 +171,38 @@ class HeadProposer(Proposer):
         -> the newest token [B, 1], the result of its step 1
         """
         if self.absorbed is None:
-            opening = self.cache.get_seq_length() == 0
-            new = joined(self.waiting, opening=opening, by_shape=self.runner.by_shape)
-            self.waiting = []
-            drafts = max(self.shape.depth * self.shape.width, self.shape.nodes)  # levels of a sampled tree may be wider
-            self.cache.make_room(new.tokens.shape[1] + drafts)
-            run = Runner() if opening else self.runner  # the shape of a prompt seldom comes again: not worth compiling
-            inputs = (new.tokens, new.features, new.num, self.cache.lengths, *self.cache.halves, *self.carried)
-            *carried, newest, state, logits, evidence = run(("absorb", self.shape.depth), self._absorb, *inputs)
-            self.carried = carried
-            self.cache.commit(new.num, new.counts)
-            self.absorbed = newest, StepOutput(state, logits, evidence)
+            begun = [row for row, known in enumerate(self.cache.known) if not known]
+            if 0 < len(begun) < len(self.cache.known):
+                self.absorbed = self._absorb_apart(begun)
+            else:
+                self.absorbed = self._absorb_all(opening=bool(begun))
         return self.absorbed
+
+    def _absorb_all(self, *, opening: bool) -> tuple[Tensor, StepOutput]:
+        """opening: the rows have prompts to read"""
+        new = joined(self.waiting, fixed=self.runner.by_shape and not opening)
+        self.waiting = []
+        drafts = max(self.shape.depth * self.shape.width, self.shape.nodes)  # levels of a sampled tree may be wider
+        self.cache.make_room(new.tokens.shape[1] + drafts)
+        run = Runner() if opening else self.runner  # the shape of a prompt seldom comes again: not worth compiling
+        inputs = (new.tokens, new.features, new.num, self.cache.lengths, *self.cache.halves, *self.carried)
+        *carried, newest, state, logits, evidence = run(("absorb", self.shape.depth), self._absorb, *inputs)
+        self.carried = carried
+        self.cache.commit(new.num, new.counts)
+        return newest, StepOutput(state, logits, evidence)
+
+    def _absorb_apart(self, begun: list[int]) -> tuple[Tensor, StepOutput]:
+        """Rows that have a prompt to read do so by themselves: the others would be filled up to its length."""
+        index, fresh = torch.tensor(begun, device=self.opening.device), copy.copy(self)
+        fresh.begin(self.opening[index], self.cache.lengths[index])
+        fresh.waiting = [each.select(begun) for each in self.waiting]
+        newest, first = fresh.absorb()
+        self.waiting = [each.without(begun) for each in self.waiting]
+        own, own_first = self._absorb_all(opening=False)
+        self.cache.replace(begun, fresh.cache)
+        self.carried = [state.index_copy(0, index, new) for state, new in zip(self.carried, fresh.carried)]
+        parts = [part.index_copy(0, index, new) for part, new in zip(own_first, first)]
+        return own.index_copy(0, index, newest), StepOutput(*parts)
 
     def step(self, d: int, pending: int, state: Tensor, tokens: Tensor, seen: Tensor) -> StepOutput:
         """See growth.Steps."""

@@ -1,5 +1,6 @@
 """Tests of batches whose rows come and go: each answer is the one that its prompt gets alone."""
 
+import itertools
 import random
 
 import pytest
@@ -14,7 +15,7 @@ from specdec.proposers.merged import Merged
 from specdec.proposers.ngram import Ngram
 from specdec.proposers.suffix import Suffix
 from specdec.sampling import Sampling
-from specdec.tree import TreeShape
+from specdec.tree import TreeShape, root
 from tests.support import HEADS, chain_of, greedy, make_drafter, random_tokens
 from tests.texts import repeating_texts
 
@@ -90,6 +91,49 @@ def test_heads_are_joined_and_left(small_target, head, shape):
     for number, generation in enumerate(single):
         assert found[number].tokens == generation.tokens
         assert found[number].accepted == generation.accepted
+
+
+class Seldom(HeadProposer):
+    """Drafts in every fifth round only, and reads then what was committed in between."""
+
+    varies, number = True, 0
+
+    def propose(self, sampling, generator):
+        self.number += 1
+        newest = torch.tensor([request.tokens[-1] for request in self.batch.rows])
+        self.last = root(newest) if self.number % 5 else super().propose(sampling, generator)
+        return self.last
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("head", HEADS)
+def test_a_head_that_waits_reads_the_same_whoever_joins_and_leaves(small_target, head):
+    """Each row's drafts are those of a head that reads its whole text at once."""
+    drafter = make_drafter(small_target, head)
+    shape = chain_of(min(3, drafter.depth or 3))
+    seldom = Seldom(drafter, shape)
+    batch = seldom.batch = greedy(small_target, seldom, STOP).batch()
+    waiting = [Request(prompt, num) for prompt, num in zip(prompts_of(small_target), itertools.cycle([30, 4, 12, 19]))]
+    joined = checked = 0
+    while waiting or batch.running:
+        num = min(3 - len(batch.running), len(waiting)) if len(waiting) % 3 or not batch.running else 0
+        if num:
+            joined += bool(batch.running)
+            batch.admit([waiting.pop() for _ in range(num)])
+        if batch.running:
+            texts = {id(request): [*request.prompt, *request.tokens] for request in batch.running}
+            step = batch.step()
+            if not step.num_drafted:
+                continue
+            for request, tree in zip(batch.rows, seldom.last.tokens.tolist()):
+                if not (text := texts.get(id(request))):
+                    continue
+                decoder = greedy(small_target, HeadProposer(drafter, shape), STOP)
+                other = decoder.batch()
+                other.admit([Request(text[:-1], 2)])
+                assert other.proposer.propose(decoder.sampling, None).tokens[0].tolist() == tree
+                checked += 1
+    assert joined > 1 and checked > 10
 
 
 @pytest.mark.parametrize("rule", ["token", "block"])

@@ -304,6 +304,24 @@ def test_what_few_passes_show_is_believed_at_once_and_sizes_between_follow():
     assert costs.curve(3)[8] > 1.5 * 3 * 4.0  # rows of which less is known begin with what others showed
 
 
+def test_what_other_work_on_the_machine_made_dear_does_not_stay_so():
+    """One size is seen only while other work slows the machine down, and another one all the time."""
+    costs = Costs({1: {1: 1.0, 2: 1.1, 3: 1.2}}, sizes=(1, 2, 3))
+    for number in range(20):
+        slow = 1.6 if 5 <= number < 15 else 1.0
+        costs.saw(1, 3, 1.2 * slow)
+        if slow > 1:
+            costs.saw(1, 1, 1.0 * slow)
+    assert costs.curve(1)[1] > 1.2
+    for _ in range(200):
+        costs.saw(1, 3, 1.2)
+    curve = costs.curve(1)
+    assert curve[3] == pytest.approx(1.2, rel=0.03) and curve[1] < 1.1
+    for _ in range(30):  # a size that really is dear here is dear at once when it is seen
+        costs.saw(1, 2, 2.2)
+    assert costs.curve(1)[2] == pytest.approx(2.2, rel=0.05)
+
+
 def test_what_longer_contexts_cost_is_measured(target, tmp_path, monkeypatch):
     monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path))
     monkeypatch.setattr(costs_module, "SIZES", (1, 8))
