@@ -6,9 +6,8 @@ FORGET = 0.97  # what a pass counts after the next one
 # By how much a pass may change the logarithm of a factor: the first of a size, and one of many
 FIRST, LEAST = 0.3, 0.02
 FOLLOW = 0.7  # share of it that other sizes take, if it is a rise
-FADE = (
-    0.01  # share of what makes a size dearer than the one that is seen now, which a pass takes away if it was long ago
-)
+# By how much a pass lowers the logarithm of a size that was seen long ago, and seemed dearer than the one that is seen now
+FADE = 0.005
 FRESH = 5.0  # passes, as they count now, from which a size does not follow what is seen of others
 
 

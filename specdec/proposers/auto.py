@@ -16,6 +16,7 @@ was drawn: whether to draw at a depth is decided from q and from earlier draws, 
 (docs/methods.md, section 1).
 """
 
+import math
 import time
 from collections import Counter
 from pathlib import Path
@@ -43,7 +44,7 @@ from specdec.tree import Tree, TreeShape, plant, root
 SIBLINGS = 3  # candidates of a head for each token
 FORGET = 0.98  # what a round counts for the rate after the next one
 TRUST = 20.0  # accepted drafts that the chances count as, before their sum is corrected
-TRIALS = 0.01  # share of the time that trials of a head that does not pay may take
+TRIALS = 0.01  # share of the speed that trials of a head that does not pay may cost
 LONGEST_WAIT = 512  # rounds between two of them
 CHECKS, RESTS = 0.005, 8  # share of the speed that rounds to see what nothing costs may take; least rounds between them
 LONGEST_REST = 8  # rounds
@@ -206,8 +207,9 @@ class Auto(Proposer):
         if not self.rested:
             self._look()
         if self.head is not None and not check and self.value.room:
-            worth = self._head_pays()
-            trial = not worth and (self.trying or self.waited >= self._wait())
+            gain = self._gain_of_head()
+            worth = gain > 0
+            trial = not worth and (self.trying or self.waited >= self._wait(-gain))
             if worth or trial:
                 self.account.head += 1
                 self.account.trials += trial
@@ -383,13 +385,13 @@ class Auto(Proposer):
         running = [chance for chance, active in zip(likely, self.active) if active]
         return self.value.gain(self._values(), running, forced=self._forced(), drawn=drawn)
 
-    def _head_pays(self) -> bool:
-        """Whether the head is expected to be worth its steps, by what it was right about so far."""
+    def _gain_of_head(self) -> float:
+        """What the head is expected to add to the value of the round beside its steps, by what it was right about so far."""
         assert self.pools is not None and self.head is not None
         source = "drawn" if ("drawn", 1) in self.chances.depths else "head"
         values, value = self._values(), self.value
         known = [max(row[:1], default=0.0) for row in values]  # chance that a text proposer is right already
-        before, chance, best = value.of(values), 1.0, 0.0
+        before, chance, best = value.of(values), 1.0, -math.inf
         more = [list(row) for row in values]
         cost = self._step_seconds("absorb")
         for d in range(1, self.head.depth + 1):
@@ -397,13 +399,18 @@ class Auto(Proposer):
             more = [sorted([*row, chance * (1 - sure)], reverse=True) for row, sure in zip(more, known)]
             best = max(best, value.of(more) - before - value.rate * cost)
             cost += self._step_seconds("step")
-        return best > 0
+        return best
 
-    def _wait(self) -> float:
-        """Rounds from one trial of the head to the next. What it did not read while it waited, it reads in the trial."""
+    def _wait(self, loss: float) -> float:
+        """Rounds from one trial of the head to the next, so seldom that trials cost TRIALS of the speed.
+
+        loss: what a round with the head is expected to lose. What it did not read while it waited, it reads in the trial.
+        """
         assert self.costs is not None
-        seconds = self.trial_seconds if self.costs.steps is None else 2 * self._step_seconds("absorb")
-        return min(LONGEST_WAIT, seconds / (TRIALS * min(self.value.curve.values())))
+        absorb = self._step_seconds("absorb")
+        reading = max(0.0, self.trial_seconds - absorb) if self.costs.steps is None else absorb
+        lost = loss / self.value.rate + reading
+        return min(LONGEST_WAIT, lost / (TRIALS * min(self.value.curve.values())))
 
     def _step_seconds(self, name: str) -> float:
         told = None if self.costs is None else self.costs.steps

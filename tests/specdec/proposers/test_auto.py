@@ -404,6 +404,7 @@ def test_costs_are_measured_once_and_kept(small_target, tmp_path, monkeypatch):
     monkeypatch.setattr(costs_module, "SIZES", (1, 2, 4))
     monkeypatch.setattr(costs_module, "SECONDS", 0.01)
     monkeypatch.setattr(costs_module, "DRIFT", 1000)  # a tiny target's times vary
+    monkeypatch.setattr(costs_module, "BUSY", 1e6)
 
     def decode() -> Auto:
         proposer = Auto(small_target, members=[suffix(small_target)])
