@@ -217,6 +217,7 @@ class Batch:
     def _propose(self) -> Tree:
         if self.proposer is None:
             return root(self.newest)
+        self.proposer.limit([request.left for request in self.rows], self.ends.tokens)
         tree = self.proposer.propose(self.sampling, self._randomness(self.rows))
         return tree.rounded(self.proposer.depth) if self.runner.by_shape and self.proposer.varies else tree
 

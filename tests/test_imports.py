@@ -59,6 +59,7 @@ ORDER = [
     "costs",
     "proposers.account",
     "proposers.pool",
+    "proposers.realised",
     "proposers.round_value",
     "proposers.step_times",
     "proposers.suffix",

@@ -17,6 +17,7 @@ was drawn: whether to draw at a depth is decided from q and from earlier draws, 
 """
 
 import math
+import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -33,6 +34,7 @@ from specdec.proposers.account import Account, Choice
 from specdec.proposers.base import Proposer
 from specdec.proposers.heads import HeadProposer
 from specdec.proposers.pool import Pool
+from specdec.proposers.realised import Realised
 from specdec.proposers.round_value import RoundValue, Values
 from specdec.proposers.step_times import StepTimes
 from specdec.proposers.suffix import usual_suffix
@@ -43,7 +45,7 @@ from specdec.tree import Tree, TreeShape, plant, root
 
 SIBLINGS = 3  # candidates of a head for each token
 FORGET = 0.98  # what a round counts for the rate after the next one
-TRUST = 20.0  # accepted drafts that the chances count as, before their sum is corrected
+TRUST = 10.0  # accepted drafts, and rounds, for which chances and costs count as right at first
 TRIALS = 0.01  # share of the speed that trials of a head that does not pay may cost
 LONGEST_WAIT = 512  # rounds between two of them
 CHECKS, RESTS = 0.005, 8  # share of the speed that rounds to see what nothing costs may take; least rounds between them
@@ -101,13 +103,16 @@ class Auto(Proposer):
         self.chances, self.account = Chances(), Account()
         self.gained, self.spent = 0.0, 0.0  # tokens and seconds, forgotten slowly
         self.steps = StepTimes()  # of the head's "absorb" and "step"
-        self.promised, self.kept = TRUST, TRUST  # accepted drafts, expected and real, forgotten slowly
+        self.accepting = Realised(TRUST)  # accepted drafts
+        self.lasting = {
+            drafts: Realised(TRUST) for drafts in (False, True)
+        }  # seconds of rounds without and with drafts
         self.trial_seconds = 0.0  # of the head in its last trial
         self.waited, self.trying = 0, False  # rounds since the head drafted; whether a trial goes on in the next round
         self.drafted, self.advantage = 0, 1.0  # rounds since one without drafts; speed of the last one over one without
         self.idle, self.rested = 0, 0  # rounds since the last draft; how many of the last ones did not look at texts
-        self.stepped = 0.0  # seconds of the head in this round
-        self.num_rows = 0
+        self.stepped, self.steady = 0.0, False  # seconds of the head in this round; whether they are as in most rounds
+        self.num_rows, self.left, self.ends = 0, list[int](), frozenset[int]()
         self.cache: RowCache | None = None
         self.entries: int | None = None  # of the target's cache in this round
 
@@ -131,6 +136,7 @@ class Auto(Proposer):
         for member in self.members:
             member.begin(tokens, num)
         self.newest, self.active = [0] * len(tokens), [True] * len(tokens)
+        self.limit([sys.maxsize] * len(tokens), frozenset())
         self.waited, self.begun = max(1, self.waited), True  # the head has the prompts to read
         if self.num_rows != len(tokens):
             self.num_rows, self.gained, self.spent = len(tokens), 0.0, 0.0
@@ -140,7 +146,7 @@ class Auto(Proposer):
 
     @property
     def num_active(self) -> int:
-        """Rows whose answers have not ended. One that ends counts for one more round."""
+        """Rows whose answers have not ended."""
         return sum(self.active)
 
     def commit(self, tokens, features, num, counts):
@@ -151,12 +157,10 @@ class Auto(Proposer):
         rows = [row[:count] for row, count in zip(tokens.tolist(), counts)]
         self.newest = [new[-1] if new else newest for new, newest in zip(rows, self.newest)]
         if self.pools is not None:
-            for pool, new in zip(self.pools, rows):
-                pool.teach(self.chances, new)
-            got, emitting = float(sum(map(len, rows))), sum(map(bool, rows))
+            emitted = [pool.teach(self.chances, new) for pool, new in zip(self.pools, rows)]
+            got, emitting = float(sum(emitted)), sum(map(bool, rows))
             self.gained = FORGET * self.gained + got
-            self.promised = FORGET * self.promised + (1 - FORGET) * TRUST + self.hoped
-            self.kept = FORGET * self.kept + (1 - FORGET) * TRUST + got - emitting
+            self.accepting.saw(self.hoped, got - emitting)
             self.account.tokens += got
             self.pools = None
         self._resize(list(map(bool, rows)))
@@ -193,16 +197,25 @@ class Auto(Proposer):
         if self.costs is not None:
             self.costs.saw(self.num_rows, self.size, verifying, self.entries)
         self.steps.saw("rest without drafts" if self.size == 1 else "rest", self.num_rows, rest)
+        if self.steady:
+            beside = rest - self._step_seconds("rest without drafts")
+            self.lasting[self.size > 1].saw_ratio((verifying + self.stepped + beside) / self.expected_seconds)
 
     # A round
+
+    def limit(self, left, ends):
+        self.left, self.ends = left, ends
+        self._resize([num > 0 for num in left])
 
     def propose(self, sampling, generator):
         self._prepare()
         self.stepped = 0.0
-        pools = self.pools = [Pool([token]) for token in self.newest]
+        pools = self.pools = [
+            Pool([token], left, self.ends) for token, left in zip(self.newest, self.left, strict=True)
+        ]
         seconds, laws = 0.0, list[Tensor]()
         worth = trial = False
-        check = self._checks_plain()
+        check, fresh = self._checks_plain(), not (self.waited or self.begun)
         self.rested = 0 if check or not self._rests() else self.rested + 1
         if not self.rested:
             self._look()
@@ -224,6 +237,8 @@ class Auto(Proposer):
             else:
                 self.waited += 1
         tree = self._plant(laws, seconds, plain=check)
+        told = self.costs is not None and self.costs.steps is not None
+        self.steady = not told and (fresh or not (worth or trial))  # the head did not have to read more than usual
         self.idle = 0 if self.sources else self.idle + 1
         self.account.choices.append(Choice(self.size, self.sources, worth or trial, trial))
         return tree
@@ -261,6 +276,7 @@ class Auto(Proposer):
             num, verifying, expected = self.value.best(self._values(), forced=self._forced())
         self.size, self.hoped, self.sources = num, (expected - self.num_active) / self.value.faith, Counter[str]()
         self.spent = FORGET * self.spent + verifying + drafting
+        self.expected_seconds = verifying / self.lasting[num > 1].ratio + drafting
         as_plain = (
             expected * self.value.curve[1] / max(1, self.num_active)
         )  # seconds of plain decoding for as many tokens
@@ -318,7 +334,7 @@ class Auto(Proposer):
                 surest = law.max(-1).values.tolist()
                 self._time(step, start, head.compile_seconds - compiled)
                 kinds = [Kind("drawn", sure, d) for sure in surest]
-                likely = [pool.chances[node] * self.chances.of(kind) for pool, node, kind in zip(pools, spine, kinds)]
+                likely = [pool.path_chance(node, kind, self.chances) for pool, node, kind in zip(pools, spine, kinds)]
                 if not self._gain(likely, drawn=True) > 0:
                     break  # decided by laws and by earlier draws, not by this one
                 draft = drafter.to_target(pick(law, uniforms(num_rows, generator, device)))
@@ -329,7 +345,7 @@ class Auto(Proposer):
             if d == depth:
                 break
             following = self.chances.typical("head" if sampling.greedy else "drawn", d + 1)
-            likely = [following * pool.chances[node] for pool, node in zip(pools, spine)]
+            likely = [following * pool.chances[node] * (d + 1 < pool.left) for pool, node in zip(pools, spine)]
             if self._gain(likely, drawn=not sampling.greedy) <= self.value.rate * self._step_seconds("step"):
                 break
             start, compiled, step = time.perf_counter(), head.compile_seconds, "step"
@@ -357,11 +373,10 @@ class Auto(Proposer):
         plain_rest = self._step_seconds("rest without drafts")
         more = max(0.0, self._step_seconds("rest") - plain_rest) if plain_rest else 0.0
         sizes = [num for num in self.costs.sizes if num in known and num <= 1 + MOST]
-        curve = {num: known[num] + more * (num > 1) for num in sizes}
+        curve = {num: (known[num] + more * (num > 1)) * self.lasting[num > 1].ratio for num in sizes}
         plain = self.num_active / min(curve.values())
         rate = max(plain, self.gained / self.spent) if self.spent else plain
-        # The likeliest of many candidates are those whose chances are most overestimated
-        self.value = RoundValue(curve, rate, self.kept / self.promised, self.num_active)
+        self.value = RoundValue(curve, rate, self.accepting.ratio, self.num_active)
 
     def _plain(self, num_rows: int) -> float:
         """Seconds of a round without drafts."""
@@ -391,12 +406,14 @@ class Auto(Proposer):
         source = "drawn" if ("drawn", 1) in self.chances.depths else "head"
         values, value = self._values(), self.value
         known = [max(row[:1], default=0.0) for row in values]  # chance that a text proposer is right already
+        running = [left for left, active in zip(self.left, self.active) if active]
         before, chance, best = value.of(values), 1.0, -math.inf
         more = [list(row) for row in values]
         cost = self._step_seconds("absorb")
         for d in range(1, self.head.depth + 1):
             chance *= self.chances.typical(source, d)
-            more = [sorted([*row, chance * (1 - sure)], reverse=True) for row, sure in zip(more, known)]
+            likely = [chance * (1 - sure) * (d < left) for sure, left in zip(known, running)]
+            more = [sorted([*row, one], reverse=True) for row, one in zip(more, likely)]
             best = max(best, value.of(more) - before - value.rate * cost)
             cost += self._step_seconds("step")
         return best

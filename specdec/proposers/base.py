@@ -31,7 +31,7 @@ class Opening(NamedTuple):
 class Proposer(ABC):
     """Proposes a tree of drafts for every row of a batch.
 
-    The order of calls: share, begin, commit; for each round propose, watch (only if `watches`) and commit; then finish.
+    The order of calls: share, begin, commit; for each round limit, propose, watch (only if `watches`) and commit; then finish.
     """
 
     target_layers: tuple[int, ...]  # the hidden states that `commit` needs
@@ -66,6 +66,9 @@ class Proposer(ABC):
         The first call after `begin` brings the prompt from its second token on. The last token that counts is the
         newest one, the root of the next tree.
         """
+
+    def limit(self, left: list[int], ends: frozenset[int]) -> None:  # noqa: B027  # most proposers have nothing to do
+        """Tells before `propose` how many tokens each row's answer may still have, and which tokens end it."""
 
     @abstractmethod
     def propose(self, sampling: Sampling, generator: Randomness) -> Tree:

@@ -1,5 +1,6 @@
 """The candidates of a round: what may be drafted in one row, by whom, and how likely it is to be accepted."""
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -20,9 +21,15 @@ class Chosen(NamedTuple):
 
 @dataclass
 class Pool:
-    """The candidates of one row: a trie whose node 0 is the newest token."""
+    """The candidates of one row: a trie whose node 0 is the newest token.
+
+    left: tokens that the answer may still have; ends: tokens that end it. A draft that would be its last token is worth
+    nothing, as every round emits a token of the target after the drafts.
+    """
 
     tokens: list[int]
+    left: float = math.inf
+    ends: frozenset[int] = frozenset()
     parents: list[int] = field(default_factory=lambda: [-1])
     kinds: list[list[Kind]] = field(default_factory=lambda: [[]])
     chances: list[float] = field(default_factory=lambda: [1.0])  # of the path to each node
@@ -37,18 +44,23 @@ class Pool:
             one, other = (chances.of(each) for each in self.kinds[known][:2])
             both = Kind("both", 1 - (1 - one) * (1 - other), kind.depth, kind.rank)
             self.kinds[known].append(both)
-            self.chances[known] = self.chances[parent] * chances.of(both)
+            self.chances[known] = self.path_chance(parent, both, chances, token)
             return known
         number = len(self.tokens)
         self.tokens.append(token)
         self.parents.append(parent)
         self.kinds.append([kind])
-        self.chances.append(self.chances[parent] * chances.of(kind))
+        self.chances.append(self.path_chance(parent, kind, chances, token))
         if drawn:
             self.drawn.append(number)
         else:
             self.places[parent, token] = number
         return number
+
+    def path_chance(self, parent: int, kind: Kind, chances: Chances, token: int | None = None) -> float:
+        """Of the path to such a candidate; 0 if it cannot add to the answer."""
+        wanted = kind.depth < self.left and token not in self.ends
+        return self.chances[parent] * chances.of(kind) if wanted else 0.0
 
     def add_guesses(self, source: str, guesses: Iterable[Guess], chances: Chances) -> None:
         """The tree that a proposer of texts guesses."""
@@ -108,8 +120,11 @@ class Pool:
             node = max(following, key=lambda child: (child in self.drawn, self.chances[child]))
             path.append(node)
 
-    def teach(self, chances: Chances, new: list[int]) -> None:
-        """new: the tokens that followed. All candidates whose parents were right are counted, verified or not."""
+    def teach(self, chances: Chances, new: list[int]) -> int:
+        """new: the tokens that followed. All candidates whose parents were right are counted, verified or not.
+
+        -> how many of them the answer takes
+        """
         nodes = {0}
         for token in new:
             following = [child for child, parent in enumerate(self.parents) if parent in nodes]
@@ -117,3 +132,5 @@ class Pool:
                 for kind in self.kinds[child]:
                     chances.learn(kind, self.tokens[child] == token)
             nodes = {child for child in following if self.tokens[child] == token}
+        end = next((place for place, token in enumerate(new, 1) if token in self.ends), len(new))
+        return int(min(end, self.left))

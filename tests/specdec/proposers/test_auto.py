@@ -13,11 +13,13 @@ from specdec.compile import Runner
 from specdec.costs import Conditions, Costs, Longer, told
 from specdec.decode import Decoder
 from specdec.generation import RoundCost
+from specdec.measurement import seeded_generator
 from specdec.proposers import auto as auto_module
 from specdec.proposers.auto import Auto
 from specdec.proposers.heads import HeadProposer
 from specdec.proposers.ngram import Ngram
 from specdec.proposers.pool import Pool
+from specdec.proposers.realised import Realised
 from specdec.proposers.suffix import Suffix, usual_suffix
 from specdec.sampling import Sampling
 from tests.enumeration import SAMPLINGS, decoder_error, sampled_target
@@ -383,6 +385,54 @@ def test_where_looking_at_texts_takes_long_and_never_pays_it_is_done_seldom(smal
         decoder.generate([random_tokens(3, 9, small_target.vocab_size)], 200)
         idle = proposer.account.sizes[1] / proposer.account.rounds
         assert idle > 0.9 and (len(looks) == proposer.account.rounds if not seconds else len(looks) < 60)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_nothing_is_drafted_behind_the_end_of_an_answer(small_target, temperature):
+    """Where drafts cost nothing, all are verified but those that cannot add a token to the answer."""
+    proposer = auto(small_target, text=False)
+    decoder = Decoder(small_target, proposer, sampling=Sampling(temperature), stop=frozenset())
+    for num in range(1, 6):
+        drafted, left = [], num - 1
+        generation = decoder.generate([[1, 2, 3, 1, 2]], num, generator=seeded_generator(small_target, 0))
+        for nodes, accepted in zip(generation.drafted, generation.accepted[0]):
+            drafted.append((nodes > 0, left))
+            left -= 1 + accepted
+        assert left == 0 and all(some == (before > 1) for some, before in drafted)
+        assert len(generation.tokens[0]) == num
+
+
+def test_a_token_that_ends_the_answer_is_not_worth_drafting():
+    chances = Chances()
+    pool = Pool([5], ends=frozenset({7}))
+    end = pool.add(7, 0, Kind("Suffix", 0.9, 1), chances)
+    behind = pool.add(3, end, Kind("Suffix", 0.9, 2), chances)
+    other = pool.add(3, 0, Kind("Suffix", 0.9, 1), chances)
+    pool.settle()
+    assert pool.chances[end] == pool.chances[behind] == 0.0 < pool.chances[other]
+    assert pool.teach(chances, [3, 7, 4]) == 2 and Pool([5], left=1).teach(chances, [3, 7, 4]) == 1
+
+
+def test_rounds_that_take_longer_than_expected_are_expected_to(small_target):
+    """Where rounds with drafts take longer than their parts tell, drafting stops."""
+    lasting = Realised(trust=10.0)
+    for number in range(2000):
+        lasting.saw_ratio(1.5 if number % 100 else 60.0)  # a pause counts as little as a slow round
+    assert lasting.ratio == pytest.approx((10 + 200 * 1.505) / 210, abs=0.01)
+    curve = {1: 1.0, 2: 1.2, 3: 1.25, 4: 1.3}
+    proposer = Auto(small_target, members=[suffix(small_target)], costs=Costs({1: curve}, sizes=tuple(curve)))
+    proposer.newest, proposer.active, proposer.num_rows = [5], [True], 1
+    sizes = set()
+    for slow in (1.0, 2.0):
+        for _ in range(100):
+            proposer.pools = [Pool([5])]
+            proposer.pools[0].add(1, 0, Kind("Suffix", 0.45, 1), proposer.chances)
+            proposer._prepare()
+            tree = proposer._plant([], 0.0, plain=False)
+            drafted = tree.tokens.shape[1] > 1
+            proposer.lasting[drafted].saw_ratio(slow if drafted else 1.0)
+        sizes.add(tree.tokens.shape[1])
+    assert sizes == {2, 1}
 
 
 def test_what_drafting_takes_beside_the_head_and_the_pass_counts(small_target):
