@@ -24,7 +24,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from specdec import masks
 from specdec.cache import RowCache
@@ -102,12 +101,11 @@ class Auto(Proposer):
             member.forget()
         self.chances, self.account = Chances(), Account()
         self.gained, self.spent = 0.0, 0.0  # tokens and seconds, forgotten slowly
-        self.steps = StepTimes()  # of the head's "absorb" and "step"
+        self.steps = StepTimes()  # of the head's "absorb" and "step", and of "reading" a token that waited
         self.accepting = Realised(TRUST)  # accepted drafts
         self.lasting = {
             drafts: Realised(TRUST) for drafts in (False, True)
         }  # seconds of rounds without and with drafts
-        self.trial_seconds = 0.0  # of the head in its last trial
         self.waited, self.trying = 0, False  # rounds since the head drafted; whether a trial goes on in the next round
         self.drafted, self.advantage = 0, 1.0  # rounds since one without drafts; speed of the last one over one without
         self.idle, self.rested = 0, 0  # rounds since the last draft; how many of the last ones did not look at texts
@@ -221,15 +219,13 @@ class Auto(Proposer):
             self._look()
         if self.head is not None and not check and self.value.room:
             gain = self._gain_of_head()
-            worth = gain > 0
+            worth = gain > self.value.rate * self._reading() / self._rounds_left()
             trial = not worth and (self.trying or self.waited >= self._wait(-gain))
             if worth or trial:
                 self.account.head += 1
                 self.account.trials += trial
                 self.trying = trial and self.waited > 0  # then this round's time is not what the head takes as a rule
                 laws, levels = self._grow(self.head, sampling, generator)
-                if trial:
-                    self.trial_seconds = self.stepped * (not self.begun) + (0.0 if self.waited else self.trial_seconds)
                 self.waited, self.begun = 0, False
                 seconds = self._step_seconds("absorb") + (levels - 1) * self._step_seconds("step")
                 for pool in pools:
@@ -295,7 +291,8 @@ class Auto(Proposer):
             return tree
         assert self.head is not None
         drafter = self.head.drafter
-        probs = F.one_hot(tree.tokens, self.target.vocab_size).to(laws[0].dtype)  # [B, N, V]
+        probs = laws[0].new_zeros(*tree.tokens.shape, self.target.vocab_size)  # [B, N, V]
+        probs.scatter_(2, tree.tokens[..., None], 1.0)
         for level, law in enumerate(laws):
             places = torch.tensor([row.drawn[level] for row in rows], device=device)
             wide = law
@@ -313,6 +310,7 @@ class Auto(Proposer):
         pools, num_rows, device = self.pools, self.num_rows, self.target.device
         drafter, depth = head.drafter, min(head.depth, self.value.room)
         top = min(SIBLINGS, drafter.vocab_size)
+        waiting = head.num_waiting
         start, compiled = time.perf_counter(), head.compile_seconds
         _, first = head.absorb()
         state, logits, _ = first
@@ -321,7 +319,7 @@ class Auto(Proposer):
         for d in range(1, depth + 1):
             if sampling.greedy:
                 chances, tokens = self._candidates(head, logits, top)
-                self._time(step, start, head.compile_seconds - compiled)
+                self._time(step, start, head.compile_seconds - compiled, waiting)
                 for row, pool in enumerate(pools):
                     numbers = [
                         pool.add(token, spine[row], Kind("head", chance, d, place), self.chances)
@@ -332,7 +330,7 @@ class Auto(Proposer):
             else:
                 law = sampling.law(logits[:, 0])  # [B, W]
                 surest = law.max(-1).values.tolist()
-                self._time(step, start, head.compile_seconds - compiled)
+                self._time(step, start, head.compile_seconds - compiled, waiting)
                 kinds = [Kind("drawn", sure, d) for sure in surest]
                 likely = [pool.path_chance(node, kind, self.chances) for pool, node, kind in zip(pools, spine, kinds)]
                 if not self._gain(likely, drawn=True) > 0:
@@ -423,22 +421,33 @@ class Auto(Proposer):
 
         loss: what a round with the head is expected to lose. What it did not read while it waited, it reads in the trial.
         """
-        assert self.costs is not None
-        absorb = self._step_seconds("absorb")
-        reading = max(0.0, self.trial_seconds - absorb) if self.costs.steps is None else absorb
-        lost = loss / self.value.rate + reading
+        lost = 2 * max(0.0, loss) / self.value.rate + self._reading()  # a trial goes on for a second round
         return min(LONGEST_WAIT, lost / (TRIALS * min(self.value.curve.values())))
+
+    def _reading(self) -> float:
+        """Seconds that the head needs, beside its first step, for what it did not read: prompts, and what came since it drafted."""
+        assert self.head is not None
+        return max(0, self.head.num_waiting - self.num_active) * self._step_seconds("reading")
+
+    def _rounds_left(self) -> float:
+        """In which a head that reads now may draft: half of the tokens that the answers may still have."""
+        running = [left for left, active in zip(self.left, self.active) if active]
+        return max(1.0, sum(running) / max(1, len(running)) / 2)
 
     def _step_seconds(self, name: str) -> float:
         told = None if self.costs is None else self.costs.steps
         return self.steps.seconds(name, self.num_rows) if told is None else told.get(name, 0.0)
 
-    def _time(self, name: str, start: float, compiling: float) -> None:
-        """Takes in what a step has taken, unless it was compiled, or read more than the tokens of the last round."""
+    def _time(self, name: str, start: float, compiling: float, waiting: int) -> None:
+        """Takes in what a step has taken, unless it was compiled. waiting: tokens that the first step had to read"""
         seconds = self.target.share.all_say(time.perf_counter() - start)[0]
         self.stepped += max(0.0, seconds - compiling)
-        if compiling <= 0 and not (name == "absorb" and self.waited):
-            self.steps.saw(name, self.num_rows, seconds)
+        late = waiting - self.num_active  # tokens beside those of a usual round
+        if compiling > 0 or (name == "absorb" and self.waited and late <= 0):
+            return
+        if name == "absorb" and self.waited:
+            name, seconds = "reading", max(0.0, seconds - self._step_seconds("absorb")) / late
+        self.steps.saw(name, self.num_rows, seconds)
 
     def predicted(self) -> float | None:
         """The speedup that was expected of all rounds since `forget`; None without a round."""

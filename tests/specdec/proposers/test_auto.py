@@ -351,12 +351,12 @@ def test_a_step_that_was_slow_once_is_not_taken_for_slow(small_target, monkeypat
     clock = [0.0]
     monkeypatch.setattr(auto_module.time, "perf_counter", lambda: clock[0])
     proposer = auto(small_target)
-    proposer.num_rows, proposer.costs = 1, None
+    proposer.num_rows, proposer.active, proposer.costs = 1, [True], None
     for seconds in (8.0, 1.0, 1.0, 1.0, 1.0):
         clock[0] += seconds
-        proposer._time("step", clock[0] - seconds, 0.0)
+        proposer._time("step", clock[0] - seconds, 0.0, 1)
     assert proposer._step_seconds("step") < 1.5
-    proposer._time("step", clock[0] - 100.0, 0.0)
+    proposer._time("step", clock[0] - 100.0, 0.0, 1)
     assert proposer._step_seconds("step") < 1.65
     proposer._time("step", clock[0] - 0.1, 5.0)  # it was compiled
     assert proposer._step_seconds("step") > 1.4
@@ -400,6 +400,15 @@ def test_nothing_is_drafted_behind_the_end_of_an_answer(small_target, temperatur
             left -= 1 + accepted
         assert left == 0 and all(some == (before > 1) for some, before in drafted)
         assert len(generation.tokens[0]) == num
+
+
+@pytest.mark.parametrize("reading, num, drafts", [(0.0, 8, True), (0.5, 8, False), (0.05, 8, True), (0.5, 80, True)])
+def test_a_head_reads_a_prompt_if_the_answer_is_long_enough(small_target, reading, num, drafts):
+    """reading: passes that one token of the prompt takes the head; num: tokens of the answer"""
+    proposer = auto(small_target, text=False)
+    proposer.costs.steps["reading"] = reading
+    Decoder(small_target, proposer, sampling=Sampling(), stop=frozenset()).generate([list(range(1, 13))], num)
+    assert proposer.account.choices[0].head == drafts
 
 
 def test_a_token_that_ends_the_answer_is_not_worth_drafting():
