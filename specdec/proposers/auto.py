@@ -110,6 +110,9 @@ class Auto(Proposer):
         self.drafted, self.advantage = 0, 1.0  # rounds since one without drafts; speed of the last one over one without
         self.idle, self.rested = 0, 0  # rounds since the last draft; how many of the last ones did not look at texts
         self.stepped, self.steady = 0.0, False  # seconds of the head in this round; whether they are as in most rounds
+        self.late = 0  # tokens that the head reads in this round beside those of the last one
+        self.newly = 0  # tokens that the last round committed
+        self.joined, self.joining = 0, 0.0  # tokens of the prompts that joined since the last round, and in most rounds
         self.num_rows, self.left, self.ends = 0, list[int](), frozenset[int]()
         self.cache: RowCache | None = None
         self.entries: int | None = None  # of the target's cache in this round
@@ -135,10 +138,11 @@ class Auto(Proposer):
             member.begin(tokens, num)
         self.newest, self.active = [0] * len(tokens), [True] * len(tokens)
         self.limit([sys.maxsize] * len(tokens), frozenset())
-        self.waited, self.begun = max(1, self.waited), True  # the head has the prompts to read
+        self.waited = max(1, self.waited)  # the head has the prompts to read
         if self.num_rows != len(tokens):
             self.num_rows, self.gained, self.spent = len(tokens), 0.0, 0.0
         self.pools: list[Pool] | None = None
+        self.newly = 0
         assert self.costs is not None
         self.costs.prepare(len(tokens))
 
@@ -157,6 +161,7 @@ class Auto(Proposer):
         if self.pools is not None:
             emitted = [pool.teach(self.chances, new) for pool, new in zip(self.pools, rows)]
             got, emitting = float(sum(emitted)), sum(map(bool, rows))
+            self.newly = sum(counts)
             self.gained = FORGET * self.gained + got
             self.accepting.saw(self.hoped, got - emitting)
             self.account.tokens += got
@@ -178,6 +183,7 @@ class Auto(Proposer):
             member.replace(rows, nums, opening)
         for row, following, count in zip(rows, opening.following.tolist(), opening.counts):
             self.newest[row] = following[count - 1]
+        self.joined += sum(opening.counts)
         self._resize([active or row in rows for row, active in enumerate(self.active)])
 
     def _resize(self, active: list[bool]) -> None:
@@ -207,26 +213,30 @@ class Auto(Proposer):
 
     def propose(self, sampling, generator):
         self._prepare()
-        self.stepped = 0.0
+        self.stepped, self.late = 0.0, 0
+        self.joining, self.joined = FORGET * self.joining + (1 - FORGET) * self.joined, 0
         pools = self.pools = [
             Pool([token], left, self.ends) for token, left in zip(self.newest, self.left, strict=True)
         ]
         seconds, laws = 0.0, list[Tensor]()
         worth = trial = False
-        check, fresh = self._checks_plain(), not (self.waited or self.begun)
+        check = self._checks_plain()
         self.rested = 0 if check or not self._rests() else self.rested + 1
         if not self.rested:
             self._look()
         if self.head is not None and not check and self.value.room:
             gain = self._gain_of_head()
-            worth = gain > self.value.rate * self._reading() / self._rounds_left()
+            reading = (
+                self._reading() / self._rounds_left() if self.waited else 0.0
+            )  # beside what is read in every round
+            worth = gain > self.value.rate * reading
             trial = not worth and (self.trying or self.waited >= self._wait(-gain))
             if worth or trial:
                 self.account.head += 1
                 self.account.trials += trial
                 self.trying = trial and self.waited > 0  # then this round's time is not what the head takes as a rule
                 laws, levels = self._grow(self.head, sampling, generator)
-                self.waited, self.begun = 0, False
+                self.waited = 0
                 seconds = self._step_seconds("absorb") + (levels - 1) * self._step_seconds("step")
                 for pool in pools:
                     pool.settle()
@@ -234,7 +244,7 @@ class Auto(Proposer):
                 self.waited += 1
         tree = self._plant(laws, seconds, plain=check)
         told = self.costs is not None and self.costs.steps is not None
-        self.steady = not told and (fresh or not (worth or trial))  # the head did not have to read more than usual
+        self.steady = not told and not self.late
         self.idle = 0 if self.sources else self.idle + 1
         self.account.choices.append(Choice(self.size, self.sources, worth or trial, trial))
         return tree
@@ -310,7 +320,7 @@ class Auto(Proposer):
         pools, num_rows, device = self.pools, self.num_rows, self.target.device
         drafter, depth = head.drafter, min(head.depth, self.value.room)
         top = min(SIBLINGS, drafter.vocab_size)
-        waiting = head.num_waiting
+        self.late = self._late()
         start, compiled = time.perf_counter(), head.compile_seconds
         _, first = head.absorb()
         state, logits, _ = first
@@ -319,7 +329,7 @@ class Auto(Proposer):
         for d in range(1, depth + 1):
             if sampling.greedy:
                 chances, tokens = self._candidates(head, logits, top)
-                self._time(step, start, head.compile_seconds - compiled, waiting)
+                self._time(step, start, head.compile_seconds - compiled)
                 for row, pool in enumerate(pools):
                     numbers = [
                         pool.add(token, spine[row], Kind("head", chance, d, place), self.chances)
@@ -330,7 +340,7 @@ class Auto(Proposer):
             else:
                 law = sampling.law(logits[:, 0])  # [B, W]
                 surest = law.max(-1).values.tolist()
-                self._time(step, start, head.compile_seconds - compiled, waiting)
+                self._time(step, start, head.compile_seconds - compiled)
                 kinds = [Kind("drawn", sure, d) for sure in surest]
                 likely = [pool.path_chance(node, kind, self.chances) for pool, node, kind in zip(pools, spine, kinds)]
                 if not self._gain(likely, drawn=True) > 0:
@@ -407,7 +417,7 @@ class Auto(Proposer):
         running = [left for left, active in zip(self.left, self.active) if active]
         before, chance, best = value.of(values), 1.0, -math.inf
         more = [list(row) for row in values]
-        cost = self._step_seconds("absorb")
+        cost = self._step_seconds("absorb") + self.joining * self._step_seconds("reading")
         for d in range(1, self.head.depth + 1):
             chance *= self.chances.typical(source, d)
             likely = [chance * (1 - sure) * (d < left) for sure, left in zip(known, running)]
@@ -426,8 +436,11 @@ class Auto(Proposer):
 
     def _reading(self) -> float:
         """Seconds that the head needs, beside its first step, for what it did not read: prompts, and what came since it drafted."""
+        return self._late() * self._step_seconds("reading")
+
+    def _late(self) -> int:
         assert self.head is not None
-        return max(0, self.head.num_waiting - self.num_active) * self._step_seconds("reading")
+        return max(0, self.head.num_waiting - self.newly)
 
     def _rounds_left(self) -> float:
         """In which a head that reads now may draft: half of the tokens that the answers may still have."""
@@ -438,15 +451,14 @@ class Auto(Proposer):
         told = None if self.costs is None else self.costs.steps
         return self.steps.seconds(name, self.num_rows) if told is None else told.get(name, 0.0)
 
-    def _time(self, name: str, start: float, compiling: float, waiting: int) -> None:
-        """Takes in what a step has taken, unless it was compiled. waiting: tokens that the first step had to read"""
+    def _time(self, name: str, start: float, compiling: float) -> None:
+        """Takes in what a step has taken, unless it was compiled."""
         seconds = self.target.share.all_say(time.perf_counter() - start)[0]
         self.stepped += max(0.0, seconds - compiling)
-        late = waiting - self.num_active  # tokens beside those of a usual round
-        if compiling > 0 or (name == "absorb" and self.waited and late <= 0):
+        if compiling > 0:
             return
-        if name == "absorb" and self.waited:
-            name, seconds = "reading", max(0.0, seconds - self._step_seconds("absorb")) / late
+        if name == "absorb" and self.late:
+            name, seconds = "reading", max(0.0, seconds - self._step_seconds("absorb")) / self.late
         self.steps.saw(name, self.num_rows, seconds)
 
     def predicted(self) -> float | None:

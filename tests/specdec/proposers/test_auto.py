@@ -351,12 +351,12 @@ def test_a_step_that_was_slow_once_is_not_taken_for_slow(small_target, monkeypat
     clock = [0.0]
     monkeypatch.setattr(auto_module.time, "perf_counter", lambda: clock[0])
     proposer = auto(small_target)
-    proposer.num_rows, proposer.active, proposer.costs = 1, [True], None
+    proposer.num_rows, proposer.costs = 1, None
     for seconds in (8.0, 1.0, 1.0, 1.0, 1.0):
         clock[0] += seconds
-        proposer._time("step", clock[0] - seconds, 0.0, 1)
+        proposer._time("step", clock[0] - seconds, 0.0)
     assert proposer._step_seconds("step") < 1.5
-    proposer._time("step", clock[0] - 100.0, 0.0, 1)
+    proposer._time("step", clock[0] - 100.0, 0.0)
     assert proposer._step_seconds("step") < 1.65
     proposer._time("step", clock[0] - 0.1, 5.0)  # it was compiled
     assert proposer._step_seconds("step") > 1.4
@@ -407,8 +407,25 @@ def test_a_head_reads_a_prompt_if_the_answer_is_long_enough(small_target, readin
     """reading: passes that one token of the prompt takes the head; num: tokens of the answer"""
     proposer = auto(small_target, text=False)
     proposer.costs.steps["reading"] = reading
-    Decoder(small_target, proposer, sampling=Sampling(), stop=frozenset()).generate([list(range(1, 13))], num)
+    Decoder(small_target, proposer, sampling=Sampling(), stop=frozenset()).generate([[1, 2, 3, 4] * 3], num)
     assert proposer.account.choices[0].head == drafts
+
+
+def test_prompts_that_join_in_every_round_have_to_be_read(small_target):
+    """A head that would pay does not where answers are short and prompts long."""
+    proposer = auto(small_target, text=False)
+    proposer.costs.steps["reading"] = 0.1
+    decoder = Decoder(small_target, proposer, sampling=Sampling(), stop=frozenset())
+    decoder.generate([[1, 2, 3, 4] * 3], 8)
+    batch = decoder.batch()
+    prompts = [Request([1, 2, 3, 4] * 3, 60) for _ in range(2)] + [Request([4, 3, 2] * 10, 2) for _ in range(30)]
+    batch.admit([prompts.pop(0) for _ in range(3)])
+    drafts = []
+    while prompts:
+        batch.step()
+        drafts.append(proposer.account.choices[-1].head)
+        batch.admit([prompts.pop(0) for _ in range(3 - len(batch.running))])
+    assert drafts[0] and not any(drafts[-5:])
 
 
 def test_a_token_that_ends_the_answer_is_not_worth_drafting():
