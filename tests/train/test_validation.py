@@ -201,7 +201,7 @@ def test_auto_is_reported_beside_the_fixed_shape(make, small_target, drafting, b
     assert fixed.auto is None and beside.auto["num_prompts"] == 5
     for name in COUNTED:
         assert getattr(beside, name) == getattr(fixed, name), name
-    assert beside.auto["speedup"] > 0 and sum(beside.auto["sizes"].values()) > 5
+    assert beside.auto["speedup"] > 0 and sum(beside.auto["sizes"].values()) >= 5  # a round for each prompt at least
     if temperature == 0:
         assert beside.auto["identical_outputs"] == 1.0
 
