@@ -125,14 +125,15 @@ def agree(model, speculative, inputs, **settings) -> torch.Tensor:
 # Greedy
 
 
-@pytest.mark.parametrize("decode", [None, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("decode", [None, TREE], ids=["auto", "tree"])
 @pytest.mark.parametrize("name, reduced", [("eagle", False), ("eagle3", True), ("mtp", False), ("medusa", False),
                                            ("hydra", True), ("dflash", False), ("draft", False)])  # fmt: skip
 def test_greedy_answers_equal_those_of_generate(model, head, name, reduced, decode):
     speculative = Speculative(head(name, reduced), decode)
     inputs = inputs_of()
     answers = agree(model, speculative, inputs)
-    assert answers.shape == (4, 12 + 24) and any(count > 0 for row in speculative.last.accepted for count in row)
+    assert answers.shape == (4, 12 + 24)
+    assert decode is None or any(map(any, speculative.last.accepted))  # how much auto drafts depends on the machine
     assert speculative.last.tokens == answers[:, 12:].tolist()
     single_row = {key: value[1:2] for key, value in inputs.items()}  # the longest prompt, which has no padding
     assert agree(model, speculative, single_row).tolist() == answers[1:2].tolist()
