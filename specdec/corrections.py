@@ -23,7 +23,8 @@ class Corrections:
     What is followed are medians: by how much a pass took longer counts only up to a step, which becomes smaller with each pass
     of its size, so a pause of the machine does not count. Other sizes follow, the more the longer ago they were seen, but a rise
     not quite: one whose cost was too low must become dearer than those that it kept from being chosen. So such sizes seem too
-    cheap rather than too dear, and are seen; and what made one dearer than others fades. Sizes of which nothing was seen at all are between their neighbours.
+    cheap rather than too dear, and are seen; and what made one dearer than others fades. Sizes of which nothing was seen at all
+    are between their neighbours.
     """
 
     def __init__(self) -> None:

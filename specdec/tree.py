@@ -4,11 +4,16 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from specdec import masks
 
 Nodes = list[tuple[int, int]]  # the drafts of one row, nodes 1, 2, .. of a tree: (token, parent); the root is node 0
+
+
+def certain(tokens: Tensor, vocab_size: int, dtype: torch.dtype) -> Tensor:
+    """tokens [B, N] -> [B, N, V] the laws that give them in any case"""
+    laws = torch.zeros(*tokens.shape, vocab_size, dtype=dtype, device=tokens.device)
+    return laws.scatter_(2, tokens[..., None], 1.0)
 
 
 @dataclass(frozen=True)
@@ -70,7 +75,7 @@ class Tree:
         tokens, parents = tokens.expand(-1, missing), parents.expand(len(tokens), -1)
         probs = self.probs
         if probs is not None:
-            probs = torch.cat([probs, F.one_hot(tokens, probs.shape[-1]).to(probs.dtype)], dim=1)
+            probs = torch.cat([probs, certain(tokens, probs.shape[-1], probs.dtype)], dim=1)
         return Tree(torch.cat([self.tokens, tokens], 1), torch.cat([self.parents, parents], 1), probs, self.linear)
 
 

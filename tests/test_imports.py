@@ -58,6 +58,7 @@ ORDER = [
     "corrections",
     "costs",
     "proposers.account",
+    "proposers.backlog",
     "proposers.pool",
     "proposers.realised",
     "proposers.round_value",

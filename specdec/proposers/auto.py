@@ -29,7 +29,9 @@ from specdec import masks
 from specdec.cache import RowCache
 from specdec.chances import Chances, Kind
 from specdec.costs import Conditions, Costs, open_costs, read_told
+from specdec.generation import Ends
 from specdec.proposers.account import Account, Choice
+from specdec.proposers.backlog import Backlog
 from specdec.proposers.base import Proposer
 from specdec.proposers.heads import HeadProposer
 from specdec.proposers.pool import Pool
@@ -40,7 +42,7 @@ from specdec.proposers.suffix import usual_suffix
 from specdec.proposers.text import TextProposer
 from specdec.sampling import Sampling, pick, uniforms
 from specdec.target import Target
-from specdec.tree import Tree, TreeShape, plant, root
+from specdec.tree import Tree, TreeShape, certain, plant, root
 
 SIBLINGS = 3  # candidates of a head for each token
 FORGET = 0.98  # what a round counts for the rate after the next one
@@ -103,17 +105,16 @@ class Auto(Proposer):
         self.gained, self.spent = 0.0, 0.0  # tokens and seconds, forgotten slowly
         self.steps = StepTimes()  # of the head's "absorb" and "step", and of "reading" a token that waited
         self.accepting = Realised(TRUST)  # accepted drafts
-        self.lasting = {
-            drafts: Realised(TRUST) for drafts in (False, True)
-        }  # seconds of rounds without and with drafts
+        # seconds of rounds without and with drafts
+        self.lasting = {drafts: Realised(TRUST) for drafts in (False, True)}
         self.waited, self.trying = 0, False  # rounds since the head drafted; whether a trial goes on in the next round
         self.drafted, self.advantage = 0, 1.0  # rounds since one without drafts; speed of the last one over one without
         self.idle, self.rested = 0, 0  # rounds since the last draft; how many of the last ones did not look at texts
-        self.stepped, self.steady = 0.0, False  # seconds of the head in this round; whether they are as in most rounds
-        self.late = 0  # tokens that the head reads in this round beside those of the last one
-        self.newly = 0  # tokens that the last round committed
-        self.joined, self.joining = 0, 0.0  # tokens of the prompts that joined since the last round, and in most rounds
-        self.num_rows, self.left, self.ends = 0, list[int](), frozenset[int]()
+        self.stepped = 0.0  # seconds of the head in this round
+        # late: tokens of the backlog that the head reads in this round, without those of the last round
+        self.backlog, self.late = Backlog(), 0
+        self.num_rows = 0
+        self.left, self.ends = list[int](), Ends(frozenset())  # tokens that answers may still have; what ends them
         self.cache: RowCache | None = None
         self.entries: int | None = None  # of the target's cache in this round
 
@@ -136,20 +137,23 @@ class Auto(Proposer):
     def begin(self, tokens, num):
         for member in self.members:
             member.begin(tokens, num)
-        self.newest, self.active = [0] * len(tokens), [True] * len(tokens)
-        self.limit([sys.maxsize] * len(tokens), frozenset())
+        self.newest, self.left = [0] * len(tokens), [sys.maxsize] * len(tokens)
+        self.backlog.begin(len(tokens))
         self.waited = max(1, self.waited)  # the head has the prompts to read
         if self.num_rows != len(tokens):
             self.num_rows, self.gained, self.spent = len(tokens), 0.0, 0.0
         self.pools: list[Pool] | None = None
-        self.newly = 0
         assert self.costs is not None
         self.costs.prepare(len(tokens))
 
     @property
-    def num_active(self) -> int:
+    def running(self) -> list[int]:
         """Rows whose answers have not ended."""
-        return sum(self.active)
+        return [row for row, num in enumerate(self.left) if num > 0]
+
+    @property
+    def num_active(self) -> int:
+        return len(self.running)
 
     def commit(self, tokens, features, num, counts):
         for member in self.texts:
@@ -158,15 +162,16 @@ class Auto(Proposer):
             self.head.commit(tokens, features, num, counts)
         rows = [row[:count] for row, count in zip(tokens.tolist(), counts)]
         self.newest = [new[-1] if new else newest for new, newest in zip(rows, self.newest)]
+        self.backlog.commit(counts, opening=self.pools is None)
         if self.pools is not None:
-            emitted = [pool.teach(self.chances, new) for pool, new in zip(self.pools, rows)]
-            got, emitting = float(sum(emitted)), sum(map(bool, rows))
-            self.newly = sum(counts)
+            for pool, new in zip(self.pools, rows):
+                pool.teach(self.chances, new)
+            taken = [self.ends.cut([], new[:left])[0] for new, left in zip(rows, self.left)]
+            got, emitting = float(sum(map(len, taken))), sum(map(bool, rows))
             self.gained = FORGET * self.gained + got
             self.accepting.saw(self.hoped, got - emitting)
             self.account.tokens += got
             self.pools = None
-        self._resize(list(map(bool, rows)))
 
     def select(self, rows, nums):
         for member in self.members:
@@ -176,20 +181,14 @@ class Auto(Proposer):
             self.costs.prepare(len(rows))
         self.spent *= self._plain(len(rows)) / self._plain(self.num_rows)
         self.num_rows = len(rows)
-        self._resize([self.active[row] for row in rows])
+        self.backlog.select(rows)
 
     def replace(self, rows, nums, opening):
         for member in self.members:
             member.replace(rows, nums, opening)
         for row, following, count in zip(rows, opening.following.tolist(), opening.counts):
             self.newest[row] = following[count - 1]
-        self.joined += sum(opening.counts)
-        self._resize([active or row in rows for row, active in enumerate(self.active)])
-
-    def _resize(self, active: list[bool]) -> None:
-        """A batch of fewer running rows emits fewer tokens in a round, in proportion."""
-        before, self.active = max(1, self.num_active), active
-        self.gained *= self.num_active / before
+        self.backlog.replace(rows, opening.counts)
 
     def finish(self, nums):
         for member in self.members:
@@ -201,23 +200,22 @@ class Auto(Proposer):
         if self.costs is not None:
             self.costs.saw(self.num_rows, self.size, verifying, self.entries)
         self.steps.saw("rest without drafts" if self.size == 1 else "rest", self.num_rows, rest)
-        if self.steady:
+        if self.costs is not None and self.costs.steps is None and not self.late:
             beside = rest - self._step_seconds("rest without drafts")
             self.lasting[self.size > 1].saw_ratio((verifying + self.stepped + beside) / self.expected_seconds)
 
     # A round
 
     def limit(self, left, ends):
-        self.left, self.ends = left, ends
-        self._resize([num > 0 for num in left])
+        before = max(1, self.num_active)
+        self.left, self.ends = left, Ends(ends)
+        self.gained *= self.num_active / before  # fewer running rows emit fewer tokens in a round, in proportion
 
     def propose(self, sampling, generator):
         self._prepare()
         self.stepped, self.late = 0.0, 0
-        self.joining, self.joined = FORGET * self.joining + (1 - FORGET) * self.joined, 0
-        pools = self.pools = [
-            Pool([token], left, self.ends) for token, left in zip(self.newest, self.left, strict=True)
-        ]
+        self.backlog.next_round()
+        pools = self.pools = [Pool([token], left, self.ends.tokens) for token, left in zip(self.newest, self.left)]
         seconds, laws = 0.0, list[Tensor]()
         worth = trial = False
         check = self._checks_plain()
@@ -226,10 +224,8 @@ class Auto(Proposer):
             self._look()
         if self.head is not None and not check and self.value.room:
             gain = self._gain_of_head()
-            reading = (
-                self._reading() / self._rounds_left() if self.waited else 0.0
-            )  # beside what is read in every round
-            worth = gain > self.value.rate * reading
+            # what joins in most rounds is in the gain
+            worth = gain > (self.value.rate * self._reading() / self._rounds_left() if self.waited else 0.0)
             trial = not worth and (self.trying or self.waited >= self._wait(-gain))
             if worth or trial:
                 self.account.head += 1
@@ -243,8 +239,6 @@ class Auto(Proposer):
             else:
                 self.waited += 1
         tree = self._plant(laws, seconds, plain=check)
-        told = self.costs is not None and self.costs.steps is not None
-        self.steady = not told and not self.late
         self.idle = 0 if self.sources else self.idle + 1
         self.account.choices.append(Choice(self.size, self.sources, worth or trial, trial))
         return tree
@@ -283,9 +277,8 @@ class Auto(Proposer):
         self.size, self.hoped, self.sources = num, (expected - self.num_active) / self.value.faith, Counter[str]()
         self.spent = FORGET * self.spent + verifying + drafting
         self.expected_seconds = verifying / self.lasting[num > 1].ratio + drafting
-        as_plain = (
-            expected * self.value.curve[1] / max(1, self.num_active)
-        )  # seconds of plain decoding for as many tokens
+        # seconds of plain decoding for as many tokens
+        as_plain = expected * self.value.curve[1] / max(1, self.num_active)
         self.account.add(num, expected, verifying + drafting, as_plain)
         device, self.drafted = self.target.device, 0 if num == 1 else self.drafted + 1
         if num == 1:
@@ -301,8 +294,7 @@ class Auto(Proposer):
             return tree
         assert self.head is not None
         drafter = self.head.drafter
-        probs = laws[0].new_zeros(*tree.tokens.shape, self.target.vocab_size)  # [B, N, V]
-        probs.scatter_(2, tree.tokens[..., None], 1.0)
+        probs = certain(tree.tokens, self.target.vocab_size, laws[0].dtype)  # [B, N, V]
         for level, law in enumerate(laws):
             places = torch.tensor([row.drawn[level] for row in rows], device=device)
             wide = law
@@ -320,7 +312,7 @@ class Auto(Proposer):
         pools, num_rows, device = self.pools, self.num_rows, self.target.device
         drafter, depth = head.drafter, min(head.depth, self.value.room)
         top = min(SIBLINGS, drafter.vocab_size)
-        self.late = self._late()
+        self.late = self.backlog.read()
         start, compiled = time.perf_counter(), head.compile_seconds
         _, first = head.absorb()
         state, logits, _ = first
@@ -353,7 +345,7 @@ class Auto(Proposer):
             if d == depth:
                 break
             following = self.chances.typical("head" if sampling.greedy else "drawn", d + 1)
-            likely = [following * pool.chances[node] * (d + 1 < pool.left) for pool, node in zip(pools, spine)]
+            likely = [following * pool.chances[node] * pool.wants(d + 1) for pool, node in zip(pools, spine)]
             if self._gain(likely, drawn=not sampling.greedy) <= self.value.rate * self._step_seconds("step"):
                 break
             start, compiled, step = time.perf_counter(), head.compile_seconds, "step"
@@ -393,7 +385,7 @@ class Auto(Proposer):
 
     def _values(self) -> Values:
         assert self.pools is not None
-        return [pool.values(chain=self.linear) for pool, active in zip(self.pools, self.active) if active]
+        return [self.pools[row].values(chain=self.linear) for row in self.running]
 
     def _forced(self) -> int:
         """Drafts that were drawn, which are verified in any case."""
@@ -405,8 +397,9 @@ class Auto(Proposer):
 
         drawn: it would be sampled, and verified in any case
         """
-        running = [chance for chance, active in zip(likely, self.active) if active]
-        return self.value.gain(self._values(), running, forced=self._forced(), drawn=drawn)
+        return self.value.gain(
+            self._values(), [likely[row] for row in self.running], forced=self._forced(), drawn=drawn
+        )
 
     def _gain_of_head(self) -> float:
         """What the head is expected to add to the value of the round beside its steps, by what it was right about so far."""
@@ -414,13 +407,13 @@ class Auto(Proposer):
         source = "drawn" if ("drawn", 1) in self.chances.depths else "head"
         values, value = self._values(), self.value
         known = [max(row[:1], default=0.0) for row in values]  # chance that a text proposer is right already
-        running = [left for left, active in zip(self.left, self.active) if active]
+        pools = [self.pools[row] for row in self.running]
         before, chance, best = value.of(values), 1.0, -math.inf
         more = [list(row) for row in values]
-        cost = self._step_seconds("absorb") + self.joining * self._step_seconds("reading")
+        cost = self._step_seconds("absorb") + self.backlog.joining * self._step_seconds("reading")
         for d in range(1, self.head.depth + 1):
             chance *= self.chances.typical(source, d)
-            likely = [chance * (1 - sure) * (d < left) for sure, left in zip(known, running)]
+            likely = [chance * (1 - sure) * pool.wants(d) for sure, pool in zip(known, pools)]
             more = [sorted([*row, one], reverse=True) for row, one in zip(more, likely)]
             best = max(best, value.of(more) - before - value.rate * cost)
             cost += self._step_seconds("step")
@@ -436,16 +429,11 @@ class Auto(Proposer):
 
     def _reading(self) -> float:
         """Seconds that the head needs, beside its first step, for what it did not read: prompts, and what came since it drafted."""
-        return self._late() * self._step_seconds("reading")
-
-    def _late(self) -> int:
-        assert self.head is not None
-        return max(0, self.head.num_waiting - self.newly)
+        return self.backlog.late * self._step_seconds("reading")
 
     def _rounds_left(self) -> float:
         """In which a head that reads now may draft: half of the tokens that the answers may still have."""
-        running = [left for left, active in zip(self.left, self.active) if active]
-        return max(1.0, sum(running) / max(1, len(running)) / 2)
+        return max(1.0, sum(self.left) / max(1, self.num_active) / 2)
 
     def _step_seconds(self, name: str) -> float:
         told = None if self.costs is None else self.costs.steps

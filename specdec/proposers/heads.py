@@ -107,11 +107,6 @@ class HeadProposer(Proposer):
     def compile_seconds(self) -> float:
         return self.runner.seconds
 
-    @property
-    def num_waiting(self) -> int:
-        """Tokens of all rows that `absorb` has to read."""
-        return sum(part.counts[row] for part in self.waiting for row in part.rows if row is not None)
-
     def begin(self, tokens, num):
         self.cache = self.drafter.cache(tokens.shape[0])
         self.opening = tokens[:, :1]  # [B, 1] the token of slot 0, which `commit` does not bring

@@ -4,11 +4,10 @@ import dataclasses
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from specdec.proposers.base import Proposer
 from specdec.target import Target
-from specdec.tree import Nodes, Tree, plant, root
+from specdec.tree import Nodes, Tree, certain, plant, root
 
 
 class Merged(Proposer):
@@ -140,7 +139,7 @@ def beside(first: Tree, second: Tree, vocab_size: int) -> tuple[Tree, Tensor]:
         return second, numbers
     probs = first.probs
     if probs is None:
-        probs = F.one_hot(first.tokens, vocab_size).to(second.probs.dtype)
+        probs = certain(first.tokens, vocab_size, second.probs.dtype)
     parents = second.parents[:, 1:]
     joined = Tree(
         torch.cat([first.tokens, second.tokens[:, 1:]], dim=1),

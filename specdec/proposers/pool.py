@@ -1,6 +1,6 @@
 """The candidates of a round: what may be drafted in one row, by whom, and how likely it is to be accepted."""
 
-import math
+import sys
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -28,7 +28,7 @@ class Pool:
     """
 
     tokens: list[int]
-    left: float = math.inf
+    left: int = sys.maxsize
     ends: frozenset[int] = frozenset()
     parents: list[int] = field(default_factory=lambda: [-1])
     kinds: list[list[Kind]] = field(default_factory=lambda: [[]])
@@ -57,10 +57,13 @@ class Pool:
             self.places[parent, token] = number
         return number
 
+    def wants(self, depth: int, token: int | None = None) -> bool:
+        """Whether a draft at this depth can add to the answer. token: None if it is not known yet"""
+        return depth < self.left and token not in self.ends
+
     def path_chance(self, parent: int, kind: Kind, chances: Chances, token: int | None = None) -> float:
         """Of the path to such a candidate; 0 if it cannot add to the answer."""
-        wanted = kind.depth < self.left and token not in self.ends
-        return self.chances[parent] * chances.of(kind) if wanted else 0.0
+        return self.chances[parent] * chances.of(kind) if self.wants(kind.depth, token) else 0.0
 
     def add_guesses(self, source: str, guesses: Iterable[Guess], chances: Chances) -> None:
         """The tree that a proposer of texts guesses."""
@@ -120,11 +123,8 @@ class Pool:
             node = max(following, key=lambda child: (child in self.drawn, self.chances[child]))
             path.append(node)
 
-    def teach(self, chances: Chances, new: list[int]) -> int:
-        """new: the tokens that followed. All candidates whose parents were right are counted, verified or not.
-
-        -> how many of them the answer takes
-        """
+    def teach(self, chances: Chances, new: list[int]) -> None:
+        """new: the tokens that followed. All candidates whose parents were right are counted, verified or not."""
         nodes = {0}
         for token in new:
             following = [child for child, parent in enumerate(self.parents) if parent in nodes]
@@ -132,5 +132,3 @@ class Pool:
                 for kind in self.kinds[child]:
                     chances.learn(kind, self.tokens[child] == token)
             nodes = {child for child in following if self.tokens[child] == token}
-        end = next((place for place, token in enumerate(new, 1) if token in self.ends), len(new))
-        return int(min(end, self.left))

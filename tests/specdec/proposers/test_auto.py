@@ -1,16 +1,14 @@
 """Tests of drafting that chooses how much to draft: its law, its choices, its costs and its chances."""
 
-import json
 import random
 
 import pytest
 import yaml
 
-from specdec import costs as costs_module
 from specdec.batch import Request
 from specdec.chances import Chances, Kind
 from specdec.compile import Runner
-from specdec.costs import Conditions, Costs, Longer, told
+from specdec.costs import Costs, told
 from specdec.decode import Decoder
 from specdec.generation import RoundCost
 from specdec.measurement import seeded_generator
@@ -202,7 +200,7 @@ def test_the_size_is_the_best_of_all(small_target):
         for num in range(2, 8):
             ratios[num] = ratios[num - 1] + generator.choice([-0.02, 0.0, 0.1, 0.5])
         proposer.given = proposer.costs = told(ratios, plain=1.0, absorb=0, step=0)
-        proposer.newest, proposer.active, proposer.num_rows = [5, 5], [True, True], 2
+        proposer.newest, proposer.left, proposer.num_rows = [5, 5], [9, 9], 2
         proposer.gained, proposer.spent = 0.0, 0.0
         proposer.pools = [Pool([5]), Pool([5])]
         for pool in proposer.pools:
@@ -222,15 +220,6 @@ def test_the_size_is_the_best_of_all(small_target):
             - proposer.value.rate * 2 * cost for size, cost in ratios.items()
         )  # fmt: skip
         assert expected - proposer.value.rate * seconds == pytest.approx(best)
-
-
-def test_equal_candidates_of_two_members_are_one_node(small_target):
-    chances, pool = Chances(), Pool([5])
-    first = pool.add(9, 0, Kind("Suffix", 0.5, 1), chances)
-    assert pool.add(9, 0, Kind("head", 0.5, 1), chances) == first and len(pool.tokens) == 2
-    assert pool.chances[first] == pytest.approx(0.75)
-    drawn = pool.add(9, 0, Kind("drawn", 0.5, 1), chances, drawn=True)
-    assert drawn != first  # a draw is never joined with another node
 
 
 def test_members_that_do_not_fit_are_refused(small_target):
@@ -266,85 +255,6 @@ def test_candidates_that_were_not_verified_teach_too(small_target):
 
 
 # Costs
-
-
-def test_costs_between_numbers_of_rows_and_what_a_pass_teaches():
-    costs = Costs({1: {1: 1.0, 4: 2.0}, 4: {1: 4.0, 4: 20.0}}, sizes=(1, 4))
-    assert costs.curve(1) == {1: 1.0, 4: 2.0} and costs.curve(2) == pytest.approx({1: 2.0, 4: 8.0})
-    assert costs.curve(8) == pytest.approx({1: 8.0, 4: 40.0})
-    assert costs.best_size(1, 2) == (4, 2.0)
-    for _ in range(40):
-        costs.saw(1, 1, 2.0)  # everything takes twice as long
-        costs.saw(1, 4, 4.0)
-    assert costs.best_size(1, 1)[1] == pytest.approx(2.0, rel=0.1)
-    assert costs.best_size(1, 4)[1] == pytest.approx(4.0, rel=0.1)
-    costs.saw(1, 1, 100.0)  # a pause of the machine
-    assert costs.best_size(1, 1)[1] == pytest.approx(2.0, rel=0.1)
-
-
-def test_longer_contexts_add_the_same_to_all_sizes_that_read_as_much():
-    costs = Costs({1: {1: 1.0, 8: 3.0}, 4: {1: 2.0, 8: 8.0}}, sizes=(1, 8), longer={1: Longer(256, 0.01, 0.02)})
-    assert costs.curve(1, 256) == costs.curve(1) == {1: 1.0, 8: 3.0}
-    assert costs.curve(1, 1256) == pytest.approx({1: 11.0, 8: 23.0})
-    assert costs.curve(4, 1256) == pytest.approx({1: 42.0, 8: 88.0})  # four rows have four caches
-    assert costs.best_size(1, 1, 1256) == (1, pytest.approx(11.0))
-    for _ in range(40):
-        costs.saw(1, 1, 11.0, 1256)
-    assert costs.curve(1) == pytest.approx({1: 1.0, 8: 3.0}, rel=0.05)
-
-
-def test_what_few_passes_show_is_believed_at_once_and_sizes_between_follow():
-    costs = Costs({1: {1: 1.0, 4: 2.0, 8: 4.0, 16: 8.0}}, sizes=(1, 4, 8, 16))
-    for _ in range(30):
-        costs.saw(1, 8, 8.0)
-    assert costs.curve(1) == pytest.approx({1: 1.6, 4: 3.2, 8: 8.0, 16: 13.0}, rel=0.05)  # all is slower, it seems
-    for _ in range(3):
-        costs.saw(1, 1, 1.0)
-    curve = costs.curve(1)
-    assert curve[1] < 1.2 and curve[8] == pytest.approx(8.0, rel=0.1) and 1.1 < curve[4] / 2.0 < 1.9
-    costs.saw(3, 1, 3.0)
-    assert costs.curve(3)[8] > 1.5 * 3 * 4.0  # rows of which less is known begin with what others showed
-
-
-def test_what_other_work_on_the_machine_made_dear_does_not_stay_so():
-    """One size is seen only while other work slows the machine down, and another one all the time."""
-    costs = Costs({1: {1: 1.0, 2: 1.1, 3: 1.2}}, sizes=(1, 2, 3))
-    for number in range(20):
-        slow = 1.6 if 5 <= number < 15 else 1.0
-        costs.saw(1, 3, 1.2 * slow)
-        if slow > 1:
-            costs.saw(1, 1, 1.0 * slow)
-    assert costs.curve(1)[1] > 1.2
-    for _ in range(200):
-        costs.saw(1, 3, 1.2)
-    curve = costs.curve(1)
-    assert curve[3] == pytest.approx(1.2, rel=0.03) and curve[1] < 1.1
-    for _ in range(30):  # a size that really is dear here is dear at once when it is seen
-        costs.saw(1, 2, 2.2)
-    assert costs.curve(1)[2] == pytest.approx(2.2, rel=0.05)
-
-
-def test_what_longer_contexts_cost_is_measured(target, tmp_path, monkeypatch):
-    monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path))
-    monkeypatch.setattr(costs_module, "SIZES", (1, 8))
-    monkeypatch.setattr(costs_module, "LONG", 300)
-    monkeypatch.setattr(target, "max_positions", 4096)
-    proposer = Auto(target, members=[suffix(target)])
-    Decoder(target, proposer, sampling=Sampling(), stop=set()).generate([[1, 2, 3]], 4)
-    (path,) = tmp_path.glob("*.json")
-    assert set(json.loads(path.read_text())["longer"]) == {"1"}
-    assert proposer.entries == 256 and proposer.costs.longer[1].entries == 256
-
-
-def test_a_size_that_seemed_cheap_is_corrected_by_its_use():
-    true = {1: 1.0, 4: 2.0, 12: 6.0}
-    costs = Costs({1: true | {12: 0.5}}, sizes=(1, 4, 12))
-    chosen = []
-    for _ in range(300):
-        num, _ = costs.best_size(1, 1)
-        chosen.append(num)
-        costs.saw(1, num, true[num])
-    assert chosen[0] == 12 and set(chosen[200:]) == {1}
 
 
 def test_a_step_that_was_slow_once_is_not_taken_for_slow(small_target, monkeypatch):
@@ -428,17 +338,6 @@ def test_prompts_that_join_in_every_round_have_to_be_read(small_target):
     assert drafts[0] and not any(drafts[-5:])
 
 
-def test_a_token_that_ends_the_answer_is_not_worth_drafting():
-    chances = Chances()
-    pool = Pool([5], ends=frozenset({7}))
-    end = pool.add(7, 0, Kind("Suffix", 0.9, 1), chances)
-    behind = pool.add(3, end, Kind("Suffix", 0.9, 2), chances)
-    other = pool.add(3, 0, Kind("Suffix", 0.9, 1), chances)
-    pool.settle()
-    assert pool.chances[end] == pool.chances[behind] == 0.0 < pool.chances[other]
-    assert pool.teach(chances, [3, 7, 4]) == 2 and Pool([5], left=1).teach(chances, [3, 7, 4]) == 1
-
-
 def test_rounds_that_take_longer_than_expected_are_expected_to(small_target):
     """Where rounds with drafts take longer than their parts tell, drafting stops."""
     lasting = Realised(trust=10.0)
@@ -447,7 +346,7 @@ def test_rounds_that_take_longer_than_expected_are_expected_to(small_target):
     assert lasting.ratio == pytest.approx((10 + 200 * 1.505) / 210, abs=0.01)
     curve = {1: 1.0, 2: 1.2, 3: 1.25, 4: 1.3}
     proposer = Auto(small_target, members=[suffix(small_target)], costs=Costs({1: curve}, sizes=tuple(curve)))
-    proposer.newest, proposer.active, proposer.num_rows = [5], [True], 1
+    proposer.newest, proposer.left, proposer.num_rows = [5], [9], 1
     sizes = set()
     for slow in (1.0, 2.0):
         for _ in range(100):
@@ -464,80 +363,16 @@ def test_rounds_that_take_longer_than_expected_are_expected_to(small_target):
 def test_what_drafting_takes_beside_the_head_and_the_pass_counts(small_target):
     proposer = auto(small_target, head=None)
     proposer.costs = Costs({1: {1: 1.0, 4: 1.5}}, sizes=(1, 4))
-    proposer.num_rows, proposer.newest, proposer.active = 1, [3], [True]
+    proposer.num_rows, proposer.newest, proposer.left = 1, [3], [9]
     for size, rest in ((4, 0.4), (1, 0.1)):
         proposer._prepare()
         assert proposer.value.curve[4] - proposer.value.curve[1] == pytest.approx(0.5)  # one of them is not known
         proposer.size, proposer.stepped = size, 0.2
         verifying = {1: 1.0, 4: 1.5}[size]
+        proposer.expected_seconds = verifying + 0.2 + rest * (size > 1)  # what all rounds take beside is not counted
         proposer.timed(RoundCost(verifying + 0.2 + rest, 0.0, {"verify": verifying}))
     proposer._prepare()
     assert proposer.value.curve[4] - proposer.value.curve[1] == pytest.approx(0.8)
-
-
-def test_costs_are_measured_once_and_kept(small_target, tmp_path, monkeypatch):
-    monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path / "costs"))
-    monkeypatch.setattr(costs_module, "SIZES", (1, 2, 4))
-    monkeypatch.setattr(costs_module, "SECONDS", 0.01)
-    monkeypatch.setattr(costs_module, "DRIFT", 1000)  # a tiny target's times vary
-    monkeypatch.setattr(costs_module, "BUSY", 1e6)
-
-    def decode() -> Auto:
-        proposer = Auto(small_target, members=[suffix(small_target)])
-        Decoder(small_target, proposer, sampling=Sampling(), stop=set()).generate(repeating_texts(3, 12)[:2], 10)
-        return proposer
-
-    measured = []
-    measure = costs_module.measure
-    monkeypatch.setattr(costs_module, "measure", lambda *a, **k: measured.append(a[2]) or measure(*a, **k))
-    decode()
-    assert measured == [1, 2]
-    first = decode()
-    assert measured == [1, 2, 2] and set(first.costs.table[2]) == {1, 2, 4}  # a look at whether they still hold
-    measured.clear()
-    (path,) = (tmp_path / "costs").glob("*.json")
-    assert json.loads(path.read_text())["conditions"]["law"] == "greedy"
-    path.write_text("{")
-    decode()
-    assert measured == [1, 2]
-    sampled = Conditions.of(small_target, Sampling(1.0), compiled=False)
-    assert sampled.law == "sampled" and sampled.path != Conditions.of(small_target, Sampling(), compiled=False).path
-
-
-def test_costs_that_no_longer_hold_are_measured_again(small_target, tmp_path, monkeypatch):
-    monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path))
-    monkeypatch.setattr(costs_module, "SIZES", (1, 4))
-    now = {1: 1.0, 4: 2.0}
-    asked = []
-    monkeypatch.setattr(
-        costs_module,
-        "measure",
-        lambda t, v, rows, sizes, **how: asked.append(rows) or ({num: now[num] for num in sizes}, 256),
-    )
-
-    def table() -> dict:
-        proposer = Auto(small_target, members=[suffix(small_target)])
-        Decoder(small_target, proposer, sampling=Sampling(), stop=set())
-        proposer.costs.prepare(2)
-        return proposer.costs.table
-
-    assert table() == {1: now, 2: now} and asked == [1, 2]
-    now[4] = 2.5  # within DRIFT
-    assert table()[2][4] == 2.0 and asked == [1, 2, 2]
-    now[4] = 2.7
-    assert table() == {1: now, 2: now} and asked == [1, 2, 2, 2, 1, 2]
-    assert table() == {1: now, 2: now}  # from the disk
-    assert asked[6:] == [2]
-
-
-def test_an_unreadable_cache_folder_is_no_obstacle(small_target, tmp_path, monkeypatch):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path / "file"))
-    monkeypatch.setattr(costs_module, "SIZES", (1, 2))
-    monkeypatch.setattr(costs_module, "SECONDS", 0.01)
-    proposer = Auto(small_target, members=[suffix(small_target)])
-    with pytest.warns(UserWarning, match="measured costs cannot be kept"):
-        Decoder(small_target, proposer, sampling=Sampling(), stop=set()).generate(repeating_texts(3, 12)[:1], 5)
 
 
 def test_the_usual_suffix_tree_has_the_settings_of_its_configuration(small_target):
