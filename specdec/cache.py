@@ -291,8 +291,14 @@ class UnrollCache:
     def __init__(self) -> None:
         self.common: dict[int, tuple[Tensor, Tensor]] = {}  # layer -> K, V that all steps see [B, heads, T, head_dim]
         self.own: dict[int, dict[int, tuple[Tensor, Tensor]]] = {}  # layer -> step d -> K, V [B, heads, S, 1, head_dim]
+        # step d -> earlier step -> where the slots of step d are among those of the earlier one; None: in the same places
+        self.places: dict[int, dict[int, Tensor | None]] = {}
 
-    def at_step(self, d: int) -> "UnrollStep":
+    def at_step(self, d: int, kept: Tensor | None = None) -> "UnrollStep":
+        """kept [B, S]: the places of the slots of step d among those of the step before; None: the same slots"""
+        earlier = self.places.get(d - 1, {})
+        moved = {e: at if kept is None or at is None else at.gather(1, kept) for e, at in earlier.items()}
+        self.places[d] = {e: kept if at is None else at for e, at in moved.items()} | {d - 1: kept}
         return UnrollStep(self, d)
 
     def update(self, key: Tensor, value: Tensor, layer: int) -> None:
@@ -322,7 +328,16 @@ class UnrollStep:
             own = [*pair] if seen.apart else []
         else:
             common = self.cache.common[layer]
-            own = [tensor for d, earlier in steps.items() if first < d < self.d for tensor in earlier] + [*pair]
+            places = self.cache.places[self.d]
+            own = [_taken(part, places[d]) for d, earlier in steps.items() if first < d < self.d for part in earlier]
+            own += pair
         steps.setdefault(self.d, pair)
         grouped = (query * query.shape[-1] ** -0.5).unflatten(1, (key.shape[1], -1))[..., None, :]  # [B, G, R, S, 1, .]
         return span_attention.attend(grouped, *common, seen, *own)[..., 0, :].flatten(1, 2)
+
+
+def _taken(values: Tensor, places: Tensor | None) -> Tensor:
+    """values [B, heads, S, 1, head_dim], places [B, S'] -> [B, heads, S', 1, head_dim]"""
+    if places is None:
+        return values
+    return values.gather(2, places[:, None, :, None, None].expand(-1, values.shape[1], -1, -1, values.shape[-1]))

@@ -141,6 +141,9 @@ class Drafter(Head):
     attends: Literal["path", "depth", "block", "text", "none"]  # what a step sees
     estimates = False  # whether its state estimates the target's next final state, so that the two can be compared
     confident = False  # whether `confidence` returns logits
+    # Whether the drafts of a round follow from its first pass, because no step reads a draft or the state of another step, and
+    # `logits` is the same at all depths
+    parallel = False
 
     @property
     def first_slot(self) -> int:
@@ -175,6 +178,17 @@ class Drafter(Head):
     @abstractmethod
     def logits(self, d: int, readout: Tensor) -> Tensor:
         """readout [..., R] of step d -> [..., W], over the draft vocabulary"""
+
+    def blank(self, num_rows: int, num: int) -> tuple[Tensor, Tensor] | None:
+        """What the later steps of a parallel drafter read in place of drafts -> h [B, num, H], tokens [B, num]
+
+        They can then be read in one pass with step 1. None: step 1 alone has made the readouts of all steps, see `ahead`
+        """
+        return None
+
+    def ahead(self, h: Tensor) -> Tensor:
+        """h [B, S, H] after step 1 of a parallel drafter without `blank` -> the readouts of all steps, [B, S, K, R]"""
+        raise NotImplementedError
 
     def confidence(self, d: int, readout: Tensor) -> Tensor | None:
         """readout [..., R] of step d -> [...], the logit of "this draft is accepted"; None without a confidence head"""

@@ -42,7 +42,7 @@ def unroll(
     for d, step in enumerate(plan.steps, start=1):
         if step.kept is not None:
             h = h.gather(1, step.kept[..., None].expand(-1, -1, h.shape[-1]))
-        arguments = h, tokens.gather(1, step.reads), step.positions, step.seen, cache.at_step(d)
+        arguments = h, tokens.gather(1, step.reads), step.positions, step.seen, cache.at_step(d, step.kept)
         if gradient_checkpointing and torch.is_grad_enabled():
             h, readout = checkpoint(partial(drafter.step, d), *arguments, use_reentrant=False)
         else:

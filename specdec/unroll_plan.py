@@ -12,6 +12,7 @@ Column c is slot c + first; a drafter that reads features has first = 1, because
     step d guesses   x_(d+1) ...                  goal index = column + first + d, judged at the position before
 """
 
+import math
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -24,6 +25,7 @@ from specdec.documents import Documents, Together
 from specdec.drafter import Drafter
 from specdec.span_attention import Span, spans
 
+LEAST_KEPT = 0.2  # share of the slots that the deepest steps run on at least (P-EAGLE, 2602.01469, section 4)
 ROUND = 32  # numbers of chosen slots are multiples of it: libraries prepare each shape of a matrix product once, and keep it
 
 
@@ -110,12 +112,14 @@ def plan(
     *,
     depth: int,
     anchors: int | None = None,
+    keep: float = 1.0,
     one_pass: bool = False,
 ) -> Plan:
     """documents (-1: padding), positions [B, T]; goals [B, T] bool: tokens to be guessed. All of them on the CPU
 
     Steps whose keys no later slot reads run on slots with a goal only.
     anchors: the number of these slots in each row, drawn at random; None: all of them
+    keep: the share of these slots that goes on from step to step, drawn at random: step d runs on keep^(d - 1) of them
     one_pass: whether a draft model reads all documents in one pass; if not, those of similar length together, which is faster
     """
     first, kind = drafter.first_slot, drafter.attends
@@ -138,14 +142,20 @@ def plan(
     steps: list[Step] = []
     # The first step that runs on chosen slots only, because no other slot reads its keys
     chosen_from = {"block": 1, "path": 2, "none": 2, "depth": depth + 1, "text": depth + 1}[kind]
-    order, place, share = every, every, 1.0
+    order, place, share, most = every, every, 1.0, 0
     everywhere = None if kind in ("none", "depth", "text") else spans(index)
     seen = everywhere
     for d in range(1, depth + 1):
         kept = None
-        if d == chosen_from:
-            order, place, share = _choose(torch.stack([judged(e) for e in range(d, depth + 1)]).any(0), anchors)
-            kept = order
+        if d == chosen_from or (d > chosen_from and keep < 1):
+            wanted = torch.stack([judged(e) for e in range(d, depth + 1)]).any(0)
+            most = most or int(wanted.sum(1).max())
+            limit = None if keep == 1 else _rounded_up(max(keep ** (d - 1), LEAST_KEPT) * most)
+            limit = min((each for each in (anchors, limit) if each is not None), default=None)
+            before = place
+            order, place = _choose(wanted & (before >= 0), limit)
+            share = int((place >= 0).sum()) / max(1, int(wanted.sum()))
+            kept = before.gather(1, order).clamp(min=0)
             seen = everywhere and everywhere.of(order)
         column = (at - offset[d - 1] - first).clamp(min=0)
         found = place[rows, column]  # [G]
@@ -165,20 +175,23 @@ def plan(
     return Plan(first, num, listed, at_slots, steps, texts, [step.goals.tolist() for step in steps])
 
 
-def _choose(wanted: Tensor, limit: int | None) -> tuple[Tensor, Tensor, float]:
+def _rounded_up(num: float) -> int:
+    return math.ceil(num / ROUND) * ROUND
+
+
+def _choose(wanted: Tensor, limit: int | None) -> tuple[Tensor, Tensor]:
     """Chooses wanted columns, at most `limit` of each row, at random. wanted [B, C] bool
 
     -> order [B, S] of chosen columns, in rows with fewer filled up with others; place [B, C] of each wanted column in
-    it, -1 if it was not chosen; the share of wanted columns that were chosen
+    it, -1 if it was not chosen
     """
     num = max(1, int(wanted.sum(1).max()))
     score = wanted.float()
     if limit is not None and num > limit:
         num, score = limit, score + torch.rand_like(score) * score
     else:
-        num = min(-(-num // ROUND) * ROUND, wanted.shape[1])
+        num = min(_rounded_up(num), wanted.shape[1])
     order = score.sort(dim=1, descending=True, stable=True).indices[:, :num].sort(dim=1).values  # [B, S]
     place = torch.full_like(wanted, -1, dtype=torch.long)
     place.scatter_(1, order, torch.arange(num).expand_as(order))
-    place = torch.where(wanted, place, -1)
-    return order, place, int((place >= 0).sum()) / max(1, int(wanted.sum()))
+    return order, torch.where(wanted, place, -1)

@@ -53,6 +53,8 @@ class Objective(nn.Module):
     temperature: of both laws in losses on logits; eta: of the LK hybrid
     noise: half-width of the uniform noise on features, EAGLE-1's augmentation
     anchors: slots of a row that run the steps after the first (of a block drafter: its only step); None: all that have a goal
+    keep: share of these slots that goes on from step to step, so that deep steps cost less (P-EAGLE's conditional drop); no step
+        runs on less than a fifth of them. Losses are weighted as if all ran
     chunk: goals whose [., W] logits exist at a time, for all depths; None: as many as make LOGITS logits
     gradient_checkpointing: whether activations of the unroll are computed again in the backward pass, instead of being kept
     """
@@ -70,6 +72,7 @@ class Objective(nn.Module):
         noise: float,
         anchors: int | None,
         chunk: int | None,
+        keep: float = 1.0,
         gradient_checkpointing: bool = False,
     ):
         super().__init__()
@@ -82,14 +85,15 @@ class Objective(nn.Module):
             weighting=weighting,
             temperature=temperature,
             anchors=anchors,
+            keep=keep,
             chunk=chunk,
         )
         self.drafter = drafter
         self.losses, self.depth, self.decay, self.weighting = used, depth, decay, weighting
-        self.temperature, self.eta, self.noise, self.anchors = temperature, eta, noise, anchors
+        self.temperature, self.eta, self.noise, self.anchors, self.keep = temperature, eta, noise, anchors, keep
         self.chunk = chunk or max(1, LOGITS // (depth * drafter.vocab_size))
         self.gradient_checkpointing = gradient_checkpointing
-        self.every_slot = anchors is None  # only then can the batch's text be replayed
+        self.every_slot = anchors is None and keep == 1  # only then can the batch's text be replayed
         self.one_pass = False  # whether a draft model reads all documents in one pass, see unroll_plan.py
         weights = [decay**step for step in range(depth)] if weighting == "decay" else [1.0] * depth
         self.shares = [weight / sum(weights) for weight in weights]  # [K]
@@ -113,6 +117,7 @@ class Objective(nn.Module):
             host.loss_mask,
             depth=self.depth,
             anchors=self.anchors,
+            keep=self.keep,
             one_pass=self.one_pass,
         ).to(batch.tokens.device)
         unrolled = unroll(
@@ -267,6 +272,7 @@ def _check(
     weighting: str,
     temperature: float,
     anchors: int | None,
+    keep: float,
     chunk: int | None,
 ) -> None:
     """Raises ValueError, with what to change, for settings of an objective that do not fit together or the drafter."""
@@ -286,10 +292,14 @@ def _check(
             f"depth={depth} must be this drafter's number of steps, {drafter.depth}: more steps do not exist, and fewer would "
             "leave parts untrained. Change it, or the drafter's num_heads, num_modules or num_drafts."
         )
-    _check_losses(drafter, used, weighting=weighting, anchors=anchors)
+    if not 0 < keep <= 1:
+        raise ValueError(f"keep={keep} must be above 0 and at most 1.")
+    if keep < 1 and drafter.attends not in ("path", "none"):
+        raise ValueError(f"keep={keep}: the later steps of this head run on the slots of its first one: set keep=1.")
+    _check_losses(drafter, used, weighting=weighting, sampled=anchors is not None or keep < 1)
 
 
-def _check_losses(drafter: Drafter, used: dict[str, float], *, weighting: str, anchors: int | None) -> None:
+def _check_losses(drafter: Drafter, used: dict[str, float], *, weighting: str, sampled: bool) -> None:
     """The losses that only some drafters, or only some samplings of slots, can have."""
     if "smooth_l1" in used and not drafter.estimates:
         raise ValueError(
@@ -306,9 +316,9 @@ def _check_losses(drafter: Drafter, used: dict[str, float], *, weighting: str, a
             "confidence to false or the weight in losses= to 0, or set both."
         )
     whole_slots = drafter.attends == "block"  # elsewhere step 1 is judged on all slots, sampled or not
-    if anchors is not None and ("rounds" in used or (not whole_slots and ("e2e_tv" in used or weighting != "decay"))):
+    if sampled and ("rounds" in used or (not whole_slots and ("e2e_tv" in used or weighting != "decay"))):
         raise ValueError(
-            "The loss rounds needs whole texts; e2e_tv, dpace and vat need all depths of a slot: set anchors=null."
+            "The loss rounds needs whole texts; e2e_tv, dpace and vat need all depths of a slot: set anchors=null and keep=1."
         )
 
 

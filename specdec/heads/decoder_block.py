@@ -132,3 +132,15 @@ class Block(nn.Module):
         """Sets weights so that forward(x, residual) = residual."""
         self.self_attn.o_proj.weight.zero_()
         self.mlp.down_proj.weight.zero_()
+
+
+class DecoderLayer(Block):
+    """A whole layer of a Llama, with the norm before its attention."""
+
+    def __init__(self, config: LlamaConfig, *, layer: int):
+        super().__init__(config, width=config.hidden_size, layer=layer)
+        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(self, h: Tensor, rotary: tuple[Tensor, Tensor], mask: Seen, cache) -> Tensor:  # type: ignore[override]
+        """h [B, S, D] -> [B, S, D]"""
+        return super().forward(self.input_layernorm(h), h, rotary, mask, cache)

@@ -108,6 +108,7 @@ class BlockDrafter(Drafter):
             self.markov_out = nn.Linear(markov_rank, self.vocab_size, bias=False)
             nn.init.zeros_(self.markov_out.weight)
         self.confident = confidence
+        self.parallel = markov_rank is None and not confidence
         if confidence:
             self.confidence_head = nn.Linear(width + (markov_rank or 0), 1)
         with torch.no_grad():
@@ -133,6 +134,9 @@ class BlockDrafter(Drafter):
         if self.markov_in is not None:
             readout = torch.cat([readout, self.markov_in(embedding)], dim=-1)  # [B, S, D + rank]
         return h, readout
+
+    def ahead(self, h):
+        return h.unflatten(-1, (self.num_drafts, -1))
 
     def _block(self, embedding: Tensor, h: Tensor, positions: Tensor, mask: Seen, cache) -> Tensor:
         """embedding [B, S, D] of the anchors, h [B, S, D] of the newest features -> states of all drafts, [B, S, K*D]"""

@@ -1,19 +1,22 @@
-"""EAGLE (2401.15077) and EAGLE-3 (2503.01840, with the norms of 3.1): one decoder block over features and tokens."""
+"""EAGLE (2401.15077), EAGLE-3 (2503.01840, with the norms of 3.1) and P-EAGLE (2602.01469).
+
+A decoder block over features and tokens; EAGLE-3 and P-EAGLE may have further layers behind it.
+"""
 
 import torch
 from torch import Tensor, nn
 
 from specdec.cache import RowCache
 from specdec.drafter import Drafter
-from specdec.heads.decoder_block import Block, RMSNorm, Rotary, block_config, ridge, row_cache
+from specdec.heads.decoder_block import Block, DecoderLayer, RMSNorm, Rotary, block_config, ridge, row_cache
 from specdec.heads.layers import three_layers
 from specdec.target import Target
 
 SELF = 4.0  # squared scale of EAGLE-3's first queries and keys: how strongly a position attends to itself
 
 
-class _OneBlock(Drafter):
-    """What both heads share: one block, its cache and rotary embedding; h and the readout have the target's width."""
+class _Eagle(Drafter):
+    """What these heads share: a block, its cache and rotary embedding; h and the readout have the target's width."""
 
     depth = None
     attends = "path"
@@ -26,15 +29,17 @@ class _OneBlock(Drafter):
         self.config = block_config(target, intermediate_size=intermediate_size, block=block)
         self.block = Block(self.config, width=width, layer=0)
         self.rotary = Rotary(self.config)
+        self.further = nn.ModuleList()  # layers behind the block
 
     def cache(self, batch: int) -> RowCache:
-        return row_cache(self.config, self.block.self_attn.k_proj.weight, layers=1, batch=batch)
+        layers = 1 + len(self.further)
+        return row_cache(self.config, self.block.self_attn.k_proj.weight, layers=layers, batch=batch)
 
     def embed(self, tokens: Tensor) -> Tensor:
         return self.target.embed(tokens).to(self.block.mlp.up_proj.weight.dtype)  # [B, S, D]
 
 
-class Eagle(_OneBlock):
+class Eagle(_Eagle):
     """EAGLE-1: predicts the target's next feature (its final, normed state) and reads it with the target's LM head.
 
     A reduced `vocab` keeps only its rows of the borrowed LM head: drafting is faster, and fewer tokens can be drafted.
@@ -83,10 +88,11 @@ class Eagle(_OneBlock):
         return True
 
 
-class Eagle3(_OneBlock):
+class Eagle3(_Eagle):
     """EAGLE-3: fuses several of the target's layers, trains an LM head of its own, recycles its own state.
 
     target_layers: hidden states to fuse; None: (2, L // 2, L - 3), as in published heads; for shallow targets see layers.py
+    num_layers: the block and the layers behind it; published heads have one layer
     norm_features, norm_output: the norms of EAGLE 3.1 (2605.09992): each fused state is normed, and the state that is
         fed back is the normed one. Off by default, because every serving engine loads the plain form
     norm_before_fc, norm_before_residual, block: for published heads: one norm of all fused states; the residual is the
@@ -98,6 +104,7 @@ class Eagle3(_OneBlock):
         target: Target,
         *,
         target_layers: list[int] | None = None,
+        num_layers: int = 1,
         intermediate_size: int | None = None,
         norm_features: bool = False,
         norm_output: bool = False,
@@ -106,7 +113,10 @@ class Eagle3(_OneBlock):
         block: dict | None = None,
         vocab: Tensor | None = None,
     ):
+        if num_layers < 1:
+            raise ValueError(f"num_layers={num_layers} must be at least 1.")
         super().__init__(target, width=2 * target.width, intermediate_size=intermediate_size, block=block, vocab=vocab)
+        self.further.extend(DecoderLayer(self.config, layer=layer) for layer in range(1, num_layers))
         width, eps = target.width, self.config.rms_norm_eps
         self.target_layers = target.layer_ids(target_layers or three_layers(target))
         self.norm_output, self.norm_before_residual = norm_output, norm_before_residual
@@ -130,7 +140,10 @@ class Eagle3(_OneBlock):
     def step(self, d, h, tokens, positions, mask, cache):
         normed = self.hidden_norm(h)
         x = torch.cat([self.input_layernorm(self.embed(tokens)), normed], dim=-1)  # [B, S, 2D]
-        h = self.block(x, normed if self.norm_before_residual else h, self.rotary(x, positions), mask, cache)
+        rotary = self.rotary(x, positions)
+        h = self.block(x, normed if self.norm_before_residual else h, rotary, mask, cache)
+        for layer in self.further:
+            h = layer(h, rotary, mask, cache)
         normed = self.norm(h)
         return (normed if self.norm_output else h), normed
 
@@ -171,5 +184,47 @@ class Eagle3(_OneBlock):
         attention.k_proj.weight.copy_(key.flatten(0, 1))
         attention.q_proj.weight.copy_(key[:, None].expand(-1, heads // groups, -1, -1).flatten(0, 2))
         self.block.mlp.down_proj.weight.zero_()
+        for layer in self.further:
+            layer.start_as_identity()
         self.norm.weight.fill_(size)
         return True
+
+
+class PEagle(Eagle3):
+    """P-EAGLE: an EAGLE-3 whose drafts of a round come from one pass.
+
+    Steps 2..K read neither drafts nor the state before. Each reads a mask token and the same learnt features, and attends to
+    the committed slots and to the steps before it:
+
+    position     j-1      j       j+1     j+2
+    token        x_(j-1)  x_j     mask    mask
+    features     f_(j-2)  f_(j-1) shared  shared
+    guesses               x_(j+1) x_(j+2) x_(j+3)
+
+    mask_token: the token whose embedding the masks have; None: the last one of the vocabulary
+    """
+
+    estimates = False
+    parallel = True
+
+    def __init__(self, target: Target, *, mask_token: int | None = None, vocab: Tensor | None = None, **settings):
+        super().__init__(target, vocab=vocab, **settings)
+        self.mask_token = target.vocab_size - 1 if mask_token is None else mask_token
+        if not 0 <= self.mask_token < target.vocab_size:
+            raise ValueError(f"mask_token={mask_token} must be a token of the target, 0 .. {target.vocab_size - 1}.")
+        self.mask_hidden = nn.Parameter(torch.randn(1, 1, len(self.target_layers) * target.width))
+
+    def blank(self, num_rows: int, num: int) -> tuple[Tensor, Tensor]:
+        h = self.encode(self.mask_hidden).expand(num_rows, num, -1)
+        return h, torch.full((num_rows, num), self.mask_token, device=h.device)
+
+    def step(self, d, h, tokens, positions, mask, cache):
+        if d > 1:
+            h, tokens = self.blank(*tokens.shape)
+        return super().step(d, h, tokens, positions, mask, cache)
+
+    @torch.no_grad()
+    def solve(self, slots):
+        """The first step as in EAGLE-3. The features of masks start as the mean ones."""
+        self.mask_hidden.copy_(torch.cat([part.features for part in slots]).float().mean(0))
+        return super().solve(slots)

@@ -131,6 +131,7 @@ class ParallelMTP(Drafter):
     """
 
     attends = "path"
+    parallel = True
 
     def __init__(
         self,
@@ -161,6 +162,9 @@ class ParallelMTP(Drafter):
             x, rotary = self.norm_in(h), self.rotary(h, positions)
             h = torch.cat([block(x, h, rotary, mask, cache) for block in self.blocks], dim=-1)  # [B, S, K*D]
         return h, h.chunk(len(self.blocks), dim=-1)[d - 1]
+
+    def ahead(self, h):
+        return h.unflatten(-1, (len(self.blocks), -1))
 
     def logits(self, d, readout):
         return self.goal_logits(readout)

@@ -315,7 +315,7 @@ class Auto(Proposer):
         self.late = self.backlog.read()
         start, compiled = time.perf_counter(), head.compile_seconds
         _, first = head.absorb()
-        state, logits, _ = first
+        state, logits, *_ = first
         seen = masks.causal(depth, device).expand(num_rows, -1, -1)
         spine, laws, step = [0] * num_rows, list[Tensor](), "absorb"
         for d in range(1, depth + 1):
@@ -349,7 +349,7 @@ class Auto(Proposer):
             if self._gain(likely, drawn=not sampling.greedy) <= self.value.rate * self._step_seconds("step"):
                 break
             start, compiled, step = time.perf_counter(), head.compile_seconds, "step"
-            state, logits, _ = head.step(d + 1, d - 1, state, chosen, seen[:, d - 1 : d, :d])
+            state, logits, *_ = head.step(d + 1, d - 1, state, chosen, seen[:, d - 1 : d, :d])
         head.cache.drop_pending()
         return laws, d
 

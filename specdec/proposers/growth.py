@@ -28,6 +28,7 @@ class StepOutput(NamedTuple):
     state: Tensor  # [B, w, H]
     logits: Tensor  # [B, w, W]
     evidence: Tensor  # [B, 2] of the first node, see Stopping; [B, 0] without stopping
+    ahead: Tensor  # [B, K-1, W] logits of the steps behind it, of a parallel drafter's first step; else [B, 0, W]
 
 
 class Steps(Protocol):
@@ -53,7 +54,7 @@ def grow_chain(
 ) -> Tree:
     """Greedy: the most likely tokens; else sampled ones, with their laws. newest [B], first: step 1 of this token"""
     depth = steps.shape.depth
-    (state, logits, evidence), tokens, laws = first, [newest], []
+    (state, logits, evidence, _), tokens, laws = first, [newest], []
     seen = masks.causal(depth, newest.device).expand(len(newest), -1, -1)
     for d in range(1, depth + 1):
         if not steps.goes_on(evidence):
@@ -65,7 +66,7 @@ def grow_chain(
             draft = pick(laws[-1], uniforms(len(newest), generator, newest.device))
         tokens.append(steps.drafter.to_target(draft))
         if d < depth:
-            state, logits, evidence = steps.step(d + 1, d - 1, state, tokens[-1][:, None], seen[:, d - 1 : d, :d])
+            state, logits, evidence, _ = steps.step(d + 1, d - 1, state, tokens[-1][:, None], seen[:, d - 1 : d, :d])
     return chain(torch.stack(tokens, dim=1), _spread(steps.drafter, laws) if laws else None)
 
 
@@ -76,7 +77,7 @@ def grow_tree(steps: Steps, newest: Tensor, first: StepOutput) -> Tree:
     """
     shape, runner, device, num_rows = steps.shape, steps.runner, newest.device, len(newest)
     width = min(shape.width, steps.drafter.vocab_size)
-    state, logits, evidence = first
+    state, logits, evidence, _ = first
     # All nodes of the growing tree, in the order of their making (so parents come first); entry 0 is the root.
     tokens, scores = [newest[:, None]], [torch.zeros(num_rows, 1, device=device)]
     parents = [torch.full((num_rows, 1), -1, device=device)]
@@ -99,7 +100,7 @@ def grow_tree(steps: Steps, newest: Tensor, first: StepOutput) -> Tree:
         if d == shape.depth:
             break
         num_nodes += token.shape[1]
-        state, logits, evidence = steps.step(d + 1, pending, state, chosen, seen)
+        state, logits, evidence, _ = steps.step(d + 1, pending, state, chosen, seen)
         pending += chosen.shape[1]
     count = len(tokens)
     if count == 1:
@@ -156,7 +157,7 @@ def grow_sampled_tree(
         depths.append(depths[parent] + 1)
     tokens = [newest] + [newest] * (len(parents) - 1)
     laws = [torch.zeros(0)] * (len(parents) - 1)
-    state, logits, evidence = first
+    state, logits, evidence, _ = first
     level, pending = [0], 0  # the nodes that `logits` belong to, in order
     seen = torch.zeros(num_rows, 1, 0, dtype=torch.bool, device=newest.device)
     for d in range(1, depth + 1):
@@ -177,7 +178,7 @@ def grow_sampled_tree(
         itself = torch.eye(len(following), dtype=torch.bool, device=newest.device).expand(num_rows, -1, -1)
         seen = torch.cat([seen[:, owner], itself], dim=-1)
         chosen = torch.stack([tokens[node] for node in following], dim=1)
-        state, logits, evidence = steps.step(d + 1, pending, state[:, owner], chosen, seen)
+        state, logits, evidence, _ = steps.step(d + 1, pending, state[:, owner], chosen, seen)
         level, pending = following, pending + len(following)
     num_nodes = len(parents)
     if num_nodes == 1:

@@ -186,10 +186,10 @@ class HeadProposer(Proposer):
         self.cache.make_room(new.tokens.shape[1] + drafts)
         run = Runner() if opening else self.runner  # the shape of a prompt seldom comes again: not worth compiling
         inputs = (new.tokens, new.features, new.num, self.cache.lengths, *self.cache.halves, *self.carried)
-        *carried, newest, state, logits, evidence = run(("absorb", self.shape.depth), self._absorb, *inputs)
+        *carried, newest, state, logits, evidence, ahead = run(("absorb", self.shape.depth), self._absorb, *inputs)
         self.carried = carried
         self.cache.commit(new.num, new.counts)
-        return newest, StepOutput(state, logits, evidence)
+        return newest, StepOutput(state, logits, evidence, ahead)
 
     def _absorb_apart(self, begun: list[int]) -> tuple[Tensor, StepOutput]:
         """Rows that have a prompt to read do so by themselves: the others would be filled up to its length."""
@@ -206,12 +206,19 @@ class HeadProposer(Proposer):
 
     def step(self, d: int, pending: int, state: Tensor, tokens: Tensor, seen: Tensor) -> StepOutput:
         """See growth.Steps."""
+        if self.drafter.parallel:
+            assert self.absorbed is not None
+            ahead = self.absorbed[1].ahead
+            logits = ahead[:, d - 2 : d - 1]
+            evidence = self._evidence(d, state, logits)
+            return StepOutput(state, logits.expand(-1, tokens.shape[1], -1), evidence, ahead[:, :0])
 
         def step(state, tokens, seen, lengths, *halves):
             return self._step(d, state, tokens, seen, self.cache.over(halves, lengths, pending=pending))
 
         inputs = state, tokens, seen, self.cache.lengths, *self.cache.halves
-        return StepOutput(*self.runner(("step", d, pending), step, *inputs))
+        state, logits, evidence = self.runner(("step", d, pending), step, *inputs)
+        return StepOutput(state, logits, evidence, logits[:, :0])
 
     def goes_on(self, evidence: Tensor) -> bool:
         """See growth.Steps: whether the next draft's estimated chance reaches the threshold in any row."""
@@ -235,13 +242,41 @@ class HeadProposer(Proposer):
     def _absorb(self, tokens, features, num, lengths, *rest):
         """`absorb`, as a function of tensors. rest: the cache's halves, then the states that are carried so far
 
-        -> the states to carry on, the newest token [B, 1], then state, logits and evidence of its step 1
+        -> the states to carry on, the newest token [B, 1], then state, logits and evidence of its step 1, and logits ahead
         """
         halves, carried = rest[: len(self.cache.halves)], rest[len(self.cache.halves) :]
-        cache = self.cache.over(halves, lengths)
+        cache, newest = self.cache.over(halves, lengths), _newest(tokens, num)
+        if self.drafter.parallel:
+            state, readouts = self._only_step(tokens, features, num, cache)
+            logits = self.drafter.logits(1, readouts)  # [B, K, W] of all depths in one product
+            return newest, state, logits[:, :1], self._evidence(1, readouts, logits), logits[:, 1:]
         state, readout, *states = self._first_step(tokens, features, num, cache, carried)
         logits = self.drafter.logits(1, readout)
-        return *states, _newest(tokens, num), state, logits, self._evidence(1, readout, logits)
+        return *states, newest, state, logits, self._evidence(1, readout, logits), logits[:, :0]
+
+    def _only_step(self, tokens: Tensor, features: Tensor, num: Tensor, cache: RowCache) -> tuple[Tensor, Tensor]:
+        """`_first_step` of a parallel drafter, with all steps behind it.
+
+        -> a state that nothing reads [B, 1, 0], readouts [B, K, R] of all steps
+        """
+        drafter, num_new, more = self.drafter, tokens.shape[1], self.shape.depth - 1
+        blank = drafter.blank(len(tokens), more)
+        if blank is None:
+            state, _ = self._first_step(tokens, features, num, cache, ())
+            return state[..., :0], drafter.ahead(state)[:, 0, : 1 + more]
+        # The steps behind step 1 of the newest slot stand behind all new slots, whatever their number in each row
+        h = torch.cat([drafter.encode(features), blank[0]], dim=1)
+        place = torch.arange(num_new + more, device=h.device)  # [S + K - 1]
+        behind = (place >= num_new)[None]
+        after = num[:, None] + torch.arange(more, device=h.device)  # [B, K - 1] slots of the steps behind
+        slots = torch.cat([place[:num_new].expand(len(h), -1), after], dim=1)  # [B, S + K - 1], of the new ones
+        seen = masks.causal(num_new + more, h.device) & (behind | (place < num[:, None]))[:, None]  # [B, ., S + K - 1]
+        seen = seen | torch.eye(num_new + more, dtype=torch.bool, device=h.device)
+        cache.reserve(num_new + more)
+        mask = masks.pending(seen, cache.lengths, cache.visible)
+        positions = cache.lengths[:, None] + drafter.first_slot + slots
+        state, readout = drafter.step(1, h, torch.cat([tokens, blank[1]], dim=1), positions, mask, cache)
+        return state[:, :1, :0], torch.cat([_newest(readout, num), readout[:, num_new:]], dim=1)
 
     def _first_step(
         self, tokens: Tensor, features: Tensor, num: Tensor, cache: RowCache, carried

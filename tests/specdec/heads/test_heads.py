@@ -213,6 +213,7 @@ def readouts_by_slot(drafter, tokens, features) -> dict[tuple[int, int], torch.T
 READS = {
     "Eagle": (lambda d, j: range(1, j + d), lambda d, j: range(j)),
     "Eagle3": (lambda d, j: range(1, j + d), lambda d, j: range(j)),
+    "PEagle": (lambda d, j: range(1, j + 1), lambda d, j: range(j)),
     "MTP": (lambda d, j: range(1, j + d), lambda d, j: range(j)),
     "Medusa": (lambda d, j: (), lambda d, j: (j - 1,)),
     "Hydra": (lambda d, j: range(j, j + d), lambda d, j: (j - 1,)),
