@@ -102,8 +102,8 @@ def fit_alone(config: DictConfig, path: Path, accelerator: Accelerator) -> int:
         folder=folder,
         serve=make_serve(config, say),
     )
-    if not (config.resume and trainer.resume()) and config.start is None:
-        trainer.solve(config.solve_packs)
+    if not (config.resume and trainer.resume()):
+        trainer.prepare(config.solve_packs if config.start is None else 0, fresh=config.start is None)
     if accelerator.is_main_process:
         files.write_text(path / "config.yaml", OmegaConf.to_yaml(config, resolve=True))
     start_tracker(accelerator, config, trainer.folder.settings)

@@ -34,6 +34,7 @@ import torch
 from torch import Tensor, nn
 
 from specdec.cache import RowCache
+from specdec.sized_linear import SizedLinear
 from specdec.span_attention import Seen
 from specdec.target import Target
 
@@ -121,7 +122,11 @@ class Head(nn.Module, ABC):
     def decodable(self) -> Self:
         """A frozen copy to decode with and to save, so that training can go on undisturbed."""
         shared = (self._target, self._goal_head)
-        return copy.deepcopy(self, {id(part): part for part in shared}).eval().requires_grad_(False)
+        frozen = copy.deepcopy(self, {id(part): part for part in shared}).eval().requires_grad_(False)
+        for module in frozen.modules():
+            if isinstance(module, SizedLinear):
+                module.fold()
+        return frozen
 
     def arguments(self) -> dict:
         """Constructor arguments that a checkpoint must hold in place of those that training was given."""
@@ -193,6 +198,13 @@ class Drafter(Head):
     def confidence(self, d: int, readout: Tensor) -> Tensor | None:
         """readout [..., R] of step d -> [...], the logit of "this draft is accepted"; None without a confidence head"""
         return None
+
+    def measure(self, slots: list[Slots], *, fresh: bool) -> bool:
+        """Takes in the sizes of what it reads, before it is solved or trained. -> whether it did
+
+        fresh: its weights are random; else what it computes stays the same
+        """
+        return False
 
     def solve(self, slots: list[Slots]) -> bool:
         """Sets weights in closed form before training (docs/methods.md, section 5). -> whether it did"""

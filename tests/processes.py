@@ -95,7 +95,7 @@ def fit_by_two(cwd: Path, runs: list[dict]) -> list[str]:
 
 def tell() -> None:
     """Lets the process print what it computes itself, and its share of the weights when they are saved."""
-    solve, count, saved = closed_form.solve, train_command().frequent_tokens, Weights.saved
+    start, count, saved = closed_form.start, train_command().frequent_tokens, Weights.saved
 
     def telling(what, function):
         def told(*arguments, **settings):
@@ -110,7 +110,7 @@ def tell() -> None:
         print(f"share {here / sum(parameter.numel() for parameter in parameters):.2f}")
         return saved(weights, average)
 
-    closed_form.solve = telling("start", solve)
+    closed_form.start = telling("start", start)
     train_command().frequent_tokens = telling("vocabulary", count)
     Weights.saved = telling_saved
 

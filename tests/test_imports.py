@@ -36,6 +36,7 @@ ORDER = [
     "compiled_target",
     "rules",
     "verifier",
+    "sized_linear",
     "drafter",
     "heads.sizes",
     "heads.borrowed",

@@ -131,6 +131,8 @@ class Weights:
             if result:
                 for parameter in objective.drafter.parameters():
                     parameter.data = broadcast(parameter.data)
+                for buffer in objective.drafter.buffers():
+                    buffer.copy_(broadcast(buffer))
                 if self.sharded:
                     self.load(objective.drafter.state_dict())
         return result

@@ -31,6 +31,8 @@ from train.signals import Signals
 from train.validation import Validation
 from train.waiting import Waiting
 
+MEASURED = 8  # packs from which a head takes the sizes of what it reads, at least
+
 
 class Trainer:
     """Trains `objective`; everything that a run leaves behind is in `folder`.
@@ -88,16 +90,26 @@ class Trainer:
 
     # Before the first step
 
-    def solve(self, num_packs: int) -> None:
-        """Closed-form weights, if the head has any, from the packs that training reads first: computed once."""
-        first = permutation(len(self.material.packs), self.settings.seed)[:num_packs]
-        device = self.accelerator.device
-        start = partial(closed_form.solve, material=self.material, packs=first, depth=self.depth, device=device)
+    def prepare(self, num_packs: int, *, fresh: bool) -> None:
+        """Sizes of what the head reads, and closed-form weights if it has any, from the packs that training reads first.
+
+        num_packs: for the weights; 0: they stay; fresh: they are random
+        """
+        first = permutation(len(self.material.packs), self.settings.seed)[: max(num_packs, MEASURED)]
+        start = partial(
+            closed_form.start,
+            material=self.material,
+            packs=first,
+            solve=num_packs > 0,
+            fresh=fresh,
+            depth=self.depth,
+            device=self.accelerator.device,
+        )
         with self.waiting("the closed-form start"):
             # By the processes that hold the main one's target with it
             group = Group.in_step(self.accelerator, self.drafter.target)
             num = self.weights.change(start, here=group.number == 0)
-        if num:
+        if num > 0:
             say(f"closed-form start from {num} packs")
 
     def resume(self) -> bool:

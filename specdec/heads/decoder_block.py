@@ -112,6 +112,12 @@ class Attention(nn.Module):
         out = cache.attend(self.layer, query, key, value, mask)  # [B, heads, S, head_dim]
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
+    def alone(self, x: Tensor) -> Tensor:
+        """What it gives where every position attends to itself only: x [M, E] -> [M, D]"""
+        value = self.v_proj(x).unflatten(-1, (-1, self.head_dim))  # [M, groups, head_dim]
+        heads = self.o_proj.in_features // self.head_dim
+        return self.o_proj(value.repeat_interleave(heads // value.shape[-2], dim=-2).flatten(-2))
+
 
 class Block(nn.Module):
     """Attention and MLP, each with a residual; the head itself applies the norm before attention."""
@@ -127,11 +133,27 @@ class Block(nn.Module):
         h = residual + self.self_attn(x, rotary, mask, cache)
         return h + self.mlp(self.post_attention_layernorm(h))
 
+    def alone(self, h: Tensor) -> Tensor:
+        """`forward` without attention: h [M, D] -> [M, D]"""
+        return h + self.mlp(self.post_attention_layernorm(h))
+
     @torch.no_grad()
     def start_as_identity(self) -> None:
         """Sets weights so that forward(x, residual) = residual."""
         self.self_attn.o_proj.weight.zero_()
         self.mlp.down_proj.weight.zero_()
+
+    @torch.no_grad()
+    def solve_mlp(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Sets the MLP's last matrix by ridge regression on its hidden units, which stay random.
+
+        pairs: h [M, D] before the MLP, and what h and the MLP's output together are to be nearest to, [M, D]
+        """
+        self.mlp.down_proj.weight.copy_(ridge((self._units(h), goal - h) for h, goal in pairs))
+
+    def _units(self, h: Tensor) -> Tensor:
+        x = self.post_attention_layernorm(h)
+        return self.mlp.act_fn(self.mlp.gate_proj(x)) * self.mlp.up_proj(x)
 
 
 class DecoderLayer(Block):

@@ -15,6 +15,7 @@ from specdec.drafter import Drafter
 from specdec.heads.borrowed import embedding_scale, norm_gain
 from specdec.heads.decoder_block import RMSNorm, Rotary, block_config, ridge, row_cache
 from specdec.heads.layers import five_layers
+from specdec.sized_linear import SizedLinear
 from specdec.span_attention import Seen
 from specdec.target import Target
 
@@ -94,7 +95,7 @@ class BlockDrafter(Drafter):
         self.anchor_predicts = anchor_predicts
         self.target_layers = target.layer_ids(target_layers or five_layers(target))
         self.config = config = block_config(target, intermediate_size=intermediate_size)
-        self.fc = nn.Linear(len(self.target_layers) * width, width, bias=False)
+        self.fc = SizedLinear(len(self.target_layers) * width, width)
         self.hidden_norm, self.norm = (RMSNorm(width, eps=config.rms_norm_eps) for _ in range(2))
         self.layers = nn.ModuleList(Layer(config, layer=layer) for layer in range(num_layers))
         self.mask_embedding = nn.Parameter(
@@ -164,6 +165,10 @@ class BlockDrafter(Drafter):
     def confidence(self, d, readout):
         return None if self.confidence_head is None else self.confidence_head(readout.detach())[..., 0]
 
+    def measure(self, slots, *, fresh):
+        self.fc.measure((part.features for part in slots), fresh=fresh)
+        return True
+
     @torch.no_grad()
     def solve(self, slots):
         """Ridge regressions for `fc`, onto the newest final state, and for `join`, from this state and the anchor onto
@@ -174,7 +179,7 @@ class BlockDrafter(Drafter):
         if self.join is None:
             return False
         size = torch.cat([part.state for part in slots]).float().pow(2).mean().sqrt()
-        self.fc.weight.copy_(ridge((part.features, part.state) for part in slots))
+        self.fc.set(ridge((part.features, part.state) for part in slots))
         self.hidden_norm.weight.fill_(size)
         joined = [
             torch.cat([self.target.embed(part.tokens[:, 0]).float(), self.encode(part.features)], dim=-1)

@@ -3,13 +3,24 @@
 A decoder block over features and tokens; EAGLE-3 and P-EAGLE may have further layers behind it.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, nn
 
 from specdec.cache import RowCache
-from specdec.drafter import Drafter
-from specdec.heads.decoder_block import Block, DecoderLayer, RMSNorm, Rotary, block_config, ridge, row_cache
+from specdec.drafter import Drafter, Slots
+from specdec.heads.decoder_block import (
+    Block,
+    DecoderLayer,
+    RMSNorm,
+    Rotary,
+    block_config,
+    ridge,
+    row_cache,
+)
 from specdec.heads.layers import three_layers
+from specdec.sized_linear import SizedLinear
 from specdec.target import Target
 
 SELF = 4.0  # squared scale of EAGLE-3's first queries and keys: how strongly a position attends to itself
@@ -58,7 +69,7 @@ class Eagle(_Eagle):
     ):
         super().__init__(target, width=target.width, intermediate_size=intermediate_size, block=block, vocab=vocab)
         self.target_layers = target.layer_ids([-1])
-        self.fc = nn.Linear(2 * target.width, target.width, bias=fc_bias)  # embedding first
+        self.fc = SizedLinear(2 * target.width, target.width, bias=fc_bias)  # embedding first
 
     def encode(self, features: Tensor) -> Tensor:
         return features.to(self.fc.weight.dtype)
@@ -71,20 +82,28 @@ class Eagle(_Eagle):
     def logits(self, d, readout):
         return self.goal_logits(readout)
 
+    def _inputs(self, slots: list[Slots]) -> Iterator[Tensor]:
+        """What `fc` reads, [M, 2D] of each text"""
+        for part in slots:
+            yield torch.cat([self.embed(part.tokens[:, 0]), self.encode(part.features)], dim=-1)
+
+    def measure(self, slots, *, fresh):
+        self.fc.measure(self._inputs(slots), fresh=fresh)
+        return True
+
     @torch.no_grad()
     def solve(self, slots):
-        """`fc` by ridge regression onto the next feature. The block starts as the identity, so the head starts as this map.
+        """`fc` by ridge regression onto the next feature, and the MLP onto what this lacks. Attention starts at zero.
 
         It replaces more than the first hundreds of training steps (RESULTS.md; docs/methods.md, section 5).
         """
-        pairs = (
-            (torch.cat([self.embed(part.tokens[:, 0]), self.encode(part.features)], dim=-1), part.goals[:, 0])
-            for part in slots
-        )
-        self.fc.weight.copy_(ridge(pairs))
+        inputs = list(self._inputs(slots))
+        goals = [part.goals[:, 0] for part in slots]
+        self.fc.set(ridge(zip(inputs, goals)))
         if self.fc.bias is not None:
             self.fc.bias.zero_()
         self.block.start_as_identity()
+        self.block.solve_mlp((self.fc(x), goal) for x, goal in zip(inputs, goals))
         return True
 
 
@@ -123,7 +142,7 @@ class Eagle3(_Eagle):
         num = len(self.target_layers)
         self.input_norm = RMSNorm(num * width, eps=eps) if norm_before_fc else None
         self.fc_norm = nn.ModuleList([RMSNorm(width, eps=eps) for _ in range(num)] if norm_features else [])
-        self.fc = nn.Linear(num * width, width, bias=False)
+        self.fc = SizedLinear(num * width, width)
         self.input_layernorm, self.hidden_norm, self.norm = (RMSNorm(width, eps=eps) for _ in range(3))
         self.lm_head = nn.Linear(width, self.vocab_size, bias=False)
         self.lm_head.weight.data.copy_(target.shape_logits.scale * self._goal_head[0])  # a cap keeps the order
@@ -150,19 +169,26 @@ class Eagle3(_Eagle):
     def logits(self, d, readout):
         return self.lm_head(readout)
 
+    def measure(self, slots, *, fresh):
+        if self.input_norm is not None or self.fc_norm:
+            return False
+        self.fc.measure((part.features for part in slots), fresh=fresh)
+        return True
+
     @torch.no_grad()
     def solve(self, slots):
         """A start by regression for a head in which features enter by the residual stream and tokens by attention.
 
         `fc` estimates the final state at j-1. What this lacks of the final state at j is estimated by a second ridge
         regression; values and output are its part of the highest rank that the attention heads allow. Attention looks at
-        its own position, because queries and keys are the same random map of the embedding. The MLP starts at zero and
-        the last norm as a constant (docs/methods.md, section 5).
+        its own position, because queries and keys are the same random map of the embedding. What is still missing is
+        estimated by the MLP: its last matrix by a third regression, on hidden units that stay random. The last norm starts
+        as a constant, further layers as the identity (docs/methods.md, section 5).
         """
         attention, config = self.block.self_attn, self.config
         size = torch.cat([part.state for part in slots]).float().pow(2).mean().sqrt()
         if not self.fc_norm and self.input_norm is None:
-            self.fc.weight.copy_(ridge((part.features, part.state) for part in slots))
+            self.fc.set(ridge((part.features, part.state) for part in slots))
         states = [self.encode(part.features) for part in slots]
         inputs = [
             torch.cat([self.input_layernorm(self.embed(part.tokens[:, 0])), self.hidden_norm(state)], dim=-1)
@@ -183,7 +209,8 @@ class Eagle3(_Eagle):
         key = torch.cat([key, torch.zeros_like(key)], dim=-1)  # [groups, head_dim, 2D], zero for the state
         attention.k_proj.weight.copy_(key.flatten(0, 1))
         attention.q_proj.weight.copy_(key[:, None].expand(-1, heads // groups, -1, -1).flatten(0, 2))
-        self.block.mlp.down_proj.weight.zero_()
+        befores = (residual + attention.alone(x) for x, residual in zip(inputs, residuals))
+        self.block.solve_mlp((before, part.goals[:, 0]) for before, part in zip(befores, slots))
         for layer in self.further:
             layer.start_as_identity()
         self.norm.weight.fill_(size)

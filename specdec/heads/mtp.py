@@ -104,9 +104,9 @@ class MTP(Drafter):
 
     @torch.no_grad()
     def solve(self, slots):
-        """`eh_proj` by ridge regression onto the state that each module has to guess; its block starts as the identity.
+        """`eh_proj` by ridge regression onto the state that each module has to guess, and the MLP onto what this lacks.
 
-        The last norm starts as the constant that gives states the mean size of the target's. Native modules are left as
+        Attention starts at zero, the last norm as the constant that gives states the mean size of the target's. Native modules are left as
         they are. See docs/methods.md, section 5.
         """
         if self.pretrained:
@@ -119,8 +119,9 @@ class MTP(Drafter):
             goals = [part.goals[:, d - 1] for part in slots]
             module.eh_proj.weight.copy_(ridge(zip(joined, goals)))
             module.block.start_as_identity()
+            module.block.solve_mlp((module.eh_proj(x), goal) for x, goal in zip(joined, goals))
             module.norm.weight.fill_(torch.cat(goals).float().pow(2).mean().sqrt())
-            states = [module.norm(module.eh_proj(x)) for x in joined]
+            states = [module.norm(module.block.alone(module.eh_proj(x))) for x in joined]
         return True
 
 

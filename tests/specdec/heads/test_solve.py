@@ -1,8 +1,9 @@
-"""Closed-form starts: EAGLE's is ridge regression onto the next feature, and each start beats random weights."""
+"""Closed-form starts: EAGLE's are ridge regressions onto the next feature, and each start beats random weights."""
 
 import pytest
 import torch
 from hydra.utils import instantiate
+from torch import nn
 
 from specdec.cache import UnrollCache
 from specdec.drafter import Slots
@@ -21,21 +22,30 @@ def test_solve_against_stacked_least_squares(target):
     parts = (slice(0, 100), slice(100, num))
     assert head.solve([Slots(features[part], features[part], tokens[part, None], goals[part, None]) for part in parts])
 
+    def stacked(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:  # [M, E], [M, D] -> [E, D]
+        strength = RIDGE * (x**2).sum(0).mean()
+        x = torch.cat([x, strength.sqrt() * torch.eye(x.shape[1]).double()])
+        return torch.linalg.lstsq(x, nn.functional.pad(y, (0, 0, 0, len(x) - num))).solution
+
     x = torch.cat([target.embed(tokens), features], dim=-1)  # [M, 2D]
-    strength = RIDGE * (x**2).sum(0).mean()
-    stacked = torch.cat([x, strength.sqrt() * torch.eye(2 * width).double()])
-    expected = torch.linalg.lstsq(stacked, torch.cat([goals, torch.zeros(2 * width, width).double()])).solution
-    torch.testing.assert_close(head.fc.weight, expected.T)
+    first = stacked(x, goals)
+    torch.testing.assert_close(head.fc.weight, first.T)
+    mlp, h = head.block.mlp, x @ first
+    normed = head.block.post_attention_layernorm(h)
+    units = nn.functional.silu(mlp.gate_proj(normed)) * mlp.up_proj(normed)  # [M, E]
+    second = stacked(units, goals - h)
+    torch.testing.assert_close(mlp.down_proj.weight, second.T)
 
     seen = spans(torch.zeros(1, num, dtype=torch.long))
-    h, _ = head.step(1, features[None], tokens[None], torch.arange(num)[None], seen, UnrollCache().at_step(1))
-    torch.testing.assert_close(h[0], x @ expected)
+    state, _ = head.step(1, features[None], tokens[None], torch.arange(num)[None], seen, UnrollCache().at_step(1))
+    torch.testing.assert_close(state[0], h + units @ second)
 
 
 SOLVED = {
     "eagle": {},
     "hass": {},
     "eagle3": {},
+    "peagle": {},
     "hydra": {},
     "mtp": {},
     "dspark": {"fuse": True},
