@@ -44,6 +44,8 @@ CASES = (
     Case("eagle3", {"target_layers": [1, 3, 6]}, False, ("vllm", "speculators", "gguf")),
     Case("eagle3", {"norm_features": True, "norm_output": True}, True, ("vllm", "speculators")),
     Case("eagle3", {"norm_before_fc": True, "norm_before_residual": True}, True, ("vllm", "speculators", "gguf")),
+    Case("eagle3", {"num_layers": 2}, False, ("vllm", "speculators")),
+    Case("peagle", {"num_layers": 2}, True, ("vllm", "speculators")),
     Case("medusa", {"num_heads": 3, "num_blocks": 2}, False, ("vllm",)),
     Case("medusa", {"num_heads": 3, "own_output": True}, False, ("vllm", "medusa")),
     Case("mtp", {}, False, ("vllm",)),
@@ -107,7 +109,7 @@ def overfit(drafter: Drafter, rows: list[data.Row], objective: dict, *, depth: i
     weights = {name: float(name in wanted) for name in objective["losses"]}
     depth = 1 if drafter.attends == "text" else depth
     arguments = {key: value for key, value in objective.items() if key != "_target_"}
-    loss_of = Objective(drafter, **{**arguments, "losses": weights, "depth": depth, "anchors": None})
+    loss_of = Objective(drafter, **{**arguments, "losses": weights, "depth": depth, "anchors": None, "keep": 1.0})
     batch = data.collate([[row] for row in rows], length=max(len(row.tokens) for row in rows), pad_token=0)
     output = Online(target, drafter.target_layers)(batch)
     optimizer = torch.optim.Adam([p for p in drafter.parameters() if p.requires_grad], lr=2e-3)

@@ -1,9 +1,9 @@
-"""EAGLE-3, DFlash and DSpark in the Speculators container (0.9; docs/file-formats.md, section 11), which vLLM serves too."""
+"""EAGLE-3, P-EAGLE, DFlash and DSpark in the Speculators container (0.9; docs/file-formats.md, section 11), which vLLM serves too."""
 
 from specdec import engine_targets
 from specdec.drafter import Drafter
 from specdec.heads.dflash import BlockDrafter
-from specdec.heads.eagle import Eagle3
+from specdec.heads.eagle import Eagle3, PEagle
 from specdec.layouts import base, block_drafter, eagle
 from specdec.layouts.base import Layout
 from specdec.serving import Form, form_of, vllm_line, vllm_settings
@@ -39,7 +39,16 @@ def form(drafter: Drafter) -> Form:
             }
             tensors = base.rename(plain.tensors, [("midlayer.", "layers.0.")])
             shapes = eagle.shapes3(plain.config, prefix="layers.0.")
-            return _form(drafter, "eagle3", "llama", Layout(tensors, fields, shapes, FIELDS3), plain)
+            if not isinstance(drafter, PEagle):
+                return _form(drafter, "eagle3", "llama", Layout(tensors, fields, shapes, FIELDS3), plain)
+            if len(drafter.fc_norm) or drafter.norm_output:
+                raise ValueError(
+                    "vLLM reads no fc_norm and norm_output of a P-EAGLE head in this container: take format=vllm."
+                )
+            fields["mask_token_id"] = drafter.mask_token
+            return _form(
+                drafter, "peagle", "llama", Layout(tensors, fields, shapes, FIELDS3 | {"mask_token_id"}), plain
+            )
         case BlockDrafter() if block_drafter.is_dspark(drafter):
             plain = block_drafter.dspark(drafter)
             names = DSPARK - COMMON - {"aux_hidden_state_layer_ids"}
@@ -71,7 +80,9 @@ def _form(drafter: Drafter, algorithm: str, model_type: str, own: Layout, plain:
     layer = {"model_type": model_type, **{name: plain.config[name] for name in names.split()}}
     target = drafter.target
     config = {
-        "architectures": [{"eagle3": "Eagle3", "dflash": "DFlash", "dspark": "DSpark"}[algorithm] + "Speculator"],
+        "architectures": [
+            {"eagle3": "Eagle3", "peagle": "PEagle", "dflash": "DFlash", "dspark": "DSpark"}[algorithm] + "Speculator"
+        ],
         "speculators_model_type": algorithm,
         "speculators_version": VERSION,
         "speculators_config": {
@@ -93,7 +104,9 @@ def _form(drafter: Drafter, algorithm: str, model_type: str, own: Layout, plain:
         "torch_dtype": None,
         **own.config,
     }
-    settings = vllm_settings(algorithm)
+    settings = vllm_settings("eagle3" if algorithm == "peagle" else algorithm)
+    if algorithm == "peagle":
+        settings["parallel_drafting"] = True
     lines = {
         "vLLM": vllm_line(target.name, settings),
         "vLLM, with the target named in config.json": "vllm serve <out>",

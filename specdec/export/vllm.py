@@ -6,7 +6,7 @@ from specdec import engine_targets
 from specdec.drafter import Drafter
 from specdec.heads.dflash import BlockDrafter
 from specdec.heads.draft import Draft
-from specdec.heads.eagle import Eagle, Eagle3
+from specdec.heads.eagle import Eagle, Eagle3, PEagle
 from specdec.heads.medusa import Medusa, Medusa2
 from specdec.heads.mtp import MTP
 from specdec.layouts import block_drafter, eagle, language_model, medusa, mtp
@@ -37,6 +37,8 @@ def form(drafter: Drafter) -> Form:
                 "token_map.pt is the draft vocabulary, for SGLang and for importing the head; vLLM has no place for it.",
             )
             return _form(drafter, layout, "eagle", whole_vocabulary=reduced, notes=notes if reduced else ())
+        case PEagle():
+            return _form(drafter, eagle.eagle3(drafter), "eagle3", more_settings={"parallel_drafting": True})
         case Eagle3():
             return _form(drafter, eagle.eagle3(drafter), "eagle3")
         case Medusa2():
@@ -61,7 +63,7 @@ def form(drafter: Drafter) -> Form:
             layout, more = language_model.language_model(drafter)
             return _form(drafter, layout, "draft_model", whole_vocabulary=reduced, more=more)
     raise ValueError(
-        f"vLLM cannot run {type(drafter).__name__}. It serves EAGLE-1, EAGLE-3 and Medusa heads, MTP heads of one module, block "
+        f"vLLM cannot run {type(drafter).__name__}. It serves EAGLE-1, EAGLE-3, P-EAGLE and Medusa heads, MTP heads of one module, block "
         "drafters and draft models."
     )
 
@@ -72,11 +74,12 @@ def _form(
     method: str,
     *,
     override: dict | None = None,
+    more_settings: dict | None = None,
     notes: tuple[str, ...] = (),
     **fields,
 ) -> Form:
     notes = (*notes, *engine_targets.notes("vLLM", KINDS[method], drafter.target))
-    settings = vllm_settings(method)
+    settings = vllm_settings(method) | (more_settings or {})
     line = vllm_line(drafter.target.name, settings)
     if override:
         line += f" --hf-overrides '{json.dumps(override)}'"

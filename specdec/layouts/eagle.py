@@ -1,9 +1,9 @@
-"""The layouts of EAGLE-1 and EAGLE-3 (docs/file-formats.md, sections 4 and 5)."""
+"""The layouts of EAGLE-1, EAGLE-3 and P-EAGLE (docs/file-formats.md, sections 4 to 6)."""
 
 import torch
 from torch import Tensor
 
-from specdec.heads.eagle import Eagle, Eagle3
+from specdec.heads.eagle import Eagle, Eagle3, PEagle
 from specdec.layouts import base
 from specdec.layouts.base import Layout, Shapes
 from specdec.target import Target
@@ -21,6 +21,8 @@ BACK3 = [
     for own, public in [*NAMES3[1:], NAMES3[0]]
     for prefix in ("midlayer.", "layers.0.")
 ]
+FURTHER = "layers.{}."  # layers behind the first one; then the first one is called layers.0.
+MASK_TOKENS = ("ptd_token_id", "pard_token", "mask_token_id")  # the names of P-EAGLE's mask token
 TOKEN_MAP = "token_map.pt"  # the draft vocabulary of EAGLE-1, which SGLang reads by --speculative-token-map
 
 
@@ -94,14 +96,17 @@ def check_layers(layers: tuple[int, ...], target: Target) -> None:
 
 
 def eagle3(drafter: Eagle3) -> Layout:
-    """The layout that vLLM, SGLang, SafeAILab's code and llama.cpp's converter all read."""
+    """The layout that vLLM, SGLang, SafeAILab's code and llama.cpp's converter all read.
+
+    Of several layers, and of P-EAGLE: vLLM alone.
+    """
     target, layers = drafter.target, drafter.target_layers
     check_layers(layers, target)
     head = {name: value for name, value in drafter.state_dict().items() if name != "draft_to_target"}
     config = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
-        "num_hidden_layers": 1,
+        "num_hidden_layers": 1 + len(drafter.further),
         **base.block_fields(drafter.config, target),
         "draft_vocab_size": drafter.vocab_size,
         **norms(drafter),
@@ -115,8 +120,16 @@ def eagle3(drafter: Eagle3) -> Layout:
         config |= {"eagle_aux_hidden_state_layer_ids": list(layers), "num_aux_hidden_states": len(layers)}
         config["eagle_config"] = inner
         fields = fields | LAYER_FIELDS
-    tensors = base.rename(head, NAMES3) | base.vocab_tensors(drafter)
-    return Layout(tensors, config, shapes3(config), fields)
+    if isinstance(drafter, PEagle):
+        config["ptd_token_id"] = drafter.mask_token
+        fields = fields | {"ptd_token_id"}
+    names, prefix = NAMES3, "midlayer."
+    if config["num_hidden_layers"] > 1:
+        prefix = FURTHER.format(0)
+        names = [(own, public.replace("midlayer.", prefix)) for own, public in NAMES3]
+        names += [(f"further.{number}.", FURTHER.format(number + 1)) for number in range(len(drafter.further))]
+    tensors = base.rename(head, names) | base.vocab_tensors(drafter)
+    return Layout(tensors, config, shapes3(config, prefix=prefix), fields)
 
 
 def norms(drafter: Eagle3) -> dict[str, bool]:
@@ -130,7 +143,13 @@ def norms(drafter: Eagle3) -> dict[str, bool]:
 
 
 def check_plain(drafter: Eagle3, whose: str, *, lacks: tuple[str, ...]) -> None:
-    """Raises ValueError for an EAGLE-3 head with switches that an engine ignores; whose: the engine's name."""
+    """Raises ValueError for an EAGLE-3 head with switches that an engine ignores, and for layers and masks that only vLLM has.
+
+    whose: the engine's name
+    """
+    if drafter.further or isinstance(drafter, PEagle):
+        what = "P-EAGLE" if isinstance(drafter, PEagle) else "EAGLE-3 of several layers"
+        raise ValueError(f"{whose} has no {what}: take format=vllm or speculators.")
     on = [name for name, given in norms(drafter).items() if given and name in lacks]
     if on:
         raise ValueError(f"{whose} has no {', '.join(on)}, which this head was trained with: take format=vllm.")
@@ -148,6 +167,11 @@ def shapes3(config: dict, *, prefix: str = "midlayer.") -> Shapes:
         "lm_head.weight": (config["draft_vocab_size"], hidden),
         **base.vocab_shapes(config),
     }
+    for number in range(1, config.get("num_hidden_layers", 1)):
+        layer = FURTHER.format(number)
+        shapes |= {f"{layer}input_layernorm.weight": (hidden,), **base.block_shapes(config, prefix=layer)}
+    if mask_token(config) is not None:
+        shapes["mask_hidden"] = (1, 1, num * hidden)
     if config.get("fc_norm"):
         shapes |= {f"fc_norm.{number}.weight": (hidden,) for number in range(num)}
     if config.get("norm_before_fc"):
@@ -155,8 +179,13 @@ def shapes3(config: dict, *, prefix: str = "midlayer.") -> Shapes:
     return shapes
 
 
+def mask_token(config: dict) -> int | None:
+    """P-EAGLE's mask token; None for EAGLE-3."""
+    return next((config[name] for name in MASK_TOKENS if config.get(name) is not None), None)
+
+
 def read3(config: dict, tensors: dict[str, Tensor], target: Target) -> tuple[dict, dict]:
-    """-> the arguments of `heads.eagle.Eagle3`, its tensors. Raises ValueError if they are no EAGLE-3 head of this target.
+    """-> the class and arguments of an Eagle3 or a PEagle, its tensors. Raises ValueError if they are no head of this target.
 
     config: flat; that of a Speculators container with the fields of its `transformer_layer_config`
     """
@@ -175,8 +204,15 @@ def read3(config: dict, tensors: dict[str, Tensor], target: Target) -> tuple[dic
         "vocab_size": target.vocab_size,
     }
     config["draft_vocab_size"] = config.get("draft_vocab_size") or len(tensors.get("lm_head.weight", ())) or None
-    if config.get("num_hidden_layers", 1) != 1 or config.get("attention_bias"):
-        raise ValueError("Only EAGLE-3 heads of one layer without attention biases can be imported.")
+    if config.get("attention_bias"):
+        raise ValueError("Only EAGLE-3 heads without attention biases can be imported.")
+    mask, num_layers = mask_token(config), config.get("num_hidden_layers", 1)
+    if (mask is None) != ("mask_hidden" not in tensors):
+        raise ValueError(
+            "P-EAGLE has mask_hidden among its tensors and a mask token in config.json: one of them is missing."
+        )
+    if mask is not None:
+        tensors["mask_hidden"] = tensors["mask_hidden"].reshape(1, 1, -1)
     vocab = None
     if "d2t" in tensors:
         vocab = base.check_vocab(tensors["d2t"], tensors.get("t2d"))
@@ -186,13 +222,18 @@ def read3(config: dict, tensors: dict[str, Tensor], target: Target) -> tuple[dic
         vocab = None
     prefix = "layers.0." if any(name.startswith("layers.0.") for name in tensors) else "midlayer."
     base.check_tensors(tensors, shapes3(config, prefix=prefix))
-    head = base.rename({name: value for name, value in tensors.items() if name not in ("d2t", "t2d")}, BACK3)
+    further = [(FURTHER.format(number), f"further.{number - 1}.") for number in range(1, num_layers)]
+    head = base.rename(
+        {name: value for name, value in tensors.items() if name not in ("d2t", "t2d")}, [*further, *BACK3]
+    )
     if vocab is not None:
         head["draft_to_target"] = vocab
     check_layers(tuple(layers or default_layers(target)), target)
     arguments = {
-        "_target_": "specdec.heads.eagle.Eagle3",
+        "_target_": f"specdec.heads.eagle.{'Eagle3' if mask is None else 'PEagle'}",
+        **({} if mask is None else {"mask_token": mask}),
         **base.read_block(config, target),
+        "num_layers": num_layers,
         "target_layers": list(layers or default_layers(target)),
         "norm_features": bool(config.get("fc_norm", False)),
         "norm_output": bool(config.get("norm_output", False)),

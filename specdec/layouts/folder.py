@@ -44,8 +44,8 @@ def _family(folder: Path, config: dict, tensors: dict[str, Tensor], target: Targ
             raise ValueError(
                 "write norm_before_residual, true or false, into config.json: vLLM and Speculators guess differently."
             )
-        if kind not in ("eagle3", "dflash"):
-            raise ValueError(f"Speculators of type {kind} cannot be imported; eagle3 and dflash can.")
+        if kind not in ("eagle3", "peagle", "dflash"):
+            raise ValueError(f"Speculators of type {kind} cannot be imported; eagle3, peagle and dflash can.")
     if any("linear" in name or name.startswith("blocks.") for name in tensors):
         return medusa.read(config, tensors, target)
     if any("mtp_layers" in name for name in tensors):
@@ -57,7 +57,7 @@ def _family(folder: Path, config: dict, tensors: dict[str, Tensor], target: Targ
     if "fc.weight" in tensors:
         return eagle.read1(config, tensors, _token_map(folder), target)
     raise ValueError(
-        f"its tensors ({', '.join(sorted(tensors)[:3])}, ...) belong to none of the known layouts: EAGLE-1, EAGLE-3, Medusa, "
+        f"its tensors ({', '.join(sorted(tensors)[:3])}, ...) belong to none of the known layouts: EAGLE-1, EAGLE-3, P-EAGLE, Medusa, "
         "DFlash, MTP in MiMo's layout, and the Speculators container of EAGLE-3 and DFlash."
     )
 
