@@ -142,10 +142,14 @@ def eagle1(folder: Path, target: Served, tokens: Tensor, slot: int, depth: int, 
 
 
 def eagle3(folder: Path, target: Served, tokens: Tensor, slot: int, depth: int, *, engine: str = "vllm") -> Drafts:
-    """A raw folder or a Speculators container. Layer ids: vLLM reads the outer ones, SGLang the inner ones plus one."""
+    """EAGLE-3 and P-EAGLE, a raw folder or a Speculators container.
+
+    Layer ids: vLLM reads the outer ones, SGLang the inner ones plus one.
+    """
     config, tensors = read(folder)
     if "speculators_model_type" in config:
-        assert config["speculators_model_type"] == "eagle3" and engine == "vllm"
+        assert config["speculators_model_type"] in ("eagle3", "peagle") and engine == "vllm"
+        assert (config["speculators_model_type"] == "peagle") == ("mask_token_id" in config)
         assert config["transformer_layer_config"]["model_type"] == "llama" and "norm_before_residual" in config
         config = {**config["transformer_layer_config"], **config}
     else:
@@ -162,20 +166,31 @@ def eagle3(folder: Path, target: Served, tokens: Tensor, slot: int, depth: int, 
     embed = tensors.get("embed_tokens.weight", target.embed)
     lm_head, ids = vocabulary(tensors, config, target)
     g = torch.cat(list(target.states[layers, :slot]), dim=-1)
+    masks = config.get("ptd_token_id", config.get("mask_token_id"))
+    assert (masks is None) == ("mask_hidden" not in tensors)
+    if masks is not None:
+        g = torch.cat([g, tensors["mask_hidden"].view(1, -1).expand(depth, -1)])
     if config.get("norm_before_fc", inner.get("norm_before_fc")):
         g = norm(g, tensors["input_norm.weight"], config)
     if config.get("fc_norm"):  # after the other norm, as in vLLM's source
         parts = enumerate(g.chunk(len(layers), dim=-1))
         g = torch.cat([norm(part, tensors[f"fc_norm.{i}.weight"], config) for i, part in parts], dim=-1)
-    h, logits = g @ tensors["fc.weight"].T, []
+    (h, blank), logits = (g @ tensors["fc.weight"].T).split([slot, len(g) - slot]), []
     for d in range(1, depth + 1):
-        e = norm(embed[tokens[1 : slot + d]], w["input_layernorm.weight"], config)
+        seen = tokens[1 : slot + d].clone()
+        if masks is not None:
+            seen[slot:] = masks
+        e = norm(embed[seen], w["input_layernorm.weight"], config)
         n = norm(h, w["hidden_norm.weight"], config)
         y = (n if config.get("norm_before_residual") else h) + causal(w, config, torch.cat([e, n], dim=-1))
-        y = mlp(w, config, y)[-1:]
-        readout = norm(y, tensors["norm.weight"], config)
+        y = mlp(w, config, y)
+        for number in range(1, config["num_hidden_layers"]):
+            further = under(tensors, f"layers.{number}.")
+            y = y + causal(further, config, norm(y, further["input_layernorm.weight"], config))
+            y = mlp(further, config, y)
+        readout = norm(y[-1:], tensors["norm.weight"], config)
         logits.append(lm_head @ readout[0])
-        h = torch.cat([h, readout if config.get("norm_output") else y])
+        h = torch.cat([h, blank[:1] if masks is not None else readout if config.get("norm_output") else y[-1:]])
     return Drafts(torch.stack(logits), ids)
 
 

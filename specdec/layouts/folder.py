@@ -44,6 +44,8 @@ def _family(folder: Path, config: dict, tensors: dict[str, Tensor], target: Targ
             raise ValueError(
                 "write norm_before_residual, true or false, into config.json: vLLM and Speculators guess differently."
             )
+        if kind == "peagle" and config.get("mask_token_id") is None:
+            raise ValueError("write mask_token_id, the token whose embedding P-EAGLE's masks have, into config.json.")
         if kind not in ("eagle3", "peagle", "dflash"):
             raise ValueError(f"Speculators of type {kind} cannot be imported; eagle3, peagle and dflash can.")
     if any("linear" in name or name.startswith("blocks.") for name in tensors):

@@ -80,6 +80,10 @@ def config_of(drafter, form: str) -> dict:
         ("eagle3", False, {"norm_before_residual": True}, "sglang", "take format=vllm"),
         ("eagle3", False, {"target_layers": [1, 4, 6]}, "eagle", "Train with target_layers=null"),
         ("eagle3", False, {"target_layers": [1, 2, 4, 6]}, "gguf", "exactly three hidden states"),
+        *(("eagle3", False, {"num_layers": 2}, form, "has no EAGLE-3 of several layers: take format=vllm or speculators")
+          for form in ("eagle", "sglang", "gguf")),
+        *(("peagle", False, {}, form, "has no P-EAGLE: take format=vllm or speculators") for form in ("eagle", "sglang", "gguf")),
+        ("peagle", False, {"norm_output": True}, "speculators", "take format=vllm"),
     ],
 )  # fmt: skip
 def test_heads_that_an_engine_cannot_serve_are_refused(target, head, reduced, arguments, form, message):

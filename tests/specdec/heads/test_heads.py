@@ -34,7 +34,7 @@ def text(any_drafter):
 
 
 @torch.no_grad()
-def unroll_row(drafter, tokens, features, *, goals=None, documents=None, positions=None):
+def unroll_row(drafter, tokens, features, *, goals=None, documents=None, positions=None, keep=1.0):
     """The unroll over one row; by default one document in which every token is a goal."""
     num = len(tokens)
     steps = plan(
@@ -43,6 +43,7 @@ def unroll_row(drafter, tokens, features, *, goals=None, documents=None, positio
         torch.arange(num)[None] if positions is None else positions[None],
         torch.ones(1, num, dtype=torch.bool) if goals is None else goals[None],
         depth=depth_of(drafter),
+        keep=keep,
     )
     return unroll(drafter, tokens[None], features[None], steps)
 
@@ -200,6 +201,25 @@ def test_sparse_goals_give_the_readouts_of_all_goals(any_drafter, text, some, mo
         expected, expected_exists = at_goals(full, full.readouts, d, some)
         assert torch.equal(exists, expected_exists)
         torch.testing.assert_close(readouts[exists], expected[exists], atol=1e-10, rtol=0)
+
+
+def test_fewer_slots_from_step_to_step_give_the_readouts_of_all_slots(any_drafter, text, monkeypatch):
+    """Each step runs on a part of the slots of the step before, with the same readouts there."""
+    monkeypatch.setattr(unroll_plan, "ROUND", 1)
+    depth, tokens, features = depth_of(any_drafter), *text
+    if any_drafter.attends not in ("path", "none"):
+        return
+    full, goals = unroll_row(any_drafter, tokens, features), list(range(LENGTH))
+    torch.manual_seed(0)
+    thinned = unroll_row(any_drafter, tokens, features, keep=0.6)
+    nums = [len(step.goals) for step in thinned.plan.steps]
+    assert nums[0] == len(full.plan.steps[0].goals) and nums == sorted(nums, reverse=True) and nums[1] < nums[0]
+    for d in range(1, depth + 1):
+        readouts, exists = at_goals(thinned, thinned.readouts, d, goals)
+        expected, _ = at_goals(full, full.readouts, d, goals)
+        torch.testing.assert_close(readouts[exists], expected[exists], atol=1e-10, rtol=0)
+        step = thinned.plan.steps[d - 1]
+        assert step.share == pytest.approx(len(step.goals) / len(full.plan.steps[d - 1].goals))
 
 
 def readouts_by_slot(drafter, tokens, features) -> dict[tuple[int, int], torch.Tensor]:

@@ -69,6 +69,7 @@ RETURNING = [
     *(("eagle3", arguments, form) for form in ("vllm", "speculators")
       for arguments in ({}, CONTAINED, {"target_layers": [1, 4, 6]}, {"block": OTHER_BLOCK})),
     ("eagle3", ALL_NORMS, "vllm"),
+    *((head, {"num_layers": 2}, form) for head in ("eagle3", "peagle") for form in ("vllm", "speculators")),
     ("medusa", {}, "vllm"),
     ("medusa", {}, "medusa"),
     ("medusa", {"own_output": True}, "medusa"),
@@ -245,7 +246,7 @@ def test_damaged_and_foreign_weights_are_refused(target, tmp_path):
     _, tensors = reference.read(out)
     for change, message in (
         ({"midlayer.hidden_norm.weight": None}, "midlayer.hidden_norm.weight is missing"),
-        ({"mask_hidden": torch.zeros(96)}, "mask_hidden is not part of the layout"),
+        ({"mask_hidden": torch.zeros(96)}, "P-EAGLE has mask_hidden .* one of them is missing"),
         ({"d2t": tensors["d2t"] + torch.arange(40)}, "d2t and t2d name different tokens|d2t must hold offsets"),
         ({"model.embed_tokens.weight": target.embed.weight.clone()}, "as a draft model, with model=DIR"),
     ):
@@ -255,7 +256,9 @@ def test_damaged_and_foreign_weights_are_refused(target, tmp_path):
     rewrite(out, num_attention_heads=None)
     refuse(out, target, "has no field 'num_attention_heads'")
     rewrite(out, num_attention_heads=4, speculators_model_type="peagle")
-    refuse(out, target, "type peagle cannot be imported; eagle3 and dflash can")
+    refuse(out, target, "write mask_token_id")
+    rewrite(out, speculators_model_type="mlp")
+    refuse(out, target, "type mlp cannot be imported; eagle3, peagle and dflash can")
     rewrite(out, speculators_model_type=None, tensors={**dict.fromkeys(tensors), "other.weight": torch.zeros(2)})
     refuse(out, target, "none of the known layouts")
 
