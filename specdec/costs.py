@@ -350,8 +350,10 @@ def _write(path: Path, conditions: Conditions, table: dict[int, dict[int, float]
             "seconds": table,
             "longer": {rows: asdict(each) for rows, each in longer.items()},
         }
-        write_text(path, json.dumps(document, indent=1) + "\n")
-    except OSError as error:
+        own = path.with_suffix(f".{os.getpid()}")  # another process may measure the same at this time
+        write_text(own, json.dumps(document, indent=1) + "\n")
+        own.replace(path)
+    except (OSError, ValueError) as error:
         warnings.warn(
             f"The measured costs cannot be kept in {path.parent} ({error}); they will be measured again.", stacklevel=2
         )

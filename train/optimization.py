@@ -225,6 +225,12 @@ class Average:
         self.values = {name: p.detach().clone() for name, p in self.weights.items()}
 
     @torch.no_grad()
+    def begin(self) -> None:
+        """Starts again from the weights as they are now."""
+        for name, weight in self.weights.items():
+            self.values[name].copy_(weight)
+
+    @torch.no_grad()
     def update(self) -> None:
         """After a step of the optimizer."""
         self.updates += 1

@@ -109,6 +109,8 @@ class Trainer:
             # By the processes that hold the main one's target with it
             group = Group.in_step(self.accelerator, self.drafter.target)
             num = self.weights.change(start, here=group.number == 0)
+        if self.average is not None:
+            self.average.begin()
         if num > 0:
             say(f"closed-form start from {num} packs")
 

@@ -1,6 +1,8 @@
 """Tests of what a pass of the target costs: measured, kept on the disk, and corrected by use."""
 
 import json
+import multiprocessing
+import warnings
 
 import pytest
 
@@ -150,6 +152,24 @@ def test_costs_that_no_longer_hold_are_measured_again(small_target, tmp_path, mo
     assert table() == {1: now, 2: now} and asked == [1, 2, 2, 2, 1, 2]
     assert table() == {1: now, 2: now}  # from the disk
     assert asked[6:] == [2]
+
+
+def test_processes_that_measure_the_same_at_once_do_not_disturb_each_other(tmp_path, small_target):
+    conditions = Conditions.of(small_target, Sampling(), compiled=False)
+
+    def write_often() -> None:
+        warnings.simplefilter("error")
+        for _ in range(50):
+            costs_module._write(tmp_path / "costs.json", conditions, {1: {1: 1.0}}, {})
+
+    children = [multiprocessing.get_context("fork").Process(target=write_often) for _ in range(2)]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join()
+    assert [child.exitcode for child in children] == [0, 0]
+    assert costs_module._read(tmp_path / "costs.json") == ({1: {1: 1.0}}, {})
+    assert [path.name for path in tmp_path.iterdir()] == ["costs.json"]
 
 
 def test_an_unreadable_cache_folder_is_no_obstacle(small_target, tmp_path, monkeypatch):

@@ -206,9 +206,22 @@ def test_a_checkpoint_holds_the_better_of_weights_and_average(fit, monkeypatch, 
     assert report["ema"]["kept"] == better and report["replayed_tau"] == report["ema"][better] > 1
     state = checkpoint.read_tensors(Path("checkpoints/both/state/step_000004/drafter.safetensors"))
     kept = checkpoint.read_tensors(Path("checkpoints/both/step_000004/drafter.safetensors"))
-    prefix = {"plain": "", "average": "average:"}[better]
-    assert all(torch.equal(kept[name], state[prefix + name]) for name in kept if "average:" + name in state)
-    assert any(not torch.equal(state[name], state["average:" + name]) for name in kept if "average:" + name in state)
+    prefix, trained = (
+        {"plain": "", "average": "average:"}[better],
+        [name for name in kept if "average:" + name in state],
+    )
+    for name in trained:  # while it is trained, fc has weights in units of its inputs' sizes
+        size = state.get(name.replace("weight", "size"), torch.ones(()))
+        torch.testing.assert_close(kept[name], state[prefix + name] / size)
+    assert any(not torch.equal(state[name], state["average:" + name]) for name in trained)
+
+
+@pytest.mark.slow
+def test_the_average_begins_with_the_solved_weights(fit):
+    fit("begun", "head=eagle3", "train.ema=0.9", "solve_packs=2", "optimizer.lr=0", "train.steps=1")
+    state = checkpoint.read_tensors(Path("checkpoints/begun/state/step_000001/drafter.safetensors"))
+    trained = [name for name in state if "average:" + name in state]
+    assert trained and all(torch.equal(state[name], state["average:" + name]) for name in trained)
 
 
 @pytest.mark.slow

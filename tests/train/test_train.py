@@ -298,7 +298,9 @@ def test_training_starts_from_a_checkpoint(fit, head):
     )
     before, after = (next(Path("checkpoints", run).glob("step_*")) for run in ("first", "further"))
     old, new = (checkpoint.read_tensors(folder / "drafter.safetensors") for folder in (before, after))
-    assert old.keys() == new.keys() and all(torch.equal(old[name], new[name]) for name in old)
+    assert old.keys() == new.keys()
+    for name in old:  # those of fc went into units of their inputs' sizes and back
+        torch.testing.assert_close(old[name], new[name], rtol=1e-6, atol=0)
     documents = [checkpoint.read_json(folder / "drafter.json") for folder in (before, after)]
     assert documents[0] == documents[1]
     fit("learning", f"head={head}", "start=checkpoints/first", "train.steps=2", "train.validate_every=2")
