@@ -8,6 +8,7 @@ from rich.table import Table
 
 from specdec.figures import TAU
 from specdec.report import Report, by_depth, verdict
+from train.data_law import outlook, points_of
 
 
 def usage(conf: Path) -> str:
@@ -138,4 +139,8 @@ def end(console: Console, trainer) -> None:
         figure = trainer.validation.figure.replace("_", " ")
         console.print(f"best {figure} {trainer.best['figure']:.3f}: {best}")
         console.print(trainer.validation.cost(trainer.seconds), highlight=False)
+        depth, unique = trainer.validation.drafting.depth, trainer.material.num_tokens
+        said = outlook(points_of(trainer.folder.read_log()), depth=depth, unique=unique)
+        if said is not None:
+            console.print(said, highlight=False, soft_wrap=True)
         console.print(f"next: python scripts/generate.py checkpoint={best} prompt='...'", highlight=False)

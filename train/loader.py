@@ -50,6 +50,11 @@ class Material:
         if self.stream and self.on_policy:
             raise ValueError("on_policy= needs packs that can be read again: use stream=false.")
 
+    @property
+    def num_tokens(self) -> int | None:
+        """Of the data set; None for a stream, which may have no end."""
+        return None if self.stream else self.packs.num_tokens
+
     def collate(self, indices: list[int]) -> Batch:
         return self.lay([self.packs[index] for index in indices])
 

@@ -98,8 +98,10 @@ def _duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds > 90 else f"{seconds:.0f} s"
 
 
-def training_cost(accelerator: Accelerator, drafter: Head, *, tokens: int, seconds: float) -> Training:
-    """tokens, seconds: of training so far, in all processes"""
+def training_cost(
+    accelerator: Accelerator, drafter: Head, *, tokens: int, seconds: float, unique: int | None = None
+) -> Training:
+    """tokens, seconds: of training so far, in all processes; unique: tokens of the data set, None for a stream"""
     if accelerator.device.type == "cuda":
         peak = torch.cuda.max_memory_allocated()
     else:
@@ -111,6 +113,7 @@ def training_cost(accelerator: Accelerator, drafter: Head, *, tokens: int, secon
         tokens_per_second=tokens / seconds if seconds else None,
         peak_memory=peak,
         processes=accelerator.num_processes,
+        unique_tokens=unique,
     )
 
 

@@ -60,9 +60,12 @@ class RunFolder:
     def log(self, step: int, figures: dict) -> None:
         files.append(self.path / "log.jsonl", json.dumps({"step": step, **figures}) + "\n", synced=False)
 
+    def read_log(self) -> list[dict]:
+        return read_rows(self.path / "log.jsonl")
+
     def log_last(self, step: int, figures: dict) -> None:
         """What follows the last state of a run. If the run died behind it, it is done again, and this line replaced."""
-        kept = [row for row in read_rows(self.path / "log.jsonl") if not row.get("last")]
+        kept = [row for row in self.read_log() if not row.get("last")]
         rows = [*kept, {"step": step, "last": True, **figures}]
         files.write_text(self.path / "log.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
 
@@ -76,7 +79,7 @@ class RunFolder:
             (self.path / "best").unlink(missing_ok=True)
         log = self.path / "log.jsonl"
         if log.exists():
-            kept = [row for row in read_rows(log) if row["step"] <= step]
+            kept = [row for row in self.read_log() if row["step"] <= step]
             files.write_text(log, "".join(json.dumps(row) + "\n" for row in kept))
 
     def save_checkpoint(self, drafter: Head, report: Report) -> str:

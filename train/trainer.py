@@ -312,7 +312,9 @@ class Trainer:
     def _validate(self, *, required: bool) -> None:
         """Judges the weights, saves a checkpoint of the better ones, and marks it if it is the best so far."""
         self._settle()
-        cost = training_cost(self.accelerator, self.drafter, tokens=self.seen, seconds=self.seconds)  # before decoding
+        cost = training_cost(  # before decoding
+            self.accelerator, self.drafter, tokens=self.seen, seconds=self.seconds, unique=self.material.num_tokens
+        )
         with self.waiting(f"the weights of step {self.step}"):
             candidates = {"plain": self.weights.frozen()}
             if self.average is not None:
