@@ -4,7 +4,7 @@
     python scripts/compare.py checkpoint=checkpoints/a proposers=ngram,suffix proposer.ngram.max=4 decode.temperature=0
 
 Nothing is trained. Every checkpoint is decoded in each shape of chains= and trees=, every proposer once, and each prompt
-plainly. Writes OUT/table.md and OUT/comparison.png. OUT/rows.jsonl keeps each finished prompt: after Ctrl-C or a kill,
+plainly. A proposer that holds a trained head, such as auto, is decoded with each of the checkpoints. Writes OUT/table.md and OUT/comparison.png. OUT/rows.jsonl keeps each finished prompt: after Ctrl-C or a kill,
 the same command continues.
 """
 
@@ -55,11 +55,13 @@ def main() -> None:
     samplings = sorted(set(chosen.decode.samplings()), key=lambda sampling: sampling.temperature)
     shapes = chosen.shapes()
     runs = loading.load_runs(chosen.checkpoint, chosen.target)
-    head = str(runs[0].folder) if runs else None  # of the proposers that hold a trained head
     opened = loading.shared_target(runs, chosen.target, head=chosen.settings.get("checkpoint"))
     prompts = data.load_prompts(chosen.prompts, opened.tokenizer, limit=chosen.limit)
-    configs = proposers.configure_all(
-        chosen.proposers, settings=chosen.settings, drafting=chosen.decode.drafting_of(shapes[0]), checkpoint=head
+    configs = proposers.configure_for_each(
+        chosen.proposers,
+        settings=chosen.settings,
+        drafting=chosen.decode.drafting_of(shapes[0]),
+        checkpoints={run.name: str(run.folder) for run in runs},
     )
     settings = describe(chosen, runs, configs, prompts, opened.target)
     methods, run_of = make_methods(chosen, runs, configs, opened.target, shapes)
@@ -72,8 +74,6 @@ def main() -> None:
             for rows in decode_missing(chosen, methods, decoders, prompts, results, sampling, console):
                 results.append(*rows)
         given = {f"proposer.{key}": value for key, value in chosen.settings.items()}
-        if any(head in proposers.heads(config) for config in configs.values()):
-            given.setdefault("proposer.checkpoint", str(head))
         print(write(out, methods, run_of, results.rows, settings, given))
     console.print(f"written: {out}/table.md, {out}/comparison.png")
 

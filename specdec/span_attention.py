@@ -6,7 +6,7 @@ exponents over all of its keys, and the backward pass computes the chunk's weigh
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -61,6 +61,25 @@ def spans(documents: Tensor, *, lag: int = 0) -> Span:
     begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
     first = torch.where(begins | (documents < 0), number, 0).cummax(1).values
     return Span(first, number - lag, apart=lag > 0)
+
+
+def within(seen: Seen, window: int | None, *, depth: int, positions: Tensor, first: int) -> Seen:
+    """What `window` leaves of it: keys that stand fewer positions than this before the query, which counts; None: all of it.
+
+    depth: of the step, at which the query of column c stands at c + depth - 1; positions [B, S] of the queries; first: the
+    position of the first entry of the cache. The queries' own keys stay: drafts of a round are fewer than the window
+    """
+    if window is None:
+        return seen
+    if isinstance(seen, Tensor):
+        at = torch.arange(seen.shape[-1], device=seen.device) + first
+        return seen & (at > positions[:, None, :, None] - window)
+
+    def narrow(first: Tensor, last: Tensor) -> Tensor:
+        return torch.maximum(first, last + depth - window)
+
+    host = seen.host and (narrow(*seen.host), seen.host[1])
+    return replace(seen, first=narrow(seen.first, seen.last), host=host)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, seen: Seen, *own: Tensor) -> Tensor:

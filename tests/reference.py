@@ -91,8 +91,12 @@ def attention(w: dict, config: dict, x: Tensor, keys: Tensor, start: int, mask: 
     return F.linear((scores.softmax(-1) @ v).transpose(0, 1).flatten(1), w["self_attn.o_proj.weight"])
 
 
-def causal(w: dict, config: dict, x: Tensor) -> Tensor:
-    return attention(w, config, x, x, 0, torch.ones(len(x), len(x)).tril().bool())
+def causal(w: dict, config: dict, x: Tensor, *, layer: int = 0) -> Tensor:
+    """Attention of a drafter's layer, which sees the last sliding_window positions if its type is sliding_attention."""
+    seen = torch.ones(len(x), len(x)).tril().bool()
+    if (config.get("layer_types") or ["full_attention"] * (layer + 1))[layer] == "sliding_attention":
+        seen &= torch.ones(len(x), len(x)).triu(1 - config["sliding_window"]).bool()
+    return attention(w, config, x, x, 0, seen)
 
 
 def mlp(w: dict, config: dict, x: Tensor) -> Tensor:
@@ -186,7 +190,7 @@ def eagle3(folder: Path, target: Served, tokens: Tensor, slot: int, depth: int, 
         y = mlp(w, config, y)
         for number in range(1, config["num_hidden_layers"]):
             further = under(tensors, f"layers.{number}.")
-            y = y + causal(further, config, norm(y, further["input_layernorm.weight"], config))
+            y = y + causal(further, config, norm(y, further["input_layernorm.weight"], config), layer=number)
             y = mlp(further, config, y)
         readout = norm(y[-1:], tensors["norm.weight"], config)
         logits.append(lm_head @ readout[0])

@@ -42,6 +42,8 @@ VARIANTS += [
     ("draft", False, {"width": 16}),
     ("dspark", False, {"fuse": True}),
     ("dflash", True, {"fuse": True}),
+    ("eagle3", False, {"window": 7, "num_layers": 2, "full_layers": [1]}),
+    ("peagle", True, {"window": 7, "full_layers": [0]}),
 ]
 QUICK = [  # `make quick`: one variant for each kind of Drafter.attends
     ("eagle", False, {}),

@@ -45,6 +45,7 @@ CASES = (
     Case("eagle3", {"norm_features": True, "norm_output": True}, True, ("vllm", "speculators")),
     Case("eagle3", {"norm_before_fc": True, "norm_before_residual": True}, True, ("vllm", "speculators", "gguf")),
     Case("eagle3", {"num_layers": 2}, False, ("vllm", "speculators")),
+    Case("eagle3", {"window": 8}, False, ("vllm", "speculators")),
     Case("peagle", {"num_layers": 2}, True, ("vllm", "speculators")),
     Case("medusa", {"num_heads": 3, "num_blocks": 2}, False, ("vllm",)),
     Case("medusa", {"num_heads": 3, "own_output": True}, False, ("vllm", "medusa")),

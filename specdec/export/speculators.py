@@ -9,6 +9,7 @@ from specdec.layouts.base import Layout
 from specdec.serving import Form, form_of, vllm_line, vllm_settings
 
 VERSION = "0.9.0"
+WINDOW = ("layer_types", "sliding_window", "use_sliding_window")  # of EAGLE-3 heads that have sliding layers
 COMMON = frozenset(
     "architectures speculators_model_type speculators_version speculators_config transformer_layer_config "
     "draft_vocab_size target_hidden_size torch_dtype".split()
@@ -78,6 +79,7 @@ def _form(drafter: Drafter, algorithm: str, model_type: str, own: Layout, plain:
     names = ("hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim hidden_act rms_norm_eps "
              "rope_parameters max_position_embeddings vocab_size attention_bias num_hidden_layers")  # fmt: skip
     layer = {"model_type": model_type, **{name: plain.config[name] for name in names.split()}}
+    layer |= {name: plain.config[name] for name in WINDOW if name in plain.config}
     target = drafter.target
     config = {
         "architectures": [

@@ -3,7 +3,7 @@
 A decoder block over features and tokens; EAGLE-3 and P-EAGLE may have further layers behind it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from specdec.heads.decoder_block import (
 )
 from specdec.heads.layers import three_layers
 from specdec.sized_linear import SizedLinear
+from specdec.span_attention import within
 from specdec.target import Target
 
 SELF = 4.0  # squared scale of EAGLE-3's first queries and keys: how strongly a position attends to itself
@@ -116,6 +117,8 @@ class Eagle3(_Eagle):
         fed back is the normed one. Off by default, because every serving engine loads the plain form
     norm_before_fc, norm_before_residual, block: for published heads: one norm of all fused states; the residual is the
         normed state; see block_config
+    window: positions that a layer sees, its own included, as Speculators trains heads; None: all. More than the drafts of a round
+    full_layers: the layers, from 0, that see all of them all the same
     """
 
     def __init__(
@@ -129,16 +132,24 @@ class Eagle3(_Eagle):
         norm_output: bool = False,
         norm_before_fc: bool = False,
         norm_before_residual: bool = False,
+        window: int | None = None,
+        full_layers: Sequence[int] = (),
         block: dict | None = None,
         vocab: Tensor | None = None,
     ):
         if num_layers < 1:
             raise ValueError(f"num_layers={num_layers} must be at least 1.")
+        if window is not None and window < 2:
+            raise ValueError(f"window={window} must be 2 positions or more; null: all.")
+        if not set(full_layers) <= set(range(num_layers)):
+            raise ValueError(f"full_layers={list(full_layers)} must be layers of this head, 0 .. {num_layers - 1}.")
         super().__init__(target, width=2 * target.width, intermediate_size=intermediate_size, block=block, vocab=vocab)
         self.further.extend(DecoderLayer(self.config, layer=layer) for layer in range(1, num_layers))
         width, eps = target.width, self.config.rms_norm_eps
         self.target_layers = target.layer_ids(target_layers or three_layers(target))
         self.norm_output, self.norm_before_residual = norm_output, norm_before_residual
+        self.window = window
+        self.windows = [None if layer in full_layers else window for layer in range(num_layers)]
         num = len(self.target_layers)
         self.input_norm = RMSNorm(num * width, eps=eps) if norm_before_fc else None
         self.fc_norm = nn.ModuleList([RMSNorm(width, eps=eps) for _ in range(num)] if norm_features else [])
@@ -160,9 +171,12 @@ class Eagle3(_Eagle):
         normed = self.hidden_norm(h)
         x = torch.cat([self.input_layernorm(self.embed(tokens)), normed], dim=-1)  # [B, S, 2D]
         rotary = self.rotary(x, positions)
-        h = self.block(x, normed if self.norm_before_residual else h, rotary, mask, cache)
-        for layer in self.further:
-            h = layer(h, rotary, mask, cache)
+        first, *further = (
+            within(mask, window, depth=d, positions=positions, first=self.first_slot) for window in self.windows
+        )
+        h = self.block(x, normed if self.norm_before_residual else h, rotary, first, cache)
+        for layer, seen in zip(self.further, further):
+            h = layer(h, rotary, seen, cache)
         normed = self.norm(h)
         return (normed if self.norm_output else h), normed
 

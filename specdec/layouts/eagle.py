@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from specdec.heads.eagle import Eagle, Eagle3, PEagle
+from specdec.layer_kinds import FULL, SLIDING
 from specdec.layouts import base
 from specdec.layouts.base import Layout, Shapes
 from specdec.target import Target
@@ -110,9 +111,10 @@ def eagle3(drafter: Eagle3) -> Layout:
         **base.block_fields(drafter.config, target),
         "draft_vocab_size": drafter.vocab_size,
         **norms(drafter),
+        **window_fields(drafter),
         "torch_dtype": None,
     }
-    fields = FIELDS3
+    fields = FIELDS3 | set(window_fields(drafter))
     if layers != default_layers(
         target
     ):  # vLLM reads the outer numbers; SGLang reads the inner ones, numbers of layer outputs
@@ -130,6 +132,29 @@ def eagle3(drafter: Eagle3) -> Layout:
         names += [(f"further.{number}.", FURTHER.format(number + 1)) for number in range(len(drafter.further))]
     tensors = base.rename(head, names) | base.vocab_tensors(drafter)
     return Layout(tensors, config, shapes3(config, prefix=prefix), fields)
+
+
+def window_fields(drafter: Eagle3) -> dict:
+    """What config.json says of sliding layers; nothing where every layer sees all positions."""
+    if drafter.window is None:
+        return {}
+    kinds = [FULL if window is None else SLIDING for window in drafter.windows]
+    return {"layer_types": kinds, "sliding_window": drafter.window, "use_sliding_window": True}
+
+
+def read_window(config: dict, num_layers: int) -> dict:
+    """The arguments `window` and `full_layers` of a head with this config.json. Raises ValueError if it contradicts itself."""
+    kinds = list(config.get("layer_types") or ())[:num_layers]
+    if SLIDING not in kinds:
+        return {}
+    if len(kinds) < num_layers or not set(kinds) <= {FULL, SLIDING}:
+        raise ValueError(f"layer_types={kinds} must be {FULL} or {SLIDING} for each of the {num_layers} layers.")
+    window = config.get("sliding_window")
+    if not isinstance(window, int):
+        raise ValueError(
+            f"config.json has sliding layers and sliding_window={window}: it must say how many positions they see."
+        )
+    return {"window": window, "full_layers": [layer for layer, kind in enumerate(kinds) if kind == FULL]}
 
 
 def norms(drafter: Eagle3) -> dict[str, bool]:
@@ -150,6 +175,8 @@ def check_plain(drafter: Eagle3, whose: str, *, lacks: tuple[str, ...]) -> None:
     if drafter.further or isinstance(drafter, PEagle):
         what = "P-EAGLE" if isinstance(drafter, PEagle) else "EAGLE-3 of several layers"
         raise ValueError(f"{whose} has no {what}: take format=vllm or speculators.")
+    if drafter.window is not None:
+        raise ValueError(f"{whose} has no sliding layers in drafters: take format=vllm or speculators.")
     on = [name for name, given in norms(drafter).items() if given and name in lacks]
     if on:
         raise ValueError(f"{whose} has no {', '.join(on)}, which this head was trained with: take format=vllm.")
@@ -234,6 +261,7 @@ def read3(config: dict, tensors: dict[str, Tensor], target: Target) -> tuple[dic
         **({} if mask is None else {"mask_token": mask}),
         **base.read_block(config, target),
         "num_layers": num_layers,
+        **read_window(config, num_layers),
         "target_layers": list(layers or default_layers(target)),
         "norm_features": bool(config.get("fc_norm", False)),
         "norm_output": bool(config.get("norm_output", False)),

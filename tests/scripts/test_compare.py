@@ -194,6 +194,18 @@ def test_other_settings_are_refused(run, compared, folder, tmp_path):
         run(*arguments)
 
 
+def test_a_proposer_with_a_head_is_decoded_with_each_checkpoint(run, folder):
+    run("proposers=merged,ngram", f"out={folder}/each", "limit=1", "chains=2", "trees=", "decode.temperature=0")
+    found = set(cells(folder / "each", "Comparison"))
+    assert {"merged with one", "merged with two", "ngram"} < found
+    (row,) = map(json.loads, (folder / "each" / "rows.jsonl").read_text().splitlines())
+    of_merged = [{"merged with one", "merged with two"} & set(part) for part in row.values() if isinstance(part, dict)]
+    assert {"merged with one", "merged with two"} in of_merged
+    run("proposers=merged,ngram", f"proposer.checkpoint={folder}/two", f"out={folder}/named", "limit=1", "chains=2", "trees=",
+        "decode.temperature=0")  # fmt: skip
+    assert "merged" in cells(folder / "named", "Comparison")
+
+
 def test_depth_is_limited_by_the_drafter_and_an_adapting_drafter_has_its_own_target(run, folder):
     printed = run(f"checkpoint={folder}/adapting", f"out={folder}/shallow", "limit=1")
     table = cells(folder / "shallow", "Comparison")

@@ -324,7 +324,9 @@ def test_a_run_ends_with_what_more_data_would_bring(fit, monkeypatch, capsys):
 
     def judged(self, frozen):
         accepted = next(taus) - 1
-        return [replace(each, replayed_accepted=[accepted] * len(each.replayed_accepted)) for each in replay(self, frozen)]
+        return [
+            replace(each, replayed_accepted=[accepted] * len(each.replayed_accepted)) for each in replay(self, frozen)
+        ]
 
     monkeypatch.setattr(Validation, "replay", judged)
     fit("more", "train.steps=6", "train.validate_every=1", "decode.depth=3")

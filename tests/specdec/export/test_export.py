@@ -84,6 +84,8 @@ def config_of(drafter, form: str) -> dict:
           for form in ("eagle", "sglang", "gguf")),
         *(("peagle", False, {}, form, "has no P-EAGLE: take format=vllm or speculators") for form in ("eagle", "sglang", "gguf")),
         ("peagle", False, {"norm_output": True}, "speculators", "take format=vllm"),
+        *(("eagle3", False, {"window": 4}, form, "has no sliding layers in drafters: take format=vllm or speculators")
+          for form in ("eagle", "sglang", "gguf")),
     ],
 )  # fmt: skip
 def test_heads_that_an_engine_cannot_serve_are_refused(target, head, reduced, arguments, form, message):

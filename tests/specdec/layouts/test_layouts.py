@@ -54,6 +54,8 @@ SERVED = [
     *(("eagle3", {"num_layers": 3}, form, reference.eagle3) for form in ("vllm", "speculators")),
     *(("peagle", {"mask_token": 5}, form, reference.eagle3) for form in ("vllm", "speculators")),
     ("peagle", {"num_layers": 1, "target_layers": [1, 4]}, "vllm", reference.eagle3),
+    *(("eagle3", {"window": 4}, form, reference.eagle3) for form in ("vllm", "speculators")),
+    *((head, {"window": 4, "num_layers": 2, "full_layers": [1]}, "speculators", reference.eagle3) for head in ("eagle3", "peagle")),
     ("medusa", {}, "vllm", reference.medusa),
     ("medusa", {"num_blocks": 2}, "vllm", reference.medusa),
     ("medusa", {"num_blocks": 2, "own_output": True}, "vllm", reference.medusa),

@@ -56,7 +56,7 @@ def assert_equal_drafters(drafter, expected) -> None:
     assert expected_tensors.keys() == tensors.keys() and all(
         torch.equal(expected_tensors[name], tensors[name]) for name in expected_tensors
     )
-    for name in ("norm_output", "norm_before_residual", "attention_bias", "num_drafts", "anchor_predicts"):
+    for name in ("norm_output", "norm_before_residual", "attention_bias", "num_drafts", "anchor_predicts", "windows"):
         assert getattr(drafter, name, None) == getattr(expected, name, None)
     if hasattr(expected, "config"):
         assert drafter.config.to_dict() == expected.config.to_dict()
@@ -70,6 +70,8 @@ RETURNING = [
       for arguments in ({}, CONTAINED, {"target_layers": [1, 4, 6]}, {"block": OTHER_BLOCK})),
     ("eagle3", ALL_NORMS, "vllm"),
     *((head, {"num_layers": 2}, form) for head in ("eagle3", "peagle") for form in ("vllm", "speculators")),
+    *((head, {"window": 4, "num_layers": 2, "full_layers": [1]}, form)
+      for head in ("eagle3", "peagle") for form in ("vllm", "speculators")),
     ("medusa", {}, "vllm"),
     ("medusa", {}, "medusa"),
     ("medusa", {"own_output": True}, "medusa"),
