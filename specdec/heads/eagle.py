@@ -118,7 +118,7 @@ class Eagle3(_Eagle):
     norm_before_fc, norm_before_residual, block: for published heads: one norm of all fused states; the residual is the
         normed state; see block_config
     window: positions that a layer sees, its own included, as Speculators trains heads; None: all. More than the drafts of a round
-    full_layers: the layers, from 0, that see all of them all the same
+    full_layers: the layers, from 0, that see all of them all the same; None: no layer does
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class Eagle3(_Eagle):
         norm_before_fc: bool = False,
         norm_before_residual: bool = False,
         window: int | None = None,
-        full_layers: Sequence[int] = (),
+        full_layers: Sequence[int] | None = None,
         block: dict | None = None,
         vocab: Tensor | None = None,
     ):
@@ -141,6 +141,7 @@ class Eagle3(_Eagle):
             raise ValueError(f"num_layers={num_layers} must be at least 1.")
         if window is not None and window < 2:
             raise ValueError(f"window={window} must be 2 positions or more; null: all.")
+        full_layers = full_layers or ()
         if not set(full_layers) <= set(range(num_layers)):
             raise ValueError(f"full_layers={list(full_layers)} must be layers of this head, 0 .. {num_layers - 1}.")
         super().__init__(target, width=2 * target.width, intermediate_size=intermediate_size, block=block, vocab=vocab)

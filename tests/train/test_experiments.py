@@ -47,7 +47,7 @@ def test_experiment_composes_and_finds_its_data(experiment, load, monkeypatch):
 def test_shipped_answers_name_a_source_and_a_permissive_licence():
     conversations = reading.load_conversations(str(ROOT / "data" / "answers.jsonl.gz"))
     prompts = list(reading.read_rows(str(ROOT / "data" / "prompts_dev.jsonl"), "train"))
-    assert len(conversations) == 2365 and len(prompts) == 73
+    assert len(conversations) == 5109 and len(prompts) == 73
     for row in [*conversations, *(row for _, row in prompts)]:
         assert row["license"] in ("MIT", "Apache-2.0")
         assert SOURCES.match(row["source"])
