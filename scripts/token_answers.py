@@ -62,7 +62,7 @@ def pack(rows: list[dict], prompts: list[dict], *, tokenizer: str, source: str) 
         "temperature": numpy.array(temperatures, numpy.float64),
         "stopped": numpy.array(stopped),
         "length": numpy.array([len(each) for each in tokens], numpy.uint32),
-        "tokens": numpy.array(sum(tokens, []), numpy.uint16 if max(map(max, tokens)) < 2**16 else numpy.uint32),
+        "tokens": numpy.concatenate(tokens).astype(numpy.uint16 if max(map(max, tokens)) < 2**16 else numpy.uint32),
     }
 
 

@@ -14,6 +14,8 @@ PROMPTS = [
     {"id": f"p{number}", "category": "small", "prompt": text} for number, text in enumerate(("Say hello.", "Count."))
 ]
 
+QUESTIONS = {each["id"]: each["prompt"] for each in PROMPTS}
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
@@ -29,7 +31,7 @@ def folder(tmp_path_factory):
         ("p0", "Hi", 1.0, False),
         ("p1", "1, 2", 0.7, True),
     ):
-        messages = [{"role": "user", "content": dict((each["id"], each["prompt"]) for each in PROMPTS)[prompt]}]
+        messages = [{"role": "user", "content": QUESTIONS[prompt]}]
         tokens = tokenizer(text, add_special_tokens=False)["input_ids"] + [stop] * ended
         job = answering.Job(
             f"{prompt}@{temperature:g}", "small", temperature, messages, data.encode_prompt(tokenizer, messages)
@@ -60,11 +62,11 @@ def test_answers_come_back_as_they_were(run, folder):
 
 def test_other_prompts_and_damaged_files_are_refused(run, folder):
     run("answers.jsonl", "checked.npz")
-    with pytest.raises(ValueError, match="made with another prompts. Give the prompts= that were answered"):
+    with pytest.raises(ValueError, match=r"made with another prompts\. Give the prompts= that were answered"):
         run("checked.npz", "never.jsonl", prompts="other.jsonl")
-    with pytest.raises(ValueError, match="one of them must be a .npz file"):
+    with pytest.raises(ValueError, match=r"one of them must be a \.npz file"):
         run("answers.jsonl", "never.jsonl")
-    with pytest.raises(ValueError, match=r"checked.npz exists; choose another out="):
+    with pytest.raises(ValueError, match=r"checked\.npz exists; choose another out="):
         run("answers.jsonl", "checked.npz")
     write_rows(folder / "foreign.jsonl", [rows_of(folder / "answers.jsonl")[0] | {"tokenizer": "other"}])
     with pytest.raises(ValueError, match="p0@0 has no token ids of this tokenizer"):
@@ -72,9 +74,9 @@ def test_other_prompts_and_damaged_files_are_refused(run, folder):
     content = (folder / "checked.npz").read_bytes()
     for damaged in (content[: len(content) // 2], b"no archive"):
         (folder / "checked.npz").write_bytes(damaged)
-        with pytest.raises(ValueError, match="checked.npz is damaged or not a file of token ids"):
+        with pytest.raises(ValueError, match=r"checked\.npz is damaged or not a file of token ids"):
             run("checked.npz", "never.jsonl")
     numpy.savez(folder / "lacks.npz", prompt=numpy.zeros(1))
     (folder / "checked.npz").write_bytes((folder / "lacks.npz").read_bytes())
-    with pytest.raises(ValueError, match="checked.npz is damaged or not a file of token ids"):
+    with pytest.raises(ValueError, match=r"checked\.npz is damaged or not a file of token ids"):
         run("checked.npz", "never.jsonl")
