@@ -22,7 +22,7 @@ GPU_TESTS ?= tests/specdec/test_tree.py tests/specdec/test_sampling.py tests/spe
 
 help:
 	@echo "make setup   virtual environment in .venv, and the default target (once, a few minutes)"
-	@echo "make demo    train head=eagle on the CPU, validated by decoding; then the shipped head"
+	@echo "make demo    train head=eagle on the CPU, validated by decoding; then decode it beside the shipped head"
 	@echo "make test    all tests, in two processes (about 13 minutes on two cores)"
 	@echo "make quick   a selection of them for daily work: each kind of head once, nothing that trains (under a minute)"
 	@echo "make lint    ruff and mypy"
@@ -51,9 +51,9 @@ demo: $(READY)
 	  $(BIN)/accelerate launch --quiet --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
 	    train.py run=demo resume=true; \
 	fi
-	@echo; echo "== The head that ships, trained longer =="
-	$(BIN)/python scripts/generate.py checkpoint=checkpoints/shipped/eagle \
-	  prompt="Write a Python function that returns the factorial of a number."
+	@echo; echo "== This head and the one that ships, trained longer, on the same prompts =="
+	$(BIN)/python scripts/compare.py checkpoint=checkpoints/demo,checkpoints/shipped/mtp proposers=auto chains=2 trees= limit=8 \
+	  max_new_tokens=48 decode.temperature=0 out=checkpoints/demo/comparison
 
 # Each process runs on one thread (tests/conftest.py). Processes take tests from one another when they have none left.
 test: $(READY)

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import rich.console
+import rich.table
 from rich.progress import track
 
 from helpers import comparison, decoding, loading, proposers
@@ -74,8 +75,8 @@ def main() -> None:
             for rows in decode_missing(chosen, methods, decoders, prompts, results, sampling, console):
                 results.append(*rows)
         given = {f"proposer.{key}": value for key, value in chosen.settings.items()}
-        print(write(out, methods, run_of, results.rows, settings, given))
-    console.print(f"written: {out}/table.md, {out}/comparison.png")
+        console.print(write(out, methods, run_of, results.rows, settings, given))
+    console.print(f"{out}/comparison.png is the picture; {out}/table.md has everything, and whether the answers are lossless")
 
 
 def check(chosen: Compare) -> None:
@@ -155,8 +156,8 @@ def decode_missing(
 
 def write(
     out: Path, methods: list[Method], run_of: dict[str, Run], rows: list[dict], settings: dict, given: dict[str, str]
-) -> str:
-    """Writes table.md and comparison.png. given: settings of proposers as they were written. -> the text of table.md"""
+) -> rich.table.Table:
+    """Writes table.md and comparison.png. given: settings of proposers as they were written. -> what the terminal shows"""
     temperatures = sorted({row["temperature"] for row in rows})
     results = {
         t: {each.name: results_of(rows, name=each.name, baseline=each.baseline, temperature=t) for each in methods}
@@ -164,17 +165,17 @@ def write(
     }
     columns = {t: {each.name: report_of(each, results[t][each.name], t) for each in methods} for t in temperatures}
     names = sorted(columns[min(columns)], key=lambda name: -columns[min(columns)][name].tau)
+    baselines = {method.baseline: method.name for method in methods}
     parts = [
         comparison.table(names, columns, run_of, {method.name: method.depth for method in methods}),
         comparison.categories(names, columns),
         comparison.differences(names, methods[0].name, results),
-        comparison.conditions(columns, {method.baseline: method.name for method in methods}, settings, given),
+        comparison.conditions(columns, baselines, settings, given),
         comparison.verdicts(names, columns),
     ]
-    text = "\n\n".join(parts)
-    files.write_text(out / "table.md", text + "\n")
+    files.write_text(out / "table.md", "\n\n".join(parts) + "\n")
     comparison.picture(names, columns, settings).savefig(out / "comparison.png", dpi=130)
-    return text
+    return comparison.summary(names, columns, baselines)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The tables and the picture of scripts/compare.py."""
 
+import rich.table
 from matplotlib import colormaps
 from matplotlib.figure import Figure
 
@@ -65,6 +66,23 @@ def describe_training(run: Run | None) -> dict[str, str]:
     if spent and spent.tokens_per_second:  # unknown where the run was continued from another
         cells["training tokens/s"] = f"{spent.tokens_per_second:,.0f}"
     return cells
+
+
+def summary(names: list[str], columns: Columns, baselines: dict[str, str]) -> rich.table.Table:
+    """What a terminal shows: tau, tokens/s and speedup of plain decoding and of every method. baselines: see `conditions`"""
+    shown = rich.table.Table()
+    for name in ("", "tau", "tokens/s", "speedup", "95 % over prompts"):
+        shown.add_column(name, justify="right" if name else "left")
+    for temperature, column in columns.items():
+        shown.add_section()
+        for baseline, name in baselines.items():
+            rate = column[name].baseline_tokens_per_second
+            shown.add_row(f"plain decoding of {baseline}, T={temperature:g}", "1.00", f"{rate:.1f}", "1.00", "")
+        for name in sorted(names, key=lambda name: column[name].speedup):
+            report = column[name]
+            cells = f"{report.tau:.2f}", f"{report.tokens_per_second:.1f}", f"{report.speedup:.2f}"
+            shown.add_row(f"{name}, T={temperature:g}", *cells, "{:.2f} .. {:.2f}".format(*report.speedup_ci))
+    return shown
 
 
 def categories(names: list[str], columns: Columns) -> str:

@@ -214,7 +214,8 @@ def test_depth_is_limited_by_the_drafter_and_an_adapting_drafter_has_its_own_tar
     assert set(depths.values()) == {"2"} and len(depths) == 2
     line = json.loads((folder / "shallow" / "rows.jsonl").read_text().splitlines()[0])
     adapted = f"the target adapted by {name}"
-    assert set(line["plain"]) == {adapted, FROZEN} and comparison.ADAPTED in printed
+    assert set(line["plain"]) == {adapted, FROZEN} and f"plain decoding of {adapted}" in printed
+    assert comparison.ADAPTED in (folder / "shallow" / "table.md").read_text()
     assert line["plain"][adapted]["tokens"] != line["plain"][FROZEN]["tokens"]
 
 
