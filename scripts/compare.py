@@ -76,7 +76,9 @@ def main() -> None:
                 results.append(*rows)
         given = {f"proposer.{key}": value for key, value in chosen.settings.items()}
         console.print(write(out, methods, run_of, results.rows, settings, given))
-    console.print(f"{out}/comparison.png is the picture; {out}/table.md has everything, and whether the answers are lossless")
+    console.print(
+        f"{out}/comparison.png is the picture; {out}/table.md has everything, and whether the answers are lossless"
+    )
 
 
 def check(chosen: Compare) -> None:

@@ -1,5 +1,6 @@
 """Decoding as measurement: every prompt is decoded plainly and with drafts, round by round in turn, under the same settings."""
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -24,6 +25,7 @@ class Prompt:
     id: str
     category: str
     tokens: list[int]
+    tags: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,12 @@ class PromptResult:
     @property
     def num_rounds(self) -> int:
         return len(self.drafted.accepted[0])
+
+    @property
+    def first_difference(self) -> int | None:
+        """The first token of the drafted answer that is not the plain one's; None if they are the same."""
+        pairs = itertools.zip_longest(self.plain.tokens[0], self.drafted.tokens[0])
+        return next((place for place, (own, other) in enumerate(pairs) if own != other), None)
 
     @property
     def num_emitted(self) -> int:

@@ -2,13 +2,13 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from typing import Any
 
 from specdec import figures
 from specdec.generation import STAGES
-from specdec.measurement import PromptReplay, PromptResult
+from specdec.measurement import Prompt, PromptReplay, PromptResult
 
 ONLY_IF_KNOWN = (
     "replayed_prompts",
@@ -23,6 +23,8 @@ ONLY_IF_KNOWN = (
     "experts",
     "served",
     "auto",
+    "differences",
+    "by_tag",
 )  # not in JSON if empty
 
 
@@ -76,6 +78,8 @@ class Report:
     ema: dict | None = None  # of a validation with train.ema: the weights kept, and replayed tau of both
     served: dict | None = None  # of a validation with validation.served: tau and counters of vLLM on the same prompts
     auto: dict | None = None  # of proposers/auto.py beside: see _auto, scripts/evaluate.py and train/validation.py
+    differences: list[dict] = field(default_factory=list)  # greedy answers unlike plain decoding's: prompt, token, gap
+    by_tag: dict[str, "Report"] = field(default_factory=dict)  # of the tags that rows of prompts have
     experts: list[int] | None = None  # of a validation whose target is a mixture: experts of a layer, those of a token
 
     @property
@@ -86,11 +90,14 @@ class Report:
     def to_json(self) -> dict:
         """A document for json.dump; `from_json` reads it."""
         document = {item.name: getattr(self, item.name) for item in fields(self)}
-        document["by_category"] = {name: report.to_json() for name, report in self.by_category.items()}
+        for parts in ("by_category", "by_tag"):
+            document[parts] = {name: report.to_json() for name, report in getattr(self, parts).items()}
         document["training"] = self.training and asdict(self.training)
         if self.temperature > 0:
             del document["largest_gap_at_difference"]
-        return {key: value for key, value in document.items() if key not in ONLY_IF_KNOWN or value not in (None, {})}
+        return {
+            key: value for key, value in document.items() if key not in ONLY_IF_KNOWN or value not in (None, {}, [])
+        }
 
     @classmethod
     def from_json(cls, document: dict, *, source: str = "this document") -> "Report":
@@ -98,9 +105,13 @@ class Report:
         known = {item.name for item in fields(cls)}
         values = {key: value for key, value in document.items() if key in known}
         try:
-            categories = {name: cls.from_json(part) for name, part in values.pop("by_category", {}).items()}
+            by_category, by_tag = (
+                {name: cls.from_json(part) for name, part in values.pop(parts, {}).items()}
+                for parts in ("by_category", "by_tag")
+            )
             training = values.pop("training", None)
-            return cls(**values, by_category=categories, training=training and Training(**training))
+            training = training and Training(**training)
+            return cls(**values, by_category=by_category, by_tag=by_tag, training=training)
         except (TypeError, AttributeError) as error:
             raise ValueError(
                 f"{source} is not a report of drafting ({error}). Take another copy of it, or measure again."
@@ -143,6 +154,11 @@ def summarise(
         },
         identical_outputs=None if temperature > 0 else 1 - len(gaps) / len(results),
         largest_gap_at_difference=None if temperature > 0 else max(gaps, default=None),
+        differences=[
+            {"prompt": result.prompt.id, "token": result.first_difference, "gap": result.gap}
+            for result in results
+            if result.gap is not None
+        ],
         auto=_auto(results, temperature, seed) if all(result.auto for result in results) else None,
     )
     replayed = all(result.replayed_accepted for result in results)
@@ -186,13 +202,18 @@ def with_replays(report: Report, replays: Sequence[PromptResult | PromptReplay],
 
 
 def summarise_by_category(results: list[PromptResult], **settings) -> Report:
-    """`summarise` over all results, with a report for each category in it."""
-    categories = sorted({result.prompt.category for result in results})
-    parts = {
-        name: summarise([result for result in results if result.prompt.category == name], **settings)
-        for name in categories
-    }
-    return replace(summarise(results, **settings), by_category=parts)
+    """`summarise` over all results, with a report for each category and tag in it."""
+    return in_parts(summarise(results, **settings), results, lambda part: summarise(part, **settings))
+
+
+def in_parts(report: Report, results: Sequence[Any], summary: Callable[[list[Any]], Report]) -> Report:
+    """The report with one for each category of the prompts, and for each of their tags. summary: of some of the results"""
+
+    def of(names: Callable[[Prompt], Iterable[str]]) -> dict[str, Report]:
+        found = sorted({name for result in results for name in names(result.prompt)})
+        return {name: summary([result for result in results if name in names(result.prompt)]) for name in found}
+
+    return replace(report, by_category=of(lambda prompt: (prompt.category,)), by_tag=of(lambda prompt: prompt.tags))
 
 
 def verdict(report: Report) -> str:

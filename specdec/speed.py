@@ -11,8 +11,8 @@ from specdec.target import Target
 MOST_READ = 2**30  # bytes
 
 
-def best_chain(report: Report) -> int:
-    """The chain length with the highest predicted speedup, up to the length that the report measured by decoding.
+def chain_speedups(report: Report) -> list[float]:
+    """[K] predicted speedups of chains of 1, 2, .. drafts, up to the length that the report measured by decoding.
 
     Assumes that a step of drafting costs the same at every depth, and so does each draft in the target's pass, or in that
     of a mixture each further expert (experts.growth).
@@ -28,7 +28,13 @@ def best_chain(report: Report) -> int:
         rest = sum(spent for stage, spent in stages.items() if stage not in ("draft", "verify"))
         return (1 + sum(survival[:num])) * plain / (share * stages["draft"] + verify + rest)
 
-    return max(range(1, depth + 1), key=speedup)
+    return [speedup(num) for num in range(1, depth + 1)]
+
+
+def best_chain(report: Report) -> int:
+    """The chain length with the highest of `chain_speedups`."""
+    speedups = chain_speedups(report)
+    return 1 + speedups.index(max(speedups))
 
 
 # The limit of plain decoding

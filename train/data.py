@@ -123,7 +123,10 @@ def load_prompts(source: str, tokenizer: PreTrainedTokenizerBase, *, limit: int 
     Raises ValueError as reading.load_prompts and reading.spread.
     """
     rows = reading.spread(reading.load_prompts(source), limit)
-    return [Prompt(row["id"], row["category"], encode_prompt(tokenizer, row["messages"])) for row in rows]
+    return [
+        Prompt(row["id"], row["category"], encode_prompt(tokenizer, row["messages"]), tuple(row["tags"]))
+        for row in rows
+    ]
 
 
 def find_content_end(text: str, content: str, start: int, stop: int) -> int:

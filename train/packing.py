@@ -257,7 +257,18 @@ def frequent_tokens(packs: Packs, size: int | None, *, num_tokens: int) -> torch
     """The `size` ids that are supervised most often, increasing, [W]; None if `size` is. Ties prefer low ids."""
     if size is None or size >= num_tokens:
         return None
+    return _counts(packs, num_tokens).sort(descending=True, stable=True).indices[:size].sort().values
+
+
+def covered(packs: Packs, vocab: torch.Tensor, *, num_tokens: int) -> float:
+    """The share of the supervised tokens that are in the draft vocabulary, [W] ids."""
+    counts = _counts(packs, num_tokens)
+    return float(counts[vocab].sum() / counts.sum())
+
+
+def _counts(packs: Packs, num_tokens: int) -> torch.Tensor:
+    """How often each token is supervised, [V]"""
     counts = torch.zeros(num_tokens, dtype=torch.long)
     for tokens in supervised_tokens(packs):
         counts += torch.from_numpy(numpy.bincount(tokens, minlength=num_tokens))
-    return counts.sort(descending=True, stable=True).indices[:size].sort().values
+    return counts

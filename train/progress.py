@@ -98,20 +98,23 @@ def _duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds > 90 else f"{seconds:.0f} s"
 
 
+def peak_memory(device: torch.device) -> int:
+    """Most bytes so far: of the device, on a CPU of the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
 def training_cost(
     accelerator: Accelerator, drafter: Head, *, tokens: int, seconds: float, unique: int | None = None
 ) -> Training:
     """tokens, seconds: of training so far, in all processes; unique: tokens of the data set, None for a stream"""
-    if accelerator.device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated()
-    else:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     return Training(
         parameters=drafter.num_parameters(),
         tokens=tokens,
         seconds=seconds,
         tokens_per_second=tokens / seconds if seconds else None,
-        peak_memory=peak,
+        peak_memory=peak_memory(accelerator.device),
         processes=accelerator.num_processes,
         unique_tokens=unique,
     )

@@ -21,9 +21,10 @@ from train.group import Group
 from train.loader import Loader, Material, MicroBatch, permutation
 from train.objective import Loss, Objective
 from train.optimization import AVERAGE, Average, GradientNorms, take
+from train.pages import run_page
 from train.parts import gathered, local
 from train.processes import say
-from train.progress import TrainingProgress, clipping, other_processes, text_rounds, training_cost
+from train.progress import TrainingProgress, clipping, other_processes, peak_memory, text_rounds, training_cost
 from train.run_folder import RunFolder, packs_of_step
 from train.settings import Settings
 from train.sharding import Weights
@@ -211,6 +212,7 @@ class Trainer:
             **figures,
             "tokens_per_second": progress.rate,
             "learning_rate": self.scheduler.get_last_lr()[0],
+            "memory": peak_memory(self.accelerator.device),
         }
 
     def _train_step(self, *, compare: bool) -> tuple[int, tuple[int, float] | None]:
@@ -332,6 +334,7 @@ class Trainer:
             if best is None or figure > best:
                 self.best = {"figure": figure, "step": self.step, "by": kind}
                 self.folder.mark_best(name)
+            run_page.write(self.folder.path)
         with self.waiting(f"the validation of step {self.step}"):
             self.accelerator.wait_for_everyone()
         self.objective.train()

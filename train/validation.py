@@ -22,7 +22,7 @@ from specdec.experts import experts_of
 from specdec.measurement import Prompt, PromptReplay, PromptResult, measure
 from specdec.proposers.auto import Auto
 from specdec.proposers.base import Proposer
-from specdec.report import Report, summarise, undecoded, with_replays
+from specdec.report import Report, in_parts, summarise, undecoded, with_replays
 from specdec.sampling import Sampling
 from specdec.target import TargetOutput
 from train.engine_features import EngineTarget
@@ -122,11 +122,13 @@ class Validation:
             results = self._decode_all(frozen, step, self._left(trained), required)
             if results is None:
                 return None
-            return frozen, self._finished(self._with_auto(self._summarise(results), frozen), step)
+            report = in_parts(self._summarise(results), results, self._summarise)
+            return frozen, self._finished(self._with_auto(report, frozen), step)
         replays = {name: self.replay(frozen) for name, frozen in candidates.items()}
         taus = {name: figures.replayed_tau(each) for name, each in replays.items()}
         kept = max(taus, key=lambda name: taus[name])
-        report = with_replays(undecoded(self.settings.temperature), replays[kept])
+        replayed = lambda part: with_replays(undecoded(self.settings.temperature), part)
+        report = in_parts(replayed(replays[kept]), replays[kept], replayed)
         if len(candidates) > 1:
             report = replace(report, ema={"kept": kept, **taus})
         left = self._left(trained)
@@ -139,6 +141,12 @@ class Validation:
         if self._agreed(better and (left is None or LEAST * (self.each or 0.0) <= left)):
             report = self._with_decoded(report, candidates[kept], left)
         return candidates[kept], self._finished(report, step)
+
+    @property
+    def traceable(self) -> bool:
+        """Whether replay can say what was drafted along the answers, in this process alone."""
+        alone = self.engine is None and self.target.share.size == 1
+        return alone and self.answers is not None and self.sampling.greedy and self.drafting.stopping is None
 
     def unfinished(self, report: Report) -> bool:
         """Whether `decode_best` has something to add to the report of the best step."""
@@ -210,7 +218,7 @@ class Validation:
         """A report of replay and the decoding of as many prompts as there is time for, but at least LEAST."""
         results = self._decode(frozen, self._within(left, at_least=LEAST, whole=False))
         known = {name: value for name, value in vars(report).items() if name.startswith("replayed_")}
-        known |= {name: getattr(report, name) for name in ("ema", "step", "training")}
+        known |= {name: getattr(report, name) for name in ("ema", "step", "training", "by_category", "by_tag")}
         return self._with_auto(replace(self._summarise(results), **known), frozen)
 
     def _decode_all(self, frozen: Head, step: int, left: float | None, required: bool) -> list[PromptResult] | None:

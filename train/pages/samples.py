@@ -1,0 +1,68 @@
+"""Answers of the target with what a drafter would have drafted along them, by replay of a greedy chain."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from specdec import replay
+from specdec.drafter import Drafter
+from specdec.measurement import Prompt
+
+LONGEST_PROMPT = 400  # characters that are shown of a prompt
+
+
+@dataclass(frozen=True)
+class Token:
+    """A token of an answer. depth: of the draft that it was; 0: the target's own. refused: the draft that the target refused there"""
+
+    depth: int
+    refused: int | None
+
+
+def trace(accept: Tensor, guesses: Tensor) -> list[Token]:
+    """The rounds along an answer of n tokens. accept, guesses [K, n], placed as in `replay.rounds`; temperature 0"""
+    depth, num = accept.shape
+    found, start = [Token(0, None)], 1  # the first token comes from the prompt's pass
+    while start < num:
+        for d in range(1, depth + 1):
+            if start + d >= num:  # the last place is filled by the target's own token
+                found.append(Token(0, None))
+                return found
+            if not accept[d - 1, start]:
+                found.append(Token(0, int(guesses[d - 1, start])))
+                start += d
+                break
+            found.append(Token(d, None))
+        else:
+            found.append(Token(0, None))
+            start += depth + 1
+    return found
+
+
+def samples(
+    drafter: Drafter, tokenizer: PreTrainedTokenizerBase, texts: list[tuple[Prompt, str, list[int]]], *, depth: int
+) -> list[dict]:
+    """texts: prompts, what they ask, and greedy answers -> for each {id, category, prompt, pieces: [{text, depth, refused}]}"""
+    pairs = [(prompt.tokens, answer) for prompt, _, answer in texts]
+    output = replay.read(drafter, pairs)
+    accepts = replay.acceptances(drafter, pairs, depth=depth, temperature=0.0, output=output)
+    guessed = replay.guesses(drafter, pairs, depth=depth, output=output)
+    found = []
+    for (prompt, asked, answer), accept, guesses in zip(texts, accepts, guessed):
+        shown = asked if len(asked) <= LONGEST_PROMPT else f"{asked[:LONGEST_PROMPT]} ..."
+        pieces = _pieces(tokenizer, answer, trace(accept, guesses))
+        found.append({"id": prompt.id, "category": prompt.category, "prompt": shown, "pieces": pieces})
+    return found
+
+
+def _pieces(tokenizer: PreTrainedTokenizerBase, answer: list[int], tokens: list[Token]) -> list[dict]:
+    """The text of each token; one that ends inside a character has none, and its text is that of the next one."""
+    pieces, shown = [], ""
+    for end, token in enumerate(tokens, start=1):
+        text = str(tokenizer.decode(answer[:end]))
+        whole = not text.endswith("\ufffd") or end == len(tokens)
+        refused = None if token.refused is None else tokenizer.decode([token.refused])
+        pieces.append({"text": text[len(shown) :] if whole else "", "depth": token.depth, "refused": refused})
+        shown = text if whole else shown
+    return pieces
