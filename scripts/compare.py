@@ -4,7 +4,7 @@
     python scripts/compare.py checkpoint=checkpoints/a proposers=ngram,suffix proposer.ngram.max=4 decode.temperature=0
 
 Nothing is trained. Every checkpoint is decoded in each shape of chains= and trees=, every proposer once, and each prompt
-plainly. A proposer that holds a trained head, such as auto, is decoded with each of the checkpoints. Writes OUT/table.md and OUT/comparison.png. OUT/rows.jsonl keeps each finished prompt: after Ctrl-C or a kill,
+plainly. A proposer that holds a trained head, such as auto, is decoded with each of the checkpoints. Writes OUT/comparison.html, which needs no network, OUT/table.md and OUT/comparison.png. OUT/rows.jsonl keeps each finished prompt: after Ctrl-C or a kill,
 the same command continues.
 """
 
@@ -24,12 +24,14 @@ from helpers.options import run as run_command
 from specdec import files
 from specdec.comparing import Decoders, Method, compare_prompts, make_decoders, report_of, results_of
 from specdec.compile import Runner
+from specdec.figures import tau_difference
 from specdec.measurement import Prompt, turns
 from specdec.sampling import Sampling
 from specdec.target import Target
 from specdec.tree import TreeShape
 from specdec.tuning import name_of
 from train import data
+from train.pages.comparison_page import render_comparison
 from train.resumable import Resumable, digest, digest_folder, resumable
 
 
@@ -159,7 +161,7 @@ def decode_missing(
 def write(
     out: Path, methods: list[Method], run_of: dict[str, Run], rows: list[dict], settings: dict, given: dict[str, str]
 ) -> rich.table.Table:
-    """Writes table.md and comparison.png. given: settings of proposers as they were written. -> what the terminal shows"""
+    """Writes table.md, comparison.png and comparison.html. given: settings of proposers as they were written. -> what the terminal shows"""
     temperatures = sorted({row["temperature"] for row in rows})
     results = {
         t: {each.name: results_of(rows, name=each.name, baseline=each.baseline, temperature=t) for each in methods}
@@ -177,6 +179,16 @@ def write(
     ]
     files.write_text(out / "table.md", "\n\n".join(parts) + "\n")
     comparison.picture(names, columns, settings).savefig(out / "comparison.png", dpi=130)
+    first = methods[0].name
+    page = render_comparison(
+        columns,
+        {t: {name: tau_difference(found[name], found[first]) for name in names} for t, found in results.items()},
+        first=first,
+        title=f"{len(names)} ways to draft",
+        conditions=comparison.conditions(columns, baselines, settings, given),
+        settings=settings,
+    )
+    files.write_text(out / "comparison.html", page)
     return comparison.summary(names, columns, baselines)
 
 

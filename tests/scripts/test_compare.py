@@ -1,6 +1,7 @@
 """Tests of scripts/compare.py on two tiny checkpoints: figures, interruption, refusals."""
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -192,6 +193,23 @@ def test_other_settings_are_refused(run, compared, folder, tmp_path):
     (step / files.CHECKSUMS).unlink()
     with pytest.raises(ValueError, match=rf"files\.{step} \(then"):
         run(*arguments)
+
+
+def test_the_page_says_what_the_tables_say(compared):
+    out, _ = compared
+    text = (out / "comparison.html").read_text()
+    data = json.loads(text.split('id="data">')[1].split("</script>")[0])
+    table = cells(out, "Comparison")
+    assert set(data["reports"]) == {"0", "1"} and set(data["reports"]["0"]) == set(table)
+    shown = re.findall(
+        r"<tr><td class=.whole.>(.+?)</td><td>(0|1)</td><td>(.+?)</td><td class=.whole.>(.*?)</td>", text
+    )
+    assert len(shown) == 2 * len(table)
+    for name, temperature, tau, interval in shown:
+        assert f"{tau} ({interval})" == table[name][f"tau T={temperature}"]
+        assert f"{data['reports'][temperature][name]['tau']:.2f}" == tau
+    assert "no way is faster" in text or "times the tokens a round" in text
+    assert len(text) < 1_000_000 and not re.search(r"(src|href)=.http", text)
 
 
 def test_a_proposer_with_a_head_is_decoded_with_each_checkpoint(run, folder):

@@ -21,6 +21,7 @@ class Curve:
     line: bool = True
     tips: Sequence[str] = ()  # of each mark; empty: its figures
     spans: Sequence[tuple[float, float]] = ()  # of each mark: an interval of y
+    guide: bool = False  # a line to read the others by: its name stands at its end, not in the legend
 
 
 @dataclass(frozen=True)
@@ -93,8 +94,12 @@ def lines(curves: Sequence[Curve], *, x: Axis, y: Axis, title: str) -> Markup:
                 inside.append(f'<line x1="{across(a)}" x2="{across(a)}" y1="{up(low)}" y2="{up(high)}"/>')
             tip = curve.tips[number_] if curve.tips else f"{curve.name}: {number(b)} at {x.label} {number(a)}"
             inside.append(f'<circle cx="{across(a)}" cy="{up(b)}" r="4" tabindex="0" data-tip="{escape(tip)}"/>')
-        parts.append(f'<g class="curve c{place % 8}" data-curve="{place}">{"".join(inside)}</g>')
-    return _figure(parts, title, [curve.name for curve in curves])
+        if curve.guide:
+            a, b = curve.points[-1]
+            inside.append(f'<text x="{across(a)}" y="{up(b) - 3}" text-anchor="end">{escape(curve.name)}</text>')
+        kind = "guide" if curve.guide else f"c{place % 8}"
+        parts.append(f'<g class="curve {kind}" data-curve="{place}">{"".join(inside)}</g>')
+    return _figure(parts, title, [curve.name for curve in curves if not curve.guide])
 
 
 def bars(groups: Sequence[tuple[str, Sequence[float]]], names: Sequence[str], *, x: str, y: str, title: str) -> Markup:
