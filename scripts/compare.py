@@ -4,8 +4,9 @@
     python scripts/compare.py checkpoint=checkpoints/a proposers=ngram,suffix proposer.ngram.max=4 decode.temperature=0
 
 Nothing is trained. Every checkpoint is decoded in each shape of chains= and trees=, every proposer once, and each prompt
-plainly. A proposer that holds a trained head, such as auto, is decoded with each of the checkpoints. Writes OUT/comparison.html, which needs no network, OUT/table.md and OUT/comparison.png. OUT/rows.jsonl keeps each finished prompt: after Ctrl-C or a kill,
-the same command continues.
+plainly. A proposer that holds a trained head, such as auto, is decoded with each of the checkpoints. Writes OUT/comparison.html,
+which needs no network, OUT/table.md and OUT/comparison.png. OUT/rows.jsonl keeps each finished prompt: after Ctrl-C or a
+kill, the same command continues.
 """
 
 import collections
@@ -45,7 +46,7 @@ class Compare(loading.PromptOptions, decoding.ShapesOptions, proposers.SeveralOp
     chains: str = "4"
     trees: str = "4x3x8"
     batch: int = option(1, "prompts decoded at once; speedups are then those of the batch")
-    out: str = option("comparison", "folder for table.md, comparison.png and rows.jsonl")
+    out: str = option("comparison", "folder for comparison.html, table.md, comparison.png and rows.jsonl")
     target: loading.TargetOptions = field(default_factory=loading.TargetOptions)
     decode: CompareDecodeOptions = field(default_factory=CompareDecodeOptions)
 
@@ -78,9 +79,7 @@ def main() -> None:
                 results.append(*rows)
         given = {f"proposer.{key}": value for key, value in chosen.settings.items()}
         console.print(write(out, methods, run_of, results.rows, settings, given))
-    console.print(
-        f"{out}/comparison.png is the picture; {out}/table.md has everything, and whether the answers are lossless"
-    )
+    console.print(f"{out}/comparison.html is the page; comparison.png and table.md beside it hold the same")
 
 
 def check(chosen: Compare) -> None:

@@ -5,7 +5,8 @@
 A run is a folder under checkpoints. Each gives one point, its best checkpoint; runs of drafters with as many parameters are one
 curve. The law is fitted to all points of a curve but the largest, which shows how well it predicts. A single run gives all
 its validations instead: those before its learning rate has fallen lie lower than a run that ends there.
-Writes OUT/data_law.json and OUT/data_law.png.
+The tokens of a run that was continued from another one with start= are added to that one's. Writes OUT/data_law.json and
+OUT/data_law.png.
 """
 
 import json
@@ -16,6 +17,7 @@ from pathlib import Path
 import rich.console
 import rich.table
 from matplotlib.figure import Figure
+from omegaconf import OmegaConf
 
 from helpers.options import option, options, run, split
 from specdec import checkpoint
@@ -68,14 +70,38 @@ def read(folders: list[str]) -> list[Curve]:
         spec = checkpoint.read_json(best / "drafter.json")
         kind = str(spec.get("_target_", spec.get("head", "drafter"))).rsplit(".", 1)[-1]
         name = f"{kind}, {spent.parameters / 1e6:.1f} M parameters"
-        found.setdefault(name, [])
-        found[name] += points_of(read_rows(path / "log.jsonl")) if len(folders) == 1 else [Point(spent.tokens, tau)]
+        points = trail(path) if len(folders) == 1 else [Point(spent.tokens + read_before(path), tau)]
+        found.setdefault(name, []).extend(points)
     if len(depths) > 1:
         raise ValueError(
             f"The runs were judged with drafts of {sorted(depths)} tokens. Train all with one decode.depth=."
         )
     depth = depths.pop()
     return [Curve(name, depth, sorted(points, key=lambda point: point.tokens)) for name, points in found.items()]
+
+
+def begun_with(run: Path) -> Path | None:
+    """The best step of the run that this one was continued from with start=; None if there is none here."""
+    config = run / "config.yaml"
+    start = OmegaConf.load(config).get("start") if config.exists() else None
+    return checkpoint.resolve(Path(start)) if start and Path(start).exists() else None
+
+
+def read_before(run: Path) -> int:
+    """Tokens that the weights had been trained on when the run began."""
+    start = begun_with(run)
+    if start is None:
+        return 0
+    training = checkpoint.read_json(start / "report.json").get("training") or {}
+    return (training.get("tokens") or 0) + read_before(start.parent)
+
+
+def trail(run: Path) -> list[Point]:
+    """The validations of a run, and before them those that led to its start."""
+    points = [Point(point.tokens + read_before(run), point.tau) for point in points_of(read_rows(run / "log.jsonl"))]
+    start = begun_with(run)
+    earlier = trail(start.parent) if start is not None and (start.parent / "log.jsonl").exists() else []
+    return [point for point in earlier if point.tokens <= read_before(run)] + points
 
 
 def table(curves: list[Curve]) -> rich.table.Table:

@@ -103,3 +103,19 @@ def test_the_script_refuses_what_holds_no_run_and_runs_that_do_not_compare(tmp_p
     runs = [make_run(tmp_path / f"run-{num}", 100, [0.5] * num) for num in (2, 4)]
     refuse("holds no validated run", data_law, f"runs={tmp_path}", f"out={tmp_path / 'out'}")
     refuse(r"drafts of \[2, 4\] tokens", data_law, f"runs={','.join(runs)}", f"out={tmp_path / 'out'}")
+
+
+def test_a_run_that_was_continued_counts_the_tokens_of_its_start(tmp_path, run):
+    taus = {100_000: LAW.tau(1e5), 200_000: LAW.tau(2e5), 400_000: LAW.tau(4e5), 900_000: 1.0}
+    for name, tokens in (("first", 400_000), ("second", 2_800_000)):
+        make_run(tmp_path / name, tokens, [0.5] * 4)
+    (tmp_path / "first" / "log.jsonl").write_text(
+        "".join(json.dumps(validation(*each)) + "\n" for each in taus.items())
+    )
+    (tmp_path / "second" / "log.jsonl").write_text(json.dumps(validation(2_800_000, LAW.tau(3.2e6))) + "\n")
+    (tmp_path / "second" / "config.yaml").write_text(f"start: {tmp_path}/first\n")
+    run(data_law, f"runs={tmp_path}/second", f"out={tmp_path / 'out'}")
+    (curve,) = checkpoint.read_json(tmp_path / "out" / "data_law.json")["curves"]
+    # what the first run did behind its best step did not lead to the second
+    assert [point["tokens"] for point in curve["points"]] == [100_000, 200_000, 400_000, 3_200_000]
+    assert curve["law"] is None and curve["points"][-1]["tau"] == LAW.tau(3.2e6)
