@@ -2,10 +2,7 @@
 
 import contextlib
 import functools
-import json
 import os
-import platform
-import shlex
 import signal
 import sys
 import time
@@ -25,12 +22,12 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from specdec import checkpoint, files
-from specdec.drafter import Drafter, Head
+from specdec.drafter import Head
 from specdec.drafting import Drafting
 from specdec.measurement import Prompt
 from specdec.sampling import Sampling
 from specdec.target import Target
-from train import data, display, optimization, reading, sharding
+from train import data, display, optimization, sharding
 from train.consistency import ConsistencyObjective
 from train.encoding import Encoding, load_packs
 from train.engine_features import EngineTarget
@@ -43,8 +40,9 @@ from train.naming import named
 from train.objective import Objective
 from train.onpolicy import OnPolicy
 from train.optimization import OptimizerSettings, schedule
-from train.packing import Packs, covered, frequent_tokens
-from train.pages import run_page, samples
+from train.packing import Packs, frequent_tokens
+from train.pages import facts
+from train.pages.samples import write_page
 from train.processes import by_main, is_main, plain_warnings
 from train.run_folder import RunFolder
 from train.serving import Serving
@@ -57,7 +55,6 @@ from train.waiting import ProcessLost, Waiting
 
 # An error that all processes find is told by the main one, and the launcher then ends the others. They wait so long with theirs.
 SECONDS_FOR_MAIN = 10
-SAMPLES = 6  # answers on the page of a run
 
 
 def fit(config: DictConfig) -> int:
@@ -109,12 +106,12 @@ def fit_alone(config: DictConfig, path: Path, accelerator: Accelerator) -> int:
     )
     if not (config.resume and trainer.resume()):
         trainer.prepare(config.solve_packs if config.start is None else 0, fresh=config.start is None)
-    about = describe(
-        config, drafter, packs, prompts, num_processes=accelerator.num_processes
-    )  # all: a target may be in parts
     if accelerator.is_main_process:
         files.write_text(path / "config.yaml", OmegaConf.to_yaml(config, resolve=True))
-        files.write_text(path / run_page.ABOUT, json.dumps(about, indent=1) + "\n")
+        settings_used = OmegaConf.to_container(config, resolve=True)
+        facts.write(
+            path, settings_used, drafter, packs, num_prompts=len(prompts), num_processes=accelerator.num_processes
+        )
     start_tracker(accelerator, config, trainer.folder.settings)
     try:
         trainer.fit()
@@ -129,7 +126,7 @@ def fit_alone(config: DictConfig, path: Path, accelerator: Accelerator) -> int:
         raise ValueError(f"{error} Then continue with resume=true.") from error
     accelerator.end_training()
     if accelerator.is_main_process and trainer.best:
-        say(f"report: {write_page(config, path, validation, target, tokenizer)}")
+        say(f"report: {write_page(path, validation, tokenizer, prompts=config.data.heldout)}")
     display.end(console, trainer)
     return 130 if trainer.interrupted == signal.SIGINT else 0  # a scheduler is to see that all is well
 
@@ -373,70 +370,6 @@ def make_serve(config: DictConfig, say: Callable[[str], None]) -> Serving | None
     given |= {f"target.{key}": target[key] for key in ("name", "dtype", "trust_remote_code")}
     with named("validation"):
         return Serving(chosen.served, given | {"num_drafts": config.decode.depth}, say)
-
-
-def describe(config: DictConfig, drafter: Head, packs: Packs, prompts: list[Prompt], *, num_processes: int) -> dict:
-    """What the page of the run says of its target, data, drafter and environment, and the command that repeats it."""
-    target = drafter.target
-    vocab = drafter.draft_to_target if isinstance(drafter, Drafter) else None
-    launcher = "accelerate launch" if num_processes == 1 else f"torchrun --nproc_per_node {num_processes}"
-    return {
-        "command": shlex.join(
-            [*launcher.split(), "train.py", *(each for each in sys.argv[1:] if "resume=" not in each)]
-        ),
-        "target": {
-            "name": target.name,
-            "dtype": str(target.dtype).removeprefix("torch."),
-            "parameters": sum(parameter.numel() for parameter in target.model.parameters()),
-            "fingerprint": target.fingerprint(),
-        },
-        "drafter": {
-            "class": type(drafter).__name__,
-            "parameters": drafter.num_parameters(),
-            "target layers": ", ".join(map(str, drafter.target_layers)),
-            "draft vocabulary": target.vocab_size if vocab is None else len(vocab),
-        },
-        "data": {
-            "train": ", ".join(map(str, OmegaConf.to_container(config.data)["train"]))
-            if OmegaConf.is_config(config.data.train)
-            else str(config.data.train),
-            "held-out prompts": f"{len(prompts)} of {config.data.heldout}",
-            "packs": len(packs),
-            "length": config.data.length,
-            "conversations": len(packs.members),
-            "tokens": packs.num_tokens,
-            "supervised tokens": packs.num_supervised,
-            "covered": 1.0 if vocab is None else covered(packs, vocab.cpu(), num_tokens=target.vocab_size),
-            "cut conversations": packs.num_cut,
-            "skipped conversations": packs.num_skipped,
-            "fingerprint": packs.fingerprint,
-        },
-        "environment": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "machine": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
-            "threads": torch.get_num_threads(),
-            "processes": num_processes,
-            "seed": config.train.seed,
-        },
-    }
-
-
-def write_page(
-    config: DictConfig, path: Path, validation: Validation, target: Target, tokenizer: PreTrainedTokenizerBase
-) -> Path:
-    """The page of the best step, with sample answers where replay can give their drafts."""
-    best = checkpoint.resolve(path)
-    if validation.traceable:
-        rows = reading.spread(reading.load_prompts(config.data.heldout), config.validation.num_prompts)
-        asked = [row["messages"][-1]["content"] for row in rows]
-        texts = list(zip(validation.prompts, asked, validation.answers or ()))[:SAMPLES]
-        drafter = checkpoint.load(best, target)
-        assert isinstance(drafter, Drafter)
-        found = samples.samples(drafter, tokenizer, texts, depth=validation.drafting.depth)
-        files.write_text(best / run_page.SAMPLES, json.dumps(found) + "\n")
-    return run_page.write(path)
 
 
 def make_settings(config: DictConfig) -> Settings:

@@ -169,11 +169,12 @@ def write(
     columns = {t: {each.name: report_of(each, results[t][each.name], t) for each in methods} for t in temperatures}
     names = sorted(columns[min(columns)], key=lambda name: -columns[min(columns)][name].tau)
     baselines = {method.baseline: method.name for method in methods}
+    conditions = comparison.conditions(columns, baselines, settings, given)
     parts = [
         comparison.table(names, columns, run_of, {method.name: method.depth for method in methods}),
         comparison.categories(names, columns),
         comparison.differences(names, methods[0].name, results),
-        comparison.conditions(columns, baselines, settings, given),
+        conditions,
         comparison.verdicts(names, columns),
     ]
     files.write_text(out / "table.md", "\n\n".join(parts) + "\n")
@@ -184,7 +185,7 @@ def write(
         {t: {name: tau_difference(found[name], found[first]) for name in names} for t, found in results.items()},
         first=first,
         title=f"{len(names)} ways to draft",
-        conditions=comparison.conditions(columns, baselines, settings, given),
+        conditions=conditions,
         settings=settings,
     )
     files.write_text(out / "comparison.html", page)

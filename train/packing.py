@@ -179,6 +179,16 @@ class Packs(torch.utils.data.Dataset):
         """Of all packs, padding not counted."""
         return int(numpy.minimum(self.rows.lengths[self.members], self.length).sum())
 
+    @cached_property
+    def supervised_counts(self) -> torch.Tensor:
+        """How often each id is supervised, up to the highest that is."""
+        counts = numpy.zeros(0, dtype=numpy.int64)
+        for tokens in supervised_tokens(self):
+            more = numpy.bincount(tokens, minlength=len(counts))
+            more[: len(counts)] += counts
+            counts = more
+        return torch.from_numpy(counts)
+
     def __len__(self) -> int:
         return len(self.ends) - 1
 
@@ -257,18 +267,12 @@ def frequent_tokens(packs: Packs, size: int | None, *, num_tokens: int) -> torch
     """The `size` ids that are supervised most often, increasing, [W]; None if `size` is. Ties prefer low ids."""
     if size is None or size >= num_tokens:
         return None
-    return _counts(packs, num_tokens).sort(descending=True, stable=True).indices[:size].sort().values
-
-
-def covered(packs: Packs, vocab: torch.Tensor, *, num_tokens: int) -> float:
-    """The share of the supervised tokens that are in the draft vocabulary, [W] ids."""
-    counts = _counts(packs, num_tokens)
-    return float(counts[vocab].sum() / counts.sum())
-
-
-def _counts(packs: Packs, num_tokens: int) -> torch.Tensor:
-    """How often each token is supervised, [V]"""
     counts = torch.zeros(num_tokens, dtype=torch.long)
-    for tokens in supervised_tokens(packs):
-        counts += torch.from_numpy(numpy.bincount(tokens, minlength=num_tokens))
-    return counts
+    counts[: len(packs.supervised_counts)] = packs.supervised_counts
+    return counts.sort(descending=True, stable=True).indices[:size].sort().values
+
+
+def covered(packs: Packs, vocab: torch.Tensor) -> float:
+    """The share of the supervised tokens that are in the draft vocabulary, [W] ids."""
+    counts = packs.supervised_counts
+    return float(counts[vocab[vocab < len(counts)]].sum() / counts.sum())

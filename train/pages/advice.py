@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from train.data_law import Point, fit
+from train.data_law import fit, points_of
 
 LATE = 0.02  # survival at the last depth below which it is hardly ever reached
 COVERED = 0.95  # share of the supervised tokens that can be drafted
@@ -92,12 +92,7 @@ def tau_is_flat(run: Figures) -> str | None:
 
 
 def too_little_data(run: Figures) -> str | None:
-    reports = [row["validation"] for row in run.log if "validation" in row and not row.get("last")]
-    points = [
-        Point((report.get("training") or {}).get("tokens") or 0, report.get("replayed_tau") or report.get("tau") or 0)
-        for report in reports
-    ]
-    law, tokens = fit(points, depth=max(1, len(run.survival))), run.training.get("tokens")
+    law, tokens = fit(points_of(run.log), depth=max(1, len(run.survival))), run.training.get("tokens")
     if law is None or not tokens:
         return None
     now, more = law.tau(tokens), law.tau(5 * tokens)

@@ -1,6 +1,7 @@
 """The page of a training run: what was trained, on what, whether it is worth serving, and what to try next."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,7 @@ def worth(report: Report) -> tuple[str, str]:
 
 def render_run(document: dict[str, Any]) -> str:
     report, log, about = document["report"], document["log"], document["about"]
-    parsed = Report.from_json(report)
+    parsed, figures = Report.from_json(report), Figures(report, log, about)
     answer, sentence = worth(parsed)
     return render(
         "run.html.jinja",
@@ -85,11 +86,11 @@ def render_run(document: dict[str, Any]) -> str:
         report=asdict(parsed),
         about=about,
         lossless=verdict(parsed) if parsed.decoded else None,
-        curves=curves(log) if log else [],
+        curves=curves(figures) if log else [],
         drafts=drafts(report, parsed),
         parts={"category": asdict(parsed)["by_category"], "tag": asdict(parsed)["by_tag"]},
         samples=document["samples"],
-        advice=advice(Figures(report, log, about)),
+        advice=advice(figures),
     )
 
 
@@ -110,20 +111,18 @@ def setting(about: dict, report: dict) -> str:
     return " ".join(part for part in parts if part) + "."
 
 
-def smooth(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+def smooth(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """The mean of every SMOOTH points in a row."""
     groups = [points[place : place + SMOOTH] for place in range(len(points) - SMOOTH + 1)]
     return [(group[-1][0], sum(value for _, value in group) / SMOOTH) for group in groups]
 
 
-def curves(log: list[dict]) -> list:
+def curves(run: Figures) -> list:
     """The run over its steps: charts of everything that its log holds."""
-
-    def logged(name: str) -> list[tuple[float, float]]:
-        return [(row["step"], row[name]) for row in log if isinstance(row.get(name), int | float)]
+    logged = run.logged
 
     def judged(name: str, title: str) -> Curve:
-        rows = [(row["step"], row["validation"]) for row in log if "validation" in row]
+        rows = [(row["step"], row["validation"]) for row in run.log if "validation" in row]
         known = {step: report for step, report in rows if report.get(name) is not None}
         spans = [tuple(report.get(f"{name}_ci") or [report[name]] * 2) for report in known.values()]
         tips = [

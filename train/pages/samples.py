@@ -1,14 +1,20 @@
 """Answers of the target with what a drafter would have drafted along them, by replay of a greedy chain."""
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from specdec import replay
+from specdec import checkpoint, files, replay
 from specdec.drafter import Drafter
 from specdec.measurement import Prompt
+from train import reading
+from train.pages import run_page
+from train.validation import Validation
 
+NUM_SAMPLES = 6  # answers on the page of a run
 LONGEST_PROMPT = 400  # characters that are shown of a prompt
 
 
@@ -66,3 +72,17 @@ def _pieces(tokenizer: PreTrainedTokenizerBase, answer: list[int], tokens: list[
         pieces.append({"text": text[len(shown) :] if whole else "", "depth": token.depth, "refused": refused})
         shown = text if whole else shown
     return pieces
+
+
+def write_page(run: Path, validation: Validation, tokenizer: PreTrainedTokenizerBase, *, prompts: str) -> Path:
+    """The page of a run's best step, with sample answers where replay can give their drafts. prompts: what was judged on"""
+    best = checkpoint.resolve(run)
+    if validation.traceable:
+        rows = reading.spread(reading.load_prompts(prompts), len(validation.prompts))
+        asked = [row["messages"][-1]["content"] for row in rows]
+        texts = list(zip(validation.prompts, asked, validation.answers or ()))[:NUM_SAMPLES]
+        drafter = checkpoint.load(best, validation.target)
+        assert isinstance(drafter, Drafter)
+        found = samples(drafter, tokenizer, texts, depth=validation.drafting.depth)
+        files.write_text(best / run_page.SAMPLES, json.dumps(found) + "\n")
+    return run_page.write(run)

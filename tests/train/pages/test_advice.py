@@ -25,7 +25,7 @@ def log(*, taus=(1.7, 1.85, 1.95, 2.0), losses=(2.0, 1.0), text=2.1, clipped=0.2
         for step in range(10, 401, 10)
     ]
     rows += [
-        {"step": 100 * place, "validation": {"replayed_tau": tau, "training": {"tokens": seen}}}
+        {"step": 100 * place, "validation": {"tau": None, "replayed_tau": tau, "training": {"tokens": seen}}}
         for place, (tau, seen) in enumerate(zip(taus, tokens), start=1)
     ]
     return sorted(rows, key=lambda row: row["step"])

@@ -1,0 +1,67 @@
+"""What a run was made of, for its page: about.json in its folder."""
+
+import json
+import platform
+import shlex
+import sys
+from pathlib import Path
+
+import torch
+import transformers
+
+from specdec import files
+from specdec.drafter import Drafter, Head
+from train.packing import Packs, covered
+from train.pages.run_page import ABOUT
+
+
+def write(run: Path, config: dict, drafter: Head, packs: Packs, *, num_prompts: int, num_processes: int) -> None:
+    """about.json in the folder of a run. config: as conf/train.yaml; num_prompts: held-out ones that are judged on"""
+    about = describe(config, drafter, packs, num_prompts=num_prompts, num_processes=num_processes)
+    files.write_text(run / ABOUT, json.dumps(about, indent=1) + "\n")
+
+
+def describe(config: dict, drafter: Head, packs: Packs, *, num_prompts: int, num_processes: int) -> dict:
+    """Target, data, drafter and environment of a run, and the command that repeats it."""
+    target, data = drafter.target, config["data"]
+    vocab = drafter.draft_to_target if isinstance(drafter, Drafter) else None
+    launcher = "accelerate launch" if num_processes == 1 else f"torchrun --nproc_per_node {num_processes}"
+    return {
+        "command": shlex.join(
+            [*launcher.split(), "train.py", *(each for each in sys.argv[1:] if "resume=" not in each)]
+        ),
+        "target": {
+            "name": target.name,
+            "dtype": str(target.dtype).removeprefix("torch."),
+            "parameters": sum(parameter.numel() for parameter in target.model.parameters()),
+            "fingerprint": target.fingerprint(),
+        },
+        "drafter": {
+            "class": type(drafter).__name__,
+            "parameters": drafter.num_parameters(),
+            "target layers": ", ".join(map(str, drafter.target_layers)),
+            "draft vocabulary": target.vocab_size if vocab is None else len(vocab),
+        },
+        "data": {
+            "train": ", ".join(map(str, data["train"])) if isinstance(data["train"], list) else str(data["train"]),
+            "held-out prompts": f"{num_prompts} of {data['heldout']}",
+            "packs": len(packs),
+            "length": data["length"],
+            "conversations": len(packs.members),
+            "tokens": packs.num_tokens,
+            "supervised tokens": packs.num_supervised,
+            "covered": 1.0 if vocab is None else covered(packs, vocab.cpu()),
+            "cut conversations": packs.num_cut,
+            "skipped conversations": packs.num_skipped,
+            "fingerprint": packs.fingerprint,
+        },
+        "environment": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "machine": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
+            "threads": torch.get_num_threads(),
+            "processes": num_processes,
+            "seed": config["train"]["seed"],
+        },
+    }
