@@ -11,7 +11,7 @@ from specdec import masks, rules
 from specdec.cache import RowCache
 from specdec.generation import STAGES, Ends, Generation, RoundCost
 from specdec.proposers.base import Opening, Proposer
-from specdec.sampling import Randomness
+from specdec.sampling import AnySampling, Randomness, Sampling, of_rows
 from specdec.target import Target
 from specdec.tree import Tree, root
 from specdec.verifier import Verifier
@@ -23,6 +23,7 @@ class Request:
 
     left: tokens that the answer may still have; 0 once it has ended
     generator: of this answer's random numbers alone; None: those of the batch
+    sampling, ends: of this answer alone; None: those of the decoder
     penalised [V] bool: tokens to which a repetition penalty applies from the start; None: the prompt's tokens
     generation: the answer, and its share of the times of the rounds that it took part in
     """
@@ -30,8 +31,11 @@ class Request:
     prompt: list[int]
     left: int
     generator: torch.Generator | None = None
+    sampling: Sampling | None = None
+    ends: Ends | None = None
     penalised: Tensor | None = None
     generation: Generation = field(default_factory=lambda: Generation([[]], [[]]))
+    ended: bool = False  # by a token or text that ends it, not by its length
 
     @property
     def tokens(self) -> list[int]:
@@ -39,9 +43,9 @@ class Request:
 
     def take(self, new: list[int], ends: Ends) -> list[int]:
         """Adds new tokens to the answer, up to its end -> those that were added"""
-        new, ended = ends.cut(self.tokens, new[: self.left])
+        new, self.ended = (self.ends or ends).cut(self.tokens, new[: self.left])
         self.generation.tokens[0].extend(new)
-        self.left = 0 if ended else self.left - len(new)
+        self.left = 0 if self.ended else self.left - len(new)
         return new
 
 
@@ -51,8 +55,15 @@ class Step:
 
     requests: list[Request]
     tokens: list[list[int]]
-    num_drafted: int  # nodes of the tree, without the root
+    rows: list[int]  # of these requests, in the tree and the path
+    tree: Tree
+    path: Tensor  # [B, P] as in Verdict, up to the deepest draft
     cost: RoundCost
+
+    @property
+    def num_drafted(self) -> int:
+        """Nodes of the tree, without the root."""
+        return self.tree.tokens.shape[1] - 1
 
     @property
     def accepted(self) -> list[int]:
@@ -74,7 +85,9 @@ class Batch:
         generator: torch.Generator | None,
     ):
         self.target, self.proposer, self.verify, self.ends, self.generator = target, proposer, verify, ends, generator
-        self.sampling, self.runner = verify.sampling, verify.runner
+        self.usual = verify.sampling  # of requests that have none of their own
+        self.sampling: AnySampling = self.usual  # of the rows
+        self.runner = verify.runner
         self.rows: list[Request] = []  # of each row; one whose answer has ended stands still until it leaves
         self.cache: RowCache
         self.newest: Tensor  # [B] the last token of each row
@@ -101,6 +114,7 @@ class Batch:
             self.rows = list(requests)
             self.cache, self.newest, self.marks, opening = self._read(requests)
             newest = self.newest
+            self._settle_sampling()
             if self.proposer:
                 self.proposer.share(self.cache)
                 self.proposer.begin(opening.tokens, opening.num)
@@ -119,7 +133,9 @@ class Batch:
         running = [request.left > 0 for request in self.rows]
         tree = self._propose()
         drafted = self._clock()
-        verdict = self.verify(tree, self.cache, rules.Draws(self._randomness(self.rows)), self.marks)
+        marks = self.marks if self.sampling.penalises else None
+        draws = rules.Draws(self._randomness(self.rows))
+        verdict = self.verify(tree, self.cache, draws, marks, sampling=self.sampling)
         num_kept, self.newest = verdict.num_kept, verdict.next_token
         path, following = verdict.along(tree, self.proposer.depth if self.proposer else 0)  # [B, P] each
         # The only wait for the device in a round
@@ -139,7 +155,7 @@ class Batch:
                 features = features.gather(1, path[..., None].expand(-1, -1, features.shape[-1]))
             self.proposer.commit(following, features, num_kept, counts)
         kept = self._clock()
-        requests = self.running
+        requests, rows = self.running, [row for row, on in enumerate(running) if on]
         emitted = [list(row[:n]) for row, n in zip(zip(*lists), counts)]
         tokens = [request.take(row, self.ends) for request, row, on in zip(self.rows, emitted, running) if on]
         if self.marks is not None:
@@ -148,7 +164,7 @@ class Batch:
         end = self._clock()
         compiling = self._compiling() - compiled
         stages = dict(zip(STAGES, (drafted - start, verified - drafted, kept - verified, end - kept)))
-        done = Step(requests, tokens, tree.tokens.shape[1] - 1, RoundCost(end - start, compiling, stages))
+        done = Step(requests, tokens, rows, tree, path, RoundCost(end - start, compiling, stages))
         if self.proposer and not compiling:
             self.proposer.timed(done.cost)
         for request, accepted in zip(requests, done.accepted):
@@ -184,6 +200,16 @@ class Batch:
         if self.proposer:
             self.proposer.select(rows, nums)
         self.rows = [self.rows[row] for row in rows]
+        self._settle_sampling()
+
+    def _settle_sampling(self) -> None:
+        """Follows the rows. A proposer is told if laws of another kind are asked for."""
+        before, self.sampling = self.sampling, of_rows([self._sampling_of(row) for row in self.rows])
+        if self.proposer and self.sampling.kind != before.kind:
+            self.proposer.meet(self.verify, self.sampling)
+
+    def _sampling_of(self, request: Request) -> Sampling:
+        return request.sampling or self.usual
 
     def _join(self, requests: list[Request]) -> Tensor:
         """Requests take the places of rows that have ended, or new rows -> the first token of each answer [R]"""
@@ -199,12 +225,17 @@ class Batch:
         index = torch.tensor(rows, device=newest.device)
         self.cache.replace(rows, cache)
         self.newest = self.newest.index_copy(0, index, newest)
-        if self.marks is not None and marks is not None:
-            self.marks = self.marks.index_copy(0, index, marks)
+        if marks is not None and self.marks is None:
+            self.marks = torch.zeros(len(self.rows), self.target.vocab_size, dtype=torch.bool, device=newest.device)
+        if self.marks is not None:  # rows without a penalty need no marks
+            self.marks = self.marks.index_copy(
+                0, index, torch.zeros_like(self.marks[index]) if marks is None else marks
+            )
         if self.proposer:
             self.proposer.replace(rows, nums, opening)
         for row, request in zip(rows, requests):
             self.rows[row] = request
+        self._settle_sampling()
         return newest
 
     def _randomness(self, requests: list[Request]) -> Randomness:
@@ -235,24 +266,24 @@ class Batch:
         output = self.target.read(padded, self.verify.hidden_states, positions=positions, mask=mask, cache=cache)
         cache.commit(num, counts)
         logits = self.target.logits(output.final[cache.rows[:, 0], num - 1])  # [R, V]
-        marks = self._mark(padded, num, [request.penalised for request in requests])
-        if marks is not None:
-            logits = self.sampling.penalise(logits, marks)
-        if self.sampling.greedy:
+        sampling = of_rows([self._sampling_of(request) for request in requests])
+        marks = None
+        if sampling.penalises:
+            marks = self._mark(padded, num, [request.penalised for request in requests])
+            logits = sampling.penalise(logits, marks)
+        if sampling.greedy:
             newest = logits.argmax(-1)
         else:
             draws = rules.Draws(self._randomness(requests))
-            newest = draws.token(self.sampling.law(logits), torch.ones_like(num, dtype=torch.bool))
+            newest = draws.token(sampling.law(logits), torch.ones_like(num, dtype=torch.bool))
         if marks is not None:
             marks.scatter_(1, newest[:, None], True)
         following = torch.cat([padded[:, 1:], newest[:, None]], dim=1)  # [R, T]
         following[torch.arange(num_rows, device=device), num - 1] = newest
         return cache, newest, marks, Opening(padded, num, following, output.features, counts)
 
-    def _mark(self, padded: Tensor, num: Tensor, penalised: Sequence[Tensor | None]) -> Tensor | None:
-        """[R, V] bool: the prompts' tokens, or those that a request names; None without a repetition penalty"""
-        if self.sampling.repetition_penalty == 1:
-            return None
+    def _mark(self, padded: Tensor, num: Tensor, penalised: Sequence[Tensor | None]) -> Tensor:
+        """[R, V] bool: the prompts' tokens, or those that a request names"""
         real = torch.arange(padded.shape[1], device=padded.device) < num[:, None]  # [R, T]
         marks = torch.zeros(len(num), self.target.vocab_size, dtype=torch.bool, device=padded.device)
         marks.scatter_(1, torch.where(real, padded, padded[:, :1]), True)

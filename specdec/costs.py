@@ -17,7 +17,7 @@ import torch
 from specdec import masks, rules
 from specdec.corrections import Corrections
 from specdec.files import write_text
-from specdec.sampling import Sampling
+from specdec.sampling import AnySampling, Sampling
 from specdec.target import Target
 from specdec.tree import Tree
 from specdec.untrusted import read_json
@@ -51,9 +51,8 @@ class Conditions:
     law: str  # greedy, sampled, or cut: with top-k, top-p or a penalty
 
     @classmethod
-    def of(cls, target: Target, sampling: Sampling, *, compiled: bool) -> "Conditions":
+    def of(cls, target: Target, sampling: AnySampling, *, compiled: bool) -> "Conditions":
         on_cuda = target.device.type == "cuda"
-        plain = sampling == Sampling(temperature=sampling.temperature)
         return cls(
             machine=torch.cuda.get_device_name(target.device) if on_cuda else _processor(),
             threads=0 if on_cuda else torch.get_num_threads(),
@@ -61,7 +60,7 @@ class Conditions:
             target=target.fingerprint(),
             dtype=str(target.dtype),
             compiled=compiled,
-            law=("greedy" if sampling.greedy else "sampled") if plain else "cut",
+            law=sampling.kind,
         )
 
     @property
@@ -194,6 +193,7 @@ class Longer:
 def measure(
     target: Target,
     verifier: Verifier,
+    sampling: Sampling,
     rows: int,
     sizes: Iterable[int],
     *,
@@ -234,7 +234,7 @@ def measure(
         _wait(target)
         start = time.perf_counter()
         tree = Tree(tokens, parents, None, linear=linear)
-        verdict = verifier(tree, cache, draws)
+        verdict = verifier(tree, cache, draws, sampling=sampling)
         path, following = verdict.along(tree, num - 1)
         following.tolist()
         if not linear:
@@ -279,18 +279,19 @@ def open_costs(
     plain_cache = not (target.windowed or target.recurrent)
 
     def missing(rows: int) -> dict[int, float]:
-        table[rows], entries = measure(target, verifier, rows, sizes, linear=linear, progress=progress)
+        table[rows], entries = measure(target, verifier, sampling, rows, sizes, linear=linear, progress=progress)
         if room and plain_cache and rows <= LONG_ROWS and not verifier.runner.by_shape:
-            long, most = measure(target, verifier, rows, LONG_SIZES, linear=linear, most=FEW, context=LONG)
-            few, many = (max(0.0, long[num] - table[rows].get(num, long[num])) for num in LONG_SIZES)
-            longer[rows] = Longer(entries, few / (most - entries), many / (most - entries))
+            long, most = measure(target, verifier, sampling, rows, LONG_SIZES, linear=linear, most=FEW, context=LONG)
+            if set(LONG_SIZES) <= set(long):  # a busy pass is not followed by larger ones
+                few, many = (max(0.0, long[num] - table[rows].get(num, long[num])) for num in LONG_SIZES)
+                longer[rows] = Longer(entries, few / (most - entries), many / (most - entries))
         if alone:
             _write(path, conditions, table, longer)
         return table[rows]
 
     def holds(rows: int) -> bool:
         known = [num for num in CHECKED if num in table[rows]]
-        now = measure(target, verifier, rows, known, linear=linear, most=FEW)[0] if known else {}
+        now = measure(target, verifier, sampling, rows, known, linear=linear, most=FEW)[0] if known else {}
         if all(1 / DRIFT < seconds / table[rows][num] < DRIFT for num, seconds in now.items()):
             return True
         table.clear()

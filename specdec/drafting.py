@@ -76,5 +76,5 @@ class Drafting:
         """Whether replay computes tau under these settings: fixed chains of a drafter's steps, verified token by token."""
         if not isinstance(drafter, Drafter):
             return False
-        plain = sampling == Sampling(temperature=sampling.temperature)
-        return self.shape.chain and self.stopping is None and plain and (sampling.greedy or self.rule == "token")
+        exact = sampling.greedy or self.rule == "token"
+        return self.shape.chain and self.stopping is None and sampling.kind != "cut" and exact

@@ -114,7 +114,7 @@ class Speculative:
                 loaded.target, loaded.proposer, sampling=sampling, stop=set(), runner=loaded.runner
             )
             penalised = None
-            if sampling.repetition_penalty != 1:
+            if sampling.penalises:
                 penalised = _marks(input_ids[:, ignored:], loaded.target.vocab_size)
             rounds = decoder.stream(prompts, max(1, num_new), penalised=penalised, result=result)
             sequences = _hand_out(rounds, result, input_ids, stopping_criteria, pad, streamer)

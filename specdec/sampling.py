@@ -3,12 +3,16 @@ temperature, top-k and top-p."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from specdec.tree import Tree
 
+Kind = Literal[
+    "greedy", "sampled", "cut"
+]  # what a law costs: the likeliest token; a softmax; with filters or a penalty
 Randomness = torch.Generator | None | Sequence[torch.Generator | None]  # one of all rows, or one for each row
 
 
@@ -35,6 +39,16 @@ class Sampling:
     def greedy(self) -> bool:
         return self.temperature == 0
 
+    @property
+    def penalises(self) -> bool:
+        return self.repetition_penalty != 1
+
+    @property
+    def kind(self) -> Kind:
+        if self != Sampling(temperature=self.temperature):
+            return "cut"
+        return "greedy" if self.greedy else "sampled"
+
     def penalise(self, logits: Tensor, seen: Tensor) -> Tensor:
         """logits [B, N, V], seen [B, N, V] bool -> [B, N, V]; a penalty above 1 makes seen tokens less likely"""
         logits = precise(logits)
@@ -54,6 +68,65 @@ class Sampling:
         if self.top_p is not None and self.top_p < 1:  # with 1, only tokens of probability 0 would be dropped
             logits = nucleus(logits.reshape(-1, logits.shape[-1]), self.top_p).view(logits.shape)
         return logits.softmax(-1)
+
+
+@dataclass(frozen=True)
+class RowSampling:
+    """Settings of each row of a batch, used like one `Sampling`; tensors have the rows [B] as their first dimension."""
+
+    rows: tuple[Sampling, ...]
+
+    @property
+    def greedy(self) -> bool:
+        return all(row.greedy for row in self.rows)
+
+    @property
+    def penalises(self) -> bool:
+        return any(row.penalises for row in self.rows)
+
+    @property
+    def kind(self) -> Kind:
+        return self.costliest.kind
+
+    @property
+    def costliest(self) -> Sampling:
+        """A setting of the rows whose law takes as long as that of all."""
+        order: tuple[Kind, ...] = ("greedy", "sampled", "cut")
+        return max(self.rows, key=lambda row: order.index(row.kind))
+
+    def penalise(self, logits: Tensor, seen: Tensor) -> Tensor:
+        """As `Sampling.penalise`."""
+        logits = precise(logits).clone()
+        for sampling, rows in self._groups(logits.device):
+            if sampling.penalises:
+                logits[rows] = sampling.penalise(logits[rows], seen[rows])
+        return logits
+
+    def law(self, logits: Tensor) -> Tensor:
+        """As `Sampling.law`; a greedy row's law gives its most likely token in any case."""
+        laws = torch.zeros_like(precise(logits))
+        for sampling, rows in self._groups(logits.device):
+            if sampling.greedy:
+                best = logits[rows].argmax(-1, keepdim=True)
+                laws[rows] = torch.zeros_like(laws[rows]).scatter_(-1, best, 1.0)
+            else:
+                laws[rows] = sampling.law(logits[rows])
+        return laws
+
+    def _groups(self, device: torch.device) -> list[tuple[Sampling, Tensor]]:
+        """Each setting, and the numbers of its rows."""
+        found: dict[Sampling, list[int]] = {}
+        for row, sampling in enumerate(self.rows):
+            found.setdefault(sampling, []).append(row)
+        return [(sampling, torch.tensor(rows, device=device)) for sampling, rows in found.items()]
+
+
+AnySampling = Sampling | RowSampling
+
+
+def of_rows(rows: Sequence[Sampling]) -> AnySampling:
+    """The settings of all rows, which may be one."""
+    return rows[0] if len(set(rows)) == 1 else RowSampling(tuple(rows))
 
 
 def nucleus(logits: Tensor, top_p: float) -> Tensor:

@@ -9,7 +9,7 @@ from specdec import masks, rules
 from specdec.cache import RowCache
 from specdec.compile import Runner
 from specdec.compiled_target import CompiledTarget
-from specdec.sampling import Sampling, seen
+from specdec.sampling import AnySampling, Sampling, seen
 from specdec.target import Target, TargetOutput
 from specdec.tree import PartialPass, Tree
 
@@ -56,15 +56,25 @@ class Verifier:
         self.sampling, self.rule, self.runner = sampling, rules.RULES[rule], runner
         self.hidden_states, self.choices, self.law = hidden_states, choices, law
 
-    def __call__(self, tree: Tree, cache: RowCache, draws: rules.Draws, marks: Tensor | None = None) -> Verdict:
-        """Leaves the nodes' entries pending in the cache. marks [B, V]: see Decoder.stream"""
+    def __call__(
+        self,
+        tree: Tree,
+        cache: RowCache,
+        draws: rules.Draws,
+        marks: Tensor | None = None,
+        *,
+        sampling: AnySampling | None = None,
+    ) -> Verdict:
+        """Leaves the nodes' entries pending in the cache. marks [B, V]: see Decoder.stream; sampling: of this pass,
+        None: that of the decoder"""
+        sampling = sampling or self.sampling
         linear = tree.linear
         assert linear or not self.target.recurrent, "Decoder refuses trees for such targets"
         cache.reserve(tree.tokens.shape[1])
 
         run, done = self.runner, tree.done
         inputs = tree.tokens, tree.parents, cache.lengths, cache.skipped
-        if self.sampling.greedy and marks is None:
+        if sampling.greedy and marks is None:
             if done is None and self.capturable:
 
                 def whole(tokens, parents, lengths, skipped, slots):
@@ -79,12 +89,12 @@ class Verifier:
         output = self._read(cache, linear, done, *inputs)
         logits = run("logits", self.target.logits, output.final)  # [B, N, V]
         if marks is not None:
-            logits = self.sampling.penalise(logits, seen(tree, marks))
-        if self.sampling.greedy:
+            logits = sampling.penalise(logits, seen(tree, marks))
+        if sampling.greedy:
             choices = logits.argmax(-1)
             return Verdict(*rules.greedy(tree, choices), output, choices, None)
         likely = logits.argmax(-1) if self.choices else None
-        law = self.sampling.law(logits)
+        law = sampling.law(logits)
         kept = law.clone() if self.law else None  # the rule overwrites it
         return Verdict(*self.rule(tree, law, draws), output, likely, kept)
 

@@ -40,7 +40,7 @@ from specdec.proposers.round_value import RoundValue, Values
 from specdec.proposers.step_times import StepTimes
 from specdec.proposers.suffix import usual_suffix
 from specdec.proposers.text import TextProposer
-from specdec.sampling import Sampling, pick, uniforms
+from specdec.sampling import AnySampling, RowSampling, pick, uniforms
 from specdec.target import Target
 from specdec.tree import Tree, TreeShape, certain, plant, root
 
@@ -124,12 +124,15 @@ class Auto(Proposer):
 
     def meet(self, verifier, sampling):
         if self.given is None:
+            sampling = sampling.costliest if isinstance(sampling, RowSampling) else sampling
             conditions = Conditions.of(self.target, sampling, compiled=verifier.runner.compile)
             if conditions not in self.opened:
                 self.opened[conditions] = open_costs(
                     self.target, verifier, sampling, linear=self.linear, progress=lambda *given: self.progress(*given)
                 )
             self.costs = self.opened[conditions]
+            if self.num_rows:
+                self.costs.prepare(self.num_rows)
 
     def share(self, cache):
         self.cache = cache
@@ -305,7 +308,7 @@ class Auto(Proposer):
         return Tree(tree.tokens, tree.parents, probs, tree.linear)
 
     def _grow(
-        self, head: HeadProposer, sampling: Sampling, generator: torch.Generator | None
+        self, head: HeadProposer, sampling: AnySampling, generator: torch.Generator | None
     ) -> tuple[list[Tensor], int]:
         """Adds the head's candidates to the pools, level by level -> the laws that were sampled from, [B, W] each; steps"""
         assert self.pools is not None

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from specdec.cache import RowCache
 from specdec.generation import RoundCost
-from specdec.sampling import Randomness, Sampling
+from specdec.sampling import AnySampling, Randomness
 from specdec.tree import Tree
 from specdec.verifier import Verifier
 
@@ -71,7 +71,7 @@ class Proposer(ABC):
         """Tells before `propose` how many tokens each row's answer may still have, and which tokens end it."""
 
     @abstractmethod
-    def propose(self, sampling: Sampling, generator: Randomness) -> Tree:
+    def propose(self, sampling: AnySampling, generator: Randomness) -> Tree:
         """A tree whose root is each row's newest committed token."""
 
     def watch(self, tree: Tree, choices: Tensor) -> None:  # noqa: B027  # most proposers have nothing to do
@@ -95,8 +95,9 @@ class Proposer(ABC):
         """
         raise TypeError(f"{type(self).__name__} does not replace rows.")
 
-    def meet(self, verifier: Verifier, sampling: Sampling) -> None:  # noqa: B027  # most proposers have nothing to do
-        """Tells what will verify its trees, once a decoder is made with this proposer."""
+    def meet(self, verifier: Verifier, sampling: AnySampling) -> None:  # noqa: B027  # most proposers have nothing to do
+        """Tells what will verify its trees, once a decoder is made with this proposer, and between rounds when laws of another
+        kind (`Sampling.kind`) are asked for."""
 
     def timed(self, cost: RoundCost) -> None:  # noqa: B027  # most proposers have nothing to do
         """Tells, after `commit`, what the round took, unless something was compiled in it."""

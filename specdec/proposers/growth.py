@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from specdec import masks
 from specdec.compile import Runner
 from specdec.drafter import Drafter
-from specdec.sampling import Sampling, pick, uniforms
+from specdec.sampling import AnySampling, pick, uniforms
 from specdec.tree import Tree, TreeShape, chain, root
 
 Children = Literal["chosen", "distinct", "independent"]
@@ -50,7 +50,7 @@ class Steps(Protocol):
 
 
 def grow_chain(
-    steps: Steps, newest: Tensor, first: StepOutput, sampling: Sampling, generator: torch.Generator | None
+    steps: Steps, newest: Tensor, first: StepOutput, sampling: AnySampling, generator: torch.Generator | None
 ) -> Tree:
     """Greedy: the most likely tokens; else sampled ones, with their laws. newest [B], first: step 1 of this token"""
     depth = steps.shape.depth
@@ -143,7 +143,7 @@ def _rank(parts: tuple[Tensor, ...], count: int, num_kept: int) -> tuple[Tensor,
 
 
 def grow_sampled_tree(
-    steps: Steps, newest: Tensor, first: StepOutput, sampling: Sampling, generator: torch.Generator | None
+    steps: Steps, newest: Tensor, first: StepOutput, sampling: AnySampling, generator: torch.Generator | None
 ) -> Tree:
     """The tree of `static_parents` with sampled tokens: which nodes it has does not depend on any draw.
 

@@ -9,6 +9,8 @@ import torch
 from specdec.batch import Request
 from specdec.compile import Runner
 from specdec.decode import Decoder
+from specdec.generation import Ends
+from specdec.proposers.auto import Auto
 from specdec.proposers.heads import HeadProposer
 from specdec.proposers.lookahead import Lookahead
 from specdec.proposers.merged import Merged
@@ -150,6 +152,72 @@ def test_sampled_answers_are_those_of_each_prompt_alone(small_target, head, rule
         assert together(decoder, prompts, 20, rows) == single
 
 
+SETTINGS = [
+    Sampling(),
+    Sampling(1.2),
+    Sampling(repetition_penalty=1.3),
+    Sampling(0.7, top_k=3),
+    Sampling(1.0, top_p=0.8, repetition_penalty=0.8),
+]
+
+
+@pytest.mark.parametrize("proposer", ["none", "chain", "tree", "suffix", "auto"])
+def test_rows_with_settings_of_their_own_are_answered_as_alone(small_target, proposer):
+    """Greedy, sampled, cut and penalised rows that join one another, each with its own stop tokens too."""
+    drafter = make_drafter(small_target, "eagle3")
+
+    def make():
+        suffix = text_proposers(small_target)["suffix"]
+        return {
+            "none": lambda: None,
+            "chain": lambda: HeadProposer(drafter, chain_of(3)),
+            "tree": lambda: HeadProposer(drafter, TREE),
+            "suffix": suffix,
+            "auto": lambda: Auto(small_target, members=[suffix(), HeadProposer(drafter, TREE)]),
+        }[proposer]()
+
+    prompts, single = prompts_of(small_target), []
+    ends = [Ends(frozenset({number % 6} if number % 3 else ())) for number in range(len(prompts))]
+    settings = [SETTINGS[number % len(SETTINGS)] for number in range(len(prompts))]
+    decides = proposer in ("suffix", "auto")  # how much is drafted depends on clocks, or on what was answered before
+    for number, (prompt, sampling) in enumerate(zip(prompts, settings)):
+        decoder = Decoder(small_target, make(), sampling=sampling, stop=set(ends[number].tokens))
+        own = decoder.answers([prompt], 24, rows=1, generator=lambda _, number=number: seeded(number))
+        single += [answer.tokens[0] for _, answer in own]
+    batch = Decoder(small_target, make(), sampling=Sampling(), stop=STOP).batch()
+    requests = [
+        Request(prompt, 24, seeded(number), sampling, end)
+        for number, (prompt, sampling, end) in enumerate(zip(prompts, settings, ends))
+    ]
+    waiting = list(requests)
+    while waiting or batch.running:
+        if waiting and len(batch.running) < 4:
+            batch.admit([waiting.pop(0)])
+        if batch.running:
+            batch.step()
+    for request, answer, sampling in zip(requests, single, settings):
+        if sampling.greedy or not decides:
+            assert request.tokens == answer
+        assert request.ended == (request.tokens[-1] in request.ends.tokens)
+    assert {request.ended for request in requests} == {True, False}
+
+
+def test_a_proposer_is_told_when_laws_of_another_kind_are_asked_for(small_target):
+    proposer = text_proposers(small_target)["suffix"]()
+    told = []
+    proposer.meet = lambda verifier, sampling: told.append(sampling.kind)
+    batch = Decoder(small_target, proposer, sampling=Sampling(), stop=set()).batch()
+    batch.admit([Request([1, 2, 3], 4), Request([1, 2], 9, sampling=Sampling())])
+    batch.step()
+    assert told == ["greedy"]
+    batch.admit([Request([3, 4], 3, sampling=Sampling(1.0))])
+    batch.admit([Request([3, 4], 2, sampling=Sampling(1.0, top_k=2))])
+    assert told == ["greedy", "sampled", "cut"]
+    while batch.running:
+        batch.step()
+    assert told[-1] == "greedy"
+
+
 def test_requests_join_a_batch_that_grows_and_shrinks(small_target):
     """Any number of requests between rounds, into places of ended ones or beside the others."""
     prompts, draw = prompts_of(small_target), random.Random(1)
@@ -188,7 +256,7 @@ def test_rows_that_have_ended_leave_unless_shapes_are_compiled(small_target):
     def rows_of(decoder: Decoder) -> list[int]:
         verify, rows = decoder.verify, []
         batch = decoder.batch()
-        batch.verify = lambda tree, *more: rows.append(len(tree.tokens)) or verify(tree, *more)
+        batch.verify = lambda tree, *more, **named: rows.append(len(tree.tokens)) or verify(tree, *more, **named)
         batch.verify.hidden_states = verify.hidden_states
         batch.admit([Request([1, 2, 3], num) for num in (4, 9, 20, 30)])
         while batch.running:

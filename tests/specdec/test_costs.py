@@ -113,7 +113,7 @@ def test_costs_are_measured_once_and_kept(small_target, tmp_path, monkeypatch):
 
     seen = []
     measure = costs_module.measure
-    monkeypatch.setattr(costs_module, "measure", lambda *a, **k: seen.append(a[2]) or measure(*a, **k))
+    monkeypatch.setattr(costs_module, "measure", lambda *a, **k: seen.append(a[3]) or measure(*a, **k))
     decode()
     assert seen == [1, 2]
     first = decode()
@@ -128,6 +128,15 @@ def test_costs_are_measured_once_and_kept(small_target, tmp_path, monkeypatch):
     assert sampled.law == "sampled" and sampled.path != Conditions.of(small_target, Sampling(), compiled=False).path
 
 
+def test_a_machine_that_is_too_slow_for_a_long_pass_is_measured_without_it(target, tmp_path, monkeypatch):
+    monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path))
+    monkeypatch.setattr(costs_module, "SECONDS", 0.0)
+    monkeypatch.setattr(costs_module, "BUSY", 0.0)  # every pass but the first is left out
+    proposer = measured(target)
+    Decoder(target, proposer, sampling=Sampling(), stop=set()).generate([[1, 2, 3]], 4)
+    assert set(proposer.costs.table[1]) == {1} and not proposer.costs.longer
+
+
 def test_costs_that_no_longer_hold_are_measured_again(small_target, tmp_path, monkeypatch):
     monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path))
     monkeypatch.setattr(costs_module, "SIZES", (1, 4))
@@ -136,7 +145,7 @@ def test_costs_that_no_longer_hold_are_measured_again(small_target, tmp_path, mo
     monkeypatch.setattr(
         costs_module,
         "measure",
-        lambda t, v, rows, sizes, **how: asked.append(rows) or ({num: now[num] for num in sizes}, 256),
+        lambda t, v, law, rows, sizes, **how: asked.append(rows) or ({num: now[num] for num in sizes}, 256),
     )
 
     def table() -> dict:

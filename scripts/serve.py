@@ -1,0 +1,127 @@
+"""Serves a target with drafts over OpenAI's HTTP interface, for trying a head and for measuring it.
+
+    python scripts/serve.py checkpoint=checkpoints/shipped/eagle3
+    curl localhost:8000/v1/chat/completions -H 'Content-Type: application/json' \\
+      -d '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 64}'
+
+http://localhost:8000 is a page on which drafted and plain answers are written side by side. Beside OpenAI's fields, requests may
+have top_k, repetition_penalty, ignore_eos, chat_template_kwargs, speculate=false for an answer without drafts, and details=true for
+what every round drafted. /metrics counts drafts under vLLM's names. Ctrl-C or SIGTERM: what runs is finished, a second one ends it.
+docs/serving.md says when to serve with vLLM, SGLang or llama.cpp instead.
+"""
+
+import copy
+import logging
+import socket
+from dataclasses import dataclass, field
+
+import rich.console
+
+from helpers import decoding, loading, proposers
+from helpers.options import option, options, run
+from specdec.batch import Request
+from specdec.decode import Decoder
+from specdec.sampling import Sampling
+from train import data
+from train.pages.live_page import live_page
+
+KINDS = [Sampling(1.0, top_p=0.9), Sampling(1.0), Sampling()]  # one of each Sampling.kind
+
+
+@dataclass(frozen=True, kw_only=True)
+class Serve(proposers.ProposerOptions):
+    host: str = option("127.0.0.1", "address to listen at; 0.0.0.0: all of this machine, for anyone who reaches it")
+    port: int = option(8000, "port to listen at; 0: any free one")
+    model: str | None = option(None, "name of the model in requests; null: the target's. The checkpoint's is known too")
+    rows: int = option(16, "requests that are decoded at once; the others wait")
+    queue: int = option(256, "requests that may wait; further ones are refused with status 429")
+    max_length: int = option(
+        4096, "tokens that a prompt and its answer may have together, at most the target's positions"
+    )
+    max_body: int = option(1 << 20, "bytes that a request may have")
+    timeout: float = option(600.0, "seconds after which a request is given up")
+    target: loading.TargetOptions = field(default_factory=loading.TargetOptions)
+    decode: decoding.DecodeOptions = field(default_factory=decoding.DecodeOptions)
+
+
+def warm_up(decoder: Decoder, rows: int) -> None:
+    """Decodes a little with laws of every kind, so that what rounds cost is measured now."""
+    for kind in KINDS:
+        batch = decoder.batch()
+        batch.admit([Request([0], 4, sampling=kind) for _ in range(rows)])
+        while batch.running:
+            batch.step()
+        batch.close()
+    if decoder.proposer:
+        decoder.proposer.forget()
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Takes the port before the target is loaded. Raises ValueError if that cannot be."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except (OSError, OverflowError) as error:
+        raise ValueError(f"Nothing can listen at {host}:{port} ({error}): choose another port= or host=.") from error
+
+
+def main() -> None:
+    chosen = options(Serve, __doc__)
+    try:
+        import uvicorn
+
+        from specdec.server.app import Served, make_app
+        from specdec.server.engine import Engine
+        from specdec.server.metrics import Metrics
+    except ImportError as error:
+        raise ValueError(f"Serving needs more packages ({error}): pip install '.[serve]'") from error
+    for name in ("rows", "queue", "max_length", "max_body", "timeout"):
+        if getattr(chosen, name) <= 0:
+            raise ValueError(f"{name}={getattr(chosen, name)} must be above 0.")
+    if chosen.decode.temperature != "0":
+        raise ValueError("decode.temperature is for each request to say: give temperature in the request.")
+
+    listening = listen(chosen.host, chosen.port)
+    console = rich.console.Console(highlight=False)
+    drafting = chosen.decode.drafting()
+    loaded = proposers.load(chosen, chosen.target, drafting)
+    decoding.show_measuring(loaded.proposer, console)
+    runner, stop = drafting.runner(), loaded.stop
+    drafted = drafting.decoder(loaded.target, loaded.proposer, sampling=Sampling(), stop=stop, runner=runner)
+    plain = Decoder(loaded.target, None, sampling=Sampling(), stop=stop, runner=runner)
+    warm_up(drafted, chosen.rows)
+
+    model = chosen.model or loaded.target.name
+    metrics = Metrics(model)
+    engine = Engine(drafted, plain, rows=chosen.rows, queue=chosen.queue, saw=metrics.saw_step)
+    positions = loaded.target.max_positions
+    longest = chosen.max_length if positions is None else min(chosen.max_length, positions - loaded.proposer.depth)
+    drafts = f"{loaded.title} of {chosen.checkpoint}" if chosen.checkpoint else loaded.title
+    served = Served(
+        engine=engine,
+        metrics=metrics,
+        tokenizer=copy.deepcopy(loaded.tokenizer),  # a tokenizer must not be used by two threads at once
+        encode_chat=lambda messages, thinking: data.encode_prompt(loaded.tokenizer, messages, thinking=thinking),
+        stop=frozenset(stop),
+        model=model,
+        other_names=(str(chosen.checkpoint),) if chosen.checkpoint else (),
+        max_length=longest,
+        timeout=chosen.timeout,
+        max_body=chosen.max_body,
+        page=live_page(target=model, drafts=drafts, max_length=longest),
+    )
+    if chosen.host not in ("127.0.0.1", "localhost", "::1"):
+        console.print(
+            f"warning: anyone who reaches {chosen.host}:{chosen.port} can use this server: it asks for no password."
+        )
+    logging.basicConfig(level=logging.WARNING)
+    host, port = listening.getsockname()[:2]
+    console.print(
+        f"{model}, drafted by {drafts}: http://{host}:{port} (page), http://{host}:{port}/v1 (OpenAI's interface)"
+    )
+    config = uvicorn.Config(make_app(served), log_level="warning", access_log=False)
+    uvicorn.Server(config).run(sockets=[listening])
+
+
+if __name__ == "__main__":
+    run(main)

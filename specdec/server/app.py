@@ -1,0 +1,356 @@
+"""HTTP: OpenAI's interface, metrics and the page, in front of the engine."""
+
+import asyncio
+import contextlib
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from transformers import PreTrainedTokenizerBase
+
+from specdec.generation import Ends, StopStrings
+from specdec.server.engine import End, Engine, Event, Job, Round, accepted_by_position
+from specdec.server.metrics import Metrics
+from specdec.server.protocol import ChatRequest, CompletionRequest, RequestError, Settings, parse
+from specdec.server.text import StreamedText
+
+NO_RETRY = {"x-should-retry": "false"}  # of OpenAI's clients, which otherwise ask again after such an error
+
+
+@dataclass(frozen=True)
+class Served:
+    """What the server has, and what it allows.
+
+    model: the name of the target, which requests may give; other_names: further ones
+    encode_chat: messages and `enable_thinking` (None: the template's default) -> token ids; ValueError if the template refuses
+    stop: token ids that end an answer; max_length: tokens of a prompt and its answer; timeout: seconds of a request
+    max_body: bytes; page: the live page
+    """
+
+    engine: Engine
+    metrics: Metrics
+    tokenizer: PreTrainedTokenizerBase
+    encode_chat: Callable[[list[dict], bool | None], list[int]]
+    stop: frozenset[int]
+    model: str
+    other_names: tuple[str, ...] = ()
+    max_length: int = 4096
+    timeout: float = 600.0
+    max_body: int = 1 << 20
+    page: str = ""
+
+    def decode(self, tokens: list[int]) -> str:
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+@dataclass(eq=False)
+class Answer:
+    """An answer on its way from the engine to a client."""
+
+    served: Served
+    settings: Settings
+    job: Job
+    text: StreamedText
+    events: asyncio.Queue[Event]
+    began: float
+    num_tokens: int = 0
+    rounds: list[Round] = field(default_factory=list)
+
+    async def pieces(self) -> AsyncIterator[tuple[str, Round | None, str | None]]:
+        """Text, the round that it came from, and at the end the reason. Raises RequestError if the request failed."""
+        metrics, served = self.served.metrics, self.served
+        while True:
+            event = await self.events.get()
+            if isinstance(event, End):
+                metrics.ended.labels(served.model, event.reason).inc()
+                metrics.whole.labels(served.model).observe(time.monotonic() - self.began)
+                if event.reason in ("timeout", "error"):
+                    status = 504 if event.reason == "timeout" else 500
+                    raise RequestError(event.message, status=status, headers=NO_RETRY)
+                yield self.text.end(), None, event.reason
+                return
+            if not self.num_tokens:
+                metrics.first_token.labels(served.model).observe(time.monotonic() - self.began)
+            metrics.saw_round(event)
+            self.num_tokens += len(event.tokens)
+            if event.drafted is not None:
+                self.rounds.append(event)
+            yield (
+                "".join(self.text.add(token) for token in event.tokens if token not in self.job.ends.tokens),
+                event,
+                None,
+            )
+
+    def usage(self) -> dict[str, Any]:
+        """As OpenAI's, with what became of the drafts."""
+        drafted, accepted = (sum(values) for values in ([r.drafted or 0 for r in self.rounds], self._accepted))
+        return {
+            "prompt_tokens": len(self.job.prompt),
+            "completion_tokens": self.num_tokens,
+            "total_tokens": len(self.job.prompt) + self.num_tokens,
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": accepted,
+                "rejected_prediction_tokens": drafted - accepted,
+            },
+            "speculation": {
+                "rounds": len(self.rounds),
+                "drafted": drafted,
+                "accepted": accepted,
+                "accepted_by_position": accepted_by_position(self._accepted),
+                "tau": (self.num_tokens - 1) / len(self.rounds) if self.rounds else None,
+            },
+        }
+
+    @property
+    def _accepted(self) -> list[int]:
+        return [each.accepted for each in self.rounds]
+
+
+class Form:
+    """How answers to chats, or to prompts, are written."""
+
+    def __init__(self, chat: bool, model: str):
+        self.chat, self.model = chat, model
+        self.id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
+        self.created = int(time.time())
+
+    def whole(self, text: str, reason: str, usage: dict) -> dict:
+        said = {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
+        choice = {"index": 0, **said, "logprobs": None, "finish_reason": reason}
+        return self._document("chat.completion" if self.chat else "text_completion", [choice], usage=usage)
+
+    def first(self) -> list[dict]:
+        """What a stream of chunks begins with."""
+        return [self.chunk({"role": "assistant", "content": ""})] if self.chat else []
+
+    def piece(self, text: str, reason: str | None = None, **more: Any) -> dict:
+        if not self.chat:
+            return self.chunk({"text": text}, reason, **more)
+        return self.chunk({"content": text} if text else {}, reason, **more)
+
+    def chunk(self, said: dict, reason: str | None = None, **more: Any) -> dict:
+        choice = {"index": 0, **({"delta": said} if self.chat else said), "logprobs": None, "finish_reason": reason}
+        return self._document("chat.completion.chunk" if self.chat else "text_completion", [choice], **more)
+
+    def last(self, usage: dict) -> dict:
+        """The chunk of stream_options.include_usage."""
+        return self._document("chat.completion.chunk" if self.chat else "text_completion", [], usage=usage)
+
+    def _document(self, kind: str, choices: list[dict], **more: Any) -> dict:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices, **more}
+
+
+def make_app(served: Served) -> Starlette:
+    """The application. The engine starts and stops with it."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        served.engine.start()
+        yield
+        await asyncio.to_thread(served.engine.stop)
+
+    async def page(_: Request) -> Response:
+        return HTMLResponse(served.page)
+
+    async def health(_: Request) -> Response:
+        return JSONResponse({"status": "ok" if served.engine.alive else "dead"}, 200 if served.engine.alive else 503)
+
+    async def metrics(_: Request) -> Response:
+        return Response(served.metrics.text(served.engine), media_type="text/plain; version=0.0.4")
+
+    async def models(_: Request) -> Response:
+        names = (served.model, *served.other_names)
+        entries = [
+            {"id": name, "object": "model", "owned_by": "specdec", "max_model_len": served.max_length} for name in names
+        ]
+        return JSONResponse({"object": "list", "data": entries})
+
+    return Starlette(
+        routes=[
+            Route("/", page),
+            Route("/health", health),
+            Route("/metrics", metrics),
+            Route("/v1/models", models),
+            Route("/v1/chat/completions", partial(_complete, served, ChatRequest), methods=["POST"]),
+            Route("/v1/completions", partial(_complete, served, CompletionRequest), methods=["POST"]),
+        ],
+        lifespan=lifespan,
+        exception_handlers={RequestError: _refuse, 404: _refuse_path, 405: _refuse_path},
+    )
+
+
+async def _refuse(_: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestError)
+    return JSONResponse(error.to_json(), error.status, headers=error.headers)
+
+
+async def _refuse_path(request: Request, error: Exception) -> Response:
+    status = getattr(error, "status_code", 404)
+    message = (
+        f"There is no {request.method} {request.url.path} here; see /v1/models, /v1/chat/completions, /v1/completions."
+    )
+    return JSONResponse(RequestError(message, status=status).to_json(), status)
+
+
+async def _complete(served: Served, kind: type[Settings], request: Request) -> Response:
+    """Answers a request of either kind, whole or as a stream."""
+    settings = parse(kind, await _read_body(request, served.max_body))
+    answer = _begin(served, settings)
+    form = Form(isinstance(settings, ChatRequest), settings.model or served.model)
+    if settings.stream:
+        return StreamingResponse(_stream(answer, form), media_type="text/event-stream")
+    gone = asyncio.ensure_future(_wait_until_gone(request))
+    whole = asyncio.ensure_future(_whole(answer, form))
+    try:
+        await asyncio.wait({gone, whole}, return_when=asyncio.FIRST_COMPLETED)
+        return JSONResponse(await whole) if whole.done() else Response(status_code=499)
+    finally:
+        gone.cancel()
+        whole.cancel()
+        served.engine.give_up(answer.job)
+
+
+async def _read_body(request: Request, most: int) -> bytes:
+    """Raises RequestError for a body that is longer, before all of it is read, and for one that is not said to be JSON."""
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise RequestError("Send the body with the header Content-Type: application/json.", status=415)
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > most:
+            raise RequestError(f"The body is longer than the {most} bytes that this server takes.", status=413)
+    return bytes(body)
+
+
+async def _wait_until_gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _begin(served: Served, settings: Settings) -> Answer:
+    """Queues a request. Raises RequestError for one that cannot be answered, or not now."""
+    names = (served.model, *served.other_names)
+    if settings.model is not None and settings.model not in names:
+        raise RequestError(
+            f"There is no model {settings.model!r} here, but {names[0]!r}.", status=404, parameter="model"
+        )
+    prompt = _encode(served, settings)
+    room = served.max_length - len(prompt)
+    if room < 1 or (settings.most_tokens or 0) > room:
+        wanted = f" and {settings.most_tokens} new ones" if settings.most_tokens else ""
+        raise RequestError(
+            f"A prompt of {len(prompt)} tokens{wanted} exceeds the {served.max_length} tokens that this server allows "
+            "(max_length=).",
+            parameter="max_tokens" if room >= 1 else "messages",
+        )
+    loop, events = asyncio.get_running_loop(), asyncio.Queue[Event]()
+
+    def deliver(event: Event) -> None:
+        loop.call_soon_threadsafe(events.put_nowait, event)
+
+    strings = StopStrings(settings.stop_strings, served.decode) if settings.stop_strings else None
+    began = time.monotonic()
+    job = Job(
+        prompt,
+        settings.most_tokens or room,
+        settings.sampling(),
+        Ends(frozenset() if settings.ignore_eos else served.stop, strings),
+        deliver,
+        seed=settings.seed,
+        speculate=settings.speculate,
+        watch=settings.details,
+        deadline=began + served.timeout,
+    )
+    try:
+        queued = served.engine.submit(job)
+    except ValueError as error:
+        raise RequestError(str(error)) from None
+    if not queued:
+        raise RequestError(
+            f"{served.engine.queue} requests are waiting already: ask again later.",
+            status=429,
+            headers={"Retry-After": "1"},
+        )
+    served.metrics.prompt_tokens.labels(served.model).inc(len(prompt))
+    return Answer(served, settings, job, StreamedText(served.decode, settings.stop_strings), events, began)
+
+
+def _encode(served: Served, settings: Settings) -> list[int]:
+    """The prompt's token ids, at least one."""
+    if isinstance(settings, ChatRequest):
+        given = settings.chat_template_kwargs or {}
+        if not set(given) <= {"enable_thinking"} or not isinstance(given.get("enable_thinking", True), bool):
+            raise RequestError(
+                "chat_template_kwargs may hold enable_thinking, true or false.", parameter="chat_template_kwargs"
+            )
+        try:
+            return served.encode_chat([message.to_row() for message in settings.messages], given.get("enable_thinking"))
+        except ValueError as error:
+            raise RequestError(str(error), parameter="messages") from None
+    assert isinstance(settings, CompletionRequest)
+    prompt: Any = settings.prompt
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
+        (prompt,) = prompt
+    tokens = served.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
+    size = len(served.tokenizer)
+    if not tokens or not all(isinstance(token, int) and 0 <= token < size for token in tokens):
+        raise RequestError(
+            f"prompt must be one text that is not empty, or token ids from 0 to {size - 1}.", parameter="prompt"
+        )
+    return tokens
+
+
+async def _whole(answer: Answer, form: Form) -> dict:
+    text = ""
+    async for piece, _, reason in answer.pieces():
+        text += piece
+        if reason is not None:
+            return form.whole(text, reason, answer.usage())
+    raise AssertionError("an answer ends with a reason")
+
+
+async def _stream(answer: Answer, form: Form) -> AsyncIterator[str]:
+    """Server-sent events. The request is given up if the client leaves."""
+    settings, served = answer.settings, answer.served
+
+    def sent(document: dict) -> str:
+        return f"data: {json.dumps(document)}\n\n"
+
+    try:
+        for chunk in form.first():
+            yield sent(chunk)
+        async for piece, done, reason in answer.pieces():
+            more = {"round": _details(served, answer, done)} if settings.details and done else {}
+            if piece or reason or more:
+                yield sent(form.piece(piece, reason, **more))
+        if settings.details or (settings.stream_options and settings.stream_options.include_usage):
+            yield sent(form.last(answer.usage()))
+        yield "data: [DONE]\n\n"
+    except RequestError as error:
+        yield sent(error.to_json())
+    finally:
+        served.engine.give_up(answer.job)
+
+
+def _details(served: Served, answer: Answer, done: Round) -> dict:
+    """A round for the live page: the text of each token, and the tree of drafts."""
+    say = lambda token: served.tokenizer.decode([token])
+    found: dict[str, Any] = {
+        "tokens": [say(token) for token in done.tokens],
+        "accepted": done.accepted,
+        "drafted": done.drafted,
+        "milliseconds": done.milliseconds,
+        "rows": done.rows,
+    }
+    if done.tree is not None:
+        tokens, parents, path = done.tree
+        found["tree"] = {"tokens": [say(token) for token in tokens], "parents": parents, "accepted": path}
+    return found

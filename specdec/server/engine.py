@@ -1,0 +1,264 @@
+"""Decodes requests that come at any time: one thread, with a batch of drafted and a batch of plain answers."""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from specdec.batch import Batch, Request, Step
+from specdec.decode import Decoder
+from specdec.generation import Ends
+from specdec.sampling import Sampling
+
+LOG = logging.getLogger(__name__)
+PREFILL_TOKENS = 8192  # of prompts that are read together, filled up to the longest; one prompt may have more
+Reason = Literal["stop", "length", "timeout", "error"]
+
+
+@dataclass(frozen=True)
+class Round:
+    """What one round did for one request.
+
+    tokens: what it emitted: accepted drafts, then the target's own token; empty where the answer had ended before
+    accepted: how many of them are drafts
+    drafted: nodes of the tree, without the root; None: the tokens were read off the prompt
+    tree: the tokens of the nodes from the root on, their parents, and the accepted nodes, if the request watches
+    milliseconds: of the whole round, with all its rows; rows: how many took part
+    """
+
+    tokens: list[int]
+    accepted: int = 0
+    drafted: int | None = None
+    tree: tuple[list[int], list[int], list[int]] | None = None
+    milliseconds: float = 0.0
+    rows: int = 1
+
+
+@dataclass(frozen=True)
+class End:
+    """The last event of a request. message: what went wrong, for `timeout` and `error`"""
+
+    reason: Reason
+    message: str = ""
+
+
+Event = Round | End
+
+
+@dataclass(eq=False)
+class Job:
+    """A request with what the engine must know of it.
+
+    deliver: called for every event, in the engine's thread; it must not wait
+    speculate: with drafts, or plain
+    watch: whether events hold the trees of drafts
+    deadline: when it is given up, by time.monotonic(); None: never
+    """
+
+    prompt: list[int]
+    max_new_tokens: int
+    sampling: Sampling
+    ends: Ends
+    deliver: Callable[[Event], None]
+    seed: int | None = None
+    speculate: bool = True
+    watch: bool = False
+    deadline: float | None = None
+    request: Request = field(init=False)
+
+    def __post_init__(self):
+        generator = torch.Generator()
+        if self.seed is None:
+            generator.seed()
+        else:
+            generator.manual_seed(self.seed % 2**63)
+        self.request = Request(self.prompt, self.max_new_tokens, generator, self.sampling, self.ends)
+
+    def tell(self, event: Event) -> None:
+        try:
+            self.deliver(event)
+        except Exception:  # a client's fault must not end the others' answers
+            LOG.exception("an event could not be delivered")
+            self.request.left = 0
+
+
+class Lane:
+    """A batch, and the requests that wait for a place in it."""
+
+    def __init__(self, decoder: Decoder, rows: int):
+        self.decoder, self.rows = decoder, rows
+        self.batch: Batch = decoder.batch()
+        self.waiting: deque[Job] = deque()
+        self.jobs: dict[int, Job] = {}  # by the id of their requests, while they run
+
+    def advance(self) -> Step | None:
+        """Lets requests join, then makes one round -> it, or None if no request is there."""
+        free = self.rows - len(self.batch.running) if self.batch.joins or not self.batch.running else 0
+        if new := self._next(free):
+            self.jobs |= {id(job.request): job for job in new}
+            for job, tokens in zip(new, self.batch.admit([job.request for job in new])):
+                job.tell(Round(tokens))
+                self._settle(job)
+        return self.batch.step() if self.batch.running else None
+
+    def hand_out(self, step: Step) -> None:
+        """Tells each job what a round did for it."""
+        for request, row, tokens, accepted in zip(step.requests, step.rows, step.tokens, step.accepted):
+            job = self.jobs.get(id(request))
+            if job is None:
+                continue  # it was given up during the round
+            tree = _tree_of(step, row, 1 + accepted) if job.watch else None
+            milliseconds = 1e3 * step.cost.seconds
+            job.tell(Round(tokens, accepted, step.num_drafted, tree, milliseconds, len(step.requests)))
+            self._settle(job)
+
+    def give_up(self, job: Job) -> None:
+        """The request leaves before the next round, if it is here."""
+        if job in self.waiting:
+            self.waiting.remove(job)
+        if self.jobs.pop(id(job.request), None):
+            job.request.left = 0
+
+    def fail(self, message: str) -> None:
+        """Every request that runs ends with this message; those that wait stay."""
+        failed, self.jobs = list(self.jobs.values()), {}
+        self.batch = self.decoder.batch()
+        for job in failed:
+            job.tell(End("error", message))
+
+    def _next(self, most: int) -> list[Job]:
+        """The requests that join now, in the order of their coming."""
+        new: list[Job] = []
+        longest = 0
+        while self.waiting and len(new) < most:
+            longest = max(longest, len(self.waiting[0].prompt))
+            if new and longest * (1 + len(new)) > PREFILL_TOKENS:
+                break
+            new.append(self.waiting.popleft())
+        return new
+
+    def _settle(self, job: Job) -> None:
+        if not job.request.left:
+            del self.jobs[id(job.request)]
+            job.tell(End("stop" if job.request.ended else "length"))
+
+
+def _tree_of(step: Step, row: int, num_kept: int) -> tuple[list[int], list[int], list[int]]:
+    tree, path = step.tree, step.path[row, :num_kept]
+    return tree.tokens[row].tolist(), tree.parents[row].tolist(), path.tolist()
+
+
+class Engine:
+    """Decodes jobs in a thread of its own, from `start` until `stop`.
+
+    drafted, plain: decoders of one target; rows: requests of each that are decoded at once
+    queue: requests that may wait
+    saw: called in the engine's thread for every round, with the lane's step
+    """
+
+    def __init__(
+        self,
+        drafted: Decoder,
+        plain: Decoder,
+        *,
+        rows: int,
+        queue: int,
+        saw: Callable[[Step], None] = lambda step: None,
+    ):
+        self.lanes = {True: Lane(drafted, rows), False: Lane(plain, rows)}
+        self.queue, self.saw = queue, saw
+        self.changed = threading.Condition()
+        self.given_up: list[Job] = []
+        self.arrived: list[Job] = []
+        self.stopping = False
+        self.thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        self.thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread once everything that was submitted has ended."""
+        with self.changed:
+            self.stopping = True
+            self.changed.notify()
+        if self.thread.ident is not None:
+            self.thread.join()
+
+    @property
+    def alive(self) -> bool:
+        return self.thread.is_alive()
+
+    @property
+    def num_running(self) -> int:
+        return sum(len(lane.jobs) for lane in self.lanes.values())
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.arrived) + sum(len(lane.waiting) for lane in self.lanes.values())
+
+    def submit(self, job: Job) -> bool:
+        """Queues a job -> whether there was room for it. Raises ValueError for one that cannot be decoded."""
+        self.lanes[job.speculate].decoder.check([job.prompt], job.max_new_tokens)
+        with self.changed:
+            if self.num_waiting >= self.queue or self.stopping:
+                return False
+            self.arrived.append(job)
+            self.changed.notify()
+        return True
+
+    def give_up(self, job: Job) -> None:
+        """The job ends before the next round; no event follows once that is done."""
+        with self.changed:
+            self.given_up.append(job)
+            self.changed.notify()
+
+    def _run(self) -> None:
+        while True:
+            with self.changed:
+                while not (self.arrived or self.given_up or self._busy or self.stopping):
+                    self.changed.wait()
+                arrived, self.arrived = self.arrived, []
+                for job in arrived:
+                    self.lanes[job.speculate].waiting.append(job)
+                given_up, self.given_up = self.given_up, []
+                if self.stopping and not self._busy:
+                    return
+            for job in given_up:
+                self.lanes[job.speculate].give_up(job)
+            self._give_up_late()
+            for lane in self.lanes.values():
+                self._advance(lane)
+
+    @property
+    def _busy(self) -> bool:
+        return any(lane.waiting or lane.jobs for lane in self.lanes.values())
+
+    def _advance(self, lane: Lane) -> None:
+        try:
+            if step := lane.advance():
+                lane.hand_out(step)
+                self.saw(step)
+        except Exception as error:  # memory that is missing, or a mistake of ours: the server goes on
+            LOG.exception("a round failed")
+            lane.fail(f"The server could not decode this ({type(error).__name__}: {error}).")
+
+    def _give_up_late(self) -> None:
+        now = time.monotonic()
+        for lane in self.lanes.values():
+            for job in [*lane.waiting, *lane.jobs.values()]:
+                if job.deadline is not None and now > job.deadline:
+                    lane.give_up(job)
+                    done = len(job.request.tokens)
+                    job.tell(
+                        End("timeout", f"The request took longer than the server allows; {done} tokens were written.")
+                    )
+
+
+def accepted_by_position(counts: list[int]) -> list[int]:
+    """Accepted drafts of each round -> rounds that accepted at least 1, 2, .. drafts"""
+    return [sum(count > position for count in counts) for position in range(max(counts, default=0))]

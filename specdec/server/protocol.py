@@ -1,0 +1,166 @@
+"""What requests may hold, and how answers are written: OpenAI's interface, and what is beside it."""
+
+import difflib
+import json
+from typing import Annotated, Any, Literal
+
+import pydantic
+from pydantic import BaseModel, ConfigDict, Field
+
+from specdec.sampling import Sampling
+
+# Fields of OpenAI and vLLM that change the answer in ways that this server cannot, with what they may be nevertheless
+REFUSED: dict[str, tuple] = {
+    "n": (1,), "best_of": (1,), "logprobs": (False, 0), "top_logprobs": (0,), "prompt_logprobs": (0,), "echo": (False,),
+    "suffix": ("",), "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none",),
+    "parallel_tool_calls": (True, False), "response_format": ({"type": "text"},), "frequency_penalty": (0,),
+    "presence_penalty": (0,), "logit_bias": ({},), "min_p": (0,), "min_tokens": (0,), "use_beam_search": (False,),
+    "modalities": (["text"],), "audio": (), "reasoning_effort": (), "guided_json": (), "guided_regex": (),
+    "structured_outputs": (),
+}  # fmt: skip
+FORMS = {  # of fields that may hold several things
+    "prompt": "a text, or the token ids of one prompt",
+    "content": "a text, or a list of parts of type text",
+    "stop": "a text, or a list of texts",
+}
+IGNORED = (
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "prediction",
+    "safety_identifier",
+    "prompt_cache_key",
+    "verbosity",
+)
+TOKENS = 1 << 20  # more than any request may ask for
+
+
+class RequestError(Exception):
+    """A request that cannot be answered. status: of HTTP; parameter: the field that is wrong"""
+
+    def __init__(self, message: str, *, status: int = 400, parameter: str | None = None, headers: dict | None = None):
+        super().__init__(message)
+        self.message, self.status, self.parameter, self.headers = message, status, parameter, headers or {}
+
+    def to_json(self) -> dict:
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {"error": {"message": self.message, "type": kind, "param": self.parameter, "code": None}}
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    include_usage: bool = False
+
+
+class Part(BaseModel):
+    """A part of a message's content."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    model_config = ConfigDict(extra="ignore", strict=True)
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[Part]
+
+    def to_row(self) -> dict:
+        """As chat templates take it."""
+        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return {"role": "system" if self.role == "developer" else self.role, "content": content}
+
+
+class Settings(BaseModel):
+    """What both kinds of requests share. speculate, details: of this server alone"""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    model: str | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=TOKENS)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    ignore_eos: bool = False
+    speculate: bool = True
+    details: bool = False
+
+    def sampling(self) -> Sampling:
+        """Without fields as OpenAI says: temperature 1, no filters."""
+        if self.temperature == 0:
+            return Sampling(repetition_penalty=self.repetition_penalty or 1.0)
+        top_k = self.top_k if self.top_k and self.top_k > 0 else None
+        temperature = 1.0 if self.temperature is None else self.temperature
+        top_p = None if self.top_p == 1 else self.top_p
+        return Sampling(temperature, top_k, top_p, self.repetition_penalty or 1.0)
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        given = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        if not all(given) or len(given) > 16:
+            raise RequestError("stop must be a text or up to 16 texts, none of them empty.", parameter="stop")
+        return tuple(given)
+
+    @property
+    def most_tokens(self) -> int | None:
+        return self.max_tokens
+
+
+class ChatRequest(Settings):
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1, le=TOKENS)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def most_tokens(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+
+class CompletionRequest(Settings):
+    prompt: str | list[int] | list[str]
+
+
+def parse(kind: type[Settings], body: bytes) -> Any:
+    """Raises RequestError, with the field and what to change, for a body that is not such a request."""
+    try:
+        document = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"The body is not JSON: {error}.") from None
+    if not isinstance(document, dict):
+        raise RequestError("The body must be a JSON object.")
+    for name in [name for name in document if name in REFUSED or name in IGNORED]:
+        value = document.pop(name)
+        if name in REFUSED and value is not None and value not in REFUSED[name]:
+            raise RequestError(f"This server cannot do {name}={_short(value)}: leave it out.", parameter=name)
+    document = {name: value for name, value in document.items() if value is not None}
+    try:
+        return kind.model_validate(document)
+    except pydantic.ValidationError as error:
+        raise _explain(kind, error) from None
+
+
+def _explain(kind: type[Settings], error: pydantic.ValidationError) -> RequestError:
+    """The first thing that is wrong, in one sentence."""
+    first = error.errors(include_url=False)[0]
+    place = ".".join(str(part) for part in first["loc"] if not str(part).endswith("]") and part not in ("str", "list"))
+    if first["type"] == "extra_forbidden":
+        name = str(first["loc"][-1])
+        close = difflib.get_close_matches(name, kind.model_fields, n=1)
+        return RequestError(
+            f"There is no field {place!r}." + (f" Did you mean {close[0]!r}?" if close else ""), parameter=place
+        )
+    if first["type"] == "missing":
+        return RequestError(f"The field {place!r} is missing.", parameter=place)
+    form = next((FORMS[str(part)] for part in reversed(first["loc"]) if part in FORMS), None)
+    why = f"give {form}" if form else first["msg"]
+    return RequestError(f"{place}={_short(first['input'])} cannot be used: {why}.", parameter=place)
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else text[:57] + "..."

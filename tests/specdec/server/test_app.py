@@ -1,0 +1,329 @@
+"""Tests of the HTTP interface, with OpenAI's own client and with bytes that no client would send."""
+
+import contextlib
+import json
+import socket
+import threading
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import openai
+import pytest
+import uvicorn
+
+from specdec.decode import Decoder
+from specdec.proposers.heads import HeadProposer
+from specdec.sampling import Sampling
+from specdec.server.app import Served, make_app
+from specdec.server.engine import Engine
+from specdec.server.metrics import Metrics
+from tests.support import chain_of, greedy, make_drafter, save_target, small_tokenizer
+from train import data
+
+STOP = {2}
+QUESTIONS = [f"Say {word} {number} times." for number, word in enumerate(["sky", "blue", "é 😀", "the", "a b c"] * 4)]
+
+
+@contextlib.contextmanager
+def serving(target, *, rows=4, queue=64, **settings):
+    """A server of a tiny target with an untrained EAGLE-3 head -> its URL, and the record it serves"""
+    tokenizer = small_tokenizer()
+    proposer = HeadProposer(make_drafter(target, "eagle3"), chain_of(3))
+    drafted, plain = (Decoder(target, each, sampling=Sampling(), stop=STOP) for each in (proposer, None))
+    metrics = Metrics("tiny")
+    engine = Engine(drafted, plain, rows=rows, queue=queue, saw=metrics.saw_step)
+    usual = {"stop": frozenset(STOP), "model": "tiny", "max_length": 400, "max_body": 20000, "page": "<h1>a page</h1>"}
+    encode = lambda messages, thinking: data.encode_prompt(tokenizer, messages, thinking=thinking)
+    served = Served(engine, metrics, small_tokenizer(), encode, **(usual | settings))
+    listening = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(make_app(served), log_level="warning"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+    thread.start()
+    try:
+        while not server.started:
+            time.sleep(0.01)
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}", served
+    finally:
+        server.should_exit = True
+        thread.join(timeout=60)
+        assert not engine.alive
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return save_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def answers(tiny):
+    """What the target answers to each question, decoded alone and plainly before any server has the target."""
+    tokenizer, decoder = small_tokenizer(), greedy(tiny, None, STOP)
+    found = {}
+    for question in QUESTIONS:
+        prompt = data.encode_prompt(tokenizer, [{"role": "user", "content": question}])
+        tokens = decoder.generate([prompt], 24).tokens[0]
+        found[question] = tokenizer.decode(tokens, skip_special_tokens=True), len(prompt), len(tokens)
+    return found
+
+
+@pytest.fixture(scope="module")
+def server(tiny, answers):
+    with serving(tiny) as found:
+        yield found
+
+
+@pytest.fixture
+def client(server):
+    with openai.OpenAI(base_url=f"{server[0]}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def ask(client, question: str, **more):
+    messages = [{"role": "user", "content": question}]
+    return client.chat.completions.create(
+        model="tiny", messages=messages, **({"max_tokens": 24, "temperature": 0} | more)
+    )
+
+
+def test_chat(client, answers):
+    for question, (text, num_prompt, num_answer) in list(answers.items())[:4]:
+        for speculate in (True, False):
+            found = ask(client, question, extra_body={"speculate": speculate})
+            assert found.choices[0].message.content == text and found.model == "tiny"
+            assert (found.usage.prompt_tokens, found.usage.completion_tokens) == (num_prompt, num_answer)
+            assert found.choices[0].finish_reason == ("length" if num_answer == 24 else "stop")
+            counts = found.usage.speculation
+            assert counts["drafted"] == 3 * speculate * counts["rounds"]
+            assert sum(counts["accepted_by_position"]) == counts["accepted"]
+            assert counts["accepted"] + counts["rounds"] >= num_answer - 1
+            assert counts["tau"] == (num_answer - 1) / counts["rounds"]
+
+
+def test_streaming(client, answers):
+    for question, (text, _, num_answer) in list(answers.items())[:4]:
+        chunks = list(ask(client, question, stream=True, stream_options={"include_usage": True}))
+        assert chunks[0].choices[0].delta.role == "assistant"
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == text
+        assert [chunk.choices[0].finish_reason for chunk in chunks[:-2]] == [None] * (len(chunks) - 2)
+        assert chunks[-2].choices[0].finish_reason in ("stop", "length")
+        assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens == num_answer
+        assert len({chunk.id for chunk in chunks}) == 1
+    assert all(chunk.usage is None for chunk in ask(client, QUESTIONS[0], stream=True))
+
+
+def test_completions_take_text_or_token_ids(client, tiny):
+    tokenizer = small_tokenizer()
+    text, ids = "The sky", tokenizer("The sky")["input_ids"]
+    first, second, third = (
+        client.completions.create(model="tiny", prompt=prompt, max_tokens=9, temperature=0).choices[0].text
+        for prompt in (text, ids, [text])
+    )
+    assert first == second == third
+    streamed = client.completions.create(model="tiny", prompt=text, max_tokens=9, temperature=0, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in streamed) == first
+    for prompt in ([], "", [10**6], [-1], ["a", "b"]):
+        with pytest.raises(openai.BadRequestError, match="prompt"):
+            client.completions.create(model="tiny", prompt=prompt)
+
+
+def test_settings_of_sampling(client):
+    assert ask(client, "a", temperature=1, seed=3).choices == ask(client, "a", temperature=1, seed=3).choices
+    found = {ask(client, "a", temperature=1).choices[0].message.content for _ in range(5)}
+    assert len(found) > 1
+    only = {ask(client, "a", temperature=1, extra_body={"top_k": 1}).choices[0].message.content for _ in range(3)}
+    assert only == {ask(client, "a", temperature=0).choices[0].message.content}
+    free, never = (
+        ask(client, "a", max_tokens=30, extra_body={"ignore_eos": True, "repetition_penalty": penalty})
+        for penalty in (1.0, 100.0)
+    )
+    assert free.usage.completion_tokens == never.usage.completion_tokens == 30
+    assert free.choices[0].message.content != never.choices[0].message.content
+
+
+def test_stop_strings_end_the_text_before_them(client, answers):
+    text = next(text for text, _, num in answers.values() if len(text) > 8)
+    question = next(question for question, found in answers.items() if found[0] == text)
+    stop = text[4:6]
+    end = text.find(stop)
+    found = ask(client, question, stop=[stop, "never there"])
+    assert found.choices[0].message.content == text[:end] and found.choices[0].finish_reason == "stop"
+    chunks = ask(client, question, stop=stop, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text[:end]
+
+
+def test_many_at_once_are_not_mixed_up(server, answers):
+    """More than there are rows, streamed and whole, drafted and plain, some of which are cut off by their clients."""
+    url, served = server
+
+    def one(number: int) -> bool:
+        question = QUESTIONS[number % len(QUESTIONS)]
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=20) as client:
+            more = {"extra_body": {"speculate": number % 5 > 0}}
+            if number % 3 == 0:
+                return ask(client, question, **more).choices[0].message.content == answers[question][0]
+            with ask(client, question, stream=True, **more) as stream:
+                text = ""
+                for chunk in stream:
+                    text += chunk.choices[0].delta.content or ""
+                    if number % 3 == 1 and text:
+                        return answers[question][0].startswith(text)
+                return text == answers[question][0]
+
+    with ThreadPoolExecutor(40) as pool:
+        assert all(pool.map(one, range(120)))
+    await_idle(served)
+
+
+def await_idle(served) -> None:
+    deadline = time.monotonic() + 20
+    while served.engine.num_running or served.engine.num_waiting:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_clients_that_leave_free_their_rows(server):
+    url, served = server
+    for stream in (True, False):
+        body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 300, "ignore_eos": True, "stream": stream}
+        with contextlib.suppress(httpx.TimeoutException):
+            with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=0.2) as answer:
+                for _ in answer.iter_lines():
+                    break
+        await_idle(served)
+    written = counted(url, "vllm:generation_tokens_total")
+    time.sleep(0.3)
+    assert counted(url, "vllm:generation_tokens_total") == written
+
+
+def counted(url: str, name: str, **labels: str) -> float:
+    text = urllib.request.urlopen(f"{url}/metrics").read().decode()
+    lines = [line for line in text.splitlines() if line.startswith(name + "{")]
+    return sum(float(line.rpartition(" ")[2]) for line in lines if all(f'{k}="{v}"' in line for k, v in labels.items()))
+
+
+def test_metrics_count_what_usage_says(server, client):
+    url, served = server
+    await_idle(served)
+    names = {
+        "drafted": "vllm:spec_decode_num_draft_tokens_total",
+        "accepted": "vllm:spec_decode_num_accepted_tokens_total",
+        "rounds": "vllm:spec_decode_num_drafts_total",
+    }
+    before = {key: counted(url, name) for key, name in names.items()}
+    first = counted(url, "vllm:spec_decode_num_accepted_tokens_per_pos_total", position="0")
+    ended = counted(url, "vllm:request_success_total")
+    usages = [ask(client, question).usage.speculation for question in QUESTIONS[:4]]
+    for key, name in names.items():
+        assert counted(url, name) - before[key] == sum(usage[key] for usage in usages)
+    by_position = [(usage["accepted_by_position"] or [0])[0] for usage in usages]
+    assert counted(url, "vllm:spec_decode_num_accepted_tokens_per_pos_total", position="0") - first == sum(by_position)
+    assert counted(url, "vllm:request_success_total") - ended == 4
+    assert counted(url, "vllm:num_requests_running") == 0
+
+
+def test_models_health_and_page(server, client):
+    url, _ = server
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert httpx.get(f"{url}/health").json() == {"status": "ok"}
+    assert httpx.get(url).text == "<h1>a page</h1>"
+    missing = httpx.get(f"{url}/v1/chat/completions")
+    assert missing.status_code == 405 and "GET" in missing.json()["error"]["message"]
+    assert httpx.get(f"{url}/nothing").status_code == 404
+
+
+BAD = [
+    (b"{", 400, "not JSON"),
+    (b"[1]", 400, "must be a JSON object"),
+    (b'{"messages": []}', 400, "messages"),
+    (b"{}", 400, "'messages' is missing"),
+    (b'{"messages": "hi"}', 400, "messages"),
+    (b'{"messages": [{"role": "boss", "content": "a"}]}', 400, "role"),
+    (b'{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}', 400, "parts of type text"),
+    (b'{"messages": [{"role": "user", "content": "a"}], "temprature": 0}', 400, "Did you mean 'temperature'"),
+    (b'{"messages": [{"role": "user", "content": "a"}], "temperature": -1}', 400, "temperature=-1"),
+    (b'{"messages": [{"role": "user", "content": "a"}], "temperature": NaN}', 400, "temperature"),
+    (b'{"messages": [{"role": "user", "content": "a"}], "top_p": 0}', 400, "top_p=0"),
+    (b'{"messages": [{"role": "user", "content": "a"}], "n": 2}', 400, "cannot do n=2"),
+    (b'{"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function"}]}', 400, "cannot do tools"),
+    (b'{"messages": [{"role": "user", "content": "a"}], "logprobs": true}', 400, "cannot do logprobs"),
+    (b'{"messages": [{"role": "user", "content": "a"}], "stop": [""]}', 400, "stop"),
+    (b'{"messages": [{"role": "user", "content": "a"}], "max_tokens": 4000}', 400, "400 tokens"),
+    (b'{"messages": [{"role": "user", "content": "a"}], "model": "gpt-9"}', 404, "no model 'gpt-9'"),
+    (b'{"messages": [{"role": "user", "content": "' + b"a " * 900 + b'"}]}', 400, "400 tokens"),
+    (b'{"messages": [{"role": "user", "content": "' + b"a " * 30000 + b'"}]}', 413, "20000 bytes"),
+    (b"[" * 9000, 400, "not JSON"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("body", "status", "said"), BAD, ids=[said for _, _, said in BAD])
+def test_what_cannot_be_answered_is_refused_with_a_sentence(server, body, status, said):
+    headers = {"Content-Type": "application/json"}
+    found = httpx.post(f"{server[0]}/v1/chat/completions", content=body, headers=headers)
+    assert found.status_code == status
+    error = found.json()["error"]
+    assert said in error["message"] and error["type"] == "invalid_request_error"
+    assert error["message"].endswith((".", "?"))
+
+
+def test_harmless_fields_of_openai_are_allowed(client):
+    found = ask(
+        client, "a", n=1, user="me", frequency_penalty=0, tools=[], response_format={"type": "text"}, logprobs=False
+    )
+    assert found.choices[0].message.role == "assistant"
+
+
+def test_a_page_elsewhere_cannot_post_forms(server):
+    found = httpx.post(
+        f"{server[0]}/v1/completions", content=b'{"prompt": "a"}', headers={"Content-Type": "text/plain"}
+    )
+    assert found.status_code == 415
+
+
+def test_a_round_for_the_page_holds_its_tokens_and_its_tree(server, answers):
+    question, (text, *_) = next(iter(answers.items()))
+    body = {
+        "messages": [{"role": "user", "content": question}],
+        "temperature": 0,
+        "max_tokens": 24,
+        "stream": True,
+        "details": True,
+    }
+    with httpx.stream("POST", f"{server[0]}/v1/chat/completions", json=body) as answer:
+        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+    assert lines[-1] == "[DONE]"
+    rounds = [chunk["round"] for chunk in map(json.loads, lines[:-1]) if "round" in chunk]
+    assert rounds[0]["drafted"] is None and all(each["drafted"] == 3 for each in rounds[1:])
+    for each in rounds[1:]:
+        tree = each["tree"]
+        assert [tree["tokens"][node] for node in tree["accepted"][1:]] == each["tokens"][: each["accepted"]]
+
+
+def test_a_full_queue_and_a_late_answer(tiny):
+    body = {"prompt": "a", "max_tokens": 380, "ignore_eos": True}
+    with serving(tiny, rows=1, queue=1) as (url, served):
+        with ThreadPoolExecutor(6) as pool:
+            codes = sorted(
+                answer.status_code
+                for answer in pool.map(lambda _: httpx.post(f"{url}/v1/completions", json=body, timeout=60), range(6))
+            )
+        assert codes[0] == 200 and codes[-1] == 429
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=50) as client:  # it waits, and asks again
+            assert client.completions.create(**body, model="tiny", extra_body={"ignore_eos": True} if False else None)
+    with serving(tiny, timeout=0.05) as (url, _):
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=5) as client:
+            start = time.monotonic()
+            with pytest.raises(openai.InternalServerError, match="took longer"):
+                client.completions.create(model="tiny", prompt="a", max_tokens=380, extra_body={"ignore_eos": True})
+            assert time.monotonic() - start < 5  # the client does not ask again
+
+
+def test_the_end_of_the_server_waits_for_answers(tiny):
+    with serving(tiny) as (url, served):
+        pool = ThreadPoolExecutor(1)
+        body = {"prompt": "a", "max_tokens": 300, "ignore_eos": True}
+        found = pool.submit(httpx.post, f"{url}/v1/completions", json=body, timeout=60)
+        while not served.engine.num_running:
+            time.sleep(0.01)
+    assert found.result().json()["usage"]["completion_tokens"] == 300

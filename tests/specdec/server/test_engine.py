@@ -1,0 +1,209 @@
+"""Tests of the thread that decodes: every request gets its own answer, whatever the others do."""
+
+import queue
+import threading
+import time
+
+import pytest
+
+from specdec.decode import Decoder
+from specdec.generation import Ends
+from specdec.proposers.heads import HeadProposer
+from specdec.sampling import Sampling
+from specdec.server.engine import End, Engine, Job, Round, accepted_by_position
+from tests.support import chain_of, greedy, make_drafter, random_tokens
+
+STOP, GREEDY = {2}, Sampling()
+
+
+class Client:
+    """A job, and its events."""
+
+    def __init__(self, prompt, num=12, sampling=GREEDY, **more):
+        self.events: queue.Queue = queue.Queue()
+        more.setdefault("deliver", self.events.put)
+        self.job = Job(prompt, num, sampling, Ends(frozenset(STOP)), **more)
+        self.rounds: list[Round] = []
+
+    def wait(self) -> End:
+        while not isinstance(event := self.events.get(timeout=60), End):
+            self.rounds.append(event)
+        assert self.events.empty()
+        return event
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for each in self.rounds for token in each.tokens]
+
+
+@pytest.fixture(scope="module")
+def drafter(small_target):
+    return make_drafter(small_target, "eagle3")
+
+
+def make_engine(target, drafter, *, rows=3, queue=64, **more) -> Engine:
+    drafted = Decoder(target, HeadProposer(drafter, chain_of(3)), sampling=Sampling(), stop=STOP)
+    return Engine(drafted, Decoder(target, None, sampling=Sampling(), stop=STOP), rows=rows, queue=queue, **more)
+
+
+@pytest.fixture
+def engine(small_target, drafter):
+    engine = make_engine(small_target, drafter)
+    engine.start()
+    yield engine
+    engine.stop()
+    assert not engine.alive
+
+
+def prompts(num: int) -> list[list[int]]:
+    return [random_tokens(seed, 2 + seed % 7, 6) for seed in range(num)]
+
+
+def test_every_request_gets_the_answer_that_it_gets_alone(small_target, engine):
+    decoder = greedy(small_target, None, STOP)  # before the engine uses the target: threads must not share it
+    clients = [Client(prompt, 4 + number % 9, speculate=bool(number % 3)) for number, prompt in enumerate(prompts(24))]
+    alone = [decoder.generate([each.job.prompt], each.job.max_new_tokens).tokens[0] for each in clients]
+    for client in clients:
+        assert engine.submit(client.job)
+    for number, (client, answer) in enumerate(zip(clients, alone)):
+        end = client.wait()
+        assert client.tokens == answer
+        assert end.reason == ("stop" if answer[-1] in STOP else "length")
+        assert client.rounds[0].drafted is None and all(each.rows <= 3 for each in client.rounds)
+        assert {each.drafted for each in client.rounds[1:]} <= ({3} if number % 3 else {0})
+    assert engine.num_running == engine.num_waiting == 0
+
+
+def test_a_seed_gives_the_same_answer_beside_others(engine):
+    def ask(beside: int) -> list[int]:
+        clients = [
+            Client([1, 3, 5], 20, Sampling(1.0), seed=7),
+            *(Client(p, 20, Sampling(1.3)) for p in prompts(beside)),
+        ]
+        for client in clients:
+            engine.submit(client.job)
+        for client in clients:
+            client.wait()
+        return clients[0].tokens
+
+    alone = ask(0)
+    assert ask(5) == alone
+    others = [Client([1, 3, 5], 20, Sampling(1.0)) for _ in range(6)]
+    for client in others:
+        engine.submit(client.job)
+        client.wait()
+    assert len({tuple(client.tokens) for client in others}) > 1  # without a seed, each has another one
+
+
+def test_trees_are_told_to_those_who_watch(engine):
+    client, silent = Client([1, 2, 3], 16, watch=True), Client([1, 2, 3], 16)
+    for each in (client, silent):
+        engine.submit(each.job)
+        each.wait()
+    assert all(each.tree is None for each in silent.rounds) and client.tokens == silent.tokens
+    for before, each in zip(client.rounds, client.rounds[1:]):
+        tokens, parents, accepted = each.tree
+        assert tokens[0] == before.tokens[-1] and parents == [-1, 0, 1, 2]
+        assert [tokens[node] for node in accepted[1:]] == each.tokens[: each.accepted]
+
+
+def test_requests_that_are_given_up_leave_their_rows(small_target, drafter):
+    engine = make_engine(small_target, drafter, rows=1)
+    first, waits, second = Client([1, 2], 400), Client([3, 4], 400), Client([5, 1], 6)
+    for client in (first, waits, second):
+        engine.submit(client.job)
+    engine.start()
+    first.events.get(timeout=60)
+    engine.give_up(waits.job)
+    engine.give_up(first.job)
+    assert second.wait().reason in ("stop", "length")
+    engine.stop()
+    assert waits.events.empty() and len(first.job.request.tokens) < 400
+    assert engine.num_running == engine.num_waiting == 0
+
+
+def test_a_full_queue_refuses(small_target, drafter):
+    engine = make_engine(small_target, drafter, rows=1, queue=2)
+    clients = [Client([1, 2], 5) for _ in range(4)]
+    assert [engine.submit(client.job) for client in clients] == [True, True, False, False]
+    engine.start()
+    for client in clients[:2]:
+        client.wait()
+    assert engine.submit(clients[2].job)
+    clients[2].wait()
+    engine.stop()
+    assert not engine.submit(clients[3].job)  # it is stopping
+
+
+def test_late_requests_end_and_the_others_go_on(small_target, drafter):
+    engine = make_engine(small_target, drafter, rows=2)
+    late = Client([1, 2], 400, deadline=time.monotonic() + 0.3)
+    waits = Client([1, 2], 5, deadline=time.monotonic() - 1)
+    good = Client([1, 2], 5)
+    for client in (late, waits, good):
+        engine.submit(client.job)
+    engine.start()
+    assert waits.wait().reason == "timeout" and not waits.rounds
+    assert good.wait().reason in ("stop", "length")
+    end = late.wait()
+    assert end.reason in ("timeout", "stop")
+    engine.stop()
+
+
+def test_a_round_that_fails_ends_its_requests_only(small_target, drafter, monkeypatch):
+    engine = make_engine(small_target, drafter)
+    lane, fail = engine.lanes[True], threading.Event()
+    step = type(lane.batch).step
+
+    def broken(batch):
+        if fail.is_set() and batch.proposer:
+            fail.clear()
+            raise MemoryError("no memory is left")
+        return step(batch)
+
+    monkeypatch.setattr(type(lane.batch), "step", broken)
+    plain = greedy(small_target, None, STOP).generate([[1, 2]], 30).tokens[0]
+    fail.set()
+    clients = [Client([1, 2], 30), Client([1, 2], 30, speculate=False)]
+    for client in clients:
+        engine.submit(client.job)
+    engine.start()
+    end = clients[0].wait()
+    assert end.reason == "error" and "no memory is left" in end.message
+    assert clients[1].wait().reason in ("stop", "length") and clients[1].tokens == plain
+    again = Client([1, 2], 30)
+    engine.submit(again.job)
+    again.wait()
+    assert again.tokens == plain
+    engine.stop()
+
+
+def test_a_client_whose_events_cannot_be_delivered_disturbs_nobody(engine):
+    def raise_it(_):
+        raise RuntimeError("the event loop is closed")
+
+    gone, good = Client([1, 2], 50, deliver=raise_it), Client([1, 2], 8)
+    engine.submit(gone.job)
+    engine.submit(good.job)
+    good.wait()
+    assert len(good.tokens) == 8 or good.tokens[-1] in STOP
+
+
+def test_stopping_finishes_what_was_submitted(small_target, drafter):
+    engine = make_engine(small_target, drafter, rows=1)
+    clients = [Client(prompt, 9) for prompt in prompts(4)]
+    for client in clients:
+        engine.submit(client.job)
+    engine.start()
+    engine.stop()
+    assert [client.wait().reason in ("stop", "length") for client in clients] == [True] * 4
+
+
+def test_what_cannot_be_decoded_is_refused_at_once(engine):
+    with pytest.raises(ValueError, match="at least one token"):
+        engine.submit(Client([]).job)
+
+
+def test_accepted_drafts_by_position():
+    assert accepted_by_position([0, 2, 1, 2]) == [3, 2]
+    assert accepted_by_position([]) == []
