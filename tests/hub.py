@@ -38,7 +38,7 @@ class Hub:
     """Serves while it is used as a context manager. tokens: user by token
 
     failing: the status that all requests get; damaged: names of files that are sent with a wrong last byte
-    requests: method and path of each
+    gated: names of repositories that only their owner may read; requests: method and path of each
     """
 
     def __init__(self, **tokens: str):
@@ -47,6 +47,7 @@ class Hub:
         self.objects: dict[str, bytes] = {}  # by SHA-256
         self.failing: int | None = None
         self.damaged: set[str] = set()
+        self.gated: set[str] = set()
         self.requests: list[str] = []
 
     def __enter__(self) -> "Hub":
@@ -92,6 +93,8 @@ class Hub:
         found = self.repositories.get(name)
         if found is None or (found.private and user != name.partition("/")[0]):
             raise Refusal(404 if user else 401, "Repository not found", "RepoNotFound")
+        if name in self.gated and user != name.partition("/")[0]:
+            raise Refusal(403, "you have not accepted its conditions", "GatedRepo")
         if write and user != name.partition("/")[0]:
             raise Refusal(403 if user else 401, "you may not write to it")
         return found

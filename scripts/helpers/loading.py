@@ -131,7 +131,8 @@ def trained_on(folder: Path) -> str | None:
             if not isinstance(data, dict) or "train" not in data:
                 return None
             return ", ".join(Path(source.name).name for source in read_sources(data["train"]))
-    return facts.read(folder).get("data", {}).get("train")
+    data = facts.read(folder).get("data")
+    return str(data["train"]) if isinstance(data, dict) and "train" in data else None
 
 
 def load_target(options: TargetOptions, *, default: str | None = None) -> Opened:

@@ -152,6 +152,13 @@ def test_a_private_head_needs_a_token_of_its_owner(hub, target, tmp_path, monkey
     assert same(checkpoint.load(NAME, target), drafter)
 
 
+def test_a_head_whose_conditions_were_not_accepted(hub, pushed, monkeypatch):
+    hub.gated = {NAME}
+    monkeypatch.setenv("HF_TOKEN", "hf_other")
+    with pytest.raises(ValueError, match="user/head on the Hugging Face Hub asks you to accept its conditions"):
+        checkpoint.resolve(NAME)
+
+
 def test_a_repository_without_a_head(hub):
     huggingface_hub.HfApi().create_repo("user/other")
     with pytest.raises(
