@@ -4,8 +4,15 @@ import functools
 import re
 from pathlib import Path
 
-from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, get_token, snapshot_download
-from huggingface_hub.constants import is_offline_mode
+from huggingface_hub import (
+    CommitInfo,
+    CommitOperationAdd,
+    CommitOperationDelete,
+    HfApi,
+    get_token,
+    is_offline_mode,
+    snapshot_download,
+)
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,

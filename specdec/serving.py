@@ -18,6 +18,7 @@ from specdec.report import Report
 from specdec.speed import best_chain
 from specdec.target import Target
 
+BAR = "\\|"  # inside a cell of a table
 WHOLE_VOCABULARY = (
     "The checkpoint drafts from a reduced vocabulary and this engine from the whole one, on which it was not trained: "
     "acceptance differs from the validated one, and each draft costs more."
@@ -251,7 +252,9 @@ def origin(provenance: Provenance) -> dict[str, str]:
 
 
 def table(rows: dict[str, str]) -> str:
-    return "\n".join(["| | |\n|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())])
+    """Two columns of Markdown; a bar inside a value does not end its cell."""
+    cells = (f"| {name} | {value.replace('|', BAR)} |" for name, value in rows.items())
+    return "\n".join(["| | |\n|---|---|", *cells])
 
 
 def expected(provenance: Provenance) -> str:
