@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
-from specdec import checkpoint, files
+from specdec import checkpoint, files, hub
 from specdec.drafter import Head
 from specdec.drafting import Drafting
 from specdec.measurement import Prompt
@@ -72,6 +72,8 @@ def fit(config: DictConfig) -> int:
 def fit_alone(config: DictConfig, path: Path, accelerator: Accelerator) -> int:
     """`fit` in a folder that no other launch writes to."""
     console = Console(quiet=not accelerator.is_main_process)
+    given = config.start
+    config.start = pin_start(config, path)
     target, tokenizer = load_target(config, accelerator)
     stop = data.stop_tokens(tokenizer, target.model.generation_config)
     loaded = load_data(config, tokenizer, target, accelerator)
@@ -110,8 +112,9 @@ def fit_alone(config: DictConfig, path: Path, accelerator: Accelerator) -> int:
         files.write_text(path / "config.yaml", OmegaConf.to_yaml(config, resolve=True))
         settings_used = OmegaConf.to_container(config, resolve=True)
         facts.write(
-            path, settings_used, drafter, packs, num_prompts=len(prompts), num_processes=accelerator.num_processes
-        )
+            path, settings_used, drafter, packs,
+            num_prompts=len(prompts), num_processes=accelerator.num_processes, start=given,
+        )  # fmt: skip
     start_tracker(accelerator, config, trainer.folder.settings)
     try:
         trainer.fit()
@@ -152,6 +155,17 @@ def make_accelerator(config: DictConfig, path: Path) -> Accelerator:
     if accelerator.device.type == "cpu":  # the launcher sets one thread a process
         torch.set_num_threads(config.threads or max(1, os.cpu_count() // accelerator.num_processes))
     return accelerator
+
+
+def pin_start(config: DictConfig, path: Path) -> str | None:
+    """`start`. A head on the Hub has the commit with it that its name stands for now; in a resumed run, that it stood for then."""
+    if config.start is None or Path(config.start).exists() or not hub.is_name(config.start):
+        return config.start
+    recorded = facts.read(path).get("start", {})
+    if config.resume and recorded.get("given") == config.start:
+        return recorded["used"]
+    pinned = lambda: hub.pinned(checkpoint.resolve(config.start))
+    return by_main(pinned, "the head that training starts from", minutes=config.train.timeout)
 
 
 def load_target(config: DictConfig, accelerator: Accelerator) -> tuple[Target, PreTrainedTokenizerBase]:

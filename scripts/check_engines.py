@@ -20,9 +20,9 @@ from omegaconf import OmegaConf
 from engine_clients import llamacpp_client
 from helpers import in_vllm as in_vllm_engine
 from helpers import loading
-from helpers.options import options, run
+from helpers.options import options, run, split
 from scripts import get_engines
-from specdec import files, served, serving
+from specdec import checkpoint, files, hub, served, serving
 from specdec.drafter import Drafter
 from specdec.export import gguf, medusa, speculators
 from specdec.export import vllm as vllm_export
@@ -38,7 +38,7 @@ TOLERANCE = 0.02  # of tau, served against decoded here
 
 @dataclass(frozen=True)
 class Check:
-    checkpoint: str | None = field(default=None, metadata={"help": "comma list of checkpoints; null: tiny heads"})
+    checkpoint: str | None = field(default=None, metadata={"help": f"{loading.CHECKPOINTS}; null: tiny heads"})
     only: str | None = field(default=None, metadata={"help": f"of the tiny heads, only {', '.join(HEADS)}; null: all"})
     formats: str | None = field(default=None, metadata={"help": f"comma list of {', '.join(FORMATS)}; null: all"})
     prompts: str = field(default="data/prompts_heldout.jsonl", metadata={"help": "rows with prompt or messages"})
@@ -166,14 +166,18 @@ def check_tiny(chosen: Check, console: rich.console.Console) -> Iterator[tuple[d
 
 def check_real(chosen: Check, console: rich.console.Console) -> Iterator[tuple[dict, served.Agreement]]:
     """Rows of every checkpoint in every format that takes it."""
-    for folder in str(chosen.checkpoint).split(","):
+    for folder in split(chosen.checkpoint):
         loaded = loading.load(folder, chosen.target)
+        if chosen.record and hub.pinned(loaded.folder) != str(loaded.folder):
+            raise ValueError(
+                f"record=true writes beside the checkpoint, and {folder} is on the Hub: download a copy and name that."
+            )
         rows = reading.spread(reading.load_prompts(chosen.prompts), chosen.limit)
         prompts = [data.encode_prompt(loaded.tokenizer, row["messages"]) for row in rows]
         depth, num = loaded.drafter.depth, chosen.num_drafts
         if depth is not None:
             num = depth if isinstance(loaded.drafter, BlockDrafter) else min(num, depth)
-        name = loading.run_names([loaded.folder])[0]
+        name = checkpoint.name_of(loaded.folder)
         provenance = serving.Provenance.read(
             loaded.folder, target=loaded.target, license="other", data=None, num_drafts=num
         )

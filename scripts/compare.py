@@ -22,7 +22,7 @@ from helpers import comparison, decoding, loading, proposers
 from helpers.loading import FROZEN, Run
 from helpers.options import option, options, split
 from helpers.options import run as run_command
-from specdec import files
+from specdec import files, hub
 from specdec.comparing import Decoders, Method, compare_prompts, make_decoders, report_of, results_of
 from specdec.compile import Runner
 from specdec.figures import tau_difference
@@ -101,7 +101,7 @@ def describe(
     folders = sorted({folder for config in configs.values() for folder in proposers.folders(config)})
     weights = {run.name: digest((run.folder / "drafter.safetensors").read_bytes()) for run in runs}
     return {
-        "checkpoint": {run.name: f"{run.folder} {weights[run.name]}" for run in runs},
+        "checkpoint": {run.name: f"{hub.pinned(run.folder)} {weights[run.name]}" for run in runs},
         "proposers": configs,
         "files": {folder: digest_folder(Path(folder)) for folder in folders},
         "prompts": chosen.prompts,

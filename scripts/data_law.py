@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from omegaconf import OmegaConf
 
 from helpers.options import option, options, run, split
-from specdec import checkpoint
+from specdec import checkpoint, hub
 from specdec.files import write_text
 from specdec.report import Report
 from train.data_law import DataLaw, Point, fit, in_millions, points_of
@@ -81,10 +81,10 @@ def read(folders: list[str]) -> list[Curve]:
 
 
 def begun_with(run: Path) -> Path | None:
-    """The best step of the run that this one was continued from with start=; None if there is none here."""
+    """The best step of the run, or the head on the Hub, that this one was continued from with start=; None if there is none here."""
     config = run / "config.yaml"
     start = OmegaConf.load(config).get("start") if config.exists() else None
-    return checkpoint.resolve(Path(start)) if start and Path(start).exists() else None
+    return checkpoint.resolve(start) if start and (hub.is_name(start) or Path(start).exists()) else None
 
 
 def read_before(run: Path) -> int:

@@ -17,7 +17,7 @@ from rich.progress import track
 
 from helpers import decoding, loading, processes, proposers
 from helpers.options import option, options, run
-from specdec import checkpoint, files, rules, serving
+from specdec import checkpoint, files, hub, rules, serving
 from specdec.drafting import Drafting
 from specdec.figures import TAU
 from specdec.measurement import Prompt, measure
@@ -53,7 +53,8 @@ def main() -> None:
     if isinstance(loaded.proposer, HeadProposer):  # its own settings may have replaced those of decode
         drafting = replace(drafting, **asdict(loaded.proposer.shape), children=loaded.proposer.children)
     prompts = data.load_prompts(chosen.prompts, loaded.tokenizer, limit=chosen.limit)
-    console.print(f"{loaded.checkpoint or loaded.name} on {loaded.target.name}; tau: {TAU}")
+    head = loaded.checkpoint and hub.pinned(loaded.checkpoint)  # with the commit, of a head on the Hub
+    console.print(f"{head or loaded.name} on {loaded.target.name}; tau: {TAU}")
     batch = chosen.batch
     if batch is None:
         batch = find_batch(loaded, drafting, samplings[0], prompts, chosen.max_new_tokens)
@@ -70,6 +71,7 @@ def main() -> None:
         "served": served,
         "settings": {
             **asdict(chosen),
+            "checkpoint": head,
             "batch": batch,
             "drafting": asdict(drafting),
             **loading.machine(loaded.target),

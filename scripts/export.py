@@ -5,27 +5,23 @@ files are checked against the format's manifest and read back. Formats: vllm, sg
 transformers, gguf (for llama.cpp's converter), safetensors (this project's own tensor names).
 """
 
-import importlib
 import json
-import pkgutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from helpers import loading
+from helpers.exports import FORMATS, form_of
 from helpers.options import options, run
-from specdec import export as export_formats
 from specdec import serving
 from specdec.drafter import Drafter
 from specdec.heads.medusa import Medusa2
 from specdec.target import DTYPES, Target
 from specdec.target_adapter import save_merged
 
-FORMATS = [module.name for module in pkgutil.iter_modules(export_formats.__path__)]
-
 
 @dataclass(frozen=True)
 class Export:
-    checkpoint: str = field(metadata={"help": "a step's folder, or a run's folder for its best step"})
+    checkpoint: str = field(metadata={"help": loading.CHECKPOINT})
     out: str = field(metadata={"help": "folder to make"})
     format: str = field(default="safetensors", metadata={"help": f"one of {', '.join(FORMATS)}"})
     num_drafts: int | None = field(
@@ -74,7 +70,7 @@ def main() -> None:
             return
     if not isinstance(drafter, Drafter):
         raise ValueError(f"{chosen.checkpoint} is only an adapter of its target: give merged_target=DIR.")
-    form = importlib.import_module(f"specdec.export.{chosen.format}").form(drafter)
+    form = form_of(drafter, chosen.format)
     provenance = serving.Provenance.read(
         loaded.folder,
         target=drafter.target,
@@ -93,8 +89,8 @@ def main() -> None:
     print(
         f"written: {out}, {len(tensors)} tensors, {size / 1e6:.1f} MB, checked against the manifest, read back and equal"
     )
-    for engine, line in form.engines.items():
-        print(f"\n{engine}, {num} drafts a round:\n{serving.filled(line, chosen.out, num)}")
+    for engine, line in serving.launch_lines(form, chosen.out, num).items():
+        print(f"\n{engine}, {num} drafts a round:\n{line}")
     if form.settings:
         print(f"\nas a configuration: {json.dumps(serving.settings(form, chosen.out, num))}")
 

@@ -23,7 +23,7 @@ from train.naming import named
 
 @dataclass(frozen=True)
 class ServeHeldout:
-    checkpoint: str = field(metadata={"help": "a step's folder, or a run's folder for its best step"})
+    checkpoint: str = field(metadata={"help": loading.CHECKPOINT})
     prompts: str = option("data/prompts_heldout.jsonl", "rows with prompt or messages")
     limit: int | None = option(8, "use LIMIT prompts, spread over the file; null: all")
     max_new_tokens: int = option(48, "longest answer, in tokens")

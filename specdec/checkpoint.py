@@ -14,7 +14,7 @@ import transformers
 from torch import Tensor
 
 import specdec
-from specdec import files, untrusted
+from specdec import files, hub, untrusted
 from specdec.drafter import Head
 from specdec.drafting import Drafting
 from specdec.proposers.base import Proposer
@@ -65,7 +65,7 @@ RECORDED = ("target", "target_fingerprint", "target_embeddings", "reads_layers",
 
 CHECKPOINT = (
     "A checkpoint is a folder with drafter.json and drafter.safetensors, such as checkpoints/<run>/step_000500 (or "
-    "checkpoints/<run>/best, which names one)"
+    "checkpoints/<run>/best, which names one), or the name of one on the Hugging Face Hub, such as user/name"
 )
 
 
@@ -76,15 +76,29 @@ def read_json(path: Path, *, what: str = CHECKPOINT) -> dict:
     return untrusted.read_json(path)
 
 
-def resolve(folder: str | Path) -> Path:
-    """A checkpoint folder; a run folder stands for its best step, and so does its file `best`."""
-    folder = Path(folder)
+def resolve(given: str | Path) -> Path:
+    """A checkpoint's folder. A run's folder stands for its best step, and so does its file `best`.
+
+    If there is no such folder, user/name and user/name@revision are checkpoints on the Hugging Face Hub, which are downloaded.
+    Raises ValueError, with what to do, if that has none.
+    """
+    folder = Path(given)
+    if hub.is_name(str(given)) and not folder.exists():
+        return hub.fetch(str(given))
     if not (folder / "drafter.json").exists() and (folder / "best").is_file():
         folder = folder / "best"
     if not folder.is_file():
         return folder
     with folder.open(errors="replace") as best:
         return untrusted.inside(folder.parent, best.read(LONGEST_NAME).strip())
+
+
+def name_of(folder: Path) -> str:
+    """What a checkpoint is called: run for a run's folder, run/step for a step's; on the Hub user/name, with @revision."""
+    if (folder / "best").is_file():
+        return folder.name
+    name = hub.pinned(folder)
+    return name if hub.is_name(name) else f"{folder.parent.name}/{folder.name}"
 
 
 def drafter_class(path: str) -> type[Head]:

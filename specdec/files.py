@@ -60,10 +60,17 @@ def write_text(path: Path, text: str) -> None:
 
 def replace_document(path: Path, document: dict) -> None:
     """Replaces a JSON document in a folder that `write_folder` wrote, and its checksum. Raises ValueError as `write_text`."""
-    write_text(path, json.dumps(document, indent=2) + "\n")
+    for name, content in changed_document(path, document).items():
+        write_text(path.with_name(name), content.decode())
+
+
+def changed_document(path: Path, document: dict) -> dict[str, bytes]:
+    """The file that a JSON document would be in the place of `path`, and the file of checksums with it; by name."""
+    content = (json.dumps(document, indent=2) + "\n").encode()
     sums = path.with_name(CHECKSUMS)
     others = [line for line in sums.read_text().splitlines() if line[66:] != path.name] if sums.exists() else []
-    write_text(sums, "".join(f"{line}\n" for line in [*others, f"{_sha256(path)}  {path.name}"]))
+    lines = [*others, f"{hashlib.sha256(content).hexdigest()}  {path.name}"]
+    return {path.name: content, CHECKSUMS: "".join(f"{line}\n" for line in lines).encode()}
 
 
 def append(path: Path, text: str, *, synced: bool) -> None:

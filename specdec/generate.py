@@ -67,7 +67,7 @@ class _Loaded:
 class Speculative:
     """For `generate(custom_generate=...)`: the answers of `generate`, drafted by a checkpoint and verified by the model.
 
-    checkpoint: a step's folder, or a run's folder for its best step
+    checkpoint: a step's folder, a run's folder for its best step, or user/name[@revision] on the Hugging Face Hub
     decode: how to draft and verify; None: how much to draft is chosen every round (proposers/auto.py), not compiled
 
     The drafter is loaded at the first call and kept, with the model, until a call with another model. Raises ValueError

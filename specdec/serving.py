@@ -10,7 +10,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from specdec import checkpoint
+from specdec import checkpoint, hub
 from specdec.drafter import Drafter
 from specdec.heads.dflash import BlockDrafter
 from specdec.layouts.base import Layout
@@ -18,6 +18,11 @@ from specdec.report import Report
 from specdec.speed import best_chain
 from specdec.target import Target
 
+BAR = "\\|"  # inside a cell of a table
+WHOLE_VOCABULARY = (
+    "The checkpoint drafts from a reduced vocabulary and this engine from the whole one, on which it was not trained: "
+    "acceptance differs from the validated one, and each draft costs more."
+)
 # Beside a checkpoint's report.json, its tau in real engines: by the name of the engine, an entry with these fields.
 SERVED = "served.json"
 SERVED_FIELDS = ("prompts", "num_prompts", "max_new_tokens", "num_drafts", "dtype", "tau", "served_tau")
@@ -82,9 +87,18 @@ class Provenance:
         decoded = report if report is not None and report.decoded else None
         chain = decoded is not None and (decoded.shape is None or decoded.shape.startswith("chain"))
         num = num_drafts or (best_chain(decoded) if decoded is not None and chain else 3)
-        name = f"{folder.parent.name}/{folder.name}"
         data = data or "not recorded"
-        return cls(name, document, target.name, target.fingerprint(), report, served or {}, data, license, num)
+        return cls(
+            checkpoint.name_of(folder),
+            document,
+            target.name,
+            target.fingerprint(),
+            report,
+            served or {},
+            data,
+            license,
+            num,
+        )
 
 
 def whole_vocabulary(drafter: Drafter) -> Drafter:
@@ -159,6 +173,11 @@ def filled(text: str, out: str, num: int) -> str:
     return text.replace("<out>", out).replace("<num>", str(num)).replace("<num+1>", str(num + 1))
 
 
+def launch_lines(form: Form, out: str, num: int) -> dict[str, str]:
+    """For each engine the line that serves an export in the folder `out`."""
+    return {engine: filled(line, out, num) for engine, line in form.engines.items()}
+
+
 def settings(form: Form, out: str, num: int) -> dict:
     """The engine's configuration of speculation, with the folder and the number of drafts filled in."""
     return {key: {"<out>": out, "<num>": num}.get(value, value) for key, value in form.settings.items()}
@@ -182,47 +201,70 @@ def num_drafts(form: Form, provenance: Provenance) -> int:
 
 def card(form: Form, provenance: Provenance, out: str, dtype: torch.dtype) -> str:
     """The model card: how to launch each engine, what to expect, where the drafter comes from."""
-    document, report, num = provenance.document, provenance.report, num_drafts(form, provenance)
-    kind = str(document["_target_"]).rpartition(".")[2]
+    num = num_drafts(form, provenance)
     parts = [
-        f"---\nlicense: {provenance.license}\nbase_model: {provenance.target}\ntags: [speculative-decoding, {kind.lower()}]\n---",
-        f"# {kind} for {provenance.target}",
-        f"A drafter for speculative decoding: it drafts tokens and {provenance.target} verifies them, so the "
-        "text is the target's own. "
-        f"Exported from the checkpoint `{provenance.source}` by specdec {document['versions']['specdec']}; weights in "
+        *heading(provenance),
+        f"Exported from the checkpoint `{provenance.source}` by specdec {provenance.document['versions']['specdec']}; weights in "
         f"{str(dtype).removeprefix('torch.')}.",
-        "\n".join(
-            [
-                "| | |\n|---|---|",
-                f"| target | {provenance.target}, fingerprint {provenance.fingerprint} |",
-                f"| hidden states read | {', '.join(map(str, document['reads_layers'])) or 'none'} |",
-                f"| trained on | {provenance.data} |",
-                f"| licence | {provenance.license} (the target has its own) |",
-                f"| drafts a round | {num} |",
-            ]
-        ),
+        table({**origin(provenance), "drafts a round": str(num)}),
         "## Launch",
     ]
-    for engine, line in form.engines.items():
-        parts.append(f"{engine}:\n\n```\n{filled(line, out, num)}\n```")
-    parts.append("## What to expect")
-    parts.append(_expected(report, provenance.served))
+    for engine, line in launch_lines(form, out, num).items():
+        parts.append(f"{engine}:\n\n```\n{line}\n```")
+    parts += ["## What to expect", expected(provenance)]
     if form.whole_vocabulary:
-        parts.append(
-            "The checkpoint drafts from a reduced vocabulary and this engine from the whole one, on which it was not trained: "
-            "acceptance differs from the validated one, and each draft costs more."
-        )
+        parts.append(WHOLE_VOCABULARY)
     if form.notes:
         parts.append("## Notes\n\n" + "\n".join(f"- {note}" for note in form.notes))
     return "\n\n".join(parts) + "\n"
 
 
-def _expected(report: Report | None, served: dict) -> str:
+def heading(provenance: Provenance, *, library: str | None = None, adapts: bool = False) -> list[str]:
+    """What every model card begins with: metadata, title, first sentence.
+
+    library: what loads the files, for the Hub; adapts: whether the head changes its target
+    """
+    target, kind = provenance.target, str(provenance.document["_target_"]).rpartition(".")[2]
+    on_hub = not hub.looks_local(target) and not Path(target).exists()
+    metadata = [
+        f"license: {provenance.license}",
+        *([f"base_model: {target}"] if on_hub else []),
+        *([f"library_name: {library}"] if library else []),
+        f"tags: [speculative-decoding, {kind.lower()}]",
+    ]
+    own = "those of the target as this head adapts it" if adapts else "the target's own"
+    return [
+        "\n".join(["---", *metadata, "---"]),
+        f"# {kind} for {target}",
+        f"A drafter for speculative decoding: it drafts tokens and {target} verifies them, so the texts are {own}.",
+    ]
+
+
+def origin(provenance: Provenance) -> dict[str, str]:
+    """Rows of a model card's table: what the drafter reads and where it comes from."""
+    layers = provenance.document["reads_layers"]
+    return {
+        "target": f"{provenance.target}, fingerprint {provenance.fingerprint}",
+        "hidden states read": ", ".join(map(str, layers)) or "none",
+        "trained on": provenance.data,
+        "licence": f"{provenance.license} (the target has its own)",
+    }
+
+
+def table(rows: dict[str, str]) -> str:
+    """Two columns of Markdown; a bar inside a value does not end its cell."""
+    cells = (f"| {name} | {value.replace('|', BAR)} |" for name, value in rows.items())
+    return "\n".join(["| | |\n|---|---|", *cells])
+
+
+def expected(provenance: Provenance) -> str:
+    """A table of tau with its interval, by validation and in engines."""
+    report, served = provenance.report, provenance.served
     lines = ["| measured by | setting | tau |\n|---|---|---|"]
     if report:
         decoded = (report.num_prompts, report.tau, report.tau_ci)
         replayed = (report.replayed_prompts, report.replayed_tau, report.replayed_tau_ci)
-        few = report.num_prompts < (report.replayed_prompts or 0)  # decoded in the time that validation had, if any
+        few = by_replay(report)
         num, tau, interval = replayed if few else decoded
         assert tau is not None and interval is not None
         shape = report.shape or f"chain of {len(report.survival or [])}"
@@ -239,3 +281,8 @@ def _expected(report: Report | None, served: dict) -> str:
         "tau: tokens emitted per target pass of a round, with the bonus or correction token. Do not compare it across chain "
         "lengths.\n\n" + "\n".join(lines)
     )
+
+
+def by_replay(report: Report) -> bool:
+    """Whether replay covers more prompts than were decoded, in the time that validation had for it."""
+    return report.num_prompts < (report.replayed_prompts or 0)

@@ -26,7 +26,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.quantizers import AutoHfQuantizer
 from transformers.utils import is_accelerate_available
 
-from specdec import attention, target_parallel
+from specdec import attention, hub, target_parallel
 from specdec.layer_kinds import check_supported
 from specdec.target_fingerprint import quantisation_of
 from specdec.target_parallel import Share
@@ -231,8 +231,7 @@ def check_complete(model: PreTrainedModel, about: dict, name: str) -> None:
 
 
 def _read(load: Callable, name: str, **kwargs):
-    looks_local = name.startswith((".", "/", "~", "targets/", "checkpoints/")) or name.count("/") > 1
-    if looks_local and not Path(name).expanduser().is_dir():
+    if hub.looks_local(name) and not Path(name).expanduser().is_dir():
         raise ValueError(
             f"The folder {name} does not exist. Give the folder of a model, or the model's name on the Hugging Face Hub."
         )

@@ -6,13 +6,16 @@ import sys
 import tempfile
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
 
 from specdec import costs
+from specdec.hub import fetch
 from specdec.target import Target
 from tests import device
 from tests.compiler import missing
+from tests.hub import Hub
 from tests.support import HEADS, QUICK, VARIANTS, make_drafter, make_target, name_of
 
 NUM_THREADS = os.environ.get("TEST_THREADS", "1")
@@ -98,6 +101,21 @@ def traced(monkeypatch) -> None:
     import torch._inductor
 
     monkeypatch.setattr(torch._inductor, "compile", lambda module, inputs, options: module)
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A stand-in for the Hugging Face Hub, which the test's process uses, as the user of `token`, with an empty cache."""
+    with Hub(hf_user="user", hf_other="other") as served:
+        for name, value in {"ENDPOINT": served.url, "HUGGINGFACE_CO_URL_TEMPLATE": served.url + "/{repo_id}/resolve/{revision}/{filename}",
+                            "HF_HUB_CACHE": str(tmp_path / "hub-cache"), "HF_TOKEN_PATH": str(tmp_path / "no-token"),
+                            "HF_HUB_DISABLE_XET": True, "HF_HUB_OFFLINE": False}.items():  # fmt: skip
+            monkeypatch.setattr(huggingface_hub.constants, name, value)
+        monkeypatch.setenv("HF_TOKEN", "hf_user")
+        fetch.cache_clear()
+        yield served
+        fetch.cache_clear()
+        huggingface_hub.close_session()
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from tests.support import ROOT
 ORDER = [
     "untrusted",
     "files",
+    "hub",
     "shards",
     "devices",
     "layer_states",
@@ -90,6 +91,7 @@ ORDER = [
     "layouts.*",
     "layouts.folder",
     "serving",
+    "model_card",
     "engine_targets",
     "export.*",
 ]

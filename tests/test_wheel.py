@@ -105,7 +105,7 @@ def test_the_wheel_holds_every_package(wheel):
     (metadata,) = wheel.glob("specdec-*.dist-info/METADATA")
     required = {line for line in metadata.read_text().splitlines() if line.startswith("Requires-Dist") and "extra" not in line}  # fmt: skip
     names = {re.match(r"Requires-Dist: ([\w-]+)", line)[1] for line in required}
-    assert names == {"torch", "transformers", "safetensors", "numpy"}
+    assert names == {"torch", "transformers", "huggingface_hub", "safetensors", "numpy"}
 
 
 def test_a_shipped_head_drafts_without_the_extras(wheel):

@@ -19,13 +19,16 @@ from specdec.report import Report, Training
 from specdec.target import Target, load_tokenizer
 from train import data
 from train.naming import named
+from train.pages import facts
 from train.sources import read_sources
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 FROZEN = "the frozen target"
 TRUST = "run Python code that the target's folder brings, with all your rights; read it first"
-CHECKPOINT = "a trained head: a step's folder, or a run's folder for its best step"
-CHECKPOINTS = "comma list of trained heads: steps' folders, or runs' folders for their best steps"
+CHECKPOINT = (
+    "a trained head: a step's folder, a run's folder for its best step, or user/name[@revision] on the Hugging Face Hub"
+)
+CHECKPOINTS = "comma list of trained heads: steps' folders, runs' folders for their best steps, or user/name[@revision] on the Hub"
 
 
 @dataclass(frozen=True)
@@ -112,8 +115,8 @@ def conditions(target: Target) -> str:
 
 
 def run_names(folders: list[Path]) -> list[str]:
-    """A run's folder has its own name, a step's its run's too. Raises ValueError if two are called the same."""
-    names = [path.name if (path / "best").is_file() else f"{path.parent.name}/{path.name}" for path in folders]
+    """`checkpoint.name_of` each. Raises ValueError if two are called the same."""
+    names = [checkpoint.name_of(path) for path in folders]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ValueError(f"Two runs are called {', '.join(twice)}: list each once, or rename a folder.")
@@ -121,14 +124,15 @@ def run_names(folders: list[Path]) -> list[str]:
 
 
 def trained_on(folder: Path) -> str | None:
-    """The training data that the run's config.yaml names, by the files' names; None if there is no such file."""
+    """The training data that the run's config.yaml names, by the files' names, or else its about.json; None without either."""
     for path in (folder / "config.yaml", folder.parent / "config.yaml"):
         if path.exists():
             data = read_yaml(path).get("data")
             if not isinstance(data, dict) or "train" not in data:
                 return None
             return ", ".join(Path(source.name).name for source in read_sources(data["train"]))
-    return None
+    data = facts.read(folder).get("data")
+    return str(data["train"]) if isinstance(data, dict) and "train" in data else None
 
 
 def load_target(options: TargetOptions, *, default: str | None = None) -> Opened:

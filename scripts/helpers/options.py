@@ -2,8 +2,8 @@
 
 The same words mean the same thing in every command:
 
-    checkpoint=DIR                a trained head: a step's folder, or a run's folder for its best step. DIR,DIR,..
-                                  where a command compares several
+    checkpoint=DIR                a trained head: a step's folder, a run's folder for its best step, or a name on the
+                                  Hugging Face Hub, user/name or user/name@revision. DIR,DIR,.. where a command compares several
     proposer=NAME proposers=A,B   what drafts, by its file in conf/proposer
     proposer.KEY=VALUE            its settings; with proposers=, or inside another proposer, proposer.NAME.KEY=VALUE
     proposer.checkpoint=DIR       the trained head inside a proposer that holds one; default: the first of checkpoint=

@@ -23,6 +23,7 @@ from transformers.generation import (
 from specdec import checkpoint
 from specdec.drafting import Drafting
 from specdec.generate import Speculative
+from specdec.hub import push
 from tests.support import load_head, make_drafter, make_target, random_tokens
 
 pytestmark = pytest.mark.slow
@@ -123,6 +124,17 @@ def agree(model, speculative, inputs, **settings) -> torch.Tensor:
 
 
 # Greedy
+
+
+def test_a_head_on_the_hub_drafts_by_its_name(hub, model, head):
+    card = b"---\nlicense: mit\ntags: []\n---\n"
+    push(
+        "user/head", {**{path.name: path for path in head("eagle").iterdir()}, "README.md": card}, message="Add a head"
+    )
+    drafted = Speculative("user/head", Drafting(depth=3))
+    given = {**inputs_of(), "max_new_tokens": 12, "do_sample": False, "pad_token_id": PAD}
+    assert torch.equal(model.generate(**given, custom_generate=drafted), model.generate(**given))
+    assert sum(map(sum, drafted.last.accepted)) > 0
 
 
 @pytest.mark.parametrize("decode", [None, TREE], ids=["auto", "tree"])

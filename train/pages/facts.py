@@ -1,4 +1,4 @@
-"""What a run was made of, for its page: about.json in its folder."""
+"""What a run was made of, for its page and the model card: about.json in its folder."""
 
 import json
 import platform
@@ -9,16 +9,30 @@ from pathlib import Path
 import torch
 import transformers
 
-from specdec import files
+from specdec import checkpoint, files
 from specdec.drafter import Drafter, Head
 from train.packing import Packs, covered
-from train.pages.run_page import ABOUT
+
+ABOUT = "about.json"
 
 
-def write(run: Path, config: dict, drafter: Head, packs: Packs, *, num_prompts: int, num_processes: int) -> None:
-    """about.json in the folder of a run. config: as conf/train.yaml; num_prompts: held-out ones that are judged on"""
+def write(
+    run: Path, config: dict, drafter: Head, packs: Packs, *, num_prompts: int, num_processes: int, start: str | None
+) -> None:
+    """about.json in the folder of a run. config: as conf/train.yaml; num_prompts: held-out ones that are judged on
+
+    start: the checkpoint that the run was started from, as it was given; in `config` it has the commit of a head on the Hub
+    """
     about = describe(config, drafter, packs, num_prompts=num_prompts, num_processes=num_processes)
+    if start is not None:
+        about["start"] = {"given": start, "used": config["start"]}
     files.write_text(run / ABOUT, json.dumps(about, indent=1) + "\n")
+
+
+def read(folder: Path) -> dict:
+    """about.json of a run, or of the run that a step's folder belongs to; {} for older runs. Raises ValueError if it is damaged."""
+    places = (folder / ABOUT, *([folder.parent / ABOUT] if folder.name.startswith("step_") else []))
+    return next((checkpoint.read_json(path) for path in places if path.exists()), {})
 
 
 def describe(config: dict, drafter: Head, packs: Packs, *, num_prompts: int, num_processes: int) -> dict:

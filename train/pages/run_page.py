@@ -10,12 +10,13 @@ from specdec import checkpoint, files
 from specdec.figures import TAU
 from specdec.report import Report, verdict
 from specdec.speed import chain_speedups
+from train.pages import facts
 from train.pages.advice import Figures, advice
 from train.pages.charts import Axis, Curve, bars, lines, number
 from train.pages.page import render
 from train.resumable import read_rows
 
-PAGE, ABOUT, SAMPLES = "report.html", "about.json", "samples.json"
+PAGE, SAMPLES = "report.html", "samples.json"
 SMOOTH = 20  # logged losses that are averaged
 WORTH = 1.05  # speedup that the whole interval must reach
 
@@ -40,7 +41,7 @@ def read(run: Path) -> dict[str, Any]:
         "name": folder.name,
         "report": checkpoint.read_json(best / "report.json"),
         "log": read_rows(folder / "log.jsonl") if (folder / "log.jsonl").exists() else [],
-        "about": optional(folder / ABOUT, {}),
+        "about": facts.read(best),
         "samples": optional(best / SAMPLES, []),
     }
 

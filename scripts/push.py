@@ -1,0 +1,108 @@
+"""python scripts/push.py checkpoint=checkpoints/eagle3-smollm2-135m repo=user/name base_model=HuggingFaceTB/SmolLM2-135M-Instruct
+
+Shares a checkpoint on the Hugging Face Hub, in one commit: its weights, figures and page, and a model card with what it is
+worth, how it was trained, and the commands that use and serve it. Afterwards checkpoint=user/name loads it everywhere. It
+needs a token that may write: `hf auth login`, or the variable HF_TOKEN.
+"""
+
+import json
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from helpers import loading
+from helpers.exports import forms_of
+from helpers.options import option, options, run
+from specdec import checkpoint, files, hub, model_card, serving
+from train.pages import facts
+
+
+@dataclass(frozen=True)
+class Push:
+    checkpoint: str = field(metadata={"help": loading.CHECKPOINT})
+    repo: str = field(metadata={"help": "user/name on the Hub; it is made if it does not exist"})
+    private: bool = option(False, "make a new repository private")
+    revision: str | None = option(None, "branch to commit to, which is made if it does not exist; null: main")
+    tag: str | None = option(None, "tag to give to the commit")
+    base_model: str | None = option(
+        None,
+        "Hub name of the target, for drafter.json and the card; null: the name in drafter.json, which may be a folder",
+    )
+    license: str = option("other", "licence of the weights, for the model card")
+    data: str | None = option(None, "training data, for the model card; null: as the run recorded it")
+    num_drafts: int | None = option(
+        None, "drafts per round in the launch lines; null: the fastest by the checkpoint's report"
+    )
+    dry_run: bool = option(False, "only list the files and write the card to `out`, without the network")
+    out: str = option("model_card.md", "with dry_run=true: file for the card")
+    target: loading.TargetOptions = field(default_factory=loading.TargetOptions)
+
+
+def main() -> None:
+    chosen = options(Push, __doc__)
+    for name, value in (("repo", chosen.repo), ("base_model", chosen.base_model)):
+        if value is not None and ("@" in value or not hub.is_name(value)):
+            raise ValueError(f"{name}={value} must be a name on the Hugging Face Hub, such as user/name.")
+    loaded = loading.load(chosen.checkpoint, chosen.target)  # a damaged checkpoint is not shared
+    folder, document = loaded.folder, checkpoint.read_json(loaded.folder / "drafter.json")
+    target = chosen.base_model or str(document["target"])
+    contents = read(folder, document | {"target": target})
+    contents["README.md"] = make_card(chosen, loaded, target).encode()
+    for name, content in contents.items():
+        print(f"{name:<22} {len(content) if isinstance(content, bytes) else content.stat().st_size:>12,} bytes")
+    if hub.looks_local(target) or Path(target).exists():
+        print(f"The target is the folder {target}, which others do not have: give base_model=, its name on the Hub.")
+    if chosen.dry_run:
+        files.write_text(Path(chosen.out), contents["README.md"].decode())
+        print(f"written: {chosen.out}, the model card; nothing was uploaded")
+        return
+    commit = hub.push(
+        chosen.repo,
+        contents,
+        private=chosen.private,
+        branch=chosen.revision,
+        tag=chosen.tag,
+        message=f"Add {type(loaded.drafter).__name__} for {target}",
+    )
+    print(f"pushed: {commit.commit_url}")
+    print(f"Next: python scripts/evaluate.py checkpoint={chosen.repo}@{commit.oid}")
+
+
+def read(folder: Path, document: dict) -> dict[str, Path | bytes]:
+    """The files to share, by name. document: for drafter.json"""
+    own = [folder / name for name in (*hub.FILES, "report.html")]
+    contents: dict[str, Path | bytes] = {path.name: path for path in own if path.exists()}
+    files.check(*own[:-1])
+    if document != checkpoint.read_json(folder / "drafter.json"):
+        contents |= files.changed_document(folder / "drafter.json", document)
+    if about := facts.read(folder):
+        contents[facts.ABOUT] = (json.dumps(about, indent=1) + "\n").encode()
+    return contents
+
+
+def make_card(chosen: Push, loaded: loading.Loaded, target: str) -> str:
+    """The model card. target: its name in the card"""
+    provenance = serving.Provenance.read(
+        loaded.folder,
+        target=loaded.target,
+        license=chosen.license,
+        data=chosen.data or loading.trained_on(loaded.folder),
+        num_drafts=chosen.num_drafts,
+    )
+    forms = {
+        name: replace(
+            form, engines={key: line.replace(loaded.target.name, target) for key, line in form.engines.items()}
+        )
+        for name, form in forms_of(loaded.drafter).items()
+        if form.engines
+    }
+    return model_card.card(
+        replace(provenance, target=target, fingerprint=provenance.document["target_fingerprint"]),
+        facts.read(loaded.folder),
+        forms,
+        repo=chosen.repo,
+        adapts=loaded.drafter.adapts_target,
+    )
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,156 @@
+"""Checkpoints on the Hugging Face Hub, by name: user/name, or user/name@revision (a commit, a tag or a branch)."""
+
+import functools
+import re
+from pathlib import Path
+
+from huggingface_hub import (
+    CommitInfo,
+    CommitOperationAdd,
+    CommitOperationDelete,
+    HfApi,
+    get_token,
+    is_offline_mode,
+    snapshot_download,
+)
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+# What a checkpoint consists of (docs/file-formats.md, section 2). Nothing else of a repository is downloaded.
+FILES = ("drafter.json", "drafter.safetensors", "SHA256SUMS", "report.json", "served.json", "about.json")
+ONLY_SHOWN = ("README.md", "report.html")  # also uploaded
+NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*(@[\w./-]+)?")
+SECONDS = 10  # that the Hub may take to say which commit a name stands for
+TOKEN = "`hf auth login` keeps a token of yours, and the variable HF_TOKEN gives one"
+
+
+def looks_local(name: str) -> bool:
+    """Whether a name can only be that of a folder."""
+    return name.startswith((".", "/", "~", "targets/", "checkpoints/")) or name.count("/") > 1
+
+
+def is_name(text: str) -> bool:
+    """Whether a text has the form of a name on the Hub. A folder that exists may have it, too."""
+    repo = text.partition("@")[0]
+    return bool(NAME.fullmatch(text)) and not looks_local(repo) and "--" not in repo and ".." not in repo
+
+
+def pinned(folder: Path) -> str:
+    """user/name@commit for a folder in the cache of the Hub; any other folder as it is written."""
+    repo = folder.parent.parent.name
+    if folder.parent.name == "snapshots" and repo.startswith("models--"):
+        return f"{repo.removeprefix('models--').replace('--', '/')}@{folder.name}"
+    return str(folder)
+
+
+@functools.cache
+def fetch(name: str) -> Path:
+    """The folder in the cache with the checkpoint of a name, for which `is_name` holds. A process asks once for each name.
+
+    If the Hub cannot be reached, or with HF_HUB_OFFLINE=1, the cache must have the checkpoint. Raises ValueError, with what
+    to do, if there is none.
+    """
+    repo, _, revision = name.partition("@")
+    unreachable: str | None = "HF_HUB_OFFLINE=1 forbids to ask for it" if is_offline_mode() else None
+    try:
+        if unreachable is None:
+            HfApi().model_info(
+                repo, revision=revision or None, timeout=SECONDS
+            )  # snapshot_download would wait for minutes
+    except RevisionNotFoundError as error:
+        raise ValueError(
+            f"{repo} on the Hugging Face Hub has no revision {revision!r}: give one of its commits, tags or branches."
+        ) from error
+    except GatedRepoError as error:
+        raise ValueError(
+            f"{repo} on the Hugging Face Hub asks you to accept its conditions, on its page: then try again. {TOKEN}."
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise ValueError(
+            f"There is neither a folder {name} nor a head of that name on the Hugging Face Hub that you may read. If it is "
+            f"private, {TOKEN}."
+        ) from error
+    except Exception as error:  # those of the HTTP library, whose name depends on the version of huggingface_hub
+        unreachable = reason(error)
+    try:
+        found = snapshot_download(
+            repo, revision=revision or None, allow_patterns=list(FILES), local_files_only=unreachable is not None
+        )
+    except LocalEntryNotFoundError as error:
+        raise ValueError(
+            f"There is neither a folder {name} nor a head of that name in the cache of the Hugging Face Hub, and "
+            f"{unreachable or reason(error)}. Check the name, or try again with the Hub in reach."
+        ) from error
+    except Exception as error:
+        raise ValueError(f"{name} could not be downloaded: {reason(error)}. Try again.") from error
+    folder = Path(found)
+    if not (folder / "drafter.json").exists():
+        raise ValueError(
+            f"{name} on the Hugging Face Hub is no checkpoint of specdec, as it has no drafter.json. Heads of other projects are "
+            "downloaded with `hf download` and read by scripts/import.py."
+        )
+    return folder
+
+
+def push(
+    repo: str,
+    contents: dict[str, Path | bytes],
+    *,
+    private: bool = False,
+    branch: str | None = None,
+    tag: str | None = None,
+    message: str,
+) -> CommitInfo:
+    """One commit with these files, by name; the repository and the branch are made if they do not exist.
+
+    Files of `FILES` and `ONLY_SHOWN` that the repository has from an earlier head are deleted. private: of a new repository;
+    tag: a name for the commit. Raises ValueError, with what to do, if the Hub refuses or cannot be reached.
+    """
+    if is_offline_mode():
+        raise ValueError("HF_HUB_OFFLINE=1 forbids to reach the Hugging Face Hub: unset it, or use dry_run=true.")
+    if get_token() is None:
+        raise ValueError(f"The Hugging Face Hub takes files only with a token that may write: {TOKEN}.")
+    api = HfApi()
+    try:
+        api.create_repo(repo, private=private, exist_ok=True)
+        if branch is not None:
+            api.create_branch(repo, branch=branch, exist_ok=True)
+        old = set(api.list_repo_files(repo, revision=branch)) & {*FILES, *ONLY_SHOWN} - contents.keys()
+        commit = api.create_commit(
+            repo,
+            operations=[
+                *(CommitOperationAdd(name, content) for name, content in contents.items()),
+                *(CommitOperationDelete(name) for name in sorted(old)),
+            ],
+            commit_message=message,
+            revision=branch,
+        )
+    except Exception as error:  # those of the HTTP library too
+        raise ValueError(f"{repo} was not pushed: {reason(error)}.") from error
+    if tag is not None:
+        try:
+            api.create_tag(repo, tag=tag, revision=commit.oid)
+        except Exception as error:
+            raise ValueError(
+                f"{repo} was pushed as commit {commit.oid}, but not tagged {tag}: {reason(error)}. If the tag exists, choose "
+                "another one."
+            ) from error
+    return commit
+
+
+def reason(error: Exception) -> str:
+    """Why the Hub did not do what was asked, as a part of a sentence."""
+    if not isinstance(error, HfHubHTTPError):
+        text = " ".join(str(error).split()).rstrip(".")
+        return f"the Hub cannot be reached, or the transfer failed ({type(error).__name__}: {text})"
+    status = error.response.status_code
+    if status == 401:
+        return f"the Hub does not know your token, or there is none (401). {TOKEN}"
+    if status == 403:
+        return "your token does not allow it (403). Take one that may write to this repository"
+    return f"the Hub answers with error {status}"
