@@ -1,6 +1,14 @@
 """Counts for Prometheus, under the names of vLLM where it counts the same."""
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+)
 
 from specdec.batch import Step
 from specdec.server.engine import Engine, Round
@@ -14,6 +22,7 @@ class Metrics:
     def __init__(self, model: str):
         disable_created_metrics()
         self.registry, self.model = CollectorRegistry(), model
+        ProcessCollector(registry=self.registry)  # memory and processor time
 
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"vllm:{name}", text, ["model_name", *labels], registry=self.registry)
