@@ -64,8 +64,8 @@ class Answer:
     num_tokens: int = 0
     rounds: list[Round] = field(default_factory=list)
 
-    async def pieces(self) -> AsyncIterator[tuple[str, Round | None, str | None]]:
-        """Text, the round that it came from, and at the end the reason. Raises RequestError if the request failed."""
+    async def pieces(self) -> AsyncIterator[tuple[list[str], Round | None, str | None]]:
+        """Text of each token, the round that they came from, and at the end the reason. Raises RequestError if the request failed."""
         metrics, served = self.served.metrics, self.served
         while True:
             event = await self.events.get()
@@ -75,7 +75,7 @@ class Answer:
                 if event.reason in ("timeout", "error"):
                     status = 504 if event.reason == "timeout" else 500
                     raise RequestError(event.message, status=status, headers=NO_RETRY)
-                yield self.text.end(), None, event.reason
+                yield [self.text.end()], None, event.reason
                 return
             if not self.num_tokens:
                 metrics.first_token.labels(served.model).observe(time.monotonic() - self.began)

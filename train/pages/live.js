@@ -143,4 +143,8 @@ ask.addEventListener("submit", async event => {
   }
 });
 stop.addEventListener("click", () => asking?.abort());
+// ?prompt=TEXT&max_tokens=32 fills the fields and asks at once.
+const given = new URLSearchParams(location.search);
+for (const [name, value] of given) if (ask.elements[name]) ask.elements[name].value = value;
+if (given.has("prompt")) ask.requestSubmit();
 addEventListener("keydown", event => { if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) ask.requestSubmit(); });
