@@ -116,9 +116,8 @@ def main() -> None:
         )
     logging.basicConfig(level=logging.WARNING)
     host, port = listening.getsockname()[:2]
-    console.print(
-        f"{model}, drafted by {drafts}: http://{host}:{port} (page), http://{host}:{port}/v1 (OpenAI's interface)"
-    )
+    address = f"http://{host}:{port}"
+    print(f"{model}, drafted by {drafts}: {address} (page), {address}/v1 (OpenAI's interface)", flush=True)
     config = uvicorn.Config(make_app(served), log_level="warning", access_log=False)
     uvicorn.Server(config).run(sockets=[listening])
 

@@ -83,11 +83,8 @@ class Answer:
             self.num_tokens += len(event.tokens)
             if event.drafted is not None:
                 self.rounds.append(event)
-            yield (
-                "".join(self.text.add(token) for token in event.tokens if token not in self.job.ends.tokens),
-                event,
-                None,
-            )
+            ends = self.job.ends.tokens
+            yield ["" if token in ends else self.text.add(token) for token in event.tokens], event, None
 
     def usage(self) -> dict[str, Any]:
         """As OpenAI's, with what became of the drafts."""
@@ -310,8 +307,8 @@ def _encode(served: Served, settings: Settings) -> list[int]:
 
 async def _whole(answer: Answer, form: Form) -> dict:
     text = ""
-    async for piece, _, reason in answer.pieces():
-        text += piece
+    async for pieces, _, reason in answer.pieces():
+        text += "".join(pieces)
         if reason is not None:
             return form.whole(text, reason, answer.usage())
     raise AssertionError("an answer ends with a reason")
@@ -327,10 +324,10 @@ async def _stream(answer: Answer, form: Form) -> AsyncIterator[str]:
     try:
         for chunk in form.first():
             yield sent(chunk)
-        async for piece, done, reason in answer.pieces():
-            more = {"round": _details(served, answer, done)} if settings.details and done else {}
-            if piece or reason or more:
-                yield sent(form.piece(piece, reason, **more))
+        async for pieces, done, reason in answer.pieces():
+            text, more = "".join(pieces), {"round": _details(served, pieces, done)} if settings.details and done else {}
+            if text or reason or more:
+                yield sent(form.piece(text, reason, **more))
         if settings.details or (settings.stream_options and settings.stream_options.include_usage):
             yield sent(form.last(answer.usage()))
         yield "data: [DONE]\n\n"
@@ -340,11 +337,10 @@ async def _stream(answer: Answer, form: Form) -> AsyncIterator[str]:
         served.engine.give_up(answer.job)
 
 
-def _details(served: Served, answer: Answer, done: Round) -> dict:
+def _details(served: Served, pieces: list[str], done: Round) -> dict:
     """A round for the live page: the text of each token, and the tree of drafts."""
-    say = lambda token: served.tokenizer.decode([token])
     found: dict[str, Any] = {
-        "tokens": [say(token) for token in done.tokens],
+        "tokens": pieces,
         "accepted": done.accepted,
         "drafted": done.drafted,
         "milliseconds": done.milliseconds,
@@ -352,5 +348,6 @@ def _details(served: Served, answer: Answer, done: Round) -> dict:
     }
     if done.tree is not None:
         tokens, parents, path = done.tree
-        found["tree"] = {"tokens": [say(token) for token in tokens], "parents": parents, "accepted": path}
+        texts = [str(served.tokenizer.decode([token])) for token in tokens]
+        found["tree"] = {"tokens": texts, "parents": parents, "accepted": path}
     return found

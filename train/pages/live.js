@@ -108,7 +108,7 @@ async function read(body, signal, each) {
 function conclude(drafted, plain, greedy) {
   if (drafted.rate === null || plain.rate === null) return "The answers ended with their first tokens.";
   const speedup = drafted.rate / plain.rate, same = drafted.text.textContent === plain.text.textContent;
-  const equal = !greedy ? "" : same ? " Both answers are the same." : " The answers differ: a tie that rounding decided, or an error.";
+  const equal = !greedy ? "" : same ? " Both answers are the same." : " The answers differ: between logits that are nearly equal, rounding decides.";
   return `${speedup.toFixed(2)} times as fast with drafts: ${drafted.rate.toFixed(1)} against ${plain.rate.toFixed(1)} tokens/s.${equal}`;
 }
 

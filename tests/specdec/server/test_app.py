@@ -283,7 +283,7 @@ def test_a_page_elsewhere_cannot_post_forms(server):
     assert found.status_code == 415
 
 
-def test_a_round_for_the_page_holds_its_tokens_and_its_tree(server):
+def test_a_round_for_the_page_holds_its_tokens_and_its_tree(server, answers):
     question = QUESTIONS[0]
     body = {
         "messages": [{"role": "user", "content": question}],
@@ -299,7 +299,8 @@ def test_a_round_for_the_page_holds_its_tokens_and_its_tree(server):
     assert rounds[0]["drafted"] is None and all(each["drafted"] == 3 for each in rounds[1:])
     for each in rounds[1:]:
         tree = each["tree"]
-        assert [tree["tokens"][node] for node in tree["accepted"][1:]] == each["tokens"][: each["accepted"]]
+        assert len(tree["accepted"]) == 1 + each["accepted"] and tree["parents"] == [-1, 0, 1, 2]
+    assert "".join(token for each in rounds for token in each["tokens"]) == answers[question][0]
 
 
 def test_a_full_queue_and_a_late_answer(tiny):
