@@ -94,6 +94,11 @@ ORDER = [
     "model_card",
     "engine_targets",
     "export.*",
+    "server.text",
+    "server.engine",
+    "server.metrics",
+    "server.protocol",
+    "server.app",
 ]
 FILES = sorted((ROOT / "specdec").rglob("*.py"))
 

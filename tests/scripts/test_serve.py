@@ -1,0 +1,111 @@
+"""Tests of scripts/serve.py and scripts/load_server.py as commands: start, signals, refusals."""
+
+import contextlib
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import httpx
+import pytest
+
+import load_server
+import serve
+from tests.support import ROOT, child_environment, save_eagle, save_target, write_prompts
+
+QUESTION = {"messages": [{"role": "user", "content": "Why is the sky blue?"}], "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("served")
+    save_eagle(path / "head", save_target(path / "target"))
+    return path
+
+
+@contextlib.contextmanager
+def started(folder, *more: str):
+    """-> the process and its URL"""
+    arguments = [f"checkpoint={folder / 'head'}", "proposer=head", "target.dtype=float32", "port=0", "rows=2", *more]
+    command = [sys.executable, "scripts/serve.py", *arguments]
+    child = subprocess.Popen(command, cwd=ROOT, env=child_environment(), stdout=subprocess.PIPE, text=True)
+    try:
+        line = child.stdout.readline()
+        yield child, re.search(r"http://127\.0\.0\.1:\d+", line).group()
+    finally:
+        child.kill()
+        child.wait()
+
+
+@pytest.mark.slow
+def test_sigterm_finishes_what_runs_and_takes_nothing_new(folder):
+    with started(folder) as (child, url):
+        assert "<h1>specdec</h1>" in httpx.get(url).text
+        lines: list[str] = []
+
+        def ask() -> None:
+            body = {
+                **QUESTION,
+                "max_tokens": 600,
+                "ignore_eos": True,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+            }
+            with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=60) as answer:
+                lines.extend(line for line in answer.iter_lines() if line)
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        while (
+            "vllm:num_requests_running" not in (text := httpx.get(f"{url}/metrics").text) or 'target"} 1.0' not in text
+        ):
+            time.sleep(0.01)
+        child.send_signal(signal.SIGTERM)
+        asking.join(timeout=60)
+        assert json.loads(lines[-2].removeprefix("data: "))["usage"]["completion_tokens"] == 600
+        assert lines[-1] == "data: [DONE]"
+        assert child.wait(timeout=30) in (0, -signal.SIGTERM)
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{url}/health")
+
+
+@pytest.mark.slow
+def test_a_load_of_all_kinds_is_answered_and_reported(folder, tmp_path, run_script):
+    write_prompts(tmp_path / "prompts.jsonl", 5)
+    with started(folder) as (_, url):
+        out = run_script(
+            load_server, f"url={url}", f"prompts={tmp_path / 'prompts.jsonl'}", "limit=5", "max_tokens=12", "concurrent=24",
+            "seconds=4", f"out={tmp_path / 'load.json'}",
+        )  # fmt: skip
+    figures = json.loads((tmp_path / "load.json").read_text())
+    assert figures["greedy_answers_other_than_alone"] == 0 and "tokens per second" in out
+    counts = figures["requests"]
+    assert counts["greedy"] > 5 and counts["sampled"] > 2 and counts["left"] > 0
+    assert counts["malformed, refused"] > 0 and not any(
+        name.startswith(("failed", "malformed, not")) for name in counts
+    )
+
+
+def test_what_cannot_be_served_is_refused(folder, monkeypatch, run_script):
+    def refuse(message: str, *arguments: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            run_script(serve, f"checkpoint={folder / 'head'}", *arguments)
+
+    refuse("rows=0 must be above 0", "rows=0")
+    refuse("give temperature in the request", "decode.temperature=1")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        refuse("choose another port=", f"port={taken.getsockname()[1]}")
+    refuse("choose another port=", "port=70000")
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    refuse(r"pip install '\.\[serve\]'")
+
+
+def test_a_load_needs_a_server(run_script):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with pytest.raises(ValueError, match="No server answers"):
+        run_script(load_server, f"url=http://127.0.0.1:{port}")
