@@ -100,7 +100,8 @@ def main() -> None:
     served = Served(
         engine=engine,
         metrics=metrics,
-        tokenizer=copy.deepcopy(loaded.tokenizer),  # a tokenizer must not be used by two threads at once
+        tokenizer=loaded.tokenizer,
+        engine_tokenizer=copy.deepcopy(loaded.tokenizer),
         encode_chat=lambda messages, thinking: data.encode_prompt(loaded.tokenizer, messages, thinking=thinking),
         stop=frozenset(stop),
         model=model,

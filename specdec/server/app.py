@@ -30,6 +30,7 @@ class Served:
     """What the server has, and what it allows.
 
     model: the name of the target, which requests may give; other_names: further ones
+    tokenizer: used in the thread of the event loop only; engine_tokenizer: a copy of it, for that of the engine
     encode_chat: messages and `enable_thinking` (None: the template's default) -> token ids; ValueError if the template refuses
     stop: token ids that end an answer; max_length: tokens of a prompt and its answer; timeout: seconds of a request
     max_body: bytes; page: the live page
@@ -38,6 +39,7 @@ class Served:
     engine: Engine
     metrics: Metrics
     tokenizer: PreTrainedTokenizerBase
+    engine_tokenizer: PreTrainedTokenizerBase
     encode_chat: Callable[[list[dict], bool | None], list[int]]
     stop: frozenset[int]
     model: str
@@ -49,6 +51,9 @@ class Served:
 
     def decode(self, tokens: list[int]) -> str:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+
+    def decode_in_engine(self, tokens: list[int]) -> str:
+        return str(self.engine_tokenizer.decode(tokens, skip_special_tokens=True))
 
 
 @dataclass(eq=False)
@@ -163,12 +168,15 @@ def make_app(served: Served) -> Starlette:
     async def metrics(_: Request) -> Response:
         return Response(served.metrics.text(served.engine), media_type="text/plain; version=0.0.4")
 
-    async def models(_: Request) -> Response:
+    async def models(request: Request) -> Response:
         names = (served.model, *served.other_names)
         entries = [
             {"id": name, "object": "model", "owned_by": "specdec", "max_model_len": served.max_length} for name in names
         ]
-        return JSONResponse({"object": "list", "data": entries})
+        asked = request.path_params.get("name")
+        if asked is None:
+            return JSONResponse({"object": "list", "data": entries})
+        return JSONResponse(entries[names.index(_known(served, asked))])
 
     return Starlette(
         routes=[
@@ -176,6 +184,7 @@ def make_app(served: Served) -> Starlette:
             Route("/health", health),
             Route("/metrics", metrics),
             Route("/v1/models", models),
+            Route("/v1/models/{name:path}", models),
             Route("/v1/chat/completions", partial(_complete, served, ChatRequest), methods=["POST"]),
             Route("/v1/completions", partial(_complete, served, CompletionRequest), methods=["POST"]),
         ],
@@ -232,13 +241,17 @@ async def _wait_until_gone(request: Request) -> None:
         pass
 
 
+def _known(served: Served, name: str) -> str:
+    """The name of a model. Raises RequestError if there is none of that name."""
+    if name not in (served.model, *served.other_names):
+        raise RequestError(f"There is no model {name!r} here, but {served.model!r}.", status=404, parameter="model")
+    return name
+
+
 def _begin(served: Served, settings: Settings) -> Answer:
     """Queues a request. Raises RequestError for one that cannot be answered, or not now."""
-    names = (served.model, *served.other_names)
-    if settings.model is not None and settings.model not in names:
-        raise RequestError(
-            f"There is no model {settings.model!r} here, but {names[0]!r}.", status=404, parameter="model"
-        )
+    if settings.model is not None:
+        _known(served, settings.model)
     prompt = _encode(served, settings)
     room = served.max_length - len(prompt)
     if room < 1 or (settings.most_tokens or 0) > room:
@@ -253,7 +266,7 @@ def _begin(served: Served, settings: Settings) -> Answer:
     def deliver(event: Event) -> None:
         loop.call_soon_threadsafe(events.put_nowait, event)
 
-    strings = StopStrings(settings.stop_strings, served.decode) if settings.stop_strings else None
+    strings = StopStrings(settings.stop_strings, served.decode_in_engine) if settings.stop_strings else None
     began = time.monotonic()
     job = Job(
         prompt,

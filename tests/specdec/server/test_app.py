@@ -37,7 +37,7 @@ def serving(target, *, rows=4, queue=64, **settings):
     engine = Engine(drafted, plain, rows=rows, queue=queue, saw=metrics.saw_step)
     usual = {"stop": frozenset(STOP), "model": "tiny", "max_length": 400, "max_body": 20000, "page": "<h1>a page</h1>"}
     encode = lambda messages, thinking: data.encode_prompt(tokenizer, messages, thinking=thinking)
-    served = Served(engine, metrics, small_tokenizer(), encode, **(usual | settings))
+    served = Served(engine, metrics, tokenizer, small_tokenizer(), encode, **(usual | settings))
     listening = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(make_app(served), log_level="warning"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
@@ -228,6 +228,9 @@ def test_metrics_count_what_usage_says(server, client):
 def test_models_health_and_page(server, client):
     url, _ = server
     assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").id == "tiny"
+    with pytest.raises(openai.NotFoundError, match="no model 'big'"):
+        client.models.retrieve("big")
     assert httpx.get(f"{url}/health").json() == {"status": "ok"}
     assert httpx.get(url).text == "<h1>a page</h1>"
     missing = httpx.get(f"{url}/v1/chat/completions")
