@@ -1,7 +1,6 @@
 """accelerate launch train.py head=eagle    trains a drafter; validation decodes."""
 
 import contextlib
-import functools
 import os
 import signal
 import sys
@@ -18,7 +17,6 @@ from accelerate.utils import InitProcessGroupKwargs, set_seed
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
-from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from specdec import checkpoint, files, hub
@@ -27,7 +25,7 @@ from specdec.drafting import Drafting
 from specdec.measurement import Prompt
 from specdec.sampling import Sampling
 from specdec.target import Target
-from train import data, display, optimization, sharding
+from train import data, display, optimization, progress, sharding
 from train.consistency import ConsistencyObjective
 from train.encoding import Encoding, load_packs
 from train.engine_features import EngineTarget
@@ -60,6 +58,7 @@ SECONDS_FOR_MAIN = 10
 def fit(config: DictConfig) -> int:
     """Trains as the configuration says. -> the exit status. Raises ValueError, which says what to change."""
     path = Path("checkpoints") / str(config.run)
+    progress.choose(config.progress, main=is_main())
     if RunFolder(path, {}, {}).check(resume=config.resume):
         if is_main():
             print(f"{path} holds a finished run: there is nothing left to do.")
@@ -71,7 +70,7 @@ def fit(config: DictConfig) -> int:
 
 def fit_alone(config: DictConfig, path: Path, accelerator: Accelerator) -> int:
     """`fit` in a folder that no other launch writes to."""
-    console = Console(quiet=not accelerator.is_main_process)
+    console = progress.Results()
     given = config.start
     config.start = pin_start(config, path)
     target, tokenizer = load_target(config, accelerator)
@@ -81,19 +80,20 @@ def fit_alone(config: DictConfig, path: Path, accelerator: Accelerator) -> int:
     prompts = data.load_prompts(config.data.heldout, tokenizer, limit=config.validation.num_prompts)
     drafter, spec = make_drafter(config, target, packs)
     drafter.to(accelerator.device)
-    say = lambda text: console.print(text, highlight=False, soft_wrap=True)
     with named("features"):
         answers = max(len(prompt.tokens) for prompt in prompts) + config.validation.max_new_tokens
-        engine = feature_settings(config).connect(drafter, longest=max(config.data.length, answers) + 1, say=say)
+        engine = feature_settings(config).connect(
+            drafter, longest=max(config.data.length, answers) + 1, say=console.say
+        )
     objective = make_objective(config, drafter)
     optimizer, scheduler = make_optimizer(config, drafter)
     settings = make_settings(config)
     if settings.shard:
         with named("train"):
             sharding.check(drafter, optimizer=config.optimizer.name, on_policy=config.data.on_policy)
-    display.start(console, config, target, drafter, packs, prompts)
+    display.start(progress.note, config, target, drafter, packs, prompts)
     validation = make_validation(config, drafter, prompts, stop, accelerator, console, engine)
-    material = make_material(config, drafter, packs, stream, stop, accelerator, console, engine)
+    material = make_material(config, drafter, packs, stream, stop, accelerator, engine)
     folder = RunFolder(path, spec, fixed(OmegaConf.to_container(config, resolve=True)))
     trainer = Trainer(
         accelerator,
@@ -104,7 +104,7 @@ def fit_alone(config: DictConfig, path: Path, accelerator: Accelerator) -> int:
         validation=validation,
         settings=settings,
         folder=folder,
-        serve=make_serve(config, say),
+        serve=make_serve(config, console.say),
     )
     if not (config.resume and trainer.resume()):
         trainer.prepare(config.solve_packs if config.start is None else 0, fresh=config.start is None)
@@ -129,7 +129,7 @@ def fit_alone(config: DictConfig, path: Path, accelerator: Accelerator) -> int:
         raise ValueError(f"{error} Then continue with resume=true.") from error
     accelerator.end_training()
     if accelerator.is_main_process and trainer.best:
-        say(f"report: {write_page(path, validation, tokenizer, prompts=config.data.heldout)}")
+        console.say(f"report: {write_page(path, validation, tokenizer, prompts=config.data.heldout)}")
     display.end(console, trainer)
     return 130 if trainer.interrupted == signal.SIGINT else 0  # a scheduler is to see that all is well
 
@@ -238,7 +238,7 @@ def load_data(
             group = Group.of(accelerator, target)
             return Stream(plan, process=group.number, num_processes=group.num)
         encoding = Encoding(
-            tokenizer, Path(config.data.cache), config.data.split, config.data.limit, config.data.workers, Console()
+            tokenizer, Path(config.data.cache), config.data.split, config.data.limit, config.data.workers
         )
         return load_packs(encoding=encoding, **same)  # whichever process encodes shows it
 
@@ -287,7 +287,7 @@ def make_validation(
     prompts: list[Prompt],
     stop: set[int],
     accelerator: Accelerator,
-    console: Console,
+    console: progress.Results,
     engine: EngineTarget | None,
 ) -> Validation:
     """What the trainer calls at every validation. Refuses now what validation would refuse after hours of training."""
@@ -314,7 +314,7 @@ def make_validation(
         stop=stop,
         seed=config.train.seed,
         show=lambda report: display.validation(console, report, drafting.shape),
-        say=functools.partial(console.print, highlight=False, soft_wrap=True),
+        say=console.say,
         engine=engine,
     )
     if engine is not None and not validation.replays:
@@ -338,7 +338,6 @@ def make_material(
     stream: Stream | None,
     stop: set[int],
     accelerator: Accelerator,
-    console: Console,
     engine: EngineTarget | None,
 ) -> Material:
     """The packs, and the target's outputs for them: computed for every batch, or kept on disk."""
@@ -351,7 +350,7 @@ def make_material(
                 engine=engine,
                 streamed=stream is not None,
                 main=accelerator.is_main_process,
-                say=console.print,
+                say=progress.note,
             )
         waiting = Waiting(config.train.timeout, accelerator.process_index, accelerator.num_processes)
         with waiting("the folder of features"):
@@ -419,6 +418,8 @@ def main(config: DictConfig) -> None:
         status = f"error: {error}"
     except KeyboardInterrupt:
         status = "Stopped at once. resume=true continues from the last save."
+    finally:
+        progress.close()
     sys.exit(status)
 
 

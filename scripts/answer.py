@@ -9,26 +9,21 @@ features.folder=DIR the hidden states that scripts/launch_engine.py gives are ke
 prompts=self lets the target write the prompts too (Magpie, 2406.08464): they are kept in OUT.prompts.jsonl.
 """
 
-import contextlib
-import time
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import rich.console
-import rich.progress
 from transformers import PreTrainedTokenizerBase
 
 from helpers import decoding, loading
 from helpers.options import option, options, run, split
 from helpers.writers import FeatureOptions, Source, Writers, stop_tokens
 from specdec.target import load_tokenizer
-from train import answering, data, reading, self_prompts
+from train import answering, data, progress, reading, self_prompts
 from train.answering import Law
 from train.resumable import Resumable, resumable
 
-SECONDS_BETWEEN_LINES = 30  # of progress, where there is no terminal to draw a bar on
 SELF = "self"
 SPARE = 64  # tokens by which a prompt may grow when it is rendered and encoded again
 
@@ -104,43 +99,6 @@ def check(chosen: Answer) -> None:
         )
 
 
-class Rate(rich.progress.ProgressColumn):
-    """Tokens per second and time left, over the whole run so far."""
-
-    def render(self, task: rich.progress.Task) -> str:
-        return task.fields["rate"]
-
-
-class Progress:
-    """A bar where there is a terminal, and else a line now and then."""
-
-    def __init__(self, console: rich.console.Console, bar: rich.progress.Progress, what: str, total: int):
-        self.console, self.bar, self.what, self.total = console, bar, what, total
-        self.task = bar.add_task(what, total=total, rate="")
-        self.num = self.num_tokens = 0
-        self.begun = self.said = time.perf_counter()
-
-    def add(self, num: int, num_tokens: int) -> None:
-        self.num, self.num_tokens, now = self.num + num, self.num_tokens + num_tokens, time.perf_counter()
-        minutes = (now - self.begun) / max(self.num, 1) * (self.total - self.num) / 60
-        rate = f"{self.num_tokens / (now - self.begun):.0f} tokens/s, {minutes:.1f} min left"
-        self.bar.update(self.task, completed=self.num, rate=rate)
-        if not self.console.is_terminal and now - self.said > SECONDS_BETWEEN_LINES:
-            self.console.print(f"{self.num}/{self.total} {self.what}, {rate}")
-            self.said = now
-
-    @property
-    def seconds(self) -> float:
-        return time.perf_counter() - self.begun
-
-
-@contextlib.contextmanager
-def progress(console: rich.console.Console, what: str, total: int) -> Iterator[Progress]:
-    columns = [*rich.progress.Progress.get_default_columns()[:2], rich.progress.MofNCompleteColumn(), Rate()]
-    with rich.progress.Progress(*columns, console=console) as bar:
-        yield Progress(console, bar, what, total)
-
-
 # Prompts of the target's own
 
 
@@ -168,9 +126,9 @@ def write_prompts(chosen: Answer, source: Source, writers: Writers, stop: set[in
             drawn = self_prompts.write(
                 source.tokenizer, writer, opening, rows, num=num, temperature=mine.temperature, block=block
             )
-            with progress(source.console, "prompts", num - kept) as shown:
+            with progress.start("writing prompts", num - kept, unit="prompts") as shown:
                 for judge, num_tokens in drawn:
-                    shown.add(judge.counts["kept"] - kept - shown.num, num_tokens)
+                    shown.advance(judge.counts["kept"] - kept - shown.done, num_tokens=num_tokens)
         reasons = Counter(row.get("dropped", "kept") for row in rows.rows)
     source.console.print(
         f"{path}: the target wrote {reasons.total()} prompts, of which {reasons['kept']} are kept "
@@ -233,7 +191,7 @@ def write(chosen: Answer, console: rich.console.Console) -> None:
                     f"{chosen.out} has rows without an id, so it was not written by this command. {advice}"
                 )
             missing = [job for job in jobs if job.id not in finished]
-            console.print(
+            progress.note(
                 f"{len(jobs)} answers to write, {len(jobs) - len(missing)} of them are in {chosen.out} already."
             )
             if missing:
@@ -255,23 +213,23 @@ def write_missing(
 ) -> None:
     digest, _ = data.vocabulary(tokenizer, len(tokenizer))
     ends: Counter[str] = Counter()
-    with progress(console, "answers", num_missing) as shown:
+    with progress.start("answering", num_missing, unit="answers") as shown:
         for group in writer.write(jobs, finished):
             answers.append(
                 *(answering.conversation(*pair, tokenizer=digest, thinking=chosen.thinking) for pair in group)
             )
             ends.update(answer.finish for _, answer in group)
             ends.update("empty" for _, answer in group if not answer.text.strip())
-            shown.add(len(group), sum(answer.num_tokens for _, answer in group))
+            shown.advance(len(group), num_tokens=sum(answer.num_tokens for _, answer in group))
     console.print(
-        f"{chosen.out}: {shown.num} answers written, {shown.num_tokens} tokens in {shown.seconds:.0f} s; {ends['length']} "
+        f"{chosen.out}: {shown.done} answers written, {shown.num_tokens} tokens in {shown.seconds:.0f} s; {ends['length']} "
         f"were cut at {chosen.max_new_tokens} tokens, {ends['empty']} are empty."
     )
 
 
 def main() -> None:
     chosen = options(Answer, __doc__)
-    console = rich.console.Console(highlight=False, soft_wrap=True)
+    console = progress.Results()
     try:
         write(chosen, console)
     except KeyboardInterrupt:

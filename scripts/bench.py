@@ -18,19 +18,17 @@ and leave out compiling.
 """
 
 import contextlib
+import functools
 import json
 import statistics
-import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import rich.console
 import rich.markup
 import rich.table
 import torch
-from rich.progress import track
 
 from helpers import decoding, loading, proposers, rivals
 from helpers.options import option, options, split
@@ -47,7 +45,7 @@ from specdec.proposers.heads import HeadProposer
 from specdec.proposers.ngram import Ngram
 from specdec.sampling import Sampling
 from specdec.tuning import name_of
-from train import data
+from train import data, progress
 
 GENERATE, PLAIN = "transformers generate", "plain"
 Methods = dict[str, Generate]  # by name, in the order of the table
@@ -68,11 +66,9 @@ class Bench(loading.PromptOptions, decoding.ShapesOptions, proposers.SeveralOpti
 
 def main() -> None:
     chosen = options(Bench, __doc__)
-    console = rich.console.Console(width=None if sys.stdout.isatty() else 150)
+    console = progress.Results()
 
-    def progress(items: list, text: str) -> Iterable:
-        return track(items, description=text, console=console, transient=True)
-
+    show = functools.partial(progress.track, unit="steps")
     check(chosen)
     runs = loading.load_runs(chosen.checkpoint, chosen.target)
     if len(runs) > 1 and any(run.drafter.adapts_target for run in runs):
@@ -80,8 +76,8 @@ def main() -> None:
     opened = loading.open_target(runs[0].drafter.target) if runs else loading.load_target(chosen.target)
     prompts = data.load_prompts(chosen.prompts, opened.tokenizer, limit=chosen.limit)
     tokens = [prompt.tokens for prompt in prompts]
-    with opened_methods(chosen, opened, runs, longest=max(map(len, tokens)), progress=progress) as methods:
-        rates, answers = benchmark.measure(methods, tokens, repeats=chosen.repeats, progress=progress)
+    with opened_methods(chosen, opened, runs, longest=max(map(len, tokens)), show=show) as methods:
+        rates, answers = benchmark.measure(methods, tokens, repeats=chosen.repeats, progress=show)
         figures = summarise(methods, rates, answers)
     num_bytes = speed.bytes_per_token(opened.target)
     bandwidth = speed.memory_bandwidth(num_bytes, opened.target.device)
@@ -119,7 +115,7 @@ def opened_methods(
     runs: list[loading.Run],
     *,
     longest: int,
-    progress: Callable[[list, str], Iterable],
+    show: Callable[[list, str], Iterable],
 ) -> Iterator[Methods]:
     """All methods, those of the rivals after transformers' generate and ready. longest: tokens of the longest prompt"""
     with contextlib.ExitStack() as stack:
@@ -135,7 +131,7 @@ def opened_methods(
             for ngram in ngrams:
                 if isinstance(ngram, Ngram):
                     others |= rivals.prompt_lookup(setting, ngram.depth, ngram.max)
-        for rival in progress(list(others.values()), "starting rivals"):
+        for rival in show(list(others.values()), "starting rivals"):
             stack.callback(rival.close)
             rival.open()
         yield {GENERATE: setting.model()} | others | custom_methods(chosen, setting) | own

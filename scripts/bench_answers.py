@@ -26,7 +26,7 @@ from specdec import files
 from specdec.benchmark import median_ratio
 from specdec.target import load_tokenizer
 from specdec.timing import interleave
-from train import answering, data, reading
+from train import answering, data, progress, reading
 from train.answering import Job, Law
 from train.resumable import Resumable
 
@@ -126,7 +126,7 @@ def measure(chosen: BenchAnswers, console: rich.console.Console) -> dict[str, li
             if way in ways:
                 ways[way](jobs if way == SERVER else jobs[: chosen.batch])
         rates: dict[str, list[float]] = {way: [] for way in ways}
-        for number in range(chosen.repeats):
+        for number in progress.track(range(chosen.repeats), "measuring", unit="repeats"):
             for way, rate in interleave(ways, jobs, number).items():
                 rates[way].append(rate)
             console.print(", ".join(f"{way}: {each[-1]:.0f} tokens/s" for way, each in rates.items()))
@@ -146,7 +146,7 @@ def show(chosen: BenchAnswers, rates: dict[str, list[float]], console: rich.cons
 
 def main() -> None:
     chosen = options(BenchAnswers, __doc__)
-    console = rich.console.Console(highlight=False, soft_wrap=True)
+    console = progress.Results()
     check(chosen)
     show(chosen, measure(chosen, console), console)
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
-import rich.console
 import torch
 
 from helpers import loading
 from helpers.options import option, options, run
 from specdec.target import Target
+from train import progress
 from train.encoding import Encoding, load_packs
 from train.engine_client import EngineClient
 from train.engine_features import EngineTarget
@@ -48,7 +48,7 @@ def read(features: Features, material: Material, packs: range, target: Target) -
 
 def main() -> None:
     chosen = options(BenchFeatures, __doc__)
-    console = rich.console.Console(highlight=False, soft_wrap=True)
+    console = progress.Results()
     opened = loading.load_target(chosen.target)
     target = opened.target
     layers = target.layer_ids([int(layer) for layer in chosen.layers.split(",")])
@@ -58,7 +58,7 @@ def main() -> None:
     served = Kept(target, layers, folder=None, reader=EngineTarget(client, target, layers))
     sources: dict[str, Features] = {"online": Online(target, layers), "engine": served}
     rates: dict[str, list[float]] = {name: [] for name in sources}
-    for number in range(chosen.rounds):
+    for number in progress.track(range(chosen.rounds), "measuring", unit="rounds"):
         which = range(number * chosen.packs, (number + 1) * chosen.packs)
         which = range(which.start % len(packs), min(len(packs), which.start % len(packs) + chosen.packs))
         states = {}

@@ -29,6 +29,7 @@ from helpers.options import run as run_command
 from helpers.training_step import Cost, Work
 from helpers.training_table import Cell
 from specdec import files
+from train import progress
 
 CHILD = (  # the helpers are those of this working tree, specdec and train those of the tree that is measured
     "import sys; sys.path.insert(0, {scripts!r}); import helpers; sys.path.insert(0, {tree!r}); "
@@ -77,7 +78,7 @@ def main() -> None:
     if not trees and not earlier:
         raise ValueError("trees is empty: give a working tree, such as trees=., or compare= with earlier results.")
     costs: dict[tuple[str, Work], list[Cost | str]] = {(tree, work): [] for tree in trees for work in works}
-    for number in range(chosen.rounds):
+    for number in progress.track(range(chosen.rounds), "measuring", unit="rounds"):
         for tree, work in list(costs)[number % max(1, len(costs)) :] + list(costs)[: number % max(1, len(costs))]:
             cost = measure(chosen, trees[tree], work)
             costs[tree, work].append(cost)

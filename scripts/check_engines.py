@@ -28,7 +28,7 @@ from specdec.export import gguf, medusa, speculators
 from specdec.export import vllm as vllm_export
 from specdec.heads.dflash import BlockDrafter
 from specdec.target import Target
-from train import data, reading, tiny_heads
+from train import data, progress, reading, tiny_heads
 
 FORMATS = {"vllm": vllm_export, "speculators": speculators, "medusa": medusa, "gguf": gguf}
 VLLM, LLAMA_CPP = f"vLLM {get_engines.VLLM}", f"llama.cpp, xllamacpp {get_engines.XLLAMACPP}"
@@ -121,7 +121,7 @@ def head_config(head: str) -> dict:
         return OmegaConf.to_container(hydra.compose("train", overrides=[f"head={head}"]).head, resolve=True)
 
 
-def check_tiny(chosen: Check, console: rich.console.Console) -> Iterator[tuple[dict, served.Agreement]]:
+def check_tiny(chosen: Check) -> Iterator[tuple[dict, served.Agreement]]:
     """Rows of every tiny head in every format: with all drafts right, then with noise."""
     wanted = FORMATS if chosen.formats is None else chosen.formats.split(",")
     with tempfile.TemporaryDirectory() as scratch:
@@ -142,14 +142,14 @@ def check_tiny(chosen: Check, console: rich.console.Console) -> Iterator[tuple[d
             formats = [name for name in case.formats if name in wanted]
             if chosen.only not in (None, case.head) or not formats:
                 continue
-            console.print(f"{case}: training until every draft is right ...")
             torch.manual_seed(1)
             config = head_config(case.head)
             vocab = tiny_heads.small_vocab(rows) if case.reduced else None
             drafter = instantiate({**config["drafter"], **case.arguments, "_convert_": "all"}, target, vocab=vocab)
-            right = tiny_heads.overfit(
-                drafter, rows, config["objective"], depth=tiny_heads.NUM_DRAFTS, share_right=share_right
-            )
+            with progress.start(f"{case}: training until every draft is right"):
+                right = tiny_heads.overfit(
+                    drafter, rows, config["objective"], depth=tiny_heads.NUM_DRAFTS, share_right=share_right
+                )
             noisy = tiny_heads.perturbed(right, share_right=share_right)
             document = {"_target_": f"specdec.tiny.{type(drafter).__name__}", "versions": {"specdec": "0"},
                         "reads_layers": list(drafter.target_layers)}  # fmt: skip
@@ -200,7 +200,7 @@ def check_real(chosen: Check, console: rich.console.Console) -> Iterator[tuple[d
 
 def main() -> None:
     chosen = options(Check, __doc__)
-    console = rich.console.Console(highlight=False, soft_wrap=True)
+    console = progress.Results()
     loading.use_threads()
     if chosen.formats is not None and not set(chosen.formats.split(",")) <= FORMATS.keys():
         raise ValueError(f"formats={chosen.formats}: engines on a CPU take {', '.join(FORMATS)}.")
@@ -209,7 +209,7 @@ def main() -> None:
     if not (llamacpp_client.ENGINES / "ready").is_file():
         raise ValueError("There are no engines to check: `make engines` sets them up (4 GB, a few minutes).")
     rows = []
-    for row, agreement in check_tiny(chosen, console) if chosen.checkpoint is None else check_real(chosen, console):
+    for row, agreement in check_tiny(chosen) if chosen.checkpoint is None else check_real(chosen, console):
         verdict = "" if row["faithful"] else "; NOT FAITHFUL"
         console.print(f"{row['name']}, {row['engine']}, format={row['format']}: {agreement}{verdict}")
         rows.append(row)

@@ -14,9 +14,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-import rich.console
 import rich.table
-from rich.progress import track
 
 from helpers import comparison, decoding, loading, proposers
 from helpers.loading import FROZEN, Run
@@ -31,7 +29,7 @@ from specdec.sampling import Sampling
 from specdec.target import Target
 from specdec.tree import TreeShape
 from specdec.tuning import name_of
-from train import data
+from train import data, progress
 from train.pages.comparison_page import render_comparison
 from train.resumable import Resumable, digest, digest_folder, resumable
 
@@ -53,7 +51,7 @@ class Compare(loading.PromptOptions, decoding.ShapesOptions, proposers.SeveralOp
 
 def main() -> None:
     chosen = options(Compare, __doc__)
-    console = rich.console.Console(highlight=False)
+    console = progress.Results()
     loading.use_threads()
     check(chosen)
     samplings = sorted(set(chosen.decode.samplings()), key=lambda sampling: sampling.temperature)
@@ -71,11 +69,11 @@ def main() -> None:
     methods, run_of = make_methods(chosen, runs, configs, opened.target, shapes)
     out = Path(chosen.out)
     with resumable(out / "settings.json", out / "rows.jsonl", settings, advice="Choose another out=FOLDER.") as results:
-        console.print(f"{len(results.rows)} of {len(prompts) * len(samplings)} prompts x temperatures are in {out}")
+        progress.note(f"{len(results.rows)} of {len(prompts) * len(samplings)} prompts x temperatures are in {out}")
         runners: dict[str, Runner] = collections.defaultdict(chosen.decode.runner)
         for sampling in samplings:
             decoders = make_decoders(methods, sampling, opened.stop, runners)
-            for rows in decode_missing(chosen, methods, decoders, prompts, results, sampling, console):
+            for rows in decode_missing(chosen, methods, decoders, prompts, results, sampling):
                 results.append(*rows)
         given = {f"proposer.{key}": value for key, value in chosen.settings.items()}
         console.print(write(out, methods, run_of, results.rows, settings, given))
@@ -143,7 +141,6 @@ def decode_missing(
     prompts: list[Prompt],
     results: Resumable,
     sampling: Sampling,
-    console: rich.console.Console,
 ) -> Iterator[list[dict]]:
     """Decodes the prompts that have no row at this temperature. Yields the rows of each batch."""
     done = {row["number"] for row in results.rows if row["temperature"] == sampling.temperature}
@@ -153,7 +150,7 @@ def decode_missing(
         compare_prompts(methods, decoders, prompts, [0], min(8, chosen.max_new_tokens), batch=1)  # a warm-up
     for method in methods:
         method.proposer.forget()
-    for numbers in track(groups, f"temperature {sampling.temperature:g}", console=console, transient=True):
+    for numbers in progress.track(groups, f"temperature {sampling.temperature:g}", unit="prompts", size=len):
         yield compare_prompts(methods, decoders, prompts, numbers, chosen.max_new_tokens, batch=chosen.batch)
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from engine_clients.child import Child
 from helpers.options import options, run
+from train import progress
 
 PROGRAMS = Path(__file__).resolve().parent / "trainers"
 ROOT = PROGRAMS.parents[1]
@@ -144,7 +145,7 @@ def main() -> None:
         first.close()
         tokens = prepared["tokens"]
         print(f"{compare.steps} packs of {compare.length}: {sum(tokens)} tokens, depth {compare.depth}")
-        for _ in range(compare.rounds):
+        for _ in progress.track(range(compare.rounds), "measuring", unit="rounds"):
             for side in results:
                 child = (
                     own(compare, scratch) if side == "here" else theirs(compare, scratch / "data", prepared["batches"])

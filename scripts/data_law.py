@@ -14,7 +14,6 @@ import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-import rich.console
 import rich.table
 from matplotlib.figure import Figure
 from omegaconf import OmegaConf
@@ -23,6 +22,7 @@ from helpers.options import option, options, run, split
 from specdec import checkpoint, hub
 from specdec.files import write_text
 from specdec.report import Report
+from train import progress
 from train.data_law import DataLaw, Point, fit, in_millions, points_of
 from train.resumable import read_rows
 
@@ -143,7 +143,7 @@ def main() -> None:
     document = {"curves": [asdict(curve) | {"law": curve.law and asdict(curve.law)} for curve in curves]}
     write_text(out / "data_law.json", json.dumps(document, indent=1) + "\n")
     draw(curves, out / "data_law.png")
-    console = rich.console.Console(highlight=False)
+    console = progress.Results()
     console.print(table(curves))
     console.print(f"written to {out / 'data_law.json'} and {out / 'data_law.png'}")
 

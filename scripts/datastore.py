@@ -4,17 +4,15 @@ Makes the datastore of texts that proposer=retrieval drafts from. Best are texts
 its own answers (scripts/answer.py). Of conversations it keeps the assistant's turns, of other rows their text.
 """
 
+import functools
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import rich.console
-from rich.progress import track
-
 from helpers import loading
 from helpers.options import options, run
 from specdec.target import load_tokenizer
-from train import datastore
+from train import datastore, progress
 
 
 @dataclass(frozen=True)
@@ -37,21 +35,23 @@ def main() -> None:
         raise ValueError(f"{out} exists; choose another out=FOLDER or delete it.")
     if chosen.length < 1:
         raise ValueError(f"length={chosen.length} must be at least 1; 16 is usual.")
-    console = rich.console.Console(highlight=False, soft_wrap=True)
-
-    def show(items, description):
-        return track(items, description=description, console=console, transient=True)
+    console = progress.Results()
 
     start = time.perf_counter()
     tokenizer = load_tokenizer(chosen.target.name, trust_remote_code=chosen.target.trust_remote_code)
     rows = {"split": chosen.split, "keep": chosen.keep, "limit": chosen.limit}
-    texts = list(show(datastore.read_texts(chosen.data, tokenizer, **rows), "tokenising"))
+    texts = list(progress.track(datastore.read_texts(chosen.data, tokenizer, **rows), "tokenising", unit="texts"))
     if not texts:
         raise ValueError(f"data={chosen.data} holds no text, so there is nothing to retrieve: give some with text.")
     tokenised = time.perf_counter()
     about = {"source": Path(chosen.data).name, "keep": chosen.keep, "limit": chosen.limit}
     datastore.build(
-        out, texts, tokenizer, length=chosen.length, about=about, progress=lambda rounds: show(rounds, "sorting")
+        out,
+        texts,
+        tokenizer,
+        length=chosen.length,
+        about=about,
+        progress=functools.partial(progress.track, what="sorting", unit="rounds"),
     )
     size, end = sum(path.stat().st_size for path in out.iterdir()), time.perf_counter()
     console.print(

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import rich.console
 import rich.table
-from rich.progress import track
 
 from helpers import decoding, loading, processes, proposers
 from helpers.options import option, options, run
@@ -26,7 +25,7 @@ from specdec.proposers.heads import HeadProposer
 from specdec.report import Report, summarise_by_category
 from specdec.sampling import Sampling
 from specdec.timing import fastest_batch
-from train import data, display
+from train import data, display, progress
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,14 +41,14 @@ class Evaluate(loading.PromptOptions, proposers.ProposerOptions):
 
 def main() -> None:
     chosen = options(Evaluate, __doc__)
-    console = rich.console.Console(highlight=False)
+    console = progress.Results()
     drafting, samplings = chosen.decode.drafting(), chosen.decode.samplings()
     loaded = proposers.load(
         chosen if chosen.proposer else replace(chosen, proposer=proposers.HEAD), chosen.target, drafting
     )
     auto = make_auto(chosen, loaded, drafting)
     for each in (loaded.proposer, auto):
-        decoding.show_measuring(each, console)
+        decoding.show_measuring(each)
     if isinstance(loaded.proposer, HeadProposer):  # its own settings may have replaced those of decode
         drafting = replace(drafting, **asdict(loaded.proposer.shape), children=loaded.proposer.children)
     prompts = data.load_prompts(chosen.prompts, loaded.tokenizer, limit=chosen.limit)
@@ -61,7 +60,7 @@ def main() -> None:
         console.print(f"decoding {batch} prompts at once, which is fastest here; latency is that of the batch")
     reports = []
     for sampling in samplings:
-        reports.append(evaluate(chosen, loaded, auto, drafting, sampling, prompts, batch, console))
+        reports.append(evaluate(chosen, loaded, auto, drafting, sampling, prompts, batch))
         display.validation(console, reports[-1], loaded.title)
         console.print(by_category(reports[-1]))
     served = read_served(loaded.checkpoint, console)
@@ -113,7 +112,6 @@ def evaluate(
     sampling: Sampling,
     prompts: list[Prompt],
     batch: int,
-    console: rich.console.Console,
 ) -> Report:
     """The report at one temperature."""
     title = f"temperature {sampling.temperature:g}"
@@ -129,7 +127,7 @@ def evaluate(
         seed=chosen.seed,
         batch=batch,
         auto=auto,
-        progress=lambda groups: track(groups, description=title, console=console, transient=True),
+        progress=lambda groups: progress.track(groups, title, unit="prompts", size=len),
     )
     report = summarise_by_category(
         results,

@@ -17,6 +17,7 @@ from specdec.drafter import Drafter
 from specdec.heads.medusa import Medusa2
 from specdec.target import DTYPES, Target
 from specdec.target_adapter import save_merged
+from train import progress
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,8 @@ def merge_target(chosen: Export, loaded: loading.Loaded) -> Drafter | None:
     folder = str(chosen.merged_target)
     if not loaded.drafter.adapts_target:
         raise ValueError(f"merged_target={folder}: this drafter does not adapt its target.")
-    save_merged(loaded.target, folder)
+    with progress.start("writing the adapted target"):
+        save_merged(loaded.target, folder)
     loaded.tokenizer.save_pretrained(folder)
     print(f"written: {folder}, the adapted target")
     if not isinstance(loaded.drafter, Medusa2):
@@ -84,7 +86,8 @@ def main() -> None:
         raise ValueError(
             f"num_drafts={chosen.num_drafts}: this drafter drafts {num} tokens per round, because {reason}."
         )
-    tensors = serving.write(form, out, dtype=DTYPES[chosen.target.dtype], provenance=provenance)
+    with progress.start("writing the tensors and reading them back"):
+        tensors = serving.write(form, out, dtype=DTYPES[chosen.target.dtype], provenance=provenance)
     size = sum(value.numel() * value.element_size() for value in tensors.values())
     print(
         f"written: {out}, {len(tensors)} tensors, {size / 1e6:.1f} MB, checked against the manifest, read back and equal"

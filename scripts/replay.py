@@ -7,13 +7,10 @@ The method is in docs/methods.md, section 2. By default it uses the rows that `d
 
 from dataclasses import dataclass, field
 
-import rich.console
-from rich.progress import track
-
 from helpers import loading
 from helpers.options import option, options, run
 from specdec import replay
-from train import data, reading
+from train import data, progress, reading
 
 
 @dataclass(frozen=True)
@@ -36,7 +33,7 @@ class Replay:
 
 def main() -> None:
     chosen = options(Replay, __doc__)
-    console = rich.console.Console(highlight=False, soft_wrap=True)
+    console = progress.Results()
     loaded = loading.load(chosen.checkpoint, chosen.target)
     if loaded.target.adapted:
         raise ValueError(
@@ -46,7 +43,7 @@ def main() -> None:
     temperature = chosen.decode.temperature
     depth = min(chosen.decode.depth, loaded.drafter.depth or chosen.decode.depth)
     num_emitted, num_rounds, num_accepted = 0, 0.0, 0.0
-    for row in track(rows, console=console, transient=True):
+    for row in progress.track(rows, "replay", unit="answers"):
         start, stop = data.last_answer(row)
         tokens = row.tokens[: min(stop, chosen.length)]
         if len(tokens) - start < 2:

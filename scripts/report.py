@@ -6,9 +6,8 @@ Writes the page of a training run again, beside the report.json of its best step
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import rich.console
-
 from helpers.options import options, run
+from train import progress
 from train.pages import run_page
 
 
@@ -19,7 +18,7 @@ class ReportOptions:
 
 def main() -> None:
     chosen = options(ReportOptions, __doc__)
-    rich.console.Console(highlight=False, soft_wrap=True).print(f"written: {run_page.write(Path(chosen.run))}")
+    progress.Results().print(f"written: {run_page.write(Path(chosen.run))}")
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ class Serve(proposers.ProposerOptions):
     host: str = option("127.0.0.1", "address to listen at; 0.0.0.0: all of this machine, for anyone who reaches it")
     port: int = option(8000, "port to listen at; 0: any free one")
     model: str | None = option(None, "name of the model in requests; null: the target's. The checkpoint's is known too")
-    rows: int = option(16, "requests that are decoded at once; the others wait")
+    rows: int = option(8, "requests that are decoded at once; the others wait")
     queue: int = option(256, "requests that may wait; further ones are refused with status 429")
     max_length: int = option(
         4096, "tokens that a prompt and its answer may have together, at most the target's positions"

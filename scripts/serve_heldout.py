@@ -17,7 +17,7 @@ from specdec import checkpoint, files, serving
 from specdec.export import vllm
 from specdec.report import Report
 from specdec.target import Target, load_tokenizer
-from train import data
+from train import data, progress
 from train.naming import named
 
 
@@ -49,10 +49,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         export = Path(scratch, "head")
         serving.write(form, export, dtype=target.dtype, provenance=provenance)
-        found = in_vllm.decode(
-            name, form, export, prompts, num_drafts=num, max_new_tokens=chosen.max_new_tokens,
-            stop=data.stop_tokens(tokenizer, target.model.generation_config), dtype=chosen.target.dtype, python=chosen.python,
-        )  # fmt: skip
+        with progress.start("decoding in vLLM"):
+            found = in_vllm.decode(
+                name, form, export, prompts, num_drafts=num, max_new_tokens=chosen.max_new_tokens, python=chosen.python,
+                stop=data.stop_tokens(tokenizer, target.model.generation_config), dtype=chosen.target.dtype,
+            )  # fmt: skip
     figures = {
         "engine": "vLLM",
         "tau": found.tau(),

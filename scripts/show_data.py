@@ -5,11 +5,10 @@ Prints conversations as the trainer sees them: after the chat template, with the
 
 from dataclasses import dataclass, field
 
-import rich.console
-
 from helpers import loading
 from helpers.options import options, run
 from specdec.target import load_tokenizer
+from train import progress
 from train.data import encode, show, truncate
 from train.reading import load_conversations
 
@@ -25,7 +24,7 @@ class ShowData:
 
 def main() -> None:
     chosen = options(ShowData, __doc__)
-    console = rich.console.Console(highlight=False)
+    console = progress.Results()
     tokenizer = load_tokenizer(chosen.target.name, trust_remote_code=chosen.target.trust_remote_code)
     conversations = load_conversations(chosen.data, limit=chosen.row + chosen.num)[chosen.row :]
     if not conversations:

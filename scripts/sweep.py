@@ -13,7 +13,6 @@ import rich.console
 import rich.table
 from matplotlib import colormaps
 from matplotlib.figure import Figure
-from rich.progress import track
 
 from helpers import decoding, loading
 from helpers.loading import Run
@@ -24,7 +23,7 @@ from specdec.comparing import Method, decode_batches
 from specdec.drafting import Drafting
 from specdec.figures import TAU
 from specdec.generation import Generation
-from train import data, reading
+from train import data, progress, reading
 from train.resumable import digest, resumable
 
 MEANING = (
@@ -50,7 +49,7 @@ class Sweep(loading.PromptOptions):
 
 def main() -> None:
     chosen = options(Sweep, __doc__)
-    console = rich.console.Console(highlight=False)
+    console = progress.Results()
     loading.use_threads()
     sizes, sampling, drafting = read_sizes(chosen), chosen.decode.sampling(), chosen.decode.drafting()
     runs = loading.load_runs(chosen.checkpoint, chosen.target)
@@ -63,10 +62,10 @@ def main() -> None:
         out / "settings.json", out / "cells.jsonl", settings, advice="Choose another out=FOLDER."
     ) as results:
         done = [row["batch"] for row in results.rows]
-        console.print(f"batch sizes {', '.join(map(str, done)) or 'none'} are in {out} already")
+        progress.note(f"batch sizes {', '.join(map(str, done)) or 'none'} are in {out} already")
         try:
             for size in [size for size in sizes if size not in done]:
-                trials = decode(chosen, runs, prompts, stop, size, console)
+                trials = decode(chosen, runs, prompts, stop, size)
                 results.append({"batch": size, "runs": summarise(trials, runs)})
         finally:
             if results.rows:
@@ -103,7 +102,7 @@ def describe(chosen: Sweep, runs: list[Run], drafting: Drafting, prompts: list[l
 
 
 def decode(
-    chosen: Sweep, runs: list[Run], prompts: list[list[int]], stop: set[int], size: int, console: rich.console.Console
+    chosen: Sweep, runs: list[Run], prompts: list[list[int]], stop: set[int], size: int
 ) -> list[dict[str, Generation]]:
     """Groups of one size, plainly and with every run's drafts. -> for each group the decodings by name or baseline"""
     drafting = chosen.decode.drafting()
@@ -118,7 +117,7 @@ def decode(
         sampling=chosen.decode.sampling(),
         stop=stop,
         max_new_tokens=chosen.max_new_tokens,
-        progress=lambda groups: track(groups, description=f"batch {size}", console=console, transient=True),
+        progress=lambda groups: progress.track(groups, f"batch {size}", unit="batches"),
     )
 
 

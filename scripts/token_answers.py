@@ -16,14 +16,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy
-import rich.console
 from transformers import PreTrainedTokenizerBase
 
 from helpers import loading
 from helpers.options import options, run
 from specdec import checkpoint, files
 from specdec.target import load_tokenizer
-from train import answering, data, reading
+from train import answering, data, progress, reading
 
 COLUMNS = ("prompt", "temperature", "stopped", "length", "tokens")
 
@@ -120,7 +119,7 @@ def main() -> None:
     else:
         rows = list(unpack(read_columns(source, expected), prompts, tokenizer))
         files.write_text(out, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-    rich.console.Console(highlight=False, soft_wrap=True).print(f"{out}: {len(rows):,} answers")
+    progress.Results().print(f"{out}: {len(rows):,} answers")
 
 
 if __name__ == "__main__":

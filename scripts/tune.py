@@ -7,15 +7,9 @@ All prompts are decoded plainly, by auto, and in every fixed shape, in turn. The
 that auto measured (docs/methods.md, section 8). decode.file= takes the fastest of the fixed shapes from the file.
 """
 
-import functools
 import json
-import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-
-import rich.console
-import rich.table
-from rich.progress import track
 
 from helpers import decoding, inspection, loading
 from helpers.options import option, options, run
@@ -29,7 +23,7 @@ from specdec.proposers.auto import Auto
 from specdec.report import summarise
 from specdec.tree import TreeShape
 from specdec.tuning import RecordedChances, Way
-from train import data
+from train import data, progress
 
 AUTO, PLAIN = "auto", "plain"
 
@@ -54,44 +48,43 @@ class Tune(loading.PromptOptions, decoding.ShapesOptions):
 
 def main() -> None:
     chosen = options(Tune, __doc__)
-    console = rich.console.Console(highlight=False, width=None if sys.stdout.isatty() else 130)
-    say = functools.partial(console.print, soft_wrap=True)
+    console = progress.Results()
     shapes, sampling = chosen.shapes(), chosen.decode.sampling()
     loaded = loading.load(chosen.checkpoint, chosen.target)
     prompts = data.load_prompts(chosen.prompts, loaded.tokenizer, limit=chosen.limit)
     check(chosen, loaded, len(prompts))
     draftings, left_out = tuning.candidates(map(chosen.decode.drafting_of, shapes), loaded.drafter.depth)
     for name in left_out:
-        say(f"left out: {name}; this drafter takes {loaded.drafter.depth} steps")
+        console.say(f"left out: {name}; this drafter takes {loaded.drafter.depth} steps")
     auto = make_auto(chosen, loaded)
-    decoding.show_measuring(auto, console)
+    decoding.show_measuring(auto)
     conditions = (
         f"{loaded.folder} on {loading.conditions(loaded.target)}, "
         f"{'compiled' if chosen.decode.compile else 'not compiled'}, temperature {sampling.temperature:g}; "
         f"{len(prompts)} prompts, batch {chosen.batch}, <= {chosen.max_new_tokens} new tokens"
     )
-    say(conditions)
+    console.say(conditions)
     methods = make_methods(chosen, loaded, auto, draftings)
     runners = {PLAIN: chosen.decode.runner()}
     decoders = comparing.make_decoders(methods, sampling, loaded.stop, runners)
-    results = decode(chosen, methods, decoders, auto, prompts, console)
+    results = decode(chosen, methods, decoders, auto, prompts)
     document = inspection.figures_of(auto, chosen.batch, results[AUTO])
     ways = predict(chosen, methods, draftings, auto, results)
     inspection.show(console, [*inspection.tables(document), inspection.table_of_ways(ways)])
-    say(inspection.sentences(document))
+    console.say(inspection.sentences(document))
     shape = inspection.fixed_shape(auto, chosen.batch, greedy=sampling.greedy)
-    say(inspection.fixed_shape_sentence(shape))
+    console.say(inspection.fixed_shape_sentence(shape))
     verdict = tuning.verdict(ways)
-    say(verdict)
+    console.say(verdict)
     document = {"conditions": conditions, "options": asdict(chosen), "verdict": verdict} | document
     fixed = max((way for way in ways if way.drafting), key=lambda way: way.measured, default=None)
     document |= {"best_fixed_shape": shape, "ways": inspection.ways_to_json(ways)}
     document |= {"drafting": fixed and fixed.drafting and asdict(fixed.drafting)}
     files.write_text(Path(chosen.out), json.dumps(document, indent=2) + "\n")
-    say(f"written: {chosen.out}" + (f"; decode.file={chosen.out} decodes as {fixed.name}" if fixed else ""))
+    console.say(f"written: {chosen.out}" + (f"; decode.file={chosen.out} decodes as {fixed.name}" if fixed else ""))
     if chosen.picture:
         draw(chosen, decoders[AUTO], auto, prompts, conditions)
-        say(f"written: {chosen.picture}")
+        console.say(f"written: {chosen.picture}")
 
 
 def check(chosen: Tune, loaded: loading.Loaded, num_prompts: int) -> None:
@@ -124,12 +117,12 @@ def make_methods(chosen: Tune, loaded: loading.Loaded, auto: Auto, draftings: li
 
 
 def decode(
-    chosen: Tune, methods: list[Method], decoders: Decoders, auto: Auto, prompts: list[Prompt], console
+    chosen: Tune, methods: list[Method], decoders: Decoders, auto: Auto, prompts: list[Prompt]
 ) -> dict[str, list[PromptResult]]:
     """All prompts by all methods, in turn, after a warm-up; auto then knows nothing but costs. -> results by method"""
     groups = turns(list(range(len(prompts))), chosen.batch)
     first = [prompt.tokens for prompt in prompts[: chosen.batch]]
-    for decoder in track(list(decoders.values()), description="warm-up", console=console, transient=True):
+    for decoder in progress.track(list(decoders.values()), "warm-up", unit="ways"):
         decoder.generate(first, min(8, chosen.max_new_tokens), generator=seeded_generator(decoder.target, 0))
     assert auto.costs is not None
     auto.costs.prepare(1)  # inspected beside a batch too
@@ -137,7 +130,7 @@ def decode(
     auto.chances = RecordedChances()
     rows = [
         row
-        for group in track(groups, description="decoding", console=console, transient=True)
+        for group in progress.track(groups, "decoding", unit="prompts", size=len)
         for row in comparing.compare_prompts(
             methods, decoders, prompts, group, chosen.max_new_tokens, batch=chosen.batch
         )

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 import torch
 
 from specdec.drafter import Drafter, Head, Slots
+from train import progress
 from train.features import read_each
 from train.loader import Material
 from train.objective import slots
@@ -36,7 +37,8 @@ def start(
         return 0
     depth = 1 if drafter.depth is None else depth  # steps of one module start alike
     texts: list[Slots] = []
-    for batch, output in read_each(features, (material.collate([index]) for index in packs), device):
+    coming = (material.collate([index]) for index in progress.track(packs, "first packs", unit="packs"))
+    for batch, output in read_each(features, coming, device):
         texts.append(slots(batch, output, depth))
         if sum(len(text.tokens) for text in texts) > max(LEAST_SLOTS, 6 * drafter.target.width):
             break

@@ -1,6 +1,7 @@
 """What a training run prints."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
@@ -42,23 +43,23 @@ def wandb_logged_in() -> bool:
     return "WANDB_API_KEY" in os.environ or (netrc.exists() and "api.wandb.ai" in netrc.read_text())
 
 
-def start(console: Console, config, target, drafter, packs, prompts) -> None:
+def start(say: Callable[[str], None], config, target, drafter, packs, prompts) -> None:
     how = "cut" if target.share.same else "its layers in parts"
     cut = f", {how} over {target.share.size} processes" if target.share.size > 1 else ""
-    console.print(
+    say(
         f"target   {target.name} ({sum(p.numel() for p in target.model.parameters()) / 1e6:.1f} M parameters, frozen, "
         f"{str(target.dtype).removeprefix('torch.')}{cut})"
     )
-    console.print(
+    say(
         f"drafter  {type(drafter).__name__}: {drafter.num_parameters() / 1e6:.2f} M trained parameters, reads "
         f"{_hidden_states(drafter)}, drafts from {drafter.vocab_size:,} of {target.vocab_size:,} tokens"
     )
     first = ", the first of a stream" if config.data.stream else ""
-    console.print(
+    say(
         f"data     {len(packs):,} packs of {config.data.length} tokens, {packs.num_supervised:,} supervised tokens{first}; "
         f"{len(prompts)} held-out prompts"
     )
-    console.print(f"tau: {TAU}")
+    say(f"tau: {TAU}")
 
 
 def _hidden_states(drafter) -> str:

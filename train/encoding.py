@@ -24,18 +24,16 @@ import datasets
 import jinja2
 import numpy
 import pyarrow
-import rich.progress
 import tokenizers
 import transformers
 from numpy.lib.format import open_memmap
-from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
-from train import data, disk_cache, packing, reading, sources
+from train import data, disk_cache, packing, progress, reading, sources
 from train.sources import Source
 
 BATCH = 100  # rows that a process encodes between two reports of its progress
-LINE_EVERY = 30  # seconds between two lines of progress where there is no terminal
+SECONDS_BETWEEN_LOOKS = 0.5  # at how far the processes are
 ROWS_PER_WORKER = 2_000  # starting a process pays from so many rows on
 CODE = ("data.py", "reading.py", "encoding.py", "packing.py")  # what decides about the arrays, all in this folder
 COLUMNS = datasets.Features(
@@ -58,7 +56,6 @@ class Encoding:
     split: str = "train"
     limit: int | None = None  # rows of each source
     workers: int | None = None  # processes; None: as many as the cores and the rows allow
-    console: Console | None = None  # where progress is shown
 
     def __post_init__(self):
         if self.workers is not None and self.workers < 1:
@@ -177,7 +174,7 @@ def encode_source(source: str, encoding: Encoding, folder: Path) -> dict:
         workers = encoding.workers or max(1, min(os.cpu_count() or 1, num_rows // ROWS_PER_WORKER))
         workers = min(workers, num_rows)
         counts = open_memmap(work / "counts.npy", mode="w+", dtype=numpy.int64, shape=(workers, 2))
-        with Progress(source, num_rows, counts, encoding.console):
+        with Progress(source, num_rows, counts):
             try:
                 encoded = rows.map(
                     Encoder(encoding.tokenizer, source, bool(reading.find_files(source)), work / "counts.npy"),
@@ -283,53 +280,31 @@ def quiet() -> Iterator[None]:
 
 
 class Progress:
-    """A bar over the rows, and the tokens so far, as all processes count them; a line now and then where there is no terminal.
+    """Shows the rows and the tokens so far, as all processes count them.
 
-    Drawing begins with the first rows, when all processes have been forked: a fork must not copy a lock that draws.
+    That begins with the first rows, when all processes have been forked: a fork must not copy a lock that draws.
     """
 
-    def __init__(self, source: str, num_rows: int, counts: numpy.ndarray, console: Console | None):
-        columns = (
-            rich.progress.TextColumn("{task.description}"),
-            rich.progress.BarColumn(),
-            rich.progress.TextColumn("{task.completed:,}/{task.total:,} rows, {task.fields[tokens]:,} tokens,"),
-            rich.progress.TimeRemainingColumn(),
-        )
-        self.console = console or Console(quiet=True)
-        self.bar = rich.progress.Progress(*columns, console=self.console, transient=True)
+    def __init__(self, source: str, num_rows: int, counts: numpy.ndarray):
         self.name, self.num_rows, self.counts = Path(source).name, num_rows, counts
-        self.task = self.bar.add_task(f"encoding {self.name}", total=num_rows, tokens=0)
         self.begun = time.perf_counter()
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self._watch, daemon=True)
 
     def _watch(self) -> None:
-        said = self.begun
-        while not self.ended.wait(0.5):
-            rows, tokens = self.counts.sum(0).tolist()
-            if rows and self.console.is_terminal:
-                self.bar.start()
-                self.bar.update(self.task, completed=rows, tokens=tokens)
-            elif rows and time.perf_counter() - said > LINE_EVERY:
-                said = time.perf_counter()
-                left = (said - self.begun) * (self.num_rows - rows) / rows
-                self._say(
-                    f"encoding {self.name}: {rows:,} of {self.num_rows:,} rows, {tokens:,} tokens, {left:.0f} s left"
-                )
-
-    def _say(self, text: str) -> None:
-        self.console.print(text, highlight=False, soft_wrap=True)
+        while not self.counts.any() and not self.ended.wait(SECONDS_BETWEEN_LOOKS):
+            pass
+        with progress.start(f"encoding {self.name}", self.num_rows, unit="rows", any_process=True) as task:
+            task.begun, ended = self.begun, False
+            while not ended:
+                ended = self.ended.wait(SECONDS_BETWEEN_LOOKS)
+                rows, tokens = self.counts.sum(0).tolist()
+                task.update(rows, num_tokens=tokens)
 
     def __enter__(self) -> "Progress":
         self.thread.start()
         return self
 
-    def __exit__(self, kind, *_) -> None:
+    def __exit__(self, *_) -> None:
         self.ended.set()
         self.thread.join()
-        self.bar.stop()
-        if kind is None:
-            rows, tokens = self.counts.sum(0).tolist()
-            self._say(
-                f"encoded {self.name}: {rows:,} rows, {tokens:,} tokens in {time.perf_counter() - self.begun:.0f} s"
-            )

@@ -1,128 +1,295 @@
-"""The progress line of a training run."""
+"""The progress of long work, shown alike by every command (`progress=`):
 
-import collections
-import resource
+    rich     on a terminal: one line for each task that is under way, redrawn on stderr
+    plain    on stderr, the first and the last line of each task, and one every 30 s: no control characters, never wrapped
+    quiet    nothing: only results, warnings and errors are printed
+    auto     rich where stdout and stderr are terminals, else plain
+
+The variable SPECDEC_PROGRESS has the default, also for processes that a command starts. With several processes only the
+main one shows something. Results go to stdout, through `Results`, which keeps them apart from the lines that are redrawn.
+"""
+
+import contextlib
+import os
+import signal
 import sys
+import threading
 import time
+from collections.abc import Callable, Iterable, Iterator, Sized
+from typing import Any, TypeVar
 
-import torch
-from accelerate import Accelerator
-from rich.progress import BarColumn, Progress, TextColumn
+import rich.console
+import rich.progress
+import rich.table
+import rich.text
 
-from specdec import replay
-from specdec.drafter import Head
-from specdec.report import Training
-from train.data import Batch, answers
-from train.objective import by_start
+Item = TypeVar("Item")
 
-STEPS = 10  # text tau is taken over the last steps that were shown: that of a single batch says little
+MODES = ("auto", "rich", "plain", "quiet")
+VARIABLE = "SPECDEC_PROGRESS"
+HELP = "of long work: auto, rich (redrawn on the terminal), plain (lines for a log) or quiet (results only)"
+SECONDS_BETWEEN_LINES = 30  # of a task, in mode plain
+REDRAWN = 4  # times a second, in mode rich
+WIDTH = 200  # of tables in files and pipes, in characters; COLUMNS in the environment replaces it
+SHOW_CURSOR = b"\x1b[?25h\n"
 
 
-class TrainingProgress:
-    """A bar, and the line beside it: loss, text tau over the last shown steps, tokens/s since the last validation, time left."""
+class Task:
+    """Long work that is under way; `start` makes it."""
 
-    def __init__(self, *, steps: int, done: int, shown: bool):
-        columns = (TextColumn("step {task.completed}/{task.total}"), BarColumn(), TextColumn("{task.description}"))
-        self.bar = Progress(*columns, disable=not shown, transient=True)
-        self.task = self.bar.add_task("", total=steps, completed=done)
-        self.steps, self.first = steps, done
-        self.counts: collections.deque[tuple[int, float]] = collections.deque(maxlen=STEPS)
-        self.training_seconds = 0.0
-        self.restart()
-
-    def __enter__(self) -> "TrainingProgress":
-        self.bar.start()
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.bar.stop()
-
-    def restart(self) -> None:
-        """Tokens/s count from here."""
-        self.clock, self.tokens = time.perf_counter(), 0
-
-    def pause(self) -> None:
-        self.bar.stop()
-
-    def go_on(self) -> None:
-        self.bar.start()
-        self.restart()
+    def __init__(self, what: str, total: int | None, unit: str, done: int, own_lines: bool):
+        self.what, self.total, self.unit, self.own_lines = what, total, unit, own_lines
+        self.done = self.first = done
+        self.num_tokens, self.figures = 0, ""
+        self.begun = self.newest = time.perf_counter()
+        self.said = 0.0  # when the newest line was printed, in mode plain
 
     @property
-    def rate(self) -> float:
-        return self.tokens / (time.perf_counter() - self.clock)
+    def seconds(self) -> float:
+        return time.perf_counter() - self.begun
 
-    @property
-    def text_tau(self) -> float | None:
-        """Over the last steps whose text could be replayed."""
-        emitted, rounds = (sum(counts) for counts in zip(*self.counts)) if self.counts else (0, 0.0)
-        return emitted / rounds if rounds else None
+    def advance(self, num: int = 1, *, num_tokens: int = 0) -> None:
+        """So much more is done. num_tokens: in it, for work whose rate is in tokens/s"""
+        self.update(self.done + num, num_tokens=self.num_tokens + num_tokens)
 
-    def advance(self, step: int, *, loss: float, tokens: int, seconds: float, counts: tuple[int, float] | None) -> str:
-        """One step is done; counts: of `text_rounds`. -> the line"""
-        self.tokens += tokens
-        self.training_seconds += seconds
-        if counts is not None:
-            self.counts.append(counts)
-        left = (self.steps - step) * self.training_seconds / (step - self.first)
-        worth = "" if self.text_tau is None else f"text tau {self.text_tau:.3f}  "
-        line = f"loss {loss:.4f}  {worth}{self.rate:,.0f} tokens/s  {_duration(left)} left"
-        self.bar.update(self.task, completed=step, description=line)
-        return line
+    def update(self, done: int, *, num_tokens: int = 0, figures: str = "") -> None:
+        """done, num_tokens: so far; figures: shown in place of rate and time left"""
+        self.done, self.num_tokens, self.figures = done, num_tokens, figures
+        self.newest = time.perf_counter()
+        DISPLAY.update(self)
 
-    def print(self, text: str) -> None:
-        if not self.bar.disable:  # on the main process
-            self.bar.console.print(text, highlight=False)
+    def __str__(self) -> str:
+        """What is done of it, the rate, and the time left."""
+        count = f"{self.done:,}" + ("" if self.total is None else f"/{self.total:,}") + f" {self.unit}"
+        if self.figures:
+            return f"{count}  {self.figures}"
+        parts = [count] if self.unit else []
+        if self.done > self.first:
+            parts.append(self._rate(self.newest - self.begun))
+            if self.total is not None:
+                each = (self.newest - self.begun) / (self.done - self.first)
+                left = each * (self.total - self.done) - (time.perf_counter() - self.newest)
+                parts.append(f"{duration(max(0.0, left))} left")
+        elif self.total is None:
+            parts.append(duration(self.seconds))
+        return ", ".join(parts)
+
+    def summary(self) -> str:
+        """What was done, in which time, at which rate."""
+        count = (
+            f"{self.done:,}" + ("" if self.total is None else f"/{self.total:,}") + f" {self.unit} "
+            if self.unit
+            else ""
+        )
+        parts = [f"{count}in {duration(self.seconds)}"]
+        if self.num_tokens:
+            parts.append(f"{self.num_tokens:,} tokens")
+        if self.done > self.first:
+            parts.append(self._rate(self.seconds))
+        return ", ".join(parts)
+
+    def _rate(self, seconds: float) -> str:
+        num, unit = (self.num_tokens, "tokens") if self.num_tokens else (self.done - self.first, self.unit)
+        rate = num / max(seconds, 1e-9)
+        return f"{rate:,.0f} {unit}/s" if rate >= 10 else f"{rate:.2g} {unit}/s"
 
 
-def clipping(norms: dict[str, float]) -> str:
-    """The end of the line: of `GradientNorms.read`."""
-    return f"  gradient {norms['grad_norm']:.2f}, {norms['clipped']:.0%} clipped" if norms else ""
-
-
-def text_rounds(batch: Batch, matches: torch.Tensor) -> tuple[int, float]:
-    """A greedy chain over the batch's own text, in which a draft counts if it is the text's token; matches [K, B, T].
-
-    -> emitted tokens and rounds, whose ratio is tau
-    """
-    emitted, rounds = 0, 0.0
-    matches = matches.cpu().float()
-    for row in range(batch.tokens.shape[0]):
-        for start, stop in answers(batch.on_host, row):
-            emitted += stop - start - 1
-            rounds += replay.rounds(by_start(matches[:, row, start:stop]))[0]
-    return emitted, rounds
-
-
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds > 90 else f"{seconds:.0f} s"
 
 
-def peak_memory(device: torch.device) -> int:
-    """Most bytes so far: of the device, on a CPU of the process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+class Figures(rich.progress.ProgressColumn):
+    """A task's count, rate and time left."""
+
+    def get_table_column(self) -> rich.table.Column:
+        return rich.table.Column(no_wrap=True)
+
+    def render(self, task: rich.progress.Task) -> rich.text.Text:
+        return rich.text.Text(str(task.fields["shown"]))
 
 
-def training_cost(
-    accelerator: Accelerator, drafter: Head, *, tokens: int, seconds: float, unique: int | None = None
-) -> Training:
-    """tokens, seconds: of training so far, in all processes; unique: tokens of the data set, None for a stream"""
-    return Training(
-        parameters=drafter.num_parameters(),
-        tokens=tokens,
-        seconds=seconds,
-        tokens_per_second=tokens / seconds if seconds else None,
-        peak_memory=peak_memory(accelerator.device),
-        processes=accelerator.num_processes,
-        unique_tokens=unique,
+class Display:
+    """The tasks that this process shows. mode: rich, plain or quiet; main: whether it shows what all processes do"""
+
+    def __init__(self, mode: str, *, main: bool = True):
+        self.mode, self.main = mode, main
+        self.lock = threading.RLock()
+        self.live: rich.progress.Progress | None = None  # while there is something to redraw
+        self.tasks: dict[Task, rich.progress.TaskID] = {}  # under way; numbers are of `live`
+
+    def add(self, task: Task) -> None:
+        with self.lock:
+            self.tasks[task] = rich.progress.TaskID(0)
+            if self.mode == "plain":
+                self._say(task, str(task))
+            else:
+                if self.live is None:
+                    self.live = _live()
+                    self.live.start()
+                self.tasks[task] = self.live.add_task(task.what, total=task.total, completed=task.done, shown=task)
+
+    def update(self, task: Task) -> None:
+        if task not in self.tasks:  # another process shows it, or nothing is shown
+            return
+        if self.live is not None:
+            self.live.update(self.tasks[task], completed=task.done)
+        elif task.newest - task.said >= SECONDS_BETWEEN_LINES:
+            self._say(task, str(task))
+
+    def remove(self, task: Task) -> None:
+        with self.lock:
+            number = self.tasks.pop(task, None)
+            if number is None:
+                return
+            if self.live is None:
+                self._say(task, task.summary())
+                return
+            self.live.remove_task(number)
+            if not self.tasks:
+                self.close()
+
+    def close(self) -> None:
+        """Takes everything off the terminal and shows the cursor again."""
+        with self.lock:
+            live, self.live = self.live, None
+            self.tasks.clear()
+            if live is not None:
+                live.stop()
+
+    @contextlib.contextmanager
+    def cleared(self) -> Iterator[None]:
+        """Within, nothing is redrawn, so that something else can be printed."""
+        with self.lock:
+            live = self.live
+            if live is None:
+                yield
+                return
+            live.stop()
+            try:
+                yield
+            finally:
+                live.start()
+
+    def _say(self, task: Task, text: str) -> None:
+        if task.own_lines:
+            task.said = time.perf_counter()
+            sys.stderr.write(f"{task.what}: {text}\n")
+            sys.stderr.flush()
+
+
+def _live() -> rich.progress.Progress:
+    columns = (
+        rich.progress.TextColumn("{task.description}", markup=False, table_column=rich.table.Column(no_wrap=True)),
+        rich.progress.BarColumn(bar_width=None),
+        Figures(),
+    )
+    return rich.progress.Progress(
+        *columns,
+        console=rich.console.Console(stderr=True, force_terminal=True),
+        transient=True,
+        refresh_per_second=REDRAWN,
+        redirect_stdout=sys.stdout.isatty() and sys.stderr.isatty(),
     )
 
 
-def other_processes(before: int, here: int, *, then: int, now: int) -> str:
-    """One sentence for a run that goes on with another number of processes. then, now: packs of a step"""
-    return (
-        f"The run was begun by {before} processes and goes on with {here}: a step now has {now} packs instead of {then}. The order "
-        "of packs goes on; train.batch and train.accumulation could keep the packs of a step."
-    )
+DISPLAY = Display("plain")  # of a process that has not called `choose`
+
+
+def choose(mode: str, *, main: bool) -> None:
+    """The mode of this process and of those that it starts. Raises ValueError for a word that is none of MODES.
+
+    main: whether this process shows what all processes of a run do
+    """
+    global DISPLAY
+    if mode not in MODES:
+        raise ValueError(f"progress={mode} must be one of {', '.join(MODES)} (or the variable {VARIABLE}).")
+    os.environ[VARIABLE] = "auto" if mode == "rich" else mode  # a process whose output is read here has no terminal
+    if mode == "auto":
+        mode = "rich" if sys.stdout.isatty() and sys.stderr.isatty() else "plain"
+    if mode == "rich" and os.environ.get("TERM", "").lower() in ("dumb", "unknown"):
+        mode = "plain"  # such a terminal cannot go back to an earlier line
+    DISPLAY.close()
+    DISPLAY = Display(mode, main=main)
+    if mode == "rich" and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _terminate)
+
+
+def _terminate(number: int, _) -> None:
+    """Ends the process by the signal, as without this handler, but shows the cursor first."""
+    if DISPLAY.live is not None:
+        os.write(2, SHOW_CURSOR)  # no lock is taken: the interrupted code may hold it
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+
+
+def close() -> None:
+    """Takes everything off the terminal and shows the cursor again, however the work has ended."""
+    DISPLAY.close()
+
+
+@contextlib.contextmanager
+def start(
+    what: str,
+    total: int | None = None,
+    *,
+    unit: str = "",
+    done: int = 0,
+    own_lines: bool = True,
+    any_process: bool = False,
+) -> Iterator[Task]:
+    """Around long work: a task that is shown until the end of the block. Tasks may be nested.
+
+    total: of the work, in `unit`s (a plural); None: not known. done: before it begins
+    own_lines: False if the caller prints lines of its own with `note` in mode plain
+    any_process: whether a process shows it that is not the main one too, for work that one of them does
+    """
+    task = Task(what, total, unit, done, own_lines)
+    display = DISPLAY
+    if display.mode != "quiet" and (display.main or any_process):
+        display.add(task)
+    try:
+        yield task
+    finally:
+        display.remove(task)
+
+
+def track(
+    items: Iterable[Item],
+    what: str,
+    *,
+    unit: str,
+    total: int | None = None,
+    size: Callable[[Item], int] = lambda item: 1,
+) -> Iterator[Item]:
+    """The items, whose number that are done is shown. size: units of an item, if it stands for several"""
+    if total is None and isinstance(items, Sized):
+        total = sum(map(size, items))
+    with start(what, total, unit=unit) as task:
+        for item in items:
+            yield item
+            task.advance(size(item))
+
+
+class Results(rich.console.Console):
+    """A console for results, on stdout, of the main process. Lines are never wrapped in files and pipes."""
+
+    def __init__(self):
+        super().__init__(highlight=False, quiet=not DISPLAY.main)
+        if not self.is_terminal:
+            self.soft_wrap = True
+            if "COLUMNS" not in os.environ:
+                self.width = WIDTH
+
+    def print(self, *objects: Any, **settings: Any) -> None:
+        with DISPLAY.cleared():
+            super().print(*objects, **settings)
+
+    def say(self, text: str) -> None:
+        """Prints a sentence as it is."""
+        self.print(text, markup=False, soft_wrap=True)
+
+
+def note(text: str) -> None:
+    """Prints a line on stdout that is no result, once for all processes; nothing in mode quiet."""
+    if DISPLAY.mode != "quiet":
+        Results().say(text)

@@ -31,7 +31,7 @@ class Settings:
 
 def fixed(config: dict, prefix: str = "") -> dict:
     """The settings that a run's figures depend on, by dotted name."""
-    free: tuple[str, ...] = ("resume", "tracker", "threads", "features", "decode", "validation", "run")
+    free: tuple[str, ...] = ("resume", "tracker", "threads", "features", "decode", "validation", "run", "progress")
     free += ("target.device", "target.tp", "target.shard", "target.trust_remote_code")
     # What is read, a stream and its buffer too, is in the fingerprint
     free += tuple(f"data.{key}" for key in ("cache", "workers", "ahead", "stream", "buffer"))

@@ -14,6 +14,7 @@ from specdec.decode import Decoder
 from specdec.measurement import Prompt, seeded_generator
 from specdec.sampling import Sampling
 from specdec.target import Target
+from train import progress
 from train.engine_features import EngineTarget
 from train.group import Group
 from train.resumable import digest
@@ -77,7 +78,9 @@ class TargetAnswers:
 
         group = Group.in_step(accelerator, target)
         written = []
-        for start in group.mine(range(0, len(prompts), ROWS)):
+        starts = group.mine(range(0, len(prompts), ROWS))
+        size = lambda start: min(ROWS, len(prompts) - start)
+        for start in progress.track(starts, "answers of the target", unit="prompts", size=size):
             begun = time.perf_counter()
             tokens = [prompt.tokens for prompt in prompts[start : start + ROWS]]
             written.append((start, write(start, tokens), time.perf_counter() - begun))

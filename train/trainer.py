@@ -24,11 +24,12 @@ from train.optimization import AVERAGE, Average, GradientNorms, take
 from train.pages import run_page
 from train.parts import gathered, local
 from train.processes import say
-from train.progress import TrainingProgress, clipping, other_processes, peak_memory, text_rounds, training_cost
+from train.progress import note
 from train.run_folder import RunFolder, packs_of_step
 from train.settings import Settings
 from train.sharding import Weights
 from train.signals import Signals
+from train.training_progress import TrainingProgress, clipping, other_processes, peak_memory, text_rounds, training_cost
 from train.validation import Validation
 from train.waiting import Waiting
 
@@ -113,7 +114,7 @@ class Trainer:
         if self.average is not None:
             self.average.begin()
         if num > 0:
-            say(f"closed-form start from {num} packs")
+            note(f"closed-form start from {num} packs")
 
     def resume(self) -> bool:
         """Continues from the newest state; False if there is none. Raises ValueError if settings differ from then."""
@@ -145,7 +146,7 @@ class Trainer:
         self.first = (self.step, document.get("packs", self.step * then))
         if self.accelerator.is_main_process:
             self.folder.go_back(self.step, self.best)
-        say(f"Resumed from step {self.step}.")
+        note(f"Resumed from step {self.step}.")
         if then != now:
             say(other_processes(document["about"]["processes"], self.group.num, then=then, now=now))
         return True
@@ -179,13 +180,12 @@ class Trainer:
                         line, figures = self._advance(progress, shown=shown)
                     if shown:
                         norms = self.norms.read()
-                        progress.print(f"step {self.step:>5}/{settings.steps}  {line}{clipping(norms)}")
+                        note(f"step {self.step:>5}/{settings.steps}  {line}{clipping(norms)}")
                     if logged:
                         self._record(figures | norms)
                     if self.step % settings.validate_every == 0 or last:
-                        progress.pause()
                         self._validate(required=last)
-                        progress.go_on()
+                        progress.restart()
                     self.interrupted = self._signal(signals.number)
                     if self.step % settings.save_every == 0 or last or self.interrupted:
                         self.save_state()

@@ -4,6 +4,7 @@ The target answers the prompts once (`TargetAnswers`). Replay along these answer
 Decoding adds speed and losslessness, and takes many times as long, so it is given a share of the training time.
 """
 
+import functools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from specdec.proposers.base import Proposer
 from specdec.report import Report, in_parts, summarise, undecoded, with_replays
 from specdec.sampling import Sampling
 from specdec.target import TargetOutput
+from train import progress
 from train.engine_features import EngineTarget
 from train.group import Group
 from train.target_answers import TargetAnswers
@@ -180,7 +182,7 @@ class Validation:
             self.each = self.each or 2 * answered.seconds  # drafting needs at most as many passes
         with self._timed("replay"):
             done = []
-            for numbers in self._batches():
+            for numbers in progress.track(self._batches(), "validation: replay", unit="prompts", size=len):
                 texts = [(self.prompts[number].tokens, self.answers[number]) for number in numbers]
                 accepts = replay.acceptances(
                     frozen,
@@ -240,7 +242,9 @@ class Validation:
         with self._timed("decode"):
             begun, done = time.perf_counter(), []
             if mine:
-                done = self._measure(self.drafting.proposer(frozen), mine, None if self.replays else frozen, take)
+                done = self._measure(
+                    self.drafting.proposer(frozen), mine, None if self.replays else frozen, take, "decoding"
+                )
                 self.each = (time.perf_counter() - begun) / max(1, len(done))
             return [result for _, result in sorted(self.group.gather(done), key=lambda pair: pair[0])]
 
@@ -268,7 +272,7 @@ class Validation:
         left = AUTO_SHARE * sum(self.seconds.values()) if end and self.settings.auto == "end" else None
         take = self._within(left, at_least=LEAST, whole=False)
         with self._timed("auto"):
-            results = self.group.gather(self._measure(auto, mine, None, take) if mine else [])
+            results = self.group.gather(self._measure(auto, mine, None, take, "decoding with auto") if mine else [])
         figures = self._summarise([replace(result, auto=result.drafted) for _, result in results]).auto
         assert figures is not None
         return replace(report, auto={"num_prompts": len(results), **figures})
@@ -279,6 +283,7 @@ class Validation:
         try:
             auto = Auto.usual(self.target, head)
             auto.opened = self.costs
+            auto.progress = functools.partial(progress.track, unit="sizes")
             decoder = self.drafting.decoder(
                 self.target, auto, sampling=self.sampling, stop=self.stop, runner=self.drafting.runner()
             )
@@ -292,9 +297,12 @@ class Validation:
     # Prompts, one after the other
 
     def _measure(
-        self, proposer: Proposer, mine: list[int], replayed: Head | None, take: Callable
+        self, proposer: Proposer, mine: list[int], replayed: Head | None, take: Callable, what: str
     ) -> list[tuple[int, PromptResult]]:
-        """Prompts of these numbers, plainly and with the proposer's drafts. -> as many as `take` gives, numbered"""
+        """Prompts of these numbers, plainly and with the proposer's drafts. -> as many as `take` gives, numbered
+
+        what: is done, for the progress
+        """
         results = measure(
             self.target,
             proposer,
@@ -306,7 +314,9 @@ class Validation:
             stop=self.stop,
             seed=self.seed,
             numbers=mine,
-            progress=take,
+            progress=lambda groups: progress.track(
+                take(groups), f"validation: {what}", unit="prompts", total=len(groups)
+            ),
         )
         return list(zip(mine, results))
 

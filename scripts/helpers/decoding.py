@@ -1,11 +1,9 @@
 """Options of decoding: sampling, verification, and the shapes of drafts. The defaults are those of `Drafting`."""
 
+import functools
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
-
-import rich.console
-import rich.progress
 
 from helpers.options import option, split
 from helpers.settings_file import read_yaml
@@ -16,17 +14,16 @@ from specdec.proposers.base import Proposer
 from specdec.proposers.stopping import Stopping
 from specdec.sampling import Sampling
 from specdec.tree import TreeShape
+from train import progress
 from train.naming import named
 
 COMPILE = "compile for the shapes that occur: slow at first, then faster rounds"
 
 
-def show_measuring(proposer: Proposer, console: rich.console.Console) -> None:
+def show_measuring(proposer: Proposer) -> None:
     """Lets proposer=auto show the progress of measuring costs, which it does once on a device."""
     if isinstance(proposer, Auto):
-        proposer.progress = lambda items, text: rich.progress.track(
-            items, description=text, console=console, transient=True, disable=not console.is_terminal
-        )
+        proposer.progress = functools.partial(progress.track, unit="sizes")
 
 
 @dataclass(frozen=True)

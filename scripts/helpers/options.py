@@ -11,6 +11,7 @@ The same words mean the same thing in every command:
     prompts= limit= max_new_tokens= batch= seed= out=
     decode.temperature= decode.depth= decode.width= decode.nodes= decode.compile= ...
     chains=1,2,3 trees=4x3x8      shapes to compare: chain lengths, and DEPTHxWIDTHxNODES of trees
+    progress=                     how long work is shown (train/progress.py); every command takes it
 """
 
 import dataclasses
@@ -25,6 +26,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from helpers import processes
+from train import progress
 
 Options = TypeVar("Options")
 
@@ -102,16 +104,21 @@ def refuse_unknown(key: str, names: list[str]) -> SystemExit:
 def options(kind: type[Options], docstring: str) -> Options:
     """The dataclass filled from the command line; -h or --help prints `docstring` and every option, and exits.
 
-    A field without a default is required; `option` gives it a help text of one line. A field of type str may hold a
+    `progress` is an option of all commands, and is used here. A field without a default is required; `option` gives it a help text of one line. A field of type str may hold a
     comma list; a dict with metadata {"prefix": "NAME."} takes every NAME.KEY=VALUE as it is written. An argument that
     cannot be used ends the program with one sentence (SystemExit).
     """
     known = {option.name: option for option in flatten(kind)}
+    known["progress"] = Option("progress", str, os.environ.get(progress.VARIABLE, "auto"), progress.HELP, None)
     arguments = sys.argv[1:]
     if "-h" in arguments or "--help" in arguments:
         print(describe(known, docstring))
         raise SystemExit(0)
     given = parse(arguments, known)
+    try:
+        progress.choose(given.pop("progress", known["progress"].default), main=processes.MAIN)
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from None
     try:
         merged = OmegaConf.structured(kind)
         for group in {name.rpartition(".")[0] for name in known}:  # a frozen dataclass becomes a read-only group
@@ -163,3 +170,5 @@ def run(main) -> None:
             os._exit(1)
         except KeyboardInterrupt:
             raise SystemExit(130) from None
+        finally:
+            progress.close()

@@ -11,8 +11,6 @@ import re
 import time
 from pathlib import Path
 
-import rich.console
-
 from specdec.target import load_tokenizer
 from train import reading
 from train.encoding import Encoding, load_packs
@@ -40,7 +38,7 @@ def measure(source: Path, cache: Path) -> dict:
     """Seconds until packs and a draft vocabulary are there, and the largest anonymous memory of this process in bytes."""
     tokenizer = load_tokenizer(str(ROOT / "targets" / "smollm2-135m"))
     before, start = anonymous_memory(), time.perf_counter()
-    packs = load_packs(str(source), Encoding(tokenizer, cache, console=rich.console.Console()), length=512, packed=True)
+    packs = load_packs(str(source), Encoding(tokenizer, cache), length=512, packed=True)
     loaded = time.perf_counter()
     frequent_tokens(packs, 8192, num_tokens=len(tokenizer))
     end = time.perf_counter()

@@ -17,8 +17,8 @@ from hydra import compose, initialize_config_dir
 from safetensors.torch import save_file
 
 from specdec.target import Target
-from train.progress import TrainingProgress
 from train.trainer import Trainer
+from train.training_progress import TrainingProgress
 
 ROOT = Path(__file__).resolve().parents[2]
 

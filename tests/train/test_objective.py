@@ -15,7 +15,7 @@ from tests.support import HEADS, VARIANTS, chain_of, load_head, make_drafter, na
 from train.data import Row, collate
 from train.features import Online
 from train.objective import Objective, slots
-from train.progress import text_rounds
+from train.training_progress import text_rounds
 
 WEIGHTS = {"kl": 0.5, "ce": 1.5, "tv": 2.5}
 
