@@ -18,10 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
-import rich.console
 
 from helpers.options import option, options, run
-from train import reading
+from train import progress, reading
 
 BAD = [b"{", b'{"messages": []}', b'{"messages": [{"role": "user", "content": "a"}], "temperature": "hot"}']
 EVERY = 15.0  # seconds between two looks at memory
@@ -53,6 +52,7 @@ class Load:
     tokens: int = 0
     wrong: list[dict] = field(default_factory=list)  # answers at temperature 0 that are not those given alone
     memory: list[tuple[float, float]] = field(default_factory=list)  # seconds since the start, bytes
+    task: progress.Task | None = None  # while all ask
 
     def body(self, number: int, **more) -> dict:
         return {"messages": self.questions[number], "max_tokens": self.chosen.max_tokens, "temperature": 0, **more}
@@ -116,6 +116,8 @@ class Load:
         self.counts["refused, queue full" if text is None else name] += 1
         if text is not None:
             self.seconds.append(time.monotonic() - start)
+            if self.task:
+                self.task.advance()
 
     async def keep_asking(self, draw: random.Random, until: float) -> None:
         while time.monotonic() < until:
@@ -152,7 +154,7 @@ class Load:
         }
 
 
-async def load(chosen: LoadServer, console: rich.console.Console) -> dict:
+async def load(chosen: LoadServer) -> dict:
     rows = reading.spread(reading.load_prompts(chosen.prompts), chosen.limit)
     limits = httpx.Limits(max_connections=chosen.concurrent + 4)
     async with httpx.AsyncClient(base_url=chosen.url, timeout=None, limits=limits) as client:
@@ -163,21 +165,22 @@ async def load(chosen: LoadServer, console: rich.console.Console) -> dict:
             raise ValueError(
                 f"No server answers at {chosen.url} ({error}): start scripts/serve.py, or give url=."
             ) from error
-        console.print(f"{len(rows)} prompts alone ...")
-        work.alone = [await work.ask(work.body(number, speculate=False)) or "" for number in range(len(rows))]
-        console.print(f"{chosen.concurrent} clients for {chosen.seconds:g} s ...")
+        for number in progress.track(range(len(rows)), "each prompt alone", unit="prompts"):
+            work.alone.append(await work.ask(work.body(number, speculate=False)) or "")
         start, work.tokens = time.monotonic(), 0
         following = asyncio.ensure_future(work.follow_memory(start))
         draws = [random.Random(f"{chosen.seed} {number}") for number in range(chosen.concurrent)]
-        await asyncio.gather(*(work.keep_asking(draw, start + chosen.seconds) for draw in draws))
+        with progress.start(f"{chosen.concurrent} clients", unit="answers") as task:
+            work.task = task
+            await asyncio.gather(*(work.keep_asking(draw, start + chosen.seconds) for draw in draws))
         following.cancel()
         return work.figures(time.monotonic() - start)
 
 
 def main() -> None:
     chosen = options(LoadServer, __doc__)
-    console = rich.console.Console(highlight=False)
-    figures = asyncio.run(load(chosen, console))
+    console = progress.Results()
+    figures = asyncio.run(load(chosen))
     Path(chosen.out).write_text(json.dumps(figures, indent=1, ensure_ascii=False) + "\n")
     for name, value in figures.items():
         if name != "differences":

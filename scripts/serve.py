@@ -15,14 +15,12 @@ import logging
 import socket
 from dataclasses import dataclass, field
 
-import rich.console
-
 from helpers import decoding, loading, proposers
 from helpers.options import option, options, run
 from specdec.batch import Request
 from specdec.decode import Decoder
 from specdec.sampling import Sampling
-from train import data
+from train import data, progress
 from train.pages.live_page import live_page
 
 KINDS = [Sampling(1.0, top_p=0.9), Sampling(1.0), Sampling()]  # one of each Sampling.kind
@@ -82,10 +80,9 @@ def main() -> None:
         raise ValueError("decode.temperature is for each request to say: give temperature in the request.")
 
     listening = listen(chosen.host, chosen.port)
-    console = rich.console.Console(highlight=False)
     drafting = chosen.decode.drafting()
     loaded = proposers.load(chosen, chosen.target, drafting)
-    decoding.show_measuring(loaded.proposer, console)
+    decoding.show_measuring(loaded.proposer)
     runner, stop = drafting.runner(), loaded.stop
     drafted = drafting.decoder(loaded.target, loaded.proposer, sampling=Sampling(), stop=stop, runner=runner)
     plain = Decoder(loaded.target, None, sampling=Sampling(), stop=stop, runner=runner)
@@ -112,7 +109,7 @@ def main() -> None:
         page=live_page(target=model, drafts=drafts, max_length=longest),
     )
     if chosen.host not in ("127.0.0.1", "localhost", "::1"):
-        console.print(
+        progress.note(
             f"warning: anyone who reaches {chosen.host}:{chosen.port} can use this server: it asks for no password."
         )
     logging.basicConfig(level=logging.WARNING)
