@@ -32,7 +32,7 @@ class Wandb:
         kept = folder / WANDB_ID
         if not kept.exists():
             files.write_text(kept, uuid.uuid4().hex[:8] + "\n")
-        mode = os.environ.get("WANDB_MODE") or ("online" if wandb_logged_in() else "offline")
+        mode: Any = os.environ.get("WANDB_MODE") or ("online" if wandb_logged_in() else "offline")
         self.run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT),
             name=name,
