@@ -15,6 +15,7 @@ import torch
 import transformers
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, set_seed
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
@@ -28,7 +29,7 @@ from specdec.measurement import Prompt
 from specdec.report import Report
 from specdec.sampling import Sampling
 from specdec.target import Target
-from train import data, display, optimization, sharding, tracking
+from train import data, display, optimization, sharding, sweep, tracking
 from train.consistency import ConsistencyObjective
 from train.encoding import Encoding, load_packs
 from train.engine_features import EngineTarget
@@ -62,7 +63,7 @@ SECONDS_FOR_MAIN = 10
 def fit(config: DictConfig) -> int:
     """Trains as the configuration says. -> the exit status. Raises ValueError, which says what to change."""
     path = Path("checkpoints") / str(config.run)
-    if RunFolder(path, {}, {}).check(resume=config.resume):
+    if RunFolder(path, {}, fixed(OmegaConf.to_container(config, resolve=True))).check(resume=config.resume):
         if is_main():
             print(f"{path} holds a finished run: there is nothing left to do.")
         return 0
@@ -125,7 +126,6 @@ def fit_alone(config: DictConfig, path: Path, accelerator: Accelerator) -> int:
             report = checkpoint.read_json(page.with_name("report.json"))
             tracker.report(trainer.step, "best", report)
             tracker.page(trainer.step, page, worth(Report.from_json(report))[1])
-    accelerator.end_training()
     display.end(console, trainer)
     return 130 if trainer.interrupted == signal.SIGINT else 0  # a scheduler is to see that all is well
 
@@ -402,9 +402,16 @@ def build(config: DictConfig, *arguments, **more):
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
 def main(config: DictConfig) -> None:
+    job = sweep.run_of(HydraConfig.get())
+    if job is not None:
+        config.run = job
+        with plain_warnings():
+            return sweep.run_job(fit, config)
     try:
         with plain_warnings():
             status = fit(config)
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
     except (ValueError, OSError) as error:
         if not is_main() and not isinstance(error, ProcessLost):
             time.sleep(SECONDS_FOR_MAIN)

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from train import trackers
 
 SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD")  # names of environment variables whose values are never shown
-PARTS = ("by_category", "by_tag")  # of a report: tables, not figures
+PARTS = ("by_category", "by_tag", "by_prompt", "differences")  # of a report: tables, not figures
 TABLE = (
     *("replayed_prompts", "replayed_tau", "replayed_tau_low", "replayed_tau_high", "num_prompts", "tau", "tau_low", "tau_high"),
     *("speedup", "survival_1", "replayed_survival_1"),
