@@ -116,7 +116,13 @@ def fit_alone(config: DictConfig, path: Path, accelerator: Accelerator) -> int:
         files.write_text(path / "config.yaml", OmegaConf.to_yaml(config, resolve=True))
         settings_used = OmegaConf.to_container(config, resolve=True)
         facts.write(
-            path, settings_used, drafter, packs, num_prompts=len(prompts), num_processes=accelerator.num_processes
+            path,
+            settings_used,
+            drafter,
+            packs,
+            arguments=sweep.arguments(str(config.run)),
+            num_prompts=len(prompts),
+            num_processes=accelerator.num_processes,
         )
     with tracker.running(str(config.run), trainer.folder.settings, step=trainer.step):
         fit_trainer(trainer)

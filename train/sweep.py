@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
@@ -68,7 +69,7 @@ def plain(text: str) -> str:
     return re.sub(r"[^\w.+-]+", "-", text).strip("-")
 
 
-def run_of(hydra: DictConfig) -> str | None:
+def run_of(hydra: Any) -> str | None:
     """The name of the run that a job of a sweep is, under checkpoints/: the sweep, and what the job differs in. None: no sweep.
 
     hydra: HydraConfig.get()
@@ -79,6 +80,14 @@ def run_of(hydra: DictConfig) -> str | None:
     if len(name) > LONGEST:
         name = f"{name[: LONGEST - 9]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
     return str(Path(hydra.sweep.dir).relative_to(RUNS) / name)
+
+
+def arguments(run: str) -> list[str]:
+    """Arguments of train.py that repeat this run, as one of a sweep too. run: its name"""
+    if HydraConfig.initialized() and run_of(HydraConfig.get()) is not None:
+        given = HydraConfig.get().overrides.task
+        return [each for each in given if not each.startswith("run=")] + [f"run={run}"]
+    return sys.argv[1:]
 
 
 def run_job(fit: Callable[[DictConfig], int], config: DictConfig) -> None:

@@ -79,6 +79,7 @@ def table(
         ("verify, ms", stage("verify")),
         ("tokens trained on", ran("tokens", 1)),
         ("minutes", ran("seconds", 60)),
+        ("prompts, decoded", lambda report: f"{num_prompts(report)}, {report.num_prompts}" if replays else ""),
         ("step", lambda report: "" if report.step is None else str(report.step)),
     ]
     reports = [report for column in columns.values() for report in column.values()]
@@ -124,7 +125,7 @@ def best(columns: Columns) -> list[dict]:
             rows.append({
                 "temperature": temperature, "category": category or "all", "method": order[0], "figure": "speedup" if timed else "tau",
                 "value": value, "interval": span, "second": order[1] if second else None,
-                "why": why(chosen, second) if timed else why_tau(chosen, second),
+                "why": "only one prompt, so this says little" if num_prompts(chosen) == 1 else (why if timed else why_tau)(chosen, second),
             })  # fmt: skip
     return rows
 
