@@ -1,4 +1,6 @@
-"""accelerate launch train.py head=eagle    trains a drafter; validation decodes."""
+"""accelerate launch train.py head=eagle    trains a drafter; validation decodes.
+
+python train.py -m head=eagle,mtp optimizer.lr=3e-4,1e-3    trains several, one after the other, and compares them (docs/tracking.md)."""
 
 import contextlib
 import functools
@@ -22,6 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
+import multirun
 from specdec import checkpoint, files
 from specdec.drafter import Head
 from specdec.drafting import Drafting
@@ -29,7 +32,7 @@ from specdec.measurement import Prompt
 from specdec.report import Report
 from specdec.sampling import Sampling
 from specdec.target import Target
-from train import data, display, optimization, sharding, sweep, tracking
+from train import data, display, optimization, sharding, tracking
 from train.consistency import ConsistencyObjective
 from train.encoding import Encoding, load_packs
 from train.engine_features import EngineTarget
@@ -120,7 +123,7 @@ def fit_alone(config: DictConfig, path: Path, accelerator: Accelerator) -> int:
             settings_used,
             drafter,
             packs,
-            arguments=sweep.arguments(str(config.run)),
+            arguments=multirun.arguments(str(config.run)),
             num_prompts=len(prompts),
             num_processes=accelerator.num_processes,
         )
@@ -408,11 +411,11 @@ def build(config: DictConfig, *arguments, **more):
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
 def main(config: DictConfig) -> None:
-    job = sweep.run_of(HydraConfig.get())
+    job = multirun.run_of(HydraConfig.get())
     if job is not None:
         config.run = job
         with plain_warnings():
-            return sweep.run_job(fit, config)
+            return multirun.run_job(fit, config)
     try:
         with plain_warnings():
             status = fit(config)

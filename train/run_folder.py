@@ -6,7 +6,7 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
-from omegaconf import OmegaConf
+import yaml
 from torch import Tensor
 
 from specdec import checkpoint, files, untrusted
@@ -59,9 +59,10 @@ class RunFolder:
                 "the folder."
             )
         if finished.exists() and (self.path / "config.yaml").exists():
-            before = OmegaConf.to_container(OmegaConf.load(self.path / "config.yaml"))
-            assert isinstance(before, dict)
-            self._check(fixed(before))
+            before = fixed(yaml.safe_load((self.path / "config.yaml").read_text()))
+            self._check(
+                before | {key: self.settings.get(key) for key in STEP if key in self.settings}
+            )  # of any number of processes
         return finished.exists()
 
     def log(self, step: int, figures: dict) -> None:

@@ -52,6 +52,11 @@ def replayed(report: Report) -> bool:
     return report.replayed_tau is not None and (report.replayed_prompts or 0) > report.num_prompts
 
 
+def num_prompts(report: Report) -> int:
+    """Of the figures to compare."""
+    return (report.replayed_prompts or 0) if replayed(report) else report.num_prompts
+
+
 def table(
     columns: Columns, differences: Differences, first: str, differs: Differs
 ) -> tuple[list[str], list[list[dict]]]:

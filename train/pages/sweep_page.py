@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
+import yaml
 
 from specdec import files
 from specdec.figures import TAU, PromptCounts, tau_difference
@@ -70,7 +70,7 @@ def settings_of(run: Path) -> dict[str, Any]:
         else:
             flat[prefix] = value
 
-    add("", OmegaConf.to_container(OmegaConf.load(path)))
+    add("", yaml.safe_load(path.read_text()))
     return flat
 
 

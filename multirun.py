@@ -4,7 +4,6 @@ compares them at the end.
 What a job must know stands in its own configuration, so this works with every launcher of Hydra.
 """
 
-import contextlib
 import gc
 import hashlib
 import os
@@ -56,12 +55,15 @@ class Sweep(Callback):
         """Writes the page, and names the jobs that failed. Exits with a sentence if there are any."""
         if is_main():
             folder = Path(config.hydra.sweep.dir)
-            with contextlib.suppress(ValueError):  # nothing was validated, because all failed
-                print(f"comparison: {sweep_page.write(folder)}")
             failed = {path.parent.name: path.read_text().strip() for path in sorted(folder.glob(f"*/{FAILED}"))}
+            try:
+                if sweep_page.runs_in(folder):
+                    print(f"comparison: {sweep_page.write(folder)}")
+            except (ValueError, OSError) as error:
+                sys.exit(f"error: the comparison page could not be written: {error}")
             if failed:
                 lines = "\n".join(f"  {job}: {why}" for job, why in failed.items())
-                sys.exit(f"{len(failed)} jobs failed; the same command tries them again:\n{lines}")
+                sys.exit(f"failed, and tried again by the same command ({len(failed)}):\n{lines}")
 
 
 def plain(text: str) -> str:

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+import multirun
 from scripts import report as script
 from specdec.report import Report
 from tests.support import ROOT, child_environment, losses_of, train_overrides
 from tests.train.pages.test_run_page import BROWSER
-from train import sweep
 from train.pages import comparison_page, sweep_page
 from train.pages.page import finite
 from train.trainer import Trainer
@@ -27,11 +27,13 @@ def hydra_of(**job) -> object:
 
 
 def test_a_job_is_named_by_what_it_differs_in():
-    assert sweep.run_of(hydra_of(override_dirname="head-eagle_optimizer.lr-0.1")) == "first/head-eagle_optimizer.lr-0.1"
-    assert sweep.run_of(hydra_of(override_dirname="data.train-[a/b.jsonl,c=d]")) == "first/data.train--a-b.jsonl-c-d"
-    long = [sweep.run_of(hydra_of(override_dirname=f"x-{'y' * 200}{end}")) for end in "12"]
-    assert len(set(long)) == 2 and all(len(Path(name).name) == sweep.LONGEST for name in long)
-    assert sweep.run_of(hydra_of(num="???")) is None  # no sweep
+    assert (
+        multirun.run_of(hydra_of(override_dirname="head-eagle_optimizer.lr-0.1")) == "first/head-eagle_optimizer.lr-0.1"
+    )
+    assert multirun.run_of(hydra_of(override_dirname="data.train-[a/b.jsonl,c=d]")) == "first/data.train--a-b.jsonl-c-d"
+    long = [multirun.run_of(hydra_of(override_dirname=f"x-{'y' * 200}{end}")) for end in "12"]
+    assert len(set(long)) == 2 and all(len(Path(name).name) == multirun.LONGEST for name in long)
+    assert multirun.run_of(hydra_of(num="???")) is None  # no sweep
 
 
 @pytest.fixture
@@ -120,7 +122,7 @@ def test_a_job_that_fails_does_not_lose_the_others_and_is_named_at_the_end(train
     status, said = train("run=mixed", "train.best_by=oops,tau,speedup")
     folder = tmp_path / "checkpoints" / "mixed"
     why = "train.best_by=oops must be tau or speedup."
-    assert status == 1 and f"1 jobs failed; the same command tries them again:\n  train.best_by-oops: {why}" in said
+    assert status == 1 and f"failed, and tried again by the same command (1):\n  train.best_by-oops: {why}" in said
     assert [path.name for path in sweep_page.runs_in(folder)] == ["train.best_by-speedup", "train.best_by-tau"]
     assert "train.best_by-oops" not in (folder / "comparison.html").read_text()
     assert train("run=mixed", "train.best_by=tau,speedup", "train.steps=5")[0] == 1  # finished with other settings
@@ -151,9 +153,9 @@ def test_what_a_job_held_is_given_back(fit, monkeypatch, tmp_path):
 
     monkeypatch.setattr(Trainer, "fit", watch)
     jobs = OmegaConf.create({"run": "held"})
-    sweep.run_job(lambda config: fit(config.run, "precision=bf16"), jobs)
+    multirun.run_job(lambda config: fit(config.run, "precision=bf16"), jobs)
     assert len(held) == 4 and [each() for each in held] == [None] * 4
-    sweep.run_job(
+    multirun.run_job(
         lambda config: fit("other", "precision=fp32"), OmegaConf.create({"run": "other"})
     )  # accelerate takes another precision
     assert not (tmp_path / "checkpoints/other/failed").exists()
@@ -169,7 +171,7 @@ def test_an_interrupted_job_ends_the_sweep(monkeypatch, tmp_path, error):
         return 130
 
     with pytest.raises(SystemExit) as ended:
-        sweep.run_job(interrupted, OmegaConf.create({"run": "one"}))
+        multirun.run_job(interrupted, OmegaConf.create({"run": "one"}))
     assert ended.value.code == ("Stopped at once. The same command continues the sweep." if error else 130)
 
 
