@@ -206,11 +206,12 @@ def test_differences_are_taken_on_the_same_prompts_only():
     )  # unpaired, it would be wide
 
 
-def test_one_prompt_decides_nothing():
-    (row,) = comparison_page.best(
-        {0.0: {name: report_of(tau, replayed_prompts=1) for name, tau in (("a", 1.0), ("b", 2.0))}}
+def test_a_category_of_one_prompt_decides_nothing():
+    parts = lambda tau: {"one": report_of(tau, replayed_prompts=1).to_json(), "two": report_of(tau).to_json()}
+    rows = comparison_page.best(
+        {0.0: {"a": report_of(1.5, by_category=parts(1.5)), "b": report_of(1.9, by_category=parts(1.2))}}
     )
-    assert row["method"] == "b" and row["why"] == "only one prompt, so this says little"
+    assert [(row["category"], row["method"]) for row in rows] == [("all", "b"), ("two", "a")]
 
 
 def test_settings_that_differ_are_named_and_those_of_a_head_only_within_the_head():

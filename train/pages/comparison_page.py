@@ -41,6 +41,7 @@ def render_comparison(
         heads=heads,
         rows=rows,
         conditions=conditions,
+        temperatures=len(columns),
         best=best(columns),
         charts=[chart for t, column in columns.items() for chart in charts(t, column)] + run_charts(logs or {}),
         verdicts={name: verdict(report) for name, report in columns[min(columns)].items() if report.decoded},
@@ -90,15 +91,15 @@ def table(
     reports = [report for column in columns.values() for report in column.values()]
     shown = [(name, cell) for name, cell in shown if any(cell(report) for report in reports)]
     settings = sorted({key for values in differs.values() for key in values})
-    paired = any(differences.values())
-    heads = ["run" if differs else "way", *settings, "temperature", *(name for name, _ in shown)]
+    paired, several = any(differences.values()), ["temperature"] if len(columns) > 1 else []
+    heads = ["run" if differs else "way", *settings, *several, *(name for name, _ in shown)]
     heads += [f"tau minus that of {first}"] if paired else []
     rows = []
     for temperature, column in columns.items():
         for name, report in column.items():
             cells: list[tuple[str, float | None, bool]] = [(name, None, True)]
             cells += [(differs.get(name, {}).get(key, ""), None, False) for key in settings]
-            cells += [(number(temperature), None, False)]
+            cells += [(number(temperature), None, False)] if several else []
             cells += [(cell(report), None, title == "95 %") for title, cell in shown]
             if paired:
                 value, span = differences[temperature].get(name, (None, None))
@@ -109,7 +110,7 @@ def table(
 
 
 def best(columns: Columns) -> list[dict]:
-    """For each temperature the best method of all prompts and of each category, with the second, and why.
+    """For each temperature the best method of all prompts and of each category of several, with the second, and why.
 
     By speedup where all were decoded, else by tau of replay or of decoding, whichever saw more prompts.
     """
@@ -122,6 +123,8 @@ def best(columns: Columns) -> list[dict]:
                 for name, report in column.items()
                 if category is None or category in report.by_category
             }
+            if category is not None and min(map(num_prompts, parts.values())) < 2:
+                continue
             timed = all(part.speedup is not None for part in parts.values())
             figure = ranked(timed)
             order = sorted(parts, key=lambda name: -(figure(parts[name])[0] or 0.0))
@@ -130,7 +133,7 @@ def best(columns: Columns) -> list[dict]:
             rows.append({
                 "temperature": temperature, "category": category or "all", "method": order[0], "figure": "speedup" if timed else "tau",
                 "value": value, "interval": span, "second": order[1] if second else None,
-                "why": "only one prompt, so this says little" if num_prompts(chosen) == 1 else (why if timed else why_tau)(chosen, second),
+                "why": why(chosen, second) if timed else why_tau(chosen, second),
             })  # fmt: skip
     return rows
 
