@@ -1,4 +1,6 @@
-"""accelerate launch train.py head=eagle    trains a drafter; validation decodes."""
+"""accelerate launch train.py head=eagle    trains a drafter; validation decodes.
+
+python train.py -m head=eagle,mtp optimizer.lr=3e-4,1e-3    trains several, one after the other, and compares them (docs/tracking.md)."""
 
 import contextlib
 import os
@@ -14,18 +16,21 @@ import torch
 import transformers
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, set_seed
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from transformers import PreTrainedTokenizerBase
 
+import multirun
 from specdec import checkpoint, files, hub
 from specdec.drafter import Head
 from specdec.drafting import Drafting
 from specdec.measurement import Prompt
+from specdec.report import Report
 from specdec.sampling import Sampling
 from specdec.target import Target
-from train import data, display, optimization, progress, sharding
+from train import data, display, optimization, progress, sharding, tracking
 from train.consistency import ConsistencyObjective
 from train.encoding import Encoding, load_packs
 from train.engine_features import EngineTarget
@@ -40,6 +45,7 @@ from train.onpolicy import OnPolicy
 from train.optimization import OptimizerSettings, schedule
 from train.packing import Packs, frequent_tokens
 from train.pages import facts
+from train.pages.run_page import worth
 from train.pages.samples import write_page
 from train.processes import by_main, is_main, plain_warnings
 from train.run_folder import RunFolder
@@ -59,11 +65,12 @@ def fit(config: DictConfig) -> int:
     """Trains as the configuration says. -> the exit status. Raises ValueError, which says what to change."""
     path = Path("checkpoints") / str(config.run)
     progress.choose(config.progress, main=is_main())
-    if RunFolder(path, {}, {}).check(resume=config.resume):
+    if RunFolder(path, {}, fixed(OmegaConf.to_container(config, resolve=True))).check(resume=config.resume):
         if is_main():
             print(f"{path} holds a finished run: there is nothing left to do.")
         return 0
-    accelerator = make_accelerator(config, path)
+    tracking.check(config.tracker)
+    accelerator = make_accelerator(config)
     with lock(path / "lock", of=path) if accelerator.is_main_process else contextlib.nullcontext():
         return fit_alone(config, path, accelerator)
 
@@ -94,6 +101,7 @@ def fit_alone(config: DictConfig, path: Path, accelerator: Accelerator) -> int:
     display.start(progress.note, config, target, drafter, packs, prompts)
     validation = make_validation(config, drafter, prompts, stop, accelerator, console, engine)
     material = make_material(config, drafter, packs, stream, stop, accelerator, engine)
+    tracker = tracking.Tracking(config.tracker if accelerator.is_main_process else "none", path)
     folder = RunFolder(path, spec, fixed(OmegaConf.to_container(config, resolve=True)))
     trainer = Trainer(
         accelerator,
@@ -105,6 +113,7 @@ def fit_alone(config: DictConfig, path: Path, accelerator: Accelerator) -> int:
         settings=settings,
         folder=folder,
         serve=make_serve(config, console.say),
+        record=tracker.record,
     )
     if not (config.resume and trainer.resume()):
         trainer.prepare(config.solve_packs if config.start is None else 0, fresh=config.start is None)
@@ -112,10 +121,23 @@ def fit_alone(config: DictConfig, path: Path, accelerator: Accelerator) -> int:
         files.write_text(path / "config.yaml", OmegaConf.to_yaml(config, resolve=True))
         settings_used = OmegaConf.to_container(config, resolve=True)
         facts.write(
-            path, settings_used, drafter, packs,
+            path, settings_used, drafter, packs, arguments=multirun.arguments(str(config.run)),
             num_prompts=len(prompts), num_processes=accelerator.num_processes, start=given,
         )  # fmt: skip
-    start_tracker(accelerator, config, trainer.folder.settings)
+    with tracker.running(str(config.run), trainer.folder.settings, step=trainer.step):
+        fit_trainer(trainer)
+        if accelerator.is_main_process and trainer.best:
+            page = write_page(path, validation, tokenizer, prompts=config.data.heldout)
+            console.say(f"report: {page}")
+            report = checkpoint.read_json(page.with_name("report.json"))
+            tracker.report(trainer.step, "best", report)
+            tracker.page(trainer.step, page, worth(Report.from_json(report))[1])
+    display.end(console, trainer)
+    return 130 if trainer.interrupted == signal.SIGINT else 0  # a scheduler is to see that all is well
+
+
+def fit_trainer(trainer: Trainer) -> None:
+    """`trainer.fit`, whose errors then say how to go on."""
     try:
         trainer.fit()
     except NotFiniteLoss as error:
@@ -127,16 +149,10 @@ def fit_alone(config: DictConfig, path: Path, accelerator: Accelerator) -> int:
         raise ProcessLost(f"{error} Continue with resume=true.") from error
     except ValueError as error:
         raise ValueError(f"{error} Then continue with resume=true.") from error
-    accelerator.end_training()
-    if accelerator.is_main_process and trainer.best:
-        console.say(f"report: {write_page(path, validation, tokenizer, prompts=config.data.heldout)}")
-    display.end(console, trainer)
-    return 130 if trainer.interrupted == signal.SIGINT else 0  # a scheduler is to see that all is well
 
 
-def make_accelerator(config: DictConfig, path: Path) -> Accelerator:
+def make_accelerator(config: DictConfig) -> Accelerator:
     """Seeds everything, and sets the threads of a CPU."""
-    os.environ.setdefault("WANDB_MODE", "online" if display.wandb_logged_in() else "offline")
     set_seed(config.train.seed)
     transformers.utils.logging.disable_progress_bar()
     with named("train"):
@@ -144,8 +160,6 @@ def make_accelerator(config: DictConfig, path: Path) -> Accelerator:
     accelerator = Accelerator(
         cpu=not torch.accelerator.is_available(),  # said outright, or several processes would not find each other
         mixed_precision={"bf16": "bf16", "fp32": "no"}[config.precision],
-        log_with=None if config.tracker == "none" else config.tracker,
-        project_dir=path,
         fsdp_plugin=plugin,
         # a little more than the trainer waits, which says what for
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(minutes=config.train.timeout + 1))],
@@ -390,11 +404,6 @@ def make_settings(config: DictConfig) -> Settings:
         return Settings(**config.train)
 
 
-def start_tracker(accelerator: Accelerator, config: DictConfig, settings: dict) -> None:
-    plain = {key: value if isinstance(value, int | float | str) else str(value) for key, value in settings.items()}
-    accelerator.init_trackers("specdec", plain, {"wandb": {"name": str(config.run)}})
-
-
 def build(config: DictConfig, *arguments, **more):
     """Hydra's instantiate; a refusal of the constructor is raised as it is."""
     try:
@@ -409,9 +418,16 @@ def build(config: DictConfig, *arguments, **more):
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
 def main(config: DictConfig) -> None:
+    job = multirun.run_of(HydraConfig.get())
+    if job is not None:
+        config.run = job
+        with plain_warnings():
+            return multirun.run_job(fit, config)
     try:
         with plain_warnings():
             status = fit(config)
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
     except (ValueError, OSError) as error:
         if not is_main() and not isinstance(error, ProcessLost):
             time.sleep(SECONDS_FOR_MAIN)

@@ -30,6 +30,7 @@ from specdec.target import Target
 from specdec.tree import TreeShape
 from specdec.tuning import name_of
 from train import data, progress
+from train.pages import run_page
 from train.pages.comparison_page import render_comparison
 from train.resumable import Resumable, digest, digest_folder, resumable
 
@@ -184,6 +185,7 @@ def write(
         title=f"{len(names)} ways to draft",
         conditions=conditions,
         settings=settings,
+        logs={run.name: log for run in run_of.values() if (log := run_page.log_of(run.folder))},
     )
     files.write_text(out / "comparison.html", page)
     return comparison.summary(names, columns, baselines)

@@ -1,6 +1,7 @@
 """python scripts/report.py run=checkpoints/eagle-smollm2-135m
 
-Writes the page of a training run again, beside the report.json of its best step: report.html, which needs no network.
+Writes the page of a training run again, beside the report.json of its best step: report.html, which needs no network. For
+the folder of a sweep: comparison.html in that folder, of all its runs.
 """
 
 from dataclasses import dataclass, field
@@ -8,17 +9,19 @@ from pathlib import Path
 
 from helpers.options import options, run
 from train import progress
-from train.pages import run_page
+from train.pages import run_page, sweep_page
 
 
 @dataclass(frozen=True)
 class ReportOptions:
-    run: str = field(metadata={"help": "folder of a run, or of one of its steps"})
+    run: str = field(metadata={"help": "folder of a run, of one of its steps, or of a sweep"})
 
 
 def main() -> None:
     chosen = options(ReportOptions, __doc__)
-    progress.Results().print(f"written: {run_page.write(Path(chosen.run))}")
+    folder = Path(chosen.run)
+    page = sweep_page if sweep_page.runs_in(folder) else run_page
+    progress.Results().say(f"written: {page.write(folder)}")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -12,7 +13,15 @@ TAU = "tokens emitted per target pass of a round, bonus or correction token coun
 RESAMPLES = 1000
 
 
-def tau(results: list[PromptResult]) -> float:
+@dataclass(frozen=True)
+class PromptCounts:
+    """What tau is made of, of one prompt; expected numbers if it was replayed at a temperature."""
+
+    num_rounds: float
+    num_emitted: float
+
+
+def tau(results: Sequence[PromptResult | PromptCounts]) -> float:
     """Tokens emitted per round; nan without a round."""
     rounds = sum(result.num_rounds for result in results)
     return sum(result.num_emitted for result in results) / rounds if rounds else float("nan")
@@ -49,11 +58,11 @@ def interval(items: Sequence, statistic: Callable[[list], float], seed: int) -> 
 
 
 def tau_difference(
-    results: list[PromptResult], others: list[PromptResult], *, seed: int = 0
+    results: Sequence[PromptResult | PromptCounts], others: Sequence[PromptResult | PromptCounts], *, seed: int = 0
 ) -> tuple[float, list[float]]:
     """tau of `results` minus tau of `others`, the same prompts in the same order, and the paired 95 % interval."""
 
-    def statistic(pairs: list[tuple[PromptResult, PromptResult]]) -> float:
+    def statistic(pairs: Sequence[tuple[PromptResult | PromptCounts, PromptResult | PromptCounts]]) -> float:
         return tau([result for result, _ in pairs]) - tau([other for _, other in pairs])
 
     pairs = list(zip(results, others, strict=True))

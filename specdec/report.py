@@ -25,6 +25,7 @@ ONLY_IF_KNOWN = (
     "auto",
     "differences",
     "by_tag",
+    "by_prompt",
 )  # not in JSON if empty
 
 
@@ -80,6 +81,7 @@ class Report:
     auto: dict | None = None  # of proposers/auto.py beside: see _auto, scripts/evaluate.py and train/validation.py
     differences: list[dict] = field(default_factory=list)  # greedy answers unlike plain decoding's: prompt, token, gap
     by_tag: dict[str, "Report"] = field(default_factory=dict)  # of the tags that rows of prompts have
+    by_prompt: list[dict] = field(default_factory=list)  # of a validation: `prompt_counts`
     experts: list[int] | None = None  # of a validation whose target is a mixture: experts of a layer, those of a token
 
     @property
@@ -179,6 +181,18 @@ def _auto(results: list[PromptResult], temperature: float, seed: int) -> dict:
         "identical_outputs": None if temperature > 0 else same / len(results),
         "sizes": {str(num): sizes[num] for num in sorted(sizes)},
     }
+
+
+def prompt_counts(results: Sequence[PromptResult | PromptReplay]) -> list[dict]:
+    """For each prompt what its tau is made of: {prompt: its id, rounds, emitted: tokens of these rounds}, by decoding or by replay."""
+    found = []
+    for each in results:
+        if isinstance(each, PromptResult):
+            rounds, emitted = float(each.num_rounds), float(each.num_emitted)
+        else:
+            rounds, emitted = each.replayed_rounds, each.replayed_rounds + sum(each.replayed_accepted)
+        found.append({"prompt": each.prompt.id, "rounds": rounds, "emitted": emitted})
+    return found
 
 
 def undecoded(temperature: float) -> Report:

@@ -1,6 +1,5 @@
 """What a training run prints."""
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -35,12 +34,6 @@ def _options(text: str) -> str:
     """The paragraphs of a configuration without Hydra's own: its list of defaults and its settings."""
     paragraphs = [part.strip() for part in text.split("\n\n")]
     return "\n\n".join(part for part in paragraphs if not part.startswith("hydra:") and "\ndefaults:" not in part)
-
-
-def wandb_logged_in() -> bool:
-    """Whether W&B could upload: an API key in the environment or in ~/.netrc."""
-    netrc = Path.home() / ".netrc"
-    return "WANDB_API_KEY" in os.environ or (netrc.exists() and "api.wandb.ai" in netrc.read_text())
 
 
 def start(say: Callable[[str], None], config, target, drafter, packs, prompts) -> None:

@@ -6,6 +6,7 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
+import yaml
 from torch import Tensor
 
 from specdec import checkpoint, files, untrusted
@@ -13,6 +14,7 @@ from specdec.drafter import Head
 from specdec.report import Report
 from train.optimization import pack_state, unpack_state
 from train.resumable import read_rows
+from train.settings import fixed
 
 NUM_STATES = 2  # kept: if the newest is damaged, the one before it is used
 STEP = ("train.batch", "train.accumulation", "processes")  # settings whose product is the packs of a step
@@ -38,7 +40,8 @@ class RunFolder:
     settings: dict
 
     def check(self, *, resume: bool | str) -> bool:
-        """-> whether the run has finished, for resume="auto". Raises ValueError rather than overwrite a run."""
+        """-> whether the run has finished, for resume="auto". Raises ValueError rather than overwrite a run, or take one with
+        other settings for this one."""
         if resume not in (True, False, "auto"):
             raise ValueError(f"resume={resume} must be true, false or auto.")
         finished = self.path / "finished"
@@ -55,6 +58,11 @@ class RunFolder:
                 f"{self.path} holds a run that has begun. Continue it with resume=true, choose another run=NAME, or delete "
                 "the folder."
             )
+        if finished.exists() and (self.path / "config.yaml").exists():
+            before = fixed(yaml.safe_load((self.path / "config.yaml").read_text()))
+            self._check(
+                before | {key: self.settings.get(key) for key in STEP if key in self.settings}
+            )  # of any number of processes
         return finished.exists()
 
     def log(self, step: int, figures: dict) -> None:

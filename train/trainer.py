@@ -55,9 +55,12 @@ class Trainer:
         settings: Settings,
         folder: RunFolder,
         serve: Callable[[Path], dict | None] | None = None,
+        record: Callable[[int, dict], None] = lambda step, row: None,
     ):
-        """serve: the figures of an engine that serves a checkpoint's folder; None if it fails"""
-        self.serve = serve
+        """serve: the figures of an engine that serves a checkpoint's folder; None if it fails
+        record: gets each step and row that is logged
+        """
+        self.serve, self.record = serve, record
         self.group = Group.of(accelerator, objective.drafter.target)
         about = {"data": material.packs.fingerprint, "processes": self.group.num}
         self.folder = replace(folder, settings={**folder.settings, **about})
@@ -355,7 +358,6 @@ class Trainer:
         if self.accelerator.is_main_process:
             if self.serve is not None:
                 report = replace(report, served=self.serve(self.folder.path / name))
-            self._track("validation", report.to_json())
             self.folder.log_last(self.step, {"validation": report.to_json()})
             self.folder.write_report(name, report)
         with self.waiting("the decoding of the best step"):
@@ -398,17 +400,10 @@ class Trainer:
             return self.accelerator.gather(position).tolist()[:: self.group.share.size]
 
     def _record(self, figures: dict) -> None:
-        """To the log, and to the tracker."""
-        if not self.accelerator.is_main_process:
-            return
-        self.folder.log(self.step, figures)
-        kind = "validation" if "validation" in figures else "train"
-        self._track(kind, figures.get("validation", figures))
-
-    def _track(self, kind: str, values: dict) -> None:
-        values = values | {f"auto_{key}": value for key, value in (values.get("auto") or {}).items()}
-        flat = {f"{kind}/{key}": value for key, value in values.items() if isinstance(value, int | float)}
-        self.accelerator.log(flat, step=self.step)
+        """To the log, and to whoever listens."""
+        if self.accelerator.is_main_process:
+            self.folder.log(self.step, figures)
+            self.record(self.step, figures)
 
     def _signal(self, number: int) -> int:
         """The signal that has come to any process, 0 for none."""

@@ -23,7 +23,7 @@ from specdec.experts import experts_of
 from specdec.measurement import Prompt, PromptReplay, PromptResult, measure
 from specdec.proposers.auto import Auto
 from specdec.proposers.base import Proposer
-from specdec.report import Report, in_parts, summarise, undecoded, with_replays
+from specdec.report import Report, in_parts, prompt_counts, summarise, undecoded, with_replays
 from specdec.sampling import Sampling
 from specdec.target import TargetOutput
 from train import progress
@@ -125,12 +125,14 @@ class Validation:
             if results is None:
                 return None
             report = in_parts(self._summarise(results), results, self._summarise)
+            report = replace(report, by_prompt=prompt_counts(results))
             return frozen, self._finished(self._with_auto(report, frozen), step)
         replays = {name: self.replay(frozen) for name, frozen in candidates.items()}
         taus = {name: figures.replayed_tau(each) for name, each in replays.items()}
         kept = max(taus, key=lambda name: taus[name])
         replayed = lambda part: with_replays(undecoded(self.settings.temperature), part)
         report = in_parts(replayed(replays[kept]), replays[kept], replayed)
+        report = replace(report, by_prompt=prompt_counts(replays[kept]))
         if len(candidates) > 1:
             report = replace(report, ema={"kept": kept, **taus})
         left = self._left(trained)
@@ -220,7 +222,9 @@ class Validation:
         """A report of replay and the decoding of as many prompts as there is time for, but at least LEAST."""
         results = self._decode(frozen, self._within(left, at_least=LEAST, whole=False))
         known = {name: value for name, value in vars(report).items() if name.startswith("replayed_")}
-        known |= {name: getattr(report, name) for name in ("ema", "step", "training", "by_category", "by_tag")}
+        known |= {
+            name: getattr(report, name) for name in ("ema", "step", "training", "by_category", "by_tag", "by_prompt")
+        }
         return self._with_auto(replace(self._summarise(results), **known), frozen)
 
     def _decode_all(self, frozen: Head, step: int, left: float | None, required: bool) -> list[PromptResult] | None:

@@ -198,7 +198,8 @@ def make_trainer(root: Path, work: Work, target: Target, run: Path) -> Trainer:
     """A trainer as train.py makes it, on random text."""
     command = train_command(root)
     config = compose(root, work, run)
-    accelerator = command.make_accelerator(config, run)
+    takes = len(inspect.signature(command.make_accelerator).parameters)  # of older commits, the folder too
+    accelerator = command.make_accelerator(*(config, run)[:takes])
     packs = Packs(hold(random_rows(work, target.vocab_size)), length=work.length)
     drafter, spec = command.make_drafter(config, target, packs)
     drafter.to(accelerator.device)

@@ -63,15 +63,6 @@ def test_an_interrupted_run_resumes_with_the_same_losses(fit, settings):
     assert all(torch.equal(uninterrupted[name], resumed[name]) for name in uninterrupted)
 
 
-@pytest.mark.parametrize(("tracker", "trace"), [("tensorboard", "**/events.out*"), ("wandb", "wandb/offline-run-*")])
-def test_trackers_write_without_a_network(fit, tmp_path, monkeypatch, tracker, trace):
-    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    monkeypatch.delenv("WANDB_MODE", raising=False)
-    assert fit(tracker, f"tracker={tracker}", "train.steps=2", "train.validate_every=2") == 0
-    assert list(tmp_path.glob(trace))
-
-
 def test_cached_and_online_features_give_the_same_losses(fit):
     fit("live", "features.mode=online")
     fit("disk", "features.mode=cached", "features.folder=cache")

@@ -3,8 +3,8 @@
 import json
 import platform
 import shlex
-import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -16,14 +16,12 @@ from train.packing import Packs, covered
 ABOUT = "about.json"
 
 
-def write(
-    run: Path, config: dict, drafter: Head, packs: Packs, *, num_prompts: int, num_processes: int, start: str | None
-) -> None:
-    """about.json in the folder of a run. config: as conf/train.yaml; num_prompts: held-out ones that are judged on
+def write(run: Path, config: dict, drafter: Head, packs: Packs, *, start: str | None, **more: Any) -> None:
+    """about.json in the folder of a run, of `describe`.
 
     start: the checkpoint that the run was started from, as it was given; in `config` it has the commit of a head on the Hub
     """
-    about = describe(config, drafter, packs, num_prompts=num_prompts, num_processes=num_processes)
+    about = describe(config, drafter, packs, **more)
     if start is not None:
         about["start"] = {"given": start, "used": config["start"]}
     files.write_text(run / ABOUT, json.dumps(about, indent=1) + "\n")
@@ -35,15 +33,18 @@ def read(folder: Path) -> dict:
     return next((checkpoint.read_json(path) for path in places if path.exists()), {})
 
 
-def describe(config: dict, drafter: Head, packs: Packs, *, num_prompts: int, num_processes: int) -> dict:
-    """Target, data, drafter and environment of a run, and the command that repeats it."""
+def describe(
+    config: dict, drafter: Head, packs: Packs, *, arguments: list[str], num_prompts: int, num_processes: int
+) -> dict:
+    """Target, data, drafter and environment of a run, and the command that repeats it.
+
+    config: as conf/train.yaml; arguments: of train.py; num_prompts: held-out ones that are judged on
+    """
     target, data = drafter.target, config["data"]
     vocab = drafter.draft_to_target if isinstance(drafter, Drafter) else None
     launcher = "accelerate launch" if num_processes == 1 else f"torchrun --nproc_per_node {num_processes}"
     return {
-        "command": shlex.join(
-            [*launcher.split(), "train.py", *(each for each in sys.argv[1:] if "resume=" not in each)]
-        ),
+        "command": shlex.join([*launcher.split(), "train.py", *(each for each in arguments if "resume=" not in each)]),
         "target": {
             "name": target.name,
             "dtype": str(target.dtype).removeprefix("torch."),

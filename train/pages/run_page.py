@@ -40,10 +40,16 @@ def read(run: Path) -> dict[str, Any]:
     return {
         "name": folder.name,
         "report": checkpoint.read_json(best / "report.json"),
-        "log": read_rows(folder / "log.jsonl") if (folder / "log.jsonl").exists() else [],
+        "log": log_of(best),
         "about": facts.read(best),
         "samples": optional(best / SAMPLES, []),
     }
+
+
+def log_of(best: Path) -> list[dict[str, Any]]:
+    """The log of the run that a checkpoint belongs to; nothing for a checkpoint alone."""
+    path = best.parent / "log.jsonl"
+    return read_rows(path) if best.name.startswith("step_") and path.exists() else []
 
 
 def worth(report: Report) -> tuple[str, str]:

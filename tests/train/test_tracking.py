@@ -1,0 +1,246 @@
+"""Tests of trackers: each one, read back from its own files, holds what log.jsonl and report.json hold."""
+
+import json
+import math
+import os
+import struct
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from specdec import checkpoint
+from tests.support import fit_interrupted
+from train import trackers, tracking
+
+SHORT = ("train.steps=4", "train.validate_every=2", "validation.share=null")
+
+
+@pytest.fixture(autouse=True)
+def _nobody_is_logged_in(monkeypatch, tmp_path):
+    for name in [*os.environ]:
+        if name.startswith(("WANDB_", "TRACKIO_")):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("WANDB_MODE", "offline")
+
+
+def wanted(run: str) -> tuple[dict[int, dict[str, float]], dict]:
+    """What a run should have told: figures by step, and the report of its best step."""
+    folder = Path("checkpoints") / run
+    steps: dict[int, dict[str, float]] = {}
+    rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    for row in rows:
+        if row.get("last"):
+            continue
+        kind, values = ("validation", row["validation"]) if "validation" in row else ("train", row)
+        step = row.pop("step")
+        steps.setdefault(step, {}).update(tracking.figures_of(kind, values))
+    report = json.loads((checkpoint.resolve(folder) / "report.json").read_text())
+    steps[max(steps)].update(tracking.figures_of("best", report))
+    return steps, report
+
+
+def same(found: dict[int, dict[str, float]], run: str, *, digits: float = 1e-12) -> None:
+    steps, report = wanted(run)
+    assert {"train/loss", "train/learning_rate", "train/tokens_per_second", "train/memory", "train/grad_norm"} <= set(
+        steps[1]
+    )
+    assert {"validation/replayed_tau", "validation/replayed_tau_low", "validation/replayed_survival_1"} <= set(steps[2])
+    assert {"best/speedup", "best/speedup_low", "best/tau", "best/survival_1", "best/auto_speedup"} <= set(steps[4])
+    assert steps[4]["best/speedup"] == report["speedup"] and steps[4]["best/speedup_high"] == report["speedup_ci"][1]
+    assert set(found) == set(steps)
+    for step, figures in steps.items():
+        assert {name: found[step].get(name) for name in figures} == pytest.approx(figures, rel=digits)
+        others = {name for name in found[step] if name.startswith(("train/", "validation/", "best/"))} - set(figures)
+        assert all("/by_category" in name for name in others)
+
+
+def test_figures_are_numbers_by_name():
+    report = {"tau": 1.5, "tau_ci": [1.25, 1.75], "survival": [0.5, math.nan], "auto": {"speedup": 2, "sizes": {"3": 7}}, "step": 4,
+              "lossy": False, "shape": "chain of 2", "speedup": None, "by_category": {"all": {"tau": 1}}, "differences": [{"prompt": "a"}]}  # fmt: skip
+    assert tracking.figures_of("best", report) == {
+        "best/tau": 1.5, "best/tau_low": 1.25, "best/tau_high": 1.75, "best/survival_1": 0.5, "best/auto_speedup": 2,
+        "best/auto_sizes_3": 7, "best/step": 4,
+    }  # fmt: skip
+    assert tracking.table_of(report) == [{"category": "all", "tau": 1}]
+
+
+def records_of(path: Path) -> Iterator[bytes]:
+    """The records of a .wandb file: LevelDB's log format behind a header of 7 bytes, in blocks of 32 KiB."""
+    content, place, record = path.read_bytes(), 7, b""
+    while place + 7 <= len(content):
+        if 32768 - place % 32768 < 7:  # the end of a block holds no header
+            place += 32768 - place % 32768
+            continue
+        _, size, kind = struct.unpack("<IHB", content[place : place + 7])
+        record += content[place + 7 : place + 7 + size]
+        place += 7 + size
+        if kind in (1, 4):  # whole, or the last part
+            yield record
+            record = b""
+
+
+def read_wandb(folder: Path) -> tuple[dict[int, dict[str, float]], list, dict]:
+    """-> figures by step, artifacts as (type, name, files), settings by run: of all offline runs in the folder"""
+    from wandb.proto import wandb_internal_pb2
+
+    steps: dict[int, dict[str, float]] = {}
+    artifacts, runs = [], {}
+    for path in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
+        for data in records_of(path):
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(data)
+            if record.HasField("history"):
+                row = {
+                    item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item
+                }
+                steps.setdefault(row["step"], {}).update(row)
+            elif record.HasField("artifact"):
+                names = [entry.path for entry in record.artifact.manifest.contents]
+                artifacts.append((record.artifact.type, record.artifact.name, names))
+            elif record.HasField("run"):
+                runs.setdefault(record.run.run_id, {item.key: json.loads(item.value_json) for item in record.run.config.update})  # fmt: skip
+    return steps, artifacts, runs
+
+
+@pytest.mark.slow
+def test_wandb_offline_holds_what_the_run_holds(fit):
+    assert fit("wandb", "tracker=wandb", *SHORT) == 0
+    folder = Path("checkpoints/wandb")
+    steps, artifacts, runs = read_wandb(folder)
+    same(steps, "wandb")
+    ((_, name, files),) = [each for each in artifacts if each[0] == "report"]
+    assert (name, files) == ("wandb-report", ["report.html"])
+    ((identity, config),) = runs.items()
+    assert identity == (folder / trackers.WANDB_ID).read_text().strip() and config["optimizer.lr"] == 1e-3
+    table = json.loads((next(folder.glob("wandb/offline-run-*/files/media/table/best/by_category*.json"))).read_text())
+    report = wanted("wandb")[1]
+    row = dict(zip(table["columns"], table["data"][0]))
+    assert row["replayed_tau"] == report["by_category"][row["category"]]["replayed_tau"]
+
+
+@pytest.mark.slow
+def test_a_continued_run_is_the_same_run_of_wandb(fit):
+    fit_interrupted(fit, "died", "tracker=wandb", *SHORT)
+    steps, _, runs = read_wandb(Path("checkpoints/died"))
+    assert len(list(Path("checkpoints/died/wandb").glob("offline-run-*"))) == 2
+    assert set(runs) == {Path("checkpoints/died", trackers.WANDB_ID).read_text().strip()}
+    assert sorted(steps) == [1, 2, 3, 4]
+
+
+@pytest.mark.slow
+def test_tensorboard_holds_what_the_run_holds(fit):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    assert fit("board", "tracker=tensorboard", *SHORT) == 0
+    events = EventAccumulator("checkpoints/board/tensorboard", size_guidance={"tensors": 0, "scalars": 0})
+    events.Reload()
+    steps: dict[int, dict[str, float]] = {}
+    for name in events.Tags()["scalars"]:
+        for event in events.Scalars(name):
+            steps.setdefault(event.step, {})[name] = event.value
+    same(steps, "board", digits=1e-6)  # float32
+    text = lambda name: events.Tensors(f"{name}/text_summary")[-1].tensor_proto.string_val[0].decode()
+    assert (
+        "report.html" in text("report")
+        and " times as fast" in text("report")
+        and "| optimizer.lr |" in text("settings")
+    )
+    report = wanted("board")[1]
+    assert f"{report['by_category']['all']['replayed_tau']:.4g}" in text("best/by_category")
+
+
+@pytest.mark.slow
+def test_trackio_holds_what_the_run_holds(fit, tmp_path, monkeypatch):
+    for name in [name for name in sys.modules if name.split(".")[0] == "trackio"]:
+        monkeypatch.delitem(sys.modules, name)  # it reads its folder when it is imported
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    storage = pytest.importorskip("trackio.sqlite_storage").SQLiteStorage
+    assert fit("io", "tracker=trackio", *SHORT) == 0
+    steps: dict[int, dict[str, float]] = {}
+    for row in storage.get_logs("specdec", "io"):
+        steps.setdefault(row["step"], {}).update(row)
+    same(steps, "io")
+    (row,) = steps[4]["best/by_category"]["_value"]
+    assert row["replayed_tau"] == wanted("io")[1]["by_category"]["all"]["replayed_tau"]
+    page = (checkpoint.resolve(Path("checkpoints/io")) / "report.html").read_bytes()
+    assert any(
+        path.read_bytes() == page for path in (tmp_path / "trackio").rglob("*") if path.stat().st_size == len(page)
+    )
+
+
+class Broken:
+    """A tracker that fails at its third call."""
+
+    def __init__(self, *_):
+        self.calls = 0
+
+    def log(self, step, figures):
+        self.calls += 1
+        if self.calls == 3:
+            raise OSError("no route to https://user:hunter22@host, key 0123456789abcdef")
+
+    def table(self, *_):
+        pass
+
+    def page(self, *_):
+        raise AssertionError("called after it had failed")
+
+    def close(self, **_):
+        raise AssertionError("called after it had failed")
+
+
+@pytest.mark.slow
+def test_a_tracker_that_fails_ends_with_one_warning_and_the_run_goes_on(fit, monkeypatch, recwarn):
+    monkeypatch.setitem(trackers.MAKERS, "tensorboard", Broken)
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
+    assert fit("goes-on", "tracker=tensorboard", *SHORT) == 0
+    (said,) = [str(each.message) for each in recwarn if "tracker=" in str(each.message)]
+    assert said.startswith("tracker=tensorboard has failed (OSError: no route to https://***@host, key ***).")
+    assert Path("checkpoints/goes-on/finished").exists()
+
+
+def test_a_tracker_that_cannot_start_is_named_once(monkeypatch, tmp_path, recwarn):
+    def refuse(*_):
+        raise RuntimeError("no network")
+
+    monkeypatch.setitem(trackers.MAKERS, "wandb", refuse)
+    told = tracking.Tracking("wandb", tmp_path)
+    with told.running("run", {}, step=0):
+        told.record(1, {"loss": 1.0})
+    assert ["no network" in str(each.message) for each in recwarn] == [True]
+
+
+def test_an_error_of_the_run_is_not_hidden_and_closes_the_tracker_as_failed(monkeypatch, tmp_path):
+    closed = []
+    made = type("Made", (), {"close": lambda self, *, failed: closed.append(failed)})
+    monkeypatch.setitem(trackers.MAKERS, "wandb", lambda *_: made())
+    told = tracking.Tracking("wandb", tmp_path)
+    with pytest.raises(KeyError), told.running("run", {}, step=0):
+        raise KeyError("power cut")
+    assert closed == [True]
+
+
+def test_settings_go_to_the_tracker_without_secrets(monkeypatch, tmp_path):
+    given = []
+    monkeypatch.setenv("SERVICE_TOKEN", "abcdefgh")
+    monkeypatch.setitem(trackers.MAKERS, "wandb", lambda folder, run, settings, step: given.append(settings))
+    with tracking.Tracking("wandb", tmp_path).running("run", {"lr": 0.1, "url": "http://me:pass@host/", "key": "abcdefgh"}, step=0):  # fmt: skip
+        assert given == [{"lr": 0.1, "url": "http://***@host/", "key": "***"}]
+
+
+@pytest.mark.parametrize(
+    ("name", "absent", "said"),
+    [
+        ("trackio", True, "tracker=trackio needs a package that is not installed: pip install trackio"),
+        ("mlflow", False, "tracker=mlflow must be none, wandb, tensorboard, trackio."),
+    ],
+)
+def test_a_tracker_that_is_not_there_is_refused_in_one_sentence(monkeypatch, name, absent, said):
+    if absent:
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError) as caught:
+        tracking.check(name)
+    assert str(caught.value) == said
