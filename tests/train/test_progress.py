@@ -116,12 +116,12 @@ def test_the_variable_is_the_default_of_the_option(monkeypatch, choose, capsys):
 def on_terminal(arguments, cwd, *, until=None, number=signal.SIGINT, **environment) -> tuple[str, int]:
     """Runs Python on a pseudo-terminal, and sends a signal when `until` matches. -> what was printed, the exit status"""
     master, slave = pty.openpty()
-    environment = child_environment(TERM="xterm", COLUMNS="150", **environment)
+    environment = child_environment(**({"TERM": "xterm", "COLUMNS": "150"} | environment))
     process = subprocess.Popen(
         [sys.executable, *map(str, arguments)], cwd=cwd, stdin=slave, stdout=slave, stderr=slave, env=environment
     )
     os.close(slave)
-    printed, sent, end = "", False, time.monotonic() + 120
+    printed, sent, end = "", False, time.monotonic() + 300
     with contextlib.suppress(OSError):  # Linux's word for the end of a terminal
         while time.monotonic() < end:
             if select.select([master], [], [], 1)[0]:
