@@ -271,22 +271,21 @@ def track(
 
 
 class Results(rich.console.Console):
-    """A console for results, on stdout, of the main process. Lines are never wrapped in files and pipes."""
+    """A console for results, on stdout, of the main process. Only tables on a terminal are fitted to its width."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__(highlight=False, quiet=not DISPLAY.main)
-        if not self.is_terminal:
-            self.soft_wrap = True
-            if "COLUMNS" not in os.environ:
-                self.width = WIDTH
+        if not self.is_terminal and "COLUMNS" not in os.environ:
+            self.width = WIDTH
 
     def print(self, *objects: Any, **settings: Any) -> None:
+        fitted = self.is_terminal and any(isinstance(each, rich.table.Table) for each in objects)
         with DISPLAY.cleared():
-            super().print(*objects, **settings)
+            super().print(*objects, **{"soft_wrap": not fitted, **settings})
 
     def say(self, text: str) -> None:
         """Prints a sentence as it is."""
-        self.print(text, markup=False, soft_wrap=True)
+        self.print(text, markup=False)
 
 
 def note(text: str) -> None:
