@@ -121,7 +121,8 @@ def test_a_folder_wins_over_a_name(hub, target, pushed, tmp_path, monkeypatch):
     assert checkpoint.name_of(Path(NAME)) == NAME
 
 
-def test_a_name_that_nobody_has(hub, monkeypatch):
+def test_a_name_that_nobody_has(hub, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
     for token in ("hf_user", None):
         if token is None:
             monkeypatch.delenv("HF_TOKEN")

@@ -13,7 +13,7 @@ from specdec import checkpoint, files, replay, speed
 from specdec.drafting import Drafting
 from specdec.measurement import Prompt, PromptReplay
 from specdec.report import Report
-from specdec.serving import Provenance, _expected
+from specdec.serving import Provenance, expected
 from tests.support import make_drafter, prompts_of
 from train import target_answers, validation
 from train.run_folder import RunFolder
@@ -309,9 +309,9 @@ def test_an_export_uses_a_report_without_decoding(make, small_target, tmp_path):
     assert document["tau"] is None and document["speedup"] is None and document["replayed_tau"] > 1
     read = Provenance.read(tmp_path / "step", target=small_target, license="mit", data=None, num_drafts=None)
     assert read.report == report and read.num_drafts == 3
-    assert f"5 prompts, temperature 0, chain of 3, by replay | {report.replayed_tau:.2f}" in _expected(report, {})
+    assert f"5 prompts, temperature 0, chain of 3, by replay | {report.replayed_tau:.2f}" in expected(read)
     decoded = judge(make(drafter), drafter)
-    assert "by replay" not in _expected(decoded, {}) and 1 <= speed.best_chain(decoded) <= 3
+    assert "by replay" not in expected(replace(read, report=decoded)) and 1 <= speed.best_chain(decoded) <= 3
     assert speed.best_chain(replace(decoded, replayed_survival=[0.0] * 3)) == 1
 
 
