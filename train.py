@@ -173,7 +173,7 @@ def make_accelerator(config: DictConfig) -> Accelerator:
 
 def pin_start(config: DictConfig, path: Path) -> str | None:
     """`start`. A head on the Hub has the commit with it that its name stands for now; in a resumed run, that it stood for then."""
-    if config.start is None or Path(config.start).exists() or not hub.is_name(config.start):
+    if config.start is None or not hub.is_head(config.start):
         return config.start
     recorded = facts.read(path).get("start", {})
     if config.resume and recorded.get("given") == config.start:

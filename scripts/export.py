@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from helpers import loading
-from helpers.exports import FORMATS, form_of
+from helpers.exports import FORMATS, form_of, provenance_of
 from helpers.options import options, run
 from specdec import serving
 from specdec.drafter import Drafter
@@ -73,13 +73,7 @@ def main() -> None:
     if not isinstance(drafter, Drafter):
         raise ValueError(f"{chosen.checkpoint} is only an adapter of its target: give merged_target=DIR.")
     form = form_of(drafter, chosen.format)
-    provenance = serving.Provenance.read(
-        loaded.folder,
-        target=drafter.target,
-        license=chosen.license,
-        data=chosen.data or loading.trained_on(loaded.folder),
-        num_drafts=chosen.num_drafts,
-    )
+    provenance = provenance_of(loaded, drafter.target, chosen)
     num = serving.num_drafts(form, provenance)
     if chosen.num_drafts not in (None, num):
         reason = "a block is drafted whole" if form.whole_block else "it has no more steps"

@@ -16,6 +16,7 @@ from specdec.decode import Decoder
 from specdec.generation import Generation, StopStrings
 from specdec.measurement import seeded_generator
 from specdec.sampling import Sampling
+from specdec.server.text import StreamedText
 from train import data, progress
 
 
@@ -70,17 +71,14 @@ def stream(
     console: rich.console.Console,
 ) -> Generation:
     """Decodes the prompt and prints tokens as they come, drafted ones in green."""
-    result, shown = Generation([[]], [[]]), ""
+    result, text = Generation([[]], [[]]), StreamedText(loaded.tokenizer.decode)
     generator = seeded_generator(loaded.target, chosen.seed)
     for emitted in decoder.stream([prompt], chosen.max_new_tokens, generator=generator, result=result):
         for place, token in enumerate(emitted.tokens[0]):
             result.tokens[0].append(token)
-            text = loaded.tokenizer.decode([token for token in result.tokens[0] if token not in loaded.stop])
-            if text.endswith("\ufffd"):  # half a character: wait for the rest of its bytes
-                continue
             style = "green" if place < emitted.accepted[0] else ""
-            console.print(text[len(shown) :], end="", style=style, markup=False)
-            shown = text
+            if token not in loaded.stop:
+                console.print(text.add(token), end="", style=style, markup=False)
     console.print("\n")
     return result
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from helpers import loading
-from helpers.exports import forms_of
+from helpers.exports import forms_of, provenance_of
 from helpers.options import option, options, run
-from specdec import checkpoint, files, hub, model_card, serving
+from specdec import checkpoint, files, hub, model_card
 from train.pages import facts
 
 
@@ -49,7 +49,7 @@ def main() -> None:
     contents["README.md"] = make_card(chosen, loaded, target).encode()
     for name, content in contents.items():
         print(f"{name:<22} {len(content) if isinstance(content, bytes) else content.stat().st_size:>12,} bytes")
-    if hub.looks_local(target) or Path(target).exists():
+    if hub.is_folder(target):
         print(f"The target is the folder {target}, which others do not have: give base_model=, its name on the Hub.")
     if chosen.dry_run:
         files.write_text(Path(chosen.out), contents["README.md"].decode())
@@ -81,13 +81,7 @@ def read(folder: Path, document: dict) -> dict[str, Path | bytes]:
 
 def make_card(chosen: Push, loaded: loading.Loaded, target: str) -> str:
     """The model card. target: its name in the card"""
-    provenance = serving.Provenance.read(
-        loaded.folder,
-        target=loaded.target,
-        license=chosen.license,
-        data=chosen.data or loading.trained_on(loaded.folder),
-        num_drafts=chosen.num_drafts,
-    )
+    provenance = provenance_of(loaded, loaded.target, chosen)
     forms = {
         name: replace(
             form, engines={key: line.replace(loaded.target.name, target) for key, line in form.engines.items()}

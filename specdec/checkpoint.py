@@ -82,9 +82,9 @@ def resolve(given: str | Path) -> Path:
     If there is no such folder, user/name and user/name@revision are checkpoints on the Hugging Face Hub, which are downloaded.
     Raises ValueError, with what to do, if that has none.
     """
-    folder = Path(given)
-    if hub.is_name(str(given)) and not folder.exists():
+    if hub.is_head(str(given)):
         return hub.fetch(str(given))
+    folder = Path(given)
     if not (folder / "drafter.json").exists() and (folder / "best").is_file():
         folder = folder / "best"
     if not folder.is_file():

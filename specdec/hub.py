@@ -40,6 +40,16 @@ def is_name(text: str) -> bool:
     return bool(NAME.fullmatch(text)) and not looks_local(repo) and "--" not in repo and ".." not in repo
 
 
+def is_folder(name: str) -> bool:
+    """Whether a name stands for a folder, of a target or of a head, and not for something on the Hub."""
+    return looks_local(name) or Path(name).exists()
+
+
+def is_head(name: str) -> bool:
+    """Whether a name stands for a head on the Hub. A folder that exists wins."""
+    return is_name(name) and not Path(name).exists()
+
+
 def pinned(folder: Path) -> str:
     """user/name@commit for a folder in the cache of the Hub; any other folder as it is written."""
     repo = folder.parent.parent.name

@@ -225,10 +225,9 @@ def heading(provenance: Provenance, *, library: str | None = None, adapts: bool 
     library: what loads the files, for the Hub; adapts: whether the head changes its target
     """
     target, kind = provenance.target, str(provenance.document["_target_"]).rpartition(".")[2]
-    on_hub = not hub.looks_local(target) and not Path(target).exists()
     metadata = [
         f"license: {provenance.license}",
-        *([f"base_model: {target}"] if on_hub else []),
+        *([] if hub.is_folder(target) else [f"base_model: {target}"]),
         *([f"library_name: {library}"] if library else []),
         f"tags: [speculative-decoding, {kind.lower()}]",
     ]

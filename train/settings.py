@@ -29,7 +29,7 @@ class Settings:
             raise ValueError(f"ema={self.ema} must lie between 0 and 1, such as 0.999; null: no average.")
 
 
-def fixed(config: dict, prefix: str = "") -> dict:
+def fixed(config: dict) -> dict:
     """The settings that a run's figures depend on, by dotted name."""
     free: tuple[str, ...] = ("resume", "tracker", "threads", "features", "decode", "validation", "run", "progress")
     free += ("target.device", "target.tp", "target.shard", "target.trust_remote_code")
@@ -37,8 +37,14 @@ def fixed(config: dict, prefix: str = "") -> dict:
     free += tuple(f"data.{key}" for key in ("cache", "workers", "ahead", "stream", "buffer"))
     freely = "log_every validate_every validate_first save_every best_by timeout skip_not_finite shard".split()
     free += tuple(f"train.{key}" for key in freely)
-    flat: dict = {}
+    return flat(config, without=free)
+
+
+def flat(config: dict, prefix: str = "", *, without: tuple[str, ...] = ()) -> dict:
+    """Settings by dotted name. without: names of settings and of groups that are left out"""
+    found: dict = {}
     for key, value in config.items():
-        if prefix + key not in free:
-            flat |= fixed(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return flat
+        if prefix + key not in without:
+            inner = isinstance(value, dict)
+            found |= flat(value, f"{prefix}{key}.", without=without) if inner else {prefix + key: value}
+    return found

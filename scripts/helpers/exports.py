@@ -1,11 +1,14 @@
-"""The formats of specdec/export, and which of them a head has."""
+"""The formats of specdec/export, which of them a head has, and what a model card says of where it comes from."""
 
 import importlib
 import pkgutil
+from typing import Protocol
 
+from helpers import loading
 from specdec import export
 from specdec.drafter import Drafter, Head
-from specdec.serving import Form
+from specdec.serving import Form, Provenance
+from specdec.target import Target
 
 FORMATS = [module.name for module in pkgutil.iter_modules(export.__path__)]
 
@@ -24,3 +27,25 @@ def forms_of(drafter: Head) -> dict[str, Form]:
         except ValueError:
             continue
     return found
+
+
+class CardOptions(Protocol):
+    """Options of a command that writes a model card."""
+
+    @property
+    def license(self) -> str: ...
+    @property
+    def data(self) -> str | None: ...
+    @property
+    def num_drafts(self) -> int | None: ...
+
+
+def provenance_of(loaded: loading.Loaded, target: Target, chosen: CardOptions) -> Provenance:
+    """For the model card of a checkpoint. target: the one that the head is for; data: None: as the run recorded it"""
+    return Provenance.read(
+        loaded.folder,
+        target=target,
+        license=chosen.license,
+        data=chosen.data or loading.trained_on(loaded.folder),
+        num_drafts=chosen.num_drafts,
+    )

@@ -6,7 +6,7 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -49,11 +49,10 @@ class Served:
     max_body: int = 1 << 20
     page: str = ""
 
-    def decode(self, tokens: list[int]) -> str:
-        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
-    def decode_in_engine(self, tokens: list[int]) -> str:
-        return str(self.engine_tokenizer.decode(tokens, skip_special_tokens=True))
+def decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
+    """Token ids -> the text of an answer"""
+    return lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=True))
 
 
 @dataclass(eq=False)
@@ -66,8 +65,6 @@ class Answer:
     text: StreamedText
     events: asyncio.Queue[Event]
     began: float
-    num_tokens: int = 0
-    rounds: list[Round] = field(default_factory=list)
 
     async def pieces(self) -> AsyncIterator[tuple[list[str], Round | None, str | None]]:
         """Text of each token, the round that they came from, and at the end the reason. Raises RequestError if the request failed."""
@@ -82,38 +79,32 @@ class Answer:
                     raise RequestError(event.message, status=status, headers=NO_RETRY)
                 yield [self.text.end()], None, event.reason
                 return
-            if not self.num_tokens:
+            if event.drafted is None:
                 metrics.first_token.labels(served.model).observe(time.monotonic() - self.began)
             metrics.saw_round(event)
-            self.num_tokens += len(event.tokens)
-            if event.drafted is not None:
-                self.rounds.append(event)
             ends = self.job.ends.tokens
             yield ["" if token in ends else self.text.add(token) for token in event.tokens], event, None
 
     def usage(self) -> dict[str, Any]:
-        """As OpenAI's, with what became of the drafts."""
-        drafted, accepted = (sum(values) for values in ([r.drafted or 0 for r in self.rounds], self._accepted))
+        """As OpenAI's, with what became of the drafts. Once the answer has ended, as the engine counts until then."""
+        generation = self.job.request.generation
+        (tokens,), (accepted,), drafted = generation.tokens, generation.accepted, sum(generation.drafted)
         return {
             "prompt_tokens": len(self.job.prompt),
-            "completion_tokens": self.num_tokens,
-            "total_tokens": len(self.job.prompt) + self.num_tokens,
+            "completion_tokens": len(tokens),
+            "total_tokens": len(self.job.prompt) + len(tokens),
             "completion_tokens_details": {
-                "accepted_prediction_tokens": accepted,
-                "rejected_prediction_tokens": drafted - accepted,
+                "accepted_prediction_tokens": sum(accepted),
+                "rejected_prediction_tokens": drafted - sum(accepted),
             },
             "speculation": {
-                "rounds": len(self.rounds),
+                "rounds": len(accepted),
                 "drafted": drafted,
-                "accepted": accepted,
-                "accepted_by_position": accepted_by_position(self._accepted),
-                "tau": (self.num_tokens - 1) / len(self.rounds) if self.rounds else None,
+                "accepted": sum(accepted),
+                "accepted_by_position": accepted_by_position(accepted),
+                "tau": (len(tokens) - 1) / len(accepted) if accepted else None,
             },
         }
-
-    @property
-    def _accepted(self) -> list[int]:
-        return [each.accepted for each in self.rounds]
 
 
 class Form:
@@ -266,7 +257,7 @@ def _begin(served: Served, settings: Settings) -> Answer:
     def deliver(event: Event) -> None:
         loop.call_soon_threadsafe(events.put_nowait, event)
 
-    strings = StopStrings(settings.stop_strings, served.decode_in_engine) if settings.stop_strings else None
+    strings = StopStrings(settings.stop_strings, decoder(served.engine_tokenizer)) if settings.stop_strings else None
     began = time.monotonic()
     job = Job(
         prompt,
@@ -290,7 +281,7 @@ def _begin(served: Served, settings: Settings) -> Answer:
             headers={"Retry-After": "1"},
         )
     served.metrics.prompt_tokens.labels(served.model).inc(len(prompt))
-    return Answer(served, settings, job, StreamedText(served.decode, settings.stop_strings), events, began)
+    return Answer(served, settings, job, StreamedText(decoder(served.tokenizer), settings.stop_strings), events, began)
 
 
 def _encode(served: Served, settings: Settings) -> list[int]:

@@ -10,6 +10,7 @@ from specdec.figures import TAU, PromptCounts, tau_difference
 from specdec.report import Report
 from train.pages import run_page
 from train.pages.comparison_page import render_comparison
+from train.settings import flat
 
 PAGE = "comparison.html"
 UNLIKE = ("run", "resume", "tracker", "threads", "head.lr", "features.folder", "data.cache")  # say nothing about a head
@@ -59,19 +60,7 @@ def render_runs(runs: list[Path], *, title: str) -> str:
 def settings_of(run: Path) -> dict[str, Any]:
     """The settings of a run by dotted name, from its config.yaml."""
     path = run / "config.yaml"
-    if not path.exists():
-        return {}
-    flat: dict[str, Any] = {}
-
-    def add(prefix: str, value: Any) -> None:
-        if isinstance(value, dict):
-            for key, each in value.items():
-                add(f"{prefix}.{key}" if prefix else str(key), each)
-        else:
-            flat[prefix] = value
-
-    add("", yaml.safe_load(path.read_text()))
-    return flat
+    return flat(yaml.safe_load(path.read_text())) if path.exists() else {}
 
 
 def differing(settings: dict[str, dict[str, Any]]) -> dict[str, dict[str, str]]:
