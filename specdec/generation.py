@@ -34,6 +34,11 @@ class Generation:
             self.stages[stage] += spent * share
 
 
+def reached(accepted: list[int], depth: int) -> list[int]:
+    """accepted: drafts that each round emitted -> [depth] rounds that emitted at least 1, 2, .. drafts"""
+    return [sum(count >= least for count in accepted) for least in range(1, depth + 1)]
+
+
 @dataclass(frozen=True)
 class RoundCost:
     """Times of one round, as in Generation."""

@@ -7,7 +7,7 @@ from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from typing import Any
 
 from specdec import figures
-from specdec.generation import STAGES
+from specdec.generation import STAGES, reached
 from specdec.measurement import Prompt, PromptReplay, PromptResult
 
 ONLY_IF_KNOWN = (
@@ -132,8 +132,8 @@ def summarise(
     """Figures over all results. depth: the deepest draft; adapted: `Target.adapted`; lossy: whether the acceptance rule
     is one of rules.LOSSY; seed: of the bootstrap"""
     rounds = sum(result.num_rounds for result in results)
-    reached = [sum(a >= d for result in results for a in result.drafted.accepted[0]) for d in range(1, depth + 1)]
-    survival = [count / rounds if rounds else math.nan for count in reached]
+    reaching = reached([count for result in results for count in result.drafted.accepted[0]], depth)
+    survival = [count / rounds if rounds else math.nan for count in reaching]
     before = [1.0, *survival[:-1]]
     gaps = [result.gap for result in results if result.gap is not None]
     report = Report(
@@ -205,13 +205,13 @@ def undecoded(temperature: float) -> Report:
 def with_replays(report: Report, replays: Sequence[PromptResult | PromptReplay], *, seed: int = 0) -> Report:
     """The report with the figures of replay. These may be over more prompts than were decoded."""
     rounds = sum(each.replayed_rounds for each in replays)
-    reached = [sum(counts) for counts in zip(*(each.replayed_accepted for each in replays))]
+    reaching = [sum(counts) for counts in zip(*(each.replayed_accepted for each in replays))]
     return replace(
         report,
         replayed_prompts=len(replays),
         replayed_tau=figures.replayed_tau(replays),
         replayed_tau_ci=figures.interval(replays, figures.replayed_tau, seed),
-        replayed_survival=[count / rounds if rounds else math.nan for count in reached],
+        replayed_survival=[count / rounds if rounds else math.nan for count in reaching],
     )
 
 

@@ -16,8 +16,8 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 from transformers import PreTrainedTokenizerBase
 
-from specdec.generation import Ends, StopStrings
-from specdec.server.engine import End, Engine, Event, Job, Round, accepted_by_position
+from specdec.generation import Ends, StopStrings, reached
+from specdec.server.engine import End, Engine, Event, Job, Round
 from specdec.server.metrics import Metrics
 from specdec.server.protocol import ChatRequest, CompletionRequest, RequestError, Settings, parse
 from specdec.server.text import StreamedText
@@ -101,7 +101,7 @@ class Answer:
                 "rounds": len(accepted),
                 "drafted": drafted,
                 "accepted": sum(accepted),
-                "accepted_by_position": accepted_by_position(accepted),
+                "accepted_by_position": reached(accepted, max(accepted, default=0)),
                 "tau": (len(tokens) - 1) / len(accepted) if accepted else None,
             },
         }

@@ -257,8 +257,3 @@ class Engine:
                     job.tell(
                         End("timeout", f"The request took longer than the server allows; {done} tokens were written.")
                     )
-
-
-def accepted_by_position(counts: list[int]) -> list[int]:
-    """Accepted drafts of each round -> rounds that accepted at least 1, 2, .. drafts"""
-    return [sum(count > position for count in counts) for position in range(max(counts, default=0))]

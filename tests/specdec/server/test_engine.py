@@ -7,10 +7,10 @@ import time
 import pytest
 
 from specdec.decode import Decoder
-from specdec.generation import Ends
+from specdec.generation import Ends, reached
 from specdec.proposers.heads import HeadProposer
 from specdec.sampling import Sampling
-from specdec.server.engine import End, Engine, Job, Round, accepted_by_position
+from specdec.server.engine import End, Engine, Job, Round
 from tests.support import chain_of, greedy, make_drafter, random_tokens
 
 STOP, GREEDY = {2}, Sampling()
@@ -205,5 +205,5 @@ def test_what_cannot_be_decoded_is_refused_at_once(engine):
 
 
 def test_accepted_drafts_by_position():
-    assert accepted_by_position([0, 2, 1, 2]) == [3, 2]
-    assert accepted_by_position([]) == []
+    assert reached([0, 2, 1, 2], 2) == [3, 2]
+    assert reached([], 0) == []
