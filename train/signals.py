@@ -1,6 +1,7 @@
 """Signals that end a run after the step at hand."""
 
 import signal
+import threading
 from collections.abc import Callable
 
 SCHEDULER = (signal.SIGTERM, signal.SIGUSR1)  # of Slurm and other schedulers, before they end or requeue a job
@@ -10,11 +11,13 @@ NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGUSR1: "SI
 class Signals:
     """Within, `number` is the signal that has come, or 0. A second Ctrl-C raises KeyboardInterrupt at once.
 
-    say: prints a line
+    say: prints a line; called in a thread of its own, as a signal may come in the middle of another print to the same
+        file, which Python refuses ("reentrant call")
     """
 
     def __init__(self, say: Callable[[str], None]):
         self.say, self.number = say, 0
+        self.saying: threading.Thread | None = None
 
     def __enter__(self) -> "Signals":
         self.previous = {number: signal.signal(number, self._receive) for number in NAMES}
@@ -23,6 +26,8 @@ class Signals:
     def __exit__(self, *_) -> None:
         for number, handler in self.previous.items():
             signal.signal(number, handler)
+        if self.saying:
+            self.saying.join()
 
     def _receive(self, number: int, _) -> None:
         if number == signal.SIGINT:
@@ -32,5 +37,7 @@ class Signals:
         else:
             more = ""
         if not self.number:
-            self.say(f"{NAMES[signal.Signals(number)]}: stopping after this step.{more}")
+            text = f"{NAMES[signal.Signals(number)]}: stopping after this step.{more}"
+            self.saying = threading.Thread(target=self.say, args=(text,))
+            self.saying.start()
         self.number = number

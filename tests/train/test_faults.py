@@ -1,6 +1,7 @@
 """Faults of a machine: two launches, kills, signals of schedulers, full disks, damaged files, processes that end."""
 
 import contextlib
+import io
 import json
 import os
 import resource
@@ -118,6 +119,30 @@ def test_a_second_ctrl_c_stops_at_once_and_a_second_sigterm_does_not():
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     assert len(said) == 1 and said[0].startswith("SIGTERM") and signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_signal_in_the_middle_of_a_print_is_said_after_it():
+    class Interrupting(io.RawIOBase):
+        """Sends SIGTERM within the first write, where a second print to the same file is an error."""
+
+        def __init__(self):
+            self.text = b""
+
+        def writable(self):
+            return True
+
+        def write(self, data):
+            if not self.text:
+                os.kill(os.getpid(), signal.SIGTERM)
+            self.text += bytes(data)
+            return len(data)
+
+    raw = Interrupting()
+    file = io.TextIOWrapper(io.BufferedWriter(raw), write_through=True)
+    with Signals(lambda text: print(text, file=file, flush=True)) as signals:
+        print("first", file=file, flush=True)
+        assert signals.number == signal.SIGTERM
+    assert raw.text.decode().splitlines() == ["first", "SIGTERM: stopping after this step."]
 
 
 def test_a_run_killed_before_its_first_state_starts_again(fit):
