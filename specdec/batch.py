@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from specdec import masks, rules
+from specdec import grammar, masks, rules
 from specdec.cache import RowCache
 from specdec.generation import STAGES, Ends, Generation, RoundCost
+from specdec.grammar import Constraint
 from specdec.proposers.base import Opening, Proposer
 from specdec.sampling import AnySampling, Randomness, Sampling, of_rows
 from specdec.target import Target
@@ -25,6 +26,7 @@ class Request:
     generator: of this answer's random numbers alone; None: those of the batch
     sampling, ends: of this answer alone; None: those of the decoder
     penalised [V] bool: tokens to which a repetition penalty applies from the start; None: the prompt's tokens
+    constraint: of a grammar that the answer follows; None: it is free
     generation: the answer, and its share of the times of the rounds that it took part in
     """
 
@@ -34,6 +36,7 @@ class Request:
     sampling: Sampling | None = None
     ends: Ends | None = None
     penalised: Tensor | None = None
+    constraint: Constraint | None = None
     generation: Generation = field(default_factory=lambda: Generation([[]], [[]]))
     ended: bool = False  # by a token or text that ends it, not by its length
 
@@ -45,6 +48,8 @@ class Request:
         """Adds new tokens to the answer, up to its end -> those that were added"""
         new, self.ended = (self.ends or ends).cut(self.tokens, new[: self.left])
         self.generation.tokens[0].extend(new)
+        if self.constraint:
+            self.constraint.take(new)
         self.left = 0 if self.ended else self.left - len(new)
         return new
 
@@ -131,11 +136,11 @@ class Batch:
         start, compiled = self._clock(), self._compiling()
         self._shrink()
         running = [request.left > 0 for request in self.rows]
-        tree = self._propose()
+        tree, allowed = self._constrain(self._propose())
         drafted = self._clock()
         marks = self.marks if self.sampling.penalises else None
         draws = rules.Draws(self._randomness(self.rows))
-        verdict = self.verify(tree, self.cache, draws, marks, sampling=self.sampling)
+        verdict = self.verify(tree, self.cache, draws, marks, sampling=self.sampling, allowed=allowed)
         num_kept, self.newest = verdict.num_kept, verdict.next_token
         path, following = verdict.along(tree, self.proposer.depth if self.proposer else 0)  # [B, P] each
         # The only wait for the device in a round
@@ -249,8 +254,23 @@ class Batch:
         if self.proposer is None:
             return root(self.newest)
         self.proposer.limit([request.left for request in self.rows], self.ends.tokens)
+        self.proposer.constrain(self._constraints())
         tree = self.proposer.propose(self.sampling, self._randomness(self.rows))
         return tree.rounded(self.proposer.depth) if self.runner.by_shape and self.proposer.varies else tree
+
+    def _constraints(self) -> list[Constraint | None]:
+        return [request.constraint if request.left else None for request in self.rows]
+
+    def _constrain(self, tree: Tree) -> tuple[Tree, Tensor | None]:
+        """-> the tree without what grammars do not allow, and what may follow each node [B, N, V] bool; None: everything"""
+        constraints = self._constraints()
+        if not any(constraints):
+            return tree, None
+        watched = self.proposer is not None and self.proposer.watches  # then it must see its own nodes
+        fixed = self.runner.by_shape  # another size would be compiled first
+        return grammar.constrain(
+            tree, constraints, self.target.vocab_size, prune=not (watched or fixed) and tree.done is None
+        )
 
     def _read(self, requests: list[Request]) -> tuple[RowCache, Tensor, Tensor | None, Opening]:
         """Reads prompts -> a cache with them, the first token of each answer [R], marks [R, V], what a proposer needs"""
@@ -271,6 +291,9 @@ class Batch:
         if sampling.penalises:
             marks = self._mark(padded, num, [request.penalised for request in requests])
             logits = sampling.penalise(logits, marks)
+        if any(request.constraint for request in requests):
+            states = [request.constraint.allowed([0], [-1]) if request.constraint else [b""] for request in requests]
+            logits = logits.masked_fill(~grammar.unpack(states, logits.shape[1], device)[:, 0], -torch.inf)
         if sampling.greedy:
             newest = logits.argmax(-1)
         else:

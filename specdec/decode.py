@@ -1,7 +1,7 @@
 """The loop of rounds: propose, verify, keep. Plain decoding is the same loop with trees of one node."""
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from specdec.batch import Batch, Request
 from specdec.compile import Runner
 from specdec.compiled_target import check_layers
 from specdec.generation import Ends, Generation, Round, StopStrings
+from specdec.grammar import Constraint
 from specdec.proposers.base import Proposer
 from specdec.sampling import Sampling
 from specdec.target import Target
@@ -64,11 +65,17 @@ class Decoder:
             proposer.meet(self.verify, sampling)
 
     def generate(
-        self, prompts: list[list[int]], max_new_tokens: int, *, generator: torch.Generator | None = None
+        self,
+        prompts: list[list[int]],
+        max_new_tokens: int,
+        *,
+        generator: torch.Generator | None = None,
+        constraints: Sequence[Constraint | None] | None = None,
     ) -> Generation:
         """prompts: B lists of token ids -> answers of at most `max_new_tokens` tokens each. Raises ValueError as `stream`."""
         result = Generation([[] for _ in prompts], [[] for _ in prompts])
-        for emitted in self.stream(prompts, max_new_tokens, generator=generator, result=result):
+        rounds = self.stream(prompts, max_new_tokens, generator=generator, result=result, constraints=constraints)
+        for emitted in rounds:
             for row, tokens in enumerate(emitted.tokens):
                 result.tokens[row] += tokens
         return result
@@ -81,16 +88,22 @@ class Decoder:
         generator: torch.Generator | None = None,
         result: Generation | None = None,
         penalised: Tensor | None = None,
+        constraints: Sequence[Constraint | None] | None = None,
     ) -> Iterator[Round]:
         """Yields the first tokens, read off the prompts, then the tokens of every round; fills the counts of `result`.
 
         penalised [B, V] bool: the tokens to which a repetition penalty applies from the start; None: the prompts' tokens
+        constraints [B]: of the grammars that answers follow, made for this call; None: no answer follows one
         Raises ValueError for prompts that are empty or do not fit into the target's positions.
         """
         result = result or Generation([[] for _ in prompts], [[] for _ in prompts])
         self.check(prompts, max_new_tokens)
         marks = [None] * len(prompts) if penalised is None else list(penalised)
-        requests = [Request(prompt, max_new_tokens, penalised=mark) for prompt, mark in zip(prompts, marks)]
+        constraints = constraints or [None] * len(prompts)
+        requests = [
+            Request(prompt, max_new_tokens, penalised=mark, constraint=constraint)
+            for prompt, mark, constraint in zip(prompts, marks, constraints, strict=True)
+        ]
         batch, numbers = self.batch(generator), {id(request): number for number, request in enumerate(requests)}
         first = batch.admit(requests)
         result.prefill_seconds += sum(request.generation.prefill_seconds for request in requests)
@@ -115,14 +128,16 @@ class Decoder:
         *,
         rows: int,
         generator: Callable[[int], torch.Generator | None] = lambda number: None,
+        constraint: Callable[[int], Constraint | None] = lambda number: None,
     ) -> Iterator[tuple[int, Generation]]:
         """Answers any number of prompts, at most `rows` of them at once: when an answer ends, the next prompt takes its place.
 
         Yields the number of a prompt and its answer as they end, with the answer's share of the times.
         generator: gives the random numbers of a prompt's answer, which do not depend on the other prompts then
+        constraint: gives that of the grammar that a prompt's answer follows, if it follows one
         Raises ValueError for fewer than one row, and for a prompt as `stream`.
         """
-        for _, ended in self.rounds(prompts, max_new_tokens, rows=rows, generator=generator):
+        for _, ended in self.rounds(prompts, max_new_tokens, rows=rows, generator=generator, constraint=constraint):
             yield from ended
 
     def rounds(
@@ -132,6 +147,7 @@ class Decoder:
         *,
         rows: int,
         generator: Callable[[int], torch.Generator | None] = lambda number: None,
+        constraint: Callable[[int], Constraint | None] = lambda number: None,
     ) -> Iterator[tuple[int, list[tuple[int, Generation]]]]:
         """`answers`, round by round. Yields how many tokens were emitted since the last time, and the answers that ended."""
         if rows < 1:
@@ -141,7 +157,10 @@ class Decoder:
         while True:
             free = rows - len(batch.running) if batch.joins or not batch.running else 0
             new = list(itertools.islice(waiting, free))
-            requests = [Request(prompt, max_new_tokens, generator=generator(number)) for number, prompt in new]
+            requests = [
+                Request(prompt, max_new_tokens, generator=generator(number), constraint=constraint(number))
+                for number, prompt in new
+            ]
             emitted = 0
             if requests:
                 self.check([request.prompt for request in requests], max_new_tokens)

@@ -78,6 +78,19 @@ class Tree:
             probs = torch.cat([probs, certain(tokens, probs.shape[-1], probs.dtype)], dim=1)
         return Tree(torch.cat([self.tokens, tokens], 1), torch.cat([self.parents, parents], 1), probs, self.linear)
 
+    def part(self, numbers: list[list[int]]) -> "Tree":
+        """Some nodes of each row, as many in each, in increasing order, a node only with its parent; without `done`."""
+        kept = torch.tensor(numbers, device=self.tokens.device)  # [B, M]
+        places = torch.zeros_like(self.tokens).scatter_(
+            1, kept, torch.arange(kept.shape[1], device=kept.device).expand_as(kept)
+        )
+        parents = places.gather(1, self.parents.gather(1, kept).clamp(min=0))
+        parents[:, 0] = -1
+        probs = self.probs
+        if probs is not None:
+            probs = probs.gather(1, kept[..., None].expand(-1, -1, probs.shape[-1]))
+        return Tree(self.tokens.gather(1, kept), parents, probs, self.linear)
+
 
 @dataclass(frozen=True)
 class TreeShape:

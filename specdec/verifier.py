@@ -64,9 +64,10 @@ class Verifier:
         marks: Tensor | None = None,
         *,
         sampling: AnySampling | None = None,
+        allowed: Tensor | None = None,
     ) -> Verdict:
         """Leaves the nodes' entries pending in the cache. marks [B, V]: see Decoder.stream; sampling: of this pass,
-        None: that of the decoder"""
+        None: that of the decoder; allowed [B, N, V] bool: what a grammar lets follow each node; None: everything"""
         sampling = sampling or self.sampling
         linear = tree.linear
         assert linear or not self.target.recurrent, "Decoder refuses trees for such targets"
@@ -74,7 +75,7 @@ class Verifier:
 
         run, done = self.runner, tree.done
         inputs = tree.tokens, tree.parents, cache.lengths, cache.skipped
-        if sampling.greedy and marks is None:
+        if sampling.greedy and marks is None and allowed is None:
             if done is None and self.capturable:
 
                 def whole(tokens, parents, lengths, skipped, slots):
@@ -90,6 +91,8 @@ class Verifier:
         logits = run("logits", self.target.logits, output.final)  # [B, N, V]
         if marks is not None:
             logits = sampling.penalise(logits, seen(tree, marks))
+        if allowed is not None:
+            logits = logits.masked_fill(~allowed, -torch.inf)
         if sampling.greedy:
             choices = logits.argmax(-1)
             return Verdict(*rules.greedy(tree, choices), output, choices, None)

@@ -12,8 +12,8 @@ those of a head, which grow one level at a time, as long as the next level is wo
 
 WHAT IS DECIDED WHEN. At temperature 0, and for chosen drafts at any temperature, each draft is a fixed token, and verifying
 any set of them is lossless. A drafted token that was sampled from a law q may be left out only by what was known before it
-was drawn: whether to draw at a depth is decided from q and from earlier draws, all of which are verified in any case
-(docs/methods.md, section 1).
+was drawn: whether to draw at a depth is decided from q and from earlier draws, all of which are verified in any case. What is
+verified beside draws is fixed before the first one (docs/methods.md, section 1).
 """
 
 import math
@@ -30,9 +30,11 @@ from specdec.cache import RowCache
 from specdec.chances import Chances, Kind
 from specdec.costs import Conditions, Costs, open_costs, read_told
 from specdec.generation import Ends
+from specdec.grammar import Constraint
 from specdec.proposers.account import Account, Choice
 from specdec.proposers.backlog import Backlog
 from specdec.proposers.base import Proposer
+from specdec.proposers.forced import usual_forced
 from specdec.proposers.heads import HeadProposer
 from specdec.proposers.pool import Pool
 from specdec.proposers.realised import Realised
@@ -95,8 +97,8 @@ class Auto(Proposer):
 
     @classmethod
     def usual(cls, target: Target, head: Proposer, *, costs: Costs | str | None = None) -> "Auto":
-        """A trained head beside a suffix tree, as commands draft by default."""
-        return cls(target, members=[usual_suffix(target), head], costs=costs)
+        """A trained head beside a suffix tree and what a grammar forces, as commands draft by default."""
+        return cls(target, members=[usual_forced(target), usual_suffix(target), head], costs=costs)
 
     def forget(self):
         for member in self.members:
@@ -115,6 +117,7 @@ class Auto(Proposer):
         self.backlog, self.late = Backlog(), 0
         self.num_rows = 0
         self.left, self.ends = list[int](), Ends(frozenset())  # tokens that answers may still have; what ends them
+        self.constraints = list[Constraint | None]()  # of the grammars that the answers follow
         self.cache: RowCache | None = None
         self.entries: int | None = None  # of the target's cache in this round
 
@@ -141,6 +144,7 @@ class Auto(Proposer):
         for member in self.members:
             member.begin(tokens, num)
         self.newest, self.left = [0] * len(tokens), [sys.maxsize] * len(tokens)
+        self.constraints = [None] * len(tokens)
         self.backlog.begin(len(tokens))
         self.waited = max(1, self.waited)  # the head has the prompts to read
         if self.num_rows != len(tokens):
@@ -214,11 +218,19 @@ class Auto(Proposer):
         self.left, self.ends = left, Ends(ends)
         self.gained *= self.num_active / before  # fewer running rows emit fewer tokens in a round, in proportion
 
+    def constrain(self, constraints):
+        self.constraints = constraints
+        for member in self.texts:
+            member.constrain(constraints)
+
     def propose(self, sampling, generator):
         self._prepare()
         self.stepped, self.late = 0.0, 0
         self.backlog.next_round()
-        pools = self.pools = [Pool([token], left, self.ends.tokens) for token, left in zip(self.newest, self.left)]
+        pools = self.pools = [
+            Pool([token], left, self.ends.tokens, constraint)
+            for token, left, constraint in zip(self.newest, self.left, self.constraints)
+        ]
         seconds, laws = 0.0, list[Tensor]()
         worth = trial = False
         check = self._checks_plain()
@@ -330,7 +342,7 @@ class Auto(Proposer):
                         pool.add(token, spine[row], Kind("head", chance, d, place), self.chances)
                         for place, (chance, token) in enumerate(zip(chances[row], tokens[row]))
                     ]
-                    spine[row] = numbers[0]
+                    spine[row] = next((number for number in numbers if number not in pool.barred), numbers[0])
                 chosen = torch.tensor([[pool.tokens[node]] for pool, node in zip(pools, spine)], device=device)
             else:
                 law = sampling.law(logits[:, 0])  # [B, W]
@@ -338,8 +350,10 @@ class Auto(Proposer):
                 self._time(step, start, head.compile_seconds - compiled)
                 kinds = [Kind("drawn", sure, d) for sure in surest]
                 likely = [pool.path_chance(node, kind, self.chances) for pool, node, kind in zip(pools, spine, kinds)]
-                if not self._gain(likely, drawn=True) > 0:
+                if self._forced() == self.value.room or not self._gain(likely, drawn=True) > 0:
                     break  # decided by laws and by earlier draws, not by this one
+                if d == 1:
+                    self._settle_beside(likely)
                 draft = drafter.to_target(pick(law, uniforms(num_rows, generator, device)))
                 for row, (pool, token) in enumerate(zip(pools, draft.tolist())):
                     spine[row] = pool.add(token, spine[row], kinds[row], self.chances, drawn=True)
@@ -355,6 +369,14 @@ class Auto(Proposer):
             state, logits, *_ = head.step(d + 1, d - 1, state, chosen, seen[:, d - 1 : d, :d])
         head.cache.drop_pending()
         return laws, d
+
+    def _settle_beside(self, likely: list[float]) -> None:
+        """Fixes what is verified beside draws, before the first one, whose chances are `likely` [B]."""
+        assert self.pools is not None
+        with_draw = [[likely[row], *own] for row, own in zip(self.running, self._values())]
+        num, *_ = self.value.best(with_draw, forced=1)
+        for pool in self.pools:
+            pool.settle_beside(0 if self.linear else num - 2)
 
     def _candidates(self, head: HeadProposer, logits: Tensor, num: int) -> tuple[list, list]:
         """logits [B, 1, W] -> of each row the `num` likeliest tokens: probabilities and target ids"""
@@ -391,9 +413,9 @@ class Auto(Proposer):
         return [self.pools[row].values(chain=self.linear) for row in self.running]
 
     def _forced(self) -> int:
-        """Drafts that were drawn, which are verified in any case."""
+        """Drafts that were drawn, which are verified in any case, and those beside them."""
         assert self.pools is not None
-        return max(len(pool.drawn) for pool in self.pools)
+        return max(len(pool.drawn) + len(pool.beside or ()) for pool in self.pools)
 
     def _gain(self, likely: list[float], *, drawn: bool) -> float:
         """What one more candidate in each row, of these chances [B], adds to the value of the round.

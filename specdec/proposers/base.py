@@ -8,6 +8,7 @@ from torch import Tensor
 
 from specdec.cache import RowCache
 from specdec.generation import RoundCost
+from specdec.grammar import Constraint
 from specdec.sampling import AnySampling, Randomness
 from specdec.tree import Tree
 from specdec.verifier import Verifier
@@ -31,7 +32,7 @@ class Opening(NamedTuple):
 class Proposer(ABC):
     """Proposes a tree of drafts for every row of a batch.
 
-    The order of calls: share, begin, commit; for each round limit, propose, watch (only if `watches`) and commit; then finish.
+    The order of calls: share, begin, commit; for each round limit, constrain, propose, watch (only if `watches`) and commit; then finish.
     """
 
     target_layers: tuple[int, ...]  # the hidden states that `commit` needs
@@ -69,6 +70,11 @@ class Proposer(ABC):
 
     def limit(self, left: list[int], ends: frozenset[int]) -> None:  # noqa: B027  # most proposers have nothing to do
         """Tells before `propose` how many tokens each row's answer may still have, and which tokens end it."""
+
+    def constrain(self, constraints: list[Constraint | None]) -> None:  # noqa: B027  # most proposers have nothing to do
+        """Tells before `propose` which grammar each row's answer follows, at its newest token; None: it is free.
+
+        What the grammar does not allow may be proposed nevertheless: it is left out, or refused."""
 
     @abstractmethod
     def propose(self, sampling: AnySampling, generator: Randomness) -> Tree:

@@ -59,6 +59,10 @@ class Merged(Proposer):
         for member in self.members:
             member.meet(verifier, sampling)
 
+    def constrain(self, constraints):
+        for member in self.members:
+            member.constrain(constraints)
+
     def share(self, cache):
         for member in self.members:
             member.share(cache)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from specdec.chances import Chances, Kind
+from specdec.grammar import Constraint
 from specdec.proposers.text import Guess
 from specdec.tree import Nodes
 
@@ -25,16 +26,20 @@ class Pool:
 
     left: tokens that the answer may still have; ends: tokens that end it. A draft that would be its last token is worth
     nothing, as every round emits a token of the target after the drafts.
+    constraint: of a grammar that the answer follows; a draft that it does not allow is worth nothing
     """
 
     tokens: list[int]
     left: int = sys.maxsize
     ends: frozenset[int] = frozenset()
+    constraint: Constraint | None = None
     parents: list[int] = field(default_factory=lambda: [-1])
     kinds: list[list[Kind]] = field(default_factory=lambda: [[]])
     chances: list[float] = field(default_factory=lambda: [1.0])  # of the path to each node
     drawn: list[int] = field(default_factory=list)  # nodes that were sampled; all of them are verified
     places: dict[tuple[int, int], int] = field(default_factory=dict)  # (parent, token) -> chosen node
+    barred: set[int] = field(default_factory=set)  # nodes that the grammar does not allow
+    beside: list[int] | None = None  # chosen nodes that are verified beside drawn ones; None: nothing was drawn
 
     def add(self, token: int, parent: int, kind: Kind, chances: Chances, *, drawn: bool = False) -> int:
         """-> the number of the node, an old one if it was chosen already"""
@@ -44,18 +49,35 @@ class Pool:
             one, other = (chances.of(each) for each in self.kinds[known][:2])
             both = Kind("both", 1 - (1 - one) * (1 - other), kind.depth, kind.rank)
             self.kinds[known].append(both)
-            self.chances[known] = self.path_chance(parent, both, chances, token)
+            if known not in self.barred:
+                self.chances[known] = self.path_chance(parent, both, chances, token)
             return known
         number = len(self.tokens)
         self.tokens.append(token)
         self.parents.append(parent)
         self.kinds.append([kind])
-        self.chances.append(self.path_chance(parent, kind, chances, token))
+        # What is drafted beside a drawn token must not depend on the token, so its chance says nothing about it
+        self.chances.append(self.path_chance(parent, kind, chances, None if drawn else token))
         if drawn:
             self.drawn.append(number)
-        else:
-            self.places[parent, token] = number
+            return number
+        if self.constraint and (parent in self.barred or not self.constraint.fits(self._text_to(number))):
+            self.barred.add(number)
+            self.chances[number] = 0.0
+        self.places[parent, token] = number
         return number
+
+    def settle_beside(self, num: int) -> None:
+        """Before anything is drawn: the likeliest `num` nodes are verified beside what will be drawn, whatever that is."""
+        self.beside = self.best(num, chain=False)
+
+    def _text_to(self, node: int) -> list[int]:
+        """The drafts from the root to this node."""
+        text = list[int]()
+        while node:
+            text.append(self.tokens[node])
+            node = self.parents[node]
+        return text[::-1]
 
     def wants(self, depth: int, token: int | None = None) -> bool:
         """Whether a draft at this depth can add to the answer. token: None if it is not known yet"""
@@ -75,12 +97,13 @@ class Pool:
             numbers.append(self.add(guess.token, numbers[guess.parent], kind, chances))
 
     def best(self, num: int, *, chain: bool) -> list[int]:
-        """At most `num` nodes, parents first: all drawn ones, and the likeliest others. chain: of one path"""
+        """At most `num` nodes, parents first: the likeliest; of a pool with drawn ones, those and `beside`. chain: of one path"""
         if chain:
             return self._path()[:num]
+        if self.beside is not None:
+            return sorted([*self.drawn, *self.beside])
         rank = sorted(range(1, len(self.tokens)), key=lambda node: (-self.chances[node], node))
-        others = [node for node in rank if node not in self.drawn]
-        return sorted([*self.drawn, *others[: max(0, num - len(self.drawn))]])
+        return sorted(rank[:num])
 
     def choose(self, num: int, *, chain: bool) -> Chosen:
         """The `best` ones, numbered from 1."""
@@ -93,11 +116,9 @@ class Pool:
         """The chances of the nodes in the order in which `best` takes them."""
         if chain:
             return [self.chances[node] for node in self._path()]
-        drawn = sorted((self.chances[node] for node in self.drawn), reverse=True)
-        drawn_nodes = set(self.drawn)
-        return drawn + sorted(
-            (chance for node, chance in enumerate(self.chances) if node and node not in drawn_nodes), reverse=True
-        )
+        if self.beside is not None:
+            return [self.chances[node] for node in (*self.drawn, *self.beside)]
+        return sorted(self.chances[1:], reverse=True)
 
     def settle(self) -> None:
         """Corrects chances from the root down: those of siblings add up to at most one."""
@@ -124,11 +145,12 @@ class Pool:
             path.append(node)
 
     def teach(self, chances: Chances, new: list[int]) -> None:
-        """new: the tokens that followed. All candidates whose parents were right are counted, verified or not."""
+        """new: the tokens that followed. All candidates whose parents were right are counted, verified or not, but none that
+        a grammar does not allow: they say nothing about the drafter."""
         nodes = {0}
         for token in new:
             following = [child for child, parent in enumerate(self.parents) if parent in nodes]
-            for child in following:
+            for child in set(following) - self.barred:
                 for kind in self.kinds[child]:
                     chances.learn(kind, self.tokens[child] == token)
             nodes = {child for child in following if self.tokens[child] == token}

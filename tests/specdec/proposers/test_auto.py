@@ -19,6 +19,7 @@ from specdec.proposers.ngram import Ngram
 from specdec.proposers.pool import Pool
 from specdec.proposers.realised import Realised
 from specdec.proposers.suffix import Suffix, usual_suffix
+from specdec.proposers.text import Guess
 from specdec.sampling import Sampling
 from tests.enumeration import SAMPLINGS, decoder_error, sampled_target
 from tests.support import ROOT, chain_of, make_drafter, random_tokens
@@ -41,6 +42,9 @@ def auto(target, *, head="eagle", text=True, ratios=FREE, absorb=0.0, step=0.0, 
 
 
 # The law at temperature > 0
+
+# With such costs the best number of drafts beside a drawn one would depend on the token that was drawn
+UNEVEN = {1: 1.0, 2: 1.3, 3: 1.33, 4: 1.63, 5: 1.68, 6: 1.69, 7: 2.69, 8: 2.69, 9: 2.7}
 
 
 def forgetful(proposer: Auto) -> Auto:
@@ -87,6 +91,22 @@ def test_the_law_of_the_target_is_kept(case, sampling, rule, monkeypatch):
     for number in (1, 3):
         assert decoder_error(decoder, number, alone=True, monkeypatch=monkeypatch) < 1e-12
     assert max(sizes) >= min(2, max(proposer.costs.sizes))
+
+
+@pytest.mark.slow
+def test_what_is_drafted_beside_a_draw_does_not_depend_on_it(monkeypatch):
+    monkeypatch.setattr(auto_module, "DEEPEST", 2)
+    proposer = forgetful(auto(sampled_target(), ratios=UNEVEN, num=2))
+    decoder = Decoder(sampled_target(), proposer, sampling=SAMPLINGS["warm"], stop=set())
+    assert decoder_error(decoder, 3, seed=152, alone=True, monkeypatch=monkeypatch) < 1e-12
+    trees = {}
+    for token in range(3):
+        pool = Pool([0], ends=frozenset({1}))
+        pool.add_guesses("text", [Guess(2, 0, 0.4, 3), Guess(0, 1, 0.3, 3), Guess(1, 0, 0.2, 3)], Chances())
+        pool.settle_beside(2)
+        pool.add(token, 0, Kind("drawn", 0.5, 1), Chances(), drawn=True)
+        trees[token] = len(pool.values(chain=False)), pool.chances, pool.choose(3, chain=False).drafts[:2]
+    assert trees[0] == trees[1] == trees[2]
 
 
 @pytest.mark.slow

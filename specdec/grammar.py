@@ -1,0 +1,237 @@
+"""Answers that follow a grammar: a JSON schema, a regular expression, or a grammar in Lark's form (`llguidance`).
+
+The grammar is part of the target's law, as top-p is: after each text, tokens that no sentence of the grammar has there get
+probability 0 and the others are normalised, before temperature and filters, and before any acceptance rule. The laws of
+drafts are left alone.
+"""
+
+import functools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from specdec.tree import Tree
+
+KINDS = ("json_schema", "regex", "lark")
+FORMS = "json:SCHEMA, regex:EXPRESSION or lark:GRAMMAR, each written out or the name of a file"
+# Written as json.dumps writes it, unless the schema's own "x-guidance" says otherwise. With free whitespace, small models
+# write blanks without end.
+JSON_FORM: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """What answers may be. kind: one of KINDS; text: the schema (as JSON), the expression or the grammar"""
+
+    kind: str
+    text: str
+
+    @classmethod
+    def parse(cls, value: str) -> "Grammar":
+        """From FORMS. Raises ValueError for another form, and for a file that cannot be read."""
+        name, colon, text = value.partition(":")
+        kind = {"json": "json_schema"}.get(name, name)
+        if not colon or kind not in KINDS:
+            raise ValueError(f"grammar={value[:60]} cannot be read: give {FORMS}.")
+        try:
+            if len(text) < 1024 and Path(text).is_file():
+                text = Path(text).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ValueError(f"grammar={value[:60]} cannot be read ({error}): give {FORMS}.") from None
+        if kind == "json_schema":
+            try:
+                return cls.of_row({kind: json.loads(text)})
+            except ValueError as error:
+                raise ValueError(
+                    f"grammar={value[:60]}: it is neither a file nor JSON ({error}): write a schema such as "
+                    '{"type": "object"}, or the name of a file that holds one.'
+                ) from None
+        return cls(kind, text)
+
+    @classmethod
+    def of_row(cls, document: Any) -> "Grammar":
+        """From a field of a row of data: {"json_schema": {..}}, {"regex": ".."} or {"lark": ".."}. Raises ValueError else."""
+        if not isinstance(document, Mapping) or len(document) != 1 or (kind := next(iter(document))) not in KINDS:
+            raise ValueError(f"A grammar must be an object with one of the keys {', '.join(KINDS)}.")
+        value = document[kind]
+        if kind == "json_schema":
+            return cls(kind, json.dumps(value, sort_keys=False))
+        if not isinstance(value, str):
+            raise ValueError(f"{kind} must be a text.")
+        return cls(kind, value)
+
+    def to_row(self) -> dict:
+        """For `of_row`."""
+        return {self.kind: json.loads(self.text) if self.kind == "json_schema" else self.text}
+
+
+class Matcher(Protocol):
+    """The part of llguidance.LLMatcher that is used."""
+
+    def consume_token(self, token: int) -> bool: ...
+    def rollback(self, num: int) -> bool: ...
+    def compute_bitmask(self) -> bytes: ...
+    def compute_ff_tokens(self) -> list[int]: ...
+
+
+class Constraint:
+    """The state of one answer under a grammar; `take` moves it on.
+
+    stop: token ids that end an answer; where the grammar allows an end, it allows each of them
+    """
+
+    def __init__(self, matcher: Matcher, stop: frozenset[int]):
+        self._matcher, self._stop = matcher, stop
+        self.ended = False  # after a token of `stop`, everything is allowed
+
+    def take(self, tokens: list[int]) -> None:
+        """The answer goes on with these tokens, which the grammar allows."""
+        for token in tokens:
+            self.ended = self.ended or token in self._stop
+            if self.ended:
+                return
+            if not self._matcher.consume_token(token):
+                raise RuntimeError(f"token {token} does not follow the grammar, though the mask allowed it")
+
+    def forced(self) -> list[int]:
+        """The tokens that must follow now; empty where there is a choice."""
+        return [] if self.ended else self._matcher.compute_ff_tokens()
+
+    def fits(self, tokens: list[int]) -> bool:
+        """Whether the answer may go on with these tokens."""
+        parents = [*range(-1, len(tokens))]
+        return self.allowed([0, *tokens], parents)[-1] is not None
+
+    def allowed(self, tokens: list[int], parents: list[int]) -> list[bytes | None]:
+        """What may follow each node of a tree, of which node 0 is the newest token of the answer.
+
+        tokens, parents [N] as in Tree -> of each node a bit for each token id, the lowest bit of the first byte first; b"" where
+        everything may follow, behind the end of an answer; None for a node that the grammar does not allow
+        """
+        found: list[bytes | None] = [None] * len(tokens)
+        if self.ended:
+            return [b""] * len(tokens)
+        children: list[list[int]] = [[] for _ in tokens]
+        for node, parent in enumerate(parents[1:], start=1):
+            children[parent].append(node)
+
+        def visit(node: int) -> None:
+            mask = found[node] = self._matcher.compute_bitmask()
+            for child in children[node]:
+                token = tokens[child]
+                if not mask[token >> 3] >> (token & 7) & 1:
+                    continue
+                if token in self._stop:
+                    mark(child)
+                else:
+                    self._matcher.consume_token(token)
+                    visit(child)
+                    self._matcher.rollback(1)
+
+        def mark(node: int) -> None:
+            found[node] = b""
+            for child in children[node]:
+                mark(child)
+
+        visit(0)
+        return found
+
+
+class Grammars:
+    """Compiles grammars for a tokenizer; each once.
+
+    vocab_size: of the target, whose logits may be more than the tokenizer's tokens
+    stop: token ids that end an answer
+
+    Raises ValueError without llguidance, without such ids, and for a tokenizer that llguidance cannot read.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, stop: set[int]):
+        try:
+            import llguidance
+            import llguidance.hf
+        except ImportError:
+            raise ValueError(
+                'A grammar needs the package llguidance: pip install "specdec[grammar]", or leave the grammar out.'
+            ) from None
+        if not stop:
+            raise ValueError("A grammar needs token ids that end an answer, and this target has none.")
+        self._library, self._stop = llguidance, frozenset(stop)
+        try:
+            fast: Any = tokenizer
+            self._tokenizer = llguidance.hf.from_tokenizer(fast, n_vocab=vocab_size, eos_token=sorted(stop))
+        except Exception as error:
+            raise ValueError(
+                f"llguidance cannot read the tokenizer of {tokenizer.name_or_path} ({error}): grammars need a fast tokenizer "
+                "(tokenizer.json)."
+            ) from None
+        self._compile = functools.lru_cache(maxsize=256)(self._compile_once)
+
+    def constraint(self, grammar: Grammar | None) -> Constraint | None:
+        """The state of an answer that begins. Raises ValueError for a grammar that is wrong or that nothing satisfies."""
+        return None if grammar is None else Constraint(self._compile(grammar).deep_copy(), self._stop)
+
+    def _compile_once(self, grammar: Grammar) -> Any:
+        library = self._library.LLMatcher
+        makers: dict[str, Callable] = {
+            "json_schema": functools.partial(library.grammar_from_json_schema, defaults=JSON_FORM),
+            "regex": library.grammar_from_regex,
+            "lark": library.grammar_from_lark,
+        }
+        try:
+            matcher = library(self._tokenizer, makers[grammar.kind](grammar.text))
+            why = matcher.get_error() if matcher.is_error() else ""
+        except Exception as error:
+            why = str(error)
+        if not why and not any(matcher.compute_bitmask()):
+            why = "no token can begin an answer"
+        if why:
+            reason = " ".join(why.split("<state>")[0].split())[:300]
+            raise ValueError(
+                f"The {grammar.kind.replace('_', ' ')} cannot be used: {reason}. Change it, or leave it out."
+            )
+        return matcher
+
+
+def unpack(masks: Sequence[Sequence[bytes | None]], vocab_size: int, device: torch.device | str) -> Tensor:
+    """masks [B][N] as of `Constraint.allowed` -> [B, N, V] bool; everything where a mask is empty or None"""
+    width = (vocab_size + 7) // 8
+    everything = b"\xff" * width
+    joined = b"".join((mask or everything)[:width] for row in masks for mask in row)
+    packed = torch.frombuffer(bytearray(joined), dtype=torch.uint8).view(len(masks), -1, width).to(device)
+    bits = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=device)
+    return packed[..., None].bitwise_and(bits).bool().flatten(2)[..., :vocab_size]  # [B, N, 8 * width] at first
+
+
+def constrain(
+    tree: Tree, constraints: Sequence[Constraint | None], vocab_size: int, *, prune: bool
+) -> tuple[Tree, Tensor]:
+    """constraints [B]: None for a row without a grammar -> the tree, and what may follow each of its nodes [B, N, V] bool
+
+    prune: whether nodes are left out that cannot be accepted: chosen drafts that the grammar does not allow, and what is
+    below. A sampled draft stays where the text before it is allowed, because its refusal changes the law of the next token.
+    """
+    masks, kept = [], []
+    for constraint, tokens, parents in zip(constraints, tree.tokens.tolist(), tree.parents.tolist()):
+        allowed: list[bytes | None] = [b""] * len(tokens)
+        if constraint is not None:
+            allowed = constraint.allowed(tokens, parents)
+        decisive = allowed if tree.probs is None else [b"", *[allowed[parent] for parent in parents[1:]]]
+        masks.append(allowed)
+        kept.append([node for node, mask in enumerate(decisive) if mask is not None])
+    most = max(map(len, kept))
+    if prune and most < tree.tokens.shape[1]:
+        # A row with fewer nodes is filled up with its first others: parents have lower numbers than children
+        numbers = []
+        for own in kept:
+            others = [node for node in range(tree.tokens.shape[1]) if node not in own]
+            numbers.append(sorted([*own, *others[: most - len(own)]]))
+        tree = tree.part(numbers)
+        masks = [[row[node] for node in own] for row, own in zip(masks, numbers)]
+    return tree, unpack(masks, vocab_size, tree.tokens.device)
