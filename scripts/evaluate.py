@@ -36,7 +36,7 @@ class Evaluate(loading.PromptOptions, proposers.ProposerOptions):
     seed: int = option(0, "seed of sampling")
     out: str = option("report.json", "report to write")
     target: loading.SharedTargetOptions = field(default_factory=loading.SharedTargetOptions)
-    decode: decoding.DecodeOptions = field(default_factory=decoding.DecodeOptions)
+    decode: decoding.RuledDecodeOptions = field(default_factory=decoding.RuledDecodeOptions)
 
 
 def main() -> None:
@@ -52,6 +52,9 @@ def main() -> None:
     if isinstance(loaded.proposer, HeadProposer):  # its own settings may have replaced those of decode
         drafting = replace(drafting, **asdict(loaded.proposer.shape), children=loaded.proposer.children)
     prompts = data.load_prompts(chosen.prompts, loaded.tokenizer, limit=chosen.limit)
+    ruled = decoding.Ruled.of(chosen.decode.grammar, loaded)
+    if ruled:
+        prompts = ruled.apply(prompts)
     head = loaded.checkpoint and hub.pinned(loaded.checkpoint)  # with the commit, of a head on the Hub
     console.print(f"{head or loaded.name} on {loaded.target.name}; tau: {TAU}")
     batch = chosen.batch
@@ -60,7 +63,7 @@ def main() -> None:
         console.print(f"decoding {batch} prompts at once, which is fastest here; latency is that of the batch")
     reports = []
     for sampling in samplings:
-        reports.append(evaluate(chosen, loaded, auto, drafting, sampling, prompts, batch))
+        reports.append(evaluate(chosen, loaded, auto, drafting, sampling, prompts, batch, ruled))
         display.validation(console, reports[-1], loaded.title)
         console.print(by_category(reports[-1]))
     served = read_served(loaded.checkpoint, console)
@@ -112,6 +115,7 @@ def evaluate(
     sampling: Sampling,
     prompts: list[Prompt],
     batch: int,
+    ruled: decoding.Ruled | None,
 ) -> Report:
     """The report at one temperature."""
     title = f"temperature {sampling.temperature:g}"
@@ -127,6 +131,7 @@ def evaluate(
         seed=chosen.seed,
         batch=batch,
         auto=auto,
+        grammars=ruled and ruled.grammars,
         progress=lambda groups: progress.track(groups, title, unit="prompts", size=len),
     )
     report = summarise_by_category(

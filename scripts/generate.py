@@ -14,6 +14,7 @@ from helpers import decoding, loading, proposers
 from helpers.options import option, options, run
 from specdec.decode import Decoder
 from specdec.generation import Generation, StopStrings
+from specdec.grammar import FORMS, Constraint
 from specdec.measurement import seeded_generator
 from specdec.sampling import Sampling
 from specdec.server.text import StreamedText
@@ -28,7 +29,7 @@ class Generate(proposers.ProposerOptions):
     seed: int = option(0, "seed of sampling")
     compare: bool = option(True, "answer again without drafts, and compare")
     target: loading.SharedTargetOptions = field(default_factory=loading.SharedTargetOptions)
-    decode: decoding.DecodeOptions = field(default_factory=decoding.DecodeOptions)
+    decode: decoding.RuledDecodeOptions = field(default_factory=decoding.RuledDecodeOptions)
 
 
 def main() -> None:
@@ -47,11 +48,14 @@ def main() -> None:
     decoder = drafting.decoder(loaded.target, loaded.proposer, **shared)
     plain = Decoder(loaded.target, None, **shared)
     decoding.show_measuring(loaded.proposer)
+    ruled = decoding.Ruled.of(chosen.decode.grammar, loaded)
+    if ruled and ruled.given is None:
+        raise ValueError(f"decode.grammar=rows is for commands with prompts=; here, give {FORMS}.")
     for each in (decoder, plain) if chosen.compare else (decoder,):
-        each.generate([prompt], 4)  # a warm-up
+        each.generate([prompt], 4, constraints=constraint_of(ruled))  # a warm-up
     loaded.proposer.forget()
 
-    drafted = stream(chosen, loaded, decoder, prompt, console)
+    drafted = stream(chosen, loaded, decoder, prompt, console, ruled)
     if rate(drafted):
         tau = (len(drafted.tokens[0]) - 1) / len(drafted.accepted[0])
         console.print(
@@ -60,7 +64,9 @@ def main() -> None:
         )
     if chosen.compare:
         generator = seeded_generator(loaded.target, chosen.seed)
-        compare(drafted, plain.generate([prompt], chosen.max_new_tokens, generator=generator), sampling, console)
+        constraints = constraint_of(ruled)
+        again = plain.generate([prompt], chosen.max_new_tokens, generator=generator, constraints=constraints)
+        compare(drafted, again, sampling, console)
 
 
 def stream(
@@ -69,18 +75,35 @@ def stream(
     decoder: Decoder,
     prompt: list[int],
     console: rich.console.Console,
+    ruled: decoding.Ruled | None,
 ) -> Generation:
-    """Decodes the prompt and prints tokens as they come, drafted ones in green."""
+    """Decodes the prompt and prints tokens as they come, drafted ones in green. Says if the grammar was left incomplete."""
     result, text = Generation([[]], [[]]), StreamedText(loaded.tokenizer.decode)
-    generator = seeded_generator(loaded.target, chosen.seed)
-    for emitted in decoder.stream([prompt], chosen.max_new_tokens, generator=generator, result=result):
+    generator, constraints = seeded_generator(loaded.target, chosen.seed), constraint_of(ruled)
+    rounds = decoder.stream(
+        [prompt], chosen.max_new_tokens, generator=generator, result=result, constraints=constraints
+    )
+    for emitted in rounds:
         for place, token in enumerate(emitted.tokens[0]):
             result.tokens[0].append(token)
             style = "green" if place < emitted.accepted[0] else ""
             if token not in loaded.stop:
                 console.print(text.add(token), end="", style=style, markup=False)
     console.print("\n")
+    if constraints and constraints[0].ended:
+        console.print(f"The answer is complete under the grammar, with {len(result.tokens[0])} tokens.")
+    elif constraints:
+        console.print(
+            f"The answer was cut at {chosen.max_new_tokens} tokens, before the grammar allowed it to end there: raise "
+            "max_new_tokens=, or bound what the grammar allows (maxLength, maxItems)."
+        )
     return result
+
+
+def constraint_of(ruled: decoding.Ruled | None) -> list[Constraint] | None:
+    """That of one answer, at its beginning."""
+    constraint = ruled and ruled.grammars.constraint(ruled.given)
+    return [constraint] if constraint else None
 
 
 def rate(generation: Generation) -> float:

@@ -5,12 +5,13 @@
       -d '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 64}'
 
 http://localhost:8000 is a page on which drafted and plain answers are written side by side. Beside OpenAI's fields, requests may
-have top_k, repetition_penalty, ignore_eos, chat_template_kwargs, speculate=false for an answer without drafts, and details=true for
+have top_k, repetition_penalty, ignore_eos, structured_outputs, chat_template_kwargs, speculate=false for an answer without drafts, and details=true for
 what every round drafted. /metrics counts drafts under vLLM's names. Ctrl-C or SIGTERM: what runs is finished, a second one ends it.
 docs/serving.md says when to serve with vLLM, SGLang or llama.cpp instead.
 """
 
 import copy
+import functools
 import logging
 import socket
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from helpers import decoding, loading, proposers
 from helpers.options import option, options, run
 from specdec.batch import Request
 from specdec.decode import Decoder
+from specdec.grammar import Grammars
 from specdec.sampling import Sampling
 from train import data, progress
 from train.pages.live_page import live_page
@@ -88,6 +90,10 @@ def main() -> None:
     plain = Decoder(loaded.target, None, sampling=Sampling(), stop=stop, runner=runner)
     warm_up(drafted, chosen.rows)
 
+    @functools.cache
+    def grammars() -> Grammars:  # with the first request that needs them
+        return Grammars(loaded.tokenizer, loaded.target.vocab_size, stop)
+
     model = chosen.model or loaded.target.name
     metrics = Metrics(model)
     engine = Engine(drafted, plain, rows=chosen.rows, queue=chosen.queue, saw=metrics.saw_step)
@@ -106,6 +112,7 @@ def main() -> None:
         max_length=longest,
         timeout=chosen.timeout,
         max_body=chosen.max_body,
+        compile_grammar=lambda grammar: grammars().constraint(grammar),
         page=live_page(target=model, drafts=drafts, max_length=longest),
     )
     if chosen.host not in ("127.0.0.1", "localhost", "::1"):

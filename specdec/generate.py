@@ -30,6 +30,7 @@ from specdec import attention, caller_frame, checkpoint
 from specdec.compile import Runner
 from specdec.drafting import Drafting
 from specdec.generation import Generation, Round
+from specdec.grammar import Constraint, Grammar, Grammars
 from specdec.proposers.auto import Auto
 from specdec.proposers.base import Proposer
 from specdec.proposers.heads import HeadProposer
@@ -69,6 +70,7 @@ class Speculative:
 
     checkpoint: a step's folder, a run's folder for its best step, or user/name[@revision] on the Hugging Face Hub
     decode: how to draft and verify; None: how much to draft is chosen every round (proposers/auto.py), not compiled
+    grammar: that all answers follow (specdec.grammar.Grammar); give `generate` the tokenizer= then
 
     The drafter is loaded at the first call and kept, with the model, until a call with another model. Raises ValueError
     for a model that is not the checkpoint's target, and for settings of `generate` that this decoder does not support.
@@ -76,8 +78,9 @@ class Speculative:
     attention, so one model must not generate in two threads at once.
     """
 
-    def __init__(self, checkpoint: str | Path, decode: Drafting | None = None):
-        self._folder, self._decode = checkpoint, decode
+    def __init__(self, checkpoint: str | Path, decode: Drafting | None = None, grammar: Grammar | None = None):
+        self._folder, self._decode, self._grammar = checkpoint, decode, grammar
+        self._grammars: tuple[Any, Grammars] | None = None  # of the last tokenizer
         self.last: Generation | None = None
         self._loaded: _Loaded | None = None
 
@@ -116,12 +119,29 @@ class Speculative:
             penalised = None
             if sampling.penalises:
                 penalised = _marks(input_ids[:, ignored:], loaded.target.vocab_size)
-            rounds = decoder.stream(prompts, max(1, num_new), penalised=penalised, result=result)
+            constraints = self._constrain(tokenizer, generation_config, loaded.target.vocab_size, len(prompts))
+            rounds = decoder.stream(
+                prompts, max(1, num_new), penalised=penalised, result=result, constraints=constraints
+            )
             sequences = _hand_out(rounds, result, input_ids, stopping_criteria, pad, streamer)
         self.last = result
         if generation_config.return_dict_in_generate:
             return GenerateDecoderOnlyOutput(sequences=sequences)  # type: ignore[arg-type]  # they are whole numbers
         return sequences
+
+    def _constrain(
+        self, tokenizer: Any, config: GenerationConfig, vocab_size: int, num: int
+    ) -> list[Constraint | None] | None:
+        """Of each answer, at its beginning."""
+        if self._grammar is None:
+            return None
+        if tokenizer is None:
+            raise ValueError("A grammar needs the tokenizer: call generate(..., tokenizer=tokenizer).")
+        if self._grammars is None or self._grammars[0] is not tokenizer:
+            ends = config._eos_token_tensor
+            stop = set() if ends is None else set(ends.flatten().tolist())
+            self._grammars = tokenizer, Grammars(tokenizer, vocab_size, stop)
+        return [self._grammars[1].constraint(self._grammar) for _ in range(num)]
 
     def _load(self, model: PreTrainedModel) -> _Loaded:
         """The drafter for this model; it is loaded again only for another model, or if the weights have changed."""

@@ -12,6 +12,7 @@ from specdec.decode import Decoder
 from specdec.drafter import Drafter, Head
 from specdec.drafting import Drafting
 from specdec.generation import Generation
+from specdec.grammar import Constraint, Grammar, Grammars, unpack
 from specdec.proposers.base import Proposer
 from specdec.sampling import Sampling
 from specdec.target import Target
@@ -26,6 +27,7 @@ class Prompt:
     category: str
     tokens: list[int]
     tags: tuple[str, ...] = ()
+    grammar: Grammar | None = None  # that the answer is to follow
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,7 @@ def measure(
     batch: int = 1,
     numbers: list[int] | None = None,
     auto: Proposer | None = None,
+    grammars: Grammars | None = None,
     progress: Callable[[list], Iterable] = iter,
 ) -> list[PromptResult]:
     """Decodes each prompt plainly and with drafts, round by round in turn, after a warm-up.
@@ -89,6 +92,7 @@ def measure(
         those of the batch
     numbers: of the prompts, for random numbers and the order; None: 0, 1, 2 ..
     auto: decodes the prompts too, if given: how much to draft is then chosen every round
+    grammars: compiles those of prompts; None: no answer follows one
     progress: what the groups of prompts are taken from that the ways decode in turn; it may end early
     Raises ValueError for a batch below 1.
     """
@@ -110,14 +114,22 @@ def measure(
         each.forget()
 
     replays = isinstance(replayed, Drafter) and drafting.replayable(replayed, sampling)
+    if grammars is None:
+        prompts = [replace(prompt, grammar=None) for prompt in prompts]
+    replays = replays and not any(prompt.grammar for prompt in prompts)  # replay knows the target's free law only
     numbered = list(zip(numbers or range(len(prompts)), prompts, strict=True))
     results = []
     for pairs in progress(turns(numbered, batch)):
         group, seeds = [prompt for _, prompt in pairs], [seed + number for number, _ in pairs]
         tokens, turn = [prompt.tokens for prompt in group], pairs[0][0] // batch
-        generations = answers(decoders, tokens, max_new_tokens, rows=batch, seeds=seeds, turn=turn)
+        constraint = constrain_each(grammars, group)
+        generations = answers(
+            decoders, tokens, max_new_tokens, rows=batch, seeds=seeds, turn=turn, constraint=constraint
+        )
         chosen: Sequence[Generation | None] = generations.get("auto", [None] * len(group))
-        for prompt, plain, drafted, by_auto in zip(group, generations["plain"], generations["drafted"], chosen):
+        for number, (prompt, plain, drafted, by_auto) in enumerate(
+            zip(group, generations["plain"], generations["drafted"], chosen)
+        ):
             results.append(
                 replace(
                     compare(
@@ -128,11 +140,17 @@ def measure(
                         replayed=replayed if isinstance(replayed, Drafter) and replays else None,
                         depth=drafting.depth,
                         sampling=sampling,
+                        constraint=constraint(number),
                     ),
                     auto=by_auto,
                 )
             )
     return results
+
+
+def constrain_each(grammars: Grammars | None, prompts: list[Prompt]) -> Callable[[int], Constraint | None]:
+    """For Decoder.answers: the constraint of each prompt's answer, which is new with every call."""
+    return lambda number: grammars.constraint(prompts[number].grammar) if grammars else None
 
 
 def turns(items: list[Item], batch: int) -> list[list[Item]]:
@@ -151,19 +169,20 @@ def answers(
     rows: int,
     seeds: list[int],
     turn: int = 0,
+    constraint: Callable[[int], Constraint | None] = lambda number: None,
 ) -> dict[str, list[Generation]]:
     """The answers of several decoders to prompts, at most `rows` of them at once, in the order of the prompts.
 
     After every round that decoder goes on which has emitted the fewest tokens. So all are at the same place of the same answers
     at nearly the same time, and what else the machine does meets all of them. All hold their caches at once.
-    seeds: of each prompt's random numbers; turn: rotates which decoder begins
+    seeds: of each prompt's random numbers; turn: rotates which decoder begins; constraint: see Decoder.answers
     """
     names = list(decoders)
     names = names[turn % len(names) :] + names[: turn % len(names)]
 
     def begin(decoder: Decoder) -> Iterator[tuple[int, list[tuple[int, Generation]]]]:
         generator = lambda number: seeded_generator(decoder.target, seeds[number])
-        return decoder.rounds(prompts, max_new_tokens, rows=rows, generator=generator)
+        return decoder.rounds(prompts, max_new_tokens, rows=rows, generator=generator, constraint=constraint)
 
     running = {name: begin(decoders[name]) for name in names}
     emitted = dict.fromkeys(names, 0)
@@ -188,9 +207,10 @@ def compare(
     replayed: Drafter | None,
     depth: int,
     sampling: Sampling,
+    constraint: Constraint | None = None,
 ) -> PromptResult:
     """One prompt's result from its two answers. replayed: the drafter to replay along the plain answer, a chain of
-    `depth`; None if replay does not apply."""
+    `depth`; None if replay does not apply. constraint: of the grammar that they follow, at their beginning"""
     rounds, accepted, gap = float("nan"), [], None
     if replayed is not None:
         chances = replay.acceptance(
@@ -199,7 +219,7 @@ def compare(
         rounds, counts = replay.rounds(chances)
         accepted = counts.tolist()
     if sampling.greedy:
-        gap = top2_gap(target, prompt.tokens, plain.tokens[0], drafted.tokens[0], sampling)
+        gap = top2_gap(target, prompt.tokens, plain.tokens[0], drafted.tokens[0], sampling, constraint)
     return PromptResult(prompt, plain, drafted, rounds, accepted, gap)
 
 
@@ -209,7 +229,12 @@ def seeded_generator(target: Target, seed: int) -> torch.Generator:
 
 
 def top2_gap(
-    target: Target, prompt: list[int], answer: list[int], other: list[int], sampling: Sampling
+    target: Target,
+    prompt: list[int],
+    answer: list[int],
+    other: list[int],
+    sampling: Sampling,
+    constraint: Constraint | None = None,
 ) -> float | None:
     """The gap between the target's two largest logits at the first token where two greedy answers differ; None if they
     are the same. A gap as small as the rounding of the dtype means a near tie, which rounding may decide either way."""
@@ -219,5 +244,11 @@ def top2_gap(
     tokens = torch.tensor([prompt + answer[:same]], device=target.device)
     logits = target.logits(target.read(tokens, ()).final[:, -1:])  # [1, 1, V]
     before = torch.zeros_like(logits, dtype=torch.bool).scatter_(2, tokens[None], True)
-    top = sampling.penalise(logits, before)[0, 0].topk(2).values
+    logits = sampling.penalise(logits, before)
+    if constraint:
+        constraint.take(answer[:same])
+        logits = logits.masked_fill(
+            ~unpack([constraint.allowed([0], [-1])], logits.shape[-1], logits.device), -torch.inf
+        )
+    top = logits[0, 0].topk(2).values
     return float(top[0] - top[1])

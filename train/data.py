@@ -124,7 +124,9 @@ def load_prompts(source: str, tokenizer: PreTrainedTokenizerBase, *, limit: int 
     """
     rows = reading.spread(reading.load_prompts(source), limit)
     return [
-        Prompt(row["id"], row["category"], encode_prompt(tokenizer, row["messages"]), tuple(row["tags"]))
+        Prompt(
+            row["id"], row["category"], encode_prompt(tokenizer, row["messages"]), tuple(row["tags"]), row["grammar"]
+        )
         for row in rows
     ]
 

@@ -10,6 +10,8 @@ from typing import TextIO
 
 import datasets
 
+from specdec.grammar import Grammar
+
 FORMS = (
     "a .jsonl file, a folder of .jsonl files (each of them may be compressed: .jsonl.gz), "
     "a folder made by datasets' save_to_disk, or the name of a dataset"
@@ -150,7 +152,7 @@ def hold_out(conversations: list[dict], num: int) -> tuple[list[dict], list[dict
 
 
 def load_prompts(source: str, *, limit: int | None = None) -> list[dict]:
-    """Reads rows {"id", "category", "messages", "tags"} that end where the assistant is to answer.
+    """Reads rows {"id", "category", "messages", "tags", "grammar"} that end where the assistant is to answer.
 
     A row has a `prompt` (text), or `messages`, of which an assistant's at the end is left out. Rows with `dropped`, which a
     filter of prompts left out, are not read.
@@ -173,7 +175,13 @@ def load_prompts(source: str, *, limit: int | None = None) -> list[dict]:
         if not isinstance(tags, list) or not all(isinstance(tag, str) for tag in tags):
             raise ValueError(f'{place}: tags must be a list of texts, such as ["code"].')
         row = named(row, len(prompts))
-        prompts.append({"id": row["id"], "category": row["category"], "messages": messages, "tags": tags})
+        try:
+            rule = row.get("grammar") and Grammar.of_row(row["grammar"])
+        except ValueError as error:
+            raise ValueError(f"{place}: {error}") from None
+        prompts.append(
+            {"id": row["id"], "category": row["category"], "messages": messages, "tags": tags, "grammar": rule or None}
+        )
     return prompts
 
 

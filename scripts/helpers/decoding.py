@@ -1,14 +1,17 @@
 """Options of decoding: sampling, verification, and the shapes of drafts. The defaults are those of `Drafting`."""
 
 import functools
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from helpers.loading import Opened
 from helpers.options import option, split
 from helpers.settings_file import read_yaml
 from specdec.compile import Runner
 from specdec.drafting import Drafting
+from specdec.grammar import FORMS, Grammar, Grammars
+from specdec.measurement import Prompt
 from specdec.proposers.auto import Auto
 from specdec.proposers.base import Proposer
 from specdec.proposers.stopping import Stopping
@@ -100,6 +103,49 @@ class DecodeOptions(CommonDecodeOptions):
         if self.file is not None:
             return read_drafting(self.file, compile=self.compile, cuda_graphs=self.cuda_graphs)
         return self._drafting(depth=self.depth, width=self.width, nodes=self.nodes)
+
+
+@dataclass(frozen=True)
+class RuledDecodeOptions(DecodeOptions):
+    """For commands whose answers can follow a grammar."""
+
+    grammar: str | None = option(
+        None, f"grammar of the answers: {FORMS}; rows: that of each row of prompts= (its field grammar)"
+    )
+
+
+@dataclass(frozen=True)
+class Ruled:
+    """What `decode.grammar=` says. given: for all answers; None: each prompt has its own"""
+
+    grammars: Grammars
+    given: Grammar | None
+
+    @classmethod
+    def of(cls, name: str | None, loaded: Opened) -> "Ruled | None":
+        """None without a grammar. Raises ValueError for one that cannot be used."""
+        if name is None:
+            return None
+        grammars = Grammars(loaded.tokenizer, loaded.target.vocab_size, loaded.stop)
+        with named("decode"):
+            given = None if name == "rows" else Grammar.parse(name)
+        grammars.constraint(given)  # raises now, before anything is decoded
+        return cls(grammars, given)
+
+    def apply(self, prompts: list[Prompt]) -> list[Prompt]:
+        """The prompts with the grammars of their answers. Raises ValueError if there is none, or one cannot be used."""
+        ruled = [replace(prompt, grammar=self.given or prompt.grammar) for prompt in prompts]
+        if not any(prompt.grammar for prompt in ruled):
+            raise ValueError(
+                'decode.grammar=rows: no row has a grammar. Add a field such as "grammar": {"json_schema": {..}}, or give '
+                f"one grammar for all: {FORMS}."
+            )
+        for prompt in ruled:
+            try:
+                self.grammars.constraint(prompt.grammar)
+            except ValueError as error:
+                raise ValueError(f"Row {prompt.id}: {error}") from None
+        return ruled
 
 
 def read_drafting(path: str, *, compile: bool | None, cuda_graphs: bool = False) -> Drafting:

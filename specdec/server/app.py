@@ -17,6 +17,7 @@ from starlette.routing import Route
 from transformers import PreTrainedTokenizerBase
 
 from specdec.generation import Ends, StopStrings, reached
+from specdec.grammar import Constraint, Grammar
 from specdec.server.engine import End, Engine, Event, Job, Round
 from specdec.server.metrics import Metrics
 from specdec.server.protocol import ChatRequest, CompletionRequest, RequestError, Settings, parse
@@ -34,6 +35,7 @@ class Served:
     encode_chat: messages and `enable_thinking` (None: the template's default) -> token ids; ValueError if the template refuses
     stop: token ids that end an answer; max_length: tokens of a prompt and its answer; timeout: seconds of a request
     max_body: bytes; page: the live page
+    compile_grammar: raises ValueError for one that cannot be used; None: requests cannot have grammars
     """
 
     engine: Engine
@@ -48,6 +50,7 @@ class Served:
     timeout: float = 600.0
     max_body: int = 1 << 20
     page: str = ""
+    compile_grammar: Callable[[Grammar], Constraint | None] | None = None
 
 
 def decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
@@ -269,6 +272,7 @@ def _begin(served: Served, settings: Settings) -> Answer:
         speculate=settings.speculate,
         watch=settings.details,
         deadline=began + served.timeout,
+        constraint=_constrain(served, settings.grammar()),
     )
     try:
         queued = served.engine.submit(job)
@@ -282,6 +286,18 @@ def _begin(served: Served, settings: Settings) -> Answer:
         )
     served.metrics.prompt_tokens.labels(served.model).inc(len(prompt))
     return Answer(served, settings, job, StreamedText(decoder(served.tokenizer), settings.stop_strings), events, began)
+
+
+def _constrain(served: Served, grammar: Grammar | None) -> Constraint | None:
+    """The constraint of an answer that begins. Raises RequestError for a grammar that cannot be used."""
+    if grammar is None:
+        return None
+    try:
+        if served.compile_grammar is None:
+            raise ValueError("This server cannot follow a grammar: leave response_format out.")
+        return served.compile_grammar(grammar)
+    except ValueError as error:
+        raise RequestError(str(error), parameter="response_format") from None
 
 
 def _encode(served: Served, settings: Settings) -> list[int]:

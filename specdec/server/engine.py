@@ -13,6 +13,7 @@ import torch
 from specdec.batch import Batch, Request, Step
 from specdec.decode import Decoder
 from specdec.generation import Ends
+from specdec.grammar import Constraint
 from specdec.sampling import Sampling
 
 LOG = logging.getLogger(__name__)
@@ -58,6 +59,7 @@ class Job:
     speculate: with drafts, or plain
     watch: whether events hold the trees of drafts
     deadline: when it is given up, by time.monotonic(); None: never
+    constraint: of a grammar that the answer follows; None: it is free
     """
 
     prompt: list[int]
@@ -69,6 +71,7 @@ class Job:
     speculate: bool = True
     watch: bool = False
     deadline: float | None = None
+    constraint: Constraint | None = None
     request: Request = field(init=False)
 
     def __post_init__(self):
@@ -77,7 +80,9 @@ class Job:
             generator.seed()
         else:
             generator.manual_seed(self.seed % 2**63)
-        self.request = Request(self.prompt, self.max_new_tokens, generator, self.sampling, self.ends)
+        self.request = Request(
+            self.prompt, self.max_new_tokens, generator, self.sampling, self.ends, constraint=self.constraint
+        )
 
     def tell(self, event: Event) -> None:
         try:

@@ -7,21 +7,23 @@ from typing import Annotated, Any, Literal
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field
 
+from specdec.grammar import Grammar
 from specdec.sampling import Sampling
 
 # Fields of OpenAI and vLLM that change the answer in ways that this server cannot, with what they may be nevertheless
 REFUSED: dict[str, tuple] = {
     "n": (1,), "best_of": (1,), "logprobs": (False, 0), "top_logprobs": (0,), "prompt_logprobs": (0,), "echo": (False,),
     "suffix": ("",), "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none",),
-    "parallel_tool_calls": (True, False), "response_format": ({"type": "text"},), "frequency_penalty": (0,),
+    "parallel_tool_calls": (True, False), "frequency_penalty": (0,),
     "presence_penalty": (0,), "logit_bias": ({},), "min_p": (0,), "min_tokens": (0,), "use_beam_search": (False,),
     "modalities": (["text"],), "audio": (), "reasoning_effort": (), "guided_json": (), "guided_regex": (),
-    "structured_outputs": (),
 }  # fmt: skip
 FORMS = {  # of fields that may hold several things
     "prompt": "a text, or the token ids of one prompt",
     "content": "a text, or a list of parts of type text",
     "stop": "a text, or a list of texts",
+    "response_format": 'a type: {"type": "json_schema", "json_schema": {"name": .., "schema": {..}}}, "json_object" or "text"',
+    "structured_outputs": "one of json (a schema), regex and grammar (in Lark's form)",
 }
 IGNORED = (
     "user",
@@ -72,6 +74,50 @@ class Message(BaseModel):
         return {"role": "system" if self.role == "developer" else self.role, "content": content}
 
 
+class JsonSchema(BaseModel):
+    """Of OpenAI's response_format; `schema` there."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+    document: Annotated[dict | bool, Field(alias="schema")]
+
+
+class ResponseFormat(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    def grammar(self) -> Grammar | None:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise RequestError(
+                "response_format needs json_schema with the type json_schema, and only with it.",
+                parameter="response_format",
+            )
+        if self.json_schema is not None:
+            return Grammar.of_row({"json_schema": self.json_schema.document})
+        return None if self.type == "text" else Grammar.of_row({"json_schema": {"type": "object"}})
+
+
+class StructuredOutputs(BaseModel):
+    """vLLM's field."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    json_: Annotated[dict | bool | str | None, Field(alias="json")] = None
+    regex: str | None = None
+    grammar_: Annotated[str | None, Field(alias="grammar")] = None
+
+    def grammar(self) -> Grammar:
+        given = {"json_schema": self.json_, "regex": self.regex, "lark": self.grammar_}
+        given = {kind: value for kind, value in given.items() if value is not None}
+        try:
+            if isinstance(self.json_, str):
+                given["json_schema"] = json.loads(self.json_)
+            return Grammar.of_row(given)
+        except ValueError:
+            raise RequestError(
+                f"structured_outputs: give {FORMS['structured_outputs']}.", parameter="structured_outputs"
+            ) from None
+
+
 class Settings(BaseModel):
     """What both kinds of requests share. speculate, details: of this server alone"""
 
@@ -83,6 +129,8 @@ class Settings(BaseModel):
     top_k: Annotated[int, Field(ge=-1)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
     stop: str | list[str] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     seed: int | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -98,6 +146,19 @@ class Settings(BaseModel):
         temperature = 1.0 if self.temperature is None else self.temperature
         top_p = None if self.top_p == 1 else self.top_p
         return Sampling(temperature, top_k, top_p, self.repetition_penalty or 1.0)
+
+    def grammar(self) -> Grammar | None:
+        """That the answer is to follow. Raises RequestError for fields that contradict each other."""
+        given = [field for field in (self.response_format, self.structured_outputs) if field is not None]
+        found = [rule for field in given if (rule := field.grammar()) is not None]
+        if len(found) > 1 or (found and self.ignore_eos):
+            other = (
+                "structured_outputs beside it"
+                if len(found) > 1
+                else "ignore_eos, as the grammar says where answers end"
+            )
+            raise RequestError(f"An answer follows one grammar: leave out {other}.", parameter="response_format")
+        return found[0] if found else None
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
