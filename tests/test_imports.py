@@ -50,6 +50,8 @@ ORDER = [
     "unroll",
     "replay",
     "datastore",
+    "traffic_files",
+    "traffic",
     "generation",
     "proposers.base",
     "proposers.text",
@@ -98,6 +100,7 @@ ORDER = [
     "server.engine",
     "server.metrics",
     "server.protocol",
+    "server.recording",
     "server.app",
 ]
 FILES = sorted((ROOT / "specdec").rglob("*.py"))

@@ -37,7 +37,7 @@ def read_texts(
         return
     special = data.find_special(tokenizer)
     for number, (place, row) in enumerate(itertools.islice(reading.read_rows(source, split), limit)):
-        if row.get("messages") is not None:
+        if row.get("messages") is not None or reading.has_ids(row):
             reading.check_messages(row, place)
             encoded = data.encode(tokenizer, reading.named(row, number))
             yield from [encoded.tokens] if keep == "everything" else turns(encoded, special)

@@ -16,7 +16,9 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 from transformers import PreTrainedTokenizerBase
 
+from specdec import traffic
 from specdec.generation import Ends, StopStrings, reached
+from specdec.server import recording
 from specdec.server.engine import End, Engine, Event, Job, Round
 from specdec.server.metrics import Metrics
 from specdec.server.protocol import ChatRequest, CompletionRequest, RequestError, Settings, parse
@@ -34,6 +36,7 @@ class Served:
     encode_chat: messages and `enable_thinking` (None: the template's default) -> token ids; ValueError if the template refuses
     stop: token ids that end an answer; max_length: tokens of a prompt and its answer; timeout: seconds of a request
     max_body: bytes; page: the live page
+    recorder: writes down what is answered; None: nothing is recorded
     """
 
     engine: Engine
@@ -48,6 +51,7 @@ class Served:
     timeout: float = 600.0
     max_body: int = 1 << 20
     page: str = ""
+    recorder: traffic.Recorder | None = None
 
 
 def decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
@@ -65,6 +69,8 @@ class Answer:
     text: StreamedText
     events: asyncio.Queue[Event]
     began: float
+    recorded_as: str | None = None  # the id of its row; None: it is not recorded
+    said: str = ""
 
     async def pieces(self) -> AsyncIterator[tuple[list[str], Round | None, str | None]]:
         """Text of each token, the round that they came from, and at the end the reason. Raises RequestError if the request failed."""
@@ -77,13 +83,31 @@ class Answer:
                 if event.reason in ("timeout", "error"):
                     status = 504 if event.reason == "timeout" else 500
                     raise RequestError(event.message, status=status, headers=NO_RETRY)
-                yield [self.text.end()], None, event.reason
+                rest = self.text.end()
+                self.said += rest
+                self._record(event.reason)
+                yield [rest], None, event.reason
                 return
             if event.drafted is None:
                 metrics.first_token.labels(served.model).observe(time.monotonic() - self.began)
             metrics.saw_round(event)
             ends = self.job.ends.tokens
-            yield ["" if token in ends else self.text.add(token) for token in event.tokens], event, None
+            pieces = ["" if token in ends else self.text.add(token) for token in event.tokens]
+            self.said += "".join(pieces)
+            yield pieces, event, None
+
+    def _record(self, reason: str) -> None:
+        if self.recorded_as is None or self.served.recorder is None:
+            return
+        recording.record(
+            self.served.recorder,
+            self.settings,
+            self.job,
+            self.served.tokenizer,
+            name=self.recorded_as,
+            text=self.said,
+            finish=reason,
+        )
 
     def usage(self) -> dict[str, Any]:
         """As OpenAI's, with what became of the drafts. Once the answer has ended, as the engine counts until then."""
@@ -149,12 +173,17 @@ def make_app(served: Served) -> Starlette:
         served.engine.start()
         yield
         await asyncio.to_thread(served.engine.stop)
+        if served.recorder:
+            await asyncio.to_thread(served.recorder.close)
 
     async def page(_: Request) -> Response:
         return HTMLResponse(served.page)
 
     async def health(_: Request) -> Response:
-        return JSONResponse({"status": "ok" if served.engine.alive else "dead"}, 200 if served.engine.alive else 503)
+        found: dict[str, Any] = {"status": "ok" if served.engine.alive else "dead"}
+        if served.recorder:
+            found["recording"] = served.recorder.alive
+        return JSONResponse(found, 200 if served.engine.alive else 503)
 
     async def metrics(_: Request) -> Response:
         return Response(served.metrics.text(served.engine), media_type="text/plain; version=0.0.4")
@@ -202,6 +231,7 @@ async def _complete(served: Served, kind: type[Settings], request: Request) -> R
     settings = parse(kind, await _read_body(request, served.max_body))
     answer = _begin(served, settings)
     form = Form(isinstance(settings, ChatRequest), settings.model or served.model)
+    answer.recorded_as = form.id if traffic.allowed(request.headers, settings.store) else None
     if settings.stream:
         return StreamingResponse(_stream(answer, form), media_type="text/event-stream")
     gone = asyncio.ensure_future(_wait_until_gone(request))
@@ -287,13 +317,8 @@ def _begin(served: Served, settings: Settings) -> Answer:
 def _encode(served: Served, settings: Settings) -> list[int]:
     """The prompt's token ids, at least one."""
     if isinstance(settings, ChatRequest):
-        given = settings.chat_template_kwargs or {}
-        if not set(given) <= {"enable_thinking"} or not isinstance(given.get("enable_thinking", True), bool):
-            raise RequestError(
-                "chat_template_kwargs may hold enable_thinking, true or false.", parameter="chat_template_kwargs"
-            )
         try:
-            return served.encode_chat([message.to_row() for message in settings.messages], given.get("enable_thinking"))
+            return served.encode_chat([message.to_row() for message in settings.messages], settings.thinking)
         except ValueError as error:
             raise RequestError(str(error), parameter="messages") from None
     assert isinstance(settings, CompletionRequest)

@@ -25,8 +25,6 @@ FORMS = {  # of fields that may hold several things
 }
 IGNORED = (
     "user",
-    "metadata",
-    "store",
     "service_tier",
     "prediction",
     "safety_identifier",
@@ -89,6 +87,8 @@ class Settings(BaseModel):
     ignore_eos: bool = False
     speculate: bool = True
     details: bool = False
+    metadata: dict[str, Any] | None = None  # traffic.py reads `conversation` and `tags`
+    store: bool | None = None  # false: not recorded
 
     def sampling(self) -> Sampling:
         """Without fields as OpenAI says: temperature 1, no filters."""
@@ -119,6 +119,16 @@ class ChatRequest(Settings):
     @property
     def most_tokens(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def thinking(self) -> bool | None:
+        """None: the chat template's default. Raises RequestError for other arguments of the template."""
+        given = self.chat_template_kwargs or {}
+        if not set(given) <= {"enable_thinking"} or not isinstance(given.get("enable_thinking", True), bool):
+            raise RequestError(
+                "chat_template_kwargs may hold enable_thinking, true or false.", parameter="chat_template_kwargs"
+            )
+        return given.get("enable_thinking")
 
 
 class CompletionRequest(Settings):

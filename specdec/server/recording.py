@@ -1,0 +1,53 @@
+"""Hands the answers of the server to the recorder."""
+
+import dataclasses
+
+from transformers import PreTrainedTokenizerBase
+
+from specdec.server.engine import Job
+from specdec.server.protocol import ChatRequest, CompletionRequest, Settings
+from specdec.traffic import Answered, Asked, Recorder
+
+
+def record(
+    recorder: Recorder,
+    settings: Settings,
+    job: Job,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    name: str,
+    text: str,
+    finish: str,
+) -> None:
+    """Records an answer that has ended. name: the id of the row; text: of the answer, as the client has it"""
+    generation = job.request.generation
+    (tokens,), (accepted,) = generation.tokens, generation.accepted
+    messages, thinking = None, None
+    if isinstance(settings, ChatRequest):
+        messages, thinking = [message.to_row() for message in settings.messages], settings.thinking
+    asked = Asked(
+        messages,
+        prompt_text(settings, job, tokenizer) if isinstance(settings, CompletionRequest) else None,
+        dataclasses.asdict(job.sampling),
+        settings.metadata,
+        seed=settings.seed,
+        grammar=getattr(settings, "grammar", None),  # requests of this version have none
+        thinking=thinking,
+    )
+    answered = Answered(
+        text,
+        finish,
+        job.prompt + tokens,
+        num_prompt=len(job.prompt),
+        end=tokens[-1] if tokens[-1] in job.ends.tokens else None,
+        rounds=len(accepted),
+        drafted=sum(generation.drafted),
+        accepted=accepted,
+        name=name,
+    )
+    recorder.record(asked, answered)
+
+
+def prompt_text(settings: CompletionRequest, job: Job, tokenizer: PreTrainedTokenizerBase) -> str:
+    given = settings.prompt[0] if isinstance(settings.prompt, list) else settings.prompt
+    return given if isinstance(given, str) else str(tokenizer.decode(job.prompt))
