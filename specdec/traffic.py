@@ -1,6 +1,7 @@
 """Records conversations that are served, as rows to train on. Nothing is recorded unless somebody asks for it. docs/traffic.md"""
 
 import copy
+import dataclasses
 import hashlib
 import importlib
 import json
@@ -82,8 +83,8 @@ class Asked:
     grammar: Any = None
     thinking: bool | None = None
 
-    def conversation(self, tokens: list[int]) -> str:
-        """The id that all turns of a conversation share. tokens: of the prompt, for prompts of which nothing else is known"""
+    def conversation(self, tokens: list[int] | None) -> str:
+        """The id that all turns of a conversation share. tokens: of the row, for prompts of which nothing else is known"""
         if given := self._given("conversation"):
             return str(given)[:LONGEST_NAME]
         start: Any = tokens if self.prompt is None else self.prompt
@@ -206,7 +207,9 @@ class Recorder:
         """Raises _Dropped for a row that nobody wants, and any error for one that cannot be made."""
         assert origin is not None
         tokens, num_prompt = answered.tokens, answered.num_prompt
-        conversation = asked.conversation((tokens or [])[:num_prompt])
+        if asked.messages is None and asked.prompt is None and self.tokenizer is not None and tokens is not None:
+            asked, answered = self._decode(asked, answered, tokens)
+        conversation = asked.conversation(tokens)
         if not self._chosen(conversation):
             raise _Dropped
         tags = list(dict.fromkeys([*asked.tags, *self.settings.tags]))
@@ -246,6 +249,14 @@ class Recorder:
             row |= self._encode(row, answered.end)
         return row
 
+    def _decode(self, asked: Asked, answered: Answered, tokens: list[int]) -> tuple[Asked, Answered]:
+        """The same with the texts of which only the ids were given."""
+        assert self.tokenizer is not None
+        said = tokens[answered.num_prompt : None if answered.end is None else -1]
+        text = str(self.tokenizer.decode(said)) if answered.text is None else answered.text
+        prompt = str(self.tokenizer.decode(tokens[: answered.num_prompt]))
+        return dataclasses.replace(asked, prompt=prompt), dataclasses.replace(answered, text=text)
+
     def _chosen(self, conversation: str) -> bool:
         digest = hashlib.sha256(conversation.encode("utf-8", "replace")).digest()
         return int.from_bytes(digest[:8], "big") < self.settings.rate * 2**64
@@ -281,7 +292,9 @@ class Recorder:
             assert self.encode_chat is not None
             prompt, said = self.encode_chat(before, row["thinking"]), last["content"]
         else:
-            prompt, said = self.tokenizer(row["texts"][0])["input_ids"], row["texts"][1]
+            text, said = row["texts"]
+            begun = bool(self.tokenizer.bos_token) and text.startswith(str(self.tokenizer.bos_token))
+            prompt = self.tokenizer(text, add_special_tokens=not begun)["input_ids"]
         answer = self.tokenizer(said, add_special_tokens=False)["input_ids"] + ([] if end is None else [end])
         if not prompt or not answer:
             raise ValueError("its prompt or its answer has no tokens")

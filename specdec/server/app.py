@@ -103,7 +103,6 @@ class Answer:
             self.served.recorder,
             self.settings,
             self.job,
-            self.served.tokenizer,
             name=self.recorded_as,
             text=self.said,
             finish=reason,
@@ -322,10 +321,7 @@ def _encode(served: Served, settings: Settings) -> list[int]:
         except ValueError as error:
             raise RequestError(str(error), parameter="messages") from None
     assert isinstance(settings, CompletionRequest)
-    prompt: Any = settings.prompt
-    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
-        (prompt,) = prompt
-    tokens = served.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
+    tokens: Any = settings.prompt if settings.text is None else served.tokenizer(settings.text)["input_ids"]
     size = len(served.tokenizer)
     if not tokens or not all(isinstance(token, int) and 0 <= token < size for token in tokens):
         raise RequestError(

@@ -134,6 +134,12 @@ class ChatRequest(Settings):
 class CompletionRequest(Settings):
     prompt: str | list[int] | list[str]
 
+    @property
+    def text(self) -> str | None:
+        """The prompt; None: token ids, or more than one text."""
+        given = self.prompt[0] if isinstance(self.prompt, list) and len(self.prompt) == 1 else self.prompt
+        return given if isinstance(given, str) else None
+
 
 def parse(kind: type[Settings], body: bytes) -> Any:
     """Raises RequestError, with the field and what to change, for a body that is not such a request."""

@@ -2,8 +2,6 @@
 
 import dataclasses
 
-from transformers import PreTrainedTokenizerBase
-
 from specdec.server.engine import Job
 from specdec.server.protocol import ChatRequest, CompletionRequest, Settings
 from specdec.traffic import Answered, Asked, Recorder
@@ -13,7 +11,6 @@ def record(
     recorder: Recorder,
     settings: Settings,
     job: Job,
-    tokenizer: PreTrainedTokenizerBase,
     *,
     name: str,
     text: str,
@@ -22,12 +19,14 @@ def record(
     """Records an answer that has ended. name: the id of the row; text: of the answer, as the client has it"""
     generation = job.request.generation
     (tokens,), (accepted,) = generation.tokens, generation.accepted
-    messages, thinking = None, None
+    messages, prompt, thinking = None, None, None
     if isinstance(settings, ChatRequest):
         messages, thinking = [message.to_row() for message in settings.messages], settings.thinking
+    elif isinstance(settings, CompletionRequest):
+        prompt = settings.text
     asked = Asked(
         messages,
-        prompt_text(settings, job, tokenizer) if isinstance(settings, CompletionRequest) else None,
+        prompt,
         dataclasses.asdict(job.sampling),
         settings.metadata,
         seed=settings.seed,
@@ -46,8 +45,3 @@ def record(
         name=name,
     )
     recorder.record(asked, answered)
-
-
-def prompt_text(settings: CompletionRequest, job: Job, tokenizer: PreTrainedTokenizerBase) -> str:
-    given = settings.prompt[0] if isinstance(settings.prompt, list) else settings.prompt
-    return given if isinstance(given, str) else str(tokenizer.decode(job.prompt))
