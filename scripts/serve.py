@@ -13,17 +13,17 @@ docs/serving.md says when to serve with vLLM, SGLang or llama.cpp instead.
 
 import copy
 import logging
-import socket
 from dataclasses import dataclass, field
 
 from helpers import decoding, loading, proposers, recording
+from helpers.listening import listen, warn_if_open
 from helpers.options import option, options, run
 from specdec import checkpoint
 from specdec.batch import Request
 from specdec.decode import Decoder
 from specdec.sampling import Sampling
 from specdec.traffic import Origin
-from train import data, progress
+from train import data
 from train.pages.live_page import live_page
 
 KINDS = [Sampling(1.0, top_p=0.9), Sampling(1.0), Sampling()]  # one of each Sampling.kind
@@ -55,15 +55,6 @@ def warm_up(decoder: Decoder, rows: int) -> None:
         batch.close()
     if decoder.proposer:
         decoder.proposer.forget()
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Takes the port before the target is loaded. Raises ValueError if that cannot be."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family, backlog=2048)
-    except (OSError, OverflowError) as error:
-        raise ValueError(f"Nothing can listen at {host}:{port} ({error}): choose another port= or host=.") from error
 
 
 def main() -> None:
@@ -116,10 +107,7 @@ def main() -> None:
         page=live_page(target=model, drafts=drafts, max_length=longest),
         recorder=recorder,
     )
-    if chosen.host not in ("127.0.0.1", "localhost", "::1"):
-        progress.note(
-            f"warning: anyone who reaches {chosen.host}:{chosen.port} can use this server: it asks for no password."
-        )
+    warn_if_open(chosen.host, chosen.port, "server")
     logging.basicConfig(level=logging.WARNING)
     host, port = listening.getsockname()[:2]
     address = f"http://{host}:{port}"

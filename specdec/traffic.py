@@ -166,7 +166,7 @@ class Recorder:
                 self._waiting += 1
                 self._thread.submit(self._write, self.origin, asked, answered, time.time())
                 return
-        self._say("slow", f"Rows come faster than they are written: those beyond {MOST_WAITING} are dropped.")
+        self.say("slow", f"Rows come faster than they are written: those beyond {MOST_WAITING} are dropped.")
 
     def close(self) -> None:
         """Writes what waits, and ends."""
@@ -187,7 +187,7 @@ class Recorder:
         except _Dropped:
             return
         except Exception as error:
-            self._say(type(error).__name__, f"A row was not recorded ({type(error).__name__}: {error}).")
+            self.say(type(error).__name__, f"A row was not recorded ({type(error).__name__}: {error}).")
             return
         finally:
             with self._guard:
@@ -198,10 +198,10 @@ class Recorder:
             if self.files.append(line):
                 self.num_written += 1
             else:
-                self._say("room", "A row was not recorded: it is longer than a file may be, or others fill the folder.")
+                self.say("room", "A row was not recorded: it is longer than a file may be, or others fill the folder.")
         except (OSError, ValueError) as error:
             self.stopped = True
-            self._say("stopped", f"Recording has stopped ({error}). Answers go on; start again to record.")
+            self.say("stopped", f"Recording has stopped ({error}). Answers go on; start again to record.")
 
     def _row(self, origin: Origin | None, asked: Asked, answered: Answered, now: float) -> dict:
         """Raises _Dropped for a row that nobody wants, and any error for one that cannot be made."""
@@ -300,7 +300,7 @@ class Recorder:
             raise ValueError("its prompt or its answer has no tokens")
         return {"tokens": [*prompt, *answer], "prompt_tokens": len(prompt), "ids": "retokenised"}
 
-    def _say(self, kind: str, sentence: str) -> None:
+    def say(self, kind: str, sentence: str) -> None:
         """Logs a sentence, the first of each kind only."""
         if kind not in self._said:
             self._said.add(kind)

@@ -100,7 +100,10 @@ ORDER = [
     "server.engine",
     "server.metrics",
     "server.protocol",
+    "server.asgi",
     "server.recording",
+    "server.overheard",
+    "server.proxy",
     "server.app",
 ]
 FILES = sorted((ROOT / "specdec").rglob("*.py"))
