@@ -22,7 +22,7 @@ def read_texts(
 ) -> Iterator[list[int]]:
     """Token ids of every text that is not empty.
 
-    source: one .txt file, or what `reading.read_rows` takes, with rows that have `text` or `messages`
+    source: one .txt file, or what `reading.read_rows` takes, with rows that have `text`, `messages` or token ids (data.kept)
     keep: of conversations, only the assistant's turns ("answers") or the whole rendered conversation ("everything")
 
     Raises ValueError for a row with neither `text` nor `messages`.

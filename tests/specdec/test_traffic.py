@@ -13,7 +13,7 @@ from specdec import traffic, traffic_files
 from specdec.traffic import Answered, Asked, Origin, Recorder, Recording
 from tests.small_server import STOP
 from tests.support import small_tokenizer, word_tokenizer
-from train import data, encoding, reading
+from train import data, datastore, encoding, reading
 
 ORIGIN = Origin("server", "tiny", "0123456789abcdef", "run/step_000100")
 SAMPLING = {"temperature": 0.5, "top_k": None, "top_p": 0.9, "repetition_penalty": 1.0}
@@ -87,6 +87,10 @@ def test_rows_train_as_they_are(tmp_path):
         assert found[tuple(row["tokens"])] == mask
         encoded = data.encode(small_tokenizer(), conversation)
         assert (encoded.tokens, encoded.mask, encoded.category) == (row["tokens"], mask, "traffic")
+    texts = list(datastore.read_texts(str(tmp_path / "t"), small_tokenizer(), keep="everything"))
+    assert texts == [row["tokens"] for row in rows]
+    with pytest.raises(ValueError, match="no prompt"):
+        reading.load_prompts(str(tmp_path / "t"))
     with pytest.raises(ValueError, match="no messages, and its token ids are of another tokenizer"):
         data.encode(word_tokenizer(20), conversations[1])
 
