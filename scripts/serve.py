@@ -6,30 +6,33 @@
 
 http://localhost:8000 is a page on which drafted and plain answers are written side by side. Beside OpenAI's fields, requests may
 have top_k, repetition_penalty, ignore_eos, structured_outputs, chat_template_kwargs, speculate=false for an answer without drafts, and details=true for
-what every round drafted. /metrics counts drafts under vLLM's names. Ctrl-C or SIGTERM: what runs is finished, a second one ends it.
+what every round drafted. /metrics counts drafts under vLLM's names. record=FOLDER records conversations, to train on them
+(docs/traffic.md); nothing is recorded without it. Ctrl-C or SIGTERM: what runs is finished, a second one ends it.
 docs/serving.md says when to serve with vLLM, SGLang or llama.cpp instead.
 """
 
 import copy
 import functools
 import logging
-import socket
 from dataclasses import dataclass, field
 
-from helpers import decoding, loading, proposers
+from helpers import decoding, loading, proposers, recording
+from helpers.listening import listen, warn_if_open
 from helpers.options import option, options, run
+from specdec import checkpoint
 from specdec.batch import Request
 from specdec.decode import Decoder
 from specdec.grammar import Grammars
 from specdec.sampling import Sampling
-from train import data, progress
+from specdec.traffic import Origin
+from train import data
 from train.pages.live_page import live_page
 
 KINDS = [Sampling(1.0, top_p=0.9), Sampling(1.0), Sampling()]  # one of each Sampling.kind
 
 
 @dataclass(frozen=True, kw_only=True)
-class Serve(proposers.ProposerOptions):
+class Serve(proposers.ProposerOptions, recording.RecordOptions):
     host: str = option("127.0.0.1", "address to listen at; 0.0.0.0: all of this machine, for anyone who reaches it")
     port: int = option(8000, "port to listen at; 0: any free one")
     model: str | None = option(None, "name of the model in requests; null: the target's. The checkpoint's is known too")
@@ -56,15 +59,6 @@ def warm_up(decoder: Decoder, rows: int) -> None:
         decoder.proposer.forget()
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Takes the port before the target is loaded. Raises ValueError if that cannot be."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family, backlog=2048)
-    except (OSError, OverflowError) as error:
-        raise ValueError(f"Nothing can listen at {host}:{port} ({error}): choose another port= or host=.") from error
-
-
 def main() -> None:
     chosen = options(Serve, __doc__)
     try:
@@ -81,6 +75,7 @@ def main() -> None:
     if chosen.decode.temperature != "0":
         raise ValueError("decode.temperature is for each request to say: give temperature in the request.")
 
+    record = recording.settings(chosen)
     listening = listen(chosen.host, chosen.port)
     drafting = chosen.decode.drafting()
     loaded = proposers.load(chosen, chosen.target, drafting)
@@ -100,6 +95,9 @@ def main() -> None:
     positions = loaded.target.max_positions
     longest = chosen.max_length if positions is None else min(chosen.max_length, positions - loaded.proposer.depth)
     drafts = f"{loaded.title} of {chosen.checkpoint}" if chosen.checkpoint else loaded.title
+    head = checkpoint.name_of(loaded.checkpoint) if loaded.checkpoint else None
+    origin = Origin("server", loaded.target.name, loaded.target.fingerprint(), head)
+    recorder = recording.open_recorder(record, origin, loaded.tokenizer) if record else None
     served = Served(
         engine=engine,
         metrics=metrics,
@@ -114,15 +112,16 @@ def main() -> None:
         max_body=chosen.max_body,
         compile_grammar=lambda grammar: grammars().constraint(grammar),
         page=live_page(target=model, drafts=drafts, max_length=longest),
+        recorder=recorder,
     )
-    if chosen.host not in ("127.0.0.1", "localhost", "::1"):
-        progress.note(
-            f"warning: anyone who reaches {chosen.host}:{chosen.port} can use this server: it asks for no password."
-        )
+    warn_if_open(chosen.host, chosen.port, "server")
     logging.basicConfig(level=logging.WARNING)
     host, port = listening.getsockname()[:2]
     address = f"http://{host}:{port}"
-    print(f"{model}, drafted by {drafts}: {address} (page), {address}/v1 (OpenAI's interface)", flush=True)
+    print(
+        f"{model}, drafted by {drafts}: {address} (page), {address}/v1 (OpenAI's interface){recording.describe(record)}",
+        flush=True,
+    )
     config = uvicorn.Config(make_app(served), log_level="warning", access_log=False)
     uvicorn.Server(config).run(sockets=[listening])
 

@@ -5,6 +5,7 @@ of its own loop.
 """
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +36,8 @@ from specdec.proposers.auto import Auto
 from specdec.proposers.base import Proposer
 from specdec.proposers.heads import HeadProposer
 from specdec.sampling import Sampling
-from specdec.target import Target
+from specdec.target import Target, load_tokenizer
+from specdec.traffic import Answered, Asked, Origin, Recorder, Recording
 
 # What changes logits, in the order in which Sampling does it; the last normalises, which changes no law.
 PROCESSORS: tuple[type, ...] = (
@@ -71,6 +73,7 @@ class Speculative:
     checkpoint: a step's folder, a run's folder for its best step, or user/name[@revision] on the Hugging Face Hub
     decode: how to draft and verify; None: how much to draft is chosen every round (proposers/auto.py), not compiled
     grammar: that all answers follow (specdec.grammar.Grammar); give `generate` the tokenizer= then
+    record: a folder, or a recorder with a tokenizer, to which prompts and answers are written (docs/traffic.md); None: nowhere
 
     The drafter is loaded at the first call and kept, with the model, until a call with another model. Raises ValueError
     for a model that is not the checkpoint's target, and for settings of `generate` that this decoder does not support.
@@ -78,8 +81,15 @@ class Speculative:
     attention, so one model must not generate in two threads at once.
     """
 
-    def __init__(self, checkpoint: str | Path, decode: Drafting | None = None, grammar: Grammar | None = None):
-        self._folder, self._decode, self._grammar = checkpoint, decode, grammar
+    def __init__(
+        self,
+        checkpoint: str | Path,
+        decode: Drafting | None = None,
+        *,
+        grammar: Grammar | None = None,
+        record: Recorder | str | Path | None = None,
+    ):
+        self._folder, self._decode, self._grammar, self.record = checkpoint, decode, grammar, record
         self._grammars: tuple[Any, Grammars] | None = None  # of the last tokenizer
         self.last: Generation | None = None
         self._loaded: _Loaded | None = None
@@ -113,6 +123,7 @@ class Speculative:
         result = Generation([[] for _ in prompts], [[] for _ in prompts])
         with _borrowed(model):
             loaded = self._load(model)
+            recorder = self._recorder(loaded)
             decoder = loaded.drafting.decoder(
                 loaded.target, loaded.proposer, sampling=sampling, stop=set(), runner=loaded.runner
             )
@@ -125,6 +136,10 @@ class Speculative:
             )
             sequences = _hand_out(rounds, result, input_ids, stopping_criteria, pad, streamer)
         self.last = result
+        if recorder is not None:
+            ends = generation_config._eos_token_tensor
+            stop = set() if ends is None else set(ends.flatten().tolist())
+            _record(recorder, prompts, result, sampling, num_new, stop, self._grammar)
         if generation_config.return_dict_in_generate:
             return GenerateDecoderOnlyOutput(sequences=sequences)  # type: ignore[arg-type]  # they are whole numbers
         return sequences
@@ -142,6 +157,16 @@ class Speculative:
             stop = set() if ends is None else set(ends.flatten().tolist())
             self._grammars = tokenizer, Grammars(tokenizer, vocab_size, stop)
         return [self._grammars[1].constraint(self._grammar) for _ in range(num)]
+
+    def _recorder(self, loaded: _Loaded) -> Recorder | None:
+        """Raises ValueError if the folder cannot be used, or if the model's tokenizer is not found."""
+        if self.record is None:
+            return None
+        if not isinstance(self.record, Recorder):
+            self.record = Recorder(Recording(Path(self.record)), tokenizer=load_tokenizer(loaded.target.name))
+        target, head = loaded.target, checkpoint.name_of(checkpoint.resolve(self._folder))
+        self.record.origin = Origin("generate", target.name, target.fingerprint(), head)
+        return self.record
 
     def _load(self, model: PreTrainedModel) -> _Loaded:
         """The drafter for this model; it is loaded again only for another model, or if the weights have changed."""
@@ -206,6 +231,32 @@ def _hand_out(
         result.tokens[row] = result.tokens[row][:length]
         result.accepted[row] = _within(result.accepted[row], length)
     return input_ids
+
+
+def _record(
+    recorder: Recorder,
+    prompts: list[list[int]],
+    result: Generation,
+    sampling: Sampling,
+    num_new: int,
+    stop: set[int],
+    grammar: Grammar | None,
+) -> None:
+    """Records each row, of which only ids are known. stop: ids that end an answer"""
+    for prompt, tokens, accepted in zip(prompts, result.tokens, result.accepted):
+        end = tokens[-1] if tokens[-1] in stop else None
+        answered = Answered(
+            None,
+            "length" if end is None and len(tokens) >= num_new else "stop",
+            prompt + tokens,
+            num_prompt=len(prompt),
+            end=end,
+            rounds=len(accepted),
+            drafted=sum(result.drafted[: len(accepted)]),
+            accepted=list(accepted),
+        )
+        asked = Asked(None, None, dataclasses.asdict(sampling), grammar=grammar.to_row() if grammar else None)
+        recorder.record(asked, answered)
 
 
 def _within(accepted: list[int], length: int) -> list[int]:

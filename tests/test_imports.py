@@ -51,6 +51,8 @@ ORDER = [
     "unroll",
     "replay",
     "datastore",
+    "traffic_files",
+    "traffic",
     "generation",
     "proposers.base",
     "proposers.text",
@@ -100,6 +102,10 @@ ORDER = [
     "server.engine",
     "server.metrics",
     "server.protocol",
+    "server.asgi",
+    "server.recording",
+    "server.overheard",
+    "server.proxy",
     "server.app",
 ]
 FILES = sorted((ROOT / "specdec").rglob("*.py"))

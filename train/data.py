@@ -201,11 +201,16 @@ def kept(tokenizer: PreTrainedTokenizerBase, conversation: dict) -> Row | None:
 
     None, with a warning, if they belong to another tokenizer. Raises ValueError if they cannot be right.
     """
-    tokens, num_prompt = conversation.get("tokens"), conversation.get("prompt_tokens")
-    if tokens is None or num_prompt is None:
+    if not reading.has_ids(conversation):
         return None
+    tokens, num_prompt = conversation["tokens"], conversation["prompt_tokens"]
     digest, size = vocabulary(tokenizer, len(tokenizer))
     if conversation.get("tokenizer") != digest:
+        if conversation.get("messages") is None:
+            raise ValueError(
+                f"Row {conversation['id']} has no messages, and its token ids are of another tokenizer than that of "
+                f"{tokenizer.name_or_path}. Remove the row, or train with its own target."
+            )
         warnings.warn(
             f"Row {conversation['id']} and perhaps others have token ids of another tokenizer than that of "
             f"{tokenizer.name_or_path}. Their messages are encoded again, so the text may be cut into other tokens.",

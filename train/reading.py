@@ -119,7 +119,15 @@ def named(row: dict, index: int) -> dict:
     return {**row, "id": str(index if row_id is None else row_id), "category": "all" if category is None else category}
 
 
+def has_ids(row: dict) -> bool:
+    """Whether a row holds the token ids that the target read and wrote, so that it needs no messages (data.kept)."""
+    return row.get("tokens") is not None and row.get("prompt_tokens") is not None
+
+
 def check_messages(row: dict, place: str) -> list[dict]:
+    """The messages; none for a row with token ids alone. Raises ValueError for a row with neither."""
+    if row.get("messages") is None and has_ids(row):
+        return []
     messages = row.get("messages")
     if not isinstance(messages, list) or not messages:
         raise ValueError(f'{place}: no messages. A row needs "messages": [{{"role": ..., "content": ...}}, ...].')

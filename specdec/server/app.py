@@ -16,8 +16,11 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 from transformers import PreTrainedTokenizerBase
 
+from specdec import traffic
 from specdec.generation import Ends, StopStrings, reached
 from specdec.grammar import Constraint, Grammar
+from specdec.server import recording
+from specdec.server.asgi import read_body, refuse, wait_until_gone
 from specdec.server.engine import End, Engine, Event, Job, Round
 from specdec.server.metrics import Metrics
 from specdec.server.protocol import ChatRequest, CompletionRequest, RequestError, Settings, parse
@@ -36,6 +39,7 @@ class Served:
     stop: token ids that end an answer; max_length: tokens of a prompt and its answer; timeout: seconds of a request
     max_body: bytes; page: the live page
     compile_grammar: raises ValueError for one that cannot be used; None: requests cannot have grammars
+    recorder: writes down what is answered; None: nothing is recorded
     """
 
     engine: Engine
@@ -51,6 +55,7 @@ class Served:
     max_body: int = 1 << 20
     page: str = ""
     compile_grammar: Callable[[Grammar], Constraint | None] | None = None
+    recorder: traffic.Recorder | None = None
 
 
 def decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
@@ -68,6 +73,8 @@ class Answer:
     text: StreamedText
     events: asyncio.Queue[Event]
     began: float
+    recorded_as: str | None = None  # the id of its row; None: it is not recorded
+    said: str = ""
 
     async def pieces(self) -> AsyncIterator[tuple[list[str], Round | None, str | None]]:
         """Text of each token, the round that they came from, and at the end the reason. Raises RequestError if the request failed."""
@@ -80,13 +87,30 @@ class Answer:
                 if event.reason in ("timeout", "error"):
                     status = 504 if event.reason == "timeout" else 500
                     raise RequestError(event.message, status=status, headers=NO_RETRY)
-                yield [self.text.end()], None, event.reason
+                rest = self.text.end()
+                self.said += rest
+                self._record(event.reason)
+                yield [rest], None, event.reason
                 return
             if event.drafted is None:
                 metrics.first_token.labels(served.model).observe(time.monotonic() - self.began)
             metrics.saw_round(event)
             ends = self.job.ends.tokens
-            yield ["" if token in ends else self.text.add(token) for token in event.tokens], event, None
+            pieces = ["" if token in ends else self.text.add(token) for token in event.tokens]
+            self.said += "".join(pieces)
+            yield pieces, event, None
+
+    def _record(self, reason: str) -> None:
+        if self.recorded_as is None or self.served.recorder is None:
+            return
+        recording.record(
+            self.served.recorder,
+            self.settings,
+            self.job,
+            name=self.recorded_as,
+            text=self.said,
+            finish=reason,
+        )
 
     def usage(self) -> dict[str, Any]:
         """As OpenAI's, with what became of the drafts. Once the answer has ended, as the engine counts until then."""
@@ -152,12 +176,17 @@ def make_app(served: Served) -> Starlette:
         served.engine.start()
         yield
         await asyncio.to_thread(served.engine.stop)
+        if served.recorder:
+            await asyncio.to_thread(served.recorder.close)
 
     async def page(_: Request) -> Response:
         return HTMLResponse(served.page)
 
     async def health(_: Request) -> Response:
-        return JSONResponse({"status": "ok" if served.engine.alive else "dead"}, 200 if served.engine.alive else 503)
+        found: dict[str, Any] = {"status": "ok" if served.engine.alive else "dead"}
+        if served.recorder:
+            found["recording"] = served.recorder.alive
+        return JSONResponse(found, 200 if served.engine.alive else 503)
 
     async def metrics(_: Request) -> Response:
         return Response(served.metrics.text(served.engine), media_type="text/plain; version=0.0.4")
@@ -183,13 +212,8 @@ def make_app(served: Served) -> Starlette:
             Route("/v1/completions", partial(_complete, served, CompletionRequest), methods=["POST"]),
         ],
         lifespan=lifespan,
-        exception_handlers={RequestError: _refuse, 404: _refuse_path, 405: _refuse_path},
+        exception_handlers={RequestError: refuse, 404: _refuse_path, 405: _refuse_path},
     )
-
-
-async def _refuse(_: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestError)
-    return JSONResponse(error.to_json(), error.status, headers=error.headers)
 
 
 async def _refuse_path(request: Request, error: Exception) -> Response:
@@ -205,9 +229,10 @@ async def _complete(served: Served, kind: type[Settings], request: Request) -> R
     settings = parse(kind, await _read_body(request, served.max_body))
     answer = _begin(served, settings)
     form = Form(isinstance(settings, ChatRequest), settings.model or served.model)
+    answer.recorded_as = form.id if traffic.allowed(request.headers, settings.store) else None
     if settings.stream:
         return StreamingResponse(_stream(answer, form), media_type="text/event-stream")
-    gone = asyncio.ensure_future(_wait_until_gone(request))
+    gone = asyncio.ensure_future(wait_until_gone(request))
     whole = asyncio.ensure_future(_whole(answer, form))
     try:
         await asyncio.wait({gone, whole}, return_when=asyncio.FIRST_COMPLETED)
@@ -219,20 +244,10 @@ async def _complete(served: Served, kind: type[Settings], request: Request) -> R
 
 
 async def _read_body(request: Request, most: int) -> bytes:
-    """Raises RequestError for a body that is longer, before all of it is read, and for one that is not said to be JSON."""
+    """Raises RequestError for a body that is longer, and for one that is not said to be JSON."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise RequestError("Send the body with the header Content-Type: application/json.", status=415)
-    body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > most:
-            raise RequestError(f"The body is longer than the {most} bytes that this server takes.", status=413)
-    return bytes(body)
-
-
-async def _wait_until_gone(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+    return await read_body(request, most)
 
 
 def _known(served: Served, name: str) -> str:
@@ -303,20 +318,12 @@ def _constrain(served: Served, grammar: Grammar | None) -> Constraint | None:
 def _encode(served: Served, settings: Settings) -> list[int]:
     """The prompt's token ids, at least one."""
     if isinstance(settings, ChatRequest):
-        given = settings.chat_template_kwargs or {}
-        if not set(given) <= {"enable_thinking"} or not isinstance(given.get("enable_thinking", True), bool):
-            raise RequestError(
-                "chat_template_kwargs may hold enable_thinking, true or false.", parameter="chat_template_kwargs"
-            )
         try:
-            return served.encode_chat([message.to_row() for message in settings.messages], given.get("enable_thinking"))
+            return served.encode_chat([message.to_row() for message in settings.messages], settings.thinking)
         except ValueError as error:
             raise RequestError(str(error), parameter="messages") from None
     assert isinstance(settings, CompletionRequest)
-    prompt: Any = settings.prompt
-    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
-        (prompt,) = prompt
-    tokens = served.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
+    tokens: Any = settings.prompt if settings.text is None else served.tokenizer(settings.text)["input_ids"]
     size = len(served.tokenizer)
     if not tokens or not all(isinstance(token, int) and 0 <= token < size for token in tokens):
         raise RequestError(

@@ -27,8 +27,6 @@ FORMS = {  # of fields that may hold several things
 }
 IGNORED = (
     "user",
-    "metadata",
-    "store",
     "service_tier",
     "prediction",
     "safety_identifier",
@@ -137,6 +135,8 @@ class Settings(BaseModel):
     ignore_eos: bool = False
     speculate: bool = True
     details: bool = False
+    metadata: dict[str, Any] | None = None  # traffic.py reads `conversation` and `tags`
+    store: bool | None = None  # false: not recorded
 
     def sampling(self) -> Sampling:
         """Without fields as OpenAI says: temperature 1, no filters."""
@@ -181,9 +181,25 @@ class ChatRequest(Settings):
     def most_tokens(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
 
+    @property
+    def thinking(self) -> bool | None:
+        """None: the chat template's default. Raises RequestError for other arguments of the template."""
+        given = self.chat_template_kwargs or {}
+        if not set(given) <= {"enable_thinking"} or not isinstance(given.get("enable_thinking", True), bool):
+            raise RequestError(
+                "chat_template_kwargs may hold enable_thinking, true or false.", parameter="chat_template_kwargs"
+            )
+        return given.get("enable_thinking")
+
 
 class CompletionRequest(Settings):
     prompt: str | list[int] | list[str]
+
+    @property
+    def text(self) -> str | None:
+        """The prompt; None: token ids, or more than one text."""
+        given = self.prompt[0] if isinstance(self.prompt, list) and len(self.prompt) == 1 else self.prompt
+        return given if isinstance(given, str) else None
 
 
 def parse(kind: type[Settings], body: bytes) -> Any:

@@ -1,4 +1,4 @@
-"""Tests of scripts/serve.py and scripts/load_server.py as commands: start, signals, refusals."""
+"""Tests of scripts/serve.py, proxy.py and load_server.py as commands: start, signals, refusals, recording."""
 
 import contextlib
 import json
@@ -14,9 +14,12 @@ import httpx
 import pytest
 
 import load_server
+import proxy
 import serve
+from specdec import traffic
 from tests.support import ROOT, child_environment, save_eagle, save_target, write_prompts
 
+ADDRESS = r"http://127\.0\.0\.1:\d+"
 QUESTION = {"messages": [{"role": "user", "content": "Why is the sky blue?"}], "temperature": 0}
 
 
@@ -30,12 +33,18 @@ def folder(tmp_path_factory):
 @contextlib.contextmanager
 def started(folder, *more: str):
     """-> the process and its URL"""
-    arguments = [f"checkpoint={folder / 'head'}", "proposer=head", "target.dtype=float32", "port=0", "rows=2", *more]
-    command = [sys.executable, "scripts/serve.py", *arguments]
-    child = subprocess.Popen(command, cwd=ROOT, env=child_environment(), stdout=subprocess.PIPE, text=True)
+    head = [f"checkpoint={folder / 'head'}", "proposer=head", "target.dtype=float32", "rows=2"]
+    with command("serve", *head, *more) as (child, line):
+        yield child, re.search(ADDRESS, line).group()
+
+
+@contextlib.contextmanager
+def command(script: str, *arguments: str):
+    """-> the process of a script that serves, and the line that it begins with"""
+    words = [sys.executable, f"scripts/{script}.py", "port=0", *arguments]
+    child = subprocess.Popen(words, cwd=ROOT, env=child_environment(), stdout=subprocess.PIPE, text=True)
     try:
-        line = child.stdout.readline()
-        yield child, re.search(r"http://127\.0\.0\.1:\d+", line).group()
+        yield child, child.stdout.readline()
     finally:
         child.kill()
         child.wait()
@@ -88,6 +97,40 @@ def test_a_load_of_all_kinds_is_answered_and_reported(folder, tmp_path, run_scri
     assert counts["malformed, refused"] > 0 and not any(
         name.startswith(("failed", "malformed, not")) for name in counts
     )
+
+
+@pytest.mark.slow
+def test_the_server_and_a_proxy_before_it_record_the_same(folder, tmp_path):
+    serving = started(folder, f"record={tmp_path / 'server'}", "record_tags=a,b")
+    with serving as (server, url):
+        names = [f"upstream={url}/v1", f"target.name={folder / 'target'}", f"record={tmp_path / 'proxy'}"]
+        with command("proxy", *names) as (between, line):
+            assert f"all conversations are recorded in {tmp_path / 'proxy'}" in line
+            at = re.search(ADDRESS, line).group()
+            assert httpx.get(f"{at}/health").json() == {"status": "ok", "recording": True}
+            body = {**QUESTION, "max_tokens": 16}
+            answer = httpx.post(f"{at}/v1/chat/completions", json=body, timeout=60).json()
+            for child in (between, server):
+                child.send_signal(signal.SIGTERM)
+                child.wait(timeout=30)
+    (one,), (other,) = (traffic.read(tmp_path / name) for name in ("server", "proxy"))
+    assert one["id"] == other["id"] == answer["id"] and one["messages"] == other["messages"]
+    assert one["conversation"] == other["conversation"] and one["tags"] == ["a", "b"]
+    assert one["prompt_tokens"] == other["prompt_tokens"] and sorted(other["accepted"]) == sorted(one["accepted"])
+    assert one["head"] == f"{folder.name}/head" and one["target_fingerprint"]
+    assert other["head"] is None and other["target"] == one["target"] == str(folder / "target")
+
+
+def test_recording_that_cannot_be_is_refused(folder, run_script):
+    def refuse(script, message: str, *arguments: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            run_script(script, *arguments)
+
+    head, url = f"checkpoint={folder / 'head'}", "upstream=http://localhost:1"
+    refuse(serve, "record_rate=2.0 must be a share", head, "record=x", "record_rate=2")
+    refuse(serve, "record_redact=json:x cannot be found", head, "record=x", "record_redact=json:x")
+    refuse(proxy, "record_max_bytes=1 must be room", url, "record=x", "record_max_bytes=1")
+    refuse(proxy, "upstream=localhost must be a URL", "upstream=localhost", "record=x")
 
 
 def test_what_cannot_be_served_is_refused(folder, monkeypatch, run_script):

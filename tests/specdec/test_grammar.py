@@ -3,6 +3,7 @@
 import collections
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -339,3 +340,26 @@ def test_an_answer_ends_with_its_stop_token_under_a_grammar(small_target):
         constraint = Constraint(Language(language, small_target.vocab_size), frozenset({3}))
         (answer,) = decoder.generate([[1, 2, 1, 2]], 30, constraints=[constraint]).tokens
         assert len(answer) == 7 and answer[-1] == 3 and Ends(frozenset({3})).cut([], answer) == (answer, True)
+
+
+def test_generate_follows_a_grammar(tmp_path):
+    """`custom_generate`, with rows of different lengths; without a tokenizer it says what to give."""
+    pytest.importorskip("llguidance")
+    from transformers import AutoModelForCausalLM
+
+    from specdec.generate import Speculative
+    from tests.support import save_eagle, save_target, small_tokenizer
+
+    target, tokenizer = save_target(tmp_path / "target"), small_tokenizer()
+    save_eagle(tmp_path / "head", target)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "target", dtype=torch.float64)
+    speculative = Speculative(tmp_path / "head", grammar=Grammar.parse("regex:(sky|blue) is [0-9]{2}"))
+    tokenizer.padding_side = "left"
+    inputs = tokenizer(["What is the sky?", "a"], return_tensors="pt", padding=True)
+    inputs.pop("token_type_ids", None)
+    settings = {"custom_generate": speculative, "max_new_tokens": 30, "do_sample": False, "pad_token_id": 2}
+    answers = model.generate(**inputs, **settings, tokenizer=tokenizer)
+    texts = tokenizer.batch_decode(answers[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    assert all(re.fullmatch("(sky|blue) is [0-9]{2}", text) for text in texts)
+    with pytest.raises(ValueError, match="tokenizer=tokenizer"):
+        model.generate(**inputs, **settings)

@@ -2,8 +2,6 @@
 
 import contextlib
 import json
-import socket
-import threading
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import openai
 import pytest
-import uvicorn
 
 from specdec.decode import Decoder
 from specdec.proposers.heads import HeadProposer
@@ -20,6 +17,7 @@ from specdec.server.app import Served, make_app
 from specdec.server.engine import Engine
 from specdec.server.metrics import Metrics
 from specdec.target import Target
+from tests.running import running
 from tests.support import chain_of, greedy, make_drafter, save_target, small_tokenizer
 from train import data
 
@@ -38,18 +36,9 @@ def serving(target, *, rows=4, queue=64, **settings):
     usual = {"stop": frozenset(STOP), "model": "tiny", "max_length": 400, "max_body": 20000, "page": "<h1>a page</h1>"}
     encode = lambda messages, thinking: data.encode_prompt(tokenizer, messages, thinking=thinking)
     served = Served(engine, metrics, tokenizer, small_tokenizer(), encode, **(usual | settings))
-    listening = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(make_app(served), log_level="warning"))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
-    thread.start()
-    try:
-        while not server.started:
-            time.sleep(0.01)
-        yield f"http://127.0.0.1:{listening.getsockname()[1]}", served
-    finally:
-        server.should_exit = True
-        thread.join(timeout=60)
-        assert not engine.alive
+    with running(make_app(served)) as url:
+        yield url, served
+    assert not engine.alive
 
 
 @pytest.fixture(scope="module")
