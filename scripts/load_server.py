@@ -23,6 +23,7 @@ from helpers.options import option, options, run
 from train import progress, reading
 
 BAD = [b"{", b'{"messages": []}', b'{"messages": [{"role": "user", "content": "a"}], "temperature": "hot"}']
+GOLDEN = 0.6180339887
 EVERY = 15.0  # seconds between two looks at memory
 MEMORY = "process_resident_memory_bytes"
 
@@ -50,6 +51,7 @@ class Load:
     counts: Counter = field(default_factory=Counter)
     seconds: list[float] = field(default_factory=list)  # of whole answers
     tokens: int = 0
+    begun: int = 0  # requests of all clients
     wrong: list[dict] = field(default_factory=list)  # answers at temperature 0 that are not those given alone
     memory: list[tuple[float, float]] = field(default_factory=list)  # seconds since the start, bytes
     task: progress.Task | None = None  # while all ask
@@ -89,7 +91,8 @@ class Load:
 
     async def one(self, draw: random.Random) -> None:
         """One request of any kind."""
-        number, kind = draw.randrange(len(self.questions)), draw.random()
+        number, kind = draw.randrange(len(self.questions)), self.begun * GOLDEN % 1  # so all kinds come early, and evenly
+        self.begun += 1
         body = self.body(number, stream=draw.random() < 0.5, speculate=draw.random() < 0.8)
         if body["stream"]:
             body["stream_options"] = {"include_usage": True}
