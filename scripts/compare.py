@@ -36,7 +36,7 @@ from train.resumable import Resumable, digest, digest_folder, resumable
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompareDecodeOptions(decoding.CommonDecodeOptions):
+class CompareDecodeOptions(decoding.GrammarOption, decoding.CommonDecodeOptions):
     temperature: str = "0,1"
 
 
@@ -60,6 +60,9 @@ def main() -> None:
     runs = loading.load_runs(chosen.checkpoint, chosen.target)
     opened = loading.shared_target(runs, chosen.target, head=chosen.settings.get("checkpoint"))
     prompts = data.load_prompts(chosen.prompts, opened.tokenizer, limit=chosen.limit)
+    ruled = decoding.Ruled.of(chosen.decode.grammar, opened)
+    if ruled:
+        prompts = ruled.apply(prompts)
     configs = proposers.configure_for_each(
         chosen.proposers,
         settings=chosen.settings,
@@ -74,7 +77,7 @@ def main() -> None:
         runners: dict[str, Runner] = collections.defaultdict(chosen.decode.runner)
         for sampling in samplings:
             decoders = make_decoders(methods, sampling, opened.stop, runners)
-            for rows in decode_missing(chosen, methods, decoders, prompts, results, sampling):
+            for rows in decode_missing(chosen, methods, decoders, prompts, results, sampling, ruled):
                 results.append(*rows)
         given = {f"proposer.{key}": value for key, value in chosen.settings.items()}
         console.print(write(out, methods, run_of, results.rows, settings, given))
@@ -142,17 +145,23 @@ def decode_missing(
     prompts: list[Prompt],
     results: Resumable,
     sampling: Sampling,
+    ruled: decoding.Ruled | None,
 ) -> Iterator[list[dict]]:
     """Decodes the prompts that have no row at this temperature. Yields the rows of each batch."""
     done = {row["number"] for row in results.rows if row["temperature"] == sampling.temperature}
     missing = [number for number in range(len(prompts)) if number not in done]
     groups = turns(missing, chosen.batch) if missing else []
+    grammars = ruled and ruled.grammars
     if groups:
-        compare_prompts(methods, decoders, prompts, [0], min(8, chosen.max_new_tokens), batch=1)  # a warm-up
+        compare_prompts(
+            methods, decoders, prompts, [0], min(8, chosen.max_new_tokens), batch=1, grammars=grammars
+        )  # a warm-up
     for method in methods:
         method.proposer.forget()
     for numbers in progress.track(groups, f"temperature {sampling.temperature:g}", unit="prompts", size=len):
-        yield compare_prompts(methods, decoders, prompts, numbers, chosen.max_new_tokens, batch=chosen.batch)
+        yield compare_prompts(
+            methods, decoders, prompts, numbers, chosen.max_new_tokens, batch=chosen.batch, grammars=grammars
+        )
 
 
 def write(

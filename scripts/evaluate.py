@@ -14,12 +14,12 @@ from pathlib import Path
 import rich.console
 import rich.table
 
-from helpers import decoding, loading, processes, proposers
+from helpers import decoding, grammar_figures, loading, processes, proposers
 from helpers.options import option, options, run
 from specdec import checkpoint, files, hub, rules, serving
 from specdec.drafting import Drafting
 from specdec.figures import TAU
-from specdec.measurement import Prompt, measure
+from specdec.measurement import Prompt, PromptResult, measure
 from specdec.proposers.auto import Auto
 from specdec.proposers.heads import HeadProposer
 from specdec.report import Report, summarise_by_category
@@ -61,11 +61,16 @@ def main() -> None:
     if batch is None:
         batch = find_batch(loaded, drafting, samplings[0], prompts, chosen.max_new_tokens)
         console.print(f"decoding {batch} prompts at once, which is fastest here; latency is that of the batch")
-    reports = []
+    reports, ruled_figures = [], list[dict]()
     for sampling in samplings:
-        reports.append(evaluate(chosen, loaded, auto, drafting, sampling, prompts, batch, ruled))
+        report, results = evaluate(chosen, loaded, auto, drafting, sampling, prompts, batch, ruled)
+        reports.append(report)
         display.validation(console, reports[-1], loaded.title)
         console.print(by_category(reports[-1]))
+        if ruled:
+            answers = [(result.prompt, result.drafted.tokens[0]) for result in results]
+            ruled_figures.append(grammar_figures.measure(ruled.grammars, loaded, answers))
+            console.print(grammar_figures.sentence(ruled_figures[-1]))
     served = read_served(loaded.checkpoint, console)
     document = {
         **reports[0].to_json(),
@@ -79,6 +84,7 @@ def main() -> None:
             **loading.machine(loaded.target),
         },
         "temperatures": [report.to_json() for report in reports],
+        **({"grammar": ruled_figures} if ruled else {}),
     }
     if processes.MAIN:
         files.write_text(Path(chosen.out), json.dumps(document, indent=2) + "\n")
@@ -116,8 +122,8 @@ def evaluate(
     prompts: list[Prompt],
     batch: int,
     ruled: decoding.Ruled | None,
-) -> Report:
-    """The report at one temperature."""
+) -> tuple[Report, list[PromptResult]]:
+    """The report at one temperature, and what it is made of."""
     title = f"temperature {sampling.temperature:g}"
     results = measure(
         loaded.target,
@@ -142,10 +148,10 @@ def evaluate(
         lossy=drafting.rule in rules.LOSSY,
     )
     if auto is None or report.auto is None:
-        return report
+        return report, results
     account = auto.account
     chosen_by = {"predicted_speedup": auto.predicted(), "head_rounds": account.head, "trials": account.trials}
-    return replace(report, auto=report.auto | chosen_by)
+    return replace(report, auto=report.auto | chosen_by), results
 
 
 def by_category(report: Report) -> rich.table.Table:

@@ -91,7 +91,10 @@ class Load:
 
     async def one(self, draw: random.Random) -> None:
         """One request of any kind."""
-        number, kind = draw.randrange(len(self.questions)), self.begun * GOLDEN % 1  # so all kinds come early, and evenly
+        number, kind = (
+            draw.randrange(len(self.questions)),
+            self.begun * GOLDEN % 1,
+        )  # so all kinds come early, and evenly
         self.begun += 1
         body = self.body(number, stream=draw.random() < 0.5, speculate=draw.random() < 0.8)
         if body["stream"]:

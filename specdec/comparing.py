@@ -9,6 +9,7 @@ from specdec.decode import Decoder
 from specdec.drafter import Drafter
 from specdec.drafting import Drafting
 from specdec.generation import Generation
+from specdec.grammar import Grammars
 from specdec.measurement import Prompt, PromptResult, seeded_generator
 from specdec.proposers.base import Proposer
 from specdec.report import Report, summarise_by_category
@@ -76,11 +77,18 @@ def compare_prompts(
     max_new_tokens: int,
     *,
     batch: int,
+    grammars: Grammars | None = None,
 ) -> list[dict]:
-    """Decodes the prompts of these numbers, `batch` at once, by all methods in turn. -> a row for JSON for each; see `results_of`"""
+    """Decodes the prompts of these numbers, `batch` at once, by all methods in turn. -> a row for JSON for each; see `results_of`
+
+    grammars: compiles those of prompts; None: no answer follows one
+    """
     sampling = decoders[methods[0].name].sampling
     tokens, turn = [prompts[number].tokens for number in numbers], numbers[0] // len(numbers)
-    generations = measurement.answers(decoders, tokens, max_new_tokens, rows=batch, seeds=numbers, turn=turn)
+    constraint = measurement.constrain_each(grammars, [prompts[number] for number in numbers])
+    generations = measurement.answers(
+        decoders, tokens, max_new_tokens, rows=batch, seeds=numbers, turn=turn, constraint=constraint
+    )
     rows = []
     for place, number in enumerate(numbers):
         cells = {}
@@ -90,9 +98,10 @@ def compare_prompts(
                 prompts[number],
                 generations[method.baseline][place],
                 generations[method.name][place],
-                replayed=method.replayed(sampling),
+                replayed=None if grammars else method.replayed(sampling),
                 depth=method.depth,
                 sampling=sampling,
+                constraint=constraint(place),
             )
             figures = {name: getattr(result, name) for name in ("replayed_rounds", "replayed_accepted", "gap")}
             cells[method.name] = {"drafted": asdict(result.drafted), **figures}
@@ -109,7 +118,8 @@ def results_of(rows: list[dict], *, name: str, baseline: str, temperature: float
         if row["temperature"] == temperature:
             cell = {**row["methods"][name]}
             plain, drafted = Generation(**row["plain"][baseline]), Generation(**cell.pop("drafted"))
-            results.append(PromptResult(Prompt(**row["prompt"]), plain, drafted, **cell))
+            prompt = {key: value for key, value in row["prompt"].items() if key != "grammar"}
+            results.append(PromptResult(Prompt(**prompt), plain, drafted, **cell))
     return results
 
 

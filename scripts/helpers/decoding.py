@@ -106,12 +106,17 @@ class DecodeOptions(CommonDecodeOptions):
 
 
 @dataclass(frozen=True)
-class RuledDecodeOptions(DecodeOptions):
+class GrammarOption:
     """For commands whose answers can follow a grammar."""
 
     grammar: str | None = option(
         None, f"grammar of the answers: {FORMS}; rows: that of each row of prompts= (its field grammar)"
     )
+
+
+@dataclass(frozen=True)
+class RuledDecodeOptions(GrammarOption, DecodeOptions):
+    pass
 
 
 @dataclass(frozen=True)

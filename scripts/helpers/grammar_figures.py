@@ -1,0 +1,71 @@
+"""What following grammars gave and cost: complete and valid answers, tokens without a choice, time of masks."""
+
+import json
+import time
+from collections.abc import Iterable
+
+import torch
+
+from helpers.loading import Opened
+from specdec.grammar import Constraint, Grammar, Grammars, unpack
+from specdec.measurement import Prompt
+
+
+def measure(grammars: Grammars, loaded: Opened, answers: Iterable[tuple[Prompt, list[int]]]) -> dict:
+    """Figures of answers, of those that follow a grammar.
+
+    complete: the grammar let them end there, the others were cut; valid: of JSON schemas, that were parsed and validated
+    forced_share: of tokens where the grammar left no choice; mask_ms: for each token, of one row
+    """
+    counts = dict.fromkeys(("answers", "complete", "json", "valid", "tokens", "forced"), 0)
+    seconds = 0.0
+    for prompt, tokens in answers:
+        if prompt.grammar is None:
+            continue
+        constraint = grammars.constraint(prompt.grammar)
+        assert constraint is not None
+        forced, spent = follow(constraint, tokens, loaded.target.vocab_size)
+        seconds += spent
+        counts["answers"] += 1
+        counts["tokens"] += len(tokens)
+        counts["forced"] += forced
+        counts["complete"] += constraint.ended
+        if prompt.grammar.kind == "json_schema" and constraint.ended:
+            counts["json"] += 1
+            counts["valid"] += is_valid(prompt.grammar, loaded.tokenizer.decode(tokens, skip_special_tokens=True))
+    per_token = max(1, counts["tokens"])
+    return counts | {"forced_share": counts["forced"] / per_token, "mask_ms": 1e3 * seconds / per_token}
+
+
+def follow(constraint: Constraint, tokens: list[int], vocab_size: int) -> tuple[int, float]:
+    """Goes along an answer -> how many tokens were forced, seconds that masks took on the host"""
+    forced, known, seconds = 0, 0, 0.0
+    for token in tokens:
+        known = max(known, len(constraint.forced()))  # forced tokens may be known before they are the next ones
+        forced += known > 0
+        known = max(0, known - 1)
+        start = time.perf_counter()
+        unpack([constraint.allowed([0], [-1])], vocab_size, torch.device("cpu"))
+        constraint.take([token])
+        seconds += time.perf_counter() - start
+    return forced, seconds
+
+
+def is_valid(grammar: Grammar, text: str) -> bool:
+    """Whether a text is JSON that the schema allows, by a validator that knows nothing of masks."""
+    import jsonschema
+
+    schema = json.loads(grammar.text)
+    try:
+        jsonschema.validate(json.loads(text), schema, format_checker=jsonschema.FormatChecker())
+    except (ValueError, jsonschema.ValidationError):
+        return False
+    return True
+
+
+def sentence(figures: dict) -> str:
+    valid = f"; of {figures['json']} in JSON {figures['valid']} are valid" if figures["json"] else ""
+    return (
+        f"grammar: {figures['complete']} of {figures['answers']} answers are complete, the others were cut by max_new_tokens="
+        f"{valid}; {figures['forced_share']:.0%} of the tokens were forced; masks took {figures['mask_ms']:.2f} ms a token"
+    )
