@@ -1,0 +1,218 @@
+"""The rows of an adaptation: answers of recorded traffic and of older data, and which of them are held out."""
+
+import collections
+import json
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from train import data, reading
+
+ENDING = ".jsonl"
+UNSEEN = [{"role": "user", "content": ""}, {"role": "assistant", "content": ""}]  # of rows that have token ids only
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One answer of the target, with what was known when it was written."""
+
+    id: str
+    conversation: str
+    time: float  # seconds
+    category: str
+    tags: tuple[str, ...]
+    temperature: float
+    prompt: list[int]
+    answer: list[int]
+    exact: bool  # whether the temperature alone makes its law, as replay takes it
+    messages: list[dict]
+
+    def to_row(self, tokenizer: str) -> dict:
+        """As train.py reads it. tokenizer: `datastore.fingerprint`"""
+        return {
+            "id": self.id,
+            "conversation": self.conversation,
+            "time": self.time,
+            "category": self.category,
+            "tags": list(self.tags),
+            "temperature": self.temperature,
+            "exact": self.exact,
+            "messages": self.messages,
+            "tokens": self.prompt + self.answer,
+            "prompt_tokens": len(self.prompt),
+            "tokenizer": tokenizer,
+        }
+
+    @classmethod
+    def of(cls, row: dict, *, place: str, time: float = 0.0) -> "Answer":
+        """Of a row with token ids. place: its id, where it has none. Raises KeyError, TypeError or ValueError for another."""
+        tokens, num = row["tokens"], row["prompt_tokens"]
+        if not all(type(token) is int and token >= 0 for token in tokens) or type(num) is not int or num < 1:
+            raise ValueError("not a list of token ids")
+        name = str(place if row.get("id") is None else row["id"])
+        filters = row.get("top_k"), row.get("top_p") not in (None, 1, 1.0), row.get("grammar")
+        return cls(
+            id=name,
+            conversation=str(name if row.get("conversation") is None else row["conversation"]),
+            time=float(row.get("time") or time),
+            category=str(row.get("category") or "all"),
+            tags=tuple(map(str, row.get("tags") or ())),
+            temperature=float(row.get("temperature") or 0.0),
+            prompt=tokens[:num],
+            answer=tokens[num:],
+            exact=row.get("exact", not any(filters) and row.get("repetition_penalty") in (None, 1, 1.0)),
+            messages=row.get("messages") or UNSEEN,
+        )
+
+
+def read_traffic(folder: Path, *, tokenizer: str, target: str) -> tuple[list[Answer], dict[str, int]]:
+    """-> the answers in a folder of traffic, in the order of their times; why rows were left out, and how many each.
+
+    A last line without its end is being written, and is not looked at.
+    tokenizer: `datastore.fingerprint`; target: its name. Raises ValueError if there is no such folder, or no row to use in it.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"traffic={folder} is not a folder: give the one that recorded answers are written to.")
+    found: list[Answer] = []
+    left_out: collections.Counter[str] = collections.Counter()
+    for path in sorted(path for path in folder.iterdir() if path.name.endswith(ENDING)):
+        with path.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if not line.endswith(b"\n") or not line.strip():
+                    continue
+                answer = parse(line, place=f"{path.name}:{number}", tokenizer=tokenizer, target=target)
+                if isinstance(answer, str):
+                    left_out[answer] += 1
+                else:
+                    found.append(answer)
+    if not found:
+        why = " and ".join(f"{num} {reason}" for reason, num in left_out.items()) or "there are none"
+        raise ValueError(f"traffic={folder} has no row of {target} that can be used: {why}. {ADVICE}")
+    return sorted(found, key=lambda answer: answer.time), dict(left_out)
+
+
+ADVICE = "Rows need token ids of this target (tokens, prompt_tokens, tokenizer, target) and a time."
+
+
+def parse(line: bytes, *, place: str, tokenizer: str, target: str) -> Answer | str:
+    """The answer in a line of traffic, or why it is left out."""
+    try:
+        row = json.loads(line)
+        if type(row) is not dict:
+            return "damaged"
+        if row.get("tokens") is None or row.get("prompt_tokens") is None:
+            return "without token ids"
+        if row.get("tokenizer") != tokenizer:
+            return "with ids of another tokenizer"
+        if row.get("target") is not None and Path(str(row["target"])).name != Path(target).name:
+            return "of another target"
+        if row.get("time") is None:
+            return "without a time"
+        answer = Answer.of(row, place=place)
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return "damaged"
+    return answer if len(answer.answer) > 1 else "shorter than two tokens"
+
+
+def read_answers(path: Path) -> list[Answer]:
+    """Of a file of `Answer.to_row`; none if there is no such file."""
+    if not path.exists():
+        return []
+    return [Answer.of(reading.parse(place, line), place=place) for place, line in reading.read_lines(path)]
+
+
+def to_lines(answers: Iterable[Answer], tokenizer: str) -> str:
+    """The content of a file of rows."""
+    return "".join(json.dumps(answer.to_row(tokenizer), ensure_ascii=False) + "\n" for answer in answers)
+
+
+def num_tokens(answers: Iterable[Answer]) -> int:
+    """Of the answers, without their prompts."""
+    return sum(len(answer.answer) for answer in answers)
+
+
+def split(answers: list[Answer], share: float) -> tuple[list[Answer], list[Answer]]:
+    """-> answers to train on, and those of the newest conversations. A conversation is as new as its newest answer.
+
+    share: of the conversations that are held out. Training loses the answers to prompts that are held out too.
+    Raises ValueError if one side would be empty.
+    """
+    newest: dict[str, float] = {}
+    for answer in answers:
+        newest[answer.conversation] = max(answer.time, newest.get(answer.conversation, answer.time))
+    order = sorted(newest, key=lambda name: (newest[name], name))
+    held = set(order[len(order) - max(1, round(share * len(order))) :])
+    heldout = [answer for answer in answers if answer.conversation in held]
+    training = without_prompts([answer for answer in answers if answer.conversation not in held], heldout)
+    if not training:
+        raise ValueError(
+            f"{len(order)} conversations, of which {len(held)} are held out, leave nothing to train on: record more, lower "
+            "heldout_share=, or look whether all of them have the same prompt."
+        )
+    return training, heldout
+
+
+def without_prompts(answers: Iterable[Answer], others: Iterable[Answer]) -> list[Answer]:
+    """Those whose prompt, and whose conversation, is none of the others'."""
+    others = list(others)
+    prompts, conversations = {tuple(other.prompt) for other in others}, {other.conversation for other in others}
+    return [each for each in answers if tuple(each.prompt) not in prompts and each.conversation not in conversations]
+
+
+def newest_tokens(answers: list[Answer], most: int | None) -> list[Answer]:
+    """The newest answers with at most so many tokens; answers [..] in the order of their times"""
+    kept, total = len(answers), 0
+    while kept and most is not None and (total := total + len(answers[kept - 1].answer)) <= most:
+        kept -= 1
+    return answers if most is None else answers[kept:]
+
+
+class Older:
+    """Rows that the head was trained on before, drawn at random and encoded only when they are needed.
+
+    sources: as data.train; further: answers that are older rows too
+    """
+
+    def __init__(self, sources: list[str], tokenizer: PreTrainedTokenizerBase, *, seed: int, further: list[Answer]):
+        self.tokenizer = tokenizer
+        self.rows: list[dict | Answer] = [*further]
+        for source in sources:
+            self.rows += reading.load_conversations(source)
+        random.Random(seed).shuffle(self.rows)
+
+    def take(self, *, num: int | None = None, tokens: int | None = None, without: list[Answer]) -> list[Answer]:
+        """The next rows: `num` of them, the same number of each category where it has as many, or with so many tokens."""
+        if num is not None:
+            self.rows = in_turns(self.rows)
+        taken: list[Answer] = []
+        total, place = 0, 0
+        while place < len(self.rows) and len(taken) < (num or len(self.rows)) and total < (tokens or 2**62):
+            row = self.rows[place]
+            answer = row if isinstance(row, Answer) else encode(self.tokenizer, row)
+            place += 1
+            if answer is not None and without_prompts([answer], without):
+                taken.append(answer)
+                total += len(answer.answer)
+        self.rows = self.rows[place:]
+        return taken
+
+
+def in_turns(rows: list[Any]) -> list[Any]:
+    """The rows of each category in turn."""
+    groups: dict[str, list[Any]] = {}
+    for row in rows:
+        groups.setdefault(row.category if isinstance(row, Answer) else str(row["category"]), []).append(row)
+    order = [(place, name) for name, group in groups.items() for place in range(len(group))]
+    return [groups[name][place] for place, name in sorted(order)]
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, row: dict) -> Answer | None:
+    """The last answer of a row of `reading.load_conversations`; None if it has fewer than two tokens."""
+    encoded = data.encode(tokenizer, row)
+    start, stop = data.last_answer(encoded)
+    tokens = {"tokens": encoded.tokens[:stop], "prompt_tokens": start}
+    return Answer.of({**row, **tokens}, place=encoded.id) if stop - start > 1 else None
