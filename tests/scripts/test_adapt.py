@@ -10,8 +10,7 @@ from hydra import compose, initialize_config_dir
 import adapt
 from helpers import adapting
 from specdec import checkpoint, datastore
-from specdec.target import Target
-from specdec.target import load_tokenizer
+from specdec.target import Target, load_tokenizer
 from tests.support import ROOT, save_eagle, save_target, small_tokenizer, train_command, write_rows
 from train.lock import lock
 
