@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,12 +17,14 @@ from omegaconf import OmegaConf
 from helpers import loading
 from helpers.settings_file import read_yaml
 from specdec import checkpoint
+from train import progress
 from train.settings import flat
 from train.sources import read_sources
 
 TRAIN = Path(__file__).resolve().parents[2] / "train.py"
 SHIPPED = "data/answers.jsonl.gz"  # answers of the default target, on which the shipped heads were trained
 LOWER = 1 / 3  # of the learning rate that the head was trained with
+SHOWN = re.compile(r"step +\d+/\d+|Resumed|Ctrl-C|SIGTERM")  # lines of train.py
 child: subprocess.Popen | None = None  # that trains now
 
 
@@ -133,10 +136,17 @@ def quoted(value: Any) -> str:
 
 
 def train(arguments: list[str]) -> int:
-    """Runs train.py. -> its exit status. A signal is passed on to it, so that it saves its state."""
+    """Runs train.py, and shows its steps: what else it says is of a run that ends with this command. -> its exit status
+
+    A signal is passed on to it, so that it saves its state.
+    """
     global child
-    child = subprocess.Popen([sys.executable, str(TRAIN), *arguments], start_new_session=True)
+    command = [sys.executable, str(TRAIN), *arguments]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     try:
+        for line in child.stdout or ():
+            if SHOWN.match(line):
+                progress.note(line.rstrip())
         return child.wait()
     finally:
         child = None
