@@ -26,6 +26,7 @@ from train.adaptation_judging import Limits, Table, chosen, gate, judge, table, 
 from train.adaptation_rows import (
     Answer,
     Older,
+    TooFew,
     encode,
     newest_tokens,
     num_tokens,
@@ -86,6 +87,8 @@ def check(given: Adapt) -> None:
         value = getattr(given, name)
         if value is not None and value <= 0:
             raise ValueError(f"{name}={value} must be above 0.")
+    if own := sorted(adapting.OWN & set(given.training)):
+        raise ValueError(f"training.{own[0]}= is chosen by this command: leave it out.")
     if given.tolerance < 0:
         raise ValueError(f"tolerance={given.tolerance} must not be negative.")
 
@@ -111,8 +114,11 @@ def watch(given: Adapt, home: Home, console: progress.Results) -> None:
         while True:
             waiting = "an adaptation goes on" if home.training.exists() else look(given, home)
             if waiting is None or home.training.exists():
-                adapt(given, home, console)
-                waiting = look(given, home)
+                try:
+                    adapt(given, home, console)
+                    waiting = look(given, home)
+                except TooFew as error:
+                    waiting = str(error)
             if waiting and waiting != said:
                 console.say(waiting)
                 said = waiting
@@ -127,9 +133,7 @@ def look(given: Adapt, home: Home) -> str | None:
     fingerprint, name = of_target(given, home)
     try:
         answers, _ = read_traffic(Path(given.traffic), tokenizer=fingerprint, target=name)
-    except ValueError as error:
-        if not Path(given.traffic).is_dir():
-            raise
+    except TooFew as error:
         return str(error)
     tokens = num_tokens(answer for answer in answers if answer.time > tried)
     return None if tokens >= given.min_tokens else f"{tokens:,} of {given.min_tokens:,} new tokens"
@@ -182,17 +186,15 @@ def prepare(given: Adapt, home: Home, settings: dict, console: progress.Results)
     history = home.history()
     until = max((each["until"] for each in history if each["decision"] == "accepted"), default=float("-inf"))
     adapting.family(home.first, given.head)  # which refuses a wrong one now
-    loaded = load(given, home.current)
-    fingerprint = datastore.fingerprint(loaded.tokenizer)
-    answers, left_out = read_traffic(Path(given.traffic), tokenizer=fingerprint, target=loaded.target.name)
+    fingerprint, name = of_target(given, home)
+    answers, left_out = read_traffic(Path(given.traffic), tokenizer=fingerprint, target=name)
     new = [answer for answer in answers if answer.time > until]
     if not new:
-        raise ValueError(
-            f"traffic={given.traffic} has no rows that are newer than those of the head in use: record more."
-        )
+        raise TooFew(f"traffic={given.traffic} has no rows that are newer than those of the head in use: record more.")
     earlier = home.known("heldout")
     training, heldout = split(new, given.heldout_share)
     training = newest_tokens(without_prompts(training, earlier), given.max_tokens)
+    loaded = load(given, home.current)
     older = open_older(given, home, loaded)
     slices = {
         "new": chosen(heldout, given.limits),
@@ -277,6 +279,7 @@ def train(given: Adapt, home: Home, plan: Plan) -> Path:
     name = given.target.name or loading.target_of(home.path / plan.start)
     target = {key: value for key, value in asdict(given.target).items() if key != "name"}
     steps = steps_of(given, plan)
+    gc.collect()  # the target that judged
     status = adapting.train(
         adapting.arguments(
             home.training,
@@ -307,7 +310,6 @@ def steps_of(given: Adapt, plan: Plan) -> int:
 def judge_new(given: Adapt, home: Home, plan: Plan, trained: Path, console: progress.Results) -> None:
     """Judges the trained head, and takes it into use or not."""
     begun = time.perf_counter()
-    gc.collect()
     loaded = load(given, trained)
     after = {
         kind: judge(loaded.drafter, plan.heldout[kind], given.limits, what=f"judging the new head, {kind} answers") for kind in KINDS

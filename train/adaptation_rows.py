@@ -16,6 +16,10 @@ ENDING = ".jsonl"
 UNSEEN = [{"role": "user", "content": ""}, {"role": "assistant", "content": ""}]  # of rows that have token ids only
 
 
+class TooFew(ValueError):
+    """There are not enough rows yet; more may come."""
+
+
 @dataclass(frozen=True)
 class Answer:
     """One answer of the target, with what was known when it was written."""
@@ -73,7 +77,8 @@ def read_traffic(folder: Path, *, tokenizer: str, target: str) -> tuple[list[Ans
     """-> the answers in a folder of traffic, in the order of their times; why rows were left out, and how many each.
 
     A last line without its end is being written, and is not looked at.
-    tokenizer: `datastore.fingerprint`; target: its name. Raises ValueError if there is no such folder, or no row to use in it.
+    tokenizer: `datastore.fingerprint`; target: its name. Raises ValueError if there is no such folder, TooFew if it has no row
+    that can be used.
     """
     if not folder.is_dir():
         raise ValueError(f"traffic={folder} is not a folder: give the one that recorded answers are written to.")
@@ -91,7 +96,7 @@ def read_traffic(folder: Path, *, tokenizer: str, target: str) -> tuple[list[Ans
                     found.append(answer)
     if not found:
         why = " and ".join(f"{num} {reason}" for reason, num in left_out.items()) or "there are none"
-        raise ValueError(f"traffic={folder} has no row of {target} that can be used: {why}. {ADVICE}")
+        raise TooFew(f"traffic={folder} has no row of {target} that can be used: {why}. {ADVICE}")
     return sorted(found, key=lambda answer: answer.time), dict(left_out)
 
 
@@ -139,7 +144,7 @@ def split(answers: list[Answer], share: float) -> tuple[list[Answer], list[Answe
     """-> answers to train on, and those of the newest conversations. A conversation is as new as its newest answer.
 
     share: of the conversations that are held out. Training loses the answers to prompts that are held out too.
-    Raises ValueError if one side would be empty.
+    Raises TooFew if nothing is left to train on.
     """
     newest: dict[str, float] = {}
     for answer in answers:
@@ -149,7 +154,7 @@ def split(answers: list[Answer], share: float) -> tuple[list[Answer], list[Answe
     heldout = [answer for answer in answers if answer.conversation in held]
     training = without_prompts([answer for answer in answers if answer.conversation not in held], heldout)
     if not training:
-        raise ValueError(
+        raise TooFew(
             f"{len(order)} conversations, of which {len(held)} are held out, leave nothing to train on: record more, lower "
             "heldout_share=, or look whether all of them have the same prompt."
         )
@@ -211,8 +216,12 @@ def in_turns(rows: list[Any]) -> list[Any]:
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, row: dict) -> Answer | None:
-    """The last answer of a row of `reading.load_conversations`; None if it has fewer than two tokens."""
+    """The last answer of a row of `reading.load_conversations`; None if it has fewer than two tokens.
+
+    Answers to one prompt, which scripts/answer.py calls PROMPT@TEMPERATURE, are one conversation.
+    """
     encoded = data.encode(tokenizer, row)
     start, stop = data.last_answer(encoded)
-    tokens = {"tokens": encoded.tokens[:stop], "prompt_tokens": start}
+    tokens: dict = {"tokens": encoded.tokens[:stop], "prompt_tokens": start}
+    tokens["conversation"] = row.get("conversation") or f"old {encoded.id.rpartition('@')[0] or encoded.id}"
     return Answer.of({**row, **tokens}, place=encoded.id) if stop - start > 1 else None

@@ -24,6 +24,7 @@ from train.sources import read_sources
 TRAIN = Path(__file__).resolve().parents[2] / "train.py"
 SHIPPED = "data/answers.jsonl.gz"  # answers of the default target, on which the shipped heads were trained
 LOWER = 1 / 3  # of the learning rate that the head was trained with
+OWN = {"run", "start", "resume", "head", "data.train"}  # options of train.py that are not the user's
 SHOWN = re.compile(r"step +\d+/\d+|Resumed|Ctrl-C|SIGTERM")  # lines of train.py
 child: subprocess.Popen | None = None  # that trains now
 
@@ -75,7 +76,9 @@ def old_sources(given: str | None, head: Path, target: str) -> list[str]:
 
 
 def num_steps(lengths: list[int], epochs: float, more: dict[str, str]) -> int:
-    """Steps that read all rows so often. lengths: tokens of each row; more: options of train.py"""
+    """Steps that read all rows so often. lengths: tokens of each row; more: options of train.py, which may say it themselves"""
+    if "train.steps" in more:
+        return int(more["train.steps"])
     usual = OmegaConf.load(loading.CONF / "data" / "shipped.yaml").length
     length = int(more.get("data.length", usual))
     packs = sum(min(each, length) for each in lengths) / length

@@ -181,6 +181,7 @@ def test_what_cannot_be_adapted_to_is_refused(made, run_adapt, tmp_path):
     refuse("leave nothing to train on", rows=rows_of([1], target=target))
     refuse("drafter.json does not exist", f"checkpoint={folder}")
     refuse("tolerance=-1", "tolerance=-1")
+    refuse("training.run= is chosen by this command", "training.run=mine")
     refuse("heldout_share=1.0 must be a share", "heldout_share=1")
     refuse("Give old=FILE", "old=missing.jsonl")
     refuse("There is no head 'other'", "head=other")
