@@ -130,11 +130,12 @@ def worth(new: Table, old: Table, *, tokens: int, min_tokens: int) -> tuple[bool
         return True, f"There are {tokens:,} new tokens, and no old answers to compare tau {tau:.2f} with."
     unknown = [name for name in new if name.startswith("category ") and name not in old]
     gain = expected / tau - 1
-    said = f"tau is {tau:.2f} on the new answers, and {expected:.2f} on old ones of the same categories ({gain:+.1%})"
+    same = f"there is no {' and no '.join(unknown)} among them" if unknown else "of the same categories"
+    said = f"tau is {tau:.2f} on the new answers, and {expected:.2f} on old ones ({same}; {gain:+.1%})"
     if gain >= LEAST_GAIN:
-        return True, f"{said}: training on {tokens:,} new tokens can win up to that."
+        return True, f"{said}: training on {tokens:,} new tokens may win up to that."
     if unknown:
-        return True, f"{said}, but the old ones have no {' and no '.join(unknown)}."
+        return True, f"{said}, which says little about new categories."
     return False, f"{said}: there is less than {LEAST_GAIN:.0%} to win."
 
 

@@ -3,8 +3,9 @@
 from typing import Any
 
 from specdec.figures import TAU
-from train.pages.charts import Axis, Curve, lines
+from train.pages.charts import Axis, Curve, lines, number
 from train.pages.page import render
+from train.settings import flat
 
 SLICES = {"new": "New answers, held out", "old": "Old answers, held out: what was forgotten"}
 
@@ -24,6 +25,8 @@ def render_adaptation(history: list[dict[str, Any]], *, title: str) -> str:
         trained="training" in document,
         charts=[change_chart(part, name) for name, part in slices if "after" in part["all"]],
         history=history,
+        minutes=", ".join(f"{name} {number(value)}" for name, value in document["minutes"].items()),
+        settings=flat(document["settings"]),
         over_time=[time_chart(history)] if len(history) > 1 else [],
         tau_means=TAU,
     )
@@ -53,7 +56,7 @@ def time_chart(history: list[dict]) -> Any:
     curves = []
     for when in ("before", "after"):
         found = [(int(each["number"]), each["slices"]["new"]["all"].get(when)) for each in history]
-        curves.append(Curve(when, [(number, tau) for number, tau in found if tau is not None], marks=True))
+        curves.append(Curve(when, [(place, tau) for place, tau in found if tau is not None], marks=True))
     ticks = [int(each["number"]) for each in history]
     return lines(
         curves, x=Axis("adaptation", ticks=ticks), y=Axis("tau"), title="tau of the new answers of each adaptation"
