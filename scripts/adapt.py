@@ -26,6 +26,7 @@ from train.adaptation_judging import Limits, Table, chosen, gate, judge, table, 
 from train.adaptation_rows import (
     Answer,
     Older,
+    Source,
     TooFew,
     encode,
     newest_tokens,
@@ -130,19 +131,19 @@ def watch(given: Adapt, home: Home, console: progress.Results) -> None:
 def look(given: Adapt, home: Home) -> str | None:
     """None if there are enough tokens that no adaptation has looked at yet, or else what there is."""
     tried = max((each["until"] for each in home.history()), default=float("-inf"))
-    fingerprint, name = of_target(given, home)
     try:
-        answers, _ = read_traffic(Path(given.traffic), tokenizer=fingerprint, target=name)
+        answers, _ = read_traffic(Path(given.traffic), wanted(given, home))
     except TooFew as error:
         return str(error)
     tokens = num_tokens(answer for answer in answers if answer.time > tried)
     return None if tokens >= given.min_tokens else f"{tokens:,} of {given.min_tokens:,} new tokens"
 
 
-def of_target(given: Adapt, home: Home) -> tuple[str, str]:
-    """Fingerprint of the tokenizer, and name of the target."""
-    name = given.target.name or loading.target_of(home.current)
-    return fingerprint_of(name, given.target.trust_remote_code), name
+def wanted(given: Adapt, home: Home) -> Source:
+    """Whose answers the head is adapted to."""
+    document = checkpoint.read_json(home.current / "drafter.json")
+    name = given.target.name or str(document.get("target"))
+    return Source(fingerprint_of(name, given.target.trust_remote_code), name, document.get("target_fingerprint"))
 
 
 @functools.cache
@@ -186,8 +187,8 @@ def prepare(given: Adapt, home: Home, settings: dict, console: progress.Results)
     history = home.history()
     until = max((each["until"] for each in history if each["decision"] == "accepted"), default=float("-inf"))
     adapting.family(home.first, given.head)  # which refuses a wrong one now
-    fingerprint, name = of_target(given, home)
-    answers, left_out = read_traffic(Path(given.traffic), tokenizer=fingerprint, target=name)
+    source = wanted(given, home)
+    answers, left_out = read_traffic(Path(given.traffic), source)
     new = [answer for answer in answers if answer.time > until]
     if not new:
         raise TooFew(f"traffic={given.traffic} has no rows that are newer than those of the head in use: record more.")
@@ -234,7 +235,7 @@ def prepare(given: Adapt, home: Home, settings: dict, console: progress.Results)
         console.say(f"not trained; force=true trains anyway. Page: {home.record(number, document)}")
         return None
     plan = Plan(number, start, [*training, *rest], len(training), slices, before, about)
-    home.save_plan(plan, fingerprint)
+    home.save_plan(plan, source.tokenizer)
     return plan
 
 
@@ -265,8 +266,9 @@ def notes_on(left_out: dict[str, int], slices: dict[str, list[Answer]], new: lis
     inexact = sum(not answer.exact for answer in slices["new"])
     if inexact:
         notes.append(
-            f"{inexact} of {len(slices['new'])} judged answers were written with top-k, top-p, a penalty or a grammar. Replay takes "
-            "them as written at their temperature alone, so their tau is an estimate, before and after alike."
+            f"{inexact} of {len(slices['new'])} judged answers were written with top-k, top-p, a penalty or a grammar, at an unknown "
+            "temperature, or have ids that were made of their text. Replay takes them as drawn at their temperature alone (0 if it "
+            "is unknown), so their tau is an estimate, before and after alike."
         )
     if not slices["old"]:
         notes.append("There are no old answers, so what was forgotten is not known.")

@@ -32,7 +32,7 @@ class Answer:
     temperature: float
     prompt: list[int]
     answer: list[int]
-    exact: bool  # whether the temperature alone makes its law, as replay takes it
+    exact: bool  # whether its ids were drawn at a known temperature, and by that alone, as replay takes it
     messages: list[dict]
 
     def to_row(self, tokenizer: str) -> dict:
@@ -58,7 +58,12 @@ class Answer:
         if not all(type(token) is int and token >= 0 for token in tokens) or type(num) is not int or num < 1:
             raise ValueError("not a list of token ids")
         name = str(place if row.get("id") is None else row["id"])
-        filters = row.get("top_k"), row.get("top_p") not in (None, 1, 1.0), row.get("grammar")
+        drawn = row.get("top_k") in (None, 0, -1) and all(
+            row.get(key) in (None, 1) for key in ("top_p", "repetition_penalty")
+        )
+        as_written = (
+            row.get("grammar") is None and row.get("ids") != "retokenised" and row.get("temperature") is not None
+        )
         return cls(
             id=name,
             conversation=str(name if row.get("conversation") is None else row["conversation"]),
@@ -68,17 +73,32 @@ class Answer:
             temperature=float(row.get("temperature") or 0.0),
             prompt=tokens[:num],
             answer=tokens[num:],
-            exact=row.get("exact", not any(filters) and row.get("repetition_penalty") in (None, 1, 1.0)),
+            exact=row.get("exact", drawn and as_written),
             messages=row.get("messages") or UNSEEN,
         )
 
 
-def read_traffic(folder: Path, *, tokenizer: str, target: str) -> tuple[list[Answer], dict[str, int]]:
+@dataclass(frozen=True)
+class Source:
+    """Whose answers are wanted: fingerprint of the tokenizer (`datastore.fingerprint`), name and fingerprint of the target."""
+
+    tokenizer: str
+    target: str
+    target_fingerprint: str | None = None
+
+    def wrote(self, row: dict) -> bool:
+        """By fingerprints, or by names where one is unknown or of quantised weights. A row may leave out its target."""
+        prints = row.get("target_fingerprint"), self.target_fingerprint
+        if all(each is not None and "-" not in str(each) for each in prints):
+            return prints[0] == prints[1]
+        return row.get("target") is None or Path(str(row["target"])).name == Path(self.target).name
+
+
+def read_traffic(folder: Path, wanted: Source) -> tuple[list[Answer], dict[str, int]]:
     """-> the answers in a folder of traffic, in the order of their times; why rows were left out, and how many each.
 
     A last line without its end is being written, and is not looked at.
-    tokenizer: `datastore.fingerprint`; target: its name. Raises ValueError if there is no such folder, TooFew if it has no row
-    that can be used.
+    Raises ValueError if there is no such folder, TooFew if it has no row that can be used.
     """
     if not folder.is_dir():
         raise ValueError(f"traffic={folder} is not a folder: give the one that recorded answers are written to.")
@@ -89,21 +109,21 @@ def read_traffic(folder: Path, *, tokenizer: str, target: str) -> tuple[list[Ans
             for number, line in enumerate(lines, start=1):
                 if not line.endswith(b"\n") or not line.strip():
                     continue
-                answer = parse(line, place=f"{path.name}:{number}", tokenizer=tokenizer, target=target)
+                answer = parse(line, wanted, place=f"{path.name}:{number}")
                 if isinstance(answer, str):
                     left_out[answer] += 1
                 else:
                     found.append(answer)
     if not found:
         why = " and ".join(f"{num} {reason}" for reason, num in left_out.items()) or "there are none"
-        raise TooFew(f"traffic={folder} has no row of {target} that can be used: {why}. {ADVICE}")
+        raise TooFew(f"traffic={folder} has no row of {wanted.target} that can be used: {why}. {ADVICE}")
     return sorted(found, key=lambda answer: answer.time), dict(left_out)
 
 
 ADVICE = "Rows need token ids of this target (tokens, prompt_tokens, tokenizer, target) and a time."
 
 
-def parse(line: bytes, *, place: str, tokenizer: str, target: str) -> Answer | str:
+def parse(line: bytes, wanted: Source, *, place: str) -> Answer | str:
     """The answer in a line of traffic, or why it is left out."""
     try:
         row = json.loads(line)
@@ -111,9 +131,9 @@ def parse(line: bytes, *, place: str, tokenizer: str, target: str) -> Answer | s
             return "damaged"
         if row.get("tokens") is None or row.get("prompt_tokens") is None:
             return "without token ids"
-        if row.get("tokenizer") != tokenizer:
+        if row.get("tokenizer") != wanted.tokenizer:
             return "with ids of another tokenizer"
-        if row.get("target") is not None and Path(str(row["target"])).name != Path(target).name:
+        if not wanted.wrote(row):
             return "of another target"
         if row.get("time") is None:
             return "without a time"

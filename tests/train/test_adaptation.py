@@ -1,14 +1,18 @@
 """Tests of an adaptation's split, samples and decisions, without a model."""
 
 import dataclasses
+import json
 import re
 
 import pytest
 
 from specdec.figures import PromptCounts
 from train.adaptation_judging import ENOUGH, Limits, chosen, expected_tau, gate, table, worth
-from train.adaptation_rows import Answer, Older, TooFew, newest_tokens, num_tokens, parse, split, to_lines
+from train.adaptation_rows import Answer, Older, Source, TooFew, newest_tokens, num_tokens, parse, split, to_lines
 from train.pages.adaptation_page import render_adaptation
+
+
+WANTED = Source("abc", "models/t", "1234")
 
 
 def answer(
@@ -54,13 +58,28 @@ def test_old_rows_are_drawn_from_every_category_and_never_twice():
 def test_lines_are_read_back():
     row = answer(3, tags=["json"])
     (line,) = to_lines([row], "abc").encode().splitlines(keepends=True)
-    again = parse(line, place="x:1", tokenizer="abc", target="t")
+    again = parse(line, WANTED, place="x:1")
     assert again == dataclasses.replace(row, messages=again.messages)
-    for key, value in (("top_p", 0.9), ("grammar", "{}"), ("repetition_penalty", 1.1), ("top_k", 5)):
+    for key, value in (
+        ("top_p", 0.9),
+        ("grammar", "{}"),
+        ("repetition_penalty", 1.1),
+        ("top_k", 5),
+        ("ids", "retokenised"),
+    ):
         cut = line.replace(b'"exact": true, ', f'"{key}": {value!r}, '.replace("'", '"').encode())
-        assert parse(cut, place="x:1", tokenizer="abc", target="t").exact is False
-    assert parse(b"{", place="x:1", tokenizer="abc", target="t") == "damaged"
-    assert parse(b"[1]", place="x:1", tokenizer="abc", target="t") == "damaged"
+        assert parse(cut, WANTED, place="x:1").exact is False
+    for more, good in (
+        ({"target": "elsewhere/t"}, True),
+        ({"target": "u"}, False),
+        ({"target": "u", "target_fingerprint": "1234"}, True),
+        ({"target": "t", "target_fingerprint": "99"}, False),
+        ({"target": "t", "target_fingerprint": "99-int8"}, True),
+    ):
+        found = parse(json.dumps({**json.loads(line), **more}).encode(), WANTED, place="x:1")
+        assert (found == "of another target") is not good
+    assert parse(b"{", WANTED, place="x:1") == "damaged"
+    assert parse(b"[1]", WANTED, place="x:1") == "damaged"
 
 
 def test_what_is_judged_is_spread_and_fits():
