@@ -201,12 +201,12 @@ def prepare(given: Adapt, home: Home, settings: dict, console: progress.Results)
         "new": chosen(heldout, given.limits),
         "old": old_slice(given, loaded, older, [*heldout, *training], earlier),
     }
+    if not slices["new"]:
+        raise TooFew(
+            f"None of the {len(heldout)} held-out answers has a prompt that fits into length={given.length}: raise it."
+        )
     share = given.old_share / (1 - given.old_share)
-    rest = (
-        older.take(tokens=int(share * num_tokens(training)), without=[*heldout, *slices["old"], *earlier])
-        if share
-        else []
-    )
+    rest = older.sample(int(share * num_tokens(training)), without=[*heldout, *slices["old"], *earlier])
     number = home.next_number()
     if given.store:
         texts = [*rest, *(answer for answer in answers if answer.time <= until), *new]
@@ -251,7 +251,7 @@ def old_slice(given: Adapt, loaded: Loaded, older: Older, new: list[Answer], ear
     """Old answers that are judged and not trained on, and those that earlier adaptations held out."""
     kept = chosen(without_prompts(earlier, new), given.limits)
     if given.old_heldout is None:
-        return chosen(older.take(num=given.judged, without=[*new, *earlier]), given.limits) + kept
+        return chosen(older.hold_out(given.judged, without=[*new, *earlier]), given.limits) + kept
     rows = [encode(loaded.tokenizer, row) for row in reading.load_conversations(given.old_heldout)]
     found = chosen([answer for answer in rows if answer is not None], given.limits)
     if not found:

@@ -71,7 +71,7 @@ class Home:
         source = checkpoint.resolve(given)
         document = checkpoint.read_json(source / "drafter.json")
         files.check(source / "drafter.json", source / "drafter.safetensors")
-        if (self.path / "best").exists():
+        if (self.path / "best").exists() and self.first.is_dir():
             same = [self.current, self.first]
             if not any(_content(source) == _content(folder) for folder in same):
                 raise ValueError(

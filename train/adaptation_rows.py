@@ -1,9 +1,10 @@
 """The rows of an adaptation: answers of recorded traffic and of older data, and which of them are held out."""
 
 import collections
+import hashlib
+import itertools
 import json
-import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -183,9 +184,14 @@ def split(answers: list[Answer], share: float) -> tuple[list[Answer], list[Answe
 
 def without_prompts(answers: Iterable[Answer], others: Iterable[Answer]) -> list[Answer]:
     """Those whose prompt, and whose conversation, is none of the others'."""
+    return list(filter(unlike(others), answers))
+
+
+def unlike(others: Iterable[Answer]) -> Callable[[Answer], bool]:
+    """Tells whether an answer's prompt, and its conversation, is none of the others'."""
     others = list(others)
     prompts, conversations = {tuple(other.prompt) for other in others}, {other.conversation for other in others}
-    return [each for each in answers if tuple(each.prompt) not in prompts and each.conversation not in conversations]
+    return lambda answer: tuple(answer.prompt) not in prompts and answer.conversation not in conversations
 
 
 def newest_tokens(answers: list[Answer], most: int | None) -> list[Answer]:
@@ -197,33 +203,38 @@ def newest_tokens(answers: list[Answer], most: int | None) -> list[Answer]:
 
 
 class Older:
-    """Rows that the head was trained on before, drawn at random and encoded only when they are needed.
+    """Rows that the head was trained on before, in an order that follows from the seed and their ids, encoded when they are needed.
 
-    sources: as data.train; further: answers that are older rows too
+    sources: as data.train; further: answers of earlier adaptations
     """
 
     def __init__(self, sources: list[str], tokenizer: PreTrainedTokenizerBase, *, seed: int, further: list[Answer]):
-        self.tokenizer = tokenizer
-        self.rows: list[dict | Answer] = [*further]
-        for source in sources:
-            self.rows += reading.load_conversations(source)
-        random.Random(seed).shuffle(self.rows)
+        self.tokenizer, self.seed, self.further = tokenizer, seed, further
+        self.rows: list[dict | Answer] = [row for source in sources for row in reading.load_conversations(source)]
 
-    def take(self, *, num: int | None = None, tokens: int | None = None, without: list[Answer]) -> list[Answer]:
-        """The next rows: `num` of them, the same number of each category where it has as many, or with so many tokens."""
-        if num is not None:
-            self.rows = in_turns(self.rows)
-        taken: list[Answer] = []
-        total, place = 0, 0
-        while place < len(self.rows) and len(taken) < (num or len(self.rows)) and total < (tokens or 2**62):
-            row = self.rows[place]
+    def hold_out(self, num: int, *, without: list[Answer]) -> list[Answer]:
+        """`num` rows of the sources, the same number of each category where it has as many: the same ones at every adaptation."""
+        return list(itertools.islice(self._encoded(in_turns(self._drawn(self.rows)), without), num))
+
+    def sample(self, tokens: int, *, without: list[Answer]) -> list[Answer]:
+        """Rows with so many tokens of answers, of the sources and of earlier adaptations."""
+        found: list[Answer] = []
+        encoded, total = self._encoded(self._drawn([*self.rows, *self.further]), without), 0
+        while total < tokens and (answer := next(encoded, None)) is not None:
+            found.append(answer)
+            total += len(answer.answer)
+        return found
+
+    def _drawn(self, rows: Iterable[dict | Answer]) -> list[dict | Answer]:
+        name = lambda row: row.id if isinstance(row, Answer) else row["id"]
+        return sorted(rows, key=lambda row: hashlib.sha256(f"{self.seed} {name(row)}".encode()).digest())
+
+    def _encoded(self, rows: list[dict | Answer], without: list[Answer]) -> Iterator[Answer]:
+        wanted = unlike(without)
+        for row in rows:
             answer = row if isinstance(row, Answer) else encode(self.tokenizer, row)
-            place += 1
-            if answer is not None and without_prompts([answer], without):
-                taken.append(answer)
-                total += len(answer.answer)
-        self.rows = self.rows[place:]
-        return taken
+            if answer is not None and wanted(answer):
+                yield answer
 
 
 def in_turns(rows: list[Any]) -> list[Any]:

@@ -1,7 +1,11 @@
 """Tests of scripts/adapt.py: a tiny head is adapted to traffic, refused, interrupted and watched."""
 
+import functools
 import json
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +15,7 @@ import adapt
 from helpers import adapting
 from specdec import checkpoint, datastore
 from specdec.target import Target, load_tokenizer
-from tests.support import ROOT, save_eagle, save_target, small_tokenizer, train_command, write_rows
+from tests.support import ROOT, child_environment, save_eagle, save_target, small_tokenizer, train_command, write_rows
 from train.lock import lock
 
 TINY = [
@@ -79,7 +83,7 @@ def document(number: str = "0002") -> dict:
     return json.loads(Path("adapted", "adaptations", f"{number}.json").read_text())
 
 
-def test_a_head_that_rises_is_taken_into_use(made, run_adapt):
+def test_a_head_that_rises_is_taken_into_use(made, run_adapt, tmp_path):
     out = run_adapt("tolerance=0.9")
     found, home = document(), Path("adapted")
     assert found["decision"] == "accepted" and "accepted: tau of the new answers" in out
@@ -103,6 +107,15 @@ def test_a_head_that_rises_is_taken_into_use(made, run_adapt):
     assert heldout == [f"counting-{n}" for n in range(33, 41)]
     with pytest.raises(ValueError, match="no rows that are newer"):
         run_adapt("tolerance=0.9")
+    more = tmp_path / "more"
+    shutil.copytree(made / "traffic", more)
+    write_rows(more / "traffic-000002.jsonl", rows_of(range(41, 61), target=str(made / "target")))
+    run_adapt(f"traffic={more}", "min_tokens=5000")
+    later = document("0003")
+    assert later["start"] == later["in_use"] == "heads/0002"
+    assert later["slices"]["new"]["all"]["conversations"] == 4  # of the rows that came since
+    assert later["slices"]["old"]["category counting"]["conversations"] == 8  # what was held out before
+    assert later["slices"]["old"]["category counting"]["before"] == pytest.approx(new["all"]["after"])
 
 
 def test_a_head_that_does_not_rise_is_refused(run_adapt):
@@ -139,6 +152,33 @@ def test_what_was_interrupted_goes_on(run_adapt, monkeypatch):
     out = run_adapt("tolerance=0.9")
     assert "the adaptation 0002 goes on" in out and checkpoint.resolve("adapted").name == "0002"
     assert len(list(Path("adapted/adaptations").glob("*.json"))) == 1
+
+
+@pytest.mark.slow
+def test_the_command_passes_a_signal_to_training_and_goes_on(made, tmp_path):
+    given = {
+        "checkpoint": made / "head",
+        "traffic": made / "traffic",
+        "out": tmp_path / "adapted",
+        "old": made / "old.jsonl",
+    }
+    given |= dict(each.split("=", 1) for each in (*TINY, "epochs=20", "tolerance=0.9", "store=false", "progress=plain"))
+    given |= {"training.data.heldout": made / "prompts.jsonl", "training.train.log_every": 1}
+    command = [sys.executable, "scripts/adapt.py", *(f"{key}={value}" for key, value in given.items())]
+    started = functools.partial(
+        subprocess.Popen, command, cwd=ROOT, env=child_environment(), stdout=subprocess.PIPE, text=True
+    )
+    with started() as child:
+        next(line for line in child.stdout if line.startswith("step"))
+        child.send_signal(signal.SIGINT)
+        said = child.stdout.read()
+        assert child.wait(timeout=120) == 130 and "accepted" not in said
+    assert checkpoint.resolve(tmp_path / "adapted").name == "0001"
+    with started() as child:
+        said = child.stdout.read()
+        assert child.wait(timeout=120) == 0
+    assert "goes on" in said and "Resumed from step" in said and "accepted" in said
+    assert checkpoint.resolve(tmp_path / "adapted").name == "0002"
 
 
 def test_a_folder_is_watched(made, run_adapt, monkeypatch, tmp_path):
@@ -191,6 +231,9 @@ def test_what_cannot_be_adapted_to_is_refused(made, run_adapt, tmp_path):
     shutil.rmtree("adapted")
     Path("adapted").mkdir()
     Path("adapted", "mine.txt").write_text("text")
+    with pytest.raises(ValueError, match="holds no adaptation"):
+        run_adapt()
+    Path("adapted", "mine.txt").rename("adapted/best")  # as in the folder of a run
     with pytest.raises(ValueError, match="holds no adaptation"):
         run_adapt()
 

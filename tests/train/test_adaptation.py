@@ -11,7 +11,6 @@ from train.adaptation_judging import ENOUGH, Limits, chosen, expected_tau, gate,
 from train.adaptation_rows import Answer, Older, Source, TooFew, newest_tokens, num_tokens, parse, split, to_lines
 from train.pages.adaptation_page import render_adaptation
 
-
 WANTED = Source("abc", "models/t", "1234")
 
 
@@ -48,10 +47,13 @@ def test_the_newest_tokens_are_kept():
 
 def test_old_rows_are_drawn_from_every_category_and_never_twice():
     rows = [answer(n, category="ab"[n % 4 == 0]) for n in range(40)]
-    older = Older([], None, seed=1, further=rows)
-    held = older.take(num=10, without=[])
+    older = Older([], None, seed=1, further=[])
+    older.rows = rows
+    held = older.hold_out(10, without=[])
     assert sorted(each.category for each in held) == ["a"] * 5 + ["b"] * 5
-    rest = older.take(tokens=150, without=held)
+    older.further = [answer(n) for n in range(50, 60)]
+    assert older.hold_out(10, without=[]) == held and older.sample(0, without=[]) == []
+    rest = older.sample(150, without=held)
     assert 150 <= num_tokens(rest) < 160 and not {each.id for each in rest} & {each.id for each in held}
 
 
