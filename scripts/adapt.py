@@ -1,12 +1,12 @@
-"""Trains a head further on recorded traffic, and takes the new head into use only if it drafts better there and as well as before.
+"""Trains a head further on recorded traffic, and takes the new one into use only if it drafts better and has not forgotten.
 
     python scripts/adapt.py checkpoint=checkpoints/shipped/mtp traffic=traffic out=adapted
     python scripts/serve.py checkpoint=adapted watch=30
 
-The newest conversations are held out. The present head is judged on them by replay, and if training is worth it, it is trained on
-the other new rows beside a share of old ones. OUT stands for the head in use; OUT/adaptation.html shows what was measured and
-decided. With watch=SECONDS it goes on, whenever min_tokens new tokens have come. After Ctrl-C the same command continues.
-docs/adapting.md has more.
+The newest conversations are held out. The present head is judged on them by replay, and if training is worth it, it is
+trained on the other new rows beside a share of old ones. OUT stands for the head in use; OUT/adaptation.html shows what was
+measured and decided. With watch=SECONDS it goes on, whenever min_tokens new tokens have come. After Ctrl-C the same command
+continues. docs/adapting.md has more.
 """
 
 import functools
@@ -20,6 +20,7 @@ from helpers.loading import Loaded
 from helpers.options import option, options, run
 from specdec import checkpoint, datastore
 from specdec.drafter import Drafter
+from specdec.figures import PromptCounts
 from train import progress, reading
 from train.adaptation import KINDS, Home, Plan, store
 from train.adaptation_judging import Limits, Table, chosen, gate, judge, table, worth
@@ -48,7 +49,7 @@ class Adapt:
     out: str = field(metadata={"help": "folder of the adapted heads; it stands for the head in use"})
     old: str | None = option(
         None,
-        "comma list of files that the head was trained on; null: those of its config.yaml, or the shipped ones; empty: none",
+        "files that the head was trained on (a,b); null: those of its config.yaml, or the shipped ones; empty: none",
     )
     old_heldout: str | None = option(
         None, "answers that forgetting is judged on; null: some of old, not trained on here"
@@ -182,7 +183,7 @@ def load(given: Adapt, folder: Path) -> Loaded:
 
 
 def prepare(given: Adapt, home: Home, settings: dict, console: progress.Results) -> Plan | None:
-    """Reads and splits the rows, judges the head in use, updates the datastore. -> what to train; None if it is not worth it"""
+    """Reads and splits the rows, updates the datastore, judges the head in use. -> what to train; None: it is not worth it"""
     begun = time.perf_counter()
     history = home.history()
     until = max((each["until"] for each in history if each["decision"] == "accepted"), default=float("-inf"))
@@ -213,9 +214,7 @@ def prepare(given: Adapt, home: Home, settings: dict, console: progress.Results)
         sorting = functools.partial(progress.track, what="sorting the datastore", unit="rounds")
         stored = store(home, number, texts, loaded.tokenizer, progress=sorting)
         console.say(f"{home.path / 'datastore'}: {stored:,} tokens to draft from")
-    before = {
-        kind: judge(loaded.drafter, slices[kind], given.limits, what=f"judging the head in use, {kind} answers") for kind in KINDS
-    }  # fmt: skip
+    before = judge_slices(given, loaded, slices, "the head in use")
     tables = {kind: table(slices[kind], before[kind]) if slices[kind] else {} for kind in KINDS}
     good, why = worth(tables["new"], tables["old"], tokens=num_tokens(training), min_tokens=given.min_tokens)
     show(console, tables)
@@ -237,6 +236,15 @@ def prepare(given: Adapt, home: Home, settings: dict, console: progress.Results)
     plan = Plan(number, start, [*training, *rest], len(training), slices, before, about)
     home.save_plan(plan, source.tokenizer)
     return plan
+
+
+def judge_slices(
+    given: Adapt, loaded: Loaded, slices: dict[str, list[Answer]], head: str
+) -> dict[str, list[PromptCounts]]:
+    return {
+        kind: judge(loaded.drafter, slices[kind], given.limits, what=f"judging {head}, {kind} answers")
+        for kind in KINDS
+    }
 
 
 def open_older(given: Adapt, home: Home, loaded: Loaded) -> Older:
@@ -266,9 +274,9 @@ def notes_on(left_out: dict[str, int], slices: dict[str, list[Answer]], new: lis
     inexact = sum(not answer.exact for answer in slices["new"])
     if inexact:
         notes.append(
-            f"{inexact} of {len(slices['new'])} judged answers were written with top-k, top-p, a penalty or a grammar, at an unknown "
-            "temperature, or have ids that were made of their text. Replay takes them as drawn at their temperature alone (0 if it "
-            "is unknown), so their tau is an estimate, before and after alike."
+            f"{inexact} of {len(slices['new'])} judged answers were written with top-k, top-p, a penalty or a grammar, at an "
+            "unknown temperature, or have ids that were made of their text. Replay takes them as drawn at their temperature "
+            "alone (0 if it is unknown), so their tau is an estimate, before and after alike."
         )
     if not slices["old"]:
         notes.append("There are no old answers, so what was forgotten is not known.")
@@ -313,9 +321,7 @@ def judge_new(given: Adapt, home: Home, plan: Plan, trained: Path, console: prog
     """Judges the trained head, and takes it into use or not."""
     begun = time.perf_counter()
     loaded = load(given, trained)
-    after = {
-        kind: judge(loaded.drafter, plan.heldout[kind], given.limits, what=f"judging the new head, {kind} answers") for kind in KINDS
-    }  # fmt: skip
+    after = judge_slices(given, loaded, plan.heldout, "the new head")
     tables = {
         kind: table(answers, plan.before[kind], after[kind]) if answers else {}
         for kind, answers in plan.heldout.items()
@@ -358,7 +364,8 @@ def show(console: progress.Results, tables: dict[str, Table]) -> None:
             low, high = part["before_ci"]
             line = f"{kind} answers, {name}: tau {part['before']:.3f} ({low:.2f} .. {high:.2f})"
             if "after" in part:
-                line += f" -> {part['after']:.3f}, change {part['change']:+.3f} ({part['change_ci'][0]:+.3f} .. {part['change_ci'][1]:+.3f})"
+                low, high = part["change_ci"]
+                line += f" -> {part['after']:.3f}, change {part['change']:+.3f} ({low:+.3f} .. {high:+.3f})"
             console.say(f"{line}, {part['conversations']} conversations")
 
 

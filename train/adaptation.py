@@ -1,7 +1,7 @@
 """The folder of an adaptation, which stands for the head in use wherever a checkpoint is asked for.
 
-best                    the name of the head in use, such as heads/0002; replaced whole, so a reader sees the old or the new
-heads/0001/             a copy of the head that was given; heads/0002/ ..: heads that were accepted, with adaptation.json
+best                    name of the head in use, such as heads/0002; replaced whole: a reader sees the old or the new
+heads/0001/             a copy of the given head; heads/0002/ ..: accepted ones, with adaptation.json
 rows/0002/              what that head was trained on, and what was held out: trained.jsonl, heldout.jsonl
 adaptations/0002.json   what was measured and decided, of refused heads too; 0002.html: its page
 adaptation.html         the page of the newest one
@@ -75,7 +75,7 @@ class Home:
             same = [self.current, self.first]
             if not any(_content(source) == _content(folder) for folder in same):
                 raise ValueError(
-                    f"out={self.path} holds adaptations of another head than checkpoint={given}: give another out=FOLDER."
+                    f"out={self.path} holds adaptations of another head than checkpoint={given}: give another out=."
                 )
             return
         if self.path.exists() and {path.name for path in self.path.iterdir()} - {"heads", "lock"}:

@@ -1,4 +1,4 @@
-"""Judging a head along recorded answers by replay, and what follows: is training worth it, is the new head to be taken?"""
+"""Judging a head along recorded answers by replay, and what follows: is training worth it, is the new head taken?"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ Table = dict[str, dict[str, Any]]  # by part: `all`, `category NAME`, `tag NAME`
 
 @dataclass(frozen=True)
 class Limits:
-    """How much is judged. depth: of the chain; num: answers of a slice; length: tokens that an answer and its prompt may have"""
+    """How much is judged. depth: of the chain; num: answers of a slice; length: tokens of an answer with its prompt"""
 
     depth: int
     num: int
@@ -27,7 +27,7 @@ class Limits:
 
 
 def chosen(answers: list[Answer], limits: Limits) -> list[Answer]:
-    """Those that are judged, spread over the list; prompts that are too long are left out, longer answers are cut later."""
+    """Those that are judged, spread over the list. Too long prompts are left out; long answers are cut later."""
     fit = [answer for answer in answers if len(answer.prompt) + 2 <= limits.length]
     step = max(1.0, len(fit) / limits.num)
     return [fit[int(place * step)] for place in range(min(limits.num, len(fit)))]
@@ -63,7 +63,7 @@ def batches(drafter: Drafter, answers: Sequence[Answer], limits: Limits) -> list
 
 
 def table(answers: Sequence[Answer], before: list[PromptCounts], after: list[PromptCounts] | None = None) -> Table:
-    """tau of all answers, of each category and of each tag, before and after, with 95 % intervals over conversations."""
+    """tau of all answers, each category and each tag, before and after, with 95 % intervals over conversations."""
     parts: dict[str, list[int]] = {ALL: list(range(len(answers)))}
     for number, answer in enumerate(answers):
         for name in (f"category {answer.category}", *(f"tag {tag}" for tag in answer.tags)):
@@ -76,7 +76,7 @@ def table(answers: Sequence[Answer], before: list[PromptCounts], after: list[Pro
 def _part(
     answers: Sequence[Answer], before: list[PromptCounts], after: list[PromptCounts] | None, numbers: list[int]
 ) -> dict[str, Any]:
-    """Of the answers with these numbers. An answer without a round, whose one token came from the prompt, counts nothing."""
+    """Of the answers with these numbers."""
     then, now = (_by_conversation(answers, counts, numbers) for counts in (before, after or before))
     found: dict[str, Any] = {
         "conversations": len(then),
@@ -103,9 +103,9 @@ def _by_conversation(answers: Sequence[Answer], counts: list[PromptCounts], numb
 
 
 def expected_tau(new: Table, old: Table) -> float | None:
-    """tau of the new answers if the head drafted each category as well as in the old ones; None if nothing is known of one.
+    """tau of the new answers if the head drafted each category as well as in the old ones; None without old ones.
 
-    Categories are weighted by the tokens of the new answers. One that the old answers do not have stands for all of them.
+    Categories are weighted by the tokens of the new answers. For one that is not among the old answers, all of these count.
     """
     if ALL not in old:
         return None
@@ -140,8 +140,8 @@ def worth(new: Table, old: Table, *, tokens: int, min_tokens: int) -> tuple[bool
 
 
 def gate(new: Table, old: Table, *, tolerance: float) -> tuple[bool, list[str]]:
-    """Whether the new head is to be taken: the new answers' tau must rise, its whole interval above 0, and neither tau of
-    all old answers nor that of a category with ENOUGH conversations may fall by more than a share `tolerance`.
+    """Whether the new head is taken: the new answers' tau must rise, its whole interval above 0, and neither tau of all
+    old answers nor that of a category with ENOUGH conversations may fall by more than a share `tolerance`.
 
     -> the decision, with every reason against it, or else the reason for it
     """
@@ -153,7 +153,7 @@ def gate(new: Table, old: Table, *, tolerance: float) -> tuple[bool, list[str]]:
         judged = name == ALL or (name.startswith("category ") and part["conversations"] >= ENOUGH)
         if judged and fall > tolerance:
             against.append(
-                f"tau of old answers ({name}) falls by {fall:.1%}, from {part['before']:.2f} to {part['after']:.2f}: more "
-                f"than tolerance={tolerance:.0%}."
+                f"tau of old answers ({name}) falls by {fall:.1%}, from {part['before']:.2f} to {part['after']:.2f}: "
+                f"more than tolerance={tolerance:.0%}."
             )
     return not against, against or [f"{rise}, and no old slice falls by more than {tolerance:.0%}."]

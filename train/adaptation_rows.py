@@ -54,7 +54,7 @@ class Answer:
 
     @classmethod
     def of(cls, row: dict, *, place: str, time: float = 0.0) -> "Answer":
-        """Of a row with token ids. place: its id, where it has none. Raises KeyError, TypeError or ValueError for another."""
+        """Of a row with token ids. place: its id, if it has none. Raises KeyError, TypeError, ValueError for another."""
         tokens, num = row["tokens"], row["prompt_tokens"]
         if not all(type(token) is int and token >= 0 for token in tokens) or type(num) is not int or num < 1:
             raise ValueError("not a list of token ids")
@@ -81,7 +81,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Source:
-    """Whose answers are wanted: fingerprint of the tokenizer (`datastore.fingerprint`), name and fingerprint of the target."""
+    """Whose answers are wanted. tokenizer: `datastore.fingerprint`; target: its name"""
 
     tokenizer: str
     target: str
@@ -176,8 +176,8 @@ def split(answers: list[Answer], share: float) -> tuple[list[Answer], list[Answe
     training = without_prompts([answer for answer in answers if answer.conversation not in held], heldout)
     if not training:
         raise TooFew(
-            f"{len(order)} conversations, of which {len(held)} are held out, leave nothing to train on: record more, lower "
-            "heldout_share=, or look whether all of them have the same prompt."
+            f"{len(order)} conversations, of which {len(held)} are held out, leave nothing to train on: record more, "
+            "lower heldout_share=, or look whether all of them have the same prompt."
         )
     return training, heldout
 
@@ -203,7 +203,7 @@ def newest_tokens(answers: list[Answer], most: int | None) -> list[Answer]:
 
 
 class Older:
-    """Rows that the head was trained on before, in an order that follows from the seed and their ids, encoded when they are needed.
+    """Rows that the head was trained on before, encoded when they are needed. Their order follows from the seed and their ids.
 
     sources: as data.train; further: answers of earlier adaptations
     """
@@ -213,7 +213,7 @@ class Older:
         self.rows: list[dict | Answer] = [row for source in sources for row in reading.load_conversations(source)]
 
     def hold_out(self, num: int, *, without: list[Answer]) -> list[Answer]:
-        """`num` rows of the sources, the same number of each category where it has as many: the same ones at every adaptation."""
+        """`num` rows of the sources, evenly from their categories: the same ones at every adaptation."""
         return list(itertools.islice(self._encoded(in_turns(self._drawn(self.rows)), without), num))
 
     def sample(self, tokens: int, *, without: list[Answer]) -> list[Answer]:

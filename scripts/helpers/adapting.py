@@ -70,13 +70,13 @@ def old_sources(given: str | None, head: Path, target: str) -> list[str]:
     if Path(target).name == Path(str(OmegaConf.load(loading.CONF / "target" / "smollm2-135m.yaml").name)).name:
         return [SHIPPED]
     raise ValueError(
-        f"It is not recorded what {head} was trained on: give old=FILE with such rows, or old= for none (then nothing keeps the "
-        "head from forgetting, and nothing shows it)."
+        f"It is not recorded what {head} was trained on: give old=FILE with such rows, or old= for none (then nothing "
+        "keeps the head from forgetting, and nothing shows it)."
     )
 
 
 def num_steps(lengths: list[int], epochs: float, more: dict[str, str]) -> int:
-    """Steps that read all rows so often. lengths: tokens of each row; more: options of train.py, which may say it themselves"""
+    """Steps that read all rows so often. lengths: tokens of each row; more: options of train.py, perhaps with the steps"""
     if "train.steps" in more:
         return int(more["train.steps"])
     usual = OmegaConf.load(loading.CONF / "data" / "shipped.yaml").length
@@ -157,7 +157,7 @@ def train(arguments: list[str]) -> int:
 
 @contextlib.contextmanager
 def signals() -> Iterator[None]:
-    """Within, Ctrl-C and SIGTERM end training after the step at hand, and everything else at once (KeyboardInterrupt)."""
+    """Within, Ctrl-C and SIGTERM end training after its step, and everything else at once (KeyboardInterrupt)."""
 
     def receive(number: int, _: Any) -> None:
         if child is None:
