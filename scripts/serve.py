@@ -16,7 +16,7 @@ import functools
 import logging
 from dataclasses import dataclass, field
 
-from helpers import decoding, loading, proposers, recording
+from helpers import decoding, loading, proposers, recording, watching
 from helpers.listening import listen, warn_if_open
 from helpers.options import option, options, run
 from specdec import checkpoint
@@ -43,6 +43,10 @@ class Serve(proposers.ProposerOptions, recording.RecordOptions):
     )
     max_body: int = option(1 << 20, "bytes that a request may have")
     timeout: float = option(600.0, "seconds after which a request is given up")
+    watch: float | None = option(
+        None,
+        "look every so many seconds whether checkpoint= stands for another head, and draft with that then; null: no",
+    )
     target: loading.TargetOptions = field(default_factory=loading.TargetOptions)
     decode: decoding.DecodeOptions = field(default_factory=decoding.DecodeOptions)
 
@@ -69,9 +73,12 @@ def main() -> None:
         from specdec.server.metrics import Metrics
     except ImportError as error:
         raise ValueError(f"Serving needs more packages ({error}): pip install '.[serve]'") from error
-    for name in ("rows", "queue", "max_length", "max_body", "timeout"):
-        if getattr(chosen, name) <= 0:
-            raise ValueError(f"{name}={getattr(chosen, name)} must be above 0.")
+    for name in ("rows", "queue", "max_length", "max_body", "timeout", "watch"):
+        value = getattr(chosen, name)
+        if value is not None and value <= 0:
+            raise ValueError(f"{name}={value} must be above 0.")
+    if chosen.watch is not None:
+        watching.check(chosen)
     if chosen.decode.temperature != "0":
         raise ValueError("decode.temperature is for each request to say: give temperature in the request.")
 
@@ -81,7 +88,8 @@ def main() -> None:
     loaded = proposers.load(chosen, chosen.target, drafting)
     decoding.show_measuring(loaded.proposer)
     runner, stop = drafting.runner(), loaded.stop
-    drafted = drafting.decoder(loaded.target, loaded.proposer, sampling=Sampling(), stop=stop, runner=runner)
+    decoder = lambda proposer: drafting.decoder(loaded.target, proposer, sampling=Sampling(), stop=stop, runner=runner)
+    drafted = decoder(loaded.proposer)
     plain = Decoder(loaded.target, None, sampling=Sampling(), stop=stop, runner=runner)
     warm_up(drafted, chosen.rows)
 
@@ -122,6 +130,8 @@ def main() -> None:
         f"{model}, drafted by {drafts}: {address} (page), {address}/v1 (OpenAI's interface){recording.describe(record)}",
         flush=True,
     )
+    if chosen.watch is not None:
+        watching.start(chosen, loaded, drafting, engine, decoder, recorder)
     config = uvicorn.Config(make_app(served), log_level="warning", access_log=False)
     uvicorn.Server(config).run(sockets=[listening])
 

@@ -98,7 +98,7 @@ def compare_prompts(
                 prompts[number],
                 generations[method.baseline][place],
                 generations[method.name][place],
-                replayed=None if grammars else method.replayed(sampling),
+                replayed=method.replayed(sampling) if sampling.greedy or not grammars else None,
                 depth=method.depth,
                 sampling=sampling,
                 constraint=constraint(place),

@@ -116,7 +116,8 @@ def measure(
     replays = isinstance(replayed, Drafter) and drafting.replayable(replayed, sampling)
     if grammars is None:
         prompts = [replace(prompt, grammar=None) for prompt in prompts]
-    replays = replays and not any(prompt.grammar for prompt in prompts)  # replay knows the target's free law only
+    # Replay knows the target's free law only; at temperature 0 a draft counts if it is the answer's next token, by any law
+    replays = replays and (sampling.greedy or not any(prompt.grammar for prompt in prompts))
     numbered = list(zip(numbers or range(len(prompts)), prompts, strict=True))
     results = []
     for pairs in progress(turns(numbered, batch)):

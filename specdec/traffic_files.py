@@ -4,6 +4,7 @@ Each writer appends to a file of its own and holds a lock on it (flock), so that
 system frees the lock when the process ends, by kill -9 too.
 """
 
+import contextlib
 import fcntl
 import json
 import logging
@@ -120,15 +121,21 @@ def read(folder: str | Path) -> Iterator[dict]:
         raise ValueError(
             f"{folder} has no recorded conversations (traffic-000001.jsonl, ...): give the folder of record=."
         )
-    for path in paths:
-        with path.open("rb") as lines:
-            for line in lines:
-                row = _parse(line)
-                damaged += row is None
-                if row is not None:
-                    yield row
+    for _, row in read_lines(paths):
+        damaged += row is None
+        if row is not None:
+            yield row
     if damaged:
         warnings.warn(f"{folder}: {damaged} damaged lines were skipped.", stacklevel=2)
+
+
+def read_lines(paths: list[Path]) -> Iterator[tuple[str, dict | None]]:
+    """Yields where a line is and its row, None for a damaged one. A last line without its end is being written: it is left out."""
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError), path.open("rb") as lines:  # the writer may delete the oldest file
+            for number, line in enumerate(lines, start=1):
+                if line.endswith(b"\n") and line.strip():
+                    yield f"{path.name}:{number}", _parse(line)
 
 
 def heal(path: Path) -> int:

@@ -198,7 +198,9 @@ def make(config: Config, target: Target, prefix: str = "proposer") -> Proposer:
         with named("decode"), named(prefix, only=own):
             return _instantiate(own, target, arguments)
     except ValueError as error:
-        advice = " `python scripts/datastore.py data=FILE out=FOLDER` makes a datastore." if "datastore" in own else ""
+        advice = (
+            " `python scripts/datastore.py data=FILE out=FOLDER` makes a datastore." if own.get("datastore") else ""
+        )
         raise ValueError(f"{error}{advice}") from None
 
 

@@ -8,10 +8,13 @@ import heapq
 import itertools
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
+from specdec import datastore as store
 from specdec.proposers.text import Guess, TextProposer
 from specdec.target import Target
+from specdec.target_loading import load_tokenizer
 
 
 class Match(NamedTuple):
@@ -45,9 +48,20 @@ class Suffix(TextProposer):
     num: the largest number of drafts; factor, offset: at most ceil(factor * length of the match) + offset drafts
     least: the smallest estimated chance that a draft and all drafts before it are accepted
     memory: the number of tokens of the latest answers that are kept for certain; up to twice as many are kept. 0: none
+    datastore: a folder as specdec/datastore.py writes it, whose last texts are remembered from the start; None: nothing is
     """
 
-    def __init__(self, target: Target, *, num: int, factor: float, offset: int, least: float, memory: int):
+    def __init__(
+        self,
+        target: Target,
+        *,
+        num: int,
+        factor: float,
+        offset: int,
+        least: float,
+        memory: int,
+        datastore: str | None = None,
+    ):
         for name, value, low in (("num", num, 1), ("factor", factor, 0), ("offset", offset, 0), ("memory", memory, 0)):
             if value < low:
                 raise ValueError(f"{name}={value} must be at least {low}.")
@@ -57,12 +71,15 @@ class Suffix(TextProposer):
             raise ValueError(f"least={least} must be a probability below 1.")
         self.num, self.factor, self.offset, self.least, self.memory = num, factor, offset, least, memory
         self.depth = num
+        self.datastore, self.known = datastore, [] if datastore is None else last_texts(target, datastore, memory)
         self.forget()
         self.texts: list[list[int]] = []
         self.states: list[Place] = []
 
     def forget(self):
         self.younger, self.older = Automaton(), Automaton()  # two generations of memory
+        for text in self.known:
+            self.remember(text)
 
     def begin(self, tokens, num):
         self.ended: list[list[int]] = []  # answers of rows that have left the batch
@@ -128,6 +145,17 @@ class Suffix(TextProposer):
             return []
         num = min(self.num, math.ceil(self.factor * match.length) + self.offset)
         return automaton.most_likely(match, num, self.least)
+
+
+def last_texts(target: Target, folder: str, num: int) -> list[list[int]]:
+    """The last texts of a datastore that have at most `num` tokens together; of the first of them perhaps the end only.
+
+    Raises ValueError as `datastore.read`.
+    """
+    tokenizer = load_tokenizer(target.name, trust_remote_code=target.trust_remote_code)
+    tokens = store.read(Path(folder), store.fingerprint(tokenizer)).tokens[-1 - num :].tolist()
+    groups = itertools.groupby(tokens, key=lambda token: token == store.SEPARATOR)
+    return [list(group) for separator, group in groups if not separator]
 
 
 def usual_suffix(target: Target) -> Suffix:

@@ -175,7 +175,10 @@ class Engine:
         queue: int,
         saw: Callable[[Step], None] = lambda step: None,
     ):
-        self.lanes = {True: Lane(drafted, rows), False: Lane(plain, rows)}
+        self.rows = rows
+        self.lanes = {True: Lane(drafted, rows), False: Lane(plain, rows)}  # that requests join, with drafts or without
+        self.leaving: list[Lane] = []  # of drafts that were replaced, until their requests have ended
+        self.next: Callable[[], Decoder] | None = None  # makes the decoder that comes into the place of `drafted`
         self.queue, self.saw = queue, saw
         self.changed = threading.Condition()
         self.given_up: list[Job] = []
@@ -200,11 +203,11 @@ class Engine:
 
     @property
     def num_running(self) -> int:
-        return sum(len(lane.jobs) for lane in self.lanes.values())
+        return sum(len(lane.jobs) for lane in self._all)
 
     @property
     def num_waiting(self) -> int:
-        return len(self.arrived) + sum(len(lane.waiting) for lane in self.lanes.values())
+        return len(self.arrived) + sum(len(lane.waiting) for lane in self._all)
 
     def submit(self, job: Job) -> bool:
         """Queues a job -> whether there was room for it. Raises ValueError for one that cannot be decoded."""
@@ -216,6 +219,17 @@ class Engine:
             self.changed.notify()
         return True
 
+    def swap(self, make: Callable[[], Decoder]) -> None:
+        """Another decoder drafts for all requests that have not begun; those that have begun end with the one before.
+
+        Until they have, both are held. make: gives the decoder, of the same target. It is called between rounds, in the
+        engine's thread, because passes of a target do not mix; if it fails, everything stays as it is. Of several that come
+        between two rounds, the last one counts.
+        """
+        with self.changed:
+            self.next = make
+            self.changed.notify()
+
     def give_up(self, job: Job) -> None:
         """The job ends before the next round; no event follows once that is done."""
         with self.changed:
@@ -225,8 +239,12 @@ class Engine:
     def _run(self) -> None:
         while True:
             with self.changed:
-                while not (self.arrived or self.given_up or self._busy or self.stopping):
+                while not (self.arrived or self.given_up or self.next or self._busy or self.stopping):
                     self.changed.wait()
+                make, self.next = self.next, None
+            if make is not None:
+                self._take_over(make)
+            with self.changed:
                 arrived, self.arrived = self.arrived, []
                 for job in arrived:
                     self.lanes[job.speculate].waiting.append(job)
@@ -234,14 +252,38 @@ class Engine:
                 if self.stopping and not self._busy:
                     return
             for job in given_up:
-                self.lanes[job.speculate].give_up(job)
+                for lane in self._all:
+                    lane.give_up(job)
             self._give_up_late()
-            for lane in self.lanes.values():
+            for lane in self._all:
                 self._advance(lane)
+            self.leaving = [lane for lane in self.leaving if lane.waiting or lane.jobs]
+
+    def _take_over(self, make: Callable[[], Decoder]) -> None:
+        """What waits moves to a new lane, unless the new decoder cannot decode it, and what runs stays in the old one."""
+        try:
+            new = Lane(make(), self.rows)
+        except Exception:  # the drafts before go on
+            LOG.exception("the drafts could not be replaced")
+            return
+        old = self.lanes[True]
+        for job in [*old.waiting]:
+            try:
+                new.decoder.check([job.prompt], job.max_new_tokens)
+            except ValueError:
+                continue
+            old.waiting.remove(job)
+            new.waiting.append(job)
+        self.leaving.append(old)
+        self.lanes[True] = new
+
+    @property
+    def _all(self) -> list[Lane]:
+        return [*self.lanes.values(), *self.leaving]
 
     @property
     def _busy(self) -> bool:
-        return any(lane.waiting or lane.jobs for lane in self.lanes.values())
+        return any(lane.waiting or lane.jobs for lane in self._all)
 
     def _advance(self, lane: Lane) -> None:
         try:
@@ -254,7 +296,7 @@ class Engine:
 
     def _give_up_late(self) -> None:
         now = time.monotonic()
-        for lane in self.lanes.values():
+        for lane in self._all:
             for job in [*lane.waiting, *lane.jobs.values()]:
                 if job.deadline is not None and now > job.deadline:
                     lane.give_up(job)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -16,7 +17,8 @@ import pytest
 import load_server
 import proxy
 import serve
-from specdec import traffic
+from specdec import files, traffic
+from specdec.target import Target
 from tests.support import ROOT, child_environment, save_eagle, save_target, write_prompts
 
 ADDRESS = r"http://127\.0\.0\.1:\d+"
@@ -133,12 +135,34 @@ def test_recording_that_cannot_be_is_refused(folder, run_script):
     refuse(proxy, "upstream=localhost must be a URL", "upstream=localhost", "record=x")
 
 
+@pytest.mark.slow
+def test_a_head_that_comes_into_use_is_taken_while_requests_run(folder, tmp_path):
+    for number in (1, 2):
+        save_eagle(
+            tmp_path / "heads" / f"000{number}", Target.load(str(folder / "target"), dtype="float32"), seed=number
+        )
+    files.write_text(tmp_path / "best", "heads/0001\n")
+    body = {**QUESTION, "max_tokens": 300, "ignore_eos": True}
+    ask = lambda: httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()["choices"][0]["message"]
+    with started(folder, f"checkpoint={tmp_path}", "watch=0.2") as (child, url), ThreadPoolExecutor(2) as pool:
+        first = pool.submit(ask)
+        files.write_text(tmp_path / "best", "heads/0002\n")
+        assert child.stdout.readline().startswith(f"new requests are drafted by {tmp_path / 'heads' / '0002'}")
+        assert first.result() == ask()
+        files.write_text(tmp_path / "best", "heads/0003\n")
+        assert "the drafts were not replaced" in child.stdout.readline()
+        assert ask() == first.result()
+
+
 def test_what_cannot_be_served_is_refused(folder, monkeypatch, run_script):
     def refuse(message: str, *arguments: str) -> None:
         with pytest.raises(ValueError, match=message):
             run_script(serve, f"checkpoint={folder / 'head'}", *arguments)
 
     refuse("rows=0 must be above 0", "rows=0")
+    refuse("watch=0.0 must be above 0", "watch=0")
+    with pytest.raises(ValueError, match="watch= looks at checkpoint="):
+        run_script(serve, "watch=5")
     refuse("give temperature in the request", "decode.temperature=1")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         refuse("choose another port=", f"port={taken.getsockname()[1]}")

@@ -2,12 +2,15 @@
 
 import itertools
 import random
+from types import SimpleNamespace
 
 import pytest
 
+from specdec import datastore as store
 from specdec.decode import Decoder
 from specdec.drafting import Drafting
 from specdec.measurement import Prompt, measure
+from specdec.proposers import suffix
 from specdec.proposers.merged import Merged
 from specdec.proposers.suffix import NOWHERE, Automaton, Match, Suffix
 from specdec.sampling import Sampling
@@ -135,6 +138,24 @@ def test_tokens_after_the_end_of_an_answer_are_not_remembered():
     assert tokens(proposer.draft(0)) == [12]
     begin(proposer, [[5, 6]])  # the batch before was not finished
     assert proposer.younger.num_tokens == 3
+
+
+def test_the_last_texts_of_a_datastore_are_remembered_from_the_start(tmp_path, monkeypatch):
+    tokenizer = SimpleNamespace(get_vocab=lambda: {"a": 0})
+    monkeypatch.setattr(suffix, "load_tokenizer", lambda name, **_: tokenizer)
+    texts = [[1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    joined = store.join(texts)
+    document = {"tokenizer_fingerprint": store.fingerprint(tokenizer), "num_texts": 3, "length": 2}
+    store.write(tmp_path / "texts", joined, store.sort(joined, 2), document)
+    target = SimpleNamespace(name="tiny", trust_remote_code=False)
+    for memory, known in ((1000, texts), (6, [[5, 6, 7], [8, 9]]), (0, [])):
+        assert suffix.last_texts(target, str(tmp_path / "texts"), memory) == known
+    monkeypatch.setattr(suffix, "last_texts", lambda target, folder, num: texts)
+    proposer = make(datastore="texts")
+    for _ in range(2):
+        begin(proposer, [[20, 4, 5]])
+        assert tokens(proposer.draft(0)) == [6, 7]
+        proposer.forget()  # of what it was given it forgets nothing
 
 
 def test_answers_are_remembered_from_the_next_batch_on():

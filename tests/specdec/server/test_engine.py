@@ -74,6 +74,49 @@ def test_every_request_gets_the_answer_that_it_gets_alone(small_target, engine):
     assert engine.num_running == engine.num_waiting == 0
 
 
+def test_drafts_are_replaced_between_rounds_and_no_request_is_dropped(small_target, drafter):
+    decoder = greedy(small_target, None, STOP)
+    answer = lambda prompt: decoder.generate([prompt], 30).tokens[0]
+    pairs = sorted(((prompt, answer(prompt)) for prompt in prompts(60)), key=lambda pair: -len(pair[1]))[:12]
+    clients, alone = [Client(prompt, 30) for prompt, _ in pairs], [tokens for _, tokens in pairs]
+    clients[2].job.speculate = False
+    engine, threads = make_engine(small_target, drafter, rows=2), []
+    old = engine.lanes[True]
+
+    def make() -> Decoder:
+        threads.append(threading.current_thread())
+        proposer = HeadProposer(make_drafter(small_target, "medusa"), chain_of(2))
+        return Decoder(small_target, proposer, sampling=Sampling(), stop=STOP)
+
+    def swap_in_the_middle(event) -> None:
+        if clients[0].events.qsize() == 2:
+            engine.swap(make)
+        clients[0].events.put(event)
+
+    clients[0].job.deliver = swap_in_the_middle
+    for client in clients[:9]:
+        engine.submit(client.job)
+    engine.start()
+    try:
+        ends = [client.wait() for client in clients[1:9]]
+        assert threads == [engine.thread] and engine.lanes[True] is not old
+        for client in clients[9:]:
+            engine.submit(client.job)
+        ends += [client.wait() for client in (clients[0], *clients[9:])]
+        engine.swap(lambda: 1 / 0)
+        last = Client(pairs[0][0], 30)
+        engine.submit(last.job)
+        last.wait()
+    finally:
+        engine.stop()
+    assert [client.tokens for client in clients] == alone and last.tokens == alone[0]
+    assert {end.reason for end in ends} <= {"stop", "length"}
+    drafted = [{each.drafted for each in client.rounds[1:]} for client in clients]
+    assert drafted[:3] == [{3}, {3}, {0}]  # what had begun ended with the old drafts
+    assert all(each == {2} for each in drafted[3:]) and {each.drafted for each in last.rounds[1:]} == {2}
+    assert not engine.leaving and engine.num_running == engine.num_waiting == 0
+
+
 def test_a_seed_gives_the_same_answer_beside_others(engine):
     def ask(beside: int) -> list[int]:
         clients = [

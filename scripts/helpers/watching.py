@@ -1,0 +1,77 @@
+"""Lets a server draft with another head when its checkpoint= stands for another one, as after scripts/adapt.py."""
+
+import dataclasses
+import os
+import threading
+import time
+from collections.abc import Callable
+
+from helpers import loading, proposers
+from specdec import checkpoint
+from specdec.decode import Decoder
+from specdec.drafting import Drafting
+from specdec.proposers.auto import Auto
+from specdec.proposers.base import Proposer
+from specdec.server.engine import Engine
+from specdec.traffic import Recorder
+
+
+def check(given: proposers.ProposerOptions) -> None:
+    """Raises ValueError where there is nothing that could be replaced."""
+    head = given.settings.get("checkpoint", given.checkpoint)
+    if head is None:
+        raise ValueError("watch= looks at checkpoint=: give that too.")
+    if loading.adapts(head):
+        raise ValueError(
+            f"watch=: {head} changes its target, so it cannot be replaced while requests run: leave watch=null."
+        )
+
+
+def version(given: proposers.ProposerOptions, name: str, drafting: Drafting) -> list[str]:
+    """The folders that the proposer draws from now: its head's, and a datastore's."""
+    config = proposers.configure(name, settings=given.settings, drafting=drafting, checkpoint=given.checkpoint)
+    return sorted(map(os.path.realpath, proposers.folders(config)))
+
+
+def start(
+    given: proposers.ProposerOptions,
+    loaded: proposers.Chosen,
+    drafting: Drafting,
+    engine: Engine,
+    decoder: Callable[[Proposer], Decoder],
+    recorder: Recorder | None,
+) -> threading.Thread:
+    """Looks every `given.watch` seconds, in a thread of its own, which reads the new head; the engine does the rest.
+
+    decoder: makes the decoder of a proposer; recorder: is told the name of the new head
+    """
+    known = version(given, loaded.name, drafting)
+
+    def look() -> None:
+        nonlocal known
+        now = version(given, loaded.name, drafting)
+        if now == known:
+            return
+        known = now
+        new = proposers.build(
+            loaded.name, loaded.target, settings=given.settings, drafting=drafting, checkpoint=given.checkpoint
+        )
+        if isinstance(new, Auto) and isinstance(loaded.proposer, Auto):
+            new.opened = loaded.proposer.opened  # what passes of the target cost is known
+        engine.swap(lambda: decoder(new))
+        if recorder and given.checkpoint:
+            name = checkpoint.name_of(checkpoint.resolve(given.checkpoint))
+            recorder.origin = dataclasses.replace(recorder.origin, head=name)
+        print(f"new requests are drafted by {', '.join(now)}", flush=True)
+
+    def run() -> None:
+        while True:
+            time.sleep(given.watch)  # type: ignore[attr-defined]
+            try:
+                look()
+            except Exception as error:  # the drafts before go on
+                print(f"warning: the drafts were not replaced: {error}", flush=True)
+
+    thread = threading.Thread(target=run, name="watch", daemon=True)
+    thread.start()
+    return thread

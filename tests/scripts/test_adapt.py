@@ -1,0 +1,246 @@
+"""Tests of scripts/adapt.py: a tiny head is adapted to traffic, refused, interrupted and watched."""
+
+import functools
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+import adapt
+from helpers import adapting
+from specdec import checkpoint, datastore
+from specdec.target import Target, load_tokenizer
+from tests.support import ROOT, child_environment, save_eagle, save_target, small_tokenizer, train_command, write_rows
+from train.lock import lock
+
+TINY = [
+    "target.dtype=float32", "min_tokens=50", "judged=12", "epochs=8", "lr=3e-3", "training.precision=fp32", "training.threads=1",
+    "training.data.length=128", "training.head.objective.losses.kl=0", "training.head.objective.losses.smooth_l1=0",
+    "training.head.objective.losses.ce=1", "training.validation.num_prompts=1", "progress=quiet",
+]  # fmt: skip
+
+
+def rows_of(numbers, *, target: str, category: str = "counting", **more) -> list[dict]:
+    """Traffic: conversation n asks for n, at second n."""
+    tokenizer = small_tokenizer()
+    found = []
+    for n in numbers:
+        prompt = tokenizer(f"Count to {n}.")["input_ids"]
+        answer = tokenizer(f"Hello world, hello world, hello {n}, hello world.")["input_ids"]
+        found.append({
+            "id": f"{category}-{n}", "time": float(n), "conversation": f"c{n}", "category": category, "tags": ["short"],
+            "messages": None, "tokens": prompt + answer, "prompt_tokens": len(prompt), "temperature": 0.0,
+            "tokenizer": datastore.fingerprint(tokenizer), "target": target, **more,
+        })  # fmt: skip
+    return found
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A tiny target with a head, old rows, and traffic of 40 conversations."""
+    folder = tmp_path_factory.mktemp("adapting")
+    save_eagle(folder / "head", save_target(folder / "target"))
+    (folder / "traffic").mkdir()
+    write_rows(folder / "traffic" / "traffic-000001.jsonl", rows_of(range(1, 41), target=str(folder / "target")))
+    messages = lambda n: [
+        {"role": "user", "content": f"Say {n}."},
+        {"role": "assistant", "content": f"{n} is followed by {n + 1}."},
+    ]
+    write_rows(folder / "old.jsonl", [{"id": f"old-{n}", "messages": messages(n)} for n in range(30)])
+    write_rows(folder / "prompts.jsonl", [{"prompt": "Count to 3."}])
+    return folder
+
+
+@pytest.fixture
+def run_adapt(made, tmp_path, monkeypatch, run_script):
+    """run_adapt("key=value", ...) -> what was printed; OUT is `adapted` in a new working directory"""
+    monkeypatch.chdir(tmp_path)
+
+    def train(arguments: list[str]) -> int:
+        arguments = [each for each in arguments if not each.startswith("hydra.")]
+        with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+            config = compose("train", overrides=[*arguments, "progress=quiet"])
+        Path(config.run).mkdir(parents=True, exist_ok=True)
+        return train_command().fit(config)
+
+    monkeypatch.setattr(adapting, "train", train)
+
+    def run(*more: str) -> str:
+        given = {"checkpoint": made / "head", "traffic": made / "traffic", "out": "adapted", "old": made / "old.jsonl"}
+        given |= {"training.data.heldout": made / "prompts.jsonl"}
+        given |= dict(each.split("=", 1) for each in (*TINY, *more))
+        return run_script(adapt, *(f"{key}={value}" for key, value in given.items()))
+
+    return run
+
+
+def document(number: str = "0002") -> dict:
+    return json.loads(Path("adapted", "adaptations", f"{number}.json").read_text())
+
+
+def test_a_head_that_rises_is_taken_into_use(made, run_adapt, tmp_path):
+    out = run_adapt("tolerance=0.9")
+    found, home = document(), Path("adapted")
+    assert found["decision"] == "accepted" and "accepted: tau of the new answers" in out
+    assert checkpoint.resolve("adapted") == home / "heads" / "0002" and (home / "heads" / "0001").is_dir()
+    new, old = found["slices"]["new"], found["slices"]["old"]
+    assert new["all"]["change"] > 0.2 and new["all"]["change_ci"][0] > 0
+    assert set(new) == {"all", "category counting", "tag short"}
+    assert new["all"]["conversations"] == 8 and old["all"]["answers"] == 12
+    assert found["training"]["new_answers"] == 32 and found["training"]["old_answers"] > 0
+    page = (home / "adaptation.html").read_text()
+    held = page.partition('id="data">')[2].partition("</script>")[0]
+    assert json.loads(held)["history"][-1]["slices"] == found["slices"]  # the page has the figures of the document
+    for part in (*new.values(), *old.values()):
+        assert f"<td>{part['before']:.3f}</td>" in page and f"<td>{part['after']:.3f}</td>" in page
+        assert f"<td>{part['change']:+.3f}</td>" in page
+    assert json.loads((home / "heads" / "0002" / "adaptation.json").read_text()) == found
+    assert not (home / "training").exists()
+    store = datastore.read(home / "datastore", datastore.fingerprint(load_tokenizer(str(made / "target"))))
+    assert len(store.tokens) > 500
+    heldout = [json.loads(line)["id"] for line in (home / "rows" / "0002" / "heldout.jsonl").read_text().splitlines()]
+    assert heldout == [f"counting-{n}" for n in range(33, 41)]
+    with pytest.raises(ValueError, match="no rows that are newer"):
+        run_adapt("tolerance=0.9")
+    more = tmp_path / "more"
+    shutil.copytree(made / "traffic", more)
+    write_rows(more / "traffic-000002.jsonl", rows_of(range(41, 61), target=str(made / "target")))
+    run_adapt(f"traffic={more}", "min_tokens=5000")
+    later = document("0003")
+    assert later["start"] == later["in_use"] == "heads/0002"
+    assert later["slices"]["new"]["all"]["conversations"] == 4  # of the rows that came since
+    assert later["slices"]["old"]["category counting"]["conversations"] == 8  # what was held out before
+    assert later["slices"]["old"]["category counting"]["before"] == pytest.approx(new["all"]["after"])
+
+
+def test_a_head_that_does_not_rise_is_refused(run_adapt):
+    out = run_adapt("lr=1e-12", "epochs=0.1", "store=false")
+    assert document()["decision"] == "refused" and "not surely a rise" in out
+    assert checkpoint.resolve("adapted") == Path("adapted/heads/0001") and not Path("adapted/heads/0002").exists()
+    assert "not surely a rise" in Path("adapted/adaptation.html").read_text() and not Path("adapted/datastore").exists()
+
+
+def test_training_that_is_not_worth_it_is_left_out(run_adapt):
+    out = run_adapt("min_tokens=5000")
+    assert "fewer than min_tokens=5,000" in out and document()["decision"] == "not trained"
+    assert "not trained" in Path("adapted/adaptation.html").read_text().lower()
+    assert checkpoint.resolve("adapted").name == "0001"
+
+
+def test_what_was_interrupted_goes_on(run_adapt, monkeypatch):
+    train = adapting.train
+    monkeypatch.setattr(adapting, "train", lambda arguments: 130)
+    with pytest.raises(KeyboardInterrupt):
+        run_adapt("tolerance=0.9")
+    assert checkpoint.resolve("adapted").name == "0001" and Path("adapted/training/plan.json").exists()
+    with pytest.raises(ValueError, match=r"begun with other settings: epochs \(then 8.0, now 2.0\)"):
+        run_adapt("tolerance=0.9", "epochs=2")
+    monkeypatch.setattr(adapting, "train", train)
+
+    def killed(home, number):
+        raise RuntimeError("kill -9")
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError):
+        patch.setattr(adapt.Home, "_use", killed)
+        run_adapt("tolerance=0.9")
+    assert checkpoint.resolve("adapted").name == "0001"  # the new head is there, and not in use
+    out = run_adapt("tolerance=0.9")
+    assert "the adaptation 0002 goes on" in out and checkpoint.resolve("adapted").name == "0002"
+    assert len(list(Path("adapted/adaptations").glob("*.json"))) == 1
+
+
+@pytest.mark.slow
+def test_the_command_passes_a_signal_to_training_and_goes_on(made, tmp_path):
+    given = {
+        "checkpoint": made / "head",
+        "traffic": made / "traffic",
+        "out": tmp_path / "adapted",
+        "old": made / "old.jsonl",
+    }
+    given |= dict(each.split("=", 1) for each in (*TINY, "epochs=20", "tolerance=0.9", "store=false", "progress=plain"))
+    given |= {"training.data.heldout": made / "prompts.jsonl", "training.train.log_every": 1}
+    command = [sys.executable, "scripts/adapt.py", *(f"{key}={value}" for key, value in given.items())]
+    started = functools.partial(
+        subprocess.Popen, command, cwd=ROOT, env=child_environment(), stdout=subprocess.PIPE, text=True
+    )
+    with started() as child:
+        next(line for line in child.stdout if line.startswith("step"))
+        child.send_signal(signal.SIGINT)
+        said = child.stdout.read()
+        assert child.wait(timeout=120) == 130 and "accepted" not in said
+    assert checkpoint.resolve(tmp_path / "adapted").name == "0001"
+    with started() as child:
+        said = child.stdout.read()
+        assert child.wait(timeout=120) == 0
+    assert "goes on" in said and "Resumed from step" in said and "accepted" in said
+    assert checkpoint.resolve(tmp_path / "adapted").name == "0002"
+
+
+def test_a_folder_is_watched(made, run_adapt, monkeypatch, tmp_path):
+    traffic = tmp_path / "traffic"
+    traffic.mkdir()
+    looks = []
+
+    def sleep(seconds):
+        looks.append(checkpoint.resolve("adapted").name)
+        if len(looks) == 1:
+            shutil.copy(made / "traffic" / "traffic-000001.jsonl", traffic)
+        if len(looks) == 4:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(adapt.time, "sleep", sleep)
+    out = run_adapt("watch=5", f"traffic={traffic}", "tolerance=0.9")
+    assert looks == ["0001", "0002", "0002", "0002"]
+    assert out.count("0 of 50 new tokens") == 1 and "stopped; adapted stands for 0002" in out
+
+
+def test_what_cannot_be_adapted_to_is_refused(made, run_adapt, tmp_path):
+    target = str(made / "target")
+    folder = tmp_path / "bad"
+    folder.mkdir()
+
+    def refuse(message: str, *more: str, rows: list[dict] | None = None) -> None:
+        shutil.rmtree("adapted", ignore_errors=True)
+        if rows is not None:
+            write_rows(folder / "traffic-000001.jsonl", rows)
+            more = (*more, f"traffic={folder}")
+        with pytest.raises(ValueError, match=message):
+            run_adapt(*more)
+
+    refuse("traffic=nowhere is not a folder", "traffic=nowhere")
+    refuse("has no row .* there are none", rows=[])
+    refuse("1 of another target", rows=rows_of([1], target="targets/other"))
+    refuse("2 with ids of another tokenizer", rows=rows_of([1, 2], target=target, tokenizer="0" * 16))
+    refuse("1 without token ids", rows=rows_of([1], target=target, tokens=None))
+    refuse("1 damaged", rows=rows_of([1], target=target, tokens=["a"]))
+    refuse("leave nothing to train on", rows=rows_of([1], target=target))
+    refuse("drafter.json does not exist", f"checkpoint={folder}")
+    refuse("tolerance=-1", "tolerance=-1")
+    refuse("training.run= is chosen by this command", "training.run=mine")
+    refuse("heldout_share=1.0 must be a share", "heldout_share=1")
+    refuse("Give old=FILE", "old=missing.jsonl")
+    refuse("There is no head 'other'", "head=other")
+    write_rows(folder / "traffic-000001.jsonl", [])
+    with lock(Path("adapted/lock"), of=Path("adapted")), pytest.raises(ValueError, match="adapted is in use by"):
+        run_adapt()
+    shutil.rmtree("adapted")
+    Path("adapted").mkdir()
+    Path("adapted", "mine.txt").write_text("text")
+    with pytest.raises(ValueError, match="holds no adaptation"):
+        run_adapt()
+    Path("adapted", "mine.txt").rename("adapted/best")  # as in the folder of a run
+    with pytest.raises(ValueError, match="holds no adaptation"):
+        run_adapt()
+
+
+def test_a_folder_of_another_head_is_refused(made, run_adapt, tmp_path):
+    run_adapt("min_tokens=5000")
+    save_eagle(tmp_path / "other", Target.load(str(made / "target"), dtype="float32"), seed=5)
+    with pytest.raises(ValueError, match="adaptations of another head"):
+        run_adapt(f"checkpoint={tmp_path / 'other'}")
+    assert "not trained" in run_adapt("checkpoint=adapted", "min_tokens=5000")

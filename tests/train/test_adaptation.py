@@ -1,0 +1,160 @@
+"""Tests of an adaptation's split, samples and decisions, without a model."""
+
+import dataclasses
+import json
+import re
+
+import pytest
+
+from specdec.figures import PromptCounts
+from train.adaptation_judging import ENOUGH, Limits, chosen, expected_tau, gate, table, worth
+from train.adaptation_rows import Answer, Older, Source, TooFew, newest_tokens, num_tokens, parse, split, to_lines
+from train.pages.adaptation_page import render_adaptation
+
+WANTED = Source("abc", "models/t", "1234")
+
+
+def answer(
+    n: int, *, conversation: str | None = None, category: str = "chat", tags=(), size: int = 10, prompt=None
+) -> Answer:
+    return Answer(
+        id=f"r{n}", conversation=conversation or f"c{n}", time=float(n), category=category, tags=tuple(tags), temperature=0.0,
+        prompt=prompt or [1, n], answer=[5] * size, exact=True, messages=[],
+    )  # fmt: skip
+
+
+def test_the_newest_conversations_are_held_out_whole():
+    answers = [answer(n) for n in range(8)] + [answer(8, conversation="c0"), answer(9, conversation="c9")]
+    training, heldout = split(answers, 0.2)
+    assert {each.conversation for each in heldout} == {"c0", "c9"}  # c0 began first, and went on until the end
+    assert {each.conversation for each in training} == {f"c{n}" for n in range(1, 8)}
+    assert len(training) + len(heldout) == len(answers)
+
+
+def test_prompts_that_are_held_out_are_not_trained_on():
+    answers = [answer(n, prompt=[7, 7] if n in (2, 9) else None) for n in range(10)]
+    training, heldout = split(answers, 0.2)
+    assert [each.id for each in heldout] == ["r8", "r9"] and "r2" not in [each.id for each in training]
+    with pytest.raises(TooFew, match="leave nothing to train on"):
+        split([dataclasses.replace(each, prompt=[1]) for each in answers], 0.2)
+
+
+def test_the_newest_tokens_are_kept():
+    answers = [answer(n) for n in range(10)]
+    assert [each.id for each in newest_tokens(answers, 35)] == ["r7", "r8", "r9"]
+    assert newest_tokens(answers, None) == answers == newest_tokens(answers, 1000)
+
+
+def test_old_rows_are_drawn_from_every_category_and_never_twice():
+    rows = [answer(n, category="ab"[n % 4 == 0]) for n in range(40)]
+    older = Older([], None, seed=1, further=[])
+    older.rows = rows
+    held = older.hold_out(10, without=[])
+    assert sorted(each.category for each in held) == ["a"] * 5 + ["b"] * 5
+    older.further = [answer(n) for n in range(50, 60)]
+    assert older.hold_out(10, without=[]) == held and older.sample(0, without=[]) == []
+    rest = older.sample(150, without=held)
+    assert 150 <= num_tokens(rest) < 160 and not {each.id for each in rest} & {each.id for each in held}
+
+
+def test_lines_are_read_back():
+    row = answer(3, tags=["json"])
+    (line,) = to_lines([row], "abc").encode().splitlines(keepends=True)
+    again = parse(json.loads(line), WANTED, place="x:1")
+    assert again == dataclasses.replace(row, messages=again.messages)
+    for key, value in (
+        ("top_p", 0.9),
+        ("grammar", "{}"),
+        ("repetition_penalty", 1.1),
+        ("top_k", 5),
+        ("ids", "retokenised"),
+    ):
+        cut = line.replace(b'"exact": true, ', f'"{key}": {value!r}, '.replace("'", '"').encode())
+        assert parse(json.loads(cut), WANTED, place="x:1").exact is False
+    for more, good in (
+        ({"target": "elsewhere/t"}, True),
+        ({"target": "u"}, False),
+        ({"target": "u", "target_fingerprint": "1234"}, True),
+        ({"target": "t", "target_fingerprint": "99"}, False),
+        ({"target": "t", "target_fingerprint": "99-int8"}, True),
+    ):
+        found = parse({**json.loads(line), **more}, WANTED, place="x:1")
+        assert (found == "of another target") is not good
+    assert parse({"tokens": 1}, WANTED, place="x:1") == "without token ids"
+
+
+def test_what_is_judged_is_spread_and_fits():
+    answers = [answer(n, prompt=[1] * (90 if n == 0 else 5)) for n in range(21)]
+    found = chosen(answers, Limits(depth=4, num=5, length=50))
+    assert [each.id for each in found] == ["r1", "r5", "r9", "r13", "r17"]
+    assert len(chosen(answers, Limits(depth=4, num=100, length=50))) == 20
+
+
+def tables(taus: dict[str, tuple[float, float]], num: int = ENOUGH) -> dict:
+    """A table in which each category has tau before and after, and `num` conversations."""
+    answers = [answer(n, category=name) for name in taus for n in range(num)]
+    answers = [dataclasses.replace(each, conversation=str(n)) for n, each in enumerate(answers)]
+    counts = lambda side: [PromptCounts(10.0, 10 * taus[each.category][side]) for each in answers]
+    return table(answers, counts(0), counts(1))
+
+
+def test_a_table_has_parts_with_their_changes():
+    found = tables({"chat": (1.5, 1.8), "code": (2.0, 2.0)})
+    assert list(found) == ["all", "category chat", "category code"]
+    assert found["all"]["before"] == pytest.approx(1.75) and found["all"]["change"] == pytest.approx(0.15)
+    assert found["category chat"]["change_ci"] == pytest.approx([0.3, 0.3])
+    answers = [answer(n, conversation="one", tags=["x"] * (n < 3)) for n in range(6)]
+    counts = [PromptCounts(1.0, 2.0)] * 6
+    found = table(answers, counts)
+    assert found["all"]["conversations"] == 1 and found["tag x"]["answers"] == 3 and "after" not in found["all"]
+
+
+GATES = [
+    ({"chat": (1.5, 1.8)}, {"chat": (2.0, 2.0)}, True, "no old slice falls"),
+    ({"chat": (1.5, 1.5)}, {"chat": (2.0, 2.0)}, False, "not surely a rise"),
+    ({"chat": (1.5, 1.4)}, {"chat": (2.0, 2.0)}, False, "not surely a rise"),
+    ({"chat": (1.5, 1.8)}, {"chat": (2.0, 1.9)}, False, r"old answers \(all\) falls by 5.0%"),
+    ({"chat": (1.5, 1.8)}, {"chat": (2.0, 1.8), "code": (2.0, 2.3)}, False, r"\(category chat\) falls by 10.0%"),
+    ({"chat": (1.5, 1.8)}, {"chat": (2.0, 1.98)}, True, "no old slice falls"),
+    ({"chat": (1.5, 1.8)}, {}, True, "no old slice falls"),
+]
+
+
+@pytest.mark.parametrize("new, old, taken, said", GATES)
+def test_the_gate(new, old, taken, said):
+    decision, reasons = gate(tables(new), tables(old) if old else {}, tolerance=0.03)
+    assert decision is taken
+    assert re.search(said, " ".join(reasons))
+
+
+def test_a_small_category_of_old_answers_does_not_decide():
+    small = tables({"chat": (2.0, 1.0)}, num=ENOUGH - 1)["category chat"]
+    old = {**tables({"code": (2.0, 2.0)}), "category chat": small}
+    assert gate(tables({"chat": (1.5, 1.8)}), old, tolerance=0.03)[0]
+
+
+def test_whether_training_is_worth_it():
+    new, old = tables({"chat": (1.5, 1.5)}), tables({"chat": (1.8, 1.8), "code": (3.0, 3.0)})
+    assert expected_tau(new, old) == pytest.approx(1.8)  # of the same category, not of all
+    good, why = worth(new, old, tokens=9000, min_tokens=5000)
+    assert good and "+20.0%" in why
+    assert not worth(new, old, tokens=4000, min_tokens=5000)[0]
+    assert not worth(tables({"chat": (1.8, 1.8)}), old, tokens=9000, min_tokens=5000)[0]
+    assert worth(tables({"tools": (2.9, 2.9)}), old, tokens=9000, min_tokens=5000)[0]  # nothing to compare with
+    assert worth(new, {}, tokens=9000, min_tokens=5000)[0]
+    few = tables({"chat": (1.5, 1.5)}, num=ENOUGH - 1)
+    assert "too few to judge" in worth(few, old, tokens=9000, min_tokens=5000)[1]
+
+
+def test_the_page_escapes_what_traffic_says():
+    slices = {"new": tables({"<script>": (1.5, 1.8)}), "old": {}}
+    document = {
+        "number": "0002", "decision": "refused", "reasons": ["<b>"], "worth": "Yes.", "start": "heads/0001",
+        "in_use": "heads/0001", "slices": slices, "minutes": {"training": 1.0}, "notes": ["a <note>"], "settings": {"lr": 1},
+        "training": dict.fromkeys(("new_answers", "new_tokens", "old_answers", "old_tokens", "steps", "lr"), 1),
+    }  # fmt: skip
+    page = render_adaptation([document, document], title="t")
+    assert (
+        "category &lt;script&gt;" in page and "<b>" not in page.partition("<body>")[2].partition('class="figures"')[0]
+    )
+    assert "a &lt;note&gt;" in page and "1.800" in page and "All adaptations" in page

@@ -1,0 +1,211 @@
+"""The folder of an adaptation, which stands for the head in use wherever a checkpoint is asked for.
+
+best                    name of the head in use, such as heads/0002; replaced whole: a reader sees the old or the new
+heads/0001/             a copy of the given head; heads/0002/ ..: accepted ones, with adaptation.json
+rows/0002/              what that head was trained on, and what was held out: trained.jsonl, heldout.jsonl
+adaptations/0002.json   what was measured and decided, of refused heads too; 0002.html: its page
+adaptation.html         the page of the newest one
+datastore               link to datastores/0002: texts to draft from (proposer=retrieval, proposer.suffix.datastore)
+training/               what is under way: plan.json, the rows, and the run; removed once it is decided
+lock                    while a process adapts here
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy
+from transformers import PreTrainedTokenizerBase
+
+from specdec import checkpoint, files
+from specdec.figures import PromptCounts
+from train import datastore
+from train.adaptation_rows import Answer, read_answers, to_lines
+from train.data import Row, find_special
+from train.pages import adaptation_page
+
+LONGEST_MATCH = 16  # tokens that the datastore is sorted by, as scripts/datastore.py
+MOST_STORED = 2**22  # tokens of a datastore, the newest ones; sorting takes 40 bytes each
+KINDS = ("new", "old")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One adaptation from its rows on. Everything that follows is the same after an interruption.
+
+    number: of the new head; start: the head that is trained further, such as heads/0001
+    training: answers to train on, num_new new ones and then old ones; heldout: `new` and `old` ones that are judged
+    before: what tau of these is made of with the head in use; about: further facts, as JSON
+    """
+
+    number: str
+    start: str
+    training: list[Answer]
+    num_new: int
+    heldout: dict[str, list[Answer]]
+    before: dict[str, list[PromptCounts]]
+    about: dict
+
+
+class Home:
+    """See above. Only one process writes, which holds the lock."""
+
+    def __init__(self, path: Path):
+        self.path, self.training = path, path / "training"
+
+    @property
+    def current(self) -> Path:
+        """The folder of the head in use."""
+        return checkpoint.resolve(self.path)
+
+    @property
+    def first(self) -> Path:
+        """The folder of the head that everything began with."""
+        return self.path / "heads" / "0001"
+
+    def begin(self, given: str) -> None:
+        """Copies the head into a new folder. Raises ValueError if the folder is of another head, or `given` is none."""
+        source = checkpoint.resolve(given)
+        document = checkpoint.read_json(source / "drafter.json")
+        files.check(source / "drafter.json", source / "drafter.safetensors")
+        if (self.path / "best").exists() and self.first.is_dir():
+            same = [self.current, self.first]
+            if not any(_content(source) == _content(folder) for folder in same):
+                raise ValueError(
+                    f"out={self.path} holds adaptations of another head than checkpoint={given}: give another out=."
+                )
+            return
+        if self.path.exists() and {path.name for path in self.path.iterdir()} - {"heads", "lock"}:
+            raise ValueError(f"out={self.path} exists and holds no adaptation: choose a new folder, or delete it.")
+        config = next((path for path in (source / "config.yaml", source.parent / "config.yaml") if path.exists()), None)
+        extra = {"config.yaml": config.read_text()} if config else {}
+        self._install("0001", source, document, extra)
+        self._use("0001")
+
+    def history(self) -> list[dict]:
+        """All adaptations so far, the oldest first."""
+        return [checkpoint.read_json(path) for path in sorted((self.path / "adaptations").glob("*.json"))]
+
+    def known(self, name: str) -> list[Answer]:
+        """Answers of earlier, accepted adaptations. name: trained or heldout"""
+        return [
+            answer for path in sorted((self.path / "rows").glob(f"*/{name}.jsonl")) for answer in read_answers(path)
+        ]
+
+    # What is under way
+
+    def save_plan(self, plan: Plan, tokenizer: str) -> None:
+        """Once this is written, the adaptation goes on from it."""
+        partial = self.path / "training.partial"
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        (partial / "train.jsonl").write_text(to_lines(plan.training, tokenizer))
+        for kind in KINDS:
+            (partial / f"{kind}.jsonl").write_text(to_lines(plan.heldout[kind], tokenizer))
+        counts = {kind: [[each.num_rounds, each.num_emitted] for each in plan.before[kind]] for kind in KINDS}
+        document = {"number": plan.number, "start": plan.start, "num_new": plan.num_new}
+        document |= {"before": counts, "about": plan.about}
+        (partial / "plan.json").write_text(json.dumps(document, indent=1) + "\n")
+        for path in (*partial.iterdir(), partial):
+            files.sync(path)
+        partial.rename(self.training)
+
+    def read_plan(self) -> Plan | None:
+        """What was under way; None if nothing was."""
+        if not self.training.exists():
+            return None
+        document = checkpoint.read_json(self.training / "plan.json", what="An adaptation that has begun has it")
+        return Plan(
+            document["number"],
+            document["start"],
+            read_answers(self.training / "train.jsonl"),
+            document["num_new"],
+            {kind: read_answers(self.training / f"{kind}.jsonl") for kind in KINDS},
+            {kind: [PromptCounts(*each) for each in document["before"][kind]] for kind in KINDS},
+            document["about"],
+        )
+
+    # What is decided
+
+    def record(self, number: str, document: dict) -> Path:
+        """Writes what was measured and decided, and its page. -> the page"""
+        folder = self.path / "adaptations"
+        folder.mkdir(exist_ok=True)
+        files.write_text(folder / f"{number}.json", json.dumps(document, indent=1) + "\n")
+        page = adaptation_page.render_adaptation(self.history(), title=f"{self.path.name}, adaptation {number}")
+        files.write_text(folder / f"{number}.html", page)
+        files.write_text(self.path / "adaptation.html", page)
+        return self.path / "adaptation.html"
+
+    def accept(self, plan: Plan, trained: Path, document: dict, tokenizer: str) -> None:
+        """Takes the head of a checkpoint into use. From the last line on, everyone who asks for this folder gets it."""
+        rows = self.path / "rows" / plan.number
+        rows.mkdir(parents=True, exist_ok=True)
+        files.write_text(rows / "trained.jsonl", to_lines(plan.training[: plan.num_new], tokenizer))
+        files.write_text(rows / "heldout.jsonl", to_lines(plan.heldout["new"], tokenizer))
+        self._install(plan.number, trained, checkpoint.read_json(trained / "drafter.json"), {})
+        files.write_text(self.path / "heads" / plan.number / "adaptation.json", json.dumps(document, indent=1) + "\n")
+        self._use(plan.number)
+
+    def finish(self) -> None:
+        """Removes what was under way."""
+        if self.training.exists():
+            files.remove(self.training)
+
+    def next_number(self) -> str:
+        """Of the next head: adaptations are numbered on, whatever was decided."""
+        taken = [int(path.stem) for folder in ("heads", "adaptations") for path in (self.path / folder).glob("*")]
+        return f"{max(taken, default=0) + 1:04d}"
+
+    def _install(self, number: str, source: Path, document: dict, texts: dict[str, str]) -> None:
+        tensors = checkpoint.read_tensors(source / "drafter.safetensors")
+        folder = self.path / "heads" / number
+        files.write_folder(folder, tensors={"drafter.safetensors": tensors}, documents={"drafter.json": document})
+        for name, text in texts.items():
+            files.write_text(folder / name, text)
+
+    def _use(self, number: str) -> None:
+        files.write_text(self.path / "best", f"heads/{number}\n")
+
+
+def _content(folder: Path) -> bytes:
+    return (folder / "drafter.safetensors").read_bytes()
+
+
+# Texts to draft from
+
+
+def store(
+    home: Home,
+    number: str,
+    answers: Iterable[Answer],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    progress: Callable[[list], Iterable] = iter,
+) -> int:
+    """Makes the datastore of some answers, the newest last, and lets HOME/datastore lead to it. -> its tokens
+
+    Whoever has the one before it open keeps it until it is replaced again.
+    """
+    special = find_special(tokenizer)
+    texts: list[list[int]] = []
+    for answer in answers:
+        mask = [False] * len(answer.prompt) + [True] * len(answer.answer)
+        texts += datastore.turns(Row(answer.id, answer.category, answer.prompt + answer.answer, mask), special)
+    first, total = len(texts), 0
+    while first and (total := total + len(texts[first - 1])) <= MOST_STORED:
+        first -= 1
+    folder = home.path / "datastores" / number
+    shutil.rmtree(folder, ignore_errors=True)
+    about = {"source": "adaptation", "keep": "answers", "limit": None}
+    datastore.build(folder, texts[first:], tokenizer, length=LONGEST_MATCH, about=about, progress=progress)
+    link = home.path / "datastore.partial"
+    link.unlink(missing_ok=True)
+    link.symlink_to(folder.relative_to(home.path))
+    os.replace(link, home.path / "datastore")
+    for old in sorted((home.path / "datastores").iterdir())[:-2]:
+        shutil.rmtree(old)
+    return int(numpy.sum([len(text) for text in texts[first:]]))

@@ -1,0 +1,159 @@
+"""Judging a head along recorded answers by replay, and what follows: is training worth it, is the new head taken?"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from specdec import figures, replay
+from specdec.drafter import Drafter
+from specdec.figures import PromptCounts
+from train import progress
+from train.adaptation_rows import Answer
+from train.validation import BATCH_TOKENS
+
+ALL = "all"
+ENOUGH = 8  # conversations, below which neither a slice is judged nor a category of it
+LEAST_GAIN = 0.02  # expected share of tau that makes training worth its minutes
+Table = dict[str, dict[str, Any]]  # by part: `all`, `category NAME`, `tag NAME`
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much is judged. depth: of the chain; num: answers of a slice; length: tokens of an answer with its prompt"""
+
+    depth: int
+    num: int
+    length: int
+
+
+def chosen(answers: list[Answer], limits: Limits) -> list[Answer]:
+    """Those that are judged, spread over the list. Too long prompts are left out; long answers are cut later."""
+    fit = [answer for answer in answers if len(answer.prompt) + 2 <= limits.length]
+    step = max(1.0, len(fit) / limits.num)
+    return [fit[int(place * step)] for place in range(min(limits.num, len(fit)))]
+
+
+def judge(drafter: Drafter, answers: Sequence[Answer], limits: Limits, *, what: str) -> list[PromptCounts]:
+    """What tau is made of, of each answer, by replay at the temperature that it was written at. what: is shown"""
+    depth = min(limits.depth, drafter.depth or limits.depth)
+    found: dict[int, PromptCounts] = {}
+    for numbers in progress.track(batches(drafter, answers, limits), what, unit="answers", size=len):
+        texts = [(answers[n].prompt, answers[n].answer[: limits.length - len(answers[n].prompt)]) for n in numbers]
+        accepts = replay.acceptances(drafter, texts, depth=depth, temperature=answers[numbers[0]].temperature)
+        for number, accept in zip(numbers, accepts):
+            rounds, accepted = replay.rounds(accept)
+            found[number] = PromptCounts(rounds, rounds + float(accepted.sum()))
+    return [found[number] for number in range(len(answers))]
+
+
+def batches(drafter: Drafter, answers: Sequence[Answer], limits: Limits) -> list[list[int]]:
+    """Numbers of answers of one temperature and of similar lengths."""
+    size = lambda number: min(limits.length, len(answers[number].prompt) + len(answers[number].answer))
+    order = sorted(range(len(answers)), key=lambda number: (answers[number].temperature, -size(number), number))
+    most = BATCH_TOKENS if drafter.target.rotary_boundary is None else 0  # as in validation
+    found: list[list[int]] = []
+    for number in order:  # the first of a batch is its longest
+        first = found[-1][0] if found else number
+        same = answers[first].temperature == answers[number].temperature
+        if found and same and (1 + len(found[-1])) * size(first) <= most:
+            found[-1].append(number)
+        else:
+            found.append([number])
+    return found
+
+
+def table(answers: Sequence[Answer], before: list[PromptCounts], after: list[PromptCounts] | None = None) -> Table:
+    """tau of all answers, each category and each tag, before and after, with 95 % intervals over conversations."""
+    parts: dict[str, list[int]] = {ALL: list(range(len(answers)))}
+    for number, answer in enumerate(answers):
+        for name in (f"category {answer.category}", *(f"tag {tag}" for tag in answer.tags)):
+            parts.setdefault(name, []).append(number)
+    return {
+        name: _part(answers, before, after, parts[name]) for name in sorted(parts, key=lambda name: (name != ALL, name))
+    }
+
+
+def _part(
+    answers: Sequence[Answer], before: list[PromptCounts], after: list[PromptCounts] | None, numbers: list[int]
+) -> dict[str, Any]:
+    """Of the answers with these numbers."""
+    then, now = (_by_conversation(answers, counts, numbers) for counts in (before, after or before))
+    found: dict[str, Any] = {
+        "conversations": len(then),
+        "answers": len(numbers),
+        "tokens": sum(len(answers[number].answer) for number in numbers),
+        "before": figures.tau(then),
+        "before_ci": figures.interval(then, figures.tau, 0),
+    }
+    if after is not None:
+        change, span = figures.tau_difference(now, then)
+        found |= {"after": figures.tau(now), "after_ci": figures.interval(now, figures.tau, 0)}
+        found |= {"change": change, "change_ci": span}
+    return found
+
+
+def _by_conversation(answers: Sequence[Answer], counts: list[PromptCounts], numbers: list[int]) -> list[PromptCounts]:
+    """Answers of one conversation are alike, so intervals are over conversations."""
+    sums: dict[str, list[float]] = {}
+    for number in numbers:
+        total = sums.setdefault(answers[number].conversation, [0.0, 0.0])
+        total[0] += counts[number].num_rounds
+        total[1] += counts[number].num_emitted
+    return [PromptCounts(*total) for total in sums.values()]
+
+
+def expected_tau(new: Table, old: Table) -> float | None:
+    """tau of the new answers if the head drafted each category as well as in the old ones; None without old ones.
+
+    Categories are weighted by the tokens of the new answers. For one that is not among the old answers, all of these count.
+    """
+    if ALL not in old:
+        return None
+    names = [name for name in new if name.startswith("category ")]
+    taus = {name: (old.get(name) or old[ALL])["before"] for name in names}
+    rounds = sum(new[name]["tokens"] / taus[name] for name in names)
+    return sum(new[name]["tokens"] for name in names) / rounds
+
+
+def worth(new: Table, old: Table, *, tokens: int, min_tokens: int) -> tuple[bool, str]:
+    """Whether training is worth it before anything is known of the new head, and why.
+
+    tokens: of the new answers that can be trained on
+    """
+    tau, num = new[ALL]["before"], new[ALL]["conversations"]
+    if tokens < min_tokens:
+        return False, f"{tokens:,} new tokens to train on are fewer than min_tokens={min_tokens:,}."
+    if num < ENOUGH:
+        return False, f"{num} held-out conversations are too few to judge a head by: {ENOUGH} are needed."
+    expected = expected_tau(new, old)
+    if expected is None:
+        return True, f"There are {tokens:,} new tokens, and no old answers to compare tau {tau:.2f} with."
+    unknown = [name for name in new if name.startswith("category ") and name not in old]
+    gain = expected / tau - 1
+    same = f"there is no {' and no '.join(unknown)} among them" if unknown else "of the same categories"
+    said = f"tau is {tau:.2f} on the new answers, and {expected:.2f} on old ones ({same}; {gain:+.1%})"
+    if gain >= LEAST_GAIN:
+        return True, f"{said}: training on {tokens:,} new tokens may win up to that."
+    if unknown:
+        return True, f"{said}, which says little about new categories."
+    return False, f"{said}: there is less than {LEAST_GAIN:.0%} to win."
+
+
+def gate(new: Table, old: Table, *, tolerance: float) -> tuple[bool, list[str]]:
+    """Whether the new head is taken: the new answers' tau must rise, its whole interval above 0, and neither tau of all
+    old answers nor that of a category with ENOUGH conversations may fall by more than a share `tolerance`.
+
+    -> the decision, with every reason against it, or else the reason for it
+    """
+    change, (low, high) = new[ALL]["change"], new[ALL]["change_ci"]
+    rise = f"tau of the new answers changes by {change:+.3f} ({low:+.3f} .. {high:+.3f})"
+    against = [] if low > 0 else [f"{rise}, which is not surely a rise."]
+    for name, part in old.items():
+        fall = 1 - part["after"] / part["before"]
+        judged = name == ALL or (name.startswith("category ") and part["conversations"] >= ENOUGH)
+        if judged and fall > tolerance:
+            against.append(
+                f"tau of old answers ({name}) falls by {fall:.1%}, from {part['before']:.2f} to {part['after']:.2f}: "
+                f"more than tolerance={tolerance:.0%}."
+            )
+    return not against, against or [f"{rise}, and no old slice falls by more than {tolerance:.0%}."]
