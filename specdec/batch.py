@@ -58,6 +58,7 @@ class Step:
     rows: list[int]  # of these requests, in the tree and the path
     tree: Tree
     path: Tensor  # [B, P] as in Verdict, up to the deepest draft
+    num_kept: list[int]  # nodes of the path that were accepted, with the root; those past the end of an answer too
     cost: RoundCost
 
     @property
@@ -164,7 +165,8 @@ class Batch:
         end = self._clock()
         compiling = self._compiling() - compiled
         stages = dict(zip(STAGES, (drafted - start, verified - drafted, kept - verified, end - kept)))
-        done = Step(requests, tokens, rows, tree, path, RoundCost(end - start, compiling, stages))
+        cost, kept_nodes = RoundCost(end - start, compiling, stages), [counts[row] for row in rows]
+        done = Step(requests, tokens, rows, tree, path, kept_nodes, cost)
         if self.proposer and not compiling:
             self.proposer.timed(done.cost)
         for request, accepted in zip(requests, done.accepted):
