@@ -115,7 +115,7 @@ class Batch:
             self.rows = list(requests)
             self.cache, self.newest, self.marks, opening = self._read(requests)
             newest = self.newest
-            self._settle_sampling()
+            self._settle_sampling(new=True)
             if self.proposer:
                 self.proposer.share(self.cache)
                 self.proposer.begin(opening.tokens, opening.num)
@@ -204,10 +204,10 @@ class Batch:
         self.rows = [self.rows[row] for row in rows]
         self._settle_sampling()
 
-    def _settle_sampling(self) -> None:
-        """Follows the rows. A proposer is told if laws of another kind are asked for."""
+    def _settle_sampling(self, *, new: bool = False) -> None:
+        """Follows the rows. A proposer is told if laws of another kind are asked for; new: than in another batch, perhaps."""
         before, self.sampling = self.sampling, of_rows([self._sampling_of(row) for row in self.rows])
-        if self.proposer and self.sampling.kind != before.kind:
+        if self.proposer and (new or self.sampling.kind != before.kind):
             self.proposer.meet(self.verify, self.sampling)
 
     def _sampling_of(self, request: Request) -> Sampling:
