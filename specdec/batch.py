@@ -63,6 +63,7 @@ class Step:
     rows: list[int]  # of these requests, in the tree and the path
     tree: Tree
     path: Tensor  # [B, P] as in Verdict, up to the deepest draft
+    num_kept: list[int]  # nodes of the path that were accepted, with the root; those past the end of an answer too
     cost: RoundCost
 
     @property
@@ -119,7 +120,7 @@ class Batch:
             self.rows = list(requests)
             self.cache, self.newest, self.marks, opening = self._read(requests)
             newest = self.newest
-            self._settle_sampling()
+            self._settle_sampling(new=True)
             if self.proposer:
                 self.proposer.share(self.cache)
                 self.proposer.begin(opening.tokens, opening.num)
@@ -169,7 +170,8 @@ class Batch:
         end = self._clock()
         compiling = self._compiling() - compiled
         stages = dict(zip(STAGES, (drafted - start, verified - drafted, kept - verified, end - kept)))
-        done = Step(requests, tokens, rows, tree, path, RoundCost(end - start, compiling, stages))
+        cost, kept_nodes = RoundCost(end - start, compiling, stages), [counts[row] for row in rows]
+        done = Step(requests, tokens, rows, tree, path, kept_nodes, cost)
         if self.proposer and not compiling:
             self.proposer.timed(done.cost)
         for request, accepted in zip(requests, done.accepted):
@@ -207,10 +209,10 @@ class Batch:
         self.rows = [self.rows[row] for row in rows]
         self._settle_sampling()
 
-    def _settle_sampling(self) -> None:
-        """Follows the rows. A proposer is told if laws of another kind are asked for."""
+    def _settle_sampling(self, *, new: bool = False) -> None:
+        """Follows the rows. A proposer is told if laws of another kind are asked for; new: than in another batch, perhaps."""
         before, self.sampling = self.sampling, of_rows([self._sampling_of(row) for row in self.rows])
-        if self.proposer and self.sampling.kind != before.kind:
+        if self.proposer and (new or self.sampling.kind != before.kind):
             self.proposer.meet(self.verify, self.sampling)
 
     def _sampling_of(self, request: Request) -> Sampling:

@@ -5,13 +5,13 @@ import hashlib
 import json
 import os
 import platform
-import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import numpy
 import torch
 
 from specdec import masks, rules
@@ -24,15 +24,17 @@ from specdec.untrusted import read_json
 from specdec.verifier import Verifier
 
 SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 24, 32)  # nodes of a pass that are measured, the root included
+BATCH_SIZES = (1, 2, 4, 8, 16, 32)  # those of several rows; others are taken to be between them
 COMPILED_SIZES = (1, 2, 4, 6, 8, 12, 16, 24)  # fewer: each is compiled
-ROWS = (1, 2, 4, 8, 16, 32, 64)
+ROWS = (1, 8, 32, 64)  # other numbers of rows are taken to be between them, until their rounds correct that
 CONTEXT = 128  # tokens in the cache while it is measured
 LONG = 700  # tokens in the cache for what longer contexts cost, which is measured for LONG_SIZES only
 LONG_SIZES = (1, 8)
 LONG_ROWS = 8  # most of them; more rows are taken to cost in proportion, as their caches would take much memory
 BUSY = 0.5  # share of the cost of as many passes of one node, from which a slow pass is not followed by larger ones
-SECONDS = 3.0  # of measuring for one number of rows, without compiling
-LEAST, MOST = 3, 40  # passes of each size
+SECONDS = 1.5  # of measuring for one number of rows, from which passes are repeated no more than they must be
+LEAST, MOST = 3, 40  # passes of each size, unless
+CLOSE = 1.05  # two of them agree up to this ratio
 FEW = 5  # passes of each size, where two sizes are checked
 CHECKED = (1, 4)  # nodes of the passes that show whether costs from the disk still hold
 DRIFT = 1.3  # ratio between a cost on the disk and what is measured now from which all of them are measured again
@@ -112,12 +114,14 @@ class Costs:
             return
         most = max(self.rows, default=rows)
         needed = [*(each for each in self.rows if each < rows), min(rows, most)]  # beyond `most`: in proportion
-        if not self.checked and needed[-1] in self.table and self.holds is not None:
+        known = min((each for each in self.table if each >= needed[-1]), default=None)
+        if not self.checked and known is not None and self.holds is not None:
             self.checked = True
-            if not self.holds(needed[-1]):
+            if not self.holds(known):
                 self.table = {}
         for each in needed:
-            if each not in self.table:
+            between = self.rows and self.table and min(self.table) <= each <= max(self.table)
+            if each not in self.table and not between:
                 self.table[each] = self.measure(each)
 
     def curve(self, rows: int, entries: int | None = None) -> dict[int, float]:
@@ -204,14 +208,12 @@ def measure(
 ) -> tuple[dict[int, float], int]:
     """Seconds of a pass by its number of nodes, in turn, the lower quartiles: other work on the machine only adds to them.
 
-    linear: chains, for a target that reads nothing else; most: passes of each size, beside two to warm up
+    linear: chains, for a target that reads nothing else; most: passes of each size
     context: tokens in the cache; those after the first CONTEXT are empty entries, as only time counts
     -> the seconds, and the entries of the cache
     """
-    sizes, device = (
-        [num for num in sizes if target.max_positions is None or num < target.max_positions // 2],
-        target.device,
-    )
+    sizes = [num for num in sizes if target.max_positions is None or num < target.max_positions // 2]
+    device = target.device
     wanted, context = context, min(CONTEXT, (target.max_positions or 2 * CONTEXT) // 2)
     cache, generator = target.cache(rows), torch.Generator().manual_seed(0)
     text = torch.randint(0, target.vocab_size, (rows, context), generator=generator).to(device)
@@ -249,16 +251,32 @@ def measure(
         return seconds
 
     first: dict[int, float] = {}
+
+    def busy(num: int) -> bool:
+        return sum(first.values()) > SECONDS and first[num] > BUSY * num * first[sizes[0]]
+
     for num in progress(list(sizes), f"costs of {rows} rows"):
-        first[num] = (once(num), once(num))[1]
-        if sum(first.values()) > SECONDS and first[num] > BUSY * num * first[sizes[0]]:
-            break  # larger trees are left out: they do not pay where nodes cost nearly as much as rows
-    repeats = min(most, max(LEAST, int(SECONDS / sum(first.values()))))
-    times: dict[int, list[float]] = {num: [] for num in first}
-    for number in range(repeats):
-        for num in list(first)[:: 1 if number % 2 else -1]:
+        if verifier.runner.by_shape:
+            once(num)  # it is compiled
+        first[num] = once(num)
+        if busy(num):
+            first[num] = min(first[num], once(num))  # perhaps the machine paused
+            if busy(num):
+                break  # larger trees are left out: they do not pay where nodes cost nearly as much as rows
+    times = {num: [seconds] for num, seconds in first.items()}
+    again = list(first)
+    while again and (len(times[again[0]]) < LEAST or sum(map(sum, times.values())) < SECONDS):
+        again.reverse()
+        for num in again:
             times[num].append(once(num))
-    return {num: statistics.quantiles(each, n=4)[0] for num, each in times.items()}, cache.visible
+        again = [num for num in again if len(times[num]) < most and sorted(times[num])[1] > CLOSE * min(times[num])]
+    return {num: float(numpy.quantile(each, 0.25)) for num, each in times.items()}, cache.visible
+
+
+def filled(curve: dict[int, float], sizes: Iterable[int]) -> dict[int, float]:
+    """With those of the sizes that lie between measured ones, in proportion."""
+    known, seconds = zip(*curve.items())
+    return {num: float(numpy.interp(num, known, seconds)) for num in sizes if num <= known[-1]}
 
 
 def open_costs(
@@ -267,20 +285,27 @@ def open_costs(
     sampling: Sampling,
     *,
     linear: bool,
+    longer: dict[int, Longer],
     progress: Callable[[list, str], Iterable] = lambda items, _: items,
 ) -> Costs:
-    """The costs of this device, from the disk where they were measured before."""
+    """The costs of this device, from the disk where they were measured before.
+
+    longer: what longer contexts add, as far as it is known from laws of another kind; what is measured is added to it
+    """
     conditions = Conditions.of(target, sampling, compiled=verifier.runner.compile)
     sizes = COMPILED_SIZES if verifier.runner.by_shape else SIZES
     path, alone = conditions.path, target.share.size == 1
     # several processes may see other files, and must decide alike
-    table, longer = _read(path) if alone else ({}, {})
+    table, own = _read(path) if alone else ({}, {})
+    longer.update(own)
     room = target.max_positions is None or target.max_positions > 2 * LONG
     plain_cache = not (target.windowed or target.recurrent)
 
     def missing(rows: int) -> dict[int, float]:
-        table[rows], entries = measure(target, verifier, sampling, rows, sizes, linear=linear, progress=progress)
-        if room and plain_cache and rows <= LONG_ROWS and not verifier.runner.by_shape:
+        some = sizes if rows == 1 or verifier.runner.by_shape else [num for num in sizes if num in BATCH_SIZES]
+        curve, entries = measure(target, verifier, sampling, rows, some, linear=linear, progress=progress)
+        table[rows] = filled(curve, sizes)
+        if room and plain_cache and rows <= LONG_ROWS and rows not in longer and not verifier.runner.by_shape:
             long, most = measure(target, verifier, sampling, rows, LONG_SIZES, linear=linear, most=FEW, context=LONG)
             if set(LONG_SIZES) <= set(long):  # a busy pass is not followed by larger ones
                 few, many = (max(0.0, long[num] - table[rows].get(num, long[num])) for num in LONG_SIZES)

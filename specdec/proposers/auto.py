@@ -28,7 +28,7 @@ from torch import Tensor
 from specdec import masks
 from specdec.cache import RowCache
 from specdec.chances import Chances, Kind
-from specdec.costs import Conditions, Costs, open_costs, read_told
+from specdec.costs import Conditions, Costs, Longer, open_costs, read_told
 from specdec.generation import Ends
 from specdec.grammar import Constraint
 from specdec.proposers.account import Account, Choice
@@ -92,6 +92,7 @@ class Auto(Proposer):
         self.depth = min(MOST, max(member.depth for member in self.members))
         self.costs: Costs | None = costs
         self.opened: dict[Conditions, Costs] = {}
+        self.longer: dict[int, Longer] = {}  # what longer contexts add, with laws of any kind
         self.progress = lambda items, _: items
         self.forget()
 
@@ -131,8 +132,9 @@ class Auto(Proposer):
             conditions = Conditions.of(self.target, sampling, compiled=verifier.runner.compile)
             if conditions not in self.opened:
                 self.opened[conditions] = open_costs(
-                    self.target, verifier, sampling, linear=self.linear, progress=lambda *given: self.progress(*given)
-                )
+                    self.target, verifier, sampling, linear=self.linear, longer=self.longer,
+                    progress=lambda *given: self.progress(*given),
+                )  # fmt: skip
             self.costs = self.opened[conditions]
             if self.num_rows:
                 self.costs.prepare(self.num_rows)

@@ -102,8 +102,8 @@ class Proposer(ABC):
         raise TypeError(f"{type(self).__name__} does not replace rows.")
 
     def meet(self, verifier: Verifier, sampling: AnySampling) -> None:  # noqa: B027  # most proposers have nothing to do
-        """Tells what will verify its trees, once a decoder is made with this proposer, and between rounds when laws of another
-        kind (`Sampling.kind`) are asked for."""
+        """Tells what will verify its trees, once a decoder is made with this proposer, when a batch begins, and between rounds
+        when laws of another kind (`Sampling.kind`) are asked for."""
 
     def timed(self, cost: RoundCost) -> None:  # noqa: B027  # most proposers have nothing to do
         """Tells, after `commit`, what the round took, unless something was compiled in it."""

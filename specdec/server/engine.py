@@ -28,7 +28,8 @@ class Round:
     tokens: what it emitted: accepted drafts, then the target's own token; empty where the answer had ended before
     accepted: how many of them are drafts
     drafted: nodes of the tree, without the root; None: the tokens were read off the prompt
-    tree: the tokens of the nodes from the root on, their parents, and the accepted nodes, if the request watches
+    tree: the tokens of the nodes from the root on, their parents, and the accepted nodes, if the request watches; where the
+        answer ends at an accepted draft, that draft and accepted ones behind it are among them, and not in `accepted`
     milliseconds: of the whole round, with all its rows; rows: how many took part
     """
 
@@ -113,11 +114,11 @@ class Lane:
 
     def hand_out(self, step: Step) -> None:
         """Tells each job what a round did for it."""
-        for request, row, tokens, accepted in zip(step.requests, step.rows, step.tokens, step.accepted):
+        for number, (request, tokens, accepted) in enumerate(zip(step.requests, step.tokens, step.accepted)):
             job = self.jobs.get(id(request))
             if job is None:
                 continue  # it was given up during the round
-            tree = _tree_of(step, row, 1 + accepted) if job.watch else None
+            tree = _tree_of(step, number) if job.watch else None
             milliseconds = 1e3 * step.cost.seconds
             job.tell(Round(tokens, accepted, step.num_drafted, tree, milliseconds, len(step.requests)))
             self._settle(job)
@@ -153,8 +154,10 @@ class Lane:
             job.tell(End("stop" if job.request.ended else "length"))
 
 
-def _tree_of(step: Step, row: int, num_kept: int) -> tuple[list[int], list[int], list[int]]:
-    tree, path = step.tree, step.path[row, :num_kept]
+def _tree_of(step: Step, number: int) -> tuple[list[int], list[int], list[int]]:
+    """number: of the request in the step"""
+    row = step.rows[number]
+    tree, path = step.tree, step.path[row, : step.num_kept[number]]
     return tree.tokens[row].tolist(), tree.parents[row].tolist(), path.tolist()
 
 

@@ -206,16 +206,20 @@ def test_a_proposer_is_told_when_laws_of_another_kind_are_asked_for(small_target
     proposer = text_proposers(small_target)["suffix"]()
     told = []
     proposer.meet = lambda verifier, sampling: told.append(sampling.kind)
-    batch = Decoder(small_target, proposer, sampling=Sampling(), stop=set()).batch()
+    decoder = Decoder(small_target, proposer, sampling=Sampling(), stop=set())
+    batch = decoder.batch()
     batch.admit([Request([1, 2, 3], 4), Request([1, 2], 9, sampling=Sampling())])
     batch.step()
-    assert told == ["greedy"]
+    assert told.pop() == "greedy" and told == ["greedy"]  # the decoder told it, and the batch as it began
     batch.admit([Request([3, 4], 3, sampling=Sampling(1.0))])
     batch.admit([Request([3, 4], 2, sampling=Sampling(1.0, top_k=2))])
     assert told == ["greedy", "sampled", "cut"]
     while batch.running:
         batch.step()
     assert told[-1] == "greedy"
+    batch.admit([Request([3, 4], 1, sampling=Sampling(1.0))])
+    decoder.batch().admit([Request([1, 2, 3], 4)])  # another batch, of the kind that the decoder has
+    assert told[-2:] == ["sampled", "greedy"]
 
 
 def test_requests_join_a_batch_that_grows_and_shrinks(small_target):

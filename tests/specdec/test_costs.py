@@ -1,5 +1,6 @@
 """Tests of what a pass of the target costs: measured, kept on the disk, and corrected by use."""
 
+import itertools
 import json
 import multiprocessing
 import warnings
@@ -13,6 +14,13 @@ from specdec.proposers.auto import Auto
 from specdec.proposers.suffix import usual_suffix
 from specdec.sampling import Sampling
 from tests.texts import repeating_texts
+
+
+class Clock:
+    """Time that passes only where a test says so."""
+
+    def __init__(self):
+        self.now, self.noise = 0.0, itertools.repeat(1.0)
 
 
 def measured(target) -> Auto:
@@ -189,3 +197,34 @@ def test_an_unreadable_cache_folder_is_no_obstacle(small_target, tmp_path, monke
     proposer = measured(small_target)
     with pytest.warns(UserWarning, match="measured costs cannot be kept"):
         Decoder(small_target, proposer, sampling=Sampling(), stop=set()).generate(repeating_texts(3, 12)[:1], 5)
+
+
+def test_the_first_start_makes_few_passes(small_target, tmp_path, monkeypatch):
+    """On a machine whose passes take as long as their tokens say: 2 of each size, for the first and the last number of rows."""
+    monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path))
+    clock = Clock()
+    monkeypatch.setattr(costs_module.time, "perf_counter", lambda: clock.now)
+    monkeypatch.setattr(costs_module, "SECONDS", 1.5)
+    passes = []
+    call = costs_module.Verifier.__call__
+
+    def verify(self, tree, *inputs, **more):
+        passes.append(tree.tokens.shape)
+        clock.now += 0.02 + 0.002 * tree.tokens.numel() * next(clock.noise)
+        return call(self, tree, *inputs, **more)
+
+    monkeypatch.setattr(costs_module.Verifier, "__call__", verify)
+    proposer = measured(small_target)
+    Decoder(small_target, proposer, sampling=Sampling(), stop=set())
+    proposer.costs.prepare(8)
+    sizes = [(1, num) for num in costs_module.SIZES] + [(8, num) for num in costs_module.BATCH_SIZES]
+    assert sorted(passes) == sorted(2 * sizes)
+    for rows in (1, 2, 5, 8):  # what was not measured is between
+        curve = proposer.costs.curve(rows)
+        assert curve == pytest.approx({num: 0.02 + 0.002 * rows * num for num in costs_module.SIZES})
+        proposer.costs.prepare(rows)
+    assert len(passes) == 2 * len(sizes)
+    clock.noise = itertools.cycle([1.0, 3.0, 2.0, 4.0, 1.5])  # other work on the machine
+    proposer.costs.table.clear()
+    proposer.costs.prepare(8)
+    assert 2 * len(sizes) < len(passes) - 2 * len(sizes) <= 3 * len(sizes)

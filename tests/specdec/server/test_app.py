@@ -16,9 +16,8 @@ from specdec.sampling import Sampling
 from specdec.server.app import Served, make_app
 from specdec.server.engine import Engine
 from specdec.server.metrics import Metrics
-from specdec.target import Target
 from tests.running import running
-from tests.support import chain_of, greedy, make_drafter, save_target, small_tokenizer
+from tests.support import chain_of, greedy, make_drafter, small_tokenizer
 from train import data
 
 STOP = {2}
@@ -39,13 +38,6 @@ def serving(target, *, rows=4, queue=64, **settings):
     with running(make_app(served)) as url:
         yield url, served
     assert not engine.alive
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("target")
-    save_target(folder)
-    return Target.load(str(folder), dtype="float64")
 
 
 @pytest.fixture(scope="module")
@@ -291,7 +283,8 @@ def test_a_round_for_the_page_holds_its_tokens_and_its_tree(server, answers):
     assert rounds[0]["drafted"] is None and all(each["drafted"] == 3 for each in rounds[1:])
     for each in rounds[1:]:
         tree = each["tree"]
-        assert len(tree["accepted"]) == 1 + each["accepted"] and tree["parents"] == [-1, 0, 1, 2]
+        assert len(tree["accepted"]) >= 1 + each["accepted"] and tree["parents"] == [-1, 0, 1, 2]
+    assert all(len(each["tree"]["accepted"]) == 1 + each["accepted"] for each in rounds[1:-1])
     assert "".join(token for each in rounds for token in each["tokens"]) == answers[question][0]
 
 

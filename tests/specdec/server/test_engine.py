@@ -11,7 +11,7 @@ from specdec.generation import Ends, reached
 from specdec.proposers.heads import HeadProposer
 from specdec.sampling import Sampling
 from specdec.server.engine import End, Engine, Job, Round
-from tests.support import chain_of, greedy, make_drafter, random_tokens
+from tests.support import Scripted, chain_of, greedy, make_drafter, oracle, random_tokens
 
 STOP, GREEDY = {2}, Sampling()
 
@@ -147,7 +147,27 @@ def test_trees_are_told_to_those_who_watch(engine):
     for before, each in zip(client.rounds, client.rounds[1:]):
         tokens, parents, accepted = each.tree
         assert tokens[0] == before.tokens[-1] and parents == [-1, 0, 1, 2]
-        assert [tokens[node] for node in accepted[1:]] == each.tokens[: each.accepted]
+        drafts = [tokens[node] for node in accepted[1:]]
+        assert drafts[: each.accepted] == each.tokens[: each.accepted]
+        assert len(drafts) == each.accepted or each is client.rounds[-1]
+
+
+def test_an_accepted_draft_that_ends_the_answer_is_told_as_accepted(small_target):
+    """It belongs to the tree's accepted nodes, though the answer has no token behind it."""
+    prompt = [1, 2, 3]
+    text = prompt + greedy(small_target, None).generate([prompt], 40).tokens[0]
+    drafted, plain = greedy(small_target, Scripted([text], 3, oracle(3))), greedy(small_target, None)
+    end = text[5]  # the first token is read off the prompt, the next two are drafts
+    engine, client = Engine(drafted, plain, rows=1, queue=4), Client(prompt, 20, watch=True)
+    client.job.request.ends = Ends(frozenset({end}))
+    engine.submit(client.job)
+    engine.start()
+    assert client.wait().reason == "stop" and end not in text[3:5]
+    engine.stop()
+    _, last = client.rounds
+    tokens, _, accepted = last.tree
+    assert last.tokens == text[4:6] and accepted == [0, 1, 2, 3]
+    assert [tokens[node] for node in accepted] == text[3:7]
 
 
 def test_requests_that_are_given_up_leave_their_rows(small_target, drafter):

@@ -9,9 +9,8 @@ import pytest
 from specdec.decode import Decoder
 from specdec.grammar import Grammar, Grammars
 from specdec.sampling import Sampling
-from specdec.target import Target
 from tests.specdec.server.test_app import STOP, serving
-from tests.support import save_target, small_tokenizer
+from tests.support import small_tokenizer
 from train import data
 
 pytest.importorskip("llguidance")
@@ -24,13 +23,6 @@ SCHEMA = {
 }  # fmt: skip
 FORMAT = {"type": "json_schema", "json_schema": {"name": "sky", "strict": True, "schema": SCHEMA}}
 CHAT = {"messages": [{"role": "user", "content": "What is the sky?"}], "temperature": 0, "max_tokens": 60}
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("target")
-    save_target(folder)
-    return Target.load(str(folder), dtype="float64")
 
 
 @pytest.fixture(scope="module")

@@ -9,20 +9,12 @@ import pytest
 
 from specdec import traffic
 from specdec.server.app import Served
-from specdec.target import Target
 from specdec.traffic import Origin, Recorder, Recording
 from tests.specdec.server.test_app import STOP, await_idle, serving
-from tests.support import greedy, save_target, small_tokenizer
+from tests.support import greedy, small_tokenizer
 from train import data
 
 QUESTION = [{"role": "user", "content": "Say hello."}]
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("target")
-    save_target(folder)
-    return Target.load(str(folder), dtype="float64")
 
 
 @contextlib.contextmanager

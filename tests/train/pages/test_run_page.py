@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -13,10 +12,10 @@ import pytest
 from scripts import report as script
 from specdec import checkpoint
 from specdec.report import Report
+from tests import browser
 from tests.support import write_rows
 from train.pages import page, run_page
 
-BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 HOSTILE = 'Count </script><img src=x onerror=alert(1)> & "on".'
 
 
@@ -89,9 +88,9 @@ def test_a_run_leaves_a_page_that_says_what_its_report_says(made, monkeypatch, c
     assert path.read_text() == text
 
 
-@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
+@browser.needed
 def test_a_browser_opens_the_page_without_an_error(made, tmp_path):
-    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/profile", "--enable-logging=stderr",
+    command = [browser.PROGRAM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/profile", "--enable-logging=stderr",
                "--host-resolver-rules=MAP * ~NOTFOUND", "--dump-dom", f"file://{(made / 'report.html').resolve()}"]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert 'id="tip"' in done.stdout, done.stderr  # the script has run
