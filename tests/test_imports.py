@@ -68,6 +68,7 @@ ORDER = [
     "proposers.suffix",
     "proposers.*",
     "layer_search",
+    "prefill",
     "batch",
     "decode",
     "timing",
