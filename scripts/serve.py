@@ -38,6 +38,7 @@ class Serve(proposers.ProposerOptions, recording.RecordOptions):
     model: str | None = option(None, "name of the model in requests; null: the target's. The checkpoint's is known too")
     rows: int = option(8, "requests that are decoded at once; the others wait")
     queue: int = option(256, "requests that may wait; further ones are refused with status 429")
+    prefill_tokens: int = option(512, "tokens of new prompts that are read between two rounds of the other requests")
     max_length: int = option(
         4096, "tokens that a prompt and its answer may have together, at most the target's positions"
     )
@@ -73,7 +74,7 @@ def main() -> None:
         from specdec.server.metrics import Metrics
     except ImportError as error:
         raise ValueError(f"Serving needs more packages ({error}): pip install '.[serve]'") from error
-    for name in ("rows", "queue", "max_length", "max_body", "timeout", "watch"):
+    for name in ("rows", "queue", "prefill_tokens", "max_length", "max_body", "timeout", "watch"):
         value = getattr(chosen, name)
         if value is not None and value <= 0:
             raise ValueError(f"{name}={value} must be above 0.")
@@ -99,7 +100,9 @@ def main() -> None:
 
     model = chosen.model or loaded.target.name
     metrics = Metrics(model)
-    engine = Engine(drafted, plain, rows=chosen.rows, queue=chosen.queue, saw=metrics.saw_step)
+    engine = Engine(
+        drafted, plain, rows=chosen.rows, queue=chosen.queue, prefill_tokens=chosen.prefill_tokens, saw=metrics.saw_step
+    )
     positions = loaded.target.max_positions
     longest = chosen.max_length if positions is None else min(chosen.max_length, positions - loaded.proposer.depth)
     drafts = f"{loaded.title} of {chosen.checkpoint}" if chosen.checkpoint else loaded.title

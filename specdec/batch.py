@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from specdec import grammar, masks, rules
+from specdec import grammar, rules
 from specdec.cache import RowCache
 from specdec.generation import STAGES, Ends, Generation, RoundCost
 from specdec.grammar import Constraint
+from specdec.prefill import Prefill
 from specdec.proposers.base import Opening, Proposer
 from specdec.sampling import AnySampling, Randomness, Sampling, of_rows
 from specdec.target import Target
@@ -109,16 +110,30 @@ class Batch:
         return self.proposer is None or self.proposer.selects
 
     @torch.inference_mode()
-    def admit(self, requests: list[Request]) -> list[list[int]]:
-        """Reads the prompts -> the first token of each answer"""
+    def prefill(self, requests: list[Request]) -> Prefill:
+        """The prompts of requests that will be admitted together, of which nothing is read yet."""
+        return Prefill(self.target, self.verify.hidden_states, [request.prompt for request in requests])
+
+    @torch.inference_mode()
+    def read(self, prefill: Prefill, most: int | None = None) -> None:
+        """Reads on in prompts, which may be done between rounds. most: as for Prefill.advance"""
+        start = self._clock()
+        prefill.advance(most)
+        prefill.seconds += self._clock() - start
+
+    @torch.inference_mode()
+    def admit(self, requests: list[Request], prefill: Prefill | None = None) -> list[list[int]]:
+        """Reads the prompts, or what `prefill` has not read of them -> the first token of each answer"""
+        prefill = prefill or self.prefill(requests)
+        self.read(prefill)
         start = self._clock()
         if self.running:
             assert self.joins, "this proposer's batches cannot be joined"
-            newest = self._join(requests)
+            newest = self._join(requests, prefill)
         else:
             self.close()
             self.rows = list(requests)
-            self.cache, self.newest, self.marks, opening = self._read(requests)
+            self.cache, self.newest, self.marks, opening = self._begin(requests, prefill)
             newest = self.newest
             self._settle_sampling(new=True)
             if self.proposer:
@@ -126,7 +141,7 @@ class Batch:
                 self.proposer.begin(opening.tokens, opening.num)
                 self.proposer.commit(opening.following, opening.features, opening.num, opening.counts)
         emitted = [request.take([token], self.ends) for request, token in zip(requests, newest.tolist())]
-        seconds = self._clock() - start
+        seconds = prefill.seconds + self._clock() - start
         for request in requests:
             request.generation.prefill_seconds += seconds / len(requests)
         return emitted
@@ -218,7 +233,7 @@ class Batch:
     def _sampling_of(self, request: Request) -> Sampling:
         return request.sampling or self.usual
 
-    def _join(self, requests: list[Request]) -> Tensor:
+    def _join(self, requests: list[Request], prefill: Prefill) -> Tensor:
         """Requests take the places of rows that have ended, or new rows -> the first token of each answer [R]"""
         nums, free = self._nums(), [row for row, request in enumerate(self.rows) if not request.left]
         more = len(requests) - len(free)
@@ -228,7 +243,7 @@ class Batch:
             nums += [0] * more
             free += range(num_rows, num_rows + more)
         rows = free[: len(requests)]
-        cache, newest, marks, opening = self._read(requests)
+        cache, newest, marks, opening = self._begin(requests, prefill)
         index = torch.tensor(rows, device=newest.device)
         self.cache.replace(rows, cache)
         self.newest = self.newest.index_copy(0, index, newest)
@@ -274,20 +289,10 @@ class Batch:
             tree, constraints, self.target.vocab_size, prune=not (watched or fixed) and tree.done is None
         )
 
-    def _read(self, requests: list[Request]) -> tuple[RowCache, Tensor, Tensor | None, Opening]:
-        """Reads prompts -> a cache with them, the first token of each answer [R], marks [R, V], what a proposer needs"""
-        device, num_rows = self.target.device, len(requests)
-        counts = [len(request.prompt) for request in requests]
-        num = torch.tensor(counts, device=device)  # [R]
-        prompts = [torch.tensor(request.prompt) for request in requests]
-        padded = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True).to(device)  # [R, T]
-        cache, length = self.target.cache(num_rows), padded.shape[1]
-        cache.reserve(length, counts)
-        positions = torch.arange(length, device=device).expand(num_rows, -1)
-        mask = masks.pending(masks.causal(length, device), cache.lengths, cache.visible)
-        output = self.target.read(padded, self.verify.hidden_states, positions=positions, mask=mask, cache=cache)
-        cache.commit(num, counts)
-        logits = self.target.logits(output.final[cache.rows[:, 0], num - 1])  # [R, V]
+    def _begin(self, requests: list[Request], prefill: Prefill) -> tuple[RowCache, Tensor, Tensor | None, Opening]:
+        """Of prompts that were read: a cache with them, the first token of each answer [R], marks [R, V], what a proposer needs"""
+        padded, num, (last, features) = prefill.tokens, prefill.num, prefill.output()
+        logits = self.target.logits(last)  # [R, V]
         sampling = of_rows([self._sampling_of(request) for request in requests])
         marks = None
         if sampling.penalises:
@@ -295,7 +300,7 @@ class Batch:
             logits = sampling.penalise(logits, marks)
         if any(request.constraint for request in requests):
             states = [request.constraint.allowed([0], [-1]) if request.constraint else [b""] for request in requests]
-            logits = logits.masked_fill(~grammar.unpack(states, logits.shape[1], device)[:, 0], -torch.inf)
+            logits = logits.masked_fill(~grammar.unpack(states, logits.shape[1], logits.device)[:, 0], -torch.inf)
         if sampling.greedy:
             newest = logits.argmax(-1)
         else:
@@ -304,8 +309,8 @@ class Batch:
         if marks is not None:
             marks.scatter_(1, newest[:, None], True)
         following = torch.cat([padded[:, 1:], newest[:, None]], dim=1)  # [R, T]
-        following[torch.arange(num_rows, device=device), num - 1] = newest
-        return cache, newest, marks, Opening(padded, num, following, output.features, counts)
+        following[torch.arange(len(num), device=num.device), num - 1] = newest
+        return prefill.cache, newest, marks, Opening(padded, num, following, features, prefill.counts)
 
     def _mark(self, padded: Tensor, num: Tensor, penalised: Sequence[Tensor | None]) -> Tensor:
         """[R, V] bool: the prompts' tokens, or those that a request names"""

@@ -72,6 +72,7 @@ ORDER = [
     "proposers.suffix",
     "proposers.*",
     "layer_search",
+    "prefill",
     "batch",
     "decode",
     "timing",

@@ -14,10 +14,11 @@ from specdec.batch import Batch, Request, Step
 from specdec.decode import Decoder
 from specdec.generation import Ends
 from specdec.grammar import Constraint
+from specdec.prefill import Prefill
 from specdec.sampling import Sampling
 
 LOG = logging.getLogger(__name__)
-PREFILL_TOKENS = 8192  # of prompts that are read together, filled up to the longest; one prompt may have more
+TOGETHER = 8192  # tokens of prompts that are read together, filled up to the longest; one prompt may have more
 Reason = Literal["stop", "length", "timeout", "error"]
 
 
@@ -94,23 +95,35 @@ class Job:
 
 
 class Lane:
-    """A batch, and the requests that wait for a place in it."""
+    """A batch, and the requests that wait for a place in it. prefill_tokens: of prompts, read between two rounds"""
 
-    def __init__(self, decoder: Decoder, rows: int):
-        self.decoder, self.rows = decoder, rows
+    def __init__(self, decoder: Decoder, rows: int, prefill_tokens: int):
+        self.decoder, self.rows, self.prefill_tokens = decoder, rows, prefill_tokens
         self.batch: Batch = decoder.batch()
         self.waiting: deque[Job] = deque()
-        self.jobs: dict[int, Job] = {}  # by the id of their requests, while they run
+        self.jobs: dict[int, Job] = {}  # by the id of their requests, while they are read and run
+        self.reading: tuple[list[Job], Prefill] | None = None  # those that join next
 
     def advance(self) -> Step | None:
-        """Lets requests join, then makes one round -> it, or None if no request is there."""
-        free = self.rows - len(self.batch.running) if self.batch.joins or not self.batch.running else 0
-        if new := self._next(free):
-            self.jobs |= {id(job.request): job for job in new}
-            for job, tokens in zip(new, self.batch.admit([job.request for job in new])):
+        """Reads on in the prompts of requests that join, then makes one round -> it, or None if none runs."""
+        if self.reading is None:
+            free = self.rows - len(self.batch.running) if self.batch.joins or not self.batch.running else 0
+            if new := self._next(free):
+                self.jobs |= {id(job.request): job for job in new}
+                self.reading = new, self.batch.prefill([job.request for job in new])
+        if self.reading is not None:
+            self._read(*self.reading)
+        return self.batch.step() if self.batch.running else None
+
+    def _read(self, new: list[Job], prefill: Prefill) -> None:
+        self.batch.read(prefill, self.prefill_tokens)
+        if not prefill.done:
+            return
+        self.reading = None
+        for job, tokens in zip(new, self.batch.admit([job.request for job in new], prefill)):
+            if id(job.request) in self.jobs:  # it was not given up
                 job.tell(Round(tokens))
                 self._settle(job)
-        return self.batch.step() if self.batch.running else None
 
     def hand_out(self, step: Step) -> None:
         """Tells each job what a round did for it."""
@@ -129,11 +142,13 @@ class Lane:
             self.waiting.remove(job)
         if self.jobs.pop(id(job.request), None):
             job.request.left = 0
+        if self.reading is not None and not any(each.request.left for each in self.reading[0]):
+            self.reading = None
 
     def fail(self, message: str) -> None:
         """Every request that runs ends with this message; those that wait stay."""
         failed, self.jobs = list(self.jobs.values()), {}
-        self.batch = self.decoder.batch()
+        self.batch, self.reading = self.decoder.batch(), None
         for job in failed:
             job.tell(End("error", message))
 
@@ -143,7 +158,7 @@ class Lane:
         longest = 0
         while self.waiting and len(new) < most:
             longest = max(longest, len(self.waiting[0].prompt))
-            if new and longest * (1 + len(new)) > PREFILL_TOKENS:
+            if new and longest * (1 + len(new)) > TOGETHER:
                 break
             new.append(self.waiting.popleft())
         return new
@@ -166,6 +181,7 @@ class Engine:
 
     drafted, plain: decoders of one target; rows: requests of each that are decoded at once
     queue: requests that may wait
+    prefill_tokens: of prompts, read between two rounds: the others wait no longer for a long prompt
     saw: called in the engine's thread for every round, with the lane's step
     """
 
@@ -176,10 +192,14 @@ class Engine:
         *,
         rows: int,
         queue: int,
+        prefill_tokens: int = 512,
         saw: Callable[[Step], None] = lambda step: None,
     ):
-        self.rows = rows
-        self.lanes = {True: Lane(drafted, rows), False: Lane(plain, rows)}  # that requests join, with drafts or without
+        self.rows, self.prefill_tokens = rows, prefill_tokens
+        self.lanes = {
+            True: Lane(drafted, rows, prefill_tokens),
+            False: Lane(plain, rows, prefill_tokens),
+        }  # that requests join, with drafts or without
         self.leaving: list[Lane] = []  # of drafts that were replaced, until their requests have ended
         self.next: Callable[[], Decoder] | None = None  # makes the decoder that comes into the place of `drafted`
         self.queue, self.saw = queue, saw
@@ -265,7 +285,7 @@ class Engine:
     def _take_over(self, make: Callable[[], Decoder]) -> None:
         """What waits moves to a new lane, unless the new decoder cannot decode it, and what runs stays in the old one."""
         try:
-            new = Lane(make(), self.rows)
+            new = Lane(make(), self.rows, self.prefill_tokens)
         except Exception:  # the drafts before go on
             LOG.exception("the drafts could not be replaced")
             return

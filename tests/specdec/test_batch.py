@@ -307,3 +307,43 @@ def test_bad_input_is_refused(small_target):
         list(decoder.answers([[1]], 4, rows=0))
     with pytest.raises(ValueError, match="every prompt at least one token"):
         list(decoder.answers([[1], []], 4, rows=2))
+
+
+@pytest.mark.parametrize("name", ["none", "suffix", "eagle3", "draft", "medusa", "merged"])
+def test_prompts_read_in_pieces_are_answered_as_read_whole(small_target, name):
+    """Greedy answers and seeded ones, with what heads drafted; rounds of the others are between the pieces."""
+    made = text_proposers(small_target)
+    make = made.get(name) or (lambda: HeadProposer(make_drafter(small_target, name), chain_of(2)))
+    prompts, laws = prompts_of(small_target), [Sampling(), Sampling(1.0)]
+
+    def answer(most: int | None) -> list:
+        batch = greedy(small_target, make(), STOP).batch()
+        requests = [Request(prompt, 16, seeded(n), laws[n % 2]) for n, prompt in enumerate(prompts)]
+        batch.admit(requests[:2])
+        for joining in (requests[2:6], requests[6:]):
+            prefill, pieces = batch.prefill(joining), 0
+            while not prefill.done:
+                batch.read(prefill, most)
+                pieces += 1
+                if batch.running and most:
+                    batch.step()
+            assert pieces == (1 if most is None else max(prefill.counts))
+            batch.admit(joining, prefill)
+        while batch.running:
+            batch.step()
+        return [(request.tokens, request.generation.accepted) for request in requests]
+
+    whole, pieces = answer(None), answer(4)  # of four prompts: a token of each
+    assert [tokens for tokens, _ in pieces[::2]] == [tokens for tokens, _ in whole[::2]]
+    assert [tokens[0] for tokens, _ in pieces] == [tokens[0] for tokens, _ in whole]
+    if name not in ("suffix", "merged"):  # they draft from what was answered before
+        assert pieces == whole
+
+
+def test_prompts_whose_pieces_would_be_read_otherwise_are_read_whole(small_target, monkeypatch):
+    batch = greedy(small_target, None).batch()
+    for name, value in (("rotary_boundary", 100), ("rotary_boundary", None)):
+        monkeypatch.setattr(small_target, name, value)
+        prefill = batch.prefill([Request([1, 2, 3, 4], 4)])
+        batch.read(prefill, 2)
+        assert prefill.done == (value is not None) and prefill.divisible == (value is None)

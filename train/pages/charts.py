@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from markupsafe import Markup, escape
 
 WIDTH, HEIGHT = 560, 250
-LEFT, RIGHT, TOP, BOTTOM = 52, 14, 12, 40
+LEFT, RIGHT, TOP, BOTTOM = 80, 14, 12, 40
 TICKS = 5
 
 
@@ -136,7 +136,7 @@ def _frame(across: Scale, up: Scale, x: Axis, y: Axis) -> str:
     parts.append(
         f'<text class="label" x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 6}" text-anchor="middle">{escape(x.label)}</text>'
     )
-    parts.append(f'<text class="label" transform="translate(12 {(TOP + HEIGHT - BOTTOM) / 2}) rotate(-90)" text-anchor="middle">'
+    parts.append(f'<text class="label" transform="translate(16 {(TOP + HEIGHT - BOTTOM) / 2}) rotate(-90)" text-anchor="middle">'
                  f"{escape(y.label)}</text>")  # fmt: skip
     return "".join(parts)
 

@@ -80,7 +80,7 @@ function showSizes(sizes) {
   }));
   const text = document.createElementNS("http://www.w3.org/2000/svg", "text");
   text.setAttribute("x", 4);
-  text.setAttribute("y", 12);
+  text.setAttribute("y", 22);
   text.textContent = `${most} drafts`;
   document.getElementById("sizes").replaceChildren(text, ...bars);
 }

@@ -10,7 +10,7 @@ from specdec.decode import Decoder
 from specdec.generation import Ends, reached
 from specdec.proposers.heads import HeadProposer
 from specdec.sampling import Sampling
-from specdec.server.engine import End, Engine, Job, Round
+from specdec.server.engine import End, Engine, Job, Lane, Round
 from tests.support import Scripted, chain_of, greedy, make_drafter, oracle, random_tokens
 
 STOP, GREEDY = {2}, Sampling()
@@ -168,6 +168,37 @@ def test_an_accepted_draft_that_ends_the_answer_is_told_as_accepted(small_target
     tokens, _, accepted = last.tree
     assert last.tokens == text[4:6] and accepted == [0, 1, 2, 3]
     assert [tokens[node] for node in accepted] == text[3:7]
+
+
+def test_others_go_on_while_a_long_prompt_is_read(small_target, drafter):
+    alone = greedy(small_target, None, STOP)
+    prompt = random_tokens(1, 90, 6)
+    answers = [alone.generate([each], 12).tokens[0] for each in (prompt, [1, 2, 3])]
+    lane = Lane(Decoder(small_target, HeadProposer(drafter, chain_of(3)), sampling=Sampling(), stop=STOP), 3, 8)
+    short, long, gone = Client([1, 2], 200), Client(prompt, 12), Client(prompt, 12)
+    late = Client([1, 2, 3], 12)
+    short.job.request.ends = Ends(frozenset())
+    lane.waiting.append(short.job)
+    assert lane.advance() is not None
+    lane.waiting.extend([long.job, gone.job])
+    for number in range(23):  # 8 tokens are 4 of each
+        assert long.events.empty()
+        step = lane.advance()
+        assert short.job.request in step.requests and step.tokens[step.requests.index(short.job.request)]
+        lane.hand_out(step)
+        if number == 3:
+            lane.give_up(gone.job)
+            lane.waiting.append(late.job)  # it waits until they are read
+    assert long.events.get().tokens == answers[0][:1] and gone.events.empty() and late.events.empty()
+    while lane.jobs:
+        if step := lane.advance():
+            lane.hand_out(step)
+    assert long.job.request.tokens == answers[0] and late.job.request.tokens == answers[1]
+    lane.waiting.append(long.job)
+    lane.waiting[0].request.left = 5
+    lane.advance()
+    lane.give_up(long.job)
+    assert lane.reading is None and lane.advance() is None
 
 
 def test_requests_that_are_given_up_leave_their_rows(small_target, drafter):
