@@ -90,12 +90,12 @@ def stream(
             if token not in loaded.stop:
                 console.print(text.add(token), end="", style=style, markup=False)
     console.print("\n")
-    if constraints and constraints[0].ended:
+    if constraints and constraints[0].complete:
         console.print(f"The answer is complete under the grammar, with {len(result.tokens[0])} tokens.")
     elif constraints:
         console.print(
-            f"The answer was cut at {chosen.max_new_tokens} tokens, before the grammar allowed it to end there: raise "
-            "max_new_tokens=, or bound what the grammar allows (maxLength, maxItems)."
+            "The answer ends before the grammar is complete: raise max_new_tokens=, bound what the grammar allows (maxLength, "
+            "maxItems), or leave out stop_strings=."
         )
     return result
 

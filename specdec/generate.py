@@ -90,7 +90,7 @@ class Speculative:
         record: Recorder | str | Path | None = None,
     ):
         self._folder, self._decode, self._grammar, self.record = checkpoint, decode, grammar, record
-        self._grammars: tuple[Any, Grammars] | None = None  # of the last tokenizer
+        self._grammars: tuple[tuple, Grammars] | None = None  # of the last tokenizer, vocabulary size and ends
         self.last: Generation | None = None
         self._loaded: _Loaded | None = None
 
@@ -152,10 +152,11 @@ class Speculative:
             return None
         if tokenizer is None:
             raise ValueError("A grammar needs the tokenizer: call generate(..., tokenizer=tokenizer).")
-        if self._grammars is None or self._grammars[0] is not tokenizer:
-            ends = config._eos_token_tensor
-            stop = set() if ends is None else set(ends.flatten().tolist())
-            self._grammars = tokenizer, Grammars(tokenizer, vocab_size, stop)
+        ends = config._eos_token_tensor
+        stop = set() if ends is None else set(ends.flatten().tolist())
+        key = id(tokenizer), vocab_size, stop
+        if self._grammars is None or self._grammars[0] != key:
+            self._grammars = key, Grammars(tokenizer, vocab_size, stop)
         return [self._grammars[1].constraint(self._grammar) for _ in range(num)]
 
     def _recorder(self, loaded: _Loaded) -> Recorder | None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -47,7 +48,7 @@ class Grammar:
         if kind == "json_schema":
             try:
                 return cls.of_row({kind: json.loads(text)})
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(
                     f"grammar={value[:60]}: it is neither a file nor JSON ({error}): write a schema such as "
                     '{"type": "object"}, or the name of a file that holds one.'
@@ -72,41 +73,53 @@ class Grammar:
 
 
 class Matcher(Protocol):
-    """The part of llguidance.LLMatcher that is used."""
+    """The part of llguidance.LLMatcher that is used. After an error it allows only an end, and nothing undoes that."""
 
+    def deep_copy(self) -> "Matcher": ...
     def consume_token(self, token: int) -> bool: ...
-    def rollback(self, num: int) -> bool: ...
+    def validate_tokens(self, tokens: list[int]) -> int: ...
     def compute_bitmask(self) -> bytes: ...
     def compute_ff_tokens(self) -> list[int]: ...
+    def is_accepting(self) -> bool: ...
+    def is_error(self) -> bool: ...
 
 
 class Constraint:
     """The state of one answer under a grammar; `take` moves it on.
 
-    stop: token ids that end an answer; where the grammar allows an end, it allows each of them
+    stop: token ids that end an answer; where the grammar allows an end, it allows each of them. So it does in a dead end, which
+    some grammars have: a text that no sentence begins with, though each of its tokens was allowed.
     """
 
     def __init__(self, matcher: Matcher, stop: frozenset[int]):
         self._matcher, self._stop = matcher, stop
         self.ended = False  # after a token of `stop`, everything is allowed
 
+    @property
+    def complete(self) -> bool:
+        """Whether the answer so far is a whole sentence of the grammar."""
+        return not self._matcher.is_error() and self._matcher.is_accepting()
+
     def take(self, tokens: list[int]) -> None:
         """The answer goes on with these tokens, which the grammar allows."""
         for token in tokens:
             self.ended = self.ended or token in self._stop
-            if self.ended:
-                return
-            if not self._matcher.consume_token(token):
-                raise RuntimeError(f"token {token} does not follow the grammar, though the mask allowed it")
+            if not self.ended:
+                self._matcher.consume_token(token)
 
     def forced(self) -> list[int]:
         """The tokens that must follow now; empty where there is a choice."""
-        return [] if self.ended else self._matcher.compute_ff_tokens()
+        return [] if self.ended else self._matcher.deep_copy().compute_ff_tokens()
 
     def fits(self, tokens: list[int]) -> bool:
-        """Whether the answer may go on with these tokens."""
-        parents = [*range(-1, len(tokens))]
-        return self.allowed([0, *tokens], parents)[-1] is not None
+        """Whether the answer may go on with these tokens, spelled in whichever tokens: the masks may allow fewer spellings."""
+        if self.ended:
+            return True
+        num = next((place for place, token in enumerate(tokens) if token in self._stop), len(tokens))
+        matcher = self._matcher.deep_copy()
+        if matcher.validate_tokens(tokens[:num]) < num:
+            return False
+        return num == len(tokens) or (all(map(matcher.consume_token, tokens[:num])) and matcher.is_accepting())
 
     def allowed(self, tokens: list[int], parents: list[int]) -> list[bytes | None]:
         """What may follow each node of a tree, of which node 0 is the newest token of the answer.
@@ -117,30 +130,41 @@ class Constraint:
         found: list[bytes | None] = [None] * len(tokens)
         if self.ended:
             return [b""] * len(tokens)
-        children: list[list[int]] = [[] for _ in tokens]
+        children: list[dict[int, list[int]]] = [{} for _ in tokens]  # by token: equal ones are looked at once
         for node, parent in enumerate(parents[1:], start=1):
-            children[parent].append(node)
+            children[parent].setdefault(tokens[node], []).append(node)
 
-        def visit(node: int) -> None:
-            mask = found[node] = self._matcher.compute_bitmask()
-            for child in children[node]:
-                token = tokens[child]
+        def visit(nodes: list[int], matcher: Matcher) -> None:
+            mask = matcher.compute_bitmask()
+            for node in nodes:
+                found[node] = mask
+            for token, following in _joined([children[node] for node in nodes]).items():
                 if not mask[token >> 3] >> (token & 7) & 1:
                     continue
                 if token in self._stop:
-                    mark(child)
+                    mark(following)
                 else:
-                    self._matcher.consume_token(token)
-                    visit(child)
-                    self._matcher.rollback(1)
+                    after = matcher.deep_copy()  # a dead end below must not reach this one
+                    after.consume_token(token)
+                    visit(following, after)
 
-        def mark(node: int) -> None:
-            found[node] = b""
-            for child in children[node]:
-                mark(child)
+        def mark(nodes: list[int]) -> None:
+            for node in nodes:
+                found[node] = b""
+                for following in children[node].values():
+                    mark(following)
 
-        visit(0)
+        visit([0], self._matcher.deep_copy())
         return found
+
+
+def _joined(children: list[dict[int, list[int]]]) -> dict[int, list[int]]:
+    """The children of nodes with the same text, by their tokens."""
+    joined: dict[int, list[int]] = {}
+    for own in children:
+        for token, nodes in own.items():
+            joined.setdefault(token, []).extend(nodes)
+    return joined
 
 
 class Grammars:
@@ -189,8 +213,10 @@ class Grammars:
             why = matcher.get_error() if matcher.is_error() else ""
         except Exception as error:
             why = str(error)
-        if not why and not any(matcher.compute_bitmask()):
-            why = "no token can begin an answer"
+        if not why:
+            first = matcher.deep_copy()
+            if not any(first.compute_bitmask()) or first.is_error():
+                why = "no text satisfies it"
         if why:
             reason = " ".join(why.split("<state>")[0].split())[:300]
             raise ValueError(
@@ -202,11 +228,11 @@ class Grammars:
 def unpack(masks: Sequence[Sequence[bytes | None]], vocab_size: int, device: torch.device | str) -> Tensor:
     """masks [B][N] as of `Constraint.allowed` -> [B, N, V] bool; everything where a mask is empty or None"""
     width = (vocab_size + 7) // 8
-    everything = b"\xff" * width
-    joined = b"".join((mask or everything)[:width] for row in masks for mask in row)
-    packed = torch.frombuffer(bytearray(joined), dtype=torch.uint8).view(len(masks), -1, width).to(device)
-    bits = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=device)
-    return packed[..., None].bitwise_and(bits).bool().flatten(2)[..., :vocab_size]  # [B, N, 8 * width] at first
+    numbers: dict[bytes, int] = {b"": 0}  # equal masks are unpacked once
+    index = torch.tensor([[numbers.setdefault(mask or b"", len(numbers)) for mask in row] for row in masks])
+    packed = numpy.frombuffer(b"".join((mask or b"\xff" * width)[:width] for mask in numbers), dtype=numpy.uint8)
+    bits = numpy.unpackbits(packed.reshape(len(numbers), width), axis=1, bitorder="little")[:, :vocab_size]
+    return torch.from_numpy(bits).to(device).bool()[index.to(device)]
 
 
 def constrain(

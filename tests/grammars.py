@@ -14,15 +14,27 @@ class Language:
     def __init__(self, may: Callable[[tuple[int, ...]], set[int]], vocab_size: int):
         self.may, self.vocab_size, self.text = may, vocab_size, ()
 
+    def deep_copy(self) -> "Language":
+        copy = Language(self.may, self.vocab_size)
+        copy.text = self.text
+        return copy
+
     def consume_token(self, token: int) -> bool:
         fits = token in self.may(self.text)
         if fits:
             self.text += (token,)
         return fits
 
-    def rollback(self, num: int) -> bool:
-        self.text = self.text[: len(self.text) - num]
-        return True
+    def validate_tokens(self, tokens: list[int]) -> int:
+        copy = self.deep_copy()
+        return next((place for place, token in enumerate(tokens) if not copy.consume_token(token)), len(tokens))
+
+    def is_accepting(self) -> bool:
+        """A text is a sentence where token 3 may follow, which ends answers."""
+        return 3 in self.may(self.text)
+
+    def is_error(self) -> bool:
+        return False
 
     def compute_bitmask(self) -> bytes:
         bits = sum(1 << token for token in self.may(self.text))

@@ -14,7 +14,8 @@ from specdec.measurement import Prompt
 def measure(grammars: Grammars, loaded: Opened, answers: Iterable[tuple[Prompt, list[int]]]) -> dict:
     """Figures of answers, of those that follow a grammar.
 
-    complete: the grammar let them end there, the others were cut; valid: of JSON schemas, that were parsed and validated
+    complete: whole sentences of the grammar; the others were cut, or met a dead end of the grammar
+    json, valid: complete ones under a schema that the validator can read, and those of them that it finds valid
     forced_share: of tokens where the grammar left no choice; mask_ms: for each token, of one row
     """
     counts = dict.fromkeys(("answers", "complete", "json", "valid", "tokens", "forced"), 0)
@@ -29,10 +30,11 @@ def measure(grammars: Grammars, loaded: Opened, answers: Iterable[tuple[Prompt, 
         counts["answers"] += 1
         counts["tokens"] += len(tokens)
         counts["forced"] += forced
-        counts["complete"] += constraint.ended
-        if prompt.grammar.kind == "json_schema" and constraint.ended:
-            counts["json"] += 1
-            counts["valid"] += is_valid(prompt.grammar, loaded.tokenizer.decode(tokens, skip_special_tokens=True))
+        counts["complete"] += constraint.complete
+        if prompt.grammar.kind == "json_schema" and constraint.complete:
+            valid = is_valid(prompt.grammar, loaded.tokenizer.decode(tokens, skip_special_tokens=True))
+            counts["json"] += valid is not None
+            counts["valid"] += valid is True
     per_token = max(1, counts["tokens"])
     return counts | {"forced_share": counts["forced"] / per_token, "mask_ms": 1e3 * seconds / per_token}
 
@@ -51,21 +53,22 @@ def follow(constraint: Constraint, tokens: list[int], vocab_size: int) -> tuple[
     return forced, seconds
 
 
-def is_valid(grammar: Grammar, text: str) -> bool:
-    """Whether a text is JSON that the schema allows, by a validator that knows nothing of masks."""
+def is_valid(grammar: Grammar, text: str) -> bool | None:
+    """Whether a text is JSON that the schema allows, by a validator that knows nothing of masks; None if it cannot read the schema."""
     import jsonschema
 
-    schema = json.loads(grammar.text)
     try:
-        jsonschema.validate(json.loads(text), schema, format_checker=jsonschema.FormatChecker())
+        jsonschema.validate(json.loads(text), json.loads(grammar.text), format_checker=jsonschema.FormatChecker())
     except (ValueError, jsonschema.ValidationError):
         return False
+    except Exception:  # a faulty schema, a reference that leads nowhere, an expression of another dialect
+        return None
     return True
 
 
 def sentence(figures: dict) -> str:
     valid = f"; of {figures['json']} in JSON {figures['valid']} are valid" if figures["json"] else ""
     return (
-        f"grammar: {figures['complete']} of {figures['answers']} answers are complete, the others were cut by max_new_tokens="
+        f"grammar: {figures['complete']} of {figures['answers']} answers are complete"
         f"{valid}; {figures['forced_share']:.0%} of the tokens were forced; masks took {figures['mask_ms']:.2f} ms a token"
     )

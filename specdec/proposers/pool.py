@@ -102,7 +102,8 @@ class Pool:
             return self._path()[:num]
         if self.beside is not None:
             return sorted([*self.drawn, *self.beside])
-        rank = sorted(range(1, len(self.tokens)), key=lambda node: (-self.chances[node], node))
+        allowed = set(range(1, len(self.tokens))) - self.barred
+        rank = sorted(allowed, key=lambda node: (-self.chances[node], node))
         return sorted(rank[:num])
 
     def choose(self, num: int, *, chain: bool) -> Chosen:
@@ -138,7 +139,8 @@ class Pool:
     def _path(self) -> list[int]:
         path, node = list[int](), 0
         while True:
-            following = [child for child in range(node + 1, len(self.tokens)) if self.parents[child] == node]
+            children = [child for child in range(node + 1, len(self.tokens)) if self.parents[child] == node]
+            following = [child for child in children if child not in self.barred]
             if not following:
                 return path
             node = max(following, key=lambda child: (child in self.drawn, self.chances[child]))

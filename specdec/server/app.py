@@ -227,7 +227,11 @@ async def _refuse_path(request: Request, error: Exception) -> Response:
 async def _complete(served: Served, kind: type[Settings], request: Request) -> Response:
     """Answers a request of either kind, whole or as a stream."""
     settings = parse(kind, await _read_body(request, served.max_body))
-    answer = _begin(served, settings)
+    grammar = settings.grammar()
+    constraint = (
+        await asyncio.to_thread(_constrain, served, grammar) if grammar else None
+    )  # compiling may take a second
+    answer = _begin(served, settings, constraint)
     form = Form(isinstance(settings, ChatRequest), settings.model or served.model)
     answer.recorded_as = form.id if traffic.allowed(request.headers, settings.store) else None
     if settings.stream:
@@ -257,8 +261,8 @@ def _known(served: Served, name: str) -> str:
     return name
 
 
-def _begin(served: Served, settings: Settings) -> Answer:
-    """Queues a request. Raises RequestError for one that cannot be answered, or not now."""
+def _begin(served: Served, settings: Settings, constraint: Constraint | None) -> Answer:
+    """Queues a request, whose answer follows the constraint. Raises RequestError for one that cannot be answered, or not now."""
     if settings.model is not None:
         _known(served, settings.model)
     prompt = _encode(served, settings)
@@ -287,7 +291,7 @@ def _begin(served: Served, settings: Settings) -> Answer:
         speculate=settings.speculate,
         watch=settings.details,
         deadline=began + served.timeout,
-        constraint=_constrain(served, settings.grammar()),
+        constraint=constraint,
     )
     try:
         queued = served.engine.submit(job)
@@ -303,10 +307,8 @@ def _begin(served: Served, settings: Settings) -> Answer:
     return Answer(served, settings, job, StreamedText(decoder(served.tokenizer), settings.stop_strings), events, began)
 
 
-def _constrain(served: Served, grammar: Grammar | None) -> Constraint | None:
+def _constrain(served: Served, grammar: Grammar) -> Constraint | None:
     """The constraint of an answer that begins. Raises RequestError for a grammar that cannot be used."""
-    if grammar is None:
-        return None
     try:
         if served.compile_grammar is None:
             raise ValueError("This server cannot follow a grammar: leave response_format out.")

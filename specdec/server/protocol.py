@@ -110,7 +110,7 @@ class StructuredOutputs(BaseModel):
             if isinstance(self.json_, str):
                 given["json_schema"] = json.loads(self.json_)
             return Grammar.of_row(given)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise RequestError(
                 f"structured_outputs: give {FORMS['structured_outputs']}.", parameter="structured_outputs"
             ) from None

@@ -182,8 +182,7 @@ def test_greedy_answers_are_those_of_plain_constrained_decoding(small_target, ca
     free = Decoder(target, None, sampling=Sampling(), stop=set()).generate(prompts, 40)
     assert free.tokens[1] == answers[0].tokens[1] and free.tokens[0] != answers[0].tokens[0]
     for answer, constraint in zip(answers[1].tokens, constraints_of(3, target.vocab_size, free=1)):
-        if constraint:
-            constraint.take(answer)  # raises RuntimeError for a token that is not allowed
+        assert constraint is None or constraint.fits(answer)
     if case in ("forced", "merged", "auto"):
         assert sum(map(sum, answers[1].accepted)) > 0
 
@@ -277,7 +276,7 @@ def test_a_schema_forces_its_names_and_ends_with_a_stop_token(real_grammars):
     assert not constraint.fits(tokenizer('{"name": "a name that is too long"')["input_ids"])
     assert not constraint.fits([2])
     constraint.take([*tokens, 2])
-    assert constraint.ended
+    assert constraint.ended and constraint.complete
     again = grammars.constraint(Grammar.of_row({"json_schema": SCHEMA}))
     assert not again.ended and again.fits(tokens)
 
@@ -290,12 +289,29 @@ def test_a_schema_forces_its_names_and_ends_with_a_stop_token(real_grammars):
         ({"json_schema": {"not": {"type": "string"}}}, "not"),
         ({"regex": "(ab"}, "regex"),
         ({"lark": "begin: 'a'"}, "lark cannot be used"),
+        ({"regex": r"[^\s\S]"}, "no text satisfies it"),
     ],
 )
 def test_a_grammar_that_cannot_be_met_is_refused_in_a_sentence(real_grammars, document, why):
     with pytest.raises(ValueError, match=why) as raised:
         real_grammars[1].constraint(Grammar.of_row(document))
     assert "Change it, or leave it out." in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_a_dead_end_of_the_grammar_spoils_nothing_beside_it(real_grammars):
+    """After "q" the drafts "a" and "c" are allowed; behind "a" nothing is, though each of its tokens was."""
+    tokenizer, grammars = real_grammars
+    constraint = grammars.constraint(Grammar.of_row({"lark": 'start: "q" ("a" X | "c" "d")\nX: /b/ & /c/'}))
+    q, a, c, d = (tokenizer(letter)["input_ids"][0] for letter in "qacd")
+    constraint.take([q])
+    masks = constraint.allowed([q, a, c, a], [-1, 0, 0, 0])
+    may = [grammar.unpack([[mask]], 49152, "cpu")[0, 0].nonzero()[:, 0].tolist() for mask in masks]
+    assert {a, c} <= set(may[0]) and may[1:] == [[2], [d], [2]]
+    dead = grammars.constraint(Grammar.of_row({"lark": 'start: "q" ("a" X | "c" "d")\nX: /b/ & /c/'}))
+    dead.take([q, a, 2])
+    assert dead.ended and not dead.complete
+    constraint.take([c, d, 2])
+    assert constraint.complete
 
 
 def test_options_name_a_grammar_or_a_file(tmp_path):
