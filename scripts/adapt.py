@@ -5,8 +5,8 @@
 
 The newest conversations are held out. The present head is judged on them by replay, and if training is worth it, it is
 trained on the other new rows beside a share of old ones. OUT stands for the head in use; OUT/adaptation.html shows what was
-measured and decided. With watch=SECONDS it goes on, whenever min_tokens new tokens have come. After Ctrl-C the same command
-continues. docs/adapting.md has more.
+measured and decided. With watch=SECONDS it goes on, whenever min_tokens new tokens have come. With vllm=URL a running vLLM
+gets each head that is taken into use. After Ctrl-C the same command continues. docs/adapting.md has more.
 """
 
 import functools
@@ -15,7 +15,7 @@ import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from helpers import adapting, loading
+from helpers import adapting, loading, vllm_weights
 from helpers.loading import Loaded
 from helpers.options import option, options, run
 from specdec import checkpoint, datastore
@@ -39,7 +39,7 @@ from train.adaptation_rows import (
 from train.lock import lock
 from train.resumable import check_settings
 
-FREE = ("checkpoint", "traffic", "out", "watch", "force", "settings")  # may change when an adaptation goes on
+FREE = ("checkpoint", "traffic", "out", "watch", "vllm", "force", "settings")  # may change when an adaptation goes on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +63,9 @@ class Adapt:
     max_tokens: int | None = option(None, "most new tokens that are trained on, the newest; null: all")
     force: bool = option(False, "train even if it is not worth it")
     watch: float | None = option(None, "go on, and look for new rows every so many seconds; null: once")
+    vllm: str | None = option(
+        None, "address of a vLLM that is given each head in use while it serves, such as http://localhost:8000"
+    )
     depth: int = option(4, "drafts of the chain that heads are judged with")
     judged: int = option(100, "answers of new and of old rows that are judged, at most")
     length: int = option(1024, "tokens of an answer with its prompt that are judged")
@@ -102,8 +105,10 @@ def main() -> None:
     home = Home(Path(given.out))
     with lock(home.path / "lock", of=home.path), adapting.signals():
         home.begin(given.checkpoint)
+        hand_over(given, home, console)  # now, so that a wrong server is refused before any work
         if given.watch is None:
             adapt(given, home, console)
+            hand_over(given, home, console)
         else:
             watch(given, home, console)
 
@@ -121,12 +126,31 @@ def watch(given: Adapt, home: Home, console: progress.Results) -> None:
                     waiting = look(given, home)
                 except TooFew as error:
                     waiting = str(error)
+            try:
+                hand_over(given, home, console)
+            except ValueError as error:  # the server may come back
+                waiting = f"vLLM has not taken {home.current.name}, which is tried again: {error}"
             if waiting and waiting != said:
                 console.say(waiting)
                 said = waiting
             time.sleep(given.watch or 0)
     except KeyboardInterrupt:
         console.say(f"stopped; {home.path} stands for {home.current.name}")
+
+
+def hand_over(given: Adapt, home: Home, console: progress.Results) -> None:
+    """Gives the head in use to vllm=, unless it has it. Raises ValueError if the server does not take it."""
+    if given.vllm is None:
+        return
+    server, head = vllm_weights.Server(given.vllm), home.current
+    version = vllm_weights.version_of(head)
+    if server.version() == version:
+        return
+    export = home.path / "vllm" / head.name
+    if not export.exists():
+        vllm_weights.export(head, export, given.target)
+    server.send(export, version)
+    console.say(f"{given.vllm} drafts with {head.name}, read from {export}")
 
 
 def look(given: Adapt, home: Home) -> str | None:

@@ -9,12 +9,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from hydra import compose, initialize_config_dir
+from safetensors.torch import load_file
 
 import adapt
-from helpers import adapting
+from helpers import adapting, vllm_weights
 from specdec import checkpoint, datastore
 from specdec.target import Target, load_tokenizer
+from tests.scripts.test_vllm_weights import TinyVllm
 from tests.support import ROOT, child_environment, save_eagle, save_target, small_tokenizer, train_command, write_rows
 from train.lock import lock
 
@@ -197,6 +200,45 @@ def test_a_folder_is_watched(made, run_adapt, monkeypatch, tmp_path):
     out = run_adapt("watch=5", f"traffic={traffic}", "tolerance=0.9")
     assert looks == ["0001", "0002", "0002", "0002"]
     assert out.count("0 of 50 new tokens") == 1 and "stopped; adapted stands for 0002" in out
+
+
+def test_a_running_vllm_gets_the_head_in_use(made, run_adapt, tmp_path):
+    with TinyVllm() as server:
+        run_adapt("tolerance=0.9", f"vllm={server.url}")
+        assert server.version == vllm_weights.version_of(Path("adapted/heads/0002"))
+        sent = [body["update_info"]["folder"] for path, body in server.requests if path == "update_weights"]
+        assert sent == [str(tmp_path / "adapted" / "vllm" / number) for number in ("0001", "0002")]
+        tensors = load_file(Path(sent[1], "model.safetensors"))
+        assert tensors.keys() == server.tensors.keys()
+        assert all(torch.equal(tensors[name], server.tensors[name]) for name in tensors)
+        num = len(server.requests)
+        with pytest.raises(ValueError, match="no rows that are newer"):
+            run_adapt("tolerance=0.9", f"vllm={server.url}")
+        assert len(server.requests) == num + 1  # it has that head
+        server.version = "default"  # it was started anew
+        with pytest.raises(ValueError, match="no rows that are newer"):
+            run_adapt("tolerance=0.9", f"vllm={server.url}")
+        assert server.version == vllm_weights.version_of(Path("adapted/heads/0002"))
+    with pytest.raises(ValueError, match="does not answer"):
+        run_adapt("tolerance=0.9", f"vllm={server.url}")
+
+
+def test_a_vllm_that_does_not_answer_is_asked_again(made, run_adapt, monkeypatch):
+    looks = []
+
+    def sleep(seconds):
+        looks.append(server.version)
+        server.refuse = ("weight_info", "busy") if len(looks) < 3 else None
+        server.version = "default"
+        if len(looks) == 4:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(adapt.time, "sleep", sleep)
+    with TinyVllm() as server:
+        out = run_adapt("watch=5", "min_tokens=5000", f"vllm={server.url}")
+    first = vllm_weights.version_of(Path("adapted/heads/0001"))
+    assert looks == [first, "default", "default", first]
+    assert out.count("vLLM has not taken 0001, which is tried again") == 1 and out.count("busy") == 1
 
 
 def test_what_cannot_be_adapted_to_is_refused(made, run_adapt, tmp_path):
