@@ -268,6 +268,42 @@ def test_a_server_that_is_down_is_a_sentence(tmp_path):
     assert rows_of(recorder) == []
 
 
+def test_cookies_of_one_client_are_not_sent_with_anothers(tmp_path):
+    def reply(body):
+        return Response(json.dumps(WHOLE), headers={"Set-Cookie": f"session={body['user']}; Path=/"})
+
+    with scripted(reply) as (upstream, seen), proxied(upstream, tmp_path) as (url, _):
+        ask = lambda name, **more: httpx.post(f"{url}/v1/embeddings", json={"user": name}, **more)
+        assert ask("alice").headers["set-cookie"] == "session=alice; Path=/"
+        ask("bob")
+        ask("bob", headers={"Cookie": "session=bob"})
+    assert [headers.get("cookie") for headers, _ in seen] == [None, None, "session=bob"]
+
+
+@pytest.mark.parametrize("size", [b"Transfer-Encoding: chunked", b"Content-Length: 1000"])
+def test_a_server_that_dies_in_the_middle_is_a_sentence(tmp_path, caplog, size):
+    """The client sees that the answer is not whole, and nothing is recorded."""
+    said = b"data: " + json.dumps({"id": "c", "choices": [choice("stop", delta={"content": "the"})]}).encode() + b"\n\n"
+    part = b"%x\r\n%s\r\n" % (len(said), said) if b"chunked" in size else said
+
+    def die(listening: socket.socket) -> None:
+        connection, _ = listening.accept()
+        connection.recv(1 << 16)
+        connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n" + size + b"\r\n\r\n" + part)
+        connection.close()
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        threading.Thread(target=die, args=(listening,), daemon=True).start()
+        upstream = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        with proxied(upstream, tmp_path) as (url, recorder):
+            asking = httpx.stream("POST", f"{url}/v1/chat/completions", json={"messages": QUESTION, "stream": True})
+            with pytest.raises(httpx.RemoteProtocolError), asking as answer:
+                assert answer.status_code == 200
+                answer.read()
+    assert rows_of(recorder) == [] and "The server has not ended an answer" in caplog.text
+    assert "Traceback" not in caplog.text
+
+
 @pytest.mark.parametrize("begun", [True, False])
 def test_a_client_that_leaves_closes_the_request_to_the_server(tmp_path, begun):
     asked, closed = threading.Event(), threading.Event()
