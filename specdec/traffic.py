@@ -157,14 +157,14 @@ class Recorder:
     def alive(self) -> bool:
         return not (self.stopped or self.closed)
 
-    def record(self, asked: Asked, answered: Answered) -> None:
-        """Returns at once. The lists must not be changed any more."""
+    def record(self, asked: Asked, answered: Answered, origin: Origin | None = None) -> None:
+        """Returns at once. The lists must not be changed any more. origin: of this row; None: that of all"""
         with self._guard:
             if not self.alive:
                 return
             if self._waiting < MOST_WAITING:
                 self._waiting += 1
-                self._thread.submit(self._write, self.origin, asked, answered, time.time())
+                self._thread.submit(self._write, origin or self.origin, asked, answered, time.time())
                 return
         self.say("slow", f"Rows come faster than they are written: those beyond {MOST_WAITING} are dropped.")
 
