@@ -284,7 +284,7 @@ def notes_on(left_out: dict[str, int], slices: dict[str, list[Answer]], new: lis
     inexact = sum(not answer.exact for answer in slices["new"])
     if inexact:
         notes.append(
-            f"{inexact} of {len(slices['new'])} judged answers were written with top-k, top-p, a penalty or a grammar, at an "
+            f"{inexact} of {len(slices['new'])} judged answers were written with top-k, top-p, a penalty, a grammar or the like, at an "
             "unknown temperature, or have ids that were made of their text. Replay takes them as drawn at their temperature "
             "alone (0 if it is unknown), so their tau is an estimate, before and after alike."
         )

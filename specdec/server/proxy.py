@@ -58,7 +58,7 @@ class Overheard:
         """Records an answer. No failure reaches the client. whole: False if the client left before the last byte was sent"""
         end = self.proxy.chat_end if self.chat else self.proxy.bare_end
         try:
-            answered = read_answered(content, self.body, self.chat, end)
+            answered = read_answered(content, self.body, self.asked, end)
         except Exception as error:  # its message may hold parts of the answer
             if whole:
                 self.proxy.recorder.say("form", f"An answer is not of OpenAI's form ({type(error).__name__}).")

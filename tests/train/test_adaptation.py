@@ -70,8 +70,9 @@ def test_lines_are_read_back():
         ("repetition_penalty", 1.1),
         ("top_k", 5),
         ("ids", "retokenised"),
+        ("other_law", True),
     ):
-        cut = line.replace(b'"exact": true, ', f'"{key}": {value!r}, '.replace("'", '"').encode())
+        cut = line.replace(b'"exact": true, ', f'"{key}": {json.dumps(value)}, '.encode())
         assert parse(json.loads(cut), WANTED, place="x:1").exact is False
     for more, good in (
         ({"target": "elsewhere/t"}, True),

@@ -240,6 +240,41 @@ def test_what_cannot_be_a_row_passes_and_is_not_recorded(tmp_path, document, mor
     assert rows_of(recorder) == []
 
 
+OWN_PROMPTS = [
+    {"continue_final_message": True}, {"add_generation_prompt": False}, {"documents": [{"text": "x"}]},
+    {"chat_template": "{{ messages }}"}, {"chat_template_kwargs": {"tone": "short"}},
+    {"chat_template_kwargs": {"enable_thinking": "no"}},
+]  # fmt: skip
+
+
+def test_prompts_that_are_not_made_of_their_texts_alone_need_ids(tmp_path):
+    text = {"id": "t", "choices": [choice(message={"content": "the"})]}
+    reply = lambda body: sent(WHOLE if body["user"] else text)
+    plain = {"echo": False, "add_generation_prompt": True, "chat_template_kwargs": {"enable_thinking": False}}
+    with scripted(reply) as (upstream, _), proxied(upstream, tmp_path) as (url, recorder):
+        for given in (False, True):
+            for more in (*OWN_PROMPTS, plain, {"echo": True}):
+                body = {"messages": QUESTION, "user": given, **more}
+                assert httpx.post(f"{url}/v1/chat/completions", json=body).status_code == 200
+    rows = rows_of(recorder)
+    assert [row["ids"] for row in rows] == ["retokenised"] + ["given"] * (len(OWN_PROMPTS) + 1)
+
+
+def test_what_changes_the_law_of_an_answer_is_marked(tmp_path):
+    other = [
+        {"guided_json": {}, "guided_regex": "a+"},
+        {"min_p": 0.1},
+        {"presence_penalty": 1},
+        {"frequency_penalty": -1},
+    ]
+    other += [{"response_format": {"type": "of another kind"}}]
+    usual = [{}, {"min_p": 0, "presence_penalty": 0.0, "typical_p": 1}, {"response_format": {"type": "json_object"}}]
+    with scripted(lambda _: sent(WHOLE)) as (upstream, _), proxied(upstream, tmp_path) as (url, recorder):
+        for more in (*other, *usual, {"logit_bias": {"5": 9}}):
+            httpx.post(f"{url}/v1/chat/completions", json={"messages": QUESTION, **more})
+    assert [row["other_law"] for row in rows_of(recorder)] == [True] * len(other) + [False] * len(usual)
+
+
 def test_parts_of_text_are_joined(tmp_path):
     parts = [{"role": "user", "content": [{"type": "text", "text": "Say "}, {"type": "text", "text": "hello."}]}]
     with scripted(lambda _: sent(WHOLE)) as (upstream, _), proxied(upstream, tmp_path) as (url, recorder):
