@@ -18,11 +18,13 @@ MORE = (
     "suffix",
     "echo",
 )  # what decides about an answer and is not in a row
-OWN_PROMPT = {  # fields by which a server makes a prompt otherwise than of its texts alone, with what changes nothing
+OWN_PROMPT: dict[str, tuple] = {  # fields by which a server makes a prompt otherwise than of its texts alone, with what changes nothing
     "continue_final_message": (False,), "add_generation_prompt": (True,), "documents": ([],),
     "chat_template": ("",), "truncate_prompt_tokens": (), "add_special_tokens": (),
 }  # fmt: skip
-OTHER_LAW = {  # fields of vLLM, SGLang and llama.cpp that change the law of the tokens, with what changes nothing
+OTHER_LAW: dict[
+    str, tuple
+] = {  # fields of vLLM, SGLang and llama.cpp that change the law of the tokens, with what changes nothing
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), ("", [], {})),
     **dict.fromkeys(("json_schema", "regex", "ebnf", "grammar", "bad_words", "allowed_token_ids"), ("", [], {})),
     **dict.fromkeys(("min_p", "presence_penalty", "frequency_penalty", "min_tokens", "mirostat"), (0,)),
