@@ -154,14 +154,14 @@ def hand_over(given: Adapt, home: Home, console: progress.Results) -> None:
 
 
 def look(given: Adapt, home: Home) -> str | None:
-    """None if there are enough tokens that no adaptation has looked at yet, or else what there is."""
+    """None if no adaptation has looked yet at so many tokens that min_tokens of them are left to train on, or else what there is."""
     tried = max((each["until"] for each in home.history()), default=float("-inf"))
     try:
         answers, _ = read_traffic(Path(given.traffic), wanted(given, home))
     except TooFew as error:
         return str(error)
-    tokens = num_tokens(answer for answer in answers if answer.time > tried)
-    return None if tokens >= given.min_tokens else f"{tokens:,} of {given.min_tokens:,} new tokens"
+    tokens = int(num_tokens(answer for answer in answers if answer.time > tried) * (1 - given.heldout_share))
+    return None if tokens >= given.min_tokens else f"{tokens:,} of {given.min_tokens:,} new tokens to train on"
 
 
 def wanted(given: Adapt, home: Home) -> Source:
@@ -219,19 +219,20 @@ def prepare(given: Adapt, home: Home, settings: dict, console: progress.Results)
         raise TooFew(f"traffic={given.traffic} has no rows that are newer than those of the head in use: record more.")
     earlier = home.known("heldout")
     training, heldout = split(new, given.heldout_share)
-    training = newest_tokens(without_prompts(training, earlier), given.max_tokens)
     loaded = load(given, home.current)
+    judged_old = read_old_heldout(given, loaded)
+    training = newest_tokens(without_prompts(training, [*earlier, *judged_old]), given.max_tokens)
     older = open_older(given, home, loaded)
     slices = {
         "new": chosen(heldout, given.limits),
-        "old": old_slice(given, loaded, older, [*heldout, *training], earlier),
+        "old": old_slice(given, older, [*heldout, *training], earlier, judged_old),
     }
     if not slices["new"]:
         raise TooFew(
             f"None of the {len(heldout)} held-out answers has a prompt that fits into length={given.length}: raise it."
         )
     share = given.old_share / (1 - given.old_share)
-    rest = older.sample(int(share * num_tokens(training)), without=[*heldout, *slices["old"], *earlier])
+    rest = older.sample(int(share * num_tokens(training)), without=[*heldout, *slices["old"], *earlier, *judged_old])
     number = home.next_number()
     if given.store:
         texts = [*rest, *(answer for answer in answers if answer.time <= until), *new]
@@ -279,13 +280,22 @@ def open_older(given: Adapt, home: Home, loaded: Loaded) -> Older:
         raise ValueError(f"old={','.join(sources)}: {error} Give old=FILE, or old= for no old rows.") from None
 
 
-def old_slice(given: Adapt, loaded: Loaded, older: Older, new: list[Answer], earlier: list[Answer]) -> list[Answer]:
-    """Old answers that are judged and not trained on, and those that earlier adaptations held out."""
+def read_old_heldout(given: Adapt, loaded: Loaded) -> list[Answer]:
+    """The answers of old_heldout=, none of which is trained on, whether it is judged or not."""
+    if given.old_heldout is None:
+        return []
+    rows = [encode(loaded.tokenizer, row) for row in reading.load_conversations(given.old_heldout)]
+    return [answer for answer in rows if answer is not None]
+
+
+def old_slice(
+    given: Adapt, older: Older, new: list[Answer], earlier: list[Answer], judged_old: list[Answer]
+) -> list[Answer]:
+    """Old answers that are judged and not trained on, and those that earlier adaptations held out. judged_old: of old_heldout="""
     kept = chosen(without_prompts(earlier, new), given.limits)
     if given.old_heldout is None:
         return chosen(older.hold_out(given.judged, without=[*new, *earlier]), given.limits) + kept
-    rows = [encode(loaded.tokenizer, row) for row in reading.load_conversations(given.old_heldout)]
-    found = chosen([answer for answer in rows if answer is not None], given.limits)
+    found = chosen(judged_old, given.limits)
     if not found:
         raise ValueError(
             f"old_heldout={given.old_heldout} has no answer of two tokens or more within length={given.length}."
@@ -298,7 +308,7 @@ def notes_on(left_out: dict[str, int], slices: dict[str, list[Answer]], new: lis
     inexact = sum(not answer.exact for answer in slices["new"])
     if inexact:
         notes.append(
-            f"{inexact} of {len(slices['new'])} judged answers were written with top-k, top-p, a penalty or a grammar, at an "
+            f"{inexact} of {len(slices['new'])} judged answers were written with top-k, top-p, a penalty, a grammar or the like, at an "
             "unknown temperature, or have ids that were made of their text. Replay takes them as drawn at their temperature "
             "alone (0 if it is unknown), so their tau is an estimate, before and after alike."
         )

@@ -100,14 +100,15 @@ def main() -> None:
 
     model = chosen.model or loaded.target.name
     metrics = Metrics(model)
+    head = checkpoint.name_of(loaded.checkpoint) if loaded.checkpoint else None
     engine = Engine(
-        drafted, plain, rows=chosen.rows, queue=chosen.queue, prefill_tokens=chosen.prefill_tokens, saw=metrics.saw_step
-    )
+        drafted, plain, rows=chosen.rows, queue=chosen.queue, prefill_tokens=chosen.prefill_tokens, head=head,
+        saw=metrics.saw_step,
+    )  # fmt: skip
     positions = loaded.target.max_positions
     longest = chosen.max_length if positions is None else min(chosen.max_length, positions - loaded.proposer.depth)
     drafts = f"{loaded.title} of {chosen.checkpoint}" if chosen.checkpoint else loaded.title
-    head = checkpoint.name_of(loaded.checkpoint) if loaded.checkpoint else None
-    origin = Origin("server", loaded.target.name, loaded.target.fingerprint(), head)
+    origin = Origin("server", loaded.target.name, loaded.target.fingerprint())  # each request knows its head
     recorder = recording.open_recorder(record, origin, loaded.tokenizer) if record else None
     served = Served(
         engine=engine,
@@ -134,7 +135,7 @@ def main() -> None:
         flush=True,
     )
     if chosen.watch is not None:
-        watching.start(chosen, loaded, drafting, engine, decoder, recorder)
+        watching.start(chosen, loaded, drafting, engine, decoder)
     config = uvicorn.Config(make_app(served), log_level="warning", access_log=False)
     uvicorn.Server(config).run(sockets=[listening])
 

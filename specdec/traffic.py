@@ -6,6 +6,7 @@ import hashlib
 import importlib
 import json
 import logging
+import sys
 import threading
 import time
 import uuid
@@ -23,6 +24,7 @@ from specdec.traffic_files import read as read
 
 LOG = logging.getLogger(__name__)
 MOST_WAITING = 1_000  # rows that wait to be written; further ones are dropped
+MOST_BYTES = 64 << 20  # of the rows that wait, roughly; a longer one waits alone
 LONGEST_NAME = 200  # characters of a conversation's id and of a tag
 OPT_OUT = "x-record"  # a request with this header and the value `false` is not recorded
 CATEGORY = "traffic"
@@ -72,6 +74,8 @@ class Asked:
     messages: the conversation up to the answer; None: a bare prompt
     prompt: the text of a bare prompt; None: it is not known
     sampling: temperature, top_k, top_p, repetition_penalty, as far as they are known
+    other_law: whether answers are drawn by more than the sampling settings and the grammar, such as by min_p
+    own_prompt: whether the ids of the prompt do not follow from its texts, such as with a template of the request's own
     metadata: of the request, with `conversation` (a text) and `tags` (a comma list or a list) if the client gives them
     """
 
@@ -82,6 +86,8 @@ class Asked:
     seed: int | None = None
     grammar: Any = None
     thinking: bool | None = None
+    other_law: bool = False
+    own_prompt: bool = False
 
     def conversation(self, tokens: list[int] | None) -> str:
         """The id that all turns of a conversation share. tokens: of the row, for prompts of which nothing else is known"""
@@ -150,23 +156,25 @@ class Recorder:
         self.stopped = self.closed = False  # by a failure; by `close`
         self.num_written = 0
         self._thread = ThreadPoolExecutor(1, "recorder")  # a program that ends waits for what is left
-        self._waiting, self._guard = 0, threading.Lock()
+        self._waiting, self._bytes, self._guard = 0, 0, threading.Lock()
         self._said: set[str] = set()
 
     @property
     def alive(self) -> bool:
         return not (self.stopped or self.closed)
 
-    def record(self, asked: Asked, answered: Answered) -> None:
-        """Returns at once. The lists must not be changed any more."""
+    def record(self, asked: Asked, answered: Answered, origin: Origin | None = None) -> None:
+        """Returns at once. The lists must not be changed any more. origin: of this row; None: that of all"""
+        size = _size(asked, answered)
         with self._guard:
             if not self.alive:
                 return
-            if self._waiting < MOST_WAITING:
-                self._waiting += 1
-                self._thread.submit(self._write, self.origin, asked, answered, time.time())
+            if self._waiting < MOST_WAITING and (self._waiting == 0 or self._bytes + size <= MOST_BYTES):
+                self._waiting, self._bytes = self._waiting + 1, self._bytes + size
+                self._thread.submit(self._write, origin or self.origin, asked, answered, time.time(), size)
                 return
-        self.say("slow", f"Rows come faster than they are written: those beyond {MOST_WAITING} are dropped.")
+        most = f"{MOST_WAITING:,} rows or {MOST_BYTES >> 20} MiB"
+        self.say("slow", f"Rows come faster than they are written: those beyond {most} are dropped.")
 
     def close(self) -> None:
         """Writes what waits, and ends."""
@@ -179,7 +187,7 @@ class Recorder:
         """Waits until the rows so far are written."""
         self._thread.submit(lambda: None).result()
 
-    def _write(self, origin: Origin | None, asked: Asked, answered: Answered, now: float) -> None:
+    def _write(self, origin: Origin | None, asked: Asked, answered: Answered, now: float, size: int) -> None:
         try:
             row = self._row(origin, asked, answered, now)
             line = json.dumps(row, ensure_ascii=False, default=str) + "\n"
@@ -191,7 +199,7 @@ class Recorder:
             return
         finally:
             with self._guard:
-                self._waiting -= 1
+                self._waiting, self._bytes = self._waiting - 1, self._bytes - size
         if self.stopped:
             return
         try:
@@ -236,6 +244,7 @@ class Recorder:
             **asked.sampling,
             "seed": asked.seed,
             "grammar": asked.grammar,
+            "other_law": asked.other_law,
             "finish": answered.finish,
             "thinking": asked.thinking,
             "rounds": answered.rounds,
@@ -246,6 +255,8 @@ class Recorder:
         }
         row = self._redact(row)
         if row["tokens"] is None:
+            if asked.own_prompt:
+                raise ValueError("its ids do not follow from its text, so they cannot be made again")
             row |= self._encode(row, answered.end)
         return row
 
@@ -309,6 +320,20 @@ class Recorder:
 
 class _Dropped(Exception):
     """A row that is not recorded, on purpose."""
+
+
+def _size(asked: Asked, answered: Answered) -> int:
+    """Bytes that a row takes while it waits, roughly."""
+    total = 36 * (len(answered.tokens or []) + len(answered.accepted or []))  # a place in the list and a number
+    left: list[Any] = [asked.messages, asked.prompt, asked.metadata, asked.grammar, answered.text]
+    while left:
+        each = left.pop()
+        total += sys.getsizeof(each)
+        if isinstance(each, dict):
+            left += [*each.keys(), *each.values()]
+        elif isinstance(each, list):
+            left += each
+    return total
 
 
 def allowed(headers: Mapping[str, str], store: Any) -> bool:

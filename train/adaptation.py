@@ -9,10 +9,13 @@ datastore               link to datastores/0002: texts to draft from (proposer=r
 vllm/0002/              the export of that head, if adapt.py was given a running vLLM (vllm=)
 training/               what is under way: plan.json, the rows, and the run; removed once it is decided
 lock                    while a process adapts here
+
+rows, datastores and training hold texts of users: these folders are made for their owner alone (mode 700).
 """
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -102,7 +105,7 @@ class Home:
         """Once this is written, the adaptation goes on from it."""
         partial = self.path / "training.partial"
         shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+        _make_private(partial)
         (partial / "train.jsonl").write_text(to_lines(plan.training, tokenizer))
         for kind in KINDS:
             (partial / f"{kind}.jsonl").write_text(to_lines(plan.heldout[kind], tokenizer))
@@ -144,7 +147,8 @@ class Home:
     def accept(self, plan: Plan, trained: Path, document: dict, tokenizer: str) -> None:
         """Takes the head of a checkpoint into use. From the last line on, everyone who asks for this folder gets it."""
         rows = self.path / "rows" / plan.number
-        rows.mkdir(parents=True, exist_ok=True)
+        _make_private(rows.parent)
+        _make_private(rows)
         files.write_text(rows / "trained.jsonl", to_lines(plan.training[: plan.num_new], tokenizer))
         files.write_text(rows / "heldout.jsonl", to_lines(plan.heldout["new"], tokenizer))
         self._install(plan.number, trained, checkpoint.read_json(trained / "drafter.json"), {})
@@ -158,7 +162,8 @@ class Home:
 
     def next_number(self) -> str:
         """Of the next head: adaptations are numbered on, whatever was decided."""
-        taken = [int(path.stem) for folder in ("heads", "adaptations") for path in (self.path / folder).glob("*")]
+        names = [path.stem for folder in ("heads", "adaptations") for path in (self.path / folder).glob("*")]
+        taken = [int(name) for name in names if re.fullmatch(r"\d+", name)]  # not 0002.json.partial, which a kill left
         return f"{max(taken, default=0) + 1:04d}"
 
     def _install(self, number: str, source: Path, document: dict, texts: dict[str, str]) -> None:
@@ -170,6 +175,12 @@ class Home:
 
     def _use(self, number: str) -> None:
         files.write_text(self.path / "best", f"heads/{number}\n")
+
+
+def _make_private(folder: Path) -> None:
+    """For its owner alone, as recorded traffic is."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder.chmod(0o700)  # it may be of an earlier version
 
 
 def _content(folder: Path) -> bytes:
@@ -200,6 +211,7 @@ def store(
     while first and (total := total + len(texts[first - 1])) <= MOST_STORED:
         first -= 1
     folder = home.path / "datastores" / number
+    _make_private(folder.parent)
     shutil.rmtree(folder, ignore_errors=True)
     about = {"source": "adaptation", "keep": "answers", "limit": None}
     datastore.build(folder, texts[first:], tokenizer, length=LONGEST_MATCH, about=about, progress=progress)

@@ -140,14 +140,16 @@ def worth(new: Table, old: Table, *, tokens: int, min_tokens: int) -> tuple[bool
 
 
 def gate(new: Table, old: Table, *, tolerance: float) -> tuple[bool, list[str]]:
-    """Whether the new head is taken: the new answers' tau must rise, its whole interval above 0, and neither tau of all
-    old answers nor that of a category with ENOUGH conversations may fall by more than a share `tolerance`.
+    """Whether the new head is taken: there are ENOUGH new conversations, the tau of their answers rises, its whole interval
+    above 0, and neither tau of all old answers nor that of a category with ENOUGH conversations may fall by more than a share `tolerance`.
 
     -> the decision, with every reason against it, or else the reason for it
     """
     change, (low, high) = new[ALL]["change"], new[ALL]["change_ci"]
     rise = f"tau of the new answers changes by {change:+.3f} ({low:+.3f} .. {high:+.3f})"
     against = [] if low > 0 else [f"{rise}, which is not surely a rise."]
+    if (num := new[ALL]["conversations"]) < ENOUGH:  # whose interval says little
+        against.append(f"{num} held-out conversations are too few to judge a head by: {ENOUGH} are needed.")
     for name, part in old.items():
         fall = 1 - part["after"] / part["before"]
         judged = name == ALL or (name.startswith("category ") and part["conversations"] >= ENOUGH)
@@ -156,4 +158,9 @@ def gate(new: Table, old: Table, *, tolerance: float) -> tuple[bool, list[str]]:
                 f"tau of old answers ({name}) falls by {fall:.1%}, from {part['before']:.2f} to {part['after']:.2f}: "
                 f"more than tolerance={tolerance:.0%}."
             )
-    return not against, against or [f"{rise}, and no old slice falls by more than {tolerance:.0%}."]
+    kept = (
+        f"no old slice falls by more than {tolerance:.0%}"
+        if old
+        else "there are no old answers, so what it forgot is not known"
+    )
+    return not against, against or [f"{rise}, and {kept}."]

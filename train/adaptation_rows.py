@@ -63,9 +63,8 @@ class Answer:
         drawn = row.get("top_k") in (None, 0, -1) and all(
             row.get(key) in (None, 1) for key in ("top_p", "repetition_penalty")
         )
-        as_written = (
-            row.get("grammar") is None and row.get("ids") != "retokenised" and row.get("temperature") is not None
-        )
+        free = row.get("grammar") is None and not row.get("other_law")
+        as_written = free and row.get("ids") != "retokenised" and row.get("temperature") is not None
         return cls(
             id=name,
             conversation=str(name if row.get("conversation") is None else row["conversation"]),

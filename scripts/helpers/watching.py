@@ -1,6 +1,5 @@
 """Lets a server draft with another head when its checkpoint= stands for another one, as after scripts/adapt.py."""
 
-import dataclasses
 import os
 import threading
 import time
@@ -13,7 +12,6 @@ from specdec.drafting import Drafting
 from specdec.proposers.auto import Auto
 from specdec.proposers.base import Proposer
 from specdec.server.engine import Engine
-from specdec.traffic import Recorder
 
 
 def check(given: proposers.ProposerOptions) -> None:
@@ -33,17 +31,16 @@ def version(given: proposers.ProposerOptions, name: str, drafting: Drafting) -> 
     return sorted(map(os.path.realpath, proposers.folders(config)))
 
 
-def start(
+def make_look(
     given: proposers.ProposerOptions,
     loaded: proposers.Chosen,
     drafting: Drafting,
     engine: Engine,
     decoder: Callable[[Proposer], Decoder],
-    recorder: Recorder | None,
-) -> threading.Thread:
-    """Looks every `given.watch` seconds, in a thread of its own, which reads the new head; the engine does the rest.
+) -> Callable[[], None]:
+    """-> a function that replaces the drafts if they have changed, and returns when the engine has taken the new ones.
 
-    decoder: makes the decoder of a proposer; recorder: is told the name of the new head
+    It raises an error if that fails; the next call tries again. decoder: makes the decoder of a proposer
     """
     known = version(given, loaded.name, drafting)
 
@@ -52,25 +49,42 @@ def start(
         now = version(given, loaded.name, drafting)
         if now == known:
             return
-        known = now
+        head = given.settings.get("checkpoint", given.checkpoint)
+        name = checkpoint.name_of(checkpoint.resolve(head)) if head else None
         new = proposers.build(
             loaded.name, loaded.target, settings=given.settings, drafting=drafting, checkpoint=given.checkpoint
         )
         if isinstance(new, Auto) and isinstance(loaded.proposer, Auto):
             new.opened = loaded.proposer.opened  # what passes of the target cost is known
-        engine.swap(lambda: decoder(new))
-        if recorder and given.checkpoint:
-            name = checkpoint.name_of(checkpoint.resolve(given.checkpoint))
-            recorder.origin = dataclasses.replace(recorder.origin, head=name)
+        engine.swap(lambda: decoder(new), name).result()
+        known = now
         print(f"new requests are drafted by {', '.join(now)}", flush=True)
 
+    return look
+
+
+def start(
+    given: proposers.ProposerOptions,
+    loaded: proposers.Chosen,
+    drafting: Drafting,
+    engine: Engine,
+    decoder: Callable[[Proposer], Decoder],
+) -> threading.Thread:
+    """Looks every `given.watch` seconds, in a thread of its own, which reads the new head; the engine does the rest."""
+    look = make_look(given, loaded, drafting, engine, decoder)
+
     def run() -> None:
+        said = ""
         while True:
             time.sleep(given.watch)  # type: ignore[attr-defined]
             try:
                 look()
+                said = ""
             except Exception as error:  # the drafts before go on
-                print(f"warning: the drafts were not replaced: {error}", flush=True)
+                sentence = f"warning: the drafts were not replaced: {error}"
+                if sentence != said:
+                    print(sentence, flush=True)
+                said = sentence
 
     thread = threading.Thread(target=run, name="watch", daemon=True)
     thread.start()

@@ -5,6 +5,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -62,6 +63,7 @@ class Job:
     watch: whether events hold the trees of drafts
     deadline: when it is given up, by time.monotonic(); None: never
     constraint: of a grammar that the answer follows; None: it is free
+    head: name of the checkpoint that drafts, once it has begun; None: none does, or it has no name
     """
 
     prompt: list[int]
@@ -74,6 +76,7 @@ class Job:
     watch: bool = False
     deadline: float | None = None
     constraint: Constraint | None = None
+    head: str | None = field(init=False, default=None)
     request: Request = field(init=False)
 
     def __post_init__(self):
@@ -95,10 +98,13 @@ class Job:
 
 
 class Lane:
-    """A batch, and the requests that wait for a place in it. prefill_tokens: of prompts, read between two rounds"""
+    """A batch, and the requests that wait for a place in it.
 
-    def __init__(self, decoder: Decoder, rows: int, prefill_tokens: int):
-        self.decoder, self.rows, self.prefill_tokens = decoder, rows, prefill_tokens
+    prefill_tokens: of prompts, read between two rounds; head: name of the checkpoint that drafts
+    """
+
+    def __init__(self, decoder: Decoder, rows: int, prefill_tokens: int, head: str | None = None):
+        self.decoder, self.rows, self.prefill_tokens, self.head = decoder, rows, prefill_tokens, head
         self.batch: Batch = decoder.batch()
         self.waiting: deque[Job] = deque()
         self.jobs: dict[int, Job] = {}  # by the id of their requests, while they are read and run
@@ -161,6 +167,7 @@ class Lane:
             if new and longest * (1 + len(new)) > TOGETHER:
                 break
             new.append(self.waiting.popleft())
+            new[-1].head = self.head
         return new
 
     def _settle(self, job: Job) -> None:
@@ -176,12 +183,22 @@ def _tree_of(step: Step, number: int) -> tuple[list[int], list[int], list[int]]:
     return tree.tokens[row].tolist(), tree.parents[row].tolist(), path.tolist()
 
 
+@dataclass(frozen=True, eq=False)
+class Swap:
+    """A decoder that comes into the place of the one that drafts now. done: see Engine.swap"""
+
+    make: Callable[[], Decoder]
+    head: str | None
+    done: Future[None]
+
+
 class Engine:
     """Decodes jobs in a thread of its own, from `start` until `stop`.
 
     drafted, plain: decoders of one target; rows: requests of each that are decoded at once
     queue: requests that may wait
     prefill_tokens: of prompts, read between two rounds: the others wait no longer for a long prompt
+    head: name of the checkpoint that drafts
     saw: called in the engine's thread for every round, with the lane's step
     """
 
@@ -193,15 +210,16 @@ class Engine:
         rows: int,
         queue: int,
         prefill_tokens: int = 512,
+        head: str | None = None,
         saw: Callable[[Step], None] = lambda step: None,
     ):
         self.rows, self.prefill_tokens = rows, prefill_tokens
         self.lanes = {
-            True: Lane(drafted, rows, prefill_tokens),
+            True: Lane(drafted, rows, prefill_tokens, head),
             False: Lane(plain, rows, prefill_tokens),
         }  # that requests join, with drafts or without
         self.leaving: list[Lane] = []  # of drafts that were replaced, until their requests have ended
-        self.next: Callable[[], Decoder] | None = None  # makes the decoder that comes into the place of `drafted`
+        self.next: Swap | None = None
         self.queue, self.saw = queue, saw
         self.changed = threading.Condition()
         self.given_up: list[Job] = []
@@ -242,16 +260,22 @@ class Engine:
             self.changed.notify()
         return True
 
-    def swap(self, make: Callable[[], Decoder]) -> None:
+    def swap(self, make: Callable[[], Decoder], head: str | None = None) -> Future[None]:
         """Another decoder drafts for all requests that have not begun; those that have begun end with the one before.
 
         Until they have, both are held. make: gives the decoder, of the same target. It is called between rounds, in the
         engine's thread, because passes of a target do not mix; if it fails, everything stays as it is. Of several that come
-        between two rounds, the last one counts.
+        between two rounds, the last one counts. head: name of the new checkpoint
+
+        -> done once new requests get the new drafts; with the error of `make`; or cancelled, if a later one came before it
         """
+        swap = Swap(make, head, Future())
         with self.changed:
-            self.next = make
+            if self.next is not None:
+                self.next.done.cancel()
+            self.next = swap
             self.changed.notify()
+        return swap.done
 
     def give_up(self, job: Job) -> None:
         """The job ends before the next round; no event follows once that is done."""
@@ -264,9 +288,10 @@ class Engine:
             with self.changed:
                 while not (self.arrived or self.given_up or self.next or self._busy or self.stopping):
                     self.changed.wait()
-                make, self.next = self.next, None
-            if make is not None:
-                self._take_over(make)
+                swap, self.next = self.next, None
+            if swap is not None:
+                self._take_over(swap)
+                del swap
             with self.changed:
                 arrived, self.arrived = self.arrived, []
                 for job in arrived:
@@ -274,20 +299,24 @@ class Engine:
                 given_up, self.given_up = self.given_up, []
                 if self.stopping and not self._busy:
                     return
-            for job in given_up:
-                for lane in self._all:
-                    lane.give_up(job)
-            self._give_up_late()
-            for lane in self._all:
-                self._advance(lane)
-            self.leaving = [lane for lane in self.leaving if lane.waiting or lane.jobs]
+            self._work(given_up)
 
-    def _take_over(self, make: Callable[[], Decoder]) -> None:
+    def _work(self, given_up: list[Job]) -> None:
+        """One round of every lane, without the jobs that were given up."""
+        for job in given_up:
+            for lane in self._all:
+                lane.give_up(job)
+        self._give_up_late()
+        for lane in self._all:
+            self._advance(lane)
+        self.leaving = [lane for lane in self.leaving if lane.waiting or lane.jobs]
+
+    def _take_over(self, swap: Swap) -> None:
         """What waits moves to a new lane, unless the new decoder cannot decode it, and what runs stays in the old one."""
         try:
-            new = Lane(make(), self.rows, self.prefill_tokens)
-        except Exception:  # the drafts before go on
-            LOG.exception("the drafts could not be replaced")
+            new = Lane(swap.make(), self.rows, self.prefill_tokens, swap.head)
+        except Exception as error:  # the drafts before go on
+            swap.done.set_exception(error)
             return
         old = self.lanes[True]
         for job in [*old.waiting]:
@@ -299,6 +328,7 @@ class Engine:
             new.waiting.append(job)
         self.leaving.append(old)
         self.lanes[True] = new
+        swap.done.set_result(None)
 
     @property
     def _all(self) -> list[Lane]:

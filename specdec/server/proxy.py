@@ -3,20 +3,24 @@
 import asyncio
 import contextlib
 import json
+import logging
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from http.cookiejar import CookieJar, DefaultCookiePolicy
 
 import httpx
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Send
 
 from specdec import traffic
 from specdec.server.asgi import read_body, refuse, wait_until_gone
 from specdec.server.overheard import read_answered, read_asked
 from specdec.server.protocol import RequestError
 
+LOG = logging.getLogger(__name__)
 CHAT, BARE = "/v1/chat/completions", "/v1/completions"
 METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 OF_ONE_CONNECTION = {  # RFC 9110, section 7.6.1
@@ -54,7 +58,7 @@ class Overheard:
         """Records an answer. No failure reaches the client. whole: False if the client left before the last byte was sent"""
         end = self.proxy.chat_end if self.chat else self.proxy.bare_end
         try:
-            answered = read_answered(content, self.body, self.chat, end)
+            answered = read_answered(content, self.body, self.asked, end)
         except Exception as error:  # its message may hold parts of the answer
             if whole:
                 self.proxy.recorder.say("form", f"An answer is not of OpenAI's form ({type(error).__name__}).")
@@ -66,7 +70,10 @@ class Overheard:
 def make_proxy(proxy: Proxy) -> Starlette:
     """The application. It closes the recorder when it ends."""
     timeout = httpx.Timeout(None, connect=CONNECTING)
-    client = httpx.AsyncClient(timeout=timeout, limits=httpx.Limits(max_connections=None))
+    no_cookies = CookieJar(
+        DefaultCookiePolicy(allowed_domains=[])
+    )  # what one client is given is not sent with another's request
+    client = httpx.AsyncClient(timeout=timeout, limits=httpx.Limits(max_connections=None), cookies=no_cookies)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -111,9 +118,21 @@ async def _forward(proxy: Proxy, client: httpx.AsyncClient, request: Request) ->
     finally:
         gone.cancel()
         answering.cancel()
-    passed = StreamingResponse(_pass(answer, overheard), answer.status_code)
+    passed = Passed(_pass(answer, overheard), answer.status_code)
     passed.raw_headers = _without(OF_ONE_CONNECTION, answer.headers.raw)
     return passed
+
+
+class Passed(StreamingResponse):
+    """If the server dies, the answer ends without its last chunk, so that the client does not take it for a whole one."""
+
+    async def stream_response(self, send: Send) -> None:
+        try:
+            await super().stream_response(send)
+        except httpx.TransportError as error:
+            LOG.warning(
+                "The server has not ended an answer (%s): its client gets the part that came.", type(error).__name__
+            )
 
 
 def _without(names: set[str], headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
@@ -137,14 +156,17 @@ def _overhear(proxy: Proxy, request: Request, body: bytes) -> Overheard | None:
 async def _pass(answer: httpx.Response, overheard: Overheard | None) -> AsyncIterator[bytes]:
     """The bytes as they come. If the client leaves, the request to the server is closed."""
     parts: list[bytes] = []
-    whole = False
+    whole = died = False
     try:
         async for part in answer.aiter_raw():
             if overheard:
                 parts.append(part)
             yield part
         whole = True
+    except httpx.TransportError:
+        died = True
+        raise
     finally:  # also if the client leaves, as many do at the last line
-        if overheard and answer.status_code == 200:
+        if overheard and answer.status_code == 200 and not died:
             overheard.answer(b"".join(parts), whole=whole)
         await answer.aclose()

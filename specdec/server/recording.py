@@ -44,4 +44,5 @@ def record(
         accepted=accepted,
         name=name,
     )
-    recorder.record(asked, answered)
+    origin = recorder.origin and dataclasses.replace(recorder.origin, head=job.head)  # the newest head may be another
+    recorder.record(asked, answered, origin)

@@ -19,6 +19,8 @@ from specdec import checkpoint, datastore
 from specdec.target import Target, load_tokenizer
 from tests.scripts.test_vllm_weights import TinyVllm
 from tests.support import ROOT, child_environment, save_eagle, save_target, small_tokenizer, train_command, write_rows
+from train import reading
+from train.adaptation_rows import encode
 from train.lock import lock
 
 TINY = [
@@ -199,7 +201,37 @@ def test_a_folder_is_watched(made, run_adapt, monkeypatch, tmp_path):
     monkeypatch.setattr(adapt.time, "sleep", sleep)
     out = run_adapt("watch=5", f"traffic={traffic}", "tolerance=0.9")
     assert looks == ["0001", "0002", "0002", "0002"]
-    assert out.count("0 of 50 new tokens") == 1 and "stopped; adapted stands for 0002" in out
+    assert out.count("0 of 50 new tokens to train on") == 1 and "stopped; adapted stands for 0002" in out
+
+
+def test_watching_counts_what_is_left_to_train_on(made, tmp_path):
+    """As `worth` does after the split: otherwise each look would begin an adaptation that ends at once."""
+    target = str(made / "target")
+    home = adapt.Home(tmp_path / "adapted")
+    home.begin(str(made / "head"))
+    answers = [row["tokens"][row["prompt_tokens"] :] for row in rows_of(range(1, 41), target=target)]
+    total = sum(map(len, answers))
+    given = functools.partial(adapt.Adapt, checkpoint="", traffic=str(made / "traffic"), out="")
+    assert "new tokens to train on" in adapt.look(given(min_tokens=total), home)
+    assert adapt.look(given(min_tokens=int(0.8 * total)), home) is None
+    assert adapt.look(given(min_tokens=total, heldout_share=0), home) is None
+
+
+def test_what_forgetting_is_judged_on_is_not_trained_on(made, run_adapt, monkeypatch, tmp_path):
+    """Traffic repeats three prompts of old_heldout=, which also has three rows of old= and more than are judged."""
+    tokenizer = load_tokenizer(str(made / "target"))
+    rows = rows_of([1, 2, 3], target=str(made / "target"))
+    ids = lambda row: {**row, "id": f"judged-{row['id']}", "conversation": None, "time": None}
+    old = [json.loads(line) for line in (made / "old.jsonl").read_text().splitlines()[:3]]
+    write_rows(tmp_path / "heldout.jsonl", [*map(ids, rows), *({**row, "id": f"judged-{row['id']}"} for row in old)])
+    monkeypatch.setattr(adapting, "train", lambda arguments: 130)
+    with pytest.raises(KeyboardInterrupt):
+        run_adapt(f"old_heldout={tmp_path / 'heldout.jsonl'}", "judged=2", "old_share=0.9", "force=true")
+    plan = adapt.Home(Path("adapted")).read_plan()
+    prompts = {tuple(answer.prompt) for answer in plan.training}
+    assert len(plan.heldout["old"]) == 2 and plan.num_new == 32 - 3 and len(plan.training) == 29 + 27
+    judged = [encode(tokenizer, row) for row in reading.load_conversations(str(tmp_path / "heldout.jsonl"))]
+    assert len(judged) == 6 and not prompts & {tuple(answer.prompt) for answer in judged}
 
 
 def test_a_running_vllm_gets_the_head_in_use(made, run_adapt, tmp_path):

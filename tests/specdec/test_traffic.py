@@ -63,7 +63,7 @@ def test_a_row_holds_the_request_and_what_became_of_the_drafts(tmp_path):
         "messages": [*question("hi"), {"role": "assistant", "content": "the sky"}], "texts": None,
         "tokens": answered.tokens, "prompt_tokens": answered.num_prompt, "ids": "given",
         "tokenizer": data.vocabulary(small_tokenizer(), len(small_tokenizer()))[0],
-        "target": "tiny", "target_fingerprint": "0123456789abcdef", **asked.sampling, "seed": 3, "grammar": None,
+        "target": "tiny", "target_fingerprint": "0123456789abcdef", **asked.sampling, "seed": 3, "grammar": None, "other_law": False,
         "finish": "stop", "thinking": None, "rounds": 2, "drafted": 6, "accepted": [2, 0], "head": "run/step_000100",
         "source": "server",
     }  # fmt: skip
@@ -313,6 +313,33 @@ def test_rows_that_come_too_fast_are_dropped(tmp_path, monkeypatch, caplog):
     going.set()
     recorder.close()
     assert len(rows_of(tmp_path)) == 2 and "faster than they are written" in caplog.text
+
+
+def test_long_rows_that_wait_are_bounded_in_bytes(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(traffic, "MOST_BYTES", 3 << 20)
+    going = threading.Event()
+    recorder = make_recorder(tmp_path, redact=lambda row: going.wait(20) and row)
+    long = Asked(question("a"), None, SAMPLING, metadata={"more": ["x" * (1 << 20)]})
+    for number in range(5):
+        recorder.record(long, chat("a", name=str(number))[1])
+    going.set()
+    recorder.flush()
+    huge = Asked(question("a" * (4 << 20)), None, SAMPLING)
+    recorder.record(huge, chat("a", name="huge")[1])  # nothing else waits
+    recorder.close()
+    assert [row["id"] for row in rows_of(tmp_path)] == ["0", "1", "huge"]
+    assert "those beyond 1,000 rows or 3 MiB are dropped" in caplog.text
+
+
+def test_ids_that_do_not_follow_from_the_text_are_not_made_again(tmp_path, caplog):
+    asked = Asked(question("a"), None, SAMPLING, own_prompt=True)
+    assert record(tmp_path / "as_it_is", (asked, chat("a")[1]))
+    assert record(tmp_path / "redacted", (asked, chat("a")[1]), redact=hide_all) == []
+    assert "do not follow from its text" in caplog.text
+
+
+def hide_all(row: dict) -> dict:
+    return {**row, "messages": [*question("-"), row["messages"][-1]]}
 
 
 def test_a_locked_out_file_system_is_refused(tmp_path, monkeypatch):

@@ -7,6 +7,8 @@ import re
 import pytest
 
 from specdec.figures import PromptCounts
+from tests.support import small_tokenizer
+from train.adaptation import Home, Plan, store
 from train.adaptation_judging import ENOUGH, Limits, chosen, expected_tau, gate, table, worth
 from train.adaptation_rows import Answer, Older, Source, TooFew, newest_tokens, num_tokens, parse, split, to_lines
 from train.pages.adaptation_page import render_adaptation
@@ -68,8 +70,9 @@ def test_lines_are_read_back():
         ("repetition_penalty", 1.1),
         ("top_k", 5),
         ("ids", "retokenised"),
+        ("other_law", True),
     ):
-        cut = line.replace(b'"exact": true, ', f'"{key}": {value!r}, '.replace("'", '"').encode())
+        cut = line.replace(b'"exact": true, ', f'"{key}": {json.dumps(value)}, '.encode())
         assert parse(json.loads(cut), WANTED, place="x:1").exact is False
     for more, good in (
         ({"target": "elsewhere/t"}, True),
@@ -116,7 +119,7 @@ GATES = [
     ({"chat": (1.5, 1.8)}, {"chat": (2.0, 1.9)}, False, r"old answers \(all\) falls by 5.0%"),
     ({"chat": (1.5, 1.8)}, {"chat": (2.0, 1.8), "code": (2.0, 2.3)}, False, r"\(category chat\) falls by 10.0%"),
     ({"chat": (1.5, 1.8)}, {"chat": (2.0, 1.98)}, True, "no old slice falls"),
-    ({"chat": (1.5, 1.8)}, {}, True, "no old slice falls"),
+    ({"chat": (1.5, 1.8)}, {}, True, "and there are no old answers"),
 ]
 
 
@@ -125,6 +128,33 @@ def test_the_gate(new, old, taken, said):
     decision, reasons = gate(tables(new), tables(old) if old else {}, tolerance=0.03)
     assert decision is taken
     assert re.search(said, " ".join(reasons))
+
+
+def test_few_conversations_never_let_a_head_through():
+    few = tables({"chat": (1.5, 1.8)}, num=ENOUGH - 1)
+    decision, reasons = gate(few, tables({"chat": (2.0, 2.0)}), tolerance=0.03)
+    assert not decision and "7 held-out conversations are too few to judge a head by" in reasons[0]
+
+
+def test_numbers_go_on_beside_what_a_kill_left(tmp_path):
+    for name in ("heads/0001", "adaptations"):
+        (tmp_path / name).mkdir(parents=True)
+    for name in ("0002.json", "0002.html", "0003.json.partial"):
+        (tmp_path / "adaptations" / name).write_text("")
+    assert Home(tmp_path).next_number() == "0003"
+
+
+def test_texts_of_users_are_for_their_owner_alone(tmp_path):
+    home, tokenizer = Home(tmp_path), small_tokenizer()
+    plan = Plan("0002", "heads/0001", [answer(1)], 1, {"new": [answer(2)], "old": []}, {"new": [], "old": []}, {})
+    home.save_plan(plan, "abc")
+    (tmp_path / "datastores").mkdir(mode=0o755)  # of an earlier version
+    store(home, "0002", [answer(1)], tokenizer)
+    with pytest.raises(ValueError, match="drafter"):
+        home.accept(plan, tmp_path / "none", {}, "abc")  # the rows are written first
+    for name in ("training", "rows", "rows/0002", "datastores"):
+        assert (tmp_path / name).stat().st_mode & 0o777 == 0o700, name
+    assert (tmp_path / "rows" / "0002" / "trained.jsonl").exists()
 
 
 def test_a_small_category_of_old_answers_does_not_decide():

@@ -31,7 +31,7 @@ def serving(target, *, rows=4, queue=64, **settings):
     proposer = HeadProposer(make_drafter(target, "eagle3"), chain_of(3))
     drafted, plain = (Decoder(target, each, sampling=Sampling(), stop=STOP) for each in (proposer, None))
     metrics = Metrics("tiny")
-    engine = Engine(drafted, plain, rows=rows, queue=queue, saw=metrics.saw_step)
+    engine = Engine(drafted, plain, rows=rows, queue=queue, head="run/step", saw=metrics.saw_step)
     usual = {"stop": frozenset(STOP), "model": "tiny", "max_length": 400, "max_body": 20000, "page": "<h1>a page</h1>"}
     encode = lambda messages, thinking: data.encode_prompt(tokenizer, messages, thinking=thinking)
     served = Served(engine, metrics, tokenizer, small_tokenizer(), encode, **(usual | settings))

@@ -1,8 +1,10 @@
 """Tests of the thread that decodes: every request gets its own answer, whatever the others do."""
 
+import gc
 import queue
 import threading
 import time
+import weakref
 
 import pytest
 
@@ -103,7 +105,8 @@ def test_drafts_are_replaced_between_rounds_and_no_request_is_dropped(small_targ
         for client in clients[9:]:
             engine.submit(client.job)
         ends += [client.wait() for client in (clients[0], *clients[9:])]
-        engine.swap(lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.swap(lambda: 1 / 0).result(timeout=60)
         last = Client(pairs[0][0], 30)
         engine.submit(last.job)
         last.wait()
@@ -115,6 +118,26 @@ def test_drafts_are_replaced_between_rounds_and_no_request_is_dropped(small_targ
     assert drafted[:3] == [{3}, {3}, {0}]  # what had begun ended with the old drafts
     assert all(each == {2} for each in drafted[3:]) and {each.drafted for each in last.rounds[1:]} == {2}
     assert not engine.leaving and engine.num_running == engine.num_waiting == 0
+
+
+def test_a_swap_is_done_when_the_engine_has_taken_it(small_target, drafter):
+    new = lambda: Decoder(small_target, HeadProposer(drafter, chain_of(2)), sampling=Sampling(), stop=STOP)
+    engine = make_engine(small_target, drafter, head="first")
+    old = weakref.ref(engine.lanes[True])
+    early, late = engine.swap(lambda: 1 / 0), engine.swap(new, "second")
+    assert early.cancelled() and not late.done()
+    engine.start()
+    try:
+        late.result(timeout=60)
+        clients = [Client(prompts(1)[0]), Client(prompts(1)[0], speculate=False)]
+        for client in clients:
+            engine.submit(client.job)
+            client.wait()
+        assert [client.job.head for client in clients] == ["second", None]
+        gc.collect()
+        assert old() is None
+    finally:
+        engine.stop()
 
 
 def test_a_seed_gives_the_same_answer_beside_others(engine):

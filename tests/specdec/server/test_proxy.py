@@ -240,6 +240,41 @@ def test_what_cannot_be_a_row_passes_and_is_not_recorded(tmp_path, document, mor
     assert rows_of(recorder) == []
 
 
+OWN_PROMPTS = [
+    {"continue_final_message": True}, {"add_generation_prompt": False}, {"documents": [{"text": "x"}]},
+    {"chat_template": "{{ messages }}"}, {"chat_template_kwargs": {"tone": "short"}},
+    {"chat_template_kwargs": {"enable_thinking": "no"}},
+]  # fmt: skip
+
+
+def test_prompts_that_are_not_made_of_their_texts_alone_need_ids(tmp_path):
+    text = {"id": "t", "choices": [choice(message={"content": "the"})]}
+    reply = lambda body: sent(WHOLE if body["user"] else text)
+    plain = {"echo": False, "add_generation_prompt": True, "chat_template_kwargs": {"enable_thinking": False}}
+    with scripted(reply) as (upstream, _), proxied(upstream, tmp_path) as (url, recorder):
+        for given in (False, True):
+            for more in (*OWN_PROMPTS, plain, {"echo": True}):
+                body = {"messages": QUESTION, "user": given, **more}
+                assert httpx.post(f"{url}/v1/chat/completions", json=body).status_code == 200
+    rows = rows_of(recorder)
+    assert [row["ids"] for row in rows] == ["retokenised"] + ["given"] * (len(OWN_PROMPTS) + 1)
+
+
+def test_what_changes_the_law_of_an_answer_is_marked(tmp_path):
+    other = [
+        {"guided_json": {}, "guided_regex": "a+"},
+        {"min_p": 0.1},
+        {"presence_penalty": 1},
+        {"frequency_penalty": -1},
+    ]
+    other += [{"response_format": {"type": "of another kind"}}]
+    usual = [{}, {"min_p": 0, "presence_penalty": 0.0, "typical_p": 1}, {"response_format": {"type": "json_object"}}]
+    with scripted(lambda _: sent(WHOLE)) as (upstream, _), proxied(upstream, tmp_path) as (url, recorder):
+        for more in (*other, *usual, {"logit_bias": {"5": 9}}):
+            httpx.post(f"{url}/v1/chat/completions", json={"messages": QUESTION, **more})
+    assert [row["other_law"] for row in rows_of(recorder)] == [True] * len(other) + [False] * len(usual)
+
+
 def test_parts_of_text_are_joined(tmp_path):
     parts = [{"role": "user", "content": [{"type": "text", "text": "Say "}, {"type": "text", "text": "hello."}]}]
     with scripted(lambda _: sent(WHOLE)) as (upstream, _), proxied(upstream, tmp_path) as (url, recorder):
@@ -266,6 +301,42 @@ def test_a_server_that_is_down_is_a_sentence(tmp_path):
             found.status_code == 502 and "does not answer (ConnectError): start it" in found.json()["error"]["message"]
         )
     assert rows_of(recorder) == []
+
+
+def test_cookies_of_one_client_are_not_sent_with_anothers(tmp_path):
+    def reply(body):
+        return Response(json.dumps(WHOLE), headers={"Set-Cookie": f"session={body['user']}; Path=/"})
+
+    with scripted(reply) as (upstream, seen), proxied(upstream, tmp_path) as (url, _):
+        ask = lambda name, **more: httpx.post(f"{url}/v1/embeddings", json={"user": name}, **more)
+        assert ask("alice").headers["set-cookie"] == "session=alice; Path=/"
+        ask("bob")
+        ask("bob", headers={"Cookie": "session=bob"})
+    assert [headers.get("cookie") for headers, _ in seen] == [None, None, "session=bob"]
+
+
+@pytest.mark.parametrize("size", [b"Transfer-Encoding: chunked", b"Content-Length: 1000"])
+def test_a_server_that_dies_in_the_middle_is_a_sentence(tmp_path, caplog, size):
+    """The client sees that the answer is not whole, and nothing is recorded."""
+    said = b"data: " + json.dumps({"id": "c", "choices": [choice("stop", delta={"content": "the"})]}).encode() + b"\n\n"
+    part = b"%x\r\n%s\r\n" % (len(said), said) if b"chunked" in size else said
+
+    def die(listening: socket.socket) -> None:
+        connection, _ = listening.accept()
+        connection.recv(1 << 16)
+        connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n" + size + b"\r\n\r\n" + part)
+        connection.close()
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        threading.Thread(target=die, args=(listening,), daemon=True).start()
+        upstream = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        with proxied(upstream, tmp_path) as (url, recorder):
+            asking = httpx.stream("POST", f"{url}/v1/chat/completions", json={"messages": QUESTION, "stream": True})
+            with pytest.raises(httpx.RemoteProtocolError), asking as answer:
+                assert answer.status_code == 200
+                answer.read()
+    assert rows_of(recorder) == [] and "The server has not ended an answer" in caplog.text
+    assert "Traceback" not in caplog.text
 
 
 @pytest.mark.parametrize("begun", [True, False])

@@ -8,10 +8,13 @@ import openai
 import pytest
 
 from specdec import traffic
+from specdec.decode import Decoder
+from specdec.proposers.heads import HeadProposer
+from specdec.sampling import Sampling
 from specdec.server.app import Served
 from specdec.traffic import Origin, Recorder, Recording
 from tests.specdec.server.test_app import STOP, await_idle, serving
-from tests.support import greedy, small_tokenizer
+from tests.support import chain_of, greedy, make_drafter, small_tokenizer
 from train import data
 
 QUESTION = [{"role": "user", "content": "Say hello."}]
@@ -22,7 +25,7 @@ def recording(tiny, folder, *, serve: dict | None = None, **settings):
     """A server that records -> its URL, and what it serves"""
     tokenizer = small_tokenizer()
     encode = lambda messages, thinking: data.encode_prompt(tokenizer, messages, thinking=thinking)
-    origin = Origin("server", "tiny", tiny.fingerprint(), "run/step")
+    origin = Origin("server", "tiny", tiny.fingerprint(), "of nobody")
     recorder = Recorder(Recording(folder, **settings), origin=origin, tokenizer=tokenizer, encode_chat=encode)
     with serving(tiny, recorder=recorder, **(serve or {})) as found:
         yield found
@@ -70,6 +73,20 @@ def test_a_chat_is_recorded_with_the_ids_that_were_written(tiny, tmp_path):
         encoded = data.encode(small_tokenizer(), row)
         assert encoded.tokens == row["tokens"] and sum(encoded.mask) == len(answer)
     assert text == said["message"]["content"]
+
+
+def test_a_row_names_the_head_that_its_answer_began_with(tiny, tmp_path):
+    new = lambda: Decoder(tiny, HeadProposer(make_drafter(tiny, "medusa"), chain_of(2)), sampling=Sampling(), stop=STOP)
+    with recording(tiny, tmp_path) as (url, served):
+        body = {"messages": QUESTION, "max_tokens": 200, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            served.engine.swap(new, "run/later").result(timeout=60)
+            assert sum(1 for _ in lines) > 100
+        ask(url)
+        ask(url, speculate=False)
+        assert [row["head"] for row in rows_of(served)] == ["run/step", "run/later", None]
 
 
 def test_a_completion_is_recorded_with_its_texts(tiny, tmp_path):

@@ -1,0 +1,59 @@
+"""Tests of how a server follows its checkpoint: a failure is tried again, and what is said has happened."""
+
+import pytest
+
+from helpers import proposers, watching
+from specdec import files
+from specdec.decode import Decoder
+from specdec.drafting import Drafting
+from specdec.sampling import Sampling
+from specdec.server.engine import Engine
+from specdec.target import Target
+from tests.support import save_eagle, save_target
+
+STOP = {2}
+
+
+def test_a_failure_that_passes_is_tried_again(tmp_path, monkeypatch, capsys):
+    save_target(tmp_path / "target")
+    target = Target.load(str(tmp_path / "target"), dtype="float32")
+    for number in (1, 2):
+        save_eagle(tmp_path / "heads" / f"000{number}", target, seed=number)
+    files.write_text(tmp_path / "best", "heads/0001\n")
+    given = proposers.ProposerOptions(checkpoint=str(tmp_path), proposer="head")
+    build = lambda: proposers.build(
+        "head", target, settings={}, drafting=Drafting(), checkpoint=str(tmp_path / "heads" / "0001")
+    )
+    loaded = proposers.Chosen(target, None, STOP, "head", build(), tmp_path / "heads" / "0001")
+    faults = [MemoryError("no room")]
+
+    def decoder(proposer) -> Decoder:
+        if faults:
+            raise faults.pop()
+        return Decoder(target, proposer, sampling=Sampling(), stop=STOP)
+
+    plain = Decoder(target, None, sampling=Sampling(), stop=STOP)
+    engine = Engine(Decoder(target, build(), sampling=Sampling(), stop=STOP), plain, rows=2, queue=4, head="first")
+    engine.start()
+    try:
+        look = watching.make_look(given, loaded, Drafting(), engine, decoder)
+        look()
+        files.write_text(tmp_path / "best", "heads/0002\n")
+        with monkeypatch.context() as patch, pytest.raises(OSError, match="busy"):
+            patch.setattr(proposers, "build", busy)
+            look()  # while it is read
+        with pytest.raises(MemoryError):
+            look()  # while the engine takes it
+        assert engine.lanes[True].head == "first" and capsys.readouterr().out == ""
+        look()
+        assert engine.lanes[True].head.endswith("0002")
+        assert capsys.readouterr().out == f"new requests are drafted by {tmp_path / 'heads' / '0002'}\n"
+        taken = engine.lanes[True]
+        look()
+        assert engine.lanes[True] is taken
+    finally:
+        engine.stop()
+
+
+def busy(*_, **__):
+    raise OSError("busy")
