@@ -352,7 +352,7 @@ class Auto(Proposer):
                 self._time(step, start, head.compile_seconds - compiled)
                 kinds = [Kind("drawn", sure, d) for sure in surest]
                 likely = [pool.path_chance(node, kind, self.chances) for pool, node, kind in zip(pools, spine, kinds)]
-                if self._forced() == self.value.room or not self._gain(likely, drawn=True) > 0:
+                if not self._gain(likely, drawn=True) > 0:
                     break  # decided by laws and by earlier draws, not by this one
                 if d == 1:
                     self._settle_beside(likely)
@@ -422,8 +422,10 @@ class Auto(Proposer):
     def _gain(self, likely: list[float], *, drawn: bool) -> float:
         """What one more candidate in each row, of these chances [B], adds to the value of the round.
 
-        drawn: it would be sampled, and verified in any case
+        drawn: it would be sampled, and verified in any case; minus infinity where no size has room for it
         """
+        if drawn and self._forced() >= self.value.room:
+            return -math.inf
         return self.value.gain(
             self._values(), [likely[row] for row in self.running], forced=self._forced(), drawn=drawn
         )

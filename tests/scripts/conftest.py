@@ -1,8 +1,11 @@
 """Fixtures that run a script in the process of the test, as its command runs it."""
 
+import os
 import sys
 
 import pytest
+
+from train import progress
 
 
 @pytest.fixture
@@ -14,7 +17,11 @@ def run_script(monkeypatch, capsys):
         script.main()
         return capsys.readouterr().out
 
-    return run
+    before = os.environ.get(progress.VARIABLE)
+    yield run
+    progress.choose(before or "auto", main=True)  # not what a script of this test was told by progress=
+    if before is None:
+        del os.environ[progress.VARIABLE]
 
 
 @pytest.fixture

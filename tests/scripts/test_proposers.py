@@ -80,7 +80,8 @@ def test_greedy_answers_equal_plain_decoding(name, made, small_target):
     decoder = Decoder(small_target, made(name, small_target), sampling=Sampling(), stop=set())
     together = decoder.generate(prompts, NUM_NEW)
     assert together.tokens == plain.tokens
-    assert sum(map(sum, together.accepted)) > 0 and max(together.drafted) > 0
+    if name != "forced":  # it drafts under a grammar only (tests/specdec/test_grammar.py)
+        assert sum(map(sum, together.accepted)) > 0 and max(together.drafted) > 0
     for prompt, answer in zip(prompts[:2], plain.tokens):
         assert decoder.generate([prompt], NUM_NEW).tokens == [answer]
 
@@ -130,7 +131,7 @@ def tiny_target():
 
 def test_sampled_answers_follow_the_law_of_the_target(name, made, tiny_target):
     chance, accepted, refused = chi_square(tiny_target, made(name, tiny_target), Sampling(temperature=3.0))
-    assert chance > 1e-3 and accepted > 100 and refused > 100
+    assert chance > 1e-3 and (name == "forced" or (accepted > 100 and refused > 100))
 
 
 def test_a_rule_that_keeps_the_mass_of_refused_drafts_is_detected(made, tiny_target, monkeypatch):

@@ -13,8 +13,8 @@ from omegaconf import OmegaConf
 import multirun
 from scripts import report as script
 from specdec.report import Report
+from tests.browser import PROGRAM as BROWSER
 from tests.support import ROOT, child_environment, losses_of, train_overrides
-from tests.train.pages.test_run_page import BROWSER
 from train.pages import comparison_page, sweep_page
 from train.pages.page import finite
 from train.trainer import Trainer

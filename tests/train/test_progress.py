@@ -1,6 +1,7 @@
 """What commands show of long work: plain lines, nothing, or lines that are redrawn on a terminal."""
 
 import contextlib
+import math
 import os
 import pty
 import re
@@ -114,21 +115,25 @@ def test_the_variable_is_the_default_of_the_option(monkeypatch, choose, capsys):
 
 
 def on_terminal(arguments, cwd, *, until=None, number=signal.SIGINT, **environment) -> tuple[str, int]:
-    """Runs Python on a pseudo-terminal, and sends a signal when `until` matches. -> what was printed, the exit status"""
+    """Runs Python on a pseudo-terminal, and sends a signal when `until` matches, and again if nothing follows from it, as a person
+    would: Python can lose a KeyboardInterrupt where it ignores exceptions. -> what was printed, the exit status"""
     master, slave = pty.openpty()
     environment = child_environment(**{"TERM": "xterm", "COLUMNS": "150", **environment})
     process = subprocess.Popen(
         [sys.executable, *map(str, arguments)], cwd=cwd, stdin=slave, stdout=slave, stderr=slave, env=environment
     )
     os.close(slave)
-    printed, sent, end = "", False, time.monotonic() + 300
+    printed, sent, end, again = "", False, time.monotonic() + 300, math.inf
     with contextlib.suppress(OSError):  # Linux's word for the end of a terminal
         while time.monotonic() < end:
             if select.select([master], [], [], 1)[0]:
                 printed += os.read(master, 65536).decode(errors="replace")
                 if until is not None and not sent and re.search(until, printed):
                     process.send_signal(number)
-                    sent = True
+                    sent, again = True, time.monotonic() + 5
+                if time.monotonic() > again:
+                    process.send_signal(number)
+                    again = math.inf
     process.kill() if time.monotonic() >= end else None
     os.close(master)
     status = process.wait(10)
@@ -140,7 +145,7 @@ def on_terminal(arguments, cwd, *, until=None, number=signal.SIGINT, **environme
 def answering(folder, tmp_path_factory):
     """Arguments of answer.py for work of some seconds."""
     prompts = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
-    write_rows(prompts, [{"prompt": f"Count from {number}."} for number in range(400)])
+    write_rows(prompts, [{"prompt": f"Count from {number}."} for number in range(1600)])
     return [ROOT / "scripts" / "answer.py", f"prompts={prompts}", f"target.name={folder}/target", "batch=4", "max_new_tokens=24",
             "target.dtype=float32", "decode.temperature=0"]  # fmt: skip
 
