@@ -150,7 +150,7 @@ def answering(folder, tmp_path_factory):
             "target.dtype=float32", "decode.temperature=0"]  # fmt: skip
 
 
-SHOWN = r"answering.*\d+/\d+ answers, [\d,]+ tokens/s, \d+ (s|min) left"
+SHOWN = r"answering.*[\d,]+/[\d,]+ answers, [\d,]+ tokens/s, \d+ (s|min) left"
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
