@@ -94,9 +94,11 @@ def main() -> None:
     plain = Decoder(loaded.target, None, sampling=Sampling(), stop=stop, runner=runner)
     warm_up(drafted, chosen.rows)
 
+    own = copy.deepcopy(loaded.tokenizer)  # grammars are compiled in threads of their own
+
     @functools.cache
     def grammars() -> Grammars:  # with the first request that needs them
-        return Grammars(loaded.tokenizer, loaded.target.vocab_size, stop)
+        return Grammars(own, loaded.target.vocab_size, stop)
 
     model = chosen.model or loaded.target.name
     metrics = Metrics(model)

@@ -299,7 +299,7 @@ class Batch:
             marks = self._mark(padded, num, [request.penalised for request in requests])
             logits = sampling.penalise(logits, marks)
         if any(request.constraint for request in requests):
-            states = [request.constraint.allowed([0], [-1]) if request.constraint else [b""] for request in requests]
+            states = [[request.constraint.following() if request.constraint else None] for request in requests]
             logits = logits.masked_fill(~grammar.unpack(states, logits.shape[1], logits.device)[:, 0], -torch.inf)
         if sampling.greedy:
             newest = logits.argmax(-1)

@@ -137,9 +137,7 @@ class Speculative:
             sequences = _hand_out(rounds, result, input_ids, stopping_criteria, pad, streamer)
         self.last = result
         if recorder is not None:
-            ends = generation_config._eos_token_tensor
-            stop = set() if ends is None else set(ends.flatten().tolist())
-            _record(recorder, prompts, result, sampling, num_new, stop, self._grammar)
+            _record(recorder, prompts, result, sampling, num_new, _ends(generation_config), self._grammar)
         if generation_config.return_dict_in_generate:
             return GenerateDecoderOnlyOutput(sequences=sequences)  # type: ignore[arg-type]  # they are whole numbers
         return sequences
@@ -152,8 +150,7 @@ class Speculative:
             return None
         if tokenizer is None:
             raise ValueError("A grammar needs the tokenizer: call generate(..., tokenizer=tokenizer).")
-        ends = config._eos_token_tensor
-        stop = set() if ends is None else set(ends.flatten().tolist())
+        stop = _ends(config)
         key = id(tokenizer), vocab_size, stop
         if self._grammars is None or self._grammars[0] != key:
             self._grammars = key, Grammars(tokenizer, vocab_size, stop)
@@ -232,6 +229,12 @@ def _hand_out(
         result.tokens[row] = result.tokens[row][:length]
         result.accepted[row] = _within(result.accepted[row], length)
     return input_ids
+
+
+def _ends(config: GenerationConfig) -> set[int]:
+    """Token ids that end an answer."""
+    ends = config._eos_token_tensor
+    return set() if ends is None else set(ends.flatten().tolist())
 
 
 def _record(

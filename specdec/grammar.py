@@ -121,6 +121,10 @@ class Constraint:
             return False
         return num == len(tokens) or (all(map(matcher.consume_token, tokens[:num])) and matcher.is_accepting())
 
+    def following(self) -> bytes | None:
+        """What may follow the answer so far, as of `allowed`."""
+        return self.allowed([0], [-1])[0]
+
     def allowed(self, tokens: list[int], parents: list[int]) -> list[bytes | None]:
         """What may follow each node of a tree, of which node 0 is the newest token of the answer.
 

@@ -114,10 +114,8 @@ def measure(
         each.forget()
 
     replays = isinstance(replayed, Drafter) and drafting.replayable(replayed, sampling)
-    if grammars is None:
-        prompts = [replace(prompt, grammar=None) for prompt in prompts]
     # Replay knows the target's free law only; at temperature 0 a draft counts if it is the answer's next token, by any law
-    replays = replays and (sampling.greedy or not any(prompt.grammar for prompt in prompts))
+    replays = replays and (sampling.greedy or grammars is None)
     numbered = list(zip(numbers or range(len(prompts)), prompts, strict=True))
     results = []
     for pairs in progress(turns(numbered, batch)):
@@ -248,8 +246,7 @@ def top2_gap(
     logits = sampling.penalise(logits, before)
     if constraint:
         constraint.take(answer[:same])
-        logits = logits.masked_fill(
-            ~unpack([constraint.allowed([0], [-1])], logits.shape[-1], logits.device), -torch.inf
-        )
+        allowed = unpack([[constraint.following()]], logits.shape[-1], logits.device)
+        logits = logits.masked_fill(~allowed, -torch.inf)
     top = logits[0, 0].topk(2).values
     return float(top[0] - top[1])

@@ -124,7 +124,7 @@ ADVICE = "Rows need token ids of this target (tokens, prompt_tokens, tokenizer, 
 def parse(row: dict, wanted: Source, *, place: str) -> Answer | str:
     """The answer in a row of traffic, or why it is left out."""
     try:
-        if row.get("tokens") is None or row.get("prompt_tokens") is None:
+        if not reading.has_ids(row):
             return "without token ids"
         if row.get("tokenizer") != wanted.tokenizer:
             return "with ids of another tokenizer"

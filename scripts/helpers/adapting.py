@@ -15,6 +15,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from helpers import loading
+from helpers.options import split
 from helpers.settings_file import read_yaml
 from specdec import checkpoint
 from train import progress
@@ -63,7 +64,7 @@ def rate(head: Path, name: str) -> float:
 def old_sources(given: str | None, head: Path, target: str) -> list[str]:
     """Files of the rows that the head was trained on. given: None: those of its config.yaml, or the shipped ones"""
     if given is not None:
-        return [each.strip() for each in given.split(",") if each.strip()]
+        return split(given)
     recorded = settings_of(head).get("data", {}).get("train")
     if recorded is not None:
         return [source.name for source in read_sources(recorded)]

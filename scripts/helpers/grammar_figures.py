@@ -4,8 +4,6 @@ import json
 import time
 from collections.abc import Iterable
 
-import torch
-
 from helpers.loading import Opened
 from specdec.grammar import Constraint, Grammar, Grammars, unpack
 from specdec.measurement import Prompt
@@ -47,7 +45,7 @@ def follow(constraint: Constraint, tokens: list[int], vocab_size: int) -> tuple[
         forced += known > 0
         known = max(0, known - 1)
         start = time.perf_counter()
-        unpack([constraint.allowed([0], [-1])], vocab_size, torch.device("cpu"))
+        unpack([[constraint.following()]], vocab_size, "cpu")
         constraint.take([token])
         seconds += time.perf_counter() - start
     return forced, seconds

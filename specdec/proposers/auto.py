@@ -35,6 +35,7 @@ from specdec.proposers.account import Account, Choice
 from specdec.proposers.backlog import Backlog
 from specdec.proposers.base import Proposer
 from specdec.proposers.forced import usual_forced
+from specdec.proposers.growth import widened
 from specdec.proposers.heads import HeadProposer
 from specdec.proposers.pool import Pool
 from specdec.proposers.realised import Realised
@@ -310,15 +311,10 @@ class Auto(Proposer):
         if not laws:
             return tree
         assert self.head is not None
-        drafter = self.head.drafter
         probs = certain(tree.tokens, self.target.vocab_size, laws[0].dtype)  # [B, N, V]
         for level, law in enumerate(laws):
             places = torch.tensor([row.drawn[level] for row in rows], device=device)
-            wide = law
-            if drafter.draft_to_target is not None:
-                wide = law.new_zeros(num_rows, self.target.vocab_size)
-                wide[:, drafter.draft_to_target] = law
-            probs[torch.arange(num_rows, device=device), places] = wide
+            probs[torch.arange(num_rows, device=device), places] = widened(self.head.drafter, law)
         return Tree(tree.tokens, tree.parents, probs, tree.linear)
 
     def _grow(

@@ -197,10 +197,14 @@ def _without(law: Tensor, draft: Tensor) -> Tensor:
 
 def _spread(drafter: Drafter, laws: list[Tensor]) -> Tensor:
     """N laws over the draft vocabulary, [B, W] each -> [B, 1 + N, V]; 0 for the root and for tokens outside of it"""
-    law = torch.stack([torch.zeros_like(laws[0]), *laws], dim=1)  # [B, 1 + N, W]
+    return widened(drafter, torch.stack([torch.zeros_like(laws[0]), *laws], dim=1))
+
+
+def widened(drafter: Drafter, law: Tensor) -> Tensor:
+    """A law over the draft vocabulary, [..., W] -> [..., V]; 0 for tokens outside of it"""
     if drafter.draft_to_target is None:
         return law
-    wide = law.new_zeros(*law.shape[:2], drafter.target.vocab_size)
+    wide = law.new_zeros(*law.shape[:-1], drafter.target.vocab_size)
     wide[..., drafter.draft_to_target] = law
     return wide
 

@@ -151,8 +151,10 @@ class Pool:
         a grammar does not allow: they say nothing about the drafter."""
         nodes = {0}
         for token in new:
-            following = [child for child, parent in enumerate(self.parents) if parent in nodes]
-            for child in set(following) - self.barred:
+            following = [
+                child for child, parent in enumerate(self.parents) if parent in nodes and child not in self.barred
+            ]
+            for child in following:
                 for kind in self.kinds[child]:
                     chances.learn(kind, self.tokens[child] == token)
             nodes = {child for child in following if self.tokens[child] == token}

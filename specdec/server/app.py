@@ -74,7 +74,7 @@ class Answer:
     events: asyncio.Queue[Event]
     began: float
     recorded_as: str | None = None  # the id of its row; None: it is not recorded
-    said: str = ""
+    said: str = ""  # the text so far
 
     async def pieces(self) -> AsyncIterator[tuple[list[str], Round | None, str | None]]:
         """Text of each token, the round that they came from, and at the end the reason. Raises RequestError if the request failed."""
@@ -228,9 +228,8 @@ async def _complete(served: Served, kind: type[Settings], request: Request) -> R
     """Answers a request of either kind, whole or as a stream."""
     settings = parse(kind, await _read_body(request, served.max_body))
     grammar = settings.grammar()
-    constraint = (
-        await asyncio.to_thread(_constrain, served, grammar) if grammar else None
-    )  # compiling may take a second
+    # In a thread of its own, as compiling may take a second
+    constraint = await asyncio.to_thread(_constrain, served, grammar) if grammar else None
     answer = _begin(served, settings, constraint)
     form = Form(isinstance(settings, ChatRequest), settings.model or served.model)
     answer.recorded_as = form.id if traffic.allowed(request.headers, settings.store) else None
@@ -335,11 +334,9 @@ def _encode(served: Served, settings: Settings) -> list[int]:
 
 
 async def _whole(answer: Answer, form: Form) -> dict:
-    text = ""
-    async for pieces, _, reason in answer.pieces():
-        text += "".join(pieces)
+    async for _, _, reason in answer.pieces():
         if reason is not None:
-            return form.whole(text, reason, answer.usage())
+            return form.whole(answer.said, reason, answer.usage())
     raise AssertionError("an answer ends with a reason")
 
 
