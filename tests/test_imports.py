@@ -67,6 +67,7 @@ ORDER = [
     "proposers.pool",
     "proposers.realised",
     "proposers.round_value",
+    "proposers.candidates",
     "proposers.step_times",
     "proposers.forced",
     "proposers.suffix",

@@ -16,7 +16,6 @@ was drawn: whether to draw at a depth is decided from q and from earlier draws, 
 verified beside draws is fixed before the first one (docs/methods.md, section 1).
 """
 
-import math
 import sys
 import time
 from collections import Counter
@@ -34,12 +33,13 @@ from specdec.grammar import Constraint
 from specdec.proposers.account import Account, Choice
 from specdec.proposers.backlog import Backlog
 from specdec.proposers.base import Proposer
+from specdec.proposers.candidates import Candidates
 from specdec.proposers.forced import usual_forced
 from specdec.proposers.growth import widened
 from specdec.proposers.heads import HeadProposer
 from specdec.proposers.pool import Pool
 from specdec.proposers.realised import Realised
-from specdec.proposers.round_value import RoundValue, Values
+from specdec.proposers.round_value import RoundValue
 from specdec.proposers.step_times import StepTimes
 from specdec.proposers.suffix import usual_suffix
 from specdec.proposers.text import TextProposer
@@ -241,7 +241,7 @@ class Auto(Proposer):
         if not self.rested:
             self._look()
         if self.head is not None and not check and self.value.room:
-            gain = self._gain_of_head()
+            gain = self._gain_of_head(self.head)
             # what joins in most rounds is in the gain
             worth = gain > (self.value.rate * self._reading() / self._rounds_left() if self.waited else 0.0)
             trial = not worth and (self.trying or self.waited >= self._wait(-gain))
@@ -291,7 +291,7 @@ class Auto(Proposer):
         if plain:
             num, verifying, expected = 1, self.value.curve[1], float(self.num_active)
         else:
-            num, verifying, expected = self.value.best(self._values(), forced=self._forced())
+            num, verifying, expected = self.candidates.best()
         self.size, self.hoped, self.sources = num, (expected - self.num_active) / self.value.faith, Counter[str]()
         self.spent = FORGET * self.spent + verifying + drafting
         self.expected_seconds = verifying / self.lasting[num > 1].ratio + drafting
@@ -333,7 +333,7 @@ class Auto(Proposer):
         spine, laws, step = [0] * num_rows, list[Tensor](), "absorb"
         for d in range(1, depth + 1):
             if sampling.greedy:
-                chances, tokens = self._candidates(head, logits, top)
+                chances, tokens = head.likeliest(logits, top)
                 self._time(step, start, head.compile_seconds - compiled)
                 for row, pool in enumerate(pools):
                     numbers = [
@@ -348,10 +348,10 @@ class Auto(Proposer):
                 self._time(step, start, head.compile_seconds - compiled)
                 kinds = [Kind("drawn", sure, d) for sure in surest]
                 likely = [pool.path_chance(node, kind, self.chances) for pool, node, kind in zip(pools, spine, kinds)]
-                if not self._gain(likely, drawn=True) > 0:
+                if not self.candidates.gain(likely, drawn=True) > 0:
                     break  # decided by laws and by earlier draws, not by this one
                 if d == 1:
-                    self._settle_beside(likely)
+                    self.candidates.settle_beside(likely)
                 draft = drafter.to_target(pick(law, uniforms(num_rows, generator, device)))
                 for row, (pool, token) in enumerate(zip(pools, draft.tolist())):
                     spine[row] = pool.add(token, spine[row], kinds[row], self.chances, drawn=True)
@@ -361,32 +361,19 @@ class Auto(Proposer):
                 break
             following = self.chances.typical("head" if sampling.greedy else "drawn", d + 1)
             likely = [following * pool.chances[node] * pool.wants(d + 1) for pool, node in zip(pools, spine)]
-            if self._gain(likely, drawn=not sampling.greedy) <= self.value.rate * self._step_seconds("step"):
+            if self.candidates.gain(likely, drawn=not sampling.greedy) <= self.value.rate * self._step_seconds("step"):
                 break
             start, compiled, step = time.perf_counter(), head.compile_seconds, "step"
             state, logits, *_ = head.step(d + 1, d - 1, state, chosen, seen[:, d - 1 : d, :d])
         head.cache.drop_pending()
         return laws, d
 
-    def _settle_beside(self, likely: list[float]) -> None:
-        """Fixes what is verified beside draws, before the first one, whose chances are `likely` [B]."""
-        assert self.pools is not None
-        with_draw = [[likely[row], *own] for row, own in zip(self.running, self._values())]
-        num, *_ = self.value.best(with_draw, forced=1)
-        for pool in self.pools:
-            pool.settle_beside(0 if self.linear else num - 2)
-
-    def _candidates(self, head: HeadProposer, logits: Tensor, num: int) -> tuple[list, list]:
-        """logits [B, 1, W] -> of each row the `num` likeliest tokens: probabilities and target ids"""
-
-        def likeliest(logits):
-            best = logits[:, 0].float().softmax(-1).topk(num, dim=-1)
-            return best.values, head.drafter.to_target(best.indices)
-
-        values, tokens = head.runner(("candidates", num), likeliest, logits)
-        return values.tolist(), tokens.tolist()
-
     # What is worth it
+
+    @property
+    def candidates(self) -> Candidates:
+        assert self.pools is not None
+        return Candidates(self.pools, self.running, self.value, self.linear)
 
     def _prepare(self) -> None:
         """Fixes what the round is judged by. The rate is never less than that of plain decoding."""
@@ -406,43 +393,12 @@ class Auto(Proposer):
         assert self.costs is not None
         return self.costs.best_size(num_rows, 1, self.entries)[1]
 
-    def _values(self) -> Values:
-        assert self.pools is not None
-        return [self.pools[row].values(chain=self.linear) for row in self.running]
-
-    def _forced(self) -> int:
-        """Drafts that were drawn, which are verified in any case, and those beside them."""
-        assert self.pools is not None
-        return max(len(pool.drawn) + len(pool.beside or ()) for pool in self.pools)
-
-    def _gain(self, likely: list[float], *, drawn: bool) -> float:
-        """What one more candidate in each row, of these chances [B], adds to the value of the round.
-
-        drawn: it would be sampled, and verified in any case; minus infinity where no size has room for it
-        """
-        if drawn and self._forced() >= self.value.room:
-            return -math.inf
-        return self.value.gain(
-            self._values(), [likely[row] for row in self.running], forced=self._forced(), drawn=drawn
-        )
-
-    def _gain_of_head(self) -> float:
+    def _gain_of_head(self, head: HeadProposer) -> float:
         """What the head is expected to add to the value of the round beside its steps, by what it was right about so far."""
-        assert self.pools is not None and self.head is not None
         source = "drawn" if ("drawn", 1) in self.chances.depths else "head"
-        values, value = self._values(), self.value
-        known = [max(row[:1], default=0.0) for row in values]  # chance that a text proposer is right already
-        pools = [self.pools[row] for row in self.running]
-        before, chance, best = value.of(values), 1.0, -math.inf
-        more = [list(row) for row in values]
-        cost = self._step_seconds("absorb") + self.backlog.joining * self._step_seconds("reading")
-        for d in range(1, self.head.depth + 1):
-            chance *= self.chances.typical(source, d)
-            likely = [chance * (1 - sure) * pool.wants(d) for sure, pool in zip(known, pools)]
-            more = [sorted([*row, one], reverse=True) for row, one in zip(more, likely)]
-            best = max(best, value.of(more) - before - value.rate * cost)
-            cost += self._step_seconds("step")
-        return best
+        typical = [self.chances.typical(source, d) for d in range(1, head.depth + 1)]
+        first = self._step_seconds("absorb") + self.backlog.joining * self._step_seconds("reading")
+        return self.candidates.gain_of_head(typical, first, self._step_seconds("step"))
 
     def _wait(self, loss: float) -> float:
         """Rounds from one trial of the head to the next, so seldom that trials cost TRIALS of the speed.

@@ -220,6 +220,16 @@ class HeadProposer(Proposer):
         state, logits, evidence = self.runner(("step", d, pending), step, *inputs)
         return StepOutput(state, logits, evidence, logits[:, :0])
 
+    def likeliest(self, logits: Tensor, num: int) -> tuple[list, list]:
+        """logits [B, 1, W] -> of each row the `num` likeliest tokens: probabilities and target ids"""
+
+        def likeliest(logits):
+            best = logits[:, 0].float().softmax(-1).topk(num, dim=-1)
+            return best.values, self.drafter.to_target(best.indices)
+
+        values, tokens = self.runner(("candidates", num), likeliest, logits)
+        return values.tolist(), tokens.tolist()
+
     def goes_on(self, evidence: Tensor) -> bool:
         """See growth.Steps: whether the next draft's estimated chance reaches the threshold in any row."""
         if self.stopping is None:
