@@ -1,0 +1,63 @@
+"""Options of adapt.py."""
+
+from dataclasses import dataclass, field
+
+from helpers import adapting, loading
+from helpers.options import option
+from train.adaptation_judging import Limits
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adapt:
+    checkpoint: str = field(metadata={"help": loading.CHECKPOINT})
+    traffic: str = field(metadata={"help": "folder of recorded answers: .jsonl files"})
+    out: str = field(metadata={"help": "folder of the adapted heads; it stands for the head in use"})
+    old: str | None = option(
+        None,
+        "files that the head was trained on (a,b); null: those of its config.yaml, or the shipped ones; empty: none",
+    )
+    old_heldout: str | None = option(
+        None, "answers that forgetting is judged on; null: some of old, not trained on here"
+    )
+    old_share: float = option(0.3, "share of the tokens trained on that are old ones")
+    heldout_share: float = option(0.2, "share of the conversations that are held out, the newest")
+    epochs: float = option(3.0, "how often rows are read")
+    lr: float | None = option(None, "learning rate; null: a third of the head's own")
+    tolerance: float = option(0.03, "share by which tau of old answers may fall")
+    min_tokens: int = option(5000, "new tokens of answers that training needs")
+    max_tokens: int | None = option(None, "most new tokens that are trained on, the newest; null: all")
+    force: bool = option(False, "train even if it is not worth it")
+    watch: float | None = option(None, "go on, and look for new rows every so many seconds; null: once")
+    vllm: str | None = option(
+        None, "address of a vLLM that is given each head in use while it serves, such as http://localhost:8000"
+    )
+    depth: int = option(4, "drafts of the chain that heads are judged with")
+    judged: int = option(100, "answers of new and of old rows that are judged, at most")
+    length: int = option(1024, "tokens of an answer with its prompt that are judged")
+    store: bool = option(True, "make OUT/datastore of the rows, for proposer=retrieval and proposer.suffix.datastore")
+    head: str | None = option(None, "file of conf/head whose objective trains; null: by the checkpoint's class")
+    seed: int = option(0, "of the choice of old rows")
+    training: dict[str, str] = field(
+        default_factory=dict,
+        metadata={"prefix": "training.", "help": "options of train.py, such as training.data.length=1024"},
+    )
+    target: loading.TargetOptions = field(default_factory=loading.TargetOptions)
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(self.depth, self.judged, self.length)
+
+
+def check(given: Adapt) -> None:
+    """Raises ValueError for options outside of their range."""
+    for name in ("old_share", "heldout_share"):
+        if not 0 <= getattr(given, name) < 1:
+            raise ValueError(f"{name}={getattr(given, name)} must be a share from 0, and below 1.")
+    for name in ("epochs", "depth", "judged", "length", "watch", "max_tokens", "lr"):
+        value = getattr(given, name)
+        if value is not None and value <= 0:
+            raise ValueError(f"{name}={value} must be above 0.")
+    if own := sorted(adapting.OWN & set(given.training)):
+        raise ValueError(f"training.{own[0]}= is chosen by this command: leave it out.")
+    if given.tolerance < 0:
+        raise ValueError(f"tolerance={given.tolerance} must not be negative.")
