@@ -15,8 +15,10 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
+from torch import Tensor
+
 from helpers import adapting, loading, vllm_weights
-from helpers.adapt_options import Adapt, check
+from helpers.adapt_options import Adapt, check, shares_of
 from helpers.loading import Loaded
 from helpers.options import options, run
 from specdec import checkpoint, datastore
@@ -25,6 +27,7 @@ from specdec.figures import PromptCounts
 from train import progress, reading
 from train.adaptation import KINDS, Home, Plan, store
 from train.adaptation_judging import Table, chosen, gate, judge, table, worth
+from train.adaptation_mixing import choose, mix
 from train.adaptation_rows import (
     Answer,
     Older,
@@ -40,6 +43,7 @@ from train.adaptation_rows import (
 from train.lock import lock
 from train.resumable import check_settings
 
+JUDGED = ("new", "old")  # what the gate looks at
 FREE = ("checkpoint", "traffic", "out", "watch", "vllm", "force", "settings")  # may change when an adaptation goes on
 
 
@@ -172,20 +176,23 @@ def prepare(given: Adapt, home: Home, settings: dict, console: progress.Results)
         "new": chosen(heldout, given.limits),
         "old": old_slice(given, older, [*heldout, *training], earlier, judged_old),
     }
+    taken = [*heldout, *training, *slices["old"], *earlier, *judged_old]
+    num = min(given.judged, len(older.rows) // 4) if shares_of(given.shares) != [1.0] else 0
+    slices["mix"] = chosen(older.hold_out(num, without=taken), given.limits)
     if not slices["new"]:
         raise TooFew(
             f"None of the {len(heldout)} held-out answers has a prompt that fits into length={given.length}: raise it."
         )
     share = given.old_share / (1 - given.old_share)
-    rest = older.sample(int(share * num_tokens(training)), without=[*heldout, *slices["old"], *earlier, *judged_old])
+    rest = older.sample(int(share * num_tokens(training)), without=[*taken, *slices["mix"]])
     number = home.next_number()
     if given.store:
         texts = [*rest, *(answer for answer in answers if answer.time <= until), *new]
         sorting = functools.partial(progress.track, what="sorting the datastore", unit="rounds")
         stored = store(home, number, texts, loaded.tokenizer, progress=sorting)
         console.say(f"{home.path / 'datastore'}: {stored:,} tokens to draft from")
-    before = judge_slices(given, loaded, slices, "the head in use")
-    tables = {kind: table(slices[kind], before[kind]) if slices[kind] else {} for kind in KINDS}
+    before = {kind: judge_slice(given, loaded, slices[kind], f"the head in use, {kind} answers") for kind in KINDS}
+    tables = {kind: table(slices[kind], before[kind]) if slices[kind] else {} for kind in JUDGED}
     good, why = worth(tables["new"], tables["old"], tokens=num_tokens(training), min_tokens=given.min_tokens)
     show(console, tables)
     console.say(f"worth training: {'yes' if good else 'no'}. {why}")
@@ -208,13 +215,8 @@ def prepare(given: Adapt, home: Home, settings: dict, console: progress.Results)
     return plan
 
 
-def judge_slices(
-    given: Adapt, loaded: Loaded, slices: dict[str, list[Answer]], head: str
-) -> dict[str, list[PromptCounts]]:
-    return {
-        kind: judge(loaded.drafter, slices[kind], given.limits, what=f"judging {head}, {kind} answers")
-        for kind in KINDS
-    }
+def judge_slice(given: Adapt, loaded: Loaded, answers: list[Answer], what: str) -> list[PromptCounts]:
+    return judge(loaded.drafter, answers, given.limits, what=f"judging {what}")
 
 
 def open_older(given: Adapt, home: Home, loaded: Loaded) -> Older:
@@ -300,11 +302,8 @@ def judge_new(given: Adapt, home: Home, plan: Plan, trained: Path, console: prog
     """Judges the trained head, and takes it into use or not."""
     begun = time.perf_counter()
     loaded = load(given, trained)
-    after = judge_slices(given, loaded, plan.heldout, "the new head")
-    tables = {
-        kind: table(answers, plan.before[kind], after[kind]) if answers else {}
-        for kind, answers in plan.heldout.items()
-    }
+    tensors, mixing = choose_mixture(given, home, plan, loaded, trained)
+    tables = {kind: compare(given, plan, loaded, kind, "the new head") for kind in JUDGED}
     good, reasons = gate(tables["new"], tables["old"], tolerance=given.tolerance)
     new, old = plan.training[: plan.num_new], plan.training[plan.num_new :]
     report = checkpoint.read_json(trained / "report.json")
@@ -314,7 +313,7 @@ def judge_new(given: Adapt, home: Home, plan: Plan, trained: Path, console: prog
         "old_answers": len(old),
         "old_tokens": num_tokens(old),
     }
-    training |= {"steps": steps_of(given, plan), "tokens_read": report["training"]["tokens"]}
+    training |= {"mixing": mixing, "steps": steps_of(given, plan), "tokens_read": report["training"]["tokens"]}
     training |= {"lr": given.lr or adapting.rate(home.first, adapting.family(home.first, given.head))}
     minutes = {**plan.about["minutes"], "training": report["training"]["seconds"] / 60}
     minutes |= {"judging after": (time.perf_counter() - begun) / 60}
@@ -330,10 +329,33 @@ def judge_new(given: Adapt, home: Home, plan: Plan, trained: Path, console: prog
     show(console, tables)
     page = home.record(number, document)
     if good:
-        home.accept(plan, trained, document, datastore.fingerprint(loaded.tokenizer))
+        home.accept(plan, trained, tensors, document, datastore.fingerprint(loaded.tokenizer))
     home.finish()
     console.say(f"{document['decision']}: {' '.join(reasons)}")
     console.say(f"{home.path} stands for {document['in_use']}. Page: {page}")
+
+
+def choose_mixture(
+    given: Adapt, home: Home, plan: Plan, loaded: Loaded, trained: Path
+) -> tuple[dict[str, Tensor], list[dict]]:
+    """Gives the loaded head the mixture that forgets little enough. -> its tensors, and what was tried, as JSON"""
+    folders = home.path / plan.start, trained
+    start, new = (checkpoint.read_tensors(folder / "drafter.safetensors") for folder in folders)
+
+    def judge_share(share: float) -> Table:
+        loaded.drafter.load_state_dict(mix(start, new, share))
+        return compare(given, plan, loaded, "mix", f"{share:g} of the new weights")
+
+    shares = shares_of(given.shares) if plan.heldout["mix"] else [max(shares_of(given.shares))]
+    share, tried = choose(shares, judge_share, tolerance=given.tolerance)
+    return mix(start, new, share), tried
+
+
+def compare(given: Adapt, plan: Plan, loaded: Loaded, kind: str, head: str) -> Table:
+    """tau of held-out answers before, and now with the loaded head."""
+    answers = plan.heldout[kind]
+    after = judge_slice(given, loaded, answers, f"{head}, {kind} answers")
+    return table(answers, plan.before[kind], after) if answers else {}
 
 
 def show(console: progress.Results, tables: dict[str, Table]) -> None:

@@ -193,7 +193,9 @@ class Drafter(Head):
 
     def ahead(self, h: Tensor) -> Tensor:
         """h [B, S, H] after step 1 of a parallel drafter without `blank` -> the readouts of all steps, [B, S, K, R]"""
-        raise TypeError(f"{type(self).__name__} has neither `blank` nor `ahead`, of which a parallel drafter needs one.")
+        raise TypeError(
+            f"{type(self).__name__} has neither `blank` nor `ahead`, of which a parallel drafter needs one."
+        )
 
     def confidence(self, d: int, readout: Tensor) -> Tensor | None:
         """readout [..., R] of step d -> [...], the logit of "this draft is accepted"; None without a confidence head"""

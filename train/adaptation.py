@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from specdec import checkpoint, files
@@ -33,7 +34,7 @@ from train.pages import adaptation_page
 
 LONGEST_MATCH = 16  # tokens that the datastore is sorted by, as scripts/datastore.py
 MOST_STORED = 2**22  # tokens of a datastore, the newest ones; sorting takes 40 bytes each
-KINDS = ("new", "old")
+KINDS = ("new", "old", "mix")  # held-out answers: the two that the gate looks at, and old ones to choose the mixture by
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Plan:
     """One adaptation from its rows on. Everything that follows is the same after an interruption.
 
     number: of the new head; start: the head that is trained further, such as heads/0001
-    training: answers to train on, num_new new ones and then old ones; heldout: `new` and `old` ones that are judged
+    training: answers to train on, num_new new ones and then old ones; heldout: answers of all KINDS
     before: what tau of these is made of with the head in use; about: further facts, as JSON
     """
 
@@ -86,7 +87,7 @@ class Home:
             raise ValueError(f"out={self.path} exists and holds no adaptation: choose a new folder, or delete it.")
         config = next((path for path in (source / "config.yaml", source.parent / "config.yaml") if path.exists()), None)
         extra = {"config.yaml": config.read_text()} if config else {}
-        self._install("0001", source, document, extra)
+        self._install("0001", checkpoint.read_tensors(source / "drafter.safetensors"), document, extra)
         self._use("0001")
 
     def history(self) -> list[dict]:
@@ -144,14 +145,14 @@ class Home:
         files.write_text(self.path / "adaptation.html", page)
         return self.path / "adaptation.html"
 
-    def accept(self, plan: Plan, trained: Path, document: dict, tokenizer: str) -> None:
-        """Takes the head of a checkpoint into use. From the last line on, everyone who asks for this folder gets it."""
+    def accept(self, plan: Plan, trained: Path, tensors: dict[str, Tensor], document: dict, tokenizer: str) -> None:
+        """Takes a head into use: these tensors, and the other files of a checkpoint. From the last line on, everyone gets it."""
         rows = self.path / "rows" / plan.number
         _make_private(rows.parent)
         _make_private(rows)
         files.write_text(rows / "trained.jsonl", to_lines(plan.training[: plan.num_new], tokenizer))
         files.write_text(rows / "heldout.jsonl", to_lines(plan.heldout["new"], tokenizer))
-        self._install(plan.number, trained, checkpoint.read_json(trained / "drafter.json"), {})
+        self._install(plan.number, tensors, checkpoint.read_json(trained / "drafter.json"), {})
         files.write_text(self.path / "heads" / plan.number / "adaptation.json", json.dumps(document, indent=1) + "\n")
         self._use(plan.number)
 
@@ -166,8 +167,7 @@ class Home:
         taken = [int(name) for name in names if re.fullmatch(r"\d+", name)]  # not 0002.json.partial, which a kill left
         return f"{max(taken, default=0) + 1:04d}"
 
-    def _install(self, number: str, source: Path, document: dict, texts: dict[str, str]) -> None:
-        tensors = checkpoint.read_tensors(source / "drafter.safetensors")
+    def _install(self, number: str, tensors: dict[str, Tensor], document: dict, texts: dict[str, str]) -> None:
         folder = self.path / "heads" / number
         files.write_folder(folder, tensors={"drafter.safetensors": tensors}, documents={"drafter.json": document})
         for name, text in texts.items():

@@ -150,17 +150,24 @@ def gate(new: Table, old: Table, *, tolerance: float) -> tuple[bool, list[str]]:
     against = [] if low > 0 else [f"{rise}, which is not surely a rise."]
     if (num := new[ALL]["conversations"]) < ENOUGH:  # whose interval says little
         against.append(f"{num} held-out conversations are too few to judge a head by: {ENOUGH} are needed.")
-    for name, part in old.items():
-        fall = 1 - part["after"] / part["before"]
-        judged = name == ALL or (name.startswith("category ") and part["conversations"] >= ENOUGH)
-        if judged and fall > tolerance:
-            against.append(
-                f"tau of old answers ({name}) falls by {fall:.1%}, from {part['before']:.2f} to {part['after']:.2f}: "
-                f"more than tolerance={tolerance:.0%}."
-            )
+    against += forgotten(old, tolerance)
     kept = (
         f"no old slice falls by more than {tolerance:.0%}"
         if old
         else "there are no old answers, so what it forgot is not known"
     )
     return not against, against or [f"{rise}, and {kept}."]
+
+
+def forgotten(old: Table, tolerance: float) -> list[str]:
+    """What fell by more than a share `tolerance`: tau of all old answers, or that of a category with ENOUGH conversations."""
+    found = []
+    for name, part in old.items():
+        fall = 1 - part["after"] / part["before"]
+        judged = name == ALL or (name.startswith("category ") and part["conversations"] >= ENOUGH)
+        if judged and fall > tolerance:
+            found.append(
+                f"tau of old answers ({name}) falls by {fall:.1%}, from {part['before']:.2f} to {part['after']:.2f}: "
+                f"more than tolerance={tolerance:.0%}."
+            )
+    return found

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from helpers import adapting, loading
-from helpers.options import option
+from helpers.options import option, split
 from train.adaptation_judging import Limits
 
 
@@ -24,6 +24,11 @@ class Adapt:
     epochs: float = option(3.0, "how often rows are read")
     lr: float | None = option(None, "learning rate; null: a third of the head's own")
     tolerance: float = option(0.03, "share by which tau of old answers may fall")
+    shares: str = option(
+        "1,0.75,0.5,0.25",
+        "comma list: shares of the trained weights, the rest being those of the head in use; the largest one that forgets little "
+        "enough on old answers kept for this choice is judged",
+    )
     min_tokens: int = option(5000, "new tokens of answers that training needs")
     max_tokens: int | None = option(None, "most new tokens that are trained on, the newest; null: all")
     force: bool = option(False, "train even if it is not worth it")
@@ -50,6 +55,7 @@ class Adapt:
 
 def check(given: Adapt) -> None:
     """Raises ValueError for options outside of their range."""
+    shares_of(given.shares)
     for name in ("old_share", "heldout_share"):
         if not 0 <= getattr(given, name) < 1:
             raise ValueError(f"{name}={getattr(given, name)} must be a share from 0, and below 1.")
@@ -61,3 +67,14 @@ def check(given: Adapt) -> None:
         raise ValueError(f"training.{own[0]}= is chosen by this command: leave it out.")
     if given.tolerance < 0:
         raise ValueError(f"tolerance={given.tolerance} must not be negative.")
+
+
+def shares_of(text: str) -> list[float]:
+    """Raises ValueError for what is no list of shares."""
+    try:
+        found = [float(each) for each in split(text)]
+    except ValueError:
+        found = []
+    if not found or not all(0 < each <= 1 for each in found):
+        raise ValueError(f"shares={text} must be a comma list of numbers above 0, up to 1, such as 1,0.5.")
+    return found

@@ -130,6 +130,24 @@ def test_a_head_that_does_not_rise_is_refused(run_adapt):
     assert "not surely a rise" in Path("adapted/adaptation.html").read_text() and not Path("adapted/datastore").exists()
 
 
+def test_a_mixture_of_old_and_new_weights_is_taken_into_use(run_adapt):
+    given = ("tolerance=0.9", "store=false")
+    run_adapt(*given, "shares=1,0.5", "out=whole")
+    run_adapt(*given, "shares=0.5")
+    (tried,) = document()["training"]["mixing"]
+    assert (
+        tried["share"] == 0.5
+        and tried["forgotten"] == []
+        and "How much of the new" in Path("adapted/adaptation.html").read_text()
+    )
+    read = lambda folder: checkpoint.read_tensors(Path(folder, "drafter.safetensors"))
+    start, whole, mixed = read("adapted/heads/0001"), read("whole/heads/0002"), read("adapted/heads/0002")
+    moved = [name for name, tensor in start.items() if not torch.equal(tensor, whole[name])]
+    assert moved
+    for name in moved:
+        torch.testing.assert_close(mixed[name], (start[name] + whole[name]) / 2)
+
+
 def test_training_that_is_not_worth_it_is_left_out(run_adapt):
     out = run_adapt("min_tokens=5000")
     assert "fewer than min_tokens=5,000" in out and document()["decision"] == "not trained"
@@ -229,7 +247,9 @@ def test_what_forgetting_is_judged_on_is_not_trained_on(made, run_adapt, monkeyp
         run_adapt(f"old_heldout={tmp_path / 'heldout.jsonl'}", "judged=2", "old_share=0.9", "force=true")
     plan = adapt.Home(Path("adapted")).read_plan()
     prompts = {tuple(answer.prompt) for answer in plan.training}
-    assert len(plan.heldout["old"]) == 2 and plan.num_new == 32 - 3 and len(plan.training) == 29 + 27
+    assert len(plan.heldout["old"]) == len(plan.heldout["mix"]) == 2 and plan.num_new == 32 - 3
+    assert len(plan.training) == 29 + 27 - 2
+    assert not prompts & {tuple(answer.prompt) for answer in plan.heldout["mix"]}
     judged = [encode(tokenizer, row) for row in reading.load_conversations(str(tmp_path / "heldout.jsonl"))]
     assert len(judged) == 6 and not prompts & {tuple(answer.prompt) for answer in judged}
 
@@ -297,6 +317,8 @@ def test_what_cannot_be_adapted_to_is_refused(made, run_adapt, tmp_path):
     refuse("tolerance=-1", "tolerance=-1")
     refuse("training.run= is chosen by this command", "training.run=mine")
     refuse("heldout_share=1.0 must be a share", "heldout_share=1")
+    for shares in ("", "1,much", "0", "2,1"):
+        refuse(f"shares={shares} must be a comma list", f"shares={shares}")
     refuse("Give old=FILE", "old=missing.jsonl")
     refuse("There is no head 'other'", "head=other")
     write_rows(folder / "traffic-000001.jsonl", [])

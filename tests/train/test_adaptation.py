@@ -5,11 +5,13 @@ import json
 import re
 
 import pytest
+import torch
 
 from specdec.figures import PromptCounts
 from tests.support import small_tokenizer
 from train.adaptation import Home, Plan, store
 from train.adaptation_judging import ENOUGH, Limits, chosen, expected_tau, gate, table, worth
+from train.adaptation_mixing import choose, mix
 from train.adaptation_rows import Answer, Older, Source, TooFew, newest_tokens, num_tokens, parse, split, to_lines
 from train.pages.adaptation_page import render_adaptation
 
@@ -136,6 +138,27 @@ def test_few_conversations_never_let_a_head_through():
     assert not decision and "7 held-out conversations are too few to judge a head by" in reasons[0]
 
 
+def test_weights_are_mixed_in_the_types_of_the_trained_head():
+    start = {"w": torch.tensor([1.0, -3.0]), "ids": torch.tensor([4, 5])}
+    trained = {"w": torch.tensor([2.0, 5.0]).bfloat16(), "ids": torch.tensor([6, 7])}
+    found = mix(start, trained, 0.25)
+    assert found["w"].tolist() == [1.25, -1.0] and found["w"].dtype == torch.bfloat16
+    assert found["ids"].tolist() == [6, 7]
+    assert torch.equal(mix(start, trained, 1.0)["w"], trained["w"])
+    with pytest.raises(ValueError, match="other tensors than the one it comes from"):
+        mix({"w": torch.zeros(3)}, {"w": torch.zeros(2)}, 0.5)
+
+
+@pytest.mark.parametrize("forgets, wanted, tries", [(0.01, 1.0, 1), (0.04, 0.5, 2), (0.5, 0.25, 3)])
+def test_the_largest_share_that_forgets_little_is_taken(forgets, wanted, tries):
+    """tau falls by a share `forgets` with all of the trained weights, and in proportion with less."""
+    judge = lambda share: tables({"chat": (2.0, 2.0 * (1 - forgets * share))})
+    share, tried = choose([0.25, 1.0, 0.5], judge, tolerance=0.03)
+    assert share == wanted and [each["share"] for each in tried] == [1.0, 0.5, 0.25][:tries]
+    assert [bool(each["forgotten"]) for each in tried] == [forgets * each["share"] > 0.03 for each in tried]
+    assert tried[-1]["fall"] == pytest.approx(forgets * share)
+
+
 def test_numbers_go_on_beside_what_a_kill_left(tmp_path):
     for name in ("heads/0001", "adaptations"):
         (tmp_path / name).mkdir(parents=True)
@@ -146,12 +169,13 @@ def test_numbers_go_on_beside_what_a_kill_left(tmp_path):
 
 def test_texts_of_users_are_for_their_owner_alone(tmp_path):
     home, tokenizer = Home(tmp_path), small_tokenizer()
-    plan = Plan("0002", "heads/0001", [answer(1)], 1, {"new": [answer(2)], "old": []}, {"new": [], "old": []}, {})
+    heldout, before = {"new": [answer(2)], "old": [], "mix": []}, {"new": [], "old": [], "mix": []}
+    plan = Plan("0002", "heads/0001", [answer(1)], 1, heldout, before, {})
     home.save_plan(plan, "abc")
     (tmp_path / "datastores").mkdir(mode=0o755)  # of an earlier version
     store(home, "0002", [answer(1)], tokenizer)
     with pytest.raises(ValueError, match="drafter"):
-        home.accept(plan, tmp_path / "none", {}, "abc")  # the rows are written first
+        home.accept(plan, tmp_path / "none", {}, {}, "abc")  # the rows are written first
     for name in ("training", "rows", "rows/0002", "datastores"):
         assert (tmp_path / name).stat().st_mode & 0o777 == 0o700, name
     assert (tmp_path / "rows" / "0002" / "trained.jsonl").exists()

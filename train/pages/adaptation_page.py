@@ -23,6 +23,7 @@ def render_adaptation(history: list[dict[str, Any]], *, title: str) -> str:
         answer=answer,
         slices=slices,
         trained="training" in document,
+        mixing=document.get("training", {}).get("mixing", []),  # earlier versions had none
         charts=[change_chart(part, name) for name, part in slices if "after" in part["all"]],
         history=history,
         minutes=", ".join(f"{name} {number(value)}" for name, value in document["minutes"].items()),
