@@ -82,40 +82,41 @@ def within(seen: Seen, window: int | None, *, depth: int, positions: Tensor, fir
     return replace(seen, first=narrow(seen.first, seen.last), host=host)
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, seen: Seen, *own: Tensor) -> Tensor:
-    """Softmax over the common keys that a slot sees and all of its own ones.
+def attend(query: Tensor, key: Tensor, value: Tensor, seen: Seen, *own: Tensor, causal: bool = False) -> Tensor:
+    """Softmax over the common keys that a slot sees and its own ones.
 
     query [B, G, R, S, P, E], scaled: P queries of each of S slots, R heads for each of G heads of keys
     key, value [B, G, C, E]; seen: a Span, or a mask [B, 1, S, C] for passes without gradients
     own: N pairs of a key and a value [B, G, S, n, E] of each slot, with sum(n) own keys for a slot
+    causal: whether query p of a slot sees only the first p + 1 of the slot's own keys, not all of them
     -> [B, G, R, S, P, E]
     """
     if isinstance(seen, Tensor):
         own_key, own_value = _join(own, query)
         shared = [_dense(q, k, v, mask[0]) for q, k, v, mask in zip(query, key, value, seen)]
         out, log_sum = (torch.stack(part) for part in zip(*shared))
-        return _add_own(query, out, log_sum, own_key, own_value)[0]
-    return _Attention.apply(query, key, value, seen, *own)
+        return _add_own(query, out, log_sum, own_key, own_value, causal)[0]
+    return _Attention.apply(query, key, value, seen, causal, *own)
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, query, key, value, seen, *own):
+    def forward(ctx, query, key, value, seen, causal, *own):
         own_key, own_value = _join(own, query)
         out = torch.zeros_like(query)
         log_sum = out.new_full((*query.shape[:-1], 1), float("-inf"), dtype=_exact(query))
         for row, slots, keys, mask in _chunks(query, key, seen):
             parts = query[row][:, :, slots], key[row][:, keys], value[row][:, keys]
             out[row][:, :, slots], log_sum[row][:, :, slots] = _common(*parts, mask)
-        out, log_sum = _add_own(query, out, log_sum, own_key, own_value)
+        out, log_sum = _add_own(query, out, log_sum, own_key, own_value, causal)
         ctx.save_for_backward(query, key, value, out, log_sum, *own)
-        ctx.seen = seen
+        ctx.seen, ctx.causal = seen, causal
         return out
 
     @staticmethod
     def backward(ctx, grad):
         query, key, value, out, log_sum, *own = ctx.saved_tensors
-        grad_query, *grad_own = _own_backward(grad, query, out, log_sum, own)
+        grad_query, *grad_own = _own_backward(grad, query, out, log_sum, own, ctx.causal)
         grad_key, grad_value = (torch.zeros_like(each, dtype=_exact(each)) for each in (key, value))
         for row, slots, keys, mask in _chunks(query, key, ctx.seen):
             given, q, o, total = (each[row][:, :, slots] for each in (grad, query, out, log_sum))
@@ -123,7 +124,7 @@ class _Attention(torch.autograd.Function):
             grad_query[row][:, :, slots] += some[0]
             grad_key[row][:, keys] += some[1]
             grad_value[row][:, keys] += some[2]
-        return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype), None, *grad_own
+        return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype), None, None, *grad_own
 
 
 def _exact(values: Tensor) -> torch.dtype:
@@ -217,25 +218,37 @@ def _join(own: tuple[Tensor, ...] | list[Tensor], query: Tensor) -> tuple[Tensor
     return torch.cat(own[::2], dim=3), torch.cat(own[1::2], dim=3)
 
 
-def _add_own(query: Tensor, out: Tensor, log_sum: Tensor, own_key: Tensor, own_value: Tensor) -> tuple[Tensor, Tensor]:
+def _own_scores(query: Tensor, own_key: Tensor, causal: bool) -> Tensor:
+    """-> [B, G, S, R * P, N], minus infinity where a key is not seen"""
+    scores = _by_slot(query) @ own_key.transpose(-1, -2)
+    if not causal:
+        return scores
+    later = torch.ones(query.shape[4], own_key.shape[3], dtype=torch.bool, device=query.device).triu(1)
+    return scores.masked_fill(later.repeat(query.shape[2], 1), float("-inf"))
+
+
+def _add_own(
+    query: Tensor, out: Tensor, log_sum: Tensor, own_key: Tensor, own_value: Tensor, causal: bool
+) -> tuple[Tensor, Tensor]:
     """out, log_sum: of common keys -> the same of common and own keys"""
     if own_key.shape[3] == 0:
         return out, log_sum
-    scores = _by_head(_by_slot(query) @ own_key.transpose(-1, -2), query).to(_exact(query))
+    scores = _by_head(_own_scores(query, own_key, causal), query).to(_exact(query))
     total = torch.logaddexp(log_sum, scores.logsumexp(-1, keepdim=True))
     weights = (scores - total).exp().to(query.dtype)
     own = _by_head(_by_slot(weights) @ own_value, query)
     return out * (log_sum - total).exp().to(out.dtype) + own, total
 
 
-def _own_backward(grad: Tensor, query: Tensor, out: Tensor, log_sum: Tensor, own: list[Tensor]) -> list[Tensor]:
+def _own_backward(
+    grad: Tensor, query: Tensor, out: Tensor, log_sum: Tensor, own: list[Tensor], causal: bool
+) -> list[Tensor]:
     """-> gradients of query, by its scores over own keys, and of each of `own`"""
     own_key, own_value = _join(own, query)
     if own_key.shape[3] == 0:
         return [torch.zeros_like(query)]
     by_slot = _by_slot(query)
-    weights = (by_slot @ own_key.transpose(-1, -2)).to(log_sum.dtype) - _by_slot(log_sum)
-    weights = weights.exp()  # [B, G, S, R * P, N]
+    weights = (_own_scores(query, own_key, causal).to(log_sum.dtype) - _by_slot(log_sum)).exp()  # [B, G, S, R * P, N]
     given = _by_slot(grad)
     mean = (given * _by_slot(out)).sum(-1, keepdim=True, dtype=log_sum.dtype)
     grad_value = weights.to(grad.dtype).transpose(-1, -2) @ given

@@ -252,7 +252,11 @@ def mtp(folder: Path, target: Served, tokens: Tensor, slot: int, depth: int, *, 
 
 
 def block(folder: Path, target: Served, tokens: Tensor, slot: int, depth: int) -> Drafts:
-    """DFlash and DSpark, raw or in a Speculators container: one pass over the newest token and masks, not causal."""
+    """DFlash and DSpark, raw or in a Speculators container: one pass over the newest token and masks, not causal.
+
+    Sliding layers as Speculators trains them: they see the last positions before the newest token, and may be causal. (vLLM's kernels count
+    a window from each mask, so that later ones lose the oldest of these positions.)
+    """
     config, tensors = read(folder)
     if "speculators_model_type" in config:
         assert config["transformer_layer_config"]["model_type"] == "qwen3"
@@ -275,7 +279,14 @@ def block(folder: Path, target: Served, tokens: Tensor, slot: int, depth: int) -
         w = under(tensors, f"layers.{number}.")
         y = norm(x, w["input_layernorm.weight"], config)
         keys = torch.cat([context, y])
-        x = mlp(w, config, x + attention(w, config, y, keys, slot, torch.ones(len(y), len(keys), dtype=torch.bool)))
+        seen = torch.ones(len(y), len(keys), dtype=torch.bool)
+        if config.get("layer_types", ())[number : number + 1] == ["sliding_attention"]:
+            seen[:, : max(0, slot - config["sliding_window"])] = False
+            both_ways = config.get("sliding_window_non_causal", config.get("dflash_config", {}).get("causal") is False)
+            seen[:, slot:] &= torch.ones(len(y), len(y), dtype=torch.bool).tril() | torch.tensor(both_ways)
+        else:
+            assert not config.get("dflash_config", {}).get("causal")
+        x = mlp(w, config, x + attention(w, config, y, keys, slot, seen))
     x = norm(x, tensors["norm.weight"], config)[0 if config.get("sample_from_anchor") else 1 :][:depth]
     logits, confidence = x @ lm_head.T, None
     if "markov_rank" in config:

@@ -44,6 +44,8 @@ VARIANTS += [
     ("dflash", True, {"fuse": True}),
     ("eagle3", False, {"window": 7, "num_layers": 2, "full_layers": [1]}),
     ("peagle", True, {"window": 7, "full_layers": [0]}),
+    ("dflash", True, {"window": 4, "full_layers": [1]}),
+    ("dspark", False, {"window": 3, "window_causal": False}),
 ]
 QUICK = [  # `make quick`: one variant for each kind of Drafter.attends
     ("eagle", False, {}),

@@ -52,6 +52,7 @@ CASES = (
     Case("mtp", {}, False, ("vllm",)),
     Case("dflash", {"num_drafts": NUM_DRAFTS}, True, ("vllm", "speculators")),
     Case("dflash", {"num_drafts": NUM_DRAFTS}, False, ("vllm", "gguf")),
+    Case("dflash", {"num_drafts": NUM_DRAFTS, "num_layers": 1, "window": 8}, True, ("vllm", "speculators")),
     Case("dspark", {"num_drafts": NUM_DRAFTS, "markov_rank": 16}, True, ("gguf",)),
     Case("draft", {}, False, ("vllm", "gguf")),
 )

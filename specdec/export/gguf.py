@@ -22,6 +22,7 @@ def form(drafter: Drafter) -> Form:
         case BlockDrafter() if block_drafter.is_dspark(drafter):
             return _form(drafter, block_drafter.dspark(drafter), "draft-dspark")
         case BlockDrafter():  # llama.cpp's DFlash has no draft vocabulary
+            eagle.check_whole(drafter, "llama.cpp")
             whole = whole_vocabulary(drafter)
             assert isinstance(whole, BlockDrafter)
             return _form(drafter, block_drafter.dflash(whole), "draft-dflash", whole_vocabulary=reduced)

@@ -9,7 +9,6 @@ from specdec.layouts.base import Layout
 from specdec.serving import Form, form_of, vllm_line, vllm_settings
 
 VERSION = "0.9.0"
-WINDOW = ("layer_types", "sliding_window", "use_sliding_window")  # of EAGLE-3 heads that have sliding layers
 COMMON = frozenset(
     "architectures speculators_model_type speculators_version speculators_config transformer_layer_config "
     "draft_vocab_size target_hidden_size torch_dtype".split()
@@ -22,6 +21,7 @@ FIELDS3 = COMMON | {
     "eagle_aux_hidden_state_layer_ids",
     "embed_requires_grad",
 }
+SLIDING_BLOCK = {"sliding_window_non_causal"}
 BLOCK = COMMON | {"block_size", "aux_hidden_state_layer_ids", "mask_token_id", "sample_from_anchor"}
 DSPARK = BLOCK | {"markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"}
 
@@ -64,8 +64,19 @@ def form(drafter: Drafter) -> Form:
                 "mask_token_id": block_drafter.mask_token(drafter),
                 "sample_from_anchor": False,
             }
+            if drafter.window is not None:
+                if drafter.window_causal and None in drafter.windows:
+                    raise ValueError(
+                        "vLLM takes all layers of a DFlash drafter in this container as causal if the sliding ones are: take "
+                        "format=vllm, or train without full_layers or with window_causal=false."
+                    )
+                fields["sliding_window_non_causal"] = not drafter.window_causal
             return _form(
-                drafter, "dflash", "qwen3", Layout(plain.tensors, fields, plain.shapes, BLOCK, plain.pickles), plain
+                drafter,
+                "dflash",
+                "qwen3",
+                Layout(plain.tensors, fields, plain.shapes, BLOCK | (fields.keys() & SLIDING_BLOCK), plain.pickles),
+                plain,
             )
     raise ValueError(
         f"The Speculators container has no place for {type(drafter).__name__}, or vLLM has no loader for it. Take format=vllm, "
@@ -79,7 +90,8 @@ def _form(drafter: Drafter, algorithm: str, model_type: str, own: Layout, plain:
     names = ("hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim hidden_act rms_norm_eps "
              "rope_parameters max_position_embeddings vocab_size attention_bias num_hidden_layers")  # fmt: skip
     layer = {"model_type": model_type, **{name: plain.config[name] for name in names.split()}}
-    layer |= {name: plain.config[name] for name in WINDOW if name in plain.config}
+    if isinstance(drafter, (Eagle3, BlockDrafter)) and drafter.window is not None:
+        layer |= {name: plain.config[name] for name in eagle.WINDOW_FIELDS}
     target = drafter.target
     config = {
         "architectures": [

@@ -5,6 +5,8 @@ DFlash            draft1 draft2 draft3        a mask guesses its own position
 DSpark   draft1   draft2 draft3               an input guesses the next position, so K inputs make K drafts
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaMLP, apply_rotary_pos_emb
@@ -14,9 +16,9 @@ from specdec.cache import RowCache
 from specdec.drafter import Drafter
 from specdec.heads.borrowed import embedding_scale, norm_gain
 from specdec.heads.decoder_block import RMSNorm, Rotary, block_config, ridge, row_cache
-from specdec.heads.layers import five_layers
+from specdec.heads.layers import five_layers, windows
 from specdec.sized_linear import SizedLinear
-from specdec.span_attention import Seen
+from specdec.span_attention import Seen, within
 from specdec.target import Target
 
 
@@ -42,8 +44,13 @@ class Layer(nn.Module):
         key, value = self.k_norm(self.k_proj(x).view(shape)).transpose(1, 2), self.v_proj(x).view(shape).transpose(1, 2)
         return apply_rotary_pos_emb(key, key, *rotary)[0].to(value.dtype), value
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Seen, cache, *, size: int) -> Tensor:
-        """x [B, S*size, D], S blocks one after the other; mask [B, 1, S, C] or spans over the context -> [B, S*size, D]"""
+    def forward(
+        self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Seen, cache, *, size: int, causal: bool
+    ) -> Tensor:
+        """x [B, S*size, D], S blocks one after the other; mask [B, 1, S, C] or spans over the context -> [B, S*size, D]
+
+        causal: whether an input sees only the earlier ones of its block and itself
+        """
         num_rows, num = x.shape[:2]
         normed = self.input_layernorm(x)
         query = self.q_norm(self.q_proj(normed).view(num_rows, num, -1, self.head_dim)).transpose(1, 2)
@@ -53,7 +60,7 @@ class Layer(nn.Module):
         # [B, G, H/G, S, size, head_dim] against the context's [B, G, C, .] and the block's [B, G, S, size, .]
         query = query.to(own_value.dtype).view(num_rows, self.groups, -1, num // size, size, self.head_dim)
         own_key, own_value = (t.unflatten(2, (-1, size)) for t in (own_key, own_value))
-        out = span_attention.attend(query, context_key, context_value, mask, own_key, own_value)
+        out = span_attention.attend(query, context_key, context_value, mask, own_key, own_value, causal=causal)
         out = out.flatten(1, 2).flatten(2, 3).transpose(1, 2).flatten(2)  # [B, S*size, H * head_dim]
         x = x + self.o_proj(out)
         return x + self.mlp(self.post_attention_layernorm(x))
@@ -71,6 +78,10 @@ class BlockDrafter(Drafter):
         The paper learns a table in place of W1 e. W1 on the embedding has fewer parameters and generalises; a table can be
         computed from it
     confidence: whether to have DSpark's confidence head: is a draft accepted, from its state and the token before
+    window: positions before a block that its inputs see, as Speculators trains heads; None: all
+    full_layers: the layers, from 0, that see all of them all the same; None: no layer does
+    window_causal: whether, in layers with a window, an input sees only the earlier ones of its block and itself, as Speculators
+        and vLLM take it unless told otherwise; in other layers all inputs of a block see each other
     """
 
     attends = "block"
@@ -87,9 +98,13 @@ class BlockDrafter(Drafter):
         fuse: bool = False,
         markov_rank: int | None = None,
         confidence: bool = False,
+        window: int | None = None,
+        full_layers: Sequence[int] | None = None,
+        window_causal: bool = True,
         vocab: Tensor | None = None,
     ):
         super().__init__(target, vocab=vocab)
+        self.window, self.windows, self.window_causal = window, windows(window, full_layers, num_layers), window_causal
         width = target.width
         self.depth = self.num_drafts = num_drafts
         self.anchor_predicts = anchor_predicts
@@ -151,8 +166,12 @@ class BlockDrafter(Drafter):
         x = x.flatten(1, 2)  # [B, S*size, D]
         at = (positions[..., None] + torch.arange(size, device=positions.device)).flatten(1)
         rotary = self.rotary(x, at)
-        for layer in self.layers:
-            x = layer(x, rotary, mask, cache, size=size)
+        for layer, window in zip(self.layers, self.windows):
+            seen, causal = mask, False
+            if window is not None:  # the anchor's own position counts as one more
+                seen = within(mask, window + 1, depth=2, positions=positions, first=0)
+                causal = self.window_causal
+            x = layer(x, rotary, seen, cache, size=size, causal=causal)
         return self.norm(x).unflatten(1, (num, size))[:, :, size - self.num_drafts :].flatten(2)
 
     def logits(self, d, readout):

@@ -19,7 +19,7 @@ from specdec.heads.decoder_block import (
     ridge,
     row_cache,
 )
-from specdec.heads.layers import three_layers
+from specdec.heads.layers import three_layers, windows
 from specdec.sized_linear import SizedLinear
 from specdec.span_attention import within
 from specdec.target import Target
@@ -139,18 +139,12 @@ class Eagle3(_Eagle):
     ):
         if num_layers < 1:
             raise ValueError(f"num_layers={num_layers} must be at least 1.")
-        if window is not None and window < 2:
-            raise ValueError(f"window={window} must be 2 positions or more; null: all.")
-        full_layers = full_layers or ()
-        if not set(full_layers) <= set(range(num_layers)):
-            raise ValueError(f"full_layers={list(full_layers)} must be layers of this head, 0 .. {num_layers - 1}.")
         super().__init__(target, width=2 * target.width, intermediate_size=intermediate_size, block=block, vocab=vocab)
         self.further.extend(DecoderLayer(self.config, layer=layer) for layer in range(1, num_layers))
         width, eps = target.width, self.config.rms_norm_eps
         self.target_layers = target.layer_ids(target_layers or three_layers(target))
         self.norm_output, self.norm_before_residual = norm_output, norm_before_residual
-        self.window = window
-        self.windows = [None if layer in full_layers else window for layer in range(num_layers)]
+        self.window, self.windows = window, windows(window, full_layers, num_layers)
         num = len(self.target_layers)
         self.input_norm = RMSNorm(num * width, eps=eps) if norm_before_fc else None
         self.fc_norm = nn.ModuleList([RMSNorm(width, eps=eps) for _ in range(num)] if norm_features else [])

@@ -1,4 +1,6 @@
-"""Which of the target's hidden states a head reads if it is not told."""
+"""Which of the target's hidden states a head reads if it is not told, and which of its own layers see a window only."""
+
+from collections.abc import Sequence
 
 from specdec.target import Target
 
@@ -29,3 +31,16 @@ def _check(target: Target) -> int:
             f"states to read (0..{target.num_layers}), or train a head that reads the last one only, such as eagle or mtp."
         )
     return target.num_layers
+
+
+def windows(window: int | None, full_layers: Sequence[int] | None, num_layers: int) -> list[int | None]:
+    """Positions that each layer of a head sees; None: all. full_layers: those that see all of them all the same
+
+    Raises ValueError for a window below 2 positions, and for layers that the head does not have.
+    """
+    if window is not None and window < 2:
+        raise ValueError(f"window={window} must be 2 positions or more; null: all.")
+    full_layers = full_layers or ()
+    if not set(full_layers) <= set(range(num_layers)):
+        raise ValueError(f"full_layers={list(full_layers)} must be layers of this head, 0 .. {num_layers - 1}.")
+    return [None if layer in full_layers else window for layer in range(num_layers)]

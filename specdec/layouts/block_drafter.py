@@ -4,9 +4,10 @@ import torch
 from torch import Tensor
 
 from specdec.heads.dflash import BlockDrafter
+from specdec.layer_kinds import FULL, SLIDING
 from specdec.layouts import base
 from specdec.layouts.base import Layout, Shapes
-from specdec.layouts.eagle import BLOCK_FIELDS, check_layers
+from specdec.layouts.eagle import BLOCK_FIELDS, WINDOW_FIELDS, check_layers, check_whole, read_window, window_fields
 from specdec.target import Target
 
 MASK = "mask_embedding.pt"
@@ -48,13 +49,15 @@ def _common(drafter: BlockDrafter, *, needs: str) -> tuple[dict, dict]:
     for number in range(len(drafter.layers)):
         prefix = f"layers.{number}."
         tensors = base.rename(tensors, [(prefix + own, prefix + public) for own, public in NAMES])
+    sliding = window_fields(drafter)
     config = {
         "architectures": [needs],
         "model_type": "qwen3",
         "num_hidden_layers": len(drafter.layers),
         **base.block_fields(drafter.config, target),
         "num_target_layers": target.num_layers,
-        "layer_types": ["full_attention"] * len(drafter.layers),
+        "layer_types": [FULL] * len(drafter.layers),
+        **sliding,
         "draft_vocab_size": drafter.vocab_size,
         "torch_dtype": None,
     }
@@ -69,17 +72,19 @@ def dflash(drafter: BlockDrafter) -> Layout:
         raise ValueError("This is a DSpark drafter, not a DFlash one.")
     tensors, config = _common(drafter, needs="DFlashDraftModel")
     mask = mask_token(drafter)
-    config |= {
-        "block_size": drafter.num_drafts + 1,
-        # engines number layer outputs: one less than hidden states
-        "dflash_config": {"mask_token_id": mask, "target_layer_ids": [k - 1 for k in drafter.target_layers]},
-    }
+    # engines number layer outputs: one less than hidden states
+    nested = {"mask_token_id": mask, "target_layer_ids": [k - 1 for k in drafter.target_layers]}
+    if drafter.window is not None and not drafter.window_causal:
+        nested["causal"] = False  # of all layers; a missing field: of full ones only
+    config |= {"block_size": drafter.num_drafts + 1, "dflash_config": nested}
+    fields = FIELDS | (WINDOW_FIELDS if drafter.window is not None else set())
     pickles = {MASK: {"mask_token_id": mask, "embedding": drafter.mask_embedding.detach().clone()}}
-    return Layout(tensors, config, shapes(config, len(drafter.target_layers)), FIELDS, pickles)
+    return Layout(tensors, config, shapes(config, len(drafter.target_layers)), fields, pickles)
 
 
 def dspark(drafter: BlockDrafter) -> Layout:
     """With the target's embedding, in which the mask replaces one token's row: engines read DSpark's mask from nowhere else."""
+    check_whole(drafter, "A DSpark drafter in an engine")
     tensors, config = _common(drafter, needs="Qwen3DSparkModel")
     if drafter.markov_in is None or drafter.markov_out is None:
         raise ValueError("Engines have no DSpark without a Markov head: train with markov_rank=256.")
@@ -157,11 +162,9 @@ def read(config: dict, tensors: dict[str, Tensor], mask: Tensor | None, target: 
         raise ValueError(
             "DSpark drafters have a Markov table of their own, and here it is computed from embeddings: they cannot be imported."
         )
-    sliding = set(config.get("layer_types") or ()) - {"full_attention"}
-    others = {"causal": nested.get("causal"), "is_causal": config.get("is_causal"), "sliding layers": sliding,
-              "sample_from_anchor": config.get("sample_from_anchor")}  # fmt: skip
-    if on := [name for name, value in others.items() if value]:
-        raise ValueError(f"DFlash with {', '.join(on)} cannot be imported.")
+    if config.get("sample_from_anchor"):
+        raise ValueError("DFlash with sample_from_anchor cannot be imported.")
+    sliding = _read_window(config, nested)
     check_layers(tuple(layers), target)
     rows = config.get("draft_vocab_size") or target.vocab_size
     config = {**base.complete(config), "vocab_size": target.vocab_size, "draft_vocab_size": rows}
@@ -191,5 +194,27 @@ def read(config: dict, tensors: dict[str, Tensor], mask: Tensor | None, target: 
         "num_drafts": config["block_size"] - 1,
         "num_layers": config["num_hidden_layers"],
         "target_layers": list(layers),
+        **sliding,
     }
     return arguments, head
+
+
+def _read_window(config: dict, nested: dict) -> dict:
+    """The arguments `window`, `full_layers` and `window_causal`, as vLLM reads a raw drafter, and Speculators its container.
+
+    nested: `dflash_config`. Raises ValueError for layers that this project has not: full ones whose inputs see earlier ones only.
+    """
+    num = config["num_hidden_layers"]
+    kinds = list(config.get("layer_types") or [FULL] * num)[:num]
+    causal = config.get("is_causal")
+    causal = nested.get("causal") if causal is None else causal
+    if nested.get("use_swa") and SLIDING not in kinds:  # all layers, and both ways unless it is said
+        kinds, causal = [SLIDING] * num, bool(causal)
+    in_container = "speculators_model_type" in config
+    if in_container:  # of sliding layers alone; without the field, as vLLM takes it
+        causal = SLIDING in kinds and not config.get("sliding_window_non_causal", True)
+    if causal and not in_container and FULL in kinds:
+        raise ValueError("DFlash with causal full layers cannot be imported.")
+    sizes = {"layer_types": kinds, "sliding_window": nested.get("swa_window_size", config.get("sliding_window"))}
+    found = read_window(sizes, num)
+    return {**found, "window_causal": causal is None or bool(causal)} if found else {}

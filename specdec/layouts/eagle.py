@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from specdec.heads.dflash import BlockDrafter
 from specdec.heads.eagle import Eagle, Eagle3, PEagle
 from specdec.layer_kinds import FULL, SLIDING
 from specdec.layouts import base
@@ -60,6 +61,7 @@ BLOCK_FIELDS = frozenset(
     "bos_token_id eos_token_id pad_token_id architectures model_type num_hidden_layers torch_dtype".split()
 )
 FIELDS1 = BLOCK_FIELDS | {"bias"}
+WINDOW_FIELDS = frozenset({"layer_types", "sliding_window", "use_sliding_window"})  # of heads that have sliding layers
 FIELDS3 = BLOCK_FIELDS | {"draft_vocab_size", "fc_norm", "norm_output", "norm_before_fc", "norm_before_residual"}
 LAYER_FIELDS = frozenset({"eagle_aux_hidden_state_layer_ids", "eagle_config", "num_aux_hidden_states"})
 
@@ -114,7 +116,7 @@ def eagle3(drafter: Eagle3) -> Layout:
         **window_fields(drafter),
         "torch_dtype": None,
     }
-    fields = FIELDS3 | set(window_fields(drafter))
+    fields = FIELDS3 | (WINDOW_FIELDS if drafter.window is not None else set())
     if layers != default_layers(
         target
     ):  # vLLM reads the outer numbers; SGLang reads the inner ones, numbers of layer outputs
@@ -134,7 +136,7 @@ def eagle3(drafter: Eagle3) -> Layout:
     return Layout(tensors, config, shapes3(config, prefix=prefix), fields)
 
 
-def window_fields(drafter: Eagle3) -> dict:
+def window_fields(drafter: Eagle3 | BlockDrafter) -> dict:
     """What config.json says of sliding layers; nothing where every layer sees all positions."""
     if drafter.window is None:
         return {}
@@ -175,11 +177,16 @@ def check_plain(drafter: Eagle3, whose: str, *, lacks: tuple[str, ...]) -> None:
     if drafter.further or isinstance(drafter, PEagle):
         what = "P-EAGLE" if isinstance(drafter, PEagle) else "EAGLE-3 of several layers"
         raise ValueError(f"{whose} has no {what}: take format=vllm or speculators.")
-    if drafter.window is not None:
-        raise ValueError(f"{whose} has no sliding layers in drafters: take format=vllm or speculators.")
+    check_whole(drafter, whose)
     on = [name for name, given in norms(drafter).items() if given and name in lacks]
     if on:
         raise ValueError(f"{whose} has no {', '.join(on)}, which this head was trained with: take format=vllm.")
+
+
+def check_whole(drafter: Eagle3 | BlockDrafter, whose: str) -> None:
+    """Raises ValueError for a head whose layers see a window only, in an engine that knows no such heads."""
+    if drafter.window is not None:
+        raise ValueError(f"{whose} has no sliding layers in drafters: take format=vllm or speculators.")
 
 
 def shapes3(config: dict, *, prefix: str = "midlayer.") -> Shapes:

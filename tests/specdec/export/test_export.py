@@ -84,6 +84,9 @@ def config_of(drafter, form: str) -> dict:
           for form in ("eagle", "sglang", "gguf")),
         *(("peagle", False, {}, form, "has no P-EAGLE: take format=vllm or speculators") for form in ("eagle", "sglang", "gguf")),
         ("peagle", False, {"norm_output": True}, "speculators", "take format=vllm"),
+        ("dflash", False, {"window": 4}, "gguf", "has no sliding layers in drafters: take format=vllm or speculators"),
+        ("dflash", False, {"window": 4, "full_layers": [1]}, "speculators", "vLLM takes all layers .* as causal"),
+        ("dspark", False, {"window": 4}, "vllm", "A DSpark drafter in an engine has no sliding layers"),
         *(("eagle3", False, {"window": 4}, form, "has no sliding layers in drafters: take format=vllm or speculators")
           for form in ("eagle", "sglang", "gguf")),
     ],

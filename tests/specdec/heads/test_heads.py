@@ -250,6 +250,8 @@ def test_a_step_depends_on_the_inputs_of_its_family(any_drafter, text):
     if "markov_in.weight" in any_drafter.state_dict():
         name += " with a Markov head"
     reads_token, reads_feature = READS[name]
+    if name.startswith("BlockDrafter") and any_drafter.window and None not in any_drafter.windows:
+        reads_feature = lambda d, j: range(max(0, j - any_drafter.window), j)
     tokens, features = text
     base = readouts_by_slot(any_drafter, tokens, features)
     for place in range(LENGTH):
@@ -314,6 +316,22 @@ def test_attention_over_spans_of_blocks_of_queries(lag, scores, monkeypatch):
     wanted = span_attention.attend(*inputs[:3], seen.mask(7), *inputs[3:])  # without chunks, by autograd
     torch.testing.assert_close(out, wanted, atol=1e-12, rtol=0)
     given = torch.randn_like(out)
+    for grad, reference in zip(torch.autograd.grad(out, inputs, given), torch.autograd.grad(wanted, inputs, given)):
+        torch.testing.assert_close(grad, reference, atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_causal_queries_see_the_first_of_their_own_keys(dense):
+    """Query p alone with the first p + 1 own keys, both ways."""
+    torch.manual_seed(0)
+    shapes = {"query": (3, 2, 2, 7, 4, 6), "key": (3, 2, 7, 6), "value": (3, 2, 7, 6), "own": (2, 3, 2, 7, 4, 6)}
+    query, key, value, own = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes.values())
+    seen = spans(INDEX, lag=1)
+    seen = seen.mask(7) if dense else span_attention.Span(seen.first, seen.last)
+    out = span_attention.attend(query, key, value, seen, *own, causal=True)
+    alone = [span_attention.attend(query[..., p : p + 1, :], key, value, seen, *own[..., : p + 1, :]) for p in range(4)]
+    wanted, given, inputs = torch.cat(alone, dim=-2), torch.randn_like(out), (query, key, value, own)
+    torch.testing.assert_close(out, wanted, atol=1e-12, rtol=0)
     for grad, reference in zip(torch.autograd.grad(out, inputs, given), torch.autograd.grad(wanted, inputs, given)):
         torch.testing.assert_close(grad, reference, atol=1e-10, rtol=0)
 

@@ -64,6 +64,10 @@ SERVED = [
     *(("mtp", {"attention_bias": bias}, form, UNBLANKED) for bias in (False, True) for form in ("vllm", "sglang")),
     *(("dflash", {}, form, reference.block) for form in ("vllm", "gguf", "speculators")),
     *(("dflash", {"target_layers": [1, 5], "num_layers": 3}, form, reference.block) for form in ("vllm", "speculators")),
+    *(("dflash", {"window": 4, "window_causal": causal}, form, reference.block)
+      for causal in (False, True) for form in ("vllm", "speculators")),
+    ("dflash", {"window": 4, "num_layers": 3, "full_layers": [1]}, "vllm", reference.block),
+    ("dflash", {"window": 2, "full_layers": [1], "window_causal": False}, "speculators", reference.block),
     *(("dspark", {}, form, reference.block) for form in ("vllm", "gguf", "speculators")),
     ("dspark", {"anchor_predicts": False, "confidence": False}, "vllm", reference.block),
 ]  # fmt: skip

@@ -56,7 +56,15 @@ def assert_equal_drafters(drafter, expected) -> None:
     assert expected_tensors.keys() == tensors.keys() and all(
         torch.equal(expected_tensors[name], tensors[name]) for name in expected_tensors
     )
-    for name in ("norm_output", "norm_before_residual", "attention_bias", "num_drafts", "anchor_predicts", "windows"):
+    for name in (
+        "norm_output",
+        "norm_before_residual",
+        "attention_bias",
+        "num_drafts",
+        "anchor_predicts",
+        "windows",
+        "window_causal",
+    ):
         assert getattr(drafter, name, None) == getattr(expected, name, None)
     if hasattr(expected, "config"):
         assert drafter.config.to_dict() == expected.config.to_dict()
@@ -79,7 +87,9 @@ RETURNING = [
     ("mtp", {}, "vllm"),
     ("mtp", {"attention_bias": True}, "sglang"),
     *(("dflash", arguments, form) for form in ("vllm", "speculators")
-      for arguments in ({}, {"target_layers": [1, 5], "num_drafts": 6, "num_layers": 1})),
+      for arguments in ({}, {"target_layers": [1, 5], "num_drafts": 6, "num_layers": 1}, {"window": 4},
+                        {"window": 4, "full_layers": [0], "window_causal": False})),
+    ("dflash", {"window": 4, "full_layers": [0]}, "vllm"),
 ]  # fmt: skip
 
 
@@ -191,6 +201,28 @@ def test_published_medusa_with_a_map_of_tokens(target, tmp_path):
     assert_same_drafts(tmp_path / "out", reference.medusa, drafter)
 
 
+SLIDING = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 4}
+WINDOWS = [  # as vLLM's loader takes them
+    (SLIDING, {}, ([4, 4], True)),
+    (SLIDING, {"causal": False}, ([4, 4], False)),
+    (SLIDING, {"swa_window_size": 3}, ([3, 3], True)),
+    ({**SLIDING, "is_causal": False}, {"causal": True}, ([4, 4], False)),
+    ({"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 4}, {}, ([None, 4], True)),
+    ({"sliding_window": 4}, {"use_swa": True}, ([4, 4], False)),
+    ({"sliding_window": 4}, {"use_swa": True, "causal": True}, ([4, 4], True)),
+    ({"sliding_window": 4}, {}, ([None, None], True)),
+]
+
+
+@pytest.mark.parametrize(("changes", "nested", "wanted"), WINDOWS)
+def test_windows_of_published_block_drafters(target, tmp_path, changes, nested, wanted):
+    exported = export(make_exact(target, "dflash"), "vllm", tmp_path / "out")
+    nested = {**exported.layout.config["dflash_config"], **nested}
+    rewrite(tmp_path / "out", **changes, dflash_config=nested)
+    drafter = bring_in(tmp_path / "out", target)
+    assert (drafter.windows, drafter.window_causal) == wanted
+
+
 # Imports that are refused
 
 
@@ -298,9 +330,14 @@ def test_a_folder_in_the_form_that_speculators_writes(target, tmp_path):
             "state 8 is before the final norm",
         ),
         ("eagle3", {"eagle_config": {"norm_output": True}}, "eagle_config holds norm_output"),
-        ("dflash", {"is_causal": True}, "DFlash with is_causal"),
+        ("dflash", {"is_causal": True}, "DFlash with causal full layers"),
+        (
+            "dflash",
+            {"is_causal": True, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4},
+            "causal full",
+        ),
         ("dflash", {"sample_from_anchor": True}, "DFlash with sample_from_anchor"),
-        ("dflash", {"layer_types": ["sliding_attention"] * 2}, "DFlash with sliding layers"),
+        ("dflash", {"layer_types": ["sliding_attention"] * 2}, "must say how many positions they see"),
     ],
 )
 def test_configs_that_would_be_misread_are_refused(target, tmp_path, head, changes, message):
