@@ -269,7 +269,7 @@ def train(given: Adapt, home: Home, plan: Plan) -> Path:
     head = adapting.family(home.first, given.head)
     name = given.target.name or loading.target_of(home.path / plan.start)
     target = {key: value for key, value in asdict(given.target).items() if key != "name"}
-    steps = steps_of(given, plan)
+    length, steps = sizes_of(given, plan)
     gc.collect()  # the target that judged
     status = adapting.train(
         adapting.arguments(
@@ -279,6 +279,7 @@ def train(given: Adapt, home: Home, plan: Plan) -> Path:
             first=home.first,
             lr=given.lr or adapting.rate(home.first, head),
             steps=steps,
+            length=length,
             target={"name": Path(name) if Path(name).exists() else name, **target},
             more=given.training,
         )
@@ -293,9 +294,11 @@ def train(given: Adapt, home: Home, plan: Plan) -> Path:
     return folder / f"step_{steps:06d}"
 
 
-def steps_of(given: Adapt, plan: Plan) -> int:
+def sizes_of(given: Adapt, plan: Plan) -> tuple[int, int]:
+    """-> tokens of a pack, steps"""
     lengths = [len(answer.prompt) + len(answer.answer) for answer in plan.training]
-    return adapting.num_steps(lengths, given.epochs, given.training)
+    length = adapting.pack_length(lengths, given.length)
+    return length, adapting.num_steps(lengths, given.epochs, given.training, length=length)
 
 
 def judge_new(given: Adapt, home: Home, plan: Plan, trained: Path, console: progress.Results) -> None:
@@ -313,7 +316,7 @@ def judge_new(given: Adapt, home: Home, plan: Plan, trained: Path, console: prog
         "old_answers": len(old),
         "old_tokens": num_tokens(old),
     }
-    training |= {"mixing": mixing, "steps": steps_of(given, plan), "tokens_read": report["training"]["tokens"]}
+    training |= {"mixing": mixing, "steps": sizes_of(given, plan)[1], "tokens_read": report["training"]["tokens"]}
     training |= {"lr": given.lr or adapting.rate(home.first, adapting.family(home.first, given.head))}
     minutes = {**plan.about["minutes"], "training": report["training"]["seconds"] / 60}
     minutes |= {"judging after": (time.perf_counter() - begun) / 60}

@@ -38,7 +38,7 @@ class Adapt:
     )
     depth: int = option(4, "drafts of the chain that heads are judged with")
     judged: int = option(100, "answers of new and of old rows that are judged, at most")
-    length: int = option(1024, "tokens of an answer with its prompt that are judged")
+    length: int = option(1024, "tokens of an answer with its prompt that are judged and trained on, at most")
     store: bool = option(True, "make OUT/datastore of the rows, for proposer=retrieval and proposer.suffix.datastore")
     head: str | None = option(None, "file of conf/head whose objective trains; null: by the checkpoint's class")
     seed: int = option(0, "of the choice of old rows")

@@ -24,6 +24,7 @@ from train.sources import read_sources
 
 TRAIN = Path(__file__).resolve().parents[2] / "train.py"
 SHIPPED = "data/answers.jsonl.gz"  # answers of the default target, on which the shipped heads were trained
+ROUND = 128  # tokens: packs have a multiple of it, so that the target's passes have few shapes
 LOWER = 1 / 3  # of the learning rate that the head was trained with
 OWN = {"run", "start", "resume", "head", "data.train"}  # options of train.py that are not the user's
 SHOWN = re.compile(r"step +\d+/\d+|Resumed|Ctrl-C|SIGTERM")  # lines of train.py
@@ -76,12 +77,23 @@ def old_sources(given: str | None, head: Path, target: str) -> list[str]:
     )
 
 
-def num_steps(lengths: list[int], epochs: float, more: dict[str, str]) -> int:
-    """Steps that read all rows so often. lengths: tokens of each row; more: options of train.py, perhaps with the steps"""
+def pack_length(lengths: list[int], most: int) -> int:
+    """data.length that holds the longest row, a multiple of ROUND: at least the usual one, and at most `most` if that is more.
+
+    lengths: tokens of each row
+    """
+    usual = OmegaConf.load(loading.CONF / "data" / "shipped.yaml").length
+    return max(usual, min(most, ROUND * math.ceil(max(lengths) / ROUND)))
+
+
+def num_steps(lengths: list[int], epochs: float, more: dict[str, str], *, length: int) -> int:
+    """Steps that read all rows so often. lengths: tokens of each row; more: options of train.py, perhaps with the steps
+
+    length: of packs, unless `more` has it
+    """
     if "train.steps" in more:
         return int(more["train.steps"])
-    usual = OmegaConf.load(loading.CONF / "data" / "shipped.yaml").length
-    length = int(more.get("data.length", usual))
+    length = int(more.get("data.length", length))
     packs = sum(min(each, length) for each in lengths) / length
     together = int(more.get("train.batch", 1)) * int(more.get("train.accumulation", 1))
     return max(1, math.ceil(epochs * packs / together))
@@ -95,6 +107,7 @@ def arguments(
     first: Path,
     lr: float,
     steps: int,
+    length: int,
     target: dict[str, Any],
     more: dict[str, str],
 ) -> list[str]:
@@ -112,6 +125,7 @@ def arguments(
         "resume": "auto",
         "features.folder": folder / "features",
         "data.cache": folder / "data-cache",
+        "data.length": length,
         "optimizer.lr": lr,
         "optimizer.warmup": min(20, steps // 10),
         "train.steps": steps,

@@ -222,6 +222,20 @@ def test_a_folder_is_watched(made, run_adapt, monkeypatch, tmp_path):
     assert out.count("0 of 50 new tokens to train on") == 1 and "stopped; adapted stands for 0002" in out
 
 
+def test_packs_hold_the_longest_row():
+    assert [adapting.pack_length([10, longest], 1024) for longest in (20, 512, 513, 700, 2000)] == [
+        512,
+        512,
+        640,
+        768,
+        1024,
+    ]
+    assert adapting.pack_length([700], 300) == 512  # as train.py has it
+    assert adapting.num_steps([512, 256, 2000], 2, {}, length=512) == 2 * 2.5
+    assert adapting.num_steps([512, 256, 2000], 2, {"data.length": "1024"}, length=512) == 4
+    assert adapting.num_steps([512], 2, {"train.steps": "7"}, length=512) == 7
+
+
 def test_watching_counts_what_is_left_to_train_on(made, tmp_path):
     """As `worth` does after the split: otherwise each look would begin an adaptation that ends at once."""
     target = str(made / "target")
