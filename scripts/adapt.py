@@ -15,8 +15,6 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from torch import Tensor
-
 from helpers import adapting, loading, vllm_weights
 from helpers.adapt_options import Adapt, check, shares_of
 from helpers.loading import Loaded
@@ -27,7 +25,7 @@ from specdec.figures import PromptCounts
 from train import progress, reading
 from train.adaptation import KINDS, Home, Plan, store
 from train.adaptation_judging import Table, chosen, gate, judge, table, worth
-from train.adaptation_mixing import choose, mix
+from train.adaptation_mixing import choose, mix, tried
 from train.adaptation_rows import (
     Answer,
     Older,
@@ -305,9 +303,23 @@ def judge_new(given: Adapt, home: Home, plan: Plan, trained: Path, console: prog
     """Judges the trained head, and takes it into use or not."""
     begun = time.perf_counter()
     loaded = load(given, trained)
-    tensors, mixing = choose_mixture(given, home, plan, loaded, trained)
-    tables = {kind: compare(given, plan, loaded, kind, "the new head") for kind in JUDGED}
-    good, reasons = gate(tables["new"], tables["old"], tolerance=given.tolerance)
+    folders = home.path / plan.start, trained
+    start, whole = (checkpoint.read_tensors(folder / "drafter.safetensors") for folder in folders)
+
+    def look(kind: str, share: float) -> Table:
+        loaded.drafter.load_state_dict(mix(start, whole, share))
+        return compare(given, plan, loaded, kind, f"{share:g} of the new weights")
+
+    shares = sorted(shares_of(given.shares), reverse=True)
+    first, mixing = (
+        choose(shares, functools.partial(look, "mix"), tolerance=given.tolerance) if plan.heldout["mix"] else (1.0, [])
+    )
+    for share in [share for share in shares if share <= first]:
+        tables = {kind: look(kind, share) for kind in JUDGED}
+        good, reasons = gate(tables["new"], tables["old"], tolerance=given.tolerance)
+        mixing.append(tried(share, "the gate's", tables["old"], given.tolerance))
+        if good or reasons != mixing[-1]["forgotten"]:  # less of the new weights helps against forgetting alone
+            break
     new, old = plan.training[: plan.num_new], plan.training[plan.num_new :]
     report = checkpoint.read_json(trained / "report.json")
     training = {
@@ -332,26 +344,10 @@ def judge_new(given: Adapt, home: Home, plan: Plan, trained: Path, console: prog
     show(console, tables)
     page = home.record(number, document)
     if good:
-        home.accept(plan, trained, tensors, document, datastore.fingerprint(loaded.tokenizer))
+        home.accept(plan, trained, mix(start, whole, share), document, datastore.fingerprint(loaded.tokenizer))
     home.finish()
     console.say(f"{document['decision']}: {' '.join(reasons)}")
     console.say(f"{home.path} stands for {document['in_use']}. Page: {page}")
-
-
-def choose_mixture(
-    given: Adapt, home: Home, plan: Plan, loaded: Loaded, trained: Path
-) -> tuple[dict[str, Tensor], list[dict]]:
-    """Gives the loaded head the mixture that forgets little enough. -> its tensors, and what was tried, as JSON"""
-    folders = home.path / plan.start, trained
-    start, new = (checkpoint.read_tensors(folder / "drafter.safetensors") for folder in folders)
-
-    def judge_share(share: float) -> Table:
-        loaded.drafter.load_state_dict(mix(start, new, share))
-        return compare(given, plan, loaded, "mix", f"{share:g} of the new weights")
-
-    shares = shares_of(given.shares) if plan.heldout["mix"] else [max(shares_of(given.shares))]
-    share, tried = choose(shares, judge_share, tolerance=given.tolerance)
-    return mix(start, new, share), tried
 
 
 def compare(given: Adapt, plan: Plan, loaded: Loaded, kind: str, head: str) -> Table:

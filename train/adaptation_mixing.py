@@ -1,6 +1,7 @@
 """Weights between the head in use and the trained one (WiSE-FT, 2109.01903): a part of what was forgotten comes back.
 
-The share of the trained weights is chosen on old answers that are neither trained on nor judged by the gate.
+The share of the trained weights is chosen on old answers that are neither trained on nor judged by the gate. If the gate refuses this
+share for nothing but forgetting, the next smaller one is judged.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,19 +27,23 @@ def mix(start: Tensors, trained: Tensors, share: float) -> Tensors:
     }
 
 
+def tried(share: float, answers: str, table: Table, tolerance: float) -> dict[str, Any]:
+    """What a share forgets, as JSON. answers: whose table it is, for the page; table: {} without old answers"""
+    fall = 1 - table[ALL]["after"] / table[ALL]["before"] if table else None
+    return {"share": share, "answers": answers, "fall": fall, "forgotten": forgotten(table, tolerance)}
+
+
 def choose(
     shares: Sequence[float], judge: Callable[[float], Table], *, tolerance: float
 ) -> tuple[float, list[dict[str, Any]]]:
-    """Tries shares of the trained weights, the largest first, until nothing is forgotten; else the last one is taken.
+    """The first share by which nothing is forgotten, or else the last one, and what was tried.
 
-    judge(share) -> the table of the answers to choose by, {} if there are none. tolerance: as the gate's
-    -> the share, and what was tried, as JSON
+    shares: of the trained weights, the largest first; judge(share) -> the table of the answers to choose by
+    tolerance: as the gate's
     """
-    tried: list[dict[str, Any]] = []
-    for share in sorted(shares, reverse=True):
-        table = judge(share)
-        fall = 1 - table[ALL]["after"] / table[ALL]["before"] if table else None
-        tried.append({"share": share, "fall": fall, "forgotten": forgotten(table, tolerance)})
-        if not tried[-1]["forgotten"]:
+    looks: list[dict[str, Any]] = []
+    for share in shares:
+        looks.append(tried(share, "to choose by", judge(share), tolerance))
+        if not looks[-1]["forgotten"]:
             break
-    return tried[-1]["share"], tried
+    return looks[-1]["share"], looks

@@ -134,18 +134,40 @@ def test_a_mixture_of_old_and_new_weights_is_taken_into_use(run_adapt):
     given = ("tolerance=0.9", "store=false")
     run_adapt(*given, "shares=1,0.5", "out=whole")
     run_adapt(*given, "shares=0.5")
-    (tried,) = document()["training"]["mixing"]
-    assert (
-        tried["share"] == 0.5
-        and tried["forgotten"] == []
-        and "How much of the new" in Path("adapted/adaptation.html").read_text()
-    )
+    chosen, judged = document()["training"]["mixing"]
+    assert chosen["share"] == judged["share"] == 0.5 and chosen["forgotten"] == judged["forgotten"] == []
+    assert "How much of the new" in Path("adapted/adaptation.html").read_text()
     read = lambda folder: checkpoint.read_tensors(Path(folder, "drafter.safetensors"))
     start, whole, mixed = read("adapted/heads/0001"), read("whole/heads/0002"), read("adapted/heads/0002")
     moved = [name for name, tensor in start.items() if not torch.equal(tensor, whole[name])]
     assert moved
     for name in moved:
         torch.testing.assert_close(mixed[name], (start[name] + whole[name]) / 2)
+
+
+def test_a_head_that_the_gate_refuses_for_forgetting_is_mixed_further(run_adapt, monkeypatch):
+    """The answers to choose by let everything pass; by those of the gate any share but the smallest one forgets."""
+    monkeypatch.setattr(adapt, "choose", lambda shares, judge, tolerance: (shares[0], []))
+    looks = iter([["too much"], ["still too much"], []])
+    kept: list = []
+    monkeypatch.setattr(adapt, "gate", lambda new, old, tolerance: (not kept[-1], kept[-1] or ["good"]))
+
+    def tried(share, answers, table, tolerance):
+        return {"share": share, "answers": answers, "fall": 0.0, "forgotten": kept[-1]}
+
+    compare = adapt.compare
+
+    def compared(given, plan, loaded, kind, head):
+        if kind == "new":
+            kept.append(next(looks))
+        return compare(given, plan, loaded, kind, head)
+
+    monkeypatch.setattr(adapt, "tried", tried)
+    monkeypatch.setattr(adapt, "compare", compared)
+    run_adapt("store=false")
+    found = document()
+    assert [each["share"] for each in found["training"]["mixing"]] == [1.0, 0.75, 0.5]
+    assert found["decision"] == "accepted" and found["reasons"] == ["good"]
 
 
 def test_training_that_is_not_worth_it_is_left_out(run_adapt):
