@@ -6,9 +6,7 @@ import json
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TextIO
-
-import datasets
+from typing import Any, TextIO
 
 from specdec.grammar import Grammar
 
@@ -81,11 +79,13 @@ def find_files(source: str) -> list[Path]:
     return []
 
 
-def open_dataset(source: str, split: str, *, streaming: bool = False) -> datasets.Dataset | datasets.IterableDataset:
-    """One split of a dataset that is in a folder or that `datasets.load_dataset` finds.
+def open_dataset(source: str, split: str, *, streaming: bool = False) -> Any:
+    """One split of a dataset that is in a folder or that `datasets.load_dataset` finds: a `Dataset`, or an `IterableDataset`.
 
     streaming: whether to read a dataset that is not in a folder as it comes, without a copy on the disk
     """
+    import datasets  # here: it takes a second of each command's start, and most sources are files
+
     if Path(source).is_dir():
         data = datasets.load_from_disk(source)
         if isinstance(data, datasets.DatasetDict):
