@@ -13,6 +13,7 @@ from train.validation import BATCH_TOKENS
 
 ALL = "all"
 ENOUGH = 8  # conversations, below which neither a slice is judged nor a category of it
+FEWER = 2  # times the tolerance of all old answers: what a category of them may fall
 LEAST_GAIN = 0.02  # expected share of tau that makes training worth its minutes
 Table = dict[str, dict[str, Any]]  # by part: `all`, `category NAME`, `tag NAME`
 
@@ -141,7 +142,7 @@ def worth(new: Table, old: Table, *, tokens: int, min_tokens: int) -> tuple[bool
 
 def gate(new: Table, old: Table, *, tolerance: float) -> tuple[bool, list[str]]:
     """Whether the new head is taken: there are ENOUGH new conversations, the tau of their answers rises, its whole interval
-    above 0, and neither tau of all old answers nor that of a category with ENOUGH conversations may fall by more than a share `tolerance`.
+    above 0, and nothing is forgotten (`forgotten`).
 
     -> the decision, with every reason against it, or else the reason for it
     """
@@ -152,7 +153,7 @@ def gate(new: Table, old: Table, *, tolerance: float) -> tuple[bool, list[str]]:
         against.append(f"{num} held-out conversations are too few to judge a head by: {ENOUGH} are needed.")
     against += forgotten(old, tolerance)
     kept = (
-        f"no old slice falls by more than {tolerance:.0%}"
+        f"old answers fall by no more than {tolerance:.0%}, and no category of them by more than {FEWER * tolerance:.0%}"
         if old
         else "there are no old answers, so what it forgot is not known"
     )
@@ -160,14 +161,21 @@ def gate(new: Table, old: Table, *, tolerance: float) -> tuple[bool, list[str]]:
 
 
 def forgotten(old: Table, tolerance: float) -> list[str]:
-    """What fell by more than a share `tolerance`: tau of all old answers, or that of a category with ENOUGH conversations."""
+    """What fell too far: tau of all old answers by more than a share `tolerance`, that of a category with ENOUGH conversations by
+    more than FEWER times as much.
+
+    A category is measured on a part of the conversations. In two adaptations of seven categories with 24 each, the standard errors of their
+    changes were 0.8 to 2.1 %: if all of them fall by 1.5 %, one falls by more than 3 % for about every second head.
+    """
     found = []
     for name, part in old.items():
         fall = 1 - part["after"] / part["before"]
-        judged = name == ALL or (name.startswith("category ") and part["conversations"] >= ENOUGH)
-        if judged and fall > tolerance:
+        if name != ALL and not (name.startswith("category ") and part["conversations"] >= ENOUGH):
+            continue
+        most = tolerance if name == ALL else FEWER * tolerance
+        if fall > most:
             found.append(
                 f"tau of old answers ({name}) falls by {fall:.1%}, from {part['before']:.2f} to {part['after']:.2f}: "
-                f"more than tolerance={tolerance:.0%}."
+                f"more than {most:.0%} (tolerance={tolerance:g}{'' if name == ALL else f', {FEWER} times that for a category'})."
             )
     return found

@@ -23,7 +23,7 @@ class Adapt:
     heldout_share: float = option(0.2, "share of the conversations that are held out, the newest")
     epochs: float = option(3.0, "how often rows are read")
     lr: float | None = option(None, "learning rate; null: a third of the head's own")
-    tolerance: float = option(0.03, "share by which tau of old answers may fall")
+    tolerance: float = option(0.03, "share by which tau of old answers may fall; twice that for each category")
     shares: str = option(
         "1,0.75,0.5,0.25",
         "comma list: shares of the trained weights, the rest being those of the head in use; the largest one that forgets little "
