@@ -18,6 +18,7 @@ BLOCK_NOTES = (
     "vLLM 0.32 on a CPU normalises the features' keys of all layers with the first layer's weight, so the drafts of a head "
     "with several layers differ slightly there; GPUs were not tried.",
 )
+WINDOW_NOTE = "vLLM counts the window of a sliding layer from each input of a block, training from the first one (docs/file-formats.md)."
 
 KINDS = {"eagle": "last", "medusa": "last", "mtp": "last", "eagle3": "states", "dflash": "states", "dspark": "states",
          "draft_model": "draft"}  # fmt: skip
@@ -58,7 +59,8 @@ def form(drafter: Drafter) -> Form:
             notes = ("Only vLLM's V2 runner (GPU) drafts with DSpark.",)
             return _form(drafter, block_drafter.dspark(drafter), "dspark", notes=notes)
         case BlockDrafter():
-            return _form(drafter, block_drafter.dflash(drafter), "dflash", notes=BLOCK_NOTES)
+            more = () if drafter.window is None else (WINDOW_NOTE,)
+            return _form(drafter, block_drafter.dflash(drafter), "dflash", notes=BLOCK_NOTES + more)
         case Draft():
             layout, more = language_model.language_model(drafter)
             return _form(drafter, layout, "draft_model", whole_vocabulary=reduced, more=more)
