@@ -59,8 +59,8 @@ def form(drafter: Drafter) -> Form:
             notes = ("Only vLLM's V2 runner (GPU) drafts with DSpark.",)
             return _form(drafter, block_drafter.dspark(drafter), "dspark", notes=notes)
         case BlockDrafter():
-            more = () if drafter.window is None else (WINDOW_NOTE,)
-            return _form(drafter, block_drafter.dflash(drafter), "dflash", notes=BLOCK_NOTES + more)
+            sliding: tuple[str, ...] = () if drafter.window is None else (WINDOW_NOTE,)
+            return _form(drafter, block_drafter.dflash(drafter), "dflash", notes=BLOCK_NOTES + sliding)
         case Draft():
             layout, more = language_model.language_model(drafter)
             return _form(drafter, layout, "draft_model", whole_vocabulary=reduced, more=more)
