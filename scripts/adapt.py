@@ -15,6 +15,8 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
+from torch import Tensor
+
 from helpers import adapting, loading, vllm_weights
 from helpers.adapt_options import Adapt, check, shares_of
 from helpers.loading import Loaded
@@ -306,16 +308,23 @@ def judge_new(given: Adapt, home: Home, plan: Plan, trained: Path, console: prog
     folders = home.path / plan.start, trained
     start, whole = (checkpoint.read_tensors(folder / "drafter.safetensors") for folder in folders)
 
-    def look(kind: str, share: float) -> Table:
-        loaded.drafter.load_state_dict(mix(start, whole, share))
+    def use(share: float) -> dict[str, Tensor]:
+        tensors = mix(start, whole, share)
+        loaded.drafter.load_state_dict(tensors)
+        return tensors
+
+    def look(share: float, kind: str) -> Table:
         return compare(given, plan, loaded, kind, f"{share:g} of the new weights")
 
+    def look_to_choose(share: float) -> Table:
+        use(share)
+        return look(share, "mix")
+
     shares = sorted(shares_of(given.shares), reverse=True)
-    first, mixing = (
-        choose(shares, functools.partial(look, "mix"), tolerance=given.tolerance) if plan.heldout["mix"] else (1.0, [])
-    )
+    first, mixing = choose(shares, look_to_choose, tolerance=given.tolerance) if plan.heldout["mix"] else (1.0, [])
     for share in [share for share in shares if share <= first]:
-        tables = {kind: look(kind, share) for kind in JUDGED}
+        tensors = use(share)
+        tables = {kind: look(share, kind) for kind in JUDGED}
         good, reasons = gate(tables["new"], tables["old"], tolerance=given.tolerance)
         mixing.append(tried(share, "the gate's", tables["old"], given.tolerance))
         if good or reasons != mixing[-1]["forgotten"]:  # less of the new weights helps against forgetting alone
@@ -344,7 +353,7 @@ def judge_new(given: Adapt, home: Home, plan: Plan, trained: Path, console: prog
     show(console, tables)
     page = home.record(number, document)
     if good:
-        home.accept(plan, trained, mix(start, whole, share), document, datastore.fingerprint(loaded.tokenizer))
+        home.accept(plan, trained, tensors, document, datastore.fingerprint(loaded.tokenizer))
     home.finish()
     console.say(f"{document['decision']}: {' '.join(reasons)}")
     console.say(f"{home.path} stands for {document['in_use']}. Page: {page}")

@@ -21,7 +21,6 @@ FIELDS3 = COMMON | {
     "eagle_aux_hidden_state_layer_ids",
     "embed_requires_grad",
 }
-SLIDING_BLOCK = {"sliding_window_non_causal"}
 BLOCK = COMMON | {"block_size", "aux_hidden_state_layer_ids", "mask_token_id", "sample_from_anchor"}
 DSPARK = BLOCK | {"markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"}
 
@@ -64,6 +63,7 @@ def form(drafter: Drafter) -> Form:
                 "mask_token_id": block_drafter.mask_token(drafter),
                 "sample_from_anchor": False,
             }
+            names = BLOCK
             if drafter.window is not None:
                 if drafter.window_causal and None in drafter.windows:
                     raise ValueError(
@@ -71,11 +71,12 @@ def form(drafter: Drafter) -> Form:
                         "format=vllm, or train without full_layers or with window_causal=false."
                     )
                 fields["sliding_window_non_causal"] = not drafter.window_causal
+                names = BLOCK | {"sliding_window_non_causal"}
             return _form(
                 drafter,
                 "dflash",
                 "qwen3",
-                Layout(plain.tensors, fields, plain.shapes, BLOCK | (fields.keys() & SLIDING_BLOCK), plain.pickles),
+                Layout(plain.tensors, fields, plain.shapes, names, plain.pickles),
                 plain,
             )
     raise ValueError(
@@ -84,14 +85,13 @@ def form(drafter: Drafter) -> Form:
     )
 
 
-def _form(drafter: Drafter, algorithm: str, model_type: str, own: Layout, plain: Layout) -> Form:
+def _form(drafter: Eagle3 | BlockDrafter, algorithm: str, model_type: str, own: Layout, plain: Layout) -> Form:
     """own: the container's tensors, manifest and the fields of one type, without those that all types share; plain: the layout
     of the family outside the container"""
     names = ("hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim hidden_act rms_norm_eps "
              "rope_parameters max_position_embeddings vocab_size attention_bias num_hidden_layers")  # fmt: skip
     layer = {"model_type": model_type, **{name: plain.config[name] for name in names.split()}}
-    if isinstance(drafter, (Eagle3, BlockDrafter)) and drafter.window is not None:
-        layer |= {name: plain.config[name] for name in eagle.WINDOW_FIELDS}
+    layer |= eagle.window_fields(drafter)
     target = drafter.target
     config = {
         "architectures": [

@@ -7,7 +7,7 @@ from specdec.heads.dflash import BlockDrafter
 from specdec.layer_kinds import FULL, SLIDING
 from specdec.layouts import base
 from specdec.layouts.base import Layout, Shapes
-from specdec.layouts.eagle import BLOCK_FIELDS, WINDOW_FIELDS, check_layers, check_whole, read_window, window_fields
+from specdec.layouts.eagle import BLOCK_FIELDS, check_layers, check_whole, read_window, window_fields
 from specdec.target import Target
 
 MASK = "mask_embedding.pt"
@@ -49,7 +49,6 @@ def _common(drafter: BlockDrafter, *, needs: str) -> tuple[dict, dict]:
     for number in range(len(drafter.layers)):
         prefix = f"layers.{number}."
         tensors = base.rename(tensors, [(prefix + own, prefix + public) for own, public in NAMES])
-    sliding = window_fields(drafter)
     config = {
         "architectures": [needs],
         "model_type": "qwen3",
@@ -57,7 +56,7 @@ def _common(drafter: BlockDrafter, *, needs: str) -> tuple[dict, dict]:
         **base.block_fields(drafter.config, target),
         "num_target_layers": target.num_layers,
         "layer_types": [FULL] * len(drafter.layers),
-        **sliding,
+        **window_fields(drafter),
         "draft_vocab_size": drafter.vocab_size,
         "torch_dtype": None,
     }
@@ -77,7 +76,7 @@ def dflash(drafter: BlockDrafter) -> Layout:
     if drafter.window is not None and not drafter.window_causal:
         nested["causal"] = False  # of all layers; a missing field: of full ones only
     config |= {"block_size": drafter.num_drafts + 1, "dflash_config": nested}
-    fields = FIELDS | (WINDOW_FIELDS if drafter.window is not None else set())
+    fields = FIELDS | set(window_fields(drafter))
     pickles = {MASK: {"mask_token_id": mask, "embedding": drafter.mask_embedding.detach().clone()}}
     return Layout(tensors, config, shapes(config, len(drafter.target_layers)), fields, pickles)
 

@@ -61,7 +61,6 @@ BLOCK_FIELDS = frozenset(
     "bos_token_id eos_token_id pad_token_id architectures model_type num_hidden_layers torch_dtype".split()
 )
 FIELDS1 = BLOCK_FIELDS | {"bias"}
-WINDOW_FIELDS = frozenset({"layer_types", "sliding_window", "use_sliding_window"})  # of heads that have sliding layers
 FIELDS3 = BLOCK_FIELDS | {"draft_vocab_size", "fc_norm", "norm_output", "norm_before_fc", "norm_before_residual"}
 LAYER_FIELDS = frozenset({"eagle_aux_hidden_state_layer_ids", "eagle_config", "num_aux_hidden_states"})
 
@@ -116,7 +115,7 @@ def eagle3(drafter: Eagle3) -> Layout:
         **window_fields(drafter),
         "torch_dtype": None,
     }
-    fields = FIELDS3 | (WINDOW_FIELDS if drafter.window is not None else set())
+    fields = FIELDS3 | set(window_fields(drafter))
     if layers != default_layers(
         target
     ):  # vLLM reads the outer numbers; SGLang reads the inner ones, numbers of layer outputs
