@@ -125,6 +125,7 @@ class ConsistencyObjective(nn.Module):
     passes: each block's state is drawn from y(0) .. y(passes), all equally likely
     """
 
+    supervise = "answers"
     every_slot = False  # it judges the target's own texts, so the batch's text cannot be replayed
 
     def __init__(self, drafter: Consistency, *, losses: dict[str, float], depth: int, passes: int):

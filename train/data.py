@@ -68,6 +68,11 @@ class Batch:
             host=self.on_host,
         )
 
+    def goals(self, supervise: str) -> Tensor:
+        """[B, T] bool on the CPU: the tokens that a drafter is trained to guess. supervise: answers, or text for prompts too"""
+        host = self.on_host
+        return host.positions > 0 if supervise == "text" else host.loss_mask
+
     def select(self, places: list[int]) -> "Batch":
         """Some of the batch's packs, on the CPU."""
         host = self.on_host

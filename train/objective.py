@@ -21,6 +21,7 @@ from train.losses import LOSSES
 TEXT_LOSSES = {"lk", "e2e_tv", "rounds"}  # of whole slots or texts: functions of train/survival.py
 ADAPTED = "original"  # for a drafter that adapts its target: KL of the adapted target from the original one
 WEIGHTINGS = ("decay", "dpace", "vat")
+SUPERVISE = ("answers", "text")
 FULL_LAW = {"tv", "nla", "top_k", "confidence", *TEXT_LOSSES}  # need the target's law over all V tokens
 LOGITS = 2**27  # logits of all depths that exist at a time, if the number of goals is not given
 TARGET_LOGITS = 2**25  # the same for logits of the target over all V tokens
@@ -31,7 +32,7 @@ class Loss:
     """Sums over the batch's judged slots, so that the mean can be taken over all processes and micro-batches."""
 
     total: Tensor  # scalar, weighted by depth and by the losses' weights
-    num_goals: int  # supervised tokens, the divisor
+    num_goals: int  # tokens that were to be guessed, the divisor
     matches: Tensor | None  # [K, B, T] bool: the guess of depth d for token i is the text's; None if nobody asked
 
 
@@ -55,6 +56,8 @@ class Objective(nn.Module):
     anchors: slots of a row that run the steps after the first (of a block drafter: its only step); None: all that have a goal
     keep: share of these slots that goes on from step to step, so that deep steps cost less (P-EAGLE's conditional drop); no step
         runs on less than a fifth of them. Losses are weighted as if all ran
+    supervise: the goals: answers, or text for the tokens of prompts too. The law that is learned there is the target's, although
+        somebody else wrote the text, so the same answers give more goals
     chunk: goals whose [., W] logits exist at a time, for all depths; None: as many as make LOGITS logits
     gradient_checkpointing: whether activations of the unroll are computed again in the backward pass, instead of being kept
     """
@@ -73,6 +76,7 @@ class Objective(nn.Module):
         anchors: int | None,
         chunk: int | None,
         keep: float = 1.0,
+        supervise: str = "answers",
         gradient_checkpointing: bool = False,
     ):
         super().__init__()
@@ -86,13 +90,14 @@ class Objective(nn.Module):
             temperature=temperature,
             anchors=anchors,
             keep=keep,
+            supervise=supervise,
             chunk=chunk,
         )
         self.drafter = drafter
         self.losses, self.depth, self.decay, self.weighting = used, depth, decay, weighting
         self.temperature, self.eta, self.noise, self.anchors, self.keep = temperature, eta, noise, anchors, keep
         self.chunk = chunk or max(1, LOGITS // (depth * drafter.vocab_size))
-        self.gradient_checkpointing = gradient_checkpointing
+        self.supervise, self.gradient_checkpointing = supervise, gradient_checkpointing
         self.every_slot = anchors is None and keep == 1  # only then can the batch's text be replayed
         self.one_pass = False  # whether a draft model reads all documents in one pass, see unroll_plan.py
         weights = [decay**step for step in range(depth)] if weighting == "decay" else [1.0] * depth
@@ -114,7 +119,7 @@ class Objective(nn.Module):
             self.drafter,
             host.documents,
             host.positions,
-            host.loss_mask,
+            batch.goals(self.supervise),
             depth=self.depth,
             anchors=self.anchors,
             keep=self.keep,
@@ -273,6 +278,7 @@ def _check(
     temperature: float,
     anchors: int | None,
     keep: float,
+    supervise: str,
     chunk: int | None,
 ) -> None:
     """Raises ValueError, with what to change, for settings of an objective that do not fit together or the drafter."""
@@ -292,6 +298,10 @@ def _check(
             f"depth={depth} must be this drafter's number of steps, {drafter.depth}: more steps do not exist, and fewer would "
             "leave parts untrained. Change it, or the drafter's num_heads, num_modules or num_drafts."
         )
+    if supervise not in SUPERVISE:
+        raise ValueError(f"supervise={supervise} must be one of {', '.join(SUPERVISE)}.")
+    if supervise == "text" and "rounds" in used:
+        raise ValueError("The loss rounds counts the passes that answers take: set supervise=answers.")
     if not 0 < keep <= 1:
         raise ValueError(f"keep={keep} must be above 0 and at most 1.")
     if keep < 1 and drafter.attends not in ("path", "none"):

@@ -73,7 +73,7 @@ class Trainer:
             device=accelerator.device,
         )
         self.drafter, self.depth = objective.drafter, objective.depth
-        self.every_slot = objective.every_slot
+        self.every_slot, self.supervise = objective.every_slot, objective.supervise
         self.waiting = Waiting(settings.timeout, accelerator.process_index, accelerator.num_processes)
         with self.waiting("the others to load their target and data"):
             self.weights = Weights(accelerator, objective, optimizer)
@@ -226,7 +226,7 @@ class Trainer:
         settings, accelerator = self.settings, self.accelerator
         torch.manual_seed(settings.seed * 1_000_003 + self.step * 1009 + self.group.number)
         micro_batches = self.loader.step(self.step)
-        goals = torch.tensor(float(sum(int(micro.batch.loss_mask.sum()) for micro in micro_batches)))
+        goals = torch.tensor(float(sum(int(micro.batch.goals(self.supervise).sum()) for micro in micro_batches)))
         num_goals = accelerator.reduce(devices.send(goals, accelerator.device), "sum")
         losses = []
         for number, micro in enumerate(micro_batches):

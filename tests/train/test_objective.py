@@ -1,5 +1,6 @@
 """Tests of the loss against a loop over goals and depths, and of replayed tau against the decoder's tau."""
 
+import dataclasses
 import itertools
 import math
 
@@ -107,6 +108,18 @@ def test_padding_and_other_prompts_do_not_count(any_drafter):
             assert loss.num_goals == alone.num_goals and loss.matches.sum() == alone.matches.sum()
 
 
+def test_supervised_text_is_rows_without_prompts(any_drafter):
+    """supervise=text, over two documents and padding, is the loss of the same rows whose every token has a goal."""
+    rows = [make_row(seed, 4 + seed, 5, 61) for seed in range(2)]
+    loss, batch = judge(make_objective(any_drafter, supervise="text"), [rows], 25)
+    everywhere = [dataclasses.replace(row, mask=[True] * len(row.tokens)) for row in rows]
+    wanted, _ = judge(make_objective(any_drafter), [everywhere], 25)
+    assert loss.num_goals == wanted.num_goals == 17 == batch.goals("text").sum()  # all but the first of each
+    assert loss.total.item() == pytest.approx(wanted.total.item(), rel=1e-6)
+    answers, _ = judge(make_objective(any_drafter), [rows], 25)
+    assert answers.num_goals == 10 and answers.total.item() != pytest.approx(loss.total.item(), rel=1e-3)
+
+
 @pytest.mark.parametrize(
     "settings", [{"chunk": 3}, {"gradient_checkpointing": True}], ids=["chunk", "gradient_checkpointing"]
 )
@@ -159,6 +172,10 @@ def test_wrong_settings_are_refused(drafter, monkeypatch):
         make_objective(drafter, losses={})
     with pytest.raises(ValueError, match=r"^weighting=nothing must be one of decay"):
         make_objective(drafter, weighting="nothing")
+    with pytest.raises(ValueError, match=r"^supervise=prompts must be one of answers, text"):
+        make_objective(drafter, supervise="prompts")
+    with pytest.raises(ValueError, match=r"rounds.*set supervise=answers"):
+        make_objective(drafter, losses={**WEIGHTS, "rounds": 1.0}, supervise="text")
     drafter.confident = not drafter.confident
     with pytest.raises(ValueError, match=r"The loss confidence and a head with a confidence output.* go together"):
         Objective(drafter, **make_settings(losses={"kl": 1.0, **({} if drafter.confident else {"confidence": 1.0})}))
