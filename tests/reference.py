@@ -293,7 +293,7 @@ def block(folder: Path, target: Served, tokens: Tensor, slot: int, depth: int) -
         before = tensors["markov_head.markov_w1.weight"][tokens[slot : slot + depth]]
         logits = logits + before @ tensors["markov_head.markov_w2.weight"].T
         if config["enable_confidence_head"]:
-            inputs = torch.cat([x, before], dim=-1)
+            inputs = torch.cat([x, before], dim=-1) if config.get("confidence_head_with_markov") else x
             confidence = F.linear(inputs, tensors["confidence_head.proj.weight"], tensors["confidence_head.proj.bias"])[
                 :, 0
             ]

@@ -45,6 +45,7 @@ VARIANTS += [
     ("eagle3", False, {"window": 7, "num_layers": 2, "full_layers": [1]}),
     ("peagle", True, {"window": 7, "full_layers": [0]}),
     ("dflash", True, {"window": 4, "full_layers": [1]}),
+    ("dspark", True, {"markov_table": True}),
     ("dspark", False, {"window": 3, "window_causal": False}),
 ]
 QUICK = [  # `make quick`: one variant for each kind of Drafter.attends

@@ -77,6 +77,7 @@ class BlockDrafter(Drafter):
     markov_rank: the rank of DSpark's Markov head, which adds W2 W1 e(token before) to a draft's logits; null: no such head.
         The paper learns a table in place of W1 e. W1 on the embedding has fewer parameters and generalises; a table can be
         computed from it
+    markov_table: whether to have the paper's table, as imported heads do
     confidence: whether to have DSpark's confidence head: is a draft accepted, from its state and the token before
     window: positions before a block that its inputs see, as Speculators trains heads; None: all
     full_layers: the layers, from 0, that see all of them all the same; None: no layer does
@@ -97,6 +98,7 @@ class BlockDrafter(Drafter):
         anchor_predicts: bool = False,
         fuse: bool = False,
         markov_rank: int | None = None,
+        markov_table: bool = False,
         confidence: bool = False,
         window: int | None = None,
         full_layers: Sequence[int] | None = None,
@@ -118,9 +120,14 @@ class BlockDrafter(Drafter):
         )  # [D]
         self.rotary = Rotary(config)
         self.join = nn.Linear(2 * width, num_drafts * width, bias=False) if fuse else None
-        self.markov_in = self.markov_out = self.confidence_head = None
+        self.markov_in: nn.Linear | nn.Embedding | None = None
+        self.markov_out = self.confidence_head = None
         if markov_rank is not None:
-            self.markov_in = nn.Linear(width, markov_rank, bias=False)
+            if markov_table:
+                self.markov_in = nn.Embedding(target.vocab_size, markov_rank)
+                nn.init.normal_(self.markov_in.weight, std=markov_rank**-0.5)
+            else:
+                self.markov_in = nn.Linear(width, markov_rank, bias=False)
             self.markov_out = nn.Linear(markov_rank, self.vocab_size, bias=False)
             nn.init.zeros_(self.markov_out.weight)
         self.confident = confidence
@@ -148,7 +155,8 @@ class BlockDrafter(Drafter):
             h = self._block(embedding, h, positions, mask, cache)
         readout = h.chunk(self.depth, dim=-1)[d - 1]
         if self.markov_in is not None:
-            readout = torch.cat([readout, self.markov_in(embedding)], dim=-1)  # [B, S, D + rank]
+            before = self.markov_in(tokens if isinstance(self.markov_in, nn.Embedding) else embedding)
+            readout = torch.cat([readout, before], dim=-1)  # [B, S, D + rank]
         return h, readout
 
     def ahead(self, h):

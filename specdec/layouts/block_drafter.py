@@ -1,7 +1,6 @@
 """The layouts of DFlash and DSpark (docs/file-formats.md, section 10)."""
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from specdec.heads.dflash import BlockDrafter
 from specdec.layer_kinds import FULL, SLIDING
@@ -17,6 +16,12 @@ DSPARK_FIELDS = FIELDS - {"dflash_config"} | frozenset(
     "enable_confidence_head confidence_head_with_markov".split()
 )
 NAMES = [(f"{part}.", f"self_attn.{part}.") for part in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")]
+
+
+MARKOV_NAMES = [
+    ("markov_in.weight", "markov_head.markov_w1.weight"),
+    ("markov_out.weight", "markov_head.markov_w2.weight"),
+]
 
 
 def is_dspark(drafter: BlockDrafter) -> bool:
@@ -93,8 +98,9 @@ def dspark(drafter: BlockDrafter) -> Layout:
             "take format=safetensors, or train a DFlash drafter (markov_rank=null)."
         )
     mask, embedding = mask_token(drafter), drafter.target.embed.weight.detach()
-    rank, dtype = drafter.markov_in.weight.shape[0], drafter.fc.weight.dtype
-    table = torch.nn.functional.linear(embedding.to(dtype), drafter.markov_in.weight)  # [V, rank]
+    dtype, table = drafter.fc.weight.dtype, drafter.markov_in.weight
+    if not isinstance(drafter.markov_in, nn.Embedding):
+        table = nn.functional.linear(embedding.to(dtype), table)  # [V, rank]
     embedding = embedding.to(dtype).clone()
     embedding[mask] = drafter.mask_embedding.to(dtype)
     tensors |= {
@@ -111,21 +117,26 @@ def dspark(drafter: BlockDrafter) -> Layout:
         "mask_token_id": mask,
         "sample_from_anchor": drafter.anchor_predicts,
         "dspark_bonus_anchor": not drafter.anchor_predicts,
-        "markov_rank": rank,
+        "markov_rank": table.shape[1],
         "markov_head_type": "vanilla",
         "enable_confidence_head": drafter.confident,
         "confidence_head_with_markov": drafter.confident,
     }
-    manifest = shapes(config, len(drafter.target_layers))
-    hidden, rows = config["hidden_size"], config["vocab_size"]
-    manifest |= {
-        "embed_tokens.weight": (rows, hidden),
-        "markov_head.markov_w1.weight": (rows, rank),
+    manifest = shapes(config, len(drafter.target_layers)) | _dspark_shapes(config)
+    manifest["embed_tokens.weight"] = tuple(embedding.shape)
+    return Layout(tensors, config, manifest, DSPARK_FIELDS)
+
+
+def _dspark_shapes(config: dict) -> Shapes:
+    rank = config["markov_rank"]
+    manifest: Shapes = {
+        "markov_head.markov_w1.weight": (config["vocab_size"], rank),
         "markov_head.markov_w2.weight": (config["draft_vocab_size"], rank),
     }
-    if config["enable_confidence_head"]:
-        manifest |= {"confidence_head.proj.weight": (1, hidden + rank), "confidence_head.proj.bias": (1,)}
-    return Layout(tensors, config, manifest, DSPARK_FIELDS)
+    if config.get("enable_confidence_head"):
+        width = config["hidden_size"] + (rank if config.get("confidence_head_with_markov") else 0)
+        manifest |= {"confidence_head.proj.weight": (1, width), "confidence_head.proj.bias": (1,)}
+    return manifest
 
 
 def shapes(config: dict, num_features: int) -> Shapes:
@@ -148,38 +159,44 @@ def shapes(config: dict, num_features: int) -> Shapes:
 
 
 def read(config: dict, tensors: dict[str, Tensor], mask: Tensor | None, target: Target) -> tuple[dict, dict]:
-    """DFlash -> the arguments of `heads.dflash.BlockDrafter`, its tensors. Raises ValueError if they are none of this target.
+    """DFlash or DSpark -> the arguments of `heads.dflash.BlockDrafter`, its tensors. Raises ValueError if they are none of this target.
 
-    config: flat; `dflash_config` or a container's `aux_hidden_state_layer_ids`. mask [H]: its embedding, if it has a file of its own
+    config: flat; layers in `dflash_config`, beside it, or a container's `aux_hidden_state_layer_ids`. mask [H]: its embedding, if it
+    has a file of its own
     """
-    nested = config.get("dflash_config") or {}
+    nested = config.get("dflash_config") or config
     layers = config.get("aux_hidden_state_layer_ids") or [k + 1 for k in nested.get("target_layer_ids", [])]
     mask_id = config.get("mask_token_id", nested.get("mask_token_id"))
     if not layers or (mask is None and mask_id is None):
         raise ValueError("config.json names no hidden states or no mask token: is this a DFlash drafter?")
-    if any("markov_head" in name for name in tensors):
-        raise ValueError(
-            "DSpark drafters have a Markov table of their own, and here it is computed from embeddings: they cannot be imported."
-        )
-    if config.get("sample_from_anchor"):
+    is_dspark = any("markov_head" in name for name in tensors)
+    anchor_predicts = bool(config.get("sample_from_anchor", is_dspark))
+    if anchor_predicts and not is_dspark:
         raise ValueError("DFlash with sample_from_anchor cannot be imported.")
     sliding = _read_window(config, nested)
     check_layers(tuple(layers), target)
     rows = config.get("draft_vocab_size") or target.vocab_size
     config = {**base.complete(config), "vocab_size": target.vocab_size, "draft_vocab_size": rows}
     tensors = dict(tensors)
+    if mask is None:
+        mask = _read_mask(tensors, int(mask_id or 0), target)
     base.drop_copy(tensors, "embed_tokens.weight", target.embed.weight)
     vocab = None
     if "d2t" in tensors:
         vocab = base.check_vocab(tensors["d2t"], tensors.get("t2d"))
     base.drop_copy(tensors, "lm_head.weight", target.lm_head.weight if vocab is None else target.lm_head.weight[vocab])
     wanted = {name: shape for name, shape in shapes(config, len(layers)).items() if name != "lm_head.weight"}
+    if is_dspark:
+        if config.get("markov_head_type", "vanilla") != "vanilla":
+            raise ValueError(f"A Markov head of the type {config['markov_head_type']} cannot be imported; vanilla can.")
+        config["markov_rank"] = tensors["markov_head.markov_w1.weight"].shape[-1]
+        wanted |= _dspark_shapes(config)
     base.check_tensors(tensors, wanted)
     head = {name: value for name, value in tensors.items() if name not in ("d2t", "t2d")}
     for number in range(config["num_hidden_layers"]):
         prefix = f"layers.{number}."
         head = base.rename(head, [(prefix + public, prefix + own) for own, public in NAMES])
-    head["mask_embedding"] = mask if mask is not None else target.embed.weight[int(mask_id or 0)].detach().clone()
+    head["mask_embedding"] = mask
     if vocab is not None:
         head["draft_to_target"] = vocab
     sizes = base.read_block(config, target)
@@ -190,12 +207,39 @@ def read(config: dict, tensors: dict[str, Tensor], mask: Tensor | None, target: 
     arguments = {
         "_target_": "specdec.heads.dflash.BlockDrafter",
         **sizes,
-        "num_drafts": config["block_size"] - 1,
+        "num_drafts": config["block_size"] - (not anchor_predicts),
         "num_layers": config["num_hidden_layers"],
         "target_layers": list(layers),
         **sliding,
     }
+    if is_dspark:
+        arguments |= {"anchor_predicts": anchor_predicts, **_read_markov(head, config)}
     return arguments, head
+
+
+def _read_mask(tensors: dict[str, Tensor], mask_id: int, target: Target) -> Tensor:
+    """The mask's embedding, [D], a row of the embedding in which nothing else may differ from the target's."""
+    own = target.embed.weight.detach()
+    embedding = tensors.get("embed_tokens.weight")
+    if embedding is None or embedding.shape != own.shape:
+        return own[mask_id].clone()
+    tensors["embed_tokens.weight"] = embedding.clone()
+    tensors["embed_tokens.weight"][mask_id] = own[mask_id].to(embedding)
+    return embedding[mask_id].clone()
+
+
+def _read_markov(head: dict[str, Tensor], config: dict) -> dict:
+    """The arguments of DSpark's Markov and confidence heads, whose tensors are renamed in `head`."""
+    for own, public in MARKOV_NAMES:
+        head[own] = head.pop(public)
+    if not config.get("enable_confidence_head"):
+        return {"markov_rank": config["markov_rank"], "markov_table": True}
+    weight, head["confidence_head.bias"] = (head.pop(f"confidence_head.proj.{part}") for part in ("weight", "bias"))
+    width = config["hidden_size"] + config["markov_rank"]
+    head["confidence_head.weight"] = nn.functional.pad(
+        weight, (0, width - weight.shape[1])
+    )  # it may not read the Markov head
+    return {"markov_rank": config["markov_rank"], "markov_table": True, "confidence": True}
 
 
 def _read_window(config: dict, nested: dict) -> dict:

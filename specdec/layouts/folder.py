@@ -46,8 +46,12 @@ def _family(folder: Path, config: dict, tensors: dict[str, Tensor], target: Targ
             )
         if kind == "peagle" and config.get("mask_token_id") is None:
             raise ValueError("write mask_token_id, the token whose embedding P-EAGLE's masks have, into config.json.")
-        if kind not in ("eagle3", "peagle", "dflash"):
-            raise ValueError(f"Speculators of type {kind} cannot be imported; eagle3, peagle and dflash can.")
+        if kind == "dspark" and config.get("sample_from_anchor") is None:
+            raise ValueError(
+                "write sample_from_anchor, true or false, into config.json: vLLM and Speculators guess differently."
+            )
+        if kind not in ("eagle3", "peagle", "dflash", "dspark"):
+            raise ValueError(f"Speculators of type {kind} cannot be imported; eagle3, peagle, dflash and dspark can.")
     if any("linear" in name or name.startswith("blocks.") for name in tensors):
         return medusa.read(config, tensors, target)
     if any("mtp_layers" in name for name in tensors):
@@ -60,7 +64,7 @@ def _family(folder: Path, config: dict, tensors: dict[str, Tensor], target: Targ
         return eagle.read1(config, tensors, _token_map(folder), target)
     raise ValueError(
         f"its tensors ({', '.join(sorted(tensors)[:3])}, ...) belong to none of the known layouts: EAGLE-1, EAGLE-3, P-EAGLE, Medusa, "
-        "DFlash, MTP in MiMo's layout, and the Speculators container of EAGLE-3 and DFlash."
+        "DFlash, DSpark, MTP in MiMo's layout, and the Speculators container."
     )
 
 

@@ -70,6 +70,7 @@ SERVED = [
     ("dflash", {"window": 2, "full_layers": [1], "window_causal": False}, "speculators", reference.block),
     *(("dspark", {}, form, reference.block) for form in ("vllm", "gguf", "speculators")),
     ("dspark", {"anchor_predicts": False, "confidence": False}, "vllm", reference.block),
+    ("dspark", {"markov_table": True}, "gguf", reference.block),
 ]  # fmt: skip
 
 

@@ -62,6 +62,7 @@ def assert_equal_drafters(drafter, expected) -> None:
         "attention_bias",
         "num_drafts",
         "anchor_predicts",
+        "confident",
         "windows",
         "window_causal",
     ):
@@ -90,6 +91,8 @@ RETURNING = [
       for arguments in ({}, {"target_layers": [1, 5], "num_drafts": 6, "num_layers": 1}, {"window": 4},
                         {"window": 4, "full_layers": [0], "window_causal": False})),
     ("dflash", {"window": 4, "full_layers": [0]}, "vllm"),
+    *(("dspark", {"markov_table": True, **arguments}, form) for form in ("vllm", "speculators")
+      for arguments in ({}, {"anchor_predicts": False, "confidence": False})),
 ]  # fmt: skip
 
 
@@ -223,6 +226,54 @@ def test_windows_of_published_block_drafters(target, tmp_path, changes, nested, 
     assert (drafter.windows, drafter.window_causal) == wanted
 
 
+def test_dspark_whose_markov_head_is_no_table_becomes_one_with_a_table(target, tmp_path):
+    export(make_exact(target, "dspark", True), "speculators", tmp_path / "out")
+    table = (
+        reference.read(tmp_path / "out")[1]["markov_head.markov_w1.weight"].float().double()
+    )  # as checkpoints have it
+    rewrite(tmp_path / "out", tensors={"markov_head.markov_w1.weight": table})
+    drafter = bring_in(tmp_path / "out", target)
+    assert drafter.markov_in.weight.shape == (61, 64)
+    assert_same_drafts(tmp_path / "out", reference.block, drafter)
+
+
+def test_published_dspark_with_the_fields_that_its_trainer_leaves_out(target, tmp_path):
+    """Raw: the anchor guesses unless it is said. The confidence head reads the state alone, and its drafts stay the same."""
+    export(make_exact(target, "dspark", True, {"markov_table": True}), "vllm", tmp_path / "out")
+    _, tensors = reference.read(tmp_path / "out")
+    narrow = tensors["confidence_head.proj.weight"][:, :32].clone()
+    rewrite(tmp_path / "out", sample_from_anchor=None, markov_head_type=None, confidence_head_with_markov=None,
+            tensors={"confidence_head.proj.weight": narrow})  # fmt: skip
+    drafter = bring_in(tmp_path / "out", target)
+    assert drafter.anchor_predicts and torch.equal(drafter.confidence_head.weight[:, :32], narrow)
+    assert not drafter.confidence_head.weight[:, 32:].any()
+    rewrite(tmp_path / "out", sample_from_anchor=True)
+    assert_same_drafts(tmp_path / "out", reference.block, drafter)
+
+
+@pytest.mark.parametrize(
+    ("form", "changes", "message"),
+    [
+        ("vllm", {"markov_head_type": "gated"}, "of the type gated cannot be imported; vanilla can"),
+        ("speculators", {"sample_from_anchor": None}, "write sample_from_anchor, true or false"),
+        (
+            "vllm",
+            {"tensors": {"markov_head.markov_w1.weight": torch.zeros(60, 64).double()}},
+            r"markov_w1.weight is \[60",
+        ),
+        (
+            "vllm",
+            {"tensors": {"embed_tokens.weight": torch.zeros(61, 32).double()}},
+            "embed_tokens.weight is not the target's",
+        ),
+    ],
+)
+def test_dspark_that_cannot_be_imported_is_refused(target, tmp_path, form, changes, message):
+    export(make_exact(target, "dspark"), form, tmp_path / "out")
+    rewrite(tmp_path / "out", **changes)
+    refuse(tmp_path / "out", target, message)
+
+
 # Imports that are refused
 
 
@@ -292,18 +343,14 @@ def test_damaged_and_foreign_weights_are_refused(target, tmp_path):
     rewrite(out, num_attention_heads=4, speculators_model_type="peagle")
     refuse(out, target, "write mask_token_id")
     rewrite(out, speculators_model_type="mlp")
-    refuse(out, target, "type mlp cannot be imported; eagle3, peagle and dflash can")
+    refuse(out, target, "type mlp cannot be imported; eagle3, peagle, dflash and dspark can")
     rewrite(out, speculators_model_type=None, tensors={**dict.fromkeys(tensors), "other.weight": torch.zeros(2)})
     refuse(out, target, "none of the known layouts")
 
 
-@pytest.mark.parametrize(
-    ("form", "message"), [("safetensors", "use the checkpoint"), ("vllm", "Markov table of their own")]
-)
-def test_exports_that_cannot_be_imported_are_refused(target, tmp_path, form, message):
-    export(make_exact(target, "dspark"), form, tmp_path / "out")
-    rewrite(tmp_path / "out", dflash_config={"target_layer_ids": [1]})
-    refuse(tmp_path / "out", target, message)
+def test_exports_that_cannot_be_imported_are_refused(target, tmp_path):
+    export(make_exact(target, "dspark"), "safetensors", tmp_path / "out")
+    refuse(tmp_path / "out", target, "use the checkpoint")
 
 
 # Variants of published configurations
