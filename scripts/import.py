@@ -1,8 +1,7 @@
 """python scripts/import.py source=FOLDER target.name=FOLDER out=checkpoints/NAME
 
 Imports a published head as a checkpoint, to evaluate, compare and train it further. Reads EAGLE-1 and EAGLE-3 (SafeAILab,
-SGLang, vLLM), Medusa (reference and vLLM), DFlash, MTP in MiMo's layout, and the Speculators container of EAGLE-3 and
-DFlash.
+SGLang, vLLM), P-EAGLE, Medusa (reference and vLLM), DFlash, DSpark, MTP in MiMo's layout, and the Speculators container.
 """
 
 from dataclasses import dataclass, field
