@@ -66,14 +66,14 @@ def count(counters: list[list[int]], *, num: int | None, num_tokens: int, max_ne
     Raises ValueError if rounds drafted fewer than `num` tokens where the answer had room for them.
     """
     (drafts,), (drafted,), (accepted,), per_position = counters
-    # An answer of full length has no draft behind its end. Its last rounds may have drafted less: each had at most one
-    # token less than the answer could still hold.
-    full = num_tokens == max_new_tokens
+    full = num_tokens == max_new_tokens  # only then has an answer no draft behind its end
     if num is None:
         return Counts(num_tokens - 1 - accepted if full else None, drafted, accepted, tuple(per_position))
     rounds = num_tokens - 1 - accepted if full else drafts
-    short = min(rounds, num) if full else 0
-    if drafted < (rounds - short) * num + short * (short - 1) // 2:
+    # The k-th round before the last one began with room for so many drafts, or more: each round gives a token and may draft
+    # one token less than the answer can still hold.
+    room = max_new_tokens - num_tokens
+    if drafted < sum(min(num, room + k) for k in range(rounds)):
         raise ValueError(
             f"llama.cpp drafted {drafted} tokens in {drafts} rounds, not {num} in each: its log says why; "
             "a block drafter drafts at most its block."

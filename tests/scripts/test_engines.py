@@ -166,10 +166,16 @@ def test_llama_cpp_with_fewer_drafts_than_requested_is_refused():
     assert count([[10], [40], [0], [0] * 5], num_tokens=12).rounds == 11
     # an end token was drafted, and two drafts after it
     assert count([[2], [10], [6], [2, 2, 1, 1, 0]], num_tokens=7).rounds == 2
+    # an answer that ended with room for four more tokens: its last round drafted four
+    assert count([[2], [9], [5], [2, 1, 1, 1, 0]], num_tokens=8).rounds == 2
     # a look-up drafts whatever it finds; where an end token was drafted, its rounds are not known
     assert count([[2], [20], [7], [2, 2, 2, 1]], num=None, num_tokens=12).rounds == 4
     assert count([[2], [20], [7], [2, 2, 2, 1]], num=None, num_tokens=9).rounds is None
-    for counters, length in (([[10], [27], [0], [0] * 5], 12), ([[6], [18], [0], [0] * 5], 7)):
+    for counters, length in (
+        ([[10], [27], [0], [0] * 5], 12),
+        ([[6], [18], [0], [0] * 5], 7),
+        ([[2], [8], [5], [0] * 5], 8),
+    ):
         with pytest.raises(ValueError, match="not 5 in each"):
             count(counters, num_tokens=length)
 
