@@ -5,6 +5,8 @@ import json
 from functools import partial
 from pathlib import Path
 
+import pytest
+import safetensors.torch
 import torch
 from hydra.utils import instantiate
 
@@ -128,3 +130,20 @@ SERVED = {
         "served_tau": 1.9,
     }
 }
+
+
+def rewrite(path: Path, *, tensors=None, **config) -> None:
+    """Changes fields of config.json, and tensors by name; the value None removes an entry."""
+    document, weights = reference.read(path)
+    for entries, changes in ((document, config), (weights, tensors or {})):
+        entries |= changes
+        for name in [name for name, value in changes.items() if value is None]:
+            del entries[name]
+    (path / "config.json").write_text(json.dumps(document))
+    safetensors.torch.save_file(weights, path / "model.safetensors")
+
+
+def refuse(path: Path, target, message: str) -> None:
+    """Asserts that the folder is not read as a head of the target. message: an expression that the error matches"""
+    with pytest.raises(ValueError, match=message):
+        layouts.read(path, target)
