@@ -70,8 +70,8 @@ def count(counters: list[list[int]], *, num: int | None, num_tokens: int, max_ne
     if num is None:
         return Counts(num_tokens - 1 - accepted if full else None, drafted, accepted, tuple(per_position))
     rounds = num_tokens - 1 - accepted if full else drafts
-    # The k-th round before the last one began with room for so many drafts, or more: each round gives a token and may draft
-    # one token less than the answer can still hold.
+    # Each round gives a token at least, and may draft one token less than the answer can still hold. So the k-th round before
+    # the last one may draft `room + k` tokens or more.
     room = max_new_tokens - num_tokens
     if drafted < sum(min(num, room + k) for k in range(rounds)):
         raise ValueError(

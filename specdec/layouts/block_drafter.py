@@ -169,9 +169,9 @@ def read(config: dict, tensors: dict[str, Tensor], mask: Tensor | None, target: 
     mask_id = config.get("mask_token_id", nested.get("mask_token_id"))
     if not layers or (mask is None and mask_id is None):
         raise ValueError("config.json names no hidden states or no mask token: is this a DFlash drafter?")
-    is_dspark = any("markov_head" in name for name in tensors)
-    anchor_predicts = bool(config.get("sample_from_anchor", is_dspark))
-    if anchor_predicts and not is_dspark:
+    has_markov = any("markov_head" in name for name in tensors)
+    anchor_predicts = bool(config.get("sample_from_anchor", has_markov))
+    if anchor_predicts and not has_markov:
         raise ValueError("DFlash with sample_from_anchor cannot be imported.")
     sliding = _read_window(config, nested)
     check_layers(tuple(layers), target)
@@ -186,7 +186,7 @@ def read(config: dict, tensors: dict[str, Tensor], mask: Tensor | None, target: 
         vocab = base.check_vocab(tensors["d2t"], tensors.get("t2d"))
     base.drop_copy(tensors, "lm_head.weight", target.lm_head.weight if vocab is None else target.lm_head.weight[vocab])
     wanted = {name: shape for name, shape in shapes(config, len(layers)).items() if name != "lm_head.weight"}
-    if is_dspark:
+    if has_markov:
         if config.get("markov_head_type", "vanilla") != "vanilla":
             raise ValueError(f"A Markov head of the type {config['markov_head_type']} cannot be imported; vanilla can.")
         config["markov_rank"] = tensors["markov_head.markov_w1.weight"].shape[-1]
@@ -212,7 +212,7 @@ def read(config: dict, tensors: dict[str, Tensor], mask: Tensor | None, target: 
         "target_layers": list(layers),
         **sliding,
     }
-    if is_dspark:
+    if has_markov:
         arguments |= {"anchor_predicts": anchor_predicts, **_read_markov(head, config)}
     return arguments, head
 
