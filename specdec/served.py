@@ -95,15 +95,6 @@ def decode(
     return Decoding(answers, rounds, drafted)
 
 
-class ZeroedMTP(MTP):
-    """An MTP module as vLLM runs it: the embedding in the first row of a prompt is zero."""
-
-    def step(self, d, h, tokens, positions, mask, cache):
-        embedding = torch.where(positions[..., None] == self.first_slot, 0.0, self.embed(tokens))
-        h = self.module(d)(embedding, h, self.rotary(h, positions), mask, cache)
-        return h, h
-
-
 class FirstNormBlockDrafter(BlockDrafter):
     """A block drafter as vLLM's CPU build runs it: the first layer's weight norms the features' keys of all layers.
 
@@ -119,14 +110,13 @@ class FirstNormBlockDrafter(BlockDrafter):
             layer.k_norm = norm
 
 
-AS_RUN: dict[type[Drafter], type[Drafter]] = {MTP: ZeroedMTP, BlockDrafter: FirstNormBlockDrafter}
-
-
 def as_vllm_runs_it(drafter: Drafter) -> Drafter:
     """The drafter itself, or a copy that computes what vLLM on a CPU computes where that is known to differ."""
-    if type(drafter) in AS_RUN:
-        drafter = copy.copy(drafter)
-        drafter.__class__ = AS_RUN[type(drafter)]
+    drafter = copy.copy(drafter)
+    if isinstance(drafter, MTP):
+        drafter.zero_first = True
+    elif type(drafter) is BlockDrafter:
+        drafter.__class__ = FirstNormBlockDrafter
     return drafter
 
 

@@ -25,7 +25,7 @@ def form(drafter: Drafter) -> Form:
             eagle.check_plain(drafter, "SGLang", lacks=("norm_before_residual",))
             return _form(drafter, eagle.eagle3(drafter), "EAGLE3")
         case MTP():
-            return _form(drafter, mtp.mimo(drafter), "EAGLE", notes=(mtp.FIRST_ROW,), whole_vocabulary=reduced)
+            return _form(drafter, mtp.mimo(drafter), "EAGLE", notes=mtp.notes(drafter), whole_vocabulary=reduced)
         case BlockDrafter():
             raise ValueError(
                 "SGLang reads the mask's embedding from the target's own rows and has no place for the trained one: take "

@@ -50,7 +50,7 @@ def form(drafter: Drafter) -> Form:
         case MTP():
             notes = (  # type: ignore[assignment]
                 "vLLM builds the module from the target's configuration, which --hf-overrides changes for that.",
-                mtp.FIRST_ROW,
+                *mtp.notes(drafter),
             )
             return _form(
                 drafter, mtp.mimo(drafter), "mtp", notes=notes, whole_vocabulary=reduced, override=mtp.OVERRIDE

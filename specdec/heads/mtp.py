@@ -38,6 +38,7 @@ class MTP(Drafter):
     num_modules: one module for each depth, which sees keys of its own depth only; null: one module, used at every depth
     native: whether to start from the modules that the target ships
     attention_bias: whether q, k and v have biases, as in Qwen2's blocks; not read for native modules
+    zero_first: whether the embedding in the first slot of a text is zero, as vLLM and SGLang run these modules
     """
 
     estimates = True
@@ -50,10 +51,12 @@ class MTP(Drafter):
         intermediate_size: int | None = None,
         native: bool = False,
         attention_bias: bool = False,
+        zero_first: bool = False,
         vocab: Tensor | None = None,
     ):
         super().__init__(target, vocab=vocab)
         self.depth = num_modules
+        self.zero_first = zero_first
         self.attends = "path" if num_modules is None else "depth"
         self.target_layers = target.layer_ids([-1])
         self.pretrained = native
@@ -96,7 +99,10 @@ class MTP(Drafter):
         return features.to(self.module(1).eh_proj.weight.dtype)
 
     def step(self, d, h, tokens, positions, mask, cache):
-        h = self.module(d)(self.embed(tokens), h, self.rotary(h, positions), mask, cache)
+        embedding = self.embed(tokens)
+        if self.zero_first:
+            embedding = embedding.masked_fill(positions[..., None] == self.first_slot, 0.0)
+        h = self.module(d)(embedding, h, self.rotary(h, positions), mask, cache)
         return h, h
 
     def logits(self, d, readout):

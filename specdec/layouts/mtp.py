@@ -15,7 +15,10 @@ FIELDS = BLOCK_FIELDS | {"num_nextn_predict_layers"}
 PREFIX = "model.mtp_layers.0."
 NAMES = [(f"{own}.", f"{PREFIX}{public}.") for public, own in MIMO.items()]
 NAMES += [("input_layernorm.", f"{PREFIX}input_layernorm."), ("block.", PREFIX)]
-FIRST_ROW = "The engine's MTP classes set the embedding in the first row of a prompt to zero, which training does not. Later rows attend to that row."
+FIRST_ROW = (
+    "The engine's MTP classes set the embedding in the first row of a prompt to zero, which the training of this module did "
+    "not (zero_first=false). Later rows attend to that row."
+)
 OVERRIDE = {"num_nextn_predict_layers": 1}  # fields of the target's configuration, where engines read them
 
 
@@ -63,6 +66,11 @@ def mimo(drafter: MTP) -> Layout:
     return Layout(base.rename(module, NAMES), fields, shapes(fields), FIELDS)
 
 
+def notes(drafter: MTP) -> tuple[str, ...]:
+    """What a user of the exported module has to know."""
+    return () if drafter.zero_first else (FIRST_ROW,)
+
+
 def read(config: dict, tensors: dict[str, Tensor], target: Target) -> tuple[dict, dict]:
     """-> the arguments of `heads.mtp.MTP`, its tensors. Raises ValueError if they are no such module of this target."""
     base.check_tensors(tensors, shapes(base.complete(config)))
@@ -75,7 +83,7 @@ def read(config: dict, tensors: dict[str, Tensor], target: Target) -> tuple[dict
     sizes = base.read_block(config, target)
     if sizes.pop("block"):
         raise ValueError("The MTP module has other heads, norms or rotary embeddings than its target.")
-    arguments = {"_target_": "specdec.heads.mtp.MTP", **sizes, "native": False, "attention_bias": biased}
+    arguments = {"_target_": "specdec.heads.mtp.MTP", **sizes, "native": False, "attention_bias": biased, "zero_first": True}
     return arguments, {f"modules_by_depth.0.{name}": value for name, value in module.items()}
 
 

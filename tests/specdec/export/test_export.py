@@ -260,7 +260,7 @@ def test_the_card_states_provenance_figures_and_commands(target, tmp_path, form)
 
 
 def test_the_card_states_missing_measurements_and_differences(target):
-    drafter = make_exact(target, "mtp", True)
+    drafter = make_exact(target, "mtp", True, {"zero_first": False})
     form = make_form(drafter, "vllm")
     card = serving.card(form, make_provenance(drafter), "DIR", torch.float32)
     assert "Not measured." in card and "from a reduced vocabulary and this engine from the whole one" in card

@@ -233,6 +233,7 @@ READS = {
     "Eagle3": (lambda d, j: range(1, j + d), lambda d, j: range(j)),
     "PEagle": (lambda d, j: range(1, j + 1), lambda d, j: range(j)),
     "MTP": (lambda d, j: range(1, j + d), lambda d, j: range(j)),
+    "MTP without the first": (lambda d, j: range(2, j + d), lambda d, j: range(j)),
     "Medusa": (lambda d, j: (), lambda d, j: (j - 1,)),
     "Hydra": (lambda d, j: range(j, j + d), lambda d, j: (j - 1,)),
     "ParallelMTP": (lambda d, j: (), lambda d, j: range(j)),
@@ -247,6 +248,8 @@ def test_a_step_depends_on_the_inputs_of_its_family(any_drafter, text):
     name = type(any_drafter).__name__
     if "markov_in.weight" in any_drafter.state_dict():
         name += " with a Markov head"
+    if getattr(any_drafter, "zero_first", False):
+        name += " without the first"
     reads_token, reads_feature = READS[name]
     if name.startswith("BlockDrafter") and any_drafter.window and None not in any_drafter.windows:
         reads_feature = lambda d, j: range(max(0, j - any_drafter.window), j)

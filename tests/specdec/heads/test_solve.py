@@ -74,7 +74,7 @@ def test_a_closed_form_start_is_more_accurate_than_a_random_start(head):
         if solve:
             assert drafter.solve([Slots(features, state, tokens, torch.stack(goals[1:], dim=1))])
         cache = drafter.cache(num)
-        h, position = drafter.encode(features[:, None]), torch.ones(num, 1, dtype=torch.long)
+        h, position = drafter.encode(features[:, None]), torch.full((num, 1), 2)  # not the first slot of a text
         cache.reserve(1)
         if drafter.attends == "block":
             drafter.context(h, position - 1, cache)

@@ -61,7 +61,8 @@ SERVED = [
     ("medusa", {"num_blocks": 2, "own_output": True}, "vllm", reference.medusa),
     *(("medusa", own, "medusa", reader) for own in ({}, {"own_output": True})
       for reader in (reference.medusa, REFERENCE_MEDUSA)),
-    *(("mtp", {"attention_bias": bias}, form, UNBLANKED) for bias in (False, True) for form in ("vllm", "sglang")),
+    *(("mtp", {"attention_bias": bias}, form, reference.mtp) for bias in (False, True) for form in ("vllm", "sglang")),
+    ("mtp", {"zero_first": False}, "vllm", UNBLANKED),
     *(("dflash", {}, form, reference.block) for form in ("vllm", "gguf", "speculators")),
     *(("dflash", {"target_layers": [1, 5], "num_layers": 3}, form, reference.block) for form in ("vllm", "speculators")),
     *(("dflash", {"window": 4, "window_causal": causal}, form, reference.block)
@@ -89,7 +90,7 @@ def test_engines_that_blank_position_0_draw_other_drafts(target, tmp_path):
 
     The difference is largest at slot 1, whose own row is position 0, and decreases with the distance.
     """
-    drafter = make_exact(target, "mtp")
+    drafter = make_exact(target, "mtp", arguments={"zero_first": False})
     export(drafter, "vllm", tmp_path / "out")
     served = reference.serve(target.model, TOKENS)
     differences = []
