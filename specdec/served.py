@@ -3,8 +3,6 @@
 import copy
 from dataclasses import dataclass, field
 
-import torch
-
 from specdec.decode import Decoder
 from specdec.drafter import Drafter
 from specdec.drafting import Drafting
