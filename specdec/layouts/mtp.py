@@ -83,7 +83,13 @@ def read(config: dict, tensors: dict[str, Tensor], target: Target) -> tuple[dict
     sizes = base.read_block(config, target)
     if sizes.pop("block"):
         raise ValueError("The MTP module has other heads, norms or rotary embeddings than its target.")
-    arguments = {"_target_": "specdec.heads.mtp.MTP", **sizes, "native": False, "attention_bias": biased, "zero_first": True}
+    arguments = {
+        "_target_": "specdec.heads.mtp.MTP",
+        **sizes,
+        "native": False,
+        "attention_bias": biased,
+        "zero_first": True,
+    }
     return arguments, {f"modules_by_depth.0.{name}": value for name, value in module.items()}
 
 
