@@ -109,7 +109,7 @@ class FirstNormBlockDrafter(BlockDrafter):
 
 
 def as_vllm_runs_it(drafter: Drafter) -> Drafter:
-    """The drafter itself, or a copy that computes what vLLM on a CPU computes where that is known to differ."""
+    """A copy that computes what vLLM on a CPU computes where that is known to differ."""
     drafter = copy.copy(drafter)
     if isinstance(drafter, MTP):
         drafter.zero_first = True
