@@ -269,7 +269,7 @@ def make_drafter(config: DictConfig, target: Target, packs: Packs) -> tuple[Head
         with named("head.drafter"):
             drafter = build(config.head.drafter, target, vocab=vocab, _convert_="all")
     else:
-        drafter, start_spec = checkpoint.start(config.start, target)
+        drafter, start_spec = checkpoint.start(config.start, target, spec)
         if start_spec["_target_"] != spec["_target_"]:
             raise ValueError(
                 f"start={config.start} holds {start_spec['_target_']} and head={config.head.drafter._target_}: give head= "

@@ -136,10 +136,16 @@ def build(spec: dict, tensors: dict[str, Tensor], target: Target, *, dtype: torc
     return drafter.to(device=target.device, dtype=dtype or target.dtype)
 
 
-def start(folder: str | Path, target: Target) -> tuple[Head, dict]:
-    """The drafter to be trained further, in float32, and what `save` takes as its spec. Raises ValueError as `load`."""
+def start(folder: str | Path, target: Target, given: dict) -> tuple[Head, dict]:
+    """The drafter to be trained further, in float32, and what `save` takes as its spec. Raises ValueError as `load`.
+
+    given: settings of a head, as in the configuration; those that its class says are `changeable` replace the checkpoint's
+    """
     drafter, document = _read(resolve(folder), target, torch.float32)
     drafter.pretrained = True
+    for name in set(drafter.changeable) & set(given):
+        setattr(drafter, name, given[name])
+        document[name] = given[name]
     return drafter.train(), {key: value for key, value in document.items() if key not in RECORDED}
 
 

@@ -58,6 +58,7 @@ class Head(nn.Module, ABC):
     target_layers: tuple[int, ...]  # numbers of the hidden states it reads, as in Target.read; () reads tokens only
     depth: int | None  # the largest number of drafts along a path; None: any
     pretrained = False  # whether it starts from trained weights: validation then also runs before training
+    changeable: tuple[str, ...] = ()  # arguments without weights, which training further from a checkpoint sets anew
     adapts_target = False  # whether it changes the target in place: outputs are then those of the adapted target
     draft_to_target: Tensor | None  # [W] target ids of a reduced draft vocabulary, increasing; None: all V
     target_to_draft: Tensor | None  # [V] the inverse, -1 where a token is not drafted

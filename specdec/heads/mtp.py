@@ -42,6 +42,7 @@ class MTP(Drafter):
     """
 
     estimates = True
+    changeable = ("zero_first",)
 
     def __init__(
         self,

@@ -11,6 +11,7 @@ import torch
 from specdec import checkpoint, files, serving
 from specdec.export import safetensors as plain_export
 from specdec.heads.eagle import Eagle3
+from specdec.heads.mtp import MTP
 from specdec.target import Target
 
 VOCAB = torch.arange(0, 60, 3)
@@ -33,6 +34,14 @@ def test_load_gives_the_same_drafter(saved, target):
     for name, value in drafter.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], value), name
     assert torch.equal(loaded.target_to_draft, drafter.target_to_draft)
+
+
+def test_training_further_sets_anew_what_has_no_weights(target, tmp_path):
+    spec = {"_target_": "specdec.heads.mtp.MTP", "num_modules": None, "zero_first": False}
+    checkpoint.save(tmp_path / "step_000001", MTP(target, vocab=VOCAB), spec)
+    given = {"num_modules": 2, "zero_first": True}
+    drafter, kept = checkpoint.start(tmp_path / "step_000001", target, given)
+    assert drafter.zero_first and (kept["zero_first"], kept["num_modules"]) == (True, None)
 
 
 def test_only_the_drafters_own_tensors_are_saved(saved, target):
