@@ -3,6 +3,10 @@
 Training steps of EAGLE-3 here and in Speculators (`make engines`): the same rows, target states, draft vocabulary, depth,
 threads and precision (bf16 autocast, float32 weights). The two run in turn, each in a process of its own. Reports tokens/s,
 and the highest memory above what was held before the first step.
+
+With save=FOLDER Speculators alone trains, for all steps, and its head is kept, for scripts/import.py and scripts/replay.py:
+
+    python scripts/compare_training.py save=peer steps=1000 depth=4 threads=2 optimizer=muon train_head=false
 """
 
 import json
@@ -13,12 +17,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from engine_clients.child import Child
-from helpers.options import options, run
+from helpers.options import options, run, split
 from train import progress
 
 PROGRAMS = Path(__file__).resolve().parent / "trainers"
@@ -34,7 +39,8 @@ class Compare:
     steps: int = field(default=6, metadata={"help": "steps of each process; the first is not timed"})
     rounds: int = field(default=3, metadata={"help": "processes of each kind, in turn"})
     threads: int = field(default=2, metadata={"help": "of each process"})
-    data: str = field(default="data/answers.jsonl.gz", metadata={"help": "conversations"})
+    data: str = field(default="data/answers.jsonl.gz", metadata={"help": "conversations, FILE or FILE,FILE"})
+    hold_out: int = field(default=0, metadata={"help": "of them, as data.hold_out of train.py"})
     target: str = field(default="targets/smollm2-135m", metadata={"help": "folder of the target"})
     vocab_size: int = field(default=8192, metadata={"help": "of the draft vocabulary"})
     optimizer: str = field(default="adamw", metadata={"help": "of Speculators: adamw, as here, or muon, its default"})
@@ -48,6 +54,9 @@ class Compare:
         default=True, metadata={"help": "train Speculators' LM head, as EAGLE-3 does and this project; it freezes it"}
     )
     python: str = field(default="engines/bin/python", metadata={"help": "Python that has Speculators"})
+    save: str | None = field(
+        default=None, metadata={"help": "train Speculators alone, and save its head in this folder"}
+    )
     out: str = field(default="compare_training.json", metadata={"help": "JSON file to write"})
 
 
@@ -83,7 +92,8 @@ def own(compare: Compare, scratch: Path) -> Child:
     overrides = [
         "head=eagle3",
         "run=own",
-        f"data.train={Path(compare.data).absolute()}",
+        f"data.train=[{','.join(str(Path(part).absolute()) for part in split(compare.data))}]",
+        f"data.hold_out={compare.hold_out}",
         f"data.length={compare.length}",
     ]
     overrides += [f"target.name={Path(compare.target).absolute()}", f"threads={compare.threads}", "solve_packs=0"]
@@ -131,17 +141,44 @@ def measure(child: Child, steps: int, tokens: list[int]) -> dict:
     }
 
 
+def save_peer(compare: Compare, folder: Path) -> None:
+    """Speculators' head after `steps` steps, in `folder`. What it reads takes 2 bytes for each token, layer and width."""
+    with tempfile.TemporaryDirectory() as name:
+        data = Path(name, "data")
+        first = own(compare, Path(name))
+        print(f"writing the target's states for {compare.steps:,} packs of {compare.length} tokens", flush=True)
+        prepared = first.ask({"export": str(data), "cached": False})
+        first.close()
+        child = theirs(compare, data, prepared["batches"])
+        done = data / "steps"
+        with ThreadPoolExecutor(1) as thread:
+            reply = thread.submit(child.ask, {"save": str(folder.absolute()), "done": str(done)})
+            for step in progress.track(range(compare.steps), "Speculators trains", unit="steps"):
+                while not reply.done() and (done.stat().st_size if done.exists() else 0) <= step:
+                    time.sleep(0.1)
+        losses, seconds = (reply.result()[key] for key in ("losses", "seconds"))
+        child.close()
+    print(
+        f"{sum(prepared['tokens']):,} tokens in {sum(seconds):.0f} s, loss {losses[0]:.2f} .. {losses[-1]:.2f}: {folder}"
+    )
+    print(f"next: python scripts/import.py source={folder} target.name={compare.target} out=checkpoints/NAME")
+
+
 def main() -> None:
     compare = options(Compare, __doc__)
     if not Path(compare.python).is_file():
         raise ValueError(f"There is no Speculators: {compare.python} does not exist. `make engines` sets it up.")
     if compare.attention not in ATTENTION:
         raise ValueError(f"attention={compare.attention} must be one of {', '.join(ATTENTION)}.")
+    if compare.save is not None:
+        if Path(compare.save).exists():
+            raise ValueError(f"{compare.save} exists; choose another save=FOLDER or delete it.")
+        return save_peer(compare, Path(compare.save))
     results: dict[str, list[dict]] = {"here": [], "speculators": []}
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
         first = own(compare, scratch)
-        prepared = first.ask({"export": str(scratch / "data")})
+        prepared = first.ask({"export": str(scratch / "data"), "cached": True})
         first.close()
         tokens = prepared["tokens"]
         print(f"{compare.steps} packs of {compare.length}: {sum(tokens)} tokens, depth {compare.depth}")

@@ -57,15 +57,21 @@ def build(data: str, target: str, batches: list[list[int]], flags: list[str], co
     return trainer
 
 
-def train(trainer) -> dict:
-    """One epoch. -> seconds, CPU seconds and loss of each step"""
+def train(trainer, done: str = os.devnull) -> dict:
+    """One epoch. -> seconds, CPU seconds and loss of each step. done: a file that gets one character for each of them"""
     moments, losses = [(time.perf_counter(), time.process_time())], []
 
     def note(module, arguments, output):
         losses.append(output[1].detach())
 
     trainer.model.register_forward_hook(note)
-    trainer.train_epoch(0, step_callback=lambda: moments.append((time.perf_counter(), time.process_time())))
+    with open(done, "w", buffering=1) as file:
+
+        def step() -> None:
+            moments.append((time.perf_counter(), time.process_time()))
+            print(file=file)
+
+        trainer.train_epoch(0, step_callback=step)
     trained = sum(parameter.numel() for parameter in trainer.model.parameters() if parameter.requires_grad)
     seconds, busy = ([b - a for a, b in zip(kind, kind[1:])] for kind in zip(*moments))
     return {"seconds": seconds, "cpu_seconds": busy, "losses": [float(loss) for loss in losses], "trained": trained}
@@ -76,8 +82,12 @@ def serve(options: dict) -> None:
     os.dup2(2, 1)
     trainer = build(**options)
     print("{}", file=replies, flush=True)
-    for _ in sys.stdin:
-        print(json.dumps(train(trainer)), file=replies, flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        reply = train(trainer, request.get("done", os.devnull))
+        if "save" in request:
+            trainer.model.save_pretrained(request["save"])
+        print(json.dumps(reply), file=replies, flush=True)
 
 
 if __name__ == "__main__":

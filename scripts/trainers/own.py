@@ -1,6 +1,6 @@
 """This project's half of scripts/compare_training.py: train.py as it is, but its loop answers requests.
 
-Reads one request per line of standard input, {"steps": N} or {"export": FOLDER}, and answers each with a line of JSON.
+Reads one request per line of standard input, {"steps": N} or {"export": FOLDER, "cached": BOOL}, and answers each with a line of JSON.
 """
 
 import importlib.util
@@ -35,7 +35,9 @@ class Answering(Trainer):
             request = json.loads(line)
             say(
                 self.replies,
-                self.export(Path(request["export"])) if "export" in request else self.run(request["steps"]),
+                self.export(Path(request["export"]), request["cached"])
+                if "export" in request
+                else self.run(request["steps"]),
             )
         self.replies.flush()
         os._exit(0)  # nothing of this run is kept
@@ -55,10 +57,10 @@ class Answering(Trainer):
         return {"seconds": seconds, "cpu_seconds": busy, "losses": losses, "tokens": tokens, "trained": trained}
 
     @torch.no_grad()
-    def export(self, folder: Path) -> dict:
+    def export(self, folder: Path, cached: bool) -> dict:
         """Writes what Speculators reads: rows, the target's states for them, and the draft vocabulary.
 
-        -> the rows' numbers of each step, and each step's tokens. Fills this project's cache of features on the way.
+        -> the rows' numbers of each step, and each step's tokens. cached: this project's cache of features is filled on the way.
         """
         drafter, material = self.drafter, self.material
         (folder / "hidden_states").mkdir(parents=True)
@@ -66,7 +68,8 @@ class Answering(Trainer):
         for step in range(self.settings.steps):
             indices = self.indices(step, 0)
             batch = material.collate(indices)
-            material.features(batch)
+            if cached:
+                material.features(batch)
             batches.append([])
             for document in range(int(batch.documents.max()) + 1):
                 inside = batch.documents[0] == document

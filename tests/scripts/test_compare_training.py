@@ -2,6 +2,7 @@
 
 import importlib.util
 import math
+import sys
 from pathlib import Path
 
 import numpy
@@ -30,7 +31,7 @@ def test_both_halves_get_the_same_rows(tmp_path):
     )  # fmt: skip
     child = compare_training.own(compare, tmp_path)
     data = tmp_path / "data"
-    prepared = child.ask({"export": str(data)})
+    prepared = child.ask({"export": str(data), "cached": True})
     with compare_training.highest(child.process.pid) as memory:
         reply = child.ask({"steps": 2})
     child.close()
@@ -62,3 +63,9 @@ def test_the_other_half_imports_nothing_of_this_project():
     spec.loader.exec_module(module)  # nor anything of Speculators before it is asked to train
     assert callable(module.build)
     assert "specdec" not in source.read_text() and "helpers" not in source.read_text()
+
+
+def test_a_folder_that_exists_is_not_overwritten(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["compare_training.py", f"python={sys.executable}", f"save={tmp_path}"])
+    with pytest.raises(ValueError, match="choose another save=FOLDER"):
+        compare_training.main()
