@@ -11,7 +11,10 @@ from helpers import loading
 from helpers.decoding import DecodeOptions
 from scripts import bench, evaluate, export, generate, identity, replay
 from specdec.drafting import Drafting
+from specdec.generation import Generation
+from specdec.sampling import Sampling
 from tests.support import ROOT, save_eagle, save_target, write_prompts
+from train import progress
 
 pytestmark = pytest.mark.slow
 
@@ -62,7 +65,15 @@ def test_batches_give_the_same_figures(run, folder):
 
 def test_generate_prints_the_answer_of_plain_decoding(run):
     printed = run(generate, "prompt=Say \"hello, world\" = 'hi'", "max_new_tokens=8")
-    assert "tau" in printed and "the same answer: True" in printed
+    assert "tau" in printed and "; the same answer" in printed
+
+
+@pytest.mark.parametrize("longer", [[1, 2, 4, 5], [1, 2]])
+def test_generate_says_where_and_why_answers_differ(longer, capsys):
+    drafted, plain = (Generation([tokens], [[1]], seconds=1.0) for tokens in ([1, 2, 3], longer))
+    generate.compare(drafted, plain, Sampling(), 0.125, progress.Results())
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "another answer from token 3 on, where the target's two best logits are 0.125 apart" in printed
 
 
 def test_identity_and_bench_print_and_write_figures(run, folder, traced):
