@@ -24,6 +24,10 @@ FORMS = "json:SCHEMA, regex:EXPRESSION or lark:GRAMMAR, each written out or the 
 # Written as json.dumps writes it, unless the schema's own "x-guidance" says otherwise. With free whitespace, small models
 # write blanks without end.
 JSON_FORM: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+DATED = ("date", "date-time")  # formats in which llguidance allows 29 February in every year
+LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)"
+REAL_DAY = f"^(?:[0-9]{{4}}-(?:0[13-9]|1[0-2])|[0-9]{{4}}-02-(?:[01][0-9]|2[0-8])|{LEAP_YEAR}-02-29)"
+VALUES = ("const", "enum", "default", "examples")  # keywords of a schema that hold values, not schemas
 
 
 @dataclass(frozen=True)
@@ -208,7 +212,7 @@ class Grammars:
     def _compile_once(self, grammar: Grammar) -> Any:
         library = self._library.LLMatcher
         makers: dict[str, Callable] = {
-            "json_schema": functools.partial(library.grammar_from_json_schema, defaults=JSON_FORM),
+            "json_schema": lambda text: library.grammar_from_json_schema(with_real_days(text), defaults=JSON_FORM),
             "regex": library.grammar_from_regex,
             "lark": library.grammar_from_lark,
         }
@@ -227,6 +231,22 @@ class Grammars:
                 f"The {grammar.kind.replace('_', ' ')} cannot be used: {reason}. Change it, or leave it out."
             )
         return matcher
+
+
+def with_real_days(schema: str) -> str:
+    """A schema, as JSON, whose dates have 29 February in leap years only."""
+
+    def walk(part: Any) -> Any:
+        if isinstance(part, list):
+            return [walk(each) for each in part]
+        if not isinstance(part, dict):
+            return part
+        new = {key: value if key in VALUES else walk(value) for key, value in part.items()}
+        if part.get("format") in DATED:
+            new["allOf"] = [*new.get("allOf", []), {"pattern": REAL_DAY}]
+        return new
+
+    return json.dumps(walk(json.loads(schema)))
 
 
 def unpack(masks: Sequence[Sequence[bytes | None]], vocab_size: int, device: torch.device | str) -> Tensor:

@@ -14,10 +14,11 @@ def measure(grammars: Grammars, loaded: Opened, answers: Iterable[tuple[Prompt, 
 
     complete: whole sentences of the grammar; the others were cut, or met a dead end of the grammar
     json, valid: complete ones under a schema that the validator can read, and those of them that it finds valid
+    invalid: why it does not, by the prompt's id
     forced_share: of tokens where the grammar left no choice; mask_ms: for each token, of one row
     """
     counts = dict.fromkeys(("answers", "complete", "json", "valid", "tokens", "forced"), 0)
-    seconds = 0.0
+    seconds, invalid = 0.0, dict[str, str]()
     for prompt, tokens in answers:
         if prompt.grammar is None:
             continue
@@ -30,11 +31,17 @@ def measure(grammars: Grammars, loaded: Opened, answers: Iterable[tuple[Prompt, 
         counts["forced"] += forced
         counts["complete"] += constraint.complete
         if prompt.grammar.kind == "json_schema" and constraint.complete:
-            valid = is_valid(prompt.grammar, loaded.tokenizer.decode(tokens, skip_special_tokens=True))
-            counts["json"] += valid is not None
-            counts["valid"] += valid is True
+            fault = find_fault(prompt.grammar, loaded.tokenizer.decode(tokens, skip_special_tokens=True))
+            counts["json"] += fault is not None
+            counts["valid"] += fault == ""
+            if fault:
+                invalid[prompt.id] = fault
     per_token = max(1, counts["tokens"])
-    return counts | {"forced_share": counts["forced"] / per_token, "mask_ms": 1e3 * seconds / per_token}
+    return counts | {
+        "forced_share": counts["forced"] / per_token,
+        "mask_ms": 1e3 * seconds / per_token,
+        "invalid": invalid,
+    }
 
 
 def follow(constraint: Constraint, tokens: list[int], vocab_size: int) -> tuple[int, float]:
@@ -51,21 +58,26 @@ def follow(constraint: Constraint, tokens: list[int], vocab_size: int) -> tuple[
     return forced, seconds
 
 
-def is_valid(grammar: Grammar, text: str) -> bool | None:
-    """Whether a text is JSON that the schema allows, by a validator that knows nothing of masks; None if it cannot read the schema."""
+def find_fault(grammar: Grammar, text: str) -> str | None:
+    """Why a text is not JSON that the schema allows, by a validator that knows nothing of masks; empty if it is; None if the
+    validator cannot read the schema."""
     import jsonschema
 
     try:
         jsonschema.validate(json.loads(text), json.loads(grammar.text), format_checker=jsonschema.FormatChecker())
-    except (ValueError, jsonschema.ValidationError):
-        return False
+    except jsonschema.ValidationError as error:
+        return f"{error.json_path}: {error.message}"
+    except ValueError as error:
+        return str(error)
     except Exception:  # a faulty schema, a reference that leads nowhere, an expression of another dialect
         return None
-    return True
+    return ""
 
 
 def sentence(figures: dict) -> str:
     valid = f"; of {figures['json']} in JSON {figures['valid']} are valid" if figures["json"] else ""
+    for name, fault in figures["invalid"].items():
+        valid += f" ({name} is not: {fault})"
     return (
         f"grammar: {figures['complete']} of {figures['answers']} answers are complete"
         f"{valid}; {figures['forced_share']:.0%} of the tokens were forced; masks took {figures['mask_ms']:.2f} ms a token"

@@ -4,7 +4,9 @@ import json
 
 import pytest
 
+from helpers import grammar_figures
 from scripts import compare, evaluate, generate
+from specdec.grammar import Grammar
 from tests.support import save_eagle, save_target
 
 pytestmark = pytest.mark.slow
@@ -46,6 +48,7 @@ def test_evaluate_counts_complete_and_valid_answers(run_script, folder):
     for figures in report["grammar"]:
         assert figures["answers"] == figures["complete"] == 4 and figures["json"] == figures["valid"] == 2
         assert 0.3 < figures["forced_share"] < 1 and figures["mask_ms"] > 0
+        assert figures["invalid"] == {}
     assert "of 2 in JSON 2 are valid" in printed.replace("\n", " ")
     greedy, sampled = report["temperatures"]
     assert greedy["replayed_tau"] == pytest.approx(greedy["tau"]) and greedy["identical_outputs"] == 1
@@ -103,3 +106,13 @@ def test_what_cannot_be_followed_is_refused(refuse, folder):
         f"prompts={folder / 'worse.jsonl'}",
         "decode.grammar=rows",
     )
+
+
+@pytest.mark.parametrize(
+    "text, fault",
+    [('{"a": 1}', ""), ('{"a": "x"}', "$.a: 'x' is not of type 'integer'"), ("{", "Expecting property name")],
+)
+def test_what_is_wrong_with_an_answer_is_said(text, fault):
+    schema = Grammar("json_schema", '{"properties": {"a": {"type": "integer"}}}')
+    found = grammar_figures.find_fault(schema, text)
+    assert found.startswith(fault) and bool(found) == bool(fault)
