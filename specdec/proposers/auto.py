@@ -348,8 +348,6 @@ class Auto(Proposer):
                 self._time(step, start, head.compile_seconds - compiled)
                 kinds = [Kind("drawn", sure, d) for sure in surest]
                 likely = [pool.path_chance(node, kind, self.chances) for pool, node, kind in zip(pools, spine, kinds)]
-                if d == 1:
-                    likely = self.candidates.beyond_texts(likely)
                 if not self.candidates.gain(likely, drawn=True) > 0:
                     break  # decided by laws and by earlier draws, not by this one
                 if d == 1:

@@ -38,14 +38,6 @@ class Candidates:
             return -math.inf
         return self.value.gain(self.values, [likely[row] for row in self.running], forced=self.forced, drawn=drawn)
 
-    def beyond_texts(self, likely: list[float]) -> list[float]:
-        """Chances [B] of first drafts to be right -> to be right where what a text proposer guesses is wrong."""
-        return [chance * (1 - self._known(pool)) for chance, pool in zip(likely, self.pools)]
-
-    def _known(self, pool: Pool) -> float:
-        """The chance that a text proposer is right about the next token."""
-        return max(pool.values(chain=self.linear), default=0.0)
-
     def settle_beside(self, likely: list[float]) -> None:
         """Fixes what is verified beside draws, before the first one, whose chances are `likely` [B]."""
         with_draw = [[likely[row], *own] for row, own in zip(self.running, self.values)]
@@ -59,8 +51,8 @@ class Candidates:
         typical [K]: chance of its draft at each depth if those before are right; first, step: seconds of its steps
         """
         values, value = self.values, self.value
+        known = [max(row[:1], default=0.0) for row in values]  # chance that a text proposer is right already
         pools = [self.pools[row] for row in self.running]
-        known = [self._known(pool) for pool in pools]
         before, chance, best, cost = value.of(values), 1.0, -math.inf, first
         more = [list(row) for row in values]
         for d, own in enumerate(typical, start=1):

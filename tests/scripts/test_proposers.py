@@ -14,6 +14,7 @@ from specdec.decode import Decoder
 from specdec.drafting import Drafting
 from specdec.heads import draft as heads_draft
 from specdec.proposers import retrieval
+from specdec.proposers.auto import Auto
 from specdec.sampling import Sampling
 from specdec.target import Target
 from tests.support import make_drafter, make_target, random_tokens
@@ -87,6 +88,12 @@ def test_greedy_answers_equal_plain_decoding(name, made, small_target):
 
 
 NUM_TOKENS, ROWS, BATCHES = 4, 500, 8
+
+
+def test_commands_draft_by_the_same_members_as_the_library(made, small_target):
+    auto = made("auto", small_target)
+    usual = Auto.usual(small_target, auto.head)
+    assert [type(member) for member in auto.members] == [type(member) for member in usual.members]
 
 
 def law_of_texts(target: Target, prompt: list[int], sampling: Sampling) -> dict[tuple[int, ...], float]:
