@@ -70,7 +70,7 @@ def main() -> None:
         if ruled:
             answers = [(result.prompt, result.drafted.tokens[0]) for result in results]
             ruled_figures.append(grammar_figures.measure(ruled.grammars, loaded, answers))
-            console.print(grammar_figures.sentence(ruled_figures[-1]))
+            console.say(grammar_figures.sentence(ruled_figures[-1]))
     served = read_served(loaded.checkpoint, console)
     document = {
         **reports[0].to_json(),
