@@ -52,7 +52,7 @@ demo: $(READY)
 	    train.py run=demo resume=true; \
 	fi
 	@echo; echo "== This head and the one that ships, trained longer, on the same prompts =="
-	$(BIN)/python scripts/compare.py checkpoint=checkpoints/demo,checkpoints/shipped/eagle3 proposers=auto chains=2 trees= limit=8 \
+	$(BIN)/python scripts/compare.py checkpoint=checkpoints/demo,checkpoints/shipped/mtp proposers=auto chains=2 trees= limit=8 \
 	  max_new_tokens=48 decode.temperature=0 out=checkpoints/demo/comparison
 
 # Each process runs on one thread (tests/conftest.py). Processes take tests from one another when they have none left.
