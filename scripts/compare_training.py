@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -145,19 +145,17 @@ def save_peer(compare: Compare, folder: Path) -> None:
     """Speculators' head after `steps` steps, in `folder`. What it reads takes 2 bytes for each token, layer and width."""
     with tempfile.TemporaryDirectory() as name:
         data = Path(name, "data")
-        first = own(compare, Path(name))
-        print(f"writing the target's states for {compare.steps:,} packs of {compare.length} tokens", flush=True)
-        prepared = first.ask({"export": str(data), "cached": False})
-        first.close()
-        child = theirs(compare, data, prepared["batches"])
+        with closing(own(compare, Path(name))) as first:
+            print(f"writing the target's states for {compare.steps:,} packs of {compare.length} tokens", flush=True)
+            prepared = first.ask({"export": str(data), "cached": False})
         done = data / "steps"
-        with ThreadPoolExecutor(1) as thread:
+        # The child is closed before the thread is waited for, so that Ctrl-C does not wait for the training to end
+        with ThreadPoolExecutor(1) as thread, closing(theirs(compare, data, prepared["batches"])) as child:
             reply = thread.submit(child.ask, {"save": str(folder.absolute()), "done": str(done)})
             for step in progress.track(range(compare.steps), "Speculators trains", unit="steps"):
                 while not reply.done() and (done.stat().st_size if done.exists() else 0) <= step:
                     time.sleep(0.1)
-        losses, seconds = (reply.result()[key] for key in ("losses", "seconds"))
-        child.close()
+            losses, seconds = (reply.result()[key] for key in ("losses", "seconds"))
     print(
         f"{sum(prepared['tokens']):,} tokens in {sum(seconds):.0f} s, loss {losses[0]:.2f} .. {losses[-1]:.2f}: {folder}"
     )

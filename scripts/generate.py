@@ -7,7 +7,6 @@ Green tokens were drafted and accepted; the others come from the target's own pa
 """
 
 from dataclasses import dataclass, field
-from itertools import zip_longest
 
 import rich.console
 
@@ -16,7 +15,7 @@ from helpers.options import option, options, run
 from specdec.decode import Decoder
 from specdec.generation import Generation, StopStrings
 from specdec.grammar import FORMS, Constraint
-from specdec.measurement import seeded_generator, top2_gap
+from specdec.measurement import first_difference, seeded_generator, top2_gap
 from specdec.sampling import Sampling
 from specdec.server.text import StreamedText
 from train import data, progress
@@ -123,11 +122,10 @@ def compare(
     if not (rate(drafted) and rate(plain)):
         return
     same = "; the same answer" if sampling.greedy else ""
-    if gap is not None:
-        pairs = enumerate(zip_longest(drafted.tokens[0], plain.tokens[0]), start=1)
-        first = next(place for place, (a, b) in pairs if a != b)
+    first = first_difference(drafted.tokens[0], plain.tokens[0])
+    if first is not None and gap is not None:
         same = (
-            f"; another answer from token {first} on, where the target's two best logits are {gap:.3g} apart (a pass over several "
+            f"; another answer from token {first + 1} on, where the target's two best logits are {gap:.3g} apart (a pass over several "
             "tokens rounds differently; target.dtype=float32 rounds less)"
         )
     console.print(f"without drafts {rate(plain):.1f} tokens/s: speedup {rate(drafted) / rate(plain):.2f}{same}")

@@ -58,8 +58,7 @@ class PromptResult:
     @property
     def first_difference(self) -> int | None:
         """The first token of the drafted answer that is not the plain one's; None if they are the same."""
-        pairs = itertools.zip_longest(self.plain.tokens[0], self.drafted.tokens[0])
-        return next((place for place, (own, other) in enumerate(pairs) if own != other), None)
+        return first_difference(self.plain.tokens[0], self.drafted.tokens[0])
 
     @property
     def num_emitted(self) -> int:
@@ -227,6 +226,12 @@ def seeded_generator(target: Target, seed: int) -> torch.Generator:
     return torch.Generator(target.device).manual_seed(seed)
 
 
+def first_difference(answer: list[int], other: list[int]) -> int | None:
+    """The place of the first token where two answers differ, from 0; None if they are the same."""
+    pairs = enumerate(itertools.zip_longest(answer, other))
+    return next((place for place, (own, others) in pairs if own != others), None)
+
+
 def top2_gap(
     target: Target,
     prompt: list[int],
@@ -237,9 +242,9 @@ def top2_gap(
 ) -> float | None:
     """The gap between the target's two largest logits at the first token where two greedy answers differ; None if they
     are the same. A gap as small as the rounding of the dtype means a near tie, which rounding may decide either way."""
-    if answer == other:
+    same = first_difference(answer, other)
+    if same is None:
         return None
-    same = next((i for i, (a, b) in enumerate(zip(answer, other)) if a != b), min(len(answer), len(other)))
     tokens = torch.tensor([prompt + answer[:same]], device=target.device)
     logits = target.logits(target.read(tokens, ()).final[:, -1:])  # [1, 1, V]
     before = torch.zeros_like(logits, dtype=torch.bool).scatter_(2, tokens[None], True)

@@ -14,7 +14,7 @@ def measure(grammars: Grammars, loaded: Opened, answers: Iterable[tuple[Prompt, 
 
     complete: whole sentences of the grammar; the others were cut, or met a dead end of the grammar
     json, valid: complete ones under a schema that the validator can read, and those of them that it finds valid
-    invalid: why it does not, by the prompt's id
+    invalid: for each of the others, what the validator finds wrong, by the prompt's id
     forced_share: of tokens where the grammar left no choice; mask_ms: for each token, of one row
     """
     counts = dict.fromkeys(("answers", "complete", "json", "valid", "tokens", "forced"), 0)
