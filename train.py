@@ -3,6 +3,7 @@
 python train.py -m head=eagle,mtp optimizer.lr=3e-4,1e-3    trains several, one after the other, and compares them (docs/tracking.md)."""
 
 import contextlib
+import functools
 import os
 import signal
 import sys
@@ -20,6 +21,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 import multirun
@@ -43,7 +45,7 @@ from train.naming import named
 from train.objective import Objective
 from train.onpolicy import OnPolicy
 from train.optimization import OptimizerSettings, schedule
-from train.packing import Packs, frequent_tokens
+from train.packing import VOCABS, Packs, draft_vocab
 from train.pages import facts
 from train.pages.run_page import worth
 from train.pages.samples import write_page
@@ -261,15 +263,14 @@ def make_drafter(config: DictConfig, target: Target, packs: Packs) -> tuple[Head
     """A new drafter as the configuration says, or the one of the checkpoint `start`, and its spec for checkpoints."""
     spec = OmegaConf.to_container(config.head.drafter)
     if config.start is None:
-        vocab = by_main(
-            lambda: frequent_tokens(packs, config.head.vocab_size, num_tokens=target.vocab_size),
-            "the draft vocabulary",
-            minutes=config.train.timeout,
-        )
+        vocab = make_vocab(config, packs, target)
         with named("head.drafter"):
             drafter = build(config.head.drafter, target, vocab=vocab, _convert_="all")
     else:
-        drafter, start_spec = checkpoint.start(config.start, target, spec)
+        vocab_from = functools.partial(make_vocab, config, packs, target)
+        drafter, start_spec = checkpoint.start(
+            config.start, target, spec, vocab_from if config.start_vocab != "keep" else None
+        )
         if start_spec["_target_"] != spec["_target_"]:
             raise ValueError(
                 f"start={config.start} holds {start_spec['_target_']} and head={config.head.drafter._target_}: give head= "
@@ -279,6 +280,18 @@ def make_drafter(config: DictConfig, target: Target, packs: Packs) -> tuple[Head
     if drafter.adapts_target and "adapter" not in config.head:
         raise ValueError("A head that adapts the target needs head.adapter: {lr, delay}, see conf/head/medusa2.yaml.")
     return drafter, spec
+
+
+def make_vocab(config: DictConfig, packs: Packs, target: Target, before: Tensor | None = None) -> Tensor | None:
+    """The draft vocabulary of a new drafter, or that of a checkpoint `start`, which had `before`."""
+    choice = "data" if config.start is None else config.start_vocab
+    if choice not in VOCABS:
+        raise ValueError(f"start_vocab={choice} must be one of {', '.join(VOCABS)}.")
+    return by_main(
+        lambda: draft_vocab(packs, choice, before, size=config.head.vocab_size, num_tokens=target.vocab_size),
+        "the draft vocabulary",
+        minutes=config.train.timeout,
+    )
 
 
 def make_objective(config: DictConfig, drafter: Head) -> Objective | ConsistencyObjective:

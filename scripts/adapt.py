@@ -281,6 +281,7 @@ def train(given: Adapt, home: Home, plan: Plan) -> Path:
             steps=steps,
             length=length,
             target={"name": Path(name) if Path(name).exists() else name, **target},
+            vocab="keep" if given.vllm else "more",  # a running vLLM takes no other shapes
             more=given.training,
         )
     )
@@ -305,8 +306,9 @@ def judge_new(given: Adapt, home: Home, plan: Plan, trained: Path, console: prog
     """Judges the trained head, and takes it into use or not."""
     begun = time.perf_counter()
     loaded = load(given, trained)
-    folders = home.path / plan.start, trained
-    start, whole = (checkpoint.read_tensors(folder / "drafter.safetensors") for folder in folders)
+    vocab = loaded.drafter.draft_to_target
+    start = checkpoint.start(home.path / plan.start, loaded.target, {}, lambda _: vocab)[0].state_dict()
+    whole = checkpoint.read_tensors(trained / "drafter.safetensors")
 
     def use(share: float) -> dict[str, Tensor]:
         tensors = mix(start, whole, share)

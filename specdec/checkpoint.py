@@ -7,6 +7,7 @@ SHA256SUMS            their checksums
 
 import importlib
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -136,17 +137,46 @@ def build(spec: dict, tensors: dict[str, Tensor], target: Target, *, dtype: torc
     return drafter.to(device=target.device, dtype=dtype or target.dtype)
 
 
-def start(folder: str | Path, target: Target, given: dict) -> tuple[Head, dict]:
+def start(
+    folder: str | Path, target: Target, given: dict, vocab: Callable[[Tensor | None], Tensor | None] | None = None
+) -> tuple[Head, dict]:
     """The drafter to be trained further, in float32, and what `save` takes as its spec. Raises ValueError as `load`.
 
     given: settings of a head, as in the configuration; those that its class says are `changeable` replace the checkpoint's
+    vocab: the checkpoint's draft vocabulary [W] -> another one; None: it is kept
     """
     drafter, document = _read(resolve(folder), target, torch.float32)
+    if vocab is not None:
+        drafter = with_vocab(drafter, document, vocab(drafter.draft_to_target))
     drafter.pretrained = True
     for name in set(drafter.changeable) & set(given):
         setattr(drafter, name, given[name])
         document[name] = given[name]
     return drafter.train(), {key: value for key, value in document.items() if key not in RECORDED}
+
+
+def with_vocab(drafter: Head, spec: dict, vocab: Tensor | None) -> Head:
+    """The same head, which can draft other tokens: increasing ids [W], or None for all of the target's.
+
+    spec: as `build` takes it. Of tensors with a row for each token (`Head.by_token`) the rows of tokens that stay are kept, and those of
+    further tokens are what a new head has. Raises ValueError for a head that changes its target.
+    """
+    if drafter.adapts_target:
+        raise ValueError("A head that changes its target keeps its draft vocabulary.")
+    arguments = {key: value for key, value in spec.items() if key != "_target_" and key not in RECORDED}
+    changed = type(drafter)(drafter.target, vocab=vocab, **arguments).to(next(drafter.parameters()))
+    every = torch.arange(drafter.target.vocab_size)
+    before, after = (every if each is None else each.cpu() for each in (drafter.draft_to_target, vocab))
+    stays = torch.isin(after, before)
+    rows = torch.searchsorted(before, after[stays])
+    tensors = changed.state_dict()
+    for name, value in drafter.state_dict().items():
+        if name.startswith(drafter.by_token):
+            tensors[name][stays] = value[rows]
+        elif name != "draft_to_target":
+            tensors[name] = value
+    changed.load_state_dict(tensors)
+    return changed
 
 
 def load(folder: str | Path, target: Target) -> Head:

@@ -95,7 +95,7 @@ def fit_by_two(cwd: Path, runs: list[dict]) -> list[str]:
 
 def tell() -> None:
     """Lets the process print what it computes itself, and its share of the weights when they are saved."""
-    start, count, saved = closed_form.start, train_command().frequent_tokens, Weights.saved
+    start, count, saved = closed_form.start, train_command().draft_vocab, Weights.saved
 
     def telling(what, function):
         def told(*arguments, **settings):
@@ -111,7 +111,7 @@ def tell() -> None:
         return saved(weights, average)
 
     closed_form.start = telling("start", start)
-    train_command().frequent_tokens = telling("vocabulary", count)
+    train_command().draft_vocab = telling("vocabulary", count)
     Weights.saved = telling_saved
 
 

@@ -17,6 +17,8 @@ from train import disk_cache
 from train.data import Row
 
 CHUNK = 2_000  # rows whose tokens are counted together
+VOCABS = ("keep", "data", "more")  # choices of `draft_vocab`
+FEWEST = 2  # times that `more` must have seen a token
 
 
 @dataclass(frozen=True)
@@ -263,13 +265,28 @@ def supervised_tokens(packs: Packs) -> Iterator[ndarray]:
         yield numpy.concatenate([tokens for tokens, _ in pairs])[numpy.concatenate([mask for _, mask in pairs])]
 
 
-def frequent_tokens(packs: Packs, size: int | None, *, num_tokens: int) -> torch.Tensor | None:
-    """The `size` ids that are supervised most often, increasing, [W]; None if `size` is. Ties prefer low ids."""
-    if size is None or size >= num_tokens:
-        return None
+def draft_vocab(
+    packs: Packs, choice: str, before: torch.Tensor | None, *, size: int | None, num_tokens: int
+) -> torch.Tensor | None:
+    """A draft vocabulary, increasing ids [W]; None: all `num_tokens`. Ties prefer low ids.
+
+    choice: one of VOCABS. data: the `size` ids that are supervised most often here; keep: those of `before`; more: those and up to an
+    eighth as many others, the most frequent ones that are supervised twice or more
+    """
+    if choice == "data" and size is not None and size < num_tokens:
+        return frequent(packs, num_tokens).indices[:size].sort().values
+    if choice == "more" and before is not None:
+        counts, ids = frequent(packs, num_tokens)
+        others = ids[(counts >= FEWEST) & ~torch.isin(ids, before.cpu())]
+        return torch.cat([before.cpu(), others[: len(before) // 8]]).sort().values
+    return None if choice == "data" else before
+
+
+def frequent(packs: Packs, num_tokens: int) -> torch.return_types.sort:
+    """How often each id is supervised, the most frequent first -> counts [V], ids [V]"""
     counts = torch.zeros(num_tokens, dtype=torch.long)
     counts[: len(packs.supervised_counts)] = packs.supervised_counts
-    return counts.sort(descending=True, stable=True).indices[:size].sort().values
+    return counts.sort(descending=True, stable=True)
 
 
 def covered(packs: Packs, vocab: torch.Tensor) -> float:

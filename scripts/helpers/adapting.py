@@ -109,11 +109,13 @@ def arguments(
     steps: int,
     length: int,
     target: dict[str, Any],
+    vocab: str,
     more: dict[str, str],
 ) -> list[str]:
     """Arguments of train.py.
 
     folder: of the rows, and of the run; start: the head that is trained further; first: the one whose settings are used
+    vocab: what becomes of the draft vocabulary (start_vocab=)
     target: options of the target; more: further options, which have the last word
     """
     objective = settings_of(first).get("head", {}).get("objective", {})
@@ -122,6 +124,7 @@ def arguments(
         "run": folder.absolute() / "run",
         "hydra.run.dir": folder.absolute() / "run",
         "start": start,
+        "start_vocab": vocab,
         "resume": "auto",
         "features.folder": folder / "features",
         "data.cache": folder / "data-cache",

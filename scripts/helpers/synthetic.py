@@ -14,7 +14,7 @@ from pathlib import Path
 from specdec.target import load_tokenizer
 from train import reading
 from train.encoding import Encoding, load_packs
-from train.packing import frequent_tokens
+from train.packing import draft_vocab
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -40,7 +40,7 @@ def measure(source: Path, cache: Path) -> dict:
     before, start = anonymous_memory(), time.perf_counter()
     packs = load_packs(str(source), Encoding(tokenizer, cache), length=512, packed=True)
     loaded = time.perf_counter()
-    frequent_tokens(packs, 8192, num_tokens=len(tokenizer))
+    draft_vocab(packs, "data", None, size=8192, num_tokens=len(tokenizer))
     end = time.perf_counter()
     return {
         "packs": len(packs), "rows": len(packs.members), "supervised": packs.num_supervised, "fingerprint": packs.fingerprint,

@@ -86,6 +86,7 @@ class BlockDrafter(Drafter):
     """
 
     attends = "block"
+    by_token = ("markov_out.",)
 
     def __init__(
         self,

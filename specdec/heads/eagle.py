@@ -121,6 +121,8 @@ class Eagle3(_Eagle):
     full_layers: the layers, from 0, that see all of them all the same; None: no layer does
     """
 
+    by_token = ("lm_head.",)
+
     def __init__(
         self,
         target: Target,

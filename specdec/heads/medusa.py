@@ -32,6 +32,7 @@ class _Heads(Drafter):
     """
 
     attends = "none"
+    by_token = ("lm_heads.",)
 
     def __init__(
         self,

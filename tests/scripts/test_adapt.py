@@ -139,6 +139,10 @@ def test_a_mixture_of_old_and_new_weights_is_taken_into_use(run_adapt):
     assert "How much of the new" in Path("adapted/adaptation.html").read_text()
     read = lambda folder: checkpoint.read_tensors(Path(folder, "drafter.safetensors"))
     start, whole, mixed = read("adapted/heads/0001"), read("whole/heads/0002"), read("adapted/heads/0002")
+    added = whole.pop("draft_to_target")
+    assert set(start.pop("draft_to_target").tolist()) < set(added.tolist()) and torch.equal(
+        mixed["draft_to_target"], added
+    )
     moved = [name for name, tensor in start.items() if not torch.equal(tensor, whole[name])]
     assert moved
     for name in moved:

@@ -301,6 +301,30 @@ def test_training_starts_from_a_checkpoint(fit, head):
     assert any(not torch.equal(old[name], learned[name]) for name in old)
 
 
+@pytest.mark.parametrize("head", ["mtp", "eagle3"])
+def test_training_further_can_draft_other_tokens(fit, folder, head):
+    """Of eagle3, whose output layer has rows of its own, those of tokens that stay are kept, and further ones are the target's."""
+    fit("first", f"head={head}", "head.vocab_size=16", "train.steps=2", "train.validate_every=2")
+    further = ("start=checkpoints/first", "optimizer.lr=0", "train.steps=1", "train.validate_every=1")
+    fit("data", f"head={head}", "head.vocab_size=12", "start_vocab=data", *further)
+    fit("more", f"head={head}", "start_vocab=more", *further)
+    first, data, more = (
+        checkpoint.read_tensors(next(Path("checkpoints", run).glob("step_*")) / "drafter.safetensors")
+        for run in ("first", "data", "more")
+    )
+    before, smaller, larger = (set(each["draft_to_target"].tolist()) for each in (first, data, more))
+    assert len(before) == 16 and len(smaller) == 12 and smaller < before < larger and len(larger) == 18
+    rows = torch.isin(more["draft_to_target"], first["draft_to_target"])
+    for name in first.keys() - {"draft_to_target", "lm_head.weight"}:
+        torch.testing.assert_close(first[name], more[name], rtol=1e-6, atol=0)
+    if head == "eagle3":
+        torch.testing.assert_close(more["lm_head.weight"][rows], first["lm_head.weight"], rtol=1e-6, atol=0)
+        start = checkpoint.start("checkpoints/more", Target.load(f"{folder}/target", dtype="float32"), {})[0]
+        torch.testing.assert_close(start.lm_head.weight[~rows], start.goal_head[0][~rows].float(), rtol=1e-6, atol=0)
+    with pytest.raises(ValueError, match="start_vocab=most must be one of keep, data, more"):
+        fit("wrong", f"head={head}", "start=checkpoints/first", "start_vocab=most")
+
+
 def test_a_start_of_another_family_is_refused(fit):
     fit("first", "head=eagle", "train.steps=1", "train.validate_every=1")
     with pytest.raises(ValueError, match="give head= the family of the checkpoint"):

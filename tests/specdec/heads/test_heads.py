@@ -7,14 +7,14 @@ import types
 import pytest
 import torch
 
-from specdec import attention, span_attention, unroll_plan
+from specdec import attention, checkpoint, span_attention, unroll_plan
 from specdec.proposers.heads import HeadProposer
 from specdec.sampling import Sampling
 from specdec.tree import TreeShape
 from specdec.unroll import unroll
 from specdec.unroll_plan import plan
 from tests.loops import follow
-from tests.support import VARIANTS, chain_of, make_drafter, paired, random_tokens
+from tests.support import VARIANTS, chain_of, load_head, make_drafter, paired, random_tokens
 
 LENGTH = 13
 
@@ -70,6 +70,29 @@ def test_unroll_against_the_slot_rule(any_drafter, text, slot):
         assert exists.all()
         torch.testing.assert_close(any_drafter.logits(d, readout)[0], logits[d - 1], atol=1e-10, rtol=0)
         torch.testing.assert_close(state[0], states[d - 1], atol=1e-10, rtol=0)
+
+
+def test_another_draft_vocabulary_changes_no_other_logit(any_drafter, text, request):
+    """Tokens that stay have the logits of before, with a smaller, another and the whole vocabulary."""
+    head, _, arguments = request.node.callspec.params["any_drafter"]
+    spec = {**load_head(head)["drafter"], **arguments, **any_drafter.arguments()}
+    every = torch.arange(any_drafter.target.vocab_size)
+    before = every if any_drafter.draft_to_target is None else any_drafter.draft_to_target
+    vocab = torch.cat([before[::2], every[~torch.isin(every, before)][::3]]).sort().values
+    changed = checkpoint.with_vocab(any_drafter, spec, vocab).eval()
+    assert torch.equal(changed.draft_to_target, vocab) and changed.vocab_size == len(vocab)
+    rows = torch.isin(vocab, before)
+    kept = torch.searchsorted(before, vocab[rows])
+    states, logits = follow(any_drafter, *text, LENGTH // 2, depth_of(any_drafter))
+    same, others = follow(changed, *text, LENGTH // 2, depth_of(any_drafter))
+    for old, new in zip(states, same, strict=True):
+        assert torch.equal(old, new)
+    for old, new in zip(logits, others, strict=True):
+        torch.testing.assert_close(new[rows], old[kept], atol=1e-10, rtol=0)
+    whole = checkpoint.with_vocab(changed, spec, None)
+    assert whole.draft_to_target is None
+    for old, new in zip(others, follow(whole.eval(), *text, LENGTH // 2, depth_of(any_drafter))[1], strict=True):
+        torch.testing.assert_close(new[vocab[rows]], old[rows], atol=1e-10, rtol=0)
 
 
 @pytest.mark.parametrize("slot, parts", SLOTS)
