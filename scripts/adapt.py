@@ -281,7 +281,7 @@ def train(given: Adapt, home: Home, plan: Plan) -> Path:
             steps=steps,
             length=length,
             target={"name": Path(name) if Path(name).exists() else name, **target},
-            vocab="keep" if given.vllm else "more",  # a running vLLM takes no other shapes
+            vocab={} if given.vllm else adapting.vocab(home.first),  # a running vLLM takes no other shapes
             more=given.training,
         )
     )

@@ -93,7 +93,9 @@ def check(chosen: Compare) -> None:
             "There is nothing to compare: give checkpoint=checkpoints/a,checkpoints/b, or proposers=ngram,suffix, or both."
         )
     if not chosen.shapes():
-        raise ValueError("chains and trees leave nothing to compare: give a chain, such as chains=4.")
+        raise ValueError(
+            "chains= and trees= are both empty: give a chain, such as chains=4. Proposers draft as deep as the first shape."
+        )
 
 
 def describe(

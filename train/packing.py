@@ -270,15 +270,16 @@ def draft_vocab(
 ) -> torch.Tensor | None:
     """A draft vocabulary, increasing ids [W]; None: all `num_tokens`. Ties prefer low ids.
 
-    choice: one of VOCABS. data: the `size` ids that are supervised most often here; keep: those of `before`; more: those and up to an
-    eighth as many others, the most frequent ones that are supervised twice or more
+    choice: one of VOCABS. data: the `size` ids that are supervised most often here; keep: those of `before`; more: those and others, the
+    most frequent ones that are supervised twice or more, until there are an eighth more than `size`
     """
     if choice == "data" and size is not None and size < num_tokens:
         return frequent(packs, num_tokens).indices[:size].sort().values
     if choice == "more" and before is not None:
         counts, ids = frequent(packs, num_tokens)
         others = ids[(counts >= FEWEST) & ~torch.isin(ids, before.cpu())]
-        return torch.cat([before.cpu(), others[: len(before) // 8]]).sort().values
+        room = None if size is None else max(0, size + size // 8 - len(before))
+        return torch.cat([before.cpu(), others[:room]]).sort().values
     return None if choice == "data" else before
 
 

@@ -62,6 +62,12 @@ def rate(head: Path, name: str) -> float:
     return LOWER * float(trained or OmegaConf.load(loading.CONF / "head" / f"{name}.yaml").lr)
 
 
+def vocab(head: Path) -> dict[str, Any]:
+    """Options by which the draft vocabulary grows with the traffic: in all adaptations together by an eighth of the first head's."""
+    found = checkpoint.read_tensors(head / "drafter.safetensors").get("draft_to_target")
+    return {} if found is None else {"start_vocab": "more", "head.vocab_size": len(found)}
+
+
 def old_sources(given: str | None, head: Path, target: str) -> list[str]:
     """Files of the rows that the head was trained on. given: None: those of its config.yaml, or the shipped ones"""
     if given is not None:
@@ -109,13 +115,13 @@ def arguments(
     steps: int,
     length: int,
     target: dict[str, Any],
-    vocab: str,
+    vocab: dict[str, Any],
     more: dict[str, str],
 ) -> list[str]:
     """Arguments of train.py.
 
     folder: of the rows, and of the run; start: the head that is trained further; first: the one whose settings are used
-    vocab: what becomes of the draft vocabulary (start_vocab=)
+    vocab: options of the draft vocabulary
     target: options of the target; more: further options, which have the last word
     """
     objective = settings_of(first).get("head", {}).get("objective", {})
@@ -124,7 +130,7 @@ def arguments(
         "run": folder.absolute() / "run",
         "hydra.run.dir": folder.absolute() / "run",
         "start": start,
-        "start_vocab": vocab,
+        **vocab,
         "resume": "auto",
         "features.folder": folder / "features",
         "data.cache": folder / "data-cache",

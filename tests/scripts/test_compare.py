@@ -252,7 +252,7 @@ def test_depth_is_limited_by_the_drafter_and_an_adapting_drafter_has_its_own_tar
         (["checkpoint={folder}/target"], "does not exist"),
         (["trees=4x3"], "DEPTHxWIDTHxNODES, such as"),
         (["decode.temperature=hot"], "give numbers"),
-        (["chains=", "trees="], "nothing to compare: give a chain"),
+        (["chains=", "trees="], "both empty: give a chain"),
         (["checkpoint={folder}/adapting", "proposers=merged"], "adapts its target, which the other proposers share"),
         (["proposer.ngram.checkpoint={folder}/one"], "ngram holds no trained head"),
         (["limit=0"], "leave nothing to decode"),

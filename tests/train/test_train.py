@@ -307,7 +307,7 @@ def test_training_further_can_draft_other_tokens(fit, folder, head):
     fit("first", f"head={head}", "head.vocab_size=16", "train.steps=2", "train.validate_every=2")
     further = ("start=checkpoints/first", "optimizer.lr=0", "train.steps=1", "train.validate_every=1")
     fit("data", f"head={head}", "head.vocab_size=12", "start_vocab=data", *further)
-    fit("more", f"head={head}", "start_vocab=more", *further)
+    fit("more", f"head={head}", "head.vocab_size=16", "start_vocab=more", *further)
     first, data, more = (
         checkpoint.read_tensors(next(Path("checkpoints", run).glob("step_*")) / "drafter.safetensors")
         for run in ("first", "data", "more")
@@ -321,6 +321,9 @@ def test_training_further_can_draft_other_tokens(fit, folder, head):
         torch.testing.assert_close(more["lm_head.weight"][rows], first["lm_head.weight"], rtol=1e-6, atol=0)
         start = checkpoint.start("checkpoints/more", Target.load(f"{folder}/target", dtype="float32"), {})[0]
         torch.testing.assert_close(start.lm_head.weight[~rows], start.goal_head[0][~rows].float(), rtol=1e-6, atol=0)
+    fit("again", f"head={head}", "head.vocab_size=16", "start_vocab=more", *further[1:], "start=checkpoints/more")
+    again = checkpoint.load("checkpoints/again", Target.load(f"{folder}/target", dtype="float32"))
+    assert torch.equal(again.draft_to_target, more["draft_to_target"])  # it does not grow again and again
     with pytest.raises(ValueError, match="start_vocab=most must be one of keep, data, more"):
         fit("wrong", f"head={head}", "start=checkpoints/first", "start_vocab=most")
 
