@@ -59,9 +59,7 @@ class Head(nn.Module, ABC):
     depth: int | None  # the largest number of drafts along a path; None: any
     pretrained = False  # whether it starts from trained weights: validation then also runs before training
     changeable: tuple[str, ...] = ()  # arguments without weights, which training further from a checkpoint sets anew
-    by_token: tuple[
-        str, ...
-    ] = ()  # beginnings of the names of tensors that have a row for each token that can be drafted
+    by_token: tuple[str, ...] = ()  # beginnings of the names of tensors with a row for each token that can be drafted
     adapts_target = False  # whether it changes the target in place: outputs are then those of the adapted target
     draft_to_target: Tensor | None  # [W] target ids of a reduced draft vocabulary, increasing; None: all V
     target_to_draft: Tensor | None  # [V] the inverse, -1 where a token is not drafted
