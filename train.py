@@ -284,9 +284,13 @@ def make_drafter(config: DictConfig, target: Target, packs: Packs) -> tuple[Head
 
 def make_vocab(config: DictConfig, packs: Packs, target: Target, before: Tensor | None = None) -> Tensor | None:
     """The draft vocabulary of a new drafter, or that of a checkpoint `start`, which had `before`."""
-    choice = "data" if config.start is None else config.start_vocab
+    choice = config.start_vocab
     if choice not in VOCABS:
         raise ValueError(f"start_vocab={choice} must be one of {', '.join(VOCABS)}.")
+    if config.start is None:
+        if choice != "keep":
+            raise ValueError(f"start_vocab={choice} is for a checkpoint that is trained further: give start=, too.")
+        choice = "data"
     return by_main(
         lambda: draft_vocab(packs, choice, before, size=config.head.vocab_size, num_tokens=target.vocab_size),
         "the draft vocabulary",

@@ -326,6 +326,8 @@ def test_training_further_can_draft_other_tokens(fit, folder, head):
     assert torch.equal(again.draft_to_target, more["draft_to_target"])  # it does not grow again and again
     with pytest.raises(ValueError, match="start_vocab=most must be one of keep, data, more"):
         fit("wrong", f"head={head}", "start=checkpoints/first", "start_vocab=most")
+    with pytest.raises(ValueError, match="give start=, too"):
+        fit("new", f"head={head}", "start_vocab=data")
 
 
 def test_a_start_of_another_family_is_refused(fit):
