@@ -119,13 +119,17 @@ def drafter_class(path: str) -> type[Head]:
     return found
 
 
+def _arguments(spec: dict) -> dict:
+    """Those of the drafter's constructor."""
+    return {key: value for key, value in spec.items() if key != "_target_" and key not in RECORDED}
+
+
 def build(spec: dict, tensors: dict[str, Tensor], target: Target, *, dtype: torch.dtype | None = None) -> Head:
     """A drafter with these tensors, on the target's device and in its dtype unless another is given; spec as in `save`.
 
     Raises RuntimeError or TypeError if they do not fit together.
     """
-    arguments = {key: value for key, value in spec.items() if key != "_target_" and key not in RECORDED}
-    found = drafter_class(str(spec.get("_target_")))
+    found, arguments = drafter_class(str(spec.get("_target_"))), _arguments(spec)
     if arguments.get("model") is not None:
         raise ValueError(
             f"drafter.json names another model, {arguments['model']}: checkpoints hold all of their weights."
@@ -163,8 +167,7 @@ def with_vocab(drafter: Head, spec: dict, vocab: Tensor | None) -> Head:
     """
     if drafter.adapts_target:
         raise ValueError("A head that changes its target keeps its draft vocabulary.")
-    arguments = {key: value for key, value in spec.items() if key != "_target_" and key not in RECORDED}
-    changed = type(drafter)(drafter.target, vocab=vocab, **arguments).to(next(drafter.parameters()))
+    changed = type(drafter)(drafter.target, vocab=vocab, **_arguments(spec)).to(next(drafter.parameters()))
     every = torch.arange(drafter.target.vocab_size)
     before, after = (every if each is None else each.cpu() for each in (drafter.draft_to_target, vocab))
     stays = torch.isin(after, before)

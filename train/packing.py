@@ -17,7 +17,7 @@ from train import disk_cache
 from train.data import Row
 
 CHUNK = 2_000  # rows whose tokens are counted together
-VOCABS = ("keep", "data", "more")  # choices of `draft_vocab`
+VOCABS = ("keep", "data", "more")  # what becomes of the draft vocabulary of a head that is trained further
 FEWEST = 2  # times that `more` must have seen a token
 
 
@@ -270,24 +270,19 @@ def draft_vocab(
 ) -> torch.Tensor | None:
     """A draft vocabulary, increasing ids [W]; None: all `num_tokens`. Ties prefer low ids.
 
-    choice: one of VOCABS. data: the `size` ids that are supervised most often here; keep: those of `before`; more: those and others, the
-    most frequent ones that are supervised twice or more, until there are an eighth more than `size`
+    choice: data: the `size` ids that are supervised most often here; more: those of `before`, and of the others the most frequent ones
+    that are supervised twice or more, until there are an eighth more than `size`
     """
-    if choice == "data" and size is not None and size < num_tokens:
-        return frequent(packs, num_tokens).indices[:size].sort().values
-    if choice == "more" and before is not None:
-        counts, ids = frequent(packs, num_tokens)
-        others = ids[(counts >= FEWEST) & ~torch.isin(ids, before.cpu())]
-        room = None if size is None else max(0, size + size // 8 - len(before))
-        return torch.cat([before.cpu(), others[:room]]).sort().values
-    return None if choice == "data" else before
-
-
-def frequent(packs: Packs, num_tokens: int) -> torch.return_types.sort:
-    """How often each id is supervised, the most frequent first -> counts [V], ids [V]"""
-    counts = torch.zeros(num_tokens, dtype=torch.long)
-    counts[: len(packs.supervised_counts)] = packs.supervised_counts
-    return counts.sort(descending=True, stable=True)
+    frequencies = torch.zeros(num_tokens, dtype=torch.long)
+    frequencies[: len(packs.supervised_counts)] = packs.supervised_counts
+    counts, ids = frequencies.sort(descending=True, stable=True)
+    if choice == "data":
+        return None if size is None or size >= num_tokens else ids[:size].sort().values
+    if before is None:
+        return None
+    others = ids[(counts >= FEWEST) & ~torch.isin(ids, before.cpu())]
+    room = None if size is None else max(0, size + size // 8 - len(before))
+    return torch.cat([before.cpu(), others[:room]]).sort().values
 
 
 def covered(packs: Packs, vocab: torch.Tensor) -> float:
