@@ -291,11 +291,18 @@ def make_vocab(config: DictConfig, packs: Packs, target: Target, before: Tensor 
         if choice != "keep":
             raise ValueError(f"start_vocab={choice} is for a checkpoint that is trained further: give start=, too.")
         choice = "data"
-    return by_main(
-        lambda: draft_vocab(packs, choice, before, size=config.head.vocab_size, num_tokens=target.vocab_size),
+    size = config.head.vocab_size
+    vocab = by_main(
+        lambda: draft_vocab(packs, choice, before, size=size, num_tokens=target.vocab_size),
         "the draft vocabulary",
         minutes=config.train.timeout,
     )
+    if choice == "more" and before is not None and len(vocab) == len(before):
+        progress.note(
+            f"start_vocab=more adds no token: the head drafts {len(before):,}, and an eighth more than head.vocab_size={size} are "
+            "allowed, of tokens that are frequent here and could not be drafted"
+        )
+    return vocab
 
 
 def make_objective(config: DictConfig, drafter: Head) -> Objective | ConsistencyObjective:

@@ -302,7 +302,7 @@ def test_training_starts_from_a_checkpoint(fit, head):
 
 
 @pytest.mark.parametrize("head", ["mtp", "eagle3"])
-def test_training_further_can_draft_other_tokens(fit, folder, head):
+def test_training_further_can_draft_other_tokens(fit, folder, head, capsys):
     """Of eagle3, whose output layer has rows of its own, those of tokens that stay are kept, and further ones are the target's."""
     fit("first", f"head={head}", "head.vocab_size=16", "train.steps=2", "train.validate_every=2")
     further = ("start=checkpoints/first", "optimizer.lr=0", "train.steps=1", "train.validate_every=1")
@@ -321,7 +321,9 @@ def test_training_further_can_draft_other_tokens(fit, folder, head):
         torch.testing.assert_close(more["lm_head.weight"][rows], first["lm_head.weight"], rtol=1e-6, atol=0)
         start = checkpoint.start("checkpoints/more", Target.load(f"{folder}/target", dtype="float32"), {})[0]
         torch.testing.assert_close(start.lm_head.weight[~rows], start.goal_head[0][~rows].float(), rtol=1e-6, atol=0)
+    assert "adds no token" not in capsys.readouterr().out
     fit("again", f"head={head}", "head.vocab_size=16", "start_vocab=more", *further[1:], "start=checkpoints/more")
+    assert "start_vocab=more adds no token: the head drafts 18" in capsys.readouterr().out
     again = checkpoint.load("checkpoints/again", Target.load(f"{folder}/target", dtype="float32"))
     assert torch.equal(again.draft_to_target, more["draft_to_target"])  # it does not grow again and again
     with pytest.raises(ValueError, match="start_vocab=most must be one of keep, data, more"):
