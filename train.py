@@ -467,4 +467,9 @@ if __name__ == "__main__":
     if {"-h", "--help"} & set(sys.argv):
         print(__doc__, display.usage(Path(__file__).parent / "conf"), sep="\n")
         sys.exit()
-    main()
+    try:
+        main()
+    except SystemExit as ended:  # Hydra has said that it does not know an option, without saying which one is like it
+        if ended.code == 1 and (wrong := display.unknown(Path(__file__).parent / "conf", sys.argv[1:])):
+            ended.code = wrong
+        raise

@@ -1,8 +1,11 @@
 """What a training run prints."""
 
-from collections.abc import Callable
+import difflib
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import cast
 
+from omegaconf import OmegaConf
 from rich.console import Console
 from rich.table import Table
 
@@ -34,6 +37,28 @@ def _options(text: str) -> str:
     """The paragraphs of a configuration without Hydra's own: its list of defaults and its settings."""
     paragraphs = [part.strip() for part in text.split("\n\n")]
     return "\n\n".join(part for part in paragraphs if not part.startswith("hydra:") and "\ndefaults:" not in part)
+
+
+def unknown(conf: Path, given: list[str]) -> str | None:
+    """What is wrong with the first option of a command line, KEY=VALUE, that no file of `conf` has; None if all are known."""
+    load = lambda file: cast(dict, OmegaConf.to_container(OmegaConf.load(file)))
+    known = set(_keys(load(conf / "train.yaml")))
+    for group in (path for path in conf.iterdir() if path.is_dir() and path.name != "proposer"):  # of other commands
+        place = "head.objective" if group.name == "objective" else group.name
+        known |= {place, *(key for file in group.rglob("*.yaml") for key in _keys(load(file), f"{place}."))}
+    for key in (each.partition("=")[0] for each in given if "=" in each):
+        if key not in known and not key.startswith(("+", "~", "-", "hydra")):
+            close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+            guess = f" Did you mean {close[0]!r}?" if close else ""
+            return f"There is no option {key!r}.{guess} python train.py --help lists them all."
+    return None
+
+
+def _keys(settings: dict, prefix: str = "") -> Iterator[str]:
+    for key, value in settings.items():
+        yield f"{prefix}{key}"
+        if isinstance(value, dict):
+            yield from _keys(value, f"{prefix}{key}.")
 
 
 def start(say: Callable[[str], None], config, target, drafter, packs, prompts) -> None:

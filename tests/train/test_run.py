@@ -30,6 +30,27 @@ def test_help_shows_every_option_and_its_comment():
 
 
 @pytest.mark.parametrize(
+    ("given", "close"),
+    [("train.stepz=3", "train.steps"), ("head.objektive.depth=3", "head.objective.depth"), ("heads=mtp", "head")],
+)
+def test_an_unknown_option_is_named_with_the_one_that_is_like_it(given, close):
+    known = [
+        "head=eagle",
+        "experiment=table/mtp",
+        "head.objective.losses.kl=1",
+        "+more.of=1",
+        "head.drafter.num_layers=2",
+    ]
+    assert display.unknown(ROOT / "conf", known) is None
+    said = display.unknown(ROOT / "conf", [*known, given])
+    assert said.startswith(f"There is no option {given.partition('=')[0]!r}. Did you mean {close!r}?")
+    assert (
+        display.unknown(ROOT / "conf", ["xyzzy=1"])
+        == "There is no option 'xyzzy'. python train.py --help lists them all."
+    )
+
+
+@pytest.mark.parametrize(
     ("message", "wanted"),
     [
         ("depth=5 is more than 4: lower depth=", "decode.depth=5 is more than 4: lower decode.depth="),
