@@ -3,9 +3,8 @@
 import difflib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import cast
 
-from omegaconf import OmegaConf
+import yaml
 from rich.console import Console
 from rich.table import Table
 
@@ -41,7 +40,7 @@ def _options(text: str) -> str:
 
 def unknown(conf: Path, given: list[str]) -> str | None:
     """What is wrong with the first option of a command line, KEY=VALUE, that no file of `conf` has; None if all are known."""
-    load = lambda file: cast(dict, OmegaConf.to_container(OmegaConf.load(file)))
+    load = lambda file: yaml.safe_load(file.read_text()) or {}
     known = set(_keys(load(conf / "train.yaml")))
     for group in (path for path in conf.iterdir() if path.is_dir() and path.name != "proposer"):  # of other commands
         place = "head.objective" if group.name == "objective" else group.name

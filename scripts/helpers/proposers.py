@@ -1,5 +1,6 @@
 """The proposers of conf/proposer, configured by options and built for a target."""
 
+import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,7 @@ class Chosen(loading.Opened):
     name: str  # of the file in conf/proposer
     proposer: Proposer
     checkpoint: Path | None
+    drawn_from: list[str]  # see `drawn_from`, from before it was read
 
     @property
     def title(self) -> str:
@@ -82,10 +84,17 @@ def load(given: ProposerOptions, options: loading.TargetOptions, drafting: Draft
     head = given.settings.get("checkpoint", given.checkpoint)
     folder = resolve(head) if head else None
     name = given.proposer or default_name(folder, drafting)
+    before = drawn_from(given, name, drafting)  # a head that comes into use from here on is not missed
     opened = loading.load_target(options, default=loading.target_of(folder) if folder else None)
     proposer = build(name, opened.target, settings=given.settings, drafting=drafting, checkpoint=head)
     loading.warn_adapted(folder, opened.target)
-    return Chosen(opened.target, opened.tokenizer, opened.stop, name, proposer, folder)
+    return Chosen(opened.target, opened.tokenizer, opened.stop, name, proposer, folder, before)
+
+
+def drawn_from(given: ProposerOptions, name: str, drafting: Drafting) -> list[str]:
+    """The folders that the proposer is read from now: its head's, and a datastore's."""
+    config = configure(name, settings=given.settings, drafting=drafting, checkpoint=given.checkpoint)
+    return sorted(map(os.path.realpath, folders(config)))
 
 
 def default_name(folder: Path | None, drafting: Drafting) -> str:

@@ -1,6 +1,5 @@
 """Lets a server draft with another head when its checkpoint= stands for another one, as after scripts/adapt.py."""
 
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -25,12 +24,6 @@ def check(given: proposers.ProposerOptions) -> None:
         )
 
 
-def version(given: proposers.ProposerOptions, name: str, drafting: Drafting) -> list[str]:
-    """The folders that the proposer draws from now: its head's, and a datastore's."""
-    config = proposers.configure(name, settings=given.settings, drafting=drafting, checkpoint=given.checkpoint)
-    return sorted(map(os.path.realpath, proposers.folders(config)))
-
-
 def make_look(
     given: proposers.ProposerOptions,
     loaded: proposers.Chosen,
@@ -42,11 +35,11 @@ def make_look(
 
     It raises an error if that fails; the next call tries again. decoder: makes the decoder of a proposer
     """
-    known = version(given, loaded.name, drafting)
+    known = loaded.drawn_from
 
     def look() -> None:
         nonlocal known
-        now = version(given, loaded.name, drafting)
+        now = proposers.drawn_from(given, loaded.name, drafting)
         if now == known:
             return
         head = given.settings.get("checkpoint", given.checkpoint)

@@ -1,8 +1,10 @@
 """Tests of how a server follows its checkpoint: a failure is tried again, and what is said has happened."""
 
+import os
+
 import pytest
 
-from helpers import proposers, watching
+from helpers import loading, proposers, watching
 from specdec import files
 from specdec.decode import Decoder
 from specdec.drafting import Drafting
@@ -24,7 +26,8 @@ def test_a_failure_that_passes_is_tried_again(tmp_path, monkeypatch, capsys):
     build = lambda: proposers.build(
         "head", target, settings={}, drafting=Drafting(), checkpoint=str(tmp_path / "heads" / "0001")
     )
-    loaded = proposers.Chosen(target, None, STOP, "head", build(), tmp_path / "heads" / "0001")
+    first = tmp_path / "heads" / "0001"
+    loaded = proposers.Chosen(target, None, STOP, "head", build(), first, [os.path.realpath(first)])
     faults = [MemoryError("no room")]
 
     def decoder(proposer) -> Decoder:
@@ -51,6 +54,33 @@ def test_a_failure_that_passes_is_tried_again(tmp_path, monkeypatch, capsys):
         taken = engine.lanes[True]
         look()
         assert engine.lanes[True] is taken
+    finally:
+        engine.stop()
+
+
+def test_a_head_that_comes_into_use_while_the_one_before_is_read_is_taken(tmp_path, monkeypatch, capsys):
+    save_target(tmp_path / "target")
+    options = loading.TargetOptions(name=str(tmp_path / "target"), dtype="float32")
+    for number in (1, 2):
+        save_eagle(tmp_path / "heads" / f"000{number}", Target.load(options.name, dtype="float32"), seed=number)
+    files.write_text(tmp_path / "best", "heads/0001\n")
+    given = proposers.ProposerOptions(checkpoint=str(tmp_path), proposer="head")
+    build = proposers.build
+
+    def late(*arguments, **settings):
+        proposer = build(*arguments, **settings)
+        files.write_text(tmp_path / "best", "heads/0002\n")
+        return proposer
+
+    with monkeypatch.context() as patch:
+        patch.setattr(proposers, "build", late)
+        loaded = proposers.load(given, options, Drafting())
+    decoder = lambda proposer: Decoder(loaded.target, proposer, sampling=Sampling(), stop=STOP)
+    engine = Engine(decoder(loaded.proposer), decoder(None), rows=2, queue=4, head="first")
+    engine.start()
+    try:
+        watching.make_look(given, loaded, Drafting(), engine, decoder)()
+        assert engine.lanes[True].head.endswith("0002") and "0002" in capsys.readouterr().out
     finally:
         engine.stop()
 
