@@ -160,9 +160,18 @@ def test_the_commands_heed_the_variables_of_huggingface_hub(hub, arguments, home
 
     def command(script: str, *given: str, **variables: str) -> subprocess.CompletedProcess:
         places = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": ""}
-        return subprocess.run([sys.executable, f"scripts/{script}.py", *given], cwd=ROOT, env=child_environment(**places | variables),
-                              capture_output=True, text=True)  # fmt: skip
+        environment = (
+            child_environment(**places, **variables)
+            if "HF_TOKEN" not in variables
+            else child_environment(**places | variables)
+        )
+        return subprocess.run(
+            [sys.executable, f"scripts/{script}.py", *given], cwd=ROOT, env=environment, capture_output=True, text=True
+        )
 
+    refused = command("push", *arguments)
+    assert refused.returncode == 1 and "only with a token that may write: `hf auth login`" in refused.stderr
+    assert "Traceback" not in refused.stderr and hub.requests == []
     pushed = command("push", *arguments, HF_TOKEN="hf_user")
     assert pushed.returncode == 0, pushed.stderr
     given = [
@@ -174,7 +183,6 @@ def test_the_commands_heed_the_variables_of_huggingface_hub(hub, arguments, home
     ]
     refused = command("generate", *given, HF_HUB_OFFLINE="1")
     assert refused.returncode == 1 and "HF_HUB_OFFLINE=1 forbids to ask for it" in refused.stderr
-    assert "Traceback" not in refused.stderr
     for variables in ({}, {"HF_HUB_OFFLINE": "1"}):
         done = command("generate", *given, **variables)
         assert done.returncode == 0, done.stderr

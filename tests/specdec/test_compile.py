@@ -282,7 +282,7 @@ def test_packed_layers_give_the_same_values(traced, graphs):
 @torch.inference_mode()
 def test_decoding_with_inductor_equals_uncompiled_decoding(graphs, compiler):
     """Runs Inductor in float32: C++, oneDNN's packed weights, in-place changes of the caches."""
-    target = tiny(num_layers=2)
+    target = tiny()
     drafter = make_drafter(target, "eagle").float()
     compiled, plain = (decoder_of(target, drafter, chain_of(1), compiled=flag) for flag in (True, False))
     prompts = prompts_of(target, 0)

@@ -163,12 +163,13 @@ def test_a_terminal_without_cursor_movement_gets_plain_lines(answering, tmp_path
     assert status == 0 and "\x1b" not in printed and "answering: 0/8 answers" in printed
 
 
-def test_quiet_prints_the_result_only(answering, tmp_path, choose, monkeypatch, capsys):
-    given = [*map(str, answering), f"out={tmp_path}/answers.jsonl", "limit=4", "progress=quiet"]
-    monkeypatch.setattr(sys, "argv", given)
-    answer.main()
-    printed = capsys.readouterr()
-    assert printed.err == "" and re.fullmatch(r"\S+: 4 answers written, .* are empty\.\n", printed.out)
+def test_quiet_prints_the_result_only(answering, tmp_path):
+    done = subprocess.run(
+        [sys.executable, *map(str, answering), f"out={tmp_path}/answers.jsonl", "limit=4", "progress=quiet"],
+        cwd=tmp_path, env=child_environment(), capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0 and done.stderr == ""
+    assert re.fullmatch(r"\S+: 4 answers written, .* are empty\.\n", done.stdout)
 
 
 @pytest.mark.parametrize("stopped", [False, True])

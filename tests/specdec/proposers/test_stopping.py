@@ -204,7 +204,7 @@ def test_chances_are_logistic_in_the_evidence():
         assert math.exp(log_chance) == pytest.approx(1 / (1 + math.exp(0.2 - 0.5 * x - 2 * c)))
 
 
-def test_no_threshold_changes_the_answers(drafter, target):
+def test_no_threshold_changes_the_answers(any_drafter, target):
     """Stopping never, in some rounds or always does not change the answers."""
     prompts = prompts_of(target)[:2]
 
@@ -214,7 +214,7 @@ def test_no_threshold_changes_the_answers(drafter, target):
     plain, chances = answer(None), []
     for shape, fraction in ((chain_of(3), 0.0), (chain_of(3), 0.5), (chain_of(3), 1.0), (TREE, 0.5)):
         threshold = sorted(chances)[len(chances) // 2] if fraction == 0.5 else fraction
-        proposer = HeadProposer(drafter, shape, stopping=Stopping(threshold=threshold))
+        proposer = HeadProposer(any_drafter, shape, stopping=Stopping(threshold=threshold))
         decoder = Decoder(target, proposer, sampling=Sampling(), stop=set())
         generation = Generation([[], []], [[], []])
         for emitted in decoder.stream(prompts, 6, result=generation):
@@ -225,7 +225,8 @@ def test_no_threshold_changes_the_answers(drafter, target):
         check_counters(generation)
         if fraction == 0:
             assert (
-                set(generation.drafted) == {3} and generation.accepted == answer(HeadProposer(drafter, shape)).accepted
+                set(generation.drafted) == {3}
+                and generation.accepted == answer(HeadProposer(any_drafter, shape)).accepted
             )
         if fraction == 1:
             assert generation.drafted == [0] * 5 and generation.accepted == [[0] * 5] * 2  # tau = 1
