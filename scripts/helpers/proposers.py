@@ -64,7 +64,7 @@ class Chosen(loading.Opened):
     name: str  # of the file in conf/proposer
     proposer: Proposer
     checkpoint: Path | None
-    drawn_from: list[str]  # see `drawn_from`, from before it was read
+    drawn_from: list[str]  # the folders that it was read from
 
     @property
     def title(self) -> str:
@@ -84,16 +84,17 @@ def load(given: ProposerOptions, options: loading.TargetOptions, drafting: Draft
     head = given.settings.get("checkpoint", given.checkpoint)
     folder = resolve(head) if head else None
     name = given.proposer or default_name(folder, drafting)
-    before = drawn_from(given, name, drafting)  # a head that comes into use from here on is not missed
+    config = configure(
+        name, settings=given.settings, drafting=drafting, checkpoint=head
+    )  # names the folders that are read
     opened = loading.load_target(options, default=loading.target_of(folder) if folder else None)
-    proposer = build(name, opened.target, settings=given.settings, drafting=drafting, checkpoint=head)
+    proposer = make(config, opened.target)
     loading.warn_adapted(folder, opened.target)
-    return Chosen(opened.target, opened.tokenizer, opened.stop, name, proposer, folder, before)
+    return Chosen(opened.target, opened.tokenizer, opened.stop, name, proposer, folder, drawn_from(config))
 
 
-def drawn_from(given: ProposerOptions, name: str, drafting: Drafting) -> list[str]:
-    """The folders that the proposer is read from now: its head's, and a datastore's."""
-    config = configure(name, settings=given.settings, drafting=drafting, checkpoint=given.checkpoint)
+def drawn_from(config: Config) -> list[str]:
+    """The folders that the proposer is read from: its head's, and a datastore's."""
     return sorted(map(os.path.realpath, folders(config)))
 
 
@@ -107,15 +108,10 @@ def default_name(folder: Path | None, drafting: Drafting) -> str:
     return HEAD if fixed else AUTO
 
 
-def build(name: str, target: Target, *, settings: Settings, drafting: Drafting, checkpoint: str | None) -> Proposer:
-    """The proposer of conf/proposer/<name>.yaml. Raises ValueError for what does not exist or does not fit."""
-    return make(configure(name, settings=settings, drafting=drafting, checkpoint=checkpoint), target)
-
-
 def configure_all(listed: str, *, settings: Settings, drafting: Drafting, checkpoint: str | None) -> dict[str, Config]:
     """The proposers of a comma list, by name. settings: NAME.KEY: VALUE, and `checkpoint` for all trained heads inside.
 
-    Raises ValueError as `build`, and for a head that adapts the target, which the proposers share.
+    Raises ValueError as `configure`, and for a head that adapts the target, which the proposers share.
     """
     configs = _configure_each(
         split(listed), f"proposers={listed}", settings, "proposer", drafting=drafting, checkpoint=checkpoint

@@ -39,14 +39,15 @@ def make_look(
 
     def look() -> None:
         nonlocal known
-        now = proposers.drawn_from(given, loaded.name, drafting)
+        config = proposers.configure(
+            loaded.name, settings=given.settings, drafting=drafting, checkpoint=given.checkpoint
+        )
+        now = proposers.drawn_from(config)
         if now == known:
             return
         head = given.settings.get("checkpoint", given.checkpoint)
         name = checkpoint.name_of(checkpoint.resolve(head)) if head else None
-        new = proposers.build(
-            loaded.name, loaded.target, settings=given.settings, drafting=drafting, checkpoint=given.checkpoint
-        )
+        new = proposers.make(config, loaded.target)
         if isinstance(new, Auto) and isinstance(loaded.proposer, Auto):
             new.opened = loaded.proposer.opened  # what passes of the target cost is known
         engine.swap(lambda: decoder(new), name).result()

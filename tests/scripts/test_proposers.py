@@ -49,7 +49,9 @@ def made(tmp_path_factory):
             (folder / "costs.json").write_text(json.dumps(COSTS))  # on a tiny target measured ones may say: no drafts
         values = {"DATASTORE": f"{folder}/datastore", "MODEL": f"{folder}/model", "COSTS": f"{folder}/costs.json"}
         values = {key: values.get(value, value) for key, value in {**SETTINGS.get(name, {}), **settings}.items()}
-        return proposers.build(name, target, settings=values, drafting=drafting, checkpoint=str(folder / "head"))
+        return proposers.make(
+            proposers.configure(name, settings=values, drafting=drafting, checkpoint=str(folder / "head")), target
+        )
 
     folders: dict[int, Path] = {}
     with pytest.MonkeyPatch.context() as patch:

@@ -1,7 +1,5 @@
 """Tests of how a server follows its checkpoint: a failure is tried again, and what is said has happened."""
 
-import os
-
 import pytest
 
 from helpers import loading, proposers, watching
@@ -23,11 +21,10 @@ def test_a_failure_that_passes_is_tried_again(tmp_path, monkeypatch, capsys):
         save_eagle(tmp_path / "heads" / f"000{number}", target, seed=number)
     files.write_text(tmp_path / "best", "heads/0001\n")
     given = proposers.ProposerOptions(checkpoint=str(tmp_path), proposer="head")
-    build = lambda: proposers.build(
-        "head", target, settings={}, drafting=Drafting(), checkpoint=str(tmp_path / "heads" / "0001")
-    )
     first = tmp_path / "heads" / "0001"
-    loaded = proposers.Chosen(target, None, STOP, "head", build(), first, [os.path.realpath(first)])
+    config = proposers.configure("head", settings={}, drafting=Drafting(), checkpoint=str(first))
+    build = lambda: proposers.make(config, target)
+    loaded = proposers.Chosen(target, None, STOP, "head", build(), first, proposers.drawn_from(config))
     faults = [MemoryError("no room")]
 
     def decoder(proposer) -> Decoder:
@@ -43,7 +40,7 @@ def test_a_failure_that_passes_is_tried_again(tmp_path, monkeypatch, capsys):
         look()
         files.write_text(tmp_path / "best", "heads/0002\n")
         with monkeypatch.context() as patch, pytest.raises(OSError, match="busy"):
-            patch.setattr(proposers, "build", busy)
+            patch.setattr(proposers, "make", busy)
             look()  # while it is read
         with pytest.raises(MemoryError):
             look()  # while the engine takes it
@@ -65,15 +62,15 @@ def test_a_head_that_comes_into_use_while_the_one_before_is_read_is_taken(tmp_pa
         save_eagle(tmp_path / "heads" / f"000{number}", Target.load(options.name, dtype="float32"), seed=number)
     files.write_text(tmp_path / "best", "heads/0001\n")
     given = proposers.ProposerOptions(checkpoint=str(tmp_path), proposer="head")
-    build = proposers.build
+    make = proposers.make
 
-    def late(*arguments, **settings):
-        proposer = build(*arguments, **settings)
+    def late(*arguments):
+        proposer = make(*arguments)
         files.write_text(tmp_path / "best", "heads/0002\n")
         return proposer
 
     with monkeypatch.context() as patch:
-        patch.setattr(proposers, "build", late)
+        patch.setattr(proposers, "make", late)
         loaded = proposers.load(given, options, Drafting())
     decoder = lambda proposer: Decoder(loaded.target, proposer, sampling=Sampling(), stop=STOP)
     engine = Engine(decoder(loaded.proposer), decoder(None), rows=2, queue=4, head="first")

@@ -42,7 +42,8 @@ def model(request, target_folder, tmp_path_factory) -> Path:
 
 
 def propose_with(target: Target, model: Path, drafting: Drafting = CHAIN) -> HeadProposer:
-    return proposers.build("draft", target, settings={"model": str(model)}, drafting=drafting, checkpoint=None)
+    config = proposers.configure("draft", settings={"model": str(model)}, drafting=drafting, checkpoint=None)
+    return proposers.make(config, target)
 
 
 def prompts() -> list[list[int]]:
@@ -155,4 +156,4 @@ def test_messages_name_the_option_that_was_set(target, tmp_path):
         with pytest.raises(ValueError, match=f"^model={path}.*{message}"):
             Draft(target, model=str(path))
     with pytest.raises(ValueError, match=r"^Give proposer\.model=\.\.\."):
-        proposers.build("draft", target, settings={}, drafting=Drafting(2), checkpoint=None)
+        proposers.make(proposers.configure("draft", settings={}, drafting=Drafting(2), checkpoint=None), target)
