@@ -5,6 +5,9 @@ TARGET := targets/smollm2-135m
 # Threads that wait by spinning for long slow each other down badly when the machine has other work (RESULTS.md).
 export GOMP_SPINCOUNT ?= 2000
 
+# of the tests; more cores take more
+PROCESSES ?= 2
+
 READY := .venv/ready $(TARGET)/config.json
 
 # For `make gpu`: pure Python, as a GPU machine's image may lack them; those with compiled parts must be there
@@ -23,7 +26,7 @@ GPU_TESTS ?= tests/specdec/test_tree.py tests/specdec/test_sampling.py tests/spe
 help:
 	@echo "make setup   virtual environment in .venv, and the default target (once, a few minutes)"
 	@echo "make demo    train head=eagle on the CPU, validated by decoding; then decode it beside the shipped head"
-	@echo "make test    all tests, in two processes (about 13 minutes on two cores)"
+	@echo "make test    all tests, in two processes (about 13 minutes on two cores); on more cores: make test PROCESSES=8"
 	@echo "make quick   a selection of them for daily work: each kind of head once, nothing that trains (under a minute)"
 	@echo "make lint    ruff and mypy"
 	@echo "make engines vLLM, Speculators and llama.cpp on the CPU, in engines (once, 4 minutes, 4 GB), for tests of exports"
@@ -33,12 +36,13 @@ help:
 setup: $(READY)
 	@$(BIN)/python -m tests.compiler
 
+# --no-compile: of the many modules of these packages a few are imported, and Python compiles those then.
 .venv/ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "Python 3.11 or later is needed; name one: make PYTHON=python3.12 ..."; exit 1; }
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet torch==2.13.0
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/pip install --quiet --no-compile torch==2.13.0
+	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev]'
 	@touch .venv/ready
 
 $(TARGET)/config.json: | .venv/ready
@@ -57,10 +61,10 @@ demo: $(READY)
 
 # Each process runs on one thread (tests/conftest.py). Processes take tests from one another when they have none left.
 test: $(READY)
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal
+	$(BIN)/python -m pytest -q -n $(PROCESSES) --dist worksteal
 
 quick: $(READY)
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow"
+	$(BIN)/python -m pytest -q -n $(PROCESSES) --dist worksteal -m "not slow"
 
 lint: $(READY)
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy

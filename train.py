@@ -21,18 +21,17 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 import multirun
-from specdec import checkpoint, files, hub
+from specdec import checkpoint, files
 from specdec.drafter import Head
 from specdec.drafting import Drafting
 from specdec.measurement import Prompt
 from specdec.report import Report
 from specdec.sampling import Sampling
 from specdec.target import Target
-from train import data, display, optimization, progress, sharding, tracking
+from train import data, display, optimization, progress, sharding, starting, tracking
 from train.consistency import ConsistencyObjective
 from train.encoding import Encoding, load_packs
 from train.engine_features import EngineTarget
@@ -45,18 +44,19 @@ from train.naming import named
 from train.objective import Objective
 from train.onpolicy import OnPolicy
 from train.optimization import OptimizerSettings, schedule
-from train.packing import VOCABS, Packs, draft_vocab
+from train.packing import Packs
 from train.pages import facts
 from train.pages.run_page import worth
 from train.pages.samples import write_page
-from train.processes import by_main, is_main, plain_warnings
+from train.processes import is_main, plain_warnings
 from train.run_folder import RunFolder
 from train.serving import Serving
 from train.settings import Settings, fixed
 from train.stream import Plan, Stream
-from train.target_settings import TargetSettings
+from train.target_settings import TargetSettings, packs_rows
 from train.trainer import Trainer
-from train.validation import Validation, ValidationSettings
+from train.validation import Validation
+from train.validation_settings import ValidationSettings
 from train.waiting import ProcessLost, Waiting
 
 # An error that all processes find is told by the main one, and the launcher then ends the others. They wait so long with theirs.
@@ -81,7 +81,7 @@ def fit_alone(config: DictConfig, path: Path, accelerator: Accelerator) -> int:
     """`fit` in a folder that no other launch writes to."""
     console = progress.Results()
     given = config.start
-    config.start = pin_start(config, path)
+    config.start = starting.pinned(given, path, resume=config.resume, minutes=config.train.timeout)
     target, tokenizer = load_target(config, accelerator)
     stop = data.stop_tokens(tokenizer, target.model.generation_config)
     loaded = load_data(config, tokenizer, target, accelerator)
@@ -96,9 +96,9 @@ def fit_alone(config: DictConfig, path: Path, accelerator: Accelerator) -> int:
         )
     objective = make_objective(config, drafter)
     optimizer, scheduler = make_optimizer(config, drafter)
-    settings = make_settings(config)
-    if settings.shard:
-        with named("train"):
+    with named("train"):
+        settings = Settings(**config.train)
+        if settings.shard:
             sharding.check(drafter, optimizer=config.optimizer.name, on_policy=config.data.on_policy)
     display.start(progress.note, config, target, drafter, packs, prompts)
     validation = make_validation(config, drafter, prompts, stop, accelerator, console, engine)
@@ -106,17 +106,9 @@ def fit_alone(config: DictConfig, path: Path, accelerator: Accelerator) -> int:
     tracker = tracking.Tracking(config.tracker if accelerator.is_main_process else "none", path)
     folder = RunFolder(path, spec, fixed(OmegaConf.to_container(config, resolve=True)))
     trainer = Trainer(
-        accelerator,
-        objective,
-        optimizer,
-        scheduler,
-        material=material,
-        validation=validation,
-        settings=settings,
-        folder=folder,
-        serve=make_serve(config, console.say),
-        record=tracker.record,
-    )
+        accelerator, objective, optimizer, scheduler, material=material, validation=validation, settings=settings, folder=folder,
+        serve=make_serve(config, console.say), record=tracker.record,
+    )  # fmt: skip
     if not (config.resume and trainer.resume()):
         trainer.prepare(config.solve_packs if config.start is None else 0, fresh=config.start is None)
     if accelerator.is_main_process:
@@ -173,17 +165,6 @@ def make_accelerator(config: DictConfig) -> Accelerator:
     return accelerator
 
 
-def pin_start(config: DictConfig, path: Path) -> str | None:
-    """`start`. A head on the Hub has the commit with it that its name stands for now; in a resumed run, that it stood for then."""
-    if config.start is None or not hub.is_head(config.start):
-        return config.start
-    recorded = facts.read(path).get("start", {})
-    if config.resume and recorded.get("given") == config.start:
-        return recorded["used"]
-    pinned = lambda: hub.pinned(checkpoint.resolve(config.start))
-    return by_main(pinned, "the head that training starts from", minutes=config.train.timeout)
-
-
 def load_target(config: DictConfig, accelerator: Accelerator) -> tuple[Target, PreTrainedTokenizerBase]:
     ends = bool(feature_settings(config).urls)
     with named("target"):
@@ -203,46 +184,21 @@ def feature_settings(config: DictConfig) -> FeatureSettings:
     """Raises ValueError for what only a target in this process can do, if a server is to read the texts."""
     with named("features"):
         settings = FeatureSettings(**OmegaConf.to_container(config.features, resolve=True))
-    adapts = checkpoint.drafter_class(config.head.drafter._target_).adapts_target
-    needed = [
-        (adapts, "the head changes the target"),
-        (config.data.on_policy, "data.on_policy lets the target judge texts that the draft writes"),
-        (config.train.best_by != "tau", f"train.best_by={config.train.best_by} is measured by decoding"),
-        (config.target.tp > 1, f"target.tp={config.target.tp} cuts a target in these processes"),
-        (config.target.shard, "target.shard=true keeps the target's layers in these processes"),
-    ]
-    for applies, reason in needed:
-        if settings.urls and applies:
-            raise ValueError(
-                f"features.engine={settings.urls}: {reason}, for which the target must be in this process: use "
-                "features.mode=online."
-            )
+    settings.check(
+        adapts=checkpoint.drafter_class(config.head.drafter._target_).adapts_target,
+        best_by=config.train.best_by,
+        on_policy=config.data.on_policy,
+        tp=config.target.tp,
+        shard=config.target.shard,
+    )
     return settings
 
 
 def load_data(
     config: DictConfig, tokenizer: PreTrainedTokenizerBase, target: Target, accelerator: Accelerator
 ) -> Packs | Stream:
-    """The conversations that are trained on, all of them packed, or read as they come.
-
-    Raises ValueError for a length or for packing that the target cannot read.
-    """
-    limit, boundary = target.max_positions, target.rotary_boundary
-    if limit is not None and config.data.length > limit:
-        raise ValueError(
-            f"data.length={config.data.length}: {target.name} reads {limit} positions, so lower it to at most that."
-        )
-    if boundary is not None and config.data.length > boundary:
-        raise ValueError(
-            f"data.length={config.data.length}: {target.name} turns keys by other angles in texts longer than {boundary} tokens "
-            "(LongRoPE), and would in all rows of a batch at once: lower it to at most that."
-        )
-    if config.data.pack and target.recurrent:
-        raise ValueError(
-            f"data.pack=true: {target.name} has recurrent or convolution layers, whose state would run from one conversation into "
-            "the next. Leave data.pack=null, which then gives each conversation a row of its own."
-        )
-    packed = not target.recurrent if config.data.pack is None else config.data.pack
+    """The conversations that are trained on, all of them packed, or read as they come."""
+    packed = packs_rows(target, length=config.data.length, pack=config.data.pack)
     chosen = OmegaConf.to_container(config.data)
     same = {key: chosen[key] for key in ("train", "hold_out", "tokens", "length")} | {"packed": packed}
     with named("data"):
@@ -262,14 +218,25 @@ def load_data(
 def make_drafter(config: DictConfig, target: Target, packs: Packs) -> tuple[Head, dict]:
     """A new drafter as the configuration says, or the one of the checkpoint `start`, and its spec for checkpoints."""
     spec = OmegaConf.to_container(config.head.drafter)
+    make_vocab = functools.partial(
+        starting.vocabulary,
+        packs,
+        target,
+        config.start,
+        config.start_vocab,
+        config.head.vocab_size,
+        minutes=config.train.timeout,
+    )
     if config.start is None:
-        vocab = make_vocab(config, packs, target)
+        vocab = make_vocab()
         with named("head.drafter"):
             drafter = build(config.head.drafter, target, vocab=vocab, _convert_="all")
     else:
-        vocab_from = functools.partial(make_vocab, config, packs, target)
         drafter, start_spec = checkpoint.start(
-            config.start, target, spec, vocab_from if config.start_vocab != "keep" else None
+            config.start,
+            target,
+            spec,
+            None if config.start_vocab == "keep" else lambda before: make_vocab(before=before),
         )
         if start_spec["_target_"] != spec["_target_"]:
             raise ValueError(
@@ -280,29 +247,6 @@ def make_drafter(config: DictConfig, target: Target, packs: Packs) -> tuple[Head
     if drafter.adapts_target and "adapter" not in config.head:
         raise ValueError("A head that adapts the target needs head.adapter: {lr, delay}, see conf/head/medusa2.yaml.")
     return drafter, spec
-
-
-def make_vocab(config: DictConfig, packs: Packs, target: Target, before: Tensor | None = None) -> Tensor | None:
-    """The draft vocabulary of a new drafter, or that of a checkpoint `start`, which had `before`."""
-    choice = config.start_vocab
-    if choice not in VOCABS:
-        raise ValueError(f"start_vocab={choice} must be one of {', '.join(VOCABS)}.")
-    if config.start is None:
-        if choice != "keep":
-            raise ValueError(f"start_vocab={choice} is for a checkpoint that is trained further: give start=, too.")
-        choice = "data"
-    size = config.head.vocab_size
-    vocab = by_main(
-        lambda: draft_vocab(packs, choice, before, size=size, num_tokens=target.vocab_size),
-        "the draft vocabulary",
-        minutes=config.train.timeout,
-    )
-    if choice == "more" and before is not None and len(vocab) == len(before):
-        progress.note(
-            f"start_vocab=more adds no token: the head drafts {len(before):,}, and an eighth more than head.vocab_size={size} are "
-            "allowed, of tokens that are frequent here and could not be drafted"
-        )
-    return vocab
 
 
 def make_objective(config: DictConfig, drafter: Head) -> Objective | ConsistencyObjective:
@@ -355,17 +299,7 @@ def make_validation(
         say=console.say,
         engine=engine,
     )
-    if engine is not None and not validation.replays:
-        raise ValueError(
-            "features.engine=: without the target in this process a drafter is judged by replay, which needs a chain "
-            "(decode=chain) and validation.decode=best or end. Or use features.mode=online."
-        )
-    if config.train.ema is not None and not validation.replays:
-        raise ValueError(
-            f"train.ema={config.train.ema} lets replay choose between the weights and their average, and replay does not apply "
-            "here: it needs a chain (decode=chain), a head that leaves the target as it is, train.best_by=tau, and "
-            "validation.decode=best or end. Or set train.ema=null."
-        )
+    settings.check(replays=validation.replays, engine=engine is not None, ema=config.train.ema)
     return validation
 
 
@@ -396,14 +330,8 @@ def make_material(
     on_policy = None
     if config.data.on_policy:
         with named("data"):
-            on_policy = OnPolicy(
-                drafter,
-                packs,
-                length=config.data.length,
-                on_policy=config.data.on_policy,
-                on_policy_temperature=config.data.on_policy_temperature,
-                stop=stop,
-            )
+            chosen = {key: config.data[key] for key in ("length", "on_policy", "on_policy_temperature")}
+            on_policy = OnPolicy(drafter, packs, stop=stop, **chosen)
     with named("data"):
         return Material(packs, config.data.length, features, on_policy, stream, config.data.ahead)
 
@@ -421,11 +349,6 @@ def make_serve(config: DictConfig, say: Callable[[str], None]) -> Serving | None
     given |= {f"target.{key}": target[key] for key in ("name", "dtype", "trust_remote_code")}
     with named("validation"):
         return Serving(chosen.served, given | {"num_drafts": config.decode.depth}, say)
-
-
-def make_settings(config: DictConfig) -> Settings:
-    with named("train"):
-        return Settings(**config.train)
 
 
 def build(config: DictConfig, *arguments, **more):

@@ -1,16 +1,23 @@
 """Computes tau and survival by depth of a chain along answers that the target wrote, without decoding.
 
     python scripts/replay.py checkpoint=checkpoints/shipped/eagle answers=my_answers.jsonl hold_out=60
+    python scripts/replay.py checkpoint=checkpoints/a,checkpoints/b answers=my_answers.jsonl    is the second one better?
 
 The method is in docs/methods.md, section 2. By default it uses the rows that `data.hold_out` keeps from training.
 """
 
 from dataclasses import dataclass, field
 
+import torch
+from torch import Tensor
+
 from helpers import loading
 from helpers.options import option, options, run
-from specdec import replay
+from specdec import figures, replay
+from specdec.drafter import Head
+from specdec.figures import PromptCounts
 from train import data, progress, reading
+from train.data import Row
 
 
 @dataclass(frozen=True)
@@ -21,7 +28,7 @@ class ReplayDecodeOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Replay:
-    checkpoint: str = field(metadata={"help": loading.CHECKPOINT})
+    checkpoint: str = field(metadata={"help": f"{loading.CHECKPOINTS}; the others are compared with the first"})
     answers: str = field(metadata={"help": "conversations whose last message the target wrote"})
     hold_out: int | None = option(
         60, "use this many rows, the first at temperature 0; null: all rows at decode.temperature"
@@ -34,33 +41,54 @@ class Replay:
 def main() -> None:
     chosen = options(Replay, __doc__)
     console = progress.Results()
-    loaded = loading.load(chosen.checkpoint, chosen.target)
-    if loaded.target.adapted:
-        raise ValueError(
-            f"{loaded.folder} adapts its target, which did not write these answers: use scripts/evaluate.py."
-        )
-    rows = [data.encode(loaded.tokenizer, row) for row in read_answers(chosen)]
-    temperature = chosen.decode.temperature
-    depth = min(chosen.decode.depth, loaded.drafter.depth or chosen.decode.depth)
-    num_emitted, num_rounds, num_accepted = 0, 0.0, 0.0
-    for row in progress.track(rows, "replay", unit="answers"):
-        start, stop = data.last_answer(row)
-        tokens = row.tokens[: min(stop, chosen.length)]
-        if len(tokens) - start < 2:
-            continue
-        chances = replay.acceptance(
-            loaded.drafter, tokens[:start], tokens[start:], depth=depth, temperature=temperature
-        )
-        rounds, accepted = replay.rounds(chances)
-        num_emitted += len(tokens) - start - 1
-        num_rounds, num_accepted = num_rounds + rounds, num_accepted + accepted
-    if not num_rounds:
+    heads = loading.load_runs(chosen.checkpoint, chosen.target)
+    for head in heads:
+        if head.baseline != loading.FROZEN:
+            raise ValueError(
+                f"{head.folder} adapts its target, which did not write these answers: use scripts/evaluate.py."
+            )
+    tokenizer = loading.shared_target(heads, chosen.target).tokenizer
+    rows = [data.encode(tokenizer, row) for row in read_answers(chosen)]
+    rows = [row for row in rows if len(text_of(row, chosen.length)[1]) >= 2]
+    if not rows:
         raise ValueError(f"No answer has a second token within length={chosen.length}: raise it.")
-    survival = " ".join(f"{value:.3f}" for value in (num_accepted / num_rounds).tolist())
-    console.print(
-        f"{loaded.folder}: replayed tau {num_emitted / num_rounds:.3f} (chain of {depth}, temperature {temperature:g}, "
-        f"{len(rows)} answers, {num_emitted} tokens), survival by depth {survival}"
-    )
+    temperature, num_tokens = chosen.decode.temperature, sum(len(text_of(row, chosen.length)[1]) - 1 for row in rows)
+    depth = min([chosen.decode.depth, *(head.drafter.depth for head in heads if head.drafter.depth)])
+    first: list[PromptCounts] = []
+    for head in heads:
+        counts, survival = judge(head.drafter, rows, chosen, depth)
+        low, high = figures.interval(counts, figures.tau, 0)
+        console.print(
+            f"{head.folder}: replayed tau {figures.tau(counts):.3f} ({low:.2f} .. {high:.2f}), chain of {depth}, temperature "
+            f"{temperature:g}, {len(rows)} answers, {num_tokens} tokens, survival by depth "
+            + " ".join(f"{value:.3f}" for value in survival.tolist())
+        )
+        categories = sorted({row.category for row in rows})
+        if len(categories) > 1:
+            of = {name: [count for row, count in zip(rows, counts) if row.category == name] for name in categories}
+            console.print("  " + ", ".join(f"{name} {figures.tau(part):.2f}" for name, part in of.items()))
+        first = first or counts
+        if first is not counts:
+            change, (low, high) = figures.tau_difference(counts, first)
+            console.print(f"  {change:+.3f} ({low:+.3f} .. {high:+.3f}) against {heads[0].folder}, the same answers")
+
+
+def text_of(row: Row, length: int) -> tuple[list[int], list[int]]:
+    """The prompt of the last answer, and the answer, cut."""
+    start, stop = data.last_answer(row)
+    return row.tokens[:start], row.tokens[start : min(stop, length)]
+
+
+def judge(drafter: Head, rows: list[Row], chosen: Replay, depth: int) -> tuple[list[PromptCounts], Tensor]:
+    """-> what tau of each answer is made of; survival, [depth]"""
+    counts, num_accepted = [], torch.zeros(depth, dtype=torch.float64)
+    for row in progress.track(rows, "replay", unit="answers"):
+        prompt, answer = text_of(row, chosen.length)
+        chances = replay.acceptance(drafter, prompt, answer, depth=depth, temperature=chosen.decode.temperature)
+        rounds, accepted = replay.rounds(chances)
+        counts.append(PromptCounts(rounds, len(answer) - 1))
+        num_accepted += accepted
+    return counts, num_accepted / sum(each.num_rounds for each in counts)
 
 
 def read_answers(chosen: Replay) -> list[dict]:

@@ -18,7 +18,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from hydra import compose, initialize_config_dir
 
 from tests.support import ROOT, child_environment, train_command
-from train import closed_form
+from train import closed_form, starting
 from train.objective import Objective
 from train.parts import local
 from train.sharding import Weights
@@ -95,7 +95,7 @@ def fit_by_two(cwd: Path, runs: list[dict]) -> list[str]:
 
 def tell() -> None:
     """Lets the process print what it computes itself, and its share of the weights when they are saved."""
-    start, count, saved = closed_form.start, train_command().draft_vocab, Weights.saved
+    start, count, saved = closed_form.start, starting.draft_vocab, Weights.saved
 
     def telling(what, function):
         def told(*arguments, **settings):
@@ -111,7 +111,7 @@ def tell() -> None:
         return saved(weights, average)
 
     closed_form.start = telling("start", start)
-    train_command().draft_vocab = telling("vocabulary", count)
+    starting.draft_vocab = telling("vocabulary", count)
     Weights.saved = telling_saved
 
 

@@ -66,6 +66,7 @@ ORDER = [
     "proposers.backlog",
     "proposers.pool",
     "proposers.realised",
+    "proposers.rhythm",
     "proposers.round_value",
     "proposers.candidates",
     "proposers.step_times",

@@ -43,6 +43,25 @@ class FeatureSettings:
                 "vllm= has arguments of vLLM in this process: give engine=vllm too, or give them to the server."
             )
 
+    def check(self, *, adapts: bool, best_by: str, on_policy: float, tp: int, shard: bool) -> None:
+        """Raises ValueError for what only a target in this process can do, if a server is to read the texts.
+
+        adapts: whether the head changes the target; best_by: of `train`; on_policy: of `data`; tp, shard: of `target`
+        """
+        needed = [
+            (adapts, "the head changes the target"),
+            (on_policy, "data.on_policy lets the target judge texts that the draft writes"),
+            (best_by != "tau", f"train.best_by={best_by} is measured by decoding"),
+            (tp > 1, f"target.tp={tp} cuts a target in these processes"),
+            (shard, "target.shard=true keeps the target's layers in these processes"),
+        ]
+        for applies, reason in needed:
+            if self.urls and applies:
+                raise ValueError(
+                    f"features.engine={self.urls}: {reason}, for which the target must be in this process: use "
+                    "features.mode=online."
+                )
+
     @property
     def urls(self) -> str:
         """A comma list of the servers; empty if the target is in this process."""

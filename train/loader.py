@@ -2,7 +2,6 @@
 
 import functools
 import random
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
@@ -67,25 +66,44 @@ class Material:
         return features(batch, ahead) if features else None
 
 
+@dataclass
+class Order:
+    """Which packs a process reads: each epoch is a permutation made from the seed, and dealt to the groups of processes in turn.
+
+    number, num: this process' group, and how many there are
+    first: a step, and the packs that were read before it: of this launch, as the one before may have had other groups
+    """
+
+    num_packs: int
+    seed: int
+    batch: int  # packs of a micro-batch
+    accumulation: int  # micro-batches of a step
+    number: int
+    num: int
+    first: tuple[int, int] = (0, 0)
+
+    def __call__(self, step: int, micro: int) -> list[int]:
+        """The packs of one micro-batch of a step."""
+        start = self.read_before(step) + (micro * self.num + self.number) * self.batch
+        places = [divmod(position, self.num_packs) for position in range(start, start + self.batch)]
+        return [permutation(self.num_packs, self.seed + epoch)[place] for epoch, place in places]
+
+    def read_before(self, step: int) -> int:
+        """Packs that all processes have read before a step."""
+        first_step, first_pack = self.first
+        return first_pack + (step - first_step) * self.accumulation * self.num * self.batch
+
+
 class Loader:
     """The micro-batches of one process. Their content follows from their number and not from what is read ahead.
 
-    order: a step and one of its micro-batches -> the numbers of its packs, where they are not those of a stream
-    batch: packs of a micro-batch; accumulation: micro-batches of a step
+    order: of the packs, where they are not those of a stream, and how many a micro-batch and a step have
     What fails in the thread is raised where its result is asked for.
     """
 
-    def __init__(
-        self,
-        material: Material,
-        *,
-        order: Callable[[int, int], list[int]],
-        batch: int,
-        accumulation: int,
-        device: torch.device,
-    ):
+    def __init__(self, material: Material, *, order: Order, device: torch.device):
         self.material, self.order, self.device = material, order, device
-        self.batch, self.accumulation = batch, accumulation
+        self.batch, self.accumulation = order.batch, order.accumulation
         self.first = (0, 0)  # a micro-batch, and its first pack in the stream
         self.ahead = 0 if material.on_policy else material.ahead
         self.thread = ThreadPoolExecutor(1, "loader", use_device, (device,)) if self.ahead else None

@@ -67,3 +67,24 @@ class TargetSettings:
         revision, trusted = self.revision, self.trust_remote_code
         target = load(self.name, dtype=self.dtype, device=where, revision=revision, trust_remote_code=trusted)
         return target, load_tokenizer(self.name, revision=revision, trust_remote_code=trusted)
+
+
+def packs_rows(target: Target, *, length: int, pack: bool | None) -> bool:
+    """Whether rows of `length` tokens hold several conversations. pack: as the user wishes; None: if the target can read them so
+
+    Raises ValueError for a length, or for packing, that the target cannot read.
+    """
+    limit, boundary = target.max_positions, target.rotary_boundary
+    if limit is not None and length > limit:
+        raise ValueError(f"data.length={length}: {target.name} reads {limit} positions, so lower it to at most that.")
+    if boundary is not None and length > boundary:
+        raise ValueError(
+            f"data.length={length}: {target.name} turns keys by other angles in texts longer than {boundary} tokens "
+            "(LongRoPE), and would in all rows of a batch at once: lower it to at most that."
+        )
+    if pack and target.recurrent:
+        raise ValueError(
+            f"data.pack=true: {target.name} has recurrent or convolution layers, whose state would run from one conversation into "
+            "the next. Leave data.pack=null, which then gives each conversation a row of its own."
+        )
+    return not target.recurrent if pack is None else pack

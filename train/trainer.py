@@ -18,7 +18,7 @@ from train import closed_form
 from train.consistency import ConsistencyObjective
 from train.finite import NotFiniteLoss, named, rows_not_finite
 from train.group import Group
-from train.loader import Loader, Material, MicroBatch, permutation
+from train.loader import Loader, Material, MicroBatch, Order, permutation
 from train.objective import Loss, Objective
 from train.optimization import AVERAGE, Average, GradientNorms, take
 from train.pages import run_page
@@ -65,13 +65,10 @@ class Trainer:
         about = {"data": material.packs.fingerprint, "processes": self.group.num}
         self.folder = replace(folder, settings={**folder.settings, **about})
         self.accelerator, self.settings, self.material, self.validation = accelerator, settings, material, validation
-        self.loader = Loader(
-            material,
-            order=self.indices,
-            batch=settings.batch,
-            accumulation=settings.accumulation,
-            device=accelerator.device,
+        self.indices = Order(
+            len(material.packs), settings.seed, settings.batch, settings.accumulation, self.group.number, self.group.num
         )
+        self.loader = Loader(material, order=self.indices, device=accelerator.device)
         self.drafter, self.depth = objective.drafter, objective.depth
         self.every_slot, self.supervise = objective.every_slot, objective.supervise
         self.waiting = Waiting(settings.timeout, accelerator.process_index, accelerator.num_processes)
@@ -90,7 +87,6 @@ class Trainer:
             accelerator.device.type == "cpu" or settings.skip_not_finite or material.stream is not None
         )  # each loss, before the update; a stream cannot go back to the rows of an earlier step
         self.best: dict = {}
-        self.first = (0, 0)  # a step, and the packs that were read before it: of this launch
         self.interrupted = 0  # the signal that has ended the run early
 
     # Before the first step
@@ -146,7 +142,7 @@ class Trainer:
         self.validation.seconds |= document.get("validation", {})
         self.skipped = document.get("skipped", 0)
         then, now = packs_of_step(document["about"]), packs_of_step(self.folder.settings)
-        self.first = (self.step, document.get("packs", self.step * then))
+        self.indices.first = (self.step, document.get("packs", self.step * then))
         if self.accelerator.is_main_process:
             self.folder.go_back(self.step, self.best)
         note(f"Resumed from step {self.step}.")
@@ -275,15 +271,6 @@ class Trainer:
         self.loss = losses[-1]
         return True
 
-    def indices(self, step: int, micro: int) -> list[int]:
-        """Packs of this process for one micro-batch; each epoch is a permutation made from the seed."""
-        settings, num_packs = self.settings, len(self.material.packs)
-        first_step, first_pack = self.first
-        micro += (step - first_step) * settings.accumulation
-        start = first_pack + (micro * self.group.num + self.group.number) * settings.batch
-        places = [divmod(position, num_packs) for position in range(start, start + settings.batch)]
-        return [permutation(num_packs, settings.seed + epoch)[place] for epoch, place in places]
-
     def _backward(self, micro: MicroBatch, num_goals: Tensor, compare: bool) -> Loss:
         """Adds a micro-batch's share of the gradients. num_goals: of the whole step, in all processes"""
         batch, output = self.loader.on_device(micro)
@@ -371,9 +358,8 @@ class Trainer:
             weights, optimizer, averaged = self.weights.saved(self.average)
         if self.accelerator.is_main_process:
             scheduler = {key: value for key, value in self.scheduler.state_dict().items() if key != "lr_lambdas"}
-            first_step, first_pack = self.first
             counters = {
-                "packs": first_pack + (self.step - first_step) * packs_of_step(self.folder.settings),
+                "packs": self.indices.read_before(self.step),
                 "seen": self.seen,
                 "seconds": self.seconds,
                 "best": self.best,

@@ -8,7 +8,7 @@ import functools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from accelerate import Accelerator
@@ -30,35 +30,12 @@ from train import progress
 from train.engine_features import EngineTarget
 from train.group import Group
 from train.target_answers import TargetAnswers
+from train.validation_settings import ValidationSettings
 
-DECODE = ("best", "end", "always")
-AUTO = ("never", "end", "always")
 AUTO_SHARE = 1 / 3  # of what validation has taken so far: the most that auto may take at the end
 BATCH_TOKENS = 4096  # of prompts and answers that are replayed at once, padding included
 MOST_KEPT = 2**28  # bytes of the target's states for these texts
 LEAST = 2  # prompts that are decoded at the end, however short the training was: one has no interval
-
-
-@dataclass(frozen=True)
-class ValidationSettings:
-    """conf/train.yaml, `validation`. Raises ValueError for a value that does not exist."""
-
-    num_prompts: int
-    max_new_tokens: int
-    temperature: float
-    decode: str
-    auto: str
-    share: float | None  # of the training time; None: any
-    answers: str  # folder
-    served: str | None  # interpreter with vLLM
-
-    def __post_init__(self):
-        if self.decode not in DECODE:
-            raise ValueError(f"decode={self.decode} must be one of {', '.join(DECODE)}.")
-        if self.auto not in AUTO:
-            raise ValueError(f"auto={self.auto} must be one of {', '.join(AUTO)}.")
-        if self.share is not None and self.share < 0:
-            raise ValueError(f"share={self.share} must not be negative; null: no limit.")
 
 
 class Validation:

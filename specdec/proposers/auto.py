@@ -39,30 +39,20 @@ from specdec.proposers.growth import widened
 from specdec.proposers.heads import HeadProposer
 from specdec.proposers.pool import Pool
 from specdec.proposers.realised import Realised
+from specdec.proposers.rhythm import Rhythm
 from specdec.proposers.round_value import RoundValue
 from specdec.proposers.step_times import StepTimes
 from specdec.proposers.suffix import usual_suffix
 from specdec.proposers.text import TextProposer
 from specdec.sampling import AnySampling, RowSampling, pick, uniforms
 from specdec.target import Target
-from specdec.tree import Tree, TreeShape, certain, plant, root
+from specdec.tree import Tree, certain, plant, root
 
 SIBLINGS = 3  # candidates of a head for each token
 FORGET = 0.98  # what a round counts for the rate after the next one
 TRUST = 10.0  # accepted drafts, and rounds, for which chances and costs count as right at first
-TRIALS = 0.01  # share of the speed that trials of a head that does not pay may cost
-LONGEST_WAIT = 512  # rounds between two of them
-CHECKS, RESTS = 0.005, 8  # share of the speed that rounds to see what nothing costs may take; least rounds between them
-LONGEST_REST = 8  # rounds
 MOST = 31  # drafts
 DEEPEST = 6  # steps of a head
-
-
-def free(head: HeadProposer) -> HeadProposer:
-    """The head of a proposer, as a chain of which as much is used as pays."""
-    most = head.drafter.depth
-    depth = DEEPEST if most is None else min(DEEPEST, most)
-    return HeadProposer(head.drafter, TreeShape(depth, 1, depth), compile=head.runner.compile)
 
 
 class Auto(Proposer):
@@ -83,7 +73,7 @@ class Auto(Proposer):
                 "members= of auto must be one trained head (head, draft), or proposers that look at texts (suffix, ngram, "
                 "retrieval), or both."
             )
-        self.head = free(heads[0]) if heads else None
+        self.head = heads[0].as_chain(DEEPEST) if heads else None
         self.members: list[Proposer] = [*self.texts, *([self.head] if self.head else [])]
         costs = read_told(Path(costs)) if isinstance(costs, str) else costs
         self.target, self.given = target, costs
@@ -111,9 +101,7 @@ class Auto(Proposer):
         self.accepting = Realised(TRUST)  # accepted drafts
         # seconds of rounds without and with drafts
         self.lasting = {drafts: Realised(TRUST) for drafts in (False, True)}
-        self.waited, self.trying = 0, False  # rounds since the head drafted; whether a trial goes on in the next round
-        self.drafted, self.advantage = 0, 1.0  # rounds since one without drafts; speed of the last one over one without
-        self.idle, self.rested = 0, 0  # rounds since the last draft; how many of the last ones did not look at texts
+        self.rhythm = Rhythm()
         self.stepped = 0.0  # seconds of the head in this round
         # late: tokens of the backlog that the head reads in this round, without those of the last round
         self.backlog, self.late = Backlog(), 0
@@ -149,7 +137,7 @@ class Auto(Proposer):
         self.newest, self.left = [0] * len(tokens), [sys.maxsize] * len(tokens)
         self.constraints = [None] * len(tokens)
         self.backlog.begin(len(tokens))
-        self.waited = max(1, self.waited)  # the head has the prompts to read
+        self.rhythm.begin()
         if self.num_rows != len(tokens):
             self.num_rows, self.gained, self.spent = len(tokens), 0.0, 0.0
         self.pools: list[Pool] | None = None
@@ -237,27 +225,27 @@ class Auto(Proposer):
         seconds, laws = 0.0, list[Tensor]()
         worth = trial = False
         check = self._checks_plain()
-        self.rested = 0 if check or not self._rests() else self.rested + 1
-        if not self.rested:
+        fastest = min(self.value.curve.values())
+        if not self.rhythm.rests(self._step_seconds("texts"), fastest, check=check):
             self._look()
         if self.head is not None and not check and self.value.room:
-            gain = self._gain_of_head(self.head)
+            gain, reading = self._gain_of_head(self.head), self._reading()
             # what joins in most rounds is in the gain
-            worth = gain > (self.value.rate * self._reading() / self._rounds_left() if self.waited else 0.0)
-            trial = not worth and (self.trying or self.waited >= self._wait(-gain))
+            worth = gain > (self.value.rate * reading / self._rounds_left() if self.rhythm.waited else 0.0)
+            # a trial goes on for a second round, and what the head did not read while it waited, it reads in the trial
+            trial = not worth and self.rhythm.tries(2 * max(0.0, -gain) / self.value.rate + reading, fastest)
             if worth or trial:
                 self.account.head += 1
                 self.account.trials += trial
-                self.trying = trial and self.waited > 0  # then this round's time is not what the head takes as a rule
                 laws, levels = self._grow(self.head, sampling, generator)
-                self.waited = 0
+                self.rhythm.head_drafted(trial=trial)
                 seconds = self._step_seconds("absorb") + (levels - 1) * self._step_seconds("step")
                 for pool in pools:
                     pool.settle()
             else:
-                self.waited += 1
+                self.rhythm.head_waited()
         tree = self._plant(laws, seconds, plain=check)
-        self.idle = 0 if self.sources else self.idle + 1
+        self.rhythm.ended(any_draft=bool(self.sources))
         self.account.choices.append(Choice(self.size, self.sources, worth or trial, trial))
         return tree
 
@@ -272,15 +260,10 @@ class Auto(Proposer):
             pool.settle()
         self.steps.saw("texts", self.num_rows, self.target.share.all_say(time.perf_counter() - start)[0])
 
-    def _rests(self) -> bool:
-        """Whether texts are not looked at: in a large batch that takes time too, and for long nothing was worth drafting."""
-        looking = self._step_seconds("texts") > TRIALS * min(self.value.curve.values())
-        return looking and self.rested < min(LONGEST_REST, self.idle // RESTS)
-
     def _checks_plain(self) -> bool:
-        """Whether this round drafts nothing, to see what that takes: so seldom that it costs at most CHECKS of the speed."""
+        """Whether this round drafts nothing, to see what that takes. Told costs are believed."""
         assert self.costs is not None
-        due = self.costs.steps is None and self.drafted >= max(RESTS, (self.advantage - 1) / CHECKS)
+        due = self.costs.steps is None and self.rhythm.checks_plain()
         self.account.checks += due
         return due
 
@@ -298,10 +281,10 @@ class Auto(Proposer):
         # seconds of plain decoding for as many tokens
         as_plain = expected * self.value.curve[1] / max(1, self.num_active)
         self.account.add(num, expected, verifying + drafting, as_plain)
-        device, self.drafted = self.target.device, 0 if num == 1 else self.drafted + 1
+        self.rhythm.chose(num, advantage=as_plain / (verifying + drafting))
+        device = self.target.device
         if num == 1:
             return root(torch.tensor(self.newest, device=device))
-        self.advantage = as_plain / (verifying + drafting)
         rows = [pool.choose(num - 1, chain=self.linear) for pool in pools]
         for row in rows:
             self.sources.update(row.sources)
@@ -399,14 +382,6 @@ class Auto(Proposer):
         typical = [self.chances.typical(source, d) for d in range(1, head.depth + 1)]
         first = self._step_seconds("absorb") + self.backlog.joining * self._step_seconds("reading")
         return self.candidates.gain_of_head(typical, first, self._step_seconds("step"))
-
-    def _wait(self, loss: float) -> float:
-        """Rounds from one trial of the head to the next, so seldom that trials cost TRIALS of the speed.
-
-        loss: what a round with the head is expected to lose. What it did not read while it waited, it reads in the trial.
-        """
-        lost = 2 * max(0.0, loss) / self.value.rate + self._reading()  # a trial goes on for a second round
-        return min(LONGEST_WAIT, lost / (TRIALS * min(self.value.curve.values())))
 
     def _reading(self) -> float:
         """Seconds that the head needs, beside its first step, for what it did not read: prompts, and what came since it drafted."""

@@ -107,6 +107,11 @@ class HeadProposer(Proposer):
     def compile_seconds(self) -> float:
         return self.runner.seconds
 
+    def as_chain(self, deepest: int) -> "HeadProposer":
+        """The same drafter as a chain of `deepest` drafts, or of as many as it can make."""
+        depth = deepest if self.drafter.depth is None else min(deepest, self.drafter.depth)
+        return HeadProposer(self.drafter, TreeShape(depth, 1, depth), compile=self.runner.compile)
+
     def begin(self, tokens, num):
         self.cache = self.drafter.cache(tokens.shape[0])
         self.opening = tokens[:, :1]  # [B, 1] the token of slot 0, which `commit` does not bring

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -213,16 +214,18 @@ def test_the_command_passes_a_signal_to_training_and_goes_on(made, tmp_path):
     }
     given |= dict(each.split("=", 1) for each in (*TINY, "epochs=20", "tolerance=0.9", "store=false", "progress=plain"))
     given |= {"training.data.heldout": made / "prompts.jsonl", "training.train.log_every": 1}
-    command = [sys.executable, "scripts/adapt.py", *(f"{key}={value}" for key, value in given.items())]
-    started = functools.partial(
-        subprocess.Popen, command, cwd=ROOT, env=child_environment(), stdout=subprocess.PIPE, text=True
-    )
+
+    def started() -> subprocess.Popen:
+        command = [sys.executable, "scripts/adapt.py", *(f"{key}={value}" for key, value in given.items())]
+        return subprocess.Popen(command, cwd=ROOT, env=child_environment(), stdout=subprocess.PIPE, text=True)
+
     with started() as child:
         next(line for line in child.stdout if line.startswith("step"))
         child.send_signal(signal.SIGINT)
         said = child.stdout.read()
         assert child.wait(timeout=120) == 130 and "accepted" not in said
     assert checkpoint.resolve(tmp_path / "adapted").name == "0001"
+    given["out"] = os.path.relpath(tmp_path / "adapted", ROOT)  # the same folder
     with started() as child:
         said = child.stdout.read()
         assert child.wait(timeout=120) == 0

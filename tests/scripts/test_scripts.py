@@ -5,16 +5,21 @@ from dataclasses import asdict
 
 import hydra
 import pytest
+import torch
 from omegaconf import OmegaConf
 
 from helpers import loading
 from helpers.decoding import DecodeOptions
 from scripts import bench, evaluate, export, generate, identity, replay
+from specdec import checkpoint
 from specdec.drafting import Drafting
 from specdec.generation import Generation
+from specdec.heads.eagle import Eagle
+from specdec.replay import acceptance
 from specdec.sampling import Sampling
+from specdec.target import Target
 from tests.support import ROOT, save_eagle, save_target, write_prompts
-from train import progress
+from train import data, progress
 
 pytestmark = pytest.mark.slow
 
@@ -161,3 +166,45 @@ def test_replay_prints_tau_along_given_answers(run, folder):
     assert "replayed tau" in printed and "chain of 3, temperature 0, 2 answers" in printed
     with pytest.raises(ValueError, match=r"no row at decode\.temperature=1"):
         run(replay, f"answers={folder}/answers.jsonl", "hold_out=null", "decode.temperature=1")
+
+
+def test_replay_compares_heads_on_the_same_answers(run_script, folder):
+    """At temperature 1, with figures that are computed here, answer by answer."""
+    torch.manual_seed(9)
+    surer = Eagle(Target.load(str(folder / "target"), dtype="float32"), vocab=torch.arange(0, 61, 4))
+    with torch.no_grad():
+        for parameter in surer.parameters():
+            parameter.mul_(5)
+    checkpoint.save(folder / "second", surer, {"_target_": "specdec.heads.eagle.Eagle"})
+    rows = [{"messages": [{"role": "user", "content": f"w{n} w3"}, {"role": "assistant", "content": f"w{n} w{4 * n} w{36 - 4 * n} w8 w4"}],
+             "temperature": 1, "category": "ab"[n % 2]} for n in range(2, 6)]  # fmt: skip
+    (folder / "four.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = [f"answers={folder}/four.jsonl", "hold_out=null", "decode.temperature=1", "target.dtype=float32"]
+    printed = run_script(replay, f"checkpoint={folder}/head,{folder}/second", *given)
+    taus = []
+    for name in ("head", "second"):
+        loaded = loading.load(str(folder / name), loading.TargetOptions(dtype="float32"))
+        emitted, rounds = {"a": 0, "b": 0}, {"a": 0.0, "b": 0.0}
+        for row in rows:
+            encoded = data.encode(loaded.tokenizer, row | {"id": "x"})
+            start, stop = data.last_answer(encoded)
+            prompt, answer = encoded.tokens[:start], encoded.tokens[start:stop]
+            chances = acceptance(loaded.drafter, prompt, answer, depth=4, temperature=1)
+            rounds[row["category"]] += expected_rounds(chances.tolist(), 1, len(answer))
+            emitted[row["category"]] += len(answer) - 1
+        taus.append(sum(emitted.values()) / sum(rounds.values()))
+        assert f"replayed tau {taus[-1]:.3f} (" in printed
+        assert ", ".join(f"{name} {emitted[name] / rounds[name]:.2f}" for name in "ab") in printed
+    assert abs(taus[0] - taus[1]) > 0.001 and f"{taus[1] - taus[0]:+.3f} (" in printed
+    assert printed.count("the same answers") == 1
+
+
+def expected_rounds(chances: list[list[float]], start: int, num_tokens: int) -> float:
+    """Of a chain along an answer, from its token `start` on. chances[d - 1][s]: that the round at s accepts its draft d"""
+    if start >= num_tokens:
+        return 0.0
+    number, alive = 1.0, 1.0
+    for d, chance in enumerate(chances):
+        number += alive * (1 - chance[start]) * expected_rounds(chances, start + d + 1, num_tokens)
+        alive *= chance[start]
+    return number + alive * expected_rounds(chances, start + len(chances) + 1, num_tokens)

@@ -40,13 +40,24 @@ def started(folder, *more: str):
         yield child, re.search(ADDRESS, line).group()
 
 
+def line_of(child: subprocess.Popen) -> str:
+    """What the process prints next. Raises TimeoutError after two minutes without a line: a test is not to wait for ever."""
+    with ThreadPoolExecutor(1) as pool:
+        line = pool.submit(child.stdout.readline)
+        try:
+            return line.result(timeout=120)
+        except TimeoutError:
+            child.kill()  # the line that is waited for is then the end of the output
+            raise
+
+
 @contextlib.contextmanager
 def command(script: str, *arguments: str):
     """-> the process of a script that serves, and the line that it begins with"""
     words = [sys.executable, f"scripts/{script}.py", "port=0", *arguments]
     child = subprocess.Popen(words, cwd=ROOT, env=child_environment(), stdout=subprocess.PIPE, text=True)
     try:
-        yield child, child.stdout.readline()
+        yield child, line_of(child)
     finally:
         child.kill()
         child.wait()
@@ -147,10 +158,10 @@ def test_a_head_that_comes_into_use_is_taken_while_requests_run(folder, tmp_path
     with started(folder, f"checkpoint={tmp_path}", "watch=0.2") as (child, url), ThreadPoolExecutor(2) as pool:
         first = pool.submit(ask)
         files.write_text(tmp_path / "best", "heads/0002\n")
-        assert child.stdout.readline().startswith(f"new requests are drafted by {tmp_path / 'heads' / '0002'}")
+        assert line_of(child).startswith(f"new requests are drafted by {tmp_path / 'heads' / '0002'}")
         assert first.result() == ask()
         files.write_text(tmp_path / "best", "heads/0003\n")
-        assert "the drafts were not replaced" in child.stdout.readline()
+        assert "the drafts were not replaced" in line_of(child)
         assert ask() == first.result()
 
 

@@ -6,13 +6,13 @@ import os
 import socket
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import pytest
 
 from specdec import checkpoint
 from tests.support import ROOT, child_environment, losses_of, train_overrides
+from train.loader import Order
 from train.trainer import Trainer
 from train.waiting import ProcessLost, Waiting
 
@@ -23,13 +23,8 @@ def order_of(settings: list[tuple[int, int, int]], steps: int, num_packs: int) -
     for launch, (batch, accumulation, num_processes) in enumerate(settings):
         first = (launch * steps, len(read))
         for step, micro, process in itertools.product(range(steps), range(accumulation), range(num_processes)):
-            trainer = types.SimpleNamespace(
-                settings=types.SimpleNamespace(batch=batch, accumulation=accumulation, seed=0),
-                material=types.SimpleNamespace(packs=range(num_packs)),
-                group=types.SimpleNamespace(num=num_processes, number=process),
-                first=first,
-            )
-            read += Trainer.indices(trainer, first[0] + step, micro)
+            order = Order(num_packs, 0, batch, accumulation, number=process, num=num_processes, first=first)
+            read += order(first[0] + step, micro)
     return read
 
 

@@ -8,7 +8,7 @@ from transformers import AutoTokenizer
 
 from tests.conversations import conversations, make_plan, make_rows, read
 from tests.support import REAL_TARGET, fit_interrupted, losses_of
-from train.loader import Loader, Material
+from train.loader import Loader, Material, Order
 from train.packing import Packs, Rows
 from train.stream import Stream
 
@@ -101,12 +101,8 @@ def test_reading_ahead_changes_no_loss(fit, settings):
 
 
 def make_loader(packs, ahead: int) -> Loader:
-    def order(step: int, micro: int) -> list[int]:
-        return [(5 * step + 2 * micro + place) % len(packs) for place in range(2)]
-
-    return Loader(
-        Material(packs, 64, None, ahead=ahead), order=order, batch=2, accumulation=2, device=torch.device("cpu")
-    )
+    order = Order(len(packs), seed=3, batch=2, accumulation=2, number=0, num=1)
+    return Loader(Material(packs, 64, None, ahead=ahead), order=order, device=torch.device("cpu"))
 
 
 def test_batches_read_ahead_are_those_of_the_step():

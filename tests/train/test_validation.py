@@ -18,7 +18,8 @@ from tests.support import make_drafter, prompts_of
 from train import target_answers, validation
 from train.run_folder import RunFolder
 from train.trainer import Trainer
-from train.validation import Validation, ValidationSettings
+from train.validation import Validation
+from train.validation_settings import ValidationSettings
 
 CHAIN = Drafting(depth=3)
 SETTINGS = {

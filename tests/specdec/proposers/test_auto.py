@@ -196,8 +196,8 @@ def test_a_step_that_was_slow_once_is_not_taken_for_slow(small_target, monkeypat
 def test_rounds_without_drafts_are_checked_seldom(small_target, advantage, least, most):
     proposer = auto(small_target, head=None)
     proposer.costs = Costs({1: {1: 1.0, 4: 1.1}}, sizes=(1, 4))
-    proposer.advantage = advantage
-    rounds = next(num for num in range(1000) if setattr(proposer, "drafted", num) or proposer._checks_plain())
+    proposer.rhythm.advantage = advantage
+    rounds = next(num for num in range(1000) if setattr(proposer.rhythm, "drafted", num) or proposer._checks_plain())
     assert least <= rounds <= most + 1 and proposer.account.checks == 1
     proposer.costs.steps = {"absorb": 0.0, "step": 0.0}  # told costs are believed
     assert not proposer._checks_plain()
