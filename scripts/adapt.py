@@ -26,7 +26,7 @@ from specdec.drafter import Drafter
 from specdec.figures import PromptCounts
 from train import progress, reading
 from train.adaptation import KINDS, Home, Plan, store
-from train.adaptation_judging import Table, chosen, gate, judge, table, worth
+from train.adaptation_judging import Table, chosen, distinct, gate, judge, table, worth
 from train.adaptation_mixing import choose, mix, tried
 from train.adaptation_rows import (
     Answer,
@@ -192,7 +192,8 @@ def prepare(given: Adapt, home: Home, settings: dict, console: progress.Results)
         stored = store(home, number, texts, loaded.tokenizer, progress=sorting)
         console.say(f"{home.path / 'datastore'}: {stored:,} tokens to draft from")
     before = {kind: judge_slice(given, loaded, slices[kind], f"the head in use, {kind} answers") for kind in KINDS}
-    tables = {kind: table(slices[kind], before[kind]) if slices[kind] else {} for kind in JUDGED}
+    read = [*training, *rest]
+    tables = {kind: table(slices[kind], before[kind], trained=read) if slices[kind] else {} for kind in JUDGED}
     good, why = worth(tables["new"], tables["old"], tokens=num_tokens(training), min_tokens=given.min_tokens)
     show(console, tables)
     console.say(f"worth training: {'yes' if good else 'no'}. {why}")
@@ -210,7 +211,7 @@ def prepare(given: Adapt, home: Home, settings: dict, console: progress.Results)
         document |= {"in_use": start, "slices": tables, **about}
         console.say(f"not trained; force=true trains anyway. Page: {home.record(number, document)}")
         return None
-    plan = Plan(number, start, [*training, *rest], len(training), slices, before, about)
+    plan = Plan(number, start, read, len(training), slices, before, about)
     home.save_plan(plan, source.tokenizer)
     return plan
 
@@ -365,19 +366,19 @@ def compare(given: Adapt, plan: Plan, loaded: Loaded, kind: str, head: str) -> T
     """tau of held-out answers before, and now with the loaded head."""
     answers = plan.heldout[kind]
     after = judge_slice(given, loaded, answers, f"{head}, {kind} answers")
-    return table(answers, plan.before[kind], after) if answers else {}
+    return table(answers, plan.before[kind], after, trained=plan.training) if answers else {}
 
 
 def show(console: progress.Results, tables: dict[str, Table]) -> None:
     """tau of all parts, as lines."""
     for kind, parts in tables.items():
-        for name, part in parts.items():
+        for name, part in distinct(parts).items():
             low, high = part["before_ci"]
             line = f"{kind} answers, {name}: tau {part['before']:.3f} ({low:.2f} .. {high:.2f})"
             if "after" in part:
                 low, high = part["change_ci"]
                 line += f" -> {part['after']:.3f}, change {part['change']:+.3f} ({low:+.3f} .. {high:+.3f})"
-            console.say(f"{line}, {part['conversations']} conversations")
+            console.say(f"{line}, {part['conversations']} conversations, {part['trained']} to train on")
 
 
 if __name__ == "__main__":

@@ -63,15 +63,37 @@ def batches(drafter: Drafter, answers: Sequence[Answer], limits: Limits) -> list
     return found
 
 
-def table(answers: Sequence[Answer], before: list[PromptCounts], after: list[PromptCounts] | None = None) -> Table:
-    """tau of all answers, each category and each tag, before and after, with 95 % intervals over conversations."""
+def table(
+    answers: Sequence[Answer],
+    before: list[PromptCounts],
+    after: list[PromptCounts] | None = None,
+    *,
+    trained: Sequence[Answer],
+) -> Table:
+    """tau of all answers, each category and each tag, before and after, with 95 % intervals over conversations.
+
+    trained: answers that the head is trained on, whose conversations are counted
+    """
+    parts, known = _parts(answers), _parts(trained)
+    found = {}
+    for name in sorted(parts, key=lambda name: (name != ALL, name)):
+        conversations = {trained[number].conversation for number in known.get(name, [])}
+        found[name] = _part(answers, before, after, parts[name]) | {"trained": len(conversations)}
+    return found
+
+
+def distinct(table: Table) -> Table:
+    """Without categories and tags that all answers have."""
+    return {name: part for name, part in table.items() if name == ALL or part["answers"] < table[ALL]["answers"]}
+
+
+def _parts(answers: Sequence[Answer]) -> dict[str, list[int]]:
+    """Numbers of the answers of each part."""
     parts: dict[str, list[int]] = {ALL: list(range(len(answers)))}
     for number, answer in enumerate(answers):
         for name in (f"category {answer.category}", *(f"tag {tag}" for tag in answer.tags)):
             parts.setdefault(name, []).append(number)
-    return {
-        name: _part(answers, before, after, parts[name]) for name in sorted(parts, key=lambda name: (name != ALL, name))
-    }
+    return parts
 
 
 def _part(

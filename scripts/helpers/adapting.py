@@ -125,10 +125,8 @@ def arguments(
     target: options of the target; more: further options, which have the last word
     """
     objective = settings_of(first).get("head", {}).get("objective", {})
-    folder, start = (
-        folder.resolve(),
-        start.resolve(),
-    )  # a run goes on only with the same paths, and out= may be written otherwise
+    # a run goes on only with the same paths, and out= may be written otherwise
+    folder, start = folder.resolve(), start.resolve()
     values: dict[str, Any] = {
         **{f"head.objective.{key}": value for key, value in flat(objective).items() if key != "_target_"},
         "run": folder / "run",

@@ -98,6 +98,7 @@ def test_a_head_that_rises_is_taken_into_use(made, run_adapt, tmp_path):
     assert new["all"]["change"] > 0.2 and new["all"]["change_ci"][0] > 0
     assert set(new) == {"all", "category counting", "tag short"}
     assert new["all"]["conversations"] == 8 and old["all"]["answers"] == 12
+    assert new["tag short"]["trained"] == 32 and new["all"]["trained"] == 32 + found["training"]["old_answers"]
     assert found["training"]["new_answers"] == 32 and found["training"]["old_answers"] > 0
     page = (home / "adaptation.html").read_text()
     held = page.partition('id="data">')[2].partition("</script>")[0]

@@ -10,7 +10,7 @@ import torch
 from specdec.figures import PromptCounts
 from tests.support import small_tokenizer
 from train.adaptation import Home, Plan, store
-from train.adaptation_judging import ENOUGH, Limits, chosen, expected_tau, gate, table, worth
+from train.adaptation_judging import ENOUGH, Limits, chosen, distinct, expected_tau, gate, table, worth
 from train.adaptation_mixing import choose, mix
 from train.adaptation_rows import Answer, Older, Source, TooFew, newest_tokens, num_tokens, parse, split, to_lines
 from train.pages.adaptation_page import render_adaptation
@@ -100,7 +100,7 @@ def tables(taus: dict[str, tuple[float, float]], num: int = ENOUGH) -> dict:
     answers = [answer(n, category=name) for name in taus for n in range(num)]
     answers = [dataclasses.replace(each, conversation=str(n)) for n, each in enumerate(answers)]
     counts = lambda side: [PromptCounts(10.0, 10 * taus[each.category][side]) for each in answers]
-    return table(answers, counts(0), counts(1))
+    return table(answers, counts(0), counts(1), trained=[])
 
 
 def test_a_table_has_parts_with_their_changes():
@@ -110,8 +110,11 @@ def test_a_table_has_parts_with_their_changes():
     assert found["category chat"]["change_ci"] == pytest.approx([0.3, 0.3])
     answers = [answer(n, conversation="one", tags=["x"] * (n < 3)) for n in range(6)]
     counts = [PromptCounts(1.0, 2.0)] * 6
-    found = table(answers, counts)
+    trained = [answer(n, conversation=f"c{n // 2}", tags=["x"] * (n < 5) + ["y"]) for n in range(8)]
+    found = table(answers, counts, trained=trained)
     assert found["all"]["conversations"] == 1 and found["tag x"]["answers"] == 3 and "after" not in found["all"]
+    assert {name: part["trained"] for name, part in found.items()} == {"all": 4, "category chat": 4, "tag x": 3}
+    assert list(distinct(found)) == ["all", "tag x"]  # all answers are of the category
 
 
 GATES = [
@@ -213,7 +216,7 @@ def test_whether_training_is_worth_it():
 
 
 def test_the_page_escapes_what_traffic_says():
-    slices = {"new": tables({"<script>": (1.5, 1.8)}), "old": {}}
+    slices = {"new": tables({"<script>": (1.5, 1.8), "chat": (1.4, 1.4)}), "old": {}}
     document = {
         "number": "0002", "decision": "refused", "reasons": ["<b>"], "worth": "Yes.", "start": "heads/0001",
         "in_use": "heads/0001", "slices": slices, "minutes": {"training": 1.0}, "notes": ["a <note>"], "settings": {"lr": 1},

@@ -3,6 +3,7 @@
 from typing import Any
 
 from specdec.figures import TAU
+from train.adaptation_judging import distinct
 from train.pages.charts import Axis, Curve, lines, number
 from train.pages.page import render
 from train.settings import flat
@@ -14,7 +15,7 @@ def render_adaptation(history: list[dict[str, Any]], *, title: str) -> str:
     """history: documents as adaptation.json, the oldest first. The page is that of the last one."""
     document = history[-1]
     answer = {"accepted": "yes", "refused": "no"}.get(document["decision"], "unsure")
-    slices = [(name, document["slices"][kind]) for kind, name in SLICES.items() if document["slices"][kind]]
+    slices = [(name, distinct(document["slices"][kind])) for kind, name in SLICES.items() if document["slices"][kind]]
     return render(
         "adaptation.html.jinja",
         title=title,
