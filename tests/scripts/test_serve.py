@@ -5,7 +5,6 @@ import json
 import re
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -19,7 +18,8 @@ import proxy
 import serve
 from specdec import files, traffic
 from specdec.target import Target
-from tests.support import ROOT, child_environment, save_eagle, save_target, write_prompts
+from tests.support import ROOT, save_eagle, save_target, write_prompts
+from tests.warm import Command
 
 ADDRESS = r"http://127\.0\.0\.1:\d+"
 QUESTION = {"messages": [{"role": "user", "content": "Why is the sky blue?"}], "temperature": 0}
@@ -40,7 +40,7 @@ def started(folder, *more: str):
         yield child, re.search(ADDRESS, line).group()
 
 
-def line_of(child: subprocess.Popen) -> str:
+def line_of(child: Command) -> str:
     """What the process prints next. Raises TimeoutError after two minutes without a line: a test is not to wait for ever."""
     with ThreadPoolExecutor(1) as pool:
         line = pool.submit(child.stdout.readline)
@@ -54,8 +54,7 @@ def line_of(child: subprocess.Popen) -> str:
 @contextlib.contextmanager
 def command(script: str, *arguments: str):
     """-> the process of a script that serves, and the line that it begins with"""
-    words = [sys.executable, f"scripts/{script}.py", "port=0", *arguments]
-    child = subprocess.Popen(words, cwd=ROOT, env=child_environment(), stdout=subprocess.PIPE, text=True)
+    child = Command([ROOT / "scripts" / f"{script}.py", "port=0", *arguments])
     try:
         yield child, line_of(child)
     finally:

@@ -15,6 +15,7 @@ from scripts import report as script
 from specdec.report import Report
 from tests.browser import PROGRAM as BROWSER
 from tests.support import ROOT, child_environment, losses_of, train_overrides
+from tests.warm import Command
 from train.pages import comparison_page, sweep_page
 from train.pages.page import finite
 from train.trainer import Trainer
@@ -42,11 +43,9 @@ def train(folder, tmp_path):
 
     def run(*arguments: str) -> tuple[int, str]:
         fixed = [each for each in train_overrides(folder, "") if not each.startswith(("run=", "optimizer.lr="))]
-        command = [sys.executable, str(ROOT / "train.py"), "-m", *fixed, *LOCAL, *arguments]
-        done = subprocess.run(
-            command, cwd=tmp_path, env=child_environment(), capture_output=True, text=True, timeout=300
-        )
-        return done.returncode, done.stdout + done.stderr
+        command = Command([ROOT / "train.py", "-m", *fixed, *LOCAL, *arguments], cwd=tmp_path, errors=True)
+        printed, _ = command.communicate(timeout=300)
+        return command.returncode, printed
 
     return run
 
