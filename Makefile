@@ -5,7 +5,7 @@ TARGET := targets/smollm2-135m
 # Threads that wait by spinning for long slow each other down badly when the machine has other work (RESULTS.md).
 export GOMP_SPINCOUNT ?= 2000
 
-# of the tests; more cores take more
+# processes that run the tests
 PROCESSES ?= 2
 
 READY := .venv/ready $(TARGET)/config.json
@@ -36,7 +36,7 @@ help:
 setup: $(READY)
 	@$(BIN)/python -m tests.compiler
 
-# --no-compile: of the many modules of these packages a few are imported, and Python compiles those then.
+# --no-compile: few modules of these packages are imported, and Python compiles each at its first import.
 .venv/ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "Python 3.11 or later is needed; name one: make PYTHON=python3.12 ..."; exit 1; }

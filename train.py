@@ -96,9 +96,9 @@ def fit_alone(config: DictConfig, path: Path, accelerator: Accelerator) -> int:
         )
     objective = make_objective(config, drafter)
     optimizer, scheduler = make_optimizer(config, drafter)
-    with named("train"):
-        settings = Settings(**config.train)
-        if settings.shard:
+    settings = make_settings(config)
+    if settings.shard:
+        with named("train"):
             sharding.check(drafter, optimizer=config.optimizer.name, on_policy=config.data.on_policy)
     display.start(progress.note, config, target, drafter, packs, prompts)
     validation = make_validation(config, drafter, prompts, stop, accelerator, console, engine)
@@ -349,6 +349,12 @@ def make_serve(config: DictConfig, say: Callable[[str], None]) -> Serving | None
     given |= {f"target.{key}": target[key] for key in ("name", "dtype", "trust_remote_code")}
     with named("validation"):
         return Serving(chosen.served, given | {"num_drafts": config.decode.depth}, say)
+
+
+def make_settings(config: DictConfig) -> Settings:
+    """Also called by the benchmark of training steps, which measures other commits, too."""
+    with named("train"):
+        return Settings(**config.train)
 
 
 def build(config: DictConfig, *arguments, **more):

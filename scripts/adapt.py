@@ -378,7 +378,7 @@ def show(console: progress.Results, tables: dict[str, Table]) -> None:
             if "after" in part:
                 low, high = part["change_ci"]
                 line += f" -> {part['after']:.3f}, change {part['change']:+.3f} ({low:+.3f} .. {high:+.3f})"
-            console.say(f"{line}, {part['conversations']} conversations, {part['trained']} to train on")
+            console.say(f"{line}, {part['conversations']} conversations, {part['trained']} in the training rows")
 
 
 if __name__ == "__main__":

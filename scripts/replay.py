@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from helpers import loading
-from helpers.options import option, options, run
+from helpers.options import option, options, run, split
 from specdec import figures, replay
 from specdec.drafter import Head
 from specdec.figures import PromptCounts
@@ -23,7 +23,7 @@ from train.data import Row
 @dataclass(frozen=True)
 class ReplayDecodeOptions:
     temperature: float = option(0.0, "temperature at which the answers were written and drafts are drawn")
-    depth: int = option(4, "drafts of the chain")
+    depth: int = option(4, "drafts of the chain, or as many as the head can make")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,21 +41,19 @@ class Replay:
 def main() -> None:
     chosen = options(Replay, __doc__)
     console = progress.Results()
+    for folder in split(chosen.checkpoint):
+        if loading.adapts(folder):
+            raise ValueError(f"{folder} adapts its target, which did not write these answers: use scripts/evaluate.py.")
     heads = loading.load_runs(chosen.checkpoint, chosen.target)
-    for head in heads:
-        if head.baseline != loading.FROZEN:
-            raise ValueError(
-                f"{head.folder} adapts its target, which did not write these answers: use scripts/evaluate.py."
-            )
     tokenizer = loading.shared_target(heads, chosen.target).tokenizer
     rows = [data.encode(tokenizer, row) for row in read_answers(chosen)]
     rows = [row for row in rows if len(text_of(row, chosen.length)[1]) >= 2]
     if not rows:
         raise ValueError(f"No answer has a second token within length={chosen.length}: raise it.")
     temperature, num_tokens = chosen.decode.temperature, sum(len(text_of(row, chosen.length)[1]) - 1 for row in rows)
-    depth = min([chosen.decode.depth, *(head.drafter.depth for head in heads if head.drafter.depth)])
     first: list[PromptCounts] = []
-    for head in heads:
+    for number, head in enumerate(heads):
+        depth = min(chosen.decode.depth, head.drafter.depth or chosen.decode.depth)
         counts, survival = judge(head.drafter, rows, chosen, depth)
         low, high = figures.interval(counts, figures.tau, 0)
         console.print(
@@ -67,8 +65,9 @@ def main() -> None:
         if len(categories) > 1:
             of = {name: [count for row, count in zip(rows, counts) if row.category == name] for name in categories}
             console.print("  " + ", ".join(f"{name} {figures.tau(part):.2f}" for name, part in of.items()))
-        first = first or counts
-        if first is not counts:
+        if number == 0:
+            first = counts
+        else:
             change, (low, high) = figures.tau_difference(counts, first)
             console.print(f"  {change:+.3f} ({low:+.3f} .. {high:+.3f}) against {heads[0].folder}, the same answers")
 

@@ -51,7 +51,7 @@ def auto_speedup(results: list[PromptResult]) -> float:
 def interval(items: Sequence, statistic: Callable[[list], float], seed: int) -> list[float]:
     """95 % percentile bootstrap over `items`, which are prompts: tokens of one prompt are strongly correlated."""
     generator = torch.Generator().manual_seed(seed)
-    draws = torch.randint(len(items), (RESAMPLES, len(items)), generator=generator).tolist()
+    draws = (torch.randint(len(items), (len(items),), generator=generator).tolist() for _ in range(RESAMPLES))
     values = sorted(statistic([items[i] for i in draw]) for draw in draws)
     cuts = statistics.quantiles(values, n=40)
     return [cuts[0], cuts[-1]]

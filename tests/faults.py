@@ -7,10 +7,9 @@ compared prompts. Prints a table; exits with 1 if anything was lost. only= choos
 
 import collections
 import json
-import multiprocessing
 import os
 import random
-import runpy
+import subprocess
 import sys
 import tempfile
 import time
@@ -19,9 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.support import REAL_TARGET, ROOT, save_eagle, save_target, train_overrides, write_prompts, write_rows
+from tests.warm import Command, start
 
-# Children are forked from a process that has imported everything, so a launch costs a second and not ten.
-PRELOAD = ["tests.support", "train.trainer", "scripts.answer", "scripts.compare", "hydra", "accelerate", "peft"]
 ROWS = 24
 
 
@@ -143,29 +141,13 @@ def lost_comparison(whole: Path, killed: Path) -> list[str]:
 # Killing
 
 
-def run_command(command: tuple[str, ...], folder: str, output: str) -> None:
-    """In a child: runs the command in `folder` as the shell would, printing to the file `output`."""
-    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    os.chdir(folder)
-    sys.argv = list(command)
-    runpy.run_path(command[0], run_name="__main__")
-
-
 class Launcher:
-    def __init__(self):
-        self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload(PRELOAD)
-
-    def start(self, work: Work, folder: Path) -> multiprocessing.Process:
+    def start(self, work: Work, folder: Path) -> Command | subprocess.Popen:
         (folder / "printed").write_text("")
-        process = self.context.Process(target=run_command, args=(work.command, str(folder), str(folder / "printed")))
-        process.start()
-        return process
+        return start(list(work.command), cwd=folder, errors=True, file=folder / "printed")
 
-    def wait_begun(self, process: multiprocessing.Process, work: Work, folder: Path) -> None:
-        while process.is_alive() and work.begun not in (folder / "printed").read_text():
+    def wait_begun(self, process: Command | subprocess.Popen, work: Work, folder: Path) -> None:
+        while process.poll() is None and work.begun not in (folder / "printed").read_text():
             time.sleep(0.005)
 
     def undisturbed(self, work: Work, folder: Path) -> float:
@@ -177,9 +159,8 @@ class Launcher:
         self.end(process, folder)
         return time.perf_counter() - start
 
-    def end(self, process: multiprocessing.Process, folder: Path) -> None:
-        process.join()
-        assert process.exitcode == 0, (folder / "printed").read_text()[-3000:]
+    def end(self, process: Command | subprocess.Popen, folder: Path) -> None:
+        assert process.wait() == 0, (folder / "printed").read_text()[-3000:]
 
     def killed(self, work: Work, folder: Path, moments: int, seconds: float, draw: random.Random) -> tuple[int, int]:
         """Kills up to `moments` times, each time up to a third of the work after it began, and every second time when a
@@ -192,11 +173,11 @@ class Launcher:
             time.sleep(draw.random() * seconds / 3)
             if kills % 2:
                 wait_written(process, folder)
-            if not process.is_alive():
+            if process.poll() is not None:
                 self.end(process, folder)
                 return kills, writing
             process.kill()
-            process.join()
+            process.wait()
             kills += 1
             writing += half_written(folder)
         self.end(self.start(work, folder), folder)
@@ -209,10 +190,10 @@ def half_written(folder: Path) -> bool:
     return bool(torn or any(folder.rglob("*.partial")) or any(folder.rglob("*.removed")))
 
 
-def wait_written(process: multiprocessing.Process, folder: Path, seconds: float = 1.0) -> None:
+def wait_written(process: Command | subprocess.Popen, folder: Path, seconds: float = 1.0) -> None:
     """Until something is half written, but no longer than `seconds`."""
     limit = time.perf_counter() + seconds
-    while process.is_alive() and time.perf_counter() < limit and not half_written(folder):
+    while process.poll() is None and time.perf_counter() < limit and not half_written(folder):
         pass
 
 

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import socket
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,6 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from hydra import compose, initialize_config_dir
 
 from tests.support import ROOT, child_environment, train_command
-from tests.warm import Command
 from train import closed_form, starting
 from train.objective import Objective
 from train.parts import local
@@ -80,9 +80,9 @@ def fit_by_two(cwd: Path, runs: list[dict]) -> list[str]:
     processes, outputs = [], [cwd / f"printed-{rank}" for rank in range(2)]
     for rank, output in enumerate(outputs):
         environment = child_environment(**places, RANK=str(rank), LOCAL_RANK=str(rank))
-        processes.append(
-            Command(["-m", "tests.processes", json.dumps(runs)], cwd=cwd, env=environment, errors=True, file=output)
-        )
+        command = [sys.executable, "-m", "tests.processes", json.dumps(runs)]
+        with output.open("w") as file:
+            processes.append(subprocess.Popen(command, cwd=cwd, stdout=file, stderr=file, env=environment))
     try:
         codes = [process.wait(timeout=300) for process in processes]
     finally:

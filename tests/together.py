@@ -7,13 +7,13 @@ import importlib
 import json
 import os
 import socket
+import subprocess
 import sys
 
 import torch
 from torch import distributed as dist
 
 from tests.support import ROOT, child_environment
-from tests.warm import Command
 
 SECONDS = 150  # until processes that wait for each other for ever are ended
 SHOWN = 4000  # characters at the end of what each has printed
@@ -26,12 +26,12 @@ def together(num: int, function: str, *arguments, cwd=None) -> list:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(num), "LOCAL_WORLD_SIZE": str(num)}
-    command = ["-m", "tests.together", function, json.dumps(arguments)]
-    environment = child_environment(**shared)
+    command = [sys.executable, "-m", "tests.together", function, json.dumps(arguments)]
     processes = [
-        Command(command, cwd=cwd or ROOT, env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}, errors=True)
+        subprocess.Popen(command, cwd=cwd or ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                         env=child_environment(**shared, RANK=str(rank), LOCAL_RANK=str(rank)))
         for rank in range(num)
-    ]
+    ]  # fmt: skip
     try:
         printed = [process.communicate(timeout=SECONDS)[0] for process in processes]
     finally:

@@ -82,9 +82,9 @@ def table(
     return found
 
 
-def distinct(table: Table) -> Table:
+def distinct(parts: Table) -> Table:
     """Without categories and tags that all answers have."""
-    return {name: part for name, part in table.items() if name == ALL or part["answers"] < table[ALL]["answers"]}
+    return {name: part for name, part in parts.items() if name == ALL or part["answers"] < parts[ALL]["answers"]}
 
 
 def _parts(answers: Sequence[Answer]) -> dict[str, list[int]]:

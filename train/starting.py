@@ -13,7 +13,7 @@ from train.processes import by_main
 
 
 def pinned(start: str | None, path: Path, *, resume: bool | str, minutes: float) -> str | None:
-    """`start`. A head on the Hub has the commit with it that its name stands for now; in a resumed run, that it stood for then.
+    """Returns `start`. For a head on the Hub the commit is added: today's, or in a resumed run the one of its first launch.
 
     path: of the run; minutes: that the processes wait for the main one
     """

@@ -65,9 +65,13 @@ class Trainer:
         about = {"data": material.packs.fingerprint, "processes": self.group.num}
         self.folder = replace(folder, settings={**folder.settings, **about})
         self.accelerator, self.settings, self.material, self.validation = accelerator, settings, material, validation
-        self.indices = Order(
-            len(material.packs), settings.seed, settings.batch, settings.accumulation, self.group.number, self.group.num
-        )
+        about = {
+            "num_packs": len(material.packs),
+            "seed": settings.seed,
+            "number": self.group.number,
+            "num": self.group.num,
+        }
+        self.indices = Order(batch=settings.batch, accumulation=settings.accumulation, **about)
         self.loader = Loader(material, order=self.indices, device=accelerator.device)
         self.drafter, self.depth = objective.drafter, objective.depth
         self.every_slot, self.supervise = objective.every_slot, objective.supervise

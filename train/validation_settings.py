@@ -30,7 +30,7 @@ class ValidationSettings:
     def check(self, *, replays: bool, engine: bool, ema: float | None) -> None:
         """Raises ValueError for what needs replay where it does not apply.
 
-        replays: whether it does; engine: whether a server reads the texts; ema: of `train`
+        replays: whether the drafter can be judged by replay; engine: whether a server reads the texts; ema: of `train`
         """
         if engine and not replays:
             raise ValueError(

@@ -125,7 +125,7 @@ def arguments(
     target: options of the target; more: further options, which have the last word
     """
     objective = settings_of(first).get("head", {}).get("objective", {})
-    # a run goes on only with the same paths, and out= may be written otherwise
+    # train.py resumes a run only with the same paths, but out= may be relative in one launch and absolute in the next
     folder, start = folder.resolve(), start.resolve()
     values: dict[str, Any] = {
         **{f"head.objective.{key}": value for key, value in flat(objective).items() if key != "_target_"},

@@ -1,6 +1,7 @@
-"""How often a round is spent to learn something: without drafts, or with a head that did not pay; and when texts are not looked at.
+"""Decides in which rounds Auto spends time to learn: a round without drafts, or a trial of a head that did not pay; and in which
+rounds it does not look at texts.
 
-Each of these costs a small share of the speed, so what it costs decides how many rounds pass between two of them.
+Learning may cost a small share of the speed. So what it costs decides how many rounds pass between two such rounds.
 """
 
 TRIALS = 0.01  # share of the speed that trials of a head that does not pay may cost
@@ -10,7 +11,7 @@ LONGEST_REST = 8  # rounds
 
 
 class Rhythm:
-    """Counts rounds since what happened seldom."""
+    """Counts the rounds since each rare event."""
 
     def __init__(self) -> None:
         self.waited, self.trying = 0, False  # rounds since the head drafted; whether a trial goes on in the next round
@@ -26,7 +27,7 @@ class Rhythm:
         return self.drafted >= max(RESTS, (self.advantage - 1) / CHECKS)
 
     def rests(self, looking: float, fastest: float, *, check: bool) -> bool:
-        """Whether texts are not looked at in this round: for long nothing was worth drafting, and looking takes time.
+        """Whether texts are not looked at in this round, which is counted: for long nothing was worth drafting, and looking takes time.
 
         looking: seconds that it takes; fastest: seconds of the fastest round; check: whether this round drafts nothing in any case
         """

@@ -5,6 +5,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,8 +19,7 @@ from helpers import adapting, vllm_weights
 from specdec import checkpoint, datastore
 from specdec.target import Target, load_tokenizer
 from tests.scripts.test_vllm_weights import TinyVllm
-from tests.support import ROOT, save_eagle, save_target, small_tokenizer, train_command, write_rows
-from tests.warm import Command
+from tests.support import ROOT, child_environment, save_eagle, save_target, small_tokenizer, train_command, write_rows
 from train import reading
 from train.adaptation_rows import encode
 from train.lock import lock
@@ -215,8 +216,9 @@ def test_the_command_passes_a_signal_to_training_and_goes_on(made, tmp_path):
     given |= dict(each.split("=", 1) for each in (*TINY, "epochs=20", "tolerance=0.9", "store=false", "progress=plain"))
     given |= {"training.data.heldout": made / "prompts.jsonl", "training.train.log_every": 1}
 
-    def started() -> Command:
-        return Command([ROOT / "scripts" / "adapt.py", *(f"{key}={value}" for key, value in given.items())])
+    def started() -> subprocess.Popen:
+        command = [sys.executable, "scripts/adapt.py", *(f"{key}={value}" for key, value in given.items())]
+        return subprocess.Popen(command, cwd=ROOT, env=child_environment(), stdout=subprocess.PIPE, text=True)
 
     with started() as child:
         next(line for line in child.stdout if line.startswith("step"))

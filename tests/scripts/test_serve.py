@@ -19,7 +19,7 @@ import serve
 from specdec import files, traffic
 from specdec.target import Target
 from tests.support import ROOT, save_eagle, save_target, write_prompts
-from tests.warm import Command
+from tests.warm import start
 
 ADDRESS = r"http://127\.0\.0\.1:\d+"
 QUESTION = {"messages": [{"role": "user", "content": "Why is the sky blue?"}], "temperature": 0}
@@ -40,7 +40,7 @@ def started(folder, *more: str):
         yield child, re.search(ADDRESS, line).group()
 
 
-def line_of(child: Command) -> str:
+def line_of(child) -> str:
     """What the process prints next. Raises TimeoutError after two minutes without a line: a test is not to wait for ever."""
     with ThreadPoolExecutor(1) as pool:
         line = pool.submit(child.stdout.readline)
@@ -54,7 +54,7 @@ def line_of(child: Command) -> str:
 @contextlib.contextmanager
 def command(script: str, *arguments: str):
     """-> the process of a script that serves, and the line that it begins with"""
-    child = Command([ROOT / "scripts" / f"{script}.py", "port=0", *arguments])
+    child = start([ROOT / "scripts" / f"{script}.py", "port=0", *arguments])
     try:
         yield child, line_of(child)
     finally:

@@ -15,7 +15,7 @@ from scripts import report as script
 from specdec.report import Report
 from tests.browser import PROGRAM as BROWSER
 from tests.support import ROOT, child_environment, losses_of, train_overrides
-from tests.warm import Command
+from tests.warm import start
 from train.pages import comparison_page, sweep_page
 from train.pages.page import finite
 from train.trainer import Trainer
@@ -43,7 +43,7 @@ def train(folder, tmp_path):
 
     def run(*arguments: str) -> tuple[int, str]:
         fixed = [each for each in train_overrides(folder, "") if not each.startswith(("run=", "optimizer.lr="))]
-        command = Command([ROOT / "train.py", "-m", *fixed, *LOCAL, *arguments], cwd=tmp_path, errors=True)
+        command = start([ROOT / "train.py", "-m", *fixed, *LOCAL, *arguments], cwd=tmp_path, errors=True)
         printed, _ = command.communicate(timeout=300)
         return command.returncode, printed
 

@@ -12,7 +12,6 @@ import pytest
 
 from specdec import checkpoint
 from tests.support import ROOT, child_environment, losses_of, train_overrides
-from tests.warm import Command
 from train.loader import Order
 from train.trainer import Trainer
 from train.waiting import ProcessLost, Waiting
@@ -25,6 +24,7 @@ def order_of(settings: list[tuple[int, int, int]], steps: int, num_packs: int) -
         first = (launch * steps, len(read))
         for step, micro, process in itertools.product(range(steps), range(accumulation), range(num_processes)):
             order = Order(num_packs, 0, batch, accumulation, number=process, num=num_processes, first=first)
+            assert (micro, process) != (0, 0) or order.read_before(first[0] + step) == len(read)
             read += order(first[0] + step, micro)
     return read
 
@@ -40,15 +40,18 @@ def test_the_order_of_packs_goes_on_with_other_processes(settings):
         assert sorted(read[start : start + 17]) == list(range(17))  # an epoch: no pack twice, none left out
 
 
-def start_processes(folder, cwd, run, *more) -> list[Command]:
+def start_processes(folder, cwd, run, *more) -> list[subprocess.Popen]:
     """Two processes of one run without a launcher, which would end the one when the other ends."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    arguments = [ROOT / "train.py", *train_overrides(folder, run, *more)]
+    arguments = [sys.executable, str(ROOT / "train.py"), *train_overrides(folder, run, *more)]
     places = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    environments = [child_environment(**places, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(2)]
-    return [Command(arguments, cwd=cwd, env=environment, errors=True) for environment in environments]
+    return [
+        subprocess.Popen(arguments, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                         env=child_environment(**places, RANK=str(rank), LOCAL_RANK=str(rank)))
+        for rank in range(2)
+    ]  # fmt: skip
 
 
 LONG = ("train.steps=100000", "train.validate_every=100000", "train.save_every=5", "train.timeout=1")

@@ -6,6 +6,7 @@ import pty
 import re
 import select
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 from scripts import answer
 from tests.processes import fit_by_two
 from tests.support import ROOT, child_environment, train_overrides, write_rows
-from tests.warm import Command
+from tests.warm import start
 from train import progress
 
 HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"
@@ -117,12 +118,12 @@ def test_the_variable_is_the_default_of_the_option(monkeypatch, choose, capsys):
 def on_terminal(arguments, cwd, *, until=None, number=signal.SIGINT, **environment) -> tuple[str, int]:
     """Runs Python on a pseudo-terminal, and sends a signal when `until` matches. -> what was printed, the exit status"""
     master, slave = pty.openpty()
-    environment = child_environment(**{"TERM": "xterm", "COLUMNS": "150", **environment})
-    process = Command(arguments, cwd=cwd, env=environment, errors=True, file=Path(os.ttyname(slave)))
-    while process.returncode is None and not select.select([master], [], [], 0.1)[0]:
-        pass  # until it has opened the terminal, which would end with the last one who has it open
-    os.close(slave)
+    environment = {"TERM": "xterm", "COLUMNS": "150", **environment}
+    process = start(arguments, cwd=cwd, errors=True, file=Path(os.ttyname(slave)), **environment)
     printed, sent, end = "", False, time.monotonic() + 300
+    while process.poll() is None and time.monotonic() < end and not select.select([master], [], [], 0.1)[0]:
+        pass  # until it has opened the terminal, which ends with the last one who has it open
+    os.close(slave)
     with contextlib.suppress(OSError):  # Linux's word for the end of a terminal
         while time.monotonic() < end:
             if select.select([master], [], [], 1)[0]:
@@ -164,10 +165,12 @@ def test_a_terminal_without_cursor_movement_gets_plain_lines(answering, tmp_path
 
 
 def test_quiet_prints_the_result_only(answering, tmp_path):
-    quiet = [*answering, f"out={tmp_path}/answers.jsonl", "limit=4", "progress=quiet"]
-    process = Command(quiet, cwd=tmp_path, errors=True)
-    printed, _ = process.communicate(timeout=200)
-    assert process.returncode == 0 and re.fullmatch(r"\S+: 4 answers written, .* are empty\.\n", printed)
+    done = subprocess.run(
+        [sys.executable, *map(str, answering), f"out={tmp_path}/answers.jsonl", "limit=4", "progress=quiet"],
+        cwd=tmp_path, env=child_environment(), capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0 and done.stderr == ""
+    assert re.fullmatch(r"\S+: 4 answers written, .* are empty\.\n", done.stdout)
 
 
 @pytest.mark.parametrize("stopped", [False, True])
