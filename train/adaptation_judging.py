@@ -15,7 +15,7 @@ ALL = "all"
 ENOUGH = 8  # conversations, below which neither a slice is judged nor a category of it
 FEWER = 2  # times the tolerance of all old answers: what a category of them may fall
 LEAST_GAIN = 0.02  # expected share of tau that makes training worth its minutes
-Table = dict[str, dict[str, Any]]  # by part: `all`, `category NAME`, `tag NAME`
+Table = dict[str, dict[str, Any]]  # by part: `all`, `category NAME`, `tag NAME`, `temperature T`
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def table(
     *,
     trained: Sequence[Answer],
 ) -> Table:
-    """tau of all answers, each category and each tag, before and after, with 95 % intervals over conversations.
+    """tau of all answers, each category, tag and temperature, before and after, with 95 % intervals over conversations.
 
     trained: answers that the head is trained on, whose conversations are counted
     """
@@ -83,7 +83,7 @@ def table(
 
 
 def distinct(parts: Table) -> Table:
-    """Without categories and tags that all answers have."""
+    """Without categories, tags and temperatures that all answers have."""
     return {name: part for name, part in parts.items() if name == ALL or part["answers"] < parts[ALL]["answers"]}
 
 
@@ -91,7 +91,8 @@ def _parts(answers: Sequence[Answer]) -> dict[str, list[int]]:
     """Numbers of the answers of each part."""
     parts: dict[str, list[int]] = {ALL: list(range(len(answers)))}
     for number, answer in enumerate(answers):
-        for name in (f"category {answer.category}", *(f"tag {tag}" for tag in answer.tags)):
+        temperature = f"temperature {answer.temperature:g}"
+        for name in (f"category {answer.category}", *(f"tag {tag}" for tag in answer.tags), temperature):
             parts.setdefault(name, []).append(number)
     return parts
 

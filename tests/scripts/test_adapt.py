@@ -96,7 +96,7 @@ def test_a_head_that_rises_is_taken_into_use(made, run_adapt, tmp_path):
     assert checkpoint.resolve("adapted") == home / "heads" / "0002" and (home / "heads" / "0001").is_dir()
     new, old = found["slices"]["new"], found["slices"]["old"]
     assert new["all"]["change"] > 0.2 and new["all"]["change_ci"][0] > 0
-    assert set(new) == {"all", "category counting", "tag short"}
+    assert set(new) == {"all", "category counting", "tag short", "temperature 0"}
     assert new["all"]["conversations"] == 8 and old["all"]["answers"] == 12
     assert new["tag short"]["trained"] == 32 and new["all"]["trained"] == 32 + found["training"]["old_answers"]
     assert found["training"]["new_answers"] == 32 and found["training"]["old_answers"] > 0

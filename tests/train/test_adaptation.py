@@ -105,7 +105,7 @@ def tables(taus: dict[str, tuple[float, float]], num: int = ENOUGH) -> dict:
 
 def test_a_table_has_parts_with_their_changes():
     found = tables({"chat": (1.5, 1.8), "code": (2.0, 2.0)})
-    assert list(found) == ["all", "category chat", "category code"]
+    assert list(found) == ["all", "category chat", "category code", "temperature 0"]
     assert found["all"]["before"] == pytest.approx(1.75) and found["all"]["change"] == pytest.approx(0.15)
     assert found["category chat"]["change_ci"] == pytest.approx([0.3, 0.3])
     answers = [answer(n, conversation="one", tags=["x"] * (n < 3)) for n in range(6)]
@@ -113,8 +113,15 @@ def test_a_table_has_parts_with_their_changes():
     trained = [answer(n, conversation=f"c{n // 2}", tags=["x"] * (n < 5) + ["y"]) for n in range(8)]
     found = table(answers, counts, trained=trained)
     assert found["all"]["conversations"] == 1 and found["tag x"]["answers"] == 3 and "after" not in found["all"]
-    assert {name: part["trained"] for name, part in found.items()} == {"all": 4, "category chat": 4, "tag x": 3}
-    assert list(distinct(found)) == ["all", "tag x"]  # all answers are of the category
+    known = {"all": 4, "category chat": 4, "tag x": 3, "temperature 0": 4}
+    assert {name: part["trained"] for name, part in found.items()} == known
+    assert list(distinct(found)) == ["all", "tag x"]  # all answers are of the category and the temperature
+    sampled = [dataclasses.replace(each, temperature=0.7 * (n % 3 == 0)) for n, each in enumerate(answers)]
+    shown = distinct(table(sampled, counts, trained=trained))
+    assert [(name, part["answers"], part["trained"]) for name, part in shown.items()][2:] == [
+        ("temperature 0", 4, 4),
+        ("temperature 0.7", 2, 0),
+    ]
 
 
 GATES = [
