@@ -219,14 +219,8 @@ def make_drafter(config: DictConfig, target: Target, packs: Packs) -> tuple[Head
     """A new drafter as the configuration says, or the one of the checkpoint `start`, and its spec for checkpoints."""
     spec = OmegaConf.to_container(config.head.drafter)
     make_vocab = functools.partial(
-        starting.vocabulary,
-        packs,
-        target,
-        config.start,
-        config.start_vocab,
-        config.head.vocab_size,
-        minutes=config.train.timeout,
-    )
+        starting.vocabulary, packs, target, config.start, config.start_vocab, config.head.vocab_size, minutes=config.train.timeout,
+    )  # fmt: skip
     if config.start is None:
         vocab = make_vocab()
         with named("head.drafter"):

@@ -38,6 +38,15 @@ class Replay:
     decode: ReplayDecodeOptions = field(default_factory=ReplayDecodeOptions)
 
 
+@dataclass(frozen=True)
+class Text:
+    """The last answer of a conversation, cut, and all before it."""
+
+    category: str
+    prompt: list[int]
+    answer: list[int]
+
+
 def main() -> None:
     chosen = options(Replay, __doc__)
     console = progress.Results()
@@ -46,24 +55,24 @@ def main() -> None:
             raise ValueError(f"{folder} adapts its target, which did not write these answers: use scripts/evaluate.py.")
     heads = loading.load_runs(chosen.checkpoint, chosen.target)
     tokenizer = loading.shared_target(heads, chosen.target).tokenizer
-    rows = [data.encode(tokenizer, row) for row in read_answers(chosen)]
-    rows = [row for row in rows if len(text_of(row, chosen.length)[1]) >= 2]
-    if not rows:
+    texts = [text_of(data.encode(tokenizer, row), chosen.length) for row in read_answers(chosen)]
+    texts = [text for text in texts if len(text.answer) >= 2]
+    if not texts:
         raise ValueError(f"No answer has a second token within length={chosen.length}: raise it.")
-    temperature, num_tokens = chosen.decode.temperature, sum(len(text_of(row, chosen.length)[1]) - 1 for row in rows)
+    temperature, num_tokens = chosen.decode.temperature, sum(len(text.answer) - 1 for text in texts)
     first: list[PromptCounts] = []
     for number, head in enumerate(heads):
         depth = min(chosen.decode.depth, head.drafter.depth or chosen.decode.depth)
-        counts, survival = judge(head.drafter, rows, chosen, depth)
+        counts, survival = judge(head.drafter, texts, chosen, depth)
         low, high = figures.interval(counts, figures.tau, 0)
         console.print(
             f"{head.folder}: replayed tau {figures.tau(counts):.3f} ({low:.2f} .. {high:.2f}), chain of {depth}, temperature "
-            f"{temperature:g}, {len(rows)} answers, {num_tokens} tokens, survival by depth "
+            f"{temperature:g}, {len(texts)} answers, {num_tokens} tokens, survival by depth "
             + " ".join(f"{value:.3f}" for value in survival.tolist())
         )
-        categories = sorted({row.category for row in rows})
+        categories = sorted({text.category for text in texts})
         if len(categories) > 1:
-            of = {name: [count for row, count in zip(rows, counts) if row.category == name] for name in categories}
+            of = {name: [count for text, count in zip(texts, counts) if text.category == name] for name in categories}
             console.print("  " + ", ".join(f"{name} {figures.tau(part):.2f}" for name, part in of.items()))
         if number == 0:
             first = counts
@@ -72,20 +81,19 @@ def main() -> None:
             console.print(f"  {change:+.3f} ({low:+.3f} .. {high:+.3f}) against {heads[0].folder}, the same answers")
 
 
-def text_of(row: Row, length: int) -> tuple[list[int], list[int]]:
-    """The prompt of the last answer, and the answer, cut."""
+def text_of(row: Row, length: int) -> Text:
     start, stop = data.last_answer(row)
-    return row.tokens[:start], row.tokens[start : min(stop, length)]
+    return Text(row.category, row.tokens[:start], row.tokens[start : min(stop, length)])
 
 
-def judge(drafter: Head, rows: list[Row], chosen: Replay, depth: int) -> tuple[list[PromptCounts], Tensor]:
+def judge(drafter: Head, texts: list[Text], chosen: Replay, depth: int) -> tuple[list[PromptCounts], Tensor]:
     """-> what tau of each answer is made of; survival, [depth]"""
     counts, num_accepted = [], torch.zeros(depth, dtype=torch.float64)
-    for row in progress.track(rows, "replay", unit="answers"):
-        prompt, answer = text_of(row, chosen.length)
-        chances = replay.acceptance(drafter, prompt, answer, depth=depth, temperature=chosen.decode.temperature)
+    for text in progress.track(texts, "replay", unit="answers"):
+        temperature = chosen.decode.temperature
+        chances = replay.acceptance(drafter, text.prompt, text.answer, depth=depth, temperature=temperature)
         rounds, accepted = replay.rounds(chances)
-        counts.append(PromptCounts(rounds, len(answer) - 1))
+        counts.append(PromptCounts(rounds, len(text.answer) - 1))
         num_accepted += accepted
     return counts, num_accepted / sum(each.num_rounds for each in counts)
 

@@ -102,14 +102,9 @@ class Trainer:
         """
         first = permutation(len(self.material.packs), self.settings.seed)[: max(num_packs, MEASURED)]
         start = partial(
-            closed_form.start,
-            material=self.material,
-            packs=first,
-            solve=num_packs > 0,
-            fresh=fresh,
-            depth=self.depth,
+            closed_form.start, material=self.material, packs=first, solve=num_packs > 0, fresh=fresh, depth=self.depth,
             device=self.accelerator.device,
-        )
+        )  # fmt: skip
         with self.waiting("the closed-form start"):
             # By the processes that hold the main one's target with it
             group = Group.in_step(self.accelerator, self.drafter.target)

@@ -121,8 +121,9 @@ def on_terminal(arguments, cwd, *, until=None, number=signal.SIGINT, **environme
     environment = {"TERM": "xterm", "COLUMNS": "150", **environment}
     process = start(arguments, cwd=cwd, errors=True, file=Path(os.ttyname(slave)), **environment)
     printed, sent, end = "", False, time.monotonic() + 300
-    while process.poll() is None and time.monotonic() < end and not select.select([master], [], [], 0.1)[0]:
-        pass  # until it has opened the terminal, which ends with the last one who has it open
+    while process.poll() is None and time.monotonic() < end:
+        if select.select([master], [], [], 0.1)[0]:
+            break  # it has opened the terminal, which ends with the last one who has it open
     os.close(slave)
     with contextlib.suppress(OSError):  # Linux's word for the end of a terminal
         while time.monotonic() < end:
