@@ -35,6 +35,7 @@ HEADS = sorted(path.stem for path in HEADS_FOLDER.glob("*.yaml") if path.stem no
 VARIANTS = [(head, reduced, {}) for head in HEADS for reduced in (False, True)]
 VARIANTS += [
     ("eagle3", False, {"norm_features": True, "norm_output": True}),
+    ("eagle3", True, {"own_output": False}),
     ("mtp", True, {"num_modules": 5, "zero_first": False}),
     ("medusa", True, {"own_output": True, "num_blocks": 2}),
     ("hydra", True, {"own_output": True}),

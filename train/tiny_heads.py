@@ -44,6 +44,7 @@ CASES = (
     Case("eagle3", {"target_layers": [1, 3, 6]}, False, ("vllm", "speculators", "gguf")),
     Case("eagle3", {"norm_features": True, "norm_output": True}, True, ("vllm", "speculators")),
     Case("eagle3", {"norm_before_fc": True, "norm_before_residual": True}, True, ("vllm", "speculators", "gguf")),
+    Case("eagle3", {"own_output": False}, True, ("vllm", "speculators", "gguf")),
     Case("eagle3", {"num_layers": 2}, False, ("vllm", "speculators")),
     Case("eagle3", {"window": 8}, False, ("vllm", "speculators")),
     Case("peagle", {"num_layers": 2}, True, ("vllm", "speculators")),

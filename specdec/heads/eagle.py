@@ -109,8 +109,10 @@ class Eagle(_Eagle):
 
 
 class Eagle3(_Eagle):
-    """EAGLE-3: fuses several of the target's layers, trains an LM head of its own, recycles its own state.
+    """EAGLE-3: fuses several of the target's layers, has an LM head of its own, recycles its own state.
 
+    own_output: whether it trains an LM head of its own, which starts as a copy of the target's, as in the paper; if not, it uses
+        the target's, frozen, and its file holds none
     target_layers: hidden states to fuse; None: (2, L // 2, L - 3), as in published heads; for shallow targets see layers.py
     num_layers: the block and the layers behind it; published heads have one layer
     norm_features, norm_output: the norms of EAGLE 3.1 (2605.09992): each fused state is normed, and the state that is
@@ -129,6 +131,7 @@ class Eagle3(_Eagle):
         *,
         target_layers: list[int] | None = None,
         num_layers: int = 1,
+        own_output: bool = True,
         intermediate_size: int | None = None,
         norm_features: bool = False,
         norm_output: bool = False,
@@ -152,8 +155,9 @@ class Eagle3(_Eagle):
         self.fc_norm = nn.ModuleList([RMSNorm(width, eps=eps) for _ in range(num)] if norm_features else [])
         self.fc = SizedLinear(num * width, width)
         self.input_layernorm, self.hidden_norm, self.norm = (RMSNorm(width, eps=eps) for _ in range(3))
-        self.lm_head = nn.Linear(width, self.vocab_size, bias=False)
-        self.lm_head.weight.data.copy_(target.shape_logits.scale * self._goal_head[0])  # a cap keeps the order
+        self.lm_head = nn.Linear(width, self.vocab_size, bias=False) if own_output else None
+        if self.lm_head is not None:
+            self.lm_head.weight.data.copy_(target.shape_logits.scale * self._goal_head[0])  # a cap keeps the order
 
     def encode(self, features: Tensor) -> Tensor:
         features = features.to(self.fc.weight.dtype)
@@ -178,7 +182,7 @@ class Eagle3(_Eagle):
         return (normed if self.norm_output else h), normed
 
     def logits(self, d, readout):
-        return self.lm_head(readout)
+        return self.goal_logits(readout) if self.lm_head is None else self.lm_head(readout)
 
     def measure(self, slots, *, fresh):
         if self.input_norm is not None or self.fc_norm:

@@ -105,6 +105,8 @@ def eagle3(drafter: Eagle3) -> Layout:
     target, layers = drafter.target, drafter.target_layers
     check_layers(layers, target)
     head = {name: value for name, value in drafter.state_dict().items() if name != "draft_to_target"}
+    if drafter.lm_head is None:
+        head["lm_head.weight"] = _borrowed_lm_head(drafter)
     config = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
@@ -133,6 +135,16 @@ def eagle3(drafter: Eagle3) -> Layout:
         names += [(f"further.{number}.", FURTHER.format(number + 1)) for number in range(len(drafter.further))]
     tensors = base.rename(head, names) | base.vocab_tensors(drafter)
     return Layout(tensors, config, shapes3(config, prefix=prefix), fields)
+
+
+def _borrowed_lm_head(drafter: Eagle3) -> Tensor:
+    """The target's rows [W, D] as a head's own, as engines want it. Raises ValueError for an LM head with a bias."""
+    weight, bias = drafter.goal_head
+    if bias is not None:
+        raise ValueError(
+            f"The LM head of {drafter.target.name} has a bias, which EAGLE-3 has not in engines: train with own_output=true."
+        )
+    return drafter.target.shape_logits.scale * weight  # a cap keeps the order
 
 
 def window_fields(drafter: Eagle3 | BlockDrafter) -> dict:
@@ -212,6 +224,14 @@ def shapes3(config: dict, *, prefix: str = "midlayer.") -> Shapes:
     return shapes
 
 
+def _borrows_lm_head(weight: Tensor, vocab: Tensor | None, target: Target) -> bool:
+    """Whether a head has the target's own LM head [W, D], to the last bit, so that it need not be kept. vocab [W]; None: all"""
+    if target.lm_head.bias is not None or not target.shape_logits.plain:
+        return False
+    original = target.lm_head.weight if vocab is None else target.lm_head.weight[vocab]
+    return torch.equal(weight, original.to(weight))
+
+
 def mask_token(config: dict) -> int | None:
     """P-EAGLE's mask token; None for EAGLE-3."""
     return next((config[name] for name in MASK_TOKENS if config.get(name) is not None), None)
@@ -255,6 +275,9 @@ def read3(config: dict, tensors: dict[str, Tensor], target: Target) -> tuple[dic
         vocab = None
     prefix = "layers.0." if any(name.startswith("layers.0.") for name in tensors) else "midlayer."
     base.check_tensors(tensors, shapes3(config, prefix=prefix))
+    borrows = _borrows_lm_head(tensors["lm_head.weight"], vocab, target)
+    if borrows:
+        del tensors["lm_head.weight"]
     further = [(FURTHER.format(number), f"further.{number - 1}.") for number in range(1, num_layers)]
     head = base.rename(
         {name: value for name, value in tensors.items() if name not in ("d2t", "t2d")}, [*further, *BACK3]
@@ -267,6 +290,7 @@ def read3(config: dict, tensors: dict[str, Tensor], target: Target) -> tuple[dic
         **({} if mask is None else {"mask_token": mask}),
         **base.read_block(config, target),
         "num_layers": num_layers,
+        "own_output": not borrows,
         **read_window(config, num_layers),
         "target_layers": list(layers or default_layers(target)),
         "norm_features": bool(config.get("fc_norm", False)),

@@ -51,6 +51,7 @@ SERVED = [
     ("eagle3", {"target_layers": [1, 4, 6]}, "vllm", reference.eagle3),
     ("eagle3", {"target_layers": [1, 4, 6]}, "sglang", SGLANG3),
     ("eagle3", {"target_layers": [1, 2, 4, 7], "norm_features": True}, "vllm", reference.eagle3),
+    *(("eagle3", {"own_output": False}, form, reference.eagle3) for form in ("vllm", "speculators", "gguf")),
     *(("eagle3", {"num_layers": 3}, form, reference.eagle3) for form in ("vllm", "speculators")),
     *(("peagle", {"mask_token": 5}, form, reference.eagle3) for form in ("vllm", "speculators")),
     ("peagle", {"num_layers": 1, "target_layers": [1, 4]}, "vllm", reference.eagle3),

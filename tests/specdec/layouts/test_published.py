@@ -68,6 +68,7 @@ RETURNING = [
     *(("eagle3", arguments, form) for form in ("vllm", "speculators")
       for arguments in ({}, CONTAINED, {"target_layers": [1, 4, 6]}, {"block": OTHER_BLOCK})),
     ("eagle3", ALL_NORMS, "vllm"),
+    ("eagle3", {"own_output": False}, "vllm"),
     *((head, {"num_layers": 2}, form) for head in ("eagle3", "peagle") for form in ("vllm", "speculators")),
     *((head, {"window": 4, "num_layers": 2, "full_layers": [1]}, form)
       for head in ("eagle3", "peagle") for form in ("vllm", "speculators")),

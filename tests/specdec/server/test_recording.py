@@ -80,10 +80,11 @@ def test_a_row_names_the_head_that_its_answer_began_with(tiny, tmp_path):
     with recording(tiny, tmp_path) as (url, served):
         body = {"messages": QUESTION, "max_tokens": 200, "ignore_eos": True, "stream": True}
         with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=60) as answer:
-            lines = answer.iter_lines()
-            next(lines)
+            chunks = (line for line in answer.iter_lines() if line)
+            next(chunks)  # the role, which is sent before the answer begins
+            next(chunks)  # of the first round: the answer has begun
             served.engine.swap(new, "run/later").result(timeout=60)
-            assert sum(1 for _ in lines) > 100
+            assert sum(1 for _ in chunks) > 50
         ask(url)
         ask(url, speculate=False)
         assert [row["head"] for row in rows_of(served)] == ["run/step", "run/later", None]
