@@ -8,16 +8,14 @@ The method is in docs/methods.md, section 2. By default it uses the rows that `d
 
 from dataclasses import dataclass, field
 
-import torch
-from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from helpers import loading
 from helpers.options import option, options, run, split
-from specdec import figures, replay
-from specdec.drafter import Head
+from specdec import figures
 from specdec.figures import PromptCounts
-from train import data, progress, reading
-from train.data import Row
+from train import data, progress, reading, replaying
+from train.replaying import Written
 
 
 @dataclass(frozen=True)
@@ -38,15 +36,6 @@ class Replay:
     decode: ReplayDecodeOptions = field(default_factory=ReplayDecodeOptions)
 
 
-@dataclass(frozen=True)
-class Text:
-    """The last answer of a conversation, cut, and all before it."""
-
-    category: str
-    prompt: list[int]
-    answer: list[int]
-
-
 def main() -> None:
     chosen = options(Replay, __doc__)
     console = progress.Results()
@@ -55,24 +44,22 @@ def main() -> None:
             raise ValueError(f"{folder} adapts its target, which did not write these answers: use scripts/evaluate.py.")
     heads = loading.load_runs(chosen.checkpoint, chosen.target)
     tokenizer = loading.shared_target(heads, chosen.target).tokenizer
-    texts = [text_of(data.encode(tokenizer, row), chosen.length) for row in read_answers(chosen)]
-    texts = [text for text in texts if len(text.answer) >= 2]
-    if not texts:
-        raise ValueError(f"No answer has a second token within length={chosen.length}: raise it.")
+    texts, categories = answers_of(chosen, tokenizer)
     temperature, num_tokens = chosen.decode.temperature, sum(len(text.answer) - 1 for text in texts)
     first: list[PromptCounts] = []
     for number, head in enumerate(heads):
         depth = min(chosen.decode.depth, head.drafter.depth or chosen.decode.depth)
-        counts, survival = judge(head.drafter, texts, chosen, depth)
+        judged = replaying.rounds(head.drafter, texts, depth=depth, what="replay")
+        counts = [PromptCounts(rounds, rounds + float(accepted.sum())) for rounds, accepted in judged]
+        survival = sum(accepted for _, accepted in judged) / sum(rounds for rounds, _ in judged)
         low, high = figures.interval(counts, figures.tau, 0)
         console.print(
             f"{head.folder}: replayed tau {figures.tau(counts):.3f} ({low:.2f} .. {high:.2f}), chain of {depth}, temperature "
             f"{temperature:g}, {len(texts)} answers, {num_tokens} tokens, survival by depth "
             + " ".join(f"{value:.3f}" for value in survival.tolist())
         )
-        categories = sorted({text.category for text in texts})
-        if len(categories) > 1:
-            of = {name: [count for text, count in zip(texts, counts) if text.category == name] for name in categories}
+        if len(names := sorted(set(categories))) > 1:
+            of = {name: [count for each, count in zip(categories, counts) if each == name] for name in names}
             console.print("  " + ", ".join(f"{name} {figures.tau(part):.2f}" for name, part in of.items()))
         if number == 0:
             first = counts
@@ -81,21 +68,19 @@ def main() -> None:
             console.print(f"  {change:+.3f} ({low:+.3f} .. {high:+.3f}) against {heads[0].folder}, the same answers")
 
 
-def text_of(row: Row, length: int) -> Text:
-    start, stop = data.last_answer(row)
-    return Text(row.category, row.tokens[:start], row.tokens[start : min(stop, length)])
-
-
-def judge(drafter: Head, texts: list[Text], chosen: Replay, depth: int) -> tuple[list[PromptCounts], Tensor]:
-    """-> what tau of each answer is made of; survival, [depth]"""
-    counts, num_accepted = [], torch.zeros(depth, dtype=torch.float64)
-    for text in progress.track(texts, "replay", unit="answers"):
-        temperature = chosen.decode.temperature
-        chances = replay.acceptance(drafter, text.prompt, text.answer, depth=depth, temperature=temperature)
-        rounds, accepted = replay.rounds(chances)
-        counts.append(PromptCounts(rounds, len(text.answer) - 1))
-        num_accepted += accepted
-    return counts, num_accepted / sum(each.num_rounds for each in counts)
+def answers_of(chosen: Replay, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Written], list[str]]:
+    """The answers to judge, cut, and their categories. Raises ValueError if there is none."""
+    texts, categories = [], []
+    for row in read_answers(chosen):
+        encoded = data.encode(tokenizer, row)
+        start, stop = data.last_answer(encoded)
+        answer = encoded.tokens[start : min(stop, chosen.length)]
+        if len(answer) >= 2:
+            texts.append(Written(encoded.tokens[:start], answer, chosen.decode.temperature))
+            categories.append(encoded.category)
+    if not texts:
+        raise ValueError(f"No answer has a second token within length={chosen.length}: raise it.")
+    return texts, categories
 
 
 def read_answers(chosen: Replay) -> list[dict]:

@@ -4,12 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specdec import figures, replay
+from specdec import figures
 from specdec.drafter import Drafter
 from specdec.figures import PromptCounts
-from train import progress
+from train import replaying
 from train.adaptation_rows import Answer
-from train.validation import BATCH_TOKENS
 
 ALL = "all"
 ENOUGH = 8  # conversations, below which neither a slice is judged nor a category of it
@@ -36,31 +35,12 @@ def chosen(answers: list[Answer], limits: Limits) -> list[Answer]:
 
 def judge(drafter: Drafter, answers: Sequence[Answer], limits: Limits, *, what: str) -> list[PromptCounts]:
     """What tau is made of, of each answer, by replay at the temperature that it was written at. what: is shown"""
-    depth = min(limits.depth, drafter.depth or limits.depth)
-    found: dict[int, PromptCounts] = {}
-    for numbers in progress.track(batches(drafter, answers, limits), what, unit="answers", size=len):
-        texts = [(answers[n].prompt, answers[n].answer[: limits.length - len(answers[n].prompt)]) for n in numbers]
-        accepts = replay.acceptances(drafter, texts, depth=depth, temperature=answers[numbers[0]].temperature)
-        for number, accept in zip(numbers, accepts):
-            rounds, accepted = replay.rounds(accept)
-            found[number] = PromptCounts(rounds, rounds + float(accepted.sum()))
-    return [found[number] for number in range(len(answers))]
-
-
-def batches(drafter: Drafter, answers: Sequence[Answer], limits: Limits) -> list[list[int]]:
-    """Numbers of answers of one temperature and of similar lengths."""
-    size = lambda number: min(limits.length, len(answers[number].prompt) + len(answers[number].answer))
-    order = sorted(range(len(answers)), key=lambda number: (answers[number].temperature, -size(number), number))
-    most = BATCH_TOKENS if drafter.target.rotary_boundary is None else 0  # as in validation
-    found: list[list[int]] = []
-    for number in order:  # the first of a batch is its longest
-        first = found[-1][0] if found else number
-        same = answers[first].temperature == answers[number].temperature
-        if found and same and (1 + len(found[-1])) * size(first) <= most:
-            found[-1].append(number)
-        else:
-            found.append([number])
-    return found
+    texts = [
+        replaying.Written(each.prompt, each.answer[: limits.length - len(each.prompt)], each.temperature)
+        for each in answers
+    ]
+    judged = replaying.rounds(drafter, texts, depth=limits.depth, what=what)
+    return [PromptCounts(rounds, rounds + float(accepted.sum())) for rounds, accepted in judged]
 
 
 def table(

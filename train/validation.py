@@ -26,14 +26,13 @@ from specdec.proposers.base import Proposer
 from specdec.report import Report, in_parts, prompt_counts, summarise, undecoded, with_replays
 from specdec.sampling import Sampling
 from specdec.target import TargetOutput
-from train import progress
+from train import progress, replaying
 from train.engine_features import EngineTarget
 from train.group import Group
 from train.target_answers import TargetAnswers
 from train.validation_settings import ValidationSettings
 
 AUTO_SHARE = 1 / 3  # of what validation has taken so far: the most that auto may take at the end
-BATCH_TOKENS = 4096  # of prompts and answers that are replayed at once, padding included
 MOST_KEPT = 2**28  # bytes of the target's states for these texts
 LEAST = 2  # prompts that are decoded at the end, however short the training was: one has no interval
 
@@ -359,15 +358,5 @@ class Validation:
         """Numbers of the prompts that this process replays, those of similar lengths together."""
         assert self.answers is not None
         lengths = [len(prompt.tokens) + len(answer) for prompt, answer in zip(self.prompts, self.answers)]
-        order = sorted(range(len(lengths)), key=lambda number: (-lengths[number], number))
-        mine = self.group.mine(order)
-        most = (
-            BATCH_TOKENS if self.target.rotary_boundary is None else 0
-        )  # of LongRoPE, one: a batch has one set of angles
-        batches: list[list[int]] = []
-        for number in mine:  # the first of a batch is its longest
-            if batches and (1 + len(batches[-1])) * lengths[batches[-1][0]] <= most:
-                batches[-1].append(number)
-            else:
-                batches.append([number])
-        return batches
+        mine = self.group.mine(replaying.by_length(range(len(lengths)), lengths))
+        return replaying.batches(mine, lengths, self.target)
