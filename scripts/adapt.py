@@ -26,7 +26,7 @@ from specdec.drafter import Drafter
 from specdec.figures import PromptCounts
 from train import progress, reading
 from train.adaptation import KINDS, Home, Plan, store
-from train.adaptation_judging import Table, chosen, distinct, gate, judge, table, worth
+from train.adaptation_judging import Table, chosen, distinct, expected_tau, gate, judge, table, worth
 from train.adaptation_mixing import choose, mix, tried
 from train.adaptation_rows import (
     Answer,
@@ -194,7 +194,8 @@ def prepare(given: Adapt, home: Home, settings: dict, console: progress.Results)
     before = {kind: judge_slice(given, loaded, slices[kind], f"the head in use, {kind} answers") for kind in KINDS}
     read = [*training, *rest]
     tables = {kind: table(slices[kind], before[kind], trained=read) if slices[kind] else {} for kind in JUDGED}
-    good, why = worth(tables["new"], tables["old"], tokens=num_tokens(training), min_tokens=given.min_tokens)
+    expected = expected_tau(slices["new"], slices["old"], before["old"]) if slices["old"] else None
+    good, why = worth(tables["new"], expected, tokens=num_tokens(training), min_tokens=given.min_tokens)
     show(console, tables)
     console.say(f"worth training: {'yes' if good else 'no'}. {why}")
     start = str(home.current.relative_to(home.path))

@@ -106,40 +106,53 @@ def _by_conversation(answers: Sequence[Answer], counts: list[PromptCounts], numb
     return [PromptCounts(*total) for total in sums.values()]
 
 
-def expected_tau(new: Table, old: Table) -> float | None:
-    """tau of the new answers if the head drafted each category as well as in the old ones; None without old ones.
+def expected_tau(new: Sequence[Answer], old: Sequence[Answer], before: list[PromptCounts]) -> tuple[float, list[str]]:
+    """tau of the new answers if the head drafted each as well as the old ones of its category that were written at its temperature.
 
-    Categories are weighted by the tokens of the new answers. For one that is not among the old answers, all of these count.
+    before: of the old answers, of which there must be some. For a category that has none at this temperature all of the category
+    count; for one that has none at all, all at this temperature; else all.
+    -> it, and what of the new answers has no old ones like it
     """
-    if ALL not in old:
-        return None
-    names = [name for name in new if name.startswith("category ")]
-    taus = {name: (old.get(name) or old[ALL])["before"] for name in names}
-    rounds = sum(new[name]["tokens"] / taus[name] for name in names)
-    return sum(new[name]["tokens"] for name in names) / rounds
+    sums: dict[tuple[str | None, float | None], list[PromptCounts]] = {}
+    for answer, counts in zip(old, before, strict=True):
+        for key in _kinds(answer):
+            sums.setdefault(key, []).append(counts)
+    taus = {key: figures.tau(counts) for key, counts in sums.items()}
+    rounds = sum(len(each.answer) / next(taus[key] for key in _kinds(each) if key in taus) for each in new)
+    unlike = {
+        f"category {each.category}" + (f" at temperature {each.temperature:g}" if (each.category, None) in taus else "")
+        for each in new
+        if _kinds(each)[0] not in taus
+    }
+    return sum(len(each.answer) for each in new) / rounds, sorted(unlike)
 
 
-def worth(new: Table, old: Table, *, tokens: int, min_tokens: int) -> tuple[bool, str]:
+def _kinds(answer: Answer) -> list[tuple[str | None, float | None]]:
+    """What it is compared with, the likest first: answers of a category and a temperature; None: of any"""
+    category, temperature = answer.category, answer.temperature
+    return [(category, temperature), (category, None), (None, temperature), (None, None)]
+
+
+def worth(new: Table, expected: tuple[float, list[str]] | None, *, tokens: int, min_tokens: int) -> tuple[bool, str]:
     """Whether training is worth it before anything is known of the new head, and why.
 
-    tokens: of the new answers that can be trained on
+    expected: see `expected_tau`; None: there are no old answers. tokens: of the new answers that can be trained on
     """
     tau, num = new[ALL]["before"], new[ALL]["conversations"]
     if tokens < min_tokens:
         return False, f"{tokens:,} new tokens to train on are fewer than min_tokens={min_tokens:,}."
     if num < ENOUGH:
         return False, f"{num} held-out conversations are too few to judge a head by: {ENOUGH} are needed."
-    expected = expected_tau(new, old)
     if expected is None:
         return True, f"There are {tokens:,} new tokens, and no old answers to compare tau {tau:.2f} with."
-    unknown = [name for name in new if name.startswith("category ") and name not in old]
-    gain = expected / tau - 1
-    same = f"there is no {' and no '.join(unknown)} among them" if unknown else "of the same categories"
-    said = f"tau is {tau:.2f} on the new answers, and {expected:.2f} on old ones ({same}; {gain:+.1%})"
+    old, unlike = expected
+    gain = old / tau - 1
+    same = f"there is no {' and no '.join(unlike)} among them" if unlike else "of the same categories and temperatures"
+    said = f"tau is {tau:.2f} on the new answers, and {old:.2f} on old ones ({same}; {gain:+.1%})"
     if gain >= LEAST_GAIN:
         return True, f"{said}: training on {tokens:,} new tokens may win up to that."
-    if unknown:
-        return True, f"{said}, which says little about new categories."
+    if unlike:
+        return True, f"{said}, which says little about what is new."
     return False, f"{said}: there is less than {LEAST_GAIN:.0%} to win."
 
 

@@ -209,17 +209,32 @@ def test_a_small_category_of_old_answers_does_not_decide():
     assert gate(tables({"chat": (1.5, 1.8)}), old, tolerance=0.03)[0]
 
 
+def test_what_is_expected_comes_from_old_answers_of_the_same_category_and_temperature():
+    kinds = {("chat", 0.0): 3.0, ("chat", 1.0): 1.8, ("code", 1.0): 2.0}  # tau of each
+    old = [dataclasses.replace(answer(1), category=name, temperature=at) for name, at in kinds]
+    before = [PromptCounts(100, 100 * tau) for tau in kinds.values()]
+    expected = lambda category, temperature: expected_tau(
+        [dataclasses.replace(answer(2), category=category, temperature=temperature)], old, before
+    )
+    for (category, temperature), tau in kinds.items():
+        assert expected(category, temperature) == (pytest.approx(tau), [])
+    assert expected("chat", 0.7) == (pytest.approx(480 / 200), ["category chat at temperature 0.7"])
+    assert expected("tools", 1.0) == (pytest.approx(380 / 200), ["category tools"])
+    assert expected("tools", 0.7) == (pytest.approx(680 / 300), ["category tools"])
+    both = [dataclasses.replace(answer(2), category="chat", temperature=at) for at in (0.0, 1.0)]
+    assert expected_tau(both, old, before)[0] == pytest.approx(2 / (1 / 3.0 + 1 / 1.8))  # as many rounds as both take
+
+
 def test_whether_training_is_worth_it():
-    new, old = tables({"chat": (1.5, 1.5)}), tables({"chat": (1.8, 1.8), "code": (3.0, 3.0)})
-    assert expected_tau(new, old) == pytest.approx(1.8)  # of the same category, not of all
-    good, why = worth(new, old, tokens=9000, min_tokens=5000)
+    new = tables({"chat": (1.5, 1.5)})
+    good, why = worth(new, (1.8, []), tokens=9000, min_tokens=5000)
     assert good and "+20.0%" in why
-    assert not worth(new, old, tokens=4000, min_tokens=5000)[0]
-    assert not worth(tables({"chat": (1.8, 1.8)}), old, tokens=9000, min_tokens=5000)[0]
-    assert worth(tables({"tools": (2.9, 2.9)}), old, tokens=9000, min_tokens=5000)[0]  # nothing to compare with
-    assert worth(new, {}, tokens=9000, min_tokens=5000)[0]
+    assert not worth(new, (1.8, []), tokens=4000, min_tokens=5000)[0]
+    assert not worth(tables({"chat": (1.8, 1.8)}), (1.8, []), tokens=9000, min_tokens=5000)[0]
+    assert worth(tables({"tools": (2.9, 2.9)}), (1.8, ["category tools"]), tokens=9000, min_tokens=5000)[0]
+    assert worth(new, None, tokens=9000, min_tokens=5000)[0]  # nothing to compare with
     few = tables({"chat": (1.5, 1.5)}, num=ENOUGH - 1)
-    assert "too few to judge" in worth(few, old, tokens=9000, min_tokens=5000)[1]
+    assert "too few to judge" in worth(few, (1.8, []), tokens=9000, min_tokens=5000)[1]
 
 
 def test_the_page_escapes_what_traffic_says():
