@@ -48,13 +48,12 @@ def main() -> None:
     temperature, num_tokens = chosen.decode.temperature, sum(len(text.answer) - 1 for text in texts)
     first: list[PromptCounts] = []
     for number, head in enumerate(heads):
-        depth = min(chosen.decode.depth, head.drafter.depth or chosen.decode.depth)
-        judged = replaying.rounds(head.drafter, texts, depth=depth, what="replay")
-        counts = [PromptCounts(rounds, rounds + float(accepted.sum())) for rounds, accepted in judged]
+        judged = replaying.rounds(head.drafter, texts, depth=chosen.decode.depth, what="replay")
+        counts = replaying.prompt_counts(judged)
         survival = sum(accepted for _, accepted in judged) / sum(rounds for rounds, _ in judged)
         low, high = figures.interval(counts, figures.tau, 0)
         console.print(
-            f"{head.folder}: replayed tau {figures.tau(counts):.3f} ({low:.2f} .. {high:.2f}), chain of {depth}, temperature "
+            f"{head.folder}: replayed tau {figures.tau(counts):.3f} ({low:.2f} .. {high:.2f}), chain of {len(survival)}, temperature "
             f"{temperature:g}, {len(texts)} answers, {num_tokens} tokens, survival by depth "
             + " ".join(f"{value:.3f}" for value in survival.tolist())
         )

@@ -39,8 +39,7 @@ def judge(drafter: Drafter, answers: Sequence[Answer], limits: Limits, *, what: 
         replaying.Written(each.prompt, each.answer[: limits.length - len(each.prompt)], each.temperature)
         for each in answers
     ]
-    judged = replaying.rounds(drafter, texts, depth=limits.depth, what=what)
-    return [PromptCounts(rounds, rounds + float(accepted.sum())) for rounds, accepted in judged]
+    return replaying.prompt_counts(replaying.rounds(drafter, texts, depth=limits.depth, what=what))
 
 
 def table(
@@ -128,7 +127,7 @@ def expected_tau(new: Sequence[Answer], old: Sequence[Answer], before: list[Prom
 
 
 def _kinds(answer: Answer) -> list[tuple[str | None, float | None]]:
-    """What it is compared with, the likest first: answers of a category and a temperature; None: of any"""
+    """The kinds of answers that it may be compared with, the most similar one first: category and temperature; None: any"""
     category, temperature = answer.category, answer.temperature
     return [(category, temperature), (category, None), (None, temperature), (None, None)]
 

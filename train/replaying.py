@@ -7,6 +7,7 @@ from torch import Tensor
 
 from specdec import replay
 from specdec.drafter import Drafter
+from specdec.figures import PromptCounts
 from specdec.target import Target
 from train import progress
 
@@ -41,6 +42,11 @@ def rounds(drafter: Drafter, texts: Sequence[Written], *, depth: int, what: str)
         ):
             found[number] = replay.rounds(accept)
     return [found[number] for number in range(len(texts))]
+
+
+def prompt_counts(judged: Sequence[tuple[float, Tensor]]) -> list[PromptCounts]:
+    """What tau of each text is made of. judged: by `rounds`"""
+    return [PromptCounts(number, number + float(accepted.sum())) for number, accepted in judged]
 
 
 def by_length(numbers: Iterable[int], lengths: Sequence[int]) -> list[int]:

@@ -109,7 +109,7 @@ class Eagle(_Eagle):
 
 
 class Eagle3(_Eagle):
-    """EAGLE-3: fuses several of the target's layers, has an LM head of its own, recycles its own state.
+    """EAGLE-3: fuses several of the target's layers and recycles its own state.
 
     own_output: whether it trains an LM head of its own, which starts as a copy of the target's, as in the paper; if not, it uses
         the target's, frozen, and its file holds none

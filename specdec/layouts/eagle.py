@@ -142,7 +142,7 @@ def _borrowed_lm_head(drafter: Eagle3) -> Tensor:
     weight, bias = drafter.goal_head
     if bias is not None:
         raise ValueError(
-            f"The LM head of {drafter.target.name} has a bias, which EAGLE-3 has not in engines: train with own_output=true."
+            f"The LM head of {drafter.target.name} has a bias, and in engines EAGLE-3's LM head has none: train with own_output=true."
         )
     return drafter.target.shape_logits.scale * weight  # a cap keeps the order
 
