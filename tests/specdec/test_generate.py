@@ -1,7 +1,6 @@
 """`generate` with a drafter gives the answers of plain `generate`, or refuses what it cannot honour."""
 
 import copy
-import itertools
 import json
 
 import pytest
@@ -24,6 +23,7 @@ from specdec import checkpoint
 from specdec.drafting import Drafting
 from specdec.generate import Speculative
 from specdec.hub import push
+from tests.generate_laws import distance, law_of
 from tests.support import load_head, make_drafter, make_target, random_tokens
 
 pytestmark = pytest.mark.slow
@@ -214,40 +214,6 @@ def test_a_generation_config_and_an_output_object_are_honoured(model, eagle):
 
 
 WARPED = {"temperature": 0.8, "top_k": 4, "top_p": 0.85, "repetition_penalty": 1.4}
-
-
-def law_of(model, ids: torch.Tensor, mask: torch.Tensor, num: int, settings: dict) -> torch.Tensor:
-    """The law [V ** num] of the next `num` tokens, by transformers' own processors, after ids and mask [1, T]."""
-    processors = LogitsProcessorList()
-    if "repetition_penalty" in settings:
-        processors.append(RepetitionPenaltyLogitsProcessor(settings["repetition_penalty"]))
-    processors.append(TemperatureLogitsWarper(settings.get("temperature", 1.0)))
-    if "top_k" in settings:
-        processors.append(TopKLogitsWarper(settings["top_k"]))
-    if "top_p" in settings:
-        processors.append(TopPLogitsWarper(settings["top_p"]))
-    chances = torch.ones(1, dtype=torch.float64)
-    for length in range(num):
-        texts = torch.tensor(list(itertools.product(range(V), repeat=length)), dtype=torch.long).view(V**length, length)
-        tokens = torch.cat([ids.expand(V**length, -1), texts], dim=1)
-        seen = torch.cat([mask.expand(V**length, -1), torch.ones_like(texts)], dim=1)
-        positions = (seen.cumsum(1) - 1).clamp(min=0)
-        with torch.no_grad():
-            logits = model(tokens, attention_mask=seen, position_ids=positions).logits[:, -1]
-        chances = (chances[:, None] * processors(tokens, logits).softmax(-1)).flatten()
-    return chances
-
-
-def distance(tokens: torch.Tensor, law: torch.Tensor) -> float:
-    """Chi-square of the last two of tokens [N, 3] under a law [V ** 3], in standard deviations above its mean."""
-    places = tokens @ torch.tensor([0, V, 1])
-    counts, expected = torch.bincount(places, minlength=V**2).double(), len(tokens) * law.view(V, -1).sum(0)
-    common = expected >= 5
-    counts, expected = (torch.cat([x[common], x[~common].sum()[None]]) for x in (counts, expected))
-    freedom = int((expected > 0).sum()) - 1
-    assert freedom > 5
-    statistic = float(((counts - expected) ** 2 / expected.clamp(min=1e-9)).sum())
-    return (statistic - freedom) / (2 * freedom) ** 0.5
 
 
 LAWS = [{}, WARPED, WARPED | {"temperature": 1.2}, WARPED | {"top_p": 1.0}, WARPED | {"repetition_penalty": 1.0}]
