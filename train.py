@@ -15,7 +15,7 @@ from pathlib import Path
 import hydra
 import torch
 import transformers
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.utils import InitProcessGroupKwargs, set_seed
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import InstantiationException
@@ -67,6 +67,7 @@ def fit(config: DictConfig) -> int:
     """Trains as the configuration says. -> the exit status. Raises ValueError, which says what to change."""
     path = Path("checkpoints") / str(config.run)
     progress.choose(config.progress, main=is_main())
+    starting.recall_precision(config, path)
     if RunFolder(path, {}, fixed(OmegaConf.to_container(config, resolve=True))).check(resume=config.resume):
         if is_main():
             print(f"{path} holds a finished run: there is nothing left to do.")
@@ -146,17 +147,19 @@ def fit_trainer(trainer: Trainer) -> None:
 
 
 def make_accelerator(config: DictConfig) -> Accelerator:
-    """Seeds everything, and sets the threads of a CPU."""
+    """Seeds everything, decides what is `auto` of the precision, and sets the threads of a CPU."""
     set_seed(config.train.seed)
     transformers.utils.logging.disable_progress_bar()
     with named("train"):
         plugin = sharding.plugin(config.train.shard)
+    cpu = not torch.accelerator.is_available()  # said outright, or several processes would not find each other
+    timeout = timedelta(minutes=config.train.timeout + 1)  # a little more than the trainer waits, which says what for
+    starting.choose_precision(config, PartialState(cpu=cpu, timeout=timeout).device)
     accelerator = Accelerator(
-        cpu=not torch.accelerator.is_available(),  # said outright, or several processes would not find each other
-        mixed_precision={"bf16": "bf16", "fp32": "no"}[config.precision],
+        cpu=cpu,
+        mixed_precision=starting.PRECISIONS[config.precision],
         fsdp_plugin=plugin,
-        # a little more than the trainer waits, which says what for
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(minutes=config.train.timeout + 1))],
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)],
     )
     with named("train"):
         sharding.start(accelerator, plugin)

@@ -145,7 +145,7 @@ def common_settings(chosen: Answer, source: Source) -> dict:
     return {
         "target": chosen.target.name,
         "seed": chosen.seed,
-        "dtype": None if source.kind == "server" else chosen.target.dtype,
+        "dtype": None if source.kind == "server" else chosen.target.dtype_here,
         "engine": source.kind,
     }
 

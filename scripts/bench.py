@@ -83,7 +83,7 @@ def main() -> None:
     bandwidth = speed.memory_bandwidth(num_bytes, opened.target.device)
     limit = bandwidth / num_bytes
     title = (
-        f"{opened.target.name}, {chosen.target.dtype}, {opened.target.device}, {torch.get_num_threads()} threads; "
+        f"{opened.target.name}, {str(opened.target.dtype).removeprefix('torch.')}, {opened.target.device}, {torch.get_num_threads()} threads; "
         f"{len(prompts)} prompts x {chosen.repeats}. Reading the weights once takes {1e3 / limit:.1f} ms here "
         f"({bandwidth / 1e9:.1f} GB/s): no plain decoding is faster than {limit:.0f} tokens/s."
     )

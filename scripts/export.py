@@ -36,7 +36,7 @@ class Export:
     merged_target: str | None = field(
         default=None, metadata={"help": "for a head that adapts its target (medusa2): folder for the adapted model"}
     )
-    target: loading.TargetOptions = field(default_factory=loading.TargetOptions)
+    target: loading.TargetOptions = field(default_factory=lambda: loading.TargetOptions(dtype="bfloat16"))
 
 
 def merge_target(chosen: Export, loaded: loading.Loaded) -> Drafter | None:
@@ -81,7 +81,7 @@ def main() -> None:
             f"num_drafts={chosen.num_drafts}: this drafter drafts {num} tokens per round, because {reason}."
         )
     with progress.start("writing the tensors and reading them back"):
-        tensors = serving.write(form, out, dtype=DTYPES[chosen.target.dtype], provenance=provenance)
+        tensors = serving.write(form, out, dtype=DTYPES[chosen.target.dtype_here], provenance=provenance)
     size = sum(value.numel() * value.element_size() for value in tensors.values())
     print(
         f"written: {out}, {len(tensors)} tensors, {size / 1e6:.1f} MB, checked against the manifest, read back and equal"

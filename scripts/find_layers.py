@@ -73,7 +73,7 @@ def main() -> None:
     numbers = ",".join(map(str, best.numbers))
     console.print(f'proposer=layerskip "proposer.layers=[{numbers}]" proposer.depth={best.depth}')
     lines = [
-        f"# Written by scripts/find_layers.py for {target.name} ({target.fingerprint()}), {chosen.target.dtype}, {target.device}",
+        f"# Written by scripts/find_layers.py for {target.name} ({target.fingerprint()}), {str(target.dtype).removeprefix('torch.')}, {target.device}",
         f"# {best}",
         "_target_: specdec.proposers.layerskip.LayerSkip",
         f"layers: [{numbers}]",

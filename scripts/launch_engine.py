@@ -137,7 +137,9 @@ def main() -> None:
     chosen = options(Engine, __doc__)
     name = chosen.target.name or str(OmegaConf.load(loading.CONF / "target" / "smollm2-135m.yaml").name)
     with named("target"):
-        target = Target.load_ends(name, dtype=chosen.target.dtype, trust_remote_code=chosen.target.trust_remote_code)
+        target = Target.load_ends(
+            name, dtype=chosen.target.dtype_here, trust_remote_code=chosen.target.trust_remote_code
+        )
     layers = layers_of(target, heads=chosen.heads, layers=chosen.layers)
     if chosen.print:
         folder = str(Path(chosen.folder or "engine-states").absolute())

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from specdec import layer_kinds, masks, target_ends, target_sharding, target_structure
+from specdec import layer_kinds, masks, precision, target_ends, target_sharding, target_structure
 from specdec.cache import RowCache
 from specdec.layer_kinds import LayerMasks, check_supported
 from specdec.layer_states import LayerStates
@@ -27,7 +27,7 @@ from specdec.target_fingerprint import (
     quantisation_of,
 )
 from specdec.target_loading import DTYPES as DTYPES
-from specdec.target_loading import load_model, load_skeleton
+from specdec.target_loading import check_dtype, find_devices, load_model, load_skeleton
 from specdec.target_loading import load_tokenizer as load_tokenizer
 from specdec.target_parallel import Share, whole
 from specdec.target_structure import LogitShape
@@ -95,13 +95,14 @@ class Target:
         cls,
         name: str,
         *,
-        dtype: str = "bfloat16",
+        dtype: str = "auto",
         device="cpu",
         revision: str | None = None,
         trust_remote_code: bool = False,
         tp: int = 1,
     ) -> "Target":
         """name: a folder, or a name on the Hugging Face Hub; device: a device, or "auto" (target_loading.py)
+        dtype: of what is not quantised, one of target_loading.DTYPES; "auto": what the device computes in (precision.py)
         tp: processes that hold the target together (target_parallel.py)
 
         Raises ValueError with what to do.
@@ -124,13 +125,15 @@ class Target:
         cls,
         name: str,
         *,
-        dtype: str = "bfloat16",
+        dtype: str = "auto",
         device="cpu",
         revision: str | None = None,
         trust_remote_code: bool = False,
     ) -> "Target":
         """A target without its layers, read from its safetensors files; arguments as of `load`, but one device."""
         origin: dict = {"revision": revision, "trust_remote_code": trust_remote_code}
+        check_dtype(dtype)
+        dtype = precision.resolve(dtype, find_devices(device)[0])
         model, quantisation = load_skeleton(name, dtype=dtype, **origin)
         shards = Shards(name, revision=revision)
         target = cls(model, name=name, quantisation=quantisation, trust_remote_code=trust_remote_code, shards=shards)
@@ -143,7 +146,7 @@ class Target:
         cls,
         name: str,
         *,
-        dtype: str = "bfloat16",
+        dtype: str = "auto",
         device="cpu",
         revision: str | None = None,
         trust_remote_code: bool = False,

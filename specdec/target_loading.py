@@ -26,7 +26,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.quantizers import AutoHfQuantizer
 from transformers.utils import is_accelerate_available
 
-from specdec import attention, hub, target_parallel
+from specdec import attention, hub, precision, target_parallel
 from specdec.layer_kinds import check_supported
 from specdec.target_fingerprint import quantisation_of
 from specdec.target_parallel import Share
@@ -48,14 +48,13 @@ def load_model(
 ) -> tuple[PreTrainedModel, str | None, Share]:
     """Each tensor goes from the file to its device; the host never holds a second copy of the weights.
 
-    name: a folder, or a name on the Hugging Face Hub; dtype: one of DTYPES, for what is not quantised
+    name: a folder, or a name on the Hugging Face Hub; dtype: one of DTYPES, for what is not quantised, or auto (precision.py)
     trust_remote_code: whether code that the folder brings may run; it has all rights of the user
     device: a device; or "auto": the layers in equal shares over all accelerators, everything else on the first
     tp: processes that hold the model together (target_parallel.py); all of them call this, and each loads its part
     -> the model, how its checkpoint is quantised (None: not), and these processes. Raises ValueError with what to do.
     """
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype={dtype} must be one of {', '.join(DTYPES)}.")
+    check_dtype(dtype)
     devices = find_devices(device)
     origin: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     config = load_config(name, **origin)
@@ -67,6 +66,7 @@ def load_model(
     places: Any = {"device_map": _device_map(factory, config, devices, trust_remote_code)} if with_accelerate else {}
     target_parallel.check(config, tp, name, device=str(device), quantisation=quantisation)
     share = target_parallel.share(tp, devices[0])
+    dtype = agreed_dtype(dtype, devices[0], share)
     try:
         with target_parallel.cut(model_class, share, devices[0]) as more:
             model, about = _read(
@@ -94,9 +94,11 @@ def load_model(
 def load_skeleton(
     name: str, *, dtype: str, revision: str | None, trust_remote_code: bool = False
 ) -> tuple[PreTrainedModel, str | None]:
-    """A model whose parameters and buffers have shapes and no values (device meta); arguments and result as of `load_model`."""
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype={dtype} must be one of {', '.join(DTYPES)}.")
+    """A model whose parameters and buffers have shapes and no values (device meta); arguments and result as of `load_model`.
+
+    dtype: one of DTYPES
+    """
+    check_dtype(dtype)
     origin: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     config = load_config(name, **origin)
     factory, model_class = _find_class(name, config, **origin)
@@ -184,6 +186,21 @@ def spread(model: PreTrainedModel, num_layers: int, devices: list[torch.device])
         return {key: device for found in inner for key, device in found.items()}
 
     return parts_of("", model)
+
+
+def check_dtype(dtype: str) -> None:
+    """Raises ValueError for a dtype that a target cannot have."""
+    if dtype not in (*DTYPES, precision.AUTO):
+        raise ValueError(f"dtype={dtype} must be auto, or one of {', '.join(DTYPES)}.")
+
+
+def agreed_dtype(dtype: str, device: torch.device, share: Share) -> str:
+    """`precision.resolve`, as the first of the processes finds it that hold a target together."""
+    check_dtype(dtype)
+    if dtype != precision.AUTO:
+        return dtype
+    number = list(DTYPES).index(precision.resolve(dtype, device))
+    return list(DTYPES)[int(share.all_say(number)[0])]
 
 
 def find_devices(device: str | torch.device) -> list[torch.device]:

@@ -77,4 +77,4 @@ def export(head: Path, out: Path, target: loading.TargetOptions) -> None:
         raise ValueError(f"{head} is only an adapter of its target: vLLM has no such drafters.")
     form = form_of(loaded.drafter, FORMAT)
     provenance = serving.Provenance.read(head, target=loaded.target, license="other", data=None, num_drafts=None)
-    serving.write(form, out, dtype=DTYPES[target.dtype], provenance=provenance)
+    serving.write(form, out, dtype=loaded.target.dtype, provenance=provenance)

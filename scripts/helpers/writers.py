@@ -72,7 +72,7 @@ class Writers:
         if source.engine == "vllm":
             self.opened = self.opened or vllm_answers.load(
                 source.target.name,
-                dtype=source.target.dtype,
+                dtype=source.target.dtype_here,
                 trust_remote_code=source.target.trust_remote_code,
                 in_flight=source.in_flight,
                 longest=longest,
@@ -97,7 +97,7 @@ class Writers:
         options = source.target
         with named("target"):
             target = Target.load_ends(
-                str(options.name), dtype=options.dtype, trust_remote_code=options.trust_remote_code
+                str(options.name), dtype=options.dtype_here, trust_remote_code=options.trust_remote_code
             )
         with named("features"):
             layers = layers_of(target, heads=chosen.heads, layers=chosen.layers)
