@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from specdec import layer_kinds, masks, precision, target_ends, target_sharding, target_structure
+from specdec import few_rows, layer_kinds, masks, precision, target_ends, target_sharding, target_structure
 from specdec.cache import RowCache
 from specdec.layer_kinds import LayerMasks, check_supported
 from specdec.layer_states import LayerStates
@@ -313,7 +313,7 @@ class Target:
     def logits(self, final: Tensor) -> Tensor:
         """[..., D] -> [..., V], float32 (float64 for a float64 target)"""
         weight = self.lm_head.weight
-        logits = self.shape_logits(nn.functional.linear(final.to(weight.device), weight, self.lm_head.bias))
+        logits = self.shape_logits(few_rows.linear(final.to(weight.device), weight, self.lm_head.bias))
         return logits.to(self.device, torch.promote_types(logits.dtype, torch.float32))
 
     def _watch_mixer(self, place: int, mixer: nn.Module, cache: RowCache):

@@ -26,7 +26,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.quantizers import AutoHfQuantizer
 from transformers.utils import is_accelerate_available
 
-from specdec import attention, hub, precision, target_parallel
+from specdec import attention, few_rows, hub, precision, target_parallel
 from specdec.layer_kinds import check_supported
 from specdec.target_fingerprint import quantisation_of
 from specdec.target_parallel import Share
@@ -88,6 +88,7 @@ def load_model(
             f"Use another machine, {missing}, or choose a target that is not quantised."
         ) from error
     check_complete(model, about, name)
+    few_rows.prepare(model)
     return model, quantisation, share
 
 
