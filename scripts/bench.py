@@ -1,7 +1,7 @@
 """Times decoding with drafts against transformers' generate, llama.cpp and vLLM, on the same prompts, greedy, in turn.
 
-    python scripts/bench.py checkpoint=checkpoints/shipped/eagle,checkpoints/shipped/draft limit=6
-    python scripts/bench.py checkpoint=checkpoints/shipped/draft rivals=transformers,llamacpp,vllm out=rivals.json
+    python scripts/bench.py checkpoint=checkpoints/shipped/eagle3,checkpoints/shipped/mtp limit=6
+    python scripts/bench.py checkpoint=checkpoints/my_draft rivals=transformers,llamacpp,vllm out=rivals.json
     python scripts/bench.py proposers=ngram,auto prompts=data/prompts_copy.jsonl rivals=transformers,llamacpp
 
 Compared are: generate alone, and with custom_generate, which puts this decoder inside it; plain decoding here; every

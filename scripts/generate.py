@@ -1,6 +1,6 @@
 """Streams one answer, with drafted tokens in green, then answers again without drafts and compares the speed.
 
-    python scripts/generate.py checkpoint=checkpoints/shipped/eagle prompt="Why is the sky blue?"
+    python scripts/generate.py checkpoint=checkpoints/shipped/mtp prompt="Why is the sky blue?"
     python scripts/generate.py proposer=ngram prompt="Say it twice: the sky is blue."
 
 Green tokens were drafted and accepted; the others come from the target's own passes.

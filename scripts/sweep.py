@@ -1,6 +1,6 @@
 """Decodes the same prompts in batches of several sizes, plainly and with each checkpoint's drafts, to see where drafts stop paying.
 
-    python scripts/sweep.py checkpoint=checkpoints/shipped/eagle batches=1,4,16 decode.depth=3 out=sweep
+    python scripts/sweep.py checkpoint=checkpoints/shipped/mtp batches=1,4,16 decode.depth=3 out=sweep
 
 Rows whose answers have ended stay in their batch; the emitted tokens count. Writes OUT/sweep.png and, after every batch
 size, a row of OUT/cells.jsonl: after Ctrl-C the same command continues, and one with other batches= adds to it.
