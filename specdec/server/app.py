@@ -321,6 +321,11 @@ def _constrain(served: Served, grammar: Grammar) -> Constraint | None:
 def _encode(served: Served, settings: Settings) -> list[int]:
     """The prompt's token ids, at least one."""
     if isinstance(settings, ChatRequest):
+        if not served.tokenizer.chat_template:
+            raise RequestError(
+                f"{served.model} has no chat template, so it takes no messages: send a prompt to /v1/completions.",
+                parameter="messages",
+            )
         try:
             return served.encode_chat([message.to_row() for message in settings.messages], settings.thinking)
         except ValueError as error:
