@@ -173,7 +173,7 @@ def check_real(chosen: Check, console: rich.console.Console) -> Iterator[tuple[d
                 f"record=true writes beside the checkpoint, and {folder} is on the Hub: download a copy and name that."
             )
         rows = reading.spread(reading.load_prompts(chosen.prompts), chosen.limit)
-        prompts = [data.encode_prompt(loaded.tokenizer, row["messages"]) for row in rows]
+        prompts = [data.prompt_tokens(loaded.tokenizer, row) for row in rows]
         depth, num = loaded.drafter.depth, chosen.num_drafts
         if depth is not None:
             num = depth if isinstance(loaded.drafter, BlockDrafter) else min(num, depth)

@@ -48,7 +48,7 @@ def main() -> None:
     target = opened.target
     LayerSkip(target, layers=1, depth=1)  # raises ValueError for a target that cannot skip layers
     rows = reading.spread(reading.load_prompts(chosen.prompts), chosen.limit)
-    prompts = [data.encode_prompt(opened.tokenizer, row["messages"]) for row in rows]
+    prompts = [data.prompt_tokens(opened.tokenizer, row) for row in rows]
 
     show = functools.partial(progress.track, unit="steps")
 

@@ -23,7 +23,9 @@ from train import data, progress
 
 @dataclass(frozen=True, kw_only=True)
 class Generate(proposers.ProposerOptions):
-    prompt: str = field(metadata={"help": "text of the user's message"})
+    prompt: str = field(
+        metadata={"help": "text of the user's message; text to continue, for a model without a chat template"}
+    )
     max_new_tokens: int = option(128, "longest answer, in tokens")
     stop_strings: str | None = option(None, "comma list of texts that end the answer")
     seed: int = option(0, "seed of sampling")
@@ -37,7 +39,8 @@ def main() -> None:
     console = progress.Results()
     sampling, drafting = chosen.decode.sampling(), chosen.decode.drafting()
     loaded = proposers.load(chosen, chosen.target, drafting)
-    prompt = data.encode_prompt(loaded.tokenizer, [{"role": "user", "content": chosen.prompt}])
+    messages = [{"role": "user", "content": chosen.prompt}]
+    prompt = data.prompt_tokens(loaded.tokenizer, {"id": "prompt=", "prompt": chosen.prompt, "messages": messages})
     strings = tuple(chosen.stop_strings.split(",")) if chosen.stop_strings else ()
     shared = {
         "sampling": sampling,
@@ -82,7 +85,8 @@ def stream(
     ruled: decoding.Ruled | None,
 ) -> Generation:
     """Decodes the prompt and prints tokens as they come, drafted ones in green. Says if the grammar was left incomplete."""
-    result, text = Generation([[]], [[]]), StreamedText(loaded.tokenizer.decode)
+    before = () if loaded.tokenizer.chat_template else prompt
+    result, text = Generation([[]], [[]]), StreamedText(loaded.tokenizer.decode, before=before)
     generator, constraints = seeded_generator(loaded.target, chosen.seed), constraint_of(ruled)
     rounds = decoder.stream(
         [prompt], chosen.max_new_tokens, generator=generator, result=result, constraints=constraints

@@ -125,7 +125,7 @@ def main() -> None:
         timeout=chosen.timeout,
         max_body=chosen.max_body,
         compile_grammar=lambda grammar: grammars().constraint(grammar),
-        page=live_page(target=model, drafts=drafts, max_length=longest),
+        page=live_page(target=model, drafts=drafts, max_length=longest, chat=bool(loaded.tokenizer.chat_template)),
         recorder=recorder,
     )
     warn_if_open(chosen.host, chosen.port, "server")

@@ -75,12 +75,13 @@ def unpack(
         *(columns[name].tolist() for name in COLUMNS[:4]), ends.tolist()
     ):
         prompt, tokens = prompts[number], columns["tokens"][end - length : end].tolist()
-        # `written` takes an answer to be ended if its last token is among these
-        answer = answering.written(tokenizer, tokens, {tokens[-1]} if stopped else ())
         job = answering.Job(
             f"{prompt['id']}@{temperature:g}", prompt["category"], float(temperature), prompt["messages"],
-            data.encode_prompt(tokenizer, prompt["messages"]), tuple(prompt["tags"]),
+            data.prompt_tokens(tokenizer, prompt), tuple(prompt["tags"]),
+            None if tokenizer.chat_template else prompt["prompt"],
         )  # fmt: skip
+        # `written` takes an answer to be ended if its last token is among these
+        answer = answering.written(tokenizer, tokens, {tokens[-1]} if stopped else (), job.before)
         yield answering.conversation(job, answer, tokenizer=digest)
 
 

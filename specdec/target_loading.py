@@ -26,7 +26,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.quantizers import AutoHfQuantizer
 from transformers.utils import is_accelerate_available
 
-from specdec import attention, few_rows, hub, precision, target_parallel
+from specdec import attention, few_rows, hub, plain_text, precision, target_parallel
 from specdec.layer_kinds import check_supported
 from specdec.target_fingerprint import quantisation_of
 from specdec.target_parallel import Share
@@ -167,8 +167,14 @@ def load_config(name: str, *, revision: str | None = None, trust_remote_code: bo
 def load_tokenizer(
     name: str, *, revision: str | None = None, trust_remote_code: bool = False
 ) -> transformers.PreTrainedTokenizerBase:
-    """name: a folder, or a name on the Hugging Face Hub. Raises ValueError with what to do."""
-    return _read(AutoTokenizer.from_pretrained, name, revision=revision, trust_remote_code=trust_remote_code)
+    """name: a folder, or a name on the Hugging Face Hub. Raises ValueError with what to do.
+
+    It puts in front of plain text what the model expects there (plain_text.expect_opening).
+    """
+    origin: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    tokenizer = _read(AutoTokenizer.from_pretrained, name, **origin)
+    plain_text.expect_opening(tokenizer, name, **origin)
+    return tokenizer
 
 
 def spread(model: PreTrainedModel, num_layers: int, devices: list[torch.device]) -> dict[str, torch.device]:

@@ -4,6 +4,7 @@ Three things write them: the decoder of this project (OwnDecoder), a server (eng
 (vllm_answers.py). All of them take jobs and yield what was written, some jobs at a time.
 """
 
+import functools
 import hashlib
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -29,6 +30,12 @@ class Job:
     messages: list[dict]
     tokens: list[int]  # the rendered prompt
     tags: tuple[str, ...] = ()
+    prompt: str | None = None  # the text that a model without a chat template continues; None: it answers messages
+
+    @property
+    def before(self) -> list[int]:
+        """The tokens that the text of the answer goes on from; none for the answer to messages."""
+        return [] if self.prompt is None else self.tokens
 
 
 @dataclass(frozen=True)
@@ -74,7 +81,7 @@ def list_jobs(
     Raises ValueError if two prompts have the same id, or if the chat template has no thinking mode.
     """
     if thinking is not None and prompts:
-        both = [data.encode_prompt(tokenizer, prompts[0]["messages"], thinking=mode) for mode in (True, False)]
+        both = [data.prompt_tokens(tokenizer, prompts[0], thinking=mode) for mode in (True, False)]
         if both[0] == both[1]:
             raise ValueError(
                 f"thinking={str(thinking).lower()}: the chat template of {tokenizer.name_or_path} has no thinking mode "
@@ -88,9 +95,10 @@ def list_jobs(
             messages=prompt["messages"],
             tokens=tokens,
             tags=tuple(dict.fromkeys([*prompt["tags"], *tags])),
+            prompt=None if tokenizer.chat_template else prompt["prompt"],
         )
         for prompt in prompts
-        for tokens in [data.encode_prompt(tokenizer, prompt["messages"], thinking=thinking)]
+        for tokens in [data.prompt_tokens(tokenizer, prompt, thinking=thinking)]
         for temperature in temperatures
     ]
     if len({job.id for job in jobs}) < len(jobs):
@@ -98,11 +106,14 @@ def list_jobs(
     return jobs
 
 
-def written(tokenizer: PreTrainedTokenizerBase, tokens: list[int], stop: Collection[int]) -> Written:
-    """tokens: what the target wrote, with the token that ended it"""
+def written(
+    tokenizer: PreTrainedTokenizerBase, tokens: list[int], stop: Collection[int], before: list[int] | None = None
+) -> Written:
+    """tokens: what the target wrote, with the token that ended it; before: Job.before, as spaces may depend on it"""
     finish = "stop" if tokens[-1] in stop else "length"
-    said = tokens[:-1] if finish == "stop" else tokens
-    text = str(tokenizer.decode(said, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+    said, before = tokens[:-1] if finish == "stop" else tokens, before or []
+    decode = functools.partial(tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    text = str(decode(before + said))[len(str(decode(before))) :]
     text = text.rstrip("\ufffd") if finish == "length" else text  # the cut may fall inside a character
     return Written(text, finish, tokens, len(tokens))
 
@@ -114,7 +125,10 @@ def conversation(job: Job, answer: Written, *, tokenizer: str, thinking: bool | 
         row["thinking"] = thinking
     if job.tags:
         row["tags"] = list(job.tags)
-    row["messages"] = [*job.messages, {"role": "assistant", "content": answer.text}]
+    if job.prompt is None:
+        row["messages"] = [*job.messages, {"role": "assistant", "content": answer.text}]
+    else:
+        row |= {"prompt": job.prompt, "completion": answer.text}
     if answer.tokens is not None:
         row |= {
             "tokens": job.tokens + answer.tokens,
@@ -160,7 +174,7 @@ class OwnDecoder:
             done = []
             while num_done in waiting:
                 tokens = waiting.pop(num_done)
-                done.append((jobs[num_done], written(self.tokenizer, tokens, self.law.stop)))
+                done.append((jobs[num_done], written(self.tokenizer, tokens, self.law.stop, jobs[num_done].before)))
                 num_done += 1
             if done:
                 yield done

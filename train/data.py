@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from specdec import datastore, devices
+from specdec import datastore, devices, plain_text
 from specdec.measurement import Prompt
 from train import reading
 
@@ -91,10 +91,7 @@ def render(
 ) -> str:
     """thinking: what the template gets as enable_thinking; None: nothing"""
     if not tokenizer.chat_template:
-        raise ValueError(
-            f"The tokenizer of {tokenizer.name_or_path} has no chat template. Choose an instruct model as target, or "
-            "put a chat_template.jinja in the target's folder."
-        )
+        raise ValueError(without_template(tokenizer))
     try:
         return tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=add_generation_prompt, **mode(thinking)
@@ -107,6 +104,15 @@ def render(
             f"The chat template of {tokenizer.name_or_path} fails ({type(error).__name__}: {error}): repair it or take "
             "another copy of the tokenizer."
         ) from error
+
+
+def without_template(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Why messages are refused, and what to do."""
+    return (
+        f"The tokenizer of {tokenizer.name_or_path} has no chat template, so it takes no messages. Give plain text (rows with "
+        "prompt; to train on, with text, or with prompt and completion), choose an instruct model as target, or put a "
+        "chat_template.jinja in the target's folder."
+    )
 
 
 def mode(thinking: bool | None) -> dict[str, bool]:
@@ -122,6 +128,16 @@ def encode_prompt(
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
+def prompt_tokens(tokenizer: PreTrainedTokenizerBase, row: dict, *, thinking: bool | None = None) -> list[int]:
+    """The same of a row of reading.load_prompts, whose `prompt` a model without a chat template continues."""
+    if row["prompt"] is not None and not tokenizer.chat_template:
+        tokens = plain_text.encode(tokenizer, row["prompt"])
+        if not tokens:
+            raise ValueError(f"Prompt {row['id']} is empty, and the target puts no token in front of texts: write one.")
+        return tokens
+    return encode_prompt(tokenizer, row["messages"], thinking=thinking)
+
+
 def load_prompts(source: str, tokenizer: PreTrainedTokenizerBase, *, limit: int | None = None) -> list[Prompt]:
     """Prompts to decode, from any form that reading.load_prompts reads; `limit` of them, spread evenly over the rows.
 
@@ -129,9 +145,7 @@ def load_prompts(source: str, tokenizer: PreTrainedTokenizerBase, *, limit: int 
     """
     rows = reading.spread(reading.load_prompts(source), limit)
     return [
-        Prompt(
-            row["id"], row["category"], encode_prompt(tokenizer, row["messages"]), tuple(row["tags"]), row["grammar"]
-        )
+        Prompt(row["id"], row["category"], prompt_tokens(tokenizer, row), tuple(row["tags"]), row["grammar"])
         for row in rows
     ]
 
@@ -211,14 +225,14 @@ def kept(tokenizer: PreTrainedTokenizerBase, conversation: dict) -> Row | None:
     tokens, num_prompt = conversation["tokens"], conversation["prompt_tokens"]
     digest, size = vocabulary(tokenizer, len(tokenizer))
     if conversation.get("tokenizer") != digest:
-        if conversation.get("messages") is None:
+        if conversation.get("messages") is None and reading.plain_text(conversation) is None:
             raise ValueError(
                 f"Row {conversation['id']} has no messages, and its token ids are of another tokenizer than that of "
                 f"{tokenizer.name_or_path}. Remove the row, or train with its own target."
             )
         warnings.warn(
             f"Row {conversation['id']} and perhaps others have token ids of another tokenizer than that of "
-            f"{tokenizer.name_or_path}. Their messages are encoded again, so the text may be cut into other tokens.",
+            f"{tokenizer.name_or_path}. Their text is encoded again, so it may be cut into other tokens.",
             stacklevel=2,
         )
         return None
@@ -235,14 +249,40 @@ def kept(tokenizer: PreTrainedTokenizerBase, conversation: dict) -> Row | None:
     return Row(id=conversation["id"], category=conversation["category"], tokens=tokens, mask=mask)
 
 
+def encode_plain(tokenizer: PreTrainedTokenizerBase, conversation: dict, prompt: str | None, completion: str) -> Row:
+    """Tokens and mask of plain text; the completion is supervised, or all of a text without a prompt.
+
+    A completion ends with the end-of-text token, unless the row has `finish: "length"`: the target did not write one there.
+    Raises ValueError if nothing is left to guess.
+    """
+    before, said = plain_text.encode_pair(tokenizer, prompt or "", completion)
+    end = tokenizer.eos_token_id
+    if prompt is not None and end is not None and conversation.get("finish") != "length" and said[-1:] != [end]:
+        said = [*said, end]
+    if not (said if before else said[1:]):  # nothing precedes the first token
+        raise ValueError(f"Row {conversation['id']}: its text or completion is too short. Remove the row.")
+    mask = [False] * len(before) + [True] * len(said)
+    mask[0] = False
+    return Row(id=conversation["id"], category=conversation["category"], tokens=before + said, mask=mask)
+
+
 def encode(tokenizer: PreTrainedTokenizerBase, conversation: dict) -> Row:
     """Tokens and assistant mask of a row of `load_conversations`; every assistant turn is supervised.
 
-    A row that holds the token ids of the target is used as it is, and its last answer is supervised. A row with `finish: "length"` is cut behind the content of its last answer, because the target did not write an
+    A row that holds the token ids of the target is used as it is, and its last answer is supervised. Plain text is encoded
+    without the chat template; but with one, a prompt and its completion are a user's message and its answer. A row with `finish: "length"` is cut behind the content of its last answer, because the target did not write an
     end of turn there. Raises ValueError if nothing or everything would be supervised.
     """
     if (row := kept(tokenizer, conversation)) is not None:
         return row
+    if (plain := reading.plain_text(conversation)) is not None:
+        prompt, completion = plain
+        if prompt is None or not tokenizer.chat_template:
+            return encode_plain(tokenizer, conversation, prompt, completion)
+        turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
+        conversation = {**conversation, "messages": turns}
+    if not tokenizer.chat_template:
+        raise ValueError(f"Row {conversation['id']} has messages. {without_template(tokenizer)}")
     messages, thinking = conversation["messages"], thinking_of(conversation)
     answers = [message["content"] for message in messages if message["role"] == "assistant"]
     if not answers:

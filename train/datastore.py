@@ -22,7 +22,8 @@ def read_texts(
 ) -> Iterator[list[int]]:
     """Token ids of every text that is not empty.
 
-    source: one .txt file, or what `reading.read_rows` takes, with rows that have `text`, `messages` or token ids (data.kept)
+    source: one .txt file, or what `reading.read_rows` takes, with rows that have `text`, `messages`, `prompt` and
+        `completion`, or token ids (data.kept)
     keep: of conversations, only the assistant's turns ("answers") or the whole rendered conversation ("everything")
 
     Raises ValueError for a row with neither `text` nor `messages`.
@@ -37,7 +38,7 @@ def read_texts(
         return
     special = data.find_special(tokenizer)
     for number, (place, row) in enumerate(itertools.islice(reading.read_rows(source, split), limit)):
-        if row.get("messages") is not None or reading.has_ids(row):
+        if row.get("messages") is not None or reading.has_ids(row) or row.get("completion") is not None:
             reading.check_messages(row, place)
             encoded = data.encode(tokenizer, reading.named(row, number))
             yield from [encoded.tokens] if keep == "everything" else turns(encoded, special)

@@ -107,7 +107,7 @@ class Server:
             )
         if not ended and len(tokens) != law.max_new_tokens:
             raise BadAnswer(f"the answer to {job.id} was cut after {len(tokens)} tokens, not {law.max_new_tokens}")
-        return written(self.tokenizer, tokens, law.stop)
+        return written(self.tokenizer, tokens, law.stop, job.before)
 
     # What the servers are
 
@@ -156,7 +156,7 @@ class Server:
     def _find_way(self, example: Job) -> str:
         """The first way that all servers go."""
         law = Law(stop=frozenset(), max_new_tokens=1)
-        for way in WAYS:
+        for way in WAYS if example.prompt is None else ("ids", "text"):
             try:
                 body, read = self.body(example, law, way), functools.partial(_try, self.client, example, way)
                 for _ in self.client.urls:

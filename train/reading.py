@@ -124,13 +124,26 @@ def has_ids(row: dict) -> bool:
     return row.get("tokens") is not None and row.get("prompt_tokens") is not None
 
 
+def plain_text(row: dict) -> tuple[str | None, str] | None:
+    """-> (prompt, completion) of a row that has both, (None, text) of one with `text`; None if it has messages or neither"""
+    prompt, completion, text = (row.get(key) for key in ("prompt", "completion", "text"))
+    if row.get("messages") is not None:
+        return None
+    if isinstance(prompt, str) and isinstance(completion, str):
+        return prompt, completion
+    return (None, text) if isinstance(text, str) else None
+
+
 def check_messages(row: dict, place: str) -> list[dict]:
-    """The messages; none for a row with token ids alone. Raises ValueError for a row with neither."""
-    if row.get("messages") is None and has_ids(row):
+    """The messages; none for a row of plain text or with token ids alone. Raises ValueError for a row with none of these."""
+    if row.get("messages") is None and (has_ids(row) or plain_text(row) is not None):
         return []
     messages = row.get("messages")
     if not isinstance(messages, list) or not messages:
-        raise ValueError(f'{place}: no messages. A row needs "messages": [{{"role": ..., "content": ...}}, ...].')
+        raise ValueError(
+            f'{place}: no messages. A row needs "messages": [{{"role": ..., "content": ...}}, ...], or "prompt" and '
+            '"completion", or "text".'
+        )
     parts = [message.get(key) for message in messages for key in ("role", "content")]
     if not all(isinstance(part, str) for part in parts):
         raise ValueError(f"{place}: every message needs a role and a content, both text.")
@@ -138,7 +151,7 @@ def check_messages(row: dict, place: str) -> list[dict]:
 
 
 def load_conversations(source: str, *, split: str = "train", limit: int | None = None) -> list[dict]:
-    """Reads rows with `messages`, and `id` and `category` filled in; other keys are kept.
+    """Reads rows with `messages` or plain text, and `id` and `category` filled in; other keys are kept.
 
     `source` is a .jsonl or .jsonl.gz file, a folder of them, a folder made by `save_to_disk`, or a name for
     `load_dataset`; `split` concerns the last two. Raises ValueError, naming file and line, for a row that is no conversation.
@@ -160,16 +173,17 @@ def hold_out(conversations: list[dict], num: int) -> tuple[list[dict], list[dict
 
 
 def load_prompts(source: str, *, limit: int | None = None) -> list[dict]:
-    """Reads rows {"id", "category", "messages", "tags", "grammar"} that end where the assistant is to answer.
+    """Reads rows {"id", "category", "prompt", "messages", "tags", "grammar"} that end where the target is to answer.
 
-    A row has a `prompt` (text), or `messages`, of which an assistant's at the end is left out. Rows with `dropped`, which a
-    filter of prompts left out, are not read.
+    A row has a `prompt` (text: a user's message for chat models), or `messages`, of which an assistant's at the end is left
+    out; `prompt` is None then. Rows with `dropped`, which a filter of prompts left out, are not read.
     """
     prompts: list[dict] = []
     rows = ((place, row) for place, row in read_rows(source, "train") if not row.get("dropped"))
     for place, row in itertools.islice(rows, limit):
-        if isinstance(row.get("prompt"), str):
-            messages = [{"role": "user", "content": row["prompt"]}]
+        prompt = row["prompt"] if isinstance(row.get("prompt"), str) else None
+        if prompt is not None:
+            messages = [{"role": "user", "content": prompt}]
         elif row.get("messages") is not None:
             messages = check_messages(row, place)
             answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
@@ -187,9 +201,8 @@ def load_prompts(source: str, *, limit: int | None = None) -> list[dict]:
             rule = row.get("grammar") and Grammar.of_row(row["grammar"])
         except ValueError as error:
             raise ValueError(f"{place}: {error}") from None
-        prompts.append(
-            {"id": row["id"], "category": row["category"], "messages": messages, "tags": tags, "grammar": rule or None}
-        )
+        kept = {"id": row["id"], "category": row["category"], "prompt": prompt, "messages": messages}
+        prompts.append(kept | {"tags": tags, "grammar": rule or None})
     return prompts
 
 

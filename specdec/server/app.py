@@ -16,7 +16,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 from transformers import PreTrainedTokenizerBase
 
-from specdec import traffic
+from specdec import plain_text, traffic
 from specdec.generation import Ends, StopStrings, reached
 from specdec.grammar import Constraint, Grammar
 from specdec.server import recording
@@ -303,7 +303,9 @@ def _begin(served: Served, settings: Settings, constraint: Constraint | None) ->
             headers={"Retry-After": "1"},
         )
     served.metrics.prompt_tokens.labels(served.model).inc(len(prompt))
-    return Answer(served, settings, job, StreamedText(decoder(served.tokenizer), settings.stop_strings), events, began)
+    before = prompt if isinstance(settings, CompletionRequest) else ()
+    text = StreamedText(decoder(served.tokenizer), settings.stop_strings, before)
+    return Answer(served, settings, job, text, events, began)
 
 
 def _constrain(served: Served, grammar: Grammar) -> Constraint | None:
@@ -319,12 +321,17 @@ def _constrain(served: Served, grammar: Grammar) -> Constraint | None:
 def _encode(served: Served, settings: Settings) -> list[int]:
     """The prompt's token ids, at least one."""
     if isinstance(settings, ChatRequest):
+        if not served.tokenizer.chat_template:
+            raise RequestError(
+                f"{served.model} has no chat template, so it takes no messages: send a prompt to /v1/completions.",
+                parameter="messages",
+            )
         try:
             return served.encode_chat([message.to_row() for message in settings.messages], settings.thinking)
         except ValueError as error:
             raise RequestError(str(error), parameter="messages") from None
     assert isinstance(settings, CompletionRequest)
-    tokens: Any = settings.prompt if settings.text is None else served.tokenizer(settings.text)["input_ids"]
+    tokens: Any = settings.prompt if settings.text is None else plain_text.encode(served.tokenizer, settings.text)
     size = len(served.tokenizer)
     if not tokens or not all(isinstance(token, int) and 0 <= token < size for token in tokens):
         raise RequestError(
