@@ -7,7 +7,7 @@ from torch import Tensor
 from specdec import checkpoint, hub
 from specdec.target import Target
 from train import progress
-from train.packing import VOCABS, Packs, draft_vocab
+from train.packing import Packs, draft_vocab
 from train.pages import facts
 from train.processes import by_main
 
@@ -38,10 +38,8 @@ def vocabulary(
     """The draft vocabulary of a new head, or of a checkpoint `start`, which had `before`: increasing ids [W]; None: all tokens
 
     choice, size: start_vocab and head.vocab_size; minutes: that the processes wait for the main one
-    Raises ValueError for a choice that does not exist, or that a new head does not have.
+    Raises ValueError for a choice that a new head does not have.
     """
-    if choice not in VOCABS:
-        raise ValueError(f"start_vocab={choice} must be one of {', '.join(VOCABS)}.")
     if start is None:
         if choice != "keep":
             raise ValueError(f"start_vocab={choice} is for a checkpoint that is trained further: give start=, too.")
