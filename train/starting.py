@@ -17,7 +17,10 @@ def pinned(start: str | None, path: Path, *, resume: bool | str, minutes: float)
 
     path: of the run; minutes: that the processes wait for the main one
     """
-    if start is None or not hub.is_head(start):
+    if start is None:
+        return None
+    if not hub.is_head(start):
+        checkpoint.read_json(checkpoint.resolve(start) / "drafter.json")  # refused now, before anything is loaded
         return start
     recorded = facts.read(path).get("start", {})
     if resume and recorded.get("given") == start:
