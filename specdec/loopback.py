@@ -30,7 +30,7 @@ def client_options(*urls: str) -> dict[str, Any]:
 
 
 def through(url: str) -> str:
-    """ (through NAME), where a variable of the environment names a proxy for this address; else nothing. Its value may hold a password."""
+    """(through NAME), where a variable of the environment names a proxy for this address; else nothing. Its value may hold a password."""
     parts = urllib.parse.urlsplit(url)
     if is_local(url) or urllib.request.proxy_bypass(parts.netloc):
         return ""
