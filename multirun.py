@@ -22,6 +22,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from specdec import files
+from train.overrides import literal, quoted
 from train.pages import sweep_page
 from train.processes import is_main
 from train.waiting import ProcessLost
@@ -41,11 +42,12 @@ class Sweep(Callback):
         fixed = {each.key_or_group: each.value() for each in overrides if not each.is_sweep_override()}
         if "run" in swept:
             sys.exit("error: run= names the folder of the sweep, so give it one value.")
-        name = str(fixed.get("run") or "-".join(["sweep", *map(plain, swept)]))
+        given = OmegaConf.create({"run": fixed.get("run")}).run  # without what keeps ${ as it is
+        folder = str(RUNS / str(given or "-".join(["sweep", *map(plain, swept)])))
         with read_write(config), open_dict(config):
-            config.hydra.sweep.dir = str(RUNS / name)
+            config.hydra.sweep.dir = literal(folder)
             config.hydra.overrides.hydra += [
-                f"hydra.sweep.dir='{RUNS / name}'",
+                f"hydra.sweep.dir={quoted(folder)}",
                 f"hydra.job.config.override_dirname.exclude_keys={[*fixed, 'resume']}",
             ]
             if "resume" not in fixed:
@@ -104,10 +106,17 @@ def run_job(fit: Callable[[DictConfig], int], config: DictConfig) -> None:
     try:
         status = fit(config)
     except KeyboardInterrupt:
-        sys.exit("Stopped at once. The same command continues the sweep.")
+        print("Stopped at once. The same command continues the sweep.", file=sys.stderr)
+        sys.exit(130)
     except Exception as error:
         known = isinstance(error, ValueError | OSError) and not isinstance(error, ProcessLost)
-        why = str(error) if known else f"{type(error).__name__}: {error}"
+        why = (
+            files.explain(error)
+            if isinstance(error, OSError)
+            else str(error)
+            if known
+            else f"{type(error).__name__}: {error}"
+        )
         if not known:
             traceback.print_exc()
         if not known and not alone:
@@ -116,6 +125,7 @@ def run_job(fit: Callable[[DictConfig], int], config: DictConfig) -> None:
         PartialState().wait_for_everyone()
     release()
     if why and is_main():
+        folder.mkdir(parents=True, exist_ok=True)
         files.write_text(folder / FAILED, why + "\n")
         print(f"{config.run} failed: {why}")
     if not why and not (folder / "finished").exists():

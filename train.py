@@ -18,9 +18,9 @@ import transformers
 from accelerate import Accelerator, PartialState
 from accelerate.utils import InitProcessGroupKwargs, set_seed
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import InstantiationException
-from hydra.utils import instantiate
+from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from transformers import PreTrainedTokenizerBase
 
 import multirun
@@ -31,7 +31,7 @@ from specdec.measurement import Prompt
 from specdec.report import Report
 from specdec.sampling import Sampling
 from specdec.target import Target
-from train import data, display, optimization, progress, sharding, starting, tracking
+from train import data, display, optimization, overrides, progress, ranges, sharding, starting, tracking
 from train.consistency import ConsistencyObjective
 from train.encoding import Encoding, load_packs
 from train.engine_features import EngineTarget
@@ -65,6 +65,11 @@ SECONDS_FOR_MAIN = 10
 
 def fit(config: DictConfig) -> int:
     """Trains as the configuration says. -> the exit status. Raises ValueError, which says what to change."""
+    try:
+        chosen = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        raise ValueError(f"{error.full_key}: {str(error).splitlines()[0]}.") from error
+    ranges.check(chosen, free=("head.",))  # a new head has options of its own
     path = Path("checkpoints") / str(config.run)
     progress.choose(config.progress, main=is_main())
     starting.recall_precision(config, path)
@@ -82,7 +87,8 @@ def fit_alone(config: DictConfig, path: Path, accelerator: Accelerator) -> int:
     """`fit` in a folder that no other launch writes to."""
     console = progress.Results()
     given = config.start
-    config.start = starting.pinned(given, path, resume=config.resume, minutes=config.train.timeout)
+    pinned = starting.pinned(given, path, resume=config.resume, minutes=config.train.timeout)
+    config.start = overrides.literals(pinned)
     target, tokenizer = load_target(config, accelerator)
     stop = data.stop_tokens(tokenizer, target.model.generation_config)
     loaded = load_data(config, tokenizer, target, accelerator)
@@ -202,7 +208,7 @@ def load_data(
 ) -> Packs | Stream:
     """The conversations that are trained on, all of them packed, or read as they come."""
     packed = packs_rows(target, length=config.data.length, pack=config.data.pack)
-    chosen = OmegaConf.to_container(config.data)
+    chosen = OmegaConf.to_container(config.data, resolve=True)
     same = {key: chosen[key] for key in ("train", "hold_out", "tokens", "length")} | {"packed": packed}
     with named("data"):
         if config.data.stream:
@@ -220,14 +226,14 @@ def load_data(
 
 def make_drafter(config: DictConfig, target: Target, packs: Packs) -> tuple[Head, dict]:
     """A new drafter as the configuration says, or the one of the checkpoint `start`, and its spec for checkpoints."""
-    spec = OmegaConf.to_container(config.head.drafter)
+    spec = OmegaConf.to_container(config.head.drafter, resolve=True)
     make_vocab = functools.partial(
         starting.vocabulary, packs, target, config.start, config.start_vocab, config.head.vocab_size, minutes=config.train.timeout,
     )  # fmt: skip
     if config.start is None:
         vocab = make_vocab()
         with named("head.drafter"):
-            drafter = build(config.head.drafter, target, vocab=vocab, _convert_="all")
+            drafter = build(config.head.drafter, target, vocab=vocab)
     else:
         drafter, start_spec = checkpoint.start(
             config.start,
@@ -248,7 +254,7 @@ def make_drafter(config: DictConfig, target: Target, packs: Packs) -> tuple[Head
 
 def make_objective(config: DictConfig, drafter: Head) -> Objective | ConsistencyObjective:
     with named("head.objective"):
-        return build(config.head.objective, drafter, _convert_="all")
+        return build(config.head.objective, drafter)
 
 
 def make_optimizer(
@@ -271,9 +277,9 @@ def make_validation(
 ) -> Validation:
     """What the trainer calls at every validation. Refuses now what validation would refuse after hours of training."""
     with named("decode"):
-        drafting = Drafting(**OmegaConf.to_container(config.decode))
+        drafting = Drafting(**OmegaConf.to_container(config.decode, resolve=True))
     with named("validation"):
-        settings = ValidationSettings(**OmegaConf.to_container(config.validation))
+        settings = ValidationSettings(**OmegaConf.to_container(config.validation, resolve=True))
         sampling = Sampling(temperature=settings.temperature)
     with named("decode"):
         if engine is None:
@@ -355,22 +361,19 @@ def make_settings(config: DictConfig) -> Settings:
 
 
 def build(config: DictConfig, *arguments, **more):
-    """Hydra's instantiate; a refusal of the constructor is raised as it is."""
+    """What `_target_` names, made with the other settings. Raises ValueError for one that it does not have."""
+    settings = OmegaConf.to_container(config, resolve=True)
     try:
-        return instantiate(config, *arguments, **more)
-    except InstantiationException as error:
-        if isinstance(error.__cause__, ValueError):
-            raise error.__cause__ from None
-        if isinstance(error.__cause__, TypeError):
-            raise ValueError(str(error.__cause__)) from error
-        raise
+        return get_object(settings.pop("_target_"))(*arguments, **settings, **more)
+    except TypeError as error:
+        raise ValueError(str(error)) from error
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
 def main(config: DictConfig) -> None:
     job = multirun.run_of(HydraConfig.get())
     if job is not None:
-        config.run = job
+        config.run = overrides.literal(job)
         with plain_warnings():
             return multirun.run_job(fit, config)
     try:
@@ -381,9 +384,10 @@ def main(config: DictConfig) -> None:
     except (ValueError, OSError) as error:
         if not is_main() and not isinstance(error, ProcessLost):
             time.sleep(SECONDS_FOR_MAIN)
-        status = f"error: {error}"
+        status = f"error: {files.explain(error) if isinstance(error, OSError) else error}"
     except KeyboardInterrupt:
-        status = "Stopped at once. resume=true continues from the last save."
+        print("Stopped at once. resume=true continues from the last save.", file=sys.stderr)
+        status = 130
     finally:
         progress.close()
     sys.exit(status)
@@ -393,6 +397,7 @@ if __name__ == "__main__":
     if {"-h", "--help"} & set(sys.argv):
         print(__doc__, display.usage(Path(__file__).parent / "conf"), sep="\n")
         sys.exit()
+    sys.argv[1:] = overrides.as_written(sys.argv[1:])
     try:
         main()
     except SystemExit as ended:  # Hydra has said that it does not know an option, without saying which one is like it

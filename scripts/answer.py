@@ -20,7 +20,7 @@ from helpers import decoding, loading
 from helpers.options import option, options, run, split
 from helpers.writers import FeatureOptions, Source, Writers, stop_tokens
 from specdec.target import load_tokenizer
-from train import answering, data, progress, reading, self_prompts
+from train import answering, data, progress, ranges, reading, self_prompts
 from train.answering import Law
 from train.resumable import Resumable, resumable
 
@@ -68,8 +68,10 @@ def parse_temperatures(temperature: str) -> list[float]:
         values = [float(value) for value in temperature.split(",")]
     except ValueError:
         raise ValueError(f"decode.temperature={temperature}: give a comma list of numbers, such as 0,1.") from None
-    if min(values) < 0 or len(set(values)) < len(values):
-        raise ValueError(f"decode.temperature={temperature}: give each temperature once and none below 0.")
+    if len(set(values)) < len(values):
+        raise ValueError(f"decode.temperature={temperature}: give each temperature once.")
+    for value in values:
+        ranges.check({"decode.temperature": value})
     return values
 
 
@@ -80,18 +82,6 @@ def check(chosen: Answer) -> None:
         raise ValueError(
             "num_prompts= says how many prompts the target writes: give it with prompts=self, and only then."
         )
-    for name, number in (
-        ("num_prompts", chosen.num_prompts),
-        ("max_new_tokens", chosen.max_new_tokens),
-        ("self_prompts.max_tokens", chosen.self_prompts.max_tokens),
-        ("batch", chosen.batch),
-        ("in_flight", chosen.in_flight),
-    ):
-        if number is not None and number < 1:
-            raise ValueError(f"{name}={number} must be at least 1.")
-    for name, share in (("decode", chosen.decode.top_p), ("self_prompts", chosen.self_prompts.top_p)):
-        if not 0 < share <= 1:
-            raise ValueError(f"{name}.top_p={share} must be above 0 and at most 1.")
     if chosen.features.folder is not None and chosen.engine in (None, "vllm"):
         raise ValueError(
             "features.folder= keeps hidden states that a server gives with the answers: give engine=URL of one that python "
@@ -233,8 +223,8 @@ def main() -> None:
     try:
         write(chosen, console)
     except KeyboardInterrupt:
-        console.print(f"\nStopped. The answers in {chosen.out} are kept; run the same command again to continue.")
-        raise
+        text = f"Stopped. The answers in {chosen.out} are kept; run the same command again to continue."
+        raise KeyboardInterrupt(text) from None
 
 
 if __name__ == "__main__":

@@ -86,8 +86,6 @@ def main() -> None:
 
 def check(chosen: Compare) -> None:
     """Raises ValueError for options that leave nothing to compare."""
-    if chosen.batch < 1:
-        raise ValueError(f"batch={chosen.batch} must be at least 1.")
     if not split(chosen.checkpoint) and not split(chosen.proposers):
         raise ValueError(
             "There is nothing to compare: give checkpoint=checkpoints/a,checkpoints/b, or proposers=ngram,suffix, or both."

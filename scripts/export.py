@@ -58,8 +58,6 @@ def main() -> None:
     chosen = options(Export, __doc__)
     if chosen.format not in FORMATS:
         raise ValueError(f"There is no format {chosen.format!r}; there are: {', '.join(FORMATS)}.")
-    if chosen.num_drafts is not None and chosen.num_drafts < 1:
-        raise ValueError(f"num_drafts={chosen.num_drafts} must be at least 1.")
     out = Path(chosen.out)
     if out.exists():
         raise ValueError(f"{out} exists; choose another out=DIR or delete it.")

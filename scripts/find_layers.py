@@ -42,8 +42,6 @@ class FindLayers:
 def main() -> None:
     chosen = options(FindLayers, __doc__)
     console = progress.Results()
-    if min(chosen.depth, chosen.tries) < 1:
-        raise ValueError(f"depth={chosen.depth} and tries={chosen.tries} must be at least 1.")
     opened = loading.load_target(chosen.target)
     target = opened.target
     LayerSkip(target, layers=1, depth=1)  # raises ValueError for a target that cannot skip layers

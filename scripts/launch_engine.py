@@ -108,7 +108,7 @@ def serve(chosen: Engine, target: Target, layers: list[int]) -> int:
     try:
         while server.poll() is None and time.monotonic() - started < READY_WITHIN:
             try:
-                httpx.get(f"{url}/health", timeout=2).raise_for_status()
+                httpx.get(f"{url}/health", timeout=2, trust_env=False).raise_for_status()
                 break
             except httpx.HTTPError:
                 time.sleep(1)

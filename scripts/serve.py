@@ -74,10 +74,6 @@ def main() -> None:
         from specdec.server.metrics import Metrics
     except ImportError as error:
         raise ValueError(f"Serving needs more packages ({error}): pip install '.[serve]'") from error
-    for name in ("rows", "queue", "prefill_tokens", "max_length", "max_body", "timeout", "watch"):
-        value = getattr(chosen, name)
-        if value is not None and value <= 0:
-            raise ValueError(f"{name}={value} must be above 0.")
     if chosen.watch is not None:
         watching.check(chosen)
     if chosen.decode.temperature != "0":

@@ -85,8 +85,8 @@ def read_sizes(chosen: Sweep) -> list[int]:
         raise ValueError(f"batches={chosen.batches}: give numbers, such as 1,4,16.") from None
     if not split(chosen.checkpoint):
         raise ValueError("There is nothing to measure: give checkpoint=DIR.")
-    if not sizes or min(*sizes, chosen.limit, chosen.groups, chosen.repeats, chosen.max_new_tokens - 1) < 1:
-        raise ValueError("batches, limit, groups and repeats must be at least 1, and max_new_tokens at least 2.")
+    if not sizes or min(*sizes, chosen.max_new_tokens - 1) < 1:
+        raise ValueError("batches must be at least 1, and max_new_tokens at least 2.")
     return sizes
 
 

@@ -94,8 +94,6 @@ def check(chosen: Tune, loaded: loading.Loaded, num_prompts: int) -> None:
             f"{type(loaded.drafter).__name__} drafts by Jacobi iteration, about which auto knows nothing: compare its chains with "
             "scripts/compare.py."
         )
-    if chosen.batch < 1:
-        raise ValueError(f"batch={chosen.batch} must be at least 1.")
     if not 1 <= chosen.picture_prompt <= num_prompts:
         raise ValueError(f"picture_prompt={chosen.picture_prompt} must be between 1 and {num_prompts}, the prompts.")
 

@@ -57,10 +57,6 @@ class Encoding:
     limit: int | None = None  # rows of each source
     workers: int | None = None  # processes; None: as many as the cores and the rows allow
 
-    def __post_init__(self):
-        if self.workers is not None and self.workers < 1:
-            raise ValueError(f"workers={self.workers} must be 1 or more, or null for one on each core.")
-
     def key(self, source: str) -> str:
         """16 hex digits that change with anything the arrays depend on."""
         tokenizer = self.tokenizer

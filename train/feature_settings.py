@@ -12,8 +12,6 @@ from train.engine_features import EngineTarget
 from train.features import Features, Folder, Kept, Online
 from train.packing import Packs
 
-MODES = ("cached", "online", "engine")
-
 
 @dataclass(frozen=True)
 class FeatureSettings:
@@ -29,8 +27,6 @@ class FeatureSettings:
     bits: int | None
 
     def __post_init__(self):
-        if self.mode not in MODES:
-            raise ValueError(f"mode={self.mode} must be one of {', '.join(MODES)}.")
         if self.mode == "engine" and not self.urls:
             raise ValueError(
                 "mode=engine needs the URL of a server: engine=http://localhost:8000 (python scripts/launch_engine.py starts "

@@ -44,8 +44,6 @@ class Material:
     ahead: int = 0
 
     def __post_init__(self):
-        if self.ahead < 0:
-            raise ValueError(f"ahead={self.ahead} must be 0 or more micro-batches.")
         if self.stream and self.on_policy:
             raise ValueError("on_policy= needs packs that can be read again: use stream=false.")
 

@@ -20,8 +20,6 @@ from train.losses import LOSSES
 
 TEXT_LOSSES = {"lk", "e2e_tv", "rounds"}  # of whole slots or texts: functions of train/survival.py
 ADAPTED = "original"  # for a drafter that adapts its target: KL of the adapted target from the original one
-WEIGHTINGS = ("decay", "dpace", "vat")
-SUPERVISE = ("answers", "text")
 FULL_LAW = {"tv", "nla", "top_k", "confidence", *TEXT_LOSSES}  # need the target's law over all V tokens
 LOGITS = 2**27  # logits of all depths that exist at a time, if the number of goals is not given
 TARGET_LOGITS = 2**25  # the same for logits of the target over all V tokens
@@ -87,11 +85,9 @@ class Objective(nn.Module):
             used,
             depth=depth,
             weighting=weighting,
-            temperature=temperature,
             anchors=anchors,
             keep=keep,
             supervise=supervise,
-            chunk=chunk,
         )
         self.drafter = drafter
         self.losses, self.depth, self.decay, self.weighting = used, depth, decay, weighting
@@ -275,35 +271,23 @@ def _check(
     *,
     depth: int,
     weighting: str,
-    temperature: float,
     anchors: int | None,
     keep: float,
     supervise: str,
-    chunk: int | None,
 ) -> None:
     """Raises ValueError, with what to change, for settings of an objective that do not fit together or the drafter."""
     known = {*LOSSES, *TEXT_LOSSES, ADAPTED}
     if not used or set(used) - known:
         raise ValueError(f"losses={dict(given)}: give weights to some of {', '.join(sorted(known))}.")
-    if min(depth, *(1 if each is None else each for each in (chunk, anchors))) < 1 or temperature <= 0:
-        raise ValueError(
-            f"depth={depth}, chunk={chunk} and anchors={anchors} must be at least 1, and temperature={temperature} above 0."
-        )
     if not used.keys() - {"smooth_l1", "confidence", ADAPTED}:
         raise ValueError(f"losses={used}: one of them must judge the drafted tokens, such as kl.")
-    if weighting not in WEIGHTINGS:
-        raise ValueError(f"weighting={weighting} must be one of {', '.join(WEIGHTINGS)}.")
     if drafter.depth not in (None, depth):
         raise ValueError(
             f"depth={depth} must be this drafter's number of steps, {drafter.depth}: more steps do not exist, and fewer would "
             "leave parts untrained. Change it, or the drafter's num_heads, num_modules or num_drafts."
         )
-    if supervise not in SUPERVISE:
-        raise ValueError(f"supervise={supervise} must be one of {', '.join(SUPERVISE)}.")
     if supervise == "text" and "rounds" in used:
         raise ValueError("The loss rounds counts the passes that answers take: set supervise=answers.")
-    if not 0 < keep <= 1:
-        raise ValueError(f"keep={keep} must be above 0 and at most 1.")
     if keep < 1 and drafter.attends not in ("path", "none"):
         raise ValueError(f"keep={keep}: the later steps of this head run on the slots of its first one: set keep=1.")
     _check_losses(drafter, used, weighting=weighting, sampled=anchors is not None or keep < 1)

@@ -42,8 +42,6 @@ class RunFolder:
     def check(self, *, resume: bool | str) -> bool:
         """-> whether the run has finished, for resume="auto". Raises ValueError rather than overwrite a run, or take one with
         other settings for this one."""
-        if resume not in (True, False, "auto"):
-            raise ValueError(f"resume={resume} must be true, false or auto.")
         finished = self.path / "finished"
         if finished.exists() and resume != "auto":
             raise ValueError(

@@ -1,17 +1,18 @@
 """Settings of the training loop."""
 
+import math
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Settings:
-    """conf/train.yaml, `train`. Every unit is a step of the optimizer unless it says otherwise."""
+    """conf/train.yaml, `train`; train/ranges.py has checked them. Every unit is a step of the optimizer unless it says otherwise."""
 
     steps: int
     batch: int  # packs for each process and micro-batch
     accumulation: int  # micro-batches in a step
-    max_grad_norm: float
-    log_every: int
+    max_grad_norm: float  # 0: gradients are not clipped
+    log_every: int  # 0, here and below: never but at the end
     validate_every: int
     validate_first: bool  # before training too
     save_every: int
@@ -22,11 +23,10 @@ class Settings:
     shard: bool = False  # each process keeps a part of the drafter and of its training state (FSDP2)
     ema: float | None = None  # decay of the average of the weights; None: none is kept
 
-    def __post_init__(self):
-        if self.best_by not in ("tau", "speedup"):
-            raise ValueError(f"best_by={self.best_by} must be tau or speedup.")
-        if self.ema is not None and not 0 < self.ema < 1:
-            raise ValueError(f"ema={self.ema} must lie between 0 and 1, such as 0.999; null: no average.")
+    @property
+    def limit(self) -> float:
+        """Of the gradient's norm; infinite: it is not clipped."""
+        return self.max_grad_norm or math.inf
 
 
 def fixed(config: dict) -> dict:

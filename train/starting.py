@@ -10,7 +10,7 @@ from torch import Tensor
 from specdec import checkpoint, hub, precision
 from specdec.target import Target
 from train import progress
-from train.packing import VOCABS, Packs, draft_vocab
+from train.packing import Packs, draft_vocab
 from train.pages import facts
 from train.processes import by_main
 
@@ -19,8 +19,6 @@ PRECISIONS = {"bf16": "bf16", "fp32": "no"}  # of train.py, and what accelerate 
 
 def recall_precision(config: DictConfig, path: Path) -> None:
     """`auto` of a run that is resumed is what it was in the first launch, on whatever machine. path: of the run"""
-    if config.precision not in (precision.AUTO, *PRECISIONS):
-        raise ValueError(f"precision={config.precision} must be auto, bf16 or fp32.")
     before = path / "config.yaml"
     if not config.resume or not before.exists():
         return
@@ -50,7 +48,10 @@ def pinned(start: str | None, path: Path, *, resume: bool | str, minutes: float)
 
     path: of the run; minutes: that the processes wait for the main one
     """
-    if start is None or not hub.is_head(start):
+    if start is None:
+        return None
+    if not hub.is_head(start):
+        checkpoint.read_json(checkpoint.resolve(start) / "drafter.json")  # refused now, before anything is loaded
         return start
     recorded = facts.read(path).get("start", {})
     if resume and recorded.get("given") == start:
@@ -71,10 +72,8 @@ def vocabulary(
     """The draft vocabulary of a new head, or of a checkpoint `start`, which had `before`: increasing ids [W]; None: all tokens
 
     choice, size: start_vocab and head.vocab_size; minutes: that the processes wait for the main one
-    Raises ValueError for a choice that does not exist, or that a new head does not have.
+    Raises ValueError for a choice that a new head does not have.
     """
-    if choice not in VOCABS:
-        raise ValueError(f"start_vocab={choice} must be one of {', '.join(VOCABS)}.")
     if start is None:
         if choice != "keep":
             raise ValueError(f"start_vocab={choice} is for a checkpoint that is trained further: give start=, too.")

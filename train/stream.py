@@ -49,8 +49,6 @@ class Plan:
             raise ValueError(
                 f"tokens={self.tokens} counts over the whole data set: use limit= (rows) with stream=true."
             )
-        if self.buffer < 1:
-            raise ValueError(f"buffer={self.buffer} must be 1 row or more.")
 
     def encode(self, place: str, index: int, raw: str | dict) -> Row | None:
         """A row cut to `length`; None if no goal is left."""

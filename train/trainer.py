@@ -81,7 +81,7 @@ class Trainer:
         self.objective, self.optimizer = self.weights.prepared, self.weights.optimizer
         self.scheduler = scheduler
         self.average = None if settings.ema is None else Average(self.drafter, settings.ema)
-        self.norms = GradientNorms(settings.max_grad_norm)
+        self.norms = GradientNorms(settings.limit)
         self.step = 0
         self.seen, self.seconds = 0, 0.0  # tokens and seconds of training, without validation and saving
         self.skipped = 0  # steps that were left out
@@ -172,7 +172,7 @@ class Trainer:
                 while self.step < settings.steps:
                     number = self.step + 1
                     last = number == settings.steps
-                    logged = number % settings.log_every == 0 or number == 1 or last
+                    logged = _due(number, settings.log_every) or number == 1 or last
                     shown = logged or number == begun + 1
                     with self.waiting(f"step {number}"):
                         line, figures = self._advance(progress, shown=shown)
@@ -181,11 +181,11 @@ class Trainer:
                         note(f"step {self.step:>5}/{settings.steps}  {line}{clipping(norms)}")
                     if logged:
                         self._record(figures | norms)
-                    if self.step % settings.validate_every == 0 or last:
+                    if _due(self.step, settings.validate_every) or last:
                         self._validate(required=last)
                         progress.restart()
                     self.interrupted = self._signal(signals.number)
-                    if self.step % settings.save_every == 0 or last or self.interrupted:
+                    if _due(self.step, settings.save_every) or last or self.interrupted:
                         self.save_state()
                     if self.interrupted and not last:
                         return
@@ -240,7 +240,7 @@ class Trainer:
         known = self.reads_at_once
         self.losses.append((self.step, total))
         finite = not known or self._settle(micro_batches)
-        norm = gathered(self.accelerator.clip_grad_norm_(self.objective.parameters(), self.settings.max_grad_norm))
+        norm = gathered(self.accelerator.clip_grad_norm_(self.objective.parameters(), self.settings.limit))
         if finite:
             self.norms.add(norm)
             if not known:  # weights stay finite until somebody reads the loss
@@ -397,3 +397,8 @@ class Trainer:
         with self.waiting(f"step {self.step}"):
             numbers = self.accelerator.gather(torch.tensor([number], device=self.accelerator.device))
             return int(numbers.max())
+
+
+def _due(step: int, every: int) -> bool:
+    """Whether a step is one of every so many; 0: none is."""
+    return every > 0 and step % every == 0

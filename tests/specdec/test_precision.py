@@ -118,5 +118,3 @@ def test_a_resumed_run_keeps_its_precision_on_another_machine(monkeypatch, tmp_p
         starting.recall_precision(config, tmp_path)
         starting.choose_precision(config, torch.device("cpu"))
         assert (config.precision == "bf16") == kept and (config.target.dtype == "bfloat16") == kept
-    with pytest.raises(ValueError, match="precision=fp16 must be auto, bf16 or fp32"):
-        starting.recall_precision(settings(precision="fp16"), tmp_path)
