@@ -24,7 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 from transformers import PreTrainedTokenizerBase
 
 import multirun
-from specdec import checkpoint, files
+from specdec import checkpoint, devices, files
 from specdec.drafter import Head
 from specdec.drafting import Drafting
 from specdec.measurement import Prompt
@@ -74,7 +74,12 @@ def fit(config: DictConfig) -> int:
     tracking.check(config.tracker)
     accelerator = make_accelerator(config)
     with lock(path / "lock", of=path) if accelerator.is_main_process else contextlib.nullcontext():
-        return fit_alone(config, path, accelerator)
+        try:
+            return fit_alone(config, path, accelerator)
+        except (RuntimeError, MemoryError, InstantiationException) as error:
+            if (full := devices.out_of_memory(error)) is None:
+                raise
+            raise ValueError(f"{full}: {less_memory(config)}.") from error
 
 
 def fit_alone(config: DictConfig, path: Path, accelerator: Accelerator) -> int:
@@ -130,6 +135,25 @@ def fit_alone(config: DictConfig, path: Path, accelerator: Accelerator) -> int:
     return 130 if trainer.interrupted == signal.SIGINT else 0  # a scheduler is to see that all is well
 
 
+def less_memory(config: DictConfig) -> str:
+    """Which options of this run lower the memory that it needs."""
+    objective, train = config.head.objective, config.train
+    lower, give = [f"data.length={config.data.length}"], []
+    if train.batch > 1:
+        lower.append(f"train.batch={train.batch} (raise train.accumulation={train.accumulation} as much)")
+    if getattr(checkpoint.drafter_class(config.head.drafter._target_), "depth", 0) is None:
+        lower.append(f"head.objective.depth={objective.depth}")
+    if objective.get("gradient_checkpointing") is False:
+        give.append("head.objective.gradient_checkpointing=true")
+    if config.start is None and config.head.get("vocab_size", 0) is None:
+        give.append("head.vocab_size=32000")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not train.shard:
+        give.append("train.shard=true")
+    if config.target.device is None and not feature_settings(config).urls:
+        give.append("target.device=auto with more GPUs")
+    return f"lower {' or '.join(lower)}" + (f", or give {' or '.join(give)}" if give else "")
+
+
 def fit_trainer(trainer: Trainer) -> None:
     """`trainer.fit`, whose errors then say how to go on."""
     try:
@@ -160,6 +184,9 @@ def make_accelerator(config: DictConfig) -> Accelerator:
     )
     with named("train"):
         sharding.start(accelerator, plugin)
+    accelerator.state.device = devices.numbered(
+        accelerator.device
+    )  # one process has `cuda`, which no tensor's device equals
     if accelerator.device.type == "cpu":  # the launcher sets one thread a process
         torch.set_num_threads(config.threads or max(1, os.cpu_count() // accelerator.num_processes))
     return accelerator
