@@ -14,7 +14,8 @@ class Settings:
     log_every: int
     validate_every: int
     validate_first: bool  # before training too
-    save_every: int
+    save_every: int | None  # None: by minutes only
+    save_minutes: float | None  # None: by steps only; both None: at the end and after a signal
     best_by: str  # the figure that chooses the best checkpoint: tau or speedup
     skip_not_finite: bool  # leave out a step whose loss is not finite, rather than stop
     timeout: float  # minutes that a process waits for the others
@@ -25,6 +26,15 @@ class Settings:
     def __post_init__(self):
         if self.best_by not in ("tau", "speedup"):
             raise ValueError(f"best_by={self.best_by} must be tau or speedup.")
+        if (
+            min(
+                1 if self.save_every is None else self.save_every, 1 if self.save_minutes is None else self.save_minutes
+            )
+            <= 0
+        ):
+            raise ValueError(
+                f"save_every={self.save_every} and save_minutes={self.save_minutes} must be above 0, or null: not by these."
+            )
         if self.ema is not None and not 0 < self.ema < 1:
             raise ValueError(f"ema={self.ema} must lie between 0 and 1, such as 0.999; null: no average.")
 
@@ -35,7 +45,9 @@ def fixed(config: dict) -> dict:
     free += ("target.device", "target.tp", "target.shard", "target.trust_remote_code")
     # What is read, a stream and its buffer too, is in the fingerprint
     free += tuple(f"data.{key}" for key in ("cache", "workers", "ahead", "stream", "buffer"))
-    freely = "log_every validate_every validate_first save_every best_by timeout skip_not_finite shard".split()
+    freely = (
+        "log_every validate_every validate_first save_every save_minutes best_by timeout skip_not_finite shard".split()
+    )
     free += tuple(f"train.{key}" for key in freely)
     return flat(config, without=free)
 

@@ -171,7 +171,8 @@ class Weights:
         self.optimizer.load_state_dict({**state, "state": parts})
 
     def saved(self, average: Average | None) -> list[dict]:
-        """The state_dicts of drafter, optimizer and average, as one process has them; parts only in the main process."""
+        """The state_dicts of drafter, optimizer and average, as one process has them, in the CPU's memory; tensors only in the main
+        process."""
         states = [self.drafter.state_dict(), self.optimizer.state_dict(), average.state_dict() if average else {}]
         return [gathered_state(state, keep=self.accelerator.is_main_process) for state in states]
 
