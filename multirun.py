@@ -7,7 +7,6 @@ What a job must know stands in its own configuration, so this works with every l
 import gc
 import hashlib
 import os
-import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from specdec import files
 from train.pages import sweep_page
 from train.processes import is_main
+from train.run_folder import plain
 from train.waiting import ProcessLost
 
 RUNS = Path("checkpoints")
@@ -64,11 +64,6 @@ class Sweep(Callback):
             if failed:
                 lines = "\n".join(f"  {job}: {why}" for job, why in failed.items())
                 sys.exit(f"failed, and tried again by the same command ({len(failed)}):\n{lines}")
-
-
-def plain(text: str) -> str:
-    """Without what has a meaning in paths and options."""
-    return re.sub(r"[^\w.+-]+", "-", text).strip("-")
 
 
 def run_of(hydra: Any) -> str | None:
