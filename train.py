@@ -38,7 +38,7 @@ from train.engine_features import EngineTarget
 from train.feature_settings import FeatureSettings
 from train.finite import NotFiniteLoss
 from train.group import Group
-from train.loader import Material
+from train.loader import Material, permutation
 from train.lock import lock
 from train.naming import named
 from train.objective import Objective
@@ -54,7 +54,7 @@ from train.serving import Serving
 from train.settings import Settings, fixed
 from train.stream import Plan, Stream
 from train.target_settings import TargetSettings, packs_rows
-from train.trainer import Trainer
+from train.trainer import MEASURED, Trainer
 from train.validation import Validation
 from train.validation_settings import ValidationSettings
 from train.waiting import ProcessLost, Waiting
@@ -336,12 +336,16 @@ def make_material(
     """The packs, and the target's outputs for them: computed for every batch, or kept on disk."""
     features = None  # the objective reads an adapted target itself, with gradient
     if not drafter.adapts_target:
+        num = config.train.steps * config.train.batch * config.train.accumulation
+        num *= Group.of(accelerator, drafter.target).num
+        num = max(num, config.solve_packs if config.start is None else 0, MEASURED)
         with named("features"):
             features = feature_settings(config).open(
                 drafter,
                 packs,
                 engine=engine,
                 streamed=stream is not None,
+                reads=permutation(len(packs), config.train.seed)[:num],
                 main=accelerator.is_main_process,
                 say=progress.note,
             )

@@ -136,7 +136,6 @@ class Folder:
 
     layers: numbers of the hidden states that files hold, the final one included
     bits: 16 or 32 as the target computes them, or 8 with a scale for each token
-    size: the number of tokens that the folder may come to hold, for `check_space`
     Raises ValueError for a folder that was made by another target, in another form, or without these layers.
     """
 
@@ -170,9 +169,6 @@ class Folder:
             write_text(self.path / "about.json", json.dumps(self.about, indent=2) + "\n")
         feature_files.remove_stale(self.path)
 
-    def num_files(self) -> int:
-        return sum(1 for _ in self.path.glob("*/*.safetensors"))
-
     def num_bytes(self, num_tokens: int) -> int:
         size = 1 if self.bits == 8 else self.target.embed.weight.element_size()
         return num_tokens * len(self.layers) * (self.target.width * size + (4 if self.bits == 8 else 0))
@@ -184,7 +180,7 @@ class Folder:
         if free < 1.1 * num_bytes:
             raise ValueError(
                 f"Cached features need {num_bytes / 1e9:.1f} GB and {free / 1e9:.1f} GB are free: use mode=online or engine "
-                "(which keep nothing), bits=8, less data, or another folder=."
+                "(which keep nothing), bits=8, fewer steps, less data, or another folder=."
             )
 
     def has(self, tokens: Tensor) -> bool:
