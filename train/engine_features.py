@@ -7,6 +7,7 @@ state before the final norm, which is applied here.
 import itertools
 import json
 import threading
+import warnings
 from collections.abc import Sequence
 from concurrent.futures import Future
 
@@ -178,4 +179,10 @@ class EngineTarget:
                 f"{list(self.layers)}. {RESTART} 'layers={json.dumps(list(self.layers))}'."
             )
         with self.guard:
-            self.stored = stored
+            first, self.stored = self.stored is None, stored
+        if first and "layers" not in about:
+            warnings.warn(
+                f"The engine's files do not say which layers they hold: {list(stored)}, which the head needs, are assumed. "
+                "python scripts/launch_engine.py starts one whose files do.",
+                stacklevel=2,
+            )
