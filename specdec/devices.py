@@ -18,6 +18,11 @@ def numbered(device: torch.device | str) -> torch.device:
     return torch.empty(0, device=device).device
 
 
+def aside(device: torch.device) -> contextlib.AbstractContextManager:
+    """Within, a GPU works beside what it has been given to do, and a wait is for what is given to it here only."""
+    return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else contextlib.nullcontext()
+
+
 def out_of_memory(error: BaseException | None) -> str | None:
     """The beginning of a sentence, if an error says that memory did not suffice, or comes from one that does; else None."""
     while error is not None:
