@@ -7,7 +7,6 @@ What a job must know stands in its own configuration, so this works with every l
 import gc
 import hashlib
 import os
-import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from specdec import files
 from train.overrides import literal, quoted
 from train.pages import sweep_page
 from train.processes import is_main
+from train.run_folder import plain
 from train.waiting import ProcessLost
 
 RUNS = Path("checkpoints")
@@ -66,11 +66,6 @@ class Sweep(Callback):
             if failed:
                 lines = "\n".join(f"  {job}: {why}" for job, why in failed.items())
                 sys.exit(f"failed, and tried again by the same command ({len(failed)}):\n{lines}")
-
-
-def plain(text: str) -> str:
-    """Without what has a meaning in paths and options."""
-    return re.sub(r"[^\w.+-]+", "-", text).strip("-")
 
 
 def run_of(hydra: Any) -> str | None:

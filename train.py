@@ -24,7 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 from transformers import PreTrainedTokenizerBase
 
 import multirun
-from specdec import checkpoint, files
+from specdec import checkpoint, devices, files
 from specdec.drafter import Head
 from specdec.drafting import Drafting
 from specdec.measurement import Prompt
@@ -38,7 +38,7 @@ from train.engine_features import EngineTarget
 from train.feature_settings import FeatureSettings
 from train.finite import NotFiniteLoss
 from train.group import Group
-from train.loader import Material
+from train.loader import Material, permutation
 from train.lock import lock
 from train.naming import named
 from train.objective import Objective
@@ -54,7 +54,7 @@ from train.serving import Serving
 from train.settings import Settings, fixed
 from train.stream import Plan, Stream
 from train.target_settings import TargetSettings, packs_rows
-from train.trainer import Trainer
+from train.trainer import MEASURED, Trainer
 from train.validation import Validation
 from train.validation_settings import ValidationSettings
 from train.waiting import ProcessLost, Waiting
@@ -80,7 +80,12 @@ def fit(config: DictConfig) -> int:
     tracking.check(config.tracker)
     accelerator = make_accelerator(config)
     with lock(path / "lock", of=path) if accelerator.is_main_process else contextlib.nullcontext():
-        return fit_alone(config, path, accelerator)
+        try:
+            return fit_alone(config, path, accelerator)
+        except (RuntimeError, MemoryError, InstantiationException) as error:
+            if (full := devices.out_of_memory(error)) is None:
+                raise
+            raise ValueError(f"{full}: {less_memory(config)}.") from error
 
 
 def fit_alone(config: DictConfig, path: Path, accelerator: Accelerator) -> int:
@@ -137,6 +142,25 @@ def fit_alone(config: DictConfig, path: Path, accelerator: Accelerator) -> int:
     return 130 if trainer.interrupted == signal.SIGINT else 0  # a scheduler is to see that all is well
 
 
+def less_memory(config: DictConfig) -> str:
+    """Which options of this run lower the memory that it needs."""
+    objective, train = config.head.objective, config.train
+    lower, give = [f"data.length={config.data.length}"], []
+    if train.batch > 1:
+        lower.append(f"train.batch={train.batch} (raise train.accumulation={train.accumulation} as much)")
+    if getattr(checkpoint.drafter_class(config.head.drafter._target_), "depth", 0) is None:
+        lower.append(f"head.objective.depth={objective.depth}")
+    if objective.get("gradient_checkpointing") is False:
+        give.append("head.objective.gradient_checkpointing=true")
+    if config.start is None and config.head.get("vocab_size", 0) is None:
+        give.append("head.vocab_size=32000")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not train.shard:
+        give.append("train.shard=true")
+    if config.target.device is None and not feature_settings(config).urls:
+        give.append("target.device=auto with more GPUs")
+    return f"lower {' or '.join(lower)}" + (f", or give {' or '.join(give)}" if give else "")
+
+
 def fit_trainer(trainer: Trainer) -> None:
     """`trainer.fit`, whose errors then say how to go on."""
     try:
@@ -169,6 +193,9 @@ def make_accelerator(config: DictConfig) -> Accelerator:
     )
     with named("train"):
         sharding.start(accelerator, plugin)
+    accelerator.state.device = devices.numbered(
+        accelerator.device
+    )  # one process has `cuda`, which no tensor's device equals
     if accelerator.device.type == "cpu":  # the launcher sets one thread a process
         torch.set_num_threads(config.threads or max(1, os.cpu_count() // accelerator.num_processes))
     return accelerator
@@ -318,12 +345,16 @@ def make_material(
     """The packs, and the target's outputs for them: computed for every batch, or kept on disk."""
     features = None  # the objective reads an adapted target itself, with gradient
     if not drafter.adapts_target:
+        num = config.train.steps * config.train.batch * config.train.accumulation
+        num *= Group.of(accelerator, drafter.target).num
+        num = max(num, config.solve_packs if config.start is None else 0, MEASURED)
         with named("features"):
             features = feature_settings(config).open(
                 drafter,
                 packs,
                 engine=engine,
                 streamed=stream is not None,
+                reads=permutation(len(packs), config.train.seed)[:num],
                 main=accelerator.is_main_process,
                 say=progress.note,
             )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from specdec import few_rows, layer_kinds, masks, precision, target_ends, target_sharding, target_structure
+from specdec import attention, few_rows, layer_kinds, masks, precision, target_ends, target_sharding, target_structure
 from specdec.cache import RowCache
 from specdec.layer_kinds import LayerMasks, check_supported
 from specdec.layer_states import LayerStates
@@ -65,6 +65,7 @@ class Target:
         """
         self.config = config = model.config.get_text_config(decoder=True)
         check_supported(config, name)
+        attention.avoid_cudnn()
         self.model = model.eval().requires_grad_(False)
         self.name, self.trust_remote_code, self.share = name, trust_remote_code, share or Share()
         self.decoder = target_structure.find_decoder(model)

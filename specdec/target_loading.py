@@ -27,6 +27,7 @@ from transformers.quantizers import AutoHfQuantizer
 from transformers.utils import is_accelerate_available
 
 from specdec import attention, few_rows, hub, plain_text, precision, target_parallel
+from specdec.devices import numbered, out_of_memory
 from specdec.layer_kinds import check_supported
 from specdec.target_fingerprint import quantisation_of
 from specdec.target_parallel import Share
@@ -74,12 +75,12 @@ def load_model(
                 attn_implementation=attention.implementation(model_class), **origin, **places | more,
             )  # fmt: skip
         model = model if with_accelerate else model.to(devices[0])
-    except torch.OutOfMemoryError as error:
-        raise ValueError(
-            f"{name} does not fit into the memory of device={device} ({_first_line(error)}). Use device=auto with more "
-            "accelerators, or a quantised or smaller target."
-        ) from error
-    except (ImportError, RuntimeError) as error:
+    except (ImportError, RuntimeError, MemoryError) as error:
+        if out_of_memory(error):
+            raise ValueError(
+                f"{name} does not fit into the memory of device={device} ({_first_line(error)}). Use device=auto with more "
+                "accelerators, or a quantised or smaller target."
+            ) from error
         if quantisation is None:
             raise
         missing = f"pip install {error.name}" if isinstance(error, ModuleNotFoundError) else "install what it names"
@@ -218,7 +219,7 @@ def find_devices(device: str | torch.device) -> list[torch.device]:
             return [torch.device("cpu")]
         return [torch.device(kind.type, number) for number in range(torch.accelerator.device_count())]
     try:
-        return [torch.empty(0, device=device).device]
+        return [numbered(device)]
     except (RuntimeError, AssertionError) as error:  # AssertionError: a build of torch without CUDA
         raise ValueError(f"device={device} cannot be used here ({_first_line(error)}). {DEVICES}.") from error
 

@@ -24,7 +24,7 @@ from train.answering import Job, Law, Written, written
 from train.engine_client import BadAnswer, EngineClient, Refused
 from train.engine_features import EngineTarget
 from train.engine_states import discard
-from train.features import Folder
+from train.features import Folder, normed
 
 AHEAD = 4  # requests that wait for an earlier answer, for each one in flight
 PATHS = {"ids": "v1/completions", "text": "v1/completions", "chat": "v1/chat/completions"}
@@ -208,7 +208,9 @@ class States:
         new, states = self.source.receive(answer, job.tokens)
         if new != tokens:
             raise BadAnswer(f"the hidden states of {job.id} are of another answer")
-        parts = self.source.select(states, self.folder.layers)
+        *parts, final = self.source.select(states, self.folder.layers)
+        target = self.source.target
+        parts.append(normed(target, final.to(target.device), (target.num_layers,)).cpu())
         padded = [torch.cat([part, part.new_zeros(1, part.shape[1])]) for part in parts]
         self.folder.write(torch.tensor(job.tokens + tokens), padded)
 

@@ -1,6 +1,6 @@
 """The training objective: unroll the drafter, judge every goal at every depth, and weigh the results."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 
@@ -21,7 +21,11 @@ from train.losses import LOSSES
 TEXT_LOSSES = {"lk", "e2e_tv", "rounds"}  # of whole slots or texts: functions of train/survival.py
 ADAPTED = "original"  # for a drafter that adapts its target: KL of the adapted target from the original one
 FULL_LAW = {"tv", "nla", "top_k", "confidence", *TEXT_LOSSES}  # need the target's law over all V tokens
-LOGITS = 2**27  # logits of all depths that exist at a time, if the number of goals is not given
+LOGITS = (
+    2**27
+)  # logits of all depths that exist at a time, if the number of goals is not given; a GPU may have room for more
+BYTES = 24  # of free memory for each logit: its derivative is kept, and the step needs most of the memory
+BYTES_OF_LAWS = 64  # the same with losses other than KL, of which autograd keeps laws in float32
 TARGET_LOGITS = 2**25  # the same for logits of the target over all V tokens
 
 
@@ -56,7 +60,7 @@ class Objective(nn.Module):
         runs on less than a fifth of them. Losses are weighted as if all ran
     supervise: the goals: answers, or text for the tokens of prompts too. The law that is learned there is the target's, although
         somebody else wrote the text, so the same answers give more goals
-    chunk: goals whose [., W] logits exist at a time, for all depths; None: as many as make LOGITS logits
+    chunk: goals whose [., W] logits exist at a time, for all depths; None: as many as the device has room for (`num_logits`)
     gradient_checkpointing: whether activations of the unroll are computed again in the backward pass, instead of being kept
     """
 
@@ -92,7 +96,7 @@ class Objective(nn.Module):
         self.drafter = drafter
         self.losses, self.depth, self.decay, self.weighting = used, depth, decay, weighting
         self.temperature, self.eta, self.noise, self.anchors, self.keep = temperature, eta, noise, anchors, keep
-        self.chunk = chunk or max(1, LOGITS // (depth * drafter.vocab_size))
+        self.chunk = chunk or max(1, num_logits(drafter, used) // (depth * drafter.vocab_size))
         self.supervise, self.gradient_checkpointing = supervise, gradient_checkpointing
         self.every_slot = anchors is None and keep == 1  # only then can the batch's text be replayed
         self.one_pass = False  # whether a draft model reads all documents in one pass, see unroll_plan.py
@@ -344,6 +348,18 @@ def _in_parts(part: Callable[..., Tensor], target: Target, *values: Tensor) -> T
 def _rounded(function: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
     """function(values [M, E]) -> [M, W], computed on a multiple of ROUND rows"""
     return function(nn.functional.pad(values, (0, 0, 0, -len(values) % ROUND)))[: len(values)]
+
+
+def num_logits(drafter: Drafter, losses: Collection[str]) -> int:
+    """How many logits, of all depths, exist at a time: on a GPU a power of two by the memory that is free, beside what training
+    the drafter will take. So a run that is continued has as many."""
+    trained = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
+    if not trained or trained[0].device.type != "cuda":
+        return LOGITS
+    free, _ = torch.cuda.mem_get_info(trained[0].device)
+    free -= 3 * sum(parameter.nbytes for parameter in trained)  # gradients, and two moments
+    fitting = max(1, free // (BYTES if set(losses) == {"kl"} else BYTES_OF_LAWS))
+    return max(LOGITS, 1 << (fitting.bit_length() - 1))
 
 
 def _num_slots(target: Target) -> int:

@@ -167,11 +167,13 @@ def make_optimizer(
 
 
 def pack_state(state: dict) -> tuple[dict[str, Tensor], dict]:
-    """The `state` of an optimizer's state_dict -> its tensors, named by their place in it, and what else JSON can hold."""
+    """The `state` of an optimizer's state_dict -> its tensors, named by their place in it, and what else JSON can hold.
+
+    Two parameters may share a tensor, which safetensors refuses: `gathered_state` has made two of it."""
     tensors, values = {}, {}
     for place, value in _leaves(state):
         if isinstance(value, Tensor):
-            tensors[place] = value.clone()  # two parameters may share one, which safetensors refuses
+            tensors[place] = value
         else:
             values[place] = value
     return tensors, values

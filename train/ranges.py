@@ -134,7 +134,8 @@ RANGES = {
     "optimizer.name": choice("adamw", "adamw8bit", "muon"), "lr": number(0), "muon_lr": number(0).or_null,
     "betas": number(0, 1, below=True).list_of(2), "weight_decay": number(0), "schedule": choice("cosine", "wsd", "constant"),
     "warmup": whole(0), "optimizer.decay": number(0, 1, above=True), "final": SHARE, "steps": COUNT, "batch": whole(1, 65536),
-    "accumulation": whole(1, 65536), "max_grad_norm": number(0), "log_every": EVERY, "validate_every": EVERY, "save_every": EVERY,
+    "accumulation": whole(1, 65536), "max_grad_norm": number(0), "log_every": EVERY, "validate_every": EVERY, "save_every": EVERY.or_null,
+    "save_minutes": number(0).or_null,
     "validate_first": FLAG, "best_by": choice("tau", "speedup"), "skip_not_finite": FLAG, "train.shard": FLAG, "timeout": LONG,
     "seed": whole(0, 2**32 - 1), "ema": number(0, 1, above=True, below=True).or_null,
     # Validation

@@ -15,7 +15,8 @@ class Settings:
     log_every: int  # 0, here and below: never but at the end
     validate_every: int
     validate_first: bool  # before training too
-    save_every: int
+    save_every: int | None  # None or 0: by minutes only
+    save_minutes: float | None  # None or 0: by steps only; neither: at the end and after a signal
     best_by: str  # the figure that chooses the best checkpoint: tau or speedup
     skip_not_finite: bool  # leave out a step whose loss is not finite, rather than stop
     timeout: float  # minutes that a process waits for the others
@@ -35,7 +36,9 @@ def fixed(config: dict) -> dict:
     free += ("target.device", "target.tp", "target.shard", "target.trust_remote_code")
     # What is read, a stream and its buffer too, is in the fingerprint
     free += tuple(f"data.{key}" for key in ("cache", "workers", "ahead", "stream", "buffer"))
-    freely = "log_every validate_every validate_first save_every best_by timeout skip_not_finite shard".split()
+    freely = (
+        "log_every validate_every validate_first save_every save_minutes best_by timeout skip_not_finite shard".split()
+    )
     free += tuple(f"train.{key}" for key in freely)
     return flat(config, without=free)
 

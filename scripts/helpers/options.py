@@ -28,10 +28,27 @@ from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from helpers import processes
-from specdec import files
+from specdec import devices, files
 from train import progress, ranges
 
 Options = TypeVar("Options")
+# Where memory does not suffice: options that size what a command holds at once, and those that make the target smaller
+SIZES = (
+    "batch",
+    "batches",
+    "rows",
+    "max_new_tokens",
+    "max_length",
+    "length",
+    "lengths",
+    "prefill_tokens",
+    "decode.nodes",
+    "nodes",
+    "trees",
+)
+SMALLER = {"target.dtype": "target.dtype=bfloat16", "target.device": "target.device=auto with more GPUs"}
+ANOTHER = "a smaller or quantised target"
+_names: set[str] = set()  # of the options of this command
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,6 +141,7 @@ def options(kind: type[Options], docstring: str) -> Options:
     """
     known = {option.name: option for option in flatten(kind)}
     known["progress"] = Option("progress", str, os.environ.get(progress.VARIABLE, "auto"), progress.HELP, None)
+    _names.update(known)
     arguments = sys.argv[1:]
     if "-h" in arguments or "--help" in arguments:
         print(describe(known, docstring))
@@ -180,9 +198,16 @@ def parse(arguments: list[str], known: dict[str, Option]) -> dict[str, Any]:
     return given
 
 
+def less_memory() -> str:
+    """Which options of this command lower the memory that it needs."""
+    lower = ", ".join(f"{name}=" for name in SIZES if name in _names)
+    use = [words for name, words in SMALLER.items() if name in _names]
+    return (f"lower {lower}, or " if lower else "") + "use " + ", or ".join([*use, ANOTHER])
+
+
 def run(main) -> None:
-    """Runs a command: a user's mistake (ValueError) and what the system refuses (OSError) end in one sentence, Ctrl-C without a traceback,
-    warnings are lines."""
+    """Runs a command: a user's mistake (ValueError), full memory and what the system refuses (OSError) end in one sentence, Ctrl-C without a
+    traceback, warnings are lines."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
@@ -192,6 +217,11 @@ def run(main) -> None:
             main()
         except ValueError as error:
             raise SystemExit(f"error: {error}") from None
+        except (RuntimeError, MemoryError) as error:
+            full = devices.out_of_memory(error)
+            if full is None:
+                raise
+            raise SystemExit(f"error: {full}: {less_memory()}.") from None
         except BrokenPipeError:
             os._exit(1)
         except OSError as error:

@@ -13,7 +13,6 @@ from helpers import loading
 from helpers.exports import form_of
 from specdec import checkpoint, loopback, serving
 from specdec.drafter import Drafter
-from specdec.target import DTYPES
 
 FORMAT = "vllm"
 PATIENCE = 300  # seconds for one request: the server reads the weights within one
