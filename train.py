@@ -82,7 +82,7 @@ def fit(config: DictConfig) -> int:
     with lock(path / "lock", of=path) if accelerator.is_main_process else contextlib.nullcontext():
         try:
             return fit_alone(config, path, accelerator)
-        except (RuntimeError, MemoryError, InstantiationException) as error:
+        except (RuntimeError, MemoryError) as error:
             if (full := devices.out_of_memory(error)) is None:
                 raise
             raise ValueError(f"{full}: {less_memory(config)}.") from error

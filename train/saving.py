@@ -36,13 +36,13 @@ class Saving:
 
     def after(self, step: int) -> bool:
         """Whether the state of a step is to be saved; the same in all processes."""
-        return bool(self.every) and step % self.every == 0
+        return step % self.every == 0 if self.every else False
 
     def overdue(self) -> bool:
         """Whether the minutes are over. Raises ValueError if the last state could not be written."""
         if self.coming is not None and self.coming.done():
             self.wait()
-        return bool(self.minutes) and time.monotonic() - self.saved >= 60 * self.minutes
+        return time.monotonic() - self.saved >= 60 * self.minutes if self.minutes else False
 
     def write(self, step: int, *, weights: dict[str, Tensor], optimizer: dict, document: dict) -> None:
         """Begins to write a state, when the one before it is written: `RunFolder.save_state`. Training must not change the
