@@ -1,7 +1,7 @@
 """Drafters for speculative decoding: train, decode, measure. This package is what loads a checkpoint."""
 
-from specdec import openmp
+from specdec import threads
 
 __version__ = "0.1.0"
 
-openmp.limit_spinning()
+threads.limit_spinning()

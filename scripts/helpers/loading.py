@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from helpers import processes
 from helpers.options import option, split
 from helpers.settings_file import read_yaml
-from specdec import checkpoint, precision
+from specdec import checkpoint, precision, threads
 from specdec.drafter import Head
 from specdec.report import Report, Training
 from specdec.target import Target, load_tokenizer
@@ -106,8 +106,14 @@ class Run:
 
 
 def use_threads() -> None:
-    """All cores, unless OMP_NUM_THREADS says otherwise."""
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1))
+    """One for each core that other processes leave free, unless OMP_NUM_THREADS says otherwise."""
+    given = os.environ.get("OMP_NUM_THREADS")
+    num, cores = int(given) if given else threads.free_cores(), os.cpu_count() or 1
+    if not given and num < cores:
+        print(
+            f"{num} of {cores} cores: other processes keep the rest busy; OMP_NUM_THREADS= takes more", file=sys.stderr
+        )
+    torch.set_num_threads(num)
 
 
 def machine(target: Target) -> dict:
