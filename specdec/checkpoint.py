@@ -94,7 +94,9 @@ def resolve(given: str | Path) -> Path:
             os.stat(folder)
     except (OSError, ValueError) as error:  # a name that is too long, or that nobody may read
         text = str(given) if len(str(given)) <= 80 else f"{str(given)[:77]}..."
-        raise ValueError(f"{text!r} is no checkpoint ({getattr(error, 'strerror', error)}). {CHECKPOINT}.") from error
+        raise ValueError(
+            f"{text!r} is no checkpoint ({error.strerror if isinstance(error, OSError) else error}). {CHECKPOINT}."
+        ) from error
     if not (folder / "drafter.json").exists() and (folder / BEST).is_file():
         folder = folder / BEST
     if not folder.is_file():

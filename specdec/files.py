@@ -96,9 +96,11 @@ def append(path: Path, text: str, *, synced: bool) -> None:
 
 
 def unwritable(path: Path, error: Exception) -> ValueError:
+    known = isinstance(error, OSError) and error.errno in ADVICE
+    advice = ADVICE[error.errno if known else errno.ENOSPC]  # type: ignore[attr-defined]
+    reason = error.strerror if known else error  # type: ignore[attr-defined]
     return ValueError(
-        f"{path} could not be written ({error}). Free some disk space or choose another folder; what was saved before is "
-        "untouched."
+        f"{path} could not be written ({reason}). {advice[0].upper()}{advice[1:]}; what was saved before is untouched."
     )
 
 

@@ -382,6 +382,15 @@ class Target:
                 f"{self.name}: the blocks of {type(self.decoder).__name__} do not pass on one state of the model's width each. "
                 + target_structure.ANOTHER
             )
+        if not wanted.isfinite().all():
+            raise ValueError(
+                f"{self.name}: its logits are not finite in {str(self.dtype).removeprefix('torch.')}"
+                + (
+                    ": use dtype=bfloat16 or float32, whose range is wider."
+                    if self.dtype == torch.float16
+                    else ": its weights are damaged."
+                )
+            )
         first = "its logits are not its LM head's output of its final state, scaled or capped as its configuration says"
         then = "it does not go on from its cache by several tokens as it reads a text at once"
         # Two ways to compute attention differ in 16 bits, and quantised layers compute with at most as many

@@ -94,8 +94,8 @@ class Verifier:
         if allowed is not None:
             logits = logits.masked_fill(~allowed, -torch.inf)
         if sampling.greedy:
-            *accepted, choices = _greedy(tree, logits)
-            return Verdict(*accepted, output, choices, None)
+            path, num_kept, next_token, choices = _greedy(tree, logits)
+            return Verdict(path, num_kept, next_token, output, choices, None)
         likely = logits.argmax(-1) if self.choices else None
         law = sampling.law(logits)
         kept = law.clone() if self.law else None  # the rule overwrites it
