@@ -1,5 +1,6 @@
-"""Sweeps: `python train.py -m head=eagle,mtp optimizer.lr=1e-4,3e-4`. Each job is a run in the folder of the sweep, and one page
-compares them at the end.
+"""Names of runs, and sweeps: `python train.py -m head=eagle,mtp optimizer.lr=1e-4,3e-4`.
+
+Each job of a sweep is a run in the folder of the sweep, and one page compares them at the end.
 
 What a job must know stands in its own configuration, so this works with every launcher of Hydra.
 """
@@ -7,6 +8,7 @@ What a job must know stands in its own configuration, so this works with every l
 import gc
 import hashlib
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -24,12 +26,11 @@ from specdec import files
 from train.overrides import literal, quoted
 from train.pages import sweep_page
 from train.processes import is_main
-from train.run_folder import plain
 from train.waiting import ProcessLost
 
 RUNS = Path("checkpoints")
 FAILED = "failed"  # a file in the folder of a job: why it failed
-LONGEST = 120  # characters of a job's name
+LONGEST = 120  # characters of a job's name, or of a target in the name of a run
 
 
 class Sweep(Callback):
@@ -66,6 +67,21 @@ class Sweep(Callback):
             if failed:
                 lines = "\n".join(f"  {job}: {why}" for job, why in failed.items())
                 sys.exit(f"failed, and tried again by the same command ({len(failed)}):\n{lines}")
+
+
+def plain(text: str) -> str:
+    """Without what has a meaning in paths and options."""
+    return re.sub(r"[^\w.+-]+", "-", text).strip("-")
+
+
+def target_name(name: object) -> str:
+    """A target, in the name of a run: the last part of its own name. Qwen/Qwen3-8B and models/Qwen3-8B/ give Qwen3-8B."""
+    path = Path(str(name))
+    last = path.name if path.name not in ("", "..") else path.resolve().name
+    return plain(last)[:LONGEST] or "target"
+
+
+OmegaConf.register_new_resolver("target_name", target_name, replace=True)  # in conf/
 
 
 def run_of(hydra: Any) -> str | None:

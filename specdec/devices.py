@@ -44,7 +44,7 @@ def exact_products() -> Iterator[None]:
 
     The older of torch's two interfaces sets both, and torch refuses to work where they differ.
     """
-    places = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+    places = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before, each = torch.get_float32_matmul_precision(), [place.fp32_precision for place in places]
     torch.set_float32_matmul_precision("highest")
     try:

@@ -259,12 +259,12 @@ class Kept:
             received = {number: future.result() for number, future in coming.items()}
             if self.folder is not None and received:
                 self._keep([documents[number].tokens for number in received], list(received.values()))
-                received = {number: self._read(documents[number].tokens) for number in received}
-            states = [received.get(number, state) for number, state in enumerate(known)]
-            found = [state for state in states if state is not None]
-            if len(found) < len(states):
+            for number, state in received.items():
+                known[number] = state if self.folder is None else self._read(documents[number].tokens)
+            states = [state for state in known if state is not None]
+            if len(states) < len(known):
                 return None
-            return self._join(batch, documents, found, device, received=self.folder is None)
+            return self._join(batch, documents, states, device, received=self.folder is None)
 
         return finish
 

@@ -2,13 +2,11 @@
 
 import json
 import math
-import re
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
-from omegaconf import OmegaConf
 from torch import Tensor
 
 from specdec import checkpoint, files, untrusted
@@ -19,23 +17,7 @@ from train.resumable import read_rows
 from train.settings import fixed
 
 NUM_STATES = 2  # kept: if the newest is damaged, the one before it is used
-LONGEST = 100  # characters of a target in the name of a run
 STEP = ("train.batch", "train.accumulation", "processes")  # settings whose product is the packs of a step
-
-
-def plain(text: str) -> str:
-    """Without what has a meaning in paths and options."""
-    return re.sub(r"[^\w.+-]+", "-", text).strip("-")
-
-
-def target_name(name: object) -> str:
-    """A target, in the name of a run: the last part of its own name. Qwen/Qwen3-8B and models/Qwen3-8B/ give Qwen3-8B."""
-    path = Path(str(name)).expanduser()
-    last = path.name if path.name not in ("", "..") else path.resolve().name
-    return plain(last)[:LONGEST] or "target"
-
-
-OmegaConf.register_new_resolver("target_name", target_name, replace=True)  # in conf/
 
 
 @dataclass(frozen=True)

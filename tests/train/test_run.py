@@ -11,6 +11,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
+import multirun
 from specdec import files
 from tests.support import ROOT
 from train import display
@@ -210,6 +211,7 @@ def test_a_begun_or_finished_run_is_not_overwritten(tmp_path):
     ],
 )
 def test_a_run_and_its_features_are_named_by_the_target(given, wanted):
+    assert multirun.target_name("targets/smollm2-135m/") == "smollm2-135m"
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         config = compose("train", overrides=given, return_hydra_config=True)
     before = HydraConfig.instance().cfg
