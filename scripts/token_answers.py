@@ -22,7 +22,7 @@ from helpers import loading
 from helpers.options import options, run
 from specdec import checkpoint, files
 from specdec.target import load_tokenizer
-from train import answering, data, progress, reading
+from train import answering, data, progress, reading, row_files
 
 COLUMNS = ("prompt", "temperature", "stopped", "length", "tokens")
 
@@ -111,7 +111,7 @@ def main() -> None:
     prompts = reading.load_prompts(chosen.prompts, limit=None)
     expected = about(tokenizer, prompts)
     if out.suffix == ".npz":
-        rows = [reading.parse(place, line) for place, line in reading.read_lines(source)]
+        rows = [reading.parse(place, line) for place, line in row_files.read_lines(source)]
         if not rows:
             raise ValueError(f"{source} holds no answers.")
         numpy.savez_compressed(out, **pack(rows, prompts, tokenizer=expected["tokenizer"], source=str(source)))

@@ -90,7 +90,7 @@ def list_jobs(
             tags=tuple(dict.fromkeys([*prompt["tags"], *tags])),
         )
         for prompt in prompts
-        for tokens in [data.encode_prompt(tokenizer, prompt["messages"], thinking=thinking)]
+        for tokens in [data.encode_row(tokenizer, prompt, thinking=thinking)]
         for temperature in temperatures
     ]
     if len({job.id for job in jobs}) < len(jobs):

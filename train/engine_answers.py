@@ -19,6 +19,7 @@ from pathlib import PurePosixPath
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from specdec.untrusted import is_text
 from train import data
 from train.answering import Job, Law, Written, written
 from train.engine_client import BadAnswer, EngineClient, Refused
@@ -93,6 +94,9 @@ class Server:
             )
         if finish not in ("stop", "length"):
             raise BadAnswer(f"the answer to {job.id} ended because of {finish!r}")
+        if not is_text(text):  # half of a surrogate pair, where a server cut a character
+            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+            text = text.rstrip("\ufffd") if finish == "length" else text
         usage = answer.get("usage") or {}
         return Written(text, finish, None, int(usage.get("completion_tokens") or 0))
 
