@@ -32,6 +32,7 @@ class TokenAnswers:
     answers: str = field(metadata={"help": "the .jsonl file of answers to keep, or the .npz file to make answers of"})
     prompts: str = field(metadata={"help": "the prompts that were answered: JSONL, folder or dataset"})
     out: str = field(metadata={"help": "the .npz or .jsonl file to write"})
+    split: str | None = field(default=None, metadata={"help": f"of the prompts: {loading.SPLIT}"})
     target: loading.TokenizerOptions = field(default_factory=loading.TokenizerOptions)
 
 
@@ -108,7 +109,7 @@ def main() -> None:
     if out.exists():
         raise ValueError(f"{out} exists; choose another out=FILE or delete it.")
     tokenizer = load_tokenizer(chosen.target.name, trust_remote_code=chosen.target.trust_remote_code)
-    prompts = reading.load_prompts(chosen.prompts, limit=None)
+    prompts = reading.load_prompts(chosen.prompts, split=chosen.split)
     expected = about(tokenizer, prompts)
     if out.suffix == ".npz":
         rows = [reading.parse(place, line) for place, line in row_files.read_lines(source)]

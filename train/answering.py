@@ -16,7 +16,7 @@ from specdec.compile import Runner
 from specdec.decode import Decoder
 from specdec.sampling import Sampling
 from specdec.target import Target
-from train import data
+from train import data, reading
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class Job:
     messages: list[dict]
     tokens: list[int]  # the rendered prompt
     tags: tuple[str, ...] = ()
+    place: str = ""  # file and line of the prompt
 
 
 @dataclass(frozen=True)
@@ -88,13 +89,18 @@ def list_jobs(
             messages=prompt["messages"],
             tokens=tokens,
             tags=tuple(dict.fromkeys([*prompt["tags"], *tags])),
+            place=prompt.get("place", ""),
         )
         for prompt in prompts
         for tokens in [data.encode_row(tokenizer, prompt, thinking=thinking)]
         for temperature in temperatures
     ]
     if len({job.id for job in jobs}) < len(jobs):
-        raise ValueError("Two prompts have the same id. Make the ids unique.")
+        known: dict[str, Job] = {}
+        first, second = next((known[job.id], job) for job in jobs if known.setdefault(job.id, job) is not job)
+        raise ValueError(
+            f"Two prompts have the same id, {first.id.rpartition('@')[0]} ({first.place}; {second.place}). Make the ids unique."
+        )
     return jobs
 
 
@@ -140,6 +146,10 @@ class OwnDecoder:
     def write(self, jobs: Iterable[Job], finished: Collection[str] = ()) -> Iterator[list[tuple[Job, Written]]]:
         """Of each temperature the longest prompts come first, so that too little memory shows at once."""
         missing = sorted((job for job in jobs if job.id not in finished), key=lambda job: -len(job.tokens))
+        plain = Decoder(self.target, None, sampling=Sampling(), stop=set())
+        for job in missing:  # now, not after the others are answered
+            with reading.at(f"{job.place}, prompt {job.id}"):
+                plain.check([job.tokens], self.law.max_new_tokens)
         for temperature in sorted({job.temperature for job in missing}):
             yield from self._answer([job for job in missing if job.temperature == temperature])
 

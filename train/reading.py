@@ -115,7 +115,10 @@ def choose_split(source: str, split: str | None, names: list[str]) -> str:
     if split is None:
         split = names[0] if len(names) == 1 else "train"
     if split not in names:
-        raise ValueError(f"{source} has no split {split!r}; it has: {', '.join(names)}. Choose one with split=.")
+        raise ValueError(
+            f"{source} has no split {split!r}; it has: {', '.join(names)}. Choose one with split= (train.py: "
+            "data.split=, data.heldout_split=)."
+        )
     return split
 
 
