@@ -31,7 +31,7 @@ from specdec.measurement import Prompt, check_prompts
 from specdec.report import Report
 from specdec.sampling import Sampling
 from specdec.target import Target
-from train import data, display, optimization, progress, sharding, starting, tracking
+from train import data, display, optimization, progress, reading, sharding, starting, tracking
 from train.consistency import ConsistencyObjective
 from train.encoding import Encoding, load_packs
 from train.engine_features import EngineTarget
@@ -86,9 +86,8 @@ def fit_alone(config: DictConfig, path: Path, accelerator: Accelerator) -> int:
     stop = data.stop_tokens(tokenizer, target.model.generation_config)
     loaded = load_data(config, tokenizer, target, accelerator)
     packs, stream = (loaded.first, loaded) if isinstance(loaded, Stream) else (loaded, None)
-    prompts = data.load_prompts(
-        config.data.heldout, tokenizer, split=config.data.heldout_split, limit=config.validation.num_prompts
-    )
+    rows = reading.load_prompts(config.data.heldout, split=config.data.heldout_split)
+    prompts = data.encode_prompts(reading.spread(rows, config.validation.num_prompts), tokenizer)
     drafter, spec = make_drafter(config, target, packs)
     drafter.to(accelerator.device)
     with named("features"):
@@ -106,7 +105,8 @@ def fit_alone(config: DictConfig, path: Path, accelerator: Accelerator) -> int:
     validation = make_validation(config, drafter, prompts, stop, accelerator, console, engine)
     material = make_material(config, drafter, packs, stream, stop, accelerator, engine)
     tracker = tracking.Tracking(config.tracker if accelerator.is_main_process else "none", path)
-    folder = RunFolder(path, spec, fixed(OmegaConf.to_container(config, resolve=True)))
+    inputs = {"heldout": reading.digest_of(rows), **target_inputs(target), "files": stream and stream.files}
+    folder = RunFolder(path, spec, fixed(OmegaConf.to_container(config, resolve=True)) | inputs)
     trainer = Trainer(
         accelerator, objective, optimizer, scheduler, material=material, validation=validation, settings=settings, folder=folder,
         serve=make_serve(config, console.say), record=tracker.record,
@@ -130,6 +130,12 @@ def fit_alone(config: DictConfig, path: Path, accelerator: Accelerator) -> int:
             tracker.page(trainer.step, page, worth(Report.from_json(report))[1])
     display.end(console, trainer)
     return 130 if trainer.interrupted == signal.SIGINT else 0  # a scheduler is to see that all is well
+
+
+def target_inputs(target: Target) -> dict[str, str | None]:
+    """Digests by which a resumed run knows its target. Of quantised and of unread layers only the embeddings are compared."""
+    whole = target.fingerprint()
+    return {"target": None if "-" in whole else whole, "embeddings": target.embeddings_fingerprint()}
 
 
 def fit_trainer(trainer: Trainer) -> None:

@@ -22,7 +22,7 @@ from helpers.writers import FeatureOptions, Source, Writers, stop_tokens
 from specdec.target import load_tokenizer
 from train import answering, data, progress, reading, self_prompts
 from train.answering import Law
-from train.resumable import Resumable, resumable
+from train.resumable import Resumable, digest, resumable
 
 SELF = "self"
 SPARE = 64  # tokens by which a prompt may grow when it is rendered and encoded again
@@ -112,6 +112,7 @@ def write_prompts(chosen: Answer, source: Source, writers: Writers, stop: set[in
     advice = "Use the same settings to continue, or choose another out=FILE."
     num = chosen.num_prompts or 0
     with resumable(Path(f"{path}.meta.json"), path, settings, advice=advice) as rows:
+        rows.same(tokenizer_or_chat_template=digest_of(source.tokenizer))
         kept = sum(not row.get("dropped") for row in rows.rows)
         if kept < num:
             answer = (
@@ -123,6 +124,7 @@ def write_prompts(chosen: Answer, source: Source, writers: Writers, stop: set[in
                 longest=mine.max_tokens + max(len(opening.tokens), answer + SPARE),
                 ids=True,
             )
+            rows.same(**writers.weights())
             block = -(-num // chosen.batch) * chosen.batch
             drawn = self_prompts.write(
                 source.tokenizer, writer, opening, rows, num=num, temperature=mine.temperature, block=block
@@ -149,6 +151,23 @@ def common_settings(chosen: Answer, source: Source) -> dict:
         "dtype": None if source.kind == "server" else chosen.target.dtype,
         "engine": source.kind,
     }
+
+
+def digest_of(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Changes with the tokens and with how prompts are rendered."""
+    return digest(repr([data.vocabulary(tokenizer, len(tokenizer))[0], tokenizer.chat_template]).encode())
+
+
+def check_prompts(answers: Resumable, jobs: list[answering.Job], source: str) -> None:
+    """Raises ValueError if an answer is to another prompt than the one that has its id now. source: of the prompts"""
+    asked = {job.id: job for job in jobs}
+    for row in answers.rows:
+        job, said = asked.get(row["id"]), row.get("messages")
+        if job is not None and said and [reading.tidy(each) for each in said[:-1]] != job.messages:
+            raise ValueError(
+                f"{answers.path} has an answer {job.id} to another prompt than {job.place} now: {source} has changed. Put the "
+                "prompts back (rows without id= are known by their number), or choose another out=FILE."
+            )
 
 
 def write(chosen: Answer, console: rich.console.Console) -> None:
@@ -191,6 +210,8 @@ def write(chosen: Answer, console: rich.console.Console) -> None:
                 raise ValueError(
                     f"{chosen.out} has rows without an id, so it was not written by this command. {advice}"
                 )
+            check_prompts(answers, jobs, file)
+            answers.same(tokenizer_or_chat_template=digest_of(tokenizer))
             missing = [job for job in jobs if job.id not in finished]
             progress.note(
                 f"{len(jobs)} answers to write, {len(jobs) - len(missing)} of them are in {chosen.out} already."
@@ -201,6 +222,7 @@ def write(chosen: Answer, console: rich.console.Console) -> None:
                 name = f"{last.place}: the longest prompt, {last.id},"
                 longest = len(last.tokens) + chosen.max_new_tokens
                 writer = writers.open(law, example=jobs[0], longest=longest, name=name)
+                answers.same(**writers.weights())
                 write_missing(chosen, tokenizer, writer, jobs, answers, finished, len(missing), console)
 
 

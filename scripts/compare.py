@@ -73,6 +73,7 @@ def main() -> None:
     methods, run_of = make_methods(chosen, runs, configs, opened.target, shapes)
     out = Path(chosen.out)
     with resumable(out / "settings.json", out / "rows.jsonl", settings, advice="Choose another out=FOLDER.") as results:
+        results.same(target=opened.target.fingerprint())
         progress.note(f"{len(results.rows)} of {len(prompts) * len(samplings)} prompts x temperatures are in {out}")
         runners: dict[str, Runner] = collections.defaultdict(chosen.decode.runner)
         for sampling in samplings:

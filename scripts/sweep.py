@@ -61,6 +61,7 @@ def main() -> None:
     with resumable(
         out / "settings.json", out / "cells.jsonl", settings, advice="Choose another out=FOLDER."
     ) as results:
+        results.same(target=opened.target.fingerprint())
         done = [row["batch"] for row in results.rows]
         progress.note(f"batch sizes {', '.join(map(str, done)) or 'none'} are in {out} already")
         try:

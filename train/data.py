@@ -146,7 +146,11 @@ def load_prompts(
 
     Raises ValueError as reading.load_prompts and reading.spread.
     """
-    rows = reading.spread(reading.load_prompts(source, split=split), limit)
+    return encode_prompts(reading.spread(reading.load_prompts(source, split=split), limit), tokenizer)
+
+
+def encode_prompts(rows: list[dict], tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+    """Rows of reading.load_prompts as prompts to decode."""
     return [
         Prompt(row["id"], row["category"], encode_row(tokenizer, row), tuple(row["tags"]), row["grammar"])
         for row in rows

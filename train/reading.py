@@ -1,6 +1,7 @@
 """Rows of conversations and of prompts, from the forms in which people have them."""
 
 import contextlib
+import hashlib
 import itertools
 import json
 import re
@@ -58,11 +59,11 @@ def to_row(place: str, raw: str | dict) -> dict:
     row = parse(place, raw) if isinstance(raw, str) else _without_nulls(raw)
     row = {key: value for key, value in row.items() if value is not None and (key, value) != ("tools", [])}
     if isinstance(row.get("messages"), list):
-        row["messages"] = [_tidy(message) if isinstance(message, dict) else message for message in row["messages"]]
+        row["messages"] = [tidy(message) if isinstance(message, dict) else message for message in row["messages"]]
     return row
 
 
-def _tidy(message: dict) -> dict:
+def tidy(message: dict) -> dict:
     kept = {key: value for key, value in message.items() if value is not None and (key, value) != ("tool_calls", [])}
     return {**kept, "content": kept.get("content", "")} if "tool_calls" in kept else kept
 
@@ -229,6 +230,12 @@ def load_prompts(source: str, *, split: str | None = None, limit: int | None = N
         kept = {"id": row["id"], "category": row["category"], "messages": messages, "tags": tags}
         prompts.append(kept | {"grammar": rule or None, "place": place})
     return prompts
+
+
+def digest_of(prompts: list[dict]) -> str:
+    """16 hex digits of what rows of `load_prompts` say, wherever they are."""
+    said = [[value for key, value in row.items() if key != "place"] for row in prompts]
+    return hashlib.sha256(json.dumps(said, default=repr).encode()).hexdigest()[:16]
 
 
 def spread(rows: list[dict], num: int | None) -> list[dict]:

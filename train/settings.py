@@ -40,6 +40,15 @@ def fixed(config: dict) -> dict:
     return flat(config, without=free)
 
 
+INPUTS = {  # digests among the settings of a run; earlier versions recorded only the data
+    "data": "the training data",
+    "files": "the files of the training data",
+    "target": "the target's weights",
+    "embeddings": "the target's embeddings",
+    "heldout": "the held-out prompts",
+}
+
+
 def flat(config: dict, prefix: str = "", *, without: tuple[str, ...] = ()) -> dict:
     """Settings by dotted name. without: names of settings and of groups that are left out"""
     found: dict = {}

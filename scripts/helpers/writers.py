@@ -89,6 +89,10 @@ class Writers:
         states = None if ids or source.features.folder is None else self._keep_states()
         return ServerWriter(self.opened, law, source.in_flight, states)
 
+    def weights(self) -> dict[str, str]:
+        """What identifies the target that `open` has loaded, for Resumable.same; nothing where another process has it."""
+        return {"target": self.opened.fingerprint()} if isinstance(self.opened, Target) else {}
+
     def _keep_states(self) -> States:
         """Raises ValueError if the server gives none, or not these layers."""
         source, chosen = self.source, self.source.features
