@@ -27,11 +27,11 @@ import multirun
 from specdec import checkpoint, devices, files
 from specdec.drafter import Head
 from specdec.drafting import Drafting
-from specdec.measurement import Prompt
+from specdec.measurement import Prompt, check_prompts
 from specdec.report import Report
 from specdec.sampling import Sampling
 from specdec.target import Target
-from train import data, display, optimization, overrides, progress, ranges, sharding, starting, tracking
+from train import data, display, optimization, overrides, progress, ranges, reading, sharding, starting, tracking
 from train.consistency import ConsistencyObjective
 from train.encoding import Encoding, load_packs
 from train.engine_features import EngineTarget
@@ -98,7 +98,8 @@ def fit_alone(config: DictConfig, path: Path, accelerator: Accelerator) -> int:
     stop = data.stop_tokens(tokenizer, target.model.generation_config)
     loaded = load_data(config, tokenizer, target, accelerator)
     packs, stream = (loaded.first, loaded) if isinstance(loaded, Stream) else (loaded, None)
-    prompts = data.load_prompts(config.data.heldout, tokenizer, limit=config.validation.num_prompts)
+    rows = reading.load_prompts(config.data.heldout, split=config.data.heldout_split)
+    prompts = data.encode_prompts(reading.spread(rows, config.validation.num_prompts), tokenizer)
     drafter, spec = make_drafter(config, target, packs)
     drafter.to(accelerator.device)
     with named("features"):
@@ -116,7 +117,8 @@ def fit_alone(config: DictConfig, path: Path, accelerator: Accelerator) -> int:
     validation = make_validation(config, drafter, prompts, stop, accelerator, console, engine)
     material = make_material(config, drafter, packs, stream, stop, accelerator, engine)
     tracker = tracking.Tracking(config.tracker if accelerator.is_main_process else "none", path)
-    folder = RunFolder(path, spec, fixed(OmegaConf.to_container(config, resolve=True)))
+    inputs = {"heldout": reading.digest_of(rows), **target_inputs(target), "files": stream and stream.files}
+    folder = RunFolder(path, spec, fixed(OmegaConf.to_container(config, resolve=True)) | inputs)
     trainer = Trainer(
         accelerator, objective, optimizer, scheduler, material=material, validation=validation, settings=settings, folder=folder,
         serve=make_serve(config, console.say), record=tracker.record,
@@ -133,7 +135,7 @@ def fit_alone(config: DictConfig, path: Path, accelerator: Accelerator) -> int:
     with tracker.running(str(config.run), trainer.folder.settings, step=trainer.step):
         fit_trainer(trainer)
         if accelerator.is_main_process and trainer.best:
-            page = write_page(path, validation, tokenizer, prompts=config.data.heldout)
+            page = write_page(path, validation, tokenizer, prompts=config.data.heldout, split=config.data.heldout_split)
             console.say(f"report: {page}")
             report = checkpoint.read_json(page.with_name("report.json"))
             tracker.report(trainer.step, "best", report)
@@ -159,6 +161,12 @@ def less_memory(config: DictConfig) -> str:
     if config.target.device is None and not feature_settings(config).urls:
         give.append("target.device=auto with more GPUs")
     return f"lower {' or '.join(lower)}" + (f", or give {' or '.join(give)}" if give else "")
+
+
+def target_inputs(target: Target) -> dict[str, str | None]:
+    """Digests by which a resumed run knows its target. Of quantised and of unread layers only the embeddings are compared."""
+    whole = target.fingerprint()
+    return {"target": None if "-" in whole else whole, "embeddings": target.embeddings_fingerprint()}
 
 
 def fit_trainer(trainer: Trainer) -> None:
@@ -314,8 +322,8 @@ def make_validation(
                 drafter.target, drafting.proposer(drafter), sampling=sampling, stop=stop, runner=drafting.runner()
             )
     with named("validation"):
-        for prompt in prompts if engine is None else ():
-            decoder.check([prompt.tokens], settings.max_new_tokens)
+        if engine is None:
+            check_prompts(decoder, prompts, settings.max_new_tokens, source=config.data.heldout)
     validation = Validation(
         accelerator,
         drafter,
@@ -379,7 +387,8 @@ def make_serve(config: DictConfig, say: Callable[[str], None]) -> Serving | None
         raise ValueError(
             "validation.served= serves chains at temperature 0: use decode=chain and validation.temperature=0."
         )
-    given = {"prompts": config.data.heldout, "limit": chosen.num_prompts, "max_new_tokens": chosen.max_new_tokens}
+    given = {"prompts": config.data.heldout, "split": config.data.heldout_split}
+    given |= {"limit": chosen.num_prompts, "max_new_tokens": chosen.max_new_tokens}
     given |= {f"target.{key}": target[key] for key in ("name", "dtype", "trust_remote_code")}
     with named("validation"):
         return Serving(chosen.served, given | {"num_drafts": config.decode.depth}, say)

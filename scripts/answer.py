@@ -22,7 +22,7 @@ from helpers.writers import FeatureOptions, Source, Writers, stop_tokens
 from specdec.target import load_tokenizer
 from train import answering, data, progress, ranges, reading, self_prompts
 from train.answering import Law
-from train.resumable import Resumable, resumable
+from train.resumable import Resumable, digest, resumable
 
 SELF = "self"
 SPARE = 64  # tokens by which a prompt may grow when it is rendered and encoded again
@@ -46,6 +46,7 @@ class SelfPromptOptions:
 class Answer:
     prompts: str = field(metadata={"help": "rows with prompt or messages: JSONL, folder or dataset; self: see above"})
     out: str = field(metadata={"help": "the .jsonl file to write or to continue"})
+    split: str | None = option(None, f"of the prompts: {loading.SPLIT}")
     limit: int | None = option(None, "answer only the first LIMIT prompts; null: all")
     num_prompts: int | None = option(None, "how many prompts to write, with prompts=self")
     max_new_tokens: int = option(160, "longest answer, in tokens")
@@ -101,6 +102,7 @@ def write_prompts(chosen: Answer, source: Source, writers: Writers, stop: set[in
     advice = "Use the same settings to continue, or choose another out=FILE."
     num = chosen.num_prompts or 0
     with resumable(Path(f"{path}.meta.json"), path, settings, advice=advice) as rows:
+        rows.same(tokenizer_or_chat_template=digest_of(source.tokenizer))
         kept = sum(not row.get("dropped") for row in rows.rows)
         if kept < num:
             answer = (
@@ -112,6 +114,7 @@ def write_prompts(chosen: Answer, source: Source, writers: Writers, stop: set[in
                 longest=mine.max_tokens + max(len(opening.tokens), answer + SPARE),
                 ids=True,
             )
+            rows.same(**writers.weights())
             block = -(-num // chosen.batch) * chosen.batch
             drawn = self_prompts.write(
                 source.tokenizer, writer, opening, rows, num=num, temperature=mine.temperature, block=block
@@ -140,6 +143,23 @@ def common_settings(chosen: Answer, source: Source) -> dict:
     }
 
 
+def digest_of(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Changes with the tokens and with how prompts are rendered."""
+    return digest(repr([data.vocabulary(tokenizer, len(tokenizer))[0], tokenizer.chat_template]).encode())
+
+
+def check_prompts(answers: Resumable, jobs: list[answering.Job], source: str) -> None:
+    """Raises ValueError if an answer is to another prompt than the one that has its id now. source: of the prompts"""
+    asked = {job.id: job for job in jobs}
+    for row in answers.rows:
+        job, said = asked.get(row["id"]), row.get("messages")
+        if job is not None and said and [reading.tidy(each) for each in said[:-1]] != job.messages:
+            raise ValueError(
+                f"{answers.path} has an answer {job.id} to another prompt than {job.place} now: {source} has changed. Put the "
+                "prompts back (rows without id= are known by their number), or choose another out=FILE."
+            )
+
+
 def write(chosen: Answer, console: rich.console.Console) -> None:
     check(chosen)
     temperatures = parse_temperatures(chosen.decode.temperature)
@@ -161,7 +181,7 @@ def write(chosen: Answer, console: rich.console.Console) -> None:
         limit = (
             chosen.limit if chosen.num_prompts is None else min(chosen.num_prompts, chosen.limit or chosen.num_prompts)
         )
-        prompts = reading.load_prompts(file, limit=limit)
+        prompts = reading.load_prompts(file, split=chosen.split, limit=limit)
         tags = tuple(split(chosen.tag))
         jobs = answering.list_jobs(tokenizer, prompts, temperatures, thinking=chosen.thinking, tags=tags)
         settings = {
@@ -180,14 +200,19 @@ def write(chosen: Answer, console: rich.console.Console) -> None:
                 raise ValueError(
                     f"{chosen.out} has rows without an id, so it was not written by this command. {advice}"
                 )
+            check_prompts(answers, jobs, file)
+            answers.same(tokenizer_or_chat_template=digest_of(tokenizer))
             missing = [job for job in jobs if job.id not in finished]
             progress.note(
                 f"{len(jobs)} answers to write, {len(jobs) - len(missing)} of them are in {chosen.out} already."
             )
             if missing:
                 law = Law(frozenset(stop), chosen.max_new_tokens, top_p=chosen.decode.top_p, seed=chosen.seed)
-                longest = max(len(job.tokens) for job in jobs) + chosen.max_new_tokens
-                writer = writers.open(law, example=jobs[0], longest=longest)
+                last = max(jobs, key=lambda job: len(job.tokens))
+                name = f"{last.place}: the longest prompt, {last.id},"
+                longest = len(last.tokens) + chosen.max_new_tokens
+                writer = writers.open(law, example=jobs[0], longest=longest, name=name)
+                answers.same(**writers.weights())
                 write_missing(chosen, tokenizer, writer, jobs, answers, finished, len(missing), console)
 
 

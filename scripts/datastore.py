@@ -20,10 +20,10 @@ class Datastore:
     data: str = field(
         metadata={"help": "rows with messages or text: a .jsonl file, a folder of them, a dataset; or a .txt file"}
     )
-    out: str = field(metadata={"help": "folder to make"})
+    out: str = field(metadata={"help": "folder to make", "folder": True})
     keep: str = field(default="answers", metadata={"help": "of conversations: answers or everything"})
     length: int = field(default=16, metadata={"help": "longest match that can be found, in tokens"})
-    split: str = field(default="train", metadata={"help": "split of a dataset"})
+    split: str | None = field(default=None, metadata={"help": loading.SPLIT})
     limit: int | None = field(default=None, metadata={"help": "read only the first LIMIT rows; null: all"})
     target: loading.TokenizerOptions = field(default_factory=loading.TokenizerOptions)
 

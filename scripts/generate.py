@@ -40,7 +40,7 @@ def main() -> None:
     sampling, drafting = chosen.decode.sampling(), chosen.decode.drafting()
     loaded = proposers.load(chosen, chosen.target, drafting)
     messages = [{"role": "user", "content": chosen.prompt}]
-    prompt = data.prompt_tokens(loaded.tokenizer, {"id": "prompt=", "prompt": chosen.prompt, "messages": messages})
+    prompt = data.encode_row(loaded.tokenizer, {"id": "prompt=", "prompt": chosen.prompt, "messages": messages})
     strings = tuple(chosen.stop_strings.split(",")) if chosen.stop_strings else ()
     shared = {
         "sampling": sampling,

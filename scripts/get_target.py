@@ -44,7 +44,7 @@ SOURCES = {
 @dataclass(frozen=True)
 class GetTarget:
     name: str = field(default="smollm2-135m", metadata={"help": f"which model: {' or '.join(SOURCES)}"})
-    out: str | None = field(default=None, metadata={"help": "folder to make; null: targets/NAME"})
+    out: str | None = field(default=None, metadata={"help": "folder to make; null: targets/NAME", "folder": True})
 
 
 def fetch(source: Source, folder: Path) -> Path:

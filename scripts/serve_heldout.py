@@ -25,6 +25,7 @@ from train.naming import named
 class ServeHeldout:
     checkpoint: str = field(metadata={"help": loading.CHECKPOINT})
     prompts: str = option("data/prompts_heldout.jsonl", "rows with prompt or messages")
+    split: str | None = option(None, loading.SPLIT)
     limit: int | None = option(8, "use LIMIT prompts, spread over the file; null: all")
     max_new_tokens: int = option(48, "longest answer, in tokens")
     num_drafts: int = option(2, "drafts per round: of the chain that was replayed")
@@ -42,7 +43,9 @@ def main() -> None:
         target = Target.load_ends(name, dtype=chosen.target.dtype_here, **origin)
         tokenizer = load_tokenizer(name, **origin)
     drafter = checkpoint.load(folder, target)
-    prompts = [prompt.tokens for prompt in data.load_prompts(chosen.prompts, tokenizer, limit=chosen.limit)]
+    prompts = [
+        prompt.tokens for prompt in data.load_prompts(chosen.prompts, tokenizer, split=chosen.split, limit=chosen.limit)
+    ]
     num = chosen.num_drafts if drafter.depth is None else min(chosen.num_drafts, drafter.depth)
     provenance = serving.Provenance.read(folder, target=target, license="other", data=None, num_drafts=num)
     form = vllm.form(drafter)

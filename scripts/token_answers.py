@@ -22,7 +22,7 @@ from helpers import loading
 from helpers.options import options, run
 from specdec import checkpoint, files
 from specdec.target import load_tokenizer
-from train import answering, data, progress, reading
+from train import answering, data, progress, reading, row_files
 
 COLUMNS = ("prompt", "temperature", "stopped", "length", "tokens")
 
@@ -32,6 +32,7 @@ class TokenAnswers:
     answers: str = field(metadata={"help": "the .jsonl file of answers to keep, or the .npz file to make answers of"})
     prompts: str = field(metadata={"help": "the prompts that were answered: JSONL, folder or dataset"})
     out: str = field(metadata={"help": "the .npz or .jsonl file to write"})
+    split: str | None = field(default=None, metadata={"help": f"of the prompts: {loading.SPLIT}"})
     target: loading.TokenizerOptions = field(default_factory=loading.TokenizerOptions)
 
 
@@ -77,7 +78,7 @@ def unpack(
         prompt, tokens = prompts[number], columns["tokens"][end - length : end].tolist()
         job = answering.Job(
             f"{prompt['id']}@{temperature:g}", prompt["category"], float(temperature), prompt["messages"],
-            data.prompt_tokens(tokenizer, prompt), tuple(prompt["tags"]),
+            data.encode_row(tokenizer, prompt), tuple(prompt["tags"]),
             None if tokenizer.chat_template else prompt["prompt"],
         )  # fmt: skip
         # `written` takes an answer to be ended if its last token is among these
@@ -109,10 +110,10 @@ def main() -> None:
     if out.exists():
         raise ValueError(f"{out} exists; choose another out=FILE or delete it.")
     tokenizer = load_tokenizer(chosen.target.name, trust_remote_code=chosen.target.trust_remote_code)
-    prompts = reading.load_prompts(chosen.prompts, limit=None)
+    prompts = reading.load_prompts(chosen.prompts, split=chosen.split)
     expected = about(tokenizer, prompts)
     if out.suffix == ".npz":
-        rows = [reading.parse(place, line) for place, line in reading.read_lines(source)]
+        rows = [reading.parse(place, line) for place, line in row_files.read_lines(source)]
         if not rows:
             raise ValueError(f"{source} holds no answers.")
         numpy.savez_compressed(out, **pack(rows, prompts, tokenizer=expected["tokenizer"], source=str(source)))

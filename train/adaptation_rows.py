@@ -12,7 +12,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from specdec import traffic_files
-from train import data, reading
+from train import data, reading, row_files
 
 ENDING = ".jsonl"
 UNSEEN = [{"role": "user", "content": ""}, {"role": "assistant", "content": ""}]  # of rows that have token ids only
@@ -142,7 +142,7 @@ def read_answers(path: Path) -> list[Answer]:
     """Of a file of `Answer.to_row`; none if there is no such file."""
     if not path.exists():
         return []
-    return [Answer.of(reading.parse(place, line), place=place) for place, line in reading.read_lines(path)]
+    return [Answer.of(reading.parse(place, line), place=place) for place, line in row_files.read_lines(path)]
 
 
 def to_lines(answers: Iterable[Answer], tokenizer: str) -> str:
@@ -202,9 +202,20 @@ class Older:
     sources: as data.train; further: answers of earlier adaptations
     """
 
-    def __init__(self, sources: list[str], tokenizer: PreTrainedTokenizerBase, *, seed: int, further: list[Answer]):
+    def __init__(
+        self,
+        sources: list[str],
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        split: str | None = None,
+        seed: int,
+        further: list[Answer],
+    ):
         self.tokenizer, self.seed, self.further = tokenizer, seed, further
-        self.rows: list[dict | Answer] = [row for source in sources for row in reading.load_conversations(source)]
+        self.name = f"old={','.join(sources)}"
+        self.rows: list[dict | Answer] = [
+            row for source in sources for row in reading.load_conversations(source, split=split)
+        ]
 
     def hold_out(self, num: int, *, without: list[Answer]) -> list[Answer]:
         """`num` rows of the sources, evenly from their categories: the same ones at every adaptation."""
@@ -226,7 +237,8 @@ class Older:
     def _encoded(self, rows: list[dict | Answer], without: list[Answer]) -> Iterator[Answer]:
         wanted = unlike(without)
         for row in rows:
-            answer = row if isinstance(row, Answer) else encode(self.tokenizer, row)
+            with reading.at(self.name):
+                answer = row if isinstance(row, Answer) else encode(self.tokenizer, row)
             if answer is not None and wanted(answer):
                 yield answer
 

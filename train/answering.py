@@ -17,7 +17,7 @@ from specdec.compile import Runner
 from specdec.decode import Decoder
 from specdec.sampling import Sampling
 from specdec.target import Target
-from train import data
+from train import data, reading
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ class Job:
     messages: list[dict]
     tokens: list[int]  # the rendered prompt
     tags: tuple[str, ...] = ()
+    place: str = ""  # file and line of the prompt
     prompt: str | None = None  # the text that a model without a chat template continues; None: it answers messages
 
     @property
@@ -81,7 +82,7 @@ def list_jobs(
     Raises ValueError if two prompts have the same id, or if the chat template has no thinking mode.
     """
     if thinking is not None and prompts:
-        both = [data.prompt_tokens(tokenizer, prompts[0], thinking=mode) for mode in (True, False)]
+        both = [data.encode_row(tokenizer, prompts[0], thinking=mode) for mode in (True, False)]
         if both[0] == both[1]:
             raise ValueError(
                 f"thinking={str(thinking).lower()}: the chat template of {tokenizer.name_or_path} has no thinking mode "
@@ -96,13 +97,18 @@ def list_jobs(
             tokens=tokens,
             tags=tuple(dict.fromkeys([*prompt["tags"], *tags])),
             prompt=None if tokenizer.chat_template else prompt["prompt"],
+            place=prompt.get("place", ""),
         )
         for prompt in prompts
-        for tokens in [data.prompt_tokens(tokenizer, prompt, thinking=thinking)]
+        for tokens in [data.encode_row(tokenizer, prompt, thinking=thinking)]
         for temperature in temperatures
     ]
     if len({job.id for job in jobs}) < len(jobs):
-        raise ValueError("Two prompts have the same id. Make the ids unique.")
+        known: dict[str, Job] = {}
+        first, second = next((known[job.id], job) for job in jobs if known.setdefault(job.id, job) is not job)
+        raise ValueError(
+            f"Two prompts have the same id, {first.id.rpartition('@')[0]} ({first.place}; {second.place}). Make the ids unique."
+        )
     return jobs
 
 
@@ -154,6 +160,10 @@ class OwnDecoder:
     def write(self, jobs: Iterable[Job], finished: Collection[str] = ()) -> Iterator[list[tuple[Job, Written]]]:
         """Of each temperature the longest prompts come first, so that too little memory shows at once."""
         missing = sorted((job for job in jobs if job.id not in finished), key=lambda job: -len(job.tokens))
+        plain = Decoder(self.target, None, sampling=Sampling(), stop=set())
+        for job in missing:  # now, not after the others are answered
+            with reading.at(f"{job.place}, prompt {job.id}"):
+                plain.check([job.tokens], self.law.max_new_tokens)
         for temperature in sorted({job.temperature for job in missing}):
             yield from self._answer([job for job in missing if job.temperature == temperature])
 

@@ -11,10 +11,12 @@ from rendering the conversation up to each assistant turn.
 A turn ends with the first special token after its content. The template's text behind that token belongs to no turn.
 """
 
+import bisect
 import functools
 import itertools
 import re
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jinja2
@@ -28,6 +30,7 @@ from specdec.measurement import Prompt
 from train import reading
 
 MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+FEW = 3  # answers; of more, not every prompt is rendered
 ADVICE = "add {% generation %} markers around what the assistant writes to its chat_template.jinja"
 
 
@@ -100,6 +103,13 @@ def render(
         roles = ", ".join(message["role"] for message in messages)
         raise ValueError(f"The chat template refuses a conversation with the roles {roles}: {error}") from error
     except Exception as error:  # a template computes: 1 / 0, a macro that calls itself
+        plain = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        if messages not in (plain, plain[:1]) and _renders(tokenizer, plain) and _renders(tokenizer, plain[:1]):
+            keys = dict.fromkeys(key for message in messages for key in message)
+            raise ValueError(
+                f"The chat template of {tokenizer.name_or_path} cannot write these messages, though it writes others "
+                f"({type(error).__name__}: {error}). Look at their keys: {', '.join(map(str, keys))}."
+            ) from error
         raise ValueError(
             f"The chat template of {tokenizer.name_or_path} fails ({type(error).__name__}: {error}): repair it or take "
             "another copy of the tokenizer."
@@ -115,6 +125,13 @@ def without_template(tokenizer: PreTrainedTokenizerBase) -> str:
     )
 
 
+def _renders(tokenizer: PreTrainedTokenizerBase, messages: list[dict]) -> bool:
+    try:
+        return bool(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=len(messages) == 1))
+    except Exception:
+        return False
+
+
 def mode(thinking: bool | None) -> dict[str, bool]:
     """The argument of chat templates that have a thinking mode."""
     return {} if thinking is None else {"enable_thinking": thinking}
@@ -128,26 +145,33 @@ def encode_prompt(
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def prompt_tokens(tokenizer: PreTrainedTokenizerBase, row: dict, *, thinking: bool | None = None) -> list[int]:
-    """The same of a row of reading.load_prompts, whose `prompt` a model without a chat template continues."""
-    if row["prompt"] is not None and not tokenizer.chat_template:
-        tokens = plain_text.encode(tokenizer, row["prompt"])
-        if not tokens:
-            raise ValueError(f"Prompt {row['id']} is empty, and the target puts no token in front of texts: write one.")
-        return tokens
-    return encode_prompt(tokenizer, row["messages"], thinking=thinking)
-
-
-def load_prompts(source: str, tokenizer: PreTrainedTokenizerBase, *, limit: int | None = None) -> list[Prompt]:
+def load_prompts(
+    source: str, tokenizer: PreTrainedTokenizerBase, *, split: str | None = None, limit: int | None = None
+) -> list[Prompt]:
     """Prompts to decode, from any form that reading.load_prompts reads; `limit` of them, spread evenly over the rows.
 
     Raises ValueError as reading.load_prompts and reading.spread.
     """
-    rows = reading.spread(reading.load_prompts(source), limit)
+    return encode_prompts(reading.spread(reading.load_prompts(source, split=split), limit), tokenizer)
+
+
+def encode_prompts(rows: list[dict], tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+    """Rows of reading.load_prompts as prompts to decode."""
     return [
-        Prompt(row["id"], row["category"], prompt_tokens(tokenizer, row), tuple(row["tags"]), row["grammar"])
+        Prompt(row["id"], row["category"], encode_row(tokenizer, row), tuple(row["tags"]), row["grammar"])
         for row in rows
     ]
+
+
+def encode_row(tokenizer: PreTrainedTokenizerBase, row: dict, *, thinking: bool | None = None) -> list[int]:
+    """`encode_prompt` of a row of reading.load_prompts, which a refusal names; a model without a chat template continues its `prompt`."""
+    with reading.at(row.get("place") or f"prompt {row['id']}"):
+        if row["prompt"] is None or tokenizer.chat_template:
+            return encode_prompt(tokenizer, row["messages"], thinking=thinking)
+        tokens = plain_text.encode(tokenizer, row["prompt"])
+        if not tokens:
+            raise ValueError("The prompt is empty, and the target puts no token in front of texts: write one.")
+        return tokens
 
 
 def find_content_end(text: str, content: str, start: int, stop: int) -> int:
@@ -166,18 +190,73 @@ def find_turns(tokenizer: PreTrainedTokenizerBase, conversation: dict, text: str
     if answers[0] == 0:
         raise ValueError(f"Row {conversation['id']} begins with the assistant's turn. Put a user message before it.")
     thinking = thinking_of(conversation)
-    prompts = [render(tokenizer, messages[:index], add_generation_prompt=True, thinking=thinking) for index in answers]
-    if not all(text.startswith(prompt) for prompt in prompts):
+    starts = find_starts(functools.partial(render, tokenizer, thinking=thinking), messages, text, answers)
+    if starts is None:
         raise ValueError(
             f"Row {conversation['id']}: the chat template of {tokenizer.name_or_path} rewrites history (a rendered "
             f"prompt is not the beginning of the rendered conversation), so what the assistant wrote cannot be told "
             f"from it. To train on such conversations, {ADVICE}."
         )
-    starts = [len(prompt) for prompt in prompts]
     stops = starts[1:] + [len(text)]
     contents = [messages[index]["content"] for index in answers]
     ends = [find_content_end(text, *turn) for turn in zip(contents, starts, stops, strict=True)]
     return list(zip(starts, ends, stops, strict=True))
+
+
+def find_starts(rendered: Callable[..., str], messages: list[dict], text: str, answers: list[int]) -> list[int] | None:
+    """How long the prompts of some answers are, in characters; None if one is not the beginning of `text`.
+
+    rendered: `render` with all but messages and add_generation_prompt. A prompt that ends with the end of a content and what the template wrote there before is not rendered again: each
+    rendering takes time for all messages before it. The last one is, which shows that earlier turns are not rewritten.
+    """
+    ends = find_ends(rendered, messages, text) if len(answers) > FEW else None
+    openings: dict[tuple[str, str], list[str]] = {}  # by the roles before and behind them
+    starts = []
+    for index in answers:
+        end = ends[index - 1] if ends else None
+        known = openings.setdefault((messages[index - 1]["role"], messages[index]["role"]), [])
+        opening = next((each for each in known if end is not None and text.startswith(each, end)), None)
+        if opening is not None and end is not None and index != answers[-1]:
+            starts.append(end + len(opening))
+            continue
+        prompt = rendered(messages[:index], add_generation_prompt=True)
+        if not text.startswith(prompt):
+            return None
+        if end is not None and end <= len(prompt) and opening is None:
+            known.append(prompt[end:])
+        starts.append(len(prompt))
+    return starts
+
+
+def find_ends(rendered: Callable[..., str], messages: list[dict], text: str) -> list[int | None] | None:
+    """Where the content of each message ends in the rendered conversation `text`; None for an empty one.
+
+    A second rendering has a name in the place of each content. None unless both are the same around the contents.
+    """
+    name = "x-content-{:06d}-x"
+    named = [
+        {**message, "content": name.format(index)} if message["content"].strip() else message
+        for index, message in enumerate(messages)
+    ]
+    try:
+        found = rendered(named, add_generation_prompt=False)
+    except ValueError:
+        return None
+    places = [index for index, message in enumerate(messages) if message["content"].strip()]
+    first, *parts = re.split(r"x-content-(\d{6})-x", found)
+    if "x-content-" in text or [int(number) for number in parts[::2]] != places or not text.startswith(first):
+        return None
+    ends: list[int | None] = [None] * len(messages)
+    place = len(first)
+    for index, behind in zip(places, parts[1::2]):
+        content = messages[index]["content"]
+        forms = (content, content.strip(), content.rstrip(), content.lstrip())
+        written = next((each for each in forms if text.startswith(each + behind, place)), None)
+        if written is None:
+            return None
+        ends[index] = place + len(written)
+        place += len(written) + len(behind)
+    return ends if place == len(text) else None
 
 
 def find_special(tokenizer: PreTrainedTokenizerBase) -> set[int]:
@@ -194,8 +273,13 @@ def derive_mask(
     A turn ends with the first special token after its content, or with its content where none follows.
     """
     mask = [False] * len(tokens)
-    for start, content_end, stop in turns:
-        inside = [index for index, first in enumerate(starts) if start <= first < stop]
+    places: list[list[int]] = [[] for _ in turns]
+    begins = [start for start, _, _ in turns]
+    for index, first in enumerate(starts):
+        turn = bisect.bisect_right(begins, first) - 1
+        if turn >= 0 and first < turns[turn][2]:
+            places[turn].append(index)
+    for inside, (_, content_end, _) in zip(places, turns):
         after = [index for index in inside if starts[index] >= content_end]
         end = next((index + 1 for index in after if tokens[index] in special), after[0] if after else len(tokens))
         for index in inside:
@@ -286,7 +370,10 @@ def encode(tokenizer: PreTrainedTokenizerBase, conversation: dict) -> Row:
     messages, thinking = conversation["messages"], thinking_of(conversation)
     answers = [message["content"] for message in messages if message["role"] == "assistant"]
     if not answers:
-        raise ValueError(f"Row {conversation['id']} has no assistant turn. Let the target answer it first.")
+        roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
+        raise ValueError(
+            f"Row {conversation['id']} has no assistant turn, only {roles}. Let the target answer it first."
+        )
     text = render(tokenizer, messages, add_generation_prompt=False, thinking=thinking)
     encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     tokens = encoding["input_ids"]

@@ -19,6 +19,7 @@ from pathlib import PurePosixPath
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from specdec.untrusted import is_text
 from train import data
 from train.answering import Job, Law, Written, written
 from train.engine_client import BadAnswer, EngineClient, Refused
@@ -93,6 +94,9 @@ class Server:
             )
         if finish not in ("stop", "length"):
             raise BadAnswer(f"the answer to {job.id} ended because of {finish!r}")
+        if not is_text(text):  # half of a surrogate pair, where a server cut a character
+            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+            text = text.rstrip("\ufffd") if finish == "length" else text
         usage = answer.get("usage") or {}
         return Written(text, finish, None, int(usage.get("completion_tokens") or 0))
 
@@ -111,11 +115,11 @@ class Server:
 
     # What the servers are
 
-    def check_length(self, longest: int) -> None:
-        """longest: tokens of the longest prompt and its answer. Raises ValueError if a server cannot read so many."""
+    def check_length(self, longest: int, name: str = "The longest prompt") -> None:
+        """longest: tokens of the longest prompt, which `name` names, and its answer. Raises ValueError if a server cannot read so many."""
         if self.limit is not None and self.limit < longest:
             raise ValueError(
-                f"The longest prompt and its answer may need {longest} tokens, and the server's max_model_len is {self.limit}. "
+                f"{name} and its answer may need {longest} tokens, and the server's max_model_len is {self.limit}. "
                 f"Lower max_new_tokens=, leave long prompts out, or start the server with max_model_len={longest} or more."
             )
 

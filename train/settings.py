@@ -35,12 +35,21 @@ def fixed(config: dict) -> dict:
     free: tuple[str, ...] = ("resume", "tracker", "threads", "features", "decode", "validation", "run", "progress")
     free += ("target.device", "target.tp", "target.shard", "target.trust_remote_code")
     # What is read, a stream and its buffer too, is in the fingerprint
-    free += tuple(f"data.{key}" for key in ("cache", "workers", "ahead", "stream", "buffer"))
+    free += tuple(f"data.{key}" for key in ("split", "heldout_split", "cache", "workers", "ahead", "stream", "buffer"))
     freely = (
         "log_every validate_every validate_first save_every save_minutes best_by timeout skip_not_finite shard".split()
     )
     free += tuple(f"train.{key}" for key in freely)
     return flat(config, without=free)
+
+
+INPUTS = {  # digests among the settings of a run; earlier versions recorded only the data
+    "data": "the training data",
+    "files": "the files of the training data",
+    "target": "the target's weights",
+    "embeddings": "the target's embeddings",
+    "heldout": "the held-out prompts",
+}
 
 
 def flat(config: dict, prefix: str = "", *, without: tuple[str, ...] = ()) -> dict:

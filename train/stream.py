@@ -39,7 +39,7 @@ class Plan:
     packed: bool
     buffer: int  # rows
     seed: int
-    split: str = "train"
+    split: str | None = None
     limit: int | None = None  # rows of each source
     hold_out: int = 0
     tokens: int | None = None
@@ -52,9 +52,10 @@ class Plan:
 
     def encode(self, place: str, index: int, raw: str | dict) -> Row | None:
         """A row cut to `length`; None if no goal is left."""
-        row = read(place, raw)
+        row = reading.to_row(place, raw)
         reading.check_messages(row, place)
-        return data.truncate(data.encode(self.tokenizer, reading.named(row, index)), self.length)
+        with reading.at(place):
+            return data.truncate(data.encode(self.tokenizer, reading.named(row, index)), self.length)
 
 
 @dataclass(frozen=True)
@@ -63,10 +64,6 @@ class Drawn:
     index: int  # of the row in its source
     raw: str | dict
     again: bool  # whether the source had ended before
-
-
-def read(place: str, raw: str | dict) -> dict:
-    return reading.parse(place, raw) if isinstance(raw, str) else raw
 
 
 class Draws:
@@ -88,7 +85,7 @@ class Draws:
         for source in self.found:
             rows = self._rows(source.name) if left else iter(())
             for index, (place, raw) in rows:
-                if read(place, raw).get("temperature") == 0:
+                if reading.to_row(place, raw).get("temperature") == 0:
                     held[source.name].add(index)
                     left -= 1
                 if not left:
@@ -115,16 +112,29 @@ class Draws:
             yield next(endless[index])
 
 
+def sizes(names: list[str]) -> str | None:
+    """16 hex digits of the sizes of the files that are read: whether a stream has changed behind its first rows.
+
+    None if a source is a dataset, which is not in files here.
+    """
+    found = [reading.find_files(name) for name in names]
+    if not all(found):
+        return None
+    parts = [[(path.name, path.stat().st_size) for path in paths] for paths in found]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+
 class Stream:
     """The packs of one process, by their number from 0 on. They are read in order: `pack` only goes forward.
 
-    `first`: packs of the first rows, the same in all processes. The next buffer is encoded by a thread meanwhile.
+    `first`: packs of the first rows, the same in all processes; `files`: `sizes` of the sources. The next buffer is encoded by a thread meanwhile.
     """
 
     def __init__(self, plan: Plan, *, process: int = 0, num_processes: int = 1):
         self.plan, self.process, self.num_processes = plan, process, num_processes
         self.draws = Draws(plan)
         self.first = self._read_first()
+        self.files = sizes([source.name for source in self.draws.found])
         self.executor = ThreadPoolExecutor(1, thread_name_prefix="stream")
         self.seek([0, 0])
 

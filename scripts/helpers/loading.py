@@ -12,11 +12,14 @@ from omegaconf import OmegaConf
 from transformers import PreTrainedTokenizerBase
 
 from helpers import processes
-from helpers.options import option, split
+from helpers.options import SPLIT, option, split
 from helpers.settings_file import read_yaml
 from specdec import checkpoint, precision, threads
+from specdec.decode import Decoder
 from specdec.drafter import Head
+from specdec.measurement import Prompt, check_prompts
 from specdec.report import Report, Training
+from specdec.sampling import Sampling
 from specdec.target import Target, load_tokenizer
 from specdec.target_loading import find_devices
 from train import data
@@ -73,6 +76,7 @@ class TokenizerOptions:
 @dataclass(frozen=True, kw_only=True)
 class PromptOptions:
     prompts: str = option("data/prompts_heldout.jsonl", "rows with a prompt or messages: JSONL, folder or dataset")
+    split: str | None = option(None, SPLIT)
     limit: int | None = option(None, "decode this many prompts, spread over the file; null: all")
     max_new_tokens: int = option(64, "longest answer, in tokens")
 
@@ -190,6 +194,14 @@ def say_dtype(dtype: str, choice: precision.Choice) -> None:
 def open_target(target: Target) -> Opened:
     tokenizer = load_tokenizer(target.name, trust_remote_code=target.trust_remote_code)
     return Opened(target, tokenizer, data.stop_tokens(tokenizer, target.model.generation_config))
+
+
+def load_prompts(options: PromptOptions, opened: Opened) -> list[Prompt]:
+    """The prompts to decode. Raises ValueError, naming file and row, also for one that is too long for the target."""
+    prompts = data.load_prompts(options.prompts, opened.tokenizer, split=options.split, limit=options.limit)
+    plain = Decoder(opened.target, None, sampling=Sampling(), stop=set())
+    check_prompts(plain, prompts, options.max_new_tokens, source=options.prompts)
+    return prompts
 
 
 def target_of(folder: Path) -> str:

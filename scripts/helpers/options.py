@@ -8,7 +8,7 @@ The same words mean the same thing in every command:
     proposer.KEY=VALUE            its settings; with proposers=, or inside another proposer, proposer.NAME.KEY=VALUE
     proposer.checkpoint=DIR       the trained head inside a proposer that holds one; default: the first of checkpoint=
     target.name= target.dtype= target.device= target.tp=
-    prompts= limit= max_new_tokens= batch= seed= out=
+    prompts= split= limit= max_new_tokens= batch= seed= out=
     decode.temperature= decode.depth= decode.width= decode.nodes= decode.compile= ...
     chains=1,2,3 trees=4x3x8      shapes to compare: chain lengths, and DEPTHxWIDTHxNODES of trees
     progress=                     how long work is shown (train/progress.py); every command takes it
@@ -16,12 +16,14 @@ The same words mean the same thing in every command:
 
 import dataclasses
 import difflib
+import errno
 import operator
 import os
 import sys
 import typing
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, TypeVar
 
 from omegaconf import OmegaConf
@@ -31,6 +33,8 @@ from helpers import processes
 from specdec import devices, files
 from train import progress, ranges
 
+WRITTEN = ("out", "picture")  # options that name what a command writes
+SPLIT = "split of a dataset; null: train, or the only one"
 Options = TypeVar("Options")
 # Where memory does not suffice: options that size what a command holds at once, and those that make the target smaller
 SIZES = (
@@ -74,9 +78,9 @@ class Option:
         return dataclasses.replace(declared, null=type(None) in types, lists="no")
 
 
-def option(default: Any, text: str) -> Any:
-    """A field of an options dataclass with its help text."""
-    return dataclasses.field(default=default, metadata={"help": text})
+def option(default: Any, text: str, **more: Any) -> Any:
+    """A field of an options dataclass with its help text. more: metadata, such as folder=True for out="""
+    return dataclasses.field(default=default, metadata={"help": text, **more})
 
 
 def split(text: str | None) -> list[str]:
@@ -174,7 +178,28 @@ def options(kind: type[Options], docstring: str) -> Options:
         declared, value = known[key].range, getattr(owner, name)
         if declared is not None and not declared.fits(value):
             raise ValueError(f"{key}={show(value)} must be {declared.words(value)}.")
+    for field in dataclasses.fields(kind):
+        value = getattr(found, field.name)
+        if field.name in WRITTEN and value:
+            make_room(f"{field.name}={value}", Path(value), folder=field.metadata.get("folder", False))
     return found
+
+
+def make_room(option: str, path: Path, *, folder: bool | None) -> None:
+    """Makes the folder that a result goes to, before anything is loaded. Raises SystemExit where nothing can be written.
+
+    folder: whether the result is a folder, or else a file; None: several files whose names begin so
+    """
+    try:
+        path.absolute().parent.mkdir(parents=True, exist_ok=True)
+        if folder is not None and path.exists() and path.is_dir() != folder:
+            found, wanted = ("file", "folder") if folder else ("folder", "file")
+            raise SystemExit(f"error: {option} is a {found}: give the name of a {wanted}.")
+        place = path if path.exists() and folder is not None else path.absolute().parent
+        if not os.access(place, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(place))
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"error: {option} cannot be written ({error}). Choose another.") from None
 
 
 def parse(arguments: list[str], known: dict[str, Option]) -> dict[str, Any]:

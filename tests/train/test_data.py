@@ -194,8 +194,11 @@ def test_conversations_are_read_from_every_format(tmp_path):
     assert reading.load_conversations(str(tmp_path / "saved"))[0]["messages"] == SINGLE
     datasets.DatasetDict({"dev": saved}).save_to_disk(tmp_path / "splits")
     assert len(reading.load_conversations(str(tmp_path / "splits"), split="dev")) == 1
-    with pytest.raises(ValueError, match="no split 'train'; it has: dev"):
-        reading.load_conversations(str(tmp_path / "splits"))
+    assert reading.load_conversations(str(tmp_path / "splits"))[0]["messages"] == SINGLE  # the only one
+    datasets.DatasetDict({"dev": saved, "test": saved}).save_to_disk(tmp_path / "two")
+    for split in (None, "train"):
+        with pytest.raises(ValueError, match=r"two has no split 'train'; it has: dev, test\. Choose one with split="):
+            reading.load_conversations(str(tmp_path / "two"), split=split)
 
 
 @pytest.mark.parametrize(
@@ -377,7 +380,7 @@ def test_an_answer_is_trimmed_at_its_end(tokenizer):
     [
         (
             ["data=b", "rows=3"],
-            "no option 'rows'. Did you mean 'row'. Known options: data, row, num, max_length, target.name",
+            "no option 'rows'. Did you mean 'row'. Known options: data, row, num, max_length, split, target.name",
         ),
         (["target.name=a"], "Give a value for: data"),
         (["target.name=a", "data=b", "row=x"], "row: Value 'x'"),
