@@ -6,4 +6,4 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import specdec  # noqa: E402, F401
+import specdec  # noqa: F401
