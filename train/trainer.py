@@ -34,7 +34,9 @@ from train.training_progress import TrainingProgress, clipping, other_processes,
 from train.validation import Validation
 from train.waiting import Waiting
 
-ASK = 20  # steps after which several processes ask each other for signals: each time they wait for the devices
+# Several processes ask each other for signals, and each time they wait for the devices: after so many steps, or sooner where steps are
+# long, as launchers and schedulers kill a process 30 seconds after the signal
+ASK, ASK_SECONDS = 20, 5.0
 MEASURED = 8  # packs from which a head takes the sizes of what it reads, at least
 
 
@@ -95,6 +97,10 @@ class Trainer:
         )  # each loss, before the update; a stream cannot go back to the rows of an earlier step
         self.best: dict = {}
         self.interrupted = 0  # the signal that has ended the run early
+        self.asked, self.next_ask = (
+            (0, 0.0),
+            0,
+        )  # steps: of the last question with the seconds until then, and of the next
 
     # Before the first step
 
@@ -167,6 +173,7 @@ class Trainer:
         """Trains to the last step. Returns early, with a saved state, after a signal. Raises NotFiniteLoss, ProcessLost."""
         settings, main = self.settings, self.accelerator.is_main_process
         begun = self.step
+        self.asked = begun, self.seconds
         within = 1 if self.accelerator.num_processes == 1 else ASK
         with Signals(say, within=within) as signals, closing(self.loader), self.saving:
             self.objective.train()
@@ -406,17 +413,21 @@ class Trainer:
     def _asked(self, number: int, *, now: bool) -> tuple[int, bool]:
         """The signal that has come to any process, 0 for none, and whether the main one finds that a state is overdue.
 
-        number: the signal here; now: whether several processes ask now. Otherwise they do after every ASK steps
+        number: the signal here; now: whether several processes ask now. Otherwise they do when it is time
         """
         overdue = self.accelerator.is_main_process and self.saving.overdue()
         if self.accelerator.num_processes == 1:
             return number, overdue
-        if not now and self.step % ASK:
+        if not now and self.step < self.next_ask:
             return 0, False
+        (step, seconds), self.asked = self.asked, (self.step, self.seconds)
+        pace = (self.seconds - seconds) / max(1, self.step - step)
+        steps = max(1, min(ASK, int(ASK_SECONDS / pace))) if pace else ASK
         with self.waiting(f"step {self.step}"):
-            said = self.accelerator.gather(torch.tensor([[number, overdue]], device=self.accelerator.device))  # [P, 2]
-        number, due = said.amax(0).tolist()
-        return number, bool(due)
+            mine = torch.tensor([[number, overdue, steps]], device=self.accelerator.device)
+            said = self.accelerator.gather(mine).tolist()  # [P][3]
+        self.next_ask = self.step + said[0][2]  # as the main process says
+        return max(row[0] for row in said), bool(said[0][1])
 
 
 def _due(step: int, every: int) -> bool:

@@ -7,8 +7,10 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from specdec import checkpoint
 from tests.support import ROOT, child_environment, losses_of, train_overrides
@@ -104,3 +106,33 @@ def test_waiting_ends_the_process_in_time():
         [sys.executable, "-c", code], env=child_environment(), capture_output=True, text=True, timeout=50
     )
     assert done.returncode == 1 and "has waited 0.001 minutes for the validation of step 5, and another" in done.stderr
+
+
+def test_processes_ask_for_signals_seldom_but_often_enough_for_a_launcher_that_kills():
+    """After 20 steps, or after about 5 seconds; the main process says when, and whether a state is overdue."""
+
+    def trainer(main: bool, seconds: float, others: list[list[int]]) -> tuple[Trainer, list]:
+        made, asked = Trainer.__new__(Trainer), []
+
+        def gather(mine: torch.Tensor) -> torch.Tensor:
+            asked.append(made.step)
+            rows = mine.tolist() + others if main else others + mine.tolist()
+            return torch.tensor(rows)
+
+        made.accelerator = SimpleNamespace(
+            num_processes=2, is_main_process=main, device=torch.device("cpu"), gather=gather
+        )
+        made.saving = SimpleNamespace(overdue=lambda: main)
+        made.waiting = lambda what: contextlib.nullcontext()
+        made.step, made.seconds, made.asked, made.next_ask = 0, 0.0, (0, 0.0), 0
+        for step in range(1, 61):
+            made.step, made.seconds = step, made.seconds + seconds
+            answer = made._asked(0, now=step == 30)
+            assert answer == ((15, bool(main)) if asked[-1:] == [step] else (0, False))
+        return made, asked
+
+    quick, slow = trainer(True, 0.01, [[15, 0, 1]])[1], trainer(True, 1.0, [[15, 0, 20]])[1]
+    assert quick == [1, 21, 30, 50]
+    assert slow == [1, 6, 11, 16, 21, 26, 30, 35, 40, 45, 50, 55, 60]
+    assert trainer(True, 60.0, [[15, 0, 20]])[1] == list(range(1, 61))
+    assert trainer(False, 60.0, [[15, 0, 20]])[1] == quick  # as the main process says

@@ -14,6 +14,7 @@ from specdec.drafter import Head
 from tests.processes import fit_by_two, fit_float64, free_ports
 from tests.support import ROOT, child_environment, losses_of, train_overrides, write_rows
 from train import sharding
+from train.trainer import ASK
 
 pytestmark = pytest.mark.slow
 
@@ -107,12 +108,13 @@ def test_a_step_that_is_not_finite_is_left_out_by_all(runs):
 
 
 def test_a_signal_to_any_process_ends_all_within_20_steps(runs, printed):
-    """States by minutes are saved when the processes ask each other, after 20 steps and after a validation."""
-    assert list(losses_of("ended")) == list(range(1, 41))
-    states = Path("checkpoints/ended/state")
-    assert sorted(path.name for path in states.iterdir()) == ["step_000027", "step_000040"]
+    """States by minutes are saved when the processes ask each other, at the latest after 20 steps and after a validation."""
+    last = max(losses_of("ended"))
+    assert 30 <= last <= 30 + ASK < 90 and list(losses_of("ended")) == list(range(1, last + 1))
+    states = sorted(path.name for path in Path("checkpoints/ended/state").iterdir())
+    assert len(states) == 2 and states[0] >= "step_000027" and states[1] == f"step_{last:06d}"
     assert not Path("checkpoints/ended/finished").exists()
-    assert "Interrupted after step 40; saved." in printed[1][0]
+    assert f"Interrupted after step {last}; saved." in printed[1][0]
 
 
 def test_two_nodes_by_torchrun(folder, tmp_path):
