@@ -139,13 +139,15 @@ class RowCache(transformers.Cache):
         slots: Tensor | None = None,
         pending: int | None = None,
     ) -> "RowCache":
-        """The same cache over other tensors, for a compiled function, which has these tensors as its arguments.
+        """The same cache over other tensors, for a compiled or captured function, which has these tensors as its arguments.
 
+        Such a function outlives the cache that it was made with, so a pass may read no other tensor of the cache.
         halves: K and V of every layer in turn, [B, heads, C, head_dim] each; or those of one layer, whatever its number
         lengths [B]; slots [B, S] and pending: if they differ from this cache's
         """
         cache = copy.copy(self)
         cache.halves, cache.lengths = list(halves), lengths
+        cache.rows = torch.arange(len(lengths), device=lengths.device)[:, None]
         cache.slots = self.slots if slots is None else slots
         cache.pending = self.pending if pending is None else pending
         return cache
