@@ -4,7 +4,8 @@ import pytest
 import torch
 from hydra.utils import instantiate
 
-from specdec import replay
+from specdec import clock, replay
+from specdec.batch import Request
 from specdec.decode import Decoder
 from specdec.proposers.heads import HeadProposer
 from specdec.sampling import Sampling
@@ -89,9 +90,71 @@ def test_a_round_waits_once(head, temperature, device):
         generator = torch.Generator().manual_seed(0)
         device.waits.clear()
         generation = decoder.generate([random_tokens(0, 9, VOCAB)], 8, generator=generator)
-        reads = sum(count for (kind, _), count in device.waits.items() if kind != "copy from the CPU")
         assert len(generation.tokens[0]) == 8
-        assert reads <= len(generation.accepted[0]) + 2, device.waits
+        assert reads(device) <= len(generation.accepted[0]) + 2, device.waits
+
+
+def reads(device) -> int:
+    return sum(count for (kind, _), count in device.waits.items() if kind != "copy from the CPU")
+
+
+@pytest.fixture
+def events(device, monkeypatch) -> list:
+    """CUDA's events on the pretended device, which reaches one a millisecond, once the host has waited for it. torch.cuda is
+    not to be asked for anything else. -> those that were recorded"""
+    recorded = []
+
+    class Event:
+        def __init__(self, *, enable_timing):
+            assert enable_timing
+
+        def record(self, stream):
+            assert stream == f"stream of {ELSEWHERE}"
+            recorded.append(self)
+            self.milliseconds, self.waits = len(recorded), reads(device)
+
+        def elapsed_time(self, end):
+            assert max(self.waits, end.waits) < reads(device), "the device has not come so far"
+            return float(end.milliseconds - self.milliseconds)
+
+    def refuse(*_):
+        raise AssertionError("the host waits for the device")
+
+    monkeypatch.setattr(clock, "QUEUES", ("meta",))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", "stream of {}".format)
+    monkeypatch.setattr(torch.cuda, "synchronize", refuse)
+    return recorded
+
+
+@pytest.mark.parametrize("head", [None, "eagle3"])
+def test_the_times_of_a_round_need_no_wait_of_their_own(head, device, events):
+    """What is done after a round's wait is read at the next one. Joining and leaving rows change nothing."""
+    drafter = make_drafter(head or "eagle3").decodable()
+    proposer = head and HeadProposer(drafter, TreeShape(2, 2, 4))
+    decoder = Decoder(drafter.target, proposer, sampling=Sampling(), stop=set())
+    device.waits.clear()
+    batch = decoder.batch()
+    steps = []
+    for prompt in (3, 5):
+        request = Request(random_tokens(prompt, prompt, VOCAB), 6)
+        prefill, waited = batch.prefill([request]), reads(device)
+        batch.read(prefill, 2)
+        batch.read(prefill, 2)
+        assert reads(device) == waited
+        batch.admit([request], prefill)
+        assert reads(device) == waited + 1
+        assert request.generation.prefill_seconds == pytest.approx(0.004)  # three pieces, then the rest
+        for _ in range(2):
+            waited = reads(device)
+            steps.append(batch.step())
+            assert reads(device) == waited + 1
+    while batch.running:
+        steps.append(batch.step())
+    costs = [step.cost for step in steps]
+    assert costs[0].stages == pytest.approx({"draft": 0.001, "verify": 0.001, "keep": 0, "other": 0})
+    for cost in costs[1:]:
+        assert cost.stages == pytest.approx(dict.fromkeys(cost.stages, 0.001)) and cost.seconds == pytest.approx(0.004)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -102,7 +165,6 @@ def test_a_batch_is_replayed_with_one_wait(head, temperature, device):
     output = replay.read(drafter, texts)
     device.waits.clear()
     accepts = replay.acceptances(drafter, texts, depth=2, temperature=temperature, output=output)
-    reads = sum(count for (kind, _), count in device.waits.items() if kind != "copy from the CPU")
-    assert reads <= 1 + (head == "draft"), device.waits
+    assert reads(device) <= 1 + (head == "draft"), device.waits
     assert [accept.shape for accept in accepts] == [(2, 8), (2, 7), (2, 6)]
     assert all(bool(((accept >= 0) & (accept <= 1)).all()) for accept in accepts)
