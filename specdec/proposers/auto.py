@@ -118,7 +118,7 @@ class Auto(Proposer):
     def meet(self, verifier, sampling):
         if self.given is None:
             sampling = sampling.costliest if isinstance(sampling, RowSampling) else sampling
-            conditions = Conditions.of(self.target, sampling, compiled=verifier.runner.compile)
+            conditions = Conditions.of(verifier, sampling)
             if conditions not in self.opened:
                 self.opened[conditions] = open_costs(
                     self.target, verifier, sampling, linear=self.linear, longer=self.longer,
