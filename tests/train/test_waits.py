@@ -8,7 +8,7 @@ from specdec import clock, replay
 from specdec.batch import Request
 from specdec.decode import Decoder
 from specdec.proposers.heads import HeadProposer
-from specdec.sampling import Sampling
+from specdec.sampling import Sampling, uniform
 from specdec.tree import TreeShape
 from tests.pretend_device import ELSEWHERE, Elsewhere, PretendDevice
 from tests.support import HEADS, load_head, make_target, random_tokens
@@ -155,6 +155,44 @@ def test_the_times_of_a_round_need_no_wait_of_their_own(head, device, events):
     assert costs[0].stages == pytest.approx({"draft": 0.001, "verify": 0.001, "keep": 0, "other": 0})
     for cost in costs[1:]:
         assert cost.stages == pytest.approx(dict.fromkeys(cost.stages, 0.001)) and cost.seconds == pytest.approx(0.004)
+
+
+class There(torch.Generator):
+    """Random numbers of the pretended device"""
+
+    device = ELSEWHERE
+
+
+@pytest.mark.parametrize("kinds", [[There] * 3, [torch.Generator] * 3, [There, torch.Generator, None]])
+def test_numbers_of_each_rows_own_generator_are_drawn_without_a_wait(kinds, device):
+    """The same ones as one draw after the other, each by the generator of its row."""
+    generators = [kind and kind().manual_seed(seed) for seed, kind in enumerate(kinds)]
+    again = [torch.Generator().manual_seed(seed) for seed in range(3)]
+    for _ in range(4):
+        found = uniform(3, generators, ELSEWHERE, torch.float64)
+        assert isinstance(found, Elsewhere) and not device.waits
+        for row, kind in enumerate(kinds):
+            drawn = torch.rand(1, generator=again[row], dtype=torch.float64)
+            assert kind is None or found.values_here[row] == drawn
+    some = torch.tensor([True, False, True])
+    here = [torch.Generator().manual_seed(seed) for seed in range(3)]
+    numbers = [uniform(3, here, "cpu", torch.float64, where) for where in (some, None)]
+    alone = [torch.rand(2, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) for seed in range(3)]
+    assert numbers[0].tolist() == [alone[0][0], 0, alone[2][0]]  # a row that needs no number draws none
+    assert numbers[1].tolist() == [alone[0][1], alone[1][0], alone[2][1]]
+
+
+@pytest.mark.parametrize("head", [None, "eagle3"])
+@pytest.mark.parametrize("kind", [There, torch.Generator])
+def test_a_round_of_answers_with_own_random_numbers_waits_once(head, kind, device):
+    drafter = make_drafter(head or "eagle3").decodable()
+    proposer = head and HeadProposer(drafter, TreeShape(2, 1, 2))
+    batch = Decoder(drafter.target, proposer, sampling=Sampling(1.0), stop=set()).batch()
+    batch.admit([Request(random_tokens(seed, 5, VOCAB), 8, generator=kind().manual_seed(seed)) for seed in range(2)])
+    while all(request.left for request in batch.rows):
+        device.waits.clear()
+        batch.step()
+        assert sum(device.waits.values()) == 1, device.waits
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
