@@ -10,6 +10,7 @@ from torch import Tensor
 from specdec import grammar, rules
 from specdec.cache import RowCache
 from specdec.clock import Clock, Mark
+from specdec.devices import given
 from specdec.generation import STAGES, Ends, Generation, RoundCost
 from specdec.grammar import Constraint
 from specdec.prefill import Prefill
@@ -170,7 +171,7 @@ class Batch:
         if not tree.linear:
             self.cache.keep(path)
         if not all(running):  # a row that has ended stands still: its text would outgrow the target's positions
-            num_kept = num_kept * torch.tensor(running, device=num_kept.device)
+            num_kept = num_kept * given(running, num_kept.device)
             counts = [count * on for count, on in zip(counts, running)]
         self.cache.commit(num_kept, counts)
         if self.proposer:
@@ -226,7 +227,7 @@ class Batch:
             self._select(places, self._nums())
 
     def _select(self, rows: list[int], nums: list[int]) -> None:
-        index = torch.tensor(rows, device=self.newest.device)
+        index = given(rows, self.newest.device)
         self.cache.select(rows)
         self.newest, self.marks = self.newest[index], None if self.marks is None else self.marks[index]
         if self.proposer:
@@ -254,7 +255,7 @@ class Batch:
             free += range(num_rows, num_rows + more)
         rows = free[: len(requests)]
         cache, newest, marks, opening = self._begin(requests, prefill)
-        index = torch.tensor(rows, device=newest.device)
+        index = given(rows, newest.device)
         self.cache.replace(rows, cache)
         self.newest = self.newest.index_copy(0, index, newest)
         if marks is not None and self.marks is None:

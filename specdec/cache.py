@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specdec import span_attention
+from specdec.devices import given
 from specdec.layer_states import LayerStates, StateLayer
 from specdec.span_attention import Span
 
@@ -204,7 +205,7 @@ class RowCache(transformers.Cache):
 
         Where fewer rows go on, each in its place or in that of one that leaves, only the latter ones are copied.
         """
-        index, num = torch.tensor(rows, device=self.lengths.device), len(rows)
+        index, num = given(rows, self.lengths.device), len(rows)
         moved = {place: row for place, row in enumerate(rows) if place != row}
         if num <= len(self.known) and all(row >= num for row in moved.values()):
             for group in self.groups.values():
@@ -227,7 +228,7 @@ class RowCache(transformers.Cache):
         """Writes the rows of another cache of the same layers over these rows; called when nothing is pending in either."""
         num = other.get_seq_length()
         self._hold(num)
-        index = torch.tensor(rows, device=self.lengths.device)
+        index = given(rows, self.lengths.device)
         for shape, group in self.groups.items():
             group[:, index.to(group.device), :, :num] = other.groups[shape][..., :num, :]
         self.lengths = self.lengths.index_copy(0, index, other.lengths)

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from specdec.devices import send
+from specdec.devices import given, send
 from specdec.tree import Tree
 
 Kind = Literal[
@@ -119,7 +119,7 @@ class RowSampling:
         found: dict[Sampling, list[int]] = {}
         for row, sampling in enumerate(self.rows):
             found.setdefault(sampling, []).append(row)
-        return [(sampling, torch.tensor(rows, device=device)) for sampling, rows in found.items()]
+        return [(sampling, given(rows, device)) for sampling, rows in found.items()]
 
 
 AnySampling = Sampling | RowSampling

@@ -4,9 +4,10 @@ import pytest
 import torch
 from hydra.utils import instantiate
 
-from specdec import clock, replay
+from specdec import clock, costs, replay
 from specdec.batch import Request
 from specdec.decode import Decoder
+from specdec.proposers.auto import Auto
 from specdec.proposers.heads import HeadProposer
 from specdec.sampling import Sampling, uniform
 from specdec.tree import TreeShape
@@ -182,17 +183,40 @@ def test_numbers_of_each_rows_own_generator_are_drawn_without_a_wait(kinds, devi
     assert numbers[1].tolist() == [alone[0][1], alone[1][0], alone[2][1]]
 
 
-@pytest.mark.parametrize("head", [None, "eagle3"])
-@pytest.mark.parametrize("kind", [There, torch.Generator])
-def test_a_round_of_answers_with_own_random_numbers_waits_once(head, kind, device):
-    drafter = make_drafter(head or "eagle3").decodable()
-    proposer = head and HeadProposer(drafter, TreeShape(2, 1, 2))
+SHAPES = {"plain": None, "chain": TreeShape(2, 1, 2), "tree": TreeShape(2, 2, 4)}
+
+
+@pytest.mark.parametrize(
+    "shape, children, kind",
+    [("plain", "chosen", torch.Generator), ("chain", "chosen", There), ("tree", "chosen", torch.Generator), ("tree", "distinct", There)],
+)  # fmt: skip
+def test_a_round_of_answers_with_own_settings_waits_once_however_they_end(shape, children, kind, device):
+    """The host copies nothing by itself either: such a copy waits for the device too."""
+    drafter = make_drafter("eagle3").decodable()
+    proposer = SHAPES[shape] and HeadProposer(drafter, SHAPES[shape], children=children)
     batch = Decoder(drafter.target, proposer, sampling=Sampling(1.0), stop=set()).batch()
-    batch.admit([Request(random_tokens(seed, 5, VOCAB), 8, generator=kind().manual_seed(seed)) for seed in range(2)])
-    while all(request.left for request in batch.rows):
+    settings = [Sampling(1.0), Sampling(0.5, top_k=5), Sampling(1.0)]
+    batch.admit([
+        Request(random_tokens(seed, 5, VOCAB), 4 + 3 * seed, generator=kind().manual_seed(seed), sampling=sampling)
+        for seed, sampling in enumerate(settings)
+    ])  # fmt: skip
+    while batch.running:
         device.waits.clear()
         batch.step()
         assert sum(device.waits.values()) == 1, device.waits
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_auto_waits_twice_a_level_and_once_more_than_others(temperature, device):
+    drafter, told = make_drafter("eagle3").decodable(), {1: 1, 2: 1.05, 4: 1.1, 8: 1.15}
+    known = costs.told(told, plain=0.02, absorb=0.001, step=0.001)
+    auto = Auto.usual(drafter.target, HeadProposer(drafter, TreeShape(3, 1, 3)), costs=known)
+    batch = Decoder(drafter.target, auto, sampling=Sampling(temperature), stop=set()).batch()
+    batch.admit([Request(random_tokens(seed, 5, VOCAB), 9) for seed in range(2)])
+    while batch.running:
+        device.waits.clear()
+        batch.step()
+        assert sum(device.waits.values()) <= 2 + 2 * auto.head.depth, device.waits
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
