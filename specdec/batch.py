@@ -1,6 +1,6 @@
 """Rows that are decoded together: prompts join between rounds, and rows leave when their answers have ended."""
 
-import time
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -9,6 +9,8 @@ from torch import Tensor
 
 from specdec import grammar, rules
 from specdec.cache import RowCache
+from specdec.clock import Clock, Mark
+from specdec.devices import given
 from specdec.generation import STAGES, Ends, Generation, RoundCost
 from specdec.grammar import Constraint
 from specdec.prefill import Prefill
@@ -112,6 +114,8 @@ class Batch:
         self.usual = verify.sampling  # of requests that have none of their own
         self.sampling: AnySampling = self.usual  # of the rows
         self.runner = verify.runner
+        self.clock = Clock(target.device, self._compiling)
+        self.behind: tuple[Mark, ...] = ()  # of the last round: the wait, what is kept, the end
         self.rows: list[Request] = []  # of each row; one whose answer has ended stands still until it leaves
         self.cache: RowCache
         self.newest: Tensor  # [B] the last token of each row
@@ -134,30 +138,31 @@ class Batch:
     @torch.inference_mode()
     def read(self, prefill: Prefill, most: int | None = None) -> None:
         """Reads on in prompts, which may be done between rounds. most: as for Prefill.advance"""
-        start = self._clock()
+        start = self.clock.mark()
         prefill.advance(most)
-        prefill.seconds += self._clock() - start
+        prefill.pieces.append((start, self.clock.mark()))
 
     @torch.inference_mode()
     def admit(self, requests: list[Request], prefill: Prefill | None = None) -> list[list[int]]:
         """Reads the prompts, or what `prefill` has not read of them -> the first token of each answer"""
         prefill = prefill or self.prefill(requests)
         self.read(prefill)
-        start = self._clock()
+        start = self.clock.mark()
         if self.running:
             assert self.joins, "this proposer's batches cannot be joined"
             first = self._join(requests, prefill)
         else:
             self.close()
-            self.rows = list(requests)
+            self.rows, self.behind = list(requests), ()
             self.cache, self.newest, self.marks, opening, first = self._begin(requests, prefill)
             self._settle_sampling(new=True)
             if self.proposer:
                 self.proposer.share(self.cache)
                 self.proposer.begin(opening.tokens, opening.num)
                 self.proposer.commit(opening.following, opening.features, opening.num, opening.counts)
-        emitted = [request.take([token], self.ends) for request, token in zip(requests, first)]
-        seconds = prefill.seconds + self._clock() - start
+        tokens, end = self.clock.read(first)
+        emitted = [request.take([token], self.ends) for request, token in zip(requests, tokens)]
+        seconds = sum(self.clock.seconds(*piece) for piece in [*prefill.pieces, (start, end)])
         for request in requests:
             request.generation.prefill_seconds += seconds / len(requests)
         return emitted
@@ -165,24 +170,25 @@ class Batch:
     @torch.inference_mode()
     def step(self) -> Step:
         """One round of all rows. At least one request must be running."""
-        start, compiled = self._clock(), self._compiling()
+        clock, compiled = self.clock, self._compiling()
+        start = clock.mark()
         self._shrink()
         running = [request.left > 0 for request in self.rows]
         tree, allowed = self._constrain(self._propose())
-        drafted = self._clock()
+        drafted = clock.mark()
         marks = self.marks if self.sampling.penalises else None
         draws = rules.Draws(self._randomness(self.rows))
         verdict = self.verify(tree, self.cache, draws, marks, sampling=self.sampling, allowed=allowed)
         num_kept, self.newest = verdict.num_kept, verdict.next_token.clamp(min=0)
         path, following = verdict.along(tree, self.proposer.depth if self.proposer else 0)  # [B, P] each
         # The only wait for the device in a round
-        *lists, counts = torch.cat([following, num_kept[:, None]], dim=1).T.tolist()
+        (*lists, counts), verified = clock.read(torch.cat([following, num_kept[:, None]], dim=1).T)
         following = following.clamp(min=0)  # no NO_TOKEN in what is read next; its row has ended
-        verified = self._clock()
+        behind = self.behind
         if not tree.linear:
             self.cache.keep(path)
         if not all(running):  # a row that has ended stands still: its text would outgrow the target's positions
-            num_kept = num_kept * torch.tensor(running, device=num_kept.device)
+            num_kept = num_kept * given(running, num_kept.device)
             counts = [count * on for count, on in zip(counts, running)]
         self.cache.commit(num_kept, counts)
         if self.proposer:
@@ -192,19 +198,24 @@ class Batch:
             if not tree.linear:
                 features = features.gather(1, path[..., None].expand(-1, -1, features.shape[-1]))
             self.proposer.commit(following, features, num_kept, counts)
-        kept = self._clock()
+        kept = clock.mark()
         requests, rows = self.running, [row for row, on in enumerate(running) if on]
         emitted = [list(row[:n]) for row, n in zip(zip(*lists), counts)]
         tokens = [request.take(row, self.ends) for request, row, on in zip(self.rows, emitted, running) if on]
         if self.marks is not None:
             real = torch.arange(following.shape[1], device=following.device) < num_kept[:, None]
             self.marks.scatter_(1, torch.where(real, following, self.newest[:, None]), True)
-        end = self._clock()
-        compiling = self._compiling() - compiled
-        stages = dict(zip(STAGES, (drafted - start, verified - drafted, kept - verified, end - kept)))
-        cost, kept_nodes = RoundCost(end - start, compiling, stages), [counts[row] for row in rows]
+        self.behind = verified, kept, clock.mark()
+        if (
+            not clock.queued
+        ):  # else the device has not come so far, and what followed the last wait is counted in its place
+            behind = self.behind
+        places = [(start, drafted), (drafted, verified), *itertools.pairwise(behind)]
+        stages = dict.fromkeys(STAGES, 0.0) | dict(zip(STAGES, itertools.starmap(clock.seconds, places)))
+        cost = RoundCost(sum(stages.values()), self._compiling() - compiled, stages)
+        kept_nodes = [counts[row] for row in rows]
         done = Step(requests, tokens, rows, tree, path, kept_nodes, cost)
-        if self.proposer and not compiling:
+        if self.proposer and not cost.compile_seconds:
             self.proposer.timed(done.cost)
         for request, accepted in zip(requests, done.accepted):
             request.generation.accepted[0].append(accepted)
@@ -233,7 +244,7 @@ class Batch:
             self._select(places, self._nums())
 
     def _select(self, rows: list[int], nums: list[int]) -> None:
-        index = torch.tensor(rows, device=self.newest.device)
+        index = given(rows, self.newest.device)
         self.cache.select(rows)
         self.newest, self.marks = self.newest[index], None if self.marks is None else self.marks[index]
         if self.proposer:
@@ -250,8 +261,8 @@ class Batch:
     def _sampling_of(self, request: Request) -> Sampling:
         return request.sampling or self.usual
 
-    def _join(self, requests: list[Request], prefill: Prefill) -> list[int]:
-        """Requests take the places of rows that have ended, or new rows -> the first token of each answer"""
+    def _join(self, requests: list[Request], prefill: Prefill) -> Tensor:
+        """Requests take the places of rows that have ended, or new rows -> the first token of each answer [R], or NO_TOKEN"""
         nums, free = self._nums(), [row for row, request in enumerate(self.rows) if not request.left]
         more = len(requests) - len(free)
         if more > 0:
@@ -261,7 +272,7 @@ class Batch:
             free += range(num_rows, num_rows + more)
         rows = free[: len(requests)]
         cache, newest, marks, opening, first = self._begin(requests, prefill)
-        index = torch.tensor(rows, device=newest.device)
+        index = given(rows, newest.device)
         self.cache.replace(rows, cache)
         self.newest = self.newest.index_copy(0, index, newest)
         if marks is not None and self.marks is None:
@@ -308,7 +319,7 @@ class Batch:
 
     def _begin(
         self, requests: list[Request], prefill: Prefill
-    ) -> tuple[RowCache, Tensor, Tensor | None, Opening, list[int]]:
+    ) -> tuple[RowCache, Tensor, Tensor | None, Opening, Tensor]:
         """Of prompts that were read: a cache with them, the first token of each answer [R], marks [R, V], what a proposer needs, and the first
         tokens again, with NO_TOKEN"""
         padded, num, (last, features) = prefill.tokens, prefill.num, prefill.output()
@@ -333,7 +344,7 @@ class Batch:
         following = torch.cat([padded[:, 1:], newest[:, None]], dim=1)  # [R, T]
         following[torch.arange(len(num), device=num.device), num - 1] = newest
         opening = Opening(padded, num, following, features, prefill.counts)
-        return prefill.cache, newest, marks, opening, first.tolist()
+        return prefill.cache, newest, marks, opening, first
 
     def _mark(self, padded: Tensor, num: Tensor, penalised: Sequence[Tensor | None]) -> Tensor:
         """[R, V] bool: the prompts' tokens, or those that a request names"""
@@ -342,14 +353,6 @@ class Batch:
         marks.scatter_(1, torch.where(real, padded, padded[:, :1]), True)
         given = [marks[row] if own is None else own.to(marks.device) for row, own in enumerate(penalised)]
         return torch.stack(given)
-
-    # Time
-
-    def _clock(self) -> float:
-        """Seconds without those of compiling."""
-        if self.target.device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter() - self._compiling()
 
     def _compiling(self) -> float:
         return self.runner.seconds + (self.proposer.compile_seconds if self.proposer else 0.0)

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specdec import span_attention
+from specdec.devices import given
 from specdec.layer_states import LayerStates, StateLayer
 from specdec.span_attention import Span
 
@@ -139,13 +140,15 @@ class RowCache(transformers.Cache):
         slots: Tensor | None = None,
         pending: int | None = None,
     ) -> "RowCache":
-        """The same cache over other tensors, for a compiled function, which has these tensors as its arguments.
+        """The same cache over other tensors, for a compiled or captured function, which has these tensors as its arguments.
 
+        Such a function outlives the cache that it was made with, so a pass may read no other tensor of the cache.
         halves: K and V of every layer in turn, [B, heads, C, head_dim] each; or those of one layer, whatever its number
         lengths [B]; slots [B, S] and pending: if they differ from this cache's
         """
         cache = copy.copy(self)
         cache.halves, cache.lengths = list(halves), lengths
+        cache.rows = torch.arange(len(lengths), device=lengths.device)[:, None]
         cache.slots = self.slots if slots is None else slots
         cache.pending = self.pending if pending is None else pending
         return cache
@@ -202,7 +205,7 @@ class RowCache(transformers.Cache):
 
         Where fewer rows go on, each in its place or in that of one that leaves, only the latter ones are copied.
         """
-        index, num = torch.tensor(rows, device=self.lengths.device), len(rows)
+        index, num = given(rows, self.lengths.device), len(rows)
         moved = {place: row for place, row in enumerate(rows) if place != row}
         if num <= len(self.known) and all(row >= num for row in moved.values()):
             for group in self.groups.values():
@@ -225,7 +228,7 @@ class RowCache(transformers.Cache):
         """Writes the rows of another cache of the same layers over these rows; called when nothing is pending in either."""
         num = other.get_seq_length()
         self._hold(num)
-        index = torch.tensor(rows, device=self.lengths.device)
+        index = given(rows, self.lengths.device)
         for shape, group in self.groups.items():
             group[:, index.to(group.device), :, :num] = other.groups[shape][..., :num, :]
         self.lengths = self.lengths.index_copy(0, index, other.lengths)

@@ -24,7 +24,7 @@ LINEAR = {torch.ops.aten.mm.default: (None, 0, 1), torch.ops.aten.addmm.default:
 # Asserts of sizes are not needed: Runner compares shapes and strides itself, and packed weights have none.
 CPU_OPTIONS = {"cpp.threads": 1, "cpp_wrapper": True, "size_asserts": False}
 
-MOST_GRAPHS = 32  # CUDA graphs that a runner keeps; each holds its own memory
+MOST_GRAPHS = 32  # CUDA graphs that a runner keeps; each holds its inputs and outputs
 
 torch.library.define("specdec::packed_linear", "(Tensor input, Tensor weight) -> Tensor")
 
@@ -180,7 +180,7 @@ class Runner:
 
     def __init__(self, compile: bool = False, *, cuda_graphs: bool = False):
         self.compile, self.cuda_graphs, self.seconds = compile, cuda_graphs, 0.0
-        self.graphs: dict[tuple, cuda_graph.Replay] = {}
+        self.graphs, self.pool = dict[tuple, cuda_graph.Replay](), cuda_graph.Pool()
         self.known: dict[tuple, Callable | list[Callable]] = {}
         self.packed: dict[tuple[int, ...], Tensor] = {}  # by the addresses of the weights
 
@@ -210,18 +210,19 @@ class Runner:
     ) -> tuple[Tensor, ...]:
         """function(*inputs), from a CUDA graph of it if those are wanted. The function may itself call this runner.
 
-        memory: tensors that it reads or writes in place besides its inputs, such as a cache's K and V. The graph is for
-        these tensors only, so another cache needs another graph.
+        name: stands for all that the function reads besides tensors, as it was at its first call
+        memory: tensors that it reads or writes in place besides its inputs and weights, such as a cache's K and V. The graph is
+        for these tensors only, so another cache needs another graph. Any other tensor may be gone when the graph is replayed.
         Where a graph cannot be captured, one warning says so, and there are none from then on.
         """
         if not self.cuda_graphs:
             return function(*inputs)
-        places = tuple((tensor.data_ptr(), tensor.shape) for tensor in memory)
+        places = tuple((tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in memory)
         key = (name, places, *(tensor.shape for tensor in inputs))
         if key not in self.graphs:
             compiling, start = self.seconds, time.perf_counter()
             try:
-                self.graphs[key] = cuda_graph.capture(function, inputs)
+                self.graphs[key] = cuda_graph.capture(function, inputs, self.pool)
             except RuntimeError as error:
                 self.cuda_graphs = False
                 warnings.warn(

@@ -50,10 +50,12 @@ class Conditions:
     target: str  # its fingerprint
     dtype: str
     compiled: bool
+    cuda_graphs: bool
     law: str  # greedy, sampled, or cut: with top-k, top-p or a penalty
 
     @classmethod
-    def of(cls, target: Target, sampling: AnySampling, *, compiled: bool) -> "Conditions":
+    def of(cls, verifier: Verifier, sampling: AnySampling) -> "Conditions":
+        target = verifier.target
         on_cuda = target.device.type == "cuda"
         return cls(
             machine=torch.cuda.get_device_name(target.device) if on_cuda else _processor(),
@@ -61,7 +63,8 @@ class Conditions:
             torch=torch.__version__,
             target=target.fingerprint(),
             dtype=str(target.dtype),
-            compiled=compiled,
+            compiled=verifier.runner.compile,
+            cuda_graphs=verifier.capturable and sampling.kind == "greedy",
             law=sampling.kind,
         )
 
@@ -292,7 +295,7 @@ def open_costs(
 
     longer: what longer contexts add, as far as it is known from laws of another kind; what is measured is added to it
     """
-    conditions = Conditions.of(target, sampling, compiled=verifier.runner.compile)
+    conditions = Conditions.of(verifier, sampling)
     sizes = COMPILED_SIZES if verifier.runner.by_shape else SIZES
     path, alone = conditions.path, target.share.size == 1
     # several processes may see other files, and must decide alike

@@ -5,6 +5,7 @@ torch's own way (inductor's cudagraphs) would copy all weights and K and V at ea
 of compiled functions (specdec/compile.py), so whole passes are captured instead.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -15,7 +16,27 @@ WARM_UP = 2  # calls before the capture, for what happens only once: workspaces,
 Replay = Callable[..., tuple[Tensor, ...]]
 
 
-def capture(function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor]) -> Replay:
+class Pool:
+    """The memory of all graphs of one runner: they are replayed one after the other, so they need it only once.
+
+    A replay overwrites the intermediate results of other graphs, which is harmless on one stream: a graph reads only its own
+    inputs, which lie outside of the pool, what stays in memory, and what the same replay has written. Its outputs stay its own
+    while it is kept, and they are copied before the next replay. A graph that is dropped leaves its outputs' memory to later
+    captures. The graphs beside it lose nothing, because torch gives no memory of a pool back while a graph of it lives.
+    When none is left, torch refuses the handle: so it is a runner's, not the process's, and a runner keeps its newest graph.
+    """
+
+    @functools.cached_property
+    def handle(self):
+        return torch.cuda.graph_pool_handle()
+
+    @functools.cached_property
+    def stream(self) -> torch.cuda.Stream:
+        """Of all captures: memory that one has left is used again on the same stream only."""
+        return torch.cuda.Stream()
+
+
+def capture(function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor], pool: Pool) -> Replay:
     """`function` as a graph: the result copies its arguments to where the graph reads, starts it, and copies the outputs.
 
     The function is called several times with these inputs, which must have the same effect as once. It must not wait for
@@ -24,16 +45,17 @@ def capture(function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor
     """
     if any(value.device.type != "cuda" for value in inputs):
         raise RuntimeError("only what runs on a CUDA device can be a CUDA graph")
-    own = [value.clone() for value in inputs]
-    current, aside = torch.cuda.current_stream(), torch.cuda.Stream()
-    aside.wait_stream(current)
-    with torch.cuda.stream(aside):  # the documentation of torch asks for a stream other than the default one
-        for _ in range(WARM_UP):
-            function(*own)
-    current.wait_stream(aside)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may use the device meanwhile
-        outputs = function(*own)
+    own, graph = [value.clone() for value in inputs], torch.cuda.CUDAGraph()
+    with torch.cuda.device(own[0].device):  # streams are those of the current device
+        current, aside = torch.cuda.current_stream(), pool.stream
+        aside.wait_stream(current)
+        with torch.cuda.stream(aside):  # the documentation of torch asks for a stream other than the default one
+            for _ in range(WARM_UP):
+                function(*own)
+        current.wait_stream(aside)
+        # Other threads may use the device meanwhile
+        with torch.cuda.graph(graph, pool=pool.handle, stream=aside, capture_error_mode="thread_local"):
+            outputs = function(*own)
 
     def replay(*given: Tensor) -> tuple[Tensor, ...]:
         for place, value in zip(own, given, strict=True):

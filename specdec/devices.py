@@ -64,6 +64,11 @@ def move(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
     return [part.view(each.shape) for part, each in zip(parts, tensors)]
 
 
+def given(values: list, device: torch.device | str) -> Tensor:
+    """torch.tensor(values, device=device), but the host does not wait."""
+    return send(torch.tensor(values), torch.device(device))
+
+
 def send(tensor: Tensor, device: torch.device) -> Tensor:
     """One tensor; from page-locked memory where the device is a GPU, because other memory is copied while the host waits"""
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)

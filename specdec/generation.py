@@ -41,7 +41,7 @@ def reached(accepted: list[int], depth: int) -> list[int]:
 
 @dataclass(frozen=True)
 class RoundCost:
-    """Times of one round, as in Generation."""
+    """Times of one round, as in Generation. On a GPU, `keep` and `other` are those of the round before: nobody waits for them."""
 
     seconds: float
     compile_seconds: float

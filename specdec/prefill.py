@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from specdec import masks
+from specdec.clock import Mark
 from specdec.target import Target, TargetOutput
 
 
@@ -11,7 +12,8 @@ class Prefill:
     """Prompts that join a batch together, as far as they were read.
 
     layers: hidden states that are kept
-    tokens [R, T]: the prompts, right-padded; num [R]: their lengths, `counts` on the host; seconds: of reading so far
+    tokens [R, T]: the prompts, right-padded; num [R]: their lengths, `counts` on the host
+    pieces: where the reading of each piece began and ended
     """
 
     def __init__(self, target: Target, layers: tuple[int, ...], prompts: list[list[int]]):
@@ -21,7 +23,7 @@ class Prefill:
         padded = torch.nn.utils.rnn.pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True)
         self.tokens = padded.to(target.device)
         self.cache = target.cache(len(prompts))
-        self.place, self.seconds = 0, 0.0
+        self.place, self.pieces = 0, list[tuple[Mark, Mark]]()
         self.outputs: list[TargetOutput] = []
 
     @property

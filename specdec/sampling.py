@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from specdec.devices import given, send
 from specdec.tree import Tree
 
 Kind = Literal[
@@ -128,7 +129,7 @@ class RowSampling:
         found: dict[Sampling, list[int]] = {}
         for row, sampling in enumerate(self.rows):
             found.setdefault(sampling, []).append(row)
-        return [(sampling, torch.tensor(rows, device=device)) for sampling, rows in found.items()]
+        return [(sampling, given(rows, device)) for sampling, rows in found.items()]
 
 
 AnySampling = Sampling | RowSampling
@@ -211,13 +212,18 @@ def uniform(num: int, source: Randomness, device, dtype: torch.dtype, where: Ten
     """
     if not isinstance(source, Sequence):
         return torch.rand(num, generator=source, device=device, dtype=dtype)
-    found = torch.zeros(num, dtype=dtype)
-    needing = range(num) if where is None else where.nonzero()[:, 0].tolist()
-    for row in needing:
-        generator = source[row]
-        place = device if generator is None else generator.device
-        found[row : row + 1] = torch.rand(1, generator=generator, device=place, dtype=dtype)
-    return found.to(device)
+    needing = [True] * num if where is None else where.tolist()
+    places = [device if generator is None else generator.device for generator in source]
+    drawn = [
+        torch.rand(1, generator=generator, device=place, dtype=dtype) if needs else torch.zeros(1, dtype=dtype)
+        for generator, place, needs in zip(source, places, needing)
+    ]
+
+    def moved(values: Tensor) -> Tensor:
+        return send(values, torch.device(device)) if values.device.type == "cpu" else values.to(device)
+
+    together = len({value.device for value in drawn}) == 1
+    return moved(torch.cat(drawn)) if together else torch.cat([moved(value) for value in drawn])
 
 
 def precise(logits: Tensor) -> Tensor:

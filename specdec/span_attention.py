@@ -14,6 +14,7 @@ from torch import Tensor
 CHUNK = 2**21  # entries of a chunk's mask on a CPU, whose kernel works through its scores in blocks
 SLOTS = 256  # of a chunk on a CPU: with more, slots of one document are computed against keys of others
 SCORES = 2**26  # scores of a chunk on other devices
+WIDE = ("cuda",) if torch.version.cuda else ()  # kinds of devices whose products of 16-bit matrices may be 32-bit ones
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
@@ -196,15 +197,26 @@ def _dense_backward(grad, query, out, log_sum, key, value, mask) -> tuple[Tensor
     flat = grad.flatten(1, 3)
     grad_value = weights.flatten(1, 3).to(grad.dtype).transpose(-1, -2) @ flat
     mean = (grad * out).sum(-1, keepdim=True, dtype=log_sum.dtype)
-    scores = (flat @ value.transpose(-1, -2)).view(weights.shape)
+    scores = _product(flat, value.transpose(-1, -2)).view(weights.shape)
     scores = (weights * (scores - mean)).to(query.dtype).flatten(1, 3)
     return (scores @ key).view(query.shape), scores.transpose(-1, -2) @ query.flatten(1, 3), grad_value
 
 
 def _dense_scores(query: Tensor, key: Tensor, mask: Tensor) -> Tensor:
     """-> [G, R, S, P, C], minus infinity where a key is not seen"""
-    scores = (query.flatten(1, 3) @ key.transpose(-1, -2)).view(*query.shape[:-1], -1).to(_exact(query))
+    scores = _product(query.flatten(1, 3), key.transpose(-1, -2)).view(*query.shape[:-1], -1)
     return scores.masked_fill(~mask[:, None], float("-inf"))
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """left [..., M, K], right [..., K, N] -> [..., M, N] of at least 32 bits, where the device can not rounded to 16 before.
+
+    A softmax over scores that were rounded errs by a percent where they are large.
+    """
+    if left.device.type in WIDE and left.dtype in (torch.bfloat16, torch.float16):
+        wide = torch.bmm(left.flatten(0, -3), right.flatten(0, -3), out_dtype=torch.float32)
+        return wide.view(*left.shape[:-1], -1)
+    return (left @ right).to(_exact(left))
 
 
 # Own keys of all rows: query, out [B, G, R, S, P, E]; log_sum [B, G, R, S, P, 1]; own [B, G, S, N, E]
@@ -220,7 +232,7 @@ def _join(own: tuple[Tensor, ...] | list[Tensor], query: Tensor) -> tuple[Tensor
 
 def _own_scores(query: Tensor, own_key: Tensor, causal: bool) -> Tensor:
     """-> [B, G, S, R * P, N], minus infinity where a key is not seen"""
-    scores = _by_slot(query) @ own_key.transpose(-1, -2)
+    scores = _product(_by_slot(query), own_key.transpose(-1, -2))
     if not causal:
         return scores
     later = torch.ones(query.shape[4], own_key.shape[3], dtype=torch.bool, device=query.device).triu(1)
@@ -233,7 +245,7 @@ def _add_own(
     """out, log_sum: of common keys -> the same of common and own keys"""
     if own_key.shape[3] == 0:
         return out, log_sum
-    scores = _by_head(_own_scores(query, own_key, causal), query).to(_exact(query))
+    scores = _by_head(_own_scores(query, own_key, causal), query)
     total = torch.logaddexp(log_sum, scores.logsumexp(-1, keepdim=True))
     weights = (scores - total).exp().to(query.dtype)
     own = _by_head(_by_slot(weights) @ own_value, query)
@@ -248,11 +260,11 @@ def _own_backward(
     if own_key.shape[3] == 0:
         return [torch.zeros_like(query)]
     by_slot = _by_slot(query)
-    weights = (_own_scores(query, own_key, causal).to(log_sum.dtype) - _by_slot(log_sum)).exp()  # [B, G, S, R * P, N]
+    weights = (_own_scores(query, own_key, causal) - _by_slot(log_sum)).exp()  # [B, G, S, R * P, N]
     given = _by_slot(grad)
     mean = (given * _by_slot(out)).sum(-1, keepdim=True, dtype=log_sum.dtype)
     grad_value = weights.to(grad.dtype).transpose(-1, -2) @ given
-    scores = (weights * (given @ own_value.transpose(-1, -2) - mean)).to(query.dtype)
+    scores = (weights * (_product(given, own_value.transpose(-1, -2)) - mean)).to(query.dtype)
     sizes = [each.shape[3] for each in own[::2]]
     pairs = zip((scores.transpose(-1, -2) @ by_slot).split(sizes, dim=3), grad_value.split(sizes, dim=3))
     return [_by_head(scores @ own_key, query), *(each for pair in pairs for each in pair)]

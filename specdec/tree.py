@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from specdec import masks
+from specdec.devices import given
 
 Nodes = list[tuple[int, int]]  # the drafts of one row, nodes 1, 2, .. of a tree: (token, parent); the root is node 0
 
@@ -80,7 +81,7 @@ class Tree:
 
     def part(self, numbers: list[list[int]]) -> "Tree":
         """Some nodes of each row, as many in each, in increasing order, a node only with its parent; without `done`."""
-        kept = torch.tensor(numbers, device=self.tokens.device)  # [B, M]
+        kept = given(numbers, self.tokens.device)  # [B, M]
         places = torch.zeros_like(self.tokens).scatter_(
             1, kept, torch.arange(kept.shape[1], device=kept.device).expand_as(kept)
         )
@@ -147,4 +148,4 @@ def plant(newest: list[int], drafts: list[Nodes], device) -> Tree:
         owners += range(len(draft), num) if linear else [0] * missing
         rows.append(tokens)
         parents.append(owners)
-    return Tree(torch.tensor(rows, device=device), torch.tensor(parents, device=device), None, linear)
+    return Tree(given(rows, device), given(parents, device), None, linear)

@@ -82,7 +82,8 @@ class Verifier:
                     view = cache.over(cache.halves, lengths, slots=slots)
                     return self._read_greedily(view, linear, None, tokens, parents, lengths, skipped)
 
-                outputs = run.whole(("verify", linear), whole, [*inputs, cache.slots], cache.halves)
+                name = "verify", linear, self.hidden_states
+                outputs = run.whole(name, whole, [*inputs, cache.slots], cache.halves)
             else:
                 outputs = self._read_greedily(cache, linear, done, *inputs)
             path, num_kept, next_token, choices, features, final = outputs

@@ -14,6 +14,7 @@ ORDER = [
     "hub",
     "shards",
     "devices",
+    "clock",
     "layer_states",
     "span_attention",
     "cache",

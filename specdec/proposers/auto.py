@@ -28,6 +28,7 @@ from specdec import masks
 from specdec.cache import RowCache
 from specdec.chances import Chances, Kind
 from specdec.costs import Conditions, Costs, Longer, open_costs, read_told
+from specdec.devices import given
 from specdec.generation import Ends
 from specdec.grammar import Constraint
 from specdec.proposers.account import Account, Choice
@@ -118,7 +119,7 @@ class Auto(Proposer):
     def meet(self, verifier, sampling):
         if self.given is None:
             sampling = sampling.costliest if isinstance(sampling, RowSampling) else sampling
-            conditions = Conditions.of(self.target, sampling, compiled=verifier.runner.compile)
+            conditions = Conditions.of(verifier, sampling)
             if conditions not in self.opened:
                 self.opened[conditions] = open_costs(
                     self.target, verifier, sampling, linear=self.linear, longer=self.longer,
@@ -154,10 +155,11 @@ class Auto(Proposer):
         return len(self.running)
 
     def commit(self, tokens, features, num, counts):
-        for member in self.texts:
-            member.commit(tokens, features[..., :0], num, counts)
         if self.head:
             self.head.commit(tokens, features, num, counts)
+        tokens = tokens.cpu()  # once for all that look at them
+        for member in self.texts:
+            member.commit(tokens, features[..., :0], num, counts)
         rows = [row[:count] for row, count in zip(tokens.tolist(), counts)]
         self.newest = [new[-1] if new else newest for new, newest in zip(rows, self.newest)]
         self.backlog.commit(counts, opening=self.pools is None)
@@ -284,7 +286,7 @@ class Auto(Proposer):
         self.rhythm.chose(num, advantage=as_plain / (verifying + drafting))
         device = self.target.device
         if num == 1:
-            return root(torch.tensor(self.newest, device=device))
+            return root(given(self.newest, device))
         rows = [pool.choose(num - 1, chain=self.linear) for pool in pools]
         for row in rows:
             self.sources.update(row.sources)
@@ -296,7 +298,7 @@ class Auto(Proposer):
         assert self.head is not None
         probs = certain(tree.tokens, self.target.vocab_size, laws[0].dtype)  # [B, N, V]
         for level, law in enumerate(laws):
-            places = torch.tensor([row.drawn[level] for row in rows], device=device)
+            places = given([row.drawn[level] for row in rows], device)
             probs[torch.arange(num_rows, device=device), places] = widened(self.head.drafter, law)
         return Tree(tree.tokens, tree.parents, probs, tree.linear)
 
@@ -324,7 +326,7 @@ class Auto(Proposer):
                         for place, (chance, token) in enumerate(zip(chances[row], tokens[row]))
                     ]
                     spine[row] = next((number for number in numbers if number not in pool.barred), numbers[0])
-                chosen = torch.tensor([[pool.tokens[node]] for pool, node in zip(pools, spine)], device=device)
+                chosen = given([[pool.tokens[node]] for pool, node in zip(pools, spine)], device)
             else:
                 law = sampling.law(logits[:, 0])  # [B, W]
                 surest = law.max(-1).values.tolist()

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from specdec import masks
 from specdec.compile import Runner
+from specdec.devices import given
 from specdec.drafter import Drafter
 from specdec.sampling import AnySampling, pick, uniforms
 from specdec.tree import Tree, TreeShape, chain, root
@@ -174,7 +175,7 @@ def grow_sampled_tree(
         following = [node for node in range(len(parents)) if depths[node] == d and node in parents]
         if not following or d == depth:
             break
-        owner = torch.tensor([level.index(parents[node]) for node in following], device=newest.device)
+        owner = given([level.index(parents[node]) for node in following], newest.device)
         itself = torch.eye(len(following), dtype=torch.bool, device=newest.device).expand(num_rows, -1, -1)
         seen = torch.cat([seen[:, owner], itself], dim=-1)
         chosen = torch.stack([tokens[node] for node in following], dim=1)
@@ -183,7 +184,7 @@ def grow_sampled_tree(
     num_nodes = len(parents)
     if num_nodes == 1:
         return root(newest)
-    shape = torch.tensor(parents, device=newest.device).expand(num_rows, -1)
+    shape = given(parents, newest.device).expand(num_rows, -1)
     return Tree(torch.stack(tokens[:num_nodes], dim=1), shape, _spread(drafter, laws[: num_nodes - 1]))
 
 

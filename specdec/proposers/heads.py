@@ -10,6 +10,7 @@ from torch import Tensor
 from specdec import masks
 from specdec.cache import CacheMark, RowCache
 from specdec.compile import Runner
+from specdec.devices import given
 from specdec.drafter import Drafter
 from specdec.proposers.base import Proposer, last_of
 from specdec.proposers.growth import Children, StepOutput, check_children, grow_chain, grow_sampled_tree, grow_tree
@@ -66,10 +67,10 @@ def joined(parts: list[Committed], *, fixed: bool) -> New:
     counts = list(map(len, index))
     longest = max(counts)
     length = max(4, 1 << (longest - 1).bit_length()) if fixed else longest
-    place = torch.tensor([places + [0] * (length - len(places)) for places in index], device=device)  # [B, S]
+    place = given([places + [0] * (length - len(places)) for places in index], device)  # [B, S]
     tokens = torch.cat([part.tokens.flatten() for part in parts])
     features = torch.cat([part.features.flatten(0, 1) for part in parts])
-    return New(tokens[place], features[place], torch.tensor(counts, device=device), counts)
+    return New(tokens[place], features[place], given(counts, device), counts)
 
 
 class HeadProposer(Proposer):
@@ -128,7 +129,7 @@ class HeadProposer(Proposer):
         self.absorbed = None
 
     def select(self, rows, nums):
-        index = torch.tensor(rows, device=self.opening.device)
+        index = given(rows, self.opening.device)
         self.cache.select(rows)
         self.opening, self.carried = self.opening[index], [state[index] for state in self.carried]
         self.waiting = [each.select(rows) for each in self.waiting]
@@ -141,7 +142,7 @@ class HeadProposer(Proposer):
         fresh = copy.copy(self)
         fresh.begin(opening.tokens, opening.num)
         fresh.commit(opening.following, opening.features, opening.num, opening.counts)
-        index = torch.tensor(rows, device=self.opening.device)
+        index = given(rows, self.opening.device)
         self.cache.replace(rows, fresh.cache)
         self.opening = self.opening.index_copy(0, index, fresh.opening)
         numbers = dict(zip(rows, itertools.count()))
@@ -198,7 +199,7 @@ class HeadProposer(Proposer):
 
     def _absorb_apart(self, begun: list[int]) -> tuple[Tensor, StepOutput]:
         """Rows that have a prompt to read do so by themselves: the others would be filled up to its length."""
-        index, fresh = torch.tensor(begun, device=self.opening.device), copy.copy(self)
+        index, fresh = given(begun, self.opening.device), copy.copy(self)
         fresh.begin(self.opening[index], self.cache.lengths[index])
         fresh.waiting = [each.select(begun) for each in self.waiting]
         newest, first = fresh.absorb()

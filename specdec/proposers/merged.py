@@ -5,6 +5,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from specdec.devices import given
 from specdec.proposers.base import Proposer
 from specdec.target import Target
 from specdec.tree import Nodes, Tree, certain, plant, root
@@ -130,7 +131,7 @@ def union(trees: list[Tree]) -> tuple[Tree, list[Tensor]]:
                     drafts[row].append(node)
                     numbers_of[row][node] = len(drafts[row])
                 numbers[row].append(numbers_of[row][node])
-        places.append(torch.tensor(numbers, device=device))
+        places.append(given(numbers, device))
     return plant(largest.tokens[:, 0].tolist(), drafts, device), places
 
 

@@ -8,11 +8,13 @@ import warnings
 import pytest
 
 from specdec import costs as costs_module
+from specdec.compile import Runner
 from specdec.costs import Conditions, Costs, Longer
 from specdec.decode import Decoder
 from specdec.proposers.auto import Auto
 from specdec.proposers.suffix import usual_suffix
 from specdec.sampling import Sampling
+from specdec.verifier import Verifier
 from tests.texts import repeating_texts
 
 
@@ -132,8 +134,29 @@ def test_costs_are_measured_once_and_kept(small_target, tmp_path, monkeypatch):
     path.write_text("{")
     decode()
     assert seen == [1, 2]
-    sampled = Conditions.of(small_target, Sampling(1.0), compiled=False)
-    assert sampled.law == "sampled" and sampled.path != Conditions.of(small_target, Sampling(), compiled=False).path
+
+
+def conditions(target, temperature: float = 0.0, **how) -> Conditions:
+    sampling = Sampling(temperature)
+    return Conditions.of(Verifier(target, sampling=sampling, rule="token", runner=Runner(**how)), sampling)
+
+
+def test_other_conditions_have_other_files(small_target, tmp_path, monkeypatch):
+    """Those with and without CUDA graphs too, where a pass can be one: sampled ones are not."""
+    monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path))
+    different = [
+        conditions(small_target), conditions(small_target, 1.0), conditions(small_target, compile=True),
+        conditions(small_target, cuda_graphs=True), conditions(small_target, compile=True, cuda_graphs=True),
+    ]  # fmt: skip
+    assert len({each.path for each in different}) == len(different)
+    assert conditions(small_target, 1.0, cuda_graphs=True) == different[1] and different[1].law == "sampled"
+    for each in different:
+        costs_module._write(each.path, each, {1: {1: 1.0}}, {})
+        document = json.loads(each.path.read_text())
+        assert document["conditions"]["cuda_graphs"] == each.cuda_graphs
+        del document["conditions"]["cuda_graphs"]  # as in files written before there was such a field
+        each.path.write_text(json.dumps(document))
+        assert costs_module._read(each.path) == ({1: {1: 1.0}}, {})
 
 
 def test_a_machine_that_is_too_slow_for_a_long_pass_is_measured_without_it(target, tmp_path, monkeypatch):
@@ -172,12 +195,12 @@ def test_costs_that_no_longer_hold_are_measured_again(small_target, tmp_path, mo
 
 
 def test_processes_that_measure_the_same_at_once_do_not_disturb_each_other(tmp_path, small_target):
-    conditions = Conditions.of(small_target, Sampling(), compiled=False)
+    given = conditions(small_target)
 
     def write_often() -> None:
         warnings.simplefilter("error")
         for _ in range(50):
-            costs_module._write(tmp_path / "costs.json", conditions, {1: {1: 1.0}}, {})
+            costs_module._write(tmp_path / "costs.json", given, {1: {1: 1.0}}, {})
 
     children = [multiprocessing.get_context("fork").Process(target=write_often) for _ in range(2)]
     for child in children:

@@ -59,6 +59,40 @@ def test_attention_over_spans_of_blocks_of_queries(lag, scores, monkeypatch):
         torch.testing.assert_close(grad, reference, atol=1e-10, rtol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_gpu_does_not_round_scores_before_the_softmax(dtype, monkeypatch):
+    """Its way, with large scores of both kinds of keys, is as near to float64 as rounded inputs and weights allow."""
+    few = torch.bmm
+    monkeypatch.setattr(torch, "bmm", lambda a, b, out_dtype: few(a.to(out_dtype), b.to(out_dtype)))  # as a GPU adds up
+    for name in ("_common", "_common_backward"):
+        monkeypatch.setattr(span_attention, name, getattr(span_attention, name.replace("common", "dense")))
+    torch.manual_seed(0)
+    shapes = {
+        "query": (1, 2, 2, 48, 2, 64),
+        "key": (1, 2, 48, 64),
+        "value": (1, 2, 48, 64),
+        "own": (2, 1, 2, 48, 3, 64),
+    }
+    inputs = [torch.randn(shape).to(dtype) for shape in shapes.values()]
+    given = torch.randn(shapes["query"]).to(dtype)
+
+    def worst(wide: tuple[str, ...]) -> list[float]:
+        """Relative errors of the output and of each gradient"""
+        monkeypatch.setattr(span_attention, "WIDE", wide)
+        found = []
+        for exact in (False, True):
+            query, key, value, own = (each.double() if exact else each.clone() for each in inputs)
+            leaves = [each.requires_grad_() for each in (query, key, value, own)]
+            out = span_attention.attend(query, key, value, spans(torch.zeros(1, 48, dtype=torch.long)), *own)
+            found.append([out, *torch.autograd.grad(out, leaves, given.to(out.dtype))])
+        return [float(((some - all).norm() / all.norm()).detach()) for some, all in zip(*found)]
+
+    inputs[0] *= 0.75  # scores of a standard deviation of 6
+    narrow, wide = worst(()), worst(("cpu",))
+    assert max(wide) < 4 * torch.finfo(dtype).eps, wide
+    assert all(1.5 * few < many for few, many in zip(wide, narrow)), (wide, narrow)
+
+
 @pytest.mark.parametrize("dense", [False, True])
 def test_causal_queries_see_the_first_of_their_own_keys(dense):
     """Query p alone with the first p + 1 own keys, both ways."""

@@ -7,10 +7,12 @@ import pytest
 import torch
 from hydra.utils import instantiate
 
-from specdec import devices, replay
+from specdec import clock, costs, devices, replay
+from specdec.batch import Request
 from specdec.decode import Decoder
+from specdec.proposers.auto import Auto
 from specdec.proposers.heads import HeadProposer
-from specdec.sampling import Sampling
+from specdec.sampling import Sampling, uniform
 from specdec.tree import TreeShape
 from tests.pretend_device import ELSEWHERE, Elsewhere, PretendDevice
 from tests.support import HEADS, load_head, make_target, random_tokens
@@ -94,9 +96,132 @@ def test_a_round_waits_once(head, temperature, device):
         generator = torch.Generator().manual_seed(0)
         device.waits.clear()
         generation = decoder.generate([random_tokens(0, 9, VOCAB)], 8, generator=generator)
-        reads = sum(count for (kind, _), count in device.waits.items() if kind != "copy from the CPU")
         assert len(generation.tokens[0]) == 8
-        assert reads <= len(generation.accepted[0]) + 2, device.waits
+        assert reads(device) <= len(generation.accepted[0]) + 2, device.waits
+
+
+def reads(device) -> int:
+    return sum(count for (kind, _), count in device.waits.items() if kind != "copy from the CPU")
+
+
+@pytest.fixture
+def events(device, monkeypatch) -> list:
+    """CUDA's events on the pretended device, which reaches one a millisecond, once the host has waited for it. torch.cuda is
+    not to be asked for anything else. -> those that were recorded"""
+    recorded = []
+
+    class Event:
+        def __init__(self, *, enable_timing):
+            assert enable_timing
+
+        def record(self, stream):
+            assert stream == f"stream of {ELSEWHERE}"
+            recorded.append(self)
+            self.milliseconds, self.waits = len(recorded), reads(device)
+
+        def elapsed_time(self, end):
+            assert max(self.waits, end.waits) < reads(device), "the device has not come so far"
+            return float(end.milliseconds - self.milliseconds)
+
+    def refuse(*_):
+        raise AssertionError("the host waits for the device")
+
+    monkeypatch.setattr(clock, "QUEUES", ("meta",))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", "stream of {}".format)
+    monkeypatch.setattr(torch.cuda, "synchronize", refuse)
+    return recorded
+
+
+@pytest.mark.parametrize("head", [None, "eagle3"])
+def test_the_times_of_a_round_need_no_wait_of_their_own(head, device, events):
+    """What is done after a round's wait is read at the next one. Joining and leaving rows change nothing."""
+    drafter = make_drafter(head or "eagle3").decodable()
+    proposer = head and HeadProposer(drafter, TreeShape(2, 2, 4))
+    decoder = Decoder(drafter.target, proposer, sampling=Sampling(), stop=set())
+    device.waits.clear()
+    batch = decoder.batch()
+    steps = []
+    for prompt in (3, 5):
+        request = Request(random_tokens(prompt, prompt, VOCAB), 6)
+        prefill, waited = batch.prefill([request]), reads(device)
+        batch.read(prefill, 2)
+        batch.read(prefill, 2)
+        assert reads(device) == waited
+        batch.admit([request], prefill)
+        assert reads(device) == waited + 1
+        assert request.generation.prefill_seconds == pytest.approx(0.004)  # three pieces, then the rest
+        for _ in range(2):
+            waited = reads(device)
+            steps.append(batch.step())
+            assert reads(device) == waited + 1
+    while batch.running:
+        steps.append(batch.step())
+    costs = [step.cost for step in steps]
+    assert costs[0].stages == pytest.approx({"draft": 0.001, "verify": 0.001, "keep": 0, "other": 0})
+    for cost in costs[1:]:
+        assert cost.stages == pytest.approx(dict.fromkeys(cost.stages, 0.001)) and cost.seconds == pytest.approx(0.004)
+
+
+class There(torch.Generator):
+    """Random numbers of the pretended device"""
+
+    device = ELSEWHERE
+
+
+@pytest.mark.parametrize("kinds", [[There] * 3, [torch.Generator] * 3, [There, torch.Generator, None]])
+def test_numbers_of_each_rows_own_generator_are_drawn_without_a_wait(kinds, device):
+    """The same ones as one draw after the other, each by the generator of its row."""
+    generators = [kind and kind().manual_seed(seed) for seed, kind in enumerate(kinds)]
+    again = [torch.Generator().manual_seed(seed) for seed in range(3)]
+    for _ in range(4):
+        found = uniform(3, generators, ELSEWHERE, torch.float64)
+        assert isinstance(found, Elsewhere) and not device.waits
+        for row, kind in enumerate(kinds):
+            drawn = torch.rand(1, generator=again[row], dtype=torch.float64)
+            assert kind is None or found.values_here[row] == drawn
+    some = torch.tensor([True, False, True])
+    here = [torch.Generator().manual_seed(seed) for seed in range(3)]
+    numbers = [uniform(3, here, "cpu", torch.float64, where) for where in (some, None)]
+    alone = [torch.rand(2, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) for seed in range(3)]
+    assert numbers[0].tolist() == [alone[0][0], 0, alone[2][0]]  # a row that needs no number draws none
+    assert numbers[1].tolist() == [alone[0][1], alone[1][0], alone[2][1]]
+
+
+SHAPES = {"plain": None, "chain": TreeShape(2, 1, 2), "tree": TreeShape(2, 2, 4)}
+
+
+@pytest.mark.parametrize(
+    "shape, children, kind",
+    [("plain", "chosen", torch.Generator), ("chain", "chosen", There), ("tree", "chosen", torch.Generator), ("tree", "distinct", There)],
+)  # fmt: skip
+def test_a_round_of_answers_with_own_settings_waits_once_however_they_end(shape, children, kind, device):
+    """The host copies nothing by itself either: such a copy waits for the device too."""
+    drafter = make_drafter("eagle3").decodable()
+    proposer = SHAPES[shape] and HeadProposer(drafter, SHAPES[shape], children=children)
+    batch = Decoder(drafter.target, proposer, sampling=Sampling(1.0), stop=set()).batch()
+    settings = [Sampling(1.0), Sampling(0.5, top_k=5), Sampling(1.0)]
+    batch.admit([
+        Request(random_tokens(seed, 5, VOCAB), 4 + 3 * seed, generator=kind().manual_seed(seed), sampling=sampling)
+        for seed, sampling in enumerate(settings)
+    ])  # fmt: skip
+    while batch.running:
+        device.waits.clear()
+        batch.step()
+        assert sum(device.waits.values()) == 1, device.waits
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_auto_waits_twice_a_level_and_once_more_than_others(temperature, device):
+    drafter, told = make_drafter("eagle3").decodable(), {1: 1, 2: 1.05, 4: 1.1, 8: 1.15}
+    known = costs.told(told, plain=0.02, absorb=0.001, step=0.001)
+    auto = Auto.usual(drafter.target, HeadProposer(drafter, TreeShape(3, 1, 3)), costs=known)
+    batch = Decoder(drafter.target, auto, sampling=Sampling(temperature), stop=set()).batch()
+    batch.admit([Request(random_tokens(seed, 5, VOCAB), 9) for seed in range(2)])
+    while batch.running:
+        device.waits.clear()
+        batch.step()
+        assert sum(device.waits.values()) <= 2 + 2 * auto.head.depth, device.waits
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -107,8 +232,7 @@ def test_a_batch_is_replayed_with_one_wait(head, temperature, device):
     output = replay.read(drafter, texts)
     device.waits.clear()
     accepts = replay.acceptances(drafter, texts, depth=2, temperature=temperature, output=output)
-    reads = sum(count for (kind, _), count in device.waits.items() if kind != "copy from the CPU")
-    assert reads <= 1 + (head == "draft"), device.waits
+    assert reads(device) <= 1 + (head == "draft"), device.waits
     assert [accept.shape for accept in accepts] == [(2, 8), (2, 7), (2, 6)]
     assert all(bool(((accept >= 0) & (accept <= 1)).all()) for accept in accepts)
 

@@ -1,0 +1,49 @@
+"""Times of what a device was given to do, without waiting for the device."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+QUEUES = ("cuda",)  # kinds of devices that work behind the host, and can note when they reach a place in their work
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A place in the work. when: the host's seconds, or a CUDA event; apart: seconds before it that do not count"""
+
+    when: Any
+    apart: float
+
+
+class Clock:
+    """apart: gives the seconds so far that do not count, such as those of compiling
+
+    queued: whether the device reaches a mark later than the host. Then its time is known after the next `read` only.
+    """
+
+    def __init__(self, device: torch.device, apart: Callable[[], float]):
+        self.device, self.apart, self.queued = device, apart, device.type in QUEUES
+
+    def mark(self) -> Mark:
+        """This place in the work."""
+        if not self.queued:
+            return Mark(time.perf_counter(), self.apart())
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return Mark(event, self.apart())
+
+    def read(self, values: Tensor) -> tuple[list, Mark]:
+        """Waits for the device: values.tolist(), and the place where the device had them."""
+        if self.queued:
+            mark = self.mark()
+            return values.tolist(), mark
+        return values.tolist(), self.mark()
+
+    def seconds(self, start: Mark, end: Mark) -> float:
+        """Between two places, after the first `read` behind them."""
+        spent = start.when.elapsed_time(end.when) / 1e3 if self.queued else end.when - start.when
+        return max(0.0, spent - (end.apart - start.apart))

@@ -1,0 +1,144 @@
+"""What a GPU is given to do in a training step and in decoding, at the sizes of real targets, may only become less.
+
+Counted on tensors without values (tests/metacount.py), so no GPU, no weights and no measured time take part. The budgets are
+what was counted when they were set, and one percent. One may be raised only in a commit that says why.
+"""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from transformers import LlamaConfig, Qwen3Config
+
+from specdec import rules, span_attention
+from specdec.batch import Request
+from specdec.compile import Runner
+from specdec.decode import Decoder
+from specdec.heads.eagle import Eagle3
+from specdec.proposers.heads import HeadProposer
+from specdec.sampling import Sampling
+from specdec.tree import plant
+from specdec.verifier import Verifier
+from tests.metacount import Autocast, Count, meta_target
+from tests.support import chain_of, load_head
+from train.data import Row, collate
+from train.features import Online
+from train.objective import Objective
+
+QWEN3_8B = Qwen3Config(
+    hidden_size=4096, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
+    intermediate_size=12288, vocab_size=151936, max_position_embeddings=40960, tie_word_embeddings=False,
+)  # fmt: skip
+LLAMA_8B = LlamaConfig(
+    hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, intermediate_size=14336,
+    vocab_size=128256, max_position_embeddings=131072, tie_word_embeddings=False,
+)  # fmt: skip
+DOCUMENTS = [2600, 1900, 1300, 900, 620, 410, 260, 190]  # tokens of the conversations in a pack of 8,192
+W = 32_000
+GB = 1e9
+
+
+@dataclass(frozen=True)
+class Budget:
+    launches: int
+    moved: float  # GB read and written
+    live: float  # GB that are held at one time, beside weights
+    waits: int  # of the host for the device
+
+    def check(self, count: Count) -> None:
+        found = Budget(count.launches, count.moved / GB, count.live / GB, count.waits)
+        print(found)
+        assert all(value <= getattr(self, name) for name, value in vars(found).items()), f"more than {self}: {found}"
+        assert found.launches > self.launches / 2 and found.moved > self.moved / 2, f"lower the budget {self}: {found}"
+
+
+@pytest.fixture(autouse=True)
+def _as_on_cuda(monkeypatch):
+    monkeypatch.setattr(span_attention, "WIDE", ("meta",))
+
+
+def test_what_is_counted():
+    x, w = torch.empty(2, 8, 16, device="meta"), torch.nn.Linear(16, 4, bias=False, device="meta")
+    for mode in (torch.no_grad(), torch.inference_mode()):
+        with mode, Count() as count, Autocast():
+            y = w(x.to(torch.bfloat16)).relu()[0]
+            assert y.sum().item() == 1 and y.argmax(-1).tolist() == [1] * 8 and x.cpu().shape == x.shape
+            z = torch.nn.functional.scaled_dot_product_attention(*[x[:, None]] * 3)
+        assert y.dtype == torch.bfloat16 and z.shape == (2, 1, 8, 16)
+        # a cast of x and w each, the product, relu, sum, argmax (2), attention
+        assert count.launches == 8 and count.waits == 3
+        sizes = 1024 + 512, 256 + 128, 512 + 128 + 128, 128 + 128, 64 + 2, 64 + 64, 4 * 1024
+        assert count.moved == sum(sizes) and count.live == 1024 + 128 + 128  # z, y, and w once more
+
+
+def head_of(target) -> Eagle3:
+    with torch.device("meta"):
+        drafter = Eagle3(target, vocab=torch.arange(W, device="cpu"))
+    return drafter.to("meta")
+
+
+def test_a_training_step_of_eagle3_for_qwen3_8b(monkeypatch):
+    target = meta_target(QWEN3_8B, monkeypatch)
+    settings = load_head("eagle3")["objective"] | {"depth": 7, "losses": {"kl": 1.0}}
+    objective = Objective(head_of(target), **settings)
+    judge = objective._judge
+
+    def judged(*arguments):  # again in the backward pass, where torch.autocast would be on as it was
+        with Autocast():
+            return judge(*arguments)
+
+    monkeypatch.setattr(objective, "_judge", judged)
+    rows = [Row(str(num), "all", [1] * num, [place >= 0.3 * num for place in range(num)]) for num in DOCUMENTS]
+    batch = collate([rows], length=8192, pad_token=0).to(torch.device("meta"))
+    with Count() as count:
+        output = Online(target, objective.drafter.target_layers)(batch)
+        with Autocast():
+            loss = objective(batch, output, compare=False)
+        (loss.total / loss.num_goals).backward()
+    Budget(launches=29_980, moved=1317, live=16.5, waits=len(DOCUMENTS)).check(count)
+
+
+@pytest.fixture(scope="module")
+def llama():
+    with pytest.MonkeyPatch.context() as patch:
+        return meta_target(LLAMA_8B, patch)
+
+
+@pytest.mark.parametrize(
+    "context, nodes, budget",
+    [
+        (500, 1, Budget(launches=1490, moved=16.82, live=0.0171, waits=0)),
+        (3_000, 1, Budget(launches=1490, moved=21.70, live=0.0679, waits=0)),
+        (3_000, 64, Budget(launches=1530, moved=23.41, live=0.0724, waits=0)),
+    ],
+)
+def test_a_pass_of_llama_8b(llama, context, nodes, budget):
+    """As decoding makes it: a tree behind so many tokens, and what is accepted of it."""
+    cache = llama.cache(1)
+    cache.make_room(context + 80)
+    cache.commit(torch.full_like(cache.lengths, context), [context])
+    verify = Verifier(llama, sampling=Sampling(), rule="token", runner=Runner(), hidden_states=(2, 16, 29))
+    tree = plant([1], [[(1, (num + 1) // 2 - 1) for num in range(1, nodes)]], llama.device)
+    with Count() as count, torch.inference_mode():
+        verify(tree, cache, rules.Draws(None))
+    budget.check(count)
+
+
+@pytest.mark.parametrize(
+    "temperature, budget",
+    [
+        (0.0, Budget(launches=1970, moved=20.05, live=0.0090, waits=1)),
+        (1.0, Budget(launches=2109, moved=20.11, live=0.0128, waits=1)),
+    ],
+)
+def test_a_round_of_eagle3_for_llama_8b(llama, temperature, budget):
+    """A chain of five drafts: drafted, verified and kept, where the last round accepted none."""
+    drafter = head_of(llama).to(torch.bfloat16)
+    proposer = HeadProposer(drafter, chain_of(5))
+    batch = Decoder(llama, proposer, sampling=Sampling(temperature), stop=set()).batch()
+    with Count():
+        batch.admit([Request([1] * 500, 100)])
+        batch.step()
+    with Count() as count:
+        batch.step()
+    budget.check(count)
