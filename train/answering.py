@@ -95,7 +95,7 @@ def list_jobs(
             messages=prompt["messages"],
             tokens=tokens,
             tags=tuple(dict.fromkeys([*prompt["tags"], *tags])),
-            prompt=None if tokenizer.chat_template else prompt["prompt"],
+            prompt=None if tokenizer.chat_template else prompt.get("prompt"),
         )
         for prompt in prompts
         for tokens in [data.prompt_tokens(tokenizer, prompt, thinking=thinking)]

@@ -130,7 +130,7 @@ def encode_prompt(
 
 def prompt_tokens(tokenizer: PreTrainedTokenizerBase, row: dict, *, thinking: bool | None = None) -> list[int]:
     """The same of a row of reading.load_prompts, whose `prompt` a model without a chat template continues."""
-    if row["prompt"] is not None and not tokenizer.chat_template:
+    if row.get("prompt") is not None and not tokenizer.chat_template:
         tokens = plain_text.encode(tokenizer, row["prompt"])
         if not tokens:
             raise ValueError(f"Prompt {row['id']} is empty, and the target puts no token in front of texts: write one.")
