@@ -79,7 +79,7 @@ def unpack(
         job = answering.Job(
             f"{prompt['id']}@{temperature:g}", prompt["category"], float(temperature), prompt["messages"],
             data.encode_row(tokenizer, prompt), tuple(prompt["tags"]),
-            None if tokenizer.chat_template else prompt["prompt"],
+            None if tokenizer.chat_template else prompt.get("prompt"),
         )  # fmt: skip
         # `written` takes an answer to be ended if its last token is among these
         answer = answering.written(tokenizer, tokens, {tokens[-1]} if stopped else (), job.before)

@@ -31,6 +31,7 @@ ORDER = [
     "layer_kinds",
     "target_fingerprint",
     "target_structure",
+    "plain_text",
     "target_loading",
     "target_ends",
     "target_sharding",

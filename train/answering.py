@@ -96,7 +96,7 @@ def list_jobs(
             messages=prompt["messages"],
             tokens=tokens,
             tags=tuple(dict.fromkeys([*prompt["tags"], *tags])),
-            prompt=None if tokenizer.chat_template else prompt["prompt"],
+            prompt=None if tokenizer.chat_template else prompt.get("prompt"),
             place=prompt.get("place", ""),
         )
         for prompt in prompts

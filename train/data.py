@@ -166,7 +166,7 @@ def encode_prompts(rows: list[dict], tokenizer: PreTrainedTokenizerBase) -> list
 def encode_row(tokenizer: PreTrainedTokenizerBase, row: dict, *, thinking: bool | None = None) -> list[int]:
     """`encode_prompt` of a row of reading.load_prompts, which a refusal names; a model without a chat template continues its `prompt`."""
     with reading.at(row.get("place") or f"prompt {row['id']}"):
-        if row["prompt"] is None or tokenizer.chat_template:
+        if row.get("prompt") is None or tokenizer.chat_template:
             return encode_prompt(tokenizer, row["messages"], thinking=thinking)
         tokens = plain_text.encode(tokenizer, row["prompt"])
         if not tokens:

@@ -168,7 +168,8 @@ class Server:
                 return way
             except (Refused, _Other) as error:
                 reason = str(error)
-        raise ValueError(f"The server takes neither token ids nor messages. {reason}")
+        taken = "neither token ids nor messages" if example.prompt is None else "no token ids"
+        raise ValueError(f"The server takes {taken}. {reason}")
 
 
 class _Other(ValueError):

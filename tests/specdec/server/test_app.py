@@ -1,6 +1,7 @@
 """Tests of the HTTP interface, with OpenAI's own client and with bytes that no client would send."""
 
 import contextlib
+import copy
 import json
 import time
 import urllib.request
@@ -27,7 +28,7 @@ QUESTIONS = [f"Say {word} {number} times." for number, word in enumerate(["sky",
 @contextlib.contextmanager
 def serving(target, *, rows=4, queue=64, **settings):
     """A server of a tiny target with an untrained EAGLE-3 head -> its URL, and the record it serves"""
-    tokenizer = small_tokenizer()
+    tokenizer = copy.deepcopy(small_tokenizer())
     proposer = HeadProposer(make_drafter(target, "eagle3"), chain_of(3))
     drafted, plain = (Decoder(target, each, sampling=Sampling(), stop=STOP) for each in (proposer, None))
     metrics = Metrics("tiny")
@@ -95,6 +96,21 @@ def test_streaming(client, answers):
         assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens == num_answer
         assert len({chunk.id for chunk in chunks}) == 1
     assert all(chunk.usage is None for chunk in ask(client, QUESTIONS[0], stream=True))
+
+
+def test_a_model_without_a_chat_template_continues_prompts(tiny):
+    with serving(tiny) as (url, served):
+        served.tokenizer.chat_template, served.tokenizer.add_bos_token = None, True
+        asked = {"max_tokens": 3, "temperature": 0}
+        refused = httpx.post(
+            f"{url}/v1/chat/completions", json={"messages": [{"role": "user", "content": "a"}], **asked}
+        )
+        assert refused.status_code == 400 and "send a prompt to /v1/completions" in refused.json()["error"]["message"]
+        ids = [1, *small_tokenizer()("The sky")["input_ids"]]
+        prompts = ("The sky", "<|im_start|>The sky", ids)
+        found = [httpx.post(f"{url}/v1/completions", json={"prompt": prompt, **asked}).json() for prompt in prompts]
+        assert [each["usage"]["prompt_tokens"] for each in found] == [len(ids)] * 3
+        assert len({each["choices"][0]["text"] for each in found}) == 1
 
 
 def test_completions_take_text_or_token_ids(client, tiny):

@@ -1,0 +1,277 @@
+"""Tests of targets without a chat template: rows of plain text, prompts, and the beginning-of-text token."""
+
+import copy
+import json
+import sys
+import warnings
+
+import pytest
+from transformers import GenerationConfig, LlamaConfig
+
+from scripts import answer, generate, show_data
+from specdec import plain_text
+from specdec.server.text import StreamedText
+from specdec.target import load_tokenizer
+from tests.small_server import Model, SmallServer
+from tests.support import losses_of, save_target, small_tokenizer, write_rows
+from train import answering, data, datastore, reading
+
+BEGIN, END = 1, 2  # ids of small_tokenizer's tokens
+TEXT, PROMPT, COMPLETION = "Count to world", "Count to", " hello world"
+
+
+@pytest.fixture
+def tokenizer():
+    """Without a chat template, and without anything in front of texts."""
+    own = copy.deepcopy(small_tokenizer())
+    own.chat_template = None
+    return own
+
+
+def begun(tokenizer):
+    tokenizer.add_bos_token = True
+    return tokenizer
+
+
+def save(folder, tokenizer, *, config=(), generation=(), stated=None):
+    """A folder of a model without weights. stated: add_bos_token of tokenizer_config.json"""
+    LlamaConfig(vocab_size=400, **{"bos_token_id": BEGIN, "eos_token_id": END, **dict(config)}).save_pretrained(folder)
+    if generation:
+        GenerationConfig(**dict(generation)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    if stated is not None:
+        path = folder / "tokenizer_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"add_bos_token": stated}))
+    return str(folder)
+
+
+def encoded(tokenizer, /, **row):
+    """-> what is not supervised, what is"""
+    found = data.encode(tokenizer, {"id": "row 7", "category": "all", **row})
+    border = found.mask.index(True)
+    assert all(found.mask[border:])
+    return tokenizer.decode(found.tokens[:border]), tokenizer.decode(found.tokens[border:])
+
+
+# The beginning of a text
+
+
+CASES = {  # settings of `save` -> what is put in front, and whether that is said
+    "named": ({}, [BEGIN], True),
+    "named-for-generation": ({"config": {"bos_token_id": None}, "generation": {"bos_token_id": BEGIN, "eos_token_id": [END]}}, [BEGIN], True),
+    "also-the-end": ({"config": {"eos_token_id": BEGIN}}, [], False),
+    "also-an-end-of-generation": ({"generation": {"bos_token_id": BEGIN, "eos_token_id": [END, BEGIN]}}, [], False),
+    "not-named": ({"config": {"bos_token_id": None}}, [], False),
+    "another-named": ({"config": {"bos_token_id": 0}}, [], False),
+    "stated": ({"config": {"bos_token_id": None}, "stated": True}, [BEGIN], False),
+    "stated-otherwise": ({"stated": False}, [], False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_texts_begin_as_the_model_expects(case, tmp_path, tokenizer):
+    settings, first, said = CASES[case]
+    name = save(tmp_path, tokenizer, **settings)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        loaded = load_tokenizer(name)
+    told = [str(each.message) for each in found if "in front of texts" in str(each.message)]
+    assert len(told) == said and all(name in each and "add_bos_token" in each for each in told)
+    text = tokenizer(TEXT)["input_ids"]
+    assert plain_text.encode(loaded, TEXT) == first + text and plain_text.encode(loaded, "") == first
+    if first:  # never twice
+        assert plain_text.encode(loaded, tokenizer.decode(first) + TEXT) == first + text
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert plain_text.encode(load_tokenizer(save(tmp_path / "again", loaded)), TEXT) == first + text
+
+
+def test_a_chat_model_keeps_its_tokenizer(tmp_path):
+    name = save(tmp_path, small_tokenizer())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert plain_text.encode(load_tokenizer(name), TEXT)[0] != BEGIN
+
+
+def test_an_end_that_the_tokenizer_adds_does_not_end_a_prompt(tokenizer):
+    text = plain_text.encode(tokenizer, TEXT)
+    tokenizer.add_eos_token = tokenizer.add_bos_token = True
+    assert tokenizer(TEXT)["input_ids"] == [BEGIN, *text, END]
+    assert plain_text.encode(tokenizer, TEXT) == [BEGIN, *text]
+
+
+# Rows
+
+
+def test_plain_rows_are_supervised(tokenizer):
+    start = tokenizer.decode(BEGIN)
+    assert encoded(tokenizer, text=TEXT) == ("Count", " to world")  # nothing precedes the first token
+    assert encoded(begun(tokenizer), text=TEXT) == (start, TEXT)
+    pair = {"prompt": PROMPT, "completion": COMPLETION}
+    assert encoded(tokenizer, **pair) == (start + PROMPT, COMPLETION + "<|im_end|>")
+    assert encoded(tokenizer, **pair, text=TEXT) == (start + PROMPT, COMPLETION + "<|im_end|>")
+    assert encoded(tokenizer, **pair, finish="length") == (start + PROMPT, COMPLETION)
+    ended = {"prompt": PROMPT, "completion": COMPLETION + "<|im_end|>"}
+    assert encoded(tokenizer, **ended) == (start + PROMPT, COMPLETION + "<|im_end|>")
+    assert encoded(tokenizer, prompt="", completion=COMPLETION) == (start, COMPLETION + "<|im_end|>")
+
+
+def test_a_completion_follows_the_tokens_that_decoding_reads(tokenizer):
+    prompt, completion = "Count ", "to world"  # the border is inside of the text's second token
+    assert tokenizer(prompt + completion)["input_ids"][:2] != tokenizer(prompt)["input_ids"]
+    row = data.encode(tokenizer, {"id": "1", "category": "all", "prompt": prompt, "completion": completion})
+    (known,) = [{"id": "1", "prompt": prompt, "messages": []}]
+    read = data.prompt_tokens(tokenizer, known)
+    assert row.tokens[: len(read)] == read and row.mask.index(True) == len(read)
+    assert tokenizer.decode(row.tokens) == prompt + completion + "<|im_end|>"
+
+
+def test_chat_models_take_both_kinds_of_rows():
+    chat = small_tokenizer()
+    messages = [{"role": "user", "content": PROMPT}, {"role": "assistant", "content": COMPLETION}]
+    forms = ({"prompt": PROMPT, "completion": COMPLETION}, {"messages": messages})
+    pair, conversation = (data.encode(chat, {"id": "1", "category": "all", **form}) for form in forms)
+    assert pair == conversation
+    assert encoded(chat, text=TEXT) == ("Count", " to world")
+
+
+@pytest.mark.parametrize(
+    "row", [{"text": ""}, {"text": "Count"}, {"prompt": PROMPT, "completion": "", "finish": "length"}]
+)
+def test_a_row_with_nothing_to_guess_is_refused(tokenizer, row):
+    with pytest.raises(ValueError, match="row 7: its text or completion is too short"):
+        encoded(tokenizer, **row)
+
+
+def test_messages_are_refused_with_what_to_do(tokenizer):
+    messages = [{"role": "user", "content": PROMPT}, {"role": "assistant", "content": COMPLETION}]
+    for refused in (lambda: encoded(tokenizer, messages=messages), lambda: data.encode_prompt(tokenizer, messages[:1])):
+        with pytest.raises(
+            ValueError, match=r"no chat template.*rows with prompt.*text, or with prompt and completion"
+        ):
+            refused()
+    with pytest.raises(ValueError, match="row 7 has messages"):
+        encoded(tokenizer, messages=messages)
+
+
+def test_ids_of_another_tokenizer_are_made_again_of_the_text(tokenizer):
+    row = {"prompt": PROMPT, "completion": COMPLETION, "tokens": [3, 4, 5], "prompt_tokens": 1, "tokenizer": "0" * 16}
+    with pytest.warns(UserWarning, match="Their text is encoded again"):
+        assert encoded(tokenizer, **row) == (PROMPT, COMPLETION + "<|im_end|>")
+
+
+def test_prompts_are_read_as_they_are(tmp_path, tokenizer):
+    write_rows(tmp_path / "prompts.jsonl", [{"prompt": PROMPT}, {"prompt": ""}])
+    load = lambda tokenizer, limit=None: data.load_prompts(str(tmp_path / "prompts.jsonl"), tokenizer, limit=limit)
+    text = tokenizer(PROMPT)["input_ids"]
+    with pytest.raises(ValueError, match="Prompt 1 is empty"):
+        load(tokenizer)
+    assert [prompt.tokens for prompt in load(begun(tokenizer))] == [[BEGIN, *text], [BEGIN]]
+    assert [prompt.tokens for prompt in load(small_tokenizer())] != [[BEGIN, *text], [BEGIN]]
+
+
+def test_completions_go_into_a_datastore(tmp_path, tokenizer):
+    write_rows(tmp_path / "rows.jsonl", [{"prompt": PROMPT, "completion": COMPLETION}])
+    (text,) = datastore.read_texts(str(tmp_path / "rows.jsonl"), begun(tokenizer))
+    assert tokenizer.decode(text) == "<|im_start|>" + PROMPT + COMPLETION + "<|im_end|>"
+
+
+def test_the_text_of_an_answer_goes_on_from_its_prompt():
+    """With a tokenizer that drops the space at a text's beginning, as SentencePiece's do."""
+    words = ["one", " two", " three"]
+
+    def decode(tokens, **_):
+        return "".join(words[token] for token in tokens).lstrip()
+
+    fake = type("Tokenizer", (), {"decode": staticmethod(decode)})()
+    assert answering.written(fake, [1, 2], set(), before=[0]).text == " two three"
+    streamed = StreamedText(decode, before=[0])
+    assert "".join([streamed.add(1), streamed.add(2), streamed.end()]) == " two three"
+
+
+# Commands
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny base model that expects a token in front of texts, with rows and prompts."""
+    folder = tmp_path_factory.mktemp("base")
+    own = copy.deepcopy(small_tokenizer())
+    own.chat_template = None
+    save_target(folder / "target", num_layers=8, tokenizer=begun(own))
+    rows = [{"prompt": f"Count from {n}", "completion": f" to {n + 3}, then to {n + 7}."} for n in range(12)]
+    write_rows(folder / "train.jsonl", rows)
+    write_rows(folder / "text.jsonl", [{"text": row["prompt"] + row["completion"]} for row in rows])
+    write_rows(
+        folder / "chats.jsonl",
+        [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}],
+    )
+    write_rows(folder / "prompts.jsonl", [{"prompt": "Count from 3"}, {"prompt": "Count on"}])
+    return folder
+
+
+def command(module, monkeypatch, **options):
+    given = [f"{key.replace('__', '.')}={value}" for key, value in options.items()]
+    monkeypatch.setattr(sys, "argv", [module.__name__, *given])
+    module.main()
+
+
+def test_a_head_is_trained_on_completions_and_on_texts(fit, folder, monkeypatch, capsys):
+    assert fit("completions", "head=eagle3", "solve_packs=0", "validation.auto=never") == 0
+    assert (
+        fit(
+            "texts",
+            "head=mtp",
+            f"data.train=[{folder}/text.jsonl,{folder}/train.jsonl]",
+            "data.stream=true",
+            "validation.auto=never",
+        )
+        == 0
+    )
+    for run in ("completions", "texts"):
+        assert sorted(losses_of(run)) == [1, 2, 3, 4]
+    capsys.readouterr()
+    command(
+        generate,
+        monkeypatch,
+        checkpoint="checkpoints/completions",
+        prompt="Count",
+        max_new_tokens=6,
+        target__dtype="float32",
+    )
+    assert "the same answer" in capsys.readouterr().out
+    for more in ([f"data.train={folder}/chats.jsonl"], [f"data.heldout={folder}/chats.jsonl"]):
+        with pytest.raises(ValueError, match="no chat template"):
+            fit("chats", *more)
+
+
+def test_answers_are_completions(folder, tmp_path, monkeypatch, capsys):
+    out, tokenizer = tmp_path / "answers.jsonl", load_tokenizer(str(folder / "target"))
+    shared = {"prompts": folder / "prompts.jsonl", "target__name": folder / "target", "max_new_tokens": 5}
+    command(answer, monkeypatch, out=out, target__dtype="float32", **shared)
+    rows = reading.load_conversations(str(out))
+    assert len(rows) == 4 and rows[0]["prompt"] == "Count from 3" and "messages" not in rows[0]
+    for row in rows:
+        assert row["tokens"][: row["prompt_tokens"]] == [
+            BEGIN,
+            *tokenizer(row["prompt"], add_special_tokens=False)["input_ids"],
+        ]
+        said = row["tokens"][row["prompt_tokens"] :]
+        assert row["completion"] == tokenizer.decode(said, skip_special_tokens=True).rstrip("\ufffd")
+        assert data.encode(tokenizer, row).tokens == row["tokens"]
+    command(show_data, monkeypatch, data=out, target__name=folder / "target")
+    assert "supervised" in capsys.readouterr().out
+    model = Model()
+    with SmallServer(model) as server:
+        command(answer, monkeypatch, out=tmp_path / "served.jsonl", engine=server.url, **shared)
+    asked = [body for path, body in server.requests if path == "v1/completions"]
+    assert asked and all(body["prompt"][0] == BEGIN for body in asked)
+    assert "v1/chat/completions" not in server.paths()
+
+
+def test_a_server_that_takes_messages_only_is_refused(folder, tmp_path, monkeypatch):
+    with SmallServer(Model("chat")) as server, pytest.raises(ValueError, match="takes no token ids"):
+        command(
+            answer, monkeypatch, prompts=folder / "prompts.jsonl", out=tmp_path / "answers.jsonl", engine=server.url,
+            target__name=folder / "target",
+        )  # fmt: skip
