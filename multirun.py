@@ -22,8 +22,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
+from overrides import literal, quoted
 from specdec import files
-from train.overrides import literal, quoted
 from train.pages import sweep_page
 from train.processes import is_main
 from train.waiting import ProcessLost

@@ -24,6 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 from transformers import PreTrainedTokenizerBase
 
 import multirun
+import overrides
 from specdec import checkpoint, devices, files
 from specdec.drafter import Head
 from specdec.drafting import Drafting
@@ -31,7 +32,7 @@ from specdec.measurement import Prompt, check_prompts
 from specdec.report import Report
 from specdec.sampling import Sampling
 from specdec.target import Target
-from train import data, display, optimization, overrides, progress, ranges, reading, sharding, starting, tracking
+from train import data, display, optimization, progress, ranges, reading, sharding, starting, tracking
 from train.consistency import ConsistencyObjective
 from train.encoding import Encoding, load_packs
 from train.engine_features import EngineTarget

@@ -28,8 +28,10 @@ from helpers.options import option, options, split
 from helpers.options import run as run_command
 from helpers.training_step import Cost, Work
 from helpers.training_table import Cell
+from overrides import as_written
+from overrides import check as check_options
 from specdec import files
-from train import overrides, progress
+from train import progress
 
 CHILD = (  # the helpers are those of this working tree, specdec and train those of the tree that is measured
     "import sys; sys.path.insert(0, {scripts!r}); import helpers; sys.path.insert(0, {tree!r}); "
@@ -104,8 +106,8 @@ def make_works(chosen: BenchTraining) -> list[Work]:
         lengths = []
     if not lengths or min(lengths) < 32:
         raise ValueError(f"lengths={chosen.lengths} must be a comma list of numbers from 32 on.")
-    overrides.check(chosen.train, "train.")
-    more = overrides.as_written([f"{key}={value}" for key, value in chosen.train.items()])
+    check_options(chosen.train, "train.")
+    more = as_written([f"{key}={value}" for key, value in chosen.train.items()])
     more += [] if chosen.depth is None else [f"head.objective.depth={chosen.depth}"]
     more += [] if chosen.threads is None else [f"threads={chosen.threads}"]
     known = {"document", "batch", "features", "precision", "steps", "warmup"}

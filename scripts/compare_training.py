@@ -24,8 +24,8 @@ from pathlib import Path
 
 from engine_clients.child import Child
 from helpers.options import options, run, split
+from overrides import quoted
 from train import progress
-from train.overrides import quoted
 
 PROGRAMS = Path(__file__).resolve().parent / "trainers"
 ROOT = PROGRAMS.parents[1]

@@ -11,6 +11,7 @@ from tests.support import ROOT
 ORDER = [
     "untrusted",
     "files",
+    "loopback",
     "hub",
     "shards",
     "devices",

@@ -28,7 +28,7 @@ def read_sources(train: str | Sequence[str] | Mapping[str, float]) -> list[Sourc
     """The setting `train` in one of its three forms. Raises ValueError for weights that are not above 0 or no source."""
     if isinstance(train, str):
         weighted = yaml.safe_load(train) if train.startswith("{") and not Path(train).exists() else None
-        train = weighted if isinstance(weighted, dict) else [train]  # train/overrides.py leaves such a text
+        train = weighted if isinstance(weighted, dict) else [train]  # overrides.py leaves such a text
     weights = dict(train) if isinstance(train, Mapping) else dict.fromkeys(train, 1)
     if not weights or (not isinstance(train, Mapping) and len(weights) < len(train)):
         raise ValueError(f"train={train}: give at least one source, and each once (a weight of 2 reads it twice).")

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, field
 
+import overrides
 from helpers import adapting, loading
 from helpers.options import option, split
-from train import overrides
 from train.adaptation_judging import Limits
 
 

@@ -14,11 +14,12 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+import overrides
 from helpers import loading
 from helpers.options import split
 from helpers.settings_file import read_yaml
 from specdec import checkpoint
-from train import overrides, progress
+from train import progress
 from train.settings import flat
 from train.sources import read_sources
 

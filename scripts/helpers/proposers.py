@@ -12,6 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from helpers import loading
 from helpers.options import option, split
+from overrides import literals
 from specdec import checkpoint as checkpoint_file
 from specdec.checkpoint import resolve
 from specdec.drafter import Drafter
@@ -21,7 +22,6 @@ from specdec.proposers.heads import HeadProposer
 from specdec.target import Target
 from train import ranges
 from train.naming import named
-from train.overrides import literals
 
 FOLDER = loading.CONF / "proposer"
 AUTO, HEAD = "auto", "head"

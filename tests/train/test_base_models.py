@@ -121,7 +121,7 @@ def test_a_completion_follows_the_tokens_that_decoding_reads(tokenizer):
     assert tokenizer(prompt + completion)["input_ids"][:2] != tokenizer(prompt)["input_ids"]
     row = data.encode(tokenizer, {"id": "1", "category": "all", "prompt": prompt, "completion": completion})
     (known,) = [{"id": "1", "prompt": prompt, "messages": []}]
-    read = data.prompt_tokens(tokenizer, known)
+    read = data.encode_row(tokenizer, known)
     assert row.tokens[: len(read)] == read and row.mask.index(True) == len(read)
     assert tokenizer.decode(row.tokens) == prompt + completion + "<|im_end|>"
 

@@ -231,16 +231,8 @@ def test_settings_go_to_the_tracker_without_secrets(monkeypatch, tmp_path):
         assert given == [{"lr": 0.1, "url": "http://***@host/", "key": "***"}]
 
 
-@pytest.mark.parametrize(
-    ("name", "absent", "said"),
-    [
-        ("trackio", True, "tracker=trackio needs a package that is not installed: pip install trackio"),
-        ("mlflow", False, "tracker=mlflow must be none, wandb, tensorboard, trackio."),
-    ],
-)
-def test_a_tracker_that_is_not_there_is_refused_in_one_sentence(monkeypatch, name, absent, said):
-    if absent:
-        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+def test_a_tracker_that_is_not_there_is_refused_in_one_sentence(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError) as caught:
-        tracking.check(name)
-    assert str(caught.value) == said
+        tracking.check("trackio")
+    assert str(caught.value) == "tracker=trackio needs a package that is not installed: pip install trackio"

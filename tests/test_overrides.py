@@ -5,9 +5,9 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
+from overrides import as_written, check
 from tests.support import ROOT, save_target, write_rows
 from tests.warm import start
-from train.overrides import as_written, check
 from train.sources import read_sources
 
 TEXTS = [
