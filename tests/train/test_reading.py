@@ -104,7 +104,7 @@ REFUSED = {
     "bz.jsonl": (bz2.compress(TEXT.encode()), "compressed with bzip2"),
     "twice.jsonl.gz": (gzip.compress(lzma.compress(TEXT.encode())), "compressed with xz"),
     "rows.zip": (zipped(), "is a zip archive"),
-    "text.jsonl.gz": (TEXT.encode(), r"text\.jsonl\.gz: the compressed file is incomplete or damaged after line 0"),
+    "text.jsonl.gz": (TEXT.encode(), r"text\.jsonl\.gz: the compressed file is incomplete or damaged after line 0 .it is not compressed"),
     "half.parquet": (tabled()[:-30], r"half\.parquet: the parquet file is damaged or incomplete"),
     "text.parquet": (TEXT.encode(), r"text\.parquet: the parquet file is damaged"),
     "half.json": (json.dumps(ROWS)[:-3].encode(), r"half\.json: not valid JSON.*Give|half\.json: not valid JSON.*give"),
@@ -171,6 +171,12 @@ def test_whole_pairs_and_written_escapes_are_text(tmp_path):
     content = "\U0001f600 \\ud83d"  # the second is six characters that somebody wrote
     (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": content}))
     assert reading.load_prompts(str(tmp_path / "a.jsonl"))[0]["messages"][0]["content"] == content
+
+
+def test_a_typed_prompt_that_is_no_text_is_refused():
+    typed = b"caf\xe9".decode("utf-8", "surrogateescape")  # as sys.argv has it
+    with pytest.raises(ValueError, match="half of a surrogate pair.*typed in UTF-8"):
+        data.encode_prompt(small_tokenizer(), [{"role": "user", "content": typed}])
 
 
 def test_half_of_a_pair_in_recorded_rows_counts_as_damage(tmp_path):
