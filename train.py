@@ -100,7 +100,8 @@ def fit_alone(config: DictConfig, path: Path, accelerator: Accelerator) -> int:
     loaded = load_data(config, tokenizer, target, accelerator)
     packs, stream = (loaded.first, loaded) if isinstance(loaded, Stream) else (loaded, None)
     rows = reading.load_prompts(config.data.heldout, split=config.data.heldout_split)
-    prompts = data.encode_prompts(reading.spread(rows, config.validation.num_prompts), tokenizer)
+    with reading.at(str(config.data.heldout)):
+        prompts = data.encode_prompts(reading.spread(rows, config.validation.num_prompts), tokenizer)
     drafter, spec = make_drafter(config, target, packs)
     drafter.to(accelerator.device)
     with named("features"):

@@ -182,6 +182,8 @@ def write(chosen: Answer, console: rich.console.Console) -> None:
             chosen.limit if chosen.num_prompts is None else min(chosen.num_prompts, chosen.limit or chosen.num_prompts)
         )
         prompts = reading.load_prompts(file, split=chosen.split, limit=limit)
+        if not prompts:
+            raise ValueError(f"There are no prompts in {file}: give a file with some, and a limit= of 1 or more.")
         tags = tuple(split(chosen.tag))
         jobs = answering.list_jobs(tokenizer, prompts, temperatures, thinking=chosen.thinking, tags=tags)
         settings = {

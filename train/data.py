@@ -27,6 +27,7 @@ from transformers import PreTrainedTokenizerBase
 
 from specdec import datastore, devices, plain_text
 from specdec.measurement import Prompt
+from specdec.untrusted import is_text
 from train import reading
 
 MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -140,7 +141,9 @@ def mode(thinking: bool | None) -> dict[str, bool]:
 def encode_prompt(
     tokenizer: PreTrainedTokenizerBase, messages: list[dict], *, thinking: bool | None = None
 ) -> list[int]:
-    """The tokens after which the target writes its answer."""
+    """The tokens after which the target writes its answer. Raises ValueError for messages that are no text, too."""
+    if not is_text(messages):
+        raise ValueError("The prompt has half of a surrogate pair, which is no character: was it typed in UTF-8?")
     text = render(tokenizer, messages, add_generation_prompt=True, thinking=thinking)
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
@@ -152,7 +155,8 @@ def load_prompts(
 
     Raises ValueError as reading.load_prompts and reading.spread.
     """
-    return encode_prompts(reading.spread(reading.load_prompts(source, split=split), limit), tokenizer)
+    with reading.at(source):
+        return encode_prompts(reading.spread(reading.load_prompts(source, split=split), limit), tokenizer)
 
 
 def encode_prompts(rows: list[dict], tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:

@@ -60,7 +60,10 @@ def read_text(path: Path, *, longest: int = LONGEST_LINE) -> Iterator[str]:
 @contextlib.contextmanager
 def _open(path: Path) -> Iterator[TextIO]:
     with path.open("rb") as raw:
-        packed = raw.peek(len(GZIP)).startswith(GZIP) or path.suffix == ".gz"
+        first = raw.peek(len(GZIP))
+        packed = first.startswith(GZIP) or path.suffix == ".gz"
+        if packed and first and not first.startswith(GZIP):
+            raise gzip.BadGzipFile("it is not compressed: a name without .gz is right, if it is whole")
         content: Any = gzip.GzipFile(fileobj=raw) if packed else raw
         start = content.peek(8)
         for magic, what in OTHERS.items():

@@ -109,6 +109,20 @@ def test_a_prompt_that_is_too_long_is_named(folder, refuse, tmp_path):
     assert not (tmp_path / "c.jsonl").exists() or not (tmp_path / "c.jsonl").read_text()
 
 
+def test_a_file_without_prompts_is_named(refuse, tmp_path):
+    (tmp_path / "empty.jsonl").write_text("\n\n")
+    source = f"prompts={tmp_path}/empty.jsonl"
+    refuse(
+        r"empty\.jsonl: No rows leave nothing to decode",
+        evaluate,
+        "proposer=ngram",
+        source,
+        f"out={tmp_path}/a",
+        *SHORT,
+    )
+    refuse(r"There are no prompts in .*empty\.jsonl", answer, source, f"out={tmp_path}/b", *SHORT)
+
+
 def test_prompts_of_the_same_id_are_named(folder, refuse, tmp_path):
     write_rows(tmp_path / "twice.jsonl", [{"id": 5, "prompt": "a"}, {"prompt": "b"}, {"id": "5", "prompt": "c"}])
     refuse(r"the same id, 5 \(.*twice\.jsonl:1; .*twice\.jsonl:3\)", answer, f"prompts={tmp_path}/twice.jsonl",

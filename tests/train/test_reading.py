@@ -17,7 +17,9 @@ from pyarrow import Table, parquet
 from specdec import traffic_files
 from tests.support import small_tokenizer, write_rows
 from train import data, datastore, reading
+from train.answering import Job, Law
 from train.encoding import Encoding, load_packs
+from train.engine_answers import Server
 from train.stream import Plan, Stream
 
 ROWS = [
@@ -104,7 +106,7 @@ REFUSED = {
     "bz.jsonl": (bz2.compress(TEXT.encode()), "compressed with bzip2"),
     "twice.jsonl.gz": (gzip.compress(lzma.compress(TEXT.encode())), "compressed with xz"),
     "rows.zip": (zipped(), "is a zip archive"),
-    "text.jsonl.gz": (TEXT.encode(), r"text\.jsonl\.gz: the compressed file is incomplete or damaged after line 0"),
+    "text.jsonl.gz": (TEXT.encode(), r"text\.jsonl\.gz: the compressed file is incomplete or damaged after line 0 .it is not compressed"),
     "half.parquet": (tabled()[:-30], r"half\.parquet: the parquet file is damaged or incomplete"),
     "text.parquet": (TEXT.encode(), r"text\.parquet: the parquet file is damaged"),
     "half.json": (json.dumps(ROWS)[:-3].encode(), r"half\.json: not valid JSON.*Give|half\.json: not valid JSON.*give"),
@@ -171,6 +173,20 @@ def test_whole_pairs_and_written_escapes_are_text(tmp_path):
     content = "\U0001f600 \\ud83d"  # the second is six characters that somebody wrote
     (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": content}))
     assert reading.load_prompts(str(tmp_path / "a.jsonl"))[0]["messages"][0]["content"] == content
+
+
+def test_a_typed_prompt_that_is_no_text_is_refused():
+    typed = b"caf\xe9".decode("utf-8", "surrogateescape")  # as sys.argv has it
+    with pytest.raises(ValueError, match=r"half of a surrogate pair.*typed in UTF-8"):
+        data.encode_prompt(small_tokenizer(), [{"role": "user", "content": typed}])
+
+
+@pytest.mark.parametrize(("finish", "text"), [("length", "a"), ("stop", "a\ufffd")])
+def test_half_of_a_pair_in_the_answer_of_a_server_is_replaced(finish, text):
+    server = object.__new__(Server)
+    server.way = "text"
+    answer = {"choices": [{"text": f"a{HALF}", "finish_reason": finish}]}
+    assert server.read(answer, Job("a", "b", 0.0, [], [1]), Law(frozenset(), 4)).text == text
 
 
 def test_half_of_a_pair_in_recorded_rows_counts_as_damage(tmp_path):
@@ -291,6 +307,19 @@ def test_ids_and_categories_of_any_type_are_texts(tmp_path):
         assert [row["category"] for row in rows][:5] == ["5", "2.5", "true", "all", "math"]
     packs = load_packs(str(tmp_path / "a.jsonl"), Encoding(small_tokenizer(), tmp_path / "c"), length=99, packed=False)
     assert sorted(row.category for pack in packs for row in pack) == sorted(row["category"] for row in rows)
+
+
+def test_training_validates_on_a_split_and_on_categories_of_any_type(fit, folder, tmp_path):
+    saved = datasets.Dataset.from_list(
+        [{"prompt": "Count from 3.", "category": 5}, {"prompt": "Count on.", "category": 7}]
+    )
+    datasets.DatasetDict({"dev": saved, "test": saved}).save_to_disk(tmp_path / "heldout")
+    given = [f"data.heldout={tmp_path}/heldout", "train.steps=1", "validation.auto=never"]
+    with pytest.raises(ValueError, match=r"heldout has no split 'train'; it has: dev, test\..*data\.heldout_split="):
+        fit("run", *given)
+    assert fit("run", *given, "data.heldout_split=dev") == 0
+    report = json.loads((tmp_path / "checkpoints" / "run" / "step_000001" / "report.json").read_text())
+    assert set(report["by_category"]) == {"5", "7"}
 
 
 # Long rows
