@@ -86,7 +86,7 @@ def fit_alone(config: DictConfig, path: Path, accelerator: Accelerator) -> int:
     stop = data.stop_tokens(tokenizer, target.model.generation_config)
     loaded = load_data(config, tokenizer, target, accelerator)
     packs, stream = (loaded.first, loaded) if isinstance(loaded, Stream) else (loaded, None)
-    prompts = data.load_prompts(config.data.heldout, tokenizer, limit=config.validation.num_prompts)
+    prompts = load_prompts(config, tokenizer, packs)
     drafter, spec = make_drafter(config, target, packs)
     drafter.to(accelerator.device)
     with named("features"):
@@ -200,7 +200,7 @@ def load_data(
     """The conversations that are trained on, all of them packed, or read as they come."""
     packed = packs_rows(target, length=config.data.length, pack=config.data.pack)
     chosen = OmegaConf.to_container(config.data)
-    same = {key: chosen[key] for key in ("train", "hold_out", "tokens", "length")} | {"packed": packed}
+    same = {key: chosen[key] for key in ("train", "hold_out", "tokens", "length", "thinking")} | {"packed": packed}
     with named("data"):
         if config.data.stream:
             plan = Plan(
@@ -210,9 +210,17 @@ def load_data(
             group = Group.of(accelerator, target)
             return Stream(plan, process=group.number, num_processes=group.num)
         encoding = Encoding(
-            tokenizer, Path(config.data.cache), config.data.split, config.data.limit, config.data.workers
+            tokenizer, Path(config.data.cache), config.data.split, config.data.limit, config.data.workers, same.pop("thinking")
         )
         return load_packs(encoding=encoding, **same)  # whichever process encodes shows it
+
+
+def load_prompts(config: DictConfig, tokenizer: PreTrainedTokenizerBase, packs: Packs) -> list[Prompt]:
+    """The held-out prompts, in the thinking mode of the rows that are trained on, unless the configuration or a prompt says it."""
+    thinking = packs.modes[0] if config.data.thinking is None and len(packs.modes) == 1 else config.data.thinking
+    return data.load_prompts(
+        config.data.heldout, tokenizer, limit=config.validation.num_prompts, thinking=thinking, trained=packs.modes
+    )
 
 
 def make_drafter(config: DictConfig, target: Target, packs: Packs) -> tuple[Head, dict]:

@@ -1,6 +1,8 @@
 """Loads a target's model and its tokenizer from a folder or the Hugging Face Hub, and refuses what cannot be a target."""
 
 import contextlib
+import math
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -34,6 +36,7 @@ from specdec.target_structure import find_blocks
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16, "float64": torch.float64}
 NEWER = "Install a newer transformers that specdec allows (pip install -U specdec), or choose another target."
+ROWS = "rows_of_embedding"  # attribute of a tokenizer that has more ids than the target has embeddings
 DEVICES = "Give cpu, cuda, a numbered one such as cuda:1, or auto (the layers spread over all accelerators)"
 
 
@@ -164,8 +167,42 @@ def load_config(name: str, *, revision: str | None = None, trust_remote_code: bo
 def load_tokenizer(
     name: str, *, revision: str | None = None, trust_remote_code: bool = False
 ) -> transformers.PreTrainedTokenizerBase:
-    """name: a folder, or a name on the Hugging Face Hub. Raises ValueError with what to do."""
-    return _read(AutoTokenizer.from_pretrained, name, revision=revision, trust_remote_code=trust_remote_code)
+    """name: a folder, or a name on the Hugging Face Hub. Raises ValueError with what to do.
+
+    Warns of ids that the model has no embedding for; `check_ids` then refuses them.
+    """
+    origin: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    tokenizer = _read(AutoTokenizer.from_pretrained, name, **origin)
+    try:
+        rows = _read(AutoConfig.from_pretrained, name, **origin).get_text_config(decoder=True).vocab_size
+    except (ValueError, AttributeError):  # a tokenizer without a model
+        return tokenizer
+    names = {token: word for word, token in tokenizer.get_vocab().items() if token >= rows}
+    if names:
+        setattr(tokenizer, ROWS, rows)
+        shown = ", ".join(f"{names[token]} ({token})" for token in sorted(names)[:5])
+        warnings.warn(
+            f"The tokenizer of {name} has {len(names)} tokens for which the model's embedding, of {rows} rows, has none: {shown}"
+            f"{', ..' if len(names) > 5 else ''}. Texts with them are refused.",
+            stacklevel=2,
+        )
+    return tokenizer
+
+
+def num_ids(tokenizer: transformers.PreTrainedTokenizerBase) -> int:
+    """The highest id that texts may have, plus 1."""
+    return min(max(tokenizer.get_vocab().values()) + 1, getattr(tokenizer, ROWS, math.inf))
+
+
+def check_ids(tokenizer: transformers.PreTrainedTokenizerBase, tokens: list[int]) -> None:
+    """Raises ValueError for an id that the target has no embedding for."""
+    rows = getattr(tokenizer, ROWS, None)
+    if rows is not None and max(tokens, default=0) >= rows:
+        wrong = max(tokens)
+        raise ValueError(
+            f"The text, or what the chat template adds to it, has the token {tokenizer.convert_ids_to_tokens(wrong)} ({wrong}), and the "
+            f"embedding of {tokenizer.name_or_path} has {rows} rows. Remove it, or take the tokenizer that belongs to the model."
+        )
 
 
 def spread(model: PreTrainedModel, num_layers: int, devices: list[torch.device]) -> dict[str, torch.device]:

@@ -11,23 +11,25 @@ from rendering the conversation up to each assistant turn.
 A turn ends with the first special token after its content. The template's text behind that token belongs to no turn.
 """
 
+import bisect
 import functools
 import itertools
-import re
 import warnings
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import jinja2
 import rich.text
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 from specdec import datastore, devices
 from specdec.measurement import Prompt
-from train import reading
+from specdec.target_loading import check_ids, num_ids
+from train import chat_template, reading
+from train.chat_template import Marked, find_form, options_of
 
-MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 ADVICE = "add {% generation %} markers around what the assistant writes to its chat_template.jinja"
 
 
@@ -39,6 +41,7 @@ class Row:
     category: str
     tokens: list[int]
     mask: list[bool]
+    thinking: bool | None = None  # the mode in which it was written, if that is known
 
 
 @dataclass(frozen=True)
@@ -88,8 +91,9 @@ def render(
     *,
     add_generation_prompt: bool,
     thinking: bool | None = None,
+    tools: list[dict] | None = None,
 ) -> str:
-    """thinking: what the template gets as enable_thinking; None: nothing"""
+    """thinking: what the template gets as enable_thinking; None: nothing. tools: those that the assistant may call"""
     if not tokenizer.chat_template:
         raise ValueError(
             f"The tokenizer of {tokenizer.name_or_path} has no chat template. Choose an instruct model as target, or "
@@ -97,7 +101,10 @@ def render(
         )
     try:
         return tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=add_generation_prompt, **mode(thinking)
+            find_form(tokenizer).fit(messages),
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            **template_arguments(tokenizer, thinking, tools),
         )
     except jinja2.TemplateError as error:
         roles = ", ".join(message["role"] for message in messages)
@@ -109,31 +116,116 @@ def render(
         ) from error
 
 
-def mode(thinking: bool | None) -> dict[str, bool]:
-    """The argument of chat templates that have a thinking mode."""
-    return {} if thinking is None else {"enable_thinking": thinking}
+def template_arguments(
+    tokenizer: PreTrainedTokenizerBase, thinking: bool | None, tools: list[dict] | None = None
+) -> dict:
+    """What the chat template gets beside the messages."""
+    mode = {} if thinking is None else {find_form(tokenizer).mode or chat_template.MODES[0]: thinking}
+    return mode | ({"tools": tools} if tools else {})
+
+
+def mark(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict], *, add_generation_prompt: bool, **options
+) -> tuple[Marked, str]:
+    """A copy with marks in place of tools and their calls, and its text. options: as `render`
+
+    Raises ValueError if the template leaves out a part of what the messages and options say.
+    """
+    marked = Marked.of(messages, options.get("tools"))
+    if not marked.meanings:
+        return marked, ""
+    options = options | {"tools": marked.tools}
+    text = render(tokenizer, marked.messages, add_generation_prompt=add_generation_prompt, **options)
+    if lost := marked.lost(text):
+        raise ValueError(
+            f"The chat template of {tokenizer.name_or_path} leaves out {lost}, so the target would not read them. Remove "
+            "them, or choose a target whose chat template writes them."
+        )
+    return marked, text
 
 
 def encode_prompt(
-    tokenizer: PreTrainedTokenizerBase, messages: list[dict], *, thinking: bool | None = None
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[dict],
+    *,
+    thinking: bool | None = None,
+    tools: list[dict] | None = None,
 ) -> list[int]:
-    """The tokens after which the target writes its answer."""
-    text = render(tokenizer, messages, add_generation_prompt=True, thinking=thinking)
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
+    """The tokens after which the target writes its answer. Raises ValueError for what cannot be rendered or encoded."""
+    options = {"add_generation_prompt": True, "thinking": thinking, "tools": tools}
+    mark(tokenizer, messages, **options)
+    return tokenise(tokenizer, render(tokenizer, messages, **options))["input_ids"]
 
 
-def load_prompts(source: str, tokenizer: PreTrainedTokenizerBase, *, limit: int | None = None) -> list[Prompt]:
+def tokenise(tokenizer: PreTrainedTokenizerBase, text: str, **more) -> BatchEncoding:
+    """The encoding of a text. Raises ValueError for a token that the target has no embedding for."""
+    encoding = tokenizer(text, add_special_tokens=False, **more)
+    check_ids(tokenizer, encoding["input_ids"])
+    return encoding
+
+
+def load_prompts(
+    source: str,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    limit: int | None = None,
+    thinking: bool | None = None,
+    trained: Collection[bool | None] = (),
+) -> list[Prompt]:
     """Prompts to decode, from any form that reading.load_prompts reads; `limit` of them, spread evenly over the rows.
 
-    Raises ValueError as reading.load_prompts and reading.spread.
+    thinking: the mode of prompts that do not say theirs; trained: the modes of the rows that a head is trained on
+
+    Raises ValueError as reading.load_prompts and reading.spread, and for a prompt that the template refuses.
     """
+    check_mode(tokenizer, thinking)
     rows = reading.spread(reading.load_prompts(source), limit)
+    modes = {row.get("thinking", thinking) for row in rows}
+    if trained and modes != set(trained) and find_form(tokenizer).mode:
+        warnings.warn(
+            f"Rows to train on have {name_modes(trained)}, and the prompts of {source} have {name_modes(modes)}. Give "
+            "thinking=true or false, or the key in the rows, so that both are in one mode.",
+            stacklevel=2,
+        )
     return [
         Prompt(
-            row["id"], row["category"], encode_prompt(tokenizer, row["messages"]), tuple(row["tags"]), row["grammar"]
+            row["id"], row["category"], encode_row(tokenizer, row, thinking, source), tuple(row["tags"]), row["grammar"]
         )
         for row in rows
     ]
+
+
+def encode_row(
+    tokenizer: PreTrainedTokenizerBase, row: dict, thinking: bool | None = None, source: str = ""
+) -> list[int]:
+    """`encode_prompt` of a row of reading.load_prompts. thinking: its mode, if it does not say it; source: for messages"""
+    try:
+        return encode_prompt(tokenizer, row["messages"], **{"thinking": thinking, **options_of(row)})
+    except ValueError as error:
+        raise ValueError(f"{source and source + ', '}prompt {row['id']}: {error}") from error
+
+
+def name_modes(modes: Iterable[bool | None]) -> str:
+    names = {None: "no thinking mode", True: "thinking=true", False: "thinking=false"}
+    return " and ".join(names[mode] for mode in names if mode in set(modes))
+
+
+def check_mode(tokenizer: PreTrainedTokenizerBase, thinking: bool | None) -> None:
+    """Raises ValueError if a thinking mode is asked for that the chat template does not have."""
+    if thinking is not None and tokenizer.chat_template and find_form(tokenizer).mode is None:
+        raise ValueError(
+            f"thinking={str(thinking).lower()}: the chat template of {tokenizer.name_or_path} has no thinking mode "
+            "(enable_thinking changes nothing). Leave thinking= out."
+        )
+
+
+def check_offsets(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises ValueError for a tokenizer that cannot say where in a text its tokens are."""
+    if not tokenizer.is_fast:
+        raise ValueError(
+            f"The tokenizer of {tokenizer.name_or_path} ({type(tokenizer).__name__}) has no fast form (tokenizer.json), "
+            "which says where tokens begin, so answers cannot be told from prompts. Choose another target."
+        )
 
 
 def find_content_end(text: str, content: str, start: int, stop: int) -> int:
@@ -145,25 +237,65 @@ def find_content_end(text: str, content: str, start: int, stop: int) -> int:
     return start
 
 
-def find_turns(tokenizer: PreTrainedTokenizerBase, conversation: dict, text: str) -> list[tuple[int, int, int]]:
-    """(start, content end, stop) of every assistant turn, in characters; the turn ends somewhere from content end to stop."""
+def find_turns(
+    tokenizer: PreTrainedTokenizerBase, conversation: dict, text: str, options: dict, marked: tuple[Marked, str]
+) -> tuple[list[tuple[int, int, int]], bool | None]:
+    """(start, content end, stop) of every assistant turn, in characters; the turn ends somewhere from content end to stop.
+    Beside them, the thinking mode of the last one. options: as `render`; marked: of `mark`
+    """
     messages = conversation["messages"]
     answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if answers[0] == 0:
         raise ValueError(f"Row {conversation['id']} begins with the assistant's turn. Put a user message before it.")
-    thinking = thinking_of(conversation)
-    prompts = [render(tokenizer, messages[:index], add_generation_prompt=True, thinking=thinking) for index in answers]
-    if not all(text.startswith(prompt) for prompt in prompts):
+    found = [find_start(tokenizer, messages[: index + 1], options, text) for index in answers]
+    starts = [start for start, _ in found]
+    stops = [*starts[1:], len(text)]
+    if -1 in starts:
         raise ValueError(
             f"Row {conversation['id']}: the chat template of {tokenizer.name_or_path} rewrites history (a rendered "
             f"prompt is not the beginning of the rendered conversation), so what the assistant wrote cannot be told "
             f"from it. To train on such conversations, {ADVICE}."
         )
-    starts = [len(prompt) for prompt in prompts]
-    stops = starts[1:] + [len(text)]
     contents = [messages[index]["content"] for index in answers]
     ends = [find_content_end(text, *turn) for turn in zip(contents, starts, stops, strict=True)]
-    return list(zip(starts, ends, stops, strict=True))
+    for place, index in enumerate(answers):
+        end = marked[0].find_end(index, marked[1], text, starts[place], find_form(tokenizer).end)
+        ends[place] = ends[place] if end is None else end
+    return list(zip(starts, ends, stops, strict=True)), found[-1][1]
+
+
+def find_start(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict], options: dict, text: str
+) -> tuple[int, bool | None]:
+    """Where in a conversation's text the last of some of its messages begins, behind its prompt, and the prompt's thinking mode.
+    -1: it cannot be told.
+
+    What the template itself writes before an answer without thoughts is the end of its prompt with thinking=false. An answer in
+    the history may stand behind another prompt than a new one has.
+    """
+    *before, answer = messages
+    content, mode = answer["content"].strip(), options["thinking"]
+
+    def behind(mode: bool | None) -> int:
+        prompt = render(tokenizer, before, add_generation_prompt=True, **{**options, "thinking": mode})
+        return len(prompt) if text.startswith(prompt) else -1
+
+    start = behind(mode)
+    if start < 0:
+        return (behind(None) if mode is not None else -1), mode
+    thoughts = answer.get("reasoning_content") or (content and text.startswith(content, start))
+    if mode is not None or thoughts or not find_form(tokenizer).mode:
+        return start, mode
+    without = behind(False)
+    if without > start and text[without:].lstrip().startswith(content):
+        return without, False
+    if content in text[start:]:
+        warnings.warn(
+            f"The chat template of {tokenizer.name_or_path} writes a text of its own before answers, which is supervised: "
+            'say in the rows, or by thinking=, in which mode they were written ("thinking": true or false).',
+            stacklevel=2,
+        )
+    return start, None
 
 
 def find_special(tokenizer: PreTrainedTokenizerBase) -> set[int]:
@@ -189,16 +321,10 @@ def derive_mask(
     return mask
 
 
-def thinking_of(conversation: dict) -> bool | None:
-    """The thinking mode in which the row's answer was written. Rows of others may have anything of that name."""
-    thinking = conversation.get("thinking")
-    return thinking if isinstance(thinking, bool) else None
-
-
 @functools.lru_cache(maxsize=4)
 def vocabulary(tokenizer: PreTrainedTokenizerBase, num_entries: int) -> tuple[str, int]:
-    """-> digest of the text of every id, highest id + 1. num_entries: len(tokenizer), which changes if tokens are added"""
-    return datastore.fingerprint(tokenizer), max(tokenizer.get_vocab().values()) + 1
+    """-> digest of the text of every id, highest id of texts that the target reads + 1. num_entries: len(tokenizer), which changes if tokens are added"""
+    return datastore.fingerprint(tokenizer), num_ids(tokenizer)
 
 
 def kept(tokenizer: PreTrainedTokenizerBase, conversation: dict) -> Row | None:
@@ -232,7 +358,8 @@ def kept(tokenizer: PreTrainedTokenizerBase, conversation: dict) -> Row | None:
             f"{len(tokens)}. Repair or remove the row."
         )
     mask = [False] * num_prompt + [True] * (len(tokens) - num_prompt)
-    return Row(id=conversation["id"], category=conversation["category"], tokens=tokens, mask=mask)
+    thinking = options_of(conversation).get("thinking")
+    return Row(conversation["id"], conversation["category"], tokens, mask, thinking)
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, conversation: dict) -> Row:
@@ -243,35 +370,64 @@ def encode(tokenizer: PreTrainedTokenizerBase, conversation: dict) -> Row:
     """
     if (row := kept(tokenizer, conversation)) is not None:
         return row
-    messages, thinking = conversation["messages"], thinking_of(conversation)
-    answers = [message["content"] for message in messages if message["role"] == "assistant"]
+    check_offsets(tokenizer)
+    messages, options = conversation["messages"], {"thinking": None, **options_of(conversation)}
+    answers = [message for message in messages if message["role"] == "assistant"]
     if not answers:
         raise ValueError(f"Row {conversation['id']} has no assistant turn. Let the target answer it first.")
-    text = render(tokenizer, messages, add_generation_prompt=False, thinking=thinking)
-    encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    tokens = encoding["input_ids"]
+    try:
+        text = render(tokenizer, messages, add_generation_prompt=False, **options)
+        marked = mark(tokenizer, messages, add_generation_prompt=False, **options)
+        encoding = tokenise(tokenizer, text, return_offsets_mapping=True)
+    except ValueError as error:
+        raise ValueError(f"Row {conversation['id']}: {error}") from error
+    tokens, mode = encoding["input_ids"], options["thinking"]
     starts = [first for first, _ in encoding["offset_mapping"]]
-    if MARKERS.search(tokenizer.get_chat_template()):
-        marked = tokenizer.apply_chat_template(
-            messages, return_dict=True, return_assistant_tokens_mask=True, **mode(thinking)
+    if starts != sorted(starts):
+        raise ValueError(
+            f"Row {conversation['id']}: the tokenizer of {tokenizer.name_or_path} says wrongly where its tokens begin in the text, so "
+            "answers cannot be told from prompts. Choose another target, or another copy of its tokenizer."
         )
-        assert marked["input_ids"] == tokens
-        mask = [bool(value) for value in marked["assistant_masks"]]
+    spans = chat_template.find_spans(
+        tokenizer,
+        find_form(tokenizer).fit(messages),
+        template_arguments(tokenizer, mode, options.get("tools")),
+    )
+    if spans is not None:
+        mask = mask_of_spans(starts, spans)
     else:
-        mask = derive_mask(tokens, starts, find_turns(tokenizer, conversation, text), find_special(tokenizer))
-    if conversation.get("finish") == "length" and True in mask:
+        turns, mode = find_turns(tokenizer, conversation, text, options, marked)
+        mask = derive_mask(tokens, starts, turns, find_special(tokenizer))
+    if conversation.get("finish") == "length" and True in mask and not answers[-1].get("tool_calls"):
         last = len(mask) - 1 - mask[::-1].index(True)
         first = last - [*mask[last::-1], False].index(False) + 1
-        content_end = find_content_end(text, answers[-1], starts[first], len(text))
+        content_end = find_content_end(text, answers[-1]["content"], starts[first], len(text))
         num_kept = sum(start < content_end for start in starts)
         tokens, mask = tokens[:num_kept], mask[:num_kept]
-    row = Row(id=conversation["id"], category=conversation["category"], tokens=tokens, mask=mask)
+    row = Row(id=conversation["id"], category=conversation["category"], tokens=tokens, mask=mask, thinking=mode)
     if all(mask) or not any(mask):
         raise ValueError(
             f"Row {row.id}: {'everything' if any(mask) else 'nothing'} would be supervised. Look at its messages; if "
             f"they are right, {ADVICE}. The row: {show(tokenizer, row).markup[:1000]}"
         )
+    if spans is not None and not chat_template.markers_hold(tokenizer, repr(tokenizer.chat_template)):
+        raise ValueError(
+            f"Row {row.id}: the generation markers in the chat template of {tokenizer.name_or_path} do not stand around what "
+            "the assistant writes. Repair them, or remove them."
+        )
     return row
+
+
+def mask_of_spans(starts: list[int], spans: list[tuple[int, int]]) -> list[bool]:
+    """Mask of the tokens that begin in a span [start, stop) of characters; `starts`: increasing places of first characters.
+
+    Not transformers' own mask: where a tokenizer drops white space, that one goes on to the end of the text.
+    """
+    mask = [False] * len(starts)
+    for span in spans:
+        first, last = (bisect.bisect_left(starts, place) for place in span)
+        mask[first:last] = [True] * (last - first)
+    return mask
 
 
 def show(tokenizer: PreTrainedTokenizerBase, row: Row) -> rich.text.Text:
@@ -290,7 +446,7 @@ def truncate(row: Row, max_length: int) -> Row | None:
     """The row's first `max_length` tokens; None if none of them could be a goal."""
     if not any(row.mask[1:max_length]):
         return None
-    return Row(id=row.id, category=row.category, tokens=row.tokens[:max_length], mask=row.mask[:max_length])
+    return Row(id=row.id, category=row.category, tokens=row.tokens[:max_length], mask=row.mask[:max_length], thinking=row.thinking)
 
 
 def collate(packs: list[list[Row]], *, length: int, pad_token: int) -> Batch:

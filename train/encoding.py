@@ -35,13 +35,14 @@ from train.sources import Source
 BATCH = 100  # rows that a process encodes between two reports of its progress
 SECONDS_BETWEEN_LOOKS = 0.5  # at how far the processes are
 ROWS_PER_WORKER = 2_000  # starting a process pays from so many rows on
-CODE = ("data.py", "reading.py", "encoding.py", "packing.py")  # what decides about the arrays, all in this folder
+CODE = ("data.py", "chat_template.py", "reading.py", "encoding.py", "packing.py")  # what decides about the arrays, all in this folder
 COLUMNS = datasets.Features(
     {
         "tokens": datasets.List(datasets.Value("int32")),
         "mask": datasets.List(datasets.Value("uint8")),
         "name": datasets.Value("string"),
         "greedy": datasets.Value("bool"),
+        "thinking": datasets.Value("int8"),
     }
 )
 LINES = datasets.Features({"place": datasets.Value("string"), "line": datasets.Value("string")})
@@ -56,8 +57,11 @@ class Encoding:
     split: str = "train"
     limit: int | None = None  # rows of each source
     workers: int | None = None  # processes; None: as many as the cores and the rows allow
+    thinking: bool | None = None  # the mode of rows that do not say theirs
 
     def __post_init__(self):
+        data.check_offsets(self.tokenizer)
+        data.check_mode(self.tokenizer, self.thinking)
         if self.workers is not None and self.workers < 1:
             raise ValueError(f"workers={self.workers} must be 1 or more, or null for one on each core.")
 
@@ -72,6 +76,7 @@ class Encoding:
             [(Path(__file__).parent / name).read_text(encoding="utf-8") for name in CODE],
             content(source, self.split),
             self.limit,
+            self.thinking,
         ]
         return digest(parts)
 
@@ -144,6 +149,7 @@ class Encoder:
     source: str
     lines: bool  # whether rows are (place, line) of files, not rows of a dataset
     counts: Path  # int64 [processes, 2]: rows and tokens done
+    thinking: bool | None = None  # as Encoding
 
     def __call__(self, batch: dict[str, list], indices: list[int], rank: int | None = None) -> dict[str, list]:
         columns: dict[str, list] = {name: [] for name in COLUMNS}
@@ -152,11 +158,12 @@ class Encoder:
             where = row["place"] if self.lines else f"{self.source} row {index}"
             row = reading.parse(where, row["line"]) if self.lines else row
             reading.check_messages(row, where)
-            encoded = data.encode(self.tokenizer, reading.named(row, index))
+            encoded = data.encode(self.tokenizer, reading.named(row, index, self.thinking))
             columns["tokens"].append(encoded.tokens)
             columns["mask"].append(encoded.mask)
             columns["name"].append(json.dumps([encoded.id, encoded.category]))
             columns["greedy"].append(row.get("temperature") == 0)
+            columns["thinking"].append(packing.MODES.index(encoded.thinking))
         counts = numpy.load(self.counts, mmap_mode="r+")
         counts[rank or 0] += (len(indices), sum(map(len, columns["tokens"])))
         return columns
@@ -177,7 +184,7 @@ def encode_source(source: str, encoding: Encoding, folder: Path) -> dict:
         with Progress(source, num_rows, counts):
             try:
                 encoded = rows.map(
-                    Encoder(encoding.tokenizer, source, bool(reading.find_files(source)), work / "counts.npy"),
+                    Encoder(encoding.tokenizer, source, bool(reading.find_files(source)), work / "counts.npy", encoding.thinking),
                     batched=True,
                     batch_size=BATCH,
                     with_indices=True,
@@ -233,7 +240,7 @@ def write_arrays(encoded: datasets.Dataset, folder: Path) -> dict:
     shapes = {
         "tokens": (num_tokens, numpy.int32), "mask": (num_tokens, bool), "names": (num_bytes, numpy.uint8),
         "ends": (num_rows + 1, numpy.int64), "name_ends": (num_rows + 1, numpy.int64),
-        "supervised": (num_rows, numpy.int64), "greedy": (num_rows, bool),
+        "supervised": (num_rows, numpy.int64), "greedy": (num_rows, bool), "thinking": (num_rows, numpy.int8),
     }  # fmt: skip
     out = {
         name: open_memmap(folder / f"{name}.npy", mode="w+", dtype=dtype, shape=(num,))
@@ -254,7 +261,8 @@ def write_arrays(encoded: datasets.Dataset, folder: Path) -> dict:
         out["ends"][row + 1 : rows.stop + 1] = token + ends
         out["name_ends"][row + 1 : rows.stop + 1] = byte + name_ends
         out["supervised"][rows] = numpy.add.reduceat(mask, numpy.concatenate([[0], ends[:-1]]), dtype=numpy.int64)
-        out["greedy"][rows] = parts["greedy"].to_numpy(zero_copy_only=False)
+        for name in ("greedy", "thinking"):
+            out[name][rows] = parts[name].to_numpy(zero_copy_only=False)
         row, token, byte = rows.stop, token + len(tokens), byte + len(names)
     for array in out.values():
         array.flush()

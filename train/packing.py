@@ -18,6 +18,7 @@ from train.data import Row
 
 CHUNK = 2_000  # rows whose tokens are counted together
 VOCABS = ("keep", "data", "more")  # what becomes of the draft vocabulary of a head that is trained further
+MODES = (None, True, False)  # of thinking, as numbers in Part.thinking
 FEWEST = 2  # times that `more` must have seen a token
 
 
@@ -32,6 +33,7 @@ class Part:
     name_ends: ndarray  # [R + 1] int64
     supervised: ndarray  # [R] int64, supervised tokens of each row
     greedy: ndarray  # [R] bool, written at temperature 0
+    thinking: ndarray  # [R] int8, places in MODES
 
     @classmethod
     def load(cls, folder: Path) -> "Part":
@@ -50,6 +52,7 @@ class Part:
             name_ends=numpy.cumsum([0, *map(len, names)]),
             supervised=numpy.array([sum(row.mask) for row in rows], dtype=numpy.int64),
             greedy=numpy.zeros(len(rows), dtype=bool),
+            thinking=numpy.array([MODES.index(row.thinking) for row in rows], dtype=numpy.int8),
         )
 
 
@@ -175,6 +178,12 @@ class Packs(torch.utils.data.Dataset):
         numpy.save(folder / "members.npy", members)
         numpy.save(folder / "ends.npy", ends)
         return facts
+
+    @cached_property
+    def modes(self) -> list[bool | None]:
+        """The thinking modes in which rows were written; None: not known"""
+        thinking = numpy.concatenate([part.thinking for part in self.rows.parts])
+        return [MODES[place] for place in numpy.unique(thinking[self.members]).tolist()]
 
     @property
     def num_tokens(self) -> int:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from specdec.grammar import Grammar
+from train.chat_template import options_of
 
 FORMS = (
     "a .jsonl file, a folder of .jsonl files (each of them may be compressed: .jsonl.gz), "
@@ -113,10 +114,11 @@ def read_rows(source: str, split: str) -> Iterator[tuple[str, dict]]:
         yield place, parse(place, row) if isinstance(row, str) else row
 
 
-def named(row: dict, index: int) -> dict:
-    """The row with its `id` and `category`, by default its index and "all"."""
+def named(row: dict, index: int, thinking: bool | None = None) -> dict:
+    """The row with its `id` and `category`, by default its index and "all", and its thinking mode."""
     row_id, category = row.get("id"), row.get("category")
-    return {**row, "id": str(index if row_id is None else row_id), "category": "all" if category is None else category}
+    mode = {} if thinking is None else {"thinking": thinking} | options_of({"thinking": row.get("thinking")})
+    return {**row, **mode, "id": str(index if row_id is None else row_id), "category": "all" if category is None else category}
 
 
 def has_ids(row: dict) -> bool:
@@ -131,10 +133,30 @@ def check_messages(row: dict, place: str) -> list[dict]:
     messages = row.get("messages")
     if not isinstance(messages, list) or not messages:
         raise ValueError(f'{place}: no messages. A row needs "messages": [{{"role": ..., "content": ...}}, ...].')
+    for message in messages:
+        check_calls(message, place)
     parts = [message.get(key) for message in messages for key in ("role", "content")]
     if not all(isinstance(part, str) for part in parts):
         raise ValueError(f"{place}: every message needs a role and a content, both text.")
+    options(row, place)
     return messages
+
+
+def check_calls(message: dict, place: str) -> None:
+    """A message that calls tools needs no content: it gets an empty one. Raises ValueError for calls that are none."""
+    calls = message.get("tool_calls")
+    if calls and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
+        raise ValueError(f'{place}: tool_calls must be a list such as [{{"function": {{"name": .., "arguments": ..}}}}].')
+    if calls and message.get("content") is None:
+        message["content"] = ""
+
+
+def options(row: dict, place: str) -> dict:
+    """`thinking` and `tools` of a row, as far as it has them. Raises ValueError for tools that are none."""
+    try:
+        return options_of(row)
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from None
 
 
 def load_conversations(source: str, *, split: str = "train", limit: int | None = None) -> list[dict]:
@@ -160,7 +182,8 @@ def hold_out(conversations: list[dict], num: int) -> tuple[list[dict], list[dict
 
 
 def load_prompts(source: str, *, limit: int | None = None) -> list[dict]:
-    """Reads rows {"id", "category", "messages", "tags", "grammar"} that end where the assistant is to answer.
+    """Reads rows {"id", "category", "messages", "tags", "grammar"} that end where the assistant is to answer, with `thinking` and
+    `tools` where a row has them.
 
     A row has a `prompt` (text), or `messages`, of which an assistant's at the end is left out. Rows with `dropped`, which a
     filter of prompts left out, are not read.
@@ -189,6 +212,7 @@ def load_prompts(source: str, *, limit: int | None = None) -> list[dict]:
             raise ValueError(f"{place}: {error}") from None
         prompts.append(
             {"id": row["id"], "category": row["category"], "messages": messages, "tags": tags, "grammar": rule or None}
+            | options(row, place)
         )
     return prompts
 

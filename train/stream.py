@@ -43,8 +43,11 @@ class Plan:
     limit: int | None = None  # rows of each source
     hold_out: int = 0
     tokens: int | None = None
+    thinking: bool | None = None  # the mode of rows that do not say theirs
 
     def __post_init__(self):
+        data.check_offsets(self.tokenizer)
+        data.check_mode(self.tokenizer, self.thinking)
         if self.tokens is not None:
             raise ValueError(
                 f"tokens={self.tokens} counts over the whole data set: use limit= (rows) with stream=true."
@@ -56,7 +59,7 @@ class Plan:
         """A row cut to `length`; None if no goal is left."""
         row = read(place, raw)
         reading.check_messages(row, place)
-        return data.truncate(data.encode(self.tokenizer, reading.named(row, index)), self.length)
+        return data.truncate(data.encode(self.tokenizer, reading.named(row, index, self.thinking)), self.length)
 
 
 @dataclass(frozen=True)
