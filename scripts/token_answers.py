@@ -22,7 +22,7 @@ from helpers import loading
 from helpers.options import options, run
 from specdec import checkpoint, files
 from specdec.target import load_tokenizer
-from train import answering, data, progress, reading
+from train import answering, data, progress, reading, row_files
 
 COLUMNS = ("prompt", "temperature", "stopped", "length", "tokens")
 
@@ -77,10 +77,7 @@ def unpack(
         prompt, tokens = prompts[number], columns["tokens"][end - length : end].tolist()
         # `written` takes an answer to be ended if its last token is among these
         answer = answering.written(tokenizer, tokens, {tokens[-1]} if stopped else ())
-        job = answering.Job(
-            f"{prompt['id']}@{temperature:g}", prompt["category"], float(temperature), prompt["messages"],
-            data.encode_prompt(tokenizer, prompt["messages"]), tuple(prompt["tags"]),
-        )  # fmt: skip
+        (job,) = answering.Job.of(tokenizer, prompt, [float(temperature)])
         yield answering.conversation(job, answer, tokenizer=digest)
 
 
@@ -111,7 +108,7 @@ def main() -> None:
     prompts = reading.load_prompts(chosen.prompts, limit=None)
     expected = about(tokenizer, prompts)
     if out.suffix == ".npz":
-        rows = [reading.parse(place, line) for place, line in reading.read_lines(source)]
+        rows = [reading.parse(place, line) for place, line in row_files.read_lines(source)]
         if not rows:
             raise ValueError(f"{source} holds no answers.")
         numpy.savez_compressed(out, **pack(rows, prompts, tokenizer=expected["tokenizer"], source=str(source)))

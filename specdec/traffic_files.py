@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from specdec import files
+from specdec.untrusted import is_text
 
 LOG = logging.getLogger(__name__)
 NAME = re.compile(r"traffic-(\d{6,})\.jsonl")
@@ -135,7 +136,8 @@ def read_lines(paths: list[Path]) -> Iterator[tuple[str, dict | None]]:
         with contextlib.suppress(FileNotFoundError), path.open("rb") as lines:  # the writer may delete the oldest file
             for number, line in enumerate(lines, start=1):
                 if line.endswith(b"\n") and line.strip():
-                    yield f"{path.name}:{number}", _parse(line)
+                    row = _parse(line)
+                    yield f"{path.name}:{number}", row if is_text(row) else None
 
 
 def heal(path: Path) -> int:

@@ -54,6 +54,14 @@ def read_json(path: Path) -> dict:
     return document
 
 
+def is_text(value: Any) -> bool:
+    """Whether a value of JSON has no half of a surrogate pair, which is no character, in any of its texts."""
+    try:
+        return bool(json.dumps(value, ensure_ascii=False, default=str).encode())
+    except UnicodeEncodeError:
+        return False
+
+
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """A file of safetensors. Raises ValueError, with what to do, if it is none."""
     try:

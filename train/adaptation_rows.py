@@ -12,7 +12,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from specdec import traffic_files
-from train import data, reading
+from train import data, reading, row_files
 
 ENDING = ".jsonl"
 UNSEEN = [{"role": "user", "content": ""}, {"role": "assistant", "content": ""}]  # of rows that have token ids only
@@ -142,7 +142,7 @@ def read_answers(path: Path) -> list[Answer]:
     """Of a file of `Answer.to_row`; none if there is no such file."""
     if not path.exists():
         return []
-    return [Answer.of(reading.parse(place, line), place=place) for place, line in reading.read_lines(path)]
+    return [Answer.of(reading.parse(place, line), place=place) for place, line in row_files.read_lines(path)]
 
 
 def to_lines(answers: Iterable[Answer], tokenizer: str) -> str:

@@ -16,7 +16,7 @@ from specdec.compile import Runner
 from specdec.decode import Decoder
 from specdec.sampling import Sampling
 from specdec.target import Target
-from train import data
+from train import chat_template, data
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,27 @@ class Job:
     messages: list[dict]
     tokens: list[int]  # the rendered prompt
     tags: tuple[str, ...] = ()
+    options: dict = field(default_factory=dict)  # what beside messages makes the prompt: `thinking`, `tools`
+
+    @classmethod
+    def of(
+        cls,
+        tokenizer: PreTrainedTokenizerBase,
+        prompt: dict,
+        temperatures: Iterable[float],
+        *,
+        thinking: bool | None = None,
+        tags: tuple[str, ...] = (),
+    ) -> "list[Job]":
+        """Of a row of reading.load_prompts, one for each temperature. thinking: its mode, if it does not say it"""
+        mode = {} if thinking is None else {"thinking": thinking}
+        options = mode | chat_template.options_of(prompt)
+        tokens = data.encode_row(tokenizer, prompt, thinking=thinking)
+        all_tags = tuple(dict.fromkeys([*prompt["tags"], *tags]))
+        return [
+            cls(f"{prompt['id']}@{each:g}", prompt["category"], each, prompt["messages"], tokens, all_tags, options)
+            for each in temperatures
+        ]
 
 
 @dataclass(frozen=True)
@@ -69,29 +90,13 @@ def list_jobs(
     thinking: bool | None = None,
     tags: tuple[str, ...] = (),
 ) -> list[Job]:
-    """One job for each prompt and temperature. tags: added to those of the prompts
+    """One job for each prompt and temperature. tags: added to those of the prompts; thinking: mode of prompts that do not say theirs
 
-    Raises ValueError if two prompts have the same id, or if the chat template has no thinking mode.
+    Raises ValueError if two prompts have the same id, or for a thinking mode that the chat template does not have.
     """
-    if thinking is not None and prompts:
-        both = [data.encode_prompt(tokenizer, prompts[0]["messages"], thinking=mode) for mode in (True, False)]
-        if both[0] == both[1]:
-            raise ValueError(
-                f"thinking={str(thinking).lower()}: the chat template of {tokenizer.name_or_path} has no thinking mode "
-                "(enable_thinking changes nothing). Leave thinking= out."
-            )
+    data.check_mode(tokenizer, thinking)
     jobs = [
-        Job(
-            id=f"{prompt['id']}@{temperature:g}",
-            category=prompt["category"],
-            temperature=temperature,
-            messages=prompt["messages"],
-            tokens=tokens,
-            tags=tuple(dict.fromkeys([*prompt["tags"], *tags])),
-        )
-        for prompt in prompts
-        for tokens in [data.encode_prompt(tokenizer, prompt["messages"], thinking=thinking)]
-        for temperature in temperatures
+        job for prompt in prompts for job in Job.of(tokenizer, prompt, temperatures, thinking=thinking, tags=tags)
     ]
     if len({job.id for job in jobs}) < len(jobs):
         raise ValueError("Two prompts have the same id. Make the ids unique.")
@@ -107,11 +112,10 @@ def written(tokenizer: PreTrainedTokenizerBase, tokens: list[int], stop: Collect
     return Written(text, finish, tokens, len(tokens))
 
 
-def conversation(job: Job, answer: Written, *, tokenizer: str, thinking: bool | None = None) -> dict:
+def conversation(job: Job, answer: Written, *, tokenizer: str) -> dict:
     """A row to train on. tokenizer: digest of the vocabulary that the ids belong to (data.vocabulary)"""
     row = {"id": job.id, "category": job.category, "temperature": job.temperature, "finish": answer.finish}
-    if thinking is not None:
-        row["thinking"] = thinking
+    row |= job.options
     if job.tags:
         row["tags"] = list(job.tags)
     row["messages"] = [*job.messages, {"role": "assistant", "content": answer.text}]

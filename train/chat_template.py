@@ -49,6 +49,7 @@ class Form:
     parts: bool  # contents are lists of parts
     arguments: type | None  # of calls: dict, or str for JSON; None: neither is written
     mode: str | None  # its variable for the thinking mode; None: it has no such mode
+    without: str  # what it writes behind a prompt with thinking=false; empty: nothing
     end: str  # what stands behind an answer; empty: nothing
 
     def fit(self, messages: list[dict]) -> list[dict]:
@@ -121,12 +122,14 @@ def _find_form(tokenizer: PreTrainedTokenizerBase, template: str) -> Form:
     arguments = {OTHER: "specdecvalue"}
     kinds: list[tuple[type, dict | str]] = [(dict, arguments), (str, json.dumps(arguments))]
     asked = functools.partial(text, question, add_generation_prompt=True)
-    modes = (mode for mode in MODES if asked(**{mode: True}) != asked(**{mode: False}))
+    mode = next((mode for mode in MODES if asked(**{mode: True}) != asked(**{mode: False})), None)
+    prompt, without = asked(), asked(**{mode: False}) if mode else ""
     said = text(question, {"role": "assistant", "content": say(OTHER)})
     return Form(
         parts,
         next((kind for kind, given in kinds if writes(given)), None),
-        next(modes, None),
+        mode,
+        without.removeprefix(prompt) if without.startswith(prompt) else "",
         said.rpartition(OTHER)[2].strip(),
     )
 

@@ -14,8 +14,9 @@ A turn ends with the first special token after its content. The template's text 
 import bisect
 import functools
 import itertools
+import re
 import warnings
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 import jinja2
@@ -30,6 +31,7 @@ from specdec.target_loading import check_ids, num_ids
 from train import chat_template, reading
 from train.chat_template import Marked, find_form, options_of
 
+FEW = 3  # answers; of more, not every prompt is rendered
 ADVICE = "add {% generation %} markers around what the assistant writes to its chat_template.jinja"
 
 
@@ -110,6 +112,13 @@ def render(
         roles = ", ".join(message["role"] for message in messages)
         raise ValueError(f"The chat template refuses a conversation with the roles {roles}: {error}") from error
     except Exception as error:  # a template computes: 1 / 0, a macro that calls itself
+        plain = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        if messages not in (plain, plain[:1]) and _renders(tokenizer, plain) and _renders(tokenizer, plain[:1]):
+            keys = dict.fromkeys(key for message in messages for key in message)
+            raise ValueError(
+                f"The chat template of {tokenizer.name_or_path} cannot write these messages, though it writes others "
+                f"({type(error).__name__}: {error}). Look at their keys: {', '.join(map(str, keys))}."
+            ) from error
         raise ValueError(
             f"The chat template of {tokenizer.name_or_path} fails ({type(error).__name__}: {error}): repair it or take "
             "another copy of the tokenizer."
@@ -134,14 +143,24 @@ def mark(
     marked = Marked.of(messages, options.get("tools"))
     if not marked.meanings:
         return marked, ""
-    options = options | {"tools": marked.tools}
-    text = render(tokenizer, marked.messages, add_generation_prompt=add_generation_prompt, **options)
+    options = options | {"add_generation_prompt": add_generation_prompt, "tools": marked.tools}
+    try:
+        text = render(tokenizer, marked.messages, **options)
+    except ValueError:  # it takes the conversation, but not the copy: nothing can be said
+        return Marked.of([], None), ""
     if lost := marked.lost(text):
         raise ValueError(
             f"The chat template of {tokenizer.name_or_path} leaves out {lost}, so the target would not read them. Remove "
             "them, or choose a target whose chat template writes them."
         )
     return marked, text
+
+
+def _renders(tokenizer: PreTrainedTokenizerBase, messages: list[dict]) -> bool:
+    try:
+        return bool(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=len(messages) == 1))
+    except Exception:
+        return False
 
 
 def encode_prompt(
@@ -153,8 +172,9 @@ def encode_prompt(
 ) -> list[int]:
     """The tokens after which the target writes its answer. Raises ValueError for what cannot be rendered or encoded."""
     options = {"add_generation_prompt": True, "thinking": thinking, "tools": tools}
+    text = render(tokenizer, messages, **options)
     mark(tokenizer, messages, **options)
-    return tokenise(tokenizer, render(tokenizer, messages, **options))["input_ids"]
+    return tokenise(tokenizer, text)["input_ids"]
 
 
 def tokenise(tokenizer: PreTrainedTokenizerBase, text: str, **more) -> BatchEncoding:
@@ -168,6 +188,7 @@ def load_prompts(
     source: str,
     tokenizer: PreTrainedTokenizerBase,
     *,
+    split: str | None = None,
     limit: int | None = None,
     thinking: bool | None = None,
     trained: Collection[bool | None] = (),
@@ -179,7 +200,7 @@ def load_prompts(
     Raises ValueError as reading.load_prompts and reading.spread, and for a prompt that the template refuses.
     """
     check_mode(tokenizer, thinking)
-    rows = reading.spread(reading.load_prompts(source), limit)
+    rows = reading.spread(reading.load_prompts(source, split=split), limit)
     modes = {row.get("thinking", thinking) for row in rows}
     if trained and modes != set(trained) and find_form(tokenizer).mode:
         warnings.warn(
@@ -188,21 +209,15 @@ def load_prompts(
             stacklevel=2,
         )
     return [
-        Prompt(
-            row["id"], row["category"], encode_row(tokenizer, row, thinking, source), tuple(row["tags"]), row["grammar"]
-        )
+        Prompt(row["id"], row["category"], encode_row(tokenizer, row, thinking=thinking), tuple(row["tags"]), row["grammar"])
         for row in rows
     ]
 
 
-def encode_row(
-    tokenizer: PreTrainedTokenizerBase, row: dict, thinking: bool | None = None, source: str = ""
-) -> list[int]:
-    """`encode_prompt` of a row of reading.load_prompts. thinking: its mode, if it does not say it; source: for messages"""
-    try:
+def encode_row(tokenizer: PreTrainedTokenizerBase, row: dict, *, thinking: bool | None = None) -> list[int]:
+    """`encode_prompt` of a row of reading.load_prompts, which a refusal names. thinking: its mode, if it does not say it"""
+    with reading.at(row.get("place") or f"prompt {row['id']}"):
         return encode_prompt(tokenizer, row["messages"], **{"thinking": thinking, **options_of(row)})
-    except ValueError as error:
-        raise ValueError(f"{source and source + ', '}prompt {row['id']}: {error}") from error
 
 
 def name_modes(modes: Iterable[bool | None]) -> str:
@@ -247,55 +262,114 @@ def find_turns(
     answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if answers[0] == 0:
         raise ValueError(f"Row {conversation['id']} begins with the assistant's turn. Put a user message before it.")
-    found = [find_start(tokenizer, messages[: index + 1], options, text) for index in answers]
-    starts = [start for start, _ in found]
-    stops = [*starts[1:], len(text)]
-    if -1 in starts:
+    starts, mode = find_answers(tokenizer, messages, options, text, answers)
+    if starts is None:
         raise ValueError(
             f"Row {conversation['id']}: the chat template of {tokenizer.name_or_path} rewrites history (a rendered "
             f"prompt is not the beginning of the rendered conversation), so what the assistant wrote cannot be told "
             f"from it. To train on such conversations, {ADVICE}."
         )
+    stops = starts[1:] + [len(text)]
     contents = [messages[index]["content"] for index in answers]
     ends = [find_content_end(text, *turn) for turn in zip(contents, starts, stops, strict=True)]
     for place, index in enumerate(answers):
         end = marked[0].find_end(index, marked[1], text, starts[place], find_form(tokenizer).end)
         ends[place] = ends[place] if end is None else end
-    return list(zip(starts, ends, stops, strict=True)), found[-1][1]
+    return list(zip(starts, ends, stops, strict=True)), mode
 
 
-def find_start(
-    tokenizer: PreTrainedTokenizerBase, messages: list[dict], options: dict, text: str
-) -> tuple[int, bool | None]:
-    """Where in a conversation's text the last of some of its messages begins, behind its prompt, and the prompt's thinking mode.
-    -1: it cannot be told.
+def find_answers(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict], options: dict, text: str, answers: list[int]
+) -> tuple[list[int] | None, bool | None]:
+    """Where in a conversation's text some answers begin, None if it cannot be told; and the thinking mode of the last one.
 
-    What the template itself writes before an answer without thoughts is the end of its prompt with thinking=false. An answer in
+    What the template itself writes before an answer without thoughts is the end of a prompt with thinking=false. An answer in
     the history may stand behind another prompt than a new one has.
     """
-    *before, answer = messages
-    content, mode = answer["content"].strip(), options["thinking"]
-
-    def behind(mode: bool | None) -> int:
-        prompt = render(tokenizer, before, add_generation_prompt=True, **{**options, "thinking": mode})
-        return len(prompt) if text.startswith(prompt) else -1
-
-    start = behind(mode)
-    if start < 0:
-        return (behind(None) if mode is not None else -1), mode
-    thoughts = answer.get("reasoning_content") or (content and text.startswith(content, start))
-    if mode is not None or thoughts or not find_form(tokenizer).mode:
-        return start, mode
-    without = behind(False)
-    if without > start and text[without:].lstrip().startswith(content):
-        return without, False
-    if content in text[start:]:
+    form, mode = find_form(tokenizer), options["thinking"]
+    rendered = functools.partial(render, tokenizer, **options)
+    starts = find_starts(rendered, messages, text, answers)
+    as_new = starts is not None
+    if starts is None and mode is not None:
+        starts = find_starts(functools.partial(rendered, thinking=None), messages, text, answers)
+    if starts is None:
+        return None, mode
+    last = starts[-1]
+    for place, index in enumerate(answers if form.without and not mode else ()):
+        content, start = messages[index]["content"].strip(), starts[place]
+        behind = start + len(form.without)
+        written = content and text.startswith(content, start)
+        if not written and text.startswith(form.without, start) and text.startswith(content, behind):
+            starts[place] = behind
+    if not as_new and not text[: starts[-1]] == rendered(messages[: answers[-1]], add_generation_prompt=True):
+        return None, mode
+    if mode is None and starts[-1] > last:
+        return starts, False
+    answer = messages[answers[-1]]
+    content = answer["content"].strip()
+    if mode is None and form.mode and not answer.get("reasoning_content") and text.find(content, last) > last:
         warnings.warn(
             f"The chat template of {tokenizer.name_or_path} writes a text of its own before answers, which is supervised: "
             'say in the rows, or by thinking=, in which mode they were written ("thinking": true or false).',
             stacklevel=2,
         )
-    return start, None
+    return starts, mode
+
+
+def find_starts(rendered: Callable[..., str], messages: list[dict], text: str, answers: list[int]) -> list[int] | None:
+    """How long the prompts of some answers are, in characters; None if one is not the beginning of `text`.
+
+    rendered: `render` with all but messages and add_generation_prompt. A prompt that ends with the end of a content and what the template wrote there before is not rendered again: each
+    rendering takes time for all messages before it. The last one is, which shows that earlier turns are not rewritten.
+    """
+    ends = find_ends(rendered, messages, text) if len(answers) > FEW else None
+    openings: dict[tuple[str, str], list[str]] = {}  # by the roles before and behind them
+    starts = []
+    for index in answers:
+        end = ends[index - 1] if ends else None
+        known = openings.setdefault((messages[index - 1]["role"], messages[index]["role"]), [])
+        opening = next((each for each in known if end is not None and text.startswith(each, end)), None)
+        if opening is not None and end is not None and index != answers[-1]:
+            starts.append(end + len(opening))
+            continue
+        prompt = rendered(messages[:index], add_generation_prompt=True)
+        if not text.startswith(prompt):
+            return None
+        if end is not None and end <= len(prompt) and opening is None:
+            known.append(prompt[end:])
+        starts.append(len(prompt))
+    return starts
+
+
+def find_ends(rendered: Callable[..., str], messages: list[dict], text: str) -> list[int | None] | None:
+    """Where the content of each message ends in the rendered conversation `text`; None for an empty one.
+
+    A second rendering has a name in the place of each content. None unless both are the same around the contents.
+    """
+    name = "x-content-{:06d}-x"
+    named = [
+        {**message, "content": name.format(index)} if message["content"].strip() else message
+        for index, message in enumerate(messages)
+    ]
+    try:
+        found = rendered(named, add_generation_prompt=False)
+    except ValueError:
+        return None
+    places = [index for index, message in enumerate(messages) if message["content"].strip()]
+    first, *parts = re.split(r"x-content-(\d{6})-x", found)
+    if "x-content-" in text or [int(number) for number in parts[::2]] != places or not text.startswith(first):
+        return None
+    ends: list[int | None] = [None] * len(messages)
+    place = len(first)
+    for index, behind in zip(places, parts[1::2]):
+        content = messages[index]["content"]
+        forms = (content, content.strip(), content.rstrip(), content.lstrip())
+        written = next((each for each in forms if text.startswith(each + behind, place)), None)
+        if written is None:
+            return None
+        ends[index] = place + len(written)
+        place += len(written) + len(behind)
+    return ends if place == len(text) else None
 
 
 def find_special(tokenizer: PreTrainedTokenizerBase) -> set[int]:
@@ -312,8 +386,13 @@ def derive_mask(
     A turn ends with the first special token after its content, or with its content where none follows.
     """
     mask = [False] * len(tokens)
-    for start, content_end, stop in turns:
-        inside = [index for index, first in enumerate(starts) if start <= first < stop]
+    places: list[list[int]] = [[] for _ in turns]
+    begins = [start for start, _, _ in turns]
+    for index, first in enumerate(starts):
+        turn = bisect.bisect_right(begins, first) - 1
+        if turn >= 0 and first < turns[turn][2]:
+            places[turn].append(index)
+    for inside, (_, content_end, _) in zip(places, turns):
         after = [index for index in inside if starts[index] >= content_end]
         end = next((index + 1 for index in after if tokens[index] in special), after[0] if after else len(tokens))
         for index in inside:
@@ -374,7 +453,10 @@ def encode(tokenizer: PreTrainedTokenizerBase, conversation: dict) -> Row:
     messages, options = conversation["messages"], {"thinking": None, **options_of(conversation)}
     answers = [message for message in messages if message["role"] == "assistant"]
     if not answers:
-        raise ValueError(f"Row {conversation['id']} has no assistant turn. Let the target answer it first.")
+        roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
+        raise ValueError(
+            f"Row {conversation['id']} has no assistant turn, only {roles}. Let the target answer it first."
+        )
     try:
         text = render(tokenizer, messages, add_generation_prompt=False, **options)
         marked = mark(tokenizer, messages, add_generation_prompt=False, **options)

@@ -9,14 +9,14 @@ import transformers
 
 import specdec
 from specdec import datastore
-from train import data, reading
+from train import data, reading, row_files
 
 
 def read_texts(
     source: str,
     tokenizer: transformers.PreTrainedTokenizerBase,
     *,
-    split: str = "train",
+    split: str | None = None,
     keep: str = "answers",
     limit: int | None = None,
 ) -> Iterator[list[int]]:
@@ -33,13 +33,15 @@ def read_texts(
     if path.suffix == ".txt":
         if not path.is_file():
             raise ValueError(f"There is no file {path}. Give a .txt file, {reading.FORMS}.")
-        yield from filter(None, [tokenizer(path.read_text(encoding="utf-8"), add_special_tokens=False)["input_ids"]])
+        text = "".join(row_files.read_text(path, longest=row_files.LONGEST_DOCUMENT))
+        yield from filter(None, [tokenizer(text, add_special_tokens=False)["input_ids"]])
         return
     special = data.find_special(tokenizer)
     for number, (place, row) in enumerate(itertools.islice(reading.read_rows(source, split), limit)):
         if row.get("messages") is not None or reading.has_ids(row):
             reading.check_messages(row, place)
-            encoded = data.encode(tokenizer, reading.named(row, number))
+            with reading.at(place):
+                encoded = data.encode(tokenizer, reading.named(row, number))
             yield from [encoded.tokens] if keep == "everything" else turns(encoded, special)
         elif isinstance(row.get("text"), str):
             yield from filter(None, [tokenizer(row["text"], add_special_tokens=False)["input_ids"]])

@@ -35,7 +35,8 @@ from train.sources import Source
 BATCH = 100  # rows that a process encodes between two reports of its progress
 SECONDS_BETWEEN_LOOKS = 0.5  # at how far the processes are
 ROWS_PER_WORKER = 2_000  # starting a process pays from so many rows on
-CODE = ("data.py", "chat_template.py", "reading.py", "encoding.py", "packing.py")  # what decides about the arrays, all in this folder
+# What decides about the arrays, all in this folder
+CODE = ("data.py", "chat_template.py", "reading.py", "row_files.py", "encoding.py", "packing.py")
 COLUMNS = datasets.Features(
     {
         "tokens": datasets.List(datasets.Value("int32")),
@@ -54,7 +55,7 @@ class Encoding:
 
     tokenizer: PreTrainedTokenizerBase
     cache: Path
-    split: str = "train"
+    split: str | None = None  # of a dataset; None: train, or the only one
     limit: int | None = None  # rows of each source
     workers: int | None = None  # processes; None: as many as the cores and the rows allow
     thinking: bool | None = None  # the mode of rows that do not say theirs
@@ -85,7 +86,7 @@ def digest(parts: list) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def content(source: str, split: str) -> list:
+def content(source: str, split: str | None) -> list:
     """What identifies the content of a source: digests of its files, or the fingerprint that `datasets` gives."""
     files = reading.find_files(source)
     if not files and Path(source).is_dir():
@@ -156,9 +157,10 @@ class Encoder:
         for place, index in enumerate(indices):
             row = {name: values[place] for name, values in batch.items()}
             where = row["place"] if self.lines else f"{self.source} row {index}"
-            row = reading.parse(where, row["line"]) if self.lines else row
+            row = reading.to_row(where, row["line"] if self.lines else row)
             reading.check_messages(row, where)
-            encoded = data.encode(self.tokenizer, reading.named(row, index, self.thinking))
+            with reading.at(where):
+                encoded = data.encode(self.tokenizer, reading.named(row, index, self.thinking))
             columns["tokens"].append(encoded.tokens)
             columns["mask"].append(encoded.mask)
             columns["name"].append(json.dumps([encoded.id, encoded.category]))
@@ -222,8 +224,9 @@ def open_rows(source: str, encoding: Encoding, work: Path) -> datasets.Dataset:
 
 def read_lines(source: str, limit: int | None) -> Iterator[dict]:
     num_read = 0
-    for place, line in itertools.islice(reading.read_raw(source, ""), limit):
+    for place, raw in itertools.islice(reading.read_raw(source, None), limit):
         num_read += 1
+        line = raw if isinstance(raw, str) else json.dumps(reading.to_row(place, raw), default=str)
         yield {"place": place, "line": line}
     if not num_read:
         raise ValueError(f"There are no rows in {source}.")

@@ -1,59 +1,31 @@
 """Rows of conversations and of prompts, from the forms in which people have them."""
 
-import gzip
+import contextlib
 import itertools
 import json
-import zlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from specdec.grammar import Grammar
+from specdec.untrusted import is_text
 from train.chat_template import options_of
+from train.row_files import FORMS, LINES, PARQUET, read_file
 
-FORMS = (
-    "a .jsonl file, a folder of .jsonl files (each of them may be compressed: .jsonl.gz), "
-    "a folder made by datasets' save_to_disk, or the name of a dataset"
-)
-ENDINGS = (".jsonl", ".jsonl.gz")
-LONGEST_LINE = 2**26  # characters
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation")
+SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
-def read_text(path: Path) -> Iterator[str]:
-    """Yields the lines of a text file, which is compressed with gzip if its name ends in .gz.
-
-    Raises ValueError if the compressed file is incomplete, damaged or no gzip file.
-    """
-    if path.suffix != ".gz":
-        with path.open(encoding="utf-8") as lines:
-            yield from _lines(lines, path)
-        return
-    num_read = 0
+@contextlib.contextmanager
+def at(place: str) -> Iterator[None]:
+    """Within, a ValueError says where the row is that it is about."""
     try:
-        with gzip.open(path, "rt", encoding="utf-8") as lines:
-            for line in _lines(lines, path):
-                num_read += 1
-                yield line
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise ValueError(
-            f"{path}: the compressed file is incomplete or damaged after line {num_read} ({error}). "
-            "Copy or make the file again."
-        ) from None
-
-
-def _lines(file: TextIO, path: Path) -> Iterator[str]:
-    """Raises ValueError for a line of more than LONGEST_LINE characters: a small compressed file can hold a huge one."""
-    while line := file.readline(LONGEST_LINE + 1):
-        if len(line) > LONGEST_LINE:
-            raise ValueError(f"{path} has a line of more than {LONGEST_LINE:,} characters, which cannot be a row.")
-        yield line
-
-
-def read_lines(path: Path) -> Iterator[tuple[str, str]]:
-    """Yields (place, line) for every line that is not blank."""
-    for number, line in enumerate(read_text(path), start=1):
-        if line.strip():
-            yield f"{path}:{number}", line
+        yield
+    except ValueError as error:
+        if place in str(error):
+            raise
+        raise ValueError(f"{place}: {error}") from error
 
 
 def parse(place: str, line: str) -> dict:
@@ -62,8 +34,44 @@ def parse(place: str, line: str) -> dict:
     except (ValueError, RecursionError) as error:  # also numbers of thousands of digits
         raise ValueError(f"{place}: not valid JSON ({error}). Repair or remove the line.") from None
     if type(row) is not dict:
-        raise ValueError(f"{place}: expected a JSON object, found {type(row).__name__}.")
+        more = " Give a file with all rows in one list the ending .json." if type(row) is list else ""
+        raise ValueError(f"{place}: expected a JSON object, found {type(row).__name__}.{more}")
+    if SURROGATE.search(line):
+        _check_text(row, place)
     return row
+
+
+def _check_text(row: dict, place: str) -> None:
+    if is_text(row):
+        return
+    key = next(key for key, value in row.items() if not is_text({key: value}))
+    raise ValueError(
+        f"{place}: {json.dumps(key)} has half of a surrogate pair (\\ud800 .. \\udfff), which is no character. Repair or remove "
+        "the line."
+    )
+
+
+def to_row(place: str, raw: str | dict) -> dict:
+    """A row of what `read_raw` yields. Keys whose value is null, and empty lists of tools or calls, are left out.
+
+    Arrow gives all structs of a column the same keys, so that there a null means an absent key at any depth.
+    """
+    row = parse(place, raw) if isinstance(raw, str) else _without_nulls(raw)
+    row = {key: value for key, value in row.items() if value is not None and (key, value) != ("tools", [])}
+    if isinstance(row.get("messages"), list):
+        row["messages"] = [_tidy(message) if isinstance(message, dict) else message for message in row["messages"]]
+    return row
+
+
+def _tidy(message: dict) -> dict:
+    kept = {key: value for key, value in message.items() if value is not None and (key, value) != ("tool_calls", [])}
+    return {**kept, "content": kept.get("content", "")} if "tool_calls" in kept else kept
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 def find_files(source: str) -> list[Path]:
@@ -71,54 +79,71 @@ def find_files(source: str) -> list[Path]:
     path = Path(source)
     if path.is_file():
         return [path]
-    if path.is_dir() and (files := sorted(file for file in path.iterdir() if file.name.endswith(ENDINGS))):
-        return files
+    for endings in (LINES, PARQUET) if path.is_dir() else ():
+        if files := sorted(file for file in path.iterdir() if file.name.endswith(endings)):
+            return files
     if path.is_dir() and not ((path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists()):
         raise ValueError(f"The folder {source} holds neither .jsonl files nor a saved dataset. Give {FORMS}.")
-    if not path.exists() and path.name.endswith(ENDINGS):
+    if not path.exists() and path.name.endswith((*LINES, *PARQUET, ".json")):
         raise ValueError(f"There is no file {source}. Give {FORMS}.")
     return []
 
 
-def open_dataset(source: str, split: str, *, streaming: bool = False) -> Any:
+def open_dataset(source: str, split: str | None, *, streaming: bool = False) -> Any:
     """One split of a dataset that is in a folder or that `datasets.load_dataset` finds: a `Dataset`, or an `IterableDataset`.
 
+    split: None: train, or the only one
     streaming: whether to read a dataset that is not in a folder as it comes, without a copy on the disk
     """
     import datasets  # here: it takes a second of each command's start, and most sources are files
 
     if Path(source).is_dir():
         data = datasets.load_from_disk(source)
-        if isinstance(data, datasets.DatasetDict):
-            if split not in data:
-                raise ValueError(f"{source} has no split {split!r}; it has: {', '.join(data)}.")
-            data = data[split]
-        return data
+        return data[choose_split(source, split, list(data))] if isinstance(data, datasets.DatasetDict) else data
     try:
-        return datasets.load_dataset(source, split=split, streaming=streaming)
+        try:
+            return datasets.load_dataset(source, split=split or "train", streaming=streaming)
+        except ValueError:
+            if split is not None:
+                raise
+            split = choose_split(source, split, datasets.get_dataset_split_names(source))
+            return datasets.load_dataset(source, split=split, streaming=streaming)
     except (OSError, ValueError) as error:
         raise ValueError(f"Could not read {source!r}. Give {FORMS}. ({type(error).__name__}: {error})") from error
 
 
-def read_raw(source: str, split: str, *, streaming: bool = False) -> Iterator[tuple[str, str | dict]]:
-    """Yields (place, line) of files and (place, row) of a dataset."""
+def choose_split(source: str, split: str | None, names: list[str]) -> str:
+    if split is None:
+        split = names[0] if len(names) == 1 else "train"
+    if split not in names:
+        raise ValueError(f"{source} has no split {split!r}; it has: {', '.join(names)}. Choose one with split=.")
+    return split
+
+
+def read_raw(source: str, split: str | None, *, streaming: bool = False) -> Iterator[tuple[str, str | dict]]:
+    """Yields (place, JSON text) or (place, row), which `to_row` takes."""
     if files := find_files(source):
-        return itertools.chain.from_iterable(map(read_lines, files))
+        return itertools.chain.from_iterable(map(read_file, files))
     data = open_dataset(source, split, streaming=streaming)
     return ((f"{source} row {index}", row) for index, row in enumerate(data))
 
 
-def read_rows(source: str, split: str) -> Iterator[tuple[str, dict]]:
+def read_rows(source: str, split: str | None) -> Iterator[tuple[str, dict]]:
     """Yields (place, row) of any of the forms that `source` may take."""
-    for place, row in read_raw(source, split):
-        yield place, parse(place, row) if isinstance(row, str) else row
+    return ((place, to_row(place, raw)) for place, raw in read_raw(source, split))
 
 
 def named(row: dict, index: int, thinking: bool | None = None) -> dict:
-    """The row with its `id` and `category`, by default its index and "all", and its thinking mode."""
-    row_id, category = row.get("id"), row.get("category")
+    """The row with its `id` and `category` as texts, by default its index and "all". thinking: its mode, if it does not say it"""
     mode = {} if thinking is None else {"thinking": thinking} | options_of({"thinking": row.get("thinking")})
-    return {**row, **mode, "id": str(index if row_id is None else row_id), "category": "all" if category is None else category}
+    return {**row, **mode, "id": _to_text(row.get("id"), str(index)), "category": _to_text(row.get("category"), "all")}
+
+
+def _to_text(value: Any, default: str) -> str:
+    """A number, or what else it is, as JSON writes it."""
+    if value is None or isinstance(value, str):
+        return default if value is None else value
+    return json.dumps(value, ensure_ascii=False, default=str)
 
 
 def has_ids(row: dict) -> bool:
@@ -132,38 +157,36 @@ def check_messages(row: dict, place: str) -> list[dict]:
         return []
     messages = row.get("messages")
     if not isinstance(messages, list) or not messages:
-        raise ValueError(f'{place}: no messages. A row needs "messages": [{{"role": ..., "content": ...}}, ...].')
-    for message in messages:
-        check_calls(message, place)
-    parts = [message.get(key) for message in messages for key in ("role", "content")]
-    if not all(isinstance(part, str) for part in parts):
-        raise ValueError(f"{place}: every message needs a role and a content, both text.")
-    options(row, place)
+        keys = ", ".join(map(str, row)) or "none"
+        raise ValueError(
+            f'{place}: no messages (its keys: {keys}). A row needs "messages": [{{"role": ..., "content": ...}}, ...].'
+        )
+    for number, message in enumerate(messages):
+        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
+            raise ValueError(
+                f"{place}: every message needs a role and a content, both text; messages[{number}] has not."
+            )
+        calls = message.get("tool_calls", [])
+        if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+            raise ValueError(
+                f'{place}: tool_calls must be a list such as [{{"function": {{"name": .., "arguments": ..}}}}].'
+            )
+    with at(place):
+        options_of(row)
+    roles = dict.fromkeys(message["role"] for message in messages)
+    unknown = [role for role in roles if role not in ROLES and not has_ids(row)]  # ids are used as they are
+    if unknown:
+        raise ValueError(
+            f"{place}: unknown roles {', '.join(unknown)}; the row has {', '.join(roles)}. Rename them: known roles are "
+            f"{', '.join(ROLES)}."
+        )
     return messages
 
 
-def check_calls(message: dict, place: str) -> None:
-    """A message that calls tools needs no content: it gets an empty one. Raises ValueError for calls that are none."""
-    calls = message.get("tool_calls")
-    if calls and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
-        raise ValueError(f'{place}: tool_calls must be a list such as [{{"function": {{"name": .., "arguments": ..}}}}].')
-    if calls and message.get("content") is None:
-        message["content"] = ""
-
-
-def options(row: dict, place: str) -> dict:
-    """`thinking` and `tools` of a row, as far as it has them. Raises ValueError for tools that are none."""
-    try:
-        return options_of(row)
-    except ValueError as error:
-        raise ValueError(f"{place}: {error}") from None
-
-
-def load_conversations(source: str, *, split: str = "train", limit: int | None = None) -> list[dict]:
+def load_conversations(source: str, *, split: str | None = None, limit: int | None = None) -> list[dict]:
     """Reads rows with `messages`, and `id` and `category` filled in; other keys are kept.
 
-    `source` is a .jsonl or .jsonl.gz file, a folder of them, a folder made by `save_to_disk`, or a name for
-    `load_dataset`; `split` concerns the last two. Raises ValueError, naming file and line, for a row that is no conversation.
+    source: as FORMS says; split: of a dataset; None: train, or the only one. Raises ValueError, naming file and line, for a row that is no conversation.
     """
     conversations: list[dict] = []
     for place, row in itertools.islice(read_rows(source, split), limit):
@@ -181,15 +204,15 @@ def hold_out(conversations: list[dict], num: int) -> tuple[list[dict], list[dict
     return [conversations[i] for i in greedy], [row for i, row in enumerate(conversations) if i not in held]
 
 
-def load_prompts(source: str, *, limit: int | None = None) -> list[dict]:
-    """Reads rows {"id", "category", "messages", "tags", "grammar"} that end where the assistant is to answer, with `thinking` and
-    `tools` where a row has them.
+def load_prompts(source: str, *, split: str | None = None, limit: int | None = None) -> list[dict]:
+    """Reads rows {"id", "category", "messages", "tags", "grammar", "place"} that end where the assistant is to answer, with `thinking`
+    and `tools` where a row has them.
 
     A row has a `prompt` (text), or `messages`, of which an assistant's at the end is left out. Rows with `dropped`, which a
     filter of prompts left out, are not read.
     """
     prompts: list[dict] = []
-    rows = ((place, row) for place, row in read_rows(source, "train") if not row.get("dropped"))
+    rows = ((place, row) for place, row in read_rows(source, split) if not row.get("dropped"))
     for place, row in itertools.islice(rows, limit):
         if isinstance(row.get("prompt"), str):
             messages = [{"role": "user", "content": row["prompt"]}]
@@ -210,10 +233,9 @@ def load_prompts(source: str, *, limit: int | None = None) -> list[dict]:
             rule = row.get("grammar") and Grammar.of_row(row["grammar"])
         except ValueError as error:
             raise ValueError(f"{place}: {error}") from None
-        prompts.append(
-            {"id": row["id"], "category": row["category"], "messages": messages, "tags": tags, "grammar": rule or None}
-            | options(row, place)
-        )
+        kept = {"id": row["id"], "category": row["category"], "messages": messages, "tags": tags}
+        with at(place):
+            prompts.append(kept | {"grammar": rule or None, "place": place} | options_of(row))
     return prompts
 
 

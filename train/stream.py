@@ -39,7 +39,7 @@ class Plan:
     packed: bool
     buffer: int  # rows
     seed: int
-    split: str = "train"
+    split: str | None = None
     limit: int | None = None  # rows of each source
     hold_out: int = 0
     tokens: int | None = None
@@ -57,9 +57,11 @@ class Plan:
 
     def encode(self, place: str, index: int, raw: str | dict) -> Row | None:
         """A row cut to `length`; None if no goal is left."""
-        row = read(place, raw)
+        row = reading.to_row(place, raw)
         reading.check_messages(row, place)
-        return data.truncate(data.encode(self.tokenizer, reading.named(row, index, self.thinking)), self.length)
+        with reading.at(place):
+            encoded = data.encode(self.tokenizer, reading.named(row, index, self.thinking))
+        return data.truncate(encoded, self.length)
 
 
 @dataclass(frozen=True)
@@ -68,10 +70,6 @@ class Drawn:
     index: int  # of the row in its source
     raw: str | dict
     again: bool  # whether the source had ended before
-
-
-def read(place: str, raw: str | dict) -> dict:
-    return reading.parse(place, raw) if isinstance(raw, str) else raw
 
 
 class Draws:
@@ -93,7 +91,7 @@ class Draws:
         for source in self.found:
             rows = self._rows(source.name) if left else iter(())
             for index, (place, raw) in rows:
-                if read(place, raw).get("temperature") == 0:
+                if reading.to_row(place, raw).get("temperature") == 0:
                     held[source.name].add(index)
                     left -= 1
                 if not left:

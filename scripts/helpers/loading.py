@@ -25,6 +25,7 @@ from train.sources import read_sources
 CONF = Path(__file__).resolve().parents[2] / "conf"
 FROZEN = "the frozen target"
 TRUST = "run Python code that the target's folder brings, with all your rights; read it first"
+THINKING = "thinking mode of the chat template for prompts that do not say theirs, true or false"
 CHECKPOINT = (
     "a trained head: a step's folder, a run's folder for its best step, or user/name[@revision] on the Hugging Face Hub"
 )

@@ -194,8 +194,11 @@ def test_conversations_are_read_from_every_format(tmp_path):
     assert reading.load_conversations(str(tmp_path / "saved"))[0]["messages"] == SINGLE
     datasets.DatasetDict({"dev": saved}).save_to_disk(tmp_path / "splits")
     assert len(reading.load_conversations(str(tmp_path / "splits"), split="dev")) == 1
-    with pytest.raises(ValueError, match="no split 'train'; it has: dev"):
-        reading.load_conversations(str(tmp_path / "splits"))
+    assert reading.load_conversations(str(tmp_path / "splits"))[0]["messages"] == SINGLE  # the only one
+    datasets.DatasetDict({"dev": saved, "test": saved}).save_to_disk(tmp_path / "two")
+    for split in (None, "train"):
+        with pytest.raises(ValueError, match=r"two has no split 'train'; it has: dev, test\. Choose one with split="):
+            reading.load_conversations(str(tmp_path / "two"), split=split)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import hydra
 import pytest
 
 from tests.support import ROOT
-from train import reading
+from train import reading, row_files
 
 pytestmark = pytest.mark.slow
 
@@ -72,7 +72,7 @@ def test_compressed_and_plain_files_give_the_same_rows(tmp_path):
     plain = reading.load_conversations(str(tmp_path / "a.jsonl"))
     assert reading.load_conversations(str(tmp_path / "b.jsonl.gz")) == plain
     assert len(reading.load_conversations(str(tmp_path))) == 4
-    assert [place for place, _ in reading.read_lines(tmp_path / "b.jsonl.gz")] == [
+    assert [place for place, _ in row_files.read_lines(tmp_path / "b.jsonl.gz")] == [
         f"{tmp_path / 'b.jsonl.gz'}:1",
         f"{tmp_path / 'b.jsonl.gz'}:3",
     ]

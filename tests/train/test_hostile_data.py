@@ -8,7 +8,7 @@ import os
 import pytest
 
 from tests.support import small_tokenizer
-from train import data, reading
+from train import data, reading, row_files
 from train.lock import lock
 from train.run_folder import RunFolder
 
@@ -24,7 +24,7 @@ def test_a_line_that_would_fill_the_memory(tmp_path, compressed):
         file.write(json.dumps({"messages": MESSAGES}).encode() + b"\n")
         for _ in range(5):
             file.write(b" " * 2**24)
-    rows = reading.read_lines(path)
+    rows = row_files.read_lines(path)
     assert json.loads(next(rows)[1]) == {"messages": MESSAGES}
     with pytest.raises(ValueError, match="a line of more than"):
         next(rows)
