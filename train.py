@@ -27,7 +27,7 @@ import multirun
 from specdec import checkpoint, files
 from specdec.drafter import Head
 from specdec.drafting import Drafting
-from specdec.measurement import Prompt
+from specdec.measurement import Prompt, check_prompts
 from specdec.report import Report
 from specdec.sampling import Sampling
 from specdec.target import Target
@@ -121,7 +121,7 @@ def fit_alone(config: DictConfig, path: Path, accelerator: Accelerator) -> int:
     with tracker.running(str(config.run), trainer.folder.settings, step=trainer.step):
         fit_trainer(trainer)
         if accelerator.is_main_process and trainer.best:
-            page = write_page(path, validation, tokenizer, prompts=config.data.heldout)
+            page = write_page(path, validation, tokenizer, prompts=config.data.heldout, split=config.data.heldout_split)
             console.say(f"report: {page}")
             report = checkpoint.read_json(page.with_name("report.json"))
             tracker.report(trainer.step, "best", report)
@@ -219,8 +219,9 @@ def load_prompts(config: DictConfig, tokenizer: PreTrainedTokenizerBase, packs: 
     """The held-out prompts, in the thinking mode of the rows that are trained on, unless the configuration or a prompt says it."""
     thinking = packs.modes[0] if config.data.thinking is None and len(packs.modes) == 1 else config.data.thinking
     return data.load_prompts(
-        config.data.heldout, tokenizer, limit=config.validation.num_prompts, thinking=thinking, trained=packs.modes
-    )
+        config.data.heldout, tokenizer, split=config.data.heldout_split, limit=config.validation.num_prompts,
+        thinking=thinking, trained=packs.modes,
+    )  # fmt: skip
 
 
 def make_drafter(config: DictConfig, target: Target, packs: Packs) -> tuple[Head, dict]:
@@ -286,8 +287,8 @@ def make_validation(
                 drafter.target, drafting.proposer(drafter), sampling=sampling, stop=stop, runner=drafting.runner()
             )
     with named("validation"):
-        for prompt in prompts if engine is None else ():
-            decoder.check([prompt.tokens], settings.max_new_tokens)
+        if engine is None:
+            check_prompts(decoder, prompts, settings.max_new_tokens, source=config.data.heldout)
     validation = Validation(
         accelerator,
         drafter,
@@ -347,7 +348,8 @@ def make_serve(config: DictConfig, say: Callable[[str], None]) -> Serving | None
         raise ValueError(
             "validation.served= serves chains at temperature 0: use decode=chain and validation.temperature=0."
         )
-    given = {"prompts": config.data.heldout, "limit": chosen.num_prompts, "max_new_tokens": chosen.max_new_tokens}
+    given = {"prompts": config.data.heldout, "split": config.data.heldout_split}
+    given |= {"thinking": config.data.thinking, "limit": chosen.num_prompts, "max_new_tokens": chosen.max_new_tokens}
     given |= {f"target.{key}": target[key] for key in ("name", "dtype", "trust_remote_code")}
     with named("validation"):
         return Serving(chosen.served, given | {"num_drafts": config.decode.depth}, say)

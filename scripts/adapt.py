@@ -224,7 +224,7 @@ def judge_slice(given: Adapt, loaded: Loaded, answers: list[Answer], what: str) 
 def open_older(given: Adapt, home: Home, loaded: Loaded) -> Older:
     sources = adapting.old_sources(given.old, home.first, loaded.target.name)
     try:
-        return Older(sources, loaded.tokenizer, seed=given.seed, further=home.known("trained"))
+        return Older(sources, loaded.tokenizer, split=given.old_split, seed=given.seed, further=home.known("trained"))
     except ValueError as error:
         raise ValueError(f"old={','.join(sources)}: {error} Give old=FILE, or old= for no old rows.") from None
 
@@ -233,7 +233,9 @@ def read_old_heldout(given: Adapt, loaded: Loaded) -> list[Answer]:
     """The answers of old_heldout=, none of which is trained on, whether it is judged or not."""
     if given.old_heldout is None:
         return []
-    rows = [encode(loaded.tokenizer, row) for row in reading.load_conversations(given.old_heldout)]
+    with reading.at(f"old_heldout={given.old_heldout}"):
+        found = reading.load_conversations(given.old_heldout, split=given.old_split)
+        rows = [encode(loaded.tokenizer, row) for row in found]
     return [answer for answer in rows if answer is not None]
 
 

@@ -46,6 +46,7 @@ class SelfPromptOptions:
 class Answer:
     prompts: str = field(metadata={"help": "rows with prompt or messages: JSONL, folder or dataset; self: see above"})
     out: str = field(metadata={"help": "the .jsonl file to write or to continue"})
+    split: str | None = option(None, f"of the prompts: {loading.SPLIT}")
     limit: int | None = option(None, "answer only the first LIMIT prompts; null: all")
     num_prompts: int | None = option(None, "how many prompts to write, with prompts=self")
     max_new_tokens: int = option(160, "longest answer, in tokens")
@@ -170,7 +171,7 @@ def write(chosen: Answer, console: rich.console.Console) -> None:
         limit = (
             chosen.limit if chosen.num_prompts is None else min(chosen.num_prompts, chosen.limit or chosen.num_prompts)
         )
-        prompts = reading.load_prompts(file, limit=limit)
+        prompts = reading.load_prompts(file, split=chosen.split, limit=limit)
         tags = tuple(split(chosen.tag))
         jobs = answering.list_jobs(tokenizer, prompts, temperatures, thinking=chosen.thinking, tags=tags)
         settings = {
@@ -195,8 +196,10 @@ def write(chosen: Answer, console: rich.console.Console) -> None:
             )
             if missing:
                 law = Law(frozenset(stop), chosen.max_new_tokens, top_p=chosen.decode.top_p, seed=chosen.seed)
-                longest = max(len(job.tokens) for job in jobs) + chosen.max_new_tokens
-                writer = writers.open(law, example=jobs[0], longest=longest)
+                last = max(jobs, key=lambda job: len(job.tokens))
+                name = f"{last.place}: the longest prompt, {last.id},"
+                longest = len(last.tokens) + chosen.max_new_tokens
+                writer = writers.open(law, example=jobs[0], longest=longest, name=name)
                 write_missing(chosen, tokenizer, writer, jobs, answers, finished, len(missing), console)
 
 

@@ -26,7 +26,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import rich.markup
 import rich.table
 import torch
 
@@ -45,7 +44,7 @@ from specdec.proposers.heads import HeadProposer
 from specdec.proposers.ngram import Ngram
 from specdec.sampling import Sampling
 from specdec.tuning import name_of
-from train import data, progress
+from train import progress
 
 GENERATE, PLAIN = "transformers generate", "plain"
 Methods = dict[str, Generate]  # by name, in the order of the table
@@ -74,7 +73,7 @@ def main() -> None:
     if len(runs) > 1 and any(run.drafter.adapts_target for run in runs):
         raise ValueError("A checkpoint that adapts its target has another target than the others: give it alone.")
     opened = loading.open_target(runs[0].drafter.target) if runs else loading.load_target(chosen.target)
-    prompts = data.load_prompts(chosen.prompts, opened.tokenizer, limit=chosen.limit)
+    prompts = loading.load_prompts(chosen, opened)
     tokens = [prompt.tokens for prompt in prompts]
     with opened_methods(chosen, opened, runs, longest=max(map(len, tokens)), show=show) as methods:
         rates, answers = benchmark.measure(methods, tokens, repeats=chosen.repeats, progress=show)
@@ -230,7 +229,7 @@ def table(figures: dict[str, dict], title: str, *, num_prompts: int, width: int)
         table.add_column(heading, justify="right")
     for name, cell in figures.items():
         if "failure" in cell:
-            table.add_row(f"{name}: {rich.markup.escape(cell['failure'])}", *["-"] * len(headings))
+            table.add_row(f"{name}: {cell['failure']}", *["-"] * len(headings))
             continue
         ratios = [
             f"{cell[key]:.2f}" if key in cell else "" for key in ("to_generate", "to_plain", "to_own_plain", "tau")

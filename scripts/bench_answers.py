@@ -44,6 +44,7 @@ SERVER, OWN, CLIENT = "answer.py engine=URL", "answer.py, own decoder", "vllm be
 class BenchAnswers:
     engine: str = field(metadata={"help": "URL of one vLLM server"})
     prompts: str = option("data/prompts_heldout.jsonl", "rows with a prompt or messages: JSONL, folder or dataset")
+    split: str | None = option(None, loading.SPLIT)
     limit: int | None = option(64, "use this many prompts, spread over the file; null: all")
     max_new_tokens: int = option(64, "tokens of every answer; stop tokens are passed over")
     in_flight: int = option(64, "requests that are under way at once")
@@ -98,7 +99,7 @@ def time_client(chosen: BenchAnswers, model: str, prompts: Path) -> float:
 def measure(chosen: BenchAnswers, console: rich.console.Console) -> dict[str, list[float]]:
     """-> tokens/s of each way, one figure for each repeat"""
     tokenizer = load_tokenizer(str(chosen.target.name), trust_remote_code=chosen.target.trust_remote_code)
-    rows = reading.spread(reading.load_prompts(chosen.prompts), chosen.limit)
+    rows = reading.spread(reading.load_prompts(chosen.prompts, split=chosen.split), chosen.limit)
     jobs = answering.list_jobs(tokenizer, rows, [0.0])
     law = Law(frozenset(), chosen.max_new_tokens)
     longest = max(len(job.tokens) for job in jobs) + chosen.max_new_tokens

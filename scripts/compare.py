@@ -24,12 +24,12 @@ from specdec import files, hub
 from specdec.comparing import Decoders, Method, compare_prompts, make_decoders, report_of, results_of
 from specdec.compile import Runner
 from specdec.figures import tau_difference
-from specdec.measurement import Prompt, turns
+from specdec.measurement import Prompt, check_prompts, turns
 from specdec.sampling import Sampling
 from specdec.target import Target
 from specdec.tree import TreeShape
 from specdec.tuning import name_of
-from train import data, progress
+from train import progress
 from train.pages import run_page
 from train.pages.comparison_page import render_comparison
 from train.resumable import Resumable, digest, digest_folder, resumable
@@ -45,7 +45,7 @@ class Compare(loading.PromptOptions, decoding.ShapesOptions, proposers.SeveralOp
     chains: str = "4"
     trees: str = "4x3x8"
     batch: int = option(1, "prompts decoded at once; speedups are then those of the batch")
-    out: str = option("comparison", "folder for comparison.html, table.md, comparison.png and rows.jsonl")
+    out: str = option("comparison", "folder for comparison.html, table.md, comparison.png and rows.jsonl", folder=True)
     target: loading.TargetOptions = field(default_factory=loading.TargetOptions)
     decode: CompareDecodeOptions = field(default_factory=CompareDecodeOptions)
 
@@ -59,7 +59,7 @@ def main() -> None:
     shapes = chosen.shapes()
     runs = loading.load_runs(chosen.checkpoint, chosen.target)
     opened = loading.shared_target(runs, chosen.target, head=chosen.settings.get("checkpoint"))
-    prompts = data.load_prompts(chosen.prompts, opened.tokenizer, limit=chosen.limit)
+    prompts = loading.load_prompts(chosen, opened)
     ruled = decoding.Ruled.of(chosen.decode.grammar, opened)
     if ruled:
         prompts = ruled.apply(prompts)
@@ -155,6 +155,8 @@ def decode_missing(
     groups = turns(missing, chosen.batch) if missing else []
     grammars = ruled and ruled.grammars
     if groups:
+        for decoder in decoders.values():
+            check_prompts(decoder, prompts, chosen.max_new_tokens, source=chosen.prompts)
         compare_prompts(
             methods, decoders, prompts, [0], min(8, chosen.max_new_tokens), batch=1, grammars=grammars
         )  # a warm-up

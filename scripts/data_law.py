@@ -33,7 +33,7 @@ STEPS = 60  # of the drawn law
 @dataclass(frozen=True)
 class DataLawOptions:
     runs: str = field(metadata={"help": "comma list of folders of runs, such as checkpoints/eagle3"})
-    out: str = option("data_law", "folder for data_law.json and data_law.png")
+    out: str = option("data_law", "folder for data_law.json and data_law.png", folder=True)
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,11 @@ class Datastore:
     data: str = field(
         metadata={"help": "rows with messages or text: a .jsonl file, a folder of them, a dataset; or a .txt file"}
     )
-    out: str = field(metadata={"help": "folder to make"})
+    out: str = field(metadata={"help": "folder to make", "folder": True})
     keep: str = field(default="answers", metadata={"help": "of conversations: answers or everything"})
     length: int = field(default=16, metadata={"help": "longest match that can be found, in tokens"})
-    split: str = field(default="train", metadata={"help": "split of a dataset"})
+    split: str | None = field(default=None, metadata={"help": loading.SPLIT})
+    thinking: bool | None = field(default=None, metadata={"help": f"{loading.THINKING}; null: told by the rows"})
     limit: int | None = field(default=None, metadata={"help": "read only the first LIMIT rows; null: all"})
     target: loading.TokenizerOptions = field(default_factory=loading.TokenizerOptions)
 
@@ -39,7 +40,7 @@ def main() -> None:
 
     start = time.perf_counter()
     tokenizer = load_tokenizer(chosen.target.name, trust_remote_code=chosen.target.trust_remote_code)
-    rows = {"split": chosen.split, "keep": chosen.keep, "limit": chosen.limit}
+    rows = {"split": chosen.split, "keep": chosen.keep, "limit": chosen.limit, "thinking": chosen.thinking}
     texts = list(progress.track(datastore.read_texts(chosen.data, tokenizer, **rows), "tokenising", unit="texts"))
     if not texts:
         raise ValueError(f"data={chosen.data} holds no text, so there is nothing to retrieve: give some with text.")

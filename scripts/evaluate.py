@@ -25,7 +25,7 @@ from specdec.proposers.heads import HeadProposer
 from specdec.report import Report, summarise_by_category
 from specdec.sampling import Sampling
 from specdec.timing import fastest_batch
-from train import data, display, progress
+from train import display, progress
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ def main() -> None:
         decoding.show_measuring(each)
     if isinstance(loaded.proposer, HeadProposer):  # its own settings may have replaced those of decode
         drafting = replace(drafting, **asdict(loaded.proposer.shape), children=loaded.proposer.children)
-    prompts = data.load_prompts(chosen.prompts, loaded.tokenizer, limit=chosen.limit)
+    prompts = loading.load_prompts(chosen, loaded)
     ruled = decoding.Ruled.of(chosen.decode.grammar, loaded)
     if ruled:
         prompts = ruled.apply(prompts)

@@ -23,7 +23,7 @@ from train import progress
 @dataclass(frozen=True)
 class Export:
     checkpoint: str = field(metadata={"help": loading.CHECKPOINT})
-    out: str = field(metadata={"help": "folder to make"})
+    out: str = field(metadata={"help": "folder to make", "folder": True})
     format: str = field(default="safetensors", metadata={"help": f"one of {', '.join(FORMATS)}"})
     num_drafts: int | None = field(
         default=None,

@@ -19,16 +19,15 @@ from specdec.decode import Decoder
 from specdec.layer_search import AnsweredPrompt, Choice, Clock, choices, ranges
 from specdec.proposers.layerskip import LayerSkip
 from specdec.sampling import Sampling
-from train import data, progress, reading
+from train import progress
 
 COLUMNS = ("layers", "first drafts right", "with the first layers", "depth", "tau", "predicted speedup")
 
 
-@dataclass(frozen=True)
-class FindLayers:
-    prompts: str = field(default="data/prompts_train.jsonl", metadata={"help": "rows with prompt or messages"})
-    limit: int | None = field(default=8, metadata={"help": "use LIMIT prompts, spread over the file; null: all"})
-    max_new_tokens: int = field(default=64, metadata={"help": "longest answer, in tokens"})
+@dataclass(frozen=True, kw_only=True)
+class FindLayers(loading.PromptOptions):
+    prompts: str = "data/prompts_train.jsonl"
+    limit: int | None = 8
     depth: int = field(default=4, metadata={"help": "largest number of drafts per round"})
     tries: int = field(
         default=8, metadata={"help": "layers that each step tries to remove: those whose removal cost least so far"}
@@ -47,8 +46,7 @@ def main() -> None:
     opened = loading.load_target(chosen.target)
     target = opened.target
     LayerSkip(target, layers=1, depth=1)  # raises ValueError for a target that cannot skip layers
-    rows = reading.spread(reading.load_prompts(chosen.prompts), chosen.limit)
-    prompts = [data.encode_prompt(opened.tokenizer, row["messages"]) for row in rows]
+    prompts = [prompt.tokens for prompt in loading.load_prompts(chosen, opened)]
 
     show = functools.partial(progress.track, unit="steps")
 

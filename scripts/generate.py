@@ -24,6 +24,7 @@ from train import data, progress
 @dataclass(frozen=True, kw_only=True)
 class Generate(proposers.ProposerOptions):
     prompt: str = field(metadata={"help": "text of the user's message"})
+    thinking: bool | None = option(None, f"{loading.THINKING}; null: as the checkpoint was trained, else the template's default")
     max_new_tokens: int = option(128, "longest answer, in tokens")
     stop_strings: str | None = option(None, "comma list of texts that end the answer")
     seed: int = option(0, "seed of sampling")
@@ -37,7 +38,10 @@ def main() -> None:
     console = progress.Results()
     sampling, drafting = chosen.decode.sampling(), chosen.decode.drafting()
     loaded = proposers.load(chosen, chosen.target, drafting)
-    prompt = data.encode_prompt(loaded.tokenizer, [{"role": "user", "content": chosen.prompt}])
+    heads = [chosen.checkpoint] if chosen.checkpoint else []
+    thinking = loading.mode_of(heads) if chosen.thinking is None else chosen.thinking
+    data.check_mode(loaded.tokenizer, thinking)
+    prompt = data.encode_prompt(loaded.tokenizer, [{"role": "user", "content": chosen.prompt}], thinking=thinking)
     strings = tuple(chosen.stop_strings.split(",")) if chosen.stop_strings else ()
     shared = {
         "sampling": sampling,

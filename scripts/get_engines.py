@@ -37,7 +37,9 @@ PINS = "\n".join([TORCH, TRANSFORMERS, *WHEELS, CONVERTER, *EXTRA]) + "\n"
 
 @dataclass(frozen=True)
 class GetEngines:
-    out: str = field(default="engines", metadata={"help": "folder to make; the engines are looked for in engines"})
+    out: str = field(
+        default="engines", metadata={"help": "folder to make; the engines are looked for in engines", "folder": True}
+    )
 
 
 def pip(python: Path, what: str, *arguments: str) -> None:

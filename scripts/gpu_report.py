@@ -59,7 +59,7 @@ class GpuReport:
     dry_run: bool = option(
         False, "shape=tiny and short texts, without a GPU too: tries the steps, and its figures mean nothing"
     )
-    out: str = option("gpu_report", "name of the files that are written, NAME.json and NAME.md")
+    out: str = option("gpu_report", "name of the files that are written, NAME.json and NAME.md", folder=None)
 
 
 @dataclass

@@ -22,7 +22,7 @@ from specdec.proposers.auto import Auto
 from specdec.proposers.base import Proposer
 from specdec.proposers.heads import HeadProposer
 from specdec.sampling import Sampling
-from train import data, progress
+from train import progress
 
 DRAFTINGS = (Drafting(4), Drafting(4, 3, 10))
 
@@ -42,7 +42,7 @@ def main() -> None:
     chosen = options(Identity, __doc__)
     console = progress.Results()
     loaded = loading.load(chosen.checkpoint, chosen.target)
-    prompts = data.load_prompts(chosen.prompts, loaded.tokenizer, limit=chosen.limit)
+    prompts = loading.load_prompts(chosen, loaded)
     tokens = sorted((prompt.tokens for prompt in prompts), key=len)
     groups = [tokens[start : start + chosen.batch] for start in range(0, len(tokens), chosen.batch)]
 

@@ -17,7 +17,7 @@ from specdec.target import Target
 @dataclass(frozen=True)
 class Import:
     source: str = field(metadata={"help": "folder of the head, with config.json and its weights"})
-    out: str = field(metadata={"help": "checkpoint to make, such as checkpoints/NAME"})
+    out: str = field(metadata={"help": "checkpoint to make, such as checkpoints/NAME", "folder": True})
     target: loading.TargetOptions = field(default_factory=loading.TargetOptions)
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import httpx
 
-from helpers.options import option, options, run
+from helpers.options import SPLIT, option, options, run
 from train import progress, reading
 
 BAD = [b"{", b'{"messages": []}', b'{"messages": [{"role": "user", "content": "a"}], "temperature": "hot"}']
@@ -32,6 +32,7 @@ MEMORY = "process_resident_memory_bytes"
 class LoadServer:
     url: str = option("http://127.0.0.1:8000", "the server")
     prompts: str = option("data/prompts_heldout.jsonl", "rows with a prompt or messages: JSONL, folder or dataset")
+    split: str | None = option(None, SPLIT)
     limit: int = option(24, "ask this many prompts, spread over the file")
     max_tokens: int = option(32, "longest answer")
     concurrent: int = option(200, "clients that ask at once")
@@ -161,7 +162,7 @@ class Load:
 
 
 async def load(chosen: LoadServer) -> dict:
-    rows = reading.spread(reading.load_prompts(chosen.prompts), chosen.limit)
+    rows = reading.spread(reading.load_prompts(chosen.prompts, split=chosen.split), chosen.limit)
     limits = httpx.Limits(max_connections=chosen.concurrent + 4)
     async with httpx.AsyncClient(base_url=chosen.url, timeout=None, limits=limits) as client:
         work = Load(chosen, [row["messages"] for row in rows], client)

@@ -23,6 +23,7 @@ class LongPrompts:
     prompts: str = field(
         default="data/prompts_train.jsonl", metadata={"help": "rows with prompt or messages; each prompt is a note"}
     )
+    split: str | None = field(default=None, metadata={"help": f"of prompts=: {loading.SPLIT}"})
     seed: int = field(default=0, metadata={"help": "seed of choosing notes"})
     target: loading.TokenizerOptions = field(default_factory=loading.TokenizerOptions)
 
@@ -32,7 +33,7 @@ def main() -> None:
     if chosen.num < 1:
         raise ValueError(f"num={chosen.num} must be at least 1.")
     tokenizer = load_tokenizer(chosen.target.name, trust_remote_code=chosen.target.trust_remote_code)
-    texts = [row["messages"][-1]["content"] for row in reading.load_prompts(chosen.prompts)]
+    texts = [row["messages"][-1]["content"] for row in reading.load_prompts(chosen.prompts, split=chosen.split)]
     rows = long_prompts.long_prompts(texts, tokenizer, num_tokens=chosen.tokens, num=chosen.num, seed=chosen.seed)
     files.write_text(Path(chosen.out), "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     print(f"written: {chosen.out}")

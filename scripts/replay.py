@@ -31,6 +31,7 @@ class Replay:
     hold_out: int | None = option(
         60, "use this many rows, the first at temperature 0; null: all rows at decode.temperature"
     )
+    split: str | None = option(None, loading.SPLIT)
     length: int = option(1024, "longer rows are cut to this many tokens")
     target: loading.TargetOptions = field(default_factory=loading.TargetOptions)
     decode: ReplayDecodeOptions = field(default_factory=ReplayDecodeOptions)
@@ -71,7 +72,8 @@ def answers_of(chosen: Replay, tokenizer: PreTrainedTokenizerBase) -> tuple[list
     """The answers to judge, cut, and their categories. Raises ValueError if there is none."""
     texts, categories = [], []
     for row in read_answers(chosen):
-        encoded = data.encode(tokenizer, row)
+        with reading.at(chosen.answers):
+            encoded = data.encode(tokenizer, row)
         start, stop = data.last_answer(encoded)
         answer = encoded.tokens[start : min(stop, chosen.length)]
         if len(answer) >= 2:
@@ -84,7 +86,7 @@ def answers_of(chosen: Replay, tokenizer: PreTrainedTokenizerBase) -> tuple[list
 
 def read_answers(chosen: Replay) -> list[dict]:
     """The conversations to replay, all written at one temperature."""
-    rows = reading.load_conversations(chosen.answers)
+    rows = reading.load_conversations(chosen.answers, split=chosen.split)
     if chosen.hold_out is not None:
         rows, _ = reading.hold_out(rows, chosen.hold_out)
     temperature = chosen.decode.temperature

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from helpers import loading
 from helpers.options import options, run
 from specdec.target import load_tokenizer
-from train import progress
+from train import data, progress
 from train.data import encode, show, truncate
-from train.reading import load_conversations
+from train.reading import at, load_conversations
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,8 @@ class ShowData:
     row: int = field(default=0, metadata={"help": "index of the first row to print"})
     num: int = field(default=1, metadata={"help": "number of rows to print"})
     max_length: int = field(default=1024, metadata={"help": "rows are cut to this many tokens, as in training"})
+    split: str | None = field(default=None, metadata={"help": loading.SPLIT})
+    thinking: bool | None = field(default=None, metadata={"help": f"{loading.THINKING}; null: told by the rows"})
     target: loading.TokenizerOptions = field(default_factory=loading.TokenizerOptions)
 
 
@@ -26,10 +28,14 @@ def main() -> None:
     chosen = options(ShowData, __doc__)
     console = progress.Results()
     tokenizer = load_tokenizer(chosen.target.name, trust_remote_code=chosen.target.trust_remote_code)
-    conversations = load_conversations(chosen.data, limit=chosen.row + chosen.num)[chosen.row :]
+    data.check_mode(tokenizer, chosen.thinking)
+    limit, thinking = chosen.row + chosen.num, chosen.thinking
+    conversations = load_conversations(chosen.data, split=chosen.split, limit=limit, thinking=thinking)[chosen.row :]
     if not conversations:
         raise ValueError(f"{chosen.data} has no row {chosen.row}. Choose a smaller row=.")
-    for row in [encode(tokenizer, conversation) for conversation in conversations]:
+    with at(chosen.data):
+        rows = [encode(tokenizer, conversation) for conversation in conversations]
+    for row in rows:
         kept = truncate(row, chosen.max_length)
         num_supervised = sum(kept.mask) if kept else 0
         console.rule(f"{row.id}  {row.category}  {len(row.tokens)} tokens, {num_supervised} supervised")

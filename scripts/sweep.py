@@ -23,7 +23,7 @@ from specdec.comparing import Method, decode_batches
 from specdec.drafting import Drafting
 from specdec.figures import TAU
 from specdec.generation import Generation
-from train import data, progress, reading
+from train import progress, reading
 from train.resumable import digest, resumable
 
 MEANING = (
@@ -42,7 +42,7 @@ class Sweep(loading.PromptOptions):
     groups: int = option(4, "largest number of batches of a size")
     repeats: int = option(2, "decode every batch this many times")
     ignore_stop: bool = option(True, "answers go on after stop tokens, so that batches are comparable")
-    out: str = option("sweep", "folder for cells.jsonl and sweep.png")
+    out: str = option("sweep", "folder for cells.jsonl and sweep.png", folder=True)
     target: loading.TargetOptions = field(default_factory=loading.TargetOptions)
     decode: decoding.DecodeOptions = field(default_factory=decoding.DecodeOptions)
 
@@ -55,7 +55,7 @@ def main() -> None:
     runs = loading.load_runs(chosen.checkpoint, chosen.target)
     opened = loading.open_target(runs[0].drafter.target)
     stop = set() if chosen.ignore_stop else opened.stop
-    prompts = [prompt.tokens for prompt in data.load_prompts(chosen.prompts, opened.tokenizer, limit=chosen.limit)]
+    prompts = [prompt.tokens for prompt in loading.load_prompts(chosen, opened)]
     settings = describe(chosen, runs, drafting, prompts)
     out = Path(chosen.out)
     with resumable(

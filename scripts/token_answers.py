@@ -23,6 +23,7 @@ from helpers.options import options, run
 from specdec import checkpoint, files
 from specdec.target import load_tokenizer
 from train import answering, data, progress, reading, row_files
+from train.chat_template import options_of
 
 COLUMNS = ("prompt", "temperature", "stopped", "length", "tokens")
 
@@ -32,12 +33,15 @@ class TokenAnswers:
     answers: str = field(metadata={"help": "the .jsonl file of answers to keep, or the .npz file to make answers of"})
     prompts: str = field(metadata={"help": "the prompts that were answered: JSONL, folder or dataset"})
     out: str = field(metadata={"help": "the .npz or .jsonl file to write"})
+    split: str | None = field(default=None, metadata={"help": f"of the prompts: {loading.SPLIT}"})
+    thinking: bool | None = field(default=None, metadata={"help": "the thinking= with which the prompts were answered"})
     target: loading.TokenizerOptions = field(default_factory=loading.TokenizerOptions)
 
 
 def about(tokenizer: PreTrainedTokenizerBase, prompts: list[dict]) -> dict:
     """By what a file of token ids is known to belong to these prompts."""
-    digest = hashlib.sha256(json.dumps([[row["id"], row["messages"]] for row in prompts]).encode()).hexdigest()[:16]
+    asked = [[row["id"], row["messages"], *filter(None, [options_of(row)])] for row in prompts]
+    digest = hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
     return {"tokenizer": data.vocabulary(tokenizer, len(tokenizer))[0], "num_prompts": len(prompts), "prompts": digest}
 
 
@@ -51,6 +55,11 @@ def pack(rows: list[dict], prompts: list[dict], *, tokenizer: str, source: str) 
             raise ValueError(
                 f"{source}: the answer {row.get('id')} has no token ids of this tokenizer, or belongs to no prompt of prompts=. "
                 "Give answers that scripts/answer.py wrote with this target, and their prompts."
+            )
+        if options_of(row) != options_of(prompts[numbers[f"{name}@"]]):
+            raise ValueError(
+                f"{source}: the answer {row['id']} was written with another thinking mode or other tools than its prompt says. Give "
+                "the thinking= with which the prompts were answered."
             )
         found.append(
             (numbers[f"{name}@"], row["temperature"], row["finish"] == "stop", row["tokens"][row["prompt_tokens"] :])
@@ -105,7 +114,8 @@ def main() -> None:
     if out.exists():
         raise ValueError(f"{out} exists; choose another out=FILE or delete it.")
     tokenizer = load_tokenizer(chosen.target.name, trust_remote_code=chosen.target.trust_remote_code)
-    prompts = reading.load_prompts(chosen.prompts, limit=None)
+    mode = {} if chosen.thinking is None else {"thinking": chosen.thinking}
+    prompts = [mode | row for row in reading.load_prompts(chosen.prompts, split=chosen.split)]
     expected = about(tokenizer, prompts)
     if out.suffix == ".npz":
         rows = [reading.parse(place, line) for place, line in row_files.read_lines(source)]

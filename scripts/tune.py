@@ -18,12 +18,12 @@ from specdec.comparing import Decoders, Method
 from specdec.decode import Decoder
 from specdec.drafter import Drafter
 from specdec.drafting import Drafting
-from specdec.measurement import Prompt, PromptResult, seeded_generator, turns
+from specdec.measurement import Prompt, PromptResult, check_prompts, seeded_generator, turns
 from specdec.proposers.auto import Auto
 from specdec.report import summarise
 from specdec.tree import TreeShape
 from specdec.tuning import RecordedChances, Way
-from train import data, progress
+from train import progress
 
 AUTO, PLAIN = "auto", "plain"
 
@@ -51,7 +51,7 @@ def main() -> None:
     console = progress.Results()
     shapes, sampling = chosen.shapes(), chosen.decode.sampling()
     loaded = loading.load(chosen.checkpoint, chosen.target)
-    prompts = data.load_prompts(chosen.prompts, loaded.tokenizer, limit=chosen.limit)
+    prompts = loading.load_prompts(chosen, loaded)
     check(chosen, loaded, len(prompts))
     draftings, left_out = tuning.candidates(map(chosen.decode.drafting_of, shapes), loaded.drafter.depth)
     for name in left_out:
@@ -121,6 +121,8 @@ def decode(
 ) -> dict[str, list[PromptResult]]:
     """All prompts by all methods, in turn, after a warm-up; auto then knows nothing but costs. -> results by method"""
     groups = turns(list(range(len(prompts))), chosen.batch)
+    for decoder in decoders.values():
+        check_prompts(decoder, prompts, chosen.max_new_tokens, source=chosen.prompts)
     first = [prompt.tokens for prompt in prompts[: chosen.batch]]
     for decoder in progress.track(list(decoders.values()), "warm-up", unit="ways"):
         decoder.generate(first, min(8, chosen.max_new_tokens), generator=seeded_generator(decoder.target, 0))

@@ -104,8 +104,7 @@ def measure(
     }
     if auto is not None:
         decoders["auto"] = drafting.decoder(target, auto, sampling=sampling, stop=stop, runner=runner)
-    for prompt in prompts:  # now, not after the others were decoded
-        decoders["drafted"].check([prompt.tokens], max_new_tokens)
+    check_prompts(decoders["drafted"], prompts, max_new_tokens)
     for name in decoders:
         generator = seeded_generator(target, seed)
         decoders[name].generate([prompts[0].tokens], min(8, max_new_tokens), generator=generator)
@@ -144,6 +143,15 @@ def measure(
                 )
             )
     return results
+
+
+def check_prompts(decoder: Decoder, prompts: Iterable[Prompt], max_new_tokens: int, *, source: str = "") -> None:
+    """Raises ValueError, naming the prompt, for one that cannot be decoded: now, not after the others were. source: of all"""
+    for prompt in prompts:
+        try:
+            decoder.check([prompt.tokens], max_new_tokens)
+        except ValueError as error:
+            raise ValueError(f"{f'{source}, ' if source else ''}prompt {prompt.id}: {error}") from None
 
 
 def constrain_each(grammars: Grammars | None, prompts: list[Prompt]) -> Callable[[int], Constraint | None]:

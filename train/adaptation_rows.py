@@ -202,9 +202,20 @@ class Older:
     sources: as data.train; further: answers of earlier adaptations
     """
 
-    def __init__(self, sources: list[str], tokenizer: PreTrainedTokenizerBase, *, seed: int, further: list[Answer]):
+    def __init__(
+        self,
+        sources: list[str],
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        split: str | None = None,
+        seed: int,
+        further: list[Answer],
+    ):
         self.tokenizer, self.seed, self.further = tokenizer, seed, further
-        self.rows: list[dict | Answer] = [row for source in sources for row in reading.load_conversations(source)]
+        self.name = f"old={','.join(sources)}"
+        self.rows: list[dict | Answer] = [
+            row for source in sources for row in reading.load_conversations(source, split=split)
+        ]
 
     def hold_out(self, num: int, *, without: list[Answer]) -> list[Answer]:
         """`num` rows of the sources, evenly from their categories: the same ones at every adaptation."""
@@ -226,7 +237,8 @@ class Older:
     def _encoded(self, rows: list[dict | Answer], without: list[Answer]) -> Iterator[Answer]:
         wanted = unlike(without)
         for row in rows:
-            answer = row if isinstance(row, Answer) else encode(self.tokenizer, row)
+            with reading.at(self.name):
+                answer = row if isinstance(row, Answer) else encode(self.tokenizer, row)
             if answer is not None and wanted(answer):
                 yield answer
 

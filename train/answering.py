@@ -16,7 +16,7 @@ from specdec.compile import Runner
 from specdec.decode import Decoder
 from specdec.sampling import Sampling
 from specdec.target import Target
-from train import chat_template, data
+from train import chat_template, data, reading
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ class Job:
     tokens: list[int]  # the rendered prompt
     tags: tuple[str, ...] = ()
     options: dict = field(default_factory=dict)  # what beside messages makes the prompt: `thinking`, `tools`
+    place: str = ""  # file and line of the prompt
 
     @classmethod
     def of(
@@ -42,14 +43,15 @@ class Job:
         tags: tuple[str, ...] = (),
     ) -> "list[Job]":
         """Of a row of reading.load_prompts, one for each temperature. thinking: its mode, if it does not say it"""
-        mode = {} if thinking is None else {"thinking": thinking}
-        options = mode | chat_template.options_of(prompt)
-        tokens = data.encode_row(tokenizer, prompt, thinking=thinking)
-        all_tags = tuple(dict.fromkeys([*prompt["tags"], *tags]))
-        return [
-            cls(f"{prompt['id']}@{each:g}", prompt["category"], each, prompt["messages"], tokens, all_tags, options)
-            for each in temperatures
-        ]
+        shared: dict = {
+            "category": prompt["category"],
+            "messages": prompt["messages"],
+            "tokens": data.encode_row(tokenizer, prompt, thinking=thinking),
+            "tags": tuple(dict.fromkeys([*prompt["tags"], *tags])),
+            "options": ({} if thinking is None else {"thinking": thinking}) | chat_template.options_of(prompt),
+            "place": prompt.get("place", ""),
+        }
+        return [cls(id=f"{prompt['id']}@{each:g}", temperature=each, **shared) for each in temperatures]
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,11 @@ def list_jobs(
         job for prompt in prompts for job in Job.of(tokenizer, prompt, temperatures, thinking=thinking, tags=tags)
     ]
     if len({job.id for job in jobs}) < len(jobs):
-        raise ValueError("Two prompts have the same id. Make the ids unique.")
+        known: dict[str, Job] = {}
+        first, second = next((known[job.id], job) for job in jobs if known.setdefault(job.id, job) is not job)
+        raise ValueError(
+            f"Two prompts have the same id, {first.id.rpartition('@')[0]} ({first.place}; {second.place}). Make the ids unique."
+        )
     return jobs
 
 
@@ -144,6 +150,10 @@ class OwnDecoder:
     def write(self, jobs: Iterable[Job], finished: Collection[str] = ()) -> Iterator[list[tuple[Job, Written]]]:
         """Of each temperature the longest prompts come first, so that too little memory shows at once."""
         missing = sorted((job for job in jobs if job.id not in finished), key=lambda job: -len(job.tokens))
+        plain = Decoder(self.target, None, sampling=Sampling(), stop=set())
+        for job in missing:  # now, not after the others are answered
+            with reading.at(f"{job.place}, prompt {job.id}"):
+                plain.check([job.tokens], self.law.max_new_tokens)
         for temperature in sorted({job.temperature for job in missing}):
             yield from self._answer([job for job in missing if job.temperature == temperature])
 

@@ -120,11 +120,11 @@ class Server:
 
     # What the servers are
 
-    def check_length(self, longest: int) -> None:
-        """longest: tokens of the longest prompt and its answer. Raises ValueError if a server cannot read so many."""
+    def check_length(self, longest: int, name: str = "The longest prompt") -> None:
+        """longest: tokens of the longest prompt, which `name` names, and its answer. Raises ValueError if a server cannot read so many."""
         if self.limit is not None and self.limit < longest:
             raise ValueError(
-                f"The longest prompt and its answer may need {longest} tokens, and the server's max_model_len is {self.limit}. "
+                f"{name} and its answer may need {longest} tokens, and the server's max_model_len is {self.limit}. "
                 f"Lower max_new_tokens=, leave long prompts out, or start the server with max_model_len={longest} or more."
             )
 

@@ -274,7 +274,7 @@ class Results(rich.console.Console):
     """A console for results, on stdout, of the main process. Only tables on a terminal are fitted to its width."""
 
     def __init__(self) -> None:
-        super().__init__(highlight=False, quiet=not DISPLAY.main)
+        super().__init__(highlight=False, markup=False, emoji=False, quiet=not DISPLAY.main)  # names stay as they are
         if not self.is_terminal and "COLUMNS" not in os.environ:
             self.width = WIDTH
 
@@ -285,7 +285,7 @@ class Results(rich.console.Console):
 
     def say(self, text: str) -> None:
         """Prints a sentence as it is."""
-        self.print(text, markup=False)
+        self.print(text)
 
 
 def note(text: str) -> None:

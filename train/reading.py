@@ -116,7 +116,10 @@ def choose_split(source: str, split: str | None, names: list[str]) -> str:
     if split is None:
         split = names[0] if len(names) == 1 else "train"
     if split not in names:
-        raise ValueError(f"{source} has no split {split!r}; it has: {', '.join(names)}. Choose one with split=.")
+        raise ValueError(
+            f"{source} has no split {split!r}; it has: {', '.join(names)}. Choose one with split= (train.py: "
+            "data.split=, data.heldout_split=)."
+        )
     return split
 
 
@@ -183,7 +186,9 @@ def check_messages(row: dict, place: str) -> list[dict]:
     return messages
 
 
-def load_conversations(source: str, *, split: str | None = None, limit: int | None = None) -> list[dict]:
+def load_conversations(
+    source: str, *, split: str | None = None, limit: int | None = None, thinking: bool | None = None
+) -> list[dict]:
     """Reads rows with `messages`, and `id` and `category` filled in; other keys are kept.
 
     source: as FORMS says; split: of a dataset; None: train, or the only one. Raises ValueError, naming file and line, for a row that is no conversation.
@@ -191,7 +196,7 @@ def load_conversations(source: str, *, split: str | None = None, limit: int | No
     conversations: list[dict] = []
     for place, row in itertools.islice(read_rows(source, split), limit):
         check_messages(row, place)
-        conversations.append(named(row, len(conversations)))
+        conversations.append(named(row, len(conversations), thinking))
     return conversations
 
 

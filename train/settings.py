@@ -34,7 +34,7 @@ def fixed(config: dict) -> dict:
     free: tuple[str, ...] = ("resume", "tracker", "threads", "features", "decode", "validation", "run", "progress")
     free += ("target.device", "target.tp", "target.shard", "target.trust_remote_code")
     # What is read, a stream and its buffer too, is in the fingerprint
-    free += tuple(f"data.{key}" for key in ("cache", "workers", "ahead", "stream", "buffer"))
+    free += tuple(f"data.{key}" for key in ("split", "heldout_split", "cache", "workers", "ahead", "stream", "buffer"))
     freely = "log_every validate_every validate_first save_every best_by timeout skip_not_finite shard".split()
     free += tuple(f"train.{key}" for key in freely)
     return flat(config, without=free)

@@ -20,7 +20,7 @@ from specdec.costs import Conditions, Costs
 from specdec.drafter import Drafter, Head
 from specdec.drafting import Drafting
 from specdec.experts import experts_of
-from specdec.measurement import Prompt, PromptReplay, PromptResult, measure
+from specdec.measurement import Prompt, PromptReplay, PromptResult, check_prompts, measure
 from specdec.proposers.auto import Auto
 from specdec.proposers.base import Proposer
 from specdec.report import Report, in_parts, prompt_counts, summarise, undecoded, with_replays
@@ -267,8 +267,7 @@ class Validation:
             decoder = self.drafting.decoder(
                 self.target, auto, sampling=self.sampling, stop=self.stop, runner=self.drafting.runner()
             )
-            for prompt in self.prompts:  # not only this process's: all must agree
-                decoder.check([prompt.tokens], self.settings.max_new_tokens)
+            check_prompts(decoder, self.prompts, self.settings.max_new_tokens)  # of all processes: all must agree
         except ValueError as error:
             self.say(f"speedup auto is left out: {error}")
             return None

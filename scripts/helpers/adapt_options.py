@@ -11,7 +11,7 @@ from train.adaptation_judging import Limits
 class Adapt:
     checkpoint: str = field(metadata={"help": loading.CHECKPOINT})
     traffic: str = field(metadata={"help": "folder of recorded answers: .jsonl files"})
-    out: str = field(metadata={"help": "folder of the adapted heads; it stands for the head in use"})
+    out: str = field(metadata={"help": "folder of the adapted heads; it stands for the head in use", "folder": True})
     old: str | None = option(
         None,
         "files that the head was trained on (a,b); null: those of its config.yaml, or the shipped ones; empty: none",
@@ -19,6 +19,7 @@ class Adapt:
     old_heldout: str | None = option(
         None, "answers that forgetting is judged on; null: some of old, not trained on here"
     )
+    old_split: str | None = option(None, f"of old= and old_heldout=: {loading.SPLIT}")
     old_share: float = option(0.3, "share of the tokens trained on that are old ones")
     heldout_share: float = option(0.2, "share of the conversations that are held out, the newest")
     epochs: float = option(3.0, "how often rows are read")

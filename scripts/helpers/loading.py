@@ -11,11 +11,14 @@ from omegaconf import OmegaConf
 from transformers import PreTrainedTokenizerBase
 
 from helpers import processes
-from helpers.options import option, split
+from helpers.options import SPLIT, option, split
 from helpers.settings_file import read_yaml
 from specdec import checkpoint
+from specdec.decode import Decoder
 from specdec.drafter import Head
+from specdec.measurement import Prompt, check_prompts
 from specdec.report import Report, Training
+from specdec.sampling import Sampling
 from specdec.target import Target, load_tokenizer
 from train import data
 from train.naming import named
@@ -25,7 +28,7 @@ from train.sources import read_sources
 CONF = Path(__file__).resolve().parents[2] / "conf"
 FROZEN = "the frozen target"
 TRUST = "run Python code that the target's folder brings, with all your rights; read it first"
-THINKING = "thinking mode of the chat template for prompts that do not say theirs, true or false"
+THINKING = "thinking mode of the chat template for rows that do not say theirs, true or false"
 CHECKPOINT = (
     "a trained head: a step's folder, a run's folder for its best step, or user/name[@revision] on the Hugging Face Hub"
 )
@@ -60,6 +63,8 @@ class TokenizerOptions:
 @dataclass(frozen=True, kw_only=True)
 class PromptOptions:
     prompts: str = option("data/prompts_heldout.jsonl", "rows with a prompt or messages: JSONL, folder or dataset")
+    split: str | None = option(None, SPLIT)
+    thinking: bool | None = option(None, f"{THINKING}; null: as the checkpoint was trained, else the template's default")
     limit: int | None = option(None, "decode this many prompts, spread over the file; null: all")
     max_new_tokens: int = option(64, "longest answer, in tokens")
 
@@ -163,6 +168,24 @@ def load_target(options: TargetOptions, *, default: str | None = None) -> Opened
 def open_target(target: Target) -> Opened:
     tokenizer = load_tokenizer(target.name, trust_remote_code=target.trust_remote_code)
     return Opened(target, tokenizer, data.stop_tokens(tokenizer, target.model.generation_config))
+
+
+def load_prompts(options: PromptOptions, opened: Opened) -> list[Prompt]:
+    """The prompts to decode. Raises ValueError, naming file and row, also for one that is too long for the target."""
+    heads = split(getattr(options, "checkpoint", None))
+    thinking = mode_of(heads) if options.thinking is None else options.thinking
+    prompts = data.load_prompts(
+        options.prompts, opened.tokenizer, split=options.split, limit=options.limit, thinking=thinking
+    )
+    plain = Decoder(opened.target, None, sampling=Sampling(), stop=set())
+    check_prompts(plain, prompts, options.max_new_tokens, source=options.prompts)
+    return prompts
+
+
+def mode_of(heads: list[str]) -> bool | None:
+    """The thinking mode of the rows that checkpoints were trained on; None: not known, or not the same"""
+    modes = {facts.read(checkpoint.resolve(head)).get("data", {}).get("thinking") for head in heads}
+    return next((mode for mode in (True, False) if modes == {mode}), None)
 
 
 def target_of(folder: Path) -> str:

@@ -8,7 +8,7 @@ The same words mean the same thing in every command:
     proposer.KEY=VALUE            its settings; with proposers=, or inside another proposer, proposer.NAME.KEY=VALUE
     proposer.checkpoint=DIR       the trained head inside a proposer that holds one; default: the first of checkpoint=
     target.name= target.dtype= target.device= target.tp=
-    prompts= limit= max_new_tokens= batch= seed= out=
+    prompts= split= limit= max_new_tokens= batch= seed= out=
     decode.temperature= decode.depth= decode.width= decode.nodes= decode.compile= ...
     chains=1,2,3 trees=4x3x8      shapes to compare: chain lengths, and DEPTHxWIDTHxNODES of trees
     progress=                     how long work is shown (train/progress.py); every command takes it
@@ -16,10 +16,12 @@ The same words mean the same thing in every command:
 
 import dataclasses
 import difflib
+import errno
 import os
 import sys
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, TypeVar
 
 from omegaconf import OmegaConf
@@ -28,6 +30,8 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from helpers import processes
 from train import progress
 
+WRITTEN = ("out", "picture")  # options that name what a command writes
+SPLIT = "split of a dataset; null: train, or the only one"
 Options = TypeVar("Options")
 
 
@@ -40,9 +44,9 @@ class Option:
     prefix: str | None  # of a dict that takes PREFIX.KEY=VALUE for every KEY
 
 
-def option(default: Any, text: str) -> Any:
-    """A field of an options dataclass with its help text."""
-    return dataclasses.field(default=default, metadata={"help": text})
+def option(default: Any, text: str, **more: Any) -> Any:
+    """A field of an options dataclass with its help text. more: metadata, such as folder=True for out="""
+    return dataclasses.field(default=default, metadata={"help": text, **more})
 
 
 def split(text: str | None) -> list[str]:
@@ -126,12 +130,34 @@ def options(kind: type[Options], docstring: str) -> Options:
         for key, value in given.items():
             null = isinstance(value, str) and value.lower() in ("null", "none") and "None" in str(known[key].type)
             OmegaConf.update(merged, key, None if null else value)
-        return OmegaConf.to_object(merged)
+        chosen: Any = OmegaConf.to_object(merged)
     except MissingMandatoryValue:
         missing = ", ".join(name for name in known if OmegaConf.is_missing(merged, name))
         raise SystemExit(f"Give a value for: {missing}. See --help.") from None
     except OmegaConfBaseException as error:
         raise SystemExit(f"{error.full_key}: {str(error).splitlines()[0]}. See --help.") from None
+    for field in dataclasses.fields(kind):
+        value = getattr(chosen, field.name)
+        if field.name in WRITTEN and value:
+            make_room(f"{field.name}={value}", Path(value), folder=field.metadata.get("folder", False))
+    return chosen
+
+
+def make_room(option: str, path: Path, *, folder: bool | None) -> None:
+    """Makes the folder that a result goes to, before anything is loaded. Raises SystemExit where nothing can be written.
+
+    folder: whether the result is a folder, or else a file; None: several files whose names begin so
+    """
+    try:
+        path.absolute().parent.mkdir(parents=True, exist_ok=True)
+        if folder is not None and path.exists() and path.is_dir() != folder:
+            found, wanted = ("file", "folder") if folder else ("folder", "file")
+            raise SystemExit(f"error: {option} is a {found}: give the name of a {wanted}.")
+        place = path if path.exists() and folder is not None else path.absolute().parent
+        if not os.access(place, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(place))
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"error: {option} cannot be written ({error}). Choose another.") from None
 
 
 def parse(arguments: list[str], known: dict[str, Option]) -> dict[str, Any]:

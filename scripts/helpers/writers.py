@@ -62,8 +62,10 @@ class Writers:
         if isinstance(self.opened, Server):
             self.opened.client.close()
 
-    def open(self, law: Law, *, example: Job, longest: int, ids: bool = False) -> Writer:
-        """longest: tokens of the longest prompt and its answer. ids: refuse a server that does not give token ids"""
+    def open(
+        self, law: Law, *, example: Job, longest: int, name: str = "The longest prompt", ids: bool = False
+    ) -> Writer:
+        """longest: tokens of the longest prompt, which `name` names, and its answer. ids: refuse a server that does not give token ids"""
         source = self.source
         if source.engine is None:
             self.opened = self.opened or loading.load_target(source.target).target
@@ -78,7 +80,7 @@ class Writers:
             )
             return vllm_answers.VllmWriter(self.opened, source.tokenizer, law, source.in_flight)
         self.opened = self.opened or self._connect(example)
-        self.opened.check_length(longest)
+        self.opened.check_length(longest, name)
         if ids and self.opened.way != "ids":
             raise ValueError(
                 "prompts=self needs a server that takes and gives token ids, such as vLLM 0.10.2 or newer. Give prompts=FILE."

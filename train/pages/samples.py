@@ -74,11 +74,13 @@ def _pieces(tokenizer: PreTrainedTokenizerBase, answer: list[int], tokens: list[
     return pieces
 
 
-def write_page(run: Path, validation: Validation, tokenizer: PreTrainedTokenizerBase, *, prompts: str) -> Path:
-    """The page of a run's best step, with sample answers where replay can give their drafts. prompts: what was judged on"""
+def write_page(
+    run: Path, validation: Validation, tokenizer: PreTrainedTokenizerBase, *, prompts: str, split: str | None = None
+) -> Path:
+    """The page of a run's best step, with sample answers where replay can give their drafts. prompts, split: what was judged on"""
     best = checkpoint.resolve(run)
     if validation.traceable:
-        rows = reading.spread(reading.load_prompts(prompts), len(validation.prompts))
+        rows = reading.spread(reading.load_prompts(prompts, split=split), len(validation.prompts))
         asked = [row["messages"][-1]["content"] for row in rows]
         texts = list(zip(validation.prompts, asked, validation.answers or ()))[:NUM_SAMPLES]
         drafter = checkpoint.load(best, validation.target)

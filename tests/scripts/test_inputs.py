@@ -1,0 +1,135 @@
+"""What commands say about the files they read and write, before anything is decoded."""
+
+import json
+import sys
+from pathlib import Path
+
+import datasets
+import pytest
+
+from helpers.options import options
+from scripts import answer, compare, evaluate, replay, show_data
+from specdec.target import Target
+from tests.support import save_target, write_prompts, write_rows
+from train import reading
+
+SHORT = ["target.device=cpu", "target.dtype=float32", "max_new_tokens=4"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("inputs")
+    save_target(folder / "target")
+    write_prompts(folder / "prompts.jsonl", 2)
+    rows = [{"id": name, "prompt": text} for name, text in (("fine", "Say hello."), ("toolong", "word " * 3000))]
+    write_rows(folder / "long.jsonl", rows)
+    saved = datasets.Dataset.from_list([{"id": "only", "prompt": "Say hello."}])
+    datasets.DatasetDict({"test": saved}).save_to_disk(folder / "one")
+    datasets.DatasetDict({"test": saved, "dev": saved}).save_to_disk(folder / "two")
+    return folder
+
+
+@pytest.fixture
+def run(folder, run_script):
+    return lambda script, *given: run_script(script, f"target.name={folder}/target", *given)
+
+
+# Splits
+
+
+def test_the_split_of_prompts_is_an_option_and_the_only_one_is_taken(folder, run, refuse, tmp_path):
+    for number, given in enumerate(([f"prompts={folder}/one"], [f"prompts={folder}/two", "split=dev"])):
+        out = tmp_path / f"{number}.jsonl"
+        run(answer, *given, f"out={out}", "decode.temperature=0", *SHORT)
+        assert [json.loads(line)["id"] for line in out.read_text().splitlines()] == ["only@0"]
+        run(evaluate, "proposer=ngram", *given, f"out={tmp_path}/{number}.json", "decode.temperature=0", *SHORT)
+        assert json.loads((tmp_path / f"{number}.json").read_text())["num_prompts"] == 1
+    for script, *more in ((evaluate, "proposer=ngram"), (compare, "proposers=ngram")):
+        refuse("two has no split 'train'; it has: test, dev", script, f"prompts={folder}/two", *more, *SHORT)
+        refuse("one has no split 'dev'; it has: test", script, f"prompts={folder}/one", "split=dev", *more, *SHORT)
+    refuse("it has: test, dev", show_data, f"data={folder}/two")
+
+
+def test_the_split_of_a_dataset_of_the_hub(monkeypatch):
+    rows, asked = [{"prompt": "a"}], []
+
+    def load(source, split, streaming):
+        asked.append(split)
+        if split not in names:
+            raise ValueError(f'Unknown split "{split}". Should be one of {names}.')
+        return rows
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.setattr(datasets, "get_dataset_split_names", lambda source: names)
+    names = ["train", "test"]
+    assert reading.open_dataset("user/data", None) == rows and reading.open_dataset("user/data", "test") == rows
+    names = ["validation"]
+    assert reading.open_dataset("user/data", None) == rows and asked == ["train", "test", "train", "validation"]
+    names = ["dev", "test"]
+    for split in (None, "train"):
+        with pytest.raises(ValueError, match=r"Could not read 'user/data'.*(it has: dev, test|one of .'dev', 'test')"):
+            reading.open_dataset("user/data", split)
+
+
+# What is written
+
+
+@pytest.mark.parametrize("script", [answer, evaluate, compare], ids=lambda script: script.__name__)
+def test_the_folder_of_a_result_is_made_before_anything_is_loaded(run, monkeypatch, tmp_path, script):
+    monkeypatch.setattr(Target, "load", None)
+    given = ["proposers=ngram"] if script is compare else [] if script is answer else ["proposer=ngram"]
+    kind = script.Compare if script is compare else script.Answer if script is answer else script.Evaluate
+    monkeypatch.setattr(sys, "argv", ["script", "prompts=p.jsonl", f"out={tmp_path}/a/b/name", *given])
+    assert options(kind, "").out == f"{tmp_path}/a/b/name" and list((tmp_path / "a" / "b").iterdir()) == []
+    (tmp_path / "file").write_text("")
+    for out in ("/proc/none/name", f"{tmp_path}/file/name", f"{tmp_path}/{'x' * 300}/name"):
+        with pytest.raises(SystemExit, match=r"error: out=.* cannot be written .*Choose another"):
+            run(script, "prompts=p.jsonl", f"out={out}", *given)
+    wrong, message = (
+        (tmp_path / "file", "file: give the name of a folder") if script is compare else (tmp_path, "folder: give")
+    )
+    with pytest.raises(SystemExit, match=f"out=.* is a {message}"):
+        run(script, "prompts=p.jsonl", f"out={wrong}", *given)
+
+
+def test_a_folder_that_may_not_be_written_is_refused(monkeypatch, run, tmp_path):
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path) != tmp_path)  # root may write anywhere
+    with pytest.raises(SystemExit, match=r"out=.*/report\.json cannot be written .*Permission denied"):
+        run(evaluate, "proposer=ngram", f"out={tmp_path}/report.json")
+
+
+# Prompts
+
+
+def test_a_prompt_that_is_too_long_is_named(folder, refuse, tmp_path):
+    source, where = f"prompts={folder}/long.jsonl", r"long\.jsonl, prompt toolong: A prompt of \d+ tokens, 4 new ones"
+    refuse(where, evaluate, "proposer=ngram", source, f"out={tmp_path}/a.json", *SHORT)
+    refuse(where, compare, "proposers=ngram", source, f"out={tmp_path}/b", *SHORT)
+    refuse(r"long\.jsonl:2, prompt toolong@0: A prompt of", answer, source, f"out={tmp_path}/c.jsonl", *SHORT)
+    assert not (tmp_path / "c.jsonl").exists() or not (tmp_path / "c.jsonl").read_text()
+
+
+def test_prompts_of_the_same_id_are_named(folder, refuse, tmp_path):
+    write_rows(tmp_path / "twice.jsonl", [{"id": 5, "prompt": "a"}, {"prompt": "b"}, {"id": "5", "prompt": "c"}])
+    refuse(r"the same id, 5 \(.*twice\.jsonl:1; .*twice\.jsonl:3\)", answer, f"prompts={tmp_path}/twice.jsonl",
+           f"out={tmp_path}/a.jsonl", *SHORT)  # fmt: skip
+
+
+def test_categories_of_any_type_are_in_reports(folder, run, tmp_path):
+    values = [5, "math", None, True, 2.5, "[red]bold[/red]", {"k": 1}]
+    write_rows(tmp_path / "mixed.jsonl", [{"prompt": "Say hello.", "category": value, "id": value} for value in values])
+    source = f"prompts={tmp_path}/mixed.jsonl"
+    printed = run(evaluate, "proposer=ngram", source, f"out={tmp_path}/a.json", *SHORT)
+    names = ["5", "math", "all", "true", "2.5", "[red]bold[/red]", '{"k": 1}']
+    assert list(json.loads((tmp_path / "a.json").read_text())["by_category"]) == sorted(names)
+    assert all(name in printed for name in names)
+    run(compare, "proposers=ngram", source, f"out={tmp_path}/b", "decode.temperature=0", *SHORT)
+    assert all(name in (tmp_path / "b" / "table.md").read_text() for name in names)
+
+
+def test_a_row_that_cannot_be_shown_or_replayed_is_named_with_its_file(folder, refuse, tmp_path):
+    write_rows(tmp_path / "rows.jsonl", [{"id": "r7", "messages": [{"role": "user", "content": "a"}]}])
+    refuse(r"rows\.jsonl: Row r7 has no assistant turn, only user", show_data, f"data={tmp_path}/rows.jsonl")
+    chosen = replay.Replay(checkpoint="", answers=f"{tmp_path}/rows.jsonl", hold_out=None)
+    with pytest.raises(ValueError, match=r"rows\.jsonl: Row r7 has no assistant turn"):
+        replay.answers_of(chosen, show_data.load_tokenizer(f"{folder}/target"))
