@@ -210,7 +210,12 @@ def load_data(
             group = Group.of(accelerator, target)
             return Stream(plan, process=group.number, num_processes=group.num)
         encoding = Encoding(
-            tokenizer, Path(config.data.cache), config.data.split, config.data.limit, config.data.workers, same.pop("thinking")
+            tokenizer,
+            Path(config.data.cache),
+            config.data.split,
+            config.data.limit,
+            config.data.workers,
+            same.pop("thinking"),
         )
         return load_packs(encoding=encoding, **same)  # whichever process encodes shows it
 

@@ -24,7 +24,9 @@ from train import data, progress
 @dataclass(frozen=True, kw_only=True)
 class Generate(proposers.ProposerOptions):
     prompt: str = field(metadata={"help": "text of the user's message"})
-    thinking: bool | None = option(None, f"{loading.THINKING}; null: as the checkpoint was trained, else the template's default")
+    thinking: bool | None = option(
+        None, f"{loading.THINKING}; null: as the checkpoint was trained, else the template's default"
+    )
     max_new_tokens: int = option(128, "longest answer, in tokens")
     stop_strings: str | None = option(None, "comma list of texts that end the answer")
     seed: int = option(0, "seed of sampling")

@@ -45,9 +45,7 @@ def main() -> None:
         tokenizer = load_tokenizer(name, **origin)
     drafter = checkpoint.load(folder, target)
     thinking = loading.mode_of([chosen.checkpoint]) if chosen.thinking is None else chosen.thinking
-    found = data.load_prompts(
-        chosen.prompts, tokenizer, split=chosen.split, limit=chosen.limit, thinking=thinking
-    )
+    found = data.load_prompts(chosen.prompts, tokenizer, split=chosen.split, limit=chosen.limit, thinking=thinking)
     prompts = [prompt.tokens for prompt in found]
     num = chosen.num_drafts if drafter.depth is None else min(chosen.num_drafts, drafter.depth)
     provenance = serving.Provenance.read(folder, target=target, license="other", data=None, num_drafts=num)

@@ -1,7 +1,6 @@
 """Loads a target's model and its tokenizer from a folder or the Hugging Face Hub, and refuses what cannot be a target."""
 
 import contextlib
-import math
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -191,7 +190,8 @@ def load_tokenizer(
 
 def num_ids(tokenizer: transformers.PreTrainedTokenizerBase) -> int:
     """The highest id that texts may have, plus 1."""
-    return min(max(tokenizer.get_vocab().values()) + 1, getattr(tokenizer, ROWS, math.inf))
+    highest = max(tokenizer.get_vocab().values())
+    return min(highest + 1, getattr(tokenizer, ROWS, highest + 1))
 
 
 def check_ids(tokenizer: transformers.PreTrainedTokenizerBase, tokens: list[int]) -> None:

@@ -97,9 +97,7 @@ def list_jobs(
     Raises ValueError if two prompts have the same id, or for a thinking mode that the chat template does not have.
     """
     data.check_mode(tokenizer, thinking)
-    jobs = [
-        job for prompt in prompts for job in Job.of(tokenizer, prompt, temperatures, thinking=thinking, tags=tags)
-    ]
+    jobs = [job for prompt in prompts for job in Job.of(tokenizer, prompt, temperatures, thinking=thinking, tags=tags)]
     if len({job.id for job in jobs}) < len(jobs):
         known: dict[str, Job] = {}
         first, second = next((known[job.id], job) for job in jobs if known.setdefault(job.id, job) is not job)

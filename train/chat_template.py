@@ -4,11 +4,13 @@ A template leaves out, without a word, what it does not know. So a copy of the c
 what may be lost; the marks that are missing in the text say what is. Its text also says where calls of tools end.
 """
 
+import contextlib
 import functools
 import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -17,8 +19,12 @@ MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 MODES = ("enable_thinking", "thinking")  # names that templates have for the thinking mode
 SPEAKERS = ("system", "developer", "user", "assistant")  # every template that takes them writes what they say
 WORD, OTHER = "specdecword", "specdecother"
+NUMBER = "73055192{:04d}"  # mark in arguments: what stands behind a number stands behind all arguments
 MARK = re.compile(r"specdecmark\d+x|73055192\d{4}")
-TOOL = {"type": "function", "function": {"name": WORD, "description": WORD, "parameters": {"type": "object", "properties": {}}}}
+TOOL = {
+    "type": "function",
+    "function": {"name": WORD, "description": WORD, "parameters": {"type": "object", "properties": {}}},
+}
 
 
 def options_of(row: dict) -> dict:
@@ -31,13 +37,13 @@ def options_of(row: dict) -> dict:
         found["thinking"] = row["thinking"]
     tools = row.get("tools")
     if isinstance(tools, str) and tools.strip():  # as data sets hold them whose columns have one type
-        try:
+        with contextlib.suppress(ValueError, RecursionError):
             tools = json.loads(tools)
-        except (ValueError, RecursionError):
-            pass
     if tools:
         if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-            raise ValueError('tools must be a list such as [{"type": "function", "function": {"name": ..}}], or its JSON.')
+            raise ValueError(
+                'tools must be a list such as [{"type": "function", "function": {"name": ..}}], or its JSON.'
+            )
         found["tools"] = tools
     return found
 
@@ -61,7 +67,9 @@ class Form:
     def _fit(self, message: dict) -> dict:
         message = {**message, "content": _parts(message["content"])} if self.parts else message
         calls = message.get("tool_calls")
-        return {**message, "tool_calls": [_change(call, arguments=self._convert) for call in calls]} if calls else message
+        return (
+            {**message, "tool_calls": [_change(call, arguments=self._convert) for call in calls]} if calls else message
+        )
 
     def _convert(self, arguments: object) -> object:
         if self.arguments is str and isinstance(arguments, dict):
@@ -90,7 +98,13 @@ def _change(call: dict, **changes: Callable) -> dict:
 
 
 def find_form(tokenizer: PreTrainedTokenizerBase) -> Form:
-    return _find_form(tokenizer, repr(tokenizer.chat_template))
+    return _find_form(tokenizer, template_of(tokenizer))
+
+
+def template_of(tokenizer: PreTrainedTokenizerBase) -> str:
+    """One text for what may be several templates, by name."""
+    given: Any = tokenizer.chat_template
+    return given if isinstance(given, str) else repr(given)
 
 
 @functools.lru_cache(maxsize=8)
@@ -103,8 +117,8 @@ def _find_form(tokenizer: PreTrainedTokenizerBase, template: str) -> Form:
         except Exception:  # it refuses
             return ""
 
-    question = {"role": "user", "content": WORD}
-    in_parts = {**question, "content": _parts(WORD)}
+    question: dict = {"role": "user", "content": WORD}
+    in_parts = {"role": "user", "content": _parts(WORD)}
     parts = WORD not in text(question) and WORD in text(in_parts)
     say: Callable = _parts if parts else str
     question = in_parts if parts else question
@@ -159,13 +173,13 @@ class Marked:
 
         def add(arguments: object) -> object:
             found = parse_arguments(arguments if arguments else {})
-            word = mark("tool_calls", "73055192{:04d}")  # a number, so that what stands behind it stands behind all arguments
-            last[index] = word
+            word = mark("tool_calls", NUMBER)
+            last[len(copies)] = word
             return {**found, WORD: int(word)} if isinstance(found, dict) else word
 
         rename = lambda name: mark("tool_calls")
-        copies = []
-        for index, message in enumerate(messages):
+        copies: list[dict] = []
+        for message in messages:
             if calls := message.get("tool_calls"):
                 message = {**message, "tool_calls": [_change(call, name=rename, arguments=add) for call in calls]}
             if message.get("function_call"):
@@ -203,7 +217,8 @@ def find_spans(
     template = tokenizer.get_chat_template(tools=arguments.get("tools"))
     if not MARKERS.search(template):
         return None
-    _, (spans,) = render_jinja_template(
+    render: Callable[..., Any] = render_jinja_template  # whose annotation says that it gives a text
+    _, (spans,) = render(
         [messages], chat_template=template, return_assistant_tokens_mask=True,
         **{**tokenizer.special_tokens_map, **arguments},
     )  # fmt: skip

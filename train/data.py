@@ -166,8 +166,8 @@ def _renders(tokenizer: PreTrainedTokenizerBase, messages: list[dict]) -> bool:
 def encode_prompt(
     tokenizer: PreTrainedTokenizerBase,
     messages: list[dict],
-    *,
     thinking: bool | None = None,
+    *,
     tools: list[dict] | None = None,
 ) -> list[int]:
     """The tokens after which the target writes its answer. Raises ValueError for what cannot be rendered or encoded."""
@@ -204,12 +204,18 @@ def load_prompts(
     modes = {row.get("thinking", thinking) for row in rows}
     if trained and modes != set(trained) and find_form(tokenizer).mode:
         warnings.warn(
-            f"Rows to train on have {name_modes(trained)}, and the prompts of {source} have {name_modes(modes)}. Give "
+            f"The rows to train on have {name_modes(trained)}, and the prompts of {source} have {name_modes(modes)}. Give "
             "thinking=true or false, or the key in the rows, so that both are in one mode.",
             stacklevel=2,
         )
     return [
-        Prompt(row["id"], row["category"], encode_row(tokenizer, row, thinking=thinking), tuple(row["tags"]), row["grammar"])
+        Prompt(
+            row["id"],
+            row["category"],
+            encode_row(tokenizer, row, thinking=thinking),
+            tuple(row["tags"]),
+            row["grammar"],
+        )
         for row in rows
     ]
 
@@ -287,7 +293,7 @@ def find_answers(
     the history may stand behind another prompt than a new one has.
     """
     form, mode = find_form(tokenizer), options["thinking"]
-    rendered = functools.partial(render, tokenizer, **options)
+    rendered: Callable[..., str] = functools.partial(render, tokenizer, **options)
     starts = find_starts(rendered, messages, text, answers)
     as_new = starts is not None
     if starts is None and mode is not None:
@@ -301,7 +307,7 @@ def find_answers(
         written = content and text.startswith(content, start)
         if not written and text.startswith(form.without, start) and text.startswith(content, behind):
             starts[place] = behind
-    if not as_new and not text[: starts[-1]] == rendered(messages[: answers[-1]], add_generation_prompt=True):
+    if not as_new and text[: starts[-1]] != rendered(messages[: answers[-1]], add_generation_prompt=True):
         return None, mode
     if mode is None and starts[-1] > last:
         return starts, False
@@ -492,7 +498,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, conversation: dict) -> Row:
             f"Row {row.id}: {'everything' if any(mask) else 'nothing'} would be supervised. Look at its messages; if "
             f"they are right, {ADVICE}. The row: {show(tokenizer, row).markup[:1000]}"
         )
-    if spans is not None and not chat_template.markers_hold(tokenizer, repr(tokenizer.chat_template)):
+    if spans is not None and not chat_template.markers_hold(tokenizer, chat_template.template_of(tokenizer)):
         raise ValueError(
             f"Row {row.id}: the generation markers in the chat template of {tokenizer.name_or_path} do not stand around what "
             "the assistant writes. Repair them, or remove them."
@@ -528,7 +534,13 @@ def truncate(row: Row, max_length: int) -> Row | None:
     """The row's first `max_length` tokens; None if none of them could be a goal."""
     if not any(row.mask[1:max_length]):
         return None
-    return Row(id=row.id, category=row.category, tokens=row.tokens[:max_length], mask=row.mask[:max_length], thinking=row.thinking)
+    return Row(
+        id=row.id,
+        category=row.category,
+        tokens=row.tokens[:max_length],
+        mask=row.mask[:max_length],
+        thinking=row.thinking,
+    )
 
 
 def collate(packs: list[list[Row]], *, length: int, pad_token: int) -> Batch:

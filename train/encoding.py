@@ -186,7 +186,13 @@ def encode_source(source: str, encoding: Encoding, folder: Path) -> dict:
         with Progress(source, num_rows, counts):
             try:
                 encoded = rows.map(
-                    Encoder(encoding.tokenizer, source, bool(reading.find_files(source)), work / "counts.npy", encoding.thinking),
+                    Encoder(
+                        encoding.tokenizer,
+                        source,
+                        bool(reading.find_files(source)),
+                        work / "counts.npy",
+                        encoding.thinking,
+                    ),
                     batched=True,
                     batch_size=BATCH,
                     with_indices=True,

@@ -68,9 +68,7 @@ class TargetSettings:
         revision, trusted = self.revision, self.trust_remote_code
         tokenizer = load_tokenizer(self.name, revision=revision, trust_remote_code=trusted)
         data.check_offsets(tokenizer)
-        return load(
-            self.name, dtype=self.dtype, device=where, revision=revision, trust_remote_code=trusted
-        ), tokenizer
+        return load(self.name, dtype=self.dtype, device=where, revision=revision, trust_remote_code=trusted), tokenizer
 
 
 def packs_rows(target: Target, *, length: int, pack: bool | None) -> bool:

@@ -64,7 +64,9 @@ class TokenizerOptions:
 class PromptOptions:
     prompts: str = option("data/prompts_heldout.jsonl", "rows with a prompt or messages: JSONL, folder or dataset")
     split: str | None = option(None, SPLIT)
-    thinking: bool | None = option(None, f"{THINKING}; null: as the checkpoint was trained, else the template's default")
+    thinking: bool | None = option(
+        None, f"{THINKING}; null: as the checkpoint was trained, else the template's default"
+    )
     limit: int | None = option(None, "decode this many prompts, spread over the file; null: all")
     max_new_tokens: int = option(64, "longest answer, in tokens")
 
@@ -173,9 +175,10 @@ def open_target(target: Target) -> Opened:
 def load_prompts(options: PromptOptions, opened: Opened) -> list[Prompt]:
     """The prompts to decode. Raises ValueError, naming file and row, also for one that is too long for the target."""
     heads = split(getattr(options, "checkpoint", None))
-    thinking = mode_of(heads) if options.thinking is None else options.thinking
+    mode = mode_of(heads)
+    thinking, trained = (mode if options.thinking is None else options.thinking), () if mode is None else (mode,)
     prompts = data.load_prompts(
-        options.prompts, opened.tokenizer, split=options.split, limit=options.limit, thinking=thinking
+        options.prompts, opened.tokenizer, split=options.split, limit=options.limit, thinking=thinking, trained=trained
     )
     plain = Decoder(opened.target, None, sampling=Sampling(), stop=set())
     check_prompts(plain, prompts, options.max_new_tokens, source=options.prompts)

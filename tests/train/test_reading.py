@@ -361,7 +361,9 @@ def test_masks_of_many_turns_are_those_of_every_prompt(monkeypatch, template):
 @pytest.mark.parametrize("roles", [["user"], ["user", "assistant", "tool"]], ids=["chat", "calls"])
 def test_the_number_of_renderings_does_not_grow_with_the_turns(monkeypatch, roles):
     tokenizer, counts = copy.deepcopy(small_tokenizer()), []
-    tokenizer.chat_template = tokenizer.chat_template.replace("+ '<|im_end|>'", "~ (message['tool_calls'] or '') ~ '<|im_end|>'")
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "+ '<|im_end|>'", "~ (message['tool_calls'] or '') ~ '<|im_end|>'"
+    )
     render = tokenizer.apply_chat_template
     monkeypatch.setattr(
         tokenizer, "apply_chat_template", lambda *args, **more: counts.append(0) or render(*args, **more)
