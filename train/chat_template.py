@@ -72,6 +72,7 @@ class Form:
         )
 
     def _convert(self, arguments: object) -> object:
+        arguments = {} if arguments is None else arguments
         if self.arguments is str and isinstance(arguments, dict):
             return json.dumps(arguments, ensure_ascii=False)
         return parse_arguments(arguments) if self.arguments is dict else arguments
@@ -172,7 +173,7 @@ class Marked:
             return word
 
         def add(arguments: object) -> object:
-            found = parse_arguments(arguments if arguments else {})
+            found = parse_arguments({} if arguments is None else arguments)
             word = mark("tool_calls", NUMBER)
             last[len(copies)] = word
             return {**found, WORD: int(word)} if isinstance(found, dict) else word

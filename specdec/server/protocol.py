@@ -76,7 +76,7 @@ class Message(BaseModel):
     @pydantic.model_validator(mode="after")
     def _says_something(self) -> "Message":
         if self.content is None and not self.tool_calls:
-            raise PydanticCustomError("missing", "a message needs a content, or calls of tools")
+            raise PydanticCustomError("content", "a message needs a content, or calls of tools")
         return self
 
     def to_row(self) -> dict:
@@ -208,11 +208,13 @@ class ChatRequest(Settings):
     def thinking(self) -> bool | None:
         """None: the chat template's default. Raises RequestError for other arguments of the template."""
         given = self.chat_template_kwargs or {}
-        if not set(given) <= {"enable_thinking"} or not isinstance(given.get("enable_thinking", True), bool):
+        name, value = next(iter(given.items()), ("enable_thinking", None))
+        if len(given) > 1 or name not in ("enable_thinking", "thinking") or not isinstance(value, bool | None):
             raise RequestError(
-                "chat_template_kwargs may hold enable_thinking, true or false.", parameter="chat_template_kwargs"
+                "chat_template_kwargs may hold enable_thinking (or thinking), true or false.",
+                parameter="chat_template_kwargs",
             )
-        return given.get("enable_thinking")
+        return value
 
 
 class CompletionRequest(Settings):
