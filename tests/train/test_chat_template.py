@@ -166,7 +166,7 @@ def test_markers_must_hold_and_calls_inside_them_are_supervised():
     plain = HEAD + "{{ m['content'] }}" + AS_OBJECT + TAIL
     assert data.encode(with_template(marked), row(MESSAGES)) == data.encode(with_template(plain), row(MESSAGES))
     wrong = HEAD + "{% generation %}{{ m['content'] }}{% endgeneration %}" + TAIL  # around questions, too
-    with pytest.raises(ValueError, match="Row r: the generation markers .* do not stand around"):
+    with pytest.raises(ValueError, match=r"Row r: the generation markers .* do not stand around"):
         data.encode(with_template(wrong), row(PLAIN))
 
 
@@ -216,7 +216,7 @@ def test_modes_of_prompts(tmp_path):
     assert ends(data.load_prompts(str(path), tokenizer, thinking=False)) == [True, True, False]
     jobs = answering.list_jobs(tokenizer, reading.load_prompts(str(path)), [0.0], thinking=False)
     assert [job.options["thinking"] for job in jobs] == [False, False, True]
-    with pytest.raises(ValueError, match="thinking=true: .* has no thinking mode"):
+    with pytest.raises(ValueError, match=r"thinking=true: .* has no thinking mode"):
         data.load_prompts(str(path), small_tokenizer(), thinking=True)
     write_rows(path, [{"prompt": "a"}])
     with pytest.warns(UserWarning, match="train on have thinking=false, and the prompts of .* have no thinking mode"):
@@ -278,7 +278,7 @@ def test_offsets_that_go_back_are_refused(monkeypatch):
         return found
 
     monkeypatch.setattr(type(tokenizer), "__call__", wrong)
-    with pytest.raises(ValueError, match="Row r: the tokenizer .* says wrongly where its tokens begin"):
+    with pytest.raises(ValueError, match=r"Row r: the tokenizer .* says wrongly where its tokens begin"):
         data.encode(tokenizer, row(PLAIN))
 
 
