@@ -49,15 +49,7 @@ $(TARGET)/config.json: | .venv/ready
 	$(BIN)/python scripts/get_target.py out=$(TARGET)
 
 demo: $(READY)
-	@if [ -e checkpoints/demo/finished ]; then \
-	  echo "checkpoints/demo is trained; delete it to train again."; \
-	else \
-	  $(BIN)/accelerate launch --quiet --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
-	    train.py run=demo resume=true; \
-	fi
-	@echo; echo "== This head and the one that ships, trained longer, on the same prompts =="
-	$(BIN)/python scripts/compare.py checkpoint=checkpoints/demo,checkpoints/shipped/mtp proposers=auto chains=2 trees= limit=8 \
-	  max_new_tokens=48 decode.temperature=0 out=checkpoints/demo/comparison
+	$(BIN)/python scripts/demo.py
 
 # Each process runs on one thread (tests/conftest.py). Processes take tests from one another when they have none left.
 test: $(READY)

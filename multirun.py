@@ -1,5 +1,6 @@
-"""Sweeps: `python train.py -m head=eagle,mtp optimizer.lr=1e-4,3e-4`. Each job is a run in the folder of the sweep, and one page
-compares them at the end.
+"""Names of runs, and sweeps: `python train.py -m head=eagle,mtp optimizer.lr=1e-4,3e-4`.
+
+Each job of a sweep is a run in the folder of the sweep, and one page compares them at the end.
 
 What a job must know stands in its own configuration, so this works with every launcher of Hydra.
 """
@@ -22,13 +23,14 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from specdec import files
+from train.overrides import literal, quoted
 from train.pages import sweep_page
 from train.processes import is_main
 from train.waiting import ProcessLost
 
 RUNS = Path("checkpoints")
 FAILED = "failed"  # a file in the folder of a job: why it failed
-LONGEST = 120  # characters of a job's name
+LONGEST = 120  # characters of a job's name, or of a target in the name of a run
 
 
 class Sweep(Callback):
@@ -41,11 +43,12 @@ class Sweep(Callback):
         fixed = {each.key_or_group: each.value() for each in overrides if not each.is_sweep_override()}
         if "run" in swept:
             sys.exit("error: run= names the folder of the sweep, so give it one value.")
-        name = str(fixed.get("run") or "-".join(["sweep", *map(plain, swept)]))
+        given = OmegaConf.create({"run": fixed.get("run")}).run  # without what keeps ${ as it is
+        folder = str(RUNS / str(given or "-".join(["sweep", *map(plain, swept)])))
         with read_write(config), open_dict(config):
-            config.hydra.sweep.dir = str(RUNS / name)
+            config.hydra.sweep.dir = literal(folder)
             config.hydra.overrides.hydra += [
-                f"hydra.sweep.dir='{RUNS / name}'",
+                f"hydra.sweep.dir={quoted(folder)}",
                 f"hydra.job.config.override_dirname.exclude_keys={[*fixed, 'resume']}",
             ]
             if "resume" not in fixed:
@@ -69,6 +72,16 @@ class Sweep(Callback):
 def plain(text: str) -> str:
     """Without what has a meaning in paths and options."""
     return re.sub(r"[^\w.+-]+", "-", text).strip("-")
+
+
+def target_name(name: object) -> str:
+    """A target, in the name of a run: the last part of its own name. Qwen/Qwen3-8B and models/Qwen3-8B/ give Qwen3-8B."""
+    path = Path(str(name))
+    last = path.name if path.name not in ("", "..") else path.resolve().name
+    return plain(last)[:LONGEST] or "target"
+
+
+OmegaConf.register_new_resolver("target_name", target_name, replace=True)  # in conf/
 
 
 def run_of(hydra: Any) -> str | None:
@@ -104,10 +117,17 @@ def run_job(fit: Callable[[DictConfig], int], config: DictConfig) -> None:
     try:
         status = fit(config)
     except KeyboardInterrupt:
-        sys.exit("Stopped at once. The same command continues the sweep.")
+        print("Stopped at once. The same command continues the sweep.", file=sys.stderr)
+        sys.exit(130)
     except Exception as error:
         known = isinstance(error, ValueError | OSError) and not isinstance(error, ProcessLost)
-        why = str(error) if known else f"{type(error).__name__}: {error}"
+        why = (
+            files.explain(error)
+            if isinstance(error, OSError)
+            else str(error)
+            if known
+            else f"{type(error).__name__}: {error}"
+        )
         if not known:
             traceback.print_exc()
         if not known and not alone:
@@ -116,6 +136,7 @@ def run_job(fit: Callable[[DictConfig], int], config: DictConfig) -> None:
         PartialState().wait_for_everyone()
     release()
     if why and is_main():
+        folder.mkdir(parents=True, exist_ok=True)
         files.write_text(folder / FAILED, why + "\n")
         print(f"{config.run} failed: {why}")
     if not why and not (folder / "finished").exists():

@@ -15,30 +15,30 @@ from pathlib import Path
 import hydra
 import torch
 import transformers
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.utils import InitProcessGroupKwargs, set_seed
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import InstantiationException
-from hydra.utils import instantiate
+from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from transformers import PreTrainedTokenizerBase
 
 import multirun
-from specdec import checkpoint, files
+from specdec import checkpoint, devices, files
 from specdec.drafter import Head
 from specdec.drafting import Drafting
 from specdec.measurement import Prompt, check_prompts
 from specdec.report import Report
 from specdec.sampling import Sampling
 from specdec.target import Target
-from train import data, display, optimization, progress, sharding, starting, tracking
+from train import data, display, optimization, overrides, progress, ranges, reading, sharding, starting, tracking
 from train.consistency import ConsistencyObjective
 from train.encoding import Encoding, load_packs
 from train.engine_features import EngineTarget
 from train.feature_settings import FeatureSettings
 from train.finite import NotFiniteLoss
 from train.group import Group
-from train.loader import Material
+from train.loader import Material, permutation
 from train.lock import lock
 from train.naming import named
 from train.objective import Objective
@@ -54,7 +54,7 @@ from train.serving import Serving
 from train.settings import Settings, fixed
 from train.stream import Plan, Stream
 from train.target_settings import TargetSettings, packs_rows
-from train.trainer import Trainer
+from train.trainer import MEASURED, Trainer
 from train.validation import Validation
 from train.validation_settings import ValidationSettings
 from train.waiting import ProcessLost, Waiting
@@ -65,8 +65,14 @@ SECONDS_FOR_MAIN = 10
 
 def fit(config: DictConfig) -> int:
     """Trains as the configuration says. -> the exit status. Raises ValueError, which says what to change."""
+    try:
+        chosen = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        raise ValueError(f"{error.full_key}: {str(error).splitlines()[0]}.") from error
+    ranges.check(chosen, free=("head.",))  # a new head has options of its own
     path = Path("checkpoints") / str(config.run)
     progress.choose(config.progress, main=is_main())
+    starting.recall_precision(config, path)
     if RunFolder(path, {}, fixed(OmegaConf.to_container(config, resolve=True))).check(resume=config.resume):
         if is_main():
             print(f"{path} holds a finished run: there is nothing left to do.")
@@ -74,19 +80,26 @@ def fit(config: DictConfig) -> int:
     tracking.check(config.tracker)
     accelerator = make_accelerator(config)
     with lock(path / "lock", of=path) if accelerator.is_main_process else contextlib.nullcontext():
-        return fit_alone(config, path, accelerator)
+        try:
+            return fit_alone(config, path, accelerator)
+        except (RuntimeError, MemoryError) as error:
+            if (full := devices.out_of_memory(error)) is None:
+                raise
+            raise ValueError(f"{full}: {less_memory(config)}.") from error
 
 
 def fit_alone(config: DictConfig, path: Path, accelerator: Accelerator) -> int:
     """`fit` in a folder that no other launch writes to."""
     console = progress.Results()
     given = config.start
-    config.start = starting.pinned(given, path, resume=config.resume, minutes=config.train.timeout)
+    pinned = starting.pinned(given, path, resume=config.resume, minutes=config.train.timeout)
+    config.start = overrides.literals(pinned)
     target, tokenizer = load_target(config, accelerator)
     stop = data.stop_tokens(tokenizer, target.model.generation_config)
     loaded = load_data(config, tokenizer, target, accelerator)
     packs, stream = (loaded.first, loaded) if isinstance(loaded, Stream) else (loaded, None)
-    prompts = load_prompts(config, tokenizer, packs)
+    rows = reading.load_prompts(config.data.heldout, split=config.data.heldout_split)
+    prompts = encode_prompts(config, tokenizer, packs, reading.spread(rows, config.validation.num_prompts))
     drafter, spec = make_drafter(config, target, packs)
     drafter.to(accelerator.device)
     with named("features"):
@@ -104,7 +117,8 @@ def fit_alone(config: DictConfig, path: Path, accelerator: Accelerator) -> int:
     validation = make_validation(config, drafter, prompts, stop, accelerator, console, engine)
     material = make_material(config, drafter, packs, stream, stop, accelerator, engine)
     tracker = tracking.Tracking(config.tracker if accelerator.is_main_process else "none", path)
-    folder = RunFolder(path, spec, fixed(OmegaConf.to_container(config, resolve=True)))
+    inputs = {"heldout": reading.digest_of(rows), **target_inputs(target), "files": stream and stream.files}
+    folder = RunFolder(path, spec, fixed(OmegaConf.to_container(config, resolve=True)) | inputs)
     trainer = Trainer(
         accelerator, objective, optimizer, scheduler, material=material, validation=validation, settings=settings, folder=folder,
         serve=make_serve(config, console.say), record=tracker.record,
@@ -130,6 +144,31 @@ def fit_alone(config: DictConfig, path: Path, accelerator: Accelerator) -> int:
     return 130 if trainer.interrupted == signal.SIGINT else 0  # a scheduler is to see that all is well
 
 
+def less_memory(config: DictConfig) -> str:
+    """Which options of this run lower the memory that it needs."""
+    objective, train = config.head.objective, config.train
+    lower, give = [f"data.length={config.data.length}"], []
+    if train.batch > 1:
+        lower.append(f"train.batch={train.batch} (raise train.accumulation={train.accumulation} as much)")
+    if getattr(checkpoint.drafter_class(config.head.drafter._target_), "depth", 0) is None:
+        lower.append(f"head.objective.depth={objective.depth}")
+    if objective.get("gradient_checkpointing") is False:
+        give.append("head.objective.gradient_checkpointing=true")
+    if config.start is None and config.head.get("vocab_size", 0) is None:
+        give.append("head.vocab_size=32000")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not train.shard:
+        give.append("train.shard=true")
+    if config.target.device is None and not feature_settings(config).urls:
+        give.append("target.device=auto with more GPUs")
+    return f"lower {' or '.join(lower)}" + (f", or give {' or '.join(give)}" if give else "")
+
+
+def target_inputs(target: Target) -> dict[str, str | None]:
+    """Digests by which a resumed run knows its target. Of quantised and of unread layers only the embeddings are compared."""
+    whole = target.fingerprint()
+    return {"target": None if "-" in whole else whole, "embeddings": target.embeddings_fingerprint()}
+
+
 def fit_trainer(trainer: Trainer) -> None:
     """`trainer.fit`, whose errors then say how to go on."""
     try:
@@ -146,20 +185,25 @@ def fit_trainer(trainer: Trainer) -> None:
 
 
 def make_accelerator(config: DictConfig) -> Accelerator:
-    """Seeds everything, and sets the threads of a CPU."""
+    """Seeds everything, decides what is `auto` of the precision, and sets the threads of a CPU."""
     set_seed(config.train.seed)
     transformers.utils.logging.disable_progress_bar()
     with named("train"):
         plugin = sharding.plugin(config.train.shard)
+    cpu = not torch.accelerator.is_available()  # said outright, or several processes would not find each other
+    timeout = timedelta(minutes=config.train.timeout + 1)  # a little more than the trainer waits, which says what for
+    starting.choose_precision(config, PartialState(cpu=cpu, timeout=timeout).device)
     accelerator = Accelerator(
-        cpu=not torch.accelerator.is_available(),  # said outright, or several processes would not find each other
-        mixed_precision={"bf16": "bf16", "fp32": "no"}[config.precision],
+        cpu=cpu,
+        mixed_precision=starting.PRECISIONS[config.precision],
         fsdp_plugin=plugin,
-        # a little more than the trainer waits, which says what for
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(minutes=config.train.timeout + 1))],
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)],
     )
     with named("train"):
         sharding.start(accelerator, plugin)
+    accelerator.state.device = devices.numbered(
+        accelerator.device
+    )  # one process has `cuda`, which no tensor's device equals
     if accelerator.device.type == "cpu":  # the launcher sets one thread a process
         torch.set_num_threads(config.threads or max(1, os.cpu_count() // accelerator.num_processes))
     return accelerator
@@ -199,7 +243,7 @@ def load_data(
 ) -> Packs | Stream:
     """The conversations that are trained on, all of them packed, or read as they come."""
     packed = packs_rows(target, length=config.data.length, pack=config.data.pack)
-    chosen = OmegaConf.to_container(config.data)
+    chosen = OmegaConf.to_container(config.data, resolve=True)
     same = {key: chosen[key] for key in ("train", "hold_out", "tokens", "length", "thinking")} | {"packed": packed}
     with named("data"):
         if config.data.stream:
@@ -220,25 +264,24 @@ def load_data(
         return load_packs(encoding=encoding, **same)  # whichever process encodes shows it
 
 
-def load_prompts(config: DictConfig, tokenizer: PreTrainedTokenizerBase, packs: Packs) -> list[Prompt]:
-    """The held-out prompts, in the thinking mode of the rows that are trained on, unless the configuration or a prompt says it."""
+def encode_prompts(
+    config: DictConfig, tokenizer: PreTrainedTokenizerBase, packs: Packs, rows: list[dict]
+) -> list[Prompt]:
+    """Held-out prompts, in the thinking mode of the rows that are trained on, unless the configuration or a prompt says another."""
     thinking = packs.modes[0] if config.data.thinking is None and len(packs.modes) == 1 else config.data.thinking
-    return data.load_prompts(
-        config.data.heldout, tokenizer, split=config.data.heldout_split, limit=config.validation.num_prompts,
-        thinking=thinking, trained=packs.modes,
-    )  # fmt: skip
+    return data.encode_prompts(rows, tokenizer, thinking=thinking, trained=packs.modes)
 
 
 def make_drafter(config: DictConfig, target: Target, packs: Packs) -> tuple[Head, dict]:
     """A new drafter as the configuration says, or the one of the checkpoint `start`, and its spec for checkpoints."""
-    spec = OmegaConf.to_container(config.head.drafter)
+    spec = OmegaConf.to_container(config.head.drafter, resolve=True)
     make_vocab = functools.partial(
         starting.vocabulary, packs, target, config.start, config.start_vocab, config.head.vocab_size, minutes=config.train.timeout,
     )  # fmt: skip
     if config.start is None:
         vocab = make_vocab()
         with named("head.drafter"):
-            drafter = build(config.head.drafter, target, vocab=vocab, _convert_="all")
+            drafter = build(config.head.drafter, target, vocab=vocab)
     else:
         drafter, start_spec = checkpoint.start(
             config.start,
@@ -259,7 +302,7 @@ def make_drafter(config: DictConfig, target: Target, packs: Packs) -> tuple[Head
 
 def make_objective(config: DictConfig, drafter: Head) -> Objective | ConsistencyObjective:
     with named("head.objective"):
-        return build(config.head.objective, drafter, _convert_="all")
+        return build(config.head.objective, drafter)
 
 
 def make_optimizer(
@@ -282,9 +325,9 @@ def make_validation(
 ) -> Validation:
     """What the trainer calls at every validation. Refuses now what validation would refuse after hours of training."""
     with named("decode"):
-        drafting = Drafting(**OmegaConf.to_container(config.decode))
+        drafting = Drafting(**OmegaConf.to_container(config.decode, resolve=True))
     with named("validation"):
-        settings = ValidationSettings(**OmegaConf.to_container(config.validation))
+        settings = ValidationSettings(**OmegaConf.to_container(config.validation, resolve=True))
         sampling = Sampling(temperature=settings.temperature)
     with named("decode"):
         if engine is None:
@@ -323,12 +366,16 @@ def make_material(
     """The packs, and the target's outputs for them: computed for every batch, or kept on disk."""
     features = None  # the objective reads an adapted target itself, with gradient
     if not drafter.adapts_target:
+        num = config.train.steps * config.train.batch * config.train.accumulation
+        num *= Group.of(accelerator, drafter.target).num
+        num = max(num, config.solve_packs if config.start is None else 0, MEASURED)
         with named("features"):
             features = feature_settings(config).open(
                 drafter,
                 packs,
                 engine=engine,
                 streamed=stream is not None,
+                reads=permutation(len(packs), config.train.seed)[:num],
                 main=accelerator.is_main_process,
                 say=progress.note,
             )
@@ -367,22 +414,19 @@ def make_settings(config: DictConfig) -> Settings:
 
 
 def build(config: DictConfig, *arguments, **more):
-    """Hydra's instantiate; a refusal of the constructor is raised as it is."""
+    """What `_target_` names, made with the other settings. Raises ValueError for one that it does not have."""
+    settings = OmegaConf.to_container(config, resolve=True)
     try:
-        return instantiate(config, *arguments, **more)
-    except InstantiationException as error:
-        if isinstance(error.__cause__, ValueError):
-            raise error.__cause__ from None
-        if isinstance(error.__cause__, TypeError):
-            raise ValueError(str(error.__cause__)) from error
-        raise
+        return get_object(settings.pop("_target_"))(*arguments, **settings, **more)
+    except TypeError as error:
+        raise ValueError(str(error)) from error
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
 def main(config: DictConfig) -> None:
     job = multirun.run_of(HydraConfig.get())
     if job is not None:
-        config.run = job
+        config.run = overrides.literal(job)
         with plain_warnings():
             return multirun.run_job(fit, config)
     try:
@@ -393,9 +437,10 @@ def main(config: DictConfig) -> None:
     except (ValueError, OSError) as error:
         if not is_main() and not isinstance(error, ProcessLost):
             time.sleep(SECONDS_FOR_MAIN)
-        status = f"error: {error}"
+        status = f"error: {files.explain(error) if isinstance(error, OSError) else error}"
     except KeyboardInterrupt:
-        status = "Stopped at once. resume=true continues from the last save."
+        print("Stopped at once. resume=true continues from the last save.", file=sys.stderr)
+        status = 130
     finally:
         progress.close()
     sys.exit(status)
@@ -405,6 +450,7 @@ if __name__ == "__main__":
     if {"-h", "--help"} & set(sys.argv):
         print(__doc__, display.usage(Path(__file__).parent / "conf"), sep="\n")
         sys.exit()
+    sys.argv[1:] = overrides.as_written(sys.argv[1:])
     try:
         main()
     except SystemExit as ended:  # Hydra has said that it does not know an option, without saying which one is like it

@@ -20,9 +20,9 @@ from helpers import decoding, loading
 from helpers.options import option, options, run, split
 from helpers.writers import FeatureOptions, Source, Writers, stop_tokens
 from specdec.target import load_tokenizer
-from train import answering, data, progress, reading, self_prompts
+from train import answering, data, progress, ranges, reading, self_prompts
 from train.answering import Law
-from train.resumable import Resumable, resumable
+from train.resumable import Resumable, digest, resumable
 
 SELF = "self"
 SPARE = 64  # tokens by which a prompt may grow when it is rendered and encoded again
@@ -69,8 +69,10 @@ def parse_temperatures(temperature: str) -> list[float]:
         values = [float(value) for value in temperature.split(",")]
     except ValueError:
         raise ValueError(f"decode.temperature={temperature}: give a comma list of numbers, such as 0,1.") from None
-    if min(values) < 0 or len(set(values)) < len(values):
-        raise ValueError(f"decode.temperature={temperature}: give each temperature once and none below 0.")
+    if len(set(values)) < len(values):
+        raise ValueError(f"decode.temperature={temperature}: give each temperature once.")
+    for value in values:
+        ranges.check({"decode.temperature": value})
     return values
 
 
@@ -81,18 +83,6 @@ def check(chosen: Answer) -> None:
         raise ValueError(
             "num_prompts= says how many prompts the target writes: give it with prompts=self, and only then."
         )
-    for name, number in (
-        ("num_prompts", chosen.num_prompts),
-        ("max_new_tokens", chosen.max_new_tokens),
-        ("self_prompts.max_tokens", chosen.self_prompts.max_tokens),
-        ("batch", chosen.batch),
-        ("in_flight", chosen.in_flight),
-    ):
-        if number is not None and number < 1:
-            raise ValueError(f"{name}={number} must be at least 1.")
-    for name, share in (("decode", chosen.decode.top_p), ("self_prompts", chosen.self_prompts.top_p)):
-        if not 0 < share <= 1:
-            raise ValueError(f"{name}.top_p={share} must be above 0 and at most 1.")
     if chosen.features.folder is not None and chosen.engine in (None, "vllm"):
         raise ValueError(
             "features.folder= keeps hidden states that a server gives with the answers: give engine=URL of one that python "
@@ -112,6 +102,7 @@ def write_prompts(chosen: Answer, source: Source, writers: Writers, stop: set[in
     advice = "Use the same settings to continue, or choose another out=FILE."
     num = chosen.num_prompts or 0
     with resumable(Path(f"{path}.meta.json"), path, settings, advice=advice) as rows:
+        rows.same(tokenizer_or_chat_template=digest_of(source.tokenizer))
         kept = sum(not row.get("dropped") for row in rows.rows)
         if kept < num:
             answer = (
@@ -123,6 +114,7 @@ def write_prompts(chosen: Answer, source: Source, writers: Writers, stop: set[in
                 longest=mine.max_tokens + max(len(opening.tokens), answer + SPARE),
                 ids=True,
             )
+            rows.same(**writers.weights())
             block = -(-num // chosen.batch) * chosen.batch
             drawn = self_prompts.write(
                 source.tokenizer, writer, opening, rows, num=num, temperature=mine.temperature, block=block
@@ -146,9 +138,26 @@ def common_settings(chosen: Answer, source: Source) -> dict:
     return {
         "target": chosen.target.name,
         "seed": chosen.seed,
-        "dtype": None if source.kind == "server" else chosen.target.dtype,
+        "dtype": None if source.kind == "server" else chosen.target.dtype_here,
         "engine": source.kind,
     }
+
+
+def digest_of(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Changes with the tokens and with how prompts are rendered."""
+    return digest(repr([data.vocabulary(tokenizer, len(tokenizer))[0], tokenizer.chat_template]).encode())
+
+
+def check_prompts(answers: Resumable, jobs: list[answering.Job], source: str) -> None:
+    """Raises ValueError if an answer is to another prompt than the one that has its id now. source: of the prompts"""
+    asked = {job.id: job for job in jobs}
+    for row in answers.rows:
+        job, said = asked.get(row["id"]), row.get("messages")
+        if job is not None and said and [reading.tidy(each) for each in said[:-1]] != job.messages:
+            raise ValueError(
+                f"{answers.path} has an answer {job.id} to another prompt than {job.place} now: {source} has changed. Put the "
+                "prompts back (rows without id= are known by their number), or choose another out=FILE."
+            )
 
 
 def write(chosen: Answer, console: rich.console.Console) -> None:
@@ -190,6 +199,8 @@ def write(chosen: Answer, console: rich.console.Console) -> None:
                 raise ValueError(
                     f"{chosen.out} has rows without an id, so it was not written by this command. {advice}"
                 )
+            check_prompts(answers, jobs, file)
+            answers.same(tokenizer_or_chat_template=digest_of(tokenizer))
             missing = [job for job in jobs if job.id not in finished]
             progress.note(
                 f"{len(jobs)} answers to write, {len(jobs) - len(missing)} of them are in {chosen.out} already."
@@ -200,6 +211,7 @@ def write(chosen: Answer, console: rich.console.Console) -> None:
                 name = f"{last.place}: the longest prompt, {last.id},"
                 longest = len(last.tokens) + chosen.max_new_tokens
                 writer = writers.open(law, example=jobs[0], longest=longest, name=name)
+                answers.same(**writers.weights())
                 write_missing(chosen, tokenizer, writer, jobs, answers, finished, len(missing), console)
 
 
@@ -233,8 +245,8 @@ def main() -> None:
     try:
         write(chosen, console)
     except KeyboardInterrupt:
-        console.print(f"\nStopped. The answers in {chosen.out} are kept; run the same command again to continue.")
-        raise
+        text = f"Stopped. The answers in {chosen.out} are kept; run the same command again to continue."
+        raise KeyboardInterrupt(text) from None
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Times decoding with drafts against transformers' generate, llama.cpp and vLLM, on the same prompts, greedy, in turn.
 
-    python scripts/bench.py checkpoint=checkpoints/shipped/eagle,checkpoints/shipped/draft limit=6
-    python scripts/bench.py checkpoint=checkpoints/shipped/draft rivals=transformers,llamacpp,vllm out=rivals.json
+    python scripts/bench.py checkpoint=checkpoints/shipped/eagle3,checkpoints/shipped/mtp limit=6
+    python scripts/bench.py checkpoint=checkpoints/my_draft rivals=transformers,llamacpp,vllm out=rivals.json
     python scripts/bench.py proposers=ngram,auto prompts=data/prompts_copy.jsonl rivals=transformers,llamacpp
 
 Compared are: generate alone, and with custom_generate, which puts this decoder inside it; plain decoding here; every
@@ -82,7 +82,7 @@ def main() -> None:
     bandwidth = speed.memory_bandwidth(num_bytes, opened.target.device)
     limit = bandwidth / num_bytes
     title = (
-        f"{opened.target.name}, {chosen.target.dtype}, {opened.target.device}, {torch.get_num_threads()} threads; "
+        f"{opened.target.name}, {str(opened.target.dtype).removeprefix('torch.')}, {opened.target.device}, {torch.get_num_threads()} threads; "
         f"{len(prompts)} prompts x {chosen.repeats}. Reading the weights once takes {1e3 / limit:.1f} ms here "
         f"({bandwidth / 1e9:.1f} GB/s): no plain decoding is faster than {limit:.0f} tokens/s."
     )

@@ -29,7 +29,7 @@ from helpers.options import run as run_command
 from helpers.training_step import Cost, Work
 from helpers.training_table import Cell
 from specdec import files
-from train import progress
+from train import overrides, progress
 
 CHILD = (  # the helpers are those of this working tree, specdec and train those of the tree that is measured
     "import sys; sys.path.insert(0, {scripts!r}); import helpers; sys.path.insert(0, {tree!r}); "
@@ -102,18 +102,17 @@ def make_works(chosen: BenchTraining) -> list[Work]:
         lengths = [int(length) for length in split(chosen.lengths)]
     except ValueError:
         lengths = []
-    if not lengths or min(lengths) < 32 or min(chosen.steps, chosen.rounds, chosen.batch) < 1:
-        raise ValueError(
-            f"lengths={chosen.lengths} must be a comma list of numbers from 32 on; steps, rounds and batch at least 1."
-        )
-    overrides = [f"{key}={value}" for key, value in chosen.train.items()]
-    overrides += [] if chosen.depth is None else [f"head.objective.depth={chosen.depth}"]
-    overrides += [] if chosen.threads is None else [f"threads={chosen.threads}"]
+    if not lengths or min(lengths) < 32:
+        raise ValueError(f"lengths={chosen.lengths} must be a comma list of numbers from 32 on.")
+    overrides.check(chosen.train, "train.")
+    more = overrides.as_written([f"{key}={value}" for key, value in chosen.train.items()])
+    more += [] if chosen.depth is None else [f"head.objective.depth={chosen.depth}"]
+    more += [] if chosen.threads is None else [f"threads={chosen.threads}"]
     known = {"document", "batch", "features", "precision", "steps", "warmup"}
     shared = {name: getattr(chosen, name) for name in known}
     count = peak_flops(chosen) is not None
     return [
-        Work(head, length, overrides=tuple(overrides), count=count, **shared)
+        Work(head, length, overrides=tuple(more), count=count, **shared)
         for head in split(chosen.heads)
         for length in lengths
     ]

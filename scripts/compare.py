@@ -73,6 +73,7 @@ def main() -> None:
     methods, run_of = make_methods(chosen, runs, configs, opened.target, shapes)
     out = Path(chosen.out)
     with resumable(out / "settings.json", out / "rows.jsonl", settings, advice="Choose another out=FOLDER.") as results:
+        results.same(target=opened.target.fingerprint())
         progress.note(f"{len(results.rows)} of {len(prompts) * len(samplings)} prompts x temperatures are in {out}")
         runners: dict[str, Runner] = collections.defaultdict(chosen.decode.runner)
         for sampling in samplings:
@@ -86,8 +87,6 @@ def main() -> None:
 
 def check(chosen: Compare) -> None:
     """Raises ValueError for options that leave nothing to compare."""
-    if chosen.batch < 1:
-        raise ValueError(f"batch={chosen.batch} must be at least 1.")
     if not split(chosen.checkpoint) and not split(chosen.proposers):
         raise ValueError(
             "There is nothing to compare: give checkpoint=checkpoints/a,checkpoints/b, or proposers=ngram,suffix, or both."

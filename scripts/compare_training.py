@@ -25,6 +25,7 @@ from pathlib import Path
 from engine_clients.child import Child
 from helpers.options import options, run, split
 from train import progress
+from train.overrides import quoted
 
 PROGRAMS = Path(__file__).resolve().parent / "trainers"
 ROOT = PROGRAMS.parents[1]
@@ -92,12 +93,19 @@ def own(compare: Compare, scratch: Path) -> Child:
     overrides = [
         "head=eagle3",
         "run=own",
-        f"data.train=[{','.join(str(Path(part).absolute()) for part in split(compare.data))}]",
+        f"data.train=[{','.join(quoted(str(Path(part).absolute())) for part in split(compare.data))}]",
         f"data.hold_out={compare.hold_out}",
         f"data.length={compare.length}",
     ]
-    overrides += [f"target.name={Path(compare.target).absolute()}", f"threads={compare.threads}", "solve_packs=0"]
-    overrides += [f"data.heldout={ROOT / 'data' / 'prompts_heldout.jsonl'}", f"head.vocab_size={compare.vocab_size}"]
+    overrides += [
+        f"target.name={quoted(str(Path(compare.target).absolute()))}",
+        f"threads={compare.threads}",
+        "solve_packs=0",
+    ]
+    overrides += [
+        f"data.heldout={quoted(str(ROOT / 'data' / 'prompts_heldout.jsonl'))}",
+        f"head.vocab_size={compare.vocab_size}",
+    ]
     overrides += [f"head.objective.depth={compare.depth}", f"train.steps={compare.steps}", "validation.num_prompts=1"]
     environment = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "scripts")]), "HF_HUB_OFFLINE": "1"}
     return Child(

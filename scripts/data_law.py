@@ -16,9 +16,9 @@ from pathlib import Path
 
 import rich.table
 from matplotlib.figure import Figure
-from omegaconf import OmegaConf
 
 from helpers.options import option, options, run, split
+from helpers.settings_file import read_yaml
 from specdec import checkpoint, hub
 from specdec.files import write_text
 from specdec.report import Report
@@ -83,7 +83,7 @@ def read(folders: list[str]) -> list[Curve]:
 def begun_with(run: Path) -> Path | None:
     """The best step of the run, or the head on the Hub, that this one was continued from with start=; None if there is none here."""
     config = run / "config.yaml"
-    start = OmegaConf.load(config).get("start") if config.exists() else None
+    start = read_yaml(config).get("start") if config.exists() else None
     return checkpoint.resolve(start) if start and (hub.is_name(start) or Path(start).exists()) else None
 
 

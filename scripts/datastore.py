@@ -34,8 +34,6 @@ def main() -> None:
     out = Path(chosen.out)
     if out.exists():
         raise ValueError(f"{out} exists; choose another out=FOLDER or delete it.")
-    if chosen.length < 1:
-        raise ValueError(f"length={chosen.length} must be at least 1; 16 is usual.")
     console = progress.Results()
 
     start = time.perf_counter()

@@ -1,6 +1,6 @@
 """Decodes every prompt plainly and with drafts, in turn, and reports what the drafts gain.
 
-    python scripts/evaluate.py checkpoint=checkpoints/shipped/eagle decode.temperature=0,1 limit=16
+    python scripts/evaluate.py checkpoint=checkpoints/shipped/eagle3 decode.temperature=0,1 limit=16
     python scripts/evaluate.py proposer=ngram prompts=data/prompts_copy.jsonl
 
 Prints tau (tokens emitted per target pass of a round, bonus or correction token counted), survival by depth, speedup and

@@ -36,7 +36,7 @@ class Export:
     merged_target: str | None = field(
         default=None, metadata={"help": "for a head that adapts its target (medusa2): folder for the adapted model"}
     )
-    target: loading.TargetOptions = field(default_factory=loading.TargetOptions)
+    target: loading.TargetOptions = field(default_factory=lambda: loading.TargetOptions(dtype="bfloat16"))
 
 
 def merge_target(chosen: Export, loaded: loading.Loaded) -> Drafter | None:
@@ -58,8 +58,6 @@ def main() -> None:
     chosen = options(Export, __doc__)
     if chosen.format not in FORMATS:
         raise ValueError(f"There is no format {chosen.format!r}; there are: {', '.join(FORMATS)}.")
-    if chosen.num_drafts is not None and chosen.num_drafts < 1:
-        raise ValueError(f"num_drafts={chosen.num_drafts} must be at least 1.")
     out = Path(chosen.out)
     if out.exists():
         raise ValueError(f"{out} exists; choose another out=DIR or delete it.")
@@ -81,7 +79,7 @@ def main() -> None:
             f"num_drafts={chosen.num_drafts}: this drafter drafts {num} tokens per round, because {reason}."
         )
     with progress.start("writing the tensors and reading them back"):
-        tensors = serving.write(form, out, dtype=DTYPES[chosen.target.dtype], provenance=provenance)
+        tensors = serving.write(form, out, dtype=DTYPES[chosen.target.dtype_here], provenance=provenance)
     size = sum(value.numel() * value.element_size() for value in tensors.values())
     print(
         f"written: {out}, {len(tensors)} tensors, {size / 1e6:.1f} MB, checked against the manifest, read back and equal"

@@ -41,8 +41,6 @@ class FindLayers(loading.PromptOptions):
 def main() -> None:
     chosen = options(FindLayers, __doc__)
     console = progress.Results()
-    if min(chosen.depth, chosen.tries) < 1:
-        raise ValueError(f"depth={chosen.depth} and tries={chosen.tries} must be at least 1.")
     opened = loading.load_target(chosen.target)
     target = opened.target
     LayerSkip(target, layers=1, depth=1)  # raises ValueError for a target that cannot skip layers
@@ -71,7 +69,7 @@ def main() -> None:
     numbers = ",".join(map(str, best.numbers))
     console.print(f'proposer=layerskip "proposer.layers=[{numbers}]" proposer.depth={best.depth}')
     lines = [
-        f"# Written by scripts/find_layers.py for {target.name} ({target.fingerprint()}), {chosen.target.dtype}, {target.device}",
+        f"# Written by scripts/find_layers.py for {target.name} ({target.fingerprint()}), {str(target.dtype).removeprefix('torch.')}, {target.device}",
         f"# {best}",
         "_target_: specdec.proposers.layerskip.LayerSkip",
         f"layers: [{numbers}]",

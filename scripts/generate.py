@@ -1,6 +1,6 @@
 """Streams one answer, with drafted tokens in green, then answers again without drafts and compares the speed.
 
-    python scripts/generate.py checkpoint=checkpoints/shipped/eagle prompt="Why is the sky blue?"
+    python scripts/generate.py checkpoint=checkpoints/shipped/mtp prompt="Why is the sky blue?"
     python scripts/generate.py proposer=ngram prompt="Say it twice: the sky is blue."
 
 Green tokens were drafted and accepted; the others come from the target's own passes.
@@ -18,12 +18,14 @@ from specdec.grammar import FORMS, Constraint
 from specdec.measurement import first_difference, seeded_generator, top2_gap
 from specdec.sampling import Sampling
 from specdec.server.text import StreamedText
-from train import data, progress
+from train import chat_template, data, progress
 
 
 @dataclass(frozen=True, kw_only=True)
 class Generate(proposers.ProposerOptions):
-    prompt: str = field(metadata={"help": "text of the user's message"})
+    prompt: str = field(
+        metadata={"help": "text of the user's message; text to continue, for a model without a chat template"}
+    )
     thinking: bool | None = option(
         None, f"{loading.THINKING}; null: as the checkpoint was trained, else the template's default"
     )
@@ -42,8 +44,10 @@ def main() -> None:
     loaded = proposers.load(chosen, chosen.target, drafting)
     heads = [chosen.checkpoint] if chosen.checkpoint else []
     thinking = loading.mode_of(heads) if chosen.thinking is None else chosen.thinking
-    data.check_mode(loaded.tokenizer, thinking)
-    prompt = data.encode_prompt(loaded.tokenizer, [{"role": "user", "content": chosen.prompt}], thinking=thinking)
+    chat_template.check_mode(loaded.tokenizer, thinking)
+    messages = [{"role": "user", "content": chosen.prompt}]
+    row = {"id": "prompt=", "prompt": chosen.prompt, "messages": messages}
+    prompt = data.encode_row(loaded.tokenizer, row, thinking=thinking)
     strings = tuple(chosen.stop_strings.split(",")) if chosen.stop_strings else ()
     shared = {
         "sampling": sampling,
@@ -88,7 +92,8 @@ def stream(
     ruled: decoding.Ruled | None,
 ) -> Generation:
     """Decodes the prompt and prints tokens as they come, drafted ones in green. Says if the grammar was left incomplete."""
-    result, text = Generation([[]], [[]]), StreamedText(loaded.tokenizer.decode)
+    before = () if loaded.tokenizer.chat_template else prompt
+    result, text = Generation([[]], [[]]), StreamedText(loaded.tokenizer.decode, before=before)
     generator, constraints = seeded_generator(loaded.target, chosen.seed), constraint_of(ruled)
     rounds = decoder.stream(
         [prompt], chosen.max_new_tokens, generator=generator, result=result, constraints=constraints

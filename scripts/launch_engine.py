@@ -108,7 +108,7 @@ def serve(chosen: Engine, target: Target, layers: list[int]) -> int:
     try:
         while server.poll() is None and time.monotonic() - started < READY_WITHIN:
             try:
-                httpx.get(f"{url}/health", timeout=2).raise_for_status()
+                httpx.get(f"{url}/health", timeout=2, trust_env=False).raise_for_status()
                 break
             except httpx.HTTPError:
                 time.sleep(1)
@@ -137,7 +137,9 @@ def main() -> None:
     chosen = options(Engine, __doc__)
     name = chosen.target.name or str(OmegaConf.load(loading.CONF / "target" / "smollm2-135m.yaml").name)
     with named("target"):
-        target = Target.load_ends(name, dtype=chosen.target.dtype, trust_remote_code=chosen.target.trust_remote_code)
+        target = Target.load_ends(
+            name, dtype=chosen.target.dtype_here, trust_remote_code=chosen.target.trust_remote_code
+        )
     layers = layers_of(target, heads=chosen.heads, layers=chosen.layers)
     if chosen.print:
         folder = str(Path(chosen.folder or "engine-states").absolute())

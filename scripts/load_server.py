@@ -20,6 +20,7 @@ from pathlib import Path
 import httpx
 
 from helpers.options import SPLIT, option, options, run
+from specdec import loopback
 from train import progress, reading
 
 BAD = [b"{", b'{"messages": []}', b'{"messages": [{"role": "user", "content": "a"}], "temperature": "hot"}']
@@ -164,13 +165,14 @@ class Load:
 async def load(chosen: LoadServer) -> dict:
     rows = reading.spread(reading.load_prompts(chosen.prompts, split=chosen.split), chosen.limit)
     limits = httpx.Limits(max_connections=chosen.concurrent + 4)
-    async with httpx.AsyncClient(base_url=chosen.url, timeout=None, limits=limits) as client:
+    own = loopback.client_options(chosen.url)
+    async with httpx.AsyncClient(base_url=chosen.url, timeout=None, limits=limits, **own) as client:
         work = Load(chosen, [row["messages"] for row in rows], client)
         try:
             await client.get("/health")
         except httpx.HTTPError as error:
             raise ValueError(
-                f"No server answers at {chosen.url} ({error}): start scripts/serve.py, or give url=."
+                f"No server answers at {chosen.url}{loopback.through(chosen.url)} ({error}): start scripts/serve.py, or give url=."
             ) from error
         for number in progress.track(range(len(rows)), "each prompt alone", unit="prompts"):
             work.alone.append(await work.ask(work.body(number, speculate=False)) or "")

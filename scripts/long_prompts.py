@@ -30,8 +30,6 @@ class LongPrompts:
 
 def main() -> None:
     chosen = options(LongPrompts, __doc__)
-    if chosen.num < 1:
-        raise ValueError(f"num={chosen.num} must be at least 1.")
     tokenizer = load_tokenizer(chosen.target.name, trust_remote_code=chosen.target.trust_remote_code)
     texts = [row["messages"][-1]["content"] for row in reading.load_prompts(chosen.prompts, split=chosen.split)]
     rows = long_prompts.long_prompts(texts, tokenizer, num_tokens=chosen.tokens, num=chosen.num, seed=chosen.seed)

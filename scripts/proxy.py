@@ -51,8 +51,6 @@ def main() -> None:
     settings = recording.settings(chosen)
     if not chosen.upstream.startswith(("http://", "https://")):
         raise ValueError(f"upstream={chosen.upstream} must be a URL, such as http://localhost:8000.")
-    if chosen.max_body <= 0:
-        raise ValueError(f"max_body={chosen.max_body} must be above 0.")
     listening = listen(chosen.host, chosen.port)
     tokenizer = load_tokenizer(chosen.target.name, trust_remote_code=chosen.target.trust_remote_code)
     logging.basicConfig(level=logging.WARNING)

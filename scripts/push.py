@@ -34,7 +34,7 @@ class Push:
     )
     dry_run: bool = option(False, "only list the files and write the card to `out`, without the network")
     out: str = option("model_card.md", "with dry_run=true: file for the card")
-    target: loading.TargetOptions = field(default_factory=loading.TargetOptions)
+    target: loading.TargetOptions = field(default_factory=lambda: loading.TargetOptions(dtype="bfloat16"))
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """Computes tau and survival by depth of a chain along answers that the target wrote, without decoding.
 
-    python scripts/replay.py checkpoint=checkpoints/shipped/eagle answers=my_answers.jsonl hold_out=60
+    python scripts/replay.py checkpoint=checkpoints/shipped/mtp answers=my_answers.jsonl hold_out=60
     python scripts/replay.py checkpoint=checkpoints/a,checkpoints/b answers=my_answers.jsonl    is the second one better?
 
 The method is in docs/methods.md, section 2. By default it uses the rows that `data.hold_out` keeps from training.

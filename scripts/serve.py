@@ -25,7 +25,7 @@ from specdec.decode import Decoder
 from specdec.grammar import Grammars
 from specdec.sampling import Sampling
 from specdec.traffic import Origin
-from train import data
+from train import chat_template, data
 from train.pages.live_page import live_page
 
 KINDS = [Sampling(1.0, top_p=0.9), Sampling(1.0), Sampling()]  # one of each Sampling.kind
@@ -75,10 +75,6 @@ def main() -> None:
         from specdec.server.metrics import Metrics
     except ImportError as error:
         raise ValueError(f"Serving needs more packages ({error}): pip install '.[serve]'") from error
-    for name in ("rows", "queue", "prefill_tokens", "max_length", "max_body", "timeout", "watch"):
-        value = getattr(chosen, name)
-        if value is not None and value <= 0:
-            raise ValueError(f"{name}={value} must be above 0.")
     if chosen.watch is not None:
         watching.check(chosen)
     if chosen.decode.temperature != "0":
@@ -88,7 +84,7 @@ def main() -> None:
     listening = listen(chosen.host, chosen.port)
     drafting = chosen.decode.drafting()
     loaded = proposers.load(chosen, chosen.target, drafting)
-    data.check_mode(loaded.tokenizer, chosen.thinking)
+    chat_template.check_mode(loaded.tokenizer, chosen.thinking)
     decoding.show_measuring(loaded.proposer)
     runner, stop = drafting.runner(), loaded.stop
     decoder = lambda proposer: drafting.decoder(loaded.target, proposer, sampling=Sampling(), stop=stop, runner=runner)
@@ -128,7 +124,7 @@ def main() -> None:
         timeout=chosen.timeout,
         max_body=chosen.max_body,
         compile_grammar=lambda grammar: grammars().constraint(grammar),
-        page=live_page(target=model, drafts=drafts, max_length=longest),
+        page=live_page(target=model, drafts=drafts, max_length=longest, chat=bool(loaded.tokenizer.chat_template)),
         recorder=recorder,
     )
     warn_if_open(chosen.host, chosen.port, "server")

@@ -41,7 +41,7 @@ def main() -> None:
     name = chosen.target.name or loading.target_of(folder)
     origin = {"trust_remote_code": chosen.target.trust_remote_code}
     with named("target"):
-        target = Target.load_ends(name, dtype=chosen.target.dtype, **origin)
+        target = Target.load_ends(name, dtype=chosen.target.dtype_here, **origin)
         tokenizer = load_tokenizer(name, **origin)
     drafter = checkpoint.load(folder, target)
     thinking = loading.mode_of([chosen.checkpoint]) if chosen.thinking is None else chosen.thinking
@@ -56,7 +56,7 @@ def main() -> None:
         with progress.start("decoding in vLLM"):
             found = in_vllm.decode(
                 name, form, export, prompts, num_drafts=num, max_new_tokens=chosen.max_new_tokens, python=chosen.python,
-                stop=data.stop_tokens(tokenizer, target.model.generation_config), dtype=chosen.target.dtype,
+                stop=data.stop_tokens(tokenizer, target.model.generation_config), dtype=chosen.target.dtype_here,
             )  # fmt: skip
     figures = {
         "engine": "vLLM",

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from helpers import loading
 from helpers.options import options, run
 from specdec.target import load_tokenizer
-from train import data, progress
+from train import chat_template, progress
 from train.data import encode, show, truncate
 from train.reading import at, load_conversations
 
@@ -28,7 +28,7 @@ def main() -> None:
     chosen = options(ShowData, __doc__)
     console = progress.Results()
     tokenizer = load_tokenizer(chosen.target.name, trust_remote_code=chosen.target.trust_remote_code)
-    data.check_mode(tokenizer, chosen.thinking)
+    chat_template.check_mode(tokenizer, chosen.thinking)
     limit, thinking = chosen.row + chosen.num, chosen.thinking
     conversations = load_conversations(chosen.data, split=chosen.split, limit=limit, thinking=thinking)[chosen.row :]
     if not conversations:

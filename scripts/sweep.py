@@ -1,6 +1,6 @@
 """Decodes the same prompts in batches of several sizes, plainly and with each checkpoint's drafts, to see where drafts stop paying.
 
-    python scripts/sweep.py checkpoint=checkpoints/shipped/eagle batches=1,4,16 decode.depth=3 out=sweep
+    python scripts/sweep.py checkpoint=checkpoints/shipped/mtp batches=1,4,16 decode.depth=3 out=sweep
 
 Rows whose answers have ended stay in their batch; the emitted tokens count. Writes OUT/sweep.png and, after every batch
 size, a row of OUT/cells.jsonl: after Ctrl-C the same command continues, and one with other batches= adds to it.
@@ -61,6 +61,7 @@ def main() -> None:
     with resumable(
         out / "settings.json", out / "cells.jsonl", settings, advice="Choose another out=FOLDER."
     ) as results:
+        results.same(target=opened.target.fingerprint())
         done = [row["batch"] for row in results.rows]
         progress.note(f"batch sizes {', '.join(map(str, done)) or 'none'} are in {out} already")
         try:
@@ -85,8 +86,8 @@ def read_sizes(chosen: Sweep) -> list[int]:
         raise ValueError(f"batches={chosen.batches}: give numbers, such as 1,4,16.") from None
     if not split(chosen.checkpoint):
         raise ValueError("There is nothing to measure: give checkpoint=DIR.")
-    if not sizes or min(*sizes, chosen.limit, chosen.groups, chosen.repeats, chosen.max_new_tokens - 1) < 1:
-        raise ValueError("batches, limit, groups and repeats must be at least 1, and max_new_tokens at least 2.")
+    if not sizes or min(*sizes, chosen.max_new_tokens - 1) < 1:
+        raise ValueError("batches must be at least 1, and max_new_tokens at least 2.")
     return sizes
 
 

@@ -84,9 +84,9 @@ def unpack(
         *(columns[name].tolist() for name in COLUMNS[:4]), ends.tolist()
     ):
         prompt, tokens = prompts[number], columns["tokens"][end - length : end].tolist()
-        # `written` takes an answer to be ended if its last token is among these
-        answer = answering.written(tokenizer, tokens, {tokens[-1]} if stopped else ())
         (job,) = answering.Job.of(tokenizer, prompt, [float(temperature)])
+        # `written` takes an answer to be ended if its last token is among these
+        answer = answering.written(tokenizer, tokens, {tokens[-1]} if stopped else (), job.before)
         yield answering.conversation(job, answer, tokenizer=digest)
 
 

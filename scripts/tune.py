@@ -1,7 +1,7 @@
 """Shows what proposer=auto knows and does on this device: costs, chances, choices, and its speed beside fixed shapes.
 
-    python scripts/tune.py checkpoint=checkpoints/shipped/eagle decode.compile=true out=tune.json picture=rounds.png
-    python scripts/evaluate.py checkpoint=checkpoints/shipped/eagle decode.file=tune.json
+    python scripts/tune.py checkpoint=checkpoints/shipped/mtp decode.compile=true out=tune.json picture=rounds.png
+    python scripts/evaluate.py checkpoint=checkpoints/shipped/mtp decode.file=tune.json
 
 All prompts are decoded plainly, by auto, and in every fixed shape, in turn. The speed of each is predicted from the costs
 that auto measured (docs/methods.md, section 8). decode.file= takes the fastest of the fixed shapes from the file.
@@ -94,8 +94,6 @@ def check(chosen: Tune, loaded: loading.Loaded, num_prompts: int) -> None:
             f"{type(loaded.drafter).__name__} drafts by Jacobi iteration, about which auto knows nothing: compare its chains with "
             "scripts/compare.py."
         )
-    if chosen.batch < 1:
-        raise ValueError(f"batch={chosen.batch} must be at least 1.")
     if not 1 <= chosen.picture_prompt <= num_prompts:
         raise ValueError(f"picture_prompt={chosen.picture_prompt} must be between 1 and {num_prompts}, the prompts.")
 

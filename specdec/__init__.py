@@ -1,3 +1,7 @@
 """Drafters for speculative decoding: train, decode, measure. This package is what loads a checkpoint."""
 
+from specdec import threads
+
 __version__ = "0.1.0"
+
+threads.limit_spinning()

@@ -4,6 +4,8 @@ Measured on two cores (RESULTS.md): for a batch of 32 rows that each read one to
 scaled_dot_product_attention takes several times as long as two matrix products, in bfloat16 above all.
 """
 
+import os
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -14,6 +16,16 @@ from transformers.masking_utils import sdpa_mask
 NAME = "specdec"
 FEW_ROWS, FEW_TOKENS = 3, 16  # with at most so many rows, or more tokens than this, sdpa is not slower
 MOST_SCORES = 2**26  # scores that matrix products make at a time
+
+
+def avoid_cudnn() -> None:
+    """Lets sdpa use flash attention, for all of this process. A user who sets TORCH_CUDNN_SDPA_* is left alone.
+
+    Since torch 2.11 sdpa prefers cuDNN on Hopper GPUs. cuDNN makes a plan, in 25 to 400 ms, for every new shape, and texts are
+    read in groups of other sizes at every step.
+    """
+    if not any(name.startswith("TORCH_CUDNN_SDPA_") for name in os.environ):
+        torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def implementation(kind: type[PreTrainedModel]) -> str:

@@ -13,7 +13,7 @@ from specdec.generation import STAGES, Ends, Generation, RoundCost
 from specdec.grammar import Constraint
 from specdec.prefill import Prefill
 from specdec.proposers.base import Opening, Proposer
-from specdec.sampling import AnySampling, Randomness, Sampling, of_rows
+from specdec.sampling import NO_TOKEN, AnySampling, Randomness, Sampling, of_rows
 from specdec.target import Target
 from specdec.tree import Tree, root
 from specdec.verifier import Verifier
@@ -40,19 +40,36 @@ class Request:
     constraint: Constraint | None = None
     generation: Generation = field(default_factory=lambda: Generation([[]], [[]]))
     ended: bool = False  # by a token or text that ends it, not by its length
+    fault: str = ""  # why the answer could not go on
 
     @property
     def tokens(self) -> list[int]:
         return self.generation.tokens[0]
 
     def take(self, new: list[int], ends: Ends) -> list[int]:
-        """Adds new tokens to the answer, up to its end -> those that were added"""
+        """Adds new tokens to the answer, up to its end -> those that were added. With NO_TOKEN behind them, or where the grammar refuses them,
+        none is added, and the answer ends with a fault."""
+        if new[-1] == NO_TOKEN:
+            return self._fail(NOTHING_FOLLOWS.format(len(self.tokens)))
         new, self.ended = (self.ends or ends).cut(self.tokens, new[: self.left])
         self.generation.tokens[0].extend(new)
         if self.constraint:
-            self.constraint.take(new)
+            try:
+                self.constraint.take(new)
+            except ValueError as error:
+                return self._fail(str(error))
         self.left = 0 if self.ended else self.left - len(new)
         return new
+
+    def _fail(self, fault: str) -> list[int]:
+        self.fault, self.left = fault, 0
+        return []
+
+
+NOTHING_FOLLOWS = (
+    "No token can follow the answer's first {}: the target's logits are not finite there, or a grammar allows none. float16 may "
+    "overflow: then use dtype=bfloat16 or float32."
+)
 
 
 @dataclass(frozen=True)
@@ -129,18 +146,17 @@ class Batch:
         start = self._clock()
         if self.running:
             assert self.joins, "this proposer's batches cannot be joined"
-            newest = self._join(requests, prefill)
+            first = self._join(requests, prefill)
         else:
             self.close()
             self.rows = list(requests)
-            self.cache, self.newest, self.marks, opening = self._begin(requests, prefill)
-            newest = self.newest
+            self.cache, self.newest, self.marks, opening, first = self._begin(requests, prefill)
             self._settle_sampling(new=True)
             if self.proposer:
                 self.proposer.share(self.cache)
                 self.proposer.begin(opening.tokens, opening.num)
                 self.proposer.commit(opening.following, opening.features, opening.num, opening.counts)
-        emitted = [request.take([token], self.ends) for request, token in zip(requests, newest.tolist())]
+        emitted = [request.take([token], self.ends) for request, token in zip(requests, first)]
         seconds = prefill.seconds + self._clock() - start
         for request in requests:
             request.generation.prefill_seconds += seconds / len(requests)
@@ -157,10 +173,11 @@ class Batch:
         marks = self.marks if self.sampling.penalises else None
         draws = rules.Draws(self._randomness(self.rows))
         verdict = self.verify(tree, self.cache, draws, marks, sampling=self.sampling, allowed=allowed)
-        num_kept, self.newest = verdict.num_kept, verdict.next_token
+        num_kept, self.newest = verdict.num_kept, verdict.next_token.clamp(min=0)
         path, following = verdict.along(tree, self.proposer.depth if self.proposer else 0)  # [B, P] each
         # The only wait for the device in a round
         *lists, counts = torch.cat([following, num_kept[:, None]], dim=1).T.tolist()
+        following = following.clamp(min=0)  # no NO_TOKEN in what is read next; its row has ended
         verified = self._clock()
         if not tree.linear:
             self.cache.keep(path)
@@ -233,8 +250,8 @@ class Batch:
     def _sampling_of(self, request: Request) -> Sampling:
         return request.sampling or self.usual
 
-    def _join(self, requests: list[Request], prefill: Prefill) -> Tensor:
-        """Requests take the places of rows that have ended, or new rows -> the first token of each answer [R]"""
+    def _join(self, requests: list[Request], prefill: Prefill) -> list[int]:
+        """Requests take the places of rows that have ended, or new rows -> the first token of each answer"""
         nums, free = self._nums(), [row for row, request in enumerate(self.rows) if not request.left]
         more = len(requests) - len(free)
         if more > 0:
@@ -243,7 +260,7 @@ class Batch:
             nums += [0] * more
             free += range(num_rows, num_rows + more)
         rows = free[: len(requests)]
-        cache, newest, marks, opening = self._begin(requests, prefill)
+        cache, newest, marks, opening, first = self._begin(requests, prefill)
         index = torch.tensor(rows, device=newest.device)
         self.cache.replace(rows, cache)
         self.newest = self.newest.index_copy(0, index, newest)
@@ -258,7 +275,7 @@ class Batch:
         for row, request in zip(rows, requests):
             self.rows[row] = request
         self._settle_sampling()
-        return newest
+        return first
 
     def _randomness(self, requests: list[Request]) -> Randomness:
         if all(request.generator is None for request in requests):
@@ -289,8 +306,11 @@ class Batch:
             tree, constraints, self.target.vocab_size, prune=not (watched or fixed) and tree.done is None
         )
 
-    def _begin(self, requests: list[Request], prefill: Prefill) -> tuple[RowCache, Tensor, Tensor | None, Opening]:
-        """Of prompts that were read: a cache with them, the first token of each answer [R], marks [R, V], what a proposer needs"""
+    def _begin(
+        self, requests: list[Request], prefill: Prefill
+    ) -> tuple[RowCache, Tensor, Tensor | None, Opening, list[int]]:
+        """Of prompts that were read: a cache with them, the first token of each answer [R], marks [R, V], what a proposer needs, and the first
+        tokens again, with NO_TOKEN"""
         padded, num, (last, features) = prefill.tokens, prefill.num, prefill.output()
         logits = self.target.logits(last)  # [R, V]
         sampling = of_rows([self._sampling_of(request) for request in requests])
@@ -302,15 +322,18 @@ class Batch:
             states = [[request.constraint.following() if request.constraint else None] for request in requests]
             logits = logits.masked_fill(~grammar.unpack(states, logits.shape[1], logits.device)[:, 0], -torch.inf)
         if sampling.greedy:
-            newest = logits.argmax(-1)
+            largest, best = logits.max(-1)
+            first = torch.where(largest.isfinite(), best, NO_TOKEN)
         else:
             draws = rules.Draws(self._randomness(requests))
-            newest = draws.token(sampling.law(logits), torch.ones_like(num, dtype=torch.bool))
+            first = draws.token(sampling.law(logits), torch.ones_like(num, dtype=torch.bool))
+        newest = first.clamp(min=0)
         if marks is not None:
             marks.scatter_(1, newest[:, None], True)
         following = torch.cat([padded[:, 1:], newest[:, None]], dim=1)  # [R, T]
         following[torch.arange(len(num), device=num.device), num - 1] = newest
-        return prefill.cache, newest, marks, Opening(padded, num, following, features, prefill.counts)
+        opening = Opening(padded, num, following, features, prefill.counts)
+        return prefill.cache, newest, marks, opening, first.tolist()
 
     def _mark(self, padded: Tensor, num: Tensor, penalised: Sequence[Tensor | None]) -> Tensor:
         """[R, V] bool: the prompts' tokens, or those that a request names"""

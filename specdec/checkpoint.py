@@ -5,7 +5,9 @@ drafter.json          {_target_, arguments, target, target_fingerprint, versions
 SHA256SUMS            their checksums
 """
 
+import contextlib
 import importlib
+import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +27,8 @@ from specdec.target_ends import UNREAD
 from specdec.untrusted import read_tensors as read_tensors
 
 HEADS = "specdec.heads."
-LONGEST_NAME = 1000  # of a step's folder, in the file `best`
+BEST = "best"  # a file in the folder of a run, with the name of a step's folder
+LONGEST_NAME = 1000  # of that name
 SMALL_PARTS = 2**24  # numbers that a head may make beside its tensors, such as angles and maps of the vocabulary
 
 
@@ -81,15 +84,26 @@ def resolve(given: str | Path) -> Path:
     """A checkpoint's folder. A run's folder stands for its best step, and so does its file `best`.
 
     If there is no such folder, user/name and user/name@revision are checkpoints on the Hugging Face Hub, which are downloaded.
-    Raises ValueError, with what to do, if that has none.
+    Raises ValueError, with what to do, if that has none, for any other file, and for what cannot be a folder.
     """
     if hub.is_head(str(given)):
         return hub.fetch(str(given))
     folder = Path(given)
-    if not (folder / "drafter.json").exists() and (folder / "best").is_file():
-        folder = folder / "best"
+    try:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            os.stat(folder)
+    except (OSError, ValueError) as error:  # a name that is too long, or that nobody may read
+        text = str(given) if len(str(given)) <= 80 else f"{str(given)[:77]}..."
+        raise ValueError(
+            f"{text!r} is no checkpoint ({error.strerror if isinstance(error, OSError) else error}). {CHECKPOINT}."
+        ) from error
+    if not (folder / "drafter.json").exists() and (folder / BEST).is_file():
+        folder = folder / BEST
     if not folder.is_file():
         return folder
+    if folder.name != BEST:
+        advice = f"Give its folder, {folder.parent}" if (folder.parent / "drafter.json").exists() else CHECKPOINT
+        raise ValueError(f"{folder} is a file, and no checkpoint. {advice}.")
     with folder.open(errors="replace") as best:
         return untrusted.inside(folder.parent, best.read(LONGEST_NAME).strip())
 

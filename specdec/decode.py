@@ -107,9 +107,11 @@ class Decoder:
         batch, numbers = self.batch(generator), {id(request): number for number, request in enumerate(requests)}
         first = batch.admit(requests)
         result.prefill_seconds += sum(request.generation.prefill_seconds for request in requests)
+        _check(requests)
         yield Round(first, [0] * len(prompts))
         while batch.running:
             step = batch.step()
+            _check(requests)
             emitted: list[list[int]] = [[] for _ in prompts]
             accepted = [0] * len(prompts)
             for request, tokens, count in zip(step.requests, step.tokens, step.accepted):
@@ -174,6 +176,7 @@ class Decoder:
                 taking_part = step.requests
                 emitted += sum(map(len, step.tokens))
             ended = [request for request in taking_part if not request.left]
+            _check(ended)
             yield emitted, [(numbers.pop(id(request)), request.generation) for request in ended]
         batch.close()
 
@@ -227,3 +230,10 @@ class Decoder:
             )
         if self.runner.compile:
             check_layers(target, "set compile=false.")
+
+
+def _check(requests: list[Request]) -> None:
+    """Raises ValueError if an answer could not go on."""
+    fault = next((request.fault for request in requests if request.fault), None)
+    if fault:
+        raise ValueError(fault)

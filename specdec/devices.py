@@ -1,9 +1,58 @@
-"""Copies from the CPU that nobody waits for."""
+"""Devices: their numbers, memory that does not suffice, products that are not rounded, and copies that nobody waits for."""
 
+import contextlib
 import math
+import re
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+
+# How torch and the libraries below it say that memory does not suffice, where they raise a plain RuntimeError
+FULL = re.compile(r"out of memory|can't allocate memory|not enough memory|_ALLOC_FAILED", re.IGNORECASE)
+ASKED = re.compile(r"tried to allocate ([\d.]+) ?(bytes|[KMGT]iB)", re.IGNORECASE)
+
+
+def numbered(device: torch.device | str) -> torch.device:
+    """A device with its number: cuda is the current GPU, such as cuda:0. Only such a device equals that of a tensor on it."""
+    return torch.empty(0, device=device).device
+
+
+def aside(device: torch.device) -> contextlib.AbstractContextManager:
+    """Within, a GPU works beside what it has been given to do, and a wait is for what is given to it here only."""
+    return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def out_of_memory(error: BaseException | None) -> str | None:
+    """The beginning of a sentence, if an error says that memory did not suffice, or comes from one that does; else None."""
+    while error is not None:
+        text = str(error)
+        runs_out = isinstance(error, torch.OutOfMemoryError | MemoryError)
+        if runs_out or (isinstance(error, RuntimeError) and FULL.search(text)):
+            of_cpu = isinstance(error, MemoryError) or "CPUAllocator" in text
+            asked = ASKED.search(text)
+            unit = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}.get(asked[2][0].lower(), 1) if asked else 1
+            size = f" ({float(asked[1]) * unit / 1e9:,.3g} GB were asked for)" if asked else ""
+            return f"The memory of {'this machine' if of_cpu else 'the GPU'} is full{size}"
+        error = error.__cause__
+    return None
+
+
+@contextlib.contextmanager
+def exact_products() -> Iterator[None]:
+    """Within, products of float32 matrices are not rounded to TF32 (or bfloat16), whatever the user or a container has set.
+
+    The older of torch's two interfaces sets both, and torch refuses to work where they differ.
+    """
+    places = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    before, each = torch.get_float32_matmul_precision(), [place.fp32_precision for place in places]
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+        for place, precision in zip(places, each):
+            place.fp32_precision = precision
 
 
 def move(tensors: list[Tensor], device: torch.device) -> list[Tensor]:

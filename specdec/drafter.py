@@ -33,6 +33,7 @@ from typing import Literal, Self
 import torch
 from torch import Tensor, nn
 
+from specdec import few_rows
 from specdec.cache import RowCache
 from specdec.sized_linear import SizedLinear
 from specdec.span_attention import Seen
@@ -103,7 +104,7 @@ class Head(nn.Module, ABC):
     def goal_logits(self, final: Tensor) -> Tensor:
         """The target's logits over the draft vocabulary: final [..., D] -> [..., W]"""
         weight, bias = self._goal_head
-        return self.target.shape_logits(nn.functional.linear(final.to(weight.dtype), weight, bias))
+        return self.target.shape_logits(few_rows.linear(final.to(weight.dtype), weight, bias))
 
     @property
     def goal_head(self) -> tuple[Tensor, Tensor | None]:

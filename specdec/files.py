@@ -1,5 +1,6 @@
 """Files and folders that appear whole or not at all, with checksums by which damaged ones are found."""
 
+import errno
 import hashlib
 import json
 import os
@@ -95,10 +96,39 @@ def append(path: Path, text: str, *, synced: bool) -> None:
 
 
 def unwritable(path: Path, error: Exception) -> ValueError:
+    known = isinstance(error, OSError) and error.errno in ADVICE
+    advice = ADVICE[error.errno if known else errno.ENOSPC]  # type: ignore[attr-defined]
+    reason = error.strerror if known else error  # type: ignore[attr-defined]
     return ValueError(
-        f"{path} could not be written ({error}). Free some disk space or choose another folder; what was saved before is "
-        "untouched."
+        f"{path} could not be written ({reason}). {advice[0].upper()}{advice[1:]}; what was saved before is untouched."
     )
+
+
+ADVICE = {
+    errno.ENOENT: "check the path",
+    errno.EACCES: "take a place that you may read and write, or change its permissions",
+    errno.EPERM: "take a place that you may read and write, or change its permissions",
+    errno.EROFS: "take a place that can be written to",
+    errno.ENOSPC: "free some disk space, or choose another place",
+    errno.EDQUOT: "free some disk space, or choose another place",
+    errno.EISDIR: "name a file, not a folder",
+    errno.ENOTDIR: "a part of this path is a file, so choose another path",
+    errno.EEXIST: "choose another name",
+    errno.ENAMETOOLONG: "choose a shorter name",
+    errno.EMFILE: "allow more open files (ulimit -n)",
+    errno.EADDRINUSE: "choose another port",
+    errno.ECONNREFUSED: "start the server, or check its address",
+}  # what to do about an error of the system
+
+
+def explain(error: OSError) -> str:
+    """An error of the system as a sentence: the file, the cause, and what to do."""
+    if error.errno is None or error.strerror is None:  # a library's own
+        return " ".join(str(error).split())
+    names = " -> ".join(str(name) for name in (error.filename, error.filename2) if name is not None)
+    what = f"{names}: {error.strerror}" if names else error.strerror
+    advice = ADVICE.get(error.errno)
+    return f"{what}: {advice}." if advice else f"{what}."
 
 
 def restore(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""A drafter inside transformers: model.generate(**inputs, custom_generate=Speculative("checkpoints/shipped/eagle")).
+"""A drafter inside transformers: model.generate(**inputs, custom_generate=Speculative("checkpoints/shipped/mtp")).
 
 `generate` prepares the prompts, its settings and its stopping criteria as usual. Then this project's decoder runs instead
 of its own loop.

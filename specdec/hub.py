@@ -1,6 +1,7 @@
 """Checkpoints on the Hugging Face Hub, by name: user/name, or user/name@revision (a commit, a tag or a branch)."""
 
 import functools
+import os
 import re
 from pathlib import Path
 
@@ -42,12 +43,12 @@ def is_name(text: str) -> bool:
 
 def is_folder(name: str) -> bool:
     """Whether a name stands for a folder, of a target or of a head, and not for something on the Hub."""
-    return looks_local(name) or Path(name).exists()
+    return looks_local(name) or os.path.exists(name)
 
 
 def is_head(name: str) -> bool:
     """Whether a name stands for a head on the Hub. A folder that exists wins."""
-    return is_name(name) and not Path(name).exists()
+    return is_name(name) and not os.path.exists(name)  # which takes names that are too long for a file
 
 
 def pinned(folder: Path) -> str:

@@ -12,7 +12,7 @@ rules need no other knowledge of how drafts were made:
     chosen children                       one-hot; tree.probs = None stands for it and needs less memory
 
 Every rule returns path [B, P], the accepted nodes from node 0 down (P = N; entries past num_kept are 0), num_kept [B]
-and next_token [B]. The target's laws, probs [B, N, V], are in float32 or float64.
+and next_token [B], NO_TOKEN where there is none. The target's laws, probs [B, N, V], are in float32 or float64.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from specdec.sampling import Randomness, pick, uniform, uniforms
+from specdec.sampling import NO_TOKEN, Randomness, pick, uniform, uniforms
 from specdec.tree import Tree
 
 Accepted = tuple[Tensor, Tensor, Tensor]  # path, num_kept, next_token
@@ -38,8 +38,12 @@ class Draws:
         return where & (uniform(len(chance), self.source, chance.device, chance.dtype, needing) < chance)
 
     def token(self, law: Tensor, where: Tensor) -> Tensor:
-        """law [B, V], where [B] bool -> one index drawn for each row [B]; any index where `where` is False."""
-        return pick(law, uniforms(len(law), self.source, law.device))
+        """law [B, V], where [B] bool -> one index drawn for each row [B]; any index where `where` is False.
+
+        NO_TOKEN where a law has none: NaN, or no probability.
+        """
+        index = pick(law, uniforms(len(law), self.source, law.device))
+        return torch.where(law.gather(1, index[:, None])[:, 0] > 0, index, NO_TOKEN)
 
 
 def greedy(tree: Tree, choices: Tensor) -> Accepted:

@@ -1,6 +1,7 @@
 """From logits to the law (the distribution) of the next token, as in transformers' generate: a repetition penalty, then
 temperature, top-k and top-p."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -15,10 +16,14 @@ Kind = Literal[
 ]  # what a law costs: the likeliest token; a softmax; with filters or a penalty
 Randomness = torch.Generator | None | Sequence[torch.Generator | None]  # one of all rows, or one for each row
 
+LOW = 1e-3  # below this temperature, logits are divided as differences from the largest one, which cannot overflow
+LOWEST = 1e-30  # below this temperature, which float32 cannot divide by, a law is greedy
+NO_TOKEN = -1  # in the place of a token that does not exist: the logits are not finite, or all are -inf
+
 
 @dataclass(frozen=True)
 class Sampling:
-    """The settings of the law. Temperature 0 is greedy; then only the penalty has an effect."""
+    """The settings of the law. Temperature 0 is greedy, and so is one below LOWEST; then only the penalty has an effect."""
 
     temperature: float = 0.0
     top_k: int | None = None
@@ -26,13 +31,15 @@ class Sampling:
     repetition_penalty: float = 1.0
 
     def __post_init__(self):
-        if self.temperature < 0:
+        if not 0 <= self.temperature < math.inf:
             raise ValueError(f"temperature={self.temperature} must be 0 (greedy) or above.")
+        if self.temperature < LOWEST:
+            object.__setattr__(self, "temperature", 0.0)
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"top_k={self.top_k} must be at least 1, or null to keep all tokens.")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1, or null to keep all tokens.")
-        if self.repetition_penalty <= 0:
+        if not 0 < self.repetition_penalty < math.inf:
             raise ValueError(f"repetition_penalty={self.repetition_penalty} must be above 0; 1 is no penalty.")
 
     @property
@@ -61,7 +68,10 @@ class Sampling:
         Top-k keeps all logits that equal the k-th. Of equal logits at the boundary, top-p keeps those of the highest
         token ids (transformers keeps those that an unstable sort happens to put last, which differ by processor).
         """
-        logits = precise(logits) / self.temperature
+        logits = precise(logits)
+        if self.temperature < LOW:
+            logits = logits - logits.amax(-1, keepdim=True)
+        logits = logits / self.temperature
         if self.top_k is not None:
             least = logits.topk(min(self.top_k, logits.shape[-1]), dim=-1).values[..., -1:]  # [..., 1]
             logits = logits.masked_fill(logits < least, -torch.inf)
@@ -103,12 +113,12 @@ class RowSampling:
         return logits
 
     def law(self, logits: Tensor) -> Tensor:
-        """As `Sampling.law`; a greedy row's law gives its most likely token in any case."""
+        """As `Sampling.law`; a greedy row's law gives its most likely token in any case, if there is one."""
         laws = torch.zeros_like(precise(logits))
         for sampling, rows in self._groups(logits.device):
             if sampling.greedy:
-                best = logits[rows].argmax(-1, keepdim=True)
-                laws[rows] = torch.zeros_like(laws[rows]).scatter_(-1, best, 1.0)
+                largest, best = logits[rows].max(-1, keepdim=True)
+                laws[rows] = torch.zeros_like(laws[rows]).scatter_(-1, best, largest.isfinite().to(laws.dtype))
             else:
                 laws[rows] = sampling.law(logits[rows])
         return laws
@@ -181,9 +191,12 @@ def sorted_nucleus(logits: Tensor, top_p: float) -> Tensor:
 
 
 def pick(law: Tensor, uniform: Tensor) -> Tensor:
-    """law [B, V], uniform [B, 1] in float64 from [0, 1) -> one index for each row [B], distributed as the law"""
+    """law [B, V], uniform [B, 1] in float64 from [0, 1) -> one index for each row [B], distributed as the law
+
+    Of a law with NaN any index, in range, so that nothing is read outside of a table.
+    """
     reached = law.cumsum(-1, dtype=torch.float64)  # [B, V] in float32 the chances of rare tokens would be rounded away
-    return torch.searchsorted(reached, uniform * reached[:, -1:], right=True)[:, 0]
+    return torch.searchsorted(reached, uniform * reached[:, -1:], right=True)[:, 0].clamp_(max=law.shape[-1] - 1)
 
 
 def uniforms(num: int, source: Randomness, device) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from specdec import layer_kinds, masks, target_ends, target_sharding, target_structure
+from specdec import attention, few_rows, layer_kinds, masks, precision, target_ends, target_sharding, target_structure
 from specdec.cache import RowCache
 from specdec.layer_kinds import LayerMasks, check_supported
 from specdec.layer_states import LayerStates
@@ -27,7 +27,7 @@ from specdec.target_fingerprint import (
     quantisation_of,
 )
 from specdec.target_loading import DTYPES as DTYPES
-from specdec.target_loading import load_model, load_skeleton
+from specdec.target_loading import check_dtype, find_devices, load_model, load_skeleton
 from specdec.target_loading import load_tokenizer as load_tokenizer
 from specdec.target_parallel import Share, whole
 from specdec.target_structure import LogitShape
@@ -65,6 +65,7 @@ class Target:
         """
         self.config = config = model.config.get_text_config(decoder=True)
         check_supported(config, name)
+        attention.avoid_cudnn()
         self.model = model.eval().requires_grad_(False)
         self.name, self.trust_remote_code, self.share = name, trust_remote_code, share or Share()
         self.decoder = target_structure.find_decoder(model)
@@ -95,13 +96,14 @@ class Target:
         cls,
         name: str,
         *,
-        dtype: str = "bfloat16",
+        dtype: str = "auto",
         device="cpu",
         revision: str | None = None,
         trust_remote_code: bool = False,
         tp: int = 1,
     ) -> "Target":
         """name: a folder, or a name on the Hugging Face Hub; device: a device, or "auto" (target_loading.py)
+        dtype: of what is not quantised, one of target_loading.DTYPES; "auto": what the device computes in (precision.py)
         tp: processes that hold the target together (target_parallel.py)
 
         Raises ValueError with what to do.
@@ -124,13 +126,15 @@ class Target:
         cls,
         name: str,
         *,
-        dtype: str = "bfloat16",
+        dtype: str = "auto",
         device="cpu",
         revision: str | None = None,
         trust_remote_code: bool = False,
     ) -> "Target":
         """A target without its layers, read from its safetensors files; arguments as of `load`, but one device."""
         origin: dict = {"revision": revision, "trust_remote_code": trust_remote_code}
+        check_dtype(dtype)
+        dtype = precision.resolve(dtype, find_devices(device)[0])
         model, quantisation = load_skeleton(name, dtype=dtype, **origin)
         shards = Shards(name, revision=revision)
         target = cls(model, name=name, quantisation=quantisation, trust_remote_code=trust_remote_code, shards=shards)
@@ -143,7 +147,7 @@ class Target:
         cls,
         name: str,
         *,
-        dtype: str = "bfloat16",
+        dtype: str = "auto",
         device="cpu",
         revision: str | None = None,
         trust_remote_code: bool = False,
@@ -310,7 +314,7 @@ class Target:
     def logits(self, final: Tensor) -> Tensor:
         """[..., D] -> [..., V], float32 (float64 for a float64 target)"""
         weight = self.lm_head.weight
-        logits = self.shape_logits(nn.functional.linear(final.to(weight.device), weight, self.lm_head.bias))
+        logits = self.shape_logits(few_rows.linear(final.to(weight.device), weight, self.lm_head.bias))
         return logits.to(self.device, torch.promote_types(logits.dtype, torch.float32))
 
     def _watch_mixer(self, place: int, mixer: nn.Module, cache: RowCache):
@@ -377,6 +381,15 @@ class Target:
             raise ValueError(
                 f"{self.name}: the blocks of {type(self.decoder).__name__} do not pass on one state of the model's width each. "
                 + target_structure.ANOTHER
+            )
+        if not wanted.isfinite().all():
+            raise ValueError(
+                f"{self.name}: its logits are not finite in {str(self.dtype).removeprefix('torch.')}"
+                + (
+                    ": use dtype=bfloat16 or float32, whose range is wider."
+                    if self.dtype == torch.float16
+                    else ": its weights are damaged."
+                )
             )
         first = "its logits are not its LM head's output of its final state, scaled or capped as its configuration says"
         then = "it does not go on from its cache by several tokens as it reads a text at once"

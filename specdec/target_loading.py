@@ -1,7 +1,6 @@
 """Loads a target's model and its tokenizer from a folder or the Hugging Face Hub, and refuses what cannot be a target."""
 
 import contextlib
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -27,7 +26,8 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.quantizers import AutoHfQuantizer
 from transformers.utils import is_accelerate_available
 
-from specdec import attention, hub, target_parallel
+from specdec import attention, few_rows, hub, plain_text, precision, target_parallel, token_ids
+from specdec.devices import numbered, out_of_memory
 from specdec.layer_kinds import check_supported
 from specdec.target_fingerprint import quantisation_of
 from specdec.target_parallel import Share
@@ -35,7 +35,6 @@ from specdec.target_structure import find_blocks
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16, "float64": torch.float64}
 NEWER = "Install a newer transformers that specdec allows (pip install -U specdec), or choose another target."
-ROWS = "rows_of_embedding"  # attribute of a tokenizer that has more ids than the target has embeddings
 DEVICES = "Give cpu, cuda, a numbered one such as cuda:1, or auto (the layers spread over all accelerators)"
 
 
@@ -50,14 +49,13 @@ def load_model(
 ) -> tuple[PreTrainedModel, str | None, Share]:
     """Each tensor goes from the file to its device; the host never holds a second copy of the weights.
 
-    name: a folder, or a name on the Hugging Face Hub; dtype: one of DTYPES, for what is not quantised
+    name: a folder, or a name on the Hugging Face Hub; dtype: one of DTYPES, for what is not quantised, or auto (precision.py)
     trust_remote_code: whether code that the folder brings may run; it has all rights of the user
     device: a device; or "auto": the layers in equal shares over all accelerators, everything else on the first
     tp: processes that hold the model together (target_parallel.py); all of them call this, and each loads its part
     -> the model, how its checkpoint is quantised (None: not), and these processes. Raises ValueError with what to do.
     """
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype={dtype} must be one of {', '.join(DTYPES)}.")
+    check_dtype(dtype)
     devices = find_devices(device)
     origin: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     config = load_config(name, **origin)
@@ -69,6 +67,7 @@ def load_model(
     places: Any = {"device_map": _device_map(factory, config, devices, trust_remote_code)} if with_accelerate else {}
     target_parallel.check(config, tp, name, device=str(device), quantisation=quantisation)
     share = target_parallel.share(tp, devices[0])
+    dtype = agreed_dtype(dtype, devices[0], share)
     try:
         with target_parallel.cut(model_class, share, devices[0]) as more:
             model, about = _read(
@@ -76,12 +75,12 @@ def load_model(
                 attn_implementation=attention.implementation(model_class), **origin, **places | more,
             )  # fmt: skip
         model = model if with_accelerate else model.to(devices[0])
-    except torch.OutOfMemoryError as error:
-        raise ValueError(
-            f"{name} does not fit into the memory of device={device} ({_first_line(error)}). Use device=auto with more "
-            "accelerators, or a quantised or smaller target."
-        ) from error
-    except (ImportError, RuntimeError) as error:
+    except (ImportError, RuntimeError, MemoryError) as error:
+        if out_of_memory(error):
+            raise ValueError(
+                f"{name} does not fit into the memory of device={device} ({_first_line(error)}). Use device=auto with more "
+                "accelerators, or a quantised or smaller target."
+            ) from error
         if quantisation is None:
             raise
         missing = f"pip install {error.name}" if isinstance(error, ModuleNotFoundError) else "install what it names"
@@ -90,15 +89,18 @@ def load_model(
             f"Use another machine, {missing}, or choose a target that is not quantised."
         ) from error
     check_complete(model, about, name)
+    few_rows.prepare(model)
     return model, quantisation, share
 
 
 def load_skeleton(
     name: str, *, dtype: str, revision: str | None, trust_remote_code: bool = False
 ) -> tuple[PreTrainedModel, str | None]:
-    """A model whose parameters and buffers have shapes and no values (device meta); arguments and result as of `load_model`."""
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype={dtype} must be one of {', '.join(DTYPES)}.")
+    """A model whose parameters and buffers have shapes and no values (device meta); arguments and result as of `load_model`.
+
+    dtype: one of DTYPES
+    """
+    check_dtype(dtype)
     origin: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     config = load_config(name, **origin)
     factory, model_class = _find_class(name, config, **origin)
@@ -168,41 +170,16 @@ def load_tokenizer(
 ) -> transformers.PreTrainedTokenizerBase:
     """name: a folder, or a name on the Hugging Face Hub. Raises ValueError with what to do.
 
-    Warns of ids that the model has no embedding for; `check_ids` then refuses them.
+    Warns of ids that the model has no embedding for (token_ids.py). It puts in front of plain text what the model expects there
+    (plain_text.expect_opening).
     """
     origin: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     tokenizer = _read(AutoTokenizer.from_pretrained, name, **origin)
-    try:
-        rows = _read(AutoConfig.from_pretrained, name, **origin).get_text_config(decoder=True).vocab_size
-    except (ValueError, AttributeError):  # a tokenizer without a model
-        return tokenizer
-    names = {token: word for word, token in tokenizer.get_vocab().items() if token >= rows}
-    if names:
-        setattr(tokenizer, ROWS, rows)
-        shown = ", ".join(f"{names[token]} ({token})" for token in sorted(names)[:5])
-        warnings.warn(
-            f"The tokenizer of {name} has {len(names)} tokens for which the model's embedding, of {rows} rows, has none: {shown}"
-            f"{', ..' if len(names) > 5 else ''}. Texts with them are refused.",
-            stacklevel=2,
-        )
+    with contextlib.suppress(ValueError, AttributeError):  # a tokenizer without a model
+        config = _read(AutoConfig.from_pretrained, name, **origin).get_text_config(decoder=True)
+        token_ids.limit(tokenizer, config.vocab_size, name)
+    plain_text.expect_opening(tokenizer, name, **origin)
     return tokenizer
-
-
-def num_ids(tokenizer: transformers.PreTrainedTokenizerBase) -> int:
-    """The highest id that texts may have, plus 1."""
-    highest = max(tokenizer.get_vocab().values())
-    return min(highest + 1, getattr(tokenizer, ROWS, highest + 1))
-
-
-def check_ids(tokenizer: transformers.PreTrainedTokenizerBase, tokens: list[int]) -> None:
-    """Raises ValueError for an id that the target has no embedding for."""
-    rows = getattr(tokenizer, ROWS, None)
-    if rows is not None and max(tokens, default=0) >= rows:
-        wrong = max(tokens)
-        raise ValueError(
-            f"The text, or what the chat template adds to it, has the token {tokenizer.convert_ids_to_tokens(wrong)} ({wrong}), and the "
-            f"embedding of {tokenizer.name_or_path} has {rows} rows. Remove it, or take the tokenizer that belongs to the model."
-        )
 
 
 def spread(model: PreTrainedModel, num_layers: int, devices: list[torch.device]) -> dict[str, torch.device]:
@@ -223,6 +200,21 @@ def spread(model: PreTrainedModel, num_layers: int, devices: list[torch.device])
     return parts_of("", model)
 
 
+def check_dtype(dtype: str) -> None:
+    """Raises ValueError for a dtype that a target cannot have."""
+    if dtype not in (*DTYPES, precision.AUTO):
+        raise ValueError(f"dtype={dtype} must be auto, or one of {', '.join(DTYPES)}.")
+
+
+def agreed_dtype(dtype: str, device: torch.device, share: Share) -> str:
+    """`precision.resolve`, as the first of the processes finds it that hold a target together."""
+    check_dtype(dtype)
+    if dtype != precision.AUTO:
+        return dtype
+    number = list(DTYPES).index(precision.resolve(dtype, device))
+    return list(DTYPES)[int(share.all_say(number)[0])]
+
+
 def find_devices(device: str | torch.device) -> list[torch.device]:
     """The devices to load to. Raises ValueError for one that is not there."""
     if str(device) == "auto":
@@ -231,7 +223,7 @@ def find_devices(device: str | torch.device) -> list[torch.device]:
             return [torch.device("cpu")]
         return [torch.device(kind.type, number) for number in range(torch.accelerator.device_count())]
     try:
-        return [torch.empty(0, device=device).device]
+        return [numbered(device)]
     except (RuntimeError, AssertionError) as error:  # AssertionError: a build of torch without CUDA
         raise ValueError(f"device={device} cannot be used here ({_first_line(error)}). {DEVICES}.") from error
 

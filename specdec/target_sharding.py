@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from specdec import target_ends, target_structure
 from specdec.shards import Shards
-from specdec.target_loading import DTYPES, find_devices, load_skeleton
+from specdec.target_loading import DTYPES, agreed_dtype, find_devices, load_skeleton
 from specdec.target_parallel import Share
 
 WHOLE = "Use shard=false; then tp=N, device=auto or an engine hold a target that is too large for one device."
@@ -44,13 +44,15 @@ def load(
         )
     place = find_devices(device)[0]
     origin: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    mesh = init_device_mesh(place.type, (num,), mesh_dim_names=("shard",))
+    share = Share(num, mesh, same=False)
+    dtype = agreed_dtype(dtype, place, share)
     model, quantisation = load_skeleton(name, dtype=dtype, **origin)
     if quantisation is not None:
         raise ValueError(f"{name} is quantised ({quantisation}), and shard=true divides only plain weights. {WHOLE}")
     _check_dtype(model, DTYPES[dtype], name)
-    mesh = init_device_mesh(place.type, (num,), mesh_dim_names=("shard",))
     _fill(model, Shards(name, revision=revision), mesh, name)
-    return model.to(place), Share(num, mesh, same=False)  # type: ignore[arg-type]
+    return model.to(place), share  # type: ignore[arg-type]
 
 
 def _check_dtype(model: PreTrainedModel, dtype: torch.dtype, name: str) -> None:

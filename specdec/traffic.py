@@ -18,7 +18,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from specdec import datastore
+from specdec import datastore, plain_text
 from specdec.traffic_files import TrafficFiles
 from specdec.traffic_files import read as read
 
@@ -307,8 +307,7 @@ class Recorder:
             prompt, said = self.encode_chat(before, row["thinking"], **tools), last["content"]
         else:
             text, said = row["texts"]
-            begun = bool(self.tokenizer.bos_token) and text.startswith(str(self.tokenizer.bos_token))
-            prompt = self.tokenizer(text, add_special_tokens=not begun)["input_ids"]
+            prompt = plain_text.encode(self.tokenizer, text)
         answer = self.tokenizer(said, add_special_tokens=False)["input_ids"] + ([] if end is None else [end])
         if not prompt or not answer:
             raise ValueError("its prompt or its answer has no tokens")

@@ -23,7 +23,7 @@ def inside(folder: Path, name: str) -> Path:
     In the cache of the Hugging Face Hub every file is a link to ../../blobs; these are followed.
     """
     parts = Path(name).parts
-    if not parts or Path(name).is_absolute() or ".." in parts:
+    if not parts or "\0" in name or Path(name).is_absolute() or ".." in parts:
         raise ValueError(f"{folder} names the file {name!r}, which is not inside it: the folder is damaged or unsafe.")
     return check_link(folder / name, folder)
 

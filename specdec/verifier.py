@@ -9,7 +9,7 @@ from specdec import masks, rules
 from specdec.cache import RowCache
 from specdec.compile import Runner
 from specdec.compiled_target import CompiledTarget
-from specdec.sampling import AnySampling, Sampling, seen
+from specdec.sampling import NO_TOKEN, AnySampling, Sampling, seen
 from specdec.target import Target, TargetOutput
 from specdec.tree import PartialPass, Tree
 
@@ -20,7 +20,7 @@ class Verdict:
 
     path: Tensor  # [B, N] the accepted nodes from node 0 down; entries past num_kept are 0
     num_kept: Tensor  # [B]
-    next_token: Tensor  # [B]
+    next_token: Tensor  # [B] NO_TOKEN where the target has none
     output: TargetOutput  # of the nodes, [B, N, .]
     choices: Tensor | None  # [B, N] the most likely token after each node; at temperature > 0 only if asked for
     law: Tensor | None  # [B, N, V] the target's law after each node, if asked for and temperature > 0
@@ -94,8 +94,8 @@ class Verifier:
         if allowed is not None:
             logits = logits.masked_fill(~allowed, -torch.inf)
         if sampling.greedy:
-            choices = logits.argmax(-1)
-            return Verdict(*rules.greedy(tree, choices), output, choices, None)
+            path, num_kept, next_token, choices = _greedy(tree, logits)
+            return Verdict(path, num_kept, next_token, output, choices, None)
         likely = logits.argmax(-1) if self.choices else None
         law = sampling.law(logits)
         kept = law.clone() if self.law else None  # the rule overwrites it
@@ -129,7 +129,15 @@ class Verifier:
         output = self._read(cache, linear, done, *inputs)
 
         def greedy(final, tokens, parents):
-            choices = self.target.logits(final).argmax(-1)  # [B, N]
-            return *rules.greedy(Tree(tokens, parents, None, linear=linear), choices), choices
+            logits = self.target.logits(final)
+            return _greedy(Tree(tokens, parents, None, linear=linear), logits)
 
         return *self.runner(("greedy", linear), greedy, output.final, *inputs[:2]), output.features, output.final
+
+
+def _greedy(tree: Tree, logits: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """logits [B, N, V] -> as rules.greedy, with NO_TOKEN where the largest logit is not finite, and the choices [B, N]"""
+    choices = logits.argmax(-1)
+    path, num_kept, next_token = rules.greedy(tree, choices)
+    largest = logits.gather(2, choices[..., None])[..., 0].gather(1, path.gather(1, num_kept[:, None] - 1))[:, 0]
+    return path, num_kept, torch.where(largest.isfinite(), next_token, NO_TOKEN), choices

@@ -6,6 +6,7 @@ python -m tests.processes '[{"run": "name", "overrides": ["key=value", ...], "st
 import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -29,10 +30,13 @@ class PowerCutError(Exception):
     pass
 
 
-def fit_float64(run: str, overrides: list[str], stop: int | None = None, spoil: int | None = None) -> None:
+def fit_float64(
+    run: str, overrides: list[str], stop: int | None = None, spoil: int | None = None, end: int | None = None
+) -> None:
     """Trains a run in the working directory, with target, head and optimizer in float64.
 
-    stop: the step before which the run dies; spoil: the step whose loss is not a number
+    stop: the step before which the run dies; spoil: the step whose loss is not a number; end: the step within which the second
+    process gets SIGTERM
     """
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         config = compose("train", overrides=[*overrides, f"run={run}", "target.dtype=float64"])
@@ -43,6 +47,8 @@ def fit_float64(run: str, overrides: list[str], stop: int | None = None, spoil: 
         number[0] = trainer.step + 1
         if number[0] == stop:
             raise PowerCutError
+        if number[0] == end and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGTERM)
         return train_step(trainer, **settings)
 
     def spoiled(objective, *arguments, **settings):

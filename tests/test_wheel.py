@@ -109,7 +109,7 @@ def test_the_wheel_holds_every_package(wheel):
 
 
 def test_a_shipped_head_drafts_without_the_extras(wheel):
-    result = json.loads(run_bare(wheel, DECODE, REAL_TARGET, ROOT / "checkpoints" / "shipped" / "eagle"))
+    result = json.loads(run_bare(wheel, DECODE, REAL_TARGET, ROOT / "checkpoints" / "shipped" / "mtp"))
     assert result["file"] == str(wheel / "specdec" / "__init__.py")
     assert result["same"] and result["accepted"] > 3
     assert not {name.partition(".")[0] for name in result["modules"]} & HIDDEN

@@ -4,6 +4,7 @@ Three things write them: the decoder of this project (OwnDecoder), a server (eng
 (vllm_answers.py). All of them take jobs and yield what was written, some jobs at a time.
 """
 
+import functools
 import hashlib
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -31,6 +32,12 @@ class Job:
     tags: tuple[str, ...] = ()
     options: dict = field(default_factory=dict)  # what beside messages makes the prompt: `thinking`, `tools`
     place: str = ""  # file and line of the prompt
+    prompt: str | None = None  # the text that a model without a chat template continues; None: it answers messages
+
+    @property
+    def before(self) -> list[int]:
+        """The tokens that the text of the answer goes on from; none for the answer to messages."""
+        return [] if self.prompt is None else self.tokens
 
     @classmethod
     def of(
@@ -48,6 +55,7 @@ class Job:
             "messages": prompt["messages"],
             "tokens": data.encode_row(tokenizer, prompt, thinking=thinking),
             "tags": tuple(dict.fromkeys([*prompt["tags"], *tags])),
+            "prompt": None if tokenizer.chat_template else prompt.get("prompt"),
             "options": ({} if thinking is None else {"thinking": thinking}) | chat_template.options_of(prompt),
             "place": prompt.get("place", ""),
         }
@@ -96,7 +104,7 @@ def list_jobs(
 
     Raises ValueError if two prompts have the same id, or for a thinking mode that the chat template does not have.
     """
-    data.check_mode(tokenizer, thinking)
+    chat_template.check_mode(tokenizer, thinking)
     jobs = [job for prompt in prompts for job in Job.of(tokenizer, prompt, temperatures, thinking=thinking, tags=tags)]
     if len({job.id for job in jobs}) < len(jobs):
         known: dict[str, Job] = {}
@@ -107,11 +115,14 @@ def list_jobs(
     return jobs
 
 
-def written(tokenizer: PreTrainedTokenizerBase, tokens: list[int], stop: Collection[int]) -> Written:
-    """tokens: what the target wrote, with the token that ended it"""
+def written(
+    tokenizer: PreTrainedTokenizerBase, tokens: list[int], stop: Collection[int], before: list[int] | None = None
+) -> Written:
+    """tokens: what the target wrote, with the token that ended it; before: Job.before, as spaces may depend on it"""
     finish = "stop" if tokens[-1] in stop else "length"
-    said = tokens[:-1] if finish == "stop" else tokens
-    text = str(tokenizer.decode(said, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+    said, before = tokens[:-1] if finish == "stop" else tokens, before or []
+    decode = functools.partial(tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    text = str(decode(before + said))[len(str(decode(before))) :]
     text = text.rstrip("\ufffd") if finish == "length" else text  # the cut may fall inside a character
     return Written(text, finish, tokens, len(tokens))
 
@@ -122,7 +133,10 @@ def conversation(job: Job, answer: Written, *, tokenizer: str) -> dict:
     row |= job.options
     if job.tags:
         row["tags"] = list(job.tags)
-    row["messages"] = [*job.messages, {"role": "assistant", "content": answer.text}]
+    if job.prompt is None:
+        row["messages"] = [*job.messages, {"role": "assistant", "content": answer.text}]
+    else:
+        row |= {"prompt": job.prompt, "completion": answer.text}
     if answer.tokens is not None:
         row |= {
             "tokens": job.tokens + answer.tokens,
@@ -172,7 +186,7 @@ class OwnDecoder:
             done = []
             while num_done in waiting:
                 tokens = waiting.pop(num_done)
-                done.append((jobs[num_done], written(self.tokenizer, tokens, self.law.stop)))
+                done.append((jobs[num_done], written(self.tokenizer, tokens, self.law.stop, jobs[num_done].before)))
                 num_done += 1
             if done:
                 yield done

@@ -8,10 +8,11 @@ import contextlib
 import functools
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import jinja2
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -206,6 +207,101 @@ class Marked:
         behind = text[found.end() : following.start() if following else len(text)]
         place = original.find(behind, start)
         return None if place < 0 else place + max(0, behind.find(end))
+
+
+# Rendering
+
+
+def render(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[dict],
+    *,
+    add_generation_prompt: bool,
+    thinking: bool | None = None,
+    tools: list[dict] | None = None,
+) -> str:
+    """thinking: what the template gets as enable_thinking; None: nothing. tools: those that the assistant may call"""
+    if not tokenizer.chat_template:
+        raise ValueError(without_template(tokenizer))
+    try:
+        given = template_arguments(tokenizer, thinking, tools) | {"add_generation_prompt": add_generation_prompt}
+        return str(tokenizer.apply_chat_template(find_form(tokenizer).fit(messages), tokenize=False, **given))
+    except jinja2.TemplateError as error:
+        roles = ", ".join(message["role"] for message in messages)
+        raise ValueError(f"The chat template refuses a conversation with the roles {roles}: {error}") from error
+    except Exception as error:  # a template computes: 1 / 0, a macro that calls itself
+        plain = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        if messages not in (plain, plain[:1]) and _renders(tokenizer, plain) and _renders(tokenizer, plain[:1]):
+            keys = dict.fromkeys(key for message in messages for key in message)
+            raise ValueError(
+                f"The chat template of {tokenizer.name_or_path} cannot write these messages, though it writes others "
+                f"({type(error).__name__}: {error}). Look at their keys: {', '.join(map(str, keys))}."
+            ) from error
+        raise ValueError(
+            f"The chat template of {tokenizer.name_or_path} fails ({type(error).__name__}: {error}): repair it or take "
+            "another copy of the tokenizer."
+        ) from error
+
+
+def template_arguments(
+    tokenizer: PreTrainedTokenizerBase, thinking: bool | None, tools: list[dict] | None = None
+) -> dict:
+    """What the chat template gets beside the messages."""
+    mode = {} if thinking is None else {find_form(tokenizer).mode or MODES[0]: thinking}
+    return mode | ({"tools": tools} if tools else {})
+
+
+def mark(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict], *, add_generation_prompt: bool, **options
+) -> tuple[Marked, str]:
+    """A copy with marks in place of tools and their calls, and its text. options: as `render`
+
+    Raises ValueError if the template leaves out a part of what the messages and options say.
+    """
+    marked = Marked.of(messages, options.get("tools"))
+    if not marked.meanings:
+        return marked, ""
+    options = options | {"add_generation_prompt": add_generation_prompt, "tools": marked.tools}
+    try:
+        text = render(tokenizer, marked.messages, **options)
+    except ValueError:  # it takes the conversation, but not the copy: nothing can be said
+        return Marked.of([], None), ""
+    if lost := marked.lost(text):
+        raise ValueError(
+            f"The chat template of {tokenizer.name_or_path} leaves out {lost}, so the target would not read them. Remove "
+            "them, or choose a target whose chat template writes them."
+        )
+    return marked, text
+
+
+def without_template(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Why messages are refused, and what to do."""
+    return (
+        f"The tokenizer of {tokenizer.name_or_path} has no chat template, so it takes no messages. Give plain text (rows with "
+        "prompt; to train on, with text, or with prompt and completion), choose an instruct model as target, or put a "
+        "chat_template.jinja in the target's folder."
+    )
+
+
+def _renders(tokenizer: PreTrainedTokenizerBase, messages: list[dict]) -> bool:
+    try:
+        return bool(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=len(messages) == 1))
+    except Exception:
+        return False
+
+
+def name_modes(modes: Iterable[bool | None]) -> str:
+    names = {None: "no thinking mode", True: "thinking=true", False: "thinking=false"}
+    return " and ".join(names[mode] for mode in names if mode in set(modes))
+
+
+def check_mode(tokenizer: PreTrainedTokenizerBase, thinking: bool | None) -> None:
+    """Raises ValueError if a thinking mode is asked for that the chat template does not have."""
+    if thinking is not None and find_form(tokenizer).mode is None:
+        raise ValueError(
+            f"thinking={str(thinking).lower()}: the chat template of {tokenizer.name_or_path} has no thinking mode "
+            "(enable_thinking changes nothing). Leave thinking= out."
+        )
 
 
 def find_spans(

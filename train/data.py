@@ -16,20 +16,18 @@ import functools
 import itertools
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-import jinja2
 import rich.text
 import torch
 from torch import Tensor
 from transformers import BatchEncoding, PreTrainedTokenizerBase
 
-from specdec import datastore, devices
+from specdec import datastore, devices, plain_text, token_ids
 from specdec.measurement import Prompt
-from specdec.target_loading import check_ids, num_ids
 from train import chat_template, reading
-from train.chat_template import Marked, find_form, options_of
+from train.chat_template import Marked, find_form, mark, options_of, render, template_arguments
 
 FEW = 3  # answers; of more, not every prompt is rendered
 ADVICE = "add {% generation %} markers around what the assistant writes to its chat_template.jinja"
@@ -87,82 +85,6 @@ class Batch:
 # The chat template
 
 
-def render(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: list[dict],
-    *,
-    add_generation_prompt: bool,
-    thinking: bool | None = None,
-    tools: list[dict] | None = None,
-) -> str:
-    """thinking: what the template gets as enable_thinking; None: nothing. tools: those that the assistant may call"""
-    if not tokenizer.chat_template:
-        raise ValueError(
-            f"The tokenizer of {tokenizer.name_or_path} has no chat template. Choose an instruct model as target, or "
-            "put a chat_template.jinja in the target's folder."
-        )
-    try:
-        return tokenizer.apply_chat_template(
-            find_form(tokenizer).fit(messages),
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            **template_arguments(tokenizer, thinking, tools),
-        )
-    except jinja2.TemplateError as error:
-        roles = ", ".join(message["role"] for message in messages)
-        raise ValueError(f"The chat template refuses a conversation with the roles {roles}: {error}") from error
-    except Exception as error:  # a template computes: 1 / 0, a macro that calls itself
-        plain = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-        if messages not in (plain, plain[:1]) and _renders(tokenizer, plain) and _renders(tokenizer, plain[:1]):
-            keys = dict.fromkeys(key for message in messages for key in message)
-            raise ValueError(
-                f"The chat template of {tokenizer.name_or_path} cannot write these messages, though it writes others "
-                f"({type(error).__name__}: {error}). Look at their keys: {', '.join(map(str, keys))}."
-            ) from error
-        raise ValueError(
-            f"The chat template of {tokenizer.name_or_path} fails ({type(error).__name__}: {error}): repair it or take "
-            "another copy of the tokenizer."
-        ) from error
-
-
-def template_arguments(
-    tokenizer: PreTrainedTokenizerBase, thinking: bool | None, tools: list[dict] | None = None
-) -> dict:
-    """What the chat template gets beside the messages."""
-    mode = {} if thinking is None else {find_form(tokenizer).mode or chat_template.MODES[0]: thinking}
-    return mode | ({"tools": tools} if tools else {})
-
-
-def mark(
-    tokenizer: PreTrainedTokenizerBase, messages: list[dict], *, add_generation_prompt: bool, **options
-) -> tuple[Marked, str]:
-    """A copy with marks in place of tools and their calls, and its text. options: as `render`
-
-    Raises ValueError if the template leaves out a part of what the messages and options say.
-    """
-    marked = Marked.of(messages, options.get("tools"))
-    if not marked.meanings:
-        return marked, ""
-    options = options | {"add_generation_prompt": add_generation_prompt, "tools": marked.tools}
-    try:
-        text = render(tokenizer, marked.messages, **options)
-    except ValueError:  # it takes the conversation, but not the copy: nothing can be said
-        return Marked.of([], None), ""
-    if lost := marked.lost(text):
-        raise ValueError(
-            f"The chat template of {tokenizer.name_or_path} leaves out {lost}, so the target would not read them. Remove "
-            "them, or choose a target whose chat template writes them."
-        )
-    return marked, text
-
-
-def _renders(tokenizer: PreTrainedTokenizerBase, messages: list[dict]) -> bool:
-    try:
-        return bool(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=len(messages) == 1))
-    except Exception:
-        return False
-
-
 def encode_prompt(
     tokenizer: PreTrainedTokenizerBase,
     messages: list[dict],
@@ -180,7 +102,7 @@ def encode_prompt(
 def tokenise(tokenizer: PreTrainedTokenizerBase, text: str, **more) -> BatchEncoding:
     """The encoding of a text. Raises ValueError for a token that the target has no embedding for."""
     encoding = tokenizer(text, add_special_tokens=False, **more)
-    check_ids(tokenizer, encoding["input_ids"])
+    token_ids.check(tokenizer, encoding["input_ids"])
     return encoding
 
 
@@ -199,13 +121,25 @@ def load_prompts(
 
     Raises ValueError as reading.load_prompts and reading.spread, and for a prompt that the template refuses.
     """
-    check_mode(tokenizer, thinking)
-    rows = reading.spread(reading.load_prompts(source, split=split), limit)
+    return encode_prompts(
+        reading.spread(reading.load_prompts(source, split=split), limit), tokenizer, thinking=thinking, trained=trained
+    )
+
+
+def encode_prompts(
+    rows: list[dict],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    thinking: bool | None = None,
+    trained: Collection[bool | None] = (),
+) -> list[Prompt]:
+    """Rows of reading.load_prompts as prompts to decode. thinking, trained: as of `load_prompts`"""
+    chat_template.check_mode(tokenizer, thinking)
     modes = {row.get("thinking", thinking) for row in rows}
-    if trained and modes != set(trained) and find_form(tokenizer).mode:
+    if trained and tokenizer.chat_template and find_form(tokenizer).mode and modes != set(trained):
         warnings.warn(
-            f"The rows to train on have {name_modes(trained)}, and the prompts of {source} have {name_modes(modes)}. Give "
-            "thinking=true or false, or the key in the rows, so that both are in one mode.",
+            f"The rows to train on have {chat_template.name_modes(trained)}, and the held-out prompts have "
+            f"{chat_template.name_modes(modes)}. Give thinking=true or false, or the key in the rows, so that both are in one mode.",
             stacklevel=2,
         )
     return [
@@ -221,28 +155,22 @@ def load_prompts(
 
 
 def encode_row(tokenizer: PreTrainedTokenizerBase, row: dict, *, thinking: bool | None = None) -> list[int]:
-    """`encode_prompt` of a row of reading.load_prompts, which a refusal names. thinking: its mode, if it does not say it"""
+    """`encode_prompt` of a row of reading.load_prompts, which a refusal names; a model without a chat template continues its `prompt`.
+
+    thinking: its mode, if it does not say it
+    """
     with reading.at(row.get("place") or f"prompt {row['id']}"):
-        return encode_prompt(tokenizer, row["messages"], **{"thinking": thinking, **options_of(row)})
-
-
-def name_modes(modes: Iterable[bool | None]) -> str:
-    names = {None: "no thinking mode", True: "thinking=true", False: "thinking=false"}
-    return " and ".join(names[mode] for mode in names if mode in set(modes))
-
-
-def check_mode(tokenizer: PreTrainedTokenizerBase, thinking: bool | None) -> None:
-    """Raises ValueError if a thinking mode is asked for that the chat template does not have."""
-    if thinking is not None and tokenizer.chat_template and find_form(tokenizer).mode is None:
-        raise ValueError(
-            f"thinking={str(thinking).lower()}: the chat template of {tokenizer.name_or_path} has no thinking mode "
-            "(enable_thinking changes nothing). Leave thinking= out."
-        )
+        if row.get("prompt") is None or tokenizer.chat_template or "tools" in row:
+            return encode_prompt(tokenizer, row["messages"], **{"thinking": thinking, **options_of(row)})
+        tokens = plain_text.encode(tokenizer, row["prompt"])
+        if not tokens:
+            raise ValueError("The prompt is empty, and the target puts no token in front of texts: write one.")
+        return tokens
 
 
 def check_offsets(tokenizer: PreTrainedTokenizerBase) -> None:
     """Raises ValueError for a tokenizer that cannot say where in a text its tokens are."""
-    if not tokenizer.is_fast:
+    if tokenizer.chat_template and not tokenizer.is_fast:
         raise ValueError(
             f"The tokenizer of {tokenizer.name_or_path} ({type(tokenizer).__name__}) has no fast form (tokenizer.json), "
             "which says where tokens begin, so answers cannot be told from prompts. Choose another target."
@@ -409,7 +337,7 @@ def derive_mask(
 @functools.lru_cache(maxsize=4)
 def vocabulary(tokenizer: PreTrainedTokenizerBase, num_entries: int) -> tuple[str, int]:
     """-> digest of the text of every id, highest id of texts that the target reads + 1. num_entries: len(tokenizer), which changes if tokens are added"""
-    return datastore.fingerprint(tokenizer), num_ids(tokenizer)
+    return datastore.fingerprint(tokenizer), token_ids.num_ids(tokenizer)
 
 
 def kept(tokenizer: PreTrainedTokenizerBase, conversation: dict) -> Row | None:
@@ -422,14 +350,14 @@ def kept(tokenizer: PreTrainedTokenizerBase, conversation: dict) -> Row | None:
     tokens, num_prompt = conversation["tokens"], conversation["prompt_tokens"]
     digest, size = vocabulary(tokenizer, len(tokenizer))
     if conversation.get("tokenizer") != digest:
-        if conversation.get("messages") is None:
+        if conversation.get("messages") is None and reading.plain_text(conversation) is None:
             raise ValueError(
                 f"Row {conversation['id']} has no messages, and its token ids are of another tokenizer than that of "
                 f"{tokenizer.name_or_path}. Remove the row, or train with its own target."
             )
         warnings.warn(
             f"Row {conversation['id']} and perhaps others have token ids of another tokenizer than that of "
-            f"{tokenizer.name_or_path}. Their messages are encoded again, so the text may be cut into other tokens.",
+            f"{tokenizer.name_or_path}. Their text is encoded again, so it may be cut into other tokens.",
             stacklevel=2,
         )
         return None
@@ -447,14 +375,40 @@ def kept(tokenizer: PreTrainedTokenizerBase, conversation: dict) -> Row | None:
     return Row(conversation["id"], conversation["category"], tokens, mask, thinking)
 
 
+def encode_plain(tokenizer: PreTrainedTokenizerBase, conversation: dict, prompt: str | None, completion: str) -> Row:
+    """Tokens and mask of plain text; the completion is supervised, or all of a text without a prompt.
+
+    A completion ends with the end-of-text token, unless the row has `finish: "length"`: the target did not write one there.
+    Raises ValueError if nothing is left to guess.
+    """
+    before, said = plain_text.encode_pair(tokenizer, prompt or "", completion)
+    end = tokenizer.eos_token_id
+    if prompt is not None and end is not None and conversation.get("finish") != "length" and said[-1:] != [end]:
+        said = [*said, end]
+    if not (said if before else said[1:]):  # nothing precedes the first token
+        raise ValueError(f"Row {conversation['id']}: its text or completion is too short. Remove the row.")
+    mask = [False] * len(before) + [True] * len(said)
+    mask[0] = False
+    return Row(id=conversation["id"], category=conversation["category"], tokens=before + said, mask=mask)
+
+
 def encode(tokenizer: PreTrainedTokenizerBase, conversation: dict) -> Row:
     """Tokens and assistant mask of a row of `load_conversations`; every assistant turn is supervised.
 
-    A row that holds the token ids of the target is used as it is, and its last answer is supervised. A row with `finish: "length"` is cut behind the content of its last answer, because the target did not write an
+    A row that holds the token ids of the target is used as it is, and its last answer is supervised. Plain text is encoded
+    without the chat template; but with one, a prompt and its completion are a user's message and its answer. A row with `finish: "length"` is cut behind the content of its last answer, because the target did not write an
     end of turn there. Raises ValueError if nothing or everything would be supervised.
     """
     if (row := kept(tokenizer, conversation)) is not None:
         return row
+    if (plain := reading.plain_text(conversation)) is not None:
+        prompt, completion = plain
+        if prompt is None or not (tokenizer.chat_template or "tools" in options_of(conversation)):
+            return encode_plain(tokenizer, conversation, prompt, completion)
+        turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
+        conversation = {**conversation, "messages": turns}
+    if not tokenizer.chat_template:
+        raise ValueError(f"Row {conversation['id']} has messages. {chat_template.without_template(tokenizer)}")
     check_offsets(tokenizer)
     messages, options = conversation["messages"], {"thinking": None, **options_of(conversation)}
     answers = [message for message in messages if message["role"] == "assistant"]
@@ -484,8 +438,8 @@ def encode(tokenizer: PreTrainedTokenizerBase, conversation: dict) -> Row:
     if spans is not None:
         mask = mask_of_spans(starts, spans)
     else:
-        turns, mode = find_turns(tokenizer, conversation, text, options, marked)
-        mask = derive_mask(tokens, starts, turns, find_special(tokenizer))
+        spoken, mode = find_turns(tokenizer, conversation, text, options, marked)
+        mask = derive_mask(tokens, starts, spoken, find_special(tokenizer))
     if conversation.get("finish") == "length" and True in mask and not answers[-1].get("tool_calls"):
         last = len(mask) - 1 - mask[::-1].index(True)
         first = last - [*mask[last::-1], False].index(False) + 1

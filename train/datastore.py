@@ -9,7 +9,7 @@ import transformers
 
 import specdec
 from specdec import datastore
-from train import data, reading, row_files
+from train import chat_template, data, reading, row_files
 
 
 def read_texts(
@@ -23,7 +23,8 @@ def read_texts(
 ) -> Iterator[list[int]]:
     """Token ids of every text that is not empty.
 
-    source: one .txt file, or what `reading.read_rows` takes, with rows that have `text`, `messages` or token ids (data.kept)
+    source: one .txt file, or what `reading.read_rows` takes, with rows that have `text`, `messages`, `prompt` and
+        `completion`, or token ids (data.kept)
     thinking: the mode of conversations that do not say theirs
     keep: of conversations, only the assistant's turns ("answers") or the whole rendered conversation ("everything")
 
@@ -39,10 +40,10 @@ def read_texts(
         with reading.at(source):
             yield from filter(None, [data.tokenise(tokenizer, text)["input_ids"]])
         return
-    data.check_mode(tokenizer, thinking)
+    chat_template.check_mode(tokenizer, thinking)
     special = data.find_special(tokenizer)
     for number, (place, row) in enumerate(itertools.islice(reading.read_rows(source, split), limit)):
-        if row.get("messages") is not None or reading.has_ids(row):
+        if row.get("messages") is not None or reading.has_ids(row) or row.get("completion") is not None:
             reading.check_messages(row, place)
             with reading.at(place):
                 encoded = data.encode(tokenizer, reading.named(row, number, thinking))

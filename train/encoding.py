@@ -29,14 +29,22 @@ import transformers
 from numpy.lib.format import open_memmap
 from transformers import PreTrainedTokenizerBase
 
-from train import data, disk_cache, packing, progress, reading, sources
+from specdec import datastore
+from train import chat_template, data, disk_cache, packing, progress, reading, sources
 from train.sources import Source
 
 BATCH = 100  # rows that a process encodes between two reports of its progress
 SECONDS_BETWEEN_LOOKS = 0.5  # at how far the processes are
 ROWS_PER_WORKER = 2_000  # starting a process pays from so many rows on
-# What decides about the arrays, all in this folder
-CODE = ("data.py", "chat_template.py", "reading.py", "row_files.py", "encoding.py", "packing.py")
+CODE = (
+    "data.py",
+    "chat_template.py",
+    "reading.py",
+    "row_files.py",
+    "encoding.py",
+    "packing.py",
+    "../specdec/plain_text.py",
+)  # decides about the arrays
 COLUMNS = datasets.Features(
     {
         "tokens": datasets.List(datasets.Value("int32")),
@@ -62,15 +70,13 @@ class Encoding:
 
     def __post_init__(self):
         data.check_offsets(self.tokenizer)
-        data.check_mode(self.tokenizer, self.thinking)
-        if self.workers is not None and self.workers < 1:
-            raise ValueError(f"workers={self.workers} must be 1 or more, or null for one on each core.")
+        chat_template.check_mode(self.tokenizer, self.thinking)
 
     def key(self, source: str) -> str:
         """16 hex digits that change with anything the arrays depend on."""
         tokenizer = self.tokenizer
         parts = [
-            tokenizer.backend_tokenizer.to_str(),
+            tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else datastore.fingerprint(tokenizer),
             tokenizer.chat_template,
             {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
             [library.__version__ for library in (transformers, tokenizers, jinja2)],

@@ -20,12 +20,12 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from specdec.untrusted import is_text
-from train import data
+from train import chat_template
 from train.answering import Job, Law, Written, written
 from train.engine_client import BadAnswer, EngineClient, Refused
 from train.engine_features import EngineTarget
 from train.engine_states import discard
-from train.features import Folder
+from train.features import Folder, normed
 
 AHEAD = 4  # requests that wait for an earlier answer, for each one in flight
 PATHS = {"ids": "v1/completions", "text": "v1/completions", "chat": "v1/chat/completions"}
@@ -65,7 +65,7 @@ class Server:
             "seed": law.seed_of(job.id, bits=31),
         }
         if way == "chat":
-            template = data.template_arguments(self.tokenizer, job.options.get("thinking"))
+            template = chat_template.template_arguments(self.tokenizer, job.options.get("thinking"))
             tools = {"tools": job.options["tools"]} if "tools" in job.options else {}
             return body | tools | {"messages": job.messages} | ({"chat_template_kwargs": template} if template else {})
         body["prompt"] = job.tokens
@@ -116,7 +116,7 @@ class Server:
             )
         if not ended and len(tokens) != law.max_new_tokens:
             raise BadAnswer(f"the answer to {job.id} was cut after {len(tokens)} tokens, not {law.max_new_tokens}")
-        return written(self.tokenizer, tokens, law.stop)
+        return written(self.tokenizer, tokens, law.stop, job.before)
 
     # What the servers are
 
@@ -165,7 +165,7 @@ class Server:
     def _find_way(self, example: Job) -> str:
         """The first way that all servers go."""
         law = Law(stop=frozenset(), max_new_tokens=1)
-        for way in WAYS:
+        for way in WAYS if example.prompt is None else ("ids", "text"):
             try:
                 body, read = self.body(example, law, way), functools.partial(_try, self.client, example, way)
                 for _ in self.client.urls:
@@ -217,7 +217,9 @@ class States:
         new, states = self.source.receive(answer, job.tokens)
         if new != tokens:
             raise BadAnswer(f"the hidden states of {job.id} are of another answer")
-        parts = self.source.select(states, self.folder.layers)
+        *parts, final = self.source.select(states, self.folder.layers)
+        target = self.source.target
+        parts.append(normed(target, final.to(target.device), (target.num_layers,)).cpu())
         padded = [torch.cat([part, part.new_zeros(1, part.shape[1])]) for part in parts]
         self.folder.write(torch.tensor(job.tokens + tokens), padded)
 

@@ -17,6 +17,8 @@ from typing import Protocol, TypeVar
 
 import httpx
 
+from specdec import loopback
+
 Result = TypeVar("Result")
 TRIES = 5  # of one request whose answers are bad
 LONGEST_PAUSE = 10.0  # seconds between two tries
@@ -83,6 +85,7 @@ class EngineClient:
         self.patience, self.say = patience, say
         key = os.environ.get("OPENAI_API_KEY")
         self.client = httpx.Client(
+            **loopback.client_options(*self.urls),
             headers={"Authorization": f"Bearer {key}"} if key else {},
             timeout=httpx.Timeout(None if longest is None else 60 * longest, connect=CONNECTING),
             limits=httpx.Limits(max_connections=in_flight, max_keepalive_connections=in_flight),
@@ -139,7 +142,7 @@ class EngineClient:
                 found.append(models)
             except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
                 raise ValueError(
-                    f"No server with OpenAI's interface answers at {url} ({_reason(error)}). {START}"
+                    f"No server with OpenAI's interface answers at {url}{loopback.through(url)} ({_reason(error)}). {START}"
                 ) from None
         return found
 
@@ -172,7 +175,8 @@ class EngineClient:
         if answer.status_code in (408, 429) or answer.status_code >= 500:
             raise BadAnswer(f"status {answer.status_code}, {_message(answer)}")
         if answer.status_code >= 400:
-            raise Refused(f"{url}/{path} refuses the request with status {answer.status_code}: {_message(answer)}")
+            where = f"{url}/{path}{loopback.through(url)}"
+            raise Refused(f"{where} refuses the request with status {answer.status_code}: {_message(answer)}")
         try:
             document = answer.json()
         except ValueError as error:
@@ -193,10 +197,12 @@ class EngineClient:
             return
         if first:
             self.say(
-                f"{url} does not answer ({_reason(error)}); it is asked again for up to {self.patience:g} minutes."
+                f"{url} does not answer{loopback.through(url)} ({_reason(error)}); it is asked again for up to {self.patience:g} minutes."
             )
         if time.monotonic() - begun > 60 * self.patience:
-            raise ValueError(f"No server has answered for {self.patience:g} minutes ({url}: {_reason(error)}). {START}")
+            raise ValueError(
+                f"No server has answered for {self.patience:g} minutes ({url}{loopback.through(url)}: {_reason(error)}). {START}"
+            )
 
     def _answered(self, url: str) -> None:
         with self.guard:

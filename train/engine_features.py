@@ -1,12 +1,13 @@
 """vLLM as the source of the target's outputs: one request reads a text, and its hidden states come as a file.
 
 The file is deleted when it was read (engine_states.py). vLLM numbers hidden states as `Target` does, but the last one is the
-state before the final norm, which is applied here.
+state before the final norm, which is applied where a step takes them.
 """
 
 import itertools
 import json
 import threading
+import warnings
 from collections.abc import Sequence
 from concurrent.futures import Future
 
@@ -14,11 +15,13 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from specdec import devices
 from specdec.drafter import Drafter
 from specdec.sampling import Sampling
 from specdec.target import Target, TargetOutput
 from train.engine_client import BadAnswer, Client
 from train.engine_states import StateFile, discard
+from train.features import normed
 
 CHECK_EVERY = 16  # texts of which one is compared with the token that the engine chose
 CLOSE = 0.25  # standard deviations of the logits by which that token may fall short of the best one here
@@ -45,7 +48,7 @@ class EngineTarget:
     # Outputs of texts
 
     def submit(self, tokens: Tensor, layers: tuple[int, ...]) -> "Future[list[Tensor]]":
-        """tokens [t] -> [t, D] for each of these layers, the final one after the norm"""
+        """tokens [t] -> [t, D] for each of these layers, as of a `Reader`: on the CPU, before the final norm"""
         ids = tokens.tolist()
         body = self.body(ids, max_tokens=1)
         checked = next(self.numbers) % CHECK_EVERY == 0
@@ -61,7 +64,7 @@ class EngineTarget:
         layers = (*drafter.target_layers, self.target.num_layers)
         futures = [self.submit(torch.tensor(prompt + answer), layers) for prompt, answer in texts]
         rows = [torch.cat(future.result(), dim=-1) for future in futures]
-        both = pad_sequence(rows, batch_first=True).to(self.target.device)
+        both = normed(self.target, pad_sequence(rows, batch_first=True).to(self.target.device), layers)
         return TargetOutput(*both.split([both.shape[-1] - self.target.width, self.target.width], dim=-1))
 
     def answer(
@@ -121,25 +124,24 @@ class EngineTarget:
         return new, states
 
     def select(self, states: Tensor, layers: tuple[int, ...], *, chosen: int | None = None) -> list[Tensor]:
-        """states [t, layers, D] -> [t, D] for each layer, the final one after the norm, on the CPU in the target's dtype
+        """states [t, layers, D] -> [t, D] for each layer, before the final norm, on the CPU in the target's dtype
 
         chosen: the token that the engine chose behind the text at temperature 0, which is then compared. None: it is not
+        A thread calls this, which must not wait for what the device has been given to do.
         """
         target = self.target
         assert self.stored is not None
-        values = [states[:, self.stored.index(layer)].to(target.dtype) for layer in (*layers, target.num_layers)]
-        with torch.no_grad():
-            final = target.norm(values.pop().to(target.device))
-            if chosen is not None:
-                logits = target.logits(final[-1])
+        if chosen is not None:
+            with devices.aside(target.device), torch.no_grad():
+                last = states[-1:, self.stored.index(target.num_layers)]  # [1, D]
+                logits = target.logits(target.norm(last.to(target.device, target.dtype)))[0]
                 short = float((logits.max() - logits[chosen]) / logits.std())
-                if not short <= CLOSE:
-                    raise BadAnswer(
-                        f"the engine chose token {chosen}, whose logit by its own hidden state falls {short:.1f} standard "
-                        f"deviations short of the best. It serves another model than {target.name}, or other layers"
-                    )
-        final = final.cpu()
-        return [final if layer == target.num_layers else value for layer, value in zip(layers, values)]
+            if not short <= CLOSE:
+                raise BadAnswer(
+                    f"the engine chose token {chosen}, whose logit by its own hidden state falls {short:.1f} standard "
+                    f"deviations short of the best. It serves another model than {target.name}, or other layers"
+                )
+        return [states[:, self.stored.index(layer)].to(target.dtype) for layer in layers]
 
     # Checks of the server
 
@@ -178,4 +180,10 @@ class EngineTarget:
                 f"{list(self.layers)}. {RESTART} 'layers={json.dumps(list(self.layers))}'."
             )
         with self.guard:
-            self.stored = stored
+            first, self.stored = self.stored is None, stored
+        if first and "layers" not in about:
+            warnings.warn(
+                f"The engine's files do not say which layers they hold: {list(stored)}, which the head needs, are assumed. "
+                "python scripts/launch_engine.py starts one whose files do.",
+                stacklevel=2,
+            )

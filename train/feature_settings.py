@@ -1,9 +1,13 @@
 """Where the target's outputs come from, as conf/train.yaml says in `features`."""
 
+import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import numpy
+import torch
 
 from specdec.drafter import Head
 from train import vllm_features
@@ -12,7 +16,7 @@ from train.engine_features import EngineTarget
 from train.features import Features, Folder, Kept, Online
 from train.packing import Packs
 
-MODES = ("cached", "online", "engine")
+SAMPLE = 2000  # documents that are looked for in a folder before training
 
 
 @dataclass(frozen=True)
@@ -29,8 +33,6 @@ class FeatureSettings:
     bits: int | None
 
     def __post_init__(self):
-        if self.mode not in MODES:
-            raise ValueError(f"mode={self.mode} must be one of {', '.join(MODES)}.")
         if self.mode == "engine" and not self.urls:
             raise ValueError(
                 "mode=engine needs the URL of a server: engine=http://localhost:8000 (python scripts/launch_engine.py starts "
@@ -110,12 +112,13 @@ class FeatureSettings:
         *,
         engine: EngineTarget | None,
         streamed: bool,
+        reads: Sequence[int],
         main: bool,
         say: Callable[[str], None],
     ) -> Features:
         """The source of features. It says how large a folder will be, which the main process makes.
 
-        streamed: whether texts are read as they come
+        streamed: whether texts are read as they come; reads: the packs that the run will read
         Raises ValueError for a folder of another target or a disk too small.
         """
         target, layers = drafter.target, drafter.target_layers
@@ -129,11 +132,19 @@ class FeatureSettings:
                 "or engine."
             )
         folder = Folder(target, (*layers, *target.layer_ids(self.layers)), Path(self.folder), bits=self.bits)
-        missing = max(0.0, 1 - folder.num_files() / len(packs.members))
-        if missing:
-            size = missing * folder.num_bytes(packs.num_tokens)
-            folder.check_space(int(size))
+        size = folder.num_bytes(num_missing(folder, packs, reads))
+        if size:
+            folder.check_space(size)
             say(f"features up to {size / 1e9:.2f} GB will be written to {self.folder} as they are needed")
         if main:
             folder.open()
         return Kept(target, layers, folder=folder, reader=engine)
+
+
+def num_missing(folder: Folder, packs: Packs, reads: Sequence[int]) -> int:
+    """Tokens that a folder lacks of the documents of some packs; of many documents it looks for an even sample."""
+    numbers = numpy.unique(numpy.concatenate([packs.members[packs.ends[at] : packs.ends[at + 1]] for at in reads]))
+    sample = numbers[:: math.ceil(len(numbers) / SAMPLE)]
+    texts = [torch.tensor(packs.rows.arrays(number, packs.length)[0]) for number in sample.tolist()]
+    missing = sum(len(text) for text in texts if not folder.has(text))
+    return round(missing * len(numbers) / len(sample))

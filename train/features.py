@@ -136,7 +136,6 @@ class Folder:
 
     layers: numbers of the hidden states that files hold, the final one included
     bits: 16 or 32 as the target computes them, or 8 with a scale for each token
-    size: the number of tokens that the folder may come to hold, for `check_space`
     Raises ValueError for a folder that was made by another target, in another form, or without these layers.
     """
 
@@ -170,9 +169,6 @@ class Folder:
             write_text(self.path / "about.json", json.dumps(self.about, indent=2) + "\n")
         feature_files.remove_stale(self.path)
 
-    def num_files(self) -> int:
-        return sum(1 for _ in self.path.glob("*/*.safetensors"))
-
     def num_bytes(self, num_tokens: int) -> int:
         size = 1 if self.bits == 8 else self.target.embed.weight.element_size()
         return num_tokens * len(self.layers) * (self.target.width * size + (4 if self.bits == 8 else 0))
@@ -184,7 +180,7 @@ class Folder:
         if free < 1.1 * num_bytes:
             raise ValueError(
                 f"Cached features need {num_bytes / 1e9:.1f} GB and {free / 1e9:.1f} GB are free: use mode=online or engine "
-                "(which keep nothing), bits=8, less data, or another folder=."
+                "(which keep nothing), bits=8, fewer steps, less data, or another folder=."
             )
 
     def has(self, tokens: Tensor) -> bool:
@@ -223,8 +219,16 @@ class Reader(Protocol):
     """Another process that computes the outputs of documents."""
 
     def submit(self, tokens: Tensor, layers: tuple[int, ...]) -> "Future[list[Tensor]]":
-        """tokens [t] -> [t, D] for each of these layers, the final one after the norm"""
+        """tokens [t] -> [t, D] for each of these layers, on the CPU; that of the last layer before the final norm (`normed`)"""
         ...
+
+
+def normed(target: Target, states: Tensor, layers: tuple[int, ...]) -> Tensor:
+    """states [..., layers * D] of a Reader, on the target's device -> the same with the final norm, which is applied in place"""
+    for layer, part in zip(layers, states.split(target.width, dim=-1), strict=True):
+        if layer == target.num_layers:
+            part.copy_(target.norm(part))
+    return states
 
 
 class Kept:
@@ -243,12 +247,24 @@ class Kept:
         documents = cut(batch)
         if self.reader is None and not all(self.folder and self.folder.has(each.tokens) for each in documents):
             return None
-        coming = [self._start(each.tokens) for each in documents]
+        known = [self._read(each.tokens) for each in documents]
+        layers = self.folder.layers if self.folder else self.layers
+        coming = {
+            number: self.reader.submit(each.tokens, layers)
+            for number, each in enumerate(documents)
+            if self.reader is not None and known[number] is None
+        }
 
         def finish(device: torch.device) -> TargetOutput | None:
-            states = [each() for each in coming]
-            known = [state for state in states if state is not None]
-            return self._join(batch, documents, known, device) if len(known) == len(states) else None
+            received = {number: future.result() for number, future in coming.items()}
+            if self.folder is not None and received:
+                self._keep([documents[number].tokens for number in received], list(received.values()))
+            for number, state in received.items():
+                known[number] = state if self.folder is None else self._read(documents[number].tokens)
+            states = [state for state in known if state is not None]
+            if len(states) < len(known):
+                return None
+            return self._join(batch, documents, states, device, received=self.folder is None)
 
         return finish
 
@@ -267,21 +283,13 @@ class Kept:
     def _read(self, tokens: Tensor) -> list[Tensor] | None:
         return self.folder.read(tokens, self.layers) if self.folder else None
 
-    def _start(self, tokens: Tensor) -> Callable[[], list[Tensor] | None]:
-        """What gives the states of a document; what has to be computed elsewhere is under way when this returns."""
-        states = self._read(tokens)
-        if self.reader is None or states is not None:
-            return lambda: states
-        future = self.reader.submit(tokens, self.folder.layers if self.folder else self.layers)
-
-        def receive() -> list[Tensor] | None:
-            states = future.result()
-            if self.folder is None:
-                return states
-            self.folder.write(tokens, states)
-            return self._read(tokens)
-
-        return receive
+    def _keep(self, texts: list[Tensor], received: list[list[Tensor]]) -> None:
+        """Writes what a reader gave for some texts, with the final norm: one wait for the device, and not one for each text."""
+        assert self.folder is not None
+        final = torch.cat([states[-1] for states in received]).to(self.target.device)  # the last of the folder's layers
+        finals = normed(self.target, final, (self.target.num_layers,)).cpu().split([len(text) for text in texts])
+        for tokens, states, last in zip(texts, received, finals, strict=True):
+            self.folder.write(tokens, [*states[:-1], last])
 
     def _compute(self, batch: Batch) -> None:
         """Writes the documents that the folder lacks, with all documents of their packs. All processes call this together."""
@@ -310,12 +318,20 @@ class Kept:
         return min(self.target.share.all_say(found)) > 0
 
     def _join(
-        self, batch: Batch, documents: list[Document], states: list[list[Tensor]], device: torch.device
+        self,
+        batch: Batch,
+        documents: list[Document],
+        states: list[list[Tensor]],
+        device: torch.device,
+        *,
+        received: bool = False,
     ) -> TargetOutput:
-        """states: of each document, [t, D] for each layer that is read"""
+        """states: of each document, [t, D] for each layer that is read; received: as a reader gave them"""
         shape = (*batch.tokens.shape, len(self.layers) * self.target.width)
         joined = torch.zeros(shape, dtype=self.target.dtype)  # [B, T, (F+1)*D]
         for each, parts in zip(documents, states):
             joined[each.place] = torch.cat(parts, dim=-1).to(joined.dtype)
         joined = devices.send(joined, device)
+        if received:
+            joined = normed(self.target, joined, self.layers)
         return TargetOutput(*joined.split([shape[-1] - self.target.width, self.target.width], dim=-1))

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import torch
 
+from specdec import devices
 from specdec.target import TargetOutput
 from train import data
 from train.data import Batch, Row
@@ -44,8 +45,6 @@ class Material:
     ahead: int = 0
 
     def __post_init__(self):
-        if self.ahead < 0:
-            raise ValueError(f"ahead={self.ahead} must be 0 or more micro-batches.")
         if self.stream and self.on_policy:
             raise ValueError("on_policy= needs packs that can be read again: use stream=false.")
 
@@ -102,11 +101,11 @@ class Loader:
     """
 
     def __init__(self, material: Material, *, order: Order, device: torch.device):
-        self.material, self.order, self.device = material, order, device
+        self.material, self.order, self.device = material, order, devices.numbered(device)
         self.batch, self.accumulation = order.batch, order.accumulation
         self.first = (0, 0)  # a micro-batch, and its first pack in the stream
         self.ahead = 0 if material.on_policy else material.ahead
-        self.thread = ThreadPoolExecutor(1, "loader", use_device, (device,)) if self.ahead else None
+        self.thread = ThreadPoolExecutor(1, "loader", use_device, (self.device,)) if self.ahead else None
         self.coming: dict[int, Future[MicroBatch]] = {}
         self.coming_on_device: dict[int, Future[tuple[Batch, TargetOutput | None]]] = {}
 
@@ -198,6 +197,8 @@ class Loader:
         except ValueError:
             raise
         except Exception as error:
+            if devices.out_of_memory(error):
+                raise
             raise ValueError(
                 f"The thread that reads data ahead of the step failed ({type(error).__name__}: {error}). Look at the data "
                 "and the cached features; ahead=0 reads them in the step."

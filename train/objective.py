@@ -1,6 +1,6 @@
 """The training objective: unroll the drafter, judge every goal at every depth, and weigh the results."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,10 +20,12 @@ from train.losses import LOSSES
 
 TEXT_LOSSES = {"lk", "e2e_tv", "rounds"}  # of whole slots or texts: functions of train/survival.py
 ADAPTED = "original"  # for a drafter that adapts its target: KL of the adapted target from the original one
-WEIGHTINGS = ("decay", "dpace", "vat")
-SUPERVISE = ("answers", "text")
 FULL_LAW = {"tv", "nla", "top_k", "confidence", *TEXT_LOSSES}  # need the target's law over all V tokens
-LOGITS = 2**27  # logits of all depths that exist at a time, if the number of goals is not given
+LOGITS = (
+    2**27
+)  # logits of all depths that exist at a time, if the number of goals is not given; a GPU may have room for more
+BYTES = 24  # of free memory for each logit: its derivative is kept, and the step needs most of the memory
+BYTES_OF_LAWS = 64  # the same with losses other than KL, of which autograd keeps laws in float32
 TARGET_LOGITS = 2**25  # the same for logits of the target over all V tokens
 
 
@@ -58,7 +60,7 @@ class Objective(nn.Module):
         runs on less than a fifth of them. Losses are weighted as if all ran
     supervise: the goals: answers, or text for the tokens of prompts too. The law that is learned there is the target's, although
         somebody else wrote the text, so the same answers give more goals
-    chunk: goals whose [., W] logits exist at a time, for all depths; None: as many as make LOGITS logits
+    chunk: goals whose [., W] logits exist at a time, for all depths; None: as many as the device has room for (`num_logits`)
     gradient_checkpointing: whether activations of the unroll are computed again in the backward pass, instead of being kept
     """
 
@@ -87,16 +89,14 @@ class Objective(nn.Module):
             used,
             depth=depth,
             weighting=weighting,
-            temperature=temperature,
             anchors=anchors,
             keep=keep,
             supervise=supervise,
-            chunk=chunk,
         )
         self.drafter = drafter
         self.losses, self.depth, self.decay, self.weighting = used, depth, decay, weighting
         self.temperature, self.eta, self.noise, self.anchors, self.keep = temperature, eta, noise, anchors, keep
-        self.chunk = chunk or max(1, LOGITS // (depth * drafter.vocab_size))
+        self.chunk = chunk or max(1, num_logits(drafter, used) // (depth * drafter.vocab_size))
         self.supervise, self.gradient_checkpointing = supervise, gradient_checkpointing
         self.every_slot = anchors is None and keep == 1  # only then can the batch's text be replayed
         self.one_pass = False  # whether a draft model reads all documents in one pass, see unroll_plan.py
@@ -275,35 +275,23 @@ def _check(
     *,
     depth: int,
     weighting: str,
-    temperature: float,
     anchors: int | None,
     keep: float,
     supervise: str,
-    chunk: int | None,
 ) -> None:
     """Raises ValueError, with what to change, for settings of an objective that do not fit together or the drafter."""
     known = {*LOSSES, *TEXT_LOSSES, ADAPTED}
     if not used or set(used) - known:
         raise ValueError(f"losses={dict(given)}: give weights to some of {', '.join(sorted(known))}.")
-    if min(depth, *(1 if each is None else each for each in (chunk, anchors))) < 1 or temperature <= 0:
-        raise ValueError(
-            f"depth={depth}, chunk={chunk} and anchors={anchors} must be at least 1, and temperature={temperature} above 0."
-        )
     if not used.keys() - {"smooth_l1", "confidence", ADAPTED}:
         raise ValueError(f"losses={used}: one of them must judge the drafted tokens, such as kl.")
-    if weighting not in WEIGHTINGS:
-        raise ValueError(f"weighting={weighting} must be one of {', '.join(WEIGHTINGS)}.")
     if drafter.depth not in (None, depth):
         raise ValueError(
             f"depth={depth} must be this drafter's number of steps, {drafter.depth}: more steps do not exist, and fewer would "
             "leave parts untrained. Change it, or the drafter's num_heads, num_modules or num_drafts."
         )
-    if supervise not in SUPERVISE:
-        raise ValueError(f"supervise={supervise} must be one of {', '.join(SUPERVISE)}.")
     if supervise == "text" and "rounds" in used:
         raise ValueError("The loss rounds counts the passes that answers take: set supervise=answers.")
-    if not 0 < keep <= 1:
-        raise ValueError(f"keep={keep} must be above 0 and at most 1.")
     if keep < 1 and drafter.attends not in ("path", "none"):
         raise ValueError(f"keep={keep}: the later steps of this head run on the slots of its first one: set keep=1.")
     _check_losses(drafter, used, weighting=weighting, sampled=anchors is not None or keep < 1)
@@ -360,6 +348,18 @@ def _in_parts(part: Callable[..., Tensor], target: Target, *values: Tensor) -> T
 def _rounded(function: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
     """function(values [M, E]) -> [M, W], computed on a multiple of ROUND rows"""
     return function(nn.functional.pad(values, (0, 0, 0, -len(values) % ROUND)))[: len(values)]
+
+
+def num_logits(drafter: Drafter, losses: Collection[str]) -> int:
+    """How many logits, of all depths, exist at a time: on a GPU a power of two by the memory that is free, beside what training
+    the drafter will take. So a run that is continued has as many."""
+    trained = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
+    if not trained or trained[0].device.type != "cuda":
+        return LOGITS
+    free, _ = torch.cuda.mem_get_info(trained[0].device)
+    free -= 3 * sum(parameter.nbytes for parameter in trained)  # gradients, and two moments
+    fitting = max(1, free // (BYTES if set(losses) == {"kl"} else BYTES_OF_LAWS))
+    return max(LOGITS, 1 << (fitting.bit_length() - 1))
 
 
 def _num_slots(target: Target) -> int:

@@ -38,11 +38,6 @@ class OnPolicy:
         on_policy_temperature: float,
         stop: set[int],
     ):
-        if not 0 <= on_policy <= 1 or on_policy_temperature < 0:
-            raise ValueError(
-                f"on_policy={on_policy} must be a share from 0 to 1, and on_policy_temperature={on_policy_temperature} must be "
-                "0 or above."
-            )
         if not isinstance(drafter, Drafter) or drafter.attends != "text":
             raise ValueError(
                 f"on_policy={on_policy}: {type(drafter).__name__} cannot write a text without the target. Train a draft model "

@@ -21,7 +21,7 @@ OUTPUTS = ("lm_head", "lm_heads", "markov_out", "confidence_head")
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """conf/train.yaml, `optimizer`. Raises ValueError for a value that does not exist."""
+    """conf/train.yaml, `optimizer`; train/ranges.py has checked them."""
 
     name: str
     lr: float
@@ -32,14 +32,6 @@ class OptimizerSettings:
     warmup: int  # steps
     decay: float  # share of the steps, of wsd
     final: float  # of lr, where a schedule ends
-
-    def __post_init__(self):
-        if self.name not in OPTIMIZERS:
-            raise ValueError(f"name={self.name} must be one of {', '.join(OPTIMIZERS)}.")
-        if self.schedule not in SHAPES:
-            raise ValueError(f"schedule={self.schedule} must be one of {', '.join(SHAPES)}.")
-        if not 0 < self.decay <= 1:
-            raise ValueError(f"decay={self.decay} must be a share of the steps, above 0 and at most 1.")
 
 
 # Schedules. progress: 0 at the end of the warm-up, 1 after the last step. -> share of lr
@@ -175,11 +167,13 @@ def make_optimizer(
 
 
 def pack_state(state: dict) -> tuple[dict[str, Tensor], dict]:
-    """The `state` of an optimizer's state_dict -> its tensors, named by their place in it, and what else JSON can hold."""
+    """The `state` of an optimizer's state_dict -> its tensors, named by their place in it, and what else JSON can hold.
+
+    Two parameters may share a tensor, which safetensors refuses: `gathered_state` has made two of it."""
     tensors, values = {}, {}
     for place, value in _leaves(state):
         if isinstance(value, Tensor):
-            tensors[place] = value.clone()  # two parameters may share one, which safetensors refuses
+            tensors[place] = value
         else:
             values[place] = value
     return tensors, values

@@ -17,7 +17,6 @@ from train import disk_cache
 from train.data import Row
 
 CHUNK = 2_000  # rows whose tokens are counted together
-VOCABS = ("keep", "data", "more")  # what becomes of the draft vocabulary of a head that is trained further
 MODES = (None, True, False)  # of thinking, as numbers in Part.thinking
 FEWEST = 2  # times that `more` must have seen a token
 

@@ -17,13 +17,14 @@ def gathered(value: Tensor) -> Tensor:
 
 
 def gathered_state(state: Any, *, keep: bool) -> Any:
-    """A state_dict with whole tensors. keep: whether this process needs them: if not, those of shards are left out"""
+    """A state_dict with whole tensors in the CPU's memory, copies that training does not change and no two of which share
+    memory. keep: whether this process needs them; if not, they are left out"""
     if isinstance(state, dict):
         return {key: gathered_state(value, keep=keep) for key, value in state.items()}
-    if not isinstance(state, DTensor):
+    if not isinstance(state, Tensor):
         return state
-    whole = state.full_tensor()
-    return whole.cpu() if keep else None
+    whole = gathered(state.detach())
+    return whole.to("cpu", copy=True) if keep else None
 
 
 def in_parts(value: Tensor, like: Tensor) -> Tensor:

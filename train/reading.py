@@ -1,6 +1,7 @@
 """Rows of conversations and of prompts, from the forms in which people have them."""
 
 import contextlib
+import hashlib
 import itertools
 import json
 import re
@@ -59,11 +60,11 @@ def to_row(place: str, raw: str | dict) -> dict:
     row = parse(place, raw) if isinstance(raw, str) else _without_nulls(raw)
     row = {key: value for key, value in row.items() if value is not None and (key, value) != ("tools", [])}
     if isinstance(row.get("messages"), list):
-        row["messages"] = [_tidy(message) if isinstance(message, dict) else message for message in row["messages"]]
+        row["messages"] = [tidy(message) if isinstance(message, dict) else message for message in row["messages"]]
     return row
 
 
-def _tidy(message: dict) -> dict:
+def tidy(message: dict) -> dict:
     kept = {key: value for key, value in message.items() if value is not None and (key, value) != ("tool_calls", [])}
     return {**kept, "content": kept.get("content", "")} if "tool_calls" in kept else kept
 
@@ -154,15 +155,25 @@ def has_ids(row: dict) -> bool:
     return row.get("tokens") is not None and row.get("prompt_tokens") is not None
 
 
+def plain_text(row: dict) -> tuple[str | None, str] | None:
+    """-> (prompt, completion) of a row that has both, (None, text) of one with `text`; None if it has messages or neither"""
+    prompt, completion, text = (row.get(key) for key in ("prompt", "completion", "text"))
+    if row.get("messages") is not None:
+        return None
+    if isinstance(prompt, str) and isinstance(completion, str):
+        return prompt, completion
+    return (None, text) if isinstance(text, str) else None
+
+
 def check_messages(row: dict, place: str) -> list[dict]:
-    """The messages; none for a row with token ids alone. Raises ValueError for a row with neither."""
-    if row.get("messages") is None and has_ids(row):
+    """The messages; none for a row of plain text or with token ids alone. Raises ValueError for a row with none of these."""
+    if row.get("messages") is None and (has_ids(row) or plain_text(row) is not None):
         return []
     messages = row.get("messages")
     if not isinstance(messages, list) or not messages:
         keys = ", ".join(map(str, row)) or "none"
         raise ValueError(
-            f'{place}: no messages (its keys: {keys}). A row needs "messages": [{{"role": ..., "content": ...}}, ...].'
+            f'{place}: no messages (its keys: {keys}). A row needs "messages": [{{"role": ..., "content": ...}}, ...], or "prompt" and "completion", or "text".'
         )
     for number, message in enumerate(messages):
         if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
@@ -189,7 +200,7 @@ def check_messages(row: dict, place: str) -> list[dict]:
 def load_conversations(
     source: str, *, split: str | None = None, limit: int | None = None, thinking: bool | None = None
 ) -> list[dict]:
-    """Reads rows with `messages`, and `id` and `category` filled in; other keys are kept.
+    """Reads rows with `messages` or plain text, and `id` and `category` filled in; other keys are kept.
 
     source: as FORMS says; split: of a dataset; None: train, or the only one. Raises ValueError, naming file and line, for a row that is no conversation.
     """
@@ -210,17 +221,18 @@ def hold_out(conversations: list[dict], num: int) -> tuple[list[dict], list[dict
 
 
 def load_prompts(source: str, *, split: str | None = None, limit: int | None = None) -> list[dict]:
-    """Reads rows {"id", "category", "messages", "tags", "grammar", "place"} that end where the assistant is to answer, with `thinking`
-    and `tools` where a row has them.
+    """Reads rows {"id", "category", "prompt", "messages", "tags", "grammar", "place"} that end where the target is to answer, with
+    `thinking` and `tools` where a row has them.
 
-    A row has a `prompt` (text), or `messages`, of which an assistant's at the end is left out. Rows with `dropped`, which a
-    filter of prompts left out, are not read.
+    A row has a `prompt` (text: a user's message for chat models), or `messages`, of which an assistant's at the end is left
+    out; `prompt` is None then. Rows with `dropped`, which a filter of prompts left out, are not read.
     """
     prompts: list[dict] = []
     rows = ((place, row) for place, row in read_rows(source, split) if not row.get("dropped"))
     for place, row in itertools.islice(rows, limit):
-        if isinstance(row.get("prompt"), str):
-            messages = [{"role": "user", "content": row["prompt"]}]
+        prompt = row["prompt"] if isinstance(row.get("prompt"), str) else None
+        if prompt is not None:
+            messages = [{"role": "user", "content": prompt}]
         elif row.get("messages") is not None:
             messages = check_messages(row, place)
             answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
@@ -238,10 +250,16 @@ def load_prompts(source: str, *, split: str | None = None, limit: int | None = N
             rule = row.get("grammar") and Grammar.of_row(row["grammar"])
         except ValueError as error:
             raise ValueError(f"{place}: {error}") from None
-        kept = {"id": row["id"], "category": row["category"], "messages": messages, "tags": tags}
+        kept = {"id": row["id"], "category": row["category"], "prompt": prompt, "messages": messages, "tags": tags}
         with at(place):
             prompts.append(kept | {"grammar": rule or None, "place": place} | options_of(row))
     return prompts
+
+
+def digest_of(prompts: list[dict]) -> str:
+    """16 hex digits of what rows of `load_prompts` say, wherever they are."""
+    said = [[value for key, value in row.items() if key != "place"] for row in prompts]
+    return hashlib.sha256(json.dumps(said, default=repr).encode()).hexdigest()[:16]
 
 
 def spread(rows: list[dict], num: int | None) -> list[dict]:

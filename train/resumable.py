@@ -10,6 +10,8 @@ from pathlib import Path
 from specdec import checkpoint, files
 from train.lock import lock
 
+INPUTS = "inputs"  # of a record: digests of what has the same name but perhaps not the same content
+
 
 class Resumable:
     """A JSONL file of results that the same settings continue and that other settings must not touch.
@@ -24,15 +26,32 @@ class Resumable:
     """
 
     def __init__(self, record: Path, rows: Path, settings: dict, *, advice: str):
-        self.path = rows
+        self.path, self.record, self.advice = rows, record, advice
         if not rows.exists() or rows.stat().st_size == 0:
             rows.parent.mkdir(parents=True, exist_ok=True)
             files.write_text(record, json.dumps(settings, indent=1) + "\n")
         elif not record.exists():
             raise ValueError(f"{rows} exists, but not {record}, so its settings are unknown. {advice}")
         else:
-            check_settings(rows, checkpoint.read_json(record), settings, advice=advice)
+            recorded = checkpoint.read_json(record)
+            recorded.pop(INPUTS, None)
+            check_settings(rows, recorded, settings, advice=advice)
         self.rows = read_rows(rows)
+
+    def same(self, **inputs: str) -> None:
+        """Raises ValueError if rows were made with other inputs than these digests say, by the names of the inputs.
+
+        They are recorded where nothing is: of a file without rows, and of one that an earlier version began.
+        """
+        recorded = checkpoint.read_json(self.record)
+        before = recorded.get(INPUTS, {}) if self.rows else {}
+        if changed := [name.replace("_", " ") for name, value in inputs.items() if before.get(name, value) != value]:
+            raise ValueError(
+                f"{self.path} was begun with another {' and another '.join(changed)}, under the same name. Put it back, or "
+                f"begin anew. {self.advice}"
+            )
+        if before != before | inputs or INPUTS not in recorded:
+            files.write_text(self.record, json.dumps({**recorded, INPUTS: before | inputs}, indent=1) + "\n")
 
     def append(self, *rows: dict) -> None:
         """Adds rows to the end of the file; when this returns, they are on the disk."""

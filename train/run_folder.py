@@ -14,7 +14,7 @@ from specdec.drafter import Head
 from specdec.report import Report
 from train.optimization import pack_state, unpack_state
 from train.resumable import read_rows
-from train.settings import fixed
+from train.settings import INPUTS, fixed
 
 NUM_STATES = 2  # kept: if the newest is damaged, the one before it is used
 STEP = ("train.batch", "train.accumulation", "processes")  # settings whose product is the packs of a step
@@ -42,8 +42,6 @@ class RunFolder:
     def check(self, *, resume: bool | str) -> bool:
         """-> whether the run has finished, for resume="auto". Raises ValueError rather than overwrite a run, or take one with
         other settings for this one."""
-        if resume not in (True, False, "auto"):
-            raise ValueError(f"resume={resume} must be true, false or auto.")
         finished = self.path / "finished"
         if finished.exists() and resume != "auto":
             raise ValueError(
@@ -177,15 +175,26 @@ class RunFolder:
         same = before.get("processes") != self.settings.get("processes") or packs_of_step(before) == packs_of_step(
             self.settings
         )
-        changed = [
-            f"{key} was {before.get(key)}, is {value}"
+        differing = {
+            key: (before.get(key), value)
             for key, value in self.settings.items()
             if before.get(key) != value and not (same and key in STEP)
-        ]
+        }
+        changed = [f"{key} was {then}, is {now}" for key, (then, now) in differing.items() if key not in INPUTS]
         if changed:
             raise ValueError(
                 f"{self.path} was begun with other settings: {'; '.join(changed)}. Resume with the settings it was begun "
                 "with, or start another run=NAME."
+            )
+        other = [
+            f"{INPUTS[key]} (digest {then} then, {now} now)"
+            for key, (then, now) in differing.items()
+            if key in INPUTS and then and now
+        ]
+        if other:
+            raise ValueError(
+                f"{self.path} was begun with other inputs: {'; '.join(other)}. Put them back as they were, or start "
+                "another run=NAME."
             )
 
 

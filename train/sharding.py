@@ -25,6 +25,18 @@ from train.optimization import Average
 from train.parts import gathered, gathered_state, in_parts
 
 AnyObjective = Objective | ConsistencyObjective
+FSDP = "ACCELERATE_USE_FSDP"
+# What accelerate takes from its configuration and train.py does not: variables, which its launcher sets, values that change nothing,
+# and what other ones ask for
+OFF, ONCE = ("false", "", "0", "no", "off", "n", "f"), ("1", "")
+OF_ACCELERATE = {
+    FSDP: (OFF, "FSDP, which train.shard=true sets up here"),
+    "ACCELERATE_USE_DEEPSPEED": (OFF, "DeepSpeed, whose place train.shard=true takes here"),
+    "ACCELERATE_USE_MEGATRON_LM": (OFF, "Megatron-LM, which train.py does not use"),
+    "ACCELERATE_USE_PARALLELISM_CONFIG": (OFF, "parallelism_config, whose place target.tp and train.shard take here"),
+    "ACCELERATE_DYNAMO_BACKEND": (OFF, "torch.compile (dynamo), which training does not use"),
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": (ONCE, "gradient accumulation, which train.accumulation sets here"),
+}
 OPTIMIZER = "adamw"  # computes every number of a weight from that number's gradient alone, so it works on parts
 
 
@@ -32,14 +44,16 @@ def plugin(shard: bool) -> FullyShardedDataParallelPlugin | None:
     """What makes accelerate shard. Every field is given, or accelerate would take it from the environment.
 
     Weights are gathered, and gradients summed, in their own type: mixed precision is autocast's, as without sharding.
-    Raises ValueError if there is one process only, or if accelerate's own configuration asks for shards and `shard` does not.
+    Raises ValueError if there is one process only, or if accelerate's own configuration asks for what train.py does not take from it.
     """
-    if not shard:
-        if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
+    for variable, (harmless, what) in OF_ACCELERATE.items():
+        given = os.environ.get(variable, harmless[0])
+        if given.lower() not in harmless and not (shard and variable == FSDP):
             raise ValueError(
-                "accelerate's configuration asks for FSDP, which train.shard=true sets up here: give it, or choose a "
-                "configuration without FSDP (accelerate config)."
+                f"accelerate's configuration asks for {what} ({variable}={given}): choose a configuration without it "
+                "(accelerate config), or unset the variable."
             )
+    if not shard:
         return None
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         raise ValueError(
@@ -157,7 +171,8 @@ class Weights:
         self.optimizer.load_state_dict({**state, "state": parts})
 
     def saved(self, average: Average | None) -> list[dict]:
-        """The state_dicts of drafter, optimizer and average, as one process has them; parts only in the main process."""
+        """The state_dicts of drafter, optimizer and average, as one process has them, in the CPU's memory; tensors only in the main
+        process."""
         states = [self.drafter.state_dict(), self.optimizer.state_dict(), average.state_dict() if average else {}]
         return [gathered_state(state, keep=self.accelerator.is_main_process) for state in states]
 

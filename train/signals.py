@@ -1,4 +1,4 @@
-"""Signals that end a run after the step at hand."""
+"""Signals that end a run soon, with a saved state."""
 
 import signal
 import threading
@@ -11,12 +11,14 @@ NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGUSR1: "SI
 class Signals:
     """Within, `number` is the signal that has come, or 0. A second Ctrl-C raises KeyboardInterrupt at once.
 
+    within: steps after which the run ends
     say: prints a line; called in a thread of its own, as a signal may come in the middle of another print to the same
         file, which Python refuses ("reentrant call")
     """
 
-    def __init__(self, say: Callable[[str], None]):
+    def __init__(self, say: Callable[[str], None], *, within: int = 1):
         self.say, self.number = say, 0
+        self.when = "after this step" if within == 1 else f"within {within} steps"
         self.saying: threading.Thread | None = None
 
     def __enter__(self) -> "Signals":
@@ -37,7 +39,7 @@ class Signals:
         else:
             more = ""
         if not self.number:
-            text = f"{NAMES[signal.Signals(number)]}: stopping after this step.{more}"
+            text = f"{NAMES[signal.Signals(number)]}: stopping {self.when}.{more}"
             self.saying = threading.Thread(target=self.say, args=(text,))
             self.saying.start()
         self.number = number

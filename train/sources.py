@@ -9,8 +9,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from pathlib import Path
 
 import numpy
+import yaml
 from numpy import ndarray
 
 LONGEST_TURN = 10_000  # rows after which the order of sources in a stream repeats
@@ -25,7 +27,8 @@ class Source:
 def read_sources(train: str | Sequence[str] | Mapping[str, float]) -> list[Source]:
     """The setting `train` in one of its three forms. Raises ValueError for weights that are not above 0 or no source."""
     if isinstance(train, str):
-        train = [train]
+        weighted = yaml.safe_load(train) if train.startswith("{") and not Path(train).exists() else None
+        train = weighted if isinstance(weighted, dict) else [train]  # train/overrides.py leaves such a text
     weights = dict(train) if isinstance(train, Mapping) else dict.fromkeys(train, 1)
     if not weights or (not isinstance(train, Mapping) and len(weights) < len(train)):
         raise ValueError(f"train={train}: give at least one source, and each once (a weight of 2 reads it twice).")

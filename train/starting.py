@@ -1,15 +1,46 @@
-"""What the head of a run begins from: a checkpoint that is trained further, and the draft vocabulary."""
+"""What a run begins from: its precision, a checkpoint that is trained further, and the draft vocabulary."""
 
 from pathlib import Path
 
+import torch
+import yaml
+from omegaconf import DictConfig
 from torch import Tensor
 
-from specdec import checkpoint, hub
+from specdec import checkpoint, hub, precision
 from specdec.target import Target
 from train import progress
-from train.packing import VOCABS, Packs, draft_vocab
+from train.packing import Packs, draft_vocab
 from train.pages import facts
 from train.processes import by_main
+
+PRECISIONS = {"bf16": "bf16", "fp32": "no"}  # of train.py, and what accelerate calls them
+
+
+def recall_precision(config: DictConfig, path: Path) -> None:
+    """`auto` of a run that is resumed is what it was in the first launch, on whatever machine. path: of the run"""
+    before = path / "config.yaml"
+    if not config.resume or not before.exists():
+        return
+    then = yaml.safe_load(before.read_text()) or {}
+    if config.precision == precision.AUTO:
+        config.precision = then.get("precision", precision.AUTO)
+    if config.target.dtype == precision.AUTO:
+        config.target.dtype = then.get("target", {}).get("dtype", precision.AUTO)
+
+
+def choose_precision(config: DictConfig, device: torch.device) -> None:
+    """Puts what the main process' device computes in, in the place of each `auto`, and says so."""
+    if precision.AUTO not in (config.precision, config.target.dtype):
+        return
+    choice = by_main(lambda: precision.choose(device), "what the device computes in", minutes=config.train.timeout)
+    config.precision = (
+        {"bfloat16": "bf16", "float32": "fp32"}[choice.dtype]
+        if config.precision == precision.AUTO
+        else config.precision
+    )
+    config.target.dtype = choice.dtype if config.target.dtype == precision.AUTO else config.target.dtype
+    progress.note(f"precision={config.precision} target.dtype={config.target.dtype} ({choice.reason})")
 
 
 def pinned(start: str | None, path: Path, *, resume: bool | str, minutes: float) -> str | None:
@@ -17,7 +48,10 @@ def pinned(start: str | None, path: Path, *, resume: bool | str, minutes: float)
 
     path: of the run; minutes: that the processes wait for the main one
     """
-    if start is None or not hub.is_head(start):
+    if start is None:
+        return None
+    if not hub.is_head(start):
+        checkpoint.read_json(checkpoint.resolve(start) / "drafter.json")  # refused now, before anything is loaded
         return start
     recorded = facts.read(path).get("start", {})
     if resume and recorded.get("given") == start:
@@ -38,10 +72,8 @@ def vocabulary(
     """The draft vocabulary of a new head, or of a checkpoint `start`, which had `before`: increasing ids [W]; None: all tokens
 
     choice, size: start_vocab and head.vocab_size; minutes: that the processes wait for the main one
-    Raises ValueError for a choice that does not exist, or that a new head does not have.
+    Raises ValueError for a choice that a new head does not have.
     """
-    if choice not in VOCABS:
-        raise ValueError(f"start_vocab={choice} must be one of {', '.join(VOCABS)}.")
     if start is None:
         if choice != "keep":
             raise ValueError(f"start_vocab={choice} is for a checkpoint that is trained further: give start=, too.")

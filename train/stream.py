@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from train import data, packing, reading, sources
+from train import chat_template, data, packing, reading, sources
 from train.data import Row
 
 FIRST = 4096  # rows for the draft vocabulary and the closed-form start, at most one pass over the sources
@@ -47,13 +47,11 @@ class Plan:
 
     def __post_init__(self):
         data.check_offsets(self.tokenizer)
-        data.check_mode(self.tokenizer, self.thinking)
+        chat_template.check_mode(self.tokenizer, self.thinking)
         if self.tokens is not None:
             raise ValueError(
                 f"tokens={self.tokens} counts over the whole data set: use limit= (rows) with stream=true."
             )
-        if self.buffer < 1:
-            raise ValueError(f"buffer={self.buffer} must be 1 row or more.")
 
     def encode(self, place: str, index: int, raw: str | dict) -> Row | None:
         """A row cut to `length`; None if no goal is left."""
@@ -118,16 +116,29 @@ class Draws:
             yield next(endless[index])
 
 
+def sizes(names: list[str]) -> str | None:
+    """16 hex digits of the sizes of the files that are read: whether a stream has changed behind its first rows.
+
+    None if a source is a dataset, which is not in files here.
+    """
+    found = [reading.find_files(name) for name in names]
+    if not all(found):
+        return None
+    parts = [[(path.name, path.stat().st_size) for path in paths] for paths in found]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+
 class Stream:
     """The packs of one process, by their number from 0 on. They are read in order: `pack` only goes forward.
 
-    `first`: packs of the first rows, the same in all processes. The next buffer is encoded by a thread meanwhile.
+    `first`: packs of the first rows, the same in all processes; `files`: `sizes` of the sources. The next buffer is encoded by a thread meanwhile.
     """
 
     def __init__(self, plan: Plan, *, process: int = 0, num_processes: int = 1):
         self.plan, self.process, self.num_processes = plan, process, num_processes
         self.draws = Draws(plan)
         self.first = self._read_first()
+        self.files = sizes([source.name for source in self.draws.found])
         self.executor = ThreadPoolExecutor(1, thread_name_prefix="stream")
         self.seek([0, 0])
 

@@ -26,6 +26,7 @@ from train.parts import gathered, local
 from train.processes import say
 from train.progress import note
 from train.run_folder import RunFolder, packs_of_step
+from train.saving import Saving
 from train.settings import Settings
 from train.sharding import Weights
 from train.signals import Signals
@@ -33,6 +34,7 @@ from train.training_progress import TrainingProgress, clipping, other_processes,
 from train.validation import Validation
 from train.waiting import Waiting
 
+ASK = 20  # steps after which several processes ask each other for signals: each time they wait for the devices
 MEASURED = 8  # packs from which a head takes the sizes of what it reads, at least
 
 
@@ -64,6 +66,7 @@ class Trainer:
         self.group = Group.of(accelerator, objective.drafter.target)
         about = {"data": material.packs.fingerprint, "processes": self.group.num}
         self.folder = replace(folder, settings={**folder.settings, **about})
+        self.saving = Saving(self.folder, every=settings.save_every, minutes=settings.save_minutes)
         self.accelerator, self.settings, self.material, self.validation = accelerator, settings, material, validation
         about = {
             "num_packs": len(material.packs),
@@ -81,7 +84,7 @@ class Trainer:
         self.objective, self.optimizer = self.weights.prepared, self.weights.optimizer
         self.scheduler = scheduler
         self.average = None if settings.ema is None else Average(self.drafter, settings.ema)
-        self.norms = GradientNorms(settings.max_grad_norm)
+        self.norms = GradientNorms(settings.limit)
         self.step = 0
         self.seen, self.seconds = 0, 0.0  # tokens and seconds of training, without validation and saving
         self.skipped = 0  # steps that were left out
@@ -164,7 +167,8 @@ class Trainer:
         """Trains to the last step. Returns early, with a saved state, after a signal. Raises NotFiniteLoss, ProcessLost."""
         settings, main = self.settings, self.accelerator.is_main_process
         begun = self.step
-        with Signals(say) as signals, closing(self.loader):
+        within = 1 if self.accelerator.num_processes == 1 else ASK
+        with Signals(say, within=within) as signals, closing(self.loader), self.saving:
             self.objective.train()
             if (settings.validate_first or self.drafter.pretrained) and self.step == 0:
                 self._validate(required=True)
@@ -172,7 +176,7 @@ class Trainer:
                 while self.step < settings.steps:
                     number = self.step + 1
                     last = number == settings.steps
-                    logged = number % settings.log_every == 0 or number == 1 or last
+                    logged = _due(number, settings.log_every) or number == 1 or last
                     shown = logged or number == begun + 1
                     with self.waiting(f"step {number}"):
                         line, figures = self._advance(progress, shown=shown)
@@ -181,12 +185,15 @@ class Trainer:
                         note(f"step {self.step:>5}/{settings.steps}  {line}{clipping(norms)}")
                     if logged:
                         self._record(figures | norms)
-                    if self.step % settings.validate_every == 0 or last:
+                    validated = _due(self.step, settings.validate_every) or last
+                    if validated:
                         self._validate(required=last)
                         progress.restart()
-                    self.interrupted = self._signal(signals.number)
-                    if self.step % settings.save_every == 0 or last or self.interrupted:
+                    self.interrupted, overdue = self._asked(signals.number, now=validated)
+                    if overdue or self.saving.after(self.step) or last or self.interrupted:
                         self.save_state()
+                    if last or self.interrupted:
+                        self._wait_saved()
                     if self.interrupted and not last:
                         return
             self._decode_best()
@@ -240,7 +247,7 @@ class Trainer:
         known = self.reads_at_once
         self.losses.append((self.step, total))
         finite = not known or self._settle(micro_batches)
-        norm = gathered(self.accelerator.clip_grad_norm_(self.objective.parameters(), self.settings.max_grad_norm))
+        norm = gathered(self.accelerator.clip_grad_norm_(self.objective.parameters(), self.settings.limit))
         if finite:
             self.norms.add(norm)
             if not known:  # weights stay finite until somebody reads the loss
@@ -288,6 +295,7 @@ class Trainer:
             read.append((micro.rows, batch, self.material.target_output(micro, batch)))
         with self.weights.whole() as objective, self.accelerator.autocast():
             rows = rows_not_finite(objective, read)
+        self.saving.wait()  # the sentence names the last state
         what = f"The loss is {loss} at step {step + 1} ({named(rows)})."
         if not self.settings.skip_not_finite:
             raise NotFiniteLoss(
@@ -303,6 +311,7 @@ class Trainer:
     def _validate(self, *, required: bool) -> None:
         """Judges the weights, saves a checkpoint of the better ones, and marks it if it is the best so far."""
         self._settle()
+        self.saving.wait()  # decoding is timed
         cost = training_cost(  # before decoding
             self.accelerator, self.drafter, tokens=self.seen, seconds=self.seconds, unique=self.material.num_tokens
         )
@@ -350,7 +359,7 @@ class Trainer:
             self.accelerator.wait_for_everyone()
 
     def save_state(self) -> None:
-        """Writes what resuming needs."""
+        """Copies what resuming needs from the devices; a thread of the main process writes it."""
         self._settle()
         positions = self._positions()
         with self.waiting(f"the weights of step {self.step}"):
@@ -367,12 +376,16 @@ class Trainer:
                 "validation": self.validation.seconds,
                 **({"stream": positions} if positions else {}),
             }
-            self.folder.save_state(
+            self.saving.write(
                 self.step,
                 weights=weights | {AVERAGE + name: value for name, value in averaged.items()},
                 optimizer=optimizer,
                 document=counters,
             )
+
+    def _wait_saved(self) -> None:
+        """Until the last state is on the disk."""
+        self.saving.wait()
         with self.waiting(f"the saving of step {self.step}"):
             self.accelerator.wait_for_everyone()
 
@@ -390,10 +403,22 @@ class Trainer:
             self.folder.log(self.step, figures)
             self.record(self.step, figures)
 
-    def _signal(self, number: int) -> int:
-        """The signal that has come to any process, 0 for none."""
+    def _asked(self, number: int, *, now: bool) -> tuple[int, bool]:
+        """The signal that has come to any process, 0 for none, and whether the main one finds that a state is overdue.
+
+        number: the signal here; now: whether several processes ask now. Otherwise they do after every ASK steps
+        """
+        overdue = self.accelerator.is_main_process and self.saving.overdue()
         if self.accelerator.num_processes == 1:
-            return number
+            return number, overdue
+        if not now and self.step % ASK:
+            return 0, False
         with self.waiting(f"step {self.step}"):
-            numbers = self.accelerator.gather(torch.tensor([number], device=self.accelerator.device))
-            return int(numbers.max())
+            said = self.accelerator.gather(torch.tensor([[number, overdue]], device=self.accelerator.device))  # [P, 2]
+        number, due = said.amax(0).tolist()
+        return number, bool(due)
+
+
+def _due(step: int, every: int) -> bool:
+    """Whether a step is one of every so many; 0: none is."""
+    return every > 0 and step % every == 0

@@ -2,13 +2,10 @@
 
 from dataclasses import dataclass
 
-DECODE = ("best", "end", "always")
-AUTO = ("never", "end", "always")
-
 
 @dataclass(frozen=True)
 class ValidationSettings:
-    """conf/train.yaml, `validation`. Raises ValueError for a value that does not exist."""
+    """conf/train.yaml, `validation`; train/ranges.py has checked them."""
 
     num_prompts: int
     max_new_tokens: int
@@ -18,14 +15,6 @@ class ValidationSettings:
     share: float | None  # of the training time; None: any
     answers: str  # folder
     served: str | None  # interpreter with vLLM
-
-    def __post_init__(self):
-        if self.decode not in DECODE:
-            raise ValueError(f"decode={self.decode} must be one of {', '.join(DECODE)}.")
-        if self.auto not in AUTO:
-            raise ValueError(f"auto={self.auto} must be one of {', '.join(AUTO)}.")
-        if self.share is not None and self.share < 0:
-            raise ValueError(f"share={self.share} must not be negative; null: no limit.")
 
     def check(self, *, replays: bool, engine: bool, ema: float | None) -> None:
         """Raises ValueError for what needs replay where it does not apply.

@@ -1,5 +1,6 @@
 """Answers of vLLM in this process, without a server: for one machine whose Python has vLLM."""
 
+import functools
 import itertools
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
@@ -51,7 +52,8 @@ class VllmWriter:
             prompts = [{"prompt_token_ids": job.tokens} for job in chunk]
             outputs = self.engine.generate(prompts, [self._sampling(job) for job in chunk], use_tqdm=False)
             tokens = [list(output.outputs[0].token_ids) for output in outputs]
-            yield [(job, written(self.tokenizer, new, self.law.stop)) for job, new in zip(chunk, tokens, strict=True)]
+            texts = functools.partial(written, self.tokenizer, stop=self.law.stop)
+            yield [(job, texts(new, before=job.before)) for job, new in zip(chunk, tokens, strict=True)]
 
     def _sampling(self, job: Job) -> Any:
         from vllm import SamplingParams

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from helpers import adapting, loading
 from helpers.options import option, split
+from train import overrides
 from train.adaptation_judging import Limits
 
 
@@ -57,17 +58,9 @@ class Adapt:
 def check(given: Adapt) -> None:
     """Raises ValueError for options outside of their range."""
     shares_of(given.shares)
-    for name in ("old_share", "heldout_share"):
-        if not 0 <= getattr(given, name) < 1:
-            raise ValueError(f"{name}={getattr(given, name)} must be a share from 0, and below 1.")
-    for name in ("epochs", "depth", "judged", "length", "watch", "max_tokens", "lr"):
-        value = getattr(given, name)
-        if value is not None and value <= 0:
-            raise ValueError(f"{name}={value} must be above 0.")
+    overrides.check(given.training, "training.")
     if own := sorted(adapting.OWN & set(given.training)):
         raise ValueError(f"training.{own[0]}= is chosen by this command: leave it out.")
-    if given.tolerance < 0:
-        raise ValueError(f"tolerance={given.tolerance} must not be negative.")
 
 
 def shares_of(text: str) -> list[float]:

@@ -18,7 +18,7 @@ from helpers import loading
 from helpers.options import split
 from helpers.settings_file import read_yaml
 from specdec import checkpoint
-from train import progress
+from train import overrides, progress
 from train.settings import flat
 from train.sources import read_sources
 
@@ -130,7 +130,6 @@ def arguments(
     values: dict[str, Any] = {
         **{f"head.objective.{key}": value for key, value in flat(objective).items() if key != "_target_"},
         "run": folder / "run",
-        "hydra.run.dir": folder / "run",
         "start": start,
         **vocab,
         "resume": "auto",
@@ -159,9 +158,7 @@ def quoted(value: Any) -> str:
     """A value as Hydra reads it back."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)
-    if isinstance(value, Path):
-        return "'" + str(value).replace("\\", "\\\\").replace("'", "\\'") + "'"
-    return str(value)
+    return overrides.quoted(str(value)) if isinstance(value, Path) else str(value)
 
 
 def train(arguments: list[str]) -> int:

@@ -1,5 +1,6 @@
 """What the commands that decode load: the target, its tokenizer, checkpoints, and prompts."""
 
+import functools
 import os
 import platform
 import sys
@@ -13,13 +14,14 @@ from transformers import PreTrainedTokenizerBase
 from helpers import processes
 from helpers.options import SPLIT, option, split
 from helpers.settings_file import read_yaml
-from specdec import checkpoint
+from specdec import checkpoint, precision, threads
 from specdec.decode import Decoder
 from specdec.drafter import Head
 from specdec.measurement import Prompt, check_prompts
 from specdec.report import Report, Training
 from specdec.sampling import Sampling
 from specdec.target import Target, load_tokenizer
+from specdec.target_loading import find_devices
 from train import data
 from train.naming import named
 from train.pages import facts
@@ -29,6 +31,7 @@ CONF = Path(__file__).resolve().parents[2] / "conf"
 FROZEN = "the frozen target"
 TRUST = "run Python code that the target's folder brings, with all your rights; read it first"
 THINKING = "thinking mode of the chat template for rows that do not say theirs, true or false"
+DTYPE = "bfloat16, float32, float16 or float64; auto: bfloat16 where the device computes in it, else float32"
 CHECKPOINT = (
     "a trained head: a step's folder, a run's folder for its best step, or user/name[@revision] on the Hugging Face Hub"
 )
@@ -38,9 +41,20 @@ CHECKPOINTS = "comma list of trained heads: steps' folders, runs' folders for th
 @dataclass(frozen=True)
 class TargetOptions:
     name: str | None = option(None, "folder or Hub name of the target; null: the checkpoint's, else the default target")
-    dtype: str = option("bfloat16", "bfloat16, float32, float16 or float64")
+    dtype: str = option(precision.AUTO, DTYPE)
     device: str | None = option(None, "cpu, cuda, cuda:1, .. or auto (layers on all GPUs); null: cuda if there is one")
     trust_remote_code: bool = option(False, TRUST)
+
+    @property
+    def place(self) -> str:
+        """The device, where none is given, too."""
+        return self.device or ("cuda" if torch.cuda.is_available() else "cpu")
+
+    @property
+    def dtype_here(self) -> str:
+        """dtype, or what auto is on the device. Raises ValueError for a device that is not there."""
+        with named("target"):
+            return precision.resolve(self.dtype, find_devices(self.place)[0])
 
 
 @dataclass(frozen=True)
@@ -100,8 +114,14 @@ class Run:
 
 
 def use_threads() -> None:
-    """All cores, unless OMP_NUM_THREADS says otherwise."""
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1))
+    """One for each core that other processes leave free, unless OMP_NUM_THREADS says otherwise."""
+    given = os.environ.get("OMP_NUM_THREADS")
+    num, cores = int(given) if given else threads.free_cores(), os.cpu_count() or 1
+    if not given and num < cores:
+        print(
+            f"{num} of {cores} cores: other processes keep the rest busy; OMP_NUM_THREADS= takes more", file=sys.stderr
+        )
+    torch.set_num_threads(num)
 
 
 def machine(target: Target) -> dict:
@@ -152,7 +172,7 @@ def load_target(options: TargetOptions, *, default: str | None = None) -> Opened
     use_threads()
     usual = str(OmegaConf.load(CONF / "target" / "smollm2-135m.yaml").name)
     name = options.name or default or usual
-    tp, device = 1, options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    tp, device = 1, options.place
     try:
         with named("target"):
             if isinstance(options, SharedTargetOptions):
@@ -160,11 +180,19 @@ def load_target(options: TargetOptions, *, default: str | None = None) -> Opened
             target = Target.load(
                 name, dtype=options.dtype, device=device, trust_remote_code=options.trust_remote_code, tp=tp
             )
+            if options.dtype == precision.AUTO:
+                say_dtype(str(target.dtype).removeprefix("torch."), precision.choose(target.device))
             return open_target(target)
     except ValueError as error:
         if name == usual and not Path(name).exists():
             raise ValueError(f"{error} `make setup` (or python scripts/get_target.py) makes {usual}.") from error
         raise
+
+
+@functools.cache
+def say_dtype(dtype: str, choice: precision.Choice) -> None:
+    """Once, which dtype `auto` is here and why."""
+    print(f"target.dtype={dtype} ({choice.reason})", file=sys.stderr)
 
 
 def open_target(target: Target) -> Opened:

@@ -17,8 +17,10 @@ The same words mean the same thing in every command:
 import dataclasses
 import difflib
 import errno
+import operator
 import os
 import sys
+import typing
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,11 +30,29 @@ from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from helpers import processes
-from train import progress
+from specdec import devices, files
+from train import progress, ranges
 
 WRITTEN = ("out", "picture")  # options that name what a command writes
 SPLIT = "split of a dataset; null: train, or the only one"
 Options = TypeVar("Options")
+# Where memory does not suffice: options that size what a command holds at once, and those that make the target smaller
+SIZES = (
+    "batch",
+    "batches",
+    "rows",
+    "max_new_tokens",
+    "max_length",
+    "length",
+    "lengths",
+    "prefill_tokens",
+    "decode.nodes",
+    "nodes",
+    "trees",
+)
+SMALLER = {"target.dtype": "target.dtype=bfloat16", "target.device": "target.device=auto with more GPUs"}
+ANOTHER = "a smaller or quantised target"
+_names: set[str] = set()  # of the options of this command
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +62,20 @@ class Option:
     default: Any  # dataclasses.MISSING if a value must be given
     help: str
     prefix: str | None  # of a dict that takes PREFIX.KEY=VALUE for every KEY
+
+    @property
+    def text(self) -> bool:
+        """Whether a value stays as it is written."""
+        return self.prefix is not None or str in (typing.get_args(self.type) or (self.type,))
+
+    @property
+    def range(self) -> ranges.Range | None:
+        """What it may be, beside its type: the declaration of its name, if that is of this type."""
+        declared = ranges.find(self.name)
+        types = typing.get_args(self.type) or (self.type,)
+        if declared is None or declared.kind not in types:
+            return None
+        return dataclasses.replace(declared, null=type(None) in types, lists="no")
 
 
 def option(default: Any, text: str, **more: Any) -> Any:
@@ -93,10 +127,7 @@ def describe(known: dict[str, Option], docstring: str) -> str:
 
 
 def show(value: Any) -> str:
-    """A value as it is written on the command line."""
-    if value is None or isinstance(value, bool):
-        return "null" if value is None else str(value).lower()
-    return str(value) or "empty"
+    return ranges.show(value) or "empty"
 
 
 def refuse_unknown(key: str, names: list[str]) -> SystemExit:
@@ -110,10 +141,11 @@ def options(kind: type[Options], docstring: str) -> Options:
 
     `progress` is an option of all commands, and is used here. A field without a default is required; `option` gives it a help text of one line. A field of type str may hold a
     comma list; a dict with metadata {"prefix": "NAME."} takes every NAME.KEY=VALUE as it is written. An argument that
-    cannot be used ends the program with one sentence (SystemExit).
+    cannot be used ends the program with one sentence (SystemExit). Raises ValueError for a value outside of its range.
     """
     known = {option.name: option for option in flatten(kind)}
     known["progress"] = Option("progress", str, os.environ.get(progress.VARIABLE, "auto"), progress.HELP, None)
+    _names.update(known)
     arguments = sys.argv[1:]
     if "-h" in arguments or "--help" in arguments:
         print(describe(known, docstring))
@@ -128,19 +160,29 @@ def options(kind: type[Options], docstring: str) -> Options:
         for group in {name.rpartition(".")[0] for name in known}:  # a frozen dataclass becomes a read-only group
             OmegaConf.set_readonly(OmegaConf.select(merged, group) if group else merged, False)
         for key, value in given.items():
-            null = isinstance(value, str) and value.lower() in ("null", "none") and "None" in str(known[key].type)
-            OmegaConf.update(merged, key, None if null else value)
-        chosen: Any = OmegaConf.to_object(merged)
+            if isinstance(value, str) and value.lower() in ("null", "none") and "None" in str(known[key].type):
+                given[key] = None
+            usual = {} if known[key].prefix else key
+            OmegaConf.update(merged, key, usual if known[key].text else given[key])
+        found = OmegaConf.to_object(merged)
     except MissingMandatoryValue:
         missing = ", ".join(name for name in known if OmegaConf.is_missing(merged, name))
         raise SystemExit(f"Give a value for: {missing}. See --help.") from None
     except OmegaConfBaseException as error:
         raise SystemExit(f"{error.full_key}: {str(error).splitlines()[0]}. See --help.") from None
+    for key, value in given.items():
+        group, _, name = key.rpartition(".")
+        owner = operator.attrgetter(group)(found) if group else found
+        if known[key].text:  # OmegaConf would read ${..} and ???
+            object.__setattr__(owner, name, value)
+        declared, value = known[key].range, getattr(owner, name)
+        if declared is not None and not declared.fits(value):
+            raise ValueError(f"{key}={show(value)} must be {declared.words(value)}.")
     for field in dataclasses.fields(kind):
-        value = getattr(chosen, field.name)
+        value = getattr(found, field.name)
         if field.name in WRITTEN and value:
             make_room(f"{field.name}={value}", Path(value), folder=field.metadata.get("folder", False))
-    return chosen
+    return found
 
 
 def make_room(option: str, path: Path, *, folder: bool | None) -> None:
@@ -181,8 +223,16 @@ def parse(arguments: list[str], known: dict[str, Option]) -> dict[str, Any]:
     return given
 
 
+def less_memory() -> str:
+    """Which options of this command lower the memory that it needs."""
+    lower = ", ".join(f"{name}=" for name in SIZES if name in _names)
+    use = [words for name, words in SMALLER.items() if name in _names]
+    return (f"lower {lower}, or " if lower else "") + "use " + ", or ".join([*use, ANOTHER])
+
+
 def run(main) -> None:
-    """Runs a command: a user's mistake (ValueError) ends in one sentence, Ctrl-C without a traceback, warnings are lines."""
+    """Runs a command: a user's mistake (ValueError), full memory and what the system refuses (OSError) end in one sentence, Ctrl-C without a
+    traceback, warnings are lines."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
@@ -192,9 +242,17 @@ def run(main) -> None:
             main()
         except ValueError as error:
             raise SystemExit(f"error: {error}") from None
+        except (RuntimeError, MemoryError) as error:
+            full = devices.out_of_memory(error)
+            if full is None:
+                raise
+            raise SystemExit(f"error: {full}: {less_memory()}.") from None
         except BrokenPipeError:
             os._exit(1)
-        except KeyboardInterrupt:
+        except OSError as error:
+            raise SystemExit(f"error: {files.explain(error)}") from None
+        except KeyboardInterrupt as error:
+            print(str(error) or "Stopped.", file=sys.stderr)
             raise SystemExit(130) from None
         finally:
             progress.close()

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from hydra.errors import InstantiationException
-from hydra.utils import instantiate
+from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -20,7 +19,9 @@ from specdec.drafting import Drafting
 from specdec.proposers.base import Proposer
 from specdec.proposers.heads import HeadProposer
 from specdec.target import Target
+from train import ranges
 from train.naming import named
+from train.overrides import literals
 
 FOLDER = loading.CONF / "proposer"
 AUTO, HEAD = "auto", "head"
@@ -201,22 +202,12 @@ def make(config: Config, target: Target, prefix: str = "proposer") -> Proposer:
     own = {key: value for key, value in config.items() if key not in NESTED}
     try:
         with named("decode"), named(prefix, only=own):
-            return _instantiate(own, target, arguments)
+            return get_object(own.pop("_target_"))(target, **own, **arguments)
     except ValueError as error:
         advice = (
             " `python scripts/datastore.py data=FILE out=FOLDER` makes a datastore." if own.get("datastore") else ""
         )
         raise ValueError(f"{error}{advice}") from None
-
-
-def _instantiate(config: Config, target: Target, arguments: dict[str, Any]) -> Proposer:
-    """Hydra's instantiate; a refusal of the constructor is raised as it is."""
-    try:
-        return instantiate(config, target, **arguments, _convert_="all")
-    except InstantiationException as error:
-        if isinstance(error.__cause__, ValueError):
-            raise error.__cause__ from None
-        raise
 
 
 def heads(config: Config) -> list[str]:
@@ -237,11 +228,15 @@ def _read(name: str, settings: Settings, interpolated: dict, prefix: str) -> Con
         raise ValueError(f"There is no proposer {name!r}; there are: {', '.join(names())}.")
     config = OmegaConf.load(FOLDER / f"{name}.yaml")
     known = [str(key) for key in config if key != "_target_"]
-    whole = OmegaConf.create({"proposer": config, **interpolated})
+    whole = OmegaConf.create({"proposer": config, **literals(interpolated)})
     for key, value in settings.items():
         if key not in known:
             raise ValueError(f"{prefix}.{key}={value}: {name} has the settings {', '.join(known)}.")
-        whole.proposer[key] = _parse(whole.proposer, key, value, prefix)
+        parsed = _parse(whole.proposer, key, value, prefix)
+        declared = ranges.find(f"proposer.{key}")
+        if declared is not None and not declared.fits(parsed):
+            raise ValueError(f"{prefix}.{key}={value} must be {declared.words(parsed)}.")
+        whole.proposer[key] = literals(parsed)
     try:
         values = OmegaConf.to_container(whole.proposer, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:

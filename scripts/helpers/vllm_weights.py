@@ -11,9 +11,8 @@ import httpx
 
 from helpers import loading
 from helpers.exports import form_of
-from specdec import checkpoint, serving
+from specdec import checkpoint, loopback, serving
 from specdec.drafter import Drafter
-from specdec.target import DTYPES
 
 FORMAT = "vllm"
 PATIENCE = 300  # seconds for one request: the server reads the weights within one
@@ -47,9 +46,10 @@ class Server:
     def _ask(self, method: str, route: str, body: dict | None = None) -> httpx.Response:
         given = {"json": body or {}} if method == "POST" else {}
         try:
-            reply = httpx.request(method, f"{self.url.rstrip('/')}/{route}", timeout=PATIENCE, **given)
+            with httpx.Client(timeout=PATIENCE, **loopback.client_options(self.url)) as client:
+                reply = client.request(method, f"{self.url.rstrip('/')}/{route}", **given)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise ValueError(f"{self.url} does not answer ({error}).") from None
+            raise ValueError(f"{self.url} does not answer{loopback.through(self.url)} ({error}).") from None
         if reply.status_code == 404:
             raise ValueError(f"{self.url} has no /{route}: start vLLM with VLLM_SERVER_DEV_MODE=1.")
         if reply.status_code != 200:
@@ -77,4 +77,4 @@ def export(head: Path, out: Path, target: loading.TargetOptions) -> None:
         raise ValueError(f"{head} is only an adapter of its target: vLLM has no such drafters.")
     form = form_of(loaded.drafter, FORMAT)
     provenance = serving.Provenance.read(head, target=loaded.target, license="other", data=None, num_drafts=None)
-    serving.write(form, out, dtype=DTYPES[target.dtype], provenance=provenance)
+    serving.write(form, out, dtype=loaded.target.dtype, provenance=provenance)

@@ -73,7 +73,7 @@ class Writers:
         if source.engine == "vllm":
             self.opened = self.opened or vllm_answers.load(
                 source.target.name,
-                dtype=source.target.dtype,
+                dtype=source.target.dtype_here,
                 trust_remote_code=source.target.trust_remote_code,
                 in_flight=source.in_flight,
                 longest=longest,
@@ -88,6 +88,10 @@ class Writers:
         states = None if ids or source.features.folder is None else self._keep_states()
         return ServerWriter(self.opened, law, source.in_flight, states)
 
+    def weights(self) -> dict[str, str]:
+        """What identifies the target that `open` has loaded, for Resumable.same; nothing where another process has it."""
+        return {"target": self.opened.fingerprint()} if isinstance(self.opened, Target) else {}
+
     def _keep_states(self) -> States:
         """Raises ValueError if the server gives none, or not these layers."""
         source, chosen = self.source, self.source.features
@@ -98,7 +102,7 @@ class Writers:
         options = source.target
         with named("target"):
             target = Target.load_ends(
-                str(options.name), dtype=options.dtype, trust_remote_code=options.trust_remote_code
+                str(options.name), dtype=options.dtype_here, trust_remote_code=options.trust_remote_code
             )
         with named("features"):
             layers = layers_of(target, heads=chosen.heads, layers=chosen.layers)

@@ -9,6 +9,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from specdec.cache import RowCache
+from specdec.devices import exact_products
 from specdec.heads.borrowed import check_one_width
 from specdec.heads.sizes import (
     POSITIONS,
@@ -25,6 +26,7 @@ RMSNorm = LlamaRMSNorm
 RIDGE = 0.01  # relative to the mean of the Gram matrix's diagonal
 
 
+@exact_products()
 def ridge(pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
     """The matrix A [D, E] for which A x is nearest to y over all chunks of pairs x [M, E], y [M, D]; at least float32
 

@@ -270,16 +270,18 @@ def _layers_to_copy(target: Target, num: int | None, wanted: list[int] | None, *
     return [k % target.num_layers for k in wanted]
 
 
-def existing(target: Target, name: str, *, dtype: str) -> Target:
-    """Loads a model with the target's tokenizer; its vocabulary rows are cut or padded to the target's V.
+def existing(target: Target, name: str, *, dtype: str) -> tuple[Target, Tensor | None]:
+    """Loads a model whose tokens are the target's; its vocabulary rows are cut or padded to the target's V.
 
     An added row is the mean of all others, so that its logit is never the greatest. The model is on the target's device.
+    -> the model, and the ids that it can draft [W], increasing: those that both tokenizers have; None: all, as they are equal
+
     Raises ValueError, which begins with model=, if it cannot be used.
     """
     try:
         lm = Target.load(name, dtype=dtype, device=target.device)
         of_target = load_tokenizer(target.name, trust_remote_code=target.trust_remote_code)
-        same = load_tokenizer(name).get_vocab() == of_target.get_vocab()
+        texts, own = ({id: text for text, id in each.get_vocab().items()} for each in (of_target, load_tokenizer(name)))
     except ValueError as error:
         raise ValueError(f"model={name}: {error}") from error
     if not lm.plain:
@@ -288,10 +290,13 @@ def existing(target: Target, name: str, *, dtype: str) -> Target:
             f"model={name} has {what}, and a draft's layers must keep entries for the whole text. Take a model whose layers "
             "all use full attention, or leave model null, which makes a new draft."
         )
-    if not same:
+    shared = sorted(texts.keys() & own.keys())
+    unlike = [id for id in shared if texts[id] != own[id]]
+    if unlike or not shared:
+        which = f"{len(unlike)} of its ids mean other texts, such as {unlike[0]}: {own[unlike[0]]!r} and not {texts[unlike[0]]!r}" if unlike else "no id is in both"  # fmt: skip
         raise ValueError(
-            f"model={name} has another tokenizer than {target.name}, so its tokens mean other texts. Take a smaller "
-            "model of the target's family, or train the head `draft`."
+            f"model={name} has another tokenizer than {target.name}: {which}. Take a smaller model of the target's family, or train "
+            "the head `draft`."
         )
     num = lm.vocab_size
     if num != target.vocab_size:
@@ -300,7 +305,8 @@ def existing(target: Target, name: str, *, dtype: str) -> Target:
             weight = cast(nn.Embedding, layer).weight.data
             weight[num:] = weight[:num].mean(0)
         lm = Target(lm.model, name=name)
-    return lm
+    drafted = torch.tensor([id for id in shared if id < target.vocab_size])
+    return lm, None if texts.keys() == own.keys() else drafted
 
 
 def _first_weights(
@@ -324,7 +330,7 @@ def _first_weights(
                 f"model={model} brings its layers and embeddings: leave num_layers, width, "
                 "intermediate_size, copy_layers and borrow_embeddings null."
             )
-        return existing(target, model, dtype="float32") if isinstance(model, str) else model, False, []
+        return existing(target, model, dtype="float32")[0] if isinstance(model, str) else model, False, []
     num_layers, width, intermediate_size = sizes.values()
     same_width = width in (None, target.width) and target.embed.weight.shape[1] == target.width
     copies = same_width and copyable(target)

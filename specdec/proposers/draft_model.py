@@ -12,9 +12,10 @@ def draft(
 ) -> HeadProposer:
     """The proposer of a frozen model, in the target's dtype. Raises ValueError if the model cannot be used.
 
-    model: folder or Hub name of a causal LM with the target's tokenizer
+    model: folder or Hub name of a causal LM with the target's tokenizer; of tokens that only one of the two has, such as further special
+        ones, none is drafted
     depth, width, nodes: see TreeShape; nodes None: depth x width
     """
-    lm = existing(target, model, dtype=str(target.dtype).removeprefix("torch."))
-    drafter = Draft(target, model=lm).requires_grad_(False)
+    lm, drafted = existing(target, model, dtype=str(target.dtype).removeprefix("torch."))
+    drafter = Draft(target, model=lm, vocab=drafted).requires_grad_(False)
     return HeadProposer(drafter, TreeShape(depth, width, nodes or depth * width), children=children, compile=compile)

@@ -16,7 +16,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 from transformers import PreTrainedTokenizerBase
 
-from specdec import traffic
+from specdec import plain_text, token_ids, traffic
 from specdec.generation import Ends, StopStrings, reached
 from specdec.grammar import Constraint, Grammar
 from specdec.server import recording
@@ -25,7 +25,6 @@ from specdec.server.engine import End, Engine, Event, Job, Round
 from specdec.server.metrics import Metrics
 from specdec.server.protocol import ChatRequest, CompletionRequest, RequestError, Settings, parse
 from specdec.server.text import StreamedText
-from specdec.target_loading import check_ids, num_ids
 
 NO_RETRY = {"x-should-retry": "false"}  # of OpenAI's clients, which otherwise ask again after such an error
 
@@ -308,7 +307,9 @@ def _begin(served: Served, settings: Settings, constraint: Constraint | None) ->
             headers={"Retry-After": "1"},
         )
     served.metrics.prompt_tokens.labels(served.model).inc(len(prompt))
-    return Answer(served, settings, job, StreamedText(decoder(served.tokenizer), settings.stop_strings), events, began)
+    before = prompt if isinstance(settings, CompletionRequest) else ()
+    text = StreamedText(decoder(served.tokenizer), settings.stop_strings, before)
+    return Answer(served, settings, job, text, events, began)
 
 
 def _constrain(served: Served, grammar: Grammar) -> Constraint | None:
@@ -324,6 +325,11 @@ def _constrain(served: Served, grammar: Grammar) -> Constraint | None:
 def _encode(served: Served, settings: Settings) -> list[int]:
     """The prompt's token ids, at least one."""
     if isinstance(settings, ChatRequest):
+        if not served.tokenizer.chat_template:
+            raise RequestError(
+                f"{served.model} has no chat template, so it takes no messages: send a prompt to /v1/completions.",
+                parameter="messages",
+            )
         try:
             tools = {"tools": settings.offered} if settings.offered else {}
             mode = served.thinking if settings.thinking is None else settings.thinking
@@ -331,13 +337,13 @@ def _encode(served: Served, settings: Settings) -> list[int]:
         except ValueError as error:
             raise RequestError(str(error), parameter="messages") from None
     assert isinstance(settings, CompletionRequest)
-    tokens: Any = settings.prompt if settings.text is None else served.tokenizer(settings.text)["input_ids"]
+    tokens: Any = settings.prompt
     if settings.text is not None:
         try:
-            check_ids(served.tokenizer, tokens)
+            tokens = plain_text.encode(served.tokenizer, settings.text)
         except ValueError as error:
             raise RequestError(str(error), parameter="prompt") from None
-    size = num_ids(served.tokenizer)
+    size = token_ids.num_ids(served.tokenizer)
     if not tokens or not all(isinstance(token, int) and 0 <= token < size for token in tokens):
         raise RequestError(
             f"prompt must be one text that is not empty, or token ids from 0 to {size - 1}.", parameter="prompt"

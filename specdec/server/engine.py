@@ -20,6 +20,7 @@ from specdec.sampling import Sampling
 
 LOG = logging.getLogger(__name__)
 TOGETHER = 8192  # tokens of prompts that are read together, filled up to the longest; one prompt may have more
+COULD_NOT = "The server could not decode this ({}: {})."
 Reason = Literal["stop", "length", "timeout", "error"]
 
 
@@ -122,7 +123,15 @@ class Lane:
         return self.batch.step() if self.batch.running else None
 
     def _read(self, new: list[Job], prefill: Prefill) -> None:
-        self.batch.read(prefill, self.prefill_tokens)
+        try:
+            self.batch.read(prefill, self.prefill_tokens)
+        except Exception as error:  # the rows that run have not been touched
+            LOG.exception("prompts could not be read")
+            self.reading = None
+            for job in new:
+                if self.jobs.pop(id(job.request), None):
+                    job.tell(End("error", COULD_NOT.format(type(error).__name__, error)))
+            return
         if not prefill.done:
             return
         self.reading = None
@@ -173,7 +182,10 @@ class Lane:
     def _settle(self, job: Job) -> None:
         if not job.request.left:
             del self.jobs[id(job.request)]
-            job.tell(End("stop" if job.request.ended else "length"))
+            if job.request.fault:
+                job.tell(End("error", job.request.fault))
+            else:
+                job.tell(End("stop" if job.request.ended else "length"))
 
 
 def _tree_of(step: Step, number: int) -> tuple[list[int], list[int], list[int]]:
@@ -345,7 +357,7 @@ class Engine:
                 self.saw(step)
         except Exception as error:  # memory that is missing, or a mistake of ours: the server goes on
             LOG.exception("a round failed")
-            lane.fail(f"The server could not decode this ({type(error).__name__}: {error}).")
+            lane.fail(COULD_NOT.format(type(error).__name__, error))
 
     def _give_up_late(self) -> None:
         now = time.monotonic()

@@ -155,7 +155,7 @@ class Settings(BaseModel):
 
     def sampling(self) -> Sampling:
         """Without fields as OpenAI says: temperature 1, no filters."""
-        if self.temperature == 0:
+        if self.temperature is not None and Sampling(self.temperature).greedy:
             return Sampling(repetition_penalty=self.repetition_penalty or 1.0)
         top_k = self.top_k if self.top_k and self.top_k > 0 else None
         temperature = 1.0 if self.temperature is None else self.temperature

@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Send
 
-from specdec import traffic
+from specdec import loopback, traffic
 from specdec.server.asgi import read_body, refuse, wait_until_gone
 from specdec.server.overheard import read_answered, read_asked
 from specdec.server.protocol import RequestError
@@ -73,7 +73,9 @@ def make_proxy(proxy: Proxy) -> Starlette:
     no_cookies = CookieJar(
         DefaultCookiePolicy(allowed_domains=[])
     )  # what one client is given is not sent with another's request
-    client = httpx.AsyncClient(timeout=timeout, limits=httpx.Limits(max_connections=None), cookies=no_cookies)
+    limits = httpx.Limits(max_connections=None)
+    own = loopback.client_options(proxy.upstream)
+    client = httpx.AsyncClient(timeout=timeout, limits=limits, cookies=no_cookies, **own)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -113,7 +115,8 @@ async def _forward(proxy: Proxy, client: httpx.AsyncClient, request: Request) ->
             return Response(status_code=499)
         answer = answering.result()
     except httpx.TransportError as error:
-        why = f"The server at {proxy.upstream} does not answer ({type(error).__name__}): start it, or give another upstream=."
+        where = f"{proxy.upstream}{loopback.through(proxy.upstream)}"
+        why = f"The server at {where} does not answer ({type(error).__name__}): start it, or give another upstream=."
         return JSONResponse(RequestError(why, status=502).to_json(), 502)
     finally:
         gone.cancel()

@@ -11,12 +11,15 @@ class StreamedText:
 
     decode: token ids -> text
     stop_strings: the text ends before the first of them, and what may be the beginning of one is kept back
+    before: the tokens of a text that the answer continues
     """
 
-    def __init__(self, decode: Callable[[list[int]], str], stop_strings: Sequence[str] = ()):
+    def __init__(
+        self, decode: Callable[[list[int]], str], stop_strings: Sequence[str] = (), before: Sequence[int] = ()
+    ):
         self.decode, self.stop_strings = decode, tuple(stop_strings)
-        self.tokens: list[int] = []
-        self.start = self.read = 0  # of the tokens that are decoded together; of those that have not been given out
+        self.tokens = list(before[-CONTEXT:])
+        self.start, self.read = 0, len(self.tokens)  # of the tokens that are decoded together; of those not given out
         self.kept_back = ""
         self.stopped = False
 

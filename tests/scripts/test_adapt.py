@@ -360,7 +360,7 @@ def test_what_cannot_be_adapted_to_is_refused(made, run_adapt, tmp_path):
     refuse("drafter.json does not exist", f"checkpoint={folder}")
     refuse("tolerance=-1", "tolerance=-1")
     refuse("training.run= is chosen by this command", "training.run=mine")
-    refuse("heldout_share=1.0 must be a share", "heldout_share=1")
+    refuse("heldout_share=1.0 must be a number of at least 0 and below 1", "heldout_share=1")
     for shares in ("", "1,much", "0", "2,1"):
         refuse(f"shares={shares} must be a comma list", f"shares={shares}")
     refuse("Give old=FILE", "old=missing.jsonl")

@@ -58,7 +58,7 @@ def test_ways_can_be_left_out(run):
     [
         ("engine=http://a,http://b", "must be the URL of one server"),
         ("engine=vllm", "must be the URL of one server"),
-        ("repeats=0", "must be at least 1"),
+        ("repeats=0", "must be a whole number of 1 or more"),
         ("client=nowhere", "client=nowhere does not exist"),
         ("client=/bin/false", "benchmark client ended with an error"),
     ],

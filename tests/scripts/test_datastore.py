@@ -86,12 +86,12 @@ def test_the_proposer_reads_the_datastore_of_the_script(run, folder, tmp_path, m
     ("data", "arguments", "message"),
     [
         ("none.jsonl", [], "holds no text, so there is nothing to retrieve"),
-        ("rows.jsonl", ["limit=0"], "holds no text"),
+        ("rows.jsonl", ["limit=0"], "limit=0 must be a whole number of 1 or more, or null"),
         ("wrong.jsonl", [], "wrong.jsonl:1: neither messages nor text"),
         ("nowhere.jsonl", [], "There is no file"),
         ("nowhere.txt", [], "There is no file"),
         ("rows.jsonl", ["keep=questions"], "keep=questions must be answers or everything"),
-        ("rows.jsonl", ["length=0"], "length=0 must be at least 1"),
+        ("rows.jsonl", ["length=0"], "length=0 must be a whole number of 1 or more"),
         ("rows.jsonl", ["target.name=./nowhere"], "does not exist"),
     ],
 )

@@ -80,7 +80,7 @@ def test_the_script_writes_layers_and_refuses_wrong_settings(tmp_path, run_scrip
     target = Target.load(f"{tmp_path}/target", dtype="float32")
     assert LayerSkip(target, layers=numbers, depth=written["depth"]).layers == tuple(numbers)
     for wrong, message in (
-        ([*arguments, "depth=0"], "must be at least 1"),
+        ([*arguments, "depth=0"], "must be a whole number from 1 to 1024"),
         ([*arguments, "max_new_tokens=1"], "No answer has a second token"),
         ([*arguments, "prompts=nowhere.jsonl"], "There is no file"),
     ):

@@ -106,7 +106,7 @@ def test_export_reads_back_and_refuses_unknown_formats(run, folder):
         (["checkpoint=nowhere"], "does not exist"),
         (["decode.temperature=hot"], "give numbers"),
         (["decode.temperature=-1"], "0 .greedy. or above"),
-        (["decode.depth=0"], "at least 1"),
+        (["decode.depth=0"], "decode.depth=0 must be a whole number from 1 to 1024"),
         (["prompts=nowhere.jsonl"], "There is no file"),
         (["max_new_tokens=100000"], "positions"),
     ],

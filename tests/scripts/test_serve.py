@@ -139,7 +139,7 @@ def test_recording_that_cannot_be_is_refused(folder, run_script):
             run_script(script, *arguments)
 
     head, url = f"checkpoint={folder / 'head'}", "upstream=http://localhost:1"
-    refuse(serve, "record_rate=2.0 must be a share", head, "record=x", "record_rate=2")
+    refuse(serve, "record_rate=2.0 must be a number from 0 to 1", head, "record=x", "record_rate=2")
     refuse(serve, "record_redact=json:x cannot be found", head, "record=x", "record_redact=json:x")
     refuse(proxy, "record_max_bytes=1 must be room", url, "record=x", "record_max_bytes=1")
     refuse(proxy, "upstream=localhost must be a URL", "upstream=localhost", "record=x")
@@ -169,14 +169,14 @@ def test_what_cannot_be_served_is_refused(folder, monkeypatch, run_script):
         with pytest.raises(ValueError, match=message):
             run_script(serve, f"checkpoint={folder / 'head'}", *arguments)
 
-    refuse("rows=0 must be above 0", "rows=0")
-    refuse("watch=0.0 must be above 0", "watch=0")
+    refuse("rows=0 must be a whole number of 1 or more", "rows=0")
+    refuse("watch=0.0 must be a number above 0", "watch=0")
     with pytest.raises(ValueError, match="watch= looks at checkpoint="):
         run_script(serve, "watch=5")
     refuse("give temperature in the request", "decode.temperature=1")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         refuse("choose another port=", f"port={taken.getsockname()[1]}")
-    refuse("choose another port=", "port=70000")
+    refuse("port=70000 must be a whole number from 0 to 65535", "port=70000")
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     refuse(r"pip install '\.\[serve\]'")
 

@@ -96,7 +96,7 @@ def test_other_settings_are_refused(run, refuse, folder):
     [
         (["batches=1,x"], "batches=1,x: give numbers"),
         (["batches=0"], "at least 1"),
-        (["groups=0"], "at least 1"),
+        (["groups=0"], "must be a whole number of 1 or more"),
         (["max_new_tokens=1"], "max_new_tokens at least 2"),
         (["decode.temperature=0,1"], "give one"),
         (["checkpoint=nowhere"], "does not exist"),

@@ -75,7 +75,7 @@ def test_given_costs_decide_what_is_chosen(run, folder):
         (["trees=4x4"], "DEPTHxWIDTHxNODES"),
         (["chains=0"], "at least 1"),
         (["trees=3x2x2"], "cannot hold a path"),
-        (["batch=0"], "batch=0 must be at least 1"),
+        (["batch=0"], "batch=0 must be a whole number from 1 to 65536"),
         (["picture_prompt=3"], "picture_prompt=3 must be between 1 and 2"),
         (["costs=nowhere.json"], "costs=nowhere.json must be a JSON file"),
         (["max_new_tokens=1"], "raise max_new_tokens"),

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -55,6 +56,24 @@ def test_a_run_folder_resolves_to_its_best_step(saved, target):
     folder, _ = saved
     (folder.parent / "best").write_text("step_000001\n")
     assert checkpoint.resolve(folder.parent) == folder == checkpoint.resolve(folder.parent / "best")
+
+
+@pytest.mark.parametrize("name", ["drafter.safetensors", "drafter.json", "SHA256SUMS"])
+def test_a_file_of_a_checkpoint_is_refused_by_name(saved, target, name):
+    folder, _ = saved
+    for use in (checkpoint.resolve, lambda given: checkpoint.load(given, target), lambda given: checkpoint.start(given, target, {})):
+        with pytest.raises(ValueError) as refused:
+            use(folder / name)
+        assert str(refused.value) == f"{folder / name} is a file, and no checkpoint. Give its folder, {folder}."
+
+
+@pytest.mark.parametrize("given", ["README.md", "a\0b", "x" * 5000, "some/" * 2000, "checkpoints\0/x"], ids=lambda given: ascii(given[:12]))
+def test_what_cannot_be_a_checkpoint_is_one_sentence(tmp_path, monkeypatch, given):
+    monkeypatch.chdir(tmp_path)
+    Path("README.md").write_text("A text\0, and no folder.\n" * 50)
+    with pytest.raises(ValueError, match=r"no checkpoint( \(.*\))?\. A checkpoint is a folder") as refused:
+        checkpoint.resolve(given)
+    assert len(str(refused.value)) < 400 and "\0" not in str(refused.value)
 
 
 def test_export_is_read_back_with_both_vocabulary_maps(saved, target, tmp_path):

@@ -252,3 +252,23 @@ def test_sampled_text_has_the_targets_law(shape, reduced, head):
     counts, expected = (torch.cat([x[common], x[~common].sum()[None]]) for x in (counts, expected))
     statistic, freedom = float(((counts - expected) ** 2 / expected).sum()), len(counts) - 1
     assert freedom > 7 and statistic < freedom + 4 * (2 * freedom) ** 0.5
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("when", [0, 3])
+def test_an_answer_that_no_token_can_follow_is_refused_by_name(target, monkeypatch, temperature, when):
+    logits, passes = target.logits, []
+
+    def failing(final):
+        passes.append(final)
+        return torch.full_like(logits(final), torch.nan) if len(passes) > when else logits(final)
+
+    monkeypatch.setattr(target, "logits", failing)
+    decoder = Decoder(target, None, sampling=Sampling(temperature), stop=set())
+    with pytest.raises(
+        ValueError, match=rf"^No token can follow the answer's first {when}: the target's logits are not finite"
+    ):
+        decoder.generate([[1, 2, 3]], 8)
+    passes.clear()
+    with pytest.raises(ValueError, match=rf"^No token can follow the answer's first {when}: "):
+        list(decoder.answers([[1, 2, 3]], 8, rows=2))

@@ -175,7 +175,7 @@ def test_code_for_a_draft_model(target, tmp_path, marker):
 # Names and links that lead out of a folder
 
 
-@pytest.mark.parametrize("name", ["../../elsewhere", "/etc", "..", "", "step/../../elsewhere"])
+@pytest.mark.parametrize("name", ["../../elsewhere", "/etc", "..", "", "step/../../elsewhere", "step\0"])
 def test_best_names_a_step_of_its_own_run(saved, target, name):
     (saved.parents[1] / "elsewhere").mkdir()
     (saved.parent / "best").write_text(name + "\n")

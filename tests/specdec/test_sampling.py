@@ -11,7 +11,8 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from specdec.sampling import Sampling, candidates, seen
+from specdec import rules
+from specdec.sampling import NO_TOKEN, RowSampling, Sampling, candidates, seen
 from specdec.tree import chain
 from tests.support import random_tree
 
@@ -141,3 +142,43 @@ def test_no_value_is_read_from_the_device():
 @pytest.mark.parametrize("num", [V, 20_000])
 def test_logits_that_are_not_numbers_give_such_a_law(num):
     assert Sampling(1.0, top_p=0.9).law(torch.full((2, num), torch.nan)).isnan().all()
+
+
+TINY = [1e-45, 1e-38, 1e-36, 1e-30, 1e-12, 1e-5]
+
+
+@pytest.mark.parametrize("temperature", TINY)
+@pytest.mark.parametrize("size", [1.0, 1e4, 1e30])
+def test_tiny_temperatures_are_greedy(temperature, size):
+    """Of two equal largest logits a law has both, where it is none of those that are greedy outright."""
+    logits = size * random_logits(torch.float32, 4, 3)
+    sampling = Sampling(temperature)
+    assert sampling.greedy == (temperature < 1e-30)
+    for each in (sampling, RowSampling((sampling, Sampling(0.8), sampling, Sampling()))):
+        if each.greedy:
+            continue
+        law = each.law(logits)
+        assert law.isfinite().all() and torch.allclose(law.sum(-1), torch.ones(4, 3))
+        assert torch.equal(law[::2].argmax(-1), logits[::2].argmax(-1)) and law[::2].max(-1).values.min() > 0.999
+    if not sampling.greedy:
+        tied = torch.tensor([2.0, 5.0, 5.0, -3.0]) * size
+        assert sampling.law(tied).tolist() == [0, 0.5, 0.5, 0]
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -1e-45, -1.0])
+def test_temperatures_that_are_no_numbers_are_refused(wrong):
+    with pytest.raises(ValueError, match=r"^temperature=.* must be 0 \(greedy\) or above\.$"):
+        Sampling(wrong)
+    if wrong != -1e-45:
+        with pytest.raises(ValueError, match="repetition_penalty="):
+            Sampling(repetition_penalty=wrong)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("-inf"), "one NaN", float("inf")])
+def test_a_law_without_a_token_says_so_and_the_other_rows_have_theirs(bad):
+    logits = random_logits(torch.float32, 3)
+    logits[1] = logits[1].index_fill(0, torch.tensor([5]), torch.nan) if bad == "one NaN" else bad
+    everywhere = torch.ones(3, dtype=torch.bool)
+    for sampling in (Sampling(0.8), Sampling(1e-20), RowSampling((Sampling(0.8), Sampling(0.3), Sampling())), RowSampling((Sampling(0.8), Sampling(), Sampling()))):  # fmt: skip
+        drawn = rules.Draws(torch.Generator().manual_seed(0)).token(sampling.law(logits), everywhere)
+        assert drawn[1] == NO_TOKEN and (drawn[[0, 2]] >= 0).all() and (drawn < V).all()

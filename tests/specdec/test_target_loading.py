@@ -16,7 +16,7 @@ from specdec.target import Target
 from specdec.target_fingerprint import fingerprint
 from tests.families import FAMILIES, configuration, make
 from tests.saved_targets import PROMPT, SIZES, check_decoding, edit, save
-from tests.support import child_environment
+from tests.support import child_environment, save_word_model
 
 # Memory
 
@@ -212,3 +212,28 @@ def test_missing_tensors_are_refused(tmp_path):
     safetensors.torch.save_file(tensors, path, metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"lacks 1 of its tensors \(model\.layers\.2\.mlp\.up_proj\.weight\)"):
         Target.load(str(tmp_path), dtype="float32")
+
+
+@pytest.mark.parametrize("what", ["a block", "the LM head"])
+def test_logits_that_overflow_in_float16_are_named(tmp_path, what):
+    """Whether a state of a block or a logit is too large: in bfloat16 and float32 the target can be read."""
+    model = AutoModelForCausalLM.from_pretrained(save_word_model(tmp_path / "large"))
+    with torch.no_grad():
+        (model.model.layers[1].mlp.down_proj if what == "a block" else model.lm_head).weight.mul_(3e5)
+    model.save_pretrained(tmp_path / "large")
+    with pytest.raises(ValueError) as refused:
+        Target.load(str(tmp_path / "large"), dtype="float16")
+    assert str(refused.value) == (
+        f"{tmp_path / 'large'}: its logits are not finite in float16: use dtype=bfloat16 or float32, whose range is wider."
+    )
+    for dtype in ("bfloat16", "float32"):
+        Target.load(str(tmp_path / "large"), dtype=dtype)
+
+
+def test_weights_that_are_no_numbers_are_named(tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(save_word_model(tmp_path / "damaged"))
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight[0, 0] = torch.nan
+    model.save_pretrained(tmp_path / "damaged")
+    with pytest.raises(ValueError, match="its logits are not finite in float32: its weights are damaged"):
+        Target.load(str(tmp_path / "damaged"), dtype="float32")

@@ -180,8 +180,8 @@ def test_thinking_mode(run, folder):
         (Model(), ["prompts=self"], "num_prompts= says how many"),
         (Model(), ["num_prompts=2"], "num_prompts= says how many"),
         (Model(), ["thinking=true"], "has no thinking mode"),
-        (Model(), ["in_flight=0"], "in_flight=0 must be at least 1"),
-        (Model(), ["decode.top_p=0"], "above 0 and at most 1"),
+        (Model(), ["in_flight=0"], "in_flight=0 must be a whole number from 1 to 65536"),
+        (Model(), ["decode.top_p=0"], "decode.top_p=0.0 must be a number above 0 and at most 1"),
         (Model(), ["engine=vllm"], "engine=vllm needs vLLM in this Python"),
     ],
 )  # fmt: skip

@@ -219,7 +219,7 @@ def test_modes_of_prompts(tmp_path):
     with pytest.raises(ValueError, match=r"thinking=true: .* has no thinking mode"):
         data.load_prompts(str(path), small_tokenizer(), thinking=True)
     write_rows(path, [{"prompt": "a"}])
-    with pytest.warns(UserWarning, match="train on have thinking=false, and the prompts of .* have no thinking mode"):
+    with pytest.warns(UserWarning, match="train on have thinking=false, and the held-out prompts have no"):
         data.load_prompts(str(path), tokenizer, trained=[False])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -343,8 +343,8 @@ def test_a_run_is_judged_in_the_mode_of_its_rows(fit, tmp_path):
     given = [f"target.name={target}", f"data.train={rows}", f"data.heldout={prompts}", "head=medusa", "solve_packs=0"]
     found = []
     with pytest.MonkeyPatch.context() as patch:
-        load = data.load_prompts
-        patch.setattr(data, "load_prompts", lambda *args, **more: found.append(load(*args, **more)) or found[-1])
+        encode = data.encode_prompts
+        patch.setattr(data, "encode_prompts", lambda *args, **more: found.append(encode(*args, **more)) or found[-1])
         assert fit("a", *given) == 0
         assert fit("b", *given, "data.thinking=true") == 0
     ends = [with_template(None).decode(prompts[0].tokens).endswith("</think>\n\n") for prompts in found]

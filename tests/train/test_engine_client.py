@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from specdec import loopback
 from tests.small_server import SmallServer
 from train import engine_client
 from train.engine_client import BadAnswer, EngineClient, Refused
@@ -211,3 +212,51 @@ def test_an_url_may_end_in_v1(client_of):
         client = EngineClient(f" {server.url}/v1/ ")
         assert client.post(PATH, {"number": 3}, said) == 3 and server.paths() == [PATH]
         client.close()
+
+
+# Proxies of the environment
+
+LOCAL = ["http://localhost:8000", "http://127.0.0.1:1", "http://127.3.2.1", "http://[::1]:80", "http://0.0.0.0:8000", "http://a.localhost/v1"]
+REMOTE = ["http://example.org", "https://10.0.0.1:8000", "http://localhost.example.org", "http://[2001:db8::1]:8000"]
+VARIABLES = ("HTTP_PROXY", "http_proxy", "HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy", "NO_PROXY", "no_proxy")
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+def test_which_addresses_are_of_this_machine():
+    assert [loopback.is_local(url) for url in LOCAL + REMOTE] == [True] * len(LOCAL) + [False] * len(REMOTE)
+
+
+@pytest.mark.parametrize("name", ["HTTP_PROXY", "http_proxy", "ALL_PROXY"])
+def test_a_server_on_this_machine_is_asked_directly(client_of, environment, name):
+    forbids = lambda path, body: (403, "Access to this site is blocked by policy")
+    with SmallServer(forbids) as proxy, SmallServer(echo) as server:
+        environment.setenv(name, proxy.url)
+        assert client_of(server).post(PATH, {"number": 3}, said) == 3
+        assert client_of(server, server).models() == [["model"]] * 2 and not proxy.requests
+
+
+def test_a_proxy_that_cannot_be_used_does_no_harm_there(client_of, environment):
+    environment.setenv("ALL_PROXY", "socks5://nowhere:1")  # would need another package
+    with SmallServer(echo) as server:
+        assert client_of(server).models() == [["model"]]
+
+
+def test_other_servers_are_asked_through_it_and_errors_say_so(environment):
+    with SmallServer(lambda path, body: (403, "blocked")) as proxy, SmallServer(echo) as server:
+        environment.setenv("HTTP_PROXY", f"http://user:password@127.0.0.1:{proxy.port}")
+        client = EngineClient(f"http://engine.example:8000,{server.url}")
+        where = r"http://engine\.example:8000 \(through the proxy of HTTP_PROXY; NO_PROXY=engine\.example asks it directly\)"
+        with pytest.raises(ValueError, match=rf"No server with OpenAI's interface answers at {where} \(.*403") as refused:
+            client.models()
+        with pytest.raises(Refused, match=r"/v1/completions \(through the proxy of HTTP_PROXY.*status 403: blocked"):
+            client.post(PATH, {"number": 3}, said)
+        assert client.post(PATH, {"number": 4}, said) == 4 and proxy.requests and "password" not in str(refused.value)
+        client.close()
+        environment.setenv("NO_PROXY", "engine.example")
+        assert loopback.through("http://engine.example:8000") == "" and loopback.through("https://other.example") == ""

@@ -1,19 +1,25 @@
 """Training with a server as the source of the target's outputs: the same losses as with the target in the process."""
 
+import fcntl
+import importlib
+import logging
+import os
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
+import safetensors.torch
 import torch
 
 from scripts import answer as answer_script
 from specdec.target import Target
 from tests.engine import TinyEngine
 from tests.small_server import DELETE
-from tests.support import losses_of, write_rows
+from tests.support import ROOT, losses_of, write_rows
 from train.engine_client import EngineClient
 from train.engine_features import EngineTarget
 from train.engine_states import ROUTE
@@ -312,6 +318,81 @@ def test_a_full_disk_of_the_engine_is_named(engine, ends, monkeypatch):
 def test_options_that_do_not_fit_are_refused(fit, engine, options, what):
     with pytest.raises(ValueError, match=what):
         fit("refused", *settings(engine), *options)
+
+
+# The connector inside vLLM
+
+
+@pytest.fixture
+def connector(monkeypatch):
+    """-> the connector of an engine with LAYERS, over the part of vLLM's own that it uses"""
+
+    class OfVllm:
+        """Writes in a thread, by its own `_write_tensors`, which is a static method there."""
+
+        _is_tp_rank_zero, _block_size = True, 4
+
+        def __init__(self):
+            config = SimpleNamespace(eagle_aux_hidden_state_layer_ids=list(reversed(LAYERS)))
+            draft = SimpleNamespace(draft_model_config=SimpleNamespace(hf_config=config))
+            self._vllm_config = SimpleNamespace(speculative_config=draft)
+            self._lock_fds, self._req_copy_events, self._executor = {}, {}, ThreadPoolExecutor(1)
+
+        def _submit_async_write(self, pending):
+            tensors = {"hidden_states": self._kv_cache, "token_ids": pending.token_ids}
+            event = SimpleNamespace(synchronize=lambda: None)
+            lock = self._lock_fds.pop(pending.req_id, None)
+            self._executor.submit(self._write_tensors, tensors, event, pending.filename, lock).result()
+
+        @staticmethod
+        def _write_tensors(tensors, event, filename, lock_fd):
+            event.synchronize()
+            safetensors.torch.save_file(tensors, filename)
+            os.close(lock_fd)
+
+    module = ModuleType("example_hidden_states_connector")
+    module.ExampleHiddenStatesConnector, module.logger = OfVllm, logging.getLogger("vllm")
+    module.extract_from_kv_cache = lambda cache, slots, num: cache[:num]
+    parts = "vllm.distributed.kv_transfer.kv_connector.v1".split(".")
+    for depth in range(1, len(parts) + 1):
+        monkeypatch.setitem(sys.modules, ".".join(parts[:depth]), ModuleType(parts[depth - 1]))
+    sys.modules[".".join(parts)].example_hidden_states_connector = module
+    monkeypatch.syspath_prepend(str(ROOT / "train" / "in_vllm"))
+    monkeypatch.delitem(sys.modules, "hidden_states_connector", raising=False)
+    yield importlib.import_module("hidden_states_connector").HiddenStatesConnector()
+    sys.modules.pop("hidden_states_connector", None)
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_an_engine_with_more_layers_than_the_head_reads_serves_it(engine, ends, connector, monkeypatch, gpu):
+    """On a GPU vLLM's own writer runs."""
+    wanted = EngineTarget(EngineClient(engine.url), ends, (2, 4)).submit(torch.tensor([5, 6, 7]), (2, 8)).result()
+
+    def write(number, made):
+        tensors, path = made["tensors"], made["answer"]["kv_transfer_params"]["hidden_states_path"]
+        connector._kv_cache = tensors["hidden_states"].contiguous()
+        lock = os.open(f"{path}.lock", os.O_CREAT | os.O_WRONLY)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        connector._lock_fds["one"] = lock
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.cuda, "is_available", lambda: gpu)
+            pending = SimpleNamespace(req_id="one", filename=path, token_ids=tensors["token_ids"], block_ids=[0, 1, 2])
+            connector._submit_async_write(pending)
+        assert not connector._lock_fds
+        made["tensors"] = None  # it is written
+
+    engine.spoil = write
+    found = EngineTarget(EngineClient(engine.url), ends, (2, 4)).submit(torch.tensor([5, 6, 7]), (2, 8)).result()
+    assert all(torch.equal(*pair) for pair in zip(wanted, found, strict=True))
+
+
+def test_files_that_do_not_name_their_layers_are_taken_for_those_of_the_head_with_a_warning(engine, ends):
+    engine.spoil = lambda number, made: made.update(about={})
+    with pytest.warns(
+        UserWarning, match=r"do not say which layers they hold: \[2, 3, 4, 5, 6, 8\], which the head needs"
+    ):
+        source = EngineTarget(EngineClient(engine.url), ends, (2, 3, 4, 5, 6))
+    assert source.stored == tuple(LAYERS)
 
 
 def test_what_is_in_flight_is_bounded(engine, ends):

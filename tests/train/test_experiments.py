@@ -5,9 +5,10 @@ import re
 
 import hydra
 import pytest
+from omegaconf import OmegaConf
 
 from tests.support import ROOT
-from train import reading, row_files
+from train import ranges, reading, row_files
 
 pytestmark = pytest.mark.slow
 
@@ -35,6 +36,8 @@ def test_experiment_composes_and_finds_its_data(experiment, load, monkeypatch):
     monkeypatch.chdir(ROOT)
     with hydra.initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         config = hydra.compose("train", [f"experiment={experiment}"], return_hydra_config=True)
+        settings = hydra.compose("train", [f"experiment={experiment}", "run=some"])
+    ranges.check(OmegaConf.to_container(settings, resolve=True))
     assert config.train.steps > 0 and config.head.drafter._target_.startswith("specdec.heads.")
     conversations = load(config.data.train, split=config.data.split)
     held_out, rest = reading.hold_out(conversations, config.data.hold_out)

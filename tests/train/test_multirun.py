@@ -161,7 +161,7 @@ def test_what_a_job_held_is_given_back(fit, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), None])
-def test_an_interrupted_job_ends_the_sweep(monkeypatch, tmp_path, error):
+def test_an_interrupted_job_ends_the_sweep(monkeypatch, tmp_path, capsys, error):
     monkeypatch.chdir(tmp_path)
 
     def interrupted(config):
@@ -171,7 +171,8 @@ def test_an_interrupted_job_ends_the_sweep(monkeypatch, tmp_path, error):
 
     with pytest.raises(SystemExit) as ended:
         multirun.run_job(interrupted, OmegaConf.create({"run": "one"}))
-    assert ended.value.code == ("Stopped at once. The same command continues the sweep." if error else 130)
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == ("Stopped at once. The same command continues the sweep.\n" if error else "")
 
 
 # The page

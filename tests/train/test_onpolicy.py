@@ -111,7 +111,7 @@ def test_an_interrupted_on_policy_run_resumes_with_the_same_losses(fit, monkeypa
     ("overrides", "message"),
     [
         (("head=eagle", "data.on_policy=0.5"), "cannot write a text"),
-        (("head=draft", "data.on_policy=1.5"), "a share"),
+        (("head=draft", "data.on_policy=1.5"), r"^data\.on_policy=1\.5 must be a number from 0 to 1\.$"),
         (("head=draft", "head.drafter.copy_layers=[]", "head.drafter.lora={r: 2}"), "worth keeping"),
     ],
 )

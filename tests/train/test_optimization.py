@@ -147,12 +147,6 @@ def test_a_missing_library_is_said(monkeypatch):
         make_optimizer(Small(), settings(name="adamw8bit"))
 
 
-@pytest.mark.parametrize("wrong", [{"name": "sgd"}, {"schedule": "linear"}, {"decay": 0.0}])
-def test_unknown_settings_are_refused(wrong):
-    with pytest.raises(ValueError, match=f"{next(iter(wrong))}={next(iter(wrong.values()))} must be"):
-        settings(**wrong)
-
-
 def test_the_average_follows_the_weights_and_is_exchanged_for_them():
     module = nn.Linear(2, 1, bias=False)
     average = Average(module, decay=0.5)

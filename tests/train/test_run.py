@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from hydra import compose, initialize_config_dir
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
+import multirun
 from specdec import files
 from tests.support import ROOT
 from train import display
@@ -188,3 +191,33 @@ def test_a_begun_or_finished_run_is_not_overwritten(tmp_path):
         folder.check(resume=True)
     with pytest.raises(ValueError, match="resume=maybe must be"):
         folder.check(resume="maybe")
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ([], "eagle-smollm2-135m"),
+        (["head=eagle3", "target.name=Qwen/Qwen3-8B"], "eagle3-Qwen3-8B"),
+        (["target.name='/models/Llama 3 (new)//'"], "eagle-Llama-3-new"),
+        (["target.name='models/ä,b=c:$d@1/'"], "eagle-ä-b-c-d-1"),
+        (["target.name=."], f"eagle-{Path.cwd().name}"),
+        (["target.name=/"], "eagle-target"),
+        (["target.name=123"], "eagle-123"),
+        (
+            ["experiment=table/eagle3_small", "features.folder=checkpoints/features/${run}", "target.name=a/b"],
+            "eagle3_small-b",
+        ),
+        (["run=mine", "target.name=a/b"], "mine"),
+    ],
+)
+def test_a_run_and_its_features_are_named_by_the_target(given, wanted):
+    assert multirun.target_name("targets/smollm2-135m/") == "smollm2-135m"
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        config = compose("train", overrides=given, return_hydra_config=True)
+    before = HydraConfig.instance().cfg
+    try:
+        HydraConfig.instance().set_config(config)
+        assert config.run == wanted and config.features.folder == f"checkpoints/features/{wanted}"
+        assert config.hydra.run.dir == f"checkpoints/{wanted}"
+    finally:
+        HydraConfig.instance().cfg = before

@@ -47,6 +47,8 @@ def printed(folder, tmp_path_factory):
         runs += [run("resumed", *SHARD, stop=4), run("resumed", *SHARD, "resume=true")]
         runs += [run("two-then-one", *SHARD, stop=4), run("one-then-two", *SHARD, "resume=true")]
         runs += [run("spoiled", *SHARD, "train.skip_not_finite=true", spoil=2)]
+        minutes = ["train.save_every=null", "train.save_minutes=1e-9", "train.steps=90", "train.validate_every=27", "validation.num_prompts=1"]  # fmt: skip
+        runs += [run("ended", *SHARD, *minutes, end=30)]
         both = fit_by_two(cwd, runs)
         fit_float64(**run("two-then-one", "train.accumulation=2", "resume=true"))
     return cwd, both
@@ -104,6 +106,15 @@ def test_a_step_that_is_not_finite_is_left_out_by_all(runs):
     assert all(value.isfinite().all() for value in weights.values())
 
 
+def test_a_signal_to_any_process_ends_all_within_20_steps(runs, printed):
+    """States by minutes are saved when the processes ask each other, after 20 steps and after a validation."""
+    assert list(losses_of("ended")) == list(range(1, 41))
+    states = Path("checkpoints/ended/state")
+    assert sorted(path.name for path in states.iterdir()) == ["step_000027", "step_000040"]
+    assert not Path("checkpoints/ended/finished").exists()
+    assert "Interrupted after step 40; saved." in printed[1][0]
+
+
 def test_two_nodes_by_torchrun(folder, tmp_path):
     """Two launchers, as docs/many-processes.md starts them on two machines. One process speaks, not one of each machine."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "1",
@@ -119,7 +130,7 @@ def test_two_nodes_by_torchrun(folder, tmp_path):
 
 def test_only_the_main_process_speaks_and_computes_the_start(printed):
     main, other = ([line for line in text.splitlines() if line[:2] != "# "] for text in printed[1])
-    new = 2 * len(HEADS) + 3  # the runs that two processes begin
+    new = 2 * len(HEADS) + 4  # the runs that two processes begin
     assert main.count("computed start") == new and main.count("computed vocabulary") == new + 2
     shares = ["share 1.00"] * 2 * len(HEADS)  # DDP: saved after steps 2 and 4
     assert other[: len(shares)] == shares and set(other[len(shares) :]) == {"share 0.50"}

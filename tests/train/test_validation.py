@@ -314,16 +314,3 @@ def test_an_export_uses_a_report_without_decoding(make, small_target, tmp_path):
     decoded = judge(make(drafter), drafter)
     assert "by replay" not in expected(replace(read, report=decoded)) and 1 <= speed.best_chain(decoded) <= 3
     assert speed.best_chain(replace(decoded, replayed_survival=[0.0] * 3)) == 1
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"decode": "never"}, "decode=never must be"),
-        ({"auto": "true"}, "auto=true must be one of never, end, always"),
-        ({"share": -1.0}, "share=-1.0"),
-    ],
-)
-def test_unknown_settings_are_refused(wrong, message):
-    with pytest.raises(ValueError, match=message):
-        ValidationSettings(**SETTINGS | wrong)

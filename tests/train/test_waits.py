@@ -1,10 +1,13 @@
 """How often the host waits for the device, and that nothing mixes devices: on a pretended accelerator."""
 
+import contextlib
+from concurrent.futures import Future
+
 import pytest
 import torch
 from hydra.utils import instantiate
 
-from specdec import replay
+from specdec import devices, replay
 from specdec.decode import Decoder
 from specdec.proposers.heads import HeadProposer
 from specdec.sampling import Sampling
@@ -12,7 +15,9 @@ from specdec.tree import TreeShape
 from tests.pretend_device import ELSEWHERE, Elsewhere, PretendDevice
 from tests.support import HEADS, load_head, make_target, random_tokens
 from train.data import Row, collate
-from train.features import Online
+from train.engine_client import BadAnswer
+from train.engine_features import EngineTarget
+from train.features import Folder, Kept, Online
 from train.objective import Objective, slots
 
 VOCAB = 61
@@ -106,3 +111,64 @@ def test_a_batch_is_replayed_with_one_wait(head, temperature, device):
     assert reads <= 1 + (head == "draft"), device.waits
     assert [accept.shape for accept in accepts] == [(2, 8), (2, 7), (2, 6)]
     assert all(bool(((accept >= 0) & (accept <= 1)).all()) for accept in accepts)
+
+
+class Ready:
+    """A reader whose states are there already, on the CPU, as an engine gives them."""
+
+    def __init__(self, width: int):
+        self.width = width
+
+    def submit(self, tokens, layers):
+        future = Future()
+        future.set_result([torch.full((len(tokens), self.width), 1.0 + layer).double() for layer in layers])
+        return future
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_states_of_an_engine_get_their_norm_where_the_step_takes_them(device, kept, tmp_path):
+    """Without a wait, or with one for all documents of a batch, whose states a folder keeps."""
+    target = make_target(VOCAB, num_layers=4, device=ELSEWHERE)
+    folder = Folder(target, (1, 2), tmp_path / "cache") if kept else None
+    if folder:
+        folder.open()
+    source, batch = Kept(target, (1, 4), folder=folder, reader=Ready(target.width)), make_batch()  # 4: the final state
+    device.waits.clear()
+    begun = source.begin(batch)
+    assert not device.waits
+    output = begun(ELSEWHERE)
+    assert sum(device.waits.values()) == (2 if kept else 0), device.waits  # to the device and back
+    real = (batch.documents >= 0)[..., None]
+    wanted = (
+        (torch.full_like(output.final, 5.0) * target.norm.weight).cpu() / 5 * real
+    )  # the norm of equal numbers is 1
+    first, last = output.features.cpu().chunk(2, dim=-1)
+    torch.testing.assert_close(output.final.cpu(), wanted, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(last, wanted, rtol=1e-6, atol=1e-6)
+    assert torch.equal(first, 2.0 * real.expand_as(first))
+
+
+def test_a_thread_that_reads_states_of_an_engine_leaves_the_device_alone(device, monkeypatch):
+    target, asides = make_target(VOCAB, num_layers=4, device=ELSEWHERE), []
+    source = EngineTarget.__new__(EngineTarget)
+    source.target, source.stored = target, (1, 2, 4)
+    states = torch.randn(7, 3, target.width).double()
+    device.waits.clear()
+    parts = source.select(states, (2, 4))
+    assert not device.waits and all(type(part) is torch.Tensor for part in parts)
+    assert torch.equal(parts[0], states[:, 1]) and torch.equal(parts[1], states[:, 2])
+    best = int(target.logits(target.norm(states[-1:, 2].to(ELSEWHERE))).cpu().argmax())
+    monkeypatch.setattr("specdec.devices.aside", lambda place: asides.append(place) or contextlib.nullcontext())
+    source.select(states, (2,), chosen=best)
+    with pytest.raises(BadAnswer, match="short of the best"):
+        source.select(states, (2,), chosen=(best + 1) % VOCAB)
+    assert asides == [ELSEWHERE] * 2  # such a look waits, but not for the training
+
+
+def test_beside_the_training_is_a_stream_of_its_own(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: ("stream", device))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext(stream))
+    with devices.aside(torch.device("cuda:1")) as stream:
+        assert stream == ("stream", torch.device("cuda:1"))
+    with devices.aside(torch.device("cpu")) as stream:
+        assert stream is None

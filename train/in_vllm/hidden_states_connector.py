@@ -1,7 +1,7 @@
 """Runs inside vLLM, which imports it by its name: writes the hidden states of each request to a file.
 
 vLLM's own connector does that on a GPU. Here it also runs on a CPU, where there are no streams to wait for, the files tell
-their layers, and a full disk loses one answer instead of the engine.
+their layers on both, and a full disk loses one answer instead of the engine.
 """
 
 import json
@@ -24,6 +24,23 @@ class Ready:
 
 
 class HiddenStatesConnector(of_vllm.ExampleHiddenStatesConnector):
+    def _write_tensors(self, tensors, event, filename, lock_fd) -> None:
+        """As vLLM's own, which does not tell the layers; a thread calls it.
+
+        event: complete when the tensors are; lock_fd: of the file's lock, which ends the client's wait; None: there is none
+        """
+        config = self._vllm_config.speculative_config.draft_model_config.hf_config
+        layers = sorted(config.eagle_aux_hidden_state_layer_ids)  # vLLM writes them in this order
+        try:
+            event.synchronize()
+            save_file(tensors, filename, metadata={"layers": json.dumps(layers)})
+        except Exception:
+            Path(filename).unlink(missing_ok=True)
+            raise
+        finally:
+            if lock_fd is not None:
+                os.close(lock_fd)
+
     def _submit_async_write(self, pending) -> None:
         if torch.cuda.is_available():
             super()._submit_async_write(pending)
@@ -34,16 +51,9 @@ class HiddenStatesConnector(of_vllm.ExampleHiddenStatesConnector):
         slots = torch.cat([torch.arange(block * size, (block + 1) * size) for block in pending.block_ids])
         states = of_vllm.extract_from_kv_cache(self._kv_cache, slots, len(pending.token_ids))
         tensors = {"hidden_states": states.contiguous().clone(), "token_ids": pending.token_ids.clone()}
-        config = self._vllm_config.speculative_config.draft_model_config.hf_config
-        layers = sorted(config.eagle_aux_hidden_state_layer_ids)  # vLLM writes them in this order
         try:
             os.makedirs(os.path.dirname(pending.filename), exist_ok=True)
-            save_file(tensors, pending.filename, metadata={"layers": json.dumps(layers)})
+            self._write_tensors(tensors, Ready(), pending.filename, self._lock_fds.pop(pending.req_id, None))
         except Exception as error:  # of the disk; the client asks again, and the engine goes on
-            Path(pending.filename).unlink(missing_ok=True)
             of_vllm.logger.error("The hidden states of %s could not be written: %s", pending.req_id, error)
-        finally:
-            held = self._lock_fds.pop(pending.req_id, None)
-            if held is not None:
-                os.close(held)  # the client's wait ends
         self._req_copy_events[pending.req_id] = Ready()  # lets vLLM free the blocks

@@ -3,6 +3,7 @@
 
 const ask = document.getElementById("ask"), stop = document.getElementById("stop"), said = document.getElementById("said");
 const BARS = 120, WIDTH = 720, HEIGHT = 140;
+const chat = JSON.parse(document.getElementById("data").textContent).chat; // false: prompts are texts to continue
 let asking = null; // what cancels the requests under way
 
 class Side {
@@ -88,7 +89,7 @@ function showSizes(sizes) {
 // Calls `each` with every document of a stream of server-sent events.
 async function read(body, signal, each) {
   const headers = {"Content-Type": "application/json"};
-  const response = await fetch("v1/chat/completions", {method: "POST", headers, body: JSON.stringify(body), signal});
+  const response = await fetch(chat ? "v1/chat/completions" : "v1/completions", {method: "POST", headers, body: JSON.stringify(body), signal});
   if (!response.ok) throw new Error((await response.json()).error.message);
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   for (let text = ""; ;) {
@@ -115,7 +116,8 @@ function conclude(drafted, plain, greedy) {
 ask.addEventListener("submit", async event => {
   event.preventDefault();
   const fields = Object.fromEntries(new FormData(ask));
-  const body = {messages: [{role: "user", content: fields.prompt}], stream: true, details: true};
+  const asked = chat ? {messages: [{role: "user", content: fields.prompt}]} : {prompt: fields.prompt};
+  const body = {...asked, stream: true, details: true};
   for (const name of ["temperature", "top_p", "max_tokens", "seed"]) if (fields[name] !== "") body[name] = Number(fields[name]);
   const sides = {drafted: new Side("drafted"), plain: new Side("plain")};
   asking = new AbortController();

@@ -14,7 +14,8 @@ from specdec.proposers.heads import HeadProposer
 from specdec.sampling import Sampling
 from specdec.target import Target
 from specdec.tree import Tree
-from tests.support import random_tokens, save_word_model
+from tests.enumeration import SAMPLINGS, decoder_error, sampled_target
+from tests.support import random_tokens, save_word_model, word_tokenizer
 
 pytestmark = pytest.mark.slow
 
@@ -141,6 +142,64 @@ def test_a_model_with_more_or_fewer_embedding_rows_can_draft(target, tmp_path, r
     assert drafted.tokens == plain.tokens and proposer.drafter.vocab_size == V
     sampled = Decoder(target, propose_with(target, model), sampling=Sampling(1.0), stop=set())
     assert [len(answer) for answer in sampled.generate(prompts(), 9).tokens] == [9] * len(LENGTHS)
+
+
+def with_words(path: Path, num: int, changed: dict[str, str] | None = None) -> Path:
+    """Gives a saved model a tokenizer of so many words, some of which are written otherwise."""
+    for old, new in (changed or {}).items():
+        text = (path / "tokenizer.json").read_text()
+        (path / "tokenizer.json").write_text(text.replace(f'"{old}":', f'"{new}":'))
+    if not changed:
+        word_tokenizer(num).save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("num", [55, 58, 61, 70])
+def test_tokens_that_one_of_the_two_lacks_are_never_drafted(target, tmp_path, num):
+    """More words than the target's 57, below and behind its 61 rows, or fewer."""
+    model = with_words(save_word_model(tmp_path / "small", rows=max(num, V), width=24), num)
+    drafter = propose_with(target, model).drafter
+    assert drafter.draft_to_target.tolist() == list(range(min(num, 57)))
+    head = drafter.body.get_input_embeddings() if drafter.lm_head is None else drafter.lm_head
+    head.weight.data[min(num, V) - 1] *= 100  # what is masked cannot win
+    seen: set[int] = set()
+    for temperature in (0.0, 1.0):
+        proposer = HeadProposer(drafter, Drafting(3).shape, children="chosen")
+        proposer.propose = lambda *given, propose=proposer.propose: seen.update((tree := propose(*given)).tokens[:, 1:].flatten().tolist()) or tree  # fmt: skip
+        drafted = Decoder(target, proposer, sampling=Sampling(temperature), stop=set()).generate(prompts(), NUM_NEW)
+        if not temperature:
+            assert (
+                drafted.tokens
+                == Decoder(target, None, sampling=Sampling(), stop=set()).generate(prompts(), NUM_NEW).tokens
+            )
+    assert len(seen) > 3 and max(seen) < min(num, 57)
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_at_a_temperature_they_leave_the_targets_law_as_it_is(tmp_path, monkeypatch, rule):
+    """Three tokens, of which the target's tokenizer has two and the drafter's four: every draw of a round is enumerated."""
+    exact = sampled_target()
+    exact.model.save_pretrained(tmp_path / "target")
+    with_words(tmp_path / "target", 2)
+    monkeypatch.setattr(exact, "name", str(tmp_path / "target"))
+    model = with_words(save_word_model(tmp_path / "small", rows=4, width=16, seed=2), 4)
+    for name in ("warm", "all"):
+        drafter = propose_with(exact, model).drafter
+        assert drafter.draft_to_target.tolist() == [0, 1]
+        proposer = HeadProposer(drafter, Drafting(2).shape, children="chosen")
+        decoder = Decoder(exact, proposer, sampling=SAMPLINGS[name], stop=set(), rule=rule)
+        assert decoder_error(decoder, 1, monkeypatch=monkeypatch) < 1e-12
+        assert decoder_error(decoder, 3, seed=1, monkeypatch=monkeypatch) < 1e-12
+
+
+def test_ids_with_other_texts_are_named(target, tmp_path):
+    model = with_words(save_word_model(tmp_path / "small", width=24), 57, {"w7": "v7", "w31": "v31"})
+    with pytest.raises(ValueError) as refused:
+        propose_with(target, model)
+    assert (
+        f"has another tokenizer than {target.name}: 2 of its ids mean other texts, such as 7: 'v7' and not 'w7'."
+        in str(refused.value)
+    )
 
 
 def test_messages_name_the_option_that_was_set(target, tmp_path):

@@ -5,9 +5,12 @@ import queue
 import threading
 import time
 import weakref
+from dataclasses import replace
 
 import pytest
+import torch
 
+from specdec.batch import Batch
 from specdec.decode import Decoder
 from specdec.generation import Ends, reached
 from specdec.proposers.heads import HeadProposer
@@ -324,3 +327,101 @@ def test_what_cannot_be_decoded_is_refused_at_once(engine):
 def test_accepted_drafts_by_position():
     assert reached([0, 2, 1, 2], 2) == [3, 2]
     assert reached([], 0) == []
+
+
+# Rows whose laws have no token
+
+NOTHING = Sampling(0.8, repetition_penalty=7.0)  # `without_numbers` takes its logits
+
+
+def without_numbers(sampling, logits, seen):
+    return torch.full_like(logits, torch.nan) if sampling.repetition_penalty == 7.0 else logits
+
+
+@pytest.mark.parametrize("speculate", [True, False])
+@pytest.mark.parametrize("sampling", [Sampling(0.8), GREEDY], ids=["sampled", "greedy"])
+def test_a_row_without_a_token_ends_alone(small_target, drafter, monkeypatch, speculate, sampling):
+    monkeypatch.setattr(Sampling, "penalise", without_numbers)
+    engine = make_engine(small_target, drafter, rows=4)
+    long = lambda: Client([5, 1, 3], 40, sampling, seed=1, speculate=speculate)
+    alone, beside = long(), long()
+    bad = [Client([3, 4], 6, replace(NOTHING, temperature=t), speculate=speculate) for t in (0.8, 0.0)]
+    tiny = [Client([3, 4], 6, Sampling(t), speculate=speculate) for t in (1e-38, 1e-45, 1e-30, 1e-12)]
+    plain = Client([3, 4], 6, speculate=speculate)
+    for client in (alone, beside):
+        client.job.ends = client.job.request.ends = Ends(frozenset())
+    engine.start()
+    try:
+        engine.submit(alone.job)
+        assert alone.wait().reason == "length"
+        engine.submit(plain.job)
+        plain.wait()
+        beside.job.deliver = lambda event: (beside.events.put(event), [engine.submit(each.job) for each in (*bad, *tiny) if beside.events.qsize() == 2])  # fmt: skip
+        engine.submit(beside.job)
+        ends = [client.wait() for client in bad]
+        for client in tiny:
+            assert client.wait().reason in ("stop", "length") and client.tokens == plain.tokens
+        assert beside.wait().reason == "length" and len(beside.tokens) == 40 and beside.tokens == alone.tokens
+    finally:
+        engine.stop()
+    assert {end.reason for end in ends} == {"error"} and not any(client.tokens for client in bad)
+    assert all(end.message.startswith("No token can follow the answer's first 0: ") for end in ends)
+
+
+def test_a_row_that_fails_in_the_middle_ends_alone(small_target, drafter, monkeypatch):
+    """Its grammar refuses its third token."""
+
+    class Refusing:
+        taken = 0
+
+        def following(self):
+            return None
+
+        def take(self, new):
+            self.taken += len(new)
+            if self.taken > 2:
+                raise ValueError("the grammar stopped")
+
+    engine = make_engine(small_target, drafter)
+    monkeypatch.setattr("specdec.batch.grammar.constrain", lambda tree, *_, **__: (tree, None))
+    monkeypatch.setattr(
+        "specdec.batch.grammar.unpack", lambda states, size, device: torch.ones(len(states), 1, size, dtype=torch.bool)
+    )
+    bad, others = (
+        Client([3, 4], 9, constraint=Refusing(), speculate=False),
+        [Client([5, 1], 9, speculate=False) for _ in range(2)],
+    )
+    bad.job.ends = bad.job.request.ends = Ends(frozenset())
+    for client in (bad, *others):
+        engine.submit(client.job)
+    engine.start()
+    try:
+        end = bad.wait()
+        assert (end.reason, end.message) == ("error", "the grammar stopped") and len(bad.tokens) == 2
+        assert [client.wait().reason in ("stop", "length") for client in others] == [True, True]
+    finally:
+        engine.stop()
+
+
+def test_prompts_that_cannot_be_read_do_not_end_what_runs(small_target, drafter, monkeypatch):
+    engine = make_engine(small_target, drafter)
+    read, running, bad = Batch.read, Client([5, 1, 3], 30), Client([3, 4], 6)
+    running.job.ends = running.job.request.ends = Ends(frozenset())
+
+    def failing(batch, prefill, most=None):
+        if prefill.tokens.tolist() == [bad.job.prompt]:
+            raise MemoryError("no room")
+        return read(batch, prefill, most)
+
+    monkeypatch.setattr(Batch, "read", failing)
+    running.job.deliver = lambda event: (
+        running.events.put(event),
+        running.events.qsize() == 2 and engine.submit(bad.job),
+    )
+    engine.submit(running.job)
+    engine.start()
+    try:
+        assert bad.wait().message == "The server could not decode this (MemoryError: no room)."
+        assert running.wait().reason == "length" and len(running.tokens) == 30
+    finally:
+        engine.stop()

@@ -366,3 +366,10 @@ def test_a_client_that_leaves_closes_the_request_to_the_server(tmp_path, begun):
             next(answer.iter_lines())
         assert asked.wait(10) and closed.wait(10)
     assert rows_of(recorder) == []
+
+
+def test_a_server_on_this_machine_is_not_asked_through_a_proxy_of_the_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")  # where nobody listens
+    with scripted(lambda _: sent(WHOLE)) as (upstream, _), proxied(upstream, tmp_path) as (url, recorder):
+        answer = httpx.post(f"{url}/v1/chat/completions", json={"messages": QUESTION}, trust_env=False)
+    assert answer.json() == WHOLE and len(rows_of(recorder)) == 1

@@ -1,0 +1,171 @@
+"""Tests of the options of all scripts: ranges, text that stays as it is written, and how a command ends."""
+
+import errno
+import importlib
+import os
+import re
+import sys
+from dataclasses import MISSING, dataclass, field
+from pathlib import Path
+
+import pytest
+
+from helpers import proposers
+from helpers.options import flatten, option, options, run
+from specdec import files
+from specdec.drafting import Drafting
+from tests.support import ROOT
+from tests.test_docs import option_class
+
+SCRIPTS = sorted(path.stem for path in (ROOT / "scripts").glob("*.py") if "options(" in path.read_text())
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_number_has_a_range_that_its_default_fits(script):
+    for each in flatten(option_class(script)):
+        if re.search(r"\bint\b|\bfloat\b", str(each.type)):
+            assert each.range is not None, f"{script}.py: {each.name} has no range in train/ranges.py"
+        if each.range is not None and each.default is not MISSING:
+            assert each.range.fits(each.default), (script, each.name, each.default)
+
+
+@dataclass(frozen=True)
+class Inner:
+    temperature: float = option(0.0, "a number")
+
+
+@dataclass(frozen=True)
+class Given:
+    prompt: str = option("", "a text")
+    out: str | None = option(None, "a text, or none")
+    batch: int = option(1, "a number")
+    limit: int | None = option(None, "a number, or none")
+    decode: Inner = field(default_factory=Inner)
+    settings: dict[str, str] = field(default_factory=dict, metadata={"prefix": "proposer."})
+
+
+@pytest.fixture
+def read(monkeypatch):
+    def read(*arguments: str) -> Given:
+        monkeypatch.setattr(sys, "argv", ["script", *arguments])
+        return options(Given, "")
+
+    return read
+
+
+@pytest.mark.parametrize(
+    "text", ["${f%%.*}", 'for f in *; do echo "${f%%.*}"; done', "\\${x}", "???", "${a", "{a: 1}", "[1]", "1e3", "a=b", "${oc.env:HOME}", "数 (1)"]
+)  # fmt: skip
+def test_text_stays_as_it_is_written(read, text):
+    given = read(f"prompt={text}", f"out={text}", f"proposer.model={text}")
+    assert (given.prompt, given.out, given.settings) == (text, text, {"model": text})
+
+
+def test_a_proposer_gets_text_as_it_is_written(tmp_path):
+    for text in ("${x}/model", "\\${x}", "数 (1)"):
+        assert (
+            proposers.configure("draft", settings={"model": text}, drafting=Drafting(), checkpoint=None)["model"]
+            == text
+        )
+    head = tmp_path / "${x}"
+    head.mkdir()
+    assert proposers.configure("head", settings={}, drafting=Drafting(), checkpoint=str(head))["checkpoint"] == str(
+        head
+    )
+    with pytest.raises(ValueError, match=r"^proposer\.num=0 must be a whole number of 1 or more\.$"):
+        proposers.configure("ngram", settings={"num": "0"}, drafting=Drafting(), checkpoint=None)
+    with pytest.raises(ValueError, match=r"^proposer\.threshold=\.nan must be a number from 0 to 1\.$"):
+        proposers.configure("layerskip", settings={"threshold": ".nan"}, drafting=Drafting(), checkpoint=None)
+
+
+@pytest.mark.parametrize(
+    ("argument", "sentence"),
+    [
+        ("batch=0", "batch=0 must be a whole number from 1 to 65536."),
+        ("batch=-1", "batch=-1 must be a whole number from 1 to 65536."),
+        ("limit=0", "limit=0 must be a whole number of 1 or more, or null."),
+        ("decode.temperature=nan", "decode.temperature=nan must be a number of 0 or more."),
+        ("decode.temperature=1e400", "decode.temperature=inf must be a number from 0 to 1e+30."),
+        ("decode.temperature=-1", "decode.temperature=-1.0 must be a number of 0 or more."),
+    ],
+)
+def test_a_number_outside_of_its_range_is_refused(read, argument, sentence):
+    with pytest.raises(ValueError) as refused:
+        read(argument)
+    assert str(refused.value) == sentence
+
+
+def test_null_is_none_where_that_is_allowed(read):
+    given = read("limit=null", "out=null", "prompt=null")
+    assert (given.limit, given.out, given.prompt) == (None, None, "null")
+
+
+# How a command ends
+
+
+@pytest.mark.parametrize(
+    ("number", "sentence"),
+    [
+        (errno.ENOENT, "error: no/x.jsonl: No such file or directory: check the path."),
+        (errno.EACCES, "error: no/x.jsonl: Permission denied: take a place that you may read and write, or change its permissions."),
+        (errno.EISDIR, "error: no/x.jsonl: Is a directory: name a file, not a folder."),
+        (errno.ENOSPC, "error: no/x.jsonl: No space left on device: free some disk space, or choose another place."),
+        (errno.ENAMETOOLONG, "error: no/x.jsonl: File name too long: choose a shorter name."),
+        (errno.EIO, "error: no/x.jsonl: Input/output error."),
+    ],
+)  # fmt: skip
+def test_what_the_system_refuses_is_one_sentence(number, sentence):
+    def main():
+        raise OSError(number, os.strerror(number), "no/x.jsonl")
+
+    with pytest.raises(SystemExit) as ended:
+        run(main)
+    assert ended.value.code == sentence
+
+
+def test_errors_without_a_file_are_told_too():
+    assert files.explain(ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")) == (
+        "Connection refused: start the server, or check its address."
+    )
+    assert files.explain(OSError("a library's\n  own words")) == "a library's own words"
+
+
+@pytest.mark.parametrize(
+    ("error", "said"), [(KeyboardInterrupt(), "Stopped.\n"), (KeyboardInterrupt("Kept."), "Kept.\n")]
+)
+def test_ctrl_c_is_a_line_and_130(capsys, error, said):
+    def main():
+        raise error
+
+    with pytest.raises(SystemExit) as ended:
+        run(main)
+    assert ended.value.code == 130 and capsys.readouterr().err == said
+
+
+def test_a_mistake_of_ours_keeps_its_traceback():
+    def main():
+        raise KeyError("ours")
+
+    with pytest.raises(KeyError):
+        run(main)
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments"),
+    [
+        ("answer", ["target.name=targets/smollm2-135m", "prompts={prompts}", "out=/proc/nope/x.jsonl"]),
+        ("datastore", ["data={rows}", "out=/proc/nope/x"]),
+        ("long_prompts", ["out=/proc/nope/x.jsonl"]),
+    ],
+)
+def test_a_folder_that_cannot_be_made_is_named(script, arguments, tmp_path, monkeypatch):
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n')
+    row = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b c d e"}]}\n'
+    (tmp_path / "r.jsonl").write_text(row)
+    given = [each.format(prompts=tmp_path / "p.jsonl", rows=tmp_path / "r.jsonl") for each in arguments]
+    monkeypatch.setattr(sys, "argv", [script, *given])
+    monkeypatch.chdir(ROOT)
+    module = importlib.import_module(f"scripts.{script}")
+    with pytest.raises(SystemExit) as ended:
+        run(module.main)
+    assert re.match(r"error: .*/proc/nope", str(ended.value.code)) and Path("/proc").exists()

@@ -1,0 +1,258 @@
+"""What a machine with one GPU needs of training and loading, on a CPU: the device's number, attention, memory, settings of accelerate."""
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from helpers import options
+from specdec import attention, devices
+from specdec.heads.decoder_block import Rotary, llama_config, ridge
+from specdec.target import Target
+from tests.support import load_head, make_drafter, make_target, train_command
+from train import objective, sharding
+from train.loader import Loader, Order
+
+GPU = torch.device("cuda", 0)
+CUDA_FULL = (
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB of which 1.2 GiB is free."
+)
+CPU_FULL = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 4000000000 bytes."
+
+
+@pytest.fixture
+def one_gpu(monkeypatch):
+    """torch.empty says where `cuda` is, which accelerate does not; -> the devices that threads have chosen"""
+    empty, chosen = torch.empty, []
+
+    def pretended(*sizes, device=None, **more):
+        cuda = device is not None and torch.device(device).type == "cuda"
+        return SimpleNamespace(device=GPU) if cuda else empty(*sizes, device=device, **more)
+
+    def set_device(device):
+        if torch.device(device).index is None:
+            raise ValueError(f"Expected a torch.device with a specified index or an integer, but got:{device}")
+        chosen.append((device, threading.current_thread().name))
+
+    monkeypatch.setattr(torch, "empty", pretended)
+    monkeypatch.setattr(torch.cuda, "set_device", set_device)
+    return chosen
+
+
+def test_the_loaders_thread_takes_a_device_without_a_number(one_gpu):
+    order = Order(num_packs=1, seed=0, batch=1, accumulation=1, number=0, num=1)
+    loader = Loader(SimpleNamespace(on_policy=None, ahead=1, stream=None), order=order, device=torch.device("cuda"))
+    assert loader.thread.submit(lambda: 7).result() == 7 and loader.device == GPU
+    loader.close()
+    assert [(device, name.startswith("loader")) for device, name in one_gpu] == [(GPU, True)]
+
+
+def test_the_accelerators_device_has_its_number(one_gpu, monkeypatch):
+    command = train_command()
+
+    class OneProcess:
+        """Of accelerate's Accelerator, the device: `cuda`, without a number."""
+
+        def __init__(self, **_):
+            self.state = SimpleNamespace(device=torch.device("cuda"))
+
+        device = property(lambda self: self.state.device)
+
+    monkeypatch.setattr(command, "Accelerator", OneProcess)
+    config = OmegaConf.create({"train": {"seed": 0, "shard": False, "timeout": 1}, "precision": "bf16", "threads": 1})
+    assert command.make_accelerator(config).device == GPU
+
+
+@pytest.mark.parametrize(("variable", "wanted"), [(None, False), ("TORCH_CUDNN_SDPA_AVOID_RECOMPILE", True)])
+def test_a_target_does_without_attention_of_cudnn_unless_the_user_chose_how(monkeypatch, variable, wanted):
+    if variable:
+        monkeypatch.setenv(variable, "1")
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+        make_target(11, num_layers=2)
+        assert torch.backends.cuda.cudnn_sdp_enabled() is wanted
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+# Products that are meant to be exact
+
+
+@pytest.mark.parametrize("precision", ["highest", "high"])
+def test_ridge_is_not_rounded_and_leaves_the_users_setting(precision):
+    places = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+    torch.set_float32_matmul_precision(precision)
+    before = [place.fp32_precision for place in places]
+
+    def pairs():
+        assert [place.fp32_precision for place in places] == ["ieee", "ieee"]
+        assert torch.backends.cuda.matmul.allow_tf32 is False  # torch refuses two answers
+        yield torch.randn(9, 3), torch.randn(9, 2)
+
+    try:
+        ridge(pairs())
+        assert torch.get_float32_matmul_precision() == precision
+        assert [place.fp32_precision for place in places] == before
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+def test_angles_are_not_products_of_matrices():
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            assert not any(name in str(func) for name in ("mm", "matmul", "einsum", "addr")), func
+            return func(*args, **(kwargs or {}))
+
+    rotary = Rotary(llama_config(make_target(11, num_layers=2), intermediate_size=None))
+    with Watch():
+        cos, _ = rotary(torch.zeros(1, 1), torch.tensor([[0, 30_001]]))
+    assert cos[0, 1, 0] == torch.tensor(30_001.0).cos()
+
+
+# Logits by free memory
+
+
+def drafter(device: torch.device, num_bytes: int) -> SimpleNamespace:
+    weight = SimpleNamespace(requires_grad=True, device=device, nbytes=num_bytes)
+    return SimpleNamespace(parameters=lambda: iter([weight]))
+
+
+@pytest.mark.parametrize(
+    ("losses", "free", "wanted"),
+    [
+        (["kl"], 66.5e9, 2**31),  # of 80 GB, beside a target of 8 B
+        (["kl"], 66.2e9, 2**31),  # a little less does not matter: a resumed run computes the same parts
+        (["kl"], 22e9, 2**29),
+        (["kl", "lk"], 66.5e9, 2**29),
+        (["kl"], 1e9, objective.LOGITS),  # at least what a CPU takes
+    ],
+)
+def test_logits_follow_the_free_memory_of_a_gpu(monkeypatch, losses, free, wanted):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(free), 85 * 10**9))
+    assert objective.num_logits(drafter(GPU, int(1.6e9)), losses) == wanted
+    assert objective.num_logits(drafter(torch.device("cpu"), int(1.6e9)), losses) == objective.LOGITS
+
+
+def test_goals_that_are_judged_at_a_time_follow_the_logits(monkeypatch):
+    drafter, settings = make_drafter(make_target(61), "eagle3"), load_head("eagle3")["objective"]
+    chunks = []
+    for logits in (objective.LOGITS, 16 * objective.LOGITS):
+        monkeypatch.setattr(objective, "num_logits", lambda *_, logits=logits: logits)
+        chunks.append(objective.Objective(drafter, **settings).chunk)
+    assert chunks == [2**27 // (7 * 61), 2**31 // (7 * 61)]
+    assert objective.Objective(drafter, **{**settings, "chunk": 5}).chunk == 5
+
+
+# Full memory
+
+
+FULL = {
+    "GPU": (torch.OutOfMemoryError(CUDA_FULL), "The memory of the GPU is full (2.15 GB were asked for)"),
+    "CPU": (RuntimeError(CPU_FULL), "The memory of this machine is full (4 GB were asked for)"),
+    "Windows": (RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 512 bytes."), "The memory of this machine is full"),
+    "cuBLAS": (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), "The memory of the GPU is full"),
+    "Python": (MemoryError(), "The memory of this machine is full"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FULL)
+def test_full_memory_is_told_from_other_errors(name):
+    error, wanted = FULL[name]
+    assert devices.out_of_memory(error).startswith(wanted)
+    outer = ValueError("around it")
+    outer.__cause__ = error
+    assert devices.out_of_memory(outer).startswith(wanted)
+    assert devices.out_of_memory(RuntimeError("shapes cannot be multiplied")) is None
+    assert devices.out_of_memory(ValueError(str(error) + " out of memory")) is None
+
+
+@pytest.mark.parametrize("name", ["GPU", "CPU"])
+def test_full_memory_ends_training_with_the_options_that_lower_it(fit, monkeypatch, name):
+    def fail(*_, **__):
+        raise FULL[name][0]
+
+    monkeypatch.setattr(objective.Objective, "forward", fail)
+    with pytest.raises(ValueError) as caught:
+        fit("full", "head=eagle3", "train.batch=2", "solve_packs=0")
+    said = str(caught.value)
+    assert said.startswith(FULL[name][1]) and "\n" not in said
+    for option in ("data.length=64", "train.batch=2 (raise train.accumulation=1 as much)", "head.objective.depth=7",
+                   "head.objective.gradient_checkpointing=true"):  # fmt: skip
+        assert option in said
+    with pytest.raises(ValueError) as caught:
+        fit("full2", "head=mtp", "solve_packs=0", "head.objective.gradient_checkpointing=true")
+    assert "train.batch" not in str(caught.value) and "head.objective" not in str(caught.value)
+
+
+def test_full_memory_ends_a_command_with_its_options(monkeypatch):
+    monkeypatch.setattr(
+        options, "_names", {"batch", "max_new_tokens", "decode.nodes", "target.dtype", "target.device", "seed"}
+    )
+    for error, wanted in FULL.values():
+
+        def main(error=error):
+            raise error
+
+        with pytest.raises(SystemExit) as caught:
+            options.run(main)
+        assert str(caught.value).startswith(f"error: {wanted}")
+        assert str(caught.value).endswith(
+            ": lower batch=, max_new_tokens=, decode.nodes=, or use target.dtype=bfloat16, or target.device=auto with more "
+            "GPUs, or a smaller or quantised target."
+        )
+    with pytest.raises(RuntimeError, match="shapes"):
+        options.run(lambda: (_ for _ in ()).throw(RuntimeError("shapes")))
+
+
+def test_a_target_that_does_not_fit_into_a_cpu_is_named(folder, monkeypatch):
+    def fail(*_, **__):
+        raise RuntimeError(CPU_FULL)
+
+    monkeypatch.setattr("specdec.target_loading._read", fail)
+    monkeypatch.setattr("specdec.target_loading.load_config", lambda *_, **__: SimpleNamespace(to_dict=dict))
+    monkeypatch.setattr(
+        "specdec.target_loading._find_class", lambda *_, **__: (SimpleNamespace(from_pretrained=None), None)
+    )
+    monkeypatch.setattr("specdec.target_parallel.check", lambda *_, **__: None)
+    monkeypatch.setattr(attention, "implementation", lambda kind: "sdpa")
+    with pytest.raises(ValueError, match=r"does not fit into the memory of device=cpu"):
+        Target.load(str(folder / "target"))
+
+
+# Settings of accelerate
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR"),
+        ("ACCELERATE_USE_DEEPSPEED", "true"),
+        ("ACCELERATE_USE_MEGATRON_LM", "true"),
+        ("ACCELERATE_USE_PARALLELISM_CONFIG", "true"),
+        ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4"),
+    ],
+)
+@pytest.mark.parametrize("shard", [False, True])
+def test_settings_of_accelerate_that_training_does_not_take_are_refused(monkeypatch, variable, value, shard):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ValueError, match=rf"^accelerate's configuration asks for .* \({variable}={value}\): choose"):
+        sharding.plugin(shard)
+
+
+def test_what_accelerates_launcher_always_sets_is_taken(monkeypatch):
+    for variable, value in {"ACCELERATE_DYNAMO_BACKEND": "NO", "ACCELERATE_USE_FSDP": "false",
+                            "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1"}.items():  # fmt: skip
+        monkeypatch.setenv(variable, value)
+    assert sharding.plugin(False) is None
+
+
+def test_they_are_refused_before_anything_is_loaded(fit, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
+    monkeypatch.setattr(Target, "load", lambda *_, **__: pytest.fail("the target was loaded"))
+    with pytest.raises(ValueError, match="ACCELERATE_DYNAMO_BACKEND=INDUCTOR"):
+        fit("run")

@@ -1,0 +1,227 @@
+"""What every option may be: of conf/*.yaml, of conf/proposer, and the numbers of the scripts' options. One table for all commands, because
+the same word means the same thing everywhere.
+
+An option is looked up by its full name, then without the groups in front: head.drafter.window, drafter.window, window. A name that ends
+with * stands for all options of a group. Draft.num_layers is that of the class Draft alone.
+"""
+
+import difflib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+LARGEST, HUGE = 2**53, 1e30  # whole numbers, and others, for which nothing else is said
+Value = Any  # as OmegaConf's containers hold it: a number, text, true or false, null, a list or a dict
+
+
+@dataclass(frozen=True)
+class Range:
+    """kind: int, float, bool, str or dict; None: anything. choices: the only values, instead of a kind
+
+    least, most: of numbers; above, below: whether these bounds themselves are left out. null: whether null is allowed
+    lists: no, also (one value or a list), only (a list), weighted (also, or values by weight); num: values of such a list; None: any
+    """
+
+    kind: type | None = None
+    choices: tuple = ()
+    least: float = -HUGE
+    most: float = HUGE
+    above: bool = False
+    below: bool = False
+    null: bool = False
+    lists: str = "no"
+    num: int | None = None
+
+    @property
+    def or_null(self) -> "Range":
+        return replace(self, null=True)
+
+    @property
+    def or_list(self) -> "Range":
+        return replace(self, lists="also")
+
+    def list_of(self, num: int | None = None) -> "Range":
+        return replace(self, lists="only", num=num)
+
+    @property
+    def text(self) -> bool:
+        """Whether a value stays as it is written on the command line."""
+        return self.kind is str and not self.choices
+
+    def fits(self, value: Value) -> bool:
+        if value is None or self.kind is None:
+            return self.null or self.kind is None
+        if isinstance(value, dict):
+            return self.kind is dict or self.lists == "weighted"
+        if isinstance(value, list | tuple):
+            whole = self.num in (None, len(value))
+            return self.lists != "no" and whole and all(each is not None and self._fits(each) for each in value)
+        return self.lists != "only" and self._fits(value)
+
+    def _fits(self, value: Value) -> bool:
+        if self.choices:
+            return any(value == each and type(value) is type(each) for each in self.choices)
+        if self.kind is str:
+            return isinstance(value, str) and value != ""
+        if self.kind is bool:
+            return isinstance(value, bool)
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float if self.kind is float else int)
+            or self.kind is dict
+        ):
+            return False
+        enough = value > self.least if self.above else value >= self.least  # false for NaN
+        return enough and (value < self.most if self.below else value <= self.most)
+
+    def words(self, value: Value) -> str:
+        """What an option must be, when it is `value`."""
+        if self.choices:
+            said = [show(each) for each in (*self.choices, *([None] if self.null else []))]
+            return " or ".join(said) if len(said) < 3 else f"one of {', '.join(said)}"
+        kinds: dict = {str: "a text that is not empty", bool: "true or false", dict: "settings, such as {r: 8}"}
+        one = kinds.get(self.kind) or self._number(value)
+        many = f"a list of {self.num or 'values'}, each {one}"
+        also = f"{one}, or a list of these"
+        one = {"no": one, "also": also, "only": many, "weighted": f"{also}, or these by weight"}[self.lists]
+        return f"{one}, or null" if self.null else one
+
+    def _number(self, value: Value) -> str:
+        one = "a whole number" if self.kind is int else "a number"
+        if self.most in (LARGEST, HUGE) and not (isinstance(value, int | float) and value > self.most):
+            if self.least in (-LARGEST, -HUGE):
+                return one
+            return f"{one} above {self.least}" if self.above else f"{one} of {self.least} or more"
+        if self.above or self.below:
+            most = f"below {self.most}" if self.below else f"at most {self.most}"
+            return f"{one} {'above' if self.above else 'of at least'} {self.least} and {most}"
+        return f"{one} from {self.least} to {self.most}"
+
+
+def whole(least: int = -LARGEST, most: int = LARGEST) -> Range:
+    return Range(int, least=least, most=most)
+
+
+def number(least: float = -HUGE, most: float = HUGE, *, above: bool = False, below: bool = False) -> Range:
+    return Range(float, least=least, most=most, above=above, below=below)
+
+
+def choice(*choices: Value) -> Range:
+    return Range(type(choices[-1]), choices)
+
+
+FLAG, TEXT, GROUP, ANY = Range(bool), Range(str), Range(dict), Range()
+POSITIVE, SHARE = number(0, above=True), number(0, 1)
+LONG = number(0, 10**6, above=True)  # seconds or minutes
+COUNT, SIZE, FEW, EVERY = whole(1), whole(1, 2**20), whole(1, 1024), whole(0)
+
+RANGES = {
+    # A run
+    "run": TEXT, "start": TEXT.or_null, "start_vocab": choice("keep", "data", "more"), "resume": choice(True, False, "auto"),
+    "tracker": choice("none", "wandb", "tensorboard", "trackio"), "progress": choice("auto", "rich", "plain", "quiet"),
+    "threads": FEW.or_null, "precision": choice("auto", "bf16", "fp32"), "solve_packs": whole(0), "_target_": TEXT,
+    # The target
+    "target.name": TEXT, "target.revision": TEXT.or_null, "target.device": TEXT.or_null, "target.tp": FEW, "target.shard": FLAG,
+    "target.dtype": choice("auto", "bfloat16", "float32", "float16", "float64"), "trust_remote_code": FLAG,
+    # Data and features
+    "data.train": Range(str, lists="weighted"), "data.heldout": TEXT, "split": TEXT.or_null, "heldout_split": TEXT.or_null, "length": COUNT, "pack": FLAG.or_null,
+    "limit": COUNT.or_null, "data.thinking": FLAG.or_null, "hold_out": whole(0), "data.tokens": COUNT.or_null, "on_policy": SHARE,
+    "on_policy_temperature": number(0), "cache": TEXT, "workers": FEW.or_null, "ahead": whole(0, 1024), "stream": FLAG,
+    "buffer": COUNT, "features.mode": choice("cached", "online", "engine"), "features.engine": TEXT.or_list.or_null,
+    "in_flight": whole(1, 65536), "patience": number(0, 10**6), "vllm.*": ANY, "features.vllm": GROUP, "features.folder": TEXT,
+    "features.layers": whole().list_of(), "bits": choice(8).or_null,
+    # Optimizer and loop
+    "optimizer.name": choice("adamw", "adamw8bit", "muon"), "lr": number(0), "muon_lr": number(0).or_null,
+    "betas": number(0, 1, below=True).list_of(2), "weight_decay": number(0), "schedule": choice("cosine", "wsd", "constant"),
+    "warmup": whole(0), "optimizer.decay": number(0, 1, above=True), "final": SHARE, "steps": COUNT, "batch": whole(1, 65536),
+    "accumulation": whole(1, 65536), "max_grad_norm": number(0), "log_every": EVERY, "validate_every": EVERY, "save_every": EVERY.or_null,
+    "save_minutes": number(0).or_null,
+    "validate_first": FLAG, "best_by": choice("tau", "speedup"), "skip_not_finite": FLAG, "train.shard": FLAG, "timeout": LONG,
+    "seed": whole(0, 2**32 - 1), "ema": number(0, 1, above=True, below=True).or_null,
+    # Validation
+    "num_prompts": COUNT.or_null, "max_new_tokens": COUNT, "temperature": number(0), "validation.decode": choice("best", "end", "always"),
+    "validation.auto": choice("never", "end", "always"), "validation.share": number(0).or_null, "served": TEXT.or_null,
+    "validation.answers": TEXT,
+    # Heads
+    "vocab_size": COUNT.or_null, "delay": whole(0), "num_drafts": FEW, "num_layers": FEW, "Draft.num_layers": FEW.or_null,
+    "num_heads": FEW, "num_blocks": whole(0, 1024), "num_modules": FEW.or_null, "lora_rank": SIZE, "lora_alpha": POSITIVE,
+    "lora_modules": TEXT.list_of(), "target_layers": whole().list_of().or_null, "copy_layers": whole().list_of().or_null,
+    "full_layers": whole(0).list_of().or_null, "intermediate_size": SIZE.or_null, "drafter.width": SIZE.or_null,
+    "markov_rank": SIZE.or_null, "drafter.window": whole(2).or_null, "mask_token": whole(0).or_null, "drafter.model": TEXT.or_null,
+    "lora": GROUP.or_null, "borrow_embeddings": FLAG.or_null,
+    **dict.fromkeys(
+        "anchor_predicts fuse confidence window_causal markov_table own_output norm_features norm_output native zero_first "
+        "attention_bias gradient_checkpointing lossy compile cuda_graphs from_text".split(),
+        FLAG,
+    ),
+    # Objectives
+    "losses.*": number(0), "decay": number(0), "weighting": choice("decay", "dpace", "vat"), "objective.temperature": POSITIVE,
+    "eta": number(0), "noise": number(0), "supervise": choice("answers", "text"), "anchors": COUNT.or_null,
+    "keep": number(0, 1, above=True), "chunk": COUNT.or_null, "passes": whole(0, 1024),
+    # Decoding
+    "depth": FEW, "width": FEW, "nodes": whole(1, 65536).or_null, "children": choice("chosen", "distinct", "independent"),
+    "stopping": GROUP.or_null, "rule": choice("token", "block", "typical"), "top_k": COUNT.or_null, "top_p": number(0, 1, above=True).or_null,
+    "repetition_penalty": POSITIVE,
+    # Proposers
+    "members": TEXT.or_list, "inner": TEXT, "costs": TEXT.or_null, "num": COUNT, "sinks": whole(0), "window": COUNT, "chunks": whole(0),
+    "proposer.chunk": COUNT, "proposer.model": TEXT, "proposer.checkpoint": TEXT.or_null, "proposer.decode": ANY,
+    "proposer.layers": whole().or_list.or_null, "threshold": SHARE, "ngram": whole(2, 1024), "guesses": whole(0), "datastore": TEXT.or_null,
+    "min": FEW, "max": FEW, "samples": COUNT, "factor": number(0), "offset": number(0), "least": SHARE, "memory": whole(0),
+    # Numbers of the scripts alone
+    **dict.fromkeys(
+        "concurrent groups judged max_length max_model_len packs prefill_tokens prompt queue record_max_bytes max_body repeats rounds rows "
+        "tokens tries max_tokens document".split(),
+        COUNT,
+    ),
+    **dict.fromkeys("minutes most_seconds seconds watch".split(), LONG),
+    **dict.fromkeys("most_memory peak_flops epochs".split(), POSITIVE),
+    "tp": FEW, "data_parallel": FEW, "tensor_parallel": FEW, "min_tokens": whole(0), "row": whole(0), "picture_prompt": whole(0),
+    "port": whole(0, 65535), "record_rate": SHARE, "old_share": number(0, 1, below=True),
+    "heldout_share": number(0, 1, below=True), "tolerance": number(0),
+}  # fmt: skip
+
+
+def find(name: str) -> Range | None:
+    """The declaration of an option; None if it has none."""
+    parts = name.split(".")
+    for start in range(len(parts)):
+        for last in (parts[-1], "*"):
+            found = RANGES.get(".".join([*parts[start:-1], last]))
+            if found is not None:
+                return found
+    return None
+
+
+def check(settings: dict, *, free: tuple[str, ...] = ()) -> None:
+    """Raises ValueError, with its name, for the first option that is not what it may be, or that does not exist.
+
+    settings: in groups, or by dotted name; free: beginnings of names that need no declaration
+    """
+    for name, value, declared in _options(settings):
+        if declared is None and not name.startswith(free):
+            close = difflib.get_close_matches(name.rpartition(".")[2], RANGES, n=1)
+            raise ValueError(
+                f"There is no option {name!r}.{f' Did you mean {close[0]!r}?' if close else ''} See --help."
+            )
+        if declared is not None and not declared.fits(value):
+            raise ValueError(f"{name}={show(value)} must be {declared.words(value)}.")
+
+
+def _options(settings: dict, prefix: str = "") -> Iterator[tuple[str, Value, Range | None]]:
+    owner = str(settings.get("_target_")).rpartition(".")[2]
+    for key, value in settings.items():
+        declared = RANGES.get(f"{owner}.{key}") or find(f"{prefix}{key}")
+        if isinstance(value, dict) and declared is None:
+            yield from _options(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value, declared
+
+
+def show(value: Value) -> str:
+    """A value as it is written on the command line."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(show, value))}]"
+    text = str(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
