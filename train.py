@@ -101,7 +101,7 @@ def fit_alone(config: DictConfig, path: Path, accelerator: Accelerator) -> int:
     packs, stream = (loaded.first, loaded) if isinstance(loaded, Stream) else (loaded, None)
     rows = reading.load_prompts(config.data.heldout, split=config.data.heldout_split)
     with reading.at(str(config.data.heldout)):
-        prompts = data.encode_prompts(reading.spread(rows, config.validation.num_prompts), tokenizer)
+        prompts = encode_prompts(config, tokenizer, packs, reading.spread(rows, config.validation.num_prompts))
     drafter, spec = make_drafter(config, target, packs)
     drafter.to(accelerator.device)
     with named("features"):
@@ -246,7 +246,7 @@ def load_data(
     """The conversations that are trained on, all of them packed, or read as they come."""
     packed = packs_rows(target, length=config.data.length, pack=config.data.pack)
     chosen = OmegaConf.to_container(config.data, resolve=True)
-    same = {key: chosen[key] for key in ("train", "hold_out", "tokens", "length")} | {"packed": packed}
+    same = {key: chosen[key] for key in ("train", "hold_out", "tokens", "length", "thinking")} | {"packed": packed}
     with named("data"):
         if config.data.stream:
             plan = Plan(
@@ -256,9 +256,22 @@ def load_data(
             group = Group.of(accelerator, target)
             return Stream(plan, process=group.number, num_processes=group.num)
         encoding = Encoding(
-            tokenizer, Path(config.data.cache), config.data.split, config.data.limit, config.data.workers
+            tokenizer,
+            Path(config.data.cache),
+            config.data.split,
+            config.data.limit,
+            config.data.workers,
+            same.pop("thinking"),
         )
         return load_packs(encoding=encoding, **same)  # whichever process encodes shows it
+
+
+def encode_prompts(
+    config: DictConfig, tokenizer: PreTrainedTokenizerBase, packs: Packs, rows: list[dict]
+) -> list[Prompt]:
+    """Held-out prompts, in the thinking mode of the rows that are trained on, unless the configuration or a prompt says another."""
+    thinking = packs.modes[0] if config.data.thinking is None and len(packs.modes) == 1 else config.data.thinking
+    return data.encode_prompts(rows, tokenizer, thinking=thinking, trained=packs.modes)
 
 
 def make_drafter(config: DictConfig, target: Target, packs: Packs) -> tuple[Head, dict]:
@@ -390,7 +403,7 @@ def make_serve(config: DictConfig, say: Callable[[str], None]) -> Serving | None
             "validation.served= serves chains at temperature 0: use decode=chain and validation.temperature=0."
         )
     given = {"prompts": config.data.heldout, "split": config.data.heldout_split}
-    given |= {"limit": chosen.num_prompts, "max_new_tokens": chosen.max_new_tokens}
+    given |= {"thinking": config.data.thinking, "limit": chosen.num_prompts, "max_new_tokens": chosen.max_new_tokens}
     given |= {f"target.{key}": target[key] for key in ("name", "dtype", "trust_remote_code")}
     with named("validation"):
         return Serving(chosen.served, given | {"num_drafts": config.decode.depth}, say)

@@ -50,7 +50,7 @@ class Answer:
     limit: int | None = option(None, "answer only the first LIMIT prompts; null: all")
     num_prompts: int | None = option(None, "how many prompts to write, with prompts=self")
     max_new_tokens: int = option(160, "longest answer, in tokens")
-    thinking: bool | None = option(None, "enable_thinking of the chat template: true or false; null: its default")
+    thinking: bool | None = option(None, loading.THINKING + "; null: the template's default")
     tag: str | None = option(None, "comma list of tags that every row gets, beside those of its prompt")
     engine: str | None = option(
         None, "comma list of URLs of servers, or vllm (in this process); null: this project's decoder"
@@ -170,7 +170,6 @@ def write(chosen: Answer, console: rich.console.Console) -> None:
         tokenizer,
         chosen.batch,
         chosen.in_flight,
-        chosen.thinking,
         chosen.features,
         console,
         compile=chosen.decode.compile,
@@ -232,9 +231,7 @@ def write_missing(
     ends: Counter[str] = Counter()
     with progress.start("answering", num_missing, unit="answers") as shown:
         for group in writer.write(jobs, finished):
-            answers.append(
-                *(answering.conversation(*pair, tokenizer=digest, thinking=chosen.thinking) for pair in group)
-            )
+            answers.append(*(answering.conversation(*pair, tokenizer=digest) for pair in group))
             ends.update(answer.finish for _, answer in group)
             ends.update("empty" for _, answer in group if not answer.text.strip())
             shown.advance(len(group), num_tokens=sum(answer.num_tokens for _, answer in group))

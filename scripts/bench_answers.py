@@ -102,7 +102,7 @@ def measure(chosen: BenchAnswers, console: rich.console.Console) -> dict[str, li
     law = Law(frozenset(), chosen.max_new_tokens)
     longest = max(len(job.tokens) for job in jobs) + chosen.max_new_tokens
     shared = {"target": chosen.target, "tokenizer": tokenizer, "batch": chosen.batch, "in_flight": chosen.in_flight,
-              "thinking": None, "features": FeatureOptions(), "console": console}  # fmt: skip
+              "features": FeatureOptions(), "console": console}  # fmt: skip
     with (
         tempfile.TemporaryDirectory() as name,
         Writers(Source(chosen.engine, **shared)) as servers,

@@ -43,6 +43,7 @@ class Check:
     formats: str | None = field(default=None, metadata={"help": f"comma list of {', '.join(FORMATS)}; null: all"})
     prompts: str = field(default="data/prompts_heldout.jsonl", metadata={"help": "rows with prompt or messages"})
     split: str | None = field(default=None, metadata={"help": loading.SPLIT})
+    thinking: bool | None = field(default=None, metadata={"help": f"{loading.THINKING}; null: as the head was trained"})
     limit: int | None = field(default=16, metadata={"help": "use LIMIT prompts, spread over the file; null: all"})
     max_new_tokens: int = field(default=64, metadata={"help": "longest answer, in tokens"})
     num_drafts: int = field(
@@ -174,7 +175,8 @@ def check_real(chosen: Check, console: rich.console.Console) -> Iterator[tuple[d
                 f"record=true writes beside the checkpoint, and {folder} is on the Hub: download a copy and name that."
             )
         rows = reading.spread(reading.load_prompts(chosen.prompts, split=chosen.split), chosen.limit)
-        prompts = [data.encode_row(loaded.tokenizer, row) for row in rows]
+        thinking = loading.mode_of([folder]) if chosen.thinking is None else chosen.thinking
+        prompts = [data.encode_row(loaded.tokenizer, row, thinking=thinking) for row in rows]
         depth, num = loaded.drafter.depth, chosen.num_drafts
         if depth is not None:
             num = depth if isinstance(loaded.drafter, BlockDrafter) else min(num, depth)

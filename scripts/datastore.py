@@ -24,6 +24,7 @@ class Datastore:
     keep: str = field(default="answers", metadata={"help": "of conversations: answers or everything"})
     length: int = field(default=16, metadata={"help": "longest match that can be found, in tokens"})
     split: str | None = field(default=None, metadata={"help": loading.SPLIT})
+    thinking: bool | None = field(default=None, metadata={"help": f"{loading.THINKING}; null: told by the rows"})
     limit: int | None = field(default=None, metadata={"help": "read only the first LIMIT rows; null: all"})
     target: loading.TokenizerOptions = field(default_factory=loading.TokenizerOptions)
 
@@ -37,7 +38,7 @@ def main() -> None:
 
     start = time.perf_counter()
     tokenizer = load_tokenizer(chosen.target.name, trust_remote_code=chosen.target.trust_remote_code)
-    rows = {"split": chosen.split, "keep": chosen.keep, "limit": chosen.limit}
+    rows = {"split": chosen.split, "keep": chosen.keep, "limit": chosen.limit, "thinking": chosen.thinking}
     texts = list(progress.track(datastore.read_texts(chosen.data, tokenizer, **rows), "tokenising", unit="texts"))
     if not texts:
         raise ValueError(f"data={chosen.data} holds no text, so there is nothing to retrieve: give some with text.")

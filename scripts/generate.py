@@ -18,13 +18,16 @@ from specdec.grammar import FORMS, Constraint
 from specdec.measurement import first_difference, seeded_generator, top2_gap
 from specdec.sampling import Sampling
 from specdec.server.text import StreamedText
-from train import data, progress
+from train import chat_template, data, progress
 
 
 @dataclass(frozen=True, kw_only=True)
 class Generate(proposers.ProposerOptions):
     prompt: str = field(
         metadata={"help": "text of the user's message; text to continue, for a model without a chat template"}
+    )
+    thinking: bool | None = option(
+        None, f"{loading.THINKING}; null: as the checkpoint was trained, else the template's default"
     )
     max_new_tokens: int = option(128, "longest answer, in tokens")
     stop_strings: str | None = option(None, "comma list of texts that end the answer")
@@ -39,8 +42,12 @@ def main() -> None:
     console = progress.Results()
     sampling, drafting = chosen.decode.sampling(), chosen.decode.drafting()
     loaded = proposers.load(chosen, chosen.target, drafting)
+    heads = [chosen.checkpoint] if chosen.checkpoint else []
+    thinking = loading.mode_of(heads) if chosen.thinking is None else chosen.thinking
+    chat_template.check_mode(loaded.tokenizer, thinking)
     messages = [{"role": "user", "content": chosen.prompt}]
-    prompt = data.encode_row(loaded.tokenizer, {"id": "prompt=", "prompt": chosen.prompt, "messages": messages})
+    row = {"id": "prompt=", "prompt": chosen.prompt, "messages": messages}
+    prompt = data.encode_row(loaded.tokenizer, row, thinking=thinking)
     strings = tuple(chosen.stop_strings.split(",")) if chosen.stop_strings else ()
     shared = {
         "sampling": sampling,

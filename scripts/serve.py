@@ -5,7 +5,7 @@
       -d '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 64}'
 
 http://localhost:8000 is a page on which drafted and plain answers are written side by side. Beside OpenAI's fields, requests may
-have top_k, repetition_penalty, ignore_eos, structured_outputs, chat_template_kwargs, speculate=false for an answer without drafts, and details=true for
+have top_k, repetition_penalty, ignore_eos, structured_outputs, chat_template_kwargs (enable_thinking), speculate=false for an answer without drafts, and details=true for
 what every round drafted. /metrics counts drafts under vLLM's names. record=FOLDER records conversations, to train on them
 (docs/traffic.md); nothing is recorded without it. Ctrl-C or SIGTERM: what runs is finished, a second one ends it.
 docs/serving.md says when to serve with vLLM, SGLang or llama.cpp instead.
@@ -25,7 +25,7 @@ from specdec.decode import Decoder
 from specdec.grammar import Grammars
 from specdec.sampling import Sampling
 from specdec.traffic import Origin
-from train import data
+from train import chat_template, data
 from train.pages.live_page import live_page
 
 KINDS = [Sampling(1.0, top_p=0.9), Sampling(1.0), Sampling()]  # one of each Sampling.kind
@@ -36,6 +36,7 @@ class Serve(proposers.ProposerOptions, recording.RecordOptions):
     host: str = option("127.0.0.1", "address to listen at; 0.0.0.0: all of this machine, for anyone who reaches it")
     port: int = option(8000, "port to listen at; 0: any free one")
     model: str | None = option(None, "name of the model in requests; null: the target's. The checkpoint's is known too")
+    thinking: bool | None = option(None, f"{loading.THINKING}; null: the template's default")
     rows: int = option(8, "requests that are decoded at once; the others wait")
     queue: int = option(256, "requests that may wait; further ones are refused with status 429")
     prefill_tokens: int = option(512, "tokens of new prompts that are read between two rounds of the other requests")
@@ -83,6 +84,7 @@ def main() -> None:
     listening = listen(chosen.host, chosen.port)
     drafting = chosen.decode.drafting()
     loaded = proposers.load(chosen, chosen.target, drafting)
+    chat_template.check_mode(loaded.tokenizer, chosen.thinking)
     decoding.show_measuring(loaded.proposer)
     runner, stop = drafting.runner(), loaded.stop
     decoder = lambda proposer: drafting.decoder(loaded.target, proposer, sampling=Sampling(), stop=stop, runner=runner)
@@ -113,7 +115,8 @@ def main() -> None:
         metrics=metrics,
         tokenizer=loaded.tokenizer,
         engine_tokenizer=copy.deepcopy(loaded.tokenizer),
-        encode_chat=lambda messages, thinking: data.encode_prompt(loaded.tokenizer, messages, thinking=thinking),
+        encode_chat=functools.partial(data.encode_prompt, loaded.tokenizer),
+        thinking=chosen.thinking,
         stop=frozenset(stop),
         model=model,
         other_names=(str(chosen.checkpoint),) if chosen.checkpoint else (),

@@ -26,6 +26,7 @@ class ServeHeldout:
     checkpoint: str = field(metadata={"help": loading.CHECKPOINT})
     prompts: str = option("data/prompts_heldout.jsonl", "rows with prompt or messages")
     split: str | None = option(None, loading.SPLIT)
+    thinking: bool | None = option(None, f"{loading.THINKING}; null: as the checkpoint was trained")
     limit: int | None = option(8, "use LIMIT prompts, spread over the file; null: all")
     max_new_tokens: int = option(48, "longest answer, in tokens")
     num_drafts: int = option(2, "drafts per round: of the chain that was replayed")
@@ -43,9 +44,9 @@ def main() -> None:
         target = Target.load_ends(name, dtype=chosen.target.dtype_here, **origin)
         tokenizer = load_tokenizer(name, **origin)
     drafter = checkpoint.load(folder, target)
-    prompts = [
-        prompt.tokens for prompt in data.load_prompts(chosen.prompts, tokenizer, split=chosen.split, limit=chosen.limit)
-    ]
+    thinking = loading.mode_of([chosen.checkpoint]) if chosen.thinking is None else chosen.thinking
+    found = data.load_prompts(chosen.prompts, tokenizer, split=chosen.split, limit=chosen.limit, thinking=thinking)
+    prompts = [prompt.tokens for prompt in found]
     num = chosen.num_drafts if drafter.depth is None else min(chosen.num_drafts, drafter.depth)
     provenance = serving.Provenance.read(folder, target=target, license="other", data=None, num_drafts=num)
     form = vllm.form(drafter)

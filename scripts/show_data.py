@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from helpers import loading
 from helpers.options import options, run
 from specdec.target import load_tokenizer
-from train import progress
+from train import chat_template, progress
 from train.data import encode, show, truncate
 from train.reading import at, load_conversations
 
@@ -20,6 +20,7 @@ class ShowData:
     num: int = field(default=1, metadata={"help": "number of rows to print"})
     max_length: int = field(default=1024, metadata={"help": "rows are cut to this many tokens, as in training"})
     split: str | None = field(default=None, metadata={"help": loading.SPLIT})
+    thinking: bool | None = field(default=None, metadata={"help": f"{loading.THINKING}; null: told by the rows"})
     target: loading.TokenizerOptions = field(default_factory=loading.TokenizerOptions)
 
 
@@ -27,7 +28,9 @@ def main() -> None:
     chosen = options(ShowData, __doc__)
     console = progress.Results()
     tokenizer = load_tokenizer(chosen.target.name, trust_remote_code=chosen.target.trust_remote_code)
-    conversations = load_conversations(chosen.data, split=chosen.split, limit=chosen.row + chosen.num)[chosen.row :]
+    chat_template.check_mode(tokenizer, chosen.thinking)
+    limit, thinking = chosen.row + chosen.num, chosen.thinking
+    conversations = load_conversations(chosen.data, split=chosen.split, limit=limit, thinking=thinking)[chosen.row :]
     if not conversations:
         raise ValueError(f"{chosen.data} has no row {chosen.row}. Choose a smaller row=.")
     with at(chosen.data):

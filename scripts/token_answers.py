@@ -23,6 +23,7 @@ from helpers.options import options, run
 from specdec import checkpoint, files
 from specdec.target import load_tokenizer
 from train import answering, data, progress, reading, row_files
+from train.chat_template import options_of
 
 COLUMNS = ("prompt", "temperature", "stopped", "length", "tokens")
 
@@ -33,12 +34,14 @@ class TokenAnswers:
     prompts: str = field(metadata={"help": "the prompts that were answered: JSONL, folder or dataset"})
     out: str = field(metadata={"help": "the .npz or .jsonl file to write"})
     split: str | None = field(default=None, metadata={"help": f"of the prompts: {loading.SPLIT}"})
+    thinking: bool | None = field(default=None, metadata={"help": "the thinking= with which the prompts were answered"})
     target: loading.TokenizerOptions = field(default_factory=loading.TokenizerOptions)
 
 
 def about(tokenizer: PreTrainedTokenizerBase, prompts: list[dict]) -> dict:
     """By what a file of token ids is known to belong to these prompts."""
-    digest = hashlib.sha256(json.dumps([[row["id"], row["messages"]] for row in prompts]).encode()).hexdigest()[:16]
+    asked = [[row["id"], row["messages"], *filter(None, [options_of(row)])] for row in prompts]
+    digest = hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
     return {"tokenizer": data.vocabulary(tokenizer, len(tokenizer))[0], "num_prompts": len(prompts), "prompts": digest}
 
 
@@ -52,6 +55,11 @@ def pack(rows: list[dict], prompts: list[dict], *, tokenizer: str, source: str) 
             raise ValueError(
                 f"{source}: the answer {row.get('id')} has no token ids of this tokenizer, or belongs to no prompt of prompts=. "
                 "Give answers that scripts/answer.py wrote with this target, and their prompts."
+            )
+        if options_of(row) != options_of(prompts[numbers[f"{name}@"]]):
+            raise ValueError(
+                f"{source}: the answer {row['id']} was written with another thinking mode or other tools than its prompt says. Give "
+                "the thinking= with which the prompts were answered."
             )
         found.append(
             (numbers[f"{name}@"], row["temperature"], row["finish"] == "stop", row["tokens"][row["prompt_tokens"] :])
@@ -76,11 +84,7 @@ def unpack(
         *(columns[name].tolist() for name in COLUMNS[:4]), ends.tolist()
     ):
         prompt, tokens = prompts[number], columns["tokens"][end - length : end].tolist()
-        job = answering.Job(
-            f"{prompt['id']}@{temperature:g}", prompt["category"], float(temperature), prompt["messages"],
-            data.encode_row(tokenizer, prompt), tuple(prompt["tags"]),
-            None if tokenizer.chat_template else prompt.get("prompt"),
-        )  # fmt: skip
+        (job,) = answering.Job.of(tokenizer, prompt, [float(temperature)])
         # `written` takes an answer to be ended if its last token is among these
         answer = answering.written(tokenizer, tokens, {tokens[-1]} if stopped else (), job.before)
         yield answering.conversation(job, answer, tokenizer=digest)
@@ -110,7 +114,8 @@ def main() -> None:
     if out.exists():
         raise ValueError(f"{out} exists; choose another out=FILE or delete it.")
     tokenizer = load_tokenizer(chosen.target.name, trust_remote_code=chosen.target.trust_remote_code)
-    prompts = reading.load_prompts(chosen.prompts, split=chosen.split)
+    mode = {} if chosen.thinking is None else {"thinking": chosen.thinking}
+    prompts = [mode | row for row in reading.load_prompts(chosen.prompts, split=chosen.split)]
     expected = about(tokenizer, prompts)
     if out.suffix == ".npz":
         rows = [reading.parse(place, line) for place, line in row_files.read_lines(source)]

@@ -191,6 +191,12 @@ class Decoder:
             raise ValueError(
                 "Decoding needs at least one prompt, every prompt at least one token, and max_new_tokens >= 1."
             )
+        highest = max(map(max, prompts))
+        if highest >= self.target.vocab_size or min(map(min, prompts)) < 0:
+            raise ValueError(
+                f"A prompt has the token {highest}, and {self.target.name} knows tokens from 0 to {self.target.vocab_size - 1}: "
+                "encode it with the tokenizer that belongs to the model."
+            )
         limit = self.target.max_positions
         depth = self.proposer.depth if self.proposer else 0
         longest = max(len(prompt) for prompt in prompts)

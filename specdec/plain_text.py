@@ -9,6 +9,8 @@ import warnings
 from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
+from specdec import token_ids
+
 
 def opening(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The tokens that the tokenizer puts in front of a text."""
@@ -18,9 +20,12 @@ def opening(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """The tokens after which a model continues the text: no end-of-text token follows, whatever the tokenizer adds."""
+    """The tokens after which a model continues the text: no end-of-text token follows, whatever the tokenizer adds.
+
+    Raises ValueError for a token that the target has no embedding for.
+    """
     tokens, first = tokenizer(text, add_special_tokens=False)["input_ids"], opening(tokenizer)
-    return tokens if tokens[: len(first)] == first else first + tokens
+    return token_ids.check(tokenizer, tokens if tokens[: len(first)] == first else first + tokens)
 
 
 def encode_pair(tokenizer: PreTrainedTokenizerBase, prompt: str, completion: str) -> tuple[list[int], list[int]]:

@@ -26,7 +26,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.quantizers import AutoHfQuantizer
 from transformers.utils import is_accelerate_available
 
-from specdec import attention, few_rows, hub, plain_text, precision, target_parallel
+from specdec import attention, few_rows, hub, plain_text, precision, target_parallel, token_ids
 from specdec.devices import numbered, out_of_memory
 from specdec.layer_kinds import check_supported
 from specdec.target_fingerprint import quantisation_of
@@ -170,10 +170,14 @@ def load_tokenizer(
 ) -> transformers.PreTrainedTokenizerBase:
     """name: a folder, or a name on the Hugging Face Hub. Raises ValueError with what to do.
 
-    It puts in front of plain text what the model expects there (plain_text.expect_opening).
+    Warns of ids that the model has no embedding for (token_ids.py). It puts in front of plain text what the model expects there
+    (plain_text.expect_opening).
     """
     origin: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     tokenizer = _read(AutoTokenizer.from_pretrained, name, **origin)
+    with contextlib.suppress(ValueError, AttributeError):  # a tokenizer without a model
+        config = _read(AutoConfig.from_pretrained, name, **origin).get_text_config(decoder=True)
+        token_ids.limit(tokenizer, config.vocab_size, name)
     plain_text.expect_opening(tokenizer, name, **origin)
     return tokenizer
 

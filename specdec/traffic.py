@@ -86,6 +86,7 @@ class Asked:
     seed: int | None = None
     grammar: Any = None
     thinking: bool | None = None
+    tools: list[dict] | None = None
     other_law: bool = False
     own_prompt: bool = False
 
@@ -136,7 +137,7 @@ class Recorder:
 
     origin: of the rows that follow; it may be replaced, when the head is
     tokenizer: whose ids the rows hold; a copy that nothing else uses
-    encode_chat: messages and `enable_thinking` -> token ids, for rows whose ids must be made of their messages
+    encode_chat: messages, `enable_thinking` and, if there are any, tools= -> token ids, for rows whose ids must be made of their messages
 
     Raises ValueError if the folder cannot be used. If a row cannot be written, recording stops, which is logged once.
     """
@@ -147,7 +148,7 @@ class Recorder:
         *,
         origin: Origin | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
-        encode_chat: Callable[[list[dict], bool | None], list[int]] | None = None,
+        encode_chat: Callable[..., list[int]] | None = None,
     ):
         self.settings, self.origin, self.tokenizer, self.encode_chat = settings, origin, tokenizer, encode_chat
         self.fingerprint = None if tokenizer is None else datastore.fingerprint(tokenizer)
@@ -247,6 +248,7 @@ class Recorder:
             "other_law": asked.other_law,
             "finish": answered.finish,
             "thinking": asked.thinking,
+            **({"tools": asked.tools} if asked.tools else {}),
             "rounds": answered.rounds,
             "drafted": answered.drafted,
             "accepted": answered.accepted,
@@ -288,7 +290,7 @@ class Recorder:
             raise _Dropped
         if not isinstance(changed, dict) or not row.keys() <= changed.keys():
             raise ValueError("record_redact= must return the row with all of its fields, or None")
-        if any(changed[name] != row[name] for name in ("messages", "texts")):
+        if any(changed.get(name) != row.get(name) for name in ("messages", "texts", "tools")):
             changed["tokens"] = None
         return changed
 
@@ -301,7 +303,8 @@ class Recorder:
             if not before or last.get("role") != "assistant":
                 raise ValueError("its messages must be a conversation that ends with the answer")
             assert self.encode_chat is not None
-            prompt, said = self.encode_chat(before, row["thinking"]), last["content"]
+            tools = {"tools": row["tools"]} if row.get("tools") else {}
+            prompt, said = self.encode_chat(before, row["thinking"], **tools), last["content"]
         else:
             text, said = row["texts"]
             prompt = plain_text.encode(self.tokenizer, text)
@@ -324,7 +327,7 @@ class _Dropped(Exception):
 def _size(asked: Asked, answered: Answered) -> int:
     """Bytes that a row takes while it waits, roughly."""
     total = 36 * (len(answered.tokens or []) + len(answered.accepted or []))  # a place in the list and a number
-    left: list[Any] = [asked.messages, asked.prompt, asked.metadata, asked.grammar, answered.text]
+    left: list[Any] = [asked.messages, asked.prompt, asked.metadata, asked.grammar, asked.tools, answered.text]
     while left:
         each = left.pop()
         total += sys.getsizeof(each)

@@ -17,7 +17,7 @@ from specdec.compile import Runner
 from specdec.decode import Decoder
 from specdec.sampling import Sampling
 from specdec.target import Target
-from train import data, reading
+from train import chat_template, data, reading
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ class Job:
     messages: list[dict]
     tokens: list[int]  # the rendered prompt
     tags: tuple[str, ...] = ()
+    options: dict = field(default_factory=dict)  # what beside messages makes the prompt: `thinking`, `tools`
     place: str = ""  # file and line of the prompt
     prompt: str | None = None  # the text that a model without a chat template continues; None: it answers messages
 
@@ -37,6 +38,28 @@ class Job:
     def before(self) -> list[int]:
         """The tokens that the text of the answer goes on from; none for the answer to messages."""
         return [] if self.prompt is None else self.tokens
+
+    @classmethod
+    def of(
+        cls,
+        tokenizer: PreTrainedTokenizerBase,
+        prompt: dict,
+        temperatures: Iterable[float],
+        *,
+        thinking: bool | None = None,
+        tags: tuple[str, ...] = (),
+    ) -> "list[Job]":
+        """Of a row of reading.load_prompts, one for each temperature. thinking: its mode, if it does not say it"""
+        shared: dict = {
+            "category": prompt["category"],
+            "messages": prompt["messages"],
+            "tokens": data.encode_row(tokenizer, prompt, thinking=thinking),
+            "tags": tuple(dict.fromkeys([*prompt["tags"], *tags])),
+            "prompt": None if tokenizer.chat_template else prompt.get("prompt"),
+            "options": ({} if thinking is None else {"thinking": thinking}) | chat_template.options_of(prompt),
+            "place": prompt.get("place", ""),
+        }
+        return [cls(id=f"{prompt['id']}@{each:g}", temperature=each, **shared) for each in temperatures]
 
 
 @dataclass(frozen=True)
@@ -77,32 +100,12 @@ def list_jobs(
     thinking: bool | None = None,
     tags: tuple[str, ...] = (),
 ) -> list[Job]:
-    """One job for each prompt and temperature. tags: added to those of the prompts
+    """One job for each prompt and temperature. tags: added to those of the prompts; thinking: mode of prompts that do not say theirs
 
-    Raises ValueError if two prompts have the same id, or if the chat template has no thinking mode.
+    Raises ValueError if two prompts have the same id, or for a thinking mode that the chat template does not have.
     """
-    if thinking is not None and prompts:
-        both = [data.encode_row(tokenizer, prompts[0], thinking=mode) for mode in (True, False)]
-        if both[0] == both[1]:
-            raise ValueError(
-                f"thinking={str(thinking).lower()}: the chat template of {tokenizer.name_or_path} has no thinking mode "
-                "(enable_thinking changes nothing). Leave thinking= out."
-            )
-    jobs = [
-        Job(
-            id=f"{prompt['id']}@{temperature:g}",
-            category=prompt["category"],
-            temperature=temperature,
-            messages=prompt["messages"],
-            tokens=tokens,
-            tags=tuple(dict.fromkeys([*prompt["tags"], *tags])),
-            prompt=None if tokenizer.chat_template else prompt.get("prompt"),
-            place=prompt.get("place", ""),
-        )
-        for prompt in prompts
-        for tokens in [data.encode_row(tokenizer, prompt, thinking=thinking)]
-        for temperature in temperatures
-    ]
+    chat_template.check_mode(tokenizer, thinking)
+    jobs = [job for prompt in prompts for job in Job.of(tokenizer, prompt, temperatures, thinking=thinking, tags=tags)]
     if len({job.id for job in jobs}) < len(jobs):
         known: dict[str, Job] = {}
         first, second = next((known[job.id], job) for job in jobs if known.setdefault(job.id, job) is not job)
@@ -124,11 +127,10 @@ def written(
     return Written(text, finish, tokens, len(tokens))
 
 
-def conversation(job: Job, answer: Written, *, tokenizer: str, thinking: bool | None = None) -> dict:
+def conversation(job: Job, answer: Written, *, tokenizer: str) -> dict:
     """A row to train on. tokenizer: digest of the vocabulary that the ids belong to (data.vocabulary)"""
     row = {"id": job.id, "category": job.category, "temperature": job.temperature, "finish": answer.finish}
-    if thinking is not None:
-        row["thinking"] = thinking
+    row |= job.options
     if job.tags:
         row["tags"] = list(job.tags)
     if job.prompt is None:

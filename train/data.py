@@ -16,21 +16,20 @@ import functools
 import itertools
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-import jinja2
 import rich.text
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import BatchEncoding, PreTrainedTokenizerBase
 
-from specdec import datastore, devices, plain_text
+from specdec import datastore, devices, plain_text, token_ids
 from specdec.measurement import Prompt
 from specdec.untrusted import is_text
-from train import reading
+from train import chat_template, reading
+from train.chat_template import Marked, find_form, mark, options_of, render, template_arguments
 
-MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 FEW = 3  # answers; of more, not every prompt is rendered
 ADVICE = "add {% generation %} markers around what the assistant writes to its chat_template.jinja"
 
@@ -43,6 +42,7 @@ class Row:
     category: str
     tokens: list[int]
     mask: list[bool]
+    thinking: bool | None = None  # the mode in which it was written, if that is known
 
 
 @dataclass(frozen=True)
@@ -86,96 +86,102 @@ class Batch:
 # The chat template
 
 
-def render(
+def encode_prompt(
     tokenizer: PreTrainedTokenizerBase,
     messages: list[dict],
-    *,
-    add_generation_prompt: bool,
     thinking: bool | None = None,
-) -> str:
-    """thinking: what the template gets as enable_thinking; None: nothing"""
-    if not tokenizer.chat_template:
-        raise ValueError(without_template(tokenizer))
-    try:
-        return tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=add_generation_prompt, **mode(thinking)
-        )
-    except jinja2.TemplateError as error:
-        roles = ", ".join(message["role"] for message in messages)
-        raise ValueError(f"The chat template refuses a conversation with the roles {roles}: {error}") from error
-    except Exception as error:  # a template computes: 1 / 0, a macro that calls itself
-        plain = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-        if messages not in (plain, plain[:1]) and _renders(tokenizer, plain) and _renders(tokenizer, plain[:1]):
-            keys = dict.fromkeys(key for message in messages for key in message)
-            raise ValueError(
-                f"The chat template of {tokenizer.name_or_path} cannot write these messages, though it writes others "
-                f"({type(error).__name__}: {error}). Look at their keys: {', '.join(map(str, keys))}."
-            ) from error
-        raise ValueError(
-            f"The chat template of {tokenizer.name_or_path} fails ({type(error).__name__}: {error}): repair it or take "
-            "another copy of the tokenizer."
-        ) from error
-
-
-def without_template(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Why messages are refused, and what to do."""
-    return (
-        f"The tokenizer of {tokenizer.name_or_path} has no chat template, so it takes no messages. Give plain text (rows with "
-        "prompt; to train on, with text, or with prompt and completion), choose an instruct model as target, or put a "
-        "chat_template.jinja in the target's folder."
-    )
-
-
-def _renders(tokenizer: PreTrainedTokenizerBase, messages: list[dict]) -> bool:
-    try:
-        return bool(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=len(messages) == 1))
-    except Exception:
-        return False
-
-
-def mode(thinking: bool | None) -> dict[str, bool]:
-    """The argument of chat templates that have a thinking mode."""
-    return {} if thinking is None else {"enable_thinking": thinking}
-
-
-def encode_prompt(
-    tokenizer: PreTrainedTokenizerBase, messages: list[dict], *, thinking: bool | None = None
+    *,
+    tools: list[dict] | None = None,
 ) -> list[int]:
-    """The tokens after which the target writes its answer. Raises ValueError for messages that are no text, too."""
+    """The tokens after which the target writes its answer. Raises ValueError for what cannot be rendered or encoded."""
     if not is_text(messages):
         raise ValueError("The prompt has half of a surrogate pair, which is no character: was it typed in UTF-8?")
-    text = render(tokenizer, messages, add_generation_prompt=True, thinking=thinking)
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
+    options = {"add_generation_prompt": True, "thinking": thinking, "tools": tools}
+    text = render(tokenizer, messages, **options)
+    mark(tokenizer, messages, **options)
+    return tokenise(tokenizer, text)["input_ids"]
+
+
+def tokenise(tokenizer: PreTrainedTokenizerBase, text: str, **more) -> BatchEncoding:
+    """The encoding of a text. Raises ValueError for a token that the target has no embedding for."""
+    encoding = tokenizer(text, add_special_tokens=False, **more)
+    token_ids.check(tokenizer, encoding["input_ids"])
+    return encoding
 
 
 def load_prompts(
-    source: str, tokenizer: PreTrainedTokenizerBase, *, split: str | None = None, limit: int | None = None
+    source: str,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    split: str | None = None,
+    limit: int | None = None,
+    thinking: bool | None = None,
+    trained: Collection[bool | None] = (),
 ) -> list[Prompt]:
     """Prompts to decode, from any form that reading.load_prompts reads; `limit` of them, spread evenly over the rows.
 
-    Raises ValueError as reading.load_prompts and reading.spread.
+    thinking: the mode of prompts that do not say theirs; trained: the modes of the rows that a head is trained on
+
+    Raises ValueError as reading.load_prompts and reading.spread, and for a prompt that the template refuses.
     """
     with reading.at(source):
-        return encode_prompts(reading.spread(reading.load_prompts(source, split=split), limit), tokenizer)
+        return encode_prompts(
+            reading.spread(reading.load_prompts(source, split=split), limit),
+            tokenizer,
+            thinking=thinking,
+            trained=trained,
+        )
 
 
-def encode_prompts(rows: list[dict], tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
-    """Rows of reading.load_prompts as prompts to decode."""
+def encode_prompts(
+    rows: list[dict],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    thinking: bool | None = None,
+    trained: Collection[bool | None] = (),
+) -> list[Prompt]:
+    """Rows of reading.load_prompts as prompts to decode. thinking, trained: as of `load_prompts`"""
+    chat_template.check_mode(tokenizer, thinking)
+    modes = {row.get("thinking", thinking) for row in rows}
+    if trained and tokenizer.chat_template and find_form(tokenizer).mode and modes != set(trained):
+        warnings.warn(
+            f"The rows to train on have {chat_template.name_modes(trained)}, and the held-out prompts have "
+            f"{chat_template.name_modes(modes)}. Give thinking=true or false, or the key in the rows, so that both are in one mode.",
+            stacklevel=2,
+        )
     return [
-        Prompt(row["id"], row["category"], encode_row(tokenizer, row), tuple(row["tags"]), row["grammar"])
+        Prompt(
+            row["id"],
+            row["category"],
+            encode_row(tokenizer, row, thinking=thinking),
+            tuple(row["tags"]),
+            row["grammar"],
+        )
         for row in rows
     ]
 
 
 def encode_row(tokenizer: PreTrainedTokenizerBase, row: dict, *, thinking: bool | None = None) -> list[int]:
-    """`encode_prompt` of a row of reading.load_prompts, which a refusal names; a model without a chat template continues its `prompt`."""
+    """`encode_prompt` of a row of reading.load_prompts, which a refusal names; a model without a chat template continues its `prompt`.
+
+    thinking: its mode, if it does not say it
+    """
     with reading.at(row.get("place") or f"prompt {row['id']}"):
-        if row.get("prompt") is None or tokenizer.chat_template:
-            return encode_prompt(tokenizer, row["messages"], thinking=thinking)
+        if row.get("prompt") is None or tokenizer.chat_template or "tools" in row:
+            return encode_prompt(tokenizer, row["messages"], **{"thinking": thinking, **options_of(row)})
         tokens = plain_text.encode(tokenizer, row["prompt"])
         if not tokens:
             raise ValueError("The prompt is empty, and the target puts no token in front of texts: write one.")
         return tokens
+
+
+def check_offsets(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises ValueError for a tokenizer that cannot say where in a text its tokens are."""
+    if tokenizer.chat_template and not tokenizer.is_fast:
+        raise ValueError(
+            f"The tokenizer of {tokenizer.name_or_path} ({type(tokenizer).__name__}) has no fast form (tokenizer.json), "
+            "which says where tokens begin, so answers cannot be told from prompts. Choose another target."
+        )
 
 
 def find_content_end(text: str, content: str, start: int, stop: int) -> int:
@@ -187,14 +193,17 @@ def find_content_end(text: str, content: str, start: int, stop: int) -> int:
     return start
 
 
-def find_turns(tokenizer: PreTrainedTokenizerBase, conversation: dict, text: str) -> list[tuple[int, int, int]]:
-    """(start, content end, stop) of every assistant turn, in characters; the turn ends somewhere from content end to stop."""
+def find_turns(
+    tokenizer: PreTrainedTokenizerBase, conversation: dict, text: str, options: dict, marked: tuple[Marked, str]
+) -> tuple[list[tuple[int, int, int]], bool | None]:
+    """(start, content end, stop) of every assistant turn, in characters; the turn ends somewhere from content end to stop.
+    Beside them, the thinking mode of the last one. options: as `render`; marked: of `mark`
+    """
     messages = conversation["messages"]
     answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if answers[0] == 0:
         raise ValueError(f"Row {conversation['id']} begins with the assistant's turn. Put a user message before it.")
-    thinking = thinking_of(conversation)
-    starts = find_starts(functools.partial(render, tokenizer, thinking=thinking), messages, text, answers)
+    starts, mode = find_answers(tokenizer, messages, options, text, answers)
     if starts is None:
         raise ValueError(
             f"Row {conversation['id']}: the chat template of {tokenizer.name_or_path} rewrites history (a rendered "
@@ -204,7 +213,48 @@ def find_turns(tokenizer: PreTrainedTokenizerBase, conversation: dict, text: str
     stops = starts[1:] + [len(text)]
     contents = [messages[index]["content"] for index in answers]
     ends = [find_content_end(text, *turn) for turn in zip(contents, starts, stops, strict=True)]
-    return list(zip(starts, ends, stops, strict=True))
+    for place, index in enumerate(answers):
+        end = marked[0].find_end(index, marked[1], text, starts[place], find_form(tokenizer).end)
+        ends[place] = ends[place] if end is None else end
+    return list(zip(starts, ends, stops, strict=True)), mode
+
+
+def find_answers(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict], options: dict, text: str, answers: list[int]
+) -> tuple[list[int] | None, bool | None]:
+    """Where in a conversation's text some answers begin, None if it cannot be told; and the thinking mode of the last one.
+
+    What the template itself writes before an answer without thoughts is the end of a prompt with thinking=false. An answer in
+    the history may stand behind another prompt than a new one has.
+    """
+    form, mode = find_form(tokenizer), options["thinking"]
+    rendered: Callable[..., str] = functools.partial(render, tokenizer, **options)
+    starts = find_starts(rendered, messages, text, answers)
+    as_new = starts is not None
+    if starts is None and mode is not None:
+        starts = find_starts(functools.partial(rendered, thinking=None), messages, text, answers)
+    if starts is None:
+        return None, mode
+    last = starts[-1]
+    for place, index in enumerate(answers if form.without and not mode else ()):
+        content, start = messages[index]["content"].strip(), starts[place]
+        behind = start + len(form.without)
+        written = content and text.startswith(content, start)
+        if not written and text.startswith(form.without, start) and text.startswith(content, behind):
+            starts[place] = behind
+    if not as_new and text[: starts[-1]] != rendered(messages[: answers[-1]], add_generation_prompt=True):
+        return None, mode
+    if mode is None and starts[-1] > last:
+        return starts, False
+    answer = messages[answers[-1]]
+    content = answer["content"].strip()
+    if mode is None and form.mode and not answer.get("reasoning_content") and text.find(content, last) > last:
+        warnings.warn(
+            f"The chat template of {tokenizer.name_or_path} writes a text of its own before answers, which is supervised: "
+            'say in the rows, or by thinking=, in which mode they were written ("thinking": true or false).',
+            stacklevel=2,
+        )
+    return starts, mode
 
 
 def find_starts(rendered: Callable[..., str], messages: list[dict], text: str, answers: list[int]) -> list[int] | None:
@@ -291,16 +341,10 @@ def derive_mask(
     return mask
 
 
-def thinking_of(conversation: dict) -> bool | None:
-    """The thinking mode in which the row's answer was written. Rows of others may have anything of that name."""
-    thinking = conversation.get("thinking")
-    return thinking if isinstance(thinking, bool) else None
-
-
 @functools.lru_cache(maxsize=4)
 def vocabulary(tokenizer: PreTrainedTokenizerBase, num_entries: int) -> tuple[str, int]:
-    """-> digest of the text of every id, highest id + 1. num_entries: len(tokenizer), which changes if tokens are added"""
-    return datastore.fingerprint(tokenizer), max(tokenizer.get_vocab().values()) + 1
+    """-> digest of the text of every id, highest id of texts that the target reads + 1. num_entries: len(tokenizer), which changes if tokens are added"""
+    return datastore.fingerprint(tokenizer), token_ids.num_ids(tokenizer)
 
 
 def kept(tokenizer: PreTrainedTokenizerBase, conversation: dict) -> Row | None:
@@ -334,7 +378,8 @@ def kept(tokenizer: PreTrainedTokenizerBase, conversation: dict) -> Row | None:
             f"{len(tokens)}. Repair or remove the row."
         )
     mask = [False] * num_prompt + [True] * (len(tokens) - num_prompt)
-    return Row(id=conversation["id"], category=conversation["category"], tokens=tokens, mask=mask)
+    thinking = options_of(conversation).get("thinking")
+    return Row(conversation["id"], conversation["category"], tokens, mask, thinking)
 
 
 def encode_plain(tokenizer: PreTrainedTokenizerBase, conversation: dict, prompt: str | None, completion: str) -> Row:
@@ -365,44 +410,73 @@ def encode(tokenizer: PreTrainedTokenizerBase, conversation: dict) -> Row:
         return row
     if (plain := reading.plain_text(conversation)) is not None:
         prompt, completion = plain
-        if prompt is None or not tokenizer.chat_template:
+        if prompt is None or not (tokenizer.chat_template or "tools" in options_of(conversation)):
             return encode_plain(tokenizer, conversation, prompt, completion)
         turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
         conversation = {**conversation, "messages": turns}
     if not tokenizer.chat_template:
-        raise ValueError(f"Row {conversation['id']} has messages. {without_template(tokenizer)}")
-    messages, thinking = conversation["messages"], thinking_of(conversation)
-    answers = [message["content"] for message in messages if message["role"] == "assistant"]
+        raise ValueError(f"Row {conversation['id']} has messages. {chat_template.without_template(tokenizer)}")
+    check_offsets(tokenizer)
+    messages, options = conversation["messages"], {"thinking": None, **options_of(conversation)}
+    answers = [message for message in messages if message["role"] == "assistant"]
     if not answers:
         roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
         raise ValueError(
             f"Row {conversation['id']} has no assistant turn, only {roles}. Let the target answer it first."
         )
-    text = render(tokenizer, messages, add_generation_prompt=False, thinking=thinking)
-    encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    tokens = encoding["input_ids"]
+    try:
+        text = render(tokenizer, messages, add_generation_prompt=False, **options)
+        marked = mark(tokenizer, messages, add_generation_prompt=False, **options)
+        encoding = tokenise(tokenizer, text, return_offsets_mapping=True)
+    except ValueError as error:
+        raise ValueError(f"Row {conversation['id']}: {error}") from error
+    tokens, mode = encoding["input_ids"], options["thinking"]
     starts = [first for first, _ in encoding["offset_mapping"]]
-    if MARKERS.search(tokenizer.get_chat_template()):
-        marked = tokenizer.apply_chat_template(
-            messages, return_dict=True, return_assistant_tokens_mask=True, **mode(thinking)
+    if starts != sorted(starts):
+        raise ValueError(
+            f"Row {conversation['id']}: the tokenizer of {tokenizer.name_or_path} says wrongly where its tokens begin in the text, so "
+            "answers cannot be told from prompts. Choose another target, or another copy of its tokenizer."
         )
-        assert marked["input_ids"] == tokens
-        mask = [bool(value) for value in marked["assistant_masks"]]
+    spans = chat_template.find_spans(
+        tokenizer,
+        find_form(tokenizer).fit(messages),
+        template_arguments(tokenizer, mode, options.get("tools")),
+    )
+    if spans is not None:
+        mask = mask_of_spans(starts, spans)
     else:
-        mask = derive_mask(tokens, starts, find_turns(tokenizer, conversation, text), find_special(tokenizer))
-    if conversation.get("finish") == "length" and True in mask:
+        spoken, mode = find_turns(tokenizer, conversation, text, options, marked)
+        mask = derive_mask(tokens, starts, spoken, find_special(tokenizer))
+    if conversation.get("finish") == "length" and True in mask and not answers[-1].get("tool_calls"):
         last = len(mask) - 1 - mask[::-1].index(True)
         first = last - [*mask[last::-1], False].index(False) + 1
-        content_end = find_content_end(text, answers[-1], starts[first], len(text))
+        content_end = find_content_end(text, answers[-1]["content"], starts[first], len(text))
         num_kept = sum(start < content_end for start in starts)
         tokens, mask = tokens[:num_kept], mask[:num_kept]
-    row = Row(id=conversation["id"], category=conversation["category"], tokens=tokens, mask=mask)
+    row = Row(id=conversation["id"], category=conversation["category"], tokens=tokens, mask=mask, thinking=mode)
     if all(mask) or not any(mask):
         raise ValueError(
             f"Row {row.id}: {'everything' if any(mask) else 'nothing'} would be supervised. Look at its messages; if "
             f"they are right, {ADVICE}. The row: {show(tokenizer, row).markup[:1000]}"
         )
+    if spans is not None and not chat_template.markers_hold(tokenizer, chat_template.template_of(tokenizer)):
+        raise ValueError(
+            f"Row {row.id}: the generation markers in the chat template of {tokenizer.name_or_path} do not stand around what "
+            "the assistant writes. Repair them, or remove them."
+        )
     return row
+
+
+def mask_of_spans(starts: list[int], spans: list[tuple[int, int]]) -> list[bool]:
+    """Mask of the tokens that begin in a span [start, stop) of characters; `starts`: increasing places of first characters.
+
+    Not transformers' own mask: where a tokenizer drops white space, that one goes on to the end of the text.
+    """
+    mask = [False] * len(starts)
+    for span in spans:
+        first, last = (bisect.bisect_left(starts, place) for place in span)
+        mask[first:last] = [True] * (last - first)
+    return mask
 
 
 def show(tokenizer: PreTrainedTokenizerBase, row: Row) -> rich.text.Text:
@@ -421,7 +495,13 @@ def truncate(row: Row, max_length: int) -> Row | None:
     """The row's first `max_length` tokens; None if none of them could be a goal."""
     if not any(row.mask[1:max_length]):
         return None
-    return Row(id=row.id, category=row.category, tokens=row.tokens[:max_length], mask=row.mask[:max_length])
+    return Row(
+        id=row.id,
+        category=row.category,
+        tokens=row.tokens[:max_length],
+        mask=row.mask[:max_length],
+        thinking=row.thinking,
+    )
 
 
 def collate(packs: list[list[Row]], *, length: int, pad_token: int) -> Batch:

@@ -9,7 +9,7 @@ import transformers
 
 import specdec
 from specdec import datastore
-from train import data, reading, row_files
+from train import chat_template, data, reading, row_files
 
 
 def read_texts(
@@ -19,11 +19,13 @@ def read_texts(
     split: str | None = None,
     keep: str = "answers",
     limit: int | None = None,
+    thinking: bool | None = None,
 ) -> Iterator[list[int]]:
     """Token ids of every text that is not empty.
 
     source: one .txt file, or what `reading.read_rows` takes, with rows that have `text`, `messages`, `prompt` and
         `completion`, or token ids (data.kept)
+    thinking: the mode of conversations that do not say theirs
     keep: of conversations, only the assistant's turns ("answers") or the whole rendered conversation ("everything")
 
     Raises ValueError for a row with neither `text` nor `messages`.
@@ -35,17 +37,21 @@ def read_texts(
         if not path.is_file():
             raise ValueError(f"There is no file {path}. Give a .txt file, {reading.FORMS}.")
         text = "".join(row_files.read_text(path, longest=row_files.LONGEST_DOCUMENT))
-        yield from filter(None, [tokenizer(text, add_special_tokens=False)["input_ids"]])
+        with reading.at(source):
+            yield from filter(None, [data.tokenise(tokenizer, text)["input_ids"]])
         return
+    chat_template.check_mode(tokenizer, thinking)
     special = data.find_special(tokenizer)
     for number, (place, row) in enumerate(itertools.islice(reading.read_rows(source, split), limit)):
         if row.get("messages") is not None or reading.has_ids(row) or row.get("completion") is not None:
             reading.check_messages(row, place)
             with reading.at(place):
-                encoded = data.encode(tokenizer, reading.named(row, number))
+                encoded = data.encode(tokenizer, reading.named(row, number, thinking))
             yield from [encoded.tokens] if keep == "everything" else turns(encoded, special)
         elif isinstance(row.get("text"), str):
-            yield from filter(None, [tokenizer(row["text"], add_special_tokens=False)["input_ids"]])
+            with reading.at(place):
+                tokens = data.tokenise(tokenizer, row["text"])["input_ids"]
+            yield from filter(None, [tokens])
         else:
             raise ValueError(f'{place}: neither messages nor text. A row needs "messages": [...] or "text": "...".')
 

@@ -29,7 +29,8 @@ import transformers
 from numpy.lib.format import open_memmap
 from transformers import PreTrainedTokenizerBase
 
-from train import data, disk_cache, packing, progress, reading, sources
+from specdec import datastore
+from train import chat_template, data, disk_cache, packing, progress, reading, sources
 from train.sources import Source
 
 BATCH = 100  # rows that a process encodes between two reports of its progress
@@ -37,6 +38,7 @@ SECONDS_BETWEEN_LOOKS = 0.5  # at how far the processes are
 ROWS_PER_WORKER = 2_000  # starting a process pays from so many rows on
 CODE = (
     "data.py",
+    "chat_template.py",
     "reading.py",
     "row_files.py",
     "encoding.py",
@@ -49,6 +51,7 @@ COLUMNS = datasets.Features(
         "mask": datasets.List(datasets.Value("uint8")),
         "name": datasets.Value("string"),
         "greedy": datasets.Value("bool"),
+        "thinking": datasets.Value("int8"),
     }
 )
 LINES = datasets.Features({"place": datasets.Value("string"), "line": datasets.Value("string")})
@@ -63,18 +66,24 @@ class Encoding:
     split: str | None = None  # of a dataset; None: train, or the only one
     limit: int | None = None  # rows of each source
     workers: int | None = None  # processes; None: as many as the cores and the rows allow
+    thinking: bool | None = None  # the mode of rows that do not say theirs
+
+    def __post_init__(self):
+        data.check_offsets(self.tokenizer)
+        chat_template.check_mode(self.tokenizer, self.thinking)
 
     def key(self, source: str) -> str:
         """16 hex digits that change with anything the arrays depend on."""
         tokenizer = self.tokenizer
         parts = [
-            tokenizer.backend_tokenizer.to_str(),
+            tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else datastore.fingerprint(tokenizer),
             tokenizer.chat_template,
             {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
             [library.__version__ for library in (transformers, tokenizers, jinja2)],
             [(Path(__file__).parent / name).read_text(encoding="utf-8") for name in CODE],
             content(source, self.split),
             self.limit,
+            self.thinking,
         ]
         return digest(parts)
 
@@ -147,6 +156,7 @@ class Encoder:
     source: str
     lines: bool  # whether rows are (place, line) of files, not rows of a dataset
     counts: Path  # int64 [processes, 2]: rows and tokens done
+    thinking: bool | None = None  # as Encoding
 
     def __call__(self, batch: dict[str, list], indices: list[int], rank: int | None = None) -> dict[str, list]:
         columns: dict[str, list] = {name: [] for name in COLUMNS}
@@ -156,11 +166,12 @@ class Encoder:
             row = reading.to_row(where, row["line"] if self.lines else row)
             reading.check_messages(row, where)
             with reading.at(where):
-                encoded = data.encode(self.tokenizer, reading.named(row, index))
+                encoded = data.encode(self.tokenizer, reading.named(row, index, self.thinking))
             columns["tokens"].append(encoded.tokens)
             columns["mask"].append(encoded.mask)
             columns["name"].append(json.dumps([encoded.id, encoded.category]))
             columns["greedy"].append(row.get("temperature") == 0)
+            columns["thinking"].append(packing.MODES.index(encoded.thinking))
         counts = numpy.load(self.counts, mmap_mode="r+")
         counts[rank or 0] += (len(indices), sum(map(len, columns["tokens"])))
         return columns
@@ -181,7 +192,13 @@ def encode_source(source: str, encoding: Encoding, folder: Path) -> dict:
         with Progress(source, num_rows, counts):
             try:
                 encoded = rows.map(
-                    Encoder(encoding.tokenizer, source, bool(reading.find_files(source)), work / "counts.npy"),
+                    Encoder(
+                        encoding.tokenizer,
+                        source,
+                        bool(reading.find_files(source)),
+                        work / "counts.npy",
+                        encoding.thinking,
+                    ),
                     batched=True,
                     batch_size=BATCH,
                     with_indices=True,
@@ -238,7 +255,7 @@ def write_arrays(encoded: datasets.Dataset, folder: Path) -> dict:
     shapes = {
         "tokens": (num_tokens, numpy.int32), "mask": (num_tokens, bool), "names": (num_bytes, numpy.uint8),
         "ends": (num_rows + 1, numpy.int64), "name_ends": (num_rows + 1, numpy.int64),
-        "supervised": (num_rows, numpy.int64), "greedy": (num_rows, bool),
+        "supervised": (num_rows, numpy.int64), "greedy": (num_rows, bool), "thinking": (num_rows, numpy.int8),
     }  # fmt: skip
     out = {
         name: open_memmap(folder / f"{name}.npy", mode="w+", dtype=dtype, shape=(num,))
@@ -259,7 +276,8 @@ def write_arrays(encoded: datasets.Dataset, folder: Path) -> dict:
         out["ends"][row + 1 : rows.stop + 1] = token + ends
         out["name_ends"][row + 1 : rows.stop + 1] = byte + name_ends
         out["supervised"][rows] = numpy.add.reduceat(mask, numpy.concatenate([[0], ends[:-1]]), dtype=numpy.int64)
-        out["greedy"][rows] = parts["greedy"].to_numpy(zero_copy_only=False)
+        for name in ("greedy", "thinking"):
+            out[name][rows] = parts[name].to_numpy(zero_copy_only=False)
         row, token, byte = rows.stop, token + len(tokens), byte + len(names)
     for array in out.values():
         array.flush()

@@ -20,7 +20,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from specdec.untrusted import is_text
-from train import data
+from train import chat_template
 from train.answering import Job, Law, Written, written
 from train.engine_client import BadAnswer, EngineClient, Refused
 from train.engine_features import EngineTarget
@@ -48,9 +48,8 @@ class Server:
         *,
         name: str,
         example: Job,
-        thinking: bool | None = None,
     ):
-        self.client, self.tokenizer, self.thinking = client, tokenizer, thinking
+        self.client, self.tokenizer = client, tokenizer
         self.model, self.limit = self._choose_model(name)
         self._check_tokenizer(example)
         self.way = self._find_way(example)
@@ -66,8 +65,9 @@ class Server:
             "seed": law.seed_of(job.id, bits=31),
         }
         if way == "chat":
-            template = data.mode(self.thinking)
-            return body | {"messages": job.messages} | ({"chat_template_kwargs": template} if template else {})
+            template = chat_template.template_arguments(self.tokenizer, job.options.get("thinking"))
+            tools = {"tools": job.options["tools"]} if "tools" in job.options else {}
+            return body | tools | {"messages": job.messages} | ({"chat_template_kwargs": template} if template else {})
         body["prompt"] = job.tokens
         if way == "text":
             return body
@@ -84,13 +84,18 @@ class Server:
                 return self._read_ids(choice["token_ids"], finish, job, law)
             said = choice if way == "text" else choice["message"]
             text = said["text" if way == "text" else "content"] or ""
-            thoughts = said.get("reasoning") or said.get("reasoning_content")
+            thoughts, calls = said.get("reasoning") or said.get("reasoning_content"), said.get("tool_calls")
         except (KeyError, IndexError, TypeError, AttributeError) as error:
             raise BadAnswer(f"it has no answer of the interface's form ({type(error).__name__}: {error})") from error
         if thoughts:
             raise ValueError(
                 "The server takes the thinking out of the answers, so it is not known what the target wrote. Start it "
                 "without a reasoning parser."
+            )
+        if calls:
+            raise ValueError(
+                "The server takes calls of tools out of the answers, so it is not known what the target wrote. Start it "
+                "without a tool parser."
             )
         if finish not in ("stop", "length"):
             raise BadAnswer(f"the answer to {job.id} ended because of {finish!r}")

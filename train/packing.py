@@ -17,6 +17,7 @@ from train import disk_cache
 from train.data import Row
 
 CHUNK = 2_000  # rows whose tokens are counted together
+MODES = (None, True, False)  # of thinking, as numbers in Part.thinking
 FEWEST = 2  # times that `more` must have seen a token
 
 
@@ -31,6 +32,7 @@ class Part:
     name_ends: ndarray  # [R + 1] int64
     supervised: ndarray  # [R] int64, supervised tokens of each row
     greedy: ndarray  # [R] bool, written at temperature 0
+    thinking: ndarray  # [R] int8, places in MODES
 
     @classmethod
     def load(cls, folder: Path) -> "Part":
@@ -49,6 +51,7 @@ class Part:
             name_ends=numpy.cumsum([0, *map(len, names)]),
             supervised=numpy.array([sum(row.mask) for row in rows], dtype=numpy.int64),
             greedy=numpy.zeros(len(rows), dtype=bool),
+            thinking=numpy.array([MODES.index(row.thinking) for row in rows], dtype=numpy.int8),
         )
 
 
@@ -174,6 +177,12 @@ class Packs(torch.utils.data.Dataset):
         numpy.save(folder / "members.npy", members)
         numpy.save(folder / "ends.npy", ends)
         return facts
+
+    @cached_property
+    def modes(self) -> list[bool | None]:
+        """The thinking modes in which rows were written; None: not known"""
+        thinking = numpy.concatenate([part.thinking for part in self.rows.parts])
+        return [MODES[place] for place in numpy.unique(thinking[self.members]).tolist()]
 
     @property
     def num_tokens(self) -> int:

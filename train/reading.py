@@ -11,6 +11,7 @@ from typing import Any
 
 from specdec.grammar import Grammar
 from specdec.untrusted import is_text
+from train.chat_template import options_of
 from train.row_files import FORMS, LINES, PARQUET, read_file
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation")
@@ -136,9 +137,10 @@ def read_rows(source: str, split: str | None) -> Iterator[tuple[str, dict]]:
     return ((place, to_row(place, raw)) for place, raw in read_raw(source, split))
 
 
-def named(row: dict, index: int) -> dict:
-    """The row with its `id` and `category` as texts, by default its index and "all"."""
-    return {**row, "id": _to_text(row.get("id"), str(index)), "category": _to_text(row.get("category"), "all")}
+def named(row: dict, index: int, thinking: bool | None = None) -> dict:
+    """The row with its `id` and `category` as texts, by default its index and "all". thinking: its mode, if it does not say it"""
+    mode = {} if thinking is None else {"thinking": thinking} | options_of({"thinking": row.get("thinking")})
+    return {**row, **mode, "id": _to_text(row.get("id"), str(index)), "category": _to_text(row.get("category"), "all")}
 
 
 def _to_text(value: Any, default: str) -> str:
@@ -178,6 +180,13 @@ def check_messages(row: dict, place: str) -> list[dict]:
             raise ValueError(
                 f"{place}: every message needs a role and a content, both text; messages[{number}] has not."
             )
+        calls = message.get("tool_calls", [])
+        if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+            raise ValueError(
+                f'{place}: tool_calls must be a list such as [{{"function": {{"name": .., "arguments": ..}}}}].'
+            )
+    with at(place):
+        options_of(row)
     roles = dict.fromkeys(message["role"] for message in messages)
     unknown = [role for role in roles if role not in ROLES and not has_ids(row)]  # ids are used as they are
     if unknown:
@@ -188,7 +197,9 @@ def check_messages(row: dict, place: str) -> list[dict]:
     return messages
 
 
-def load_conversations(source: str, *, split: str | None = None, limit: int | None = None) -> list[dict]:
+def load_conversations(
+    source: str, *, split: str | None = None, limit: int | None = None, thinking: bool | None = None
+) -> list[dict]:
     """Reads rows with `messages` or plain text, and `id` and `category` filled in; other keys are kept.
 
     source: as FORMS says; split: of a dataset; None: train, or the only one. Raises ValueError, naming file and line, for a row that is no conversation.
@@ -196,7 +207,7 @@ def load_conversations(source: str, *, split: str | None = None, limit: int | No
     conversations: list[dict] = []
     for place, row in itertools.islice(read_rows(source, split), limit):
         check_messages(row, place)
-        conversations.append(named(row, len(conversations)))
+        conversations.append(named(row, len(conversations), thinking))
     return conversations
 
 
@@ -210,7 +221,8 @@ def hold_out(conversations: list[dict], num: int) -> tuple[list[dict], list[dict
 
 
 def load_prompts(source: str, *, split: str | None = None, limit: int | None = None) -> list[dict]:
-    """Reads rows {"id", "category", "prompt", "messages", "tags", "grammar", "place"} that end where the target is to answer.
+    """Reads rows {"id", "category", "prompt", "messages", "tags", "grammar", "place"} that end where the target is to answer, with
+    `thinking` and `tools` where a row has them.
 
     A row has a `prompt` (text: a user's message for chat models), or `messages`, of which an assistant's at the end is left
     out; `prompt` is None then. Rows with `dropped`, which a filter of prompts left out, are not read.
@@ -239,7 +251,8 @@ def load_prompts(source: str, *, split: str | None = None, limit: int | None = N
         except ValueError as error:
             raise ValueError(f"{place}: {error}") from None
         kept = {"id": row["id"], "category": row["category"], "prompt": prompt, "messages": messages, "tags": tags}
-        prompts.append(kept | {"grammar": rule or None, "place": place})
+        with at(place):
+            prompts.append(kept | {"grammar": rule or None, "place": place} | options_of(row))
     return prompts
 
 

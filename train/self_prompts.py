@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy
 from transformers import PreTrainedTokenizerBase
 
-from train import data
+from train import chat_template, data
 from train.answering import Job, Writer, Written
 from train.resumable import Resumable
 
@@ -41,7 +41,7 @@ class Opening:
 
 def find_opening(tokenizer: PreTrainedTokenizerBase, stop: set[int]) -> Opening:
     """stop: the tokens that end an answer. Raises ValueError for a chat template that cannot be cut there."""
-    text = data.render(tokenizer, [{"role": "user", "content": PLACE}], add_generation_prompt=True)
+    text = chat_template.render(tokenizer, [{"role": "user", "content": PLACE}], add_generation_prompt=True)
     before, found, after = text.partition(PLACE)
     special = data.find_special(tokenizer)
     behind = tokenizer(after, add_special_tokens=False)["input_ids"]

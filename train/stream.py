@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from train import data, packing, reading, sources
+from train import chat_template, data, packing, reading, sources
 from train.data import Row
 
 FIRST = 4096  # rows for the draft vocabulary and the closed-form start, at most one pass over the sources
@@ -43,8 +43,11 @@ class Plan:
     limit: int | None = None  # rows of each source
     hold_out: int = 0
     tokens: int | None = None
+    thinking: bool | None = None  # the mode of rows that do not say theirs
 
     def __post_init__(self):
+        data.check_offsets(self.tokenizer)
+        chat_template.check_mode(self.tokenizer, self.thinking)
         if self.tokens is not None:
             raise ValueError(
                 f"tokens={self.tokens} counts over the whole data set: use limit= (rows) with stream=true."
@@ -55,7 +58,8 @@ class Plan:
         row = reading.to_row(place, raw)
         reading.check_messages(row, place)
         with reading.at(place):
-            return data.truncate(data.encode(self.tokenizer, reading.named(row, index)), self.length)
+            encoded = data.encode(self.tokenizer, reading.named(row, index, self.thinking))
+        return data.truncate(encoded, self.length)
 
 
 @dataclass(frozen=True)

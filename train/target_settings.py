@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from specdec.target import Target, load_tokenizer
+from train import data
 
 
 @dataclass(frozen=True)
@@ -65,8 +66,9 @@ class TargetSettings:
             load = Target.load_ends if ends else functools.partial(Target.load, tp=self.tp)
         where = device if ends else self.device or device
         revision, trusted = self.revision, self.trust_remote_code
-        target = load(self.name, dtype=self.dtype, device=where, revision=revision, trust_remote_code=trusted)
-        return target, load_tokenizer(self.name, revision=revision, trust_remote_code=trusted)
+        tokenizer = load_tokenizer(self.name, revision=revision, trust_remote_code=trusted)
+        data.check_offsets(tokenizer)
+        return load(self.name, dtype=self.dtype, device=where, revision=revision, trust_remote_code=trusted), tokenizer
 
 
 def packs_rows(target: Target, *, length: int, pack: bool | None) -> bool:

@@ -30,6 +30,7 @@ from train.sources import read_sources
 CONF = Path(__file__).resolve().parents[2] / "conf"
 FROZEN = "the frozen target"
 TRUST = "run Python code that the target's folder brings, with all your rights; read it first"
+THINKING = "thinking mode of the chat template for rows that do not say theirs, true or false"
 DTYPE = "bfloat16, float32, float16 or float64; auto: bfloat16 where the device computes in it, else float32"
 CHECKPOINT = (
     "a trained head: a step's folder, a run's folder for its best step, or user/name[@revision] on the Hugging Face Hub"
@@ -77,6 +78,9 @@ class TokenizerOptions:
 class PromptOptions:
     prompts: str = option("data/prompts_heldout.jsonl", "rows with a prompt or messages: JSONL, folder or dataset")
     split: str | None = option(None, SPLIT)
+    thinking: bool | None = option(
+        None, f"{THINKING}; null: as the checkpoint was trained, else the template's default"
+    )
     limit: int | None = option(None, "decode this many prompts, spread over the file; null: all")
     max_new_tokens: int = option(64, "longest answer, in tokens")
 
@@ -198,10 +202,21 @@ def open_target(target: Target) -> Opened:
 
 def load_prompts(options: PromptOptions, opened: Opened) -> list[Prompt]:
     """The prompts to decode. Raises ValueError, naming file and row, also for one that is too long for the target."""
-    prompts = data.load_prompts(options.prompts, opened.tokenizer, split=options.split, limit=options.limit)
+    heads = split(getattr(options, "checkpoint", None))
+    mode = mode_of(heads)
+    thinking, trained = (mode if options.thinking is None else options.thinking), () if mode is None else (mode,)
+    prompts = data.load_prompts(
+        options.prompts, opened.tokenizer, split=options.split, limit=options.limit, thinking=thinking, trained=trained
+    )
     plain = Decoder(opened.target, None, sampling=Sampling(), stop=set())
     check_prompts(plain, prompts, options.max_new_tokens, source=options.prompts)
     return prompts
+
+
+def mode_of(heads: list[str]) -> bool | None:
+    """The thinking mode of the rows that checkpoints were trained on; None: not known, or not the same"""
+    modes = {facts.read(checkpoint.resolve(head)).get("data", {}).get("thinking") for head in heads}
+    return next((mode for mode in (True, False) if modes == {mode}), None)
 
 
 def target_of(folder: Path) -> str:

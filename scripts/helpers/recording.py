@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -38,8 +39,7 @@ def open_recorder(
 ) -> traffic.Recorder:
     """Raises ValueError for a folder that cannot be used."""
     own = copy.deepcopy(tokenizer)  # the recorder has a thread of its own
-    encode = lambda messages, thinking: data.encode_prompt(own, messages, thinking=thinking)
-    return traffic.Recorder(settings, origin=origin, tokenizer=own, encode_chat=encode)
+    return traffic.Recorder(settings, origin=origin, tokenizer=own, encode_chat=partial(data.encode_prompt, own))
 
 
 def describe(settings: traffic.Recording | None) -> str:

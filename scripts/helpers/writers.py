@@ -38,7 +38,6 @@ class Source:
     tokenizer: PreTrainedTokenizerBase
     batch: int
     in_flight: int
-    thinking: bool | None
     features: FeatureOptions
     console: rich.console.Console
     compile: bool = False  # this project's decoder
@@ -117,9 +116,7 @@ class Writers:
         source = self.source
         client = EngineClient(source.engine, in_flight=source.in_flight, say=source.console.print)
         try:
-            server = Server(
-                client, source.tokenizer, name=source.target.name, example=example, thinking=source.thinking
-            )
+            server = Server(client, source.tokenizer, name=source.target.name, example=example)
         except BaseException:
             client.close()
             raise

@@ -16,7 +16,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 from transformers import PreTrainedTokenizerBase
 
-from specdec import plain_text, traffic
+from specdec import plain_text, token_ids, traffic
 from specdec.generation import Ends, StopStrings, reached
 from specdec.grammar import Constraint, Grammar
 from specdec.server import recording
@@ -35,7 +35,9 @@ class Served:
 
     model: the name of the target, which requests may give; other_names: further ones
     tokenizer: used in the thread of the event loop only; engine_tokenizer: a copy of it, for that of the engine
-    encode_chat: messages and `enable_thinking` (None: the template's default) -> token ids; ValueError if the template refuses
+    encode_chat: messages, `enable_thinking` (None: the template's default) and, if there are any, tools= -> token ids; ValueError if
+        the template refuses
+    thinking: the mode of requests that do not say theirs
     stop: token ids that end an answer; max_length: tokens of a prompt and its answer; timeout: seconds of a request
     max_body: bytes; page: the live page
     compile_grammar: raises ValueError for one that cannot be used; None: requests cannot have grammars
@@ -46,12 +48,13 @@ class Served:
     metrics: Metrics
     tokenizer: PreTrainedTokenizerBase
     engine_tokenizer: PreTrainedTokenizerBase
-    encode_chat: Callable[[list[dict], bool | None], list[int]]
+    encode_chat: Callable[..., list[int]]
     stop: frozenset[int]
     model: str
     other_names: tuple[str, ...] = ()
     max_length: int = 4096
     timeout: float = 600.0
+    thinking: bool | None = None
     max_body: int = 1 << 20
     page: str = ""
     compile_grammar: Callable[[Grammar], Constraint | None] | None = None
@@ -110,6 +113,7 @@ class Answer:
             name=self.recorded_as,
             text=self.said,
             finish=reason,
+            thinking=self.served.thinking,
         )
 
     def usage(self) -> dict[str, Any]:
@@ -327,12 +331,19 @@ def _encode(served: Served, settings: Settings) -> list[int]:
                 parameter="messages",
             )
         try:
-            return served.encode_chat([message.to_row() for message in settings.messages], settings.thinking)
+            tools = {"tools": settings.offered} if settings.offered else {}
+            mode = served.thinking if settings.thinking is None else settings.thinking
+            return served.encode_chat([message.to_row() for message in settings.messages], mode, **tools)
         except ValueError as error:
             raise RequestError(str(error), parameter="messages") from None
     assert isinstance(settings, CompletionRequest)
-    tokens: Any = settings.prompt if settings.text is None else plain_text.encode(served.tokenizer, settings.text)
-    size = len(served.tokenizer)
+    tokens: Any = settings.prompt
+    if settings.text is not None:
+        try:
+            tokens = plain_text.encode(served.tokenizer, settings.text)
+        except ValueError as error:
+            raise RequestError(str(error), parameter="prompt") from None
+    size = token_ids.num_ids(served.tokenizer)
     if not tokens or not all(isinstance(token, int) and 0 <= token < size for token in tokens):
         raise RequestError(
             f"prompt must be one text that is not empty, or token ids from 0 to {size - 1}.", parameter="prompt"

@@ -6,15 +6,17 @@ from typing import Annotated, Any, Literal
 
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
 from specdec.grammar import Grammar
 from specdec.sampling import Sampling
+from specdec.untrusted import is_text
 
 # Fields of OpenAI and vLLM that change the answer in ways that this server cannot, with what they may be nevertheless
 REFUSED: dict[str, tuple] = {
     "n": (1,), "best_of": (1,), "logprobs": (False, 0), "top_logprobs": (0,), "prompt_logprobs": (0,), "echo": (False,),
-    "suffix": ("",), "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none",),
-    "parallel_tool_calls": (True, False), "frequency_penalty": (0,),
+    "suffix": ("",), "functions": ([],), "function_call": ("none",),
+    "frequency_penalty": (0,),
     "presence_penalty": (0,), "logit_bias": ({},), "min_p": (0,), "min_tokens": (0,), "use_beam_search": (False,),
     "modalities": (["text"],), "audio": (), "reasoning_effort": (), "guided_json": (), "guided_regex": (),
 }  # fmt: skip
@@ -22,6 +24,7 @@ FORMS = {  # of fields that may hold several things
     "prompt": "a text, or the token ids of one prompt",
     "content": "a text, or a list of parts of type text",
     "stop": "a text, or a list of texts",
+    "tool_choice": "none or auto, as this server cannot force a call",
     "response_format": 'a type: {"type": "json_schema", "json_schema": {"name": .., "schema": {..}}}, "json_object" or "text"',
     "structured_outputs": "one of json (a schema), regex and grammar (in Lark's form)",
 }
@@ -64,12 +67,24 @@ class Part(BaseModel):
 class Message(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True)
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[Part]
+    content: str | list[Part] | None = None
+    tool_calls: list[dict] | None = None
+    reasoning_content: str | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+
+    @pydantic.model_validator(mode="after")
+    def _says_something(self) -> "Message":
+        if self.content is None and not self.tool_calls:
+            raise PydanticCustomError("content", "a message needs a content, or calls of tools")
+        return self
 
     def to_row(self) -> dict:
         """As chat templates take it."""
-        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": content}
+        content = "".join(part.text for part in self.content) if isinstance(self.content, list) else self.content or ""
+        more = self.model_dump(exclude={"role", "content"}, exclude_none=True)
+        more = {name: value for name, value in more.items() if value}
+        return {"role": "system" if self.role == "developer" else self.role, "content": content, **more}
 
 
 class JsonSchema(BaseModel):
@@ -176,6 +191,14 @@ class ChatRequest(Settings):
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1, le=TOKENS)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool | None = None  # how many calls an answer has is the model's to say
+
+    @property
+    def offered(self) -> list[dict] | None:
+        """The tools that the answer may call; None: none"""
+        return None if self.tool_choice == "none" else self.tools or None
 
     @property
     def most_tokens(self) -> int | None:
@@ -185,11 +208,13 @@ class ChatRequest(Settings):
     def thinking(self) -> bool | None:
         """None: the chat template's default. Raises RequestError for other arguments of the template."""
         given = self.chat_template_kwargs or {}
-        if not set(given) <= {"enable_thinking"} or not isinstance(given.get("enable_thinking", True), bool):
+        name, value = next(iter(given.items()), ("enable_thinking", None))
+        if len(given) > 1 or name not in ("enable_thinking", "thinking") or not isinstance(value, bool | None):
             raise RequestError(
-                "chat_template_kwargs may hold enable_thinking, true or false.", parameter="chat_template_kwargs"
+                "chat_template_kwargs may hold enable_thinking (or thinking), true or false.",
+                parameter="chat_template_kwargs",
             )
-        return given.get("enable_thinking")
+        return value
 
 
 class CompletionRequest(Settings):
@@ -210,6 +235,10 @@ def parse(kind: type[Settings], body: bytes) -> Any:
         raise RequestError(f"The body is not JSON: {error}.") from None
     if not isinstance(document, dict):
         raise RequestError("The body must be a JSON object.")
+    if not is_text(document):
+        raise RequestError(
+            "The body has half of a surrogate pair (\\ud800 .. \\udfff), which is no character: repair the text."
+        )
     for name in [name for name in document if name in REFUSED or name in IGNORED]:
         value = document.pop(name)
         if name in REFUSED and value is not None and value not in REFUSED[name]:

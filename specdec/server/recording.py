@@ -15,13 +15,17 @@ def record(
     name: str,
     text: str,
     finish: str,
+    thinking: bool | None = None,
 ) -> None:
-    """Records an answer that has ended. name: the id of the row; text: of the answer, as the client has it"""
+    """Records an answer that has ended. name: the id of the row; text: of the answer, as the client has it; thinking: the mode of
+    requests that do not say theirs
+    """
     generation = job.request.generation
     (tokens,), (accepted,) = generation.tokens, generation.accepted
-    messages, prompt, thinking = None, None, None
+    messages, prompt, mode, tools = None, None, None, None
     if isinstance(settings, ChatRequest):
-        messages, thinking = [message.to_row() for message in settings.messages], settings.thinking
+        messages, tools = [message.to_row() for message in settings.messages], settings.offered
+        mode = thinking if settings.thinking is None else settings.thinking
     elif isinstance(settings, CompletionRequest):
         prompt = settings.text
     asked = Asked(
@@ -31,7 +35,8 @@ def record(
         settings.metadata,
         seed=settings.seed,
         grammar=grammar.to_row() if (grammar := settings.grammar()) else None,
-        thinking=thinking,
+        thinking=mode,
+        tools=tools,
     )
     answered = Answered(
         text,

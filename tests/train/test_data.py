@@ -380,7 +380,7 @@ def test_an_answer_is_trimmed_at_its_end(tokenizer):
     [
         (
             ["data=b", "rows=3"],
-            "no option 'rows'. Did you mean 'row'. Known options: data, row, num, max_length, split, target.name",
+            "no option 'rows'. Did you mean 'row'. Known options: data, row, num, max_length, split, thinking, target.name",
         ),
         (["target.name=a"], "Give a value for: data"),
         (["target.name=a", "data=b", "row=x"], "row: Value 'x'"),

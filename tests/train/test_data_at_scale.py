@@ -227,6 +227,7 @@ def test_packs_are_mapped_and_not_loaded(tmp_path):
         "tokens": tokens, "mask": tokens % 2 == 0, "ends": numpy.arange(num + 1) * length,
         "names": numpy.frombuffer(b'["a", "b"]' * num, dtype=numpy.uint8), "name_ends": numpy.arange(num + 1) * 10,
         "supervised": numpy.full(num, length // 2), "greedy": numpy.zeros(num, dtype=bool),
+        "thinking": numpy.zeros(num, dtype=numpy.int8),
     }  # fmt: skip
     for name, array in arrays.items():
         numpy.save(tmp_path / f"{name}.npy", array)

@@ -266,7 +266,9 @@ def test_what_is_wrong_with_a_row_is_said(tmp_path, row, message):
     [
         ({"messages": [{"role": "user", "content": "a"}]}, r"Row 1 has no assistant turn, only user\."),
         ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "tool_calls": 7}]},
-         r"cannot write these messages, though it writes others \(TypeError: .*keys: role, content, tool_calls\.$"),
+         r"tool_calls must be a list such as .*\.$"),
+        ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 7}]},
+         r"cannot write these messages, though it writes others \(TypeError: .*keys: role, content, weight\.$"),
         ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "name": "x"}]},
          r"The chat template refuses a conversation with the roles user, assistant: No names\."),
     ],
@@ -275,7 +277,8 @@ def test_a_row_that_the_template_cannot_write_is_named_with_its_file(tmp_path, r
     write_rows(tmp_path / "a.jsonl", [ROWS[0], row])
     tokenizer = strict(small_tokenizer())
     names = "{% for m in messages if m.name %}{{ raise_exception('No names.') }}{% endfor %}"
-    tokenizer.chat_template = names + tokenizer.chat_template
+    weights = "{% for m in messages if m.weight %}{{ m.weight + 'a' }}{% endfor %}"
+    tokenizer.chat_template = names + weights + tokenizer.chat_template
     where = r"a\.jsonl:2: .*"
     with pytest.raises(ValueError, match=where + message):
         load_packs(str(tmp_path / "a.jsonl"), Encoding(tokenizer, tmp_path / "c"), length=99, packed=False)
@@ -387,6 +390,9 @@ def test_masks_of_many_turns_are_those_of_every_prompt(monkeypatch, template):
 @pytest.mark.parametrize("roles", [["user"], ["user", "assistant", "tool"]], ids=["chat", "calls"])
 def test_the_number_of_renderings_does_not_grow_with_the_turns(monkeypatch, roles):
     tokenizer, counts = copy.deepcopy(small_tokenizer()), []
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "+ '<|im_end|>'", "~ (message['tool_calls'] or '') ~ '<|im_end|>'"
+    )
     render = tokenizer.apply_chat_template
     monkeypatch.setattr(
         tokenizer, "apply_chat_template", lambda *args, **more: counts.append(0) or render(*args, **more)
@@ -396,11 +402,12 @@ def test_the_number_of_renderings_does_not_grow_with_the_turns(monkeypatch, role
         counts.clear()
         messages = []
         for turn in range(turns):
-            calls = {"assistant": {"content": "", "tool_calls": [{"n": turn}]}}
+            calls = {"assistant": {"content": "", "tool_calls": [{"name": "n", "arguments": {"n": turn}}]}}
             messages += [{"role": role, "content": f"{role} {turn}", **calls.get(role, {})} for role in roles]
             messages.append({"role": "assistant", "content": f"answer {turn}"})
         row = data.encode(tokenizer, {"id": "a", "category": "b", "messages": messages})
         assert tokenizer.decode([t for t, own in zip(row.tokens, row.mask) if own]).count("answer ") == turns
         return len(counts)
 
+    count(1)  # what the template does is found out once
     assert count(100) == count(10) <= 8

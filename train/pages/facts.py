@@ -69,6 +69,7 @@ def describe(
             "cut conversations": packs.num_cut,
             "skipped conversations": packs.num_skipped,
             "fingerprint": packs.fingerprint,
+            **({"thinking": packs.modes[0]} if len(packs.modes) == 1 and packs.modes[0] is not None else {}),
         },
         "environment": {
             "python": platform.python_version(),

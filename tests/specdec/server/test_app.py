@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import json
 import time
 import urllib.request
@@ -26,7 +27,7 @@ QUESTIONS = [f"Say {word} {number} times." for number, word in enumerate(["sky",
 
 
 @contextlib.contextmanager
-def serving(target, *, rows=4, queue=64, **settings):
+def serving(target, *, rows=4, queue=64, template=None, **settings):
     """A server of a tiny target with an untrained EAGLE-3 head -> its URL, and the record it serves"""
     tokenizer = copy.deepcopy(small_tokenizer())
     proposer = HeadProposer(make_drafter(target, "eagle3"), chain_of(3))
@@ -34,7 +35,8 @@ def serving(target, *, rows=4, queue=64, **settings):
     metrics = Metrics("tiny")
     engine = Engine(drafted, plain, rows=rows, queue=queue, head="run/step", saw=metrics.saw_step)
     usual = {"stop": frozenset(STOP), "model": "tiny", "max_length": 400, "max_body": 20000, "page": "<h1>a page</h1>"}
-    encode = lambda messages, thinking: data.encode_prompt(tokenizer, messages, thinking=thinking)
+    tokenizer.chat_template = template or tokenizer.chat_template
+    encode = functools.partial(data.encode_prompt, tokenizer)
     served = Served(engine, metrics, tokenizer, small_tokenizer(), encode, **(usual | settings))
     with running(make_app(served)) as url:
         yield url, served
@@ -248,7 +250,7 @@ BAD = [
     (b'{"messages": [{"role": "user", "content": "a"}], "temperature": NaN}', 400, "temperature"),
     (b'{"messages": [{"role": "user", "content": "a"}], "top_p": 0}', 400, "top_p=0"),
     (b'{"messages": [{"role": "user", "content": "a"}], "n": 2}', 400, "cannot do n=2"),
-    (b'{"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function"}]}', 400, "cannot do tools"),
+    (b'{"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function"}]}', 400, "leaves out tools"),
     (b'{"messages": [{"role": "user", "content": "a"}], "logprobs": true}', 400, "cannot do logprobs"),
     (b'{"messages": [{"role": "user", "content": "a"}], "stop": [""]}', 400, "stop"),
     (b'{"messages": [{"role": "user", "content": "a"}], "max_tokens": 4000}', 400, "400 tokens"),

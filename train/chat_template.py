@@ -1,0 +1,338 @@
+"""What a chat template makes of a conversation, found by rendering.
+
+A template leaves out, without a word, what it does not know. So a copy of the conversation is rendered with marks in place of
+what may be lost; the marks that are missing in the text say what is. Its text also says where calls of tools end.
+"""
+
+import contextlib
+import functools
+import json
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import jinja2
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
+
+MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+MODES = ("enable_thinking", "thinking")  # names that templates have for the thinking mode
+SPEAKERS = ("system", "developer", "user", "assistant")  # every template that takes them writes what they say
+WORD, OTHER = "specdecword", "specdecother"
+NUMBER = "73055192{:04d}"  # mark in arguments: what stands behind a number stands behind all arguments
+MARK = re.compile(r"specdecmark\d+x|73055192\d{4}")
+TOOL = {
+    "type": "function",
+    "function": {"name": WORD, "description": WORD, "parameters": {"type": "object", "properties": {}}},
+}
+
+
+def options_of(row: dict) -> dict:
+    """What beside its messages decides how a row is rendered: `thinking` and `tools`, as far as the row has them.
+
+    Raises ValueError for tools that cannot be rendered. Rows of others may have anything under the name `thinking`.
+    """
+    found = {}
+    if isinstance(row.get("thinking"), bool):
+        found["thinking"] = row["thinking"]
+    tools = row.get("tools")
+    if isinstance(tools, str) and tools.strip():  # as data sets hold them whose columns have one type
+        with contextlib.suppress(ValueError, RecursionError):
+            tools = json.loads(tools)
+    if tools:
+        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+            raise ValueError(
+                'tools must be a list such as [{"type": "function", "function": {"name": ..}}], or its JSON.'
+            )
+        found["tools"] = tools
+    return found
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a chat template takes what rows hold."""
+
+    parts: bool  # contents are lists of parts
+    arguments: type | None  # of calls: dict, or str for JSON; None: neither is written
+    mode: str | None  # its variable for the thinking mode; None: it has no such mode
+    without: str  # what it writes behind a prompt with thinking=false; empty: nothing
+    end: str  # what stands behind an answer; empty: nothing
+
+    def fit(self, messages: list[dict]) -> list[dict]:
+        """Messages in this form. Their contents are texts before."""
+        if not self.parts and not any(message.get("tool_calls") for message in messages):
+            return messages
+        return [self._fit(message) for message in messages]
+
+    def _fit(self, message: dict) -> dict:
+        message = {**message, "content": _parts(message["content"])} if self.parts else message
+        calls = message.get("tool_calls")
+        return (
+            {**message, "tool_calls": [_change(call, arguments=self._convert) for call in calls]} if calls else message
+        )
+
+    def _convert(self, arguments: object) -> object:
+        arguments = {} if arguments is None else arguments
+        if self.arguments is str and isinstance(arguments, dict):
+            return json.dumps(arguments, ensure_ascii=False)
+        return parse_arguments(arguments) if self.arguments is dict else arguments
+
+
+def parse_arguments(arguments: object) -> object:
+    """An object that was given as JSON text; anything else as it is."""
+    try:
+        found = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError):
+        return arguments
+    return found if isinstance(found, dict) else arguments
+
+
+def _parts(content: str) -> list[dict]:
+    return [{"type": "text", "text": content}]
+
+
+def _change(call: dict, **changes: Callable) -> dict:
+    """A copy of a tool or of a call of one, with some fields of its function changed."""
+    if isinstance(call.get("function"), dict):
+        return {**call, "function": _change(call["function"], **changes)}
+    return call | {key: change(call.get(key)) for key, change in changes.items()}
+
+
+def find_form(tokenizer: PreTrainedTokenizerBase) -> Form:
+    return _find_form(tokenizer, template_of(tokenizer))
+
+
+def template_of(tokenizer: PreTrainedTokenizerBase) -> str:
+    """One text for what may be several templates, by name."""
+    given: Any = tokenizer.chat_template
+    return given if isinstance(given, str) else repr(given)
+
+
+@functools.lru_cache(maxsize=8)
+def _find_form(tokenizer: PreTrainedTokenizerBase, template: str) -> Form:
+    """template: the tokenizer's, which may change"""
+
+    def text(*messages: dict, **more) -> str:
+        try:
+            return str(tokenizer.apply_chat_template([*messages], tokenize=False, **more))
+        except Exception:  # it refuses
+            return ""
+
+    question: dict = {"role": "user", "content": WORD}
+    in_parts = {"role": "user", "content": _parts(WORD)}
+    parts = WORD not in text(question) and WORD in text(in_parts)
+    say: Callable = _parts if parts else str
+    question = in_parts if parts else question
+
+    def writes(arguments: dict | str) -> bool:
+        """Whether arguments are written, and neither as Python's text of a dict nor as JSON in JSON."""
+        function = {"name": "specdecname", "arguments": arguments}
+        call = {"id": "specdec01", "type": "function", "function": function}
+        answer = {"role": "assistant", "content": say(""), "tool_calls": [call]}
+        result = {"role": "tool", "name": "specdecname", "tool_call_id": "specdec01", "content": say("a")}
+        found = text(question, answer, tools=[TOOL]) or text(question, answer, result, tools=[TOOL])
+        wrong = (f"'{OTHER}'", f'\\"{OTHER}')
+        return OTHER in found and "specdecvalue" in found and not any(each in found for each in wrong)
+
+    arguments = {OTHER: "specdecvalue"}
+    kinds: list[tuple[type, dict | str]] = [(dict, arguments), (str, json.dumps(arguments))]
+    asked = functools.partial(text, question, add_generation_prompt=True)
+    mode = next((mode for mode in MODES if asked(**{mode: True}) != asked(**{mode: False})), None)
+    prompt, without = asked(), asked(**{mode: False}) if mode else ""
+    said = text(question, {"role": "assistant", "content": say(OTHER)})
+    return Form(
+        parts,
+        next((kind for kind, given in kinds if writes(given)), None),
+        mode,
+        without.removeprefix(prompt) if without.startswith(prompt) else "",
+        said.rpartition(OTHER)[2].strip(),
+    )
+
+
+# Marks
+
+
+@dataclass(frozen=True)
+class Marked:
+    """A copy of a conversation with marks in it. meanings: what each mark stands for; last: by the number of a message that
+    calls tools, the mark at the end of its last call"""
+
+    messages: list[dict]
+    tools: list[dict] | None
+    meanings: dict[str, str]
+    last: dict[int, str]
+
+    @classmethod
+    def of(cls, messages: list[dict], tools: list[dict] | None) -> "Marked":
+        meanings: dict[str, str] = {}
+        last: dict[int, str] = {}
+
+        def mark(meaning: str, form: str = "specdecmark{}x") -> str:
+            word = form.format(len(meanings))
+            meanings[word] = meaning
+            return word
+
+        def add(arguments: object) -> object:
+            found = parse_arguments({} if arguments is None else arguments)
+            word = mark("tool_calls", NUMBER)
+            last[len(copies)] = word
+            return {**found, WORD: int(word)} if isinstance(found, dict) else word
+
+        rename = lambda name: mark("tool_calls")
+        copies: list[dict] = []
+        for message in messages:
+            if calls := message.get("tool_calls"):
+                message = {**message, "tool_calls": [_change(call, name=rename, arguments=add) for call in calls]}
+            if message.get("function_call"):
+                message = {**message, "function_call": {"name": mark("function_call"), "arguments": "{}"}}
+            if message["role"] not in SPEAKERS:
+                message = {**message, "content": mark(f"messages of the role {message['role']}")}
+            copies.append(message)
+        marked_tools = tools and [_change(tool, name=lambda name: mark("tools")) for tool in tools]
+        return cls(copies, marked_tools, meanings, last)
+
+    def lost(self, text: str) -> str:
+        """What a rendered text of this copy does not have; empty: nothing is missing"""
+        return " and ".join(dict.fromkeys(meaning for word, meaning in self.meanings.items() if word not in text))
+
+    def find_end(self, index: int, text: str, original: str, start: int, end: str) -> int | None:
+        """Where the calls of message `index` end in the text of the conversation itself; None: it cannot be told.
+
+        text: of this copy; start: where the message begins; end: what stands behind answers, if special tokens come before it
+        """
+        if index not in self.last or not (found := re.search(self.last[index], text)):
+            return None
+        following = MARK.search(text, found.end())
+        behind = text[found.end() : following.start() if following else len(text)]
+        place = original.find(behind, start)
+        return None if place < 0 else place + max(0, behind.find(end))
+
+
+# Rendering
+
+
+def render(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[dict],
+    *,
+    add_generation_prompt: bool,
+    thinking: bool | None = None,
+    tools: list[dict] | None = None,
+) -> str:
+    """thinking: what the template gets as enable_thinking; None: nothing. tools: those that the assistant may call"""
+    if not tokenizer.chat_template:
+        raise ValueError(without_template(tokenizer))
+    try:
+        given = template_arguments(tokenizer, thinking, tools) | {"add_generation_prompt": add_generation_prompt}
+        return str(tokenizer.apply_chat_template(find_form(tokenizer).fit(messages), tokenize=False, **given))
+    except jinja2.TemplateError as error:
+        roles = ", ".join(message["role"] for message in messages)
+        raise ValueError(f"The chat template refuses a conversation with the roles {roles}: {error}") from error
+    except Exception as error:  # a template computes: 1 / 0, a macro that calls itself
+        plain = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        if messages not in (plain, plain[:1]) and _renders(tokenizer, plain) and _renders(tokenizer, plain[:1]):
+            keys = dict.fromkeys(key for message in messages for key in message)
+            raise ValueError(
+                f"The chat template of {tokenizer.name_or_path} cannot write these messages, though it writes others "
+                f"({type(error).__name__}: {error}). Look at their keys: {', '.join(map(str, keys))}."
+            ) from error
+        raise ValueError(
+            f"The chat template of {tokenizer.name_or_path} fails ({type(error).__name__}: {error}): repair it or take "
+            "another copy of the tokenizer."
+        ) from error
+
+
+def template_arguments(
+    tokenizer: PreTrainedTokenizerBase, thinking: bool | None, tools: list[dict] | None = None
+) -> dict:
+    """What the chat template gets beside the messages."""
+    mode = {} if thinking is None else {find_form(tokenizer).mode or MODES[0]: thinking}
+    return mode | ({"tools": tools} if tools else {})
+
+
+def mark(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict], *, add_generation_prompt: bool, **options
+) -> tuple[Marked, str]:
+    """A copy with marks in place of tools and their calls, and its text. options: as `render`
+
+    Raises ValueError if the template leaves out a part of what the messages and options say.
+    """
+    marked = Marked.of(messages, options.get("tools"))
+    if not marked.meanings:
+        return marked, ""
+    options = options | {"add_generation_prompt": add_generation_prompt, "tools": marked.tools}
+    try:
+        text = render(tokenizer, marked.messages, **options)
+    except ValueError:  # it takes the conversation, but not the copy: nothing can be said
+        return Marked.of([], None), ""
+    if lost := marked.lost(text):
+        raise ValueError(
+            f"The chat template of {tokenizer.name_or_path} leaves out {lost}, so the target would not read them. Remove "
+            "them, or choose a target whose chat template writes them."
+        )
+    return marked, text
+
+
+def without_template(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Why messages are refused, and what to do."""
+    return (
+        f"The tokenizer of {tokenizer.name_or_path} has no chat template, so it takes no messages. Give plain text (rows with "
+        "prompt; to train on, with text, or with prompt and completion), choose an instruct model as target, or put a "
+        "chat_template.jinja in the target's folder."
+    )
+
+
+def _renders(tokenizer: PreTrainedTokenizerBase, messages: list[dict]) -> bool:
+    try:
+        return bool(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=len(messages) == 1))
+    except Exception:
+        return False
+
+
+def name_modes(modes: Iterable[bool | None]) -> str:
+    names = {None: "no thinking mode", True: "thinking=true", False: "thinking=false"}
+    return " and ".join(names[mode] for mode in names if mode in set(modes))
+
+
+def check_mode(tokenizer: PreTrainedTokenizerBase, thinking: bool | None) -> None:
+    """Raises ValueError if a thinking mode is asked for that the chat template does not have."""
+    if thinking is not None and find_form(tokenizer).mode is None:
+        raise ValueError(
+            f"thinking={str(thinking).lower()}: the chat template of {tokenizer.name_or_path} has no thinking mode "
+            "(enable_thinking changes nothing). Leave thinking= out."
+        )
+
+
+def find_spans(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict], arguments: dict
+) -> list[tuple[int, int]] | None:
+    """Where the template's generation markers begin and end in the rendered text, in characters; None without markers.
+
+    arguments: as apply_chat_template takes them
+    """
+    template = tokenizer.get_chat_template(tools=arguments.get("tools"))
+    if not MARKERS.search(template):
+        return None
+    render: Callable[..., Any] = render_jinja_template  # whose annotation says that it gives a text
+    _, (spans,) = render(
+        [messages], chat_template=template, return_assistant_tokens_mask=True,
+        **{**tokenizer.special_tokens_map, **arguments},
+    )  # fmt: skip
+    return spans
+
+
+@functools.lru_cache(maxsize=8)
+def markers_hold(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
+    """Whether generation markers stand around what the assistant says, and around nothing else that is said."""
+    fit, say = find_form(tokenizer).fit, lambda role, n: {"role": role, "content": f"{WORD}{role}{n}"}
+    messages = [say(role, n) for n in range(2) for role in ("user", "assistant")]
+    for some in (messages, messages[:2]):
+        try:
+            text = str(tokenizer.apply_chat_template(fit(some), tokenize=False))
+            spans = find_spans(tokenizer, fit(some), {}) or []
+        except Exception:  # it refuses such a conversation
+            continue
+        inside = " ".join(text[start:stop] for start, stop in spans)
+        return all((message["content"] in inside) == (message["role"] == "assistant") for message in some)
+    return True
