@@ -2,6 +2,8 @@
 
 python train.py -m head=eagle,mtp optimizer.lr=3e-4,1e-3    trains several, one after the other, and compares them (docs/tracking.md)."""
 
+import specdec.threads  # noqa: F401  says how threads wait, before torch is imported
+
 import contextlib
 import functools
 import os

@@ -9,6 +9,11 @@ measured and decided. With watch=SECONDS it goes on, whenever min_tokens new tok
 gets each head that is taken into use. After Ctrl-C the same command continues. docs/adapting.md has more.
 """
 
+from helpers import adapting, loading, vllm_weights
+from helpers.adapt_options import Adapt, check, shares_of
+from helpers.loading import Loaded
+from helpers.options import options, run
+
 import functools
 import gc
 import time
@@ -17,10 +22,6 @@ from pathlib import Path
 
 from torch import Tensor
 
-from helpers import adapting, loading, vllm_weights
-from helpers.adapt_options import Adapt, check, shares_of
-from helpers.loading import Loaded
-from helpers.options import options, run
 from specdec import checkpoint, datastore
 from specdec.drafter import Drafter
 from specdec.figures import PromptCounts

@@ -9,6 +9,10 @@ features.folder=DIR the hidden states that scripts/launch_engine.py gives are ke
 prompts=self lets the target write the prompts too (Magpie, 2406.08464): they are kept in OUT.prompts.jsonl.
 """
 
+from helpers import decoding, loading
+from helpers.options import option, options, run, split
+from helpers.writers import FeatureOptions, Source, Writers, stop_tokens
+
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,9 +20,6 @@ from pathlib import Path
 import rich.console
 from transformers import PreTrainedTokenizerBase
 
-from helpers import decoding, loading
-from helpers.options import option, options, run, split
-from helpers.writers import FeatureOptions, Source, Writers, stop_tokens
 from specdec.target import load_tokenizer
 from train import answering, data, progress, ranges, reading, self_prompts
 from train.answering import Law

@@ -17,6 +17,10 @@ prompts of decodings next to each other: absolute times say little on a shared m
 and leave out compiling.
 """
 
+from helpers import decoding, loading, proposers, rivals
+from helpers.options import option, options, split
+from helpers.options import run as run_command
+
 import contextlib
 import functools
 import json
@@ -29,9 +33,6 @@ from pathlib import Path
 import rich.table
 import torch
 
-from helpers import decoding, loading, proposers, rivals
-from helpers.options import option, options, split
-from helpers.options import run as run_command
 from specdec import benchmark, files, speed
 from specdec.benchmark import Generate, Timed, TimedDecoder
 from specdec.compile import Runner

@@ -5,6 +5,10 @@ with this project's decoder (own=true), and vLLM's own benchmark client on the s
 a warm-up, and compared by the medians of the ratios of neighbours. Loading and imports are not counted.
 """
 
+from helpers import loading
+from helpers.options import option, options, run
+from helpers.writers import FeatureOptions, Source, Writers
+
 import json
 import os
 import statistics
@@ -19,9 +23,6 @@ import rich.console
 import rich.table
 
 from engine_clients.vllm_client import PYTHON
-from helpers import loading
-from helpers.options import option, options, run
-from helpers.writers import FeatureOptions, Source, Writers
 from specdec import files
 from specdec.benchmark import median_ratio
 from specdec.target import load_tokenizer

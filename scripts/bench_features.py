@@ -4,6 +4,9 @@ Measures how fast a server gives the target's outputs, beside the target in this
 turns, and how far the two agree.
 """
 
+from helpers import loading
+from helpers.options import option, options, run
+
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,8 +14,6 @@ from statistics import median
 
 import torch
 
-from helpers import loading
-from helpers.options import option, options, run
 from specdec.target import Target
 from train import progress
 from train.encoding import Encoding, load_packs

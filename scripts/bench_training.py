@@ -11,6 +11,12 @@ the most that was in use at once above target and head: activations, gradients a
 that a step needs, without what is computed again in backward passes, over its time and the device's peak FLOP/s.
 """
 
+from helpers import hardware, training_table
+from helpers.options import option, options, split
+from helpers.options import run as run_command
+from helpers.training_step import Cost, Work
+from helpers.training_table import Cell
+
 import dataclasses
 import json
 import os
@@ -23,11 +29,6 @@ from pathlib import Path
 import psutil
 import torch
 
-from helpers import hardware, training_table
-from helpers.options import option, options, split
-from helpers.options import run as run_command
-from helpers.training_step import Cost, Work
-from helpers.training_table import Cell
 from overrides import as_written
 from overrides import check as check_options
 from specdec import files

@@ -5,6 +5,10 @@ temperature 0. Without checkpoint=, it trains and serves tiny heads of every fam
 so that a faithful engine accepts all of them, then with noise on the weights, so that some drafts are wrong.
 """
 
+from helpers import in_vllm as in_vllm_engine
+from helpers import loading
+from helpers.options import options, run, split
+
 import json
 import tempfile
 from collections.abc import Iterator
@@ -18,9 +22,6 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 from engine_clients import llamacpp_client
-from helpers import in_vllm as in_vllm_engine
-from helpers import loading
-from helpers.options import options, run, split
 from scripts import get_engines
 from specdec import checkpoint, files, hub, served, serving
 from specdec.drafter import Drafter

@@ -9,6 +9,11 @@ which needs no network, OUT/table.md and OUT/comparison.png. OUT/rows.jsonl keep
 kill, the same command continues.
 """
 
+from helpers import comparison, decoding, loading, proposers
+from helpers.loading import FROZEN, Run
+from helpers.options import option, options, split
+from helpers.options import run as run_command
+
 import collections
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -16,10 +21,6 @@ from pathlib import Path
 
 import rich.table
 
-from helpers import comparison, decoding, loading, proposers
-from helpers.loading import FROZEN, Run
-from helpers.options import option, options, split
-from helpers.options import run as run_command
 from specdec import files, hub
 from specdec.comparing import Decoders, Method, compare_prompts, make_decoders, report_of, results_of
 from specdec.compile import Runner

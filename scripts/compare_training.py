@@ -9,6 +9,8 @@ With save=FOLDER Speculators alone trains, for all steps, and its head is kept, 
     python scripts/compare_training.py save=peer steps=1000 depth=4 threads=2 optimizer=muon train_head=false
 """
 
+from helpers.options import options, run, split
+
 import json
 import os
 import statistics
@@ -23,7 +25,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from engine_clients.child import Child
-from helpers.options import options, run, split
 from overrides import quoted
 from train import progress
 

@@ -9,6 +9,9 @@ The tokens of a run that was continued from another one with start= are added to
 OUT/data_law.png.
 """
 
+from helpers.options import option, options, run, split
+from helpers.settings_file import read_yaml
+
 import json
 import math
 from dataclasses import asdict, dataclass, field
@@ -17,8 +20,6 @@ from pathlib import Path
 import rich.table
 from matplotlib.figure import Figure
 
-from helpers.options import option, options, run, split
-from helpers.settings_file import read_yaml
 from specdec import checkpoint, hub
 from specdec.files import write_text
 from specdec.report import Report

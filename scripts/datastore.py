@@ -4,13 +4,14 @@ Makes the datastore of texts that proposer=retrieval drafts from. Best are texts
 its own answers (scripts/answer.py). Of conversations it keeps the assistant's turns, of other rows their text.
 """
 
+from helpers import loading
+from helpers.options import options, run
+
 import functools
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from helpers import loading
-from helpers.options import options, run
 from specdec.target import load_tokenizer
 from train import datastore, progress
 

@@ -5,6 +5,11 @@ steps and fewer prompts, so that training and comparison together stay within `m
 continues; when training has finished, it decodes again. It writes checkpoints/demo, with report.html and comparison/comparison.html.
 """
 
+from helpers import loading, training_step
+from helpers.options import option, options, run
+from helpers.settings_file import read_yaml
+from helpers.training_step import Work
+
 import subprocess
 import sys
 import time
@@ -13,10 +18,6 @@ from pathlib import Path
 
 import torch
 
-from helpers import loading, training_step
-from helpers.options import option, options, run
-from helpers.settings_file import read_yaml
-from helpers.training_step import Work
 from specdec.decode import Decoder
 from specdec.sampling import Sampling
 from specdec.target import Target

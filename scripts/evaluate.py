@@ -7,6 +7,9 @@ Prints tau (tokens emitted per target pass of a round, bonus or correction token
 whether answers are unchanged, with 95 % intervals over prompts. Writes all figures to the report.
 """
 
+from helpers import decoding, grammar_figures, loading, processes, proposers
+from helpers.options import option, options, run
+
 import json
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -14,8 +17,6 @@ from pathlib import Path
 import rich.console
 import rich.table
 
-from helpers import decoding, grammar_figures, loading, processes, proposers
-from helpers.options import option, options, run
 from specdec import checkpoint, files, hub, rules, serving
 from specdec.drafting import Drafting
 from specdec.figures import TAU

@@ -5,13 +5,14 @@ files are checked against the format's manifest and read back. Formats: vllm, sg
 transformers, gguf (for llama.cpp's converter), safetensors (this project's own tensor names).
 """
 
+from helpers import loading
+from helpers.exports import FORMATS, form_of, provenance_of
+from helpers.options import options, run
+
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from helpers import loading
-from helpers.exports import FORMATS, form_of, provenance_of
-from helpers.options import options, run
 from specdec import serving
 from specdec.drafter import Drafter
 from specdec.heads.medusa import Medusa2

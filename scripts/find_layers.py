@@ -4,6 +4,9 @@ Finds the layers of a target that draft best for it (proposer=layerskip; Draft &
 number of layers, which to keep and the predicted speedup, and writes the fastest choice as a proposer's YAML.
 """
 
+from helpers import loading
+from helpers.options import options, run
+
 import functools
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,8 +15,6 @@ import rich.box
 import rich.table
 import torch
 
-from helpers import loading
-from helpers.options import options, run
 from specdec import files
 from specdec.decode import Decoder
 from specdec.layer_search import AnsweredPrompt, Choice, Clock, choices, ranges

@@ -6,12 +6,13 @@
 Green tokens were drafted and accepted; the others come from the target's own passes.
 """
 
+from helpers import decoding, loading, proposers
+from helpers.options import option, options, run
+
 from dataclasses import dataclass, field
 
 import rich.console
 
-from helpers import decoding, loading, proposers
-from helpers.options import option, options, run
 from specdec.decode import Decoder
 from specdec.generation import Generation, StopStrings
 from specdec.grammar import FORMS, Constraint

@@ -5,6 +5,8 @@ converter. It is a virtual environment of its own (4 GB), because the engines pi
 the same command continues.
 """
 
+from helpers.options import options, run
+
 import platform
 import shutil
 import subprocess
@@ -20,7 +22,6 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from helpers.options import options, run
 from train import progress
 
 VLLM, XLLAMACPP = "0.32.0", "2026.10.11549"

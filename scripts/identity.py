@@ -6,14 +6,15 @@ In float32 the answers may differ only at near-ties: the gap between the target'
 must be as small as rounding. In bfloat16 such ties are frequent.
 """
 
+from helpers import loading
+from helpers.options import option, options, run
+
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from helpers import loading
-from helpers.options import option, options, run
 from specdec import files
 from specdec.decode import Decoder
 from specdec.drafting import Drafting

@@ -4,11 +4,12 @@ Imports a published head as a checkpoint, to evaluate, compare and train it furt
 SGLang, vLLM), P-EAGLE, Medusa (reference and vLLM), DFlash, DSpark, MTP in MiMo's layout, and the Speculators container.
 """
 
+from helpers import loading
+from helpers.options import options, run
+
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from helpers import loading
-from helpers.options import options, run
 from specdec import checkpoint
 from specdec.layouts import folder
 from specdec.target import Target

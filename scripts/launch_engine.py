@@ -5,6 +5,10 @@ It runs until it is stopped. With print=true the command to run on another machi
 files in a folder; a machine that does not see it fetches them from the server.
 """
 
+from helpers import loading
+from helpers.layers import layers_of
+from helpers.options import option, options, run
+
 import json
 import os
 import shlex
@@ -22,9 +26,6 @@ import httpx
 from omegaconf import OmegaConf
 
 from engine_clients.vllm_client import KV_SPACE, PYTHON
-from helpers import loading
-from helpers.layers import layers_of
-from helpers.options import option, options, run
 from specdec.target import Target
 from train import vllm_features
 from train.naming import named

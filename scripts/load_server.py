@@ -8,6 +8,8 @@ with and without drafts, some leave in the middle, some send what cannot be answ
 the one that was given alone; in bfloat16 the other rows of a batch may decide ties. The memory of the server is followed on /metrics.
 """
 
+from helpers.options import SPLIT, option, options, run
+
 import asyncio
 import json
 import random
@@ -19,7 +21,6 @@ from pathlib import Path
 
 import httpx
 
-from helpers.options import SPLIT, option, options, run
 from specdec import loopback
 from train import progress, reading
 

@@ -4,12 +4,13 @@ Writes long prompts, for measuring at long contexts. Each holds many short notes
 task: to copy one of the notes, as the conversation did before, or to write a letter about all of them.
 """
 
+from helpers import loading
+from helpers.options import options, run
+
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from helpers import loading
-from helpers.options import options, run
 from specdec import files
 from specdec.target import load_tokenizer
 from train import long_prompts, reading

@@ -8,14 +8,15 @@ of the rows. With token_ids=true a vLLM server is asked for the ids that it read
 docs/traffic.md explains the rows, and what is not recorded. Ctrl-C or SIGTERM: what runs is finished.
 """
 
+from helpers import loading, recording
+from helpers.listening import listen, warn_if_open
+from helpers.options import option, options, run
+
 import logging
 from dataclasses import dataclass, field
 
 from transformers import PreTrainedTokenizerBase
 
-from helpers import loading, recording
-from helpers.listening import listen, warn_if_open
-from helpers.options import option, options, run
 from specdec.target import load_tokenizer
 from specdec.traffic import Origin
 from train import data

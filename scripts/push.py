@@ -5,13 +5,14 @@ worth, how it was trained, and the commands that use and serve it. Afterwards ch
 needs a token that may write: `hf auth login`, or the variable HF_TOKEN.
 """
 
+from helpers import loading
+from helpers.exports import forms_of, provenance_of
+from helpers.options import option, options, run
+
 import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from helpers import loading
-from helpers.exports import forms_of, provenance_of
-from helpers.options import option, options, run
 from specdec import checkpoint, files, hub, model_card
 from train.pages import facts
 

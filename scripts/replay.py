@@ -6,12 +6,13 @@
 The method is in docs/methods.md, section 2. By default it uses the rows that `data.hold_out` keeps from training.
 """
 
+from helpers import loading
+from helpers.options import option, options, run, split
+
 from dataclasses import dataclass, field
 
 from transformers import PreTrainedTokenizerBase
 
-from helpers import loading
-from helpers.options import option, options, run, split
 from specdec import figures
 from specdec.figures import PromptCounts
 from train import data, progress, reading, replaying

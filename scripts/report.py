@@ -4,10 +4,11 @@ Writes the page of a training run again, beside the report.json of its best step
 the folder of a sweep: comparison.html in that folder, of all its runs.
 """
 
+from helpers.options import options, run
+
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from helpers.options import options, run
 from train import progress
 from train.pages import run_page, sweep_page
 

@@ -11,14 +11,15 @@ what every round drafted. /metrics counts drafts under vLLM's names. record=FOLD
 docs/serving.md says when to serve with vLLM, SGLang or llama.cpp instead.
 """
 
+from helpers import decoding, loading, proposers, recording, watching
+from helpers.listening import listen, warn_if_open
+from helpers.options import option, options, run
+
 import copy
 import functools
 import logging
 from dataclasses import dataclass, field
 
-from helpers import decoding, loading, proposers, recording, watching
-from helpers.listening import listen, warn_if_open
-from helpers.options import option, options, run
 from specdec import checkpoint
 from specdec.batch import Request
 from specdec.decode import Decoder

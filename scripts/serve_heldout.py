@@ -5,14 +5,15 @@ beside the tau that validation replayed. Of the target it reads the embedding, t
 holds the rest. train.py does the same at its end with validation.served=PYTHON.
 """
 
+from helpers import in_vllm, loading
+from helpers.options import option, options, run
+
 import json
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from engine_clients.vllm_client import PYTHON
-from helpers import in_vllm, loading
-from helpers.options import option, options, run
 from specdec import checkpoint, files, serving
 from specdec.export import vllm
 from specdec.report import Report

@@ -3,10 +3,11 @@
 Prints conversations as the trainer sees them: after the chat template, with the supervised tokens in green.
 """
 
-from dataclasses import dataclass, field
-
 from helpers import loading
 from helpers.options import options, run
+
+from dataclasses import dataclass, field
+
 from specdec.target import load_tokenizer
 from train import chat_template, progress
 from train.data import encode, show, truncate

@@ -6,6 +6,11 @@ Rows whose answers have ended stay in their batch; the emitted tokens count. Wri
 size, a row of OUT/cells.jsonl: after Ctrl-C the same command continues, and one with other batches= adds to it.
 """
 
+from helpers import decoding, loading
+from helpers.loading import Run
+from helpers.options import option, options, split
+from helpers.options import run as run_command
+
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -14,10 +19,6 @@ import rich.table
 from matplotlib import colormaps
 from matplotlib.figure import Figure
 
-from helpers import decoding, loading
-from helpers.loading import Run
-from helpers.options import option, options, split
-from helpers.options import run as run_command
 from specdec.batching import BatchComparison, group_prompts
 from specdec.comparing import Method, decode_batches
 from specdec.drafting import Drafting

@@ -8,6 +8,9 @@ scripts/answer.py, with token ids. Both directions need the same prompts, in the
 checked. Beside the .npz file, OUT.meta.json holds what they were.
 """
 
+from helpers import loading
+from helpers.options import options, run
+
 import hashlib
 import json
 import zipfile
@@ -18,8 +21,6 @@ from pathlib import Path
 import numpy
 from transformers import PreTrainedTokenizerBase
 
-from helpers import loading
-from helpers.options import options, run
 from specdec import checkpoint, files
 from specdec.target import load_tokenizer
 from train import answering, data, progress, reading, row_files

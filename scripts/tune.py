@@ -7,12 +7,13 @@ All prompts are decoded plainly, by auto, and in every fixed shape, in turn. The
 that auto measured (docs/methods.md, section 8). decode.file= takes the fastest of the fixed shapes from the file.
 """
 
+from helpers import decoding, inspection, loading
+from helpers.options import option, options, run
+
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from helpers import decoding, inspection, loading
-from helpers.options import option, options, run
 from specdec import comparing, files, tuning
 from specdec.comparing import Decoders, Method
 from specdec.decode import Decoder

@@ -1,5 +1,7 @@
 """Tests of the documentation: links resolve, commands name existing options, the example of a new head works."""
 
+from helpers.options import flatten, options
+
 import ast
 import dataclasses
 import importlib
@@ -21,7 +23,6 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from helpers.options import flatten, options
 from specdec import attention
 from specdec.decode import Decoder
 from specdec.proposers.heads import HeadProposer

@@ -1,10 +1,11 @@
 """Options of adapt.py."""
 
+from helpers import adapting, loading
+from helpers.options import option, split
+
 from dataclasses import dataclass, field
 
 import overrides
-from helpers import adapting, loading
-from helpers.options import option, split
 from train.adaptation_judging import Limits
 
 

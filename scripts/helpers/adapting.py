@@ -1,5 +1,9 @@
 """How adapt.py trains: train.py in a process of its own, with the settings of the head."""
 
+from helpers import loading
+from helpers.options import split
+from helpers.settings_file import read_yaml
+
 import contextlib
 import json
 import math
@@ -15,9 +19,6 @@ from typing import Any
 from omegaconf import OmegaConf
 
 import overrides
-from helpers import loading
-from helpers.options import split
-from helpers.settings_file import read_yaml
 from specdec import checkpoint
 from train import progress
 from train.settings import flat

@@ -1,10 +1,11 @@
 """The tables and the picture of scripts/compare.py."""
 
+from helpers.loading import FROZEN, Run
+
 import rich.table
 from matplotlib import colormaps
 from matplotlib.figure import Figure
 
-from helpers.loading import FROZEN, Run
 from specdec.figures import TAU, tau_difference
 from specdec.measurement import PromptResult
 from specdec.report import Report, by_depth, verdict

@@ -1,13 +1,14 @@
 """Options of decoding: sampling, verification, and the shapes of drafts. The defaults are those of `Drafting`."""
 
+from helpers.loading import Opened
+from helpers.options import option, split
+from helpers.settings_file import read_yaml
+
 import functools
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from helpers.loading import Opened
-from helpers.options import option, split
-from helpers.settings_file import read_yaml
 from specdec.compile import Runner
 from specdec.drafting import Drafting
 from specdec.grammar import FORMS, Grammar, Grammars

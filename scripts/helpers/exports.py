@@ -1,10 +1,11 @@
 """The formats of specdec/export, which of them a head has, and what a model card says of where it comes from."""
 
+from helpers import loading
+
 import importlib
 import pkgutil
 from typing import Protocol
 
-from helpers import loading
 from specdec import export
 from specdec.drafter import Drafter, Head
 from specdec.serving import Form, Provenance

@@ -1,10 +1,11 @@
 """What following grammars gave and cost: complete and valid answers, tokens without a choice, time of masks."""
 
+from helpers.loading import Opened
+
 import json
 import time
 from collections.abc import Iterable
 
-from helpers.loading import Opened
 from specdec.grammar import Constraint, Grammar, Grammars, unpack
 from specdec.measurement import Prompt
 

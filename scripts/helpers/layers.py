@@ -1,10 +1,11 @@
 """Which hidden states heads read."""
 
+from helpers import loading
+from helpers.options import split
+
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
-from helpers import loading
-from helpers.options import split
 from specdec.target import Target
 
 

@@ -1,5 +1,9 @@
 """What the commands that decode load: the target, its tokenizer, checkpoints, and prompts."""
 
+from helpers import processes
+from helpers.options import SPLIT, option, split
+from helpers.settings_file import read_yaml
+
 import functools
 import os
 import platform
@@ -11,9 +15,6 @@ import torch
 from omegaconf import OmegaConf
 from transformers import PreTrainedTokenizerBase
 
-from helpers import processes
-from helpers.options import SPLIT, option, split
-from helpers.settings_file import read_yaml
 from specdec import checkpoint, precision, threads
 from specdec.decode import Decoder
 from specdec.drafter import Head

@@ -14,6 +14,8 @@ The same words mean the same thing in every command:
     progress=                     how long work is shown (train/progress.py); every command takes it
 """
 
+from helpers import processes
+
 import dataclasses
 import difflib
 import errno
@@ -29,7 +31,6 @@ from typing import Any, TypeVar
 from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from helpers import processes
 from specdec import devices, files
 from train import progress, ranges
 

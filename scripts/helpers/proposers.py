@@ -1,5 +1,8 @@
 """The proposers of conf/proposer, configured by options and built for a target."""
 
+from helpers import loading
+from helpers.options import option, split
+
 import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -10,8 +13,6 @@ from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from helpers import loading
-from helpers.options import option, split
 from overrides import literals
 from specdec import checkpoint as checkpoint_file
 from specdec.checkpoint import resolve

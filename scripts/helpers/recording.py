@@ -1,5 +1,7 @@
 """Options of the commands that record conversations."""
 
+from helpers.options import option, split
+
 import copy
 from dataclasses import dataclass
 from functools import partial
@@ -7,7 +9,6 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from helpers.options import option, split
 from specdec import traffic
 from train import data
 

@@ -3,6 +3,8 @@
 One that cannot run loses its own row only: `Rival.failure` says why.
 """
 
+from helpers import in_vllm, loading
+
 import functools
 import math
 import time
@@ -16,7 +18,6 @@ import torch
 from engine_clients import llamacpp_client, vllm_client
 from engine_clients.llamacpp_client import LlamaCpp
 from engine_clients.vllm_client import Vllm
-from helpers import in_vllm, loading
 from specdec import serving
 from specdec.benchmark import Timed, TimedModel
 from specdec.export import gguf as gguf_export

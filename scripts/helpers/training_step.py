@@ -4,6 +4,9 @@ This module depends only on train.py, Trainer and Packs, and on few of their arg
 commits (scripts/bench_training.py trees=).
 """
 
+from helpers.hardware import PeakMemory, synchronize
+from helpers.random_target import random_target, read_shape
+
 import contextlib
 import functools
 import importlib.util
@@ -25,8 +28,6 @@ from omegaconf import DictConfig
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from helpers.hardware import PeakMemory, synchronize
-from helpers.random_target import random_target, read_shape
 from specdec.target import Target, TargetOutput
 from train.data import Batch, Row
 from train.features import Online

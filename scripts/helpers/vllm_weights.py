@@ -3,14 +3,15 @@
 train/in_vllm/draft_folder.py runs in the server and has the routes; docs/adapting.md has the line that starts it.
 """
 
+from helpers import loading
+from helpers.exports import form_of
+
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 
-from helpers import loading
-from helpers.exports import form_of
 from specdec import checkpoint, loopback, serving
 from specdec.drafter import Drafter
 

@@ -1,10 +1,11 @@
 """Lets a server draft with another head when its checkpoint= stands for another one, as after scripts/adapt.py."""
 
+from helpers import loading, proposers
+
 import threading
 import time
 from collections.abc import Callable
 
-from helpers import loading, proposers
 from specdec import checkpoint
 from specdec.decode import Decoder
 from specdec.drafting import Drafting

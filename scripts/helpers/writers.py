@@ -1,5 +1,9 @@
 """What writes answers: the decoder of this project, a server, or vLLM in this process."""
 
+from helpers import loading
+from helpers.layers import layers_of
+from helpers.options import option
+
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -7,9 +11,6 @@ from typing import Any
 import rich.console
 from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
 
-from helpers import loading
-from helpers.layers import layers_of
-from helpers.options import option
 from specdec.compile import Runner
 from specdec.target import Target
 from train import data, vllm_answers

@@ -1,5 +1,7 @@
 """Tests of scripts/adapt.py: a tiny head is adapted to traffic, refused, interrupted and watched."""
 
+from helpers import adapting, vllm_weights
+
 import functools
 import json
 import os
@@ -15,7 +17,6 @@ from hydra import compose, initialize_config_dir
 from safetensors.torch import load_file
 
 import adapt
-from helpers import adapting, vllm_weights
 from specdec import checkpoint, datastore
 from specdec.target import Target, load_tokenizer
 from tests.scripts.test_vllm_weights import TinyVllm

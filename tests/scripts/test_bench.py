@@ -1,5 +1,7 @@
 """scripts/bench.py with rivals: stand-ins for llama.cpp and vLLM answer as the tiny target does, or fail."""
 
+from helpers import loading, rivals
+
 import json
 import os
 import signal
@@ -14,7 +16,6 @@ import torch
 from engine_clients import llamacpp_client, vllm_client
 from engine_clients.child import Child
 from engine_clients.vllm_client import Served
-from helpers import loading, rivals
 from scripts import bench
 from specdec import checkpoint
 from specdec.benchmark import Timed

@@ -1,5 +1,8 @@
 """Tests of scripts/compare.py on two tiny checkpoints: figures, interruption, refusals."""
 
+from helpers import comparison
+from helpers.loading import FROZEN
+
 import json
 import re
 import shutil
@@ -10,8 +13,6 @@ import pytest
 import safetensors.torch
 import torch
 
-from helpers import comparison
-from helpers.loading import FROZEN
 from scripts import compare
 from specdec import checkpoint, files
 from specdec.comparing import results_of

@@ -1,10 +1,11 @@
 """Tests of commands whose answers follow a grammar."""
 
+from helpers import grammar_figures
+
 import json
 
 import pytest
 
-from helpers import grammar_figures
 from scripts import compare, evaluate, generate
 from specdec.grammar import Grammar
 from tests.support import save_eagle, save_target

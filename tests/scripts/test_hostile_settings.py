@@ -1,12 +1,13 @@
 """Settings that a stranger made, for decode.file= and the model card of an export: plain values, or a sentence."""
 
+from helpers import loading
+from helpers.decoding import read_drafting
+from helpers.settings_file import read_yaml
+
 import os
 
 import pytest
 
-from helpers import loading
-from helpers.decoding import read_drafting
-from helpers.settings_file import read_yaml
 from tests.support import save_target
 
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(

@@ -1,5 +1,7 @@
 """What commands say about the files they read and write, before anything is decoded."""
 
+from helpers.options import options
+
 import json
 import sys
 from pathlib import Path
@@ -7,7 +9,6 @@ from pathlib import Path
 import datasets
 import pytest
 
-from helpers.options import options
 from scripts import answer, compare, evaluate, replay, show_data
 from specdec.target import Target
 from tests.support import save_target, write_prompts, write_rows

@@ -1,5 +1,8 @@
 """Tests of bench_training.py and gpu_report.py: what they count, what they write, what they refuse."""
 
+from helpers import hardware, random_target, training_step, training_table
+from helpers.training_step import Needed, Work
+
 import json
 import math
 import time
@@ -9,8 +12,6 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from helpers import hardware, random_target, training_step, training_table
-from helpers.training_step import Needed, Work
 from scripts import bench_training, gpu_report
 from tests.support import ROOT
 

@@ -1,5 +1,8 @@
 """Tests of the options of all scripts: ranges, text that stays as it is written, and how a command ends."""
 
+from helpers import proposers
+from helpers.options import flatten, option, options, run
+
 import errno
 import importlib
 import os
@@ -10,8 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from helpers import proposers
-from helpers.options import flatten, option, options, run
 from specdec import files
 from specdec.drafting import Drafting
 from tests.support import ROOT

@@ -1,5 +1,7 @@
 """Tests of every file of conf/proposer as scripts build it: greedy identity, the sampled law, batches, refusals."""
 
+from helpers import proposers
+
 import itertools
 import json
 from pathlib import Path
@@ -8,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from helpers import proposers
 from specdec import checkpoint, datastore, rules
 from specdec.decode import Decoder
 from specdec.drafting import Drafting

@@ -1,5 +1,8 @@
 """Tests of the scripts that decode, on a tiny checkpoint: printed text, written files, refusals."""
 
+from helpers import loading
+from helpers.decoding import DecodeOptions
+
 import json
 import subprocess
 import zipfile
@@ -10,8 +13,6 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from helpers import loading
-from helpers.decoding import DecodeOptions
 from scripts import bench, evaluate, export, generate, get_target, identity, replay
 from specdec import checkpoint
 from specdec.drafting import Drafting

@@ -1,11 +1,12 @@
 """Tests of scripts/tune.py on a tiny checkpoint."""
 
+from helpers import decoding
+
 import json
 
 import pytest
 import torch
 
-from helpers import decoding
 from scripts import tune
 from specdec import checkpoint, tuning
 from specdec.drafting import Drafting

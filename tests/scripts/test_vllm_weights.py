@@ -1,5 +1,7 @@
 """Tests of helpers/vllm_weights.py and of adapt.py vllm=, before a server with the part of vLLM's routes that they use."""
 
+from helpers import loading, vllm_weights
+
 import importlib
 import json
 import shutil
@@ -13,7 +15,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from helpers import loading, vllm_weights
 from tests.small_server import Reply, SmallServer
 from tests.support import ROOT, save_eagle, save_target
 

@@ -1,8 +1,9 @@
 """Tests of how a server follows its checkpoint: a failure is tried again, and what is said has happened."""
 
+from helpers import loading, proposers, watching
+
 import pytest
 
-from helpers import loading, proposers, watching
 from specdec import files
 from specdec.decode import Decoder
 from specdec.drafting import Drafting

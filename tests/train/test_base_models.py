@@ -164,7 +164,7 @@ def test_prompts_are_read_as_they_are(tmp_path, tokenizer):
     write_rows(tmp_path / "prompts.jsonl", [{"prompt": PROMPT}, {"prompt": ""}])
     load = lambda tokenizer, limit=None: data.load_prompts(str(tmp_path / "prompts.jsonl"), tokenizer, limit=limit)
     text = tokenizer(PROMPT)["input_ids"]
-    with pytest.raises(ValueError, match="Prompt 1 is empty"):
+    with pytest.raises(ValueError, match=r"prompts\.jsonl:2: The prompt is empty"):
         load(tokenizer)
     assert [prompt.tokens for prompt in load(begun(tokenizer))] == [[BEGIN, *text], [BEGIN]]
     assert [prompt.tokens for prompt in load(small_tokenizer())] != [[BEGIN, *text], [BEGIN]]

@@ -1,5 +1,7 @@
 """Tests of what chat templates do with tools, calls, thinking modes and forms of contents, and of tokenizers that do not fit the model."""
 
+from helpers import loading
+
 import copy
 import json
 import warnings
@@ -8,7 +10,6 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
-from helpers import loading
 from specdec.target import load_tokenizer
 from tests.support import save_target, small_tokenizer, write_rows
 from train import answering, chat_template, data, datastore, reading

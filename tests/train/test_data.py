@@ -1,5 +1,8 @@
 """Tests of conversations, masks and batches with the default target's tokenizer, and of files that scripts resume."""
 
+from helpers.loading import TokenizerOptions
+from helpers.options import options
+
 import copy
 import dataclasses
 import json
@@ -10,8 +13,6 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from helpers.loading import TokenizerOptions
-from helpers.options import options
 from scripts.answer import parse_temperatures
 from scripts.show_data import ShowData
 from specdec import masks

@@ -1,5 +1,7 @@
 """What a machine with one GPU needs of training and loading, on a CPU: the device's number, attention, memory, settings of accelerate."""
 
+from helpers import options
+
 import threading
 from types import SimpleNamespace
 
@@ -8,7 +10,6 @@ import torch
 from omegaconf import OmegaConf
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from helpers import options
 from specdec import attention, devices
 from specdec.heads.decoder_block import Rotary, llama_config, ridge
 from specdec.target import Target

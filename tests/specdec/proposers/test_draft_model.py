@@ -1,12 +1,13 @@
 """An existing small causal LM as the drafter: its parameters, its cache after every round, and refusals."""
 
+from helpers import proposers
+
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from helpers import proposers
 from specdec.decode import Decoder
 from specdec.drafting import Drafting
 from specdec.heads.draft import Draft

@@ -1,5 +1,7 @@
 """The ends of answers in every row of a batch, early stopping of drafting, and the settings of decoding."""
 
+from helpers.decoding import DecodeOptions
+
 import itertools
 import math
 
@@ -7,7 +9,6 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from helpers.decoding import DecodeOptions
 from specdec.decode import Decoder
 from specdec.drafting import Drafting
 from specdec.generation import Generation, StopStrings
