@@ -3,6 +3,7 @@
 import pytest
 from hydra import compose, initialize_config_dir
 
+from overrides import as_written
 from tests.support import ROOT, save_target, train_command, train_overrides, write_rows
 
 ANSWERS = [f"{number} is followed by {number + 1}, then by {number + 2}." for number in range(12)]
@@ -27,7 +28,7 @@ def fit(folder, tmp_path, monkeypatch):
 
     def run(name, *more):
         with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-            config = compose("train", overrides=train_overrides(folder, name, *more))
+            config = compose("train", overrides=as_written(train_overrides(folder, name, *more)))
         (tmp_path / "checkpoints" / name).mkdir(parents=True, exist_ok=True)
         return train_command().fit(config)
 
