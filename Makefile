@@ -2,9 +2,6 @@
 PYTHON ?= python3
 BIN := .venv/bin
 TARGET := targets/smollm2-135m
-# Threads that wait by spinning for long slow each other down badly when the machine has other work (RESULTS.md).
-export GOMP_SPINCOUNT ?= 2000
-
 # processes that run the tests
 PROCESSES ?= 2
 

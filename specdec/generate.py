@@ -6,6 +6,7 @@ of its own loop.
 
 import contextlib
 import dataclasses
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,7 @@ from transformers.generation import (
     TopPLogitsWarper,
 )
 
-from specdec import attention, caller_frame, checkpoint
+from specdec import attention, caller_frame, checkpoint, precision
 from specdec.compile import Runner
 from specdec.drafting import Drafting
 from specdec.generation import Generation, Round
@@ -180,6 +181,11 @@ class Speculative:
                 "of its own, or take a checkpoint that does not change its target."
             )
         target = Target(model, name=model.name_or_path or type(model).__name__)
+        choice = precision.choose(target.device)
+        if target.dtype == torch.bfloat16 and choice.dtype == "float32":
+            warnings.warn(
+                f"The model is in bfloat16, but {choice.reason}: load it with dtype=torch.float32.", stacklevel=2
+            )
         with torch.random.fork_rng(devices=[]):  # new weights draw random numbers before those of the file replace them
             drafter = checkpoint.load(folder, target)
         drafting = self._decode or Drafting(min(2, drafter.depth or 2))

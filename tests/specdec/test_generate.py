@@ -2,6 +2,7 @@
 
 import copy
 import json
+import warnings
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from transformers.generation import (
     TopPLogitsWarper,
 )
 
-from specdec import checkpoint
+from specdec import checkpoint, precision
 from specdec.drafting import Drafting
 from specdec.generate import Speculative
 from specdec.hub import push
@@ -381,3 +382,17 @@ def test_a_drafter_that_adapts_its_target_is_refused(model, head, tmp_path):
     with pytest.raises(ValueError, match="adapts its target, which would change your model"):
         model.generate(**inputs_of(1), custom_generate=Speculative(tmp_path))
     assert names == [name for name, _ in model.named_parameters()]
+
+
+@pytest.mark.parametrize("chosen", ["float32", "bfloat16"])
+def test_a_model_in_a_dtype_that_this_device_only_imitates_is_told(monkeypatch, folder, eagle, chosen):
+    monkeypatch.setattr(precision, "choose", lambda device: precision.Choice(chosen, "this CPU was asked"))
+    model = load_model(folder).bfloat16()
+    drafted = Speculative(eagle._folder)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        model.generate(**inputs_of(1), max_new_tokens=2, custom_generate=drafted)
+    said = [str(each.message) for each in told if "bfloat16" in str(each.message)]
+    assert said == (
+        ["The model is in bfloat16, but this CPU was asked: load it with dtype=torch.float32."] * (chosen == "float32")
+    )
