@@ -61,13 +61,19 @@ def test_a_run_folder_resolves_to_its_best_step(saved, target):
 @pytest.mark.parametrize("name", ["drafter.safetensors", "drafter.json", "SHA256SUMS"])
 def test_a_file_of_a_checkpoint_is_refused_by_name(saved, target, name):
     folder, _ = saved
-    for use in (checkpoint.resolve, lambda given: checkpoint.load(given, target), lambda given: checkpoint.start(given, target, {})):
+    for use in (
+        checkpoint.resolve,
+        lambda given: checkpoint.load(given, target),
+        lambda given: checkpoint.start(given, target, {}),
+    ):
         with pytest.raises(ValueError) as refused:
             use(folder / name)
         assert str(refused.value) == f"{folder / name} is a file, and no checkpoint. Give its folder, {folder}."
 
 
-@pytest.mark.parametrize("given", ["README.md", "a\0b", "x" * 5000, "some/" * 2000, "checkpoints\0/x"], ids=lambda given: ascii(given[:12]))
+@pytest.mark.parametrize(
+    "given", ["README.md", "a\0b", "x" * 5000, "some/" * 2000, "checkpoints\0/x"], ids=lambda given: ascii(given[:12])
+)
 def test_what_cannot_be_a_checkpoint_is_one_sentence(tmp_path, monkeypatch, given):
     monkeypatch.chdir(tmp_path)
     Path("README.md").write_text("A text\0, and no folder.\n" * 50)

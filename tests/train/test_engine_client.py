@@ -216,7 +216,14 @@ def test_an_url_may_end_in_v1(client_of):
 
 # Proxies of the environment
 
-LOCAL = ["http://localhost:8000", "http://127.0.0.1:1", "http://127.3.2.1", "http://[::1]:80", "http://0.0.0.0:8000", "http://a.localhost/v1"]
+LOCAL = [
+    "http://localhost:8000",
+    "http://127.0.0.1:1",
+    "http://127.3.2.1",
+    "http://[::1]:80",
+    "http://0.0.0.0:8000",
+    "http://a.localhost/v1",
+]
 REMOTE = ["http://example.org", "https://10.0.0.1:8000", "http://localhost.example.org", "http://[2001:db8::1]:8000"]
 VARIABLES = ("HTTP_PROXY", "http_proxy", "HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy", "NO_PROXY", "no_proxy")
 
@@ -252,7 +259,9 @@ def test_other_servers_are_asked_through_it_and_errors_say_so(environment):
         environment.setenv("HTTP_PROXY", f"http://user:password@127.0.0.1:{proxy.port}")
         client = EngineClient(f"http://engine.example:8000,{server.url}")
         where = r"http://engine\.example:8000 \(through the proxy of HTTP_PROXY; NO_PROXY=engine\.example asks it directly\)"
-        with pytest.raises(ValueError, match=rf"No server with OpenAI's interface answers at {where} \(.*403") as refused:
+        with pytest.raises(
+            ValueError, match=rf"No server with OpenAI's interface answers at {where} \(.*403"
+        ) as refused:
             client.models()
         with pytest.raises(Refused, match=r"/v1/completions \(through the proxy of HTTP_PROXY.*status 403: blocked"):
             client.post(PATH, {"number": 3}, said)
