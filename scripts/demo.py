@@ -54,7 +54,7 @@ class Speed:
 
 
 @dataclass(frozen=True)
-class Plan:
+class DemoPlan:
     steps: int
     prompts: int
     training: float  # seconds
@@ -81,7 +81,7 @@ def measure(target: Target, prompt: list[int]) -> Speed:
     return Speed(max(0.0, seconds["target"] - seconds["given"]), seconds["given"], token)
 
 
-def make_plan(speed: Speed, minutes: float) -> Plan:
+def make_plan(speed: Speed, minutes: float) -> DemoPlan:
     """As many steps and prompts as fit, within bounds."""
     given = SHARE * minutes * 60
     per_prompt = METHODS * NEW_TOKENS * speed.token
@@ -89,7 +89,7 @@ def make_plan(speed: Speed, minutes: float) -> Plan:
     steps = max(fitting, default=FEWEST_STEPS)
     left = max(0.0, minutes * 60 - _training(speed, steps))
     prompts = min(PROMPTS, max(FEWEST_PROMPTS, int(left / per_prompt)))
-    return Plan(steps, prompts, _training(speed, steps), prompts * per_prompt)
+    return DemoPlan(steps, prompts, _training(speed, steps), prompts * per_prompt)
 
 
 def _training(speed: Speed, steps: int) -> float:
@@ -98,7 +98,7 @@ def _training(speed: Speed, steps: int) -> float:
     return min(steps, PACKS) * speed.read + steps * speed.step + validation
 
 
-def describe(plan: Plan, speed: Speed) -> str:
+def describe(plan: DemoPlan, speed: Speed) -> str:
     text = (
         f"This machine reads {LENGTH / max(speed.read, 1e-3):,.0f} tokens/s, trains on {LENGTH / speed.step:,.0f} and decodes "
         f"{1 / speed.token:.1f} tokens/s without drafts.\n"
@@ -152,7 +152,7 @@ def main() -> None:
     begun = folder / "config.yaml"
     if begun.exists():  # a run goes on with the steps that it was begun with
         steps = int(read_yaml(begun)["train"]["steps"])
-        plan = Plan(steps, plan.prompts, _training(speed, steps), plan.comparing)
+        plan = DemoPlan(steps, plan.prompts, _training(speed, steps), plan.comparing)
     print(describe(plan, speed), flush=True)
     del opened
     if (folder / "finished").exists():

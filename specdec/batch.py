@@ -9,7 +9,7 @@ from torch import Tensor
 
 from specdec import grammar, rules
 from specdec.cache import RowCache
-from specdec.clock import Clock, Mark
+from specdec.clock import Moment, RoundClock
 from specdec.devices import given
 from specdec.generation import STAGES, Ends, Generation, RoundCost
 from specdec.grammar import Constraint
@@ -114,8 +114,8 @@ class Batch:
         self.usual = verify.sampling  # of requests that have none of their own
         self.sampling: AnySampling = self.usual  # of the rows
         self.runner = verify.runner
-        self.clock = Clock(target.device, self._compiling)
-        self.behind: tuple[Mark, ...] = ()  # of the last round: the wait, what is kept, the end
+        self.clock = RoundClock(target.device, self._compiling)
+        self.behind: tuple[Moment, ...] = ()  # of the last round: the wait, what is kept, the end
         self.rows: list[Request] = []  # of each row; one whose answer has ended stands still until it leaves
         self.cache: RowCache
         self.newest: Tensor  # [B] the last token of each row

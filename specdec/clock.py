@@ -12,14 +12,14 @@ QUEUES = ("cuda",)  # kinds of devices that work behind the host, and can note w
 
 
 @dataclass(frozen=True)
-class Mark:
+class Moment:
     """A place in the work. when: the host's seconds, or a CUDA event; apart: seconds before it that do not count"""
 
     when: Any
     apart: float
 
 
-class Clock:
+class RoundClock:
     """apart: gives the seconds so far that do not count, such as those of compiling
 
     queued: whether the device reaches a mark later than the host. Then its time is known after the next `read` only.
@@ -28,22 +28,22 @@ class Clock:
     def __init__(self, device: torch.device, apart: Callable[[], float]):
         self.device, self.apart, self.queued = device, apart, device.type in QUEUES
 
-    def mark(self) -> Mark:
+    def mark(self) -> Moment:
         """This place in the work."""
         if not self.queued:
-            return Mark(time.perf_counter(), self.apart())
+            return Moment(time.perf_counter(), self.apart())
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self.device))
-        return Mark(event, self.apart())
+        return Moment(event, self.apart())
 
-    def read(self, values: Tensor) -> tuple[list, Mark]:
+    def read(self, values: Tensor) -> tuple[list, Moment]:
         """Waits for the device: values.tolist(), and the place where the device had them."""
         if self.queued:
             mark = self.mark()
             return values.tolist(), mark
         return values.tolist(), self.mark()
 
-    def seconds(self, start: Mark, end: Mark) -> float:
+    def seconds(self, start: Moment, end: Moment) -> float:
         """Between two places, after the first `read` behind them."""
         spent = start.when.elapsed_time(end.when) / 1e3 if self.queued else end.when - start.when
         return max(0.0, spent - (end.apart - start.apart))

@@ -180,7 +180,7 @@ class Runner:
 
     def __init__(self, compile: bool = False, *, cuda_graphs: bool = False):
         self.compile, self.cuda_graphs, self.seconds = compile, cuda_graphs, 0.0
-        self.graphs, self.pool = dict[tuple, cuda_graph.Replay](), cuda_graph.Pool()
+        self.graphs, self.pool = dict[tuple, cuda_graph.Replay](), cuda_graph.GraphPool()
         self.known: dict[tuple, Callable | list[Callable]] = {}
         self.packed: dict[tuple[int, ...], Tensor] = {}  # by the addresses of the weights
 

@@ -16,7 +16,7 @@ WARM_UP = 2  # calls before the capture, for what happens only once: workspaces,
 Replay = Callable[..., tuple[Tensor, ...]]
 
 
-class Pool:
+class GraphPool:
     """The memory of all graphs of one runner: they are replayed one after the other, so they need it only once.
 
     A replay overwrites the intermediate results of other graphs, which is harmless on one stream: a graph reads only its own
@@ -36,7 +36,7 @@ class Pool:
         return torch.cuda.Stream()
 
 
-def capture(function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor], pool: Pool) -> Replay:
+def capture(function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor], pool: GraphPool) -> Replay:
     """`function` as a graph: the result copies its arguments to where the graph reads, starts it, and copies the outputs.
 
     The function is called several times with these inputs, which must have the same effect as once. It must not wait for

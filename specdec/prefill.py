@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from specdec import masks
-from specdec.clock import Mark
+from specdec.clock import Moment
 from specdec.target import Target, TargetOutput
 
 
@@ -23,7 +23,7 @@ class Prefill:
         padded = torch.nn.utils.rnn.pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True)
         self.tokens = padded.to(target.device)
         self.cache = target.cache(len(prompts))
-        self.place, self.pieces = 0, list[tuple[Mark, Mark]]()
+        self.place, self.pieces = 0, list[tuple[Moment, Moment]]()
         self.outputs: list[TargetOutput] = []
 
     @property

@@ -3,7 +3,7 @@
 import pytest
 
 from scripts import demo
-from scripts.demo import Plan, Speed
+from scripts.demo import DemoPlan, Speed
 
 FAST = Speed(read=0.2, step=0.35, token=0.04)  # two cores with bfloat16 units
 SLOW = Speed(read=0.6, step=1.0, token=0.12)
@@ -56,7 +56,7 @@ def test_a_run_goes_on_with_the_steps_that_it_was_begun_with(monkeypatch, tmp_pa
         with pytest.raises(SystemExit) as ended:
             demo.main()
         assert ended.value.code == 0 and called == wanted
-    assert Plan(350, 8, 1, 1).steps == 350 and "350 steps" in capsys.readouterr().out
+    assert DemoPlan(350, 8, 1, 1).steps == 350 and "350 steps" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("minutes", [0, -1])
