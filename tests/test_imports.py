@@ -32,6 +32,7 @@ ORDER = [
     "layer_kinds",
     "target_fingerprint",
     "target_structure",
+    "token_ids",
     "plain_text",
     "target_loading",
     "target_ends",
