@@ -1,10 +1,10 @@
 """What a run begins from: its precision, a checkpoint that is trained further, and the draft vocabulary."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
-from omegaconf import DictConfig
 from torch import Tensor
 
 from specdec import checkpoint, hub, precision
@@ -17,7 +17,7 @@ from train.processes import by_main
 PRECISIONS = {"bf16": "bf16", "fp32": "no"}  # of train.py, and what accelerate calls them
 
 
-def recall_precision(config: DictConfig, path: Path) -> None:
+def recall_precision(config: Any, path: Path) -> None:
     """`auto` of a run that is resumed is what it was in the first launch, on whatever machine. path: of the run"""
     before = path / "config.yaml"
     if not config.resume or not before.exists():
@@ -29,7 +29,7 @@ def recall_precision(config: DictConfig, path: Path) -> None:
         config.target.dtype = then.get("target", {}).get("dtype", precision.AUTO)
 
 
-def choose_precision(config: DictConfig, device: torch.device) -> None:
+def choose_precision(config: Any, device: torch.device) -> None:
     """Puts what the main process' device computes in, in the place of each `auto`, and says so."""
     if precision.AUTO not in (config.precision, config.target.dtype):
         return
