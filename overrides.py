@@ -60,11 +60,13 @@ def _argument(argument: str, many: bool) -> str:
     exists = os.path.exists(value)
     if declared is None or not declared.text:
         return argument if parsed else f"{key}={_rewritten(value)}"
-    if many and value.startswith(SWEEPS) and parsed and not exists:
+    listed = parsed is not None and parsed.is_sweep_override() and value.startswith(("[", "{", "'", '"'))
+    if many and parsed and not exists and (listed or value.startswith(SWEEPS)):
         return argument
     if not exists and many and "," in value and not value.startswith(("[", "{", "'", '"')):
         return f"{key}=" + ",".join(_argument(f"{key}={part}", False).partition("=")[2] for part in value.split(","))
-    if parsed and not exists and _is_meant(parsed, declared):
+    interpolated = "${" in value and value.startswith(("[", "{"))
+    if parsed and not exists and not interpolated and _is_meant(parsed, declared):
         return argument
     if parsed and "${" not in value and not parsed.is_sweep_override() and parsed.value() == value:
         return argument
@@ -95,8 +97,8 @@ def _rewritten(value: str) -> str:
     if value.startswith("["):
         try:
             read = yaml.safe_load(value)
-        except yaml.YAMLError:
-            read = None
+        except yaml.YAMLError:  # such as {, which has a meaning there
+            read = [each.strip() for each in value[1:-1].split(",")] if value.endswith("]") else None
         if isinstance(read, list) and not any(isinstance(each, list | dict) for each in read):
             return "[" + ",".join(quoted(each) if isinstance(each, str) else ranges.show(each) for each in read) + "]"
     return quoted(value)

@@ -21,7 +21,7 @@ import rich.console
 from transformers import PreTrainedTokenizerBase
 
 from specdec.target import load_tokenizer
-from train import answering, data, progress, ranges, reading, self_prompts
+from train import answering, chat_template, data, progress, ranges, reading, self_prompts
 from train.answering import Law
 from train.resumable import Resumable, digest, resumable
 
@@ -154,7 +154,10 @@ def check_prompts(answers: Resumable, jobs: list[answering.Job], source: str) ->
     asked = {job.id: job for job in jobs}
     for row in answers.rows:
         job, said = asked.get(row["id"]), row.get("messages")
-        if job is not None and said and [reading.tidy(each) for each in said[:-1]] != job.messages:
+        if job is None or not (said or "prompt" in row):  # rows that others wrote
+            continue
+        before = [reading.tidy(each) for each in said[:-1]] if said else row["prompt"]
+        if (before, chat_template.options_of(row)) != (job.messages if said else job.prompt, job.options):
             raise ValueError(
                 f"{answers.path} has an answer {job.id} to another prompt than {job.place} now: {source} has changed. Put the "
                 "prompts back (rows without id= are known by their number), or choose another out=FILE."

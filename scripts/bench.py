@@ -74,7 +74,7 @@ def main() -> None:
     if len(runs) > 1 and any(run.drafter.adapts_target for run in runs):
         raise ValueError("A checkpoint that adapts its target has another target than the others: give it alone.")
     opened = loading.open_target(runs[0].drafter.target) if runs else loading.load_target(chosen.target)
-    prompts = loading.load_prompts(chosen, opened)
+    prompts = loading.load_prompts(chosen, opened, split(chosen.checkpoint))
     tokens = [prompt.tokens for prompt in prompts]
     with opened_methods(chosen, opened, runs, longest=max(map(len, tokens)), show=show) as methods:
         rates, answers = benchmark.measure(methods, tokens, repeats=chosen.repeats, progress=show)

@@ -88,7 +88,7 @@ def check(head: Head, format_name: str, folder: Path, chosen: Check) -> tuple[di
         "engine": LLAMA_CPP if format_name == "gguf" else VLLM,
         "format": format_name,
         "num_drafts": num,
-        "dtype": chosen.target.dtype,
+        "dtype": chosen.target.dtype_here,
         "max_new_tokens": chosen.max_new_tokens,
         **asdict(agreement),
         "launch": serving.filled(next(iter(form.engines.values())), "DIR", num),
@@ -99,7 +99,7 @@ def check(head: Head, format_name: str, folder: Path, chosen: Check) -> tuple[di
 def in_vllm(head: Head, form: serving.Form, folder: Path, chosen: Check) -> served.Decoding:
     return in_vllm_engine.decode(
         head.target.name, form, folder, head.prompts, num_drafts=head.provenance.num_drafts,
-        max_new_tokens=chosen.max_new_tokens, stop=head.stop, dtype=chosen.target.dtype,
+        max_new_tokens=chosen.max_new_tokens, stop=head.stop, dtype=chosen.target.dtype_here,
     )  # fmt: skip
 
 

@@ -54,13 +54,13 @@ class Compare(loading.PromptOptions, decoding.ShapesOptions, proposers.SeveralOp
 def main() -> None:
     chosen = options(Compare, __doc__)
     console = progress.Results()
-    loading.use_threads()
+    loading.use_threads(Path(chosen.out) / "settings.json")
     check(chosen)
     samplings = sorted(set(chosen.decode.samplings()), key=lambda sampling: sampling.temperature)
     shapes = chosen.shapes()
     runs = loading.load_runs(chosen.checkpoint, chosen.target)
     opened = loading.shared_target(runs, chosen.target, head=chosen.settings.get("checkpoint"))
-    prompts = loading.load_prompts(chosen, opened)
+    prompts = loading.load_prompts(chosen, opened, split(chosen.checkpoint))
     ruled = decoding.Ruled.of(chosen.decode.grammar, opened)
     if ruled:
         prompts = ruled.apply(prompts)

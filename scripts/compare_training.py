@@ -102,6 +102,8 @@ def own(compare: Compare, scratch: Path) -> Child:
         f"target.name={quoted(str(Path(compare.target).absolute()))}",
         f"threads={compare.threads}",
         "solve_packs=0",
+        "precision=bf16",
+        "target.dtype=bfloat16",
     ]
     overrides += [
         f"data.heldout={quoted(str(ROOT / 'data' / 'prompts_heldout.jsonl'))}",

@@ -2,7 +2,7 @@
 
 First it measures how fast this machine reads, trains and decodes, and says how long all will take. On a slow machine it takes fewer
 steps and fewer prompts, so that training and comparison together stay within `minutes`, and says that too. After Ctrl-C, the same command
-continues; when training has finished, it decodes again. It writes checkpoints/demo, with report.html and comparison/comparison.html.
+continues. It writes checkpoints/demo, with report.html and comparison/comparison.html.
 """
 
 from helpers import loading, training_step
@@ -10,10 +10,12 @@ from helpers.options import option, options, run
 from helpers.settings_file import read_yaml
 from helpers.training_step import Work
 
+import functools
+import operator
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -31,7 +33,10 @@ STEPS, FEWEST_STEPS, STEPS_UNIT = 1000, 100, 50
 PROMPTS, FEWEST_PROMPTS = 8, 3
 NEW_TOKENS = 48
 METHODS = 5  # ways in which the comparison decodes each prompt
-PACKS = 330  # of data.train, each of which the target reads once
+PACKS, SOLVED = (
+    330,
+    200,
+)  # of data.train, each of which the target reads once; those of them that the closed-form start reads
 TRIED = 16  # tokens that are decoded to see how fast that is
 SHARE = 0.7  # of the minutes, that training may take
 
@@ -41,7 +46,6 @@ class Demo:
     minutes: float = option(
         15, "training and comparison may take about so long; on a slow machine both are made smaller"
     )
-    target: loading.TargetOptions = field(default_factory=loading.TargetOptions)
 
 
 @dataclass(frozen=True)
@@ -81,21 +85,21 @@ def measure(target: Target, prompt: list[int]) -> Speed:
     return Speed(max(0.0, seconds["target"] - seconds["given"]), seconds["given"], token)
 
 
-def make_plan(speed: Speed, minutes: float) -> DemoPlan:
-    """As many steps and prompts as fit, within bounds."""
+def make_plan(speed: Speed, minutes: float, *, steps: int | None = None, prompts: int | None = None) -> DemoPlan:
+    """As many steps and prompts as fit, within bounds; or those that are given, because they are begun."""
     given = SHARE * minutes * 60
     per_prompt = METHODS * NEW_TOKENS * speed.token
-    fitting = [steps for steps in range(FEWEST_STEPS, STEPS + 1, STEPS_UNIT) if _training(speed, steps) <= given]
-    steps = max(fitting, default=FEWEST_STEPS)
+    fitting = [num for num in range(FEWEST_STEPS, STEPS + 1, STEPS_UNIT) if _training(speed, num) <= given]
+    steps = steps or max(fitting, default=FEWEST_STEPS)
     left = max(0.0, minutes * 60 - _training(speed, steps))
-    prompts = min(PROMPTS, max(FEWEST_PROMPTS, int(left / per_prompt)))
+    prompts = prompts or min(PROMPTS, max(FEWEST_PROMPTS, int(left / per_prompt)))
     return DemoPlan(steps, prompts, _training(speed, steps), prompts * per_prompt)
 
 
 def _training(speed: Speed, steps: int) -> float:
     """Seconds. The target's answers and the decoding of the last step are counted, too."""
     validation = PROMPTS * NEW_TOKENS * speed.token * 2
-    return min(steps, PACKS) * speed.read + steps * speed.step + validation
+    return min(max(steps, SOLVED), PACKS) * speed.read + steps * speed.step + validation
 
 
 def describe(plan: DemoPlan, speed: Speed) -> str:
@@ -115,52 +119,60 @@ def describe(plan: DemoPlan, speed: Speed) -> str:
 
 def train(steps: int) -> int:
     """-> the exit status of train.py"""
-    launch = [
-        sys.executable,
-        "-m",
-        "accelerate.commands.launch",
-        "--quiet",
-        "--num_processes",
-        "1",
-        "--num_machines",
-        "1",
-    ]
-    launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "train.py"]
     given = [f"head={HEAD}", f"run={RUN}", f"data.length={LENGTH}", "resume=true", f"train.steps={steps}"]
-    return subprocess.run([*launch, *given, f"train.validate_every={-(-steps // 4)}"], cwd=ROOT).returncode
+    return run_command("train.py", *given, f"train.validate_every={-(-steps // 4)}")
 
 
-def compare(prompts: int, target: loading.TargetOptions) -> int:
+def run_command(*arguments: str) -> int:
+    """-> the exit status. Ctrl-C reaches the command too, which saves what it has; this waits for it."""
+    with subprocess.Popen([sys.executable, *arguments], cwd=ROOT) as child:
+        while True:
+            try:
+                return child.wait()
+            except KeyboardInterrupt:
+                continue
+
+
+def compare(prompts: int) -> int:
     given = {
-        "checkpoint": f"checkpoints/{RUN},{SHIPPED}", "proposers": "auto", "chains": "2", "trees": "", "limit": prompts,
-        "max_new_tokens": NEW_TOKENS, "decode.temperature": "0", "target.dtype": target.dtype, "out": f"checkpoints/{RUN}/comparison",
-    }  # fmt: skip
-    command = [sys.executable, "scripts/compare.py", *(f"{key}={value}" for key, value in given.items())]
-    return subprocess.run(command, cwd=ROOT).returncode
+        "checkpoint": f"checkpoints/{RUN},{SHIPPED}",
+        "proposers": "auto",
+        "chains": "2",
+        "trees": "",
+        "limit": prompts,
+        "max_new_tokens": NEW_TOKENS,
+        "decode.temperature": "0",
+        "out": f"checkpoints/{RUN}/comparison",
+    }
+    return run_command("scripts/compare.py", *(f"{key}={value}" for key, value in given.items()))
+
+
+def begun(path: Path, *keys: str) -> int | None:
+    """A number in a file of settings, if there is one: what was begun goes on with the sizes that it was begun with."""
+    return int(functools.reduce(operator.getitem, keys, read_yaml(path))) if path.exists() else None
 
 
 def main() -> None:
     chosen = options(Demo, __doc__)
-    if chosen.minutes <= 0:
-        raise ValueError(f"minutes={chosen.minutes} must be more than 0.")
     folder = ROOT / "checkpoints" / RUN
-    opened = loading.load_target(chosen.target)
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    opened = loading.load_target(
+        loading.TargetOptions(device=accelerator and accelerator.type)
+    )  # where training will be
     prompt = data.load_prompts(str(ROOT / "data/prompts_heldout.jsonl"), opened.tokenizer, limit=1)[0].tokens
     with progress.start("measuring this machine"):
         speed = measure(opened.target, prompt)
-    plan = make_plan(speed, chosen.minutes)
-    begun = folder / "config.yaml"
-    if begun.exists():  # a run goes on with the steps that it was begun with
-        steps = int(read_yaml(begun)["train"]["steps"])
-        plan = DemoPlan(steps, plan.prompts, _training(speed, steps), plan.comparing)
-    print(describe(plan, speed), flush=True)
     del opened
+    steps = begun(folder / "config.yaml", "train", "steps")
+    prompts = begun(folder / "comparison/settings.json", "num_prompts")
+    plan = make_plan(speed, chosen.minutes, steps=steps, prompts=prompts)
+    print(describe(plan, speed), flush=True)
     if (folder / "finished").exists():
-        print(f"{folder.relative_to(ROOT)} is trained; delete it to train again.")
+        print(f"{folder.relative_to(ROOT)} is trained already; delete it to train again.", flush=True)
     elif status := train(plan.steps):
         sys.exit(status)
     print("\n== This head and the one that ships, trained longer, on the same prompts ==", flush=True)
-    sys.exit(compare(plan.prompts, chosen.target))
+    sys.exit(compare(plan.prompts))
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ def main() -> None:
         decoding.show_measuring(each)
     if isinstance(loaded.proposer, HeadProposer):  # its own settings may have replaced those of decode
         drafting = replace(drafting, **asdict(loaded.proposer.shape), children=loaded.proposer.children)
-    prompts = loading.load_prompts(chosen, loaded)
+    prompts = loading.load_prompts(chosen, loaded, [chosen.checkpoint] if chosen.checkpoint else [])
     ruled = decoding.Ruled.of(chosen.decode.grammar, loaded)
     if ruled:
         prompts = ruled.apply(prompts)

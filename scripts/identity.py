@@ -43,7 +43,7 @@ def main() -> None:
     chosen = options(Identity, __doc__)
     console = progress.Results()
     loaded = loading.load(chosen.checkpoint, chosen.target)
-    prompts = loading.load_prompts(chosen, loaded)
+    prompts = loading.load_prompts(chosen, loaded, [chosen.checkpoint] if chosen.checkpoint else [])
     tokens = sorted((prompt.tokens for prompt in prompts), key=len)
     groups = [tokens[start : start + chosen.batch] for start in range(0, len(tokens), chosen.batch)]
 

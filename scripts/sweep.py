@@ -51,12 +51,12 @@ class Sweep(loading.PromptOptions):
 def main() -> None:
     chosen = options(Sweep, __doc__)
     console = progress.Results()
-    loading.use_threads()
+    loading.use_threads(Path(chosen.out) / "settings.json")
     sizes, sampling, drafting = read_sizes(chosen), chosen.decode.sampling(), chosen.decode.drafting()
     runs = loading.load_runs(chosen.checkpoint, chosen.target)
     opened = loading.open_target(runs[0].drafter.target)
     stop = set() if chosen.ignore_stop else opened.stop
-    prompts = [prompt.tokens for prompt in loading.load_prompts(chosen, opened)]
+    prompts = [prompt.tokens for prompt in loading.load_prompts(chosen, opened, split(chosen.checkpoint))]
     settings = describe(chosen, runs, drafting, prompts)
     out = Path(chosen.out)
     with resumable(

@@ -52,7 +52,7 @@ def main() -> None:
     console = progress.Results()
     shapes, sampling = chosen.shapes(), chosen.decode.sampling()
     loaded = loading.load(chosen.checkpoint, chosen.target)
-    prompts = loading.load_prompts(chosen, loaded)
+    prompts = loading.load_prompts(chosen, loaded, [chosen.checkpoint] if chosen.checkpoint else [])
     check(chosen, loaded, len(prompts))
     draftings, left_out = tuning.candidates(map(chosen.decode.drafting_of, shapes), loaded.drafter.depth)
     for name in left_out:

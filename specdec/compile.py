@@ -17,7 +17,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from specdec import cuda_graph
+from specdec import cuda_graph, precision
 
 LINEAR = {torch.ops.aten.mm.default: (None, 0, 1), torch.ops.aten.addmm.default: (0, 1, 2)}  # bias, input, weight.T
 # The kernels between the products are too small for several threads; C++ around them saves a third of the overhead.
@@ -56,11 +56,11 @@ def _lower_packed_linear() -> None:
 
 
 def packable(weight: Tensor) -> bool:
-    """Whether oneDNN can pack a weight of this device and dtype."""
+    """Whether oneDNN packs a weight of this device and dtype, and this CPU computes in it (precision.py)."""
     if weight.device.type != "cpu" or weight.dtype not in (torch.bfloat16, torch.float32):
         return False
     return torch.backends.mkldnn.is_available() and (
-        weight.dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        weight.dtype == torch.float32 or precision.choose(weight.device).dtype == "bfloat16"
     )
 
 

@@ -1,6 +1,7 @@
 """Devices: their numbers, memory that does not suffice, products that are not rounded, and copies that nobody waits for."""
 
 import contextlib
+import functools
 import math
 import re
 from collections.abc import Iterator
@@ -20,7 +21,13 @@ def numbered(device: torch.device | str) -> torch.device:
 
 def aside(device: torch.device) -> contextlib.AbstractContextManager:
     """Within, a GPU works beside what it has been given to do, and a wait is for what is given to it here only."""
-    return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else contextlib.nullcontext()
+    return torch.cuda.stream(_side_stream(device)) if device.type == "cuda" else contextlib.nullcontext()
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for a device: cuBLAS keeps a workspace for each stream that a thread has used."""
+    return torch.cuda.Stream(device)
 
 
 def out_of_memory(error: BaseException | None) -> str | None:
@@ -45,12 +52,15 @@ def exact_products() -> Iterator[None]:
     The older of torch's two interfaces sets both, and torch refuses to work where they differ.
     """
     places = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    before, each = torch.get_float32_matmul_precision(), [place.fp32_precision for place in places]
+    each, before = [place.fp32_precision for place in places], None
+    with contextlib.suppress(RuntimeError):  # where the newer one alone was used, the older one cannot be read
+        before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        if before is not None:
+            torch.set_float32_matmul_precision(before)
         for place, precision in zip(places, each):
             place.fp32_precision = precision
 
@@ -70,5 +80,8 @@ def given(values: list, device: torch.device | str) -> Tensor:
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
-    """One tensor; from page-locked memory where the device is a GPU, because other memory is copied while the host waits"""
-    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+    """One tensor; from page-locked memory where the device is a GPU, because other memory is copied while the host waits
+
+    On MPS the host waits: there, torch did not keep a tensor whose copy was under way (pytorch issue 189690).
+    """
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=device.type != "mps")

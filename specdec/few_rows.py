@@ -32,6 +32,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     # a function that is traced keeps the usual product, which the compiler knows
     if rows not in ROWS or not _concerns(weight) or torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack():
         return F.linear(x, weight, bias)
+    if (
+        torch.distributed.is_initialized()
+    ):  # processes that hold a target together must round alike, and a clock decides here
+        return F.linear(x, weight, bias)
     if not is_faster_turned(rows, *weight.shape, torch.get_num_threads()):
         return F.linear(x, weight, bias)
     out = torch.mm(weight, x.reshape(rows, -1).t()).t()
@@ -43,7 +47,8 @@ def _forward(module: nn.Linear, x: Tensor) -> Tensor:
 
 
 def _concerns(weight: Tensor) -> bool:
-    return weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel() >= LEAST
+    plain = type(weight) in (Tensor, nn.Parameter)  # not one that is quantised or divided
+    return plain and weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel() >= LEAST
 
 
 @functools.cache

@@ -18,7 +18,8 @@ from transformers import PreTrainedModel
 
 from specdec import target_ends, target_structure
 from specdec.shards import Shards
-from specdec.target_loading import DTYPES, agreed_dtype, find_devices, load_skeleton
+from specdec.target_fingerprint import quantisation_of
+from specdec.target_loading import DTYPES, agreed_dtype, find_devices, load_config, load_skeleton
 from specdec.target_parallel import Share
 
 WHOLE = "Use shard=false; then tp=N, device=auto or an engine hold a target that is too large for one device."
@@ -44,12 +45,12 @@ def load(
         )
     place = find_devices(device)[0]
     origin: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    if (quantisation := quantisation_of(load_config(name, **origin))) is not None:
+        raise ValueError(f"{name} is quantised ({quantisation}), and shard=true divides only plain weights. {WHOLE}")
     mesh = init_device_mesh(place.type, (num,), mesh_dim_names=("shard",))
     share = Share(num, mesh, same=False)
     dtype = agreed_dtype(dtype, place, share)
-    model, quantisation = load_skeleton(name, dtype=dtype, **origin)
-    if quantisation is not None:
-        raise ValueError(f"{name} is quantised ({quantisation}), and shard=true divides only plain weights. {WHOLE}")
+    model, _ = load_skeleton(name, dtype=dtype, **origin)
     _check_dtype(model, DTYPES[dtype], name)
     _fill(model, Shards(name, revision=revision), mesh, name)
     return model.to(place), share  # type: ignore[arg-type]

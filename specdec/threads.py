@@ -53,8 +53,12 @@ class Watch:
 WATCH = Watch()
 
 
+def usable_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def free_cores() -> int:
     """Threads that find a core of their own beside what else has run since this process began; at least one."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    busy = WATCH.busy_cores()
+    cores, busy = usable_cores(), WATCH.busy_cores()
     return cores if busy is None else max(1, min(cores, round((os.cpu_count() or cores) - busy)))

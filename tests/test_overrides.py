@@ -48,6 +48,7 @@ def test_lists_dicts_and_numbers_are_what_the_documents_say(tmp_path, monkeypatc
     assert read("optimizer.lr=1e-3") == 1e-3 and read("optimizer.betas=[0.9,0.95]") == [0.9, 0.95]
     assert read('data.train="two words (1)"') == "two words (1)"  # quoted for Hydra already
     assert read("head.drafter.lora={r: 8}") == {"r": 8}
+    assert read("data.train=[a${b}.jsonl,c.jsonl]") == ["a${b}.jsonl", "c.jsonl"]
     assert as_written(["head=eagle", "~data", "-m", "hydra/launcher=joblib"]) == ["head=eagle", "~data", "-m", "hydra/launcher=joblib"]  # fmt: skip
     monkeypatch.chdir(tmp_path)
     (tmp_path / "[a,b]").mkdir()
@@ -68,6 +69,16 @@ def test_commas_separate_the_values_of_a_sweep(tmp_path, monkeypatch):
     assert jobs("train.seed=range(1,3)", "start=choice(a,b)") == [[1, "a"], [1, "b"], [2, "a"], [2, "b"]]
     (tmp_path / "x,y.jsonl").touch()
     assert jobs("data.train=x,y.jsonl") == [["x,y.jsonl"]]
+
+
+def test_a_sweep_over_lists_and_quoted_texts():
+    assert jobs("data.train=[a.jsonl],[a.jsonl,b.jsonl]") == [[["a.jsonl"]], [["a.jsonl", "b.jsonl"]]]
+    assert len(jobs("data.train={a: 2},{b: 1}")) == 2 and len(jobs("run='a','b'")) == 2
+
+
+@pytest.mark.parametrize("text", ["{a: 2", "{a}.jsonl", "{"])
+def test_what_only_looks_like_a_dict_is_one_name(text):
+    assert [source.name for source in read_sources(text)] == [text]
 
 
 def test_options_of_another_command_are_checked():

@@ -164,7 +164,7 @@ class OwnDecoder:
         missing = sorted((job for job in jobs if job.id not in finished), key=lambda job: -len(job.tokens))
         plain = Decoder(self.target, None, sampling=Sampling(), stop=set())
         for job in missing:  # now, not after the others are answered
-            with reading.at(f"{job.place}, prompt {job.id}"):
+            with reading.at(", ".join(filter(None, (job.place, f"prompt {job.id}")))):
                 plain.check([job.tokens], self.law.max_new_tokens)
         for temperature in sorted({job.temperature for job in missing}):
             yield from self._answer([job for job in missing if job.temperature == temperature])

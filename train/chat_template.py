@@ -295,6 +295,11 @@ def name_modes(modes: Iterable[bool | None]) -> str:
     return " and ".join(names[mode] for mode in names if mode in set(modes))
 
 
+def known_mode(tokenizer: PreTrainedTokenizerBase, thinking: bool | None) -> bool | None:
+    """The mode that a row says, if the target's template has one: the answer of another target may say one, too."""
+    return thinking if tokenizer.chat_template and find_form(tokenizer).mode else None
+
+
 def check_mode(tokenizer: PreTrainedTokenizerBase, thinking: bool | None) -> None:
     """Raises ValueError if a thinking mode is asked for that the chat template does not have."""
     if thinking is not None and find_form(tokenizer).mode is None:

@@ -124,6 +124,7 @@ def load_prompts(
 
     Raises ValueError as reading.load_prompts and reading.spread, and for a prompt that the template refuses.
     """
+    chat_template.check_mode(tokenizer, thinking)
     with reading.at(source):
         return encode_prompts(
             reading.spread(reading.load_prompts(source, split=split), limit),
@@ -378,8 +379,8 @@ def kept(tokenizer: PreTrainedTokenizerBase, conversation: dict) -> Row | None:
             f"{len(tokens)}. Repair or remove the row."
         )
     mask = [False] * num_prompt + [True] * (len(tokens) - num_prompt)
-    thinking = options_of(conversation).get("thinking")
-    return Row(conversation["id"], conversation["category"], tokens, mask, thinking)
+    mode = chat_template.known_mode(tokenizer, options_of(conversation).get("thinking"))
+    return Row(conversation["id"], conversation["category"], tokens, mask, mode)
 
 
 def encode_plain(tokenizer: PreTrainedTokenizerBase, conversation: dict, prompt: str | None, completion: str) -> Row:
@@ -453,6 +454,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, conversation: dict) -> Row:
         content_end = find_content_end(text, answers[-1]["content"], starts[first], len(text))
         num_kept = sum(start < content_end for start in starts)
         tokens, mask = tokens[:num_kept], mask[:num_kept]
+    mode = chat_template.known_mode(tokenizer, mode)
     row = Row(id=conversation["id"], category=conversation["category"], tokens=tokens, mask=mask, thinking=mode)
     if all(mask) or not any(mask):
         raise ValueError(

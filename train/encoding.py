@@ -29,7 +29,7 @@ import transformers
 from numpy.lib.format import open_memmap
 from transformers import PreTrainedTokenizerBase
 
-from specdec import datastore
+from specdec import datastore, token_ids
 from train import chat_template, data, disk_cache, packing, progress, reading, sources
 from train.sources import Source
 
@@ -44,6 +44,7 @@ CODE = (
     "encoding.py",
     "packing.py",
     "../specdec/plain_text.py",
+    "../specdec/token_ids.py",
 )  # decides about the arrays
 COLUMNS = datasets.Features(
     {
@@ -78,6 +79,7 @@ class Encoding:
         parts = [
             tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else datastore.fingerprint(tokenizer),
             tokenizer.chat_template,
+            token_ids.num_ids(tokenizer),
             {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
             [library.__version__ for library in (transformers, tokenizers, jinja2)],
             [(Path(__file__).parent / name).read_text(encoding="utf-8") for name in CODE],

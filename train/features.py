@@ -286,8 +286,11 @@ class Kept:
     def _keep(self, texts: list[Tensor], received: list[list[Tensor]]) -> None:
         """Writes what a reader gave for some texts, with the final norm: one wait for the device, and not one for each text."""
         assert self.folder is not None
-        final = torch.cat([states[-1] for states in received]).to(self.target.device)  # the last of the folder's layers
-        finals = normed(self.target, final, (self.target.num_layers,)).cpu().split([len(text) for text in texts])
+        with devices.aside(self.target.device):  # the wait is not for the training
+            final = torch.cat([states[-1] for states in received]).to(
+                self.target.device
+            )  # the last of the folder's layers
+            finals = normed(self.target, final, (self.target.num_layers,)).cpu().split([len(text) for text in texts])
         for tokens, states, last in zip(texts, received, finals, strict=True):
             self.folder.write(tokens, [*states[:-1], last])
 

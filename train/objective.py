@@ -352,7 +352,7 @@ def _rounded(function: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
 
 def num_logits(drafter: Drafter, losses: Collection[str]) -> int:
     """How many logits, of all depths, exist at a time: on a GPU a power of two by the memory that is free, beside what training
-    the drafter will take. So a run that is continued has as many."""
+    the drafter will take. So a run that is continued beside as much other work has as many."""
     trained = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
     if not trained or trained[0].device.type != "cuda":
         return LOGITS

@@ -81,9 +81,18 @@ class Range:
             return " or ".join(said) if len(said) < 3 else f"one of {', '.join(said)}"
         kinds: dict = {str: "a text that is not empty", bool: "true or false", dict: "settings, such as {r: 8}"}
         one = kinds.get(self.kind) or self._number(value)
-        many = f"a list of {self.num or 'values'}, each {one}"
+        many = (
+            f"a list of {self.num or 'values'}, each {one}"
+            if self.kind is not str
+            else "a list of texts, such as [q_proj,v_proj]"
+        )
         also = f"{one}, or a list of these"
-        one = {"no": one, "also": also, "only": many, "weighted": f"{also}, or these by weight"}[self.lists]
+        one = {
+            "no": one,
+            "also": also,
+            "only": many,
+            "weighted": f"{also}, or sources with their weights, such as {{a.jsonl: 2, b.jsonl: 0.5}}",
+        }[self.lists]
         return f"{one}, or null" if self.null else one
 
     def _number(self, value: Value) -> str:

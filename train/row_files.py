@@ -61,10 +61,7 @@ def read_text(path: Path, *, longest: int = LONGEST_LINE) -> Iterator[str]:
 def _open(path: Path) -> Iterator[TextIO]:
     with path.open("rb") as raw:
         first = raw.peek(len(GZIP))
-        packed = first.startswith(GZIP) or path.suffix == ".gz"
-        if packed and first and not first.startswith(GZIP):
-            raise gzip.BadGzipFile("it is not compressed: a name without .gz is right, if it is whole")
-        content: Any = gzip.GzipFile(fileobj=raw) if packed else raw
+        content: Any = gzip.GzipFile(fileobj=raw) if first.startswith(GZIP) else raw
         start = content.peek(8)
         for magic, what in OTHERS.items():
             if start.startswith(magic):
@@ -123,7 +120,8 @@ def read_document(path: Path) -> Iterator[tuple[str, str]]:
     except (ValueError, RecursionError) as error:
         found = error
     if isinstance(found, dict):
-        found = found["data"] if isinstance(found.get("data"), list) and "messages" not in found else [found]
+        wrapped = isinstance(found.get("data"), list) and not {"messages", "prompt", "text"} & set(found)
+        found = found["data"] if wrapped else [found]
     if isinstance(found, list):
         yield from ((f"{path} row {index}", json.dumps(row)) for index, row in enumerate(found))
         return

@@ -27,7 +27,7 @@ class Source:
 def read_sources(train: str | Sequence[str] | Mapping[str, float]) -> list[Source]:
     """The setting `train` in one of its three forms. Raises ValueError for weights that are not above 0 or no source."""
     if isinstance(train, str):
-        weighted = yaml.safe_load(train) if train.startswith("{") and not Path(train).exists() else None
+        weighted = _weighted(train) if train.startswith("{") and not Path(train).exists() else None
         train = weighted if isinstance(weighted, dict) else [train]  # overrides.py leaves such a text
     weights = dict(train) if isinstance(train, Mapping) else dict.fromkeys(train, 1)
     if not weights or (not isinstance(train, Mapping) and len(weights) < len(train)):
@@ -38,6 +38,14 @@ def read_sources(train: str | Sequence[str] | Mapping[str, float]) -> list[Sourc
             raise ValueError(f"train={weights}: the weight of {name} must be a number above 0, such as 2 or 0.5.")
         sources.append(Source(str(name), Fraction(str(weight))))
     return sources
+
+
+def _weighted(text: str) -> object:
+    """A dict as it is written on a command line; None for other texts."""
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return None
 
 
 def copies(num: int, weight: Fraction) -> ndarray:

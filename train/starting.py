@@ -31,7 +31,8 @@ def recall_precision(config: Any, path: Path) -> None:
 
 def choose_precision(config: Any, device: torch.device) -> None:
     """Puts what the main process' device computes in, in the place of each `auto`, and says so."""
-    if precision.AUTO not in (config.precision, config.target.dtype):
+    asked = precision.AUTO in (config.precision, config.target.dtype)
+    if not asked and device.type != "cpu":
         return
     choice = by_main(lambda: precision.choose(device), "what the device computes in", minutes=config.train.timeout)
     config.precision = (
@@ -40,7 +41,11 @@ def choose_precision(config: Any, device: torch.device) -> None:
         else config.precision
     )
     config.target.dtype = choice.dtype if config.target.dtype == precision.AUTO else config.target.dtype
-    progress.note(f"precision={config.precision} target.dtype={config.target.dtype} ({choice.reason})")
+    chosen = f"precision={config.precision} target.dtype={config.target.dtype}"
+    if asked:
+        progress.note(f"{chosen} ({choice.reason})")
+    elif choice.dtype == "float32" and "bf" in f"{config.precision} {config.target.dtype}":
+        progress.note(f"{chosen} is slow here ({choice.reason}); auto is fp32 and float32")
 
 
 def pinned(start: str | None, path: Path, *, resume: bool | str, minutes: float) -> str | None:

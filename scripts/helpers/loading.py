@@ -8,6 +8,7 @@ import functools
 import os
 import platform
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from train.naming import named
 from train.pages import facts
 from train.sources import read_sources
 
+_threads: list[int] = []  # of this process, once they are chosen
 CONF = Path(__file__).resolve().parents[2] / "conf"
 FROZEN = "the frozen target"
 TRUST = "run Python code that the target's folder brings, with all your rights; read it first"
@@ -114,14 +116,22 @@ class Run:
     training: Training | None  # from its report; None for older checkpoints
 
 
-def use_threads() -> None:
-    """One for each core that other processes leave free, unless OMP_NUM_THREADS says otherwise."""
+def use_threads(record: Path | None = None) -> None:
+    """One for each core that other processes leave free, unless OMP_NUM_THREADS says otherwise; decided once in a process.
+
+    record: settings of results that are continued, if it exists: as many as there
+    """
+    if _threads:
+        return
     given = os.environ.get("OMP_NUM_THREADS")
-    num, cores = int(given) if given else threads.free_cores(), os.cpu_count() or 1
+    if not given and record is not None and record.exists():
+        given = checkpoint.read_json(record).get("threads")
+    num, cores = int(given) if given else threads.free_cores(), threads.usable_cores()
     if not given and num < cores:
         print(
             f"{num} of {cores} cores: other processes keep the rest busy; OMP_NUM_THREADS= takes more", file=sys.stderr
         )
+    _threads.append(num)
     torch.set_num_threads(num)
 
 
@@ -133,14 +143,14 @@ def machine(target: Target) -> dict:
         "device": str(target.device),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
+        "dtype": str(target.dtype).removeprefix("torch."),
     }
 
 
 def conditions(target: Target) -> str:
     """The same in one phrase, for titles."""
     where = machine(target)
-    dtype = str(target.dtype).removeprefix("torch.")
-    return f"{target.name}, {dtype}, {where['machine']}, {where['threads']} threads"
+    return f"{target.name}, {where['dtype']}, {where['machine']}, {where['threads']} threads"
 
 
 def run_names(folders: list[Path]) -> list[str]:
@@ -181,8 +191,7 @@ def load_target(options: TargetOptions, *, default: str | None = None) -> Opened
             target = Target.load(
                 name, dtype=options.dtype, device=device, trust_remote_code=options.trust_remote_code, tp=tp
             )
-            if options.dtype == precision.AUTO:
-                say_dtype(str(target.dtype).removeprefix("torch."), precision.choose(target.device))
+            say_dtype(options.dtype, str(target.dtype).removeprefix("torch."), precision.choose(target.device))
             return open_target(target)
     except ValueError as error:
         if name == usual and not Path(name).exists():
@@ -191,9 +200,12 @@ def load_target(options: TargetOptions, *, default: str | None = None) -> Opened
 
 
 @functools.cache
-def say_dtype(dtype: str, choice: precision.Choice) -> None:
-    """Once, which dtype `auto` is here and why."""
-    print(f"target.dtype={dtype} ({choice.reason})", file=sys.stderr)
+def say_dtype(given: str, dtype: str, choice: precision.Choice) -> None:
+    """Once, which dtype `auto` is here and why, or that the given one is slow here."""
+    if given == precision.AUTO:
+        print(f"target.dtype={dtype} ({choice.reason})", file=sys.stderr)
+    elif dtype == "bfloat16" != choice.dtype:
+        print(f"target.dtype={dtype} is slow here ({choice.reason}); auto is {choice.dtype}", file=sys.stderr)
 
 
 def open_target(target: Target) -> Opened:
@@ -201,9 +213,8 @@ def open_target(target: Target) -> Opened:
     return Opened(target, tokenizer, data.stop_tokens(tokenizer, target.model.generation_config))
 
 
-def load_prompts(options: PromptOptions, opened: Opened) -> list[Prompt]:
-    """The prompts to decode. Raises ValueError, naming file and row, also for one that is too long for the target."""
-    heads = split(getattr(options, "checkpoint", None))
+def load_prompts(options: PromptOptions, opened: Opened, heads: Sequence[str] = ()) -> list[Prompt]:
+    """The prompts to decode, in the thinking mode of the rows that the checkpoints `heads` were trained on. Raises ValueError, naming file and row, also for one that is too long for the target."""
     mode = mode_of(heads)
     thinking, trained = (mode if options.thinking is None else options.thinking), () if mode is None else (mode,)
     prompts = data.load_prompts(
@@ -214,10 +225,11 @@ def load_prompts(options: PromptOptions, opened: Opened) -> list[Prompt]:
     return prompts
 
 
-def mode_of(heads: list[str]) -> bool | None:
+def mode_of(heads: Sequence[str]) -> bool | None:
     """The thinking mode of the rows that checkpoints were trained on; None: not known, or not the same"""
-    modes = {facts.read(checkpoint.resolve(head)).get("data", {}).get("thinking") for head in heads}
-    return next((mode for mode in (True, False) if modes == {mode}), None)
+    told = [facts.read(checkpoint.resolve(head)).get("data") for head in heads]
+    modes = [about.get("thinking") if isinstance(about, dict) else None for about in told]
+    return next((mode for mode in (True, False) if modes and all(each is mode for each in modes)), None)
 
 
 def target_of(folder: Path) -> str:

@@ -233,8 +233,9 @@ def _read(name: str, settings: Settings, interpolated: dict, prefix: str) -> Con
     for key, value in settings.items():
         if key not in known:
             raise ValueError(f"{prefix}.{key}={value}: {name} has the settings {', '.join(known)}.")
-        parsed = _parse(whole.proposer, key, value, prefix)
         declared = ranges.find(f"proposer.{key}")
+        written = declared is not None and declared.text and declared.lists == "no" and value != "null"
+        parsed = value if written else _parse(whole.proposer, key, value, prefix)
         if declared is not None and not declared.fits(parsed):
             raise ValueError(f"{prefix}.{key}={value} must be {declared.words(parsed)}.")
         whole.proposer[key] = literals(parsed)

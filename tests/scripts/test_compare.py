@@ -256,7 +256,7 @@ def test_depth_is_limited_by_the_drafter_and_an_adapting_drafter_has_its_own_tar
         (["chains=", "trees="], "both empty: give a chain"),
         (["checkpoint={folder}/adapting", "proposers=merged"], "adapts its target, which the other proposers share"),
         (["proposer.ngram.checkpoint={folder}/one"], "ngram holds no trained head"),
-        (["limit=0"], "leave nothing to decode"),
+        (["limit=0"], "limit=0 must be a whole number of 1 or more, or null"),
     ],
 )
 def test_wrong_arguments_are_refused(refuse, folder, arguments, message):

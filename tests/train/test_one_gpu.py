@@ -63,7 +63,8 @@ def test_the_accelerators_device_has_its_number(one_gpu, monkeypatch):
         device = property(lambda self: self.state.device)
 
     monkeypatch.setattr(command, "Accelerator", OneProcess)
-    config = OmegaConf.create({"train": {"seed": 0, "shard": False, "timeout": 1}, "precision": "bf16", "threads": 1})
+    given = {"train": {"seed": 0, "shard": False, "timeout": 1}, "precision": "bf16", "threads": 1}
+    config = OmegaConf.create(given | {"target": {"dtype": "bfloat16"}})
     assert command.make_accelerator(config).device == GPU
 
 

@@ -120,7 +120,7 @@ def test_the_choices_are_those_that_exist():
         ("train.max_grad_norm=1e400", "train.max_grad_norm=inf must be a number from 0 to 1e+30."),
         ("train.seed=1.5", "train.seed=1.5 must be a whole number from 0 to 4294967295."),
         ("train.ema=1", "train.ema=1 must be a number above 0 and below 1, or null."),
-        ("precision=fp16", "precision=fp16 must be bf16 or fp32."),
+        ("precision=fp16", "precision=fp16 must be one of auto, bf16, fp32."),
         ("head.vocab_size=-5", "head.vocab_size=-5 must be a whole number of 1 or more, or null."),
         ("head.vocab_size=0", "head.vocab_size=0 must be a whole number of 1 or more, or null."),
         ("head.drafter.num_layers=null", "head.drafter.num_layers=null must be a whole number from 1 to 1024."),

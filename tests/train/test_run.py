@@ -189,8 +189,6 @@ def test_a_begun_or_finished_run_is_not_overwritten(tmp_path):
     assert folder.check(resume="auto")
     with pytest.raises(ValueError, match=r"finished run \(1 steps\)"):
         folder.check(resume=True)
-    with pytest.raises(ValueError, match="resume=maybe must be"):
-        folder.check(resume="maybe")
 
 
 @pytest.mark.parametrize(
@@ -218,6 +216,5 @@ def test_a_run_and_its_features_are_named_by_the_target(given, wanted):
     try:
         HydraConfig.instance().set_config(config)
         assert config.run == wanted and config.features.folder == f"checkpoints/features/{wanted}"
-        assert config.hydra.run.dir == f"checkpoints/{wanted}"
     finally:
         HydraConfig.instance().cfg = before
