@@ -43,6 +43,13 @@ def test_gradients_other_dtypes_and_traces_keep_the_usual_product(faster):
     assert not any("mm" in str(node.target) and node.args[0].op == "get_attr" for node in graph.nodes)
 
 
+def test_processes_that_hold_a_target_together_multiply_alike(faster, monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    with torch.no_grad():
+        few_rows.linear(torch.randn(3, 512), torch.randn(512, 512))
+    assert faster == []
+
+
 def test_what_is_faster_is_measured_once_for_a_shape(monkeypatch):
     few_rows.is_faster_turned.cache_clear()
     counted = []

@@ -109,7 +109,10 @@ def lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_answers_are_continued_with_the_same_prompts_only(inputs, run, tmp_path):
+@pytest.mark.parametrize("chat", [True, False], ids=["chat model", "base model"])
+def test_answers_are_continued_with_the_same_prompts_only(inputs, run, tmp_path, chat):
+    if not chat:
+        (inputs / "target" / "chat_template.jinja").unlink()
     prompts, out = inputs / "p.jsonl", tmp_path / "a.jsonl"
     given = [f"target.name={inputs}/target", f"prompts={prompts}", f"out={out}", *SHORT]
     texts = ["Name a river.", "Name a tree.", "Name a river."]  # one of them twice
@@ -127,7 +130,8 @@ def test_answers_are_continued_with_the_same_prompts_only(inputs, run, tmp_path)
 
     write_rows(prompts, [{"prompt": text} for text in [*texts, "Name a stone."]])  # more of them may follow
     run(answer, *given)
-    assert [(row["id"], row["messages"][0]["content"]) for row in lines(out)[3:]] == [("3@0", "Name a stone.")]
+    asked = lambda row: row["messages"][0]["content"] if chat else row["prompt"]
+    assert [(row["id"], asked(row)) for row in lines(out)[3:]] == [("3@0", "Name a stone.")]
 
     write_rows(prompts, [{"id": n, "prompt": text} for n, text in reversed([*enumerate([*texts, "Name a stone."])])])
     assert "4 of them are in" in run(answer, *given) and len(lines(out)) == 4  # ids say which is which

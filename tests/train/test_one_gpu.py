@@ -103,6 +103,32 @@ def test_ridge_is_not_rounded_and_leaves_the_users_setting(precision):
         torch.set_float32_matmul_precision("highest")
 
 
+def test_ridge_works_where_the_newer_setting_alone_was_used():
+    place = torch.backends.cuda.matmul
+    before = place.fp32_precision
+    try:
+        place.fp32_precision = "tf32"
+        ridge([(torch.randn(9, 3), torch.randn(9, 2))])
+        assert place.fp32_precision == "tf32"
+    finally:
+        place.fp32_precision = before
+        torch.set_float32_matmul_precision("highest")
+
+
+def test_copies_are_waited_for_where_torch_does_not_keep_them():
+    class Copied:
+        def __init__(self):
+            self.given = []
+
+        def to(self, device, *, non_blocking):
+            self.given.append((device.type, non_blocking))
+
+    copied = Copied()
+    for kind in ("mps", "cpu", "xpu"):
+        devices.send(copied, torch.device(kind))
+    assert copied.given == [("mps", False), ("cpu", True), ("xpu", True)]
+
+
 def test_angles_are_not_products_of_matrices():
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):

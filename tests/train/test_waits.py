@@ -290,9 +290,14 @@ def test_a_thread_that_reads_states_of_an_engine_leaves_the_device_alone(device,
 
 
 def test_beside_the_training_is_a_stream_of_its_own(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: ("stream", device))
+    made = []
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: made.append(device) or ("stream", device))
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext(stream))
-    with devices.aside(torch.device("cuda:1")) as stream:
-        assert stream == ("stream", torch.device("cuda:1"))
+    devices._side_stream.cache_clear()
+    for _ in range(3):
+        with devices.aside(torch.device("cuda:1")) as stream:
+            assert stream == ("stream", torch.device("cuda:1"))
+    assert len(made) == 1  # cuBLAS keeps a workspace for each
+    devices._side_stream.cache_clear()
     with devices.aside(torch.device("cpu")) as stream:
         assert stream is None

@@ -1,0 +1,55 @@
+"""Tests of scripts/helpers/loading.py: threads, and what is said of a dtype."""
+
+from helpers import loading
+
+import json
+
+import pytest
+import torch
+
+from specdec import precision, threads
+
+
+@pytest.fixture(autouse=True)
+def undecided(monkeypatch):
+    monkeypatch.setattr(loading, "_threads", [])
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    before = torch.get_num_threads()
+    loading.say_dtype.cache_clear()
+    yield
+    torch.set_num_threads(before)
+
+
+def test_threads_are_decided_once_and_say_why_they_are_few(monkeypatch, capsys):
+    monkeypatch.setattr(threads, "usable_cores", lambda: 4)
+    monkeypatch.setattr(threads, "free_cores", lambda: 3)
+    loading.use_threads()
+    assert torch.get_num_threads() == 3 and "3 of 4 cores" in capsys.readouterr().err
+    monkeypatch.setattr(threads, "free_cores", lambda: 1)
+    loading.use_threads()
+    assert torch.get_num_threads() == 3 and not capsys.readouterr().err
+
+
+def test_results_that_are_continued_keep_their_threads(monkeypatch, tmp_path):
+    monkeypatch.setattr(threads, "free_cores", lambda: 1)
+    (tmp_path / "settings.json").write_text(json.dumps({"threads": 2}))
+    loading.use_threads(tmp_path / "settings.json")
+    assert torch.get_num_threads() == 2
+
+
+def test_a_users_number_of_threads_wins(monkeypatch, capsys):
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    monkeypatch.setattr(threads, "free_cores", lambda: 1)
+    loading.use_threads()
+    assert torch.get_num_threads() == 2 and not capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "dtype", "said"),
+    [("auto", "float32", "target.dtype=float32 (as asked)"), ("bfloat16", "bfloat16", "is slow here (as asked); auto is float32"), ("float32", "float32", "")],
+)  # fmt: skip
+def test_what_auto_is_and_what_is_slow_is_said_once(capsys, given, dtype, said):
+    for _ in range(2):
+        loading.say_dtype(given, dtype, precision.Choice("float32", "as asked"))
+    printed = capsys.readouterr().err
+    assert said in printed and printed.count("\n") == bool(said)
