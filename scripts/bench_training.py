@@ -31,7 +31,7 @@ import torch
 
 from overrides import as_written
 from overrides import check as check_options
-from specdec import files
+from specdec import files, precision
 from train import progress
 
 CHILD = (  # the helpers are those of this working tree, specdec and train those of the tree that is measured
@@ -43,7 +43,7 @@ CHILD = (  # the helpers are those of this working tree, specdec and train those
 @dataclass(frozen=True)
 class TargetOptions:
     name: str = option("targets/smollm2-135m", "folder or Hub name of the target; not read with shape=")
-    dtype: str = option("bfloat16", "bfloat16 or float32")
+    dtype: str = option("auto", "bfloat16 or float32; auto: bfloat16 where the device computes in it")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class BenchTraining:
     depth: int | None = option(None, "steps of the unroll; null: as the head's file says")
     shape: str | None = option(None, "a random target instead: 8b, 1b, tiny, or sizes (hidden4096-layers32-...)")
     features: str = option("target", "target: the target reads every batch; given: its outputs are known")
-    precision: str = option("bf16", "bf16 or fp32")
+    precision: str = option("auto", "bf16 or fp32; auto: bf16 where the device computes in bfloat16")
     threads: int | None = option(None, "of the CPU; null: all cores")
     steps: int = option(2, "timed steps in each process; their median counts")
     warmup: int = option(1, "steps before them")
@@ -73,8 +73,18 @@ class BenchTraining:
     )
 
 
+def decided(chosen: BenchTraining) -> BenchTraining:
+    """With what `auto` is here, which trees of older commits do not know."""
+    dtype = precision.choose("cuda" if torch.cuda.is_available() else "cpu").dtype
+    if chosen.target.dtype == precision.AUTO:
+        chosen = dataclasses.replace(chosen, target=dataclasses.replace(chosen.target, dtype=dtype))
+    if chosen.precision == precision.AUTO:
+        chosen = dataclasses.replace(chosen, precision={"bfloat16": "bf16", "float32": "fp32"}[dtype])
+    return chosen
+
+
 def main() -> None:
-    chosen = options(BenchTraining, __doc__)
+    chosen = decided(options(BenchTraining, __doc__))
     works = make_works(chosen)
     trees = {tree_name(path): path for path in map(Path, split(chosen.trees))}
     earlier = [cell for path in split(chosen.compare) for cell in training_table.read(Path(path))]
