@@ -184,7 +184,7 @@ def test_the_gpu_report_keeps_what_it_has_when_a_part_fails(run_script, tmp_path
     printed = run_script(gpu_report, "dry_run=true", "heads=eagle", "modes=eager", f"out={tmp_path}/report")
     assert "training eagle, 64 tokens: OutOfMemoryError: CUDA out of memory" in printed and "| eager |" in printed
     printed = run_script(gpu_report, "dry_run=true", "modes=eager", "minutes=1e-9", f"out={tmp_path}/report")
-    assert printed.count("left out, because 0 minutes were over") == 5
+    assert printed.count("left out, because 1e-09 minutes were over") == 5
 
 
 def test_the_gpu_report_needs_a_gpu(run_script, monkeypatch):

@@ -88,16 +88,14 @@ def test_broken_line_of_a_compressed_file_is_named(tmp_path):
         reading.load_conversations(str(path))
 
 
-@pytest.mark.parametrize("damage", ["truncated", "changed", "not gzip"])
+@pytest.mark.parametrize("damage", ["truncated", "changed"])
 def test_damaged_compressed_file_is_refused(tmp_path, damage):
     path = tmp_path / "rows.jsonl.gz"
     packed = bytearray(gzip.compress(ROW.encode() * 100))
     if damage == "truncated":
         packed = packed[:-20]
-    elif damage == "changed":
-        packed[-6] ^= 255  # in the checksum
     else:
-        packed = bytearray(ROW.encode())
+        packed[-6] ^= 255  # in the checksum
     path.write_bytes(packed)
     with pytest.raises(ValueError, match=r"incomplete or damaged after line \d+ .* Copy or make the file again\."):
         reading.load_conversations(str(path))
