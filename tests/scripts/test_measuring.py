@@ -134,10 +134,10 @@ def test_bench_training_measures_in_processes_and_compares(run_script, tmp_path,
 
 
 def test_a_process_that_needs_too_much_memory_or_time_is_left_out(monkeypatch):
-    chosen = bench_training.BenchTraining(shape="tiny", most_seconds=0.01)
+    chosen = bench_training.decided(bench_training.BenchTraining(shape="tiny", most_seconds=0.01))
     assert bench_training.measure(chosen, ROOT, Work("eagle", 64)) == "more than 0.01 s"
     if not torch.cuda.is_available():
-        chosen = bench_training.BenchTraining(shape="tiny", most_memory=1.5)
+        chosen = bench_training.decided(bench_training.BenchTraining(shape="tiny", most_memory=1.5))
         work = Work(
             "eagle", 64, overrides=("head.vocab_size=null", "threads=1", "head.objective.chunk=100000"), batch=4000
         )
