@@ -24,7 +24,7 @@ help:
 	@echo "make setup   virtual environment in .venv, and the default target (once, a few minutes)"
 	@echo "make demo    train head=eagle on the CPU, validated by decoding; then decode it beside the shipped head"
 	@echo "make test    all tests, in two processes (about 13 minutes on two cores); on more cores: make test PROCESSES=8"
-	@echo "make quick   a selection of them for daily work: each kind of head once, nothing that trains (under a minute)"
+	@echo "make quick   a selection of them for daily work: each kind of head once, nothing that trains (about six minutes on two cores)"
 	@echo "make lint    ruff and mypy"
 	@echo "make engines vLLM, Speculators and llama.cpp on the CPU, in engines (once, 4 minutes, 4 GB), for tests of exports"
 	@echo "make gpu     on a machine with CUDA, without a network: all tests there, then a report (under 10 minutes)"
