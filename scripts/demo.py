@@ -33,10 +33,8 @@ STEPS, FEWEST_STEPS, STEPS_UNIT = 1000, 100, 50
 PROMPTS, FEWEST_PROMPTS = 8, 3
 NEW_TOKENS = 48
 METHODS = 5  # ways in which the comparison decodes each prompt
-PACKS, SOLVED = (
-    330,
-    200,
-)  # of data.train, each of which the target reads once; those of them that the closed-form start reads
+PACKS = 330  # of data.train, each of which the target reads once
+SOLVED = 200  # those of them that the closed-form start reads (solve_packs)
 TRIED = 16  # tokens that are decoded to see how fast that is
 SHARE = 0.7  # of the minutes, that training may take
 
