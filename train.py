@@ -2,7 +2,7 @@
 
 python train.py -m head=eagle,mtp optimizer.lr=3e-4,1e-3    trains several, one after the other, and compares them (docs/tracking.md)."""
 
-import specdec.threads  # noqa: F401  says how threads wait, before torch is imported
+import specdec.core.threads  # noqa: F401  says how threads wait, before torch is imported
 
 import contextlib
 import functools
@@ -25,29 +25,33 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from transformers import PreTrainedTokenizerBase
 
-import multirun
-import overrides
-from specdec import checkpoint, devices, files
-from specdec.drafter import Head
-from specdec.drafting import Drafting
-from specdec.measurement import Prompt, check_prompts
-from specdec.report import Report
-from specdec.sampling import Sampling
-from specdec.target import Target
-from train import data, display, optimization, progress, ranges, reading, sharding, starting, tracking
+from train import multirun
+from train import overrides
+from specdec import checkpoint
+from specdec.core import devices, files
+from specdec.core.sampling import Sampling
+from specdec.decoding.drafting import Drafting
+from specdec.heads.base import Head
+from specdec.measuring.measurement import Prompt, check_prompts
+from specdec.measuring.report import Report
+from specdec.target.model import Target
+from train import display, optimization, progress, ranges, sharding, starting, tracking
 from train.consistency import ConsistencyObjective
-from train.encoding import Encoding, load_packs
-from train.engine_features import EngineTarget
+from train.data import reading
+from train.data import rows as data
+from train.data.encoding import Encoding, load_packs
+from train.data.loader import Material, permutation
+from train.data.packing import Packs
+from train.data.stream import Plan, Stream
 from train.feature_settings import FeatureSettings
+from train.features.engine_features import EngineTarget
 from train.finite import NotFiniteLoss
 from train.group import Group
-from train.loader import Material, permutation
 from train.lock import lock
 from train.naming import named
 from train.objective import Objective
 from train.onpolicy import OnPolicy
 from train.optimization import OptimizerSettings, schedule
-from train.packing import Packs
 from train.pages import facts
 from train.pages.run_page import worth
 from train.pages.samples import write_page
@@ -55,7 +59,6 @@ from train.processes import is_main, plain_warnings
 from train.run_folder import RunFolder
 from train.serving import Serving
 from train.settings import Settings, fixed
-from train.stream import Plan, Stream
 from train.target_settings import TargetSettings, packs_rows
 from train.trainer import MEASURED, Trainer
 from train.validation import Validation

@@ -22,10 +22,11 @@ from pathlib import Path
 
 from torch import Tensor
 
-from specdec import checkpoint, datastore
-from specdec.drafter import Drafter
-from specdec.figures import PromptCounts
-from train import progress, reading
+from specdec import checkpoint
+from specdec.heads.base import Drafter
+from specdec.measuring.figures import PromptCounts
+from specdec.proposers import datastore
+from train import progress
 from train.adaptation import KINDS, Home, Plan, store
 from train.adaptation_judging import Table, chosen, distinct, expected_tau, gate, judge, table, worth
 from train.adaptation_mixing import choose, mix, tried
@@ -41,8 +42,9 @@ from train.adaptation_rows import (
     split,
     without_prompts,
 )
+from train.answers.resumable import check_settings
+from train.data import reading
 from train.lock import lock
-from train.resumable import check_settings
 
 JUDGED = ("new", "old")  # what the gate looks at
 FREE = ("checkpoint", "traffic", "out", "watch", "vllm", "force", "settings")  # may change when an adaptation goes on

@@ -20,10 +20,13 @@ from pathlib import Path
 import rich.console
 from transformers import PreTrainedTokenizerBase
 
-from specdec.target import load_tokenizer
-from train import answering, chat_template, data, progress, ranges, reading, self_prompts
-from train.answering import Law
-from train.resumable import Resumable, digest, resumable
+from specdec.target.model import load_tokenizer
+from train import progress, ranges
+from train.answers import answering, self_prompts
+from train.answers.answering import Law
+from train.answers.resumable import Resumable, digest, resumable
+from train.data import chat_template, reading
+from train.data import rows as data
 
 SELF = "self"
 SPARE = 64  # tokens by which a prompt may grow when it is rendered and encoded again

@@ -33,18 +33,19 @@ from pathlib import Path
 import rich.table
 import torch
 
-from specdec import benchmark, files, speed
-from specdec.benchmark import Generate, Timed, TimedDecoder
-from specdec.compile import Runner
-from specdec.decode import Decoder
-from specdec.drafting import Drafting
-from specdec.generate import Speculative
-from specdec.generation import STAGES
+from specdec.core import files
+from specdec.core.compile import Runner
+from specdec.core.generation import STAGES
+from specdec.core.sampling import Sampling
+from specdec.decoding.decoder import Decoder
+from specdec.decoding.drafting import Drafting
+from specdec.hf import Speculative
+from specdec.measuring import benchmark, speed
+from specdec.measuring.benchmark import Generate, Timed, TimedDecoder
+from specdec.measuring.tuning import name_of
 from specdec.proposers.auto import Auto
 from specdec.proposers.heads import HeadProposer
 from specdec.proposers.ngram import Ngram
-from specdec.sampling import Sampling
-from specdec.tuning import name_of
 from train import progress
 
 GENERATE, PLAIN = "transformers generate", "plain"

@@ -23,13 +23,16 @@ import rich.console
 import rich.table
 
 from engine_clients.vllm_client import PYTHON
-from specdec import files
-from specdec.benchmark import median_ratio
-from specdec.target import load_tokenizer
-from specdec.timing import interleave
-from train import answering, data, progress, reading
-from train.answering import Job, Law
-from train.resumable import Resumable
+from specdec.core import files
+from specdec.core.timing import interleave
+from specdec.measuring.benchmark import median_ratio
+from specdec.target.model import load_tokenizer
+from train import progress
+from train.answers import answering
+from train.answers.answering import Job, Law
+from train.answers.resumable import Resumable
+from train.data import reading
+from train.data import rows as data
 
 BENCH = """
 import argparse

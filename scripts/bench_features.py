@@ -14,13 +14,13 @@ from statistics import median
 
 import torch
 
-from specdec.target import Target
+from specdec.target.model import Target
 from train import progress
-from train.encoding import Encoding, load_packs
-from train.engine_client import EngineClient
-from train.engine_features import EngineTarget
-from train.features import Features, Kept, Online, read_each
-from train.loader import Material
+from train.data.encoding import Encoding, load_packs
+from train.data.loader import Material
+from train.features.engine_client import EngineClient
+from train.features.engine_features import EngineTarget
+from train.features.outputs import Features, Kept, Online, read_each
 
 
 @dataclass(frozen=True)

@@ -29,10 +29,10 @@ from pathlib import Path
 import psutil
 import torch
 
-from overrides import as_written
-from overrides import check as check_options
-from specdec import files, precision
+from specdec.core import files, precision
 from train import progress
+from train.overrides import as_written
+from train.overrides import check as check_options
 
 CHILD = (  # the helpers are those of this working tree, specdec and train those of the tree that is measured
     "import sys; sys.path.insert(0, {scripts!r}); import helpers; sys.path.insert(0, {tree!r}); "

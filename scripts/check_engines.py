@@ -23,13 +23,17 @@ from omegaconf import OmegaConf
 
 from engine_clients import llamacpp_client
 from scripts import get_engines
-from specdec import checkpoint, files, hub, served, serving
-from specdec.drafter import Drafter
-from specdec.export import gguf, medusa, speculators
+from specdec import checkpoint
+from specdec.core import files, hub
+from specdec.export import gguf, medusa, serving, speculators
 from specdec.export import vllm as vllm_export
+from specdec.heads.base import Drafter
 from specdec.heads.dflash import BlockDrafter
-from specdec.target import Target
-from train import data, progress, reading, tiny_heads
+from specdec.measuring import served
+from specdec.target.model import Target
+from train import progress, tiny_heads
+from train.data import reading
+from train.data import rows as data
 
 FORMATS = {"vllm": vllm_export, "speculators": speculators, "medusa": medusa, "gguf": gguf}
 VLLM, LLAMA_CPP = f"vLLM {get_engines.VLLM}", f"llama.cpp, xllamacpp {get_engines.XLLAMACPP}"

@@ -21,19 +21,19 @@ from pathlib import Path
 
 import rich.table
 
-from specdec import files, hub
-from specdec.comparing import Decoders, Method, compare_prompts, make_decoders, report_of, results_of
-from specdec.compile import Runner
-from specdec.figures import tau_difference
-from specdec.measurement import Prompt, check_prompts, turns
-from specdec.sampling import Sampling
-from specdec.target import Target
-from specdec.tree import TreeShape
-from specdec.tuning import name_of
+from specdec.core import files, hub
+from specdec.core.compile import Runner
+from specdec.core.sampling import Sampling
+from specdec.core.tree import TreeShape
+from specdec.measuring.comparing import Decoders, Method, compare_prompts, make_decoders, report_of, results_of
+from specdec.measuring.figures import tau_difference
+from specdec.measuring.measurement import Prompt, check_prompts, turns
+from specdec.measuring.tuning import name_of
+from specdec.target.model import Target
 from train import progress
+from train.answers.resumable import Resumable, digest, digest_folder, resumable
 from train.pages import run_page
 from train.pages.comparison_page import render_comparison
-from train.resumable import Resumable, digest, digest_folder, resumable
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,8 +25,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from engine_clients.child import Child
-from overrides import quoted
 from train import progress
+from train.overrides import quoted
 
 PROGRAMS = Path(__file__).resolve().parent / "trainers"
 ROOT = PROGRAMS.parents[1]

@@ -20,12 +20,13 @@ from pathlib import Path
 import rich.table
 from matplotlib.figure import Figure
 
-from specdec import checkpoint, hub
-from specdec.files import write_text
-from specdec.report import Report
+from specdec import checkpoint
+from specdec.core import hub
+from specdec.core.files import write_text
+from specdec.measuring.report import Report
 from train import progress
-from train.data_law import DataLaw, Point, fit, in_millions, points_of
-from train.resumable import read_rows
+from train.answers.resumable import read_rows
+from train.data.data_law import DataLaw, Point, fit, in_millions, points_of
 
 FEWEST = 0.01  # of the largest tokens: where the drawn law begins, at most
 STEPS = 60  # of the drawn law

@@ -12,8 +12,9 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from specdec.target import load_tokenizer
-from train import datastore, progress
+from specdec.target.model import load_tokenizer
+from train import progress
+from train.answers import datastore
 
 
 @dataclass(frozen=True)

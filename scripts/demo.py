@@ -20,10 +20,11 @@ from pathlib import Path
 
 import torch
 
-from specdec.decode import Decoder
-from specdec.sampling import Sampling
-from specdec.target import Target
-from train import data, progress
+from specdec.core.sampling import Sampling
+from specdec.decoding.decoder import Decoder
+from specdec.target.model import Target
+from train import progress
+from train.data import rows as data
 
 ROOT = Path(__file__).resolve().parents[1]
 RUN = "demo"

@@ -17,15 +17,17 @@ from pathlib import Path
 import rich.console
 import rich.table
 
-from specdec import checkpoint, files, hub, rules, serving
-from specdec.drafting import Drafting
-from specdec.figures import TAU
-from specdec.measurement import Prompt, PromptResult, measure
+from specdec import checkpoint
+from specdec.core import files, hub, rules
+from specdec.core.sampling import Sampling
+from specdec.core.timing import fastest_batch
+from specdec.decoding.drafting import Drafting
+from specdec.export import serving
+from specdec.measuring.figures import TAU
+from specdec.measuring.measurement import Prompt, PromptResult, measure
+from specdec.measuring.report import Report, summarise_by_category
 from specdec.proposers.auto import Auto
 from specdec.proposers.heads import HeadProposer
-from specdec.report import Report, summarise_by_category
-from specdec.sampling import Sampling
-from specdec.timing import fastest_batch
 from train import display, progress
 
 

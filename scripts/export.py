@@ -13,11 +13,11 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from specdec import serving
-from specdec.drafter import Drafter
+from specdec.export import serving
+from specdec.heads.base import Drafter
 from specdec.heads.medusa import Medusa2
-from specdec.target import DTYPES, Target
-from specdec.target_adapter import save_merged
+from specdec.target.adapter import save_merged
+from specdec.target.model import DTYPES, Target
 from train import progress
 
 

@@ -15,11 +15,11 @@ import rich.box
 import rich.table
 import torch
 
-from specdec import files
-from specdec.decode import Decoder
-from specdec.layer_search import AnsweredPrompt, Choice, Clock, choices, ranges
+from specdec.core import files
+from specdec.core.sampling import Sampling
+from specdec.decoding.decoder import Decoder
+from specdec.proposers.layer_search import AnsweredPrompt, Choice, Clock, choices, ranges
 from specdec.proposers.layerskip import LayerSkip
-from specdec.sampling import Sampling
 from train import progress
 
 COLUMNS = ("layers", "first drafts right", "with the first layers", "depth", "tau", "predicted speedup")

@@ -13,13 +13,15 @@ from dataclasses import dataclass, field
 
 import rich.console
 
-from specdec.decode import Decoder
-from specdec.generation import Generation, StopStrings
-from specdec.grammar import FORMS, Constraint
-from specdec.measurement import first_difference, seeded_generator, top2_gap
-from specdec.sampling import Sampling
+from specdec.core.generation import Generation, StopStrings
+from specdec.core.grammar import FORMS, Constraint
+from specdec.core.sampling import Sampling
+from specdec.decoding.decoder import Decoder
+from specdec.measuring.measurement import first_difference, seeded_generator, top2_gap
 from specdec.server.text import StreamedText
-from train import chat_template, data, progress
+from train import progress
+from train.data import chat_template
+from train.data import rows as data
 
 
 @dataclass(frozen=True, kw_only=True)

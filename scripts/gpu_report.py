@@ -25,14 +25,15 @@ from pathlib import Path
 
 import torch
 
-from specdec import files, masks, rules, speed
-from specdec.cache import RowCache
-from specdec.compile import Runner
-from specdec.decode import Decoder
-from specdec.sampling import Sampling
-from specdec.target import Target
-from specdec.tree import Tree
-from specdec.verifier import Verifier
+from specdec.core import files, masks, rules
+from specdec.core.cache import RowCache
+from specdec.core.compile import Runner
+from specdec.core.sampling import Sampling
+from specdec.core.tree import Tree
+from specdec.decoding.decoder import Decoder
+from specdec.measuring import speed
+from specdec.target.model import Target
+from specdec.target.verifier import Verifier
 
 ROOT = Path(__file__).resolve().parents[1]
 AIMS = {"mfu": 0.45, "bandwidth": 0.75, "nodes": 64, "growth": 1.15}

@@ -15,14 +15,14 @@ from pathlib import Path
 
 import torch
 
-from specdec import files
-from specdec.decode import Decoder
-from specdec.drafting import Drafting
-from specdec.measurement import top2_gap
+from specdec.core import files
+from specdec.core.sampling import Sampling
+from specdec.decoding.decoder import Decoder
+from specdec.decoding.drafting import Drafting
+from specdec.measuring.measurement import top2_gap
 from specdec.proposers.auto import Auto
 from specdec.proposers.base import Proposer
 from specdec.proposers.heads import HeadProposer
-from specdec.sampling import Sampling
 from train import progress
 
 DRAFTINGS = (Drafting(4), Drafting(4, 3, 10))

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from specdec import checkpoint
-from specdec.layouts import folder
-from specdec.target import Target
+from specdec.export.layouts import folder
+from specdec.target.model import Target
 
 
 @dataclass(frozen=True)

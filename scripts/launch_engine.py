@@ -26,8 +26,8 @@ import httpx
 from omegaconf import OmegaConf
 
 from engine_clients.vllm_client import KV_SPACE, PYTHON
-from specdec.target import Target
-from train import vllm_features
+from specdec.target.model import Target
+from train.features import vllm_features
 from train.naming import named
 
 ROUTE = "hidden_states_route.HiddenStatesRoute"  # of train/in_vllm

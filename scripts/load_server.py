@@ -21,8 +21,9 @@ from pathlib import Path
 
 import httpx
 
-from specdec import loopback
-from train import progress, reading
+from specdec.core import loopback
+from train import progress
+from train.data import reading
 
 BAD = [b"{", b'{"messages": []}', b'{"messages": [{"role": "user", "content": "a"}], "temperature": "hot"}']
 GOLDEN = 0.6180339887

@@ -11,9 +11,10 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from specdec import files
-from specdec.target import load_tokenizer
-from train import long_prompts, reading
+from specdec.core import files
+from specdec.target.model import load_tokenizer
+from train import long_prompts
+from train.data import reading
 
 
 @dataclass(frozen=True)

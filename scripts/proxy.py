@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 
 from transformers import PreTrainedTokenizerBase
 
-from specdec.target import load_tokenizer
-from specdec.traffic import Origin
-from train import data
+from specdec.server.traffic import Origin
+from specdec.target.model import load_tokenizer
+from train.data import rows as data
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,9 @@ import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from specdec import checkpoint, files, hub, model_card
+from specdec import checkpoint
+from specdec.core import files, hub
+from specdec.export import model_card
 from train.pages import facts
 
 

@@ -13,9 +13,11 @@ from dataclasses import dataclass, field
 
 from transformers import PreTrainedTokenizerBase
 
-from specdec import figures
-from specdec.figures import PromptCounts
-from train import data, progress, reading, replaying
+from specdec.measuring import figures
+from specdec.measuring.figures import PromptCounts
+from train import progress, replaying
+from train.data import reading
+from train.data import rows as data
 from train.replaying import Written
 
 

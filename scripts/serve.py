@@ -21,12 +21,13 @@ import logging
 from dataclasses import dataclass, field
 
 from specdec import checkpoint
-from specdec.batch import Request
-from specdec.decode import Decoder
-from specdec.grammar import Grammars
-from specdec.sampling import Sampling
-from specdec.traffic import Origin
-from train import chat_template, data
+from specdec.core.grammar import Grammars
+from specdec.core.sampling import Sampling
+from specdec.decoding.batch import Request
+from specdec.decoding.decoder import Decoder
+from specdec.server.traffic import Origin
+from train.data import chat_template
+from train.data import rows as data
 from train.pages.live_page import live_page
 
 KINDS = [Sampling(1.0, top_p=0.9), Sampling(1.0), Sampling()]  # one of each Sampling.kind

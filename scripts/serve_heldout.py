@@ -14,11 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from engine_clients.vllm_client import PYTHON
-from specdec import checkpoint, files, serving
-from specdec.export import vllm
-from specdec.report import Report
-from specdec.target import Target, load_tokenizer
-from train import data, progress
+from specdec import checkpoint
+from specdec.core import files
+from specdec.export import serving, vllm
+from specdec.measuring.report import Report
+from specdec.target.model import Target, load_tokenizer
+from train import progress
+from train.data import rows as data
 from train.naming import named
 
 

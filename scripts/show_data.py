@@ -8,10 +8,11 @@ from helpers.options import options, run
 
 from dataclasses import dataclass, field
 
-from specdec.target import load_tokenizer
-from train import chat_template, progress
-from train.data import encode, show, truncate
-from train.reading import at, load_conversations
+from specdec.target.model import load_tokenizer
+from train import progress
+from train.data import chat_template
+from train.data.reading import at, load_conversations
+from train.data.rows import encode, show, truncate
 
 
 @dataclass(frozen=True)

@@ -19,13 +19,14 @@ import rich.table
 from matplotlib import colormaps
 from matplotlib.figure import Figure
 
-from specdec.batching import BatchComparison, group_prompts
-from specdec.comparing import Method, decode_batches
-from specdec.drafting import Drafting
-from specdec.figures import TAU
-from specdec.generation import Generation
-from train import progress, reading
-from train.resumable import digest, resumable
+from specdec.core.generation import Generation
+from specdec.decoding.drafting import Drafting
+from specdec.measuring.batching import BatchComparison, group_prompts
+from specdec.measuring.comparing import Method, decode_batches
+from specdec.measuring.figures import TAU
+from train import progress
+from train.answers.resumable import digest, resumable
+from train.data import reading
 
 MEANING = (
     "tokens/s: of all rows together; ms/token: of one row; all without the prompts' passes and compiling. speedup: the "

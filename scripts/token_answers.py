@@ -21,10 +21,14 @@ from pathlib import Path
 import numpy
 from transformers import PreTrainedTokenizerBase
 
-from specdec import checkpoint, files
-from specdec.target import load_tokenizer
-from train import answering, data, progress, reading, row_files
-from train.chat_template import options_of
+from specdec import checkpoint
+from specdec.core import files
+from specdec.target.model import load_tokenizer
+from train import progress
+from train.answers import answering
+from train.data import reading, row_files
+from train.data import rows as data
+from train.data.chat_template import options_of
 
 COLUMNS = ("prompt", "temperature", "stopped", "length", "tokens")
 

@@ -14,16 +14,17 @@ import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from specdec import comparing, files, tuning
-from specdec.comparing import Decoders, Method
-from specdec.decode import Decoder
-from specdec.drafter import Drafter
-from specdec.drafting import Drafting
-from specdec.measurement import Prompt, PromptResult, check_prompts, seeded_generator, turns
+from specdec.core import files
+from specdec.core.tree import TreeShape
+from specdec.decoding.decoder import Decoder
+from specdec.decoding.drafting import Drafting
+from specdec.heads.base import Drafter
+from specdec.measuring import comparing, tuning
+from specdec.measuring.comparing import Decoders, Method
+from specdec.measuring.measurement import Prompt, PromptResult, check_prompts, seeded_generator, turns
+from specdec.measuring.report import summarise
+from specdec.measuring.tuning import RecordedChances, Way
 from specdec.proposers.auto import Auto
-from specdec.report import summarise
-from specdec.tree import TreeShape
-from specdec.tuning import RecordedChances, Way
 from train import progress
 
 AUTO, PLAIN = "auto", "plain"

@@ -1,6 +1,6 @@
 """Drafters for speculative decoding: train, decode, measure. This package is what loads a checkpoint."""
 
-from specdec import threads
+from specdec.core import threads
 
 __version__ = "0.1.0"
 

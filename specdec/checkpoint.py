@@ -17,14 +17,14 @@ import transformers
 from torch import Tensor
 
 import specdec
-from specdec import files, hub, untrusted
-from specdec.drafter import Head
-from specdec.drafting import Drafting
+from specdec.core import files, hub, untrusted
+from specdec.core.untrusted import read_tensors as read_tensors
+from specdec.decoding.drafting import Drafting
+from specdec.heads.base import Head
 from specdec.proposers.base import Proposer
-from specdec.target import Target
-from specdec.target_adapter import check_unadapted, merge
-from specdec.target_ends import UNREAD
-from specdec.untrusted import read_tensors as read_tensors
+from specdec.target.adapter import check_unadapted, merge
+from specdec.target.ends import UNREAD
+from specdec.target.model import Target
 
 HEADS = "specdec.heads."
 BEST = "best"  # a file in the folder of a run, with the name of a step's folder

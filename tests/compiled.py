@@ -1,11 +1,11 @@
 """Helpers for tests of compiled decoding."""
 
-from specdec.compile import Runner
-from specdec.decode import Decoder
-from specdec.measurement import answers
+from specdec.core.compile import Runner
+from specdec.core.sampling import Sampling
+from specdec.core.tree import TreeShape
+from specdec.decoding.decoder import Decoder
+from specdec.measuring.measurement import answers
 from specdec.proposers.heads import HeadProposer
-from specdec.sampling import Sampling
-from specdec.tree import TreeShape
 from tests.support import chain_of, random_tokens
 
 KINDS = {

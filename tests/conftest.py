@@ -10,9 +10,9 @@ import huggingface_hub
 import pytest
 import torch
 
-from specdec import costs
-from specdec.hub import fetch
-from specdec.target import Target
+from specdec.core.hub import fetch
+from specdec.proposers import costs
+from specdec.target.model import Target
 from tests import device
 from tests.compiler import missing
 from tests.hub import Hub

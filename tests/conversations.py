@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from tests.support import write_rows
-from train.data import Row
-from train.stream import Plan, Stream
+from train.data.rows import Row
+from train.data.stream import Plan, Stream
 
 
 def conversations(path: Path, num: int, *, first: int = 0, **more) -> str:

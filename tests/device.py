@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-import train.data
+import train.data.rows
 from tests.support import ROOT
 
 DEVICE = os.environ.get("TEST_DEVICE", "cpu")
@@ -74,11 +74,11 @@ def begin() -> None:
         )
     if torch.device(DEVICE).type != "meta":  # a pretended device draws its numbers on the CPU
         torch.Generator = make_generator(DEVICE)
-    collate = train.data.collate
+    collate = train.data.rows.collate
 
     def collate_there(*args, **kwargs):
         batch = collate(*args, **kwargs)
         return batch.to(DEVICE) if called_by_test(sys._getframe(1)) else batch
 
-    train.data.collate = collate_there  # before the modules of tests import it
+    train.data.rows.collate = collate_there  # before the modules of tests import it
     OnDevice(DEVICE).__enter__()

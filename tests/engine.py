@@ -8,9 +8,9 @@ from pathlib import Path
 import safetensors.torch
 import torch
 
-from specdec.target import Target
+from specdec.target.model import Target
 from tests.small_server import DELETE, Reply, SmallServer
-from train.engine_states import ROUTE
+from train.features.engine_states import ROUTE
 
 
 class TinyEngine(SmallServer):

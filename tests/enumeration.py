@@ -18,12 +18,12 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from specdec import rules
-from specdec import sampling as specdec_sampling
-from specdec.decode import Decoder
+from specdec.core import rules
+from specdec.core import sampling as specdec_sampling
+from specdec.core.sampling import Sampling
+from specdec.core.tree import Tree
+from specdec.decoding.decoder import Decoder
 from specdec.proposers import auto, growth
-from specdec.sampling import Sampling
-from specdec.tree import Tree
 from tests.support import make_target, random_tree
 
 V, DEPTH = 3, 3

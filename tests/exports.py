@@ -10,8 +10,9 @@ import safetensors.torch
 import torch
 from hydra.utils import instantiate
 
-from specdec import checkpoint, serving
-from specdec.layouts import folder as layouts
+from specdec import checkpoint
+from specdec.export import serving
+from specdec.export.layouts import folder as layouts
 from tests import reference
 from tests.loops import follow
 from tests.support import load_head, make_drafter, random_tokens

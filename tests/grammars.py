@@ -5,7 +5,7 @@ import itertools
 import random
 from collections.abc import Callable
 
-from specdec.grammar import Constraint
+from specdec.core.grammar import Constraint
 
 
 class Language:

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from specdec import files
+from specdec.core import files
 
 HUGE = 10**12
 DEEP = "[" * 100_000 + "]" * 100_000

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
-from specdec.target import Target
+from specdec.target.model import Target
 
 
 def transformers_answer(target, prompt: list[int], num: int, penalty: float = 1.0) -> list[int]:

@@ -6,12 +6,12 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from specdec.decode import Decoder
+from specdec.core.sampling import Sampling
+from specdec.core.tree import TreeShape
+from specdec.decoding.decoder import Decoder
 from specdec.heads.eagle import Eagle
 from specdec.proposers.heads import HeadProposer
-from specdec.sampling import Sampling
-from specdec.target import Target
-from specdec.tree import TreeShape
+from specdec.target.model import Target
 
 SIZES = {"vocab_size": 61, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
          "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": None,

@@ -16,14 +16,16 @@ from omegaconf import OmegaConf
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from specdec import attention, checkpoint, masks
-from specdec.cache import UnrollCache
-from specdec.decode import Decoder
+from specdec import checkpoint
+from specdec.core import masks
+from specdec.core.cache import UnrollCache
+from specdec.core.sampling import Sampling
+from specdec.core.tree import Tree, TreeShape, chain
+from specdec.decoding.decoder import Decoder
 from specdec.heads.eagle import Eagle
 from specdec.proposers.base import Proposer
-from specdec.sampling import Sampling
-from specdec.target import Target
-from specdec.tree import Tree, TreeShape, chain
+from specdec.target import attention
+from specdec.target.model import Target
 from train.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -56,7 +58,7 @@ QUICK = [  # `make quick`: one variant for each kind of Drafter.attends
     ("draft", True, {"borrow_embeddings": False}),
     ("hydra", True, {"own_output": True}),
 ]
-LENGTHS = (5, 12, 2, 9, 1)  # of prompts; more rows than specdec.attention leaves to sdpa
+LENGTHS = (5, 12, 2, 9, 1)  # of prompts; more rows than specdec.target.attention leaves to sdpa
 NUM_NEW = 24
 # Layers of a target of eight that draft: the argument of LayerSkip
 SUBSETS = {"first": 5, "both": [0, 1, 2, 4, 6, 7], "later": [1, 3, 4, 5, 6, 7], "all": 8}

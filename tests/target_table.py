@@ -10,10 +10,10 @@ import re
 import pytest
 from hydra.utils import instantiate
 
-from specdec import attention
-from specdec.experts import experts_of
 from specdec.heads.borrowed import embedding_scale
-from specdec.target import Target
+from specdec.target import attention
+from specdec.target.experts import experts_of
+from specdec.target.model import Target
 from tests.families import FAMILIES, Family, make
 from tests.support import ROOT, load_head
 

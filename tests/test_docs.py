@@ -23,14 +23,14 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from specdec import attention
-from specdec.decode import Decoder
+from specdec.core.sampling import Sampling
+from specdec.core.tree import TreeShape
+from specdec.decoding.decoder import Decoder
 from specdec.proposers.heads import HeadProposer
-from specdec.sampling import Sampling
-from specdec.target import Target
-from specdec.tree import TreeShape
+from specdec.target import attention
+from specdec.target.model import Target
 from tests.support import ROOT
-from train.data import Row, collate
+from train.data.rows import Row, collate
 
 GUIDES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]  # their commands must work at this commit
 # Commands of logs need not work now: they belong to the commits that the logs name.

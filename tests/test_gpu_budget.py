@@ -10,19 +10,19 @@ import pytest
 import torch
 from transformers import LlamaConfig, Qwen3Config
 
-from specdec import rules, span_attention
-from specdec.batch import Request
-from specdec.compile import Runner
-from specdec.decode import Decoder
+from specdec.core import rules, span_attention
+from specdec.core.compile import Runner
+from specdec.core.sampling import Sampling
+from specdec.core.tree import plant
+from specdec.decoding.batch import Request
+from specdec.decoding.decoder import Decoder
 from specdec.heads.eagle import Eagle3
 from specdec.proposers.heads import HeadProposer
-from specdec.sampling import Sampling
-from specdec.tree import plant
-from specdec.verifier import Verifier
+from specdec.target.verifier import Verifier
 from tests.metacount import Autocast, Count, meta_target
 from tests.support import chain_of, load_head
-from train.data import Row, collate
-from train.features import Online
+from train.data.rows import Row, collate
+from train.features.outputs import Online
 from train.objective import Objective
 
 QWEN3_8B = Qwen3Config(

@@ -5,10 +5,10 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from overrides import as_written, check
 from tests.support import ROOT, save_target, write_rows
 from tests.warm import start
-from train.sources import read_sources
+from train.data.sources import read_sources
+from train.overrides import as_written, check
 
 TEXTS = [
     "data/x.jsonl", "数据/rows.jsonl", "my data (1)/rows.jsonl", "lr=1e-4,bs=2/rows.jsonl", "a#b:c", "it's", 'say "hi', " x ", "a\\", "\\",

@@ -25,11 +25,12 @@ import numpy
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from specdec import checkpoint, files
-from specdec.figures import PromptCounts
-from train import datastore
+from specdec import checkpoint
+from specdec.core import files
+from specdec.measuring.figures import PromptCounts
 from train.adaptation_rows import Answer, read_answers, to_lines
-from train.data import Row, find_special
+from train.answers import datastore
+from train.data.rows import Row, find_special
 from train.pages import adaptation_page
 
 LONGEST_MATCH = 16  # tokens that the datastore is sorted by, as scripts/datastore.py

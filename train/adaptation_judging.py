@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specdec import figures
-from specdec.drafter import Drafter
-from specdec.figures import PromptCounts
+from specdec.heads.base import Drafter
+from specdec.measuring import figures
+from specdec.measuring.figures import PromptCounts
 from train import replaying
 from train.adaptation_rows import Answer
 

@@ -11,8 +11,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from specdec import traffic_files
-from train import data, reading, row_files
+from specdec.server import traffic_files
+from train.data import reading, row_files
+from train.data import rows as data
 
 ENDING = ".jsonl"
 UNSEEN = [{"role": "user", "content": ""}, {"role": "assistant", "content": ""}]  # of rows that have token ids only

@@ -5,10 +5,10 @@ from collections.abc import Iterable
 
 import torch
 
-from specdec.drafter import Drafter, Head, Slots
+from specdec.heads.base import Drafter, Head, Slots
 from train import progress
-from train.features import read_each
-from train.loader import Material
+from train.data.loader import Material
+from train.features.outputs import read_each
 from train.objective import slots
 
 LEAST_SLOTS = 100_000  # no more are held in memory, unless the target's width needs more

@@ -24,11 +24,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from specdec import devices, masks
+from specdec.core import devices, masks
 from specdec.heads.consistency import Consistency
-from specdec.target import Target, TargetOutput
-from specdec.target_adapter import original as original_target
-from train.data import Batch, answers
+from specdec.target.adapter import original as original_target
+from specdec.target.model import Target, TargetOutput
+from train.data.rows import Batch, answers
 from train.objective import Loss, cross_entropy, divergence
 
 

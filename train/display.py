@@ -8,9 +8,9 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from specdec.figures import TAU
-from specdec.report import Report, by_depth, verdict
-from train.data_law import outlook, points_of
+from specdec.measuring.figures import TAU
+from specdec.measuring.report import Report, by_depth, verdict
+from train.data.data_law import outlook, points_of
 
 
 def usage(conf: Path) -> str:

@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy
 import torch
 
-from specdec.drafter import Head
-from train import vllm_features
-from train.engine_client import Client, EngineClient
-from train.engine_features import EngineTarget
-from train.features import Features, Folder, Kept, Online
-from train.packing import Packs
+from specdec.heads.base import Head
+from train.data.packing import Packs
+from train.features import vllm_features
+from train.features.engine_client import Client, EngineClient
+from train.features.engine_features import EngineTarget
+from train.features.outputs import Features, Folder, Kept, Online
 
 SAMPLE = 2000  # documents that are looked for in a folder before training
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 import torch
 from accelerate.utils import gather_object
 
-from specdec.target import TargetOutput
-from train.data import Batch
+from specdec.target.model import TargetOutput
+from train.data.rows import Batch
 from train.objective import Loss
 
 

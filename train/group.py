@@ -11,8 +11,8 @@ from typing import TypeVar
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from specdec.target import Target
-from specdec.target_parallel import Share
+from specdec.target.model import Target
+from specdec.target.parallel import Share
 
 Item = TypeVar("Item")
 

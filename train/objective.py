@@ -8,14 +8,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from specdec.drafter import Drafter, Slots
-from specdec.target import Target, TargetOutput
-from specdec.target_adapter import original as original_target
-from specdec.unroll import Unrolled, unroll
-from specdec.unroll_plan import ROUND, Part, Plan, plan
+from specdec.heads.base import Drafter, Slots
+from specdec.target.adapter import original as original_target
+from specdec.target.model import Target, TargetOutput
+from specdec.unroll.plan import ROUND, Part, Plan, plan
+from specdec.unroll.run import Unrolled, unroll
 from train import losses, survival
-from train.data import Batch, answers
-from train.features import read
+from train.data.rows import Batch, answers
+from train.features.outputs import read
 from train.losses import LOSSES
 
 TEXT_LOSSES = {"lk", "e2e_tv", "rounds"}  # of whole slots or texts: functions of train/survival.py

@@ -9,13 +9,13 @@ import dataclasses
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from specdec.drafter import Drafter, Head
+from specdec.core.sampling import Sampling
+from specdec.core.tree import TreeShape
+from specdec.heads.base import Drafter, Head
 from specdec.proposers.heads import HeadProposer
-from specdec.sampling import Sampling
-from specdec.tree import TreeShape
-from train.data import Batch, collate, last_answer
-from train.features import Online
-from train.packing import Packs
+from train.data.packing import Packs
+from train.data.rows import Batch, collate, last_answer
+from train.features.outputs import Online
 
 ROUND = 16  # tokens sampled before they are read again: the laws [B, ROUND, V] are held that long
 

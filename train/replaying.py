@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from specdec import replay
-from specdec.drafter import Drafter
-from specdec.figures import PromptCounts
-from specdec.target import Target
+from specdec.heads.base import Drafter
+from specdec.measuring.figures import PromptCounts
+from specdec.target.model import Target
+from specdec.unroll import replay
 from train import progress
 
 BATCH_TOKENS = 4096  # of prompts and answers that are replayed at once, padding included
@@ -24,7 +24,7 @@ class Written:
 
 
 def rounds(drafter: Drafter, texts: Sequence[Written], *, depth: int, what: str) -> list[tuple[float, Tensor]]:
-    """For each text what `specdec.replay.rounds` gives: the number of rounds, and accepted [K]. what: is shown
+    """For each text what `specdec.unroll.replay.rounds` gives: the number of rounds, and accepted [K]. what: is shown
 
     depth: of the chain, or as many drafts as the drafter can make
     """

@@ -9,11 +9,12 @@ from pathlib import Path
 import yaml
 from torch import Tensor
 
-from specdec import checkpoint, files, untrusted
-from specdec.drafter import Head
-from specdec.report import Report
+from specdec import checkpoint
+from specdec.core import files, untrusted
+from specdec.heads.base import Head
+from specdec.measuring.report import Report
+from train.answers.resumable import read_rows
 from train.optimization import pack_state, unpack_state
-from train.resumable import read_rows
 from train.settings import INPUTS, fixed
 
 NUM_STATES = 2  # kept: if the newest is damaged, the one before it is used

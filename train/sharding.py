@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from specdec.drafter import Drafter, Head
+from specdec.heads.base import Drafter, Head
 from train.consistency import ConsistencyObjective
 from train.objective import Loss, Objective
 from train.optimization import Average

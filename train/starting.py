@@ -7,10 +7,11 @@ import torch
 import yaml
 from torch import Tensor
 
-from specdec import checkpoint, hub, precision
-from specdec.target import Target
+from specdec import checkpoint
+from specdec.core import hub, precision
+from specdec.target.model import Target
 from train import progress
-from train.packing import Packs, draft_vocab
+from train.data.packing import Packs, draft_vocab
 from train.pages import facts
 from train.processes import by_main
 

@@ -70,7 +70,7 @@ def vat(matches: Tensor, counted: Tensor, *, decay: float) -> Tensor:
 
 
 def rounds(accept: Tensor) -> Tensor:
-    """`specdec.replay.rounds`, differentiable: accept [K, n] as there -> the expected number of rounds, a scalar.
+    """`specdec.unroll.replay.rounds`, differentiable: accept [K, n] as there -> the expected number of rounds, a scalar.
 
     A round from s emits k tokens with probability w_k(s). With r(s) the chance that a round starts at s and l(t) the
     expected rounds from t on, l(t) = 1 + sum_k w_k(t) l(t + k), the answer is l(1), and its derivative with respect to

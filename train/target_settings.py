@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from specdec.target import Target, load_tokenizer
-from train import data
+from specdec.target.model import Target, load_tokenizer
+from train.data import rows as data
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,12 @@ import torch
 import transformers
 from torch import Tensor
 
-from specdec.decode import Decoder
-from specdec.drafter import Drafter
-from specdec.sampling import Sampling
-from specdec.target import Target
-from train import data
-from train.features import Online
+from specdec.core.sampling import Sampling
+from specdec.decoding.decoder import Decoder
+from specdec.heads.base import Drafter
+from specdec.target.model import Target
+from train.data import rows as data
+from train.features.outputs import Online
 from train.objective import Objective
 
 NUM_DRAFTS = 3  # in a round

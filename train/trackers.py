@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from specdec import files
+from specdec.core import files
 
 PROJECT = "specdec"
 WANDB_ID = "wandb_id"  # a file in the folder of a run

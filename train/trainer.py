@@ -13,12 +13,12 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from torch import Tensor
 
-from specdec import devices
+from specdec.core import devices
 from train import closed_form
 from train.consistency import ConsistencyObjective
+from train.data.loader import Loader, Material, MicroBatch, Order, permutation
 from train.finite import NotFiniteLoss, named, rows_not_finite
 from train.group import Group
-from train.loader import Loader, Material, MicroBatch, Order, permutation
 from train.objective import Loss, Objective
 from train.optimization import AVERAGE, Average, GradientNorms, take
 from train.pages import run_page

@@ -9,11 +9,11 @@ import time
 import torch
 from accelerate import Accelerator
 
-from specdec import replay
-from specdec.drafter import Head
-from specdec.report import Training
+from specdec.heads.base import Head
+from specdec.measuring.report import Training
+from specdec.unroll import replay
 from train import progress
-from train.data import Batch, answers
+from train.data.rows import Batch, answers
 from train.objective import by_start
 
 STEPS = 10  # text tau is taken over the last steps that were shown: that of a single batch says little

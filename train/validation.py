@@ -15,21 +15,23 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from torch import Tensor
 
-from specdec import figures, replay, rules
-from specdec.costs import Conditions, Costs
-from specdec.drafter import Drafter, Head
-from specdec.drafting import Drafting
-from specdec.experts import experts_of
-from specdec.measurement import Prompt, PromptReplay, PromptResult, check_prompts, measure
+from specdec.core import rules
+from specdec.core.sampling import Sampling
+from specdec.decoding.drafting import Drafting
+from specdec.heads.base import Drafter, Head
+from specdec.measuring import figures
+from specdec.measuring.measurement import Prompt, PromptReplay, PromptResult, check_prompts, measure
+from specdec.measuring.report import Report, in_parts, prompt_counts, summarise, undecoded, with_replays
 from specdec.proposers.auto import Auto
 from specdec.proposers.base import Proposer
-from specdec.report import Report, in_parts, prompt_counts, summarise, undecoded, with_replays
-from specdec.sampling import Sampling
-from specdec.target import TargetOutput
+from specdec.proposers.costs import Conditions, Costs
+from specdec.target.experts import experts_of
+from specdec.target.model import TargetOutput
+from specdec.unroll import replay
 from train import progress, replaying
-from train.engine_features import EngineTarget
+from train.answers.target_answers import TargetAnswers
+from train.features.engine_features import EngineTarget
 from train.group import Group
-from train.target_answers import TargetAnswers
 from train.validation_settings import ValidationSettings
 
 AUTO_SHARE = 1 / 3  # of what validation has taken so far: the most that auto may take at the end

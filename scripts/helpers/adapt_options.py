@@ -5,7 +5,7 @@ from helpers.options import option, split
 
 from dataclasses import dataclass, field
 
-import overrides
+import train.overrides as overrides
 from train.adaptation_judging import Limits
 
 

@@ -18,11 +18,11 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-import overrides
+import train.overrides as overrides
 from specdec import checkpoint
 from train import progress
+from train.data.sources import read_sources
 from train.settings import flat
-from train.sources import read_sources
 
 TRAIN = Path(__file__).resolve().parents[2] / "train.py"
 SHIPPED = "data/answers.jsonl.gz"  # answers of the default target, on which the shipped heads were trained

@@ -6,9 +6,9 @@ import rich.table
 from matplotlib import colormaps
 from matplotlib.figure import Figure
 
-from specdec.figures import TAU, tau_difference
-from specdec.measurement import PromptResult
-from specdec.report import Report, by_depth, verdict
+from specdec.measuring.figures import TAU, tau_difference
+from specdec.measuring.measurement import PromptResult
+from specdec.measuring.report import Report, by_depth, verdict
 
 ADAPTED = "outputs of the adapted target"
 CONDITIONS = "{conditions}; {num_prompts} prompts, <= {max_new_tokens} new tokens"

@@ -9,15 +9,15 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from specdec.compile import Runner
-from specdec.drafting import Drafting
-from specdec.grammar import FORMS, Grammar, Grammars
-from specdec.measurement import Prompt
+from specdec.core.compile import Runner
+from specdec.core.grammar import FORMS, Grammar, Grammars
+from specdec.core.sampling import Sampling
+from specdec.core.tree import TreeShape
+from specdec.decoding.drafting import Drafting
+from specdec.measuring.measurement import Prompt
 from specdec.proposers.auto import Auto
 from specdec.proposers.base import Proposer
 from specdec.proposers.stopping import Stopping
-from specdec.sampling import Sampling
-from specdec.tree import TreeShape
 from train import progress
 from train.naming import named
 

@@ -7,9 +7,9 @@ import pkgutil
 from typing import Protocol
 
 from specdec import export
-from specdec.drafter import Drafter, Head
-from specdec.serving import Form, Provenance
-from specdec.target import Target
+from specdec.export.serving import Form, Provenance
+from specdec.heads.base import Drafter, Head
+from specdec.target.model import Target
 
 FORMATS = [module.name for module in pkgutil.iter_modules(export.__path__)]
 

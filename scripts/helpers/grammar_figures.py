@@ -6,8 +6,8 @@ import json
 import time
 from collections.abc import Iterable
 
-from specdec.grammar import Constraint, Grammar, Grammars, unpack
-from specdec.measurement import Prompt
+from specdec.core.grammar import Constraint, Grammar, Grammars, unpack
+from specdec.measuring.measurement import Prompt
 
 
 def measure(grammars: Grammars, loaded: Opened, answers: Iterable[tuple[Prompt, list[int]]]) -> dict:

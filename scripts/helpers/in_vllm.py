@@ -5,8 +5,9 @@ from pathlib import Path
 import torch
 
 from engine_clients import vllm_client
-from specdec import served, serving
-from specdec.layouts.mtp import OVERRIDE
+from specdec.export import serving
+from specdec.export.layouts.mtp import OVERRIDE
+from specdec.measuring import served
 
 
 def start(target: str, settings: dict | None, *, longest: int, **given) -> vllm_client.Vllm:

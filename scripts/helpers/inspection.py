@@ -10,13 +10,21 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from specdec.chances import DEEPEST
-from specdec.costs import Costs
-from specdec.measurement import PromptResult
+from specdec.core.tree import TreeShape
+from specdec.measuring.measurement import PromptResult
+from specdec.measuring.tuning import (
+    Calibration,
+    RecordedChances,
+    TimedRound,
+    Way,
+    best_shape,
+    rank_chances,
+    step_seconds,
+)
 from specdec.proposers.account import Choice
 from specdec.proposers.auto import Auto
-from specdec.tree import TreeShape
-from specdec.tuning import Calibration, RecordedChances, TimedRound, Way, best_shape, rank_chances, step_seconds
+from specdec.proposers.chances import DEEPEST
+from specdec.proposers.costs import Costs
 
 FIGURES = ("tau", "tau_ci", "speedup", "speedup_ci", "tokens_per_second", "baseline_tokens_per_second", "ms_per_round")
 GROUPS = (0.1, 0.3, 0.5, 0.7, 0.9)  # bounds of the estimates in the table; the file has finer ones

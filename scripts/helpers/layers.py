@@ -6,7 +6,7 @@ from helpers.options import split
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
-from specdec.target import Target
+from specdec.target.model import Target
 
 
 def layers_of(target: Target, *, heads: str, layers: str | None = None) -> list[int]:

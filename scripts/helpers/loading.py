@@ -16,18 +16,19 @@ import torch
 from omegaconf import OmegaConf
 from transformers import PreTrainedTokenizerBase
 
-from specdec import checkpoint, precision, threads
-from specdec.decode import Decoder
-from specdec.drafter import Head
-from specdec.measurement import Prompt, check_prompts
-from specdec.report import Report, Training
-from specdec.sampling import Sampling
-from specdec.target import Target, load_tokenizer
-from specdec.target_loading import find_devices
-from train import data
+from specdec import checkpoint
+from specdec.core import precision, threads
+from specdec.core.sampling import Sampling
+from specdec.decoding.decoder import Decoder
+from specdec.heads.base import Head
+from specdec.measuring.measurement import Prompt, check_prompts
+from specdec.measuring.report import Report, Training
+from specdec.target.loading import find_devices
+from specdec.target.model import Target, load_tokenizer
+from train.data import rows as data
+from train.data.sources import read_sources
 from train.naming import named
 from train.pages import facts
-from train.sources import read_sources
 
 _threads: list[int] = []  # of this process, once they are chosen
 CONF = Path(__file__).resolve().parents[2] / "conf"

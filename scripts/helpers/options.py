@@ -31,7 +31,7 @@ from typing import Any, TypeVar
 from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from specdec import devices, files
+from specdec.core import devices, files
 from train import progress, ranges
 
 WRITTEN = ("out", "picture")  # options that name what a command writes

@@ -13,16 +13,16 @@ from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from overrides import literals
 from specdec import checkpoint as checkpoint_file
 from specdec.checkpoint import resolve
-from specdec.drafter import Drafter
-from specdec.drafting import Drafting
+from specdec.decoding.drafting import Drafting
+from specdec.heads.base import Drafter
 from specdec.proposers.base import Proposer
 from specdec.proposers.heads import HeadProposer
-from specdec.target import Target
+from specdec.target.model import Target
 from train import ranges
 from train.naming import named
+from train.overrides import literals
 
 FOLDER = loading.CONF / "proposer"
 AUTO, HEAD = "auto", "head"

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from specdec import attention
-from specdec.target import Target
+from specdec.target import attention
+from specdec.target.model import Target
 
 
 @dataclass(frozen=True)

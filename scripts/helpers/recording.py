@@ -9,8 +9,8 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from specdec import traffic
-from train import data
+from specdec.server import traffic
+from train.data import rows as data
 
 
 @dataclass(frozen=True, kw_only=True)

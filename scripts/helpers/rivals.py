@@ -18,12 +18,12 @@ import torch
 from engine_clients import llamacpp_client, vllm_client
 from engine_clients.llamacpp_client import LlamaCpp
 from engine_clients.vllm_client import Vllm
-from specdec import serving
-from specdec.benchmark import Timed, TimedModel
 from specdec.export import gguf as gguf_export
+from specdec.export import serving
 from specdec.export import vllm as vllm_export
 from specdec.heads.dflash import BlockDrafter
 from specdec.heads.draft import Draft
+from specdec.measuring.benchmark import Timed, TimedModel
 
 NAMES = ("transformers", "llamacpp", "vllm")
 GGUF_TYPES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}

@@ -11,10 +11,10 @@ import re
 import time
 from pathlib import Path
 
-from specdec.target import load_tokenizer
-from train import reading
-from train.encoding import Encoding, load_packs
-from train.packing import draft_vocab
+from specdec.target.model import load_tokenizer
+from train.data import reading
+from train.data.encoding import Encoding, load_packs
+from train.data.packing import draft_vocab
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -28,17 +28,17 @@ from omegaconf import DictConfig
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from specdec.target import Target, TargetOutput
-from train.data import Batch, Row
-from train.features import Online
+from specdec.target.model import Target, TargetOutput
+from train.data.rows import Batch, Row
+from train.features.outputs import Online
 from train.trainer import Material, Trainer
 
 try:
-    from train.packing import Packs, Rows
+    from train.data.packing import Packs, Rows
 
     hold = Rows.of
 except ImportError:  # an older version
-    from train.data import Packs
+    from train.data.rows import Packs
 
     hold = list
 

@@ -12,8 +12,10 @@ from pathlib import Path
 
 import httpx
 
-from specdec import checkpoint, loopback, serving
-from specdec.drafter import Drafter
+from specdec import checkpoint
+from specdec.core import loopback
+from specdec.export import serving
+from specdec.heads.base import Drafter
 
 FORMAT = "vllm"
 PATIENCE = 300  # seconds for one request: the server reads the weights within one

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 
 from specdec import checkpoint
-from specdec.decode import Decoder
-from specdec.drafting import Drafting
+from specdec.decoding.decoder import Decoder
+from specdec.decoding.drafting import Drafting
 from specdec.proposers.auto import Auto
 from specdec.proposers.base import Proposer
 from specdec.server.engine import Engine

@@ -11,14 +11,15 @@ from typing import Any
 import rich.console
 from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
 
-from specdec.compile import Runner
-from specdec.target import Target
-from train import data, vllm_answers
-from train.answering import Job, Law, OwnDecoder, Writer
-from train.engine_answers import Server, ServerWriter, States
-from train.engine_client import EngineClient
-from train.engine_features import EngineTarget
-from train.features import Folder
+from specdec.core.compile import Runner
+from specdec.target.model import Target
+from train.answers import vllm_answers
+from train.answers.answering import Job, Law, OwnDecoder, Writer
+from train.answers.engine_answers import Server, ServerWriter, States
+from train.data import rows as data
+from train.features.engine_client import EngineClient
+from train.features.engine_features import EngineTarget
+from train.features.outputs import Folder
 from train.naming import named
 
 

@@ -16,7 +16,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from safetensors.torch import save_file
 
-from specdec.target import Target
+from specdec.target.model import Target
 from train.trainer import Trainer
 from train.training_progress import TrainingProgress
 

@@ -1,1 +1,1 @@
-"""Formats of exports, one file each, with `form(drafter) -> specdec.serving.Form`."""
+"""Formats of exports, one file each, with `form(drafter) -> specdec.export.serving.Form`."""

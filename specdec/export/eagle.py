@@ -1,10 +1,10 @@
 """EAGLE-1 and EAGLE-3 for SafeAILab's code (docs/file-formats.md, sections 4 and 5)."""
 
-from specdec import engine_targets
-from specdec.drafter import Drafter
+from specdec.export import engine_targets
+from specdec.export.layouts import eagle
+from specdec.export.serving import Form
+from specdec.heads.base import Drafter
 from specdec.heads.eagle import Eagle, Eagle3
-from specdec.layouts import eagle
-from specdec.serving import Form
 
 SHARDED = "SafeAILab's loader needs the base model in shards with an index: model.save_pretrained(DIR, max_shard_size='200MB')."
 ROPES = ("default", "linear", "dynamic")

@@ -1,13 +1,13 @@
 """EAGLE-3, DFlash, DSpark and draft models for llama.cpp's converter (docs/file-formats.md, sections 3, 5 and 10)."""
 
-from specdec import engine_targets
-from specdec.drafter import Drafter
+from specdec.export import engine_targets
+from specdec.export.layouts import block_drafter, eagle, language_model
+from specdec.export.layouts.base import Layout
+from specdec.export.serving import Form, form_of, whole_vocabulary
+from specdec.heads.base import Drafter
 from specdec.heads.dflash import BlockDrafter
 from specdec.heads.draft import Draft
 from specdec.heads.eagle import Eagle3
-from specdec.layouts import block_drafter, eagle, language_model
-from specdec.layouts.base import Layout
-from specdec.serving import Form, form_of, whole_vocabulary
 
 
 def form(drafter: Drafter) -> Form:

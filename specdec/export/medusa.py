@@ -1,9 +1,9 @@
 """Medusa heads in the layout of the reference code: medusa_lm_head.pt, and the same names in safetensors for vLLM and TGI."""
 
-from specdec.drafter import Drafter
+from specdec.export.layouts import medusa
+from specdec.export.serving import Form, form_of, vllm_settings
+from specdec.heads.base import Drafter
 from specdec.heads.medusa import Medusa, Medusa2
-from specdec.layouts import medusa
-from specdec.serving import Form, form_of, vllm_settings
 
 REFERENCE = ("llama", "mistral")  # targets of FasterDecoding/Medusa
 

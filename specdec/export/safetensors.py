@@ -1,8 +1,8 @@
 """Any head under this project's own tensor names, with what a reader needs to know in config.json."""
 
-from specdec.drafter import Drafter
-from specdec.layouts.base import Layout, vocab_tensors
-from specdec.serving import Form
+from specdec.export.layouts.base import Layout, vocab_tensors
+from specdec.export.serving import Form
+from specdec.heads.base import Drafter
 
 
 def form(drafter: Drafter) -> Form:

@@ -1,14 +1,14 @@
 """EAGLE-1, EAGLE-3, MTP in MiMo's layout and draft models for SGLang (0.5). Written from its source; SGLang was not run."""
 
-from specdec import engine_targets
-from specdec.drafter import Drafter
+from specdec.export import engine_targets
+from specdec.export.layouts import eagle, language_model, mtp
+from specdec.export.layouts.base import Layout
+from specdec.export.serving import Form, form_of
+from specdec.heads.base import Drafter
 from specdec.heads.dflash import BlockDrafter
 from specdec.heads.draft import Draft
 from specdec.heads.eagle import Eagle, Eagle3
 from specdec.heads.mtp import MTP
-from specdec.layouts import eagle, language_model, mtp
-from specdec.layouts.base import Layout
-from specdec.serving import Form, form_of
 
 NOT_RUN = "SGLang was not run: this folder was written from its source and checked against the manifest."
 

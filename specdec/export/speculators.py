@@ -1,12 +1,12 @@
 """EAGLE-3, P-EAGLE, DFlash and DSpark in the Speculators container (0.9; docs/file-formats.md, section 11), which vLLM serves too."""
 
-from specdec import engine_targets
-from specdec.drafter import Drafter
+from specdec.export import engine_targets
+from specdec.export.layouts import base, block_drafter, eagle
+from specdec.export.layouts.base import Layout
+from specdec.export.serving import Form, form_of, vllm_line, vllm_settings
+from specdec.heads.base import Drafter
 from specdec.heads.dflash import BlockDrafter
 from specdec.heads.eagle import Eagle3, PEagle
-from specdec.layouts import base, block_drafter, eagle
-from specdec.layouts.base import Layout
-from specdec.serving import Form, form_of, vllm_line, vllm_settings
 
 VERSION = "0.9.0"
 COMMON = frozenset(

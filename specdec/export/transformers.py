@@ -1,9 +1,9 @@
 """A draft model for `generate(assistant_model=...)` in transformers."""
 
-from specdec.drafter import Drafter
+from specdec.export.layouts import language_model
+from specdec.export.serving import Form
+from specdec.heads.base import Drafter
 from specdec.heads.draft import Draft
-from specdec.layouts import language_model
-from specdec.serving import Form
 
 LINE = (
     "model.generate(**inputs, assistant_model=AutoModelForCausalLM.from_pretrained('<out>'), num_assistant_tokens=<num>, "

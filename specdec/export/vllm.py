@@ -2,16 +2,16 @@
 
 import json
 
-from specdec import engine_targets
-from specdec.drafter import Drafter
+from specdec.export import engine_targets
+from specdec.export.layouts import block_drafter, eagle, language_model, medusa, mtp
+from specdec.export.layouts.base import Layout
+from specdec.export.serving import Form, form_of, vllm_line, vllm_settings
+from specdec.heads.base import Drafter
 from specdec.heads.dflash import BlockDrafter
 from specdec.heads.draft import Draft
 from specdec.heads.eagle import Eagle, Eagle3, PEagle
 from specdec.heads.medusa import Medusa, Medusa2
 from specdec.heads.mtp import MTP
-from specdec.layouts import block_drafter, eagle, language_model, medusa, mtp
-from specdec.layouts.base import Layout
-from specdec.serving import Form, form_of, vllm_line, vllm_settings
 
 BLOCK_NOTES = (
     "mask_embedding.pt has the mask's embedding: keep it beside the weights, where vLLM looks for it.",

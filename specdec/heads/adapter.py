@@ -3,9 +3,9 @@
 import torch
 from torch import nn
 
-from specdec.drafter import Head
-from specdec.target import Target
-from specdec.target_adapter import adapt
+from specdec.heads.base import Head
+from specdec.target.adapter import adapt
+from specdec.target.model import Target
 
 
 class AdaptsTarget(Head):

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from specdec.target import Target
+from specdec.target.model import Target
 
 
 @torch.no_grad()

@@ -1,7 +1,7 @@
 """Consistency LLM (CLLM, 2403.00835): the target itself, tuned so that Jacobi iteration needs fewer passes for a text."""
 
 from specdec.heads.adapter import AdaptsTarget
-from specdec.target import Target
+from specdec.target.model import Target
 
 
 class Consistency(AdaptsTarget):

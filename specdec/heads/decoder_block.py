@@ -8,8 +8,9 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from specdec.cache import RowCache
-from specdec.devices import exact_products
+from specdec.core.cache import RowCache
+from specdec.core.devices import exact_products
+from specdec.core.span_attention import Seen
 from specdec.heads.borrowed import check_one_width
 from specdec.heads.sizes import (
     POSITIONS,
@@ -19,8 +20,7 @@ from specdec.heads.sizes import (
     norm_epsilon,
     rotary_parameters,
 )
-from specdec.span_attention import Seen
-from specdec.target import Target
+from specdec.target.model import Target
 
 RMSNorm = LlamaRMSNorm
 RIDGE = 0.01  # relative to the mean of the Gram matrix's diagonal

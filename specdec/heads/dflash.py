@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaMLP, apply_rotary_pos_emb
 
-from specdec import span_attention
-from specdec.cache import RowCache
-from specdec.drafter import Drafter
+from specdec.core import span_attention
+from specdec.core.cache import RowCache
+from specdec.core.span_attention import Seen, within
+from specdec.heads.base import Drafter
 from specdec.heads.borrowed import embedding_scale, norm_gain
 from specdec.heads.decoder_block import RMSNorm, Rotary, block_config, ridge, row_cache
 from specdec.heads.layers import five_layers, windows
-from specdec.sized_linear import SizedLinear
-from specdec.span_attention import Seen, within
-from specdec.target import Target
+from specdec.heads.sized_linear import SizedLinear
+from specdec.target.model import Target
 
 
 class Layer(nn.Module):

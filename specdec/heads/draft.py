@@ -7,16 +7,16 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from specdec import attention
-from specdec.cache import RowCache
-from specdec.drafter import Drafter
-from specdec.experts import experts_of
+from specdec.core.cache import RowCache
+from specdec.heads.base import Drafter
 from specdec.heads.borrowed import embedding_rows, embedding_scale, norm_gain
 from specdec.heads.decoder_block import llama_config
 from specdec.heads.sizes import attention_heads, fields_of, mlp_width
-from specdec.target import Target
-from specdec.target_adapter import NEEDS_PEFT
-from specdec.target_loading import load_tokenizer
+from specdec.target import attention
+from specdec.target.adapter import NEEDS_PEFT
+from specdec.target.experts import experts_of
+from specdec.target.loading import load_tokenizer
+from specdec.target.model import Target
 
 NUM_LAYERS = 2
 

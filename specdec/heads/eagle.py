@@ -8,8 +8,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from specdec.cache import RowCache
-from specdec.drafter import Drafter, Slots
+from specdec.core.cache import RowCache
+from specdec.core.span_attention import within
+from specdec.heads.base import Drafter, Slots
 from specdec.heads.decoder_block import (
     Block,
     DecoderLayer,
@@ -20,9 +21,8 @@ from specdec.heads.decoder_block import (
     row_cache,
 )
 from specdec.heads.layers import three_layers, windows
-from specdec.sized_linear import SizedLinear
-from specdec.span_attention import within
-from specdec.target import Target
+from specdec.heads.sized_linear import SizedLinear
+from specdec.target.model import Target
 
 SELF = 4.0  # squared scale of EAGLE-3's first queries and keys: how strongly a position attends to itself
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from specdec.target import Target
+from specdec.target.model import Target
 
 SHALLOW = 7  # layers: below, (2, L // 2, L - 3) does not increase
 

@@ -4,11 +4,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from specdec.cache import RowCache
-from specdec.drafter import Drafter
+from specdec.core.cache import RowCache
 from specdec.heads.adapter import AdaptsTarget
+from specdec.heads.base import Drafter
 from specdec.heads.decoder_block import block_config, ridge, row_cache
-from specdec.target import Target
+from specdec.target.model import Target
 
 
 class ResBlock(nn.Module):

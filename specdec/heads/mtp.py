@@ -4,12 +4,12 @@ independent heads (2404.19737)."""
 import torch
 from torch import Tensor, nn
 
-from specdec.cache import RowCache
-from specdec.drafter import Drafter
+from specdec.core.cache import RowCache
+from specdec.core.span_attention import Seen
+from specdec.heads.base import Drafter
 from specdec.heads.decoder_block import Block, RMSNorm, Rotary, block_config, ridge, row_cache
 from specdec.heads.native import read
-from specdec.span_attention import Seen
-from specdec.target import Target
+from specdec.target.model import Target
 
 
 class Module(nn.Module):

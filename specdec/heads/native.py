@@ -5,8 +5,8 @@ import re
 import torch
 from torch import Tensor
 
-from specdec.shards import Shards
-from specdec.target import Target
+from specdec.core.shards import Shards
+from specdec.target.model import Target
 
 # This project's names for the tensors outside the block
 DEEPSEEK = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "shared_head.norm": "norm"}

@@ -2,7 +2,7 @@
 
 from transformers import PreTrainedConfig
 
-from specdec.experts import experts_of
+from specdec.target.experts import experts_of
 
 LATENT = ("kv_lora_rank", "q_lora_rank")  # attention that makes keys, values or queries from a narrower vector
 ROTARY = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")  # kinds that Llama's block and engines have

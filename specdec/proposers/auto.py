@@ -24,17 +24,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from specdec import masks
-from specdec.cache import RowCache
-from specdec.chances import Chances, Kind
-from specdec.costs import Conditions, Costs, Longer, open_costs, read_told
-from specdec.devices import given
-from specdec.generation import Ends
-from specdec.grammar import Constraint
+from specdec.core import masks
+from specdec.core.cache import RowCache
+from specdec.core.devices import given
+from specdec.core.generation import Ends
+from specdec.core.grammar import Constraint
+from specdec.core.sampling import AnySampling, RowSampling, pick, uniforms
+from specdec.core.tree import Tree, certain, plant, root
 from specdec.proposers.account import Account, Choice
 from specdec.proposers.backlog import Backlog
 from specdec.proposers.base import Proposer
 from specdec.proposers.candidates import Candidates
+from specdec.proposers.chances import Chances, Kind
+from specdec.proposers.costs import Conditions, Costs, Longer, open_costs, read_told
 from specdec.proposers.forced import usual_forced
 from specdec.proposers.growth import widened
 from specdec.proposers.heads import HeadProposer
@@ -45,9 +47,7 @@ from specdec.proposers.round_value import RoundValue
 from specdec.proposers.step_times import StepTimes
 from specdec.proposers.suffix import usual_suffix
 from specdec.proposers.text import TextProposer
-from specdec.sampling import AnySampling, RowSampling, pick, uniforms
-from specdec.target import Target
-from specdec.tree import Tree, certain, plant, root
+from specdec.target.model import Target
 
 SIBLINGS = 3  # candidates of a head for each token
 FORGET = 0.98  # what a round counts for the rate after the next one

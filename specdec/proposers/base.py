@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from specdec.cache import RowCache
-from specdec.generation import RoundCost
-from specdec.grammar import Constraint
-from specdec.sampling import AnySampling, Randomness
-from specdec.tree import Tree
-from specdec.verifier import Verifier
+from specdec.core.cache import RowCache
+from specdec.core.generation import RoundCost
+from specdec.core.grammar import Constraint
+from specdec.core.sampling import AnySampling, Randomness
+from specdec.core.tree import Tree
+from specdec.target.verifier import Verifier
 
 
 def last_of(values: Tensor, num: Tensor) -> Tensor:

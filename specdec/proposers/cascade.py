@@ -4,13 +4,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specdec import rules
-from specdec.cache import RowCache
-from specdec.compile import Runner
+from specdec.core import rules
+from specdec.core.cache import RowCache
+from specdec.core.compile import Runner
+from specdec.core.tree import chain
 from specdec.proposers.base import Proposer, last_of
-from specdec.target import Target
-from specdec.tree import chain
-from specdec.verifier import Verifier
+from specdec.target.model import Target
+from specdec.target.verifier import Verifier
 
 
 class Cascade(Proposer):

@@ -1,10 +1,10 @@
 """An existing small causal LM drafts without training: speculative decoding's first form (2211.17192, 2302.01318)."""
 
+from specdec.core.tree import TreeShape
 from specdec.heads.draft import Draft, existing
 from specdec.proposers.growth import Children
 from specdec.proposers.heads import HeadProposer
-from specdec.target import Target
-from specdec.tree import TreeShape
+from specdec.target.model import Target
 
 
 def draft(

@@ -1,9 +1,9 @@
 """Drafts what a grammar leaves no choice about: the brackets, names and quotes of a JSON schema."""
 
-from specdec.grammar import Constraint
+from specdec.core.grammar import Constraint
+from specdec.core.tree import Nodes
 from specdec.proposers.text import Guess, TextProposer
-from specdec.target import Target
-from specdec.tree import Nodes
+from specdec.target.model import Target
 
 
 class Forced(TextProposer):

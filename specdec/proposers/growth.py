@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specdec import masks
-from specdec.compile import Runner
-from specdec.devices import given
-from specdec.drafter import Drafter
-from specdec.sampling import AnySampling, pick, uniforms
-from specdec.tree import Tree, TreeShape, chain, root
+from specdec.core import masks
+from specdec.core.compile import Runner
+from specdec.core.devices import given
+from specdec.core.sampling import AnySampling, pick, uniforms
+from specdec.core.tree import Tree, TreeShape, chain, root
+from specdec.heads.base import Drafter
 
 Children = Literal["chosen", "distinct", "independent"]
 

@@ -7,15 +7,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specdec import masks
-from specdec.cache import CacheMark, RowCache
-from specdec.compile import Runner
-from specdec.devices import given
-from specdec.drafter import Drafter
+from specdec.core import masks
+from specdec.core.cache import CacheMark, RowCache
+from specdec.core.compile import Runner
+from specdec.core.devices import given
+from specdec.core.tree import TreeShape
+from specdec.heads.base import Drafter
 from specdec.proposers.base import Proposer, last_of
 from specdec.proposers.growth import Children, StepOutput, check_children, grow_chain, grow_sampled_tree, grow_tree
 from specdec.proposers.stopping import Stopping
-from specdec.tree import TreeShape
 
 
 class Mark(NamedTuple):

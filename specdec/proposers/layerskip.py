@@ -6,13 +6,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from specdec import masks
-from specdec.compile import Runner
-from specdec.compiled_target import CompiledTarget, check_layers
+from specdec.core import masks
+from specdec.core.compile import Runner
+from specdec.core.sampling import pick, uniforms
+from specdec.core.tree import PartialPass, chain
 from specdec.proposers.base import Proposer, last_of
-from specdec.sampling import pick, uniforms
-from specdec.target import Target
-from specdec.tree import PartialPass, chain
+from specdec.target.compiled import CompiledTarget, check_layers
+from specdec.target.model import Target
 
 
 def layer_numbers(target: Target, layers: int | Sequence[int] | None) -> tuple[int, ...]:

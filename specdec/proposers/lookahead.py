@@ -26,9 +26,9 @@ window too, because the target's output there is the same.
 
 from dataclasses import dataclass, field
 
+from specdec.core.tree import Nodes
 from specdec.proposers.text import TextProposer
-from specdec.target import Target
-from specdec.tree import Nodes
+from specdec.target.model import Target
 
 
 @dataclass

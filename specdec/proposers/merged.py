@@ -5,10 +5,10 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from specdec.devices import given
+from specdec.core.devices import given
+from specdec.core.tree import Nodes, Tree, certain, plant, root
 from specdec.proposers.base import Proposer
-from specdec.target import Target
-from specdec.tree import Nodes, Tree, certain, plant, root
+from specdec.target.model import Target
 
 
 class Merged(Proposer):

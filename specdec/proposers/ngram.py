@@ -1,8 +1,8 @@
 """Prompt lookup: drafts are copies from the prompt and the answer so far."""
 
+from specdec.core.tree import Nodes
 from specdec.proposers.text import RetractableTextProposer
-from specdec.target import Target
-from specdec.tree import Nodes
+from specdec.target.model import Target
 
 
 class Ngram(RetractableTextProposer):

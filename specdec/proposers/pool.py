@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from specdec.chances import Chances, Kind
-from specdec.grammar import Constraint
+from specdec.core.grammar import Constraint
+from specdec.core.tree import Nodes
+from specdec.proposers.chances import Chances, Kind
 from specdec.proposers.text import Guess
-from specdec.tree import Nodes
 
 
 class Chosen(NamedTuple):

@@ -4,17 +4,17 @@ import heapq
 import itertools
 from pathlib import Path
 
-from specdec import datastore as store
+from specdec.core.tree import Nodes
+from specdec.proposers import datastore as store
 from specdec.proposers.text import RetractableTextProposer
-from specdec.target import Target
-from specdec.target_loading import load_tokenizer
-from specdec.tree import Nodes
+from specdec.target.loading import load_tokenizer
+from specdec.target.model import Target
 
 
 class Retrieval(RetractableTextProposer):
     """Looks up the end of the text in a datastore, makes a trie of the continuations there, and drafts its best part.
 
-    datastore: a folder as specdec/datastore.py writes it
+    datastore: a folder as specdec/proposers/datastore.py writes it
     max, min: tokens of the longest end of the text that is looked up, and of the shortest that is drafted from
     samples: number of places that are read. First those of the longest match; while there are too few, also those of the
         match that is one token shorter, which includes the places of the longer match again, so these count twice. If a

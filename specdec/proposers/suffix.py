@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from specdec import datastore as store
+from specdec.proposers import datastore as store
 from specdec.proposers.text import Guess, TextProposer
-from specdec.target import Target
-from specdec.target_loading import load_tokenizer
+from specdec.target.loading import load_tokenizer
+from specdec.target.model import Target
 
 
 class Match(NamedTuple):
@@ -48,7 +48,7 @@ class Suffix(TextProposer):
     num: the largest number of drafts; factor, offset: at most ceil(factor * length of the match) + offset drafts
     least: the smallest estimated chance that a draft and all drafts before it are accepted
     memory: the number of tokens of the latest answers that are kept for certain; up to twice as many are kept. 0: none
-    datastore: a folder as specdec/datastore.py writes it, whose last texts are remembered from the start; None: nothing is
+    datastore: a folder as specdec/proposers/datastore.py writes it, whose last texts are remembered from the start; None: nothing is
     """
 
     def __init__(

@@ -3,8 +3,8 @@
 from abc import abstractmethod
 from typing import Any, NamedTuple
 
+from specdec.core.tree import Nodes, plant
 from specdec.proposers.base import Proposer
-from specdec.tree import Nodes, plant
 
 
 class Guess(NamedTuple):

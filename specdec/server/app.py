@@ -16,10 +16,10 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 from transformers import PreTrainedTokenizerBase
 
-from specdec import plain_text, token_ids, traffic
-from specdec.generation import Ends, StopStrings, reached
-from specdec.grammar import Constraint, Grammar
-from specdec.server import recording
+from specdec.core import plain_text, token_ids
+from specdec.core.generation import Ends, StopStrings, reached
+from specdec.core.grammar import Constraint, Grammar
+from specdec.server import recording, traffic
 from specdec.server.asgi import read_body, refuse, wait_until_gone
 from specdec.server.engine import End, Engine, Event, Job, Round
 from specdec.server.metrics import Metrics

@@ -10,7 +10,7 @@ from prometheus_client import (
     generate_latest,
 )
 
-from specdec.batch import Step
+from specdec.decoding.batch import Step
 from specdec.server.engine import Engine, Round
 
 SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)

@@ -7,7 +7,7 @@ from typing import Any
 import pydantic
 
 from specdec.server.protocol import Message, RequestError, Settings
-from specdec.traffic import Answered, Asked
+from specdec.server.traffic import Answered, Asked
 
 SAMPLING = ("temperature", "top_k", "top_p", "repetition_penalty")
 MORE = (

@@ -8,9 +8,9 @@ import pydantic
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
-from specdec.grammar import Grammar
-from specdec.sampling import Sampling
-from specdec.untrusted import is_text
+from specdec.core.grammar import Grammar
+from specdec.core.sampling import Sampling
+from specdec.core.untrusted import is_text
 
 # Fields of OpenAI and vLLM that change the answer in ways that this server cannot, with what they may be nevertheless
 REFUSED: dict[str, tuple] = {

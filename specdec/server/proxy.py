@@ -15,7 +15,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Send
 
-from specdec import loopback, traffic
+from specdec.core import loopback
+from specdec.server import traffic
 from specdec.server.asgi import read_body, refuse, wait_until_gone
 from specdec.server.overheard import read_answered, read_asked
 from specdec.server.protocol import RequestError

@@ -4,7 +4,7 @@ import dataclasses
 
 from specdec.server.engine import Job
 from specdec.server.protocol import ChatRequest, CompletionRequest, Settings
-from specdec.traffic import Answered, Asked, Recorder
+from specdec.server.traffic import Answered, Asked, Recorder
 
 
 def record(

@@ -17,12 +17,13 @@ from hydra import compose, initialize_config_dir
 from safetensors.torch import load_file
 
 import adapt
-from specdec import checkpoint, datastore
-from specdec.target import Target, load_tokenizer
+from specdec import checkpoint
+from specdec.proposers import datastore
+from specdec.target.model import Target, load_tokenizer
 from tests.scripts.test_vllm_weights import TinyVllm
 from tests.support import ROOT, child_environment, save_eagle, save_target, small_tokenizer, train_command, write_rows
-from train import reading
 from train.adaptation_rows import encode
+from train.data import reading
 from train.lock import lock
 
 TINY = [

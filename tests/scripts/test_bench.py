@@ -18,9 +18,9 @@ from engine_clients.child import Child
 from engine_clients.vllm_client import Served
 from scripts import bench
 from specdec import checkpoint
-from specdec.benchmark import Timed
 from specdec.heads.draft import Draft
-from specdec.target import Target
+from specdec.measuring.benchmark import Timed
+from specdec.target.model import Target
 from tests.support import save_eagle, save_target, write_prompts
 
 NEW = 6

@@ -14,13 +14,14 @@ import safetensors.torch
 import torch
 
 from scripts import compare
-from specdec import checkpoint, files
-from specdec.comparing import results_of
-from specdec.figures import tau_difference
-from specdec.generation import Generation
+from specdec import checkpoint
+from specdec.core import files
+from specdec.core.generation import Generation
 from specdec.heads.medusa import Medusa2
-from specdec.measurement import Prompt, PromptResult
-from specdec.report import summarise
+from specdec.measuring.comparing import results_of
+from specdec.measuring.figures import tau_difference
+from specdec.measuring.measurement import Prompt, PromptResult
+from specdec.measuring.report import summarise
 from tests.support import save_eagle, save_target, write_prompts
 
 pytestmark = pytest.mark.slow

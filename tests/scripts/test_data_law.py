@@ -6,8 +6,8 @@ import pytest
 
 from scripts import data_law
 from specdec import checkpoint
-from specdec.report import Report
-from train.data_law import DataLaw, Point, acceptance, fit, outlook, points_of, tau_of
+from specdec.measuring.report import Report
+from train.data.data_law import DataLaw, Point, acceptance, fit, outlook, points_of, tau_of
 
 LAW = DataLaw(level=-4.0, slope=0.25, depth=4, error=0.0)
 

@@ -9,9 +9,9 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 from scripts import datastore as script
-from specdec import datastore as store
+from specdec.proposers import datastore as store
 from specdec.proposers import retrieval
-from specdec.target import Target, load_tokenizer
+from specdec.target.model import Target, load_tokenizer
 from tests.support import ROOT, save_target, write_rows
 
 load_once = functools.cache(load_tokenizer)

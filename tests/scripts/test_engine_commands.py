@@ -14,9 +14,9 @@ import httpx
 import pytest
 
 from scripts import launch_engine
-from specdec.target import Target
+from specdec.target.model import Target
 from tests.support import REAL_TARGET, ROOT, child_environment
-from train.vllm_features import MODULES
+from train.features.vllm_features import MODULES
 
 ENGINES = ROOT / "engines" / "bin" / "python"
 engines = pytest.mark.skipif(

@@ -15,7 +15,7 @@ from engine_clients import llamacpp_client
 from engine_clients.llamacpp_client import LlamaCpp, convert
 from engine_clients.vllm_client import Served, Vllm
 from scripts import check_engines, get_engines
-from specdec.served import Agreement
+from specdec.measuring.served import Agreement
 from tests.support import REAL_TARGET, ROOT
 
 pytestmark = pytest.mark.slow

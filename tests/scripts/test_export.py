@@ -8,8 +8,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from scripts import export as export_script
-from specdec import checkpoint, serving
-from specdec.target import Target
+from specdec import checkpoint
+from specdec.export import serving
+from specdec.target.model import Target
 from tests.exports import REPORT, SERVED, bring_in, make_medusa2
 from tests.loops import follow
 from tests.support import load_head, random_tokens, save_eagle, save_target, small_tokenizer

@@ -5,9 +5,10 @@ import torch
 import yaml
 
 from scripts import find_layers
-from specdec import layer_search, replay
+from specdec.proposers import layer_search
 from specdec.proposers.layerskip import LayerSkip
-from specdec.target import Target
+from specdec.target.model import Target
+from specdec.unroll import replay
 from tests.loops import logits_of_layers
 from tests.support import NUM_NEW, SUBSETS, greedy, prompts_of, save_target, write_prompts
 

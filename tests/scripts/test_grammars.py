@@ -7,7 +7,7 @@ import json
 import pytest
 
 from scripts import compare, evaluate, generate
-from specdec.grammar import Grammar
+from specdec.core.grammar import Grammar
 from tests.support import save_eagle, save_target
 
 pytestmark = pytest.mark.slow

@@ -15,7 +15,7 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
 )
 FILES = {
     "call": "depth: !!python/object/apply:os.system ['touch code-has-run']\n",
-    "object": "!!python/object:train.data.Row {}\n",
+    "object": "!!python/object:train.data.rows.Row {}\n",
     "name": "depth: !!python/name:os.system\n",
     "module": "depth: !!python/module:os\n",
     "tuple": "depth: !!python/tuple [1]\n",

@@ -10,9 +10,9 @@ import datasets
 import pytest
 
 from scripts import answer, compare, evaluate, replay, show_data
-from specdec.target import Target
+from specdec.target.model import Target
 from tests.support import save_target, write_prompts, write_rows
-from train import reading
+from train.data import reading
 
 SHORT = ["target.device=cpu", "target.dtype=float32", "max_new_tokens=4"]
 

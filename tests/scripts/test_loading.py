@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from specdec import precision, threads
+from specdec.core import precision, threads
 
 
 @pytest.fixture(autouse=True)

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from specdec import files
-from specdec.drafting import Drafting
+from specdec.core import files
+from specdec.decoding.drafting import Drafting
 from tests.support import ROOT
 from tests.test_docs import option_class
 

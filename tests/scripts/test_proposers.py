@@ -10,14 +10,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from specdec import checkpoint, datastore, rules
-from specdec.decode import Decoder
-from specdec.drafting import Drafting
+from specdec import checkpoint
+from specdec.core import rules
+from specdec.core.sampling import Sampling
+from specdec.decoding.decoder import Decoder
+from specdec.decoding.drafting import Drafting
 from specdec.heads import draft as heads_draft
-from specdec.proposers import retrieval
+from specdec.proposers import datastore, retrieval
 from specdec.proposers.auto import Auto
-from specdec.sampling import Sampling
-from specdec.target import Target
+from specdec.target.model import Target
 from tests.support import make_drafter, make_target, random_tokens
 
 pytestmark = pytest.mark.slow

@@ -9,10 +9,12 @@ import pytest
 import yaml
 
 from scripts import check_engines, compare, evaluate, export, generate, push
-from specdec import checkpoint, files, serving
-from specdec import hub as names
-from specdec.hub import fetch
-from specdec.target import Target
+from specdec import checkpoint
+from specdec.core import files
+from specdec.core import hub as names
+from specdec.core.hub import fetch
+from specdec.export import serving
+from specdec.target.model import Target
 from tests.exports import REPORT, SERVED
 from tests.support import ROOT, child_environment, save_eagle, save_target, write_prompts
 

@@ -15,14 +15,15 @@ from omegaconf import OmegaConf
 
 from scripts import bench, evaluate, export, generate, get_target, identity, replay
 from specdec import checkpoint
-from specdec.drafting import Drafting
-from specdec.generation import Generation
+from specdec.core.generation import Generation
+from specdec.core.sampling import Sampling
+from specdec.decoding.drafting import Drafting
 from specdec.heads.eagle import Eagle
-from specdec.replay import acceptance
-from specdec.sampling import Sampling
-from specdec.target import Target
+from specdec.target.model import Target
+from specdec.unroll.replay import acceptance
 from tests.support import ROOT, save_eagle, save_target, write_prompts
-from train import data, progress
+from train import progress
+from train.data import rows as data
 
 pytestmark = pytest.mark.slow
 

@@ -16,8 +16,9 @@ import pytest
 import load_server
 import proxy
 import serve
-from specdec import files, traffic
-from specdec.target import Target
+from specdec.core import files
+from specdec.server import traffic
+from specdec.target.model import Target
 from tests.support import ROOT, save_eagle, save_target, write_prompts
 from tests.warm import start
 

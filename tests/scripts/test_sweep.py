@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from scripts import evaluate, sweep
-from specdec.timing import fastest_batch
+from specdec.core.timing import fastest_batch
 from tests.support import save_eagle, save_target, write_prompts
-from train import data
+from train.data import rows as data
 
 pytestmark = pytest.mark.slow
 

@@ -6,9 +6,10 @@ import numpy
 import pytest
 
 from scripts import token_answers as script
-from specdec.target import load_tokenizer
+from specdec.target.model import load_tokenizer
 from tests.support import save_target, write_rows
-from train import answering, data
+from train.answers import answering
+from train.data import rows as data
 
 PROMPTS = [
     {"id": f"p{number}", "category": "small", "prompt": text} for number, text in enumerate(("Say hello.", "Count."))

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from scripts import tune
-from specdec import checkpoint, tuning
-from specdec.drafting import Drafting
+from specdec import checkpoint
+from specdec.decoding.drafting import Drafting
 from specdec.heads.medusa import Medusa
+from specdec.measuring import tuning
 from tests.support import save_target, write_prompts
 
 pytestmark = pytest.mark.slow

@@ -4,12 +4,12 @@ from helpers import loading, proposers, watching
 
 import pytest
 
-from specdec import files
-from specdec.decode import Decoder
-from specdec.drafting import Drafting
-from specdec.sampling import Sampling
+from specdec.core import files
+from specdec.core.sampling import Sampling
+from specdec.decoding.decoder import Decoder
+from specdec.decoding.drafting import Drafting
 from specdec.server.engine import Engine
-from specdec.target import Target
+from specdec.target.model import Target
 from tests.support import save_eagle, save_target
 
 STOP = {2}

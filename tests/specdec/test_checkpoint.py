@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from specdec import checkpoint, files, serving
+from specdec import checkpoint
+from specdec.core import files
 from specdec.export import safetensors as plain_export
+from specdec.export import serving
 from specdec.heads.eagle import Eagle3
 from specdec.heads.mtp import MTP
-from specdec.target import Target
+from specdec.target.model import Target
 
 VOCAB = torch.arange(0, 60, 3)
 SPEC = {"_target_": "specdec.heads.eagle.Eagle3", "target_layers": [1, 2, 4], "norm_output": True}

@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from specdec import checkpoint, untrusted
+from specdec import checkpoint
+from specdec.core import untrusted
+from specdec.export.layouts import folder as layouts
 from specdec.heads.draft import Draft
 from specdec.heads.eagle import Eagle, Eagle3
 from specdec.heads.medusa import Medusa
-from specdec.layouts import folder as layouts
-from specdec.target import Target
-from specdec.target_loading import load_config, load_tokenizer
+from specdec.target.loading import load_config, load_tokenizer
+from specdec.target.model import Target
 from tests.hostile import DEEP, HUGE, Touch, change
 from tests.support import save_target
 
@@ -91,7 +92,7 @@ def test_json_of_any_size(saved, target):
 
 
 NAMED = ["os.system", "builtins.exec", "torch.load", "subprocess.Popen", "specdec.heads.eagle.torch.load", "hydra.utils.call",
-         "specdec.heads.eagle", "specdec.target.Target", "specdec.heads.draft.AutoModelForCausalLM", ["os.system"],
+         "specdec.heads.eagle", "specdec.target.model.Target", "specdec.heads.draft.AutoModelForCausalLM", ["os.system"],
          {"_target_": "os.system"}, None, ""]  # fmt: skip
 
 

@@ -3,8 +3,8 @@
 import pytest
 from hydra import compose, initialize_config_dir
 
-from overrides import as_written
 from tests.support import ROOT, save_target, train_command, train_overrides, write_rows
+from train.overrides import as_written
 
 ANSWERS = [f"{number} is followed by {number + 1}, then by {number + 2}." for number in range(12)]
 

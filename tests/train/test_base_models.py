@@ -9,12 +9,14 @@ import pytest
 from transformers import GenerationConfig, LlamaConfig
 
 from scripts import answer, generate, show_data
-from specdec import plain_text
+from specdec.core import plain_text
 from specdec.server.text import StreamedText
-from specdec.target import load_tokenizer
+from specdec.target.model import load_tokenizer
 from tests.small_server import Model, SmallServer
 from tests.support import losses_of, save_target, small_tokenizer, write_rows
-from train import answering, data, datastore, reading
+from train.answers import answering, datastore
+from train.data import reading
+from train.data import rows as data
 
 BEGIN, END = 1, 2  # ids of small_tokenizer's tokens
 TEXT, PROMPT, COMPLETION = "Count to world", "Count to", " hello world"

@@ -8,7 +8,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.support import ROOT
-from train import ranges, reading, row_files
+from train import ranges
+from train.data import reading, row_files
 
 pytestmark = pytest.mark.slow
 

@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from specdec import files
+from specdec.core import files
 from tests import faults, memory
 from tests.support import child_environment, losses_of
-from train import feature_files
+from train.answers.resumable import resumable
+from train.features import feature_files
 from train.lock import lock
-from train.resumable import resumable
 from train.run_folder import RunFolder
 from train.signals import Signals
 from train.trainer import Trainer

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd import gradcheck
 
-from specdec import replay
+from specdec.unroll import replay
 from train import losses, survival
 from train.losses import LOSSES, Goal, Judged
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-import multirun
+import train.multirun as multirun
 from scripts import report as script
-from specdec.report import Report
+from specdec.measuring.report import Report
 from tests.browser import PROGRAM as BROWSER
 from tests.support import ROOT, child_environment, losses_of, train_overrides
 from tests.warm import start

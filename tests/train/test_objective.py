@@ -7,14 +7,14 @@ import math
 import pytest
 import torch
 
-from specdec import replay
-from specdec.decode import Decoder
+from specdec.core.sampling import Sampling
+from specdec.decoding.decoder import Decoder
 from specdec.proposers.heads import HeadProposer
-from specdec.sampling import Sampling
+from specdec.unroll import replay
 from tests.loops import follow
 from tests.support import HEADS, VARIANTS, chain_of, load_head, make_drafter, name_of, paired, random_tokens
-from train.data import Row, collate
-from train.features import Online
+from train.data.rows import Row, collate
+from train.features.outputs import Online
 from train.objective import Objective, slots
 from train.training_progress import text_rounds
 

@@ -10,12 +10,13 @@ import torch
 from omegaconf import OmegaConf
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from specdec import attention, devices
+from specdec.core import devices
 from specdec.heads.decoder_block import Rotary, llama_config, ridge
-from specdec.target import Target
+from specdec.target import attention
+from specdec.target.model import Target
 from tests.support import load_head, make_drafter, make_target, train_command
 from train import objective, sharding
-from train.loader import Loader, Order
+from train.data.loader import Loader, Order
 
 GPU = torch.device("cuda", 0)
 CUDA_FULL = (
@@ -240,12 +241,12 @@ def test_a_target_that_does_not_fit_into_a_cpu_is_named(folder, monkeypatch):
     def fail(*_, **__):
         raise RuntimeError(CPU_FULL)
 
-    monkeypatch.setattr("specdec.target_loading._read", fail)
-    monkeypatch.setattr("specdec.target_loading.load_config", lambda *_, **__: SimpleNamespace(to_dict=dict))
+    monkeypatch.setattr("specdec.target.loading._read", fail)
+    monkeypatch.setattr("specdec.target.loading.load_config", lambda *_, **__: SimpleNamespace(to_dict=dict))
     monkeypatch.setattr(
-        "specdec.target_loading._find_class", lambda *_, **__: (SimpleNamespace(from_pretrained=None), None)
+        "specdec.target.loading._find_class", lambda *_, **__: (SimpleNamespace(from_pretrained=None), None)
     )
-    monkeypatch.setattr("specdec.target_parallel.check", lambda *_, **__: None)
+    monkeypatch.setattr("specdec.target.parallel.check", lambda *_, **__: None)
     monkeypatch.setattr(attention, "implementation", lambda kind: "sdpa")
     with pytest.raises(ValueError, match=r"does not fit into the memory of device=cpu"):
         Target.load(str(folder / "target"))

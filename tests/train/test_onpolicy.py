@@ -6,11 +6,11 @@ from hydra.errors import InstantiationException
 
 from specdec import checkpoint
 from specdec.heads.draft import Draft
-from specdec.target import Target
+from specdec.target.model import Target
 from tests.support import disturb, fit_interrupted, losses_of, random_tokens, text_logits
-from train.data import Row
+from train.data.packing import Packs, Rows
+from train.data.rows import Row
 from train.onpolicy import OnPolicy
-from train.packing import Packs, Rows
 
 pytestmark = pytest.mark.slow
 

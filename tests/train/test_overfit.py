@@ -4,13 +4,13 @@ import pytest
 import torch
 from hydra.utils import instantiate
 
-from specdec.decode import Decoder
+from specdec.core.sampling import Sampling
+from specdec.decoding.decoder import Decoder
 from specdec.proposers.heads import HeadProposer
-from specdec.sampling import Sampling
-from specdec.target import Target, TargetOutput
+from specdec.target.model import Target, TargetOutput
 from tests.support import HEADS, chain_of, load_head, make_target
-from train.data import Row, collate
-from train.features import Online
+from train.data.rows import Row, collate
+from train.features.outputs import Online
 from train.objective import Objective
 
 pytestmark = pytest.mark.slow

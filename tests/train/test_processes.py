@@ -14,7 +14,7 @@ import torch
 
 from specdec import checkpoint
 from tests.support import ROOT, child_environment, losses_of, train_overrides
-from train.loader import Order
+from train.data.loader import Order
 from train.trainer import Trainer
 from train.waiting import ProcessLost, Waiting
 

@@ -9,8 +9,8 @@ import torch
 import yaml
 from omegaconf import OmegaConf
 
+from specdec.core.rules import RULES
 from specdec.proposers.growth import Children
-from specdec.rules import RULES
 from tests.support import HEADS_FOLDER, ROOT
 from train import optimization, progress, ranges, trackers
 from train.optimization import GradientNorms

@@ -11,8 +11,8 @@ from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
-import multirun
-from specdec import files
+import train.multirun as multirun
+from specdec.core import files
 from tests.support import ROOT
 from train import display
 from train.naming import named

@@ -10,7 +10,7 @@ import torch
 
 from scripts import export
 from specdec import checkpoint
-from specdec.drafter import Head
+from specdec.heads.base import Head
 from tests.processes import fit_by_two, fit_float64, free_ports
 from tests.support import ROOT, child_environment, losses_of, train_overrides, write_rows
 from train import sharding

@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 
 from scripts import data_law
 from specdec import checkpoint
-from specdec.hub import fetch, push
+from specdec.core.hub import fetch, push
 from tests.support import fit_interrupted
 
 pytestmark = pytest.mark.slow

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from specdec import checkpoint
-from specdec.target import Target
+from specdec.target.model import Target
 from tests.families import FAMILIES, Family, make
 from tests.support import losses_of, small_tokenizer
 

@@ -16,7 +16,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from specdec import checkpoint
-from specdec.target import Target, load_tokenizer
+from specdec.target.model import Target, load_tokenizer
 from tests.support import ADAPTING, ROOT, fit_interrupted, losses_of, train_overrides, write_rows
 from train.run_folder import RunFolder
 from train.settings import Settings

@@ -9,13 +9,17 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from specdec import checkpoint, files, replay, speed
-from specdec.drafting import Drafting
-from specdec.measurement import Prompt, PromptReplay
-from specdec.report import Report
-from specdec.serving import Provenance, expected
+from specdec import checkpoint
+from specdec.core import files
+from specdec.decoding.drafting import Drafting
+from specdec.export.serving import Provenance, expected
+from specdec.measuring import speed
+from specdec.measuring.measurement import Prompt, PromptReplay
+from specdec.measuring.report import Report
+from specdec.unroll import replay
 from tests.support import make_drafter, prompts_of
-from train import target_answers, validation
+from train import validation
+from train.answers import target_answers
 from train.run_folder import RunFolder
 from train.trainer import Trainer
 from train.validation import Validation

@@ -7,19 +7,21 @@ import pytest
 import torch
 from hydra.utils import instantiate
 
-from specdec import clock, costs, devices, replay
-from specdec.batch import Request
-from specdec.decode import Decoder
+from specdec.core import clock, devices
+from specdec.core.sampling import Sampling, uniform
+from specdec.core.tree import TreeShape
+from specdec.decoding.batch import Request
+from specdec.decoding.decoder import Decoder
+from specdec.proposers import costs
 from specdec.proposers.auto import Auto
 from specdec.proposers.heads import HeadProposer
-from specdec.sampling import Sampling, uniform
-from specdec.tree import TreeShape
+from specdec.unroll import replay
 from tests.pretend_device import ELSEWHERE, Elsewhere, PretendDevice
 from tests.support import HEADS, load_head, make_target, random_tokens
-from train.data import Row, collate
-from train.engine_client import BadAnswer
-from train.engine_features import EngineTarget
-from train.features import Folder, Kept, Online
+from train.data.rows import Row, collate
+from train.features.engine_client import BadAnswer
+from train.features.engine_features import EngineTarget
+from train.features.outputs import Folder, Kept, Online
 from train.objective import Objective, slots
 
 VOCAB = 61
@@ -282,7 +284,7 @@ def test_a_thread_that_reads_states_of_an_engine_leaves_the_device_alone(device,
     assert not device.waits and all(type(part) is torch.Tensor for part in parts)
     assert torch.equal(parts[0], states[:, 1]) and torch.equal(parts[1], states[:, 2])
     best = int(target.logits(target.norm(states[-1:, 2].to(ELSEWHERE))).cpu().argmax())
-    monkeypatch.setattr("specdec.devices.aside", lambda place: asides.append(place) or contextlib.nullcontext())
+    monkeypatch.setattr("specdec.core.devices.aside", lambda place: asides.append(place) or contextlib.nullcontext())
     source.select(states, (2,), chosen=best)
     with pytest.raises(BadAnswer, match="short of the best"):
         source.select(states, (2,), chosen=(best + 1) % VOCAB)

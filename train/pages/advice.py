@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from train.data_law import fit, points_of
+from train.data.data_law import fit, points_of
 
 LATE = 0.02  # survival at the last depth below which it is hardly ever reached
 COVERED = 0.95  # share of the supervised tokens that can be drafted

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from specdec.report import Report, verdict
+from specdec.measuring.report import Report, verdict
 from train.pages.charts import Axis, Curve, lines, number
 from train.pages.page import interval, render
 

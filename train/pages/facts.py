@@ -9,9 +9,10 @@ from typing import Any
 import torch
 import transformers
 
-from specdec import checkpoint, files
-from specdec.drafter import Drafter, Head
-from train.packing import Packs, covered
+from specdec import checkpoint
+from specdec.core import files
+from specdec.heads.base import Drafter, Head
+from train.data.packing import Packs, covered
 
 ABOUT = "about.json"
 

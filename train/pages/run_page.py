@@ -6,15 +6,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from specdec import checkpoint, files
-from specdec.figures import TAU
-from specdec.report import Report, verdict
-from specdec.speed import chain_speedups
+from specdec import checkpoint
+from specdec.core import files
+from specdec.measuring.figures import TAU
+from specdec.measuring.report import Report, verdict
+from specdec.measuring.speed import chain_speedups
+from train.answers.resumable import read_rows
 from train.pages import facts
 from train.pages.advice import Figures, advice
 from train.pages.charts import Axis, Curve, bars, lines, number
 from train.pages.page import render
-from train.resumable import read_rows
 
 PAGE, SAMPLES = "report.html", "samples.json"
 SMOOTH = 20  # logged losses that are averaged

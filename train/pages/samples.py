@@ -7,10 +7,12 @@ from pathlib import Path
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from specdec import checkpoint, files, replay
-from specdec.drafter import Drafter
-from specdec.measurement import Prompt
-from train import reading
+from specdec import checkpoint
+from specdec.core import files
+from specdec.heads.base import Drafter
+from specdec.measuring.measurement import Prompt
+from specdec.unroll import replay
+from train.data import reading
 from train.pages import run_page
 from train.validation import Validation
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import yaml
 
-from specdec import files
-from specdec.figures import TAU, PromptCounts, tau_difference
-from specdec.report import Report
+from specdec.core import files
+from specdec.measuring.figures import TAU, PromptCounts, tau_difference
+from specdec.measuring.report import Report
 from train.pages import run_page
 from train.pages.comparison_page import render_comparison
 from train.settings import flat

@@ -6,8 +6,8 @@ import json
 import pytest
 import torch
 
-from specdec import serving
-from specdec.report import Report
+from specdec.export import serving
+from specdec.measuring.report import Report
 from tests import reference
 from tests.exports import (
     ALL_NORMS,

@@ -4,15 +4,16 @@ import pytest
 import torch
 from hydra.utils import instantiate
 
-from specdec import checkpoint, masks
-from specdec.decode import Decoder
-from specdec.drafter import Drafter
+from specdec import checkpoint
+from specdec.core import masks
+from specdec.core.sampling import Sampling
+from specdec.decoding.decoder import Decoder
+from specdec.heads.base import Drafter
 from specdec.heads.consistency import Consistency
-from specdec.sampling import Sampling
-from specdec.target_adapter import original
+from specdec.target.adapter import original
 from tests.support import load_head, make_target, random_tokens
 from train.consistency import ConsistencyObjective, Reader, cut, draw, place
-from train.data import Row, collate
+from train.data.rows import Row, collate
 from train.optimization import parameter_groups
 
 pytestmark = pytest.mark.slow

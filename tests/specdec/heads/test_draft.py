@@ -13,13 +13,14 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from specdec import attention, checkpoint
-from specdec.decode import Decoder
+from specdec import checkpoint
+from specdec.core.sampling import Sampling
+from specdec.decoding.decoder import Decoder
 from specdec.heads.draft import Draft
 from specdec.heads.eagle import Eagle
 from specdec.proposers.heads import HeadProposer
-from specdec.sampling import Sampling
-from specdec.target import Target
+from specdec.target import attention
+from specdec.target.model import Target
 from tests.exports import export, make_form
 from tests.support import chain_of, disturb, random_tokens, save_word_model, text_logits, word_tokenizer
 

@@ -7,12 +7,15 @@ import types
 import pytest
 import torch
 
-from specdec import attention, checkpoint, span_attention, unroll_plan
+from specdec import checkpoint
+from specdec.core import span_attention
+from specdec.core.sampling import Sampling
+from specdec.core.tree import TreeShape
 from specdec.proposers.heads import HeadProposer
-from specdec.sampling import Sampling
-from specdec.tree import TreeShape
-from specdec.unroll import unroll
-from specdec.unroll_plan import plan
+from specdec.target import attention
+from specdec.unroll import plan as unroll_plan
+from specdec.unroll.plan import plan
+from specdec.unroll.run import unroll
 from tests.loops import follow
 from tests.support import VARIANTS, chain_of, load_head, make_drafter, paired, random_tokens
 

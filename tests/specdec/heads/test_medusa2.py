@@ -7,19 +7,19 @@ import torch
 from hydra.utils import instantiate
 
 from specdec import checkpoint
-from specdec.decode import Decoder
-from specdec.generation import Generation
+from specdec.core.generation import Generation
+from specdec.core.sampling import Sampling
+from specdec.core.tree import TreeShape
+from specdec.decoding.decoder import Decoder
 from specdec.heads.eagle import Eagle
 from specdec.heads.medusa import Medusa2
-from specdec.measurement import Prompt, PromptResult
+from specdec.measuring.measurement import Prompt, PromptResult
+from specdec.measuring.report import summarise, verdict
 from specdec.proposers.heads import HeadProposer
-from specdec.report import summarise, verdict
-from specdec.sampling import Sampling
-from specdec.target_adapter import original
-from specdec.tree import TreeShape
+from specdec.target.adapter import original
 from tests.loops import follow
 from tests.support import chain_of, load_head, make_target, random_tokens
-from train.data import Row, collate
+from train.data.rows import Row, collate
 from train.objective import Objective
 from train.optimization import parameter_groups
 

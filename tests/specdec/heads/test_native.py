@@ -6,7 +6,7 @@ import torch
 
 from specdec.checkpoint import read_tensors
 from specdec.heads.mtp import MTP
-from specdec.target import Target
+from specdec.target.model import Target
 from tests.support import make_target
 
 MIMO = {"enorm": "token_layernorm", "hnorm": "hidden_layernorm", "eh_proj": "input_proj", "norm": "final_layernorm"}

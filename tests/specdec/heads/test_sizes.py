@@ -6,8 +6,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from specdec import attention
-from specdec.decode import Decoder
+from specdec.core.sampling import Sampling
+from specdec.decoding.decoder import Decoder
+from specdec.export.layouts.eagle import default_layers
 from specdec.heads.borrowed import embedding_rows, embedding_scale, norm_gain
 from specdec.heads.decoder_block import Rotary, block_config
 from specdec.heads.dflash import BlockDrafter
@@ -17,10 +18,9 @@ from specdec.heads.layers import five_layers, three_layers
 from specdec.heads.medusa import Medusa
 from specdec.heads.mtp import MTP
 from specdec.heads.sizes import POSITIONS
-from specdec.layouts.eagle import default_layers
 from specdec.proposers.heads import HeadProposer
-from specdec.sampling import Sampling
-from specdec.target import Target
+from specdec.target import attention
+from specdec.target.model import Target
 from tests.support import chain_of, disturb, make_target, random_tokens, text_logits
 
 V = 61

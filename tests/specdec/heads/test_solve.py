@@ -5,11 +5,11 @@ import torch
 from hydra.utils import instantiate
 from torch import nn
 
-from specdec.cache import UnrollCache
-from specdec.drafter import Slots
+from specdec.core.cache import UnrollCache
+from specdec.core.span_attention import spans
+from specdec.heads.base import Slots
 from specdec.heads.decoder_block import RIDGE
 from specdec.heads.eagle import Eagle
-from specdec.span_attention import spans
 from tests.support import load_head, make_target
 
 

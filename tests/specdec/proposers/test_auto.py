@@ -5,21 +5,21 @@ import random
 import pytest
 import yaml
 
-from specdec.batch import Request
-from specdec.chances import Chances, Kind
-from specdec.compile import Runner
-from specdec.costs import Costs, told
-from specdec.decode import Decoder
-from specdec.generation import RoundCost
-from specdec.measurement import seeded_generator
+from specdec.core.compile import Runner
+from specdec.core.generation import RoundCost
+from specdec.core.sampling import Sampling
+from specdec.decoding.batch import Request
+from specdec.decoding.decoder import Decoder
+from specdec.measuring.measurement import seeded_generator
 from specdec.proposers import auto as auto_module
 from specdec.proposers.auto import Auto
+from specdec.proposers.chances import Chances, Kind
+from specdec.proposers.costs import Costs, told
 from specdec.proposers.heads import HeadProposer
 from specdec.proposers.ngram import Ngram
 from specdec.proposers.pool import Pool
 from specdec.proposers.realised import Realised
 from specdec.proposers.suffix import Suffix, usual_suffix
-from specdec.sampling import Sampling
 from tests.support import ROOT, chain_of, make_drafter, random_tokens
 from tests.texts import repeating_texts
 

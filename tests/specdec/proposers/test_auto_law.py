@@ -2,10 +2,10 @@
 
 import pytest
 
-from specdec.chances import Chances, Kind
-from specdec.decode import Decoder
+from specdec.decoding.decoder import Decoder
 from specdec.proposers import auto as auto_module
 from specdec.proposers.auto import Auto
+from specdec.proposers.chances import Chances, Kind
 from specdec.proposers.pool import Pool
 from specdec.proposers.text import Guess
 from tests.enumeration import SAMPLINGS, decoder_error, sampled_target

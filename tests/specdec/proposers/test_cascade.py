@@ -3,16 +3,16 @@
 import pytest
 import torch
 
-from specdec import masks, rules
-from specdec.compile import Runner
-from specdec.decode import Decoder
+from specdec.core import masks, rules
+from specdec.core.compile import Runner
+from specdec.core.sampling import Sampling
+from specdec.core.tree import TreeShape, chain, root
+from specdec.decoding.decoder import Decoder
 from specdec.proposers.base import Proposer
 from specdec.proposers.cascade import Cascade
 from specdec.proposers.heads import HeadProposer
 from specdec.proposers.ngram import Ngram
-from specdec.sampling import Sampling
-from specdec.tree import TreeShape, chain, root
-from specdec.verifier import Verifier
+from specdec.target.verifier import Verifier
 from tests.enumeration import answer_statistic, sampled_target, without_temperature
 from tests.support import chain_of, check_counters, greedy, make_drafter, prompts_of, random_tokens
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from specdec.decode import Decoder
-from specdec.drafting import Drafting
+from specdec.core.sampling import Sampling
+from specdec.core.tree import Tree
+from specdec.decoding.decoder import Decoder
+from specdec.decoding.drafting import Drafting
 from specdec.heads.draft import Draft
 from specdec.proposers.heads import HeadProposer
-from specdec.sampling import Sampling
-from specdec.target import Target
-from specdec.tree import Tree
+from specdec.target.model import Target
 from tests.enumeration import SAMPLINGS, decoder_error, sampled_target
 from tests.support import random_tokens, save_word_model, word_tokenizer
 

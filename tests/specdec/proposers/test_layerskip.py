@@ -11,15 +11,15 @@ import torch._inductor
 from torch import nn
 from transformers import DynamicCache
 
-from specdec import masks, rules
-from specdec.compile import Runner
-from specdec.decode import Decoder
+from specdec.core import masks, rules
+from specdec.core.compile import Runner
+from specdec.core.sampling import Sampling
+from specdec.core.tree import PartialPass, Tree
+from specdec.decoding.decoder import Decoder
 from specdec.proposers import growth, layerskip
 from specdec.proposers.layerskip import LayerSkip
-from specdec.sampling import Sampling
-from specdec.target import Target
-from specdec.tree import PartialPass, Tree
-from specdec.verifier import Verifier
+from specdec.target.model import Target
+from specdec.target.verifier import Verifier
 from tests.enumeration import SAMPLINGS, answer_statistic, decoder_error, sampled_target
 from tests.loops import logits_of_layers
 from tests.support import NUM_NEW, SUBSETS, greedy, make_target, prompts_of, random_tokens, scale_forward

@@ -7,13 +7,13 @@ import math
 import pytest
 import torch
 
-from specdec.decode import Decoder
+from specdec.core.sampling import Sampling
+from specdec.core.tree import Tree, TreeShape, plant
+from specdec.decoding.decoder import Decoder
 from specdec.proposers.base import Proposer
 from specdec.proposers.heads import HeadProposer
 from specdec.proposers.merged import Merged, beside, union
 from specdec.proposers.text import TextProposer
-from specdec.sampling import Sampling
-from specdec.tree import Tree, TreeShape, plant
 from tests.enumeration import (
     LOSSLESS,
     SAMPLINGS,

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
+from specdec.core.sampling import Sampling
 from specdec.proposers.ngram import Ngram
-from specdec.sampling import Sampling
 from tests.texts import begin, check_rounds, commit, repeating_texts
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from specdec.chances import Chances, Kind
+from specdec.proposers.chances import Chances, Kind
 from specdec.proposers.pool import Pool
 
 

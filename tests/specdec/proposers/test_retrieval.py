@@ -10,12 +10,12 @@ from types import SimpleNamespace
 import numpy
 import pytest
 
-from specdec import datastore as store
-from specdec.decode import Decoder
+from specdec.core.sampling import Sampling
+from specdec.decoding.decoder import Decoder
+from specdec.proposers import datastore as store
 from specdec.proposers import retrieval
 from specdec.proposers.retrieval import Retrieval, grow
-from specdec.sampling import Sampling
-from specdec.target import load_tokenizer
+from specdec.target.model import load_tokenizer
 from tests.support import random_tokens
 
 load_once = functools.cache(load_tokenizer)
@@ -216,7 +216,7 @@ def test_damaged_and_foreign_datastores_are_refused(tmp_path, target):
         with pytest.raises(ValueError, match=message):
             Retrieval(target, datastore=str(folder), **SETTINGS)
 
-    refused(tmp_path / "nowhere", "does not exist. A datastore is a folder that specdec.datastore.write made")
+    refused(tmp_path / "nowhere", "does not exist. A datastore is a folder that specdec.proposers.datastore.write made")
     refused(tmp_path, "is not a datastore")
     refused(make(tmp_path / "empty", []), "is empty: it holds no tokens. A datastore is a folder that")
     refused(

@@ -9,15 +9,15 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from specdec.decode import Decoder
-from specdec.drafting import Drafting
-from specdec.generation import Generation, StopStrings
+from specdec.core.generation import Generation, StopStrings
+from specdec.core.sampling import Sampling
+from specdec.core.tree import TreeShape
+from specdec.decoding.decoder import Decoder
+from specdec.decoding.drafting import Drafting
 from specdec.proposers.growth import FIRST_CHILD, NEXT_CHILD, static_parents
 from specdec.proposers.heads import HeadProposer
 from specdec.proposers.stopping import Stopping
-from specdec.sampling import Sampling
-from specdec.target import Target
-from specdec.tree import TreeShape
+from specdec.target.model import Target
 from tests.loops import transformers_answer
 from tests.support import (
     NUM_NEW,

@@ -6,14 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from specdec import datastore as store
-from specdec.decode import Decoder
-from specdec.drafting import Drafting
-from specdec.measurement import Prompt, measure
+from specdec.core.sampling import Sampling
+from specdec.decoding.decoder import Decoder
+from specdec.decoding.drafting import Drafting
+from specdec.measuring.measurement import Prompt, measure
+from specdec.proposers import datastore as store
 from specdec.proposers import suffix
 from specdec.proposers.merged import Merged
 from specdec.proposers.suffix import NOWHERE, Automaton, Match, Suffix
-from specdec.sampling import Sampling
 from tests.support import random_tokens
 from tests.texts import begin, check_rounds, commit, repeating_texts
 

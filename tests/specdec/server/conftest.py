@@ -2,7 +2,7 @@
 
 import pytest
 
-from specdec.target import Target
+from specdec.target.model import Target
 from tests.support import save_target
 
 

@@ -12,15 +12,15 @@ import httpx
 import openai
 import pytest
 
-from specdec.decode import Decoder
+from specdec.core.sampling import Sampling
+from specdec.decoding.decoder import Decoder
 from specdec.proposers.heads import HeadProposer
-from specdec.sampling import Sampling
 from specdec.server.app import Served, make_app
 from specdec.server.engine import Engine
 from specdec.server.metrics import Metrics
 from tests.running import running
 from tests.support import chain_of, greedy, make_drafter, small_tokenizer
-from train import data
+from train.data import rows as data
 
 STOP = {2}
 QUESTIONS = [f"Say {word} {number} times." for number, word in enumerate(["sky", "blue", "é 😀", "the", "a b c"] * 4)]

@@ -10,11 +10,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from specdec.batch import Batch
-from specdec.decode import Decoder
-from specdec.generation import Ends, reached
+from specdec.core.generation import Ends, reached
+from specdec.core.sampling import Sampling
+from specdec.decoding.batch import Batch
+from specdec.decoding.decoder import Decoder
 from specdec.proposers.heads import HeadProposer
-from specdec.sampling import Sampling
 from specdec.server.engine import End, Engine, Job, Lane, Round
 from tests.support import Scripted, chain_of, greedy, make_drafter, oracle, random_tokens
 
@@ -383,9 +383,10 @@ def test_a_row_that_fails_in_the_middle_ends_alone(small_target, drafter, monkey
                 raise ValueError("the grammar stopped")
 
     engine = make_engine(small_target, drafter)
-    monkeypatch.setattr("specdec.batch.grammar.constrain", lambda tree, *_, **__: (tree, None))
+    monkeypatch.setattr("specdec.decoding.batch.grammar.constrain", lambda tree, *_, **__: (tree, None))
     monkeypatch.setattr(
-        "specdec.batch.grammar.unpack", lambda states, size, device: torch.ones(len(states), 1, size, dtype=torch.bool)
+        "specdec.decoding.batch.grammar.unpack",
+        lambda states, size, device: torch.ones(len(states), 1, size, dtype=torch.bool),
     )
     bad, others = (
         Client([3, 4], 9, constraint=Refusing(), speculate=False),

@@ -6,12 +6,12 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from specdec.decode import Decoder
-from specdec.grammar import Grammar, Grammars
-from specdec.sampling import Sampling
+from specdec.core.grammar import Grammar, Grammars
+from specdec.core.sampling import Sampling
+from specdec.decoding.decoder import Decoder
 from tests.specdec.server.test_app import STOP, serving
 from tests.support import small_tokenizer
-from train import data
+from train.data import rows as data
 
 pytest.importorskip("llguidance")
 

@@ -15,16 +15,16 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from specdec import traffic
-from specdec.generation import reached
+from specdec.core.generation import reached
+from specdec.server import traffic
 from specdec.server.proxy import Proxy, make_proxy
-from specdec.target import Target
-from specdec.traffic import Origin, Recorder, Recording
+from specdec.server.traffic import Origin, Recorder, Recording
+from specdec.target.model import Target
 from tests.running import running
 from tests.small_server import STOP
 from tests.specdec.server.test_app import serving
 from tests.support import save_target, small_tokenizer
-from train import data
+from train.data import rows as data
 
 QUESTION = [{"role": "user", "content": "Say hello."}]
 PROMPT = data.encode_prompt(small_tokenizer(), QUESTION)

@@ -7,15 +7,15 @@ import httpx
 import openai
 import pytest
 
-from specdec import traffic
-from specdec.decode import Decoder
+from specdec.core.sampling import Sampling
+from specdec.decoding.decoder import Decoder
 from specdec.proposers.heads import HeadProposer
-from specdec.sampling import Sampling
+from specdec.server import traffic
 from specdec.server.app import Served
-from specdec.traffic import Origin, Recorder, Recording
+from specdec.server.traffic import Origin, Recorder, Recording
 from tests.specdec.server.test_app import STOP, await_idle, serving
 from tests.support import chain_of, greedy, make_drafter, small_tokenizer
-from train import data
+from train.data import rows as data
 
 QUESTION = [{"role": "user", "content": "Say hello."}]
 
@@ -149,7 +149,7 @@ def test_trouble_with_recording_ends_no_answer(tiny, tmp_path, monkeypatch):
         assert ask(url).json()["choices"] and rows_of(served) == []
     with recording(tiny, tmp_path / "full") as (url, served):
         with monkeypatch.context() as patched:
-            patched.setattr("specdec.files.append", full)
+            patched.setattr("specdec.core.files.append", full)
             assert ask(url).json()["choices"]
             served.recorder.flush()
         assert httpx.get(f"{url}/health").json() == {"status": "ok", "recording": False}

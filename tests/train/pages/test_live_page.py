@@ -4,7 +4,7 @@ import urllib.parse
 
 import pytest
 
-from specdec.target import Target
+from specdec.target.model import Target
 from tests.browser import Browser, needed
 from tests.specdec.server.test_app import serving
 from tests.support import save_target

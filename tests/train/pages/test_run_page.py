@@ -11,7 +11,7 @@ import pytest
 
 from scripts import report as script
 from specdec import checkpoint
-from specdec.report import Report
+from specdec.measuring.report import Report
 from tests import browser
 from tests.support import write_rows
 from train.pages import page, run_page

@@ -2,8 +2,8 @@
 
 import torch
 
-from specdec import replay
-from specdec.measurement import Prompt
+from specdec.measuring.measurement import Prompt
+from specdec.unroll import replay
 from tests.support import make_drafter, prompts_of, save_target, small_tokenizer
 from train.pages.samples import Token, _pieces, samples, trace
 

@@ -1,0 +1,346 @@
+"""Keys and values while decoding (`RowCache`) and while training (`UnrollCache`).
+
+A head's attention calls `cache.attend` in both loops. The cache and the mask decide which keys a query sees
+(docs/architecture.md). Only this file uses the cache interface of transformers, and only this file assigns the fields of
+a cache (tests/test_imports.py).
+"""
+
+import copy
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+import transformers
+from torch import Tensor
+from torch.nn import functional as F
+
+from specdec.core import span_attention
+from specdec.core.devices import given
+from specdec.core.layer_states import LayerStates, StateLayer
+from specdec.core.span_attention import Span
+
+CacheMark = tuple[Tensor, list[int]]  # what `RowCache.mark` returns: lengths [B], and the same on the host
+
+
+@dataclass(frozen=True)
+class EntryShape:
+    """What a layer keeps of a token as its key, or as its value."""
+
+    num_heads: int
+    width: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+class RowCache(transformers.Cache):
+    """K and V of fixed capacity with a length per row.
+
+    Each row holds `lengths[b]` committed entries and, behind them, `pending` entries: those that a draft or a draft tree
+    wrote and that are not committed yet. One pass is: `reserve(S)`, the forward pass (which calls `update` once a layer),
+    then `commit`, with `keep` before it where the drafts were a tree. A second `reserve` before the `commit` puts the
+    next level of a tree behind the first.
+
+    Capacity doubles when it is exceeded, so that few shapes occur. A forward pass reads the whole capacity; its mask
+    hides the entries that are not in use.
+
+    shapes: of the K and V of every layer in turn; None for a layer that keeps none
+    states: of recurrent and convolution layers, which follow the committed tokens; None if there are no such layers
+    """
+
+    def __init__(
+        self,
+        shapes: Sequence[EntryShape | None],
+        *,
+        batch: int,
+        device: torch.device,
+        capacity: int = 256,
+        states: LayerStates | None = None,
+    ):
+        super().__init__(layers=states.layers if states else [])
+        self.shapes, self.states = list(shapes), states
+        counts = Counter(shape for shape in shapes if shape is not None)
+        # One tensor [n, B, heads, C, width] for all K and V of one shape, so that `keep` moves them at once
+        self.groups = {
+            shape: torch.zeros(
+                num, batch, shape.num_heads, capacity, shape.width, dtype=shape.dtype, device=shape.device
+            )
+            for shape, num in counts.items()
+        }
+        self.capacity = capacity
+        self.halves = self._cut()
+        self.lengths = torch.zeros(batch, dtype=torch.long, device=device)  # [B]
+        self.skipped = torch.zeros_like(self.lengths)  # [B] earlier positions that have no entry here
+        self.positions: Tensor | None = None  # [B, C] of the entries, once `place` was called
+        self.rows = torch.arange(batch, device=device)[:, None]  # [B, 1]
+        self.pending = 0
+        self.known = [0] * batch  # the lengths on the host, so that no shape waits for the device
+        self.slots = torch.zeros(batch, 0, dtype=torch.long, device=device)  # [B, S] where the next update writes
+
+    @classmethod
+    def alike(
+        cls, *, num_layers: int, batch: int, num_heads: int, head_dim: int, dtype, device, capacity: int = 256
+    ) -> "RowCache":
+        """A cache of layers of one shape."""
+        shape = EntryShape(num_heads, head_dim, dtype, torch.device(device))
+        return cls([shape] * (2 * num_layers), batch=batch, device=device, capacity=capacity)
+
+    @property
+    def data(self) -> Tensor:
+        """[layers, 2, B, heads, C, head_dim], if all K and V have one shape"""
+        (group,) = self.groups.values()
+        return group.unflatten(0, (-1, 2))
+
+    @property
+    def visible(self) -> int:
+        """C: the entries that a forward pass reads."""
+        return self.capacity
+
+    def make_room(self, num: int) -> None:
+        """Raises the capacity, if needed, for `num` more entries behind the committed and pending ones."""
+        self._hold(self.get_seq_length() + self.pending + num)
+
+    def _hold(self, end: int) -> None:
+        """Raises the capacity, if needed, to at least `end` entries."""
+        more = 0
+        while self.capacity + more < end:
+            more += self.capacity + more
+        if more:
+            self.groups = {shape: F.pad(group, (0, 0, 0, more)) for shape, group in self.groups.items()}
+            self.positions = None if self.positions is None else F.pad(self.positions, (0, more))
+            self.capacity += more
+            self.halves = self._cut()
+
+    def reserve(self, num: int, counts: list[int] | None = None) -> None:
+        """The next forward pass writes `num` entries behind the committed and pending ones.
+
+        counts [B]: how many of them `commit` will keep, if that is known
+        """
+        self.make_room(num)
+        offsets = torch.arange(self.pending, self.pending + num, device=self.lengths.device)  # [S]
+        self.slots = self.lengths[:, None] + offsets  # [B, S]
+        self.pending += num
+        if self.states is not None:
+            assert self.pending == num, "recurrent layers cannot read a second level of a tree"
+            self.states.begin(num, counts)
+
+    def place(self, positions: Tensor) -> Tensor:
+        """Notes the positions [B, S] of the entries that the next pass writes -> those of all entries, [B, C]"""
+        if self.positions is None:
+            self.positions = self.lengths.new_zeros(len(self.lengths), self.capacity)
+        self.positions = self.positions.scatter(1, self.slots, positions)
+        return self.positions
+
+    def over(
+        self,
+        halves: Sequence[Tensor],
+        lengths: Tensor,
+        *,
+        slots: Tensor | None = None,
+        pending: int | None = None,
+    ) -> "RowCache":
+        """The same cache over other tensors, for a compiled or captured function, which has these tensors as its arguments.
+
+        Such a function outlives the cache that it was made with, so a pass may read no other tensor of the cache.
+        halves: K and V of every layer in turn, [B, heads, C, head_dim] each; or those of one layer, whatever its number
+        lengths [B]; slots [B, S] and pending: if they differ from this cache's
+        """
+        cache = copy.copy(self)
+        cache.halves, cache.lengths = list(halves), lengths
+        cache.rows = torch.arange(len(lengths), device=lengths.device)[:, None]
+        cache.slots = self.slots if slots is None else slots
+        cache.pending = self.pending if pending is None else pending
+        return cache
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs
+    ) -> tuple[Tensor, Tensor]:
+        """[B, heads, S, width] in; the visible entries [B, heads, visible, width] out."""
+        keys, values = self.look(layer_idx)
+        rows, slots = (place.to(keys.device, non_blocking=True) for place in (self.rows, self.slots))
+        keys[rows, :, slots] = key_states.transpose(1, 2)
+        values[rows, :, slots] = value_states.transpose(1, 2)
+        return keys, values
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+        """query [B, heads, S, head_dim], mask [B, 1, S, visible] bool -> [B, heads, S, head_dim]"""
+        keys, values = self.update(key, value, layer)
+        return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=True)
+
+    def look(self, layer: int) -> tuple[Tensor, Tensor]:
+        """K and V of a layer as they are: [B, heads, visible, head_dim] each"""
+        place = 2 * layer if len(self.halves) > 2 else 0
+        return self.halves[place], self.halves[place + 1]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """The number of committed entries of the longest row."""
+        return max(self.known)
+
+    def commit(self, num: Tensor, counts: list[int]) -> None:
+        """Commits the first `num[b]` pending entries of row b and drops the rest; counts: `num` on the host."""
+        self.lengths = self.lengths + num
+        self.known = [known + count for known, count in zip(self.known, counts)]
+        self.pending = 0
+        if self.states is not None:
+            self.states.commit(self, counts)
+
+    def drop_pending(self) -> None:
+        """Drops all pending entries; the next pass overwrites them."""
+        assert self.states is None, "a recurrent layer's state is set right by `commit` only"
+        self.pending = 0
+
+    def keep(self, path: Tensor) -> None:
+        """Moves the nodes of a path to the first pending places. path [B, P], node 0 first; `commit` follows."""
+        source = self.lengths[:, None] + path  # [B, P]
+        goal = self.lengths[:, None] + torch.arange(path.shape[1], device=path.device)  # [B, P]
+        for group in self.groups.values():
+            rows, places, goals = (place.to(group.device, non_blocking=True) for place in (self.rows, source, goal))
+            group[:, rows, :, goals] = group[:, rows, :, places]  # [B, P, n, heads, width]
+        if self.positions is not None:
+            self.positions = self.positions.scatter(1, goal, self.positions.gather(1, source))
+
+    def select(self, rows: list[int]) -> None:
+        """Goes on with these rows only, in this order, perhaps several times; called between passes, when nothing is pending.
+
+        Where fewer rows go on, each in its place or in that of one that leaves, only the latter ones are copied.
+        """
+        index, num = given(rows, self.lengths.device), len(rows)
+        moved = {place: row for place, row in enumerate(rows) if place != row}
+        if num <= len(self.known) and all(row >= num for row in moved.values()):
+            for group in self.groups.values():
+                for place, row in moved.items():
+                    group[:, place] = group[:, row]
+            self.groups = {shape: group[:, :num] for shape, group in self.groups.items()}
+        else:
+            self.groups = {shape: group.index_select(1, index.to(group.device)) for shape, group in self.groups.items()}
+        self.lengths, self.skipped = self.lengths[index], self.skipped[index]
+        self.positions = None if self.positions is None else self.positions[index]
+        self.rows = torch.arange(len(rows), device=self.lengths.device)[:, None]
+        self.known = [self.known[row] for row in rows]
+        self.slots = self.slots[index]
+        self.pending = 0
+        self.halves = self._cut()
+        if self.states is not None:
+            self.states.select(index)
+
+    def replace(self, rows: list[int], other: "RowCache") -> None:
+        """Writes the rows of another cache of the same layers over these rows; called when nothing is pending in either."""
+        num = other.get_seq_length()
+        self._hold(num)
+        index = given(rows, self.lengths.device)
+        for shape, group in self.groups.items():
+            group[:, index.to(group.device), :, :num] = other.groups[shape][..., :num, :]
+        self.lengths = self.lengths.index_copy(0, index, other.lengths)
+        self.skipped = self.skipped.index_copy(0, index, other.skipped)
+        if self.positions is not None and other.positions is not None:
+            self.positions[index, :num] = other.positions[:, :num]
+        known = dict(zip(rows, other.known))
+        self.known = [known.get(row, own) for row, own in enumerate(self.known)]
+        if self.states is not None and other.states is not None:
+            self.states.replace(index, other.states)
+
+    def mark(self) -> CacheMark:
+        """The committed entries of now, for `rewind`."""
+        return self.lengths, self.known
+
+    def rewind(self, mark: CacheMark) -> None:
+        """Drops everything that was committed since `mark`, and all pending entries."""
+        assert self.states is None, "states of recurrent layers cannot be taken back so far"
+        self.lengths, self.known = mark
+        self.pending = 0
+
+    def take_part(self, other: "RowCache", entries: Tensor) -> None:
+        """Replaces everything here by copies of chosen entries of another cache of the same layers, rows and heads.
+
+        entries [layers, B, heads, M]: which ones, in any order. A row of `other` with fewer than M committed entries gives
+        those; its further places are not read. The capacity here must be at least M.
+        """
+        num, data = entries.shape[-1], other.data
+        flat = data.flatten(0, 4)  # [layers * 2 * B * heads * C, head_dim]
+        first = torch.arange(0, len(flat), other.visible, device=flat.device)  # where each K or V of a head begins
+        wanted = first.view(*data.shape[:4], 1) + entries[:, None]  # [layers, 2, B, heads, M]
+        self.data[..., :num, :] = flat.index_select(0, wanted.flatten()).view(*wanted.shape, -1)
+        self.lengths = other.lengths.clamp(max=num)
+        self.known = [min(known, num) for known in other.known]
+        self.skipped = other.lengths - self.lengths
+        self.pending = 0
+
+    # What transformers' recurrent and convolution layers call beside `update`; most of it is in the base class
+
+    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+        """The state of one of MiniMax's recurrent layers; None before the first pass."""
+        layer = cast(StateLayer, self.layers[layer_idx])
+        return layer.recurrent_states[0] if layer.has_previous_state[0] else None
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
+        """Sets the state of one of MiniMax's recurrent layers."""
+        layer = cast(StateLayer, self.layers[layer_idx])
+        layer.recurrent_states[0], layer.has_previous_state[0] = linear_cache, True
+
+    def _cut(self) -> list[Tensor]:
+        """K and V of every layer in turn, [B, heads, C, width] each, empty for a layer that keeps none"""
+        parts = {shape: iter(group.unbind(0)) for shape, group in self.groups.items()}
+        return [torch.empty(0) if shape is None else next(parts[shape]) for shape in self.shapes]
+
+
+class UnrollCache:
+    """The keys of a training unroll: differentiable, and never changed once they are there.
+
+    Step 1 stores the keys of all T slots. Each later step of slot j sees the step-1 keys of slots <= j of its document (its
+    span) and its own keys of steps 2..d. Later steps may run on a subset of S slots.
+    """
+
+    def __init__(self) -> None:
+        self.common: dict[int, tuple[Tensor, Tensor]] = {}  # layer -> K, V that all steps see [B, heads, T, head_dim]
+        self.own: dict[int, dict[int, tuple[Tensor, Tensor]]] = {}  # layer -> step d -> K, V [B, heads, S, 1, head_dim]
+        # step d -> earlier step -> where the slots of step d are among those of the earlier one; None: in the same places
+        self.places: dict[int, dict[int, Tensor | None]] = {}
+
+    def at_step(self, d: int, kept: Tensor | None = None) -> "UnrollStep":
+        """kept [B, S]: the places of the slots of step d among those of the step before; None: the same slots"""
+        earlier = self.places.get(d - 1, {})
+        moved = {e: at if kept is None or at is None else at.gather(1, kept) for e, at in earlier.items()}
+        self.places[d] = {e: kept if at is None else at for e, at in moved.items()} | {d - 1: kept}
+        return UnrollStep(self, d)
+
+    def update(self, key: Tensor, value: Tensor, layer: int) -> None:
+        """Stores K and V that all steps see: a block drafter's context."""
+        self.common[layer] = key, value
+
+
+@dataclass(frozen=True)
+class UnrollStep:
+    """What step d sees of an `UnrollCache`. A step that is computed again, in the backward pass, sees what it saw before."""
+
+    cache: UnrollCache
+    d: int
+
+    def look(self, layer: int) -> tuple[Tensor, Tensor]:
+        """The K and V that `update` stored, [B, heads, T, head_dim] each"""
+        return self.cache.common[layer]
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, seen: Span) -> Tensor:
+        """query [B, heads, S, head_dim], seen: which common keys -> [B, heads, S, head_dim]"""
+        steps = self.cache.own.setdefault(layer, {})
+        pair = key[..., None, :], value[..., None, :]
+        first = min([*steps, self.d])  # the step whose keys are common: 1, or of a module for one depth its own
+        if self.d == first:
+            self.cache.common.setdefault(layer, (key, value))
+            common = key, value
+            own = [*pair] if seen.apart else []
+        else:
+            common = self.cache.common[layer]
+            places = self.cache.places[self.d]
+            own = [_taken(part, places[d]) for d, earlier in steps.items() if first < d < self.d for part in earlier]
+            own += pair
+        steps.setdefault(self.d, pair)
+        grouped = (query * query.shape[-1] ** -0.5).unflatten(1, (key.shape[1], -1))[..., None, :]  # [B, G, R, S, 1, .]
+        return span_attention.attend(grouped, *common, seen, *own)[..., 0, :].flatten(1, 2)
+
+
+def _taken(values: Tensor, places: Tensor | None) -> Tensor:
+    """values [B, heads, S, 1, head_dim], places [B, S'] -> [B, heads, S', 1, head_dim]"""
+    if places is None:
+        return values
+    return values.gather(2, places[:, None, :, None, None].expand(-1, values.shape[1], -1, -1, values.shape[-1]))

@@ -1,0 +1,283 @@
+"""Functions of tensors, traced for the shapes they are called with and compiled by inductor.
+
+torch.compile checks guards and unpacks modules at every call, which for a small model costs more than the arithmetic
+(RESULTS.md). Here there are no guards: the caller must not change anything but the tensors that it passes. On a CPU the
+weights of linear layers are reordered once into oneDNN's blocked layout, and several products of one tensor are joined.
+"""
+
+import contextlib
+import functools
+import time
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from specdec.core import cuda_graph, precision
+
+LINEAR = {torch.ops.aten.mm.default: (None, 0, 1), torch.ops.aten.addmm.default: (0, 1, 2)}  # bias, input, weight.T
+# The kernels between the products are too small for several threads; C++ around them saves a third of the overhead.
+# Asserts of sizes are not needed: Runner compares shapes and strides itself, and packed weights have none.
+CPU_OPTIONS = {"cpp.threads": 1, "cpp_wrapper": True, "size_asserts": False}
+
+MOST_GRAPHS = 32  # CUDA graphs that a runner keeps; each holds its inputs and outputs
+
+torch.library.define("specdec::packed_linear", "(Tensor input, Tensor weight) -> Tensor")
+
+
+@torch.library.impl("specdec::packed_linear", "CompositeExplicitAutograd")
+def _packed_linear(input: Tensor, weight: Tensor) -> Tensor:
+    """input [M, D], weight [E, D] as `pack` returns it -> [M, E]"""
+    return torch.ops.mkldnn._linear_pointwise(input, weight, None, "none", [], "")
+
+
+@torch.library.register_fake("specdec::packed_linear")
+def _(input: Tensor, weight: Tensor) -> Tensor:
+    return input.new_empty(input.shape[0], weight.shape[0])
+
+
+@functools.cache
+def _lower_packed_linear() -> None:
+    """Makes inductor call oneDNN directly: its own lowering of that operator accepts constants only."""
+    from torch._inductor import ir, mkldnn_ir  # slow to import, and needed only to compile
+    from torch._inductor.lowering import register_lowering
+
+    def lower(input, weight):
+        input = ir.ExternKernel.require_contiguous(ir.ExternKernel.realize_input(input))
+        weight = ir.ExternKernel.realize_input(weight)
+        layout = ir.FixedLayout(input.get_device(), input.get_dtype(), [input.get_size()[0], weight.get_size()[0]])
+        return ir.TensorBox.create(mkldnn_ir.LinearUnary(layout, [input, weight], [None, "none", [-1], ""]))
+
+    register_lowering(torch.ops.specdec.packed_linear.default, type_promotion_kind=None)(lower)
+
+
+def packable(weight: Tensor) -> bool:
+    """Whether oneDNN packs a weight of this device and dtype, and this CPU computes in it (precision.py)."""
+    if weight.device.type != "cpu" or weight.dtype not in (torch.bfloat16, torch.float32):
+        return False
+    return torch.backends.mkldnn.is_available() and (
+        weight.dtype == torch.float32 or precision.choose(weight.device).dtype == "bfloat16"
+    )
+
+
+def pack(weights: Sequence[Tensor]) -> Tensor:
+    """[E_i, D] each -> [sum of E_i, D] in oneDNN's blocked layout, an opaque tensor"""
+    return torch.ops.mkldnn._reorder_linear_weight(torch.cat(list(weights)).contiguous(), 1)
+
+
+class Graph:
+    """`function`, traced on `inputs` and compiled; `captured` are the tensors that it closes over.
+
+    If the function changes an argument in place, so does the compiled one. Outputs are a tensor or a flat tuple.
+    """
+
+    def __init__(self, function: Callable, inputs: Sequence[Tensor]):
+        _lower_packed_linear()
+        traced = make_fx(lambda *inputs: function(*inputs))(*inputs)  # fx would count the self of a bound method
+        self.graph = traced.graph
+        self.last = [node for node in self.graph.nodes if node.op == "placeholder"][-1]
+        self.captured: list[Tensor] = []
+        self.products: list[list[int]] = []  # the weights of each joined product, by place in `captured`
+        places = self._lift(traced)
+        self._pack_products(places)
+        output = next(node for node in self.graph.nodes if node.op == "output")
+        self.single = isinstance(output.args[0], fx.Node)
+        output.args = ((output.args[0],),) if self.single else (tuple(output.args[0]),)
+        self.graph.set_codegen(fx.graph.CodeGen())
+        self.graph.eliminate_dead_code()
+        for node in self.graph.nodes:
+            node.meta.clear()
+        module = fx.GraphModule(traced, self.graph)
+        options = CPU_OPTIONS if all(tensor.device.type == "cpu" for tensor in inputs) else {}
+        # Inductor stores its results on disk if the examples are fake, static and not in oneDNN's layout.
+        fake = FakeTensorMode(shape_env=ShapeEnv())
+        given, captured = (
+            [fake.from_tensor(tensor, static_shapes=True) for tensor in tensors] for tensors in (inputs, self.captured)
+        )
+        with fake:
+            joined = [torch.cat([captured[place] for place in places]) for places in self.products]
+        examples: list = [*given, *captured, *joined]
+        self.compiled = torch._inductor.compile(module, examples, options=dict(options))
+
+    def bind(self, captured: Sequence[Tensor], packed: dict[tuple[int, ...], Tensor]) -> Callable:
+        """The function with these tensors in place of those that it closes over; packed: weights packed so far"""
+        compiled, constants = self.compiled, list(captured)
+        for places in self.products:
+            weights = [captured[place] for place in places]
+            key = tuple(weight.data_ptr() for weight in weights)
+            if key not in packed:
+                packed[key] = pack(weights)
+            constants.append(packed[key])
+        if self.single:
+            return lambda *inputs: compiled(*inputs, *constants)[0]
+        return lambda *inputs: compiled(*inputs, *constants)
+
+    def _placeholder(self, name: str) -> fx.Node:
+        with self.graph.inserting_after(self.last):
+            self.last = self.graph.placeholder(name)
+        return self.last
+
+    def _lift(self, traced: fx.GraphModule) -> list[fx.Node]:
+        """Turns the tensors that the function closes over into arguments."""
+        nodes: dict[int, fx.Node] = {}
+        for node in [node for node in self.graph.nodes if node.op == "get_attr"]:
+            tensor = getattr(traced, node.target)
+            if id(tensor) not in nodes:
+                nodes[id(tensor)] = self._placeholder(f"captured_{len(self.captured)}")
+                self.captured.append(tensor)
+            node.replace_all_uses_with(nodes[id(tensor)])
+            self.graph.erase_node(node)
+        return list(nodes.values())
+
+    def _pack_products(self, places: list[fx.Node]) -> None:
+        """Replaces x @ weight.T by the packed product, and several products of one x by one."""
+        groups: dict[
+            object, list[tuple[fx.Node, int, fx.Node | None]]
+        ] = {}  # by x: products, each with the place of its weight and its bias
+        for node in self.graph.nodes:
+            if node.target not in LINEAR:
+                continue
+            bias, x, weight = _operands(node)
+            if weight.target is torch.ops.aten.t.default and weight.args[0] in places:
+                place = places.index(weight.args[0])
+                if packable(self.captured[place]):
+                    key = (x.args[0], *x.args[1]) if x.target is torch.ops.aten.view.default else x
+                    groups.setdefault(key, []).append((node, place, bias))
+        for members in groups.values():
+            first = members[0][0]
+            packed = self._placeholder(f"packed_{len(self.products)}")
+            self.products.append([place for _, place, _ in members])
+            with self.graph.inserting_before(first):
+                x = _operands(first)[1]
+                whole = self.graph.call_function(torch.ops.specdec.packed_linear.default, (x, packed))  # [M, E]
+                stop = 0
+                for node, place, bias in members:
+                    start, stop = stop, stop + self.captured[place].shape[0]
+                    part = self.graph.call_function(torch.ops.aten.slice.Tensor, (whole, 1, start, stop))
+                    if bias is not None:
+                        part = self.graph.call_function(torch.ops.aten.add.Tensor, (part, bias))
+                    node.replace_all_uses_with(part)
+            for node, _, _ in members:
+                self.graph.erase_node(node)
+
+
+def _operands(product: fx.Node) -> tuple:
+    """bias (or None), input and transposed weight of a node whose target is in LINEAR"""
+    return tuple(None if index is None else product.args[index] for index in LINEAR[product.target])  # type: ignore[index]
+
+
+class Runner:
+    """Calls functions, or compiles each of them for every set of shapes that it is called with.
+
+    A compiled function is looked up by its name and shapes. So one name must always stand for one function, and what it
+    reads besides its arguments, such as a model, must not change. `seconds`: time spent on tracing and compiling.
+    cuda_graphs: whether `whole` captures CUDA graphs
+    """
+
+    def __init__(self, compile: bool = False, *, cuda_graphs: bool = False):
+        self.compile, self.cuda_graphs, self.seconds = compile, cuda_graphs, 0.0
+        self.graphs, self.pool = dict[tuple, cuda_graph.Replay](), cuda_graph.GraphPool()
+        self.known: dict[tuple, Callable | list[Callable]] = {}
+        self.packed: dict[tuple[int, ...], Tensor] = {}  # by the addresses of the weights
+
+    @property
+    def by_shape(self) -> bool:
+        """Whether a new shape costs time, so that few should occur."""
+        return self.compile or self.cuda_graphs
+
+    def __call__(self, name: object, function: Callable, *inputs: Tensor):
+        """function(*inputs), whose result is a tensor or a flat tuple of tensors"""
+        if not self.compile:
+            return function(*inputs)
+        key = (name, *((tensor.shape, tensor.stride()) for tensor in inputs))
+        if key not in self.known:
+            with self._counted():
+                graph = self._build(name, function, inputs)
+                self.known[key] = bound = graph.bind(graph.captured, self.packed)
+                return bound(*inputs)  # the first call loads code and fills caches
+        return self.known[key](*inputs)  # type: ignore[operator]
+
+    def whole(
+        self,
+        name: object,
+        function: Callable[..., tuple[Tensor, ...]],
+        inputs: Sequence[Tensor],
+        memory: Sequence[Tensor],
+    ) -> tuple[Tensor, ...]:
+        """function(*inputs), from a CUDA graph of it if those are wanted. The function may itself call this runner.
+
+        name: stands for all that the function reads besides tensors, as it was at its first call
+        memory: tensors that it reads or writes in place besides its inputs and weights, such as a cache's K and V. The graph is
+        for these tensors only, so another cache needs another graph. Any other tensor may be gone when the graph is replayed.
+        Where a graph cannot be captured, one warning says so, and there are none from then on.
+        """
+        if not self.cuda_graphs:
+            return function(*inputs)
+        places = tuple((tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in memory)
+        key = (name, places, *(tensor.shape for tensor in inputs))
+        if key not in self.graphs:
+            compiling, start = self.seconds, time.perf_counter()
+            try:
+                self.graphs[key] = cuda_graph.capture(function, inputs, self.pool)
+            except RuntimeError as error:
+                self.cuda_graphs = False
+                warnings.warn(
+                    f"No CUDA graphs, passes are started one by one: {str(error).splitlines()[0]}", stacklevel=2
+                )
+                return function(*inputs)
+            finally:
+                self.seconds = compiling + time.perf_counter() - start
+            if len(self.graphs) > MOST_GRAPHS:
+                del self.graphs[next(iter(self.graphs))]
+        return self.graphs[key](*inputs)
+
+    @contextlib.contextmanager
+    def _counted(self):
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds += time.perf_counter() - start
+
+    def layers(self, name: object, function: Callable, modules: Iterable[nn.Module], *inputs: Tensor) -> list[Callable]:
+        """For each of several modules, which differ in their weights only: inputs -> function(module, *inputs)
+
+        Raises ValueError if the modules' parameters differ in name or shape.
+        """
+        if not self.compile:
+            return [functools.partial(function, module) for module in modules]
+        key = (name, *((tensor.shape, tensor.stride()) for tensor in inputs))
+        if key not in self.known:
+            first, *_ = modules = list(modules)
+            shapes, *more = [{name: tensor.shape for name, tensor in _tensors(module).items()} for module in modules]
+            if any(other != shapes for other in more):
+                raise ValueError(f"{name} differs from place to place in more than its weights: set compile=false.")
+            with self._counted():
+                graph = self._build(name, lambda *inputs: function(first, *inputs), inputs)
+                places = {tensor.data_ptr(): place for place, tensor in _tensors(first).items()}
+                wanted = [(places.get(tensor.data_ptr()), tensor) for tensor in graph.captured]
+                self.known[key] = functions = [
+                    graph.bind([tensors[place] if place else shared for place, shared in wanted], self.packed)
+                    for tensors in map(_tensors, modules)
+                ]
+                for bound in functions:
+                    bound(*inputs)  # the first call loads code and fills caches
+        return self.known[key]  # type: ignore[return-value]
+
+    def _build(self, name: object, function: Callable, inputs: Sequence[Tensor]) -> Graph:
+        try:
+            return Graph(function, inputs)
+        except Exception as error:  # tracing runs the model's code and compiling runs a compiler: any error can occur
+            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise ValueError(
+                f"{name} could not be compiled ({first}). Inductor needs a C++ compiler on a CPU; compile=false "
+                "decodes without it."
+            ) from error
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}

@@ -1,0 +1,287 @@
+"""Answers that follow a grammar: a JSON schema, a regular expression, or a grammar in Lark's form (`llguidance`).
+
+The grammar is part of the target's law, as top-p is: after each text, tokens that no sentence of the grammar has there get
+probability 0 and the others are normalised, before temperature and filters, and before any acceptance rule. The laws of
+drafts are left alone.
+"""
+
+import functools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from specdec.core.tree import Tree
+
+KINDS = ("json_schema", "regex", "lark")
+FORMS = "json:SCHEMA, regex:EXPRESSION or lark:GRAMMAR, each written out or the name of a file"
+# Written as json.dumps writes it, unless the schema's own "x-guidance" says otherwise. With free whitespace, small models
+# write blanks without end.
+JSON_FORM: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+DATED = ("date", "date-time")  # formats in which llguidance allows 29 February in every year
+LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)"
+REAL_DAY = f"^(?:[0-9]{{4}}-(?:0[13-9]|1[0-2])|[0-9]{{4}}-02-(?:[01][0-9]|2[0-8])|{LEAP_YEAR}-02-29)"
+VALUES = ("const", "enum", "default", "examples")  # keywords of a schema that hold values, not schemas
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """What answers may be. kind: one of KINDS; text: the schema (as JSON), the expression or the grammar"""
+
+    kind: str
+    text: str
+
+    @classmethod
+    def parse(cls, value: str) -> "Grammar":
+        """From FORMS. Raises ValueError for another form, and for a file that cannot be read."""
+        name, colon, text = value.partition(":")
+        kind = {"json": "json_schema"}.get(name, name)
+        if not colon or kind not in KINDS:
+            raise ValueError(f"grammar={value[:60]} cannot be read: give {FORMS}.")
+        try:
+            if len(text) < 1024 and Path(text).is_file():
+                text = Path(text).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ValueError(f"grammar={value[:60]} cannot be read ({error}): give {FORMS}.") from None
+        if kind == "json_schema":
+            try:
+                return cls.of_row({kind: json.loads(text)})
+            except (ValueError, RecursionError) as error:
+                raise ValueError(
+                    f"grammar={value[:60]}: it is neither a file nor JSON ({error}): write a schema such as "
+                    '{"type": "object"}, or the name of a file that holds one.'
+                ) from None
+        return cls(kind, text)
+
+    @classmethod
+    def of_row(cls, document: Any) -> "Grammar":
+        """From a field of a row of data: {"json_schema": {..}}, {"regex": ".."} or {"lark": ".."}. Raises ValueError else."""
+        if not isinstance(document, Mapping) or len(document) != 1 or (kind := next(iter(document))) not in KINDS:
+            raise ValueError(f"A grammar must be an object with one of the keys {', '.join(KINDS)}.")
+        value = document[kind]
+        if kind == "json_schema":
+            return cls(kind, json.dumps(value, sort_keys=False))
+        if not isinstance(value, str):
+            raise ValueError(f"{kind} must be a text.")
+        return cls(kind, value)
+
+    def to_row(self) -> dict:
+        """For `of_row`."""
+        return {self.kind: json.loads(self.text) if self.kind == "json_schema" else self.text}
+
+
+class Matcher(Protocol):
+    """The part of llguidance.LLMatcher that is used. After an error it allows only an end, and nothing undoes that."""
+
+    def deep_copy(self) -> "Matcher": ...
+    def consume_token(self, token: int) -> bool: ...
+    def validate_tokens(self, tokens: list[int]) -> int: ...
+    def compute_bitmask(self) -> bytes: ...
+    def compute_ff_tokens(self) -> list[int]: ...
+    def is_accepting(self) -> bool: ...
+    def is_error(self) -> bool: ...
+
+
+class Constraint:
+    """The state of one answer under a grammar; `take` moves it on.
+
+    stop: token ids that end an answer; where the grammar allows an end, it allows each of them. So it does in a dead end, which
+    some grammars have: a text that no sentence begins with, though each of its tokens was allowed.
+    """
+
+    def __init__(self, matcher: Matcher, stop: frozenset[int]):
+        self._matcher, self._stop = matcher, stop
+        self.ended = False  # after a token of `stop`, everything is allowed
+
+    @property
+    def complete(self) -> bool:
+        """Whether the answer so far is a whole sentence of the grammar."""
+        return not self._matcher.is_error() and self._matcher.is_accepting()
+
+    def take(self, tokens: list[int]) -> None:
+        """The answer goes on with these tokens, which the grammar allows."""
+        for token in tokens:
+            self.ended = self.ended or token in self._stop
+            if not self.ended:
+                self._matcher.consume_token(token)
+
+    def forced(self) -> list[int]:
+        """The tokens that must follow now; empty where there is a choice."""
+        return [] if self.ended else self._matcher.deep_copy().compute_ff_tokens()
+
+    def fits(self, tokens: list[int]) -> bool:
+        """Whether the answer may go on with these tokens, spelled in whichever tokens: the masks may allow fewer spellings."""
+        if self.ended:
+            return True
+        num = next((place for place, token in enumerate(tokens) if token in self._stop), len(tokens))
+        matcher = self._matcher.deep_copy()
+        if matcher.validate_tokens(tokens[:num]) < num:
+            return False
+        return num == len(tokens) or (all(map(matcher.consume_token, tokens[:num])) and matcher.is_accepting())
+
+    def following(self) -> bytes | None:
+        """What may follow the answer so far, as of `allowed`."""
+        return self.allowed([0], [-1])[0]
+
+    def allowed(self, tokens: list[int], parents: list[int]) -> list[bytes | None]:
+        """What may follow each node of a tree, of which node 0 is the newest token of the answer.
+
+        tokens, parents [N] as in Tree -> of each node a bit for each token id, the lowest bit of the first byte first; b"" where
+        everything may follow, behind the end of an answer; None for a node that the grammar does not allow
+        """
+        found: list[bytes | None] = [None] * len(tokens)
+        if self.ended:
+            return [b""] * len(tokens)
+        children: list[dict[int, list[int]]] = [{} for _ in tokens]  # by token: equal ones are looked at once
+        for node, parent in enumerate(parents[1:], start=1):
+            children[parent].setdefault(tokens[node], []).append(node)
+
+        def visit(nodes: list[int], matcher: Matcher) -> None:
+            mask = matcher.compute_bitmask()
+            for node in nodes:
+                found[node] = mask
+            for token, following in _joined([children[node] for node in nodes]).items():
+                if not mask[token >> 3] >> (token & 7) & 1:
+                    continue
+                if token in self._stop:
+                    mark(following)
+                else:
+                    after = matcher.deep_copy()  # a dead end below must not reach this one
+                    after.consume_token(token)
+                    visit(following, after)
+
+        def mark(nodes: list[int]) -> None:
+            for node in nodes:
+                found[node] = b""
+                for following in children[node].values():
+                    mark(following)
+
+        visit([0], self._matcher.deep_copy())
+        return found
+
+
+def _joined(children: list[dict[int, list[int]]]) -> dict[int, list[int]]:
+    """The children of nodes with the same text, by their tokens."""
+    joined: dict[int, list[int]] = {}
+    for own in children:
+        for token, nodes in own.items():
+            joined.setdefault(token, []).extend(nodes)
+    return joined
+
+
+class Grammars:
+    """Compiles grammars for a tokenizer; each once.
+
+    vocab_size: of the target, whose logits may be more than the tokenizer's tokens
+    stop: token ids that end an answer
+
+    Raises ValueError without llguidance, without such ids, and for a tokenizer that llguidance cannot read.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, stop: set[int]):
+        try:
+            import llguidance
+            import llguidance.hf
+        except ImportError:
+            raise ValueError(
+                'A grammar needs the package llguidance: pip install "specdec[grammar]", or leave the grammar out.'
+            ) from None
+        if not stop:
+            raise ValueError("A grammar needs token ids that end an answer, and this target has none.")
+        self._library, self._stop = llguidance, frozenset(stop)
+        try:
+            fast: Any = tokenizer
+            self._tokenizer = llguidance.hf.from_tokenizer(fast, n_vocab=vocab_size, eos_token=sorted(stop))
+        except Exception as error:
+            raise ValueError(
+                f"llguidance cannot read the tokenizer of {tokenizer.name_or_path} ({error}): grammars need a fast tokenizer "
+                "(tokenizer.json)."
+            ) from None
+        self._compile = functools.lru_cache(maxsize=256)(self._compile_once)
+
+    def constraint(self, grammar: Grammar | None) -> Constraint | None:
+        """The state of an answer that begins. Raises ValueError for a grammar that is wrong or that nothing satisfies."""
+        return None if grammar is None else Constraint(self._compile(grammar).deep_copy(), self._stop)
+
+    def _compile_once(self, grammar: Grammar) -> Any:
+        library = self._library.LLMatcher
+        makers: dict[str, Callable] = {
+            "json_schema": lambda text: library.grammar_from_json_schema(with_real_days(text), defaults=JSON_FORM),
+            "regex": library.grammar_from_regex,
+            "lark": library.grammar_from_lark,
+        }
+        try:
+            matcher = library(self._tokenizer, makers[grammar.kind](grammar.text))
+            why = matcher.get_error() if matcher.is_error() else ""
+        except Exception as error:
+            why = str(error)
+        if not why:
+            first = matcher.deep_copy()
+            if not any(first.compute_bitmask()) or first.is_error():
+                why = "no text satisfies it"
+        if why:
+            reason = " ".join(why.split("<state>")[0].split())[:300]
+            raise ValueError(
+                f"The {grammar.kind.replace('_', ' ')} cannot be used: {reason}. Change it, or leave it out."
+            )
+        return matcher
+
+
+def with_real_days(schema: str) -> str:
+    """A schema, as JSON, whose dates have 29 February in leap years only."""
+
+    def walk(part: Any) -> Any:
+        if isinstance(part, list):
+            return [walk(each) for each in part]
+        if not isinstance(part, dict):
+            return part
+        new = {key: value if key in VALUES else walk(value) for key, value in part.items()}
+        if part.get("format") in DATED:
+            new["allOf"] = [*new.get("allOf", []), {"pattern": REAL_DAY}]
+        return new
+
+    return json.dumps(walk(json.loads(schema)))
+
+
+def unpack(masks: Sequence[Sequence[bytes | None]], vocab_size: int, device: torch.device | str) -> Tensor:
+    """masks [B][N] as of `Constraint.allowed` -> [B, N, V] bool; everything where a mask is empty or None"""
+    width = (vocab_size + 7) // 8
+    numbers: dict[bytes, int] = {b"": 0}  # equal masks are unpacked once
+    index = torch.tensor([[numbers.setdefault(mask or b"", len(numbers)) for mask in row] for row in masks])
+    packed = numpy.frombuffer(b"".join((mask or b"\xff" * width)[:width] for mask in numbers), dtype=numpy.uint8)
+    bits = numpy.unpackbits(packed.reshape(len(numbers), width), axis=1, bitorder="little")[:, :vocab_size]
+    return torch.from_numpy(bits).to(device).bool()[index.to(device)]
+
+
+def constrain(
+    tree: Tree, constraints: Sequence[Constraint | None], vocab_size: int, *, prune: bool
+) -> tuple[Tree, Tensor]:
+    """constraints [B]: None for a row without a grammar -> the tree, and what may follow each of its nodes [B, N, V] bool
+
+    prune: whether nodes are left out that cannot be accepted: chosen drafts that the grammar does not allow, and what is
+    below. A sampled draft stays where the text before it is allowed, because its refusal changes the law of the next token.
+    """
+    masks, kept = [], []
+    for constraint, tokens, parents in zip(constraints, tree.tokens.tolist(), tree.parents.tolist()):
+        allowed: list[bytes | None] = [b""] * len(tokens)
+        if constraint is not None:
+            allowed = constraint.allowed(tokens, parents)
+        decisive = allowed if tree.probs is None else [b"", *[allowed[parent] for parent in parents[1:]]]
+        masks.append(allowed)
+        kept.append([node for node, mask in enumerate(decisive) if mask is not None])
+    most = max(map(len, kept))
+    if prune and most < tree.tokens.shape[1]:
+        # A row with fewer nodes is filled up with its first others: parents have lower numbers than children
+        numbers = []
+        for own in kept:
+            others = [node for node in range(tree.tokens.shape[1]) if node not in own]
+            numbers.append(sorted([*own, *others[: most - len(own)]]))
+        tree = tree.part(numbers)
+        masks = [[row[node] for node in own] for row, own in zip(masks, numbers)]
+    return tree, unpack(masks, vocab_size, tree.tokens.device)

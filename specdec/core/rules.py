@@ -1,0 +1,179 @@
+"""Acceptance rules: pure functions of a tree and the target's laws, without a model (docs/methods.md, section 1).
+
+No rule waits for a GPU: loops run over node numbers in Python, and everything else is tensors.
+
+tree.probs[b, i] is the law that node i was drawn from, given the context of its parent and its earlier siblings. The
+rules need no other knowledge of how drafts were made:
+
+    a chain                               q (Leviathan et al. 2211.17192; Chen et al. 2302.01318)
+    children drawn independently          q (SpecInfer 2305.09781)
+    children drawn without replacement    q without the earlier siblings' tokens, normalised by the proposer
+                                          (Sequoia 2402.12374; RSD 2402.14160)
+    chosen children                       one-hot; tree.probs = None stands for it and needs less memory
+
+Every rule returns path [B, P], the accepted nodes from node 0 down (P = N; entries past num_kept are 0), num_kept [B]
+and next_token [B], NO_TOKEN where there is none. The target's laws, probs [B, N, V], are in float32 or float64.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from specdec.core.sampling import NO_TOKEN, Randomness, pick, uniform, uniforms
+from specdec.core.tree import Tree
+
+Accepted = tuple[Tensor, Tensor, Tensor]  # path, num_kept, next_token
+
+
+class Draws:
+    """The random decisions of the rules; a test replaces them by an enumeration."""
+
+    def __init__(self, source: Randomness):
+        self.source = source
+
+    def accept(self, chance: Tensor, where: Tensor) -> Tensor:
+        """chance [B] (1 or more: always), where [B] bool -> [B] bool; False, and no draw, where `where` is False."""
+        needing = where if chance.device.type == "cpu" else None  # on a GPU the question would cost more than a draw
+        return where & (uniform(len(chance), self.source, chance.device, chance.dtype, needing) < chance)
+
+    def token(self, law: Tensor, where: Tensor) -> Tensor:
+        """law [B, V], where [B] bool -> one index drawn for each row [B]; any index where `where` is False.
+
+        NO_TOKEN where a law has none: NaN, or no probability.
+        """
+        index = pick(law, uniforms(len(law), self.source, law.device))
+        return torch.where(law.gather(1, index[:, None])[:, 0] > 0, index, NO_TOKEN)
+
+
+def greedy(tree: Tree, choices: Tensor) -> Accepted:
+    """Temperature 0, lossless: follow the children that equal the target's choice.
+
+    choices [B, N]: the target's argmax after each node
+    """
+    path, num_kept, end = longest(tree, tree.tokens == choices.gather(1, tree.parents.clamp(min=0)))
+    return path, num_kept, choices.gather(1, end[:, None])[:, 0]
+
+
+def sample(tree: Tree, probs: Tensor, draws: Draws) -> Accepted:
+    """Token by token. Lossless for every kind of drafting listed above. probs is overwritten.
+
+    Walk down from the root. At a node, try its children in order: accept child x with probability min(1, r(x) / q(x)),
+    where r starts as the target's law p and becomes norm(max(r - q, 0)) after a refusal. A chosen child is accepted
+    with probability r(x); if it is refused, r(x) becomes 0 and r is normalised. When every child is refused, the next
+    token is drawn from r.
+    """
+    rows = torch.arange(len(probs), device=probs.device)
+    end = torch.zeros_like(tree.tokens[:, 0])  # [B] the last accepted node
+    for node in range(1, tree.tokens.shape[1]):  # a node's descendants all come after it
+        parent = tree.parents[:, node]
+        if probs.device.type == "cpu" and not bool((parent == end).any()):
+            continue  # no row's path ends at this parent; on a GPU the question would cost more than it saves
+        law = probs[rows, parent]  # [B, V] r after the parent's earlier children
+        accepted = draws.accept(chance(law, tree, node), parent == end)
+        probs[rows, parent], _ = refuse(law, tree, node)
+        end = torch.where(accepted, node, end)
+    return *trace(tree.ancestors(), end), draws.token(probs[rows, end], torch.ones_like(end, dtype=torch.bool))
+
+
+def block(tree: Tree, probs: Tensor, draws: Draws) -> Accepted:
+    """Whole paths at once: traversal verification (2505.12398), which on a chain is block verification (2403.10444).
+
+    Lossless for every kind of drafting listed above. probs is overwritten.
+
+    Nodes are tried in post-order: children before their parent, the root last. The accepted path ends at the first node
+    that is accepted; a node is accepted with chance P, given that all nodes before it were refused. P(root) = 1 and
+    P(x) = min(1, P p(x) / q(x)), with P and p of x's parent. After each child, the parent's p and P become
+    p = norm(R) and P = |R| / (|R| + 1 - P), where R = max(P p - q, 0). No draw changes these values, because a node is
+    tried only if all nodes before it were refused. So they are computed in the order of the nodes, before any draw.
+    """
+    num_rows, num_nodes = tree.tokens.shape
+    rows = torch.arange(num_rows, device=probs.device)
+    ancestors = tree.ancestors()  # [B, N, N]
+    size = ancestors.sum(1)  # [B, N] nodes from each downwards
+    turn = torch.zeros_like(
+        size
+    )  # [B, N] at first the next free place below a node, in the end its place in post-order
+    budget = torch.ones_like(probs[..., 0])  # [B, N] P
+    for node in range(1, num_nodes):
+        parent = tree.parents[:, node]
+        before = budget[rows, parent]  # [B]
+        mass = before[:, None] * probs[rows, parent]  # [B, V] P p
+        budget[:, node] = chance(mass, tree, node)
+        probs[rows, parent], total = refuse(mass, tree, node)
+        budget[rows, parent] = torch.where(before == 1, before, total / (total + 1 - before))
+        turn[:, node] = turn[rows, parent]
+        turn[rows, parent] += size[:, node]
+    end = torch.zeros_like(size[:, 0])
+    undecided = torch.ones_like(end, dtype=torch.bool)  # [B]
+    for candidate in turn.argsort(1)[:, :-1].unbind(1):  # [B] each; the root, whose chance is 1, needs no draw
+        accepted = draws.accept(budget[rows, candidate], undecided)
+        end = torch.where(accepted, candidate, end)
+        undecided = undecided & ~accepted
+    return *trace(ancestors, end), draws.token(probs[rows, end], torch.ones_like(undecided))
+
+
+def typical(tree: Tree, probs: Tensor, draws: Draws, *, epsilon: float = 0.09, delta: float = 0.3) -> Accepted:
+    """Medusa's typical acceptance (2401.10774). NOT lossless: the output does not have the target's distribution.
+
+    A child is acceptable if p(x) > min(epsilon, delta exp(-H(p))) at its parent; the longest acceptable path is kept
+    (of equally long ones the first), and the next token is drawn from p at its end.
+    """
+    rows = torch.arange(len(probs), device=probs.device)
+    parents = tree.parents.clamp(min=0)
+    entropy = torch.special.entr(probs).sum(-1)  # [B, N] in nats
+    bound = (delta * torch.exp(-entropy)).clamp(max=epsilon)  # [B, N]
+    path, num_kept, end = longest(tree, probs[rows[:, None], parents, tree.tokens] > bound.gather(1, parents))
+    return path, num_kept, draws.token(probs[rows, end], torch.ones_like(rows, dtype=torch.bool))
+
+
+def chance(mass: Tensor, tree: Tree, node: int) -> Tensor:
+    """min(1, r(x) / q(x)) [B] of a node's token x; mass [B, V] is r."""
+    token = tree.tokens[:, node, None]  # [B, 1]
+    wanted = mass.gather(1, token)[:, 0]
+    return wanted if tree.probs is None else (wanted / tree.probs[:, node].gather(1, token)[:, 0]).clamp(max=1)
+
+
+def refuse(mass: Tensor, tree: Tree, node: int) -> tuple[Tensor, Tensor]:
+    """norm(R) [B, V] and |R| [B] for R = max(r - q, 0), q being the law of `node`; mass [B, V] is r.
+
+    Where |R| is no more than a rounding error, r is returned instead; if r is a law, a refusal is then as rare.
+    """
+    if tree.probs is None:
+        rest = mass.scatter(1, tree.tokens[:, node, None], 0)
+    else:
+        rest = (mass - tree.probs[:, node]).clamp_(min=0)
+    total = rest.sum(-1, keepdim=True)  # [B, 1]
+    rounding = (total <= torch.finfo(mass.dtype).eps).to(mass.dtype)
+    return rest.addcmul_(mass, rounding).div_(total + rounding), total[:, 0]  # torch.where would be slower
+
+
+def longest(tree: Tree, kept: Tensor) -> Accepted:
+    """kept [B, N] bool -> the longest path from the root over kept nodes (the root always counts), and its end [B]."""
+    ancestors = tree.ancestors()  # [B, N, N]
+    reached = (kept[:, None] | ~ancestors)[..., 1:].all(-1)  # [B, N]
+    end = (reached * ancestors.sum(-1)).argmax(-1)
+    return *trace(ancestors, end), end
+
+
+def trace(ancestors: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
+    """ancestors [B, N, N] as of Tree, end [B] -> path [B, N] from the root to `end`, num_kept [B]"""
+    numbers = torch.arange(ancestors.shape[1], device=end.device)  # [N]
+    on_path = ancestors[torch.arange(len(end), device=end.device), end]  # [B, N]
+    num_kept = on_path.sum(-1)
+    path = torch.where(on_path, numbers, len(numbers)).sort(1).values  # parents come first
+    return path.masked_fill(numbers >= num_kept[:, None], 0), num_kept
+
+
+RULES: dict[str, Callable[[Tree, Tensor, Draws], Accepted]] = {"token": sample, "block": block, "typical": typical}
+LOSSY = {"typical"}
+
+
+def check(rule: str, *, lossy: bool) -> None:
+    """Raises ValueError for a rule that does not exist, and for one of LOSSY unless `lossy` allows it."""
+    if rule not in RULES:
+        raise ValueError(f"rule={rule} must be one of {', '.join(RULES)}.")
+    if rule in LOSSY and not lossy:
+        raise ValueError(
+            f"rule={rule} changes what the target says. If that is wanted, set lossy=true; else take rule=token or block."
+        )

@@ -1,0 +1,243 @@
+"""From logits to the law (the distribution) of the next token, as in transformers' generate: a repetition penalty, then
+temperature, top-k and top-p."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from specdec.core.devices import given, send
+from specdec.core.tree import Tree
+
+Kind = Literal[
+    "greedy", "sampled", "cut"
+]  # what a law costs: the likeliest token; a softmax; with filters or a penalty
+Randomness = torch.Generator | None | Sequence[torch.Generator | None]  # one of all rows, or one for each row
+
+LOW = 1e-3  # below this temperature, logits are divided as differences from the largest one, which cannot overflow
+LOWEST = 1e-30  # below this temperature, which float32 cannot divide by, a law is greedy
+NO_TOKEN = -1  # in the place of a token that does not exist: the logits are not finite, or all are -inf
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """The settings of the law. Temperature 0 is greedy, and so is one below LOWEST; then only the penalty has an effect."""
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    repetition_penalty: float = 1.0
+
+    def __post_init__(self):
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature={self.temperature} must be 0 (greedy) or above.")
+        if self.temperature < LOWEST:
+            object.__setattr__(self, "temperature", 0.0)
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k={self.top_k} must be at least 1, or null to keep all tokens.")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1, or null to keep all tokens.")
+        if not 0 < self.repetition_penalty < math.inf:
+            raise ValueError(f"repetition_penalty={self.repetition_penalty} must be above 0; 1 is no penalty.")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def penalises(self) -> bool:
+        return self.repetition_penalty != 1
+
+    @property
+    def kind(self) -> Kind:
+        if self != Sampling(temperature=self.temperature):
+            return "cut"
+        return "greedy" if self.greedy else "sampled"
+
+    def penalise(self, logits: Tensor, seen: Tensor) -> Tensor:
+        """logits [B, N, V], seen [B, N, V] bool -> [B, N, V]; a penalty above 1 makes seen tokens less likely"""
+        logits = precise(logits)
+        penalty = self.repetition_penalty
+        return torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
+
+    def law(self, logits: Tensor) -> Tensor:
+        """logits [..., V] -> probabilities at temperature > 0, in float32 (float64 for logits in float64)
+
+        Top-k keeps all logits that equal the k-th. Of equal logits at the boundary, top-p keeps those of the highest
+        token ids (transformers keeps those that an unstable sort happens to put last, which differ by processor).
+        """
+        logits = precise(logits)
+        if self.temperature < LOW:
+            logits = logits - logits.amax(-1, keepdim=True)
+        logits = logits / self.temperature
+        if self.top_k is not None:
+            least = logits.topk(min(self.top_k, logits.shape[-1]), dim=-1).values[..., -1:]  # [..., 1]
+            logits = logits.masked_fill(logits < least, -torch.inf)
+        if self.top_p is not None and self.top_p < 1:  # with 1, only tokens of probability 0 would be dropped
+            logits = nucleus(logits.reshape(-1, logits.shape[-1]), self.top_p).view(logits.shape)
+        return logits.softmax(-1)
+
+
+@dataclass(frozen=True)
+class RowSampling:
+    """Settings of each row of a batch, used like one `Sampling`; tensors have the rows [B] as their first dimension."""
+
+    rows: tuple[Sampling, ...]
+
+    @property
+    def greedy(self) -> bool:
+        return all(row.greedy for row in self.rows)
+
+    @property
+    def penalises(self) -> bool:
+        return any(row.penalises for row in self.rows)
+
+    @property
+    def kind(self) -> Kind:
+        return self.costliest.kind
+
+    @property
+    def costliest(self) -> Sampling:
+        """A setting of the rows whose law takes as long as that of all."""
+        order: tuple[Kind, ...] = ("greedy", "sampled", "cut")
+        return max(self.rows, key=lambda row: order.index(row.kind))
+
+    def penalise(self, logits: Tensor, seen: Tensor) -> Tensor:
+        """As `Sampling.penalise`."""
+        logits = precise(logits).clone()
+        for sampling, rows in self._groups(logits.device):
+            if sampling.penalises:
+                logits[rows] = sampling.penalise(logits[rows], seen[rows])
+        return logits
+
+    def law(self, logits: Tensor) -> Tensor:
+        """As `Sampling.law`; a greedy row's law gives its most likely token in any case, if there is one."""
+        laws = torch.zeros_like(precise(logits))
+        for sampling, rows in self._groups(logits.device):
+            if sampling.greedy:
+                largest, best = logits[rows].max(-1, keepdim=True)
+                laws[rows] = torch.zeros_like(laws[rows]).scatter_(-1, best, largest.isfinite().to(laws.dtype))
+            else:
+                laws[rows] = sampling.law(logits[rows])
+        return laws
+
+    def _groups(self, device: torch.device) -> list[tuple[Sampling, Tensor]]:
+        """Each setting, and the numbers of its rows."""
+        found: dict[Sampling, list[int]] = {}
+        for row, sampling in enumerate(self.rows):
+            found.setdefault(sampling, []).append(row)
+        return [(sampling, given(rows, device)) for sampling, rows in found.items()]
+
+
+AnySampling = Sampling | RowSampling
+
+
+def of_rows(rows: Sequence[Sampling]) -> AnySampling:
+    """The settings of all rows, which may be one."""
+    return rows[0] if len(set(rows)) == 1 else RowSampling(tuple(rows))
+
+
+def nucleus(logits: Tensor, top_p: float) -> Tensor:
+    """Top-p: logits [M, V] in float32 or float64 -> the same, -inf where a token is dropped
+
+    A sort of all tokens costs 4 to 10 ms a row on a CPU, so there each row's `candidates` are sorted alone. On a GPU a sort
+    is cheap, and the number of candidates would make the host wait, so all tokens are sorted.
+    """
+    if logits.device.type != "cpu":
+        return sorted_nucleus(logits, top_p)
+    probs = logits.softmax(-1)
+    most = 0.999 * (1 - top_p)  # `candidates`, first for all rows at once: these operations start threads
+    above = probs > most / logits.shape[1]
+    nums, totals = above.sum(-1).tolist(), probs.sum(-1, dtype=torch.float64).tolist()
+    places = above.flatten().nonzero()[:, 0]  # in the flat logits
+    kept_places, kept_logits = [], []
+    for row, law, where, total in zip(
+        logits.take(places).split(nums), probs.take(places).split(nums), places.split(nums), totals
+    ):
+        few, tail = candidates(law, most, total)
+        ascending, order = row[few].sort(dim=0, stable=True)
+        few = few[order]
+        # Added up in float64 and then rounded, as a CPU's cumsum of the sorted tokens is
+        reached = (tail + law[few].cumsum(0, dtype=torch.float64)).to(law.dtype)
+        num_dropped = int((reached[:-1] <= 1 - top_p).sum())
+        kept_places.append(where[few[num_dropped:]])
+        kept_logits.append(ascending[num_dropped:])
+    return torch.full_like(logits, -torch.inf).put_(torch.cat(kept_places), torch.cat(kept_logits))
+
+
+def candidates(probs: Tensor, most: float, total: float) -> tuple[Tensor, float]:
+    """probs [n] of some tokens of a law whose sum is `total`, the largest among them; most: that top-p drops at least, if
+    tokens allow it -> increasing places in `probs`, with all tokens that top-p keeps, and the sum of the law's other tokens
+
+    n tokens of at most most / n each have together no more than `most`, so all of them are dropped. The same holds for
+    the tokens left, with what the dropped ones leave of `most`. Equal tokens stay together.
+    """
+    places, left = torch.arange(len(probs)), probs
+    for _ in range(2):
+        tail = max(0.0, total - float(left.sum(dtype=torch.float64)))
+        above = left > (most - tail) / max(1, len(left))
+        places, left = places[above], left[above]
+    return places, max(0.0, total - float(left.sum(dtype=torch.float64)))
+
+
+def sorted_nucleus(logits: Tensor, top_p: float) -> Tensor:
+    """`nucleus`, by a sort of all tokens"""
+    ascending, order = logits.sort(dim=-1, stable=True)
+    dropped = ascending.softmax(-1).cumsum(-1) <= 1 - top_p  # [M, V]
+    dropped[..., -1] = False
+    return logits.masked_fill(dropped.scatter(-1, order, dropped), -torch.inf)
+
+
+def pick(law: Tensor, uniform: Tensor) -> Tensor:
+    """law [B, V], uniform [B, 1] in float64 from [0, 1) -> one index for each row [B], distributed as the law
+
+    Of a law with NaN any index, in range, so that nothing is read outside of a table.
+    """
+    reached = law.cumsum(-1, dtype=torch.float64)  # [B, V] in float32 the chances of rare tokens would be rounded away
+    return torch.searchsorted(reached, uniform * reached[:, -1:], right=True)[:, 0].clamp_(max=law.shape[-1] - 1)
+
+
+def uniforms(num: int, source: Randomness, device) -> Tensor:
+    """[num, 1] random numbers from [0, 1) in float64, for `pick`"""
+    return uniform(num, source, device, torch.float64)[:, None]
+
+
+def uniform(num: int, source: Randomness, device, dtype: torch.dtype, where: Tensor | None = None) -> Tensor:
+    """[num] random numbers from [0, 1), of each row by its own generator if the source names them
+
+    where [num] bool, on the CPU: rows that need one; so what a row draws does not depend on what the others need
+    """
+    if not isinstance(source, Sequence):
+        return torch.rand(num, generator=source, device=device, dtype=dtype)
+    needing = [True] * num if where is None else where.tolist()
+    places = [device if generator is None else generator.device for generator in source]
+    drawn = [
+        torch.rand(1, generator=generator, device=place, dtype=dtype) if needs else torch.zeros(1, dtype=dtype)
+        for generator, place, needs in zip(source, places, needing)
+    ]
+
+    def moved(values: Tensor) -> Tensor:
+        return send(values, torch.device(device)) if values.device.type == "cpu" else values.to(device)
+
+    together = len({value.device for value in drawn}) == 1
+    return moved(torch.cat(drawn)) if together else torch.cat([moved(value) for value in drawn])
+
+
+def precise(logits: Tensor) -> Tensor:
+    """The logits in float32; float64 stays."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def seen(tree: Tree, committed: Tensor) -> Tensor:
+    """committed [B, V] bool: tokens of the prompt and of the answer so far
+
+    -> [B, N, V] bool: those, and the tokens on the path from the root to each node
+    """
+    own = tree.tokens[:, :, None]  # [B, N, 1]
+    tokens = torch.where(
+        tree.ancestors(), tree.tokens[:, None], own
+    )  # [B, N, N] a node's own token stands where a node is no ancestor
+    return committed[:, None].repeat(1, tokens.shape[1], 1).scatter_(2, tokens, True)

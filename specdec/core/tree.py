@@ -1,0 +1,151 @@
+"""Draft trees: their shape and their geometry."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specdec.core import masks
+from specdec.core.devices import given
+
+Nodes = list[tuple[int, int]]  # the drafts of one row, nodes 1, 2, .. of a tree: (token, parent); the root is node 0
+
+
+def certain(tokens: Tensor, vocab_size: int, dtype: torch.dtype) -> Tensor:
+    """tokens [B, N] -> [B, N, V] the laws that give them in any case"""
+    laws = torch.zeros(*tokens.shape, vocab_size, dtype=dtype, device=tokens.device)
+    return laws.scatter_(2, tokens[..., None], 1.0)
+
+
+@dataclass(frozen=True)
+class PartialPass:
+    """The first layers of the target's pass over a tree, if the proposer has run them already.
+
+    The nodes' K and V in these layers are in the target's cache, in the order of the nodes, behind the committed entries.
+    """
+
+    states: Tensor  # [B, N, D] the nodes' hidden states after these layers
+    num_layers: int
+
+
+@dataclass(frozen=True)
+class Tree:
+    """The drafts that a proposer puts before the target. Parents come before their children."""
+
+    tokens: Tensor  # [B, N] node 0, the root, is the newest committed token
+    parents: Tensor  # [B, N] parents[i] < i; parents[0] = -1
+    probs: Tensor | None  # [B, N, V] the law that node i was sampled from; None: the nodes were chosen, not sampled
+    linear: bool = False  # whether every row is a chain
+    done: PartialPass | None = None
+
+    def depths(self) -> Tensor:
+        """-> [B, N]; the root has depth 0."""
+        return self.ancestors().sum(-1) - 1
+
+    def ancestors(self) -> Tensor:
+        """-> [B, N, N] bool; row i marks node i and its ancestors."""
+        num_rows, num_nodes = self.parents.shape
+        if self.linear:
+            return masks.causal(num_nodes, self.parents.device).expand(num_rows, -1, -1)
+        seen = torch.eye(num_nodes, dtype=torch.bool, device=self.parents.device).repeat(num_rows, 1, 1)
+        above = self.parents.clamp(min=0)  # [B, N] the node 1, 2, 4, .. places further up; the root above itself
+        for _ in range((num_nodes - 1).bit_length()):
+            seen = seen | seen.gather(1, above[..., None].expand_as(seen))
+            above = above.gather(1, above)
+        return seen
+
+    def rounded(self, depth: int) -> "Tree":
+        """This tree filled up to a power of two drafts, a chain to at most `depth`: so only few sizes are compiled."""
+        num = self.tokens.shape[1] - 1
+        size = 1 << (num - 1).bit_length() if num else 0
+        return self.filled(min(size, depth) if self.linear else size)
+
+    def filled(self, num: int) -> "Tree":
+        """This tree filled up to `num` drafts, without `done`; the tree itself if it has as many.
+
+        A chain is filled with its last token. A tree is filled with copies of its first draft, which no rule accepts twice.
+        """
+        missing = num + 1 - self.tokens.shape[1]
+        if missing <= 0:
+            return self
+        if self.linear:
+            tokens = self.tokens[:, -1:]
+            parents = torch.arange(num + 1 - missing, num + 1, device=self.tokens.device) - 1
+        else:
+            tokens, parents = self.tokens[:, 1:2], torch.zeros(missing, dtype=torch.long, device=self.tokens.device)
+        tokens, parents = tokens.expand(-1, missing), parents.expand(len(tokens), -1)
+        probs = self.probs
+        if probs is not None:
+            probs = torch.cat([probs, certain(tokens, probs.shape[-1], probs.dtype)], dim=1)
+        return Tree(torch.cat([self.tokens, tokens], 1), torch.cat([self.parents, parents], 1), probs, self.linear)
+
+    def part(self, numbers: list[list[int]]) -> "Tree":
+        """Some nodes of each row, as many in each, in increasing order, a node only with its parent; without `done`."""
+        kept = given(numbers, self.tokens.device)  # [B, M]
+        places = torch.zeros_like(self.tokens).scatter_(
+            1, kept, torch.arange(kept.shape[1], device=kept.device).expand_as(kept)
+        )
+        parents = places.gather(1, self.parents.gather(1, kept).clamp(min=0))
+        parents[:, 0] = -1
+        probs = self.probs
+        if probs is not None:
+            probs = probs.gather(1, kept[..., None].expand(-1, -1, probs.shape[-1]))
+        return Tree(self.tokens.gather(1, kept), parents, probs, self.linear)
+
+
+@dataclass(frozen=True)
+class TreeShape:
+    """The size of a tree: at each depth `width` nodes get children, and the best `nodes` are kept. Width 1: a chain."""
+
+    depth: int
+    width: int
+    nodes: int
+
+    def __post_init__(self):
+        if min(self.depth, self.width, self.nodes) < 1:
+            raise ValueError(f"depth={self.depth}, width={self.width} and nodes={self.nodes} must be at least 1.")
+        if self.nodes < self.depth:
+            raise ValueError(
+                f"nodes={self.nodes} cannot hold a path of depth={self.depth}: raise nodes= or lower depth=."
+            )
+
+    @property
+    def chain(self) -> bool:
+        return self.width == 1
+
+    def __str__(self) -> str:
+        if self.chain:
+            return f"chain of {self.depth}"
+        return f"tree of depth {self.depth}, width {self.width}, {self.nodes} nodes"
+
+
+def root(tokens: Tensor) -> Tree:
+    """The tree without drafts. tokens [B]: the newest committed ones"""
+    return chain(tokens[:, None], None)
+
+
+def chain(tokens: Tensor, probs: Tensor | None) -> Tree:
+    """tokens [B, N], root first; probs [B, N, V] if the drafts were sampled (the root's entry is not read)."""
+    parents = torch.arange(-1, tokens.shape[1] - 1, device=tokens.device).expand_as(tokens)
+    return Tree(tokens, parents, probs, linear=True)
+
+
+def plant(newest: list[int], drafts: list[Nodes], device) -> Tree:
+    """One tree of chosen drafts. newest [B], drafts [B]: the root and the drafts of each row.
+
+    Rows with fewer drafts than others are filled up as by `Tree.filled`.
+    """
+    linear = all(parent == number for draft in drafts for number, (_, parent) in enumerate(draft))
+    num = max(map(len, drafts))
+    rows, parents = [], []
+    for root_token, draft in zip(newest, drafts):
+        tokens, owners = [root_token], [-1]
+        for token, parent in draft:
+            tokens.append(token)
+            owners.append(parent)
+        missing = num - len(draft)
+        tokens += [tokens[-1] if linear else tokens[min(1, len(draft))]] * missing
+        owners += range(len(draft), num) if linear else [0] * missing
+        rows.append(tokens)
+        parents.append(owners)
+    return Tree(given(rows, device), given(parents, device), None, linear)

@@ -1,0 +1,1 @@
+"""The decoder: batches of rows that draft and verify round by round."""

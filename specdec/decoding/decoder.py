@@ -1,0 +1,239 @@
+"""The loop of rounds: propose, verify, keep. Plain decoding is the same loop with trees of one node."""
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from specdec.core import rules
+from specdec.core.compile import Runner
+from specdec.core.generation import Ends, Generation, Round, StopStrings
+from specdec.core.grammar import Constraint
+from specdec.core.sampling import Sampling
+from specdec.decoding.batch import Batch, Request
+from specdec.proposers.base import Proposer
+from specdec.target.compiled import check_layers
+from specdec.target.model import Target
+from specdec.target.verifier import Verifier
+
+CHAINS_ONLY = (
+    "has recurrent or convolution layers, whose state follows one chain of tokens, so it cannot verify a tree of drafts: set "
+    "width=1, which drafts a chain, or choose another proposer of chains, such as ngram."
+)
+
+
+class Decoder:
+    """Drafts and verifies without changing the target's distribution; `proposer=None` is plain decoding.
+
+    stop: token ids that end an answer and belong to it; stop_strings: texts that end an answer
+    rule: a key of rules.RULES. The rules in rules.LOSSY change the distribution, so they need lossy=True
+    runner: compiles the target's passes; decoders of one target can share it. None: nothing is compiled
+
+    Raises ValueError for a rule that does not exist or does not fit the other settings.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        proposer: Proposer | None,
+        *,
+        sampling: Sampling,
+        stop: set[int],
+        stop_strings: StopStrings | None = None,
+        rule: str = "token",
+        lossy: bool = False,
+        runner: Runner | None = None,
+    ):
+        rules.check(rule, lossy=lossy)
+        if rule in rules.LOSSY and sampling.greedy:
+            raise ValueError(f"rule={rule} needs temperature= above 0: it weighs the target's probabilities.")
+        self.target, self.proposer = target, proposer
+        self.sampling, self.stop, self.stop_strings = sampling, stop, stop_strings
+        self.hidden_states = proposer.target_layers if proposer else ()
+        self.runner = runner or Runner()
+        self._check_target()
+        self.verify = Verifier(
+            target,
+            sampling=sampling,
+            rule=rule,
+            runner=self.runner,
+            hidden_states=self.hidden_states,
+            choices=proposer is not None and proposer.watches,
+        )
+        if proposer is not None:
+            proposer.meet(self.verify, sampling)
+
+    def generate(
+        self,
+        prompts: list[list[int]],
+        max_new_tokens: int,
+        *,
+        generator: torch.Generator | None = None,
+        constraints: Sequence[Constraint | None] | None = None,
+    ) -> Generation:
+        """prompts: B lists of token ids -> answers of at most `max_new_tokens` tokens each. Raises ValueError as `stream`."""
+        result = Generation([[] for _ in prompts], [[] for _ in prompts])
+        rounds = self.stream(prompts, max_new_tokens, generator=generator, result=result, constraints=constraints)
+        for emitted in rounds:
+            for row, tokens in enumerate(emitted.tokens):
+                result.tokens[row] += tokens
+        return result
+
+    def stream(
+        self,
+        prompts: list[list[int]],
+        max_new_tokens: int,
+        *,
+        generator: torch.Generator | None = None,
+        result: Generation | None = None,
+        penalised: Tensor | None = None,
+        constraints: Sequence[Constraint | None] | None = None,
+    ) -> Iterator[Round]:
+        """Yields the first tokens, read off the prompts, then the tokens of every round; fills the counts of `result`.
+
+        penalised [B, V] bool: the tokens to which a repetition penalty applies from the start; None: the prompts' tokens
+        constraints [B]: of the grammars that answers follow, made for this call; None: no answer follows one
+        Raises ValueError for prompts that are empty or do not fit into the target's positions.
+        """
+        result = result or Generation([[] for _ in prompts], [[] for _ in prompts])
+        self.check(prompts, max_new_tokens)
+        marks = [None] * len(prompts) if penalised is None else list(penalised)
+        constraints = constraints or [None] * len(prompts)
+        requests = [
+            Request(prompt, max_new_tokens, penalised=mark, constraint=constraint)
+            for prompt, mark, constraint in zip(prompts, marks, constraints, strict=True)
+        ]
+        batch, numbers = self.batch(generator), {id(request): number for number, request in enumerate(requests)}
+        first = batch.admit(requests)
+        result.prefill_seconds += sum(request.generation.prefill_seconds for request in requests)
+        _check(requests)
+        yield Round(first, [0] * len(prompts))
+        while batch.running:
+            step = batch.step()
+            _check(requests)
+            emitted: list[list[int]] = [[] for _ in prompts]
+            accepted = [0] * len(prompts)
+            for request, tokens, count in zip(step.requests, step.tokens, step.accepted):
+                number = numbers[id(request)]
+                emitted[number], accepted[number] = tokens, count
+                result.accepted[number].append(count)
+            result.drafted.append(step.num_drafted)
+            result.add_times(step.cost)
+            yield Round(emitted, accepted)
+        batch.close()
+
+    def answers(
+        self,
+        prompts: Iterable[list[int]],
+        max_new_tokens: int,
+        *,
+        rows: int,
+        generator: Callable[[int], torch.Generator | None] = lambda number: None,
+        constraint: Callable[[int], Constraint | None] = lambda number: None,
+    ) -> Iterator[tuple[int, Generation]]:
+        """Answers any number of prompts, at most `rows` of them at once: when an answer ends, the next prompt takes its place.
+
+        Yields the number of a prompt and its answer as they end, with the answer's share of the times.
+        generator: gives the random numbers of a prompt's answer, which do not depend on the other prompts then
+        constraint: gives that of the grammar that a prompt's answer follows, if it follows one
+        Raises ValueError for fewer than one row, and for a prompt as `stream`.
+        """
+        for _, ended in self.rounds(prompts, max_new_tokens, rows=rows, generator=generator, constraint=constraint):
+            yield from ended
+
+    def rounds(
+        self,
+        prompts: Iterable[list[int]],
+        max_new_tokens: int,
+        *,
+        rows: int,
+        generator: Callable[[int], torch.Generator | None] = lambda number: None,
+        constraint: Callable[[int], Constraint | None] = lambda number: None,
+    ) -> Iterator[tuple[int, list[tuple[int, Generation]]]]:
+        """`answers`, round by round. Yields how many tokens were emitted since the last time, and the answers that ended."""
+        if rows < 1:
+            raise ValueError(f"rows={rows} must be at least 1.")
+        waiting, batch = enumerate(prompts), self.batch()
+        numbers: dict[int, int] = {}
+        while True:
+            free = rows - len(batch.running) if batch.joins or not batch.running else 0
+            new = list(itertools.islice(waiting, free))
+            requests = [
+                Request(prompt, max_new_tokens, generator=generator(number), constraint=constraint(number))
+                for number, prompt in new
+            ]
+            emitted = 0
+            if requests:
+                self.check([request.prompt for request in requests], max_new_tokens)
+                numbers |= {id(request): number for request, (number, _) in zip(requests, new)}
+                emitted += sum(map(len, batch.admit(requests)))
+            elif not batch.running:
+                break
+            taking_part = requests
+            if all(request.left for request in requests):
+                step = batch.step()
+                taking_part = step.requests
+                emitted += sum(map(len, step.tokens))
+            ended = [request for request in taking_part if not request.left]
+            _check(ended)
+            yield emitted, [(numbers.pop(id(request)), request.generation) for request in ended]
+        batch.close()
+
+    def batch(self, generator: torch.Generator | None = None) -> Batch:
+        """An empty batch, to decode requests that come and go. generator: for those without random numbers of their own"""
+        ends = Ends(frozenset(self.stop), self.stop_strings)
+        return Batch(self.target, self.proposer, self.verify, ends, generator)
+
+    def check(self, prompts: list[list[int]], max_new_tokens: int) -> None:
+        """Raises ValueError, with what to change, for a batch that `stream` does not decode."""
+        if not prompts or not all(prompts) or max_new_tokens < 1:
+            raise ValueError(
+                "Decoding needs at least one prompt, every prompt at least one token, and max_new_tokens >= 1."
+            )
+        highest = max(map(max, prompts))
+        if highest >= self.target.vocab_size or min(map(min, prompts)) < 0:
+            raise ValueError(
+                f"A prompt has the token {highest}, and {self.target.name} knows tokens from 0 to {self.target.vocab_size - 1}: "
+                "encode it with the tokenizer that belongs to the model."
+            )
+        limit = self.target.max_positions
+        depth = self.proposer.depth if self.proposer else 0
+        longest = max(len(prompt) for prompt in prompts)
+        if limit is not None and longest + max_new_tokens + depth > limit:
+            raise ValueError(
+                f"A prompt of {longest} tokens, {max_new_tokens} new ones and {depth} drafts exceed the target's "
+                f"{limit} positions: shorten the prompt or lower max_new_tokens=."
+            )
+        boundary = self.target.rotary_boundary
+        if boundary is not None and min(map(len, prompts)) <= boundary < longest + max_new_tokens + depth:
+            raise ValueError(
+                f"{self.target.name} turns keys by other angles in texts longer than {boundary} tokens (LongRoPE), and this text "
+                "would cross that length: let prompt, answer and drafts stay below it, or give only longer prompts."
+            )
+
+    def _check_target(self) -> None:
+        """Raises ValueError for drafts that this target cannot verify, or passes of it that cannot be compiled."""
+        target, proposer = self.target, self.proposer
+        if proposer is not None and not proposer.linear and target.recurrent:
+            raise ValueError(f"{target.name} {CHAINS_ONLY}")
+        reach = target.kinds.reach
+        if proposer is not None and reach is not None and proposer.depth >= reach:
+            raise ValueError(
+                f"{target.name} has layers that see {reach} positions, and {proposer.depth} drafts with the token before them "
+                f"need {proposer.depth + 1}: lower depth= to {reach - 1} or less (of proposers that look at texts: num)."
+            )
+        if self.runner.compile and target.share.size > 1:
+            raise ValueError(
+                f"{target.name} is held by {target.share.size} processes together, and their exchanges in a layer "
+                "are not compiled: set compile=false."
+            )
+        if self.runner.compile:
+            check_layers(target, "set compile=false.")
+
+
+def _check(requests: list[Request]) -> None:
+    """Raises ValueError if an answer could not go on."""
+    fault = next((request.fault for request in requests if request.fault), None)
+    if fault:
+        raise ValueError(fault)

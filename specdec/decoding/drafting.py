@@ -1,0 +1,80 @@
+"""How to draft and verify: one frozen record of all settings, and the decoder and proposer that it describes."""
+
+from dataclasses import dataclass, fields
+
+from specdec.core import rules
+from specdec.core.compile import Runner
+from specdec.core.sampling import Sampling
+from specdec.core.tree import TreeShape
+from specdec.decoding.decoder import Decoder
+from specdec.heads.base import Drafter, Head
+from specdec.proposers.base import Proposer
+from specdec.proposers.growth import Children, check_children
+from specdec.proposers.heads import HeadProposer
+from specdec.proposers.lookahead import Lookahead
+from specdec.proposers.stopping import Stopping
+from specdec.target.model import Target
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """How to draft and verify. The defaults of this class are the defaults of every command (conf/decode/chain.yaml).
+
+    depth: drafts along a path; width, nodes: see TreeShape. nodes=None means `depth` for a chain, else depth x width
+    children: how the children of a tree's node are made, see HeadProposer; stopping: arguments of Stopping
+    rule, lossy: the acceptance rule, see Decoder
+    compile: whether the target's passes and the drafter's steps are compiled for the shapes that occur
+    cuda_graphs: whether the target's passes are captured as CUDA graphs (on a GPU, at temperature 0), compiled or not
+
+    Raises ValueError for an unknown value of `children` or `rule`, an unknown key of `stopping`, and a lossy rule without
+    lossy=True.
+    """
+
+    depth: int = 2
+    width: int = 1
+    nodes: int | None = None
+    children: Children = "chosen"
+    stopping: dict | None = None
+    rule: str = "token"
+    lossy: bool = False
+    compile: bool = False
+    cuda_graphs: bool = False
+
+    def __post_init__(self):
+        check_children(self.children)
+        known = [field.name for field in fields(Stopping)]
+        if not set(self.stopping or ()) <= set(known):
+            raise ValueError(f"stopping={self.stopping} may hold {', '.join(known)} and nothing else.")
+        rules.check(self.rule, lossy=self.lossy)
+
+    @property
+    def shape(self) -> TreeShape:
+        return TreeShape(self.depth, self.width, self.depth * self.width if self.nodes is None else self.nodes)
+
+    def runner(self) -> Runner:
+        """What runs the target's passes; decoders of one target can share it."""
+        return Runner(self.compile, cuda_graphs=self.cuda_graphs)
+
+    def proposer(self, drafter: Head) -> Proposer:
+        """The proposer that drafts with a trained head. A target that was trained to guess ahead of itself
+        (consistency training) drafts by Jacobi iteration."""
+        if not isinstance(drafter, Drafter):
+            if self.width > 1 or self.stopping is not None:
+                raise ValueError(
+                    f"{type(drafter).__name__} drafts by Jacobi iteration, which gives a chain that never stops early: set "
+                    f"width=1 (it is {self.width}) and stopping=null."
+                )
+            return Lookahead(drafter.target, window=self.depth, ngram=2, guesses=0, from_text=False)
+        stopping = None if self.stopping is None else Stopping(**self.stopping)
+        return HeadProposer(drafter, self.shape, children=self.children, stopping=stopping, compile=self.compile)
+
+    def decoder(self, target: Target, proposer: Proposer | None, **arguments) -> Decoder:
+        """A decoder with this acceptance rule; arguments: the other ones of Decoder."""
+        return Decoder(target, proposer, rule=self.rule, lossy=self.lossy, **arguments)
+
+    def replayable(self, drafter: Head, sampling: Sampling) -> bool:
+        """Whether replay computes tau under these settings: fixed chains of a drafter's steps, verified token by token."""
+        if not isinstance(drafter, Drafter):
+            return False
+        exact = sampling.greedy or self.rule == "token"
+        return self.shape.chain and self.stopping is None and sampling.kind != "cut" and exact

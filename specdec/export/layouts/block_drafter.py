@@ -1,0 +1,263 @@
+"""The layouts of DFlash and DSpark (docs/file-formats.md, section 10)."""
+
+from torch import Tensor, nn
+
+from specdec.export.layouts import base
+from specdec.export.layouts.base import Layout, Shapes
+from specdec.export.layouts.eagle import BLOCK_FIELDS, check_layers, check_whole, read_window, window_fields
+from specdec.heads.dflash import BlockDrafter
+from specdec.target.layer_kinds import FULL, SLIDING
+from specdec.target.model import Target
+
+MASK = "mask_embedding.pt"
+FIELDS = BLOCK_FIELDS | {"block_size", "num_target_layers", "layer_types", "dflash_config", "draft_vocab_size"}
+DSPARK_FIELDS = FIELDS - {"dflash_config"} | frozenset(
+    "target_layer_ids mask_token_id sample_from_anchor dspark_bonus_anchor markov_rank markov_head_type "
+    "enable_confidence_head confidence_head_with_markov".split()
+)
+NAMES = [(f"{part}.", f"self_attn.{part}.") for part in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")]
+
+
+MARKOV_NAMES = [
+    ("markov_in.weight", "markov_head.markov_w1.weight"),
+    ("markov_out.weight", "markov_head.markov_w2.weight"),
+]
+
+
+def is_dspark(drafter: BlockDrafter) -> bool:
+    return drafter.anchor_predicts or drafter.markov_in is not None
+
+
+def mask_token(drafter: BlockDrafter) -> int:
+    """The token whose row holds the mask's embedding: one that ends answers, so that nothing is drafted behind it."""
+    fields = drafter.target.config.to_dict()
+    end = fields.get("eos_token_id")
+    token = end[0] if isinstance(end, list) else end
+    return int(token if token is not None else fields.get("pad_token_id") or 0)
+
+
+def _common(drafter: BlockDrafter, *, needs: str) -> tuple[dict, dict]:
+    """-> tensors of the layers, config fields; needs: the architecture. Raises ValueError for what no engine has."""
+    target = drafter.target
+    if drafter.join is not None:
+        raise ValueError(
+            "fuse=true adds an input that no engine has. Train with fuse=false, or serve an EAGLE-3 head, which starts in "
+            "closed form too."
+        )
+    check_layers(drafter.target_layers, target)
+    base.check_embedding(target)
+    tensors = {
+        name: value
+        for name, value in drafter.state_dict().items()
+        if name.split(".")[0] in ("fc", "hidden_norm", "norm") or name.startswith("layers.")
+    }
+    for number in range(len(drafter.layers)):
+        prefix = f"layers.{number}."
+        tensors = base.rename(tensors, [(prefix + own, prefix + public) for own, public in NAMES])
+    config = {
+        "architectures": [needs],
+        "model_type": "qwen3",
+        "num_hidden_layers": len(drafter.layers),
+        **base.block_fields(drafter.config, target),
+        "num_target_layers": target.num_layers,
+        "layer_types": [FULL] * len(drafter.layers),
+        **window_fields(drafter),
+        "draft_vocab_size": drafter.vocab_size,
+        "torch_dtype": None,
+    }
+    if drafter.draft_to_target is not None:
+        tensors |= {"lm_head.weight": drafter.goal_head[0], **base.vocab_tensors(drafter)}
+    return tensors, config
+
+
+def dflash(drafter: BlockDrafter) -> Layout:
+    """Raises ValueError for anchors that predict and Markov heads, which only DSpark has, and for `fuse`."""
+    if is_dspark(drafter):
+        raise ValueError("This is a DSpark drafter, not a DFlash one.")
+    tensors, config = _common(drafter, needs="DFlashDraftModel")
+    mask = mask_token(drafter)
+    # engines number layer outputs: one less than hidden states
+    nested = {"mask_token_id": mask, "target_layer_ids": [k - 1 for k in drafter.target_layers]}
+    if drafter.window is not None and not drafter.window_causal:
+        nested["causal"] = False  # of all layers; a missing field: of full ones only
+    config |= {"block_size": drafter.num_drafts + 1, "dflash_config": nested}
+    fields = FIELDS | set(window_fields(drafter))
+    pickles = {MASK: {"mask_token_id": mask, "embedding": drafter.mask_embedding.detach().clone()}}
+    return Layout(tensors, config, shapes(config, len(drafter.target_layers)), fields, pickles)
+
+
+def dspark(drafter: BlockDrafter) -> Layout:
+    """With the target's embedding, in which the mask replaces one token's row: engines read DSpark's mask from nowhere else."""
+    check_whole(drafter, "A DSpark drafter in an engine")
+    tensors, config = _common(drafter, needs="Qwen3DSparkModel")
+    if drafter.markov_in is None or drafter.markov_out is None:
+        raise ValueError("Engines have no DSpark without a Markov head: train with markov_rank=256.")
+    if not drafter.target.shape_logits.plain:
+        raise ValueError(
+            f"{drafter.target.name} scales or caps its logits. DSpark adds its Markov head behind that, and engines before: "
+            "take format=safetensors, or train a DFlash drafter (markov_rank=null)."
+        )
+    mask, embedding = mask_token(drafter), drafter.target.embed.weight.detach()
+    dtype, table = drafter.fc.weight.dtype, drafter.markov_in.weight
+    if not isinstance(drafter.markov_in, nn.Embedding):
+        table = nn.functional.linear(embedding.to(dtype), table)  # [V, rank]
+    embedding = embedding.to(dtype).clone()
+    embedding[mask] = drafter.mask_embedding.to(dtype)
+    tensors |= {
+        "embed_tokens.weight": embedding,
+        "markov_head.markov_w1.weight": table,
+        "markov_head.markov_w2.weight": drafter.markov_out.weight,
+    }
+    if drafter.confidence_head is not None:
+        tensors["confidence_head.proj.weight"] = drafter.confidence_head.weight
+        tensors["confidence_head.proj.bias"] = drafter.confidence_head.bias
+    config |= {
+        "block_size": drafter.num_drafts + (not drafter.anchor_predicts),
+        "target_layer_ids": [k - 1 for k in drafter.target_layers],
+        "mask_token_id": mask,
+        "sample_from_anchor": drafter.anchor_predicts,
+        "dspark_bonus_anchor": not drafter.anchor_predicts,
+        "markov_rank": table.shape[1],
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": drafter.confident,
+        "confidence_head_with_markov": drafter.confident,
+    }
+    manifest = shapes(config, len(drafter.target_layers)) | _dspark_shapes(config)
+    manifest["embed_tokens.weight"] = tuple(embedding.shape)
+    return Layout(tensors, config, manifest, DSPARK_FIELDS)
+
+
+def _dspark_shapes(config: dict) -> Shapes:
+    rank = config["markov_rank"]
+    manifest: Shapes = {
+        "markov_head.markov_w1.weight": (config["vocab_size"], rank),
+        "markov_head.markov_w2.weight": (config["draft_vocab_size"], rank),
+    }
+    if config.get("enable_confidence_head"):
+        width = config["hidden_size"] + (rank if config.get("confidence_head_with_markov") else 0)
+        manifest |= {"confidence_head.proj.weight": (1, width), "confidence_head.proj.bias": (1,)}
+    return manifest
+
+
+def shapes(config: dict, num_features: int) -> Shapes:
+    hidden, head_dim = config["hidden_size"], config["head_dim"]
+    manifest: Shapes = {
+        "fc.weight": (hidden, num_features * hidden),
+        "hidden_norm.weight": (hidden,),
+        "norm.weight": (hidden,),
+    }
+    for number in range(config["num_hidden_layers"]):
+        prefix = f"layers.{number}."
+        manifest |= base.block_shapes(config, prefix=prefix)
+        manifest |= {
+            f"{prefix}input_layernorm.weight": (hidden,),
+            f"{prefix}self_attn.q_norm.weight": (head_dim,),
+            f"{prefix}self_attn.k_norm.weight": (head_dim,),
+        }
+    vocab = base.vocab_shapes(config)
+    return manifest | ({"lm_head.weight": (config["draft_vocab_size"], hidden), **vocab} if vocab else {})
+
+
+def read(config: dict, tensors: dict[str, Tensor], mask: Tensor | None, target: Target) -> tuple[dict, dict]:
+    """DFlash or DSpark -> the arguments of `heads.dflash.BlockDrafter`, its tensors. Raises ValueError if they are none of this target.
+
+    config: flat; layers in `dflash_config`, beside it, or a container's `aux_hidden_state_layer_ids`. mask [H]: its embedding, if it
+    has a file of its own
+    """
+    nested = config.get("dflash_config") or config
+    layers = config.get("aux_hidden_state_layer_ids") or [k + 1 for k in nested.get("target_layer_ids", [])]
+    mask_id = config.get("mask_token_id", nested.get("mask_token_id"))
+    if not layers or (mask is None and mask_id is None):
+        raise ValueError("config.json names no hidden states or no mask token: is this a DFlash drafter?")
+    has_markov = any("markov_head" in name for name in tensors)
+    anchor_predicts = bool(config.get("sample_from_anchor", has_markov))
+    if anchor_predicts and not has_markov:
+        raise ValueError("DFlash with sample_from_anchor cannot be imported.")
+    sliding = _read_window(config, nested)
+    check_layers(tuple(layers), target)
+    rows = config.get("draft_vocab_size") or target.vocab_size
+    config = {**base.complete(config), "vocab_size": target.vocab_size, "draft_vocab_size": rows}
+    tensors = dict(tensors)
+    if mask is None:
+        mask = _read_mask(tensors, int(mask_id or 0), target)
+    base.drop_copy(tensors, "embed_tokens.weight", target.embed.weight)
+    vocab = None
+    if "d2t" in tensors:
+        vocab = base.check_vocab(tensors["d2t"], tensors.get("t2d"))
+    base.drop_copy(tensors, "lm_head.weight", target.lm_head.weight if vocab is None else target.lm_head.weight[vocab])
+    wanted = {name: shape for name, shape in shapes(config, len(layers)).items() if name != "lm_head.weight"}
+    if has_markov:
+        if config.get("markov_head_type", "vanilla") != "vanilla":
+            raise ValueError(f"A Markov head of the type {config['markov_head_type']} cannot be imported; vanilla can.")
+        config["markov_rank"] = tensors["markov_head.markov_w1.weight"].shape[-1]
+        wanted |= _dspark_shapes(config)
+    base.check_tensors(tensors, wanted)
+    head = {name: value for name, value in tensors.items() if name not in ("d2t", "t2d")}
+    for number in range(config["num_hidden_layers"]):
+        prefix = f"layers.{number}."
+        head = base.rename(head, [(prefix + public, prefix + own) for own, public in NAMES])
+    head["mask_embedding"] = mask
+    if vocab is not None:
+        head["draft_to_target"] = vocab
+    sizes = base.read_block(config, target)
+    if sizes.pop("block"):
+        raise ValueError(
+            "The drafter has other heads, norms or rotary embeddings than its target: it cannot be imported."
+        )
+    arguments = {
+        "_target_": "specdec.heads.dflash.BlockDrafter",
+        **sizes,
+        "num_drafts": config["block_size"] - (not anchor_predicts),
+        "num_layers": config["num_hidden_layers"],
+        "target_layers": list(layers),
+        **sliding,
+    }
+    if has_markov:
+        arguments |= {"anchor_predicts": anchor_predicts, **_read_markov(head, config)}
+    return arguments, head
+
+
+def _read_mask(tensors: dict[str, Tensor], mask_id: int, target: Target) -> Tensor:
+    """The mask's embedding, [D], a row of the embedding in which nothing else may differ from the target's."""
+    own = target.embed.weight.detach()
+    embedding = tensors.get("embed_tokens.weight")
+    if embedding is None or embedding.shape != own.shape:
+        return own[mask_id].clone()
+    tensors["embed_tokens.weight"] = embedding.clone()
+    tensors["embed_tokens.weight"][mask_id] = own[mask_id].to(embedding)
+    return embedding[mask_id].clone()
+
+
+def _read_markov(head: dict[str, Tensor], config: dict) -> dict:
+    """The arguments of DSpark's Markov and confidence heads, whose tensors are renamed in `head`."""
+    for own, public in MARKOV_NAMES:
+        head[own] = head.pop(public)
+    if not config.get("enable_confidence_head"):
+        return {"markov_rank": config["markov_rank"], "markov_table": True}
+    weight, head["confidence_head.bias"] = (head.pop(f"confidence_head.proj.{part}") for part in ("weight", "bias"))
+    width = config["hidden_size"] + config["markov_rank"]
+    head["confidence_head.weight"] = nn.functional.pad(
+        weight, (0, width - weight.shape[1])
+    )  # it may not read the Markov head
+    return {"markov_rank": config["markov_rank"], "markov_table": True, "confidence": True}
+
+
+def _read_window(config: dict, nested: dict) -> dict:
+    """The arguments `window`, `full_layers` and `window_causal`, as vLLM reads a raw drafter, and Speculators its container.
+
+    nested: `dflash_config`. Raises ValueError for layers that this project has not: full ones whose inputs see earlier ones only.
+    """
+    num = config["num_hidden_layers"]
+    kinds = list(config.get("layer_types") or [FULL] * num)[:num]
+    causal = config.get("is_causal")
+    causal = nested.get("causal") if causal is None else causal
+    if nested.get("use_swa") and SLIDING not in kinds:  # all layers, and both ways unless it is said
+        kinds, causal = [SLIDING] * num, bool(causal)
+    in_container = "speculators_model_type" in config
+    if in_container:  # of sliding layers alone; without the field, as vLLM takes it
+        causal = SLIDING in kinds and not config.get("sliding_window_non_causal", True)
+    if causal and not in_container and FULL in kinds:
+        raise ValueError("DFlash with causal full layers cannot be imported.")
+    sizes = {"layer_types": kinds, "sliding_window": nested.get("swa_window_size", config.get("sliding_window"))}
+    found = read_window(sizes, num)
+    return {**found, "window_causal": causal is None or bool(causal)} if found else {}

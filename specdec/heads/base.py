@@ -1,0 +1,216 @@
+"""The interfaces `Head` and `Drafter`, and the slot rule.
+
+THE SLOT RULE (the only alignment in the project; every other file refers to it):
+
+    Slot j sees token x_j and feature f_(j-1). Its step d sees x_(j+d-1) and the state its previous step returned,
+    guesses x_(j+d), and is judged by the target's output at position j+d-1.
+
+    position      0     1     2     3     4
+    token         x0    x1    x2    x3    x4
+    feature       f0    f1    f2    f3    f4      f_i: computed by the target once it has read x_i
+    target        p1    p2    p3    p4    p5      p_i: its law for token i, found at position i-1
+
+    slot 2 step 1   (f1, x2) -> h    guesses x3, judged by p3 (position 2)
+    slot 2 step 2   (h , x3) -> h'   guesses x4, judged by p4 (position 3)
+    slot 2 step 3   (h', x4) -> h''  guesses x5, judged by p5 (position 4)
+
+In decoding the newest committed token is the newest slot. Its later tokens are drafted instead of given.
+
+WHAT A STEP SEES (`attends`; docs/architecture.md), in training and in decoding alike:
+
+    path    keys of committed slots' first steps, and of its own steps 2..d        EAGLE, shared MTP, Meta's heads
+    depth   keys of module d at slots whose step d needs committed tokens only     MTP, a module for each depth
+    block   the features of slots <= j as keys, and its own block of K states      DFlash, DSpark
+    text    the tokens before: step d of slot j is step 1 of slot j+d-1            draft models
+    none    nothing                                                                Medusa, Hydra
+"""
+
+import copy
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Literal, Self
+
+import torch
+from torch import Tensor, nn
+
+from specdec.core import few_rows
+from specdec.core.cache import RowCache
+from specdec.core.span_attention import Seen
+from specdec.heads.sized_linear import SizedLinear
+from specdec.target.model import Target
+
+
+@dataclass(frozen=True)
+class Slots:
+    """M slots of training texts, for `Drafter.solve`: the inputs of their steps 1..K, and the states to estimate."""
+
+    features: Tensor  # [M, F*D] f_(j-1)
+    state: Tensor  # [M, D] the target's final state at j-1
+    tokens: Tensor  # [M, K] x_j .. x_(j+K-1)
+    goals: Tensor  # [M, K, D] the target's final states at the positions of `tokens`
+
+
+class Head(nn.Module, ABC):
+    """A trained module beside a frozen target. The same class is trained, decoded with and exported.
+
+    vocab [W]: increasing ids of the target's tokens that can be drafted; None: all V of them
+    """
+
+    target_layers: tuple[int, ...]  # numbers of the hidden states it reads, as in Target.read; () reads tokens only
+    depth: int | None  # the largest number of drafts along a path; None: any
+    pretrained = False  # whether it starts from trained weights: validation then also runs before training
+    changeable: tuple[str, ...] = ()  # arguments without weights, which training further from a checkpoint sets anew
+    by_token: tuple[str, ...] = ()  # beginnings of the names of tensors with a row for each token that can be drafted
+    adapts_target = False  # whether it changes the target in place: outputs are then those of the adapted target
+    draft_to_target: Tensor | None  # [W] target ids of a reduced draft vocabulary, increasing; None: all V
+    target_to_draft: Tensor | None  # [V] the inverse, -1 where a token is not drafted
+
+    def __init__(self, target: Target, *, vocab: Tensor | None):
+        super().__init__()
+        self._target = (target,)  # in a tuple, so that frozen weights are not registered, trained, moved or saved here
+        self.register_buffer("draft_to_target", vocab)
+        inverse = None
+        if vocab is not None:
+            if not bool((vocab[1:] > vocab[:-1]).all()) or int(vocab[-1]) >= target.vocab_size or int(vocab[0]) < 0:
+                raise ValueError("A draft vocabulary must hold increasing token ids of the target.")
+            inverse = torch.full((target.vocab_size,), -1)
+            inverse[vocab] = torch.arange(len(vocab))
+        self.register_buffer("target_to_draft", inverse, persistent=False)
+
+        rows = slice(None) if vocab is None else vocab
+        bias = target.lm_head.bias
+        self._goal_head: tuple[Tensor, Tensor | None]  # frozen [W, D], [W]
+        self._goal_head = (target.lm_head.weight[rows], None if bias is None else bias[rows])
+
+    def _apply(self, fn, recurse=True):
+        """Moves and casts, but keeps rotary frequencies in float32: in bfloat16 they are far off at position 200."""
+        exact = {name: buffer for name, buffer in self.named_buffers() if name.endswith("inv_freq")}
+        super()._apply(fn, recurse)
+        for name, buffer in exact.items():
+            module, _, leaf = name.rpartition(".")
+            owner = self.get_submodule(module)
+            setattr(owner, leaf, buffer.to(owner.get_buffer(leaf).device))
+        return self
+
+    @property
+    def target(self) -> Target:
+        return self._target[0]
+
+    @property
+    def vocab_size(self) -> int:
+        """W, the number of tokens that can be drafted."""
+        return self.target.vocab_size if self.draft_to_target is None else len(self.draft_to_target)
+
+    def goal_logits(self, final: Tensor) -> Tensor:
+        """The target's logits over the draft vocabulary: final [..., D] -> [..., W]"""
+        weight, bias = self._goal_head
+        return self.target.shape_logits(few_rows.linear(final.to(weight.dtype), weight, bias))
+
+    @property
+    def goal_head(self) -> tuple[Tensor, Tensor | None]:
+        """The target's LM head over the draft vocabulary, frozen: weight [W, D], bias [W] if the target has one
+
+        `goal_logits` also scales and caps, as the target does.
+        """
+        return self._goal_head
+
+    @goal_head.setter
+    def goal_head(self, head: tuple[Tensor, Tensor | None]) -> None:
+        self._goal_head = head
+
+    def to_target(self, tokens: Tensor) -> Tensor:
+        """Draft ids -> target ids, any shape."""
+        return tokens if self.draft_to_target is None else self.draft_to_target[tokens]
+
+    def decodable(self) -> Self:
+        """A frozen copy to decode with and to save, so that training can go on undisturbed."""
+        shared = (self._target, self._goal_head)
+        frozen = copy.deepcopy(self, {id(part): part for part in shared}).eval().requires_grad_(False)
+        for module in frozen.modules():
+            if isinstance(module, SizedLinear):
+                module.fold()
+        return frozen
+
+    def arguments(self) -> dict:
+        """Constructor arguments that a checkpoint must hold in place of those that training was given."""
+        return {}
+
+    def num_parameters(self) -> int:
+        return sum(p.numel() for p in self.parameters() if p.requires_grad)
+
+
+class Drafter(Head):
+    """A head that drafts step by step.
+
+    `step` returns a state and a readout instead of logits. So both loops make logits only where they are needed: the
+    training unroll for judged slots, in chunks, and the decoder for the frontier of the tree.
+    """
+
+    attends: Literal["path", "depth", "block", "text", "none"]  # what a step sees
+    estimates = False  # whether its state estimates the target's next final state, so that the two can be compared
+    confident = False  # whether `confidence` returns logits
+    # Whether the drafts of a round follow from its first pass, because no step reads a draft or the state of another step, and
+    # `logits` is the same at all depths
+    parallel = False
+
+    @property
+    def first_slot(self) -> int:
+        """The first slot whose step 1 has its inputs: slot 0 has no feature."""
+        return 1 if self.target_layers else 0
+
+    @abstractmethod
+    def cache(self, batch: int) -> RowCache:
+        """An empty cache for decoding `batch` rows."""
+
+    @abstractmethod
+    def encode(self, features: Tensor) -> Tensor:
+        """features [B, S, F*D] -> h [B, S, H], the state that step 1 takes"""
+
+    def context(self, h: Tensor, positions: Tensor, cache) -> None:  # most heads have nothing to do
+        """Writes keys and values of the features into the cache, if `attends` is "block".
+
+        h [B, S, H] as from `encode`; positions [B, S] of the features
+        """
+
+    @abstractmethod
+    def step(
+        self, d: int, h: Tensor, tokens: Tensor, positions: Tensor, mask: Seen | None, cache
+    ) -> tuple[Tensor, Tensor]:
+        """Step d in 1..K. h [B, S, H]; tokens, positions [B, S]; mask: where it may attend, bool [B, 1, S, keys] in decoding
+        and of draft models, spans in training.
+
+        -> h [B, S, H] for the next step, readout [B, S, R] for `logits`. H may differ from step to step. Where a step
+        sees no keys, the mask may be None.
+        """
+
+    @abstractmethod
+    def logits(self, d: int, readout: Tensor) -> Tensor:
+        """readout [..., R] of step d -> [..., W], over the draft vocabulary"""
+
+    def blank(self, num_rows: int, num: int) -> tuple[Tensor, Tensor] | None:
+        """What the later steps of a parallel drafter read in place of drafts -> h [B, num, H], tokens [B, num]
+
+        They can then be read in one pass with step 1. None: step 1 alone has made the readouts of all steps, see `ahead`
+        """
+        return None
+
+    def ahead(self, h: Tensor) -> Tensor:
+        """h [B, S, H] after step 1 of a parallel drafter without `blank` -> the readouts of all steps, [B, S, K, R]"""
+        raise TypeError(
+            f"{type(self).__name__} has neither `blank` nor `ahead`, of which a parallel drafter needs one."
+        )
+
+    def confidence(self, d: int, readout: Tensor) -> Tensor | None:
+        """readout [..., R] of step d -> [...], the logit of "this draft is accepted"; None without a confidence head"""
+        return None
+
+    def measure(self, slots: list[Slots], *, fresh: bool) -> bool:
+        """Takes in the sizes of what it reads, before it is solved or trained. -> whether it did
+
+        fresh: its weights are random; else what it computes stays the same
+        """
+        return False
+
+    def solve(self, slots: list[Slots]) -> bool:
+        """Sets weights in closed form before training (docs/methods.md, section 5). -> whether it did"""
+        return False

@@ -1,0 +1,399 @@
+"""A drafter inside transformers: model.generate(**inputs, custom_generate=Speculative("checkpoints/shipped/mtp")).
+
+`generate` prepares the prompts, its settings and its stopping criteria as usual. Then this project's decoder runs instead
+of its own loop.
+"""
+
+import contextlib
+import dataclasses
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation import (
+    BaseStreamer,
+    GenerateDecoderOnlyOutput,
+    GenerationMode,
+    LogitNormalization,
+    LogitsProcessorList,
+    RepetitionPenaltyLogitsProcessor,
+    StoppingCriteriaList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from specdec import caller_frame, checkpoint
+from specdec.core import precision
+from specdec.core.compile import Runner
+from specdec.core.generation import Generation, Round
+from specdec.core.grammar import Constraint, Grammar, Grammars
+from specdec.core.sampling import Sampling
+from specdec.decoding.drafting import Drafting
+from specdec.proposers.auto import Auto
+from specdec.proposers.base import Proposer
+from specdec.proposers.heads import HeadProposer
+from specdec.server.traffic import Answered, Asked, Origin, Recorder, Recording
+from specdec.target import attention
+from specdec.target.model import Target, load_tokenizer
+
+# What changes logits, in the order in which Sampling does it; the last normalises, which changes no law.
+PROCESSORS: tuple[type, ...] = (
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    LogitNormalization,
+)
+MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+MODE_SETTINGS = ("prompt_lookup_num_tokens", "use_mtp", "assistant_early_exit", "penalty_alpha", "dola_layers",
+                 "constraints", "force_words_ids")  # fmt: skip
+OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+ARGUMENTS = ("assistant_model", "synced_gpus", "negative_prompt_ids", "negative_prompt_attention_mask")
+MODEL_ARGUMENTS = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep")
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """A drafter beside the model that it was loaded for."""
+
+    weights: list[tuple[int, int]]  # of each parameter, its address and how often it was changed in place
+    model: PreTrainedModel
+    target: Target
+    drafting: Drafting
+    proposer: Proposer
+    runner: Runner
+
+
+class Speculative:
+    """For `generate(custom_generate=...)`: the answers of `generate`, drafted by a checkpoint and verified by the model.
+
+    checkpoint: a step's folder, a run's folder for its best step, or user/name[@revision] on the Hugging Face Hub
+    decode: how to draft and verify; None: how much to draft is chosen every round (proposers/auto.py), not compiled
+    grammar: that all answers follow (specdec.core.grammar.Grammar); give `generate` the tokenizer= then
+    record: a folder, or a recorder with a tokenizer, to which prompts and answers are written (docs/traffic.md); None: nowhere
+
+    The drafter is loaded at the first call and kept, with the model, until a call with another model. Raises ValueError
+    for a model that is not the checkpoint's target, and for settings of `generate` that this decoder does not support.
+    `last` holds the answers, counts and times of the last call. While a call runs, the model uses this project's
+    attention, so one model must not generate in two threads at once.
+    """
+
+    def __init__(
+        self,
+        checkpoint: str | Path,
+        decode: Drafting | None = None,
+        *,
+        grammar: Grammar | None = None,
+        record: Recorder | str | Path | None = None,
+    ):
+        self._folder, self._decode, self._grammar, self.record = checkpoint, decode, grammar, record
+        self._grammars: tuple[tuple, Grammars] | None = None  # of the last tokenizer, vocabulary size and ends
+        self.last: Generation | None = None
+        self._loaded: _Loaded | None = None
+
+    def __getattr__(self, name: str):
+        if name == "__signature__":  # `generate` is reading the signature
+            caller_frame.return_tokenizer()
+        raise AttributeError(f"{type(self).__name__} has no attribute {name}")
+
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        *,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        streamer: BaseStreamer | None = None,
+        tokenizer: Any = None,
+        **model_kwargs,
+    ) -> Tensor | GenerateDecoderOnlyOutput:
+        """input_ids [B, T] -> [B, T + new], or that in an output object; called by `generate`"""
+        given = caller_frame.generate_arguments()  # `generate` passes on neither `streamer` nor ARGUMENTS
+        streamer = given.get("streamer") if streamer is None else streamer
+        _check(model, generation_config, {name: given.get(name) for name in ARGUMENTS} | model_kwargs)
+        sampling, ignored = _sampling(logits_processor, bool(generation_config.do_sample), input_ids.shape[1])
+        mask = _mask(input_ids, model_kwargs)
+        pad = _pad(generation_config, stopping_criteria)
+        num_new = (stopping_criteria.max_length or generation_config.max_length) - input_ids.shape[1]
+        prompts = [tokens[real].tolist() for tokens, real in zip(input_ids, mask)]
+        result = Generation([[] for _ in prompts], [[] for _ in prompts])
+        with _borrowed(model):
+            loaded = self._load(model)
+            recorder = self._recorder(loaded)
+            decoder = loaded.drafting.decoder(
+                loaded.target, loaded.proposer, sampling=sampling, stop=set(), runner=loaded.runner
+            )
+            penalised = None
+            if sampling.penalises:
+                penalised = _marks(input_ids[:, ignored:], loaded.target.vocab_size)
+            constraints = self._constrain(tokenizer, generation_config, loaded.target.vocab_size, len(prompts))
+            rounds = decoder.stream(
+                prompts, max(1, num_new), penalised=penalised, result=result, constraints=constraints
+            )
+            sequences = _hand_out(rounds, result, input_ids, stopping_criteria, pad, streamer)
+        self.last = result
+        if recorder is not None:
+            _record(recorder, prompts, result, sampling, num_new, _ends(generation_config), self._grammar)
+        if generation_config.return_dict_in_generate:
+            return GenerateDecoderOnlyOutput(sequences=sequences)  # type: ignore[arg-type]  # they are whole numbers
+        return sequences
+
+    def _constrain(
+        self, tokenizer: Any, config: GenerationConfig, vocab_size: int, num: int
+    ) -> list[Constraint | None] | None:
+        """Of each answer, at its beginning."""
+        if self._grammar is None:
+            return None
+        if tokenizer is None:
+            raise ValueError("A grammar needs the tokenizer: call generate(..., tokenizer=tokenizer).")
+        stop = _ends(config)
+        key = id(tokenizer), vocab_size, stop
+        if self._grammars is None or self._grammars[0] != key:
+            self._grammars = key, Grammars(tokenizer, vocab_size, stop)
+        return [self._grammars[1].constraint(self._grammar) for _ in range(num)]
+
+    def _recorder(self, loaded: _Loaded) -> Recorder | None:
+        """Raises ValueError if the folder cannot be used, or if the model's tokenizer is not found."""
+        if self.record is None:
+            return None
+        if not isinstance(self.record, Recorder):
+            self.record = Recorder(Recording(Path(self.record)), tokenizer=load_tokenizer(loaded.target.name))
+        target, head = loaded.target, checkpoint.name_of(checkpoint.resolve(self._folder))
+        self.record.origin = Origin("generate", target.name, target.fingerprint(), head)
+        return self.record
+
+    def _load(self, model: PreTrainedModel) -> _Loaded:
+        """The drafter for this model; it is loaded again only for another model, or if the weights have changed."""
+        weights = [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in model.parameters()]
+        if self._loaded and self._loaded.model is model and self._loaded.weights == weights:
+            return self._loaded
+        self._loaded = None
+        folder = checkpoint.resolve(self._folder)
+        document = checkpoint.read_json(folder / "drafter.json")
+        if checkpoint.drafter_class(str(document.get("_target_"))).adapts_target:
+            raise ValueError(
+                f"{folder} adapts its target, which would change your model: decode with specdec.decoding.decoder.Decoder and a Target "
+                "of its own, or take a checkpoint that does not change its target."
+            )
+        target = Target(model, name=model.name_or_path or type(model).__name__)
+        choice = precision.choose(target.device)
+        if target.dtype == torch.bfloat16 and choice.dtype == "float32":
+            warnings.warn(
+                f"The model is in bfloat16, but {choice.reason}: load it with dtype=torch.float32.", stacklevel=2
+            )
+        with torch.random.fork_rng(devices=[]):  # new weights draw random numbers before those of the file replace them
+            drafter = checkpoint.load(folder, target)
+        drafting = self._decode or Drafting(min(2, drafter.depth or 2))
+        proposer = drafting.proposer(drafter)
+        if self._decode is None and isinstance(proposer, HeadProposer):
+            proposer = Auto.usual(target, proposer)
+        self._loaded = _Loaded(weights, model, target, drafting, proposer, drafting.runner())
+        return self._loaded
+
+
+def _hand_out(
+    rounds: Iterator[Round],
+    result: Generation,
+    input_ids: Tensor,
+    criteria: StoppingCriteriaList,
+    pad: int | None,
+    streamer: BaseStreamer | None,
+) -> Tensor:
+    """The loop of `generate` with tokens from rounds. Some rows are ahead of others, but tokens are appended column by column.
+
+    So every criterion sees the same texts as in `generate`, in the same order. input_ids [B, T] -> [B, T + new]
+    result: collects tokens and counts; pad: the token after an answer's end; None: answers go on until all have ended
+    """
+    running = torch.ones(len(input_ids), dtype=torch.bool, device=input_ids.device)
+    awaited = list(range(len(input_ids)))  # rows whose next token is not padding
+    lengths, num = [0] * len(input_ids), 0
+    for emitted in rounds:
+        for answer, tokens in zip(result.tokens, emitted.tokens):
+            answer += tokens
+        while awaited and all(len(result.tokens[row]) > num for row in awaited):
+            column = [pad] * len(input_ids)
+            for row in awaited:
+                column[row], lengths[row] = result.tokens[row][num], num + 1
+            num += 1
+            new = torch.tensor(column, device=input_ids.device)
+            input_ids = torch.cat([input_ids, new[:, None]], dim=1)
+            running &= ~criteria(input_ids, None)  # type: ignore[arg-type]  # as in `generate` without output_scores
+            if streamer is not None:
+                streamer.put(new.cpu())
+            if pad is not None or not running.any():
+                awaited = running.nonzero()[:, 0].tolist()
+        if not awaited:
+            break
+    if streamer is not None:
+        streamer.end()
+    for row, length in enumerate(lengths):
+        result.tokens[row] = result.tokens[row][:length]
+        result.accepted[row] = _within(result.accepted[row], length)
+    return input_ids
+
+
+def _ends(config: GenerationConfig) -> set[int]:
+    """Token ids that end an answer."""
+    ends = config._eos_token_tensor
+    return set() if ends is None else set(ends.flatten().tolist())
+
+
+def _record(
+    recorder: Recorder,
+    prompts: list[list[int]],
+    result: Generation,
+    sampling: Sampling,
+    num_new: int,
+    stop: set[int],
+    grammar: Grammar | None,
+) -> None:
+    """Records each row, of which only ids are known. stop: ids that end an answer"""
+    for prompt, tokens, accepted in zip(prompts, result.tokens, result.accepted):
+        end = tokens[-1] if tokens[-1] in stop else None
+        answered = Answered(
+            None,
+            "length" if end is None and len(tokens) >= num_new else "stop",
+            prompt + tokens,
+            num_prompt=len(prompt),
+            end=end,
+            rounds=len(accepted),
+            drafted=sum(result.drafted[: len(accepted)]),
+            accepted=list(accepted),
+        )
+        asked = Asked(None, None, dataclasses.asdict(sampling), grammar=grammar.to_row() if grammar else None)
+        recorder.record(asked, answered)
+
+
+def _within(accepted: list[int], length: int) -> list[int]:
+    """The drafts emitted by each round, of those rounds that an answer of `length` tokens consists of."""
+    counts, left = [], length - 1
+    for count in accepted:
+        if left > 0:
+            counts.append(min(count, left - 1))
+        left -= count + 1
+    return counts
+
+
+@contextlib.contextmanager
+def _borrowed(model: PreTrainedModel) -> Iterator[None]:
+    """Within, the model can be a Target. Afterwards its attention, training modes and requires_grad are as before."""
+    config = model.config.get_text_config()
+    implementation = config._attn_implementation
+    training = [module for module in model.modules() if module.training]
+    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    config._attn_implementation = attention.implementation(type(model))
+    try:
+        model.eval()
+        yield
+    finally:
+        config._attn_implementation = implementation
+        for module in training:
+            module.training = True
+        for parameter in learning:
+            parameter.requires_grad_(True)
+
+
+def _refusal(setting: str, advice: str) -> ValueError:
+    return ValueError(f"Speculative cannot honour {setting}: {advice}, or call generate without custom_generate.")
+
+
+def _check(model: PreTrainedModel, config: GenerationConfig, arguments: dict[str, Any]) -> None:
+    """Raises ValueError for what the decoder does not support."""
+    if model.config.is_encoder_decoder:
+        raise _refusal("an encoder and decoder", "take a decoder-only model")
+    if (config.num_beams or 1) > 1:
+        raise _refusal(f"num_beams={config.num_beams}", "set num_beams=1")
+    if (mode := config.get_generation_mode()) not in MODES:
+        names = [name for name in MODE_SETTINGS if getattr(config, name, None)]
+        raise _refusal(f"{mode.value} ({', '.join(names)})", "set that to None")
+    for name in OUTPUTS:
+        if getattr(config, name):
+            raise _refusal(name, "only token ids are returned, so set it to False")
+    if config.cache_implementation not in (None, "dynamic"):
+        raise _refusal(
+            f"cache_implementation={config.cache_implementation}", "it keeps a cache of its own, so set None"
+        )
+    if config.prefill_chunk_size is not None:
+        raise _refusal("prefill_chunk_size", "prompts are read at once, so set it to None")
+    cache = arguments.get("past_key_values")
+    if cache is not None and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length()):
+        raise _refusal("past_key_values", "it keeps a cache of its own, so pass the whole prompt and no cache")
+    for name, value in arguments.items():
+        if name not in MODEL_ARGUMENTS and value is not None and value is not False:
+            raise _refusal(name, "it takes token ids, their attention_mask and no further models, so leave it out")
+
+
+def _sampling(processors: LogitsProcessorList, do_sample: bool, length: int) -> tuple[Sampling, int]:
+    """The sampling that the processors amount to, and how many of the prompts' `length` columns a penalty leaves out.
+
+    Raises ValueError for processors that do something else.
+    """
+    kinds: list[type] = [type(processor) for processor in processors]
+    for kind in kinds:
+        if kind not in PROCESSORS:
+            known = ", ".join(kind.__name__ for kind in PROCESSORS)
+            raise _refusal(
+                kind.__name__, f"the logits processors that it knows are {known}; leave out what adds others"
+            )
+    if [kind for kind in PROCESSORS if kind in kinds] != kinds:
+        order = " before ".join(kind.__name__ for kind in PROCESSORS if kind in kinds)
+        raise _refusal("this order of logits processors", f"have each once, {order}")
+    by_kind: dict[type, Any] = dict(zip(kinds, processors))
+    penalty, temperature, top_k, top_p = (by_kind.get(kind) for kind in PROCESSORS[:4])
+    for warper in filter(None, (top_k, top_p)):
+        if warper.filter_value != -torch.inf:
+            raise _refusal(f"filter_value={warper.filter_value}", "leave it at minus infinity")
+    if top_p and top_p.min_tokens_to_keep != 1:
+        raise _refusal(f"min_tokens_to_keep={top_p.min_tokens_to_keep} of top_p", "leave it at 1")
+    strength = penalty.penalty if penalty else 1.0
+    ignored = penalty.prompt_ignore_length or 0 if penalty else 0
+    if ignored > length:
+        raise _refusal(f"prompt_ignore_length={ignored}", f"make it at most {length}, the length of the prompts")
+    if not do_sample:  # the best token stays the best at any temperature
+        return Sampling(repetition_penalty=strength), ignored
+    if top_p and top_p.top_p == 0:
+        raise _refusal("top_p=0", "set do_sample=False for the likeliest token")
+    sampling = Sampling(
+        temperature.temperature if temperature else 1.0,
+        top_k.top_k if top_k else None,
+        top_p.top_p if top_p else None,
+        strength,
+    )
+    return sampling, ignored
+
+
+def _mask(input_ids: Tensor, model_kwargs: dict[str, Any]) -> Tensor:
+    """[B, T] bool, the prompts' tokens. Raises ValueError for right padding and positions that do not count them."""
+    mask = model_kwargs.get("attention_mask")
+    mask = torch.ones_like(input_ids) if mask is None else mask
+    if mask.shape != input_ids.shape or not mask[:, -1].all():
+        raise _refusal("this attention_mask", 'pad prompts on the left (tokenizer.padding_side="left")')
+    mask = mask.bool()
+    positions = model_kwargs.get("position_ids")
+    if positions is not None and bool((positions != mask.cumsum(-1) - 1)[mask].any()):
+        raise _refusal("these position_ids", "leave them out, and positions count the tokens of each prompt")
+    return mask
+
+
+def _pad(config: GenerationConfig, criteria: StoppingCriteriaList) -> int | None:
+    """What `generate` puts behind an answer that ended; None where it lets such an answer go on, without an eos token."""
+    if not any(hasattr(criterion, "eos_token_id") for criterion in criteria):
+        return None
+    if config._pad_token_tensor is None:
+        raise ValueError(
+            "Answers end at an eos token of stopping_criteria, but there is no pad token: set pad_token_id."
+        )
+    return int(config._pad_token_tensor)
+
+
+def _marks(tokens: Tensor, vocab_size: int) -> Tensor:
+    """tokens [B, T] -> [B, V] bool, where they are; like `generate`, the padding too, and none past the vocabulary"""
+    marks = torch.zeros(len(tokens), vocab_size + 1, dtype=torch.bool, device=tokens.device)
+    return marks.scatter_(1, tokens.clamp(max=vocab_size), True)[:, :-1]

@@ -1,0 +1,1 @@
+"""Measurement: acceptance length, speedup, losslessness, and their reports."""

@@ -1,0 +1,257 @@
+"""What a measurement says: tau, speed and losslessness, overall and by category, as a record and as JSON."""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from typing import Any
+
+from specdec.core.generation import STAGES, reached
+from specdec.measuring import figures
+from specdec.measuring.measurement import Prompt, PromptReplay, PromptResult
+
+ONLY_IF_KNOWN = (
+    "replayed_prompts",
+    "replayed_tau",
+    "replayed_tau_ci",
+    "replayed_survival",
+    "by_category",
+    "shape",
+    "step",
+    "training",
+    "ema",
+    "experts",
+    "served",
+    "auto",
+    "differences",
+    "by_tag",
+    "by_prompt",
+)  # not in JSON if empty
+
+
+@dataclass(frozen=True)
+class Training:
+    """What training took until a validation. Reports of older runs lack some of it."""
+
+    parameters: int | None = None  # trained ones
+    tokens: int | None = None  # read, in all processes
+    seconds: float | None = None  # without validation and saving
+    tokens_per_second: float | None = None
+    peak_memory: int | None = None  # bytes: of the device, on a CPU of the process
+    processes: int | None = None
+    unique_tokens: int | None = (
+        None  # of the data set, if all of it is known; more tokens than these were read several times
+    )
+
+
+@dataclass(frozen=True)
+class Report:
+    """Figures of drafting on a set of prompts (docs/figures.md). `*_ci` are 95 % bootstrap intervals over prompts.
+
+    What is counted or timed by decoding is None where nothing was decoded.
+    """
+
+    temperature: float
+    num_prompts: int  # decoded ones
+    num_rounds: int
+    tau: float | None
+    tau_ci: list[float] | None
+    survival: list[float] | None  # [K] share of rounds that accept at least d drafts
+    acceptance: list[float] | None  # [K] the same, of the rounds that accept d - 1
+    tokens_per_second: float | None
+    tokens_per_second_ci: list[float] | None
+    baseline_tokens_per_second: float | None
+    speedup: float | None
+    speedup_ci: list[float] | None
+    ms_per_round: dict[str, float] | None  # by decode.STAGES
+    adapted_target: bool = False  # whether outputs are those of a target that the head has changed
+    lossy: bool = False  # whether the acceptance rule changes the law of the answers
+    identical_outputs: float | None = None  # share of the answers that equal plain decoding; None at temperature > 0
+    largest_gap_at_difference: float | None = None  # the largest top-2 logit gap where a greedy answer differs
+    replayed_prompts: int | None = None  # None where replay does not apply
+    replayed_tau: float | None = None
+    replayed_tau_ci: list[float] | None = None
+    replayed_survival: list[float] | None = None  # [K]
+    by_category: dict[str, "Report"] = field(default_factory=dict)
+    shape: str | None = None  # of a validation: the chain or tree
+    step: int | None = None  # of a validation
+    training: Training | None = None  # of a validation
+    ema: dict | None = None  # of a validation with train.ema: the weights kept, and replayed tau of both
+    served: dict | None = None  # of a validation with validation.served: tau and counters of vLLM on the same prompts
+    auto: dict | None = None  # of proposers/auto.py beside: see _auto, scripts/evaluate.py and train/validation.py
+    differences: list[dict] = field(default_factory=list)  # greedy answers unlike plain decoding's: prompt, token, gap
+    by_tag: dict[str, "Report"] = field(default_factory=dict)  # of the tags that rows of prompts have
+    by_prompt: list[dict] = field(default_factory=list)  # of a validation: `prompt_counts`
+    experts: list[int] | None = None  # of a validation whose target is a mixture: experts of a layer, those of a token
+
+    @property
+    def decoded(self) -> bool:
+        """Whether prompts were decoded; if not, all figures are by replay."""
+        return self.tau is not None
+
+    def to_json(self) -> dict:
+        """A document for json.dump; `from_json` reads it."""
+        document = {item.name: getattr(self, item.name) for item in fields(self)}
+        for parts in ("by_category", "by_tag"):
+            document[parts] = {name: report.to_json() for name, report in getattr(self, parts).items()}
+        document["training"] = self.training and asdict(self.training)
+        if self.temperature > 0:
+            del document["largest_gap_at_difference"]
+        return {
+            key: value for key, value in document.items() if key not in ONLY_IF_KNOWN or value not in (None, {}, [])
+        }
+
+    @classmethod
+    def from_json(cls, document: dict, *, source: str = "this document") -> "Report":
+        """Ignores keys that it does not know. Raises ValueError, naming `source`, if a figure is missing."""
+        known = {item.name for item in fields(cls)}
+        values = {key: value for key, value in document.items() if key in known}
+        try:
+            by_category, by_tag = (
+                {name: cls.from_json(part) for name, part in values.pop(parts, {}).items()}
+                for parts in ("by_category", "by_tag")
+            )
+            training = values.pop("training", None)
+            training = training and Training(**training)
+            return cls(**values, by_category=by_category, by_tag=by_tag, training=training)
+        except (TypeError, AttributeError) as error:
+            raise ValueError(
+                f"{source} is not a report of drafting ({error}). Take another copy of it, or measure again."
+            ) from error
+
+
+def summarise(
+    results: list[PromptResult],
+    *,
+    depth: int,
+    temperature: float,
+    adapted: bool = False,
+    lossy: bool = False,
+    seed: int = 0,
+) -> Report:
+    """Figures over all results. depth: the deepest draft; adapted: `Target.adapted`; lossy: whether the acceptance rule
+    is one of rules.LOSSY; seed: of the bootstrap"""
+    rounds = sum(result.num_rounds for result in results)
+    reaching = reached([count for result in results for count in result.drafted.accepted[0]], depth)
+    survival = [count / rounds if rounds else math.nan for count in reaching]
+    before = [1.0, *survival[:-1]]
+    gaps = [result.gap for result in results if result.gap is not None]
+    report = Report(
+        temperature=temperature,
+        adapted_target=adapted,
+        lossy=lossy,
+        num_prompts=len(results),
+        num_rounds=rounds,
+        tau=figures.tau(results),
+        tau_ci=figures.interval(results, figures.tau, seed),
+        survival=survival,
+        acceptance=[s / b if b else math.nan for s, b in zip(survival, before)],
+        tokens_per_second=figures.rate(results, "drafted"),
+        tokens_per_second_ci=figures.interval(results, lambda drawn: figures.rate(drawn, "drafted"), seed),
+        baseline_tokens_per_second=figures.rate(results, "plain"),
+        speedup=figures.speedup(results),
+        speedup_ci=figures.interval(results, figures.speedup, seed),
+        ms_per_round={
+            name: 1e3 * sum(result.drafted.stages[name] for result in results) / max(1, rounds) for name in STAGES
+        },
+        identical_outputs=None if temperature > 0 else 1 - len(gaps) / len(results),
+        largest_gap_at_difference=None if temperature > 0 else max(gaps, default=None),
+        differences=[
+            {"prompt": result.prompt.id, "token": result.first_difference, "gap": result.gap}
+            for result in results
+            if result.gap is not None
+        ],
+        auto=_auto(results, temperature, seed) if all(result.auto for result in results) else None,
+    )
+    replayed = all(result.replayed_accepted for result in results)
+    return with_replays(report, results, seed=seed) if replayed else report
+
+
+def _auto(results: list[PromptResult], temperature: float, seed: int) -> dict:
+    """Figures of drafting that chooses how much to draft. sizes: rounds by the nodes of their trees, the root included"""
+    answers = [result.auto for result in results if result.auto is not None]
+    rounds = sum(len(answer.accepted[0]) for answer in answers)
+    sizes = Counter(1 + num for answer in answers for num in answer.drafted)
+    same = sum(result.auto is not None and result.auto.tokens == result.plain.tokens for result in results)
+    return {
+        "tau": 1 + sum(sum(answer.accepted[0]) for answer in answers) / rounds if rounds else math.nan,
+        "speedup": figures.auto_speedup(results),
+        "speedup_ci": figures.interval(results, figures.auto_speedup, seed),
+        "tokens_per_second": figures.rate(results, "auto"),
+        "identical_outputs": None if temperature > 0 else same / len(results),
+        "sizes": {str(num): sizes[num] for num in sorted(sizes)},
+    }
+
+
+def prompt_counts(results: Sequence[PromptResult | PromptReplay]) -> list[dict]:
+    """For each prompt what its tau is made of: {prompt: its id, rounds, emitted: tokens of these rounds}, by decoding or by replay."""
+    found = []
+    for each in results:
+        if isinstance(each, PromptResult):
+            rounds, emitted = float(each.num_rounds), float(each.num_emitted)
+        else:
+            rounds, emitted = each.replayed_rounds, each.replayed_rounds + sum(each.replayed_accepted)
+        found.append({"prompt": each.prompt.id, "rounds": rounds, "emitted": emitted})
+    return found
+
+
+def undecoded(temperature: float) -> Report:
+    """The report of a validation that replays only, before `with_replays`."""
+    decoded = (item.name for item in fields(Report) if item.default is MISSING and item.default_factory is MISSING)
+    values: dict[str, Any] = {**dict.fromkeys(decoded), "temperature": temperature, "num_prompts": 0, "num_rounds": 0}
+    return Report(**values)
+
+
+def with_replays(report: Report, replays: Sequence[PromptResult | PromptReplay], *, seed: int = 0) -> Report:
+    """The report with the figures of replay. These may be over more prompts than were decoded."""
+    rounds = sum(each.replayed_rounds for each in replays)
+    reaching = [sum(counts) for counts in zip(*(each.replayed_accepted for each in replays))]
+    return replace(
+        report,
+        replayed_prompts=len(replays),
+        replayed_tau=figures.replayed_tau(replays),
+        replayed_tau_ci=figures.interval(replays, figures.replayed_tau, seed),
+        replayed_survival=[count / rounds if rounds else math.nan for count in reaching],
+    )
+
+
+def summarise_by_category(results: list[PromptResult], **settings) -> Report:
+    """`summarise` over all results, with a report for each category and tag in it."""
+    return in_parts(summarise(results, **settings), results, lambda part: summarise(part, **settings))
+
+
+def in_parts(report: Report, results: Sequence[Any], summary: Callable[[list[Any]], Report]) -> Report:
+    """The report with one for each category of the prompts, and for each of their tags. summary: of some of the results"""
+
+    def of(names: Callable[[Prompt], Iterable[str]]) -> dict[str, Report]:
+        found = sorted({name for result in results for name in names(result.prompt)})
+        return {name: summary([result for result in results if name in names(result.prompt)]) for name in found}
+
+    return replace(report, by_category=of(lambda prompt: (prompt.category,)), by_tag=of(lambda prompt: prompt.tags))
+
+
+def verdict(report: Report) -> str:
+    """One sentence on losslessness, of a report with decoded answers."""
+    adapted = "; outputs are those of the adapted target, not of the original one" if report.adapted_target else ""
+    if report.lossy:
+        return (
+            "NOT lossless: this rule accepts tokens that the target would seldom say, so answers follow another law"
+            + adapted
+        )
+    if report.temperature > 0:
+        return f"lossless by the acceptance rule (answers are draws from the same law, not the same draws){adapted}"
+    assert report.identical_outputs is not None
+    num = round(report.identical_outputs * report.num_prompts)
+    if num == report.num_prompts:
+        return f"lossless: all {num} answers equal plain decoding{adapted}"
+    return (
+        f"{num} of {report.num_prompts} answers equal plain decoding; where they differ, the target's two best logits "
+        f"are at most {report.largest_gap_at_difference:.3g} apart (rounding, if that is small for the dtype){adapted}"
+    )
+
+
+def by_depth(values: list[float]) -> str:
+    """Survival or acceptance as text. Depths that are hardly ever reached (below 0.005) are left out, at most 8 are shown."""
+    last = max((depth for depth, value in enumerate(values, 1) if value >= 0.005), default=1)
+    shown = values[: min(last, 8)]
+    return " ".join(f"{value:.2f}" for value in shown) + (" .." if last > len(shown) else "")

@@ -1,0 +1,1 @@
+"""The frozen target: loading, structure, layers, parallel forms, and the verification of drafts."""

@@ -1,0 +1,403 @@
+"""The frozen model that is being sped up.
+
+A target without its layers has the embedding, the final norm and the LM head. That is all that heads and their losses
+need beside features that another process computes (an engine, or files). It has no `read`.
+
+Only this file and those beside it (target_structure.py, target_loading.py, target_ends.py, target_fingerprint.py,
+target_sharding.py, target_adapter.py, compiled_target.py, layer_kinds.py, layer_states.py) use the inside of a transformers model.
+"""
+
+import copy
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from specdec.core import few_rows, masks, precision
+from specdec.core.cache import RowCache
+from specdec.core.layer_states import LayerStates
+from specdec.core.shards import Shards
+from specdec.target import attention, layer_kinds
+from specdec.target import ends as target_ends
+from specdec.target import sharding as target_sharding
+from specdec.target import structure as target_structure
+from specdec.target.fingerprint import embeddings_fingerprint, fingerprint, fingerprint_of_shards, quantisation_of
+from specdec.target.layer_kinds import LayerMasks, check_supported
+from specdec.target.loading import DTYPES as DTYPES
+from specdec.target.loading import check_dtype, find_devices, load_model, load_skeleton
+from specdec.target.loading import load_tokenizer as load_tokenizer
+from specdec.target.parallel import Share, whole
+from specdec.target.structure import LogitShape
+
+
+@dataclass(frozen=True)
+class TargetOutput:
+    """The target's states at every position. Logits are `Target.logits(final)`, made for a few positions at a time."""
+
+    features: Tensor  # [B, T, F*D] the hidden states asked for, side by side; zero width for none
+    final: Tensor  # [B, T, D] after the last norm
+
+
+class Target:
+    """A frozen causal language model.
+
+    Hidden states are numbered as in transformers' `output_hidden_states`: 0 is the embedding, k the residual stream after
+    k layers, `num_layers` (or -1) the state after the final norm, which the LM head reads.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        name: str,
+        quantisation: str | None = None,
+        trust_remote_code: bool = False,
+        share: Share | None = None,
+        shards: Shards | None = None,
+    ):
+        """quantisation: how the checkpoint is quantised, if that is not in the model's configuration
+        trust_remote_code: whether the user allowed code that comes with the model, which its tokenizer may have too
+        share: the processes that hold the model together; None: this one alone
+        shards: of a model whose parameters have no values (device meta): its layers stay so
+        """
+        self.config = config = model.config.get_text_config(decoder=True)
+        check_supported(config, name)
+        attention.avoid_cudnn()
+        self.model = model.eval().requires_grad_(False)
+        self.name, self.trust_remote_code, self.share = name, trust_remote_code, share or Share()
+        self.decoder = target_structure.find_decoder(model)
+        self.embed = cast(nn.Embedding, model.get_input_embeddings())
+        self.lm_head = cast(nn.Linear, model.get_output_embeddings())
+        self.width: int = config.hidden_size
+        self.max_positions = target_structure.last_position(config)
+        self.rotary_boundary = target_structure.rotary_boundary(config)
+        self.quantisation = quantisation or quantisation_of(model.config)  # such as bitsandbytes-4bit; None: none
+        self.shards = shards
+        self.shape_logits = LogitShape.of(config)
+        self.blocks = target_structure.find_blocks(self.decoder, config.num_hidden_layers, name)
+        self.num_layers = len(self.blocks)
+        if shards is not None:
+            target_ends.fill(model, (self.embed, self.lm_head), shards)
+        self.kinds = layer_kinds.find(model, config, name)
+        self._find_parts()
+        if shards is not None:
+            target_ends.fill(model, (self.norm,), shards)
+            whole = fingerprint_of_shards(shards, model, config, self.quantisation)
+            self._fingerprint = whole or f"{self.embeddings_fingerprint()}-{target_ends.UNREAD}"
+        else:
+            self._fingerprint = fingerprint(model, config, self.quantisation)
+            self._check_logits()
+
+    @classmethod
+    def load(
+        cls,
+        name: str,
+        *,
+        dtype: str = "auto",
+        device="cpu",
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+        tp: int = 1,
+    ) -> "Target":
+        """name: a folder, or a name on the Hugging Face Hub; device: a device, or "auto" (target_loading.py)
+        dtype: of what is not quantised, one of target_loading.DTYPES; "auto": what the device computes in (precision.py)
+        tp: processes that hold the target together (target_parallel.py)
+
+        Raises ValueError with what to do.
+        """
+        model, quantisation, share = load_model(
+            name, dtype=dtype, device=device, revision=revision, trust_remote_code=trust_remote_code, tp=tp
+        )
+        about: dict = {"quantisation": quantisation, "trust_remote_code": trust_remote_code, "share": share}
+        try:
+            return cls(model, name=name, **about)
+        except ValueError as error:
+            if tp == 1:
+                raise
+            raise ValueError(
+                f"tp={tp}: transformers' plan of tensor parallelism may not fit. {error} Or set tp=1."
+            ) from error
+
+    @classmethod
+    def load_ends(
+        cls,
+        name: str,
+        *,
+        dtype: str = "auto",
+        device="cpu",
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+    ) -> "Target":
+        """A target without its layers, read from its safetensors files; arguments as of `load`, but one device."""
+        origin: dict = {"revision": revision, "trust_remote_code": trust_remote_code}
+        check_dtype(dtype)
+        dtype = precision.resolve(dtype, find_devices(device)[0])
+        model, quantisation = load_skeleton(name, dtype=dtype, **origin)
+        shards = Shards(name, revision=revision)
+        target = cls(model, name=name, quantisation=quantisation, trust_remote_code=trust_remote_code, shards=shards)
+        for part in (target.embed, target.lm_head, target.norm):
+            part.to(device)
+        return target
+
+    @classmethod
+    def load_sharded(
+        cls,
+        name: str,
+        *,
+        dtype: str = "auto",
+        device="cpu",
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+    ) -> "Target":
+        """A target of whose layers each launched process keeps a part (target_sharding.py). All processes call this.
+
+        Arguments as of `load`, but one device.
+        """
+        origin: dict = {"revision": revision, "trust_remote_code": trust_remote_code}
+        model, share = target_sharding.load(name, dtype=dtype, device=device, **origin)
+        target = cls(model, name=name, trust_remote_code=trust_remote_code, share=share)
+        if target.recurrent:
+            raise ValueError(
+                f"{name} has recurrent or convolution layers, which decoding runs alone again to take back drafts; with shard=true "
+                "their weights are gone by then. Use shard=false."
+            )
+        return target
+
+    @property
+    def whole(self) -> bool:
+        """Whether its layers are there."""
+        return self.shards is None
+
+    def layer_state(self, number: int) -> dict[str, Tensor]:
+        """The parameters of a layer, from the files if it is not here."""
+        block = self.blocks[number]
+        if self.shards is not None:
+            return target_ends.read_part(self.model, block, self.shards)
+        return {name: whole(value) for name, value in block.state_dict().items()}
+
+    @property
+    def device(self) -> torch.device:
+        return self.embed.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embed.weight.dtype
+
+    @property
+    def vocab_size(self) -> int:
+        return self.lm_head.weight.shape[0]
+
+    @property
+    def adapted(self) -> bool:
+        """Whether a drafter has put its adapter into this target (specdec/target/adapter.py)."""
+        return bool(self.adapted_layers())
+
+    def adapted_layers(self) -> list[nn.Module]:
+        """The layers that have LoRA matrices."""
+        return [module for module in self.model.modules() if "lora_A" in vars(module).get("_modules", {})]
+
+    def fingerprint(self) -> str:
+        """16 hex digits that identify the weights, the same for every dtype, and not changed by an adapter.
+
+        A quantised target's end in its method: 404cc869e850dcae-bitsandbytes-4bit.
+        """
+        return self._fingerprint
+
+    def embeddings_fingerprint(self) -> str:
+        """16 hex digits of what a target shares with its quantised forms."""
+        return embeddings_fingerprint(self.embed, self.norm, self.config)
+
+    def layer_ids(self, layers: list[int] | tuple[int, ...]) -> tuple[int, ...]:
+        """Numbers of hidden states with the negative ones resolved (-1 is the final state).
+
+        Raises ValueError unless they are strictly increasing and in range.
+        """
+        ids = tuple(k if k >= 0 else self.num_layers + 1 + k for k in layers)
+        if any(a >= b for a, b in zip(ids, ids[1:])) or any(not 0 <= k <= self.num_layers for k in ids):
+            raise ValueError(
+                f"target_layers={list(layers)}: {self.name} has hidden states 0..{self.num_layers} "
+                f"({self.num_layers} is the final, normed one, also written -1); they must be strictly increasing."
+            )
+        return ids
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether some layers keep a state that no mask can cut: such targets verify chains, and read texts one by one."""
+        return bool(self._mixers)
+
+    @property
+    def windowed(self) -> bool:
+        """Whether some layers see a window or a chunk of positions only."""
+        return self.kinds.windowed
+
+    @property
+    def plain(self) -> bool:
+        """Whether all layers have full attention and entries of one shape, and logits are the LM head's own output."""
+        shapes = {shape and (shape.num_heads, shape.width, shape.dtype) for shape in self._shapes}
+        alike = len(shapes) == 1 and len(self._shapes) == 2 * self.num_layers
+        return alike and not self.recurrent and not self.windowed and self.shape_logits.plain
+
+    @property
+    def spread(self) -> bool:
+        """Whether its layers are on several devices."""
+        return len({shape.device for shape in self._shapes if shape is not None}) > 1
+
+    @property
+    def layer_types(self) -> list[str]:
+        """The kind of every layer, as layer_kinds.py names them."""
+        if self.kinds.names is None:
+            return [self.kinds.one] * self.num_layers
+        return list(self.config.layer_types)[: self.num_layers]
+
+    def cache(self, batch: int) -> RowCache:
+        """An empty cache for `batch` rows."""
+        states = LayerStates(layer_kinds.state_layers(self.config)) if self.recurrent else None
+        return RowCache(self._shapes, batch=batch, device=self.device, states=states)
+
+    def read(
+        self,
+        tokens: Tensor,
+        hidden_states: tuple[int, ...],
+        *,
+        positions: Tensor | None = None,
+        mask: Tensor | None = None,
+        cache: RowCache | None = None,
+        gradient: bool = False,
+    ) -> TargetOutput:
+        """tokens, positions [B, S]; mask [B, 1, S, keys] bool, True where a query may attend; None: causal.
+
+        hidden_states: which ones `features` is made of, as `layer_ids` returns them
+        cache: `cache.reserve(S)` must have been called
+        gradient: whether to keep the graph, for the training of an adapted target
+        """
+        if not self.whole:
+            raise ValueError(
+                f"{self.name} was loaded without its layers, so it cannot read texts: load the whole target."
+            )
+        states: dict[int, Tensor] = {}
+
+        def keep(k):
+            return lambda module, args, kwargs: states.__setitem__(k, args[0] if args else kwargs["hidden_states"])
+
+        points = [(k, self.blocks[k]) for k in hidden_states if k < self.num_layers]
+        hooks = [point.register_forward_pre_hook(keep(k), with_kwargs=True) for k, point in points]
+        if isinstance(cache, RowCache) and cache.states is not None:
+            hooks += [self._watch_mixer(place, mixer, cache) for place, mixer in self._mixers.items()]
+        try:
+            with torch.set_grad_enabled(gradient and torch.is_grad_enabled()):
+                output = self.decoder(
+                    input_ids=tokens,
+                    position_ids=positions,
+                    attention_mask=self.layer_masks(mask, positions, cache),
+                    past_key_values=cache,
+                    use_cache=False,  # a cache that is given is used all the same; only a new one would not be made
+                )
+                states[self.num_layers] = final = output.last_hidden_state.to(self.device)  # [B, S, D]
+                wanted = [states[k].to(self.device) for k in hidden_states]
+                return TargetOutput(torch.cat(wanted, dim=-1) if wanted else final[..., :0], final)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def layer_masks(self, mask: Tensor | None, positions: Tensor | None, cache: RowCache | None) -> LayerMasks:
+        """The masks that the decoder takes: `mask` itself, or one for each kind of layer. Arguments as of `read`"""
+        if mask is None:
+            return None
+        if not self.windowed:
+            return self.kinds.masks(mask)
+        assert positions is not None, "windows are windows of positions"
+        return self.kinds.masks(mask, positions, positions if cache is None else cache.place(positions))
+
+    def logits(self, final: Tensor) -> Tensor:
+        """[..., D] -> [..., V], float32 (float64 for a float64 target)"""
+        weight = self.lm_head.weight
+        logits = self.shape_logits(few_rows.linear(final.to(weight.device), weight, self.lm_head.bias))
+        return logits.to(self.device, torch.promote_types(logits.dtype, torch.float32))
+
+    def _watch_mixer(self, place: int, mixer: nn.Module, cache: RowCache):
+        """A hook that tells the cache what a recurrent layer read."""
+        states = cast(LayerStates, cache.states)
+
+        def ran(module, args, kwargs, output):
+            states.ran(cache, place, module, args, kwargs)
+
+        return mixer.register_forward_hook(ran, with_kwargs=True)
+
+    @torch.no_grad()
+    def _find_parts(self) -> None:
+        """Finds, by a pass over a few tokens, the final norm and what every layer keeps. Raises ValueError if it cannot run.
+
+        Without the layers' values the pass computes shapes only.
+        """
+        decoder, blocks, device = self.decoder, self.blocks, self.device
+        if not self.whole:
+            decoder = copy.deepcopy(decoder).to("meta", torch.bfloat16)  # experts' products take no other there
+            device = torch.device("meta")
+            blocks = target_structure.find_blocks(decoder, len(blocks), self.name)
+        tokens = self._sample_text().to(device)
+        positions = torch.arange(tokens.shape[1], device=device)[None]
+        seen = self.layer_masks(masks.causal(tokens.shape[1], device)[None, None], positions, None)
+        advice = (
+            target_structure.ANOTHER
+            if self.whole
+            else "Load the whole target: it cannot be examined without its layers."
+        )
+        with target_structure.refusals(self.name, decoder, advice=advice):
+            # The norm's output is what the LM head reads
+            norm = target_structure.find_norm(decoder, blocks, tokens, positions, seen)
+            recorder = target_structure.record(
+                decoder, blocks, layer_kinds.state_layers(self.config), tokens, positions, seen
+            )
+        names = {module: name for name, module in decoder.named_modules()}
+        if not self.whole and norm not in names:
+            raise ValueError(f"{self.name}: its final norm was not found. {advice}")
+        self.norm = self.decoder.get_submodule(names[norm]) if norm in names else norm
+        self._mixers, self._shapes = recorder.mixers, recorder.shapes()
+
+    @torch.no_grad()
+    def _check_logits(self) -> None:
+        """Reads a few tokens into a cache, two thirds of them and then the rest, with all hidden states.
+
+        Raises ValueError if logits differ from the model's own, with its own attention, or hidden states from its width.
+        """
+        tokens, cache = self._sample_text(), self.cache(1)
+        num = tokens.shape[1]
+        with target_structure.own_attention(self.model):
+            wanted = self.model(tokens).logits.float()
+        features, final = [], []
+        for part in tokens.split(2 * num // 3, dim=1):
+            cache.reserve(part.shape[1])
+            mask = masks.pending(masks.causal(part.shape[1], self.device), cache.lengths, cache.visible)
+            with target_structure.refusals(self.name, self.decoder):
+                output = self.read(part, tuple(range(self.num_layers)), positions=cache.slots, mask=mask, cache=cache)
+            features.append(output.features)
+            final.append(output.final)
+            cache.commit(torch.full_like(cache.lengths, part.shape[1]), [part.shape[1]])
+        sizes = [*features[0].shape, final[0].shape[-1]]
+        if sizes != [1, 2 * num // 3, self.num_layers * self.width, self.width]:
+            raise ValueError(
+                f"{self.name}: the blocks of {type(self.decoder).__name__} do not pass on one state of the model's width each. "
+                + target_structure.ANOTHER
+            )
+        if not wanted.isfinite().all():
+            raise ValueError(
+                f"{self.name}: its logits are not finite in {str(self.dtype).removeprefix('torch.')}"
+                + (
+                    ": use dtype=bfloat16 or float32, whose range is wider."
+                    if self.dtype == torch.float16
+                    else ": its weights are damaged."
+                )
+            )
+        first = "its logits are not its LM head's output of its final state, scaled or capped as its configuration says"
+        then = "it does not go on from its cache by several tokens as it reads a text at once"
+        # Two ways to compute attention differ in 16 bits, and quantised layers compute with at most as many
+        allowed = 0.3 if torch.finfo(self.dtype).bits < 32 or self.quantisation else 0.02
+        for goal, state, what in zip(wanted.split(2 * num // 3, dim=1), final, (first, then)):
+            if not (goal - self.logits(state).float()).norm() <= allowed * goal.norm():
+                raise ValueError(f"{self.name}: {what}, so drafts could not be verified. {target_structure.ANOTHER}")
+
+    def _sample_text(self) -> Tensor:
+        num = target_structure.NUM_TOKENS
+        return (7 * torch.arange(num, device=self.device) + 1)[None] % self.vocab_size

@@ -1,0 +1,227 @@
+"""What a model of transformers is made of, found by running it on a few tokens and watching, not by the names of its parts."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from specdec.core.cache import EntryShape
+
+MOST_NODES = 256  # of a tree of drafts, for targets that count slots of the cache
+NUM_TOKENS = 12  # of the text that a model is tried on
+ANOTHER = "Choose a target of another family (docs/targets.md has the list)."
+
+
+@dataclass(frozen=True)
+class LogitShape:
+    """What stands between the LM head and the logits: cap * tanh(scale * x / cap)."""
+
+    scale: float = 1.0
+    cap: float | None = None
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        if self.scale != 1:
+            logits = logits * self.scale
+        return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
+
+    @property
+    def plain(self) -> bool:
+        """Whether logits are the LM head's own output."""
+        return self.scale == 1 and self.cap is None
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig) -> LogitShape:
+        """By the names that transformers' configurations use; `Target` compares the result with the model's logits."""
+        fields = config.to_dict()
+        scale = float(fields.get("logit_scale") or 1) * float(fields.get("lm_head_multiplier") or 1)
+        scale /= float(fields.get("logits_scaling") or 1)
+        if fields.get("dim_model_base"):  # MiniCPM
+            scale *= fields["dim_model_base"] / fields["hidden_size"]
+        return cls(scale, fields.get("final_logit_softcapping"))
+
+
+class Recorder(transformers.Cache):
+    """Stands in for a cache in one pass, and notes what every layer wants to keep."""
+
+    def __init__(self, layers: list, running: list[nn.Module]):
+        super().__init__(layers=layers)
+        self.running = running  # the modules that run now, innermost last
+        self.entries: dict[int, tuple[EntryShape, EntryShape]] = {}  # by layer: K and V
+        self.mixers: dict[int, nn.Module] = {}  # by layer: the module that keeps a state
+
+    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+        self.entries[layer_idx] = _shape(key_states), _shape(value_states)
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def update_conv_state(self, conv_states, layer_idx, *args, **kwargs):
+        self.mixers[layer_idx] = self.running[-1]
+        return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
+
+    def update_recurrent_state(self, recurrent_states, layer_idx, *args, **kwargs):
+        self.mixers[layer_idx] = self.running[-1]
+        return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
+
+    def get_linear_cache(self, layer_idx: int) -> None:
+        return None
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
+        self.mixers[layer_idx] = self.running[-1]
+
+    def shapes(self) -> list[EntryShape | None]:
+        """K and V of every layer in turn; None where a layer keeps none"""
+        num = 1 + max(self.entries, default=-1)
+        return [shape for place in range(num) for shape in self.entries.get(place, (None, None))]
+
+
+def _shape(entries: Tensor) -> EntryShape:
+    return EntryShape(entries.shape[1], entries.shape[-1], entries.dtype, entries.device)
+
+
+def find_decoder(model: PreTrainedModel) -> nn.Module:
+    """The part that turns tokens into the state that the LM head reads."""
+    decoder = model.get_decoder()
+    return decoder.model if decoder is model else decoder  # Llama 4's text model returns itself
+
+
+def last_position(config: PreTrainedConfig) -> int | None:
+    """How many positions a text may have; None: any number.
+
+    Llama 4 sharpens attention in some layers by the number of the cache's slot, from `floor_scale` on, where a slot is
+    not a position in a tree or in a batch. Each node of a tree takes a slot.
+    """
+    limit = getattr(config, "max_position_embeddings", None)
+    if getattr(config, "attn_temperature_tuning", False) and getattr(config, "floor_scale", None):
+        first = config.floor_scale - MOST_NODES
+        limit = min(limit or first, first)
+    return limit
+
+
+def rotary_boundary(config: PreTrainedConfig) -> int | None:
+    """The number of positions beyond which LongRoPE turns all keys by other angles, those in the cache too; None: never"""
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") != "longrope":
+        return None
+    return rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
+
+
+def find_blocks(decoder: nn.Module, num_layers: int, name: str) -> list[nn.Module]:
+    """The decoder's blocks, first to last: the first list of as many modules as there are layers, or of half as many with
+    two attentions each (LongCat-Flash). Raises ValueError if there is none.
+    """
+    lists = [module for module in decoder.modules() if isinstance(module, nn.ModuleList)]
+    for num in (num_layers, num_layers // 2):
+        for blocks in lists:
+            if len(blocks) == num:
+                return list(blocks)
+    raise ValueError(
+        f"{name}: {type(decoder).__name__} has no list of {num_layers} blocks, one for each layer of its configuration. "
+        "Choose a target whose blocks run one after the other."
+    )
+
+
+def find_norm(
+    decoder: nn.Module, blocks: list[nn.Module], tokens: Tensor, positions: Tensor, masks: object
+) -> nn.Module:
+    """The last module of which the decoder's final state is the output: its final norm; Identity for a decoder without."""
+    inside = {id(module) for block in blocks for module in block.modules()}
+    outputs: list[tuple[nn.Module, Tensor]] = []
+
+    def note(module, args, output):
+        if isinstance(output, Tensor):
+            outputs.append((module, output))
+
+    hooks = [module.register_forward_hook(note) for module in decoder.modules() if id(module) not in inside]
+    try:
+        final = decoder(
+            input_ids=tokens, position_ids=positions, attention_mask=masks, use_cache=False
+        ).last_hidden_state
+    finally:
+        for hook in hooks:
+            hook.remove()
+    same = (module for module, output in reversed(outputs) if _equal(output, final))
+    return next((module for module in same if module is not decoder), nn.Identity())
+
+
+def _equal(output: Tensor, final: Tensor) -> bool:
+    if output.is_meta:  # it has no values
+        return output is final or final._base is output
+    return output.numel() == final.numel() and torch.equal(output.reshape(final.shape), final)
+
+
+def record(
+    decoder: nn.Module, blocks: list[nn.Module], states: list, tokens: Tensor, positions: Tensor, masks: object
+) -> Recorder:
+    """Runs the decoder with a recorder as its cache. states: places for the states of recurrent layers"""
+    running: list[nn.Module] = []
+    recorder = Recorder(states, running)
+    with watched(blocks, running):
+        decoder(
+            input_ids=tokens,
+            position_ids=positions,
+            attention_mask=masks,
+            past_key_values=recorder,
+            use_cache=False,
+        )
+    return recorder
+
+
+@contextlib.contextmanager
+def refusals(name: str, decoder: nn.Module, *, advice: str = ANOTHER) -> Iterator[None]:
+    """Within, what the decoder raises becomes a ValueError that says what to do; so does a decoder that takes no cache."""
+    kind = type(decoder).__name__
+    if "past_key_values" not in inspect.signature(decoder.forward).parameters:
+        raise ValueError(
+            f"{name}: {kind} takes no cache of keys and values (past_key_values), as models without any attention do. {advice}"
+        )
+    try:
+        yield
+    except Exception as error:  # the code of any model runs here
+        first = (str(error).strip().splitlines() or [""])[0]
+        raise ValueError(
+            f"{name}: {kind} does not run with masks and a cache that are given to it ({type(error).__name__}: {first}). {advice}"
+        ) from error
+
+
+@contextlib.contextmanager
+def watched(blocks: list[nn.Module], running: list[nn.Module]) -> Iterator[None]:
+    """Within, `running` has the modules inside the blocks that are being run, innermost last."""
+
+    def enter(module, args):
+        running.append(module)
+
+    def leave(module, args, output):
+        running.pop()
+
+    modules = {id(module): module for block in blocks for module in block.modules()}.values()
+    hooks = [module.register_forward_pre_hook(enter) for module in modules]
+    hooks += [module.register_forward_hook(leave) for module in modules]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextlib.contextmanager
+def own_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Within, the model computes attention by its own code, where its class has some."""
+    configs = {id(module.config): module.config for module in model.modules() if isinstance(module, PreTrainedModel)}
+    before = [config._attn_implementation for config in configs.values()]
+    if model._can_set_attn_implementation():
+        for config in configs.values():
+            config._attn_implementation = "eager"
+    try:
+        yield
+    finally:
+        for config, implementation in zip(configs.values(), before):
+            config._attn_implementation = implementation

@@ -1,0 +1,144 @@
+"""One pass of the target over a tree, and what the acceptance rule decides."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specdec.core import masks, rules
+from specdec.core.cache import RowCache
+from specdec.core.compile import Runner
+from specdec.core.sampling import NO_TOKEN, AnySampling, Sampling, seen
+from specdec.core.tree import PartialPass, Tree
+from specdec.target.compiled import CompiledTarget
+from specdec.target.model import Target, TargetOutput
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a rule of rules.py decided, and the target's output that it decided by."""
+
+    path: Tensor  # [B, N] the accepted nodes from node 0 down; entries past num_kept are 0
+    num_kept: Tensor  # [B]
+    next_token: Tensor  # [B] NO_TOKEN where the target has none
+    output: TargetOutput  # of the nodes, [B, N, .]
+    choices: Tensor | None  # [B, N] the most likely token after each node; at temperature > 0 only if asked for
+    law: Tensor | None  # [B, N, V] the target's law after each node, if asked for and temperature > 0
+
+    def along(self, tree: Tree, depth: int) -> tuple[Tensor, Tensor]:
+        """-> path [B, P], P at most 1 + depth, and the token that follows each of its nodes [B, P].
+
+        These tokens are the accepted drafts and, last, the target's own token. Entries past num_kept mean nothing.
+        """
+        path = self.path[:, : 1 + depth]
+        following = torch.cat([tree.tokens.gather(1, path)[:, 1:], self.next_token[:, None]], dim=1)
+        return path, following.scatter(1, self.num_kept[:, None] - 1, self.next_token[:, None])
+
+
+class Verifier:
+    """Puts trees before the target.
+
+    hidden_states: those wanted in `Verdict.output`; choices, law: whether the verdict has them at temperature > 0
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        *,
+        sampling: Sampling,
+        rule: str,
+        runner: Runner,
+        hidden_states: tuple[int, ...] = (),
+        choices: bool = False,
+        law: bool = False,
+    ):
+        self.target, self.compiled = target, CompiledTarget(target, runner)
+        self.sampling, self.rule, self.runner = sampling, rules.RULES[rule], runner
+        self.hidden_states, self.choices, self.law = hidden_states, choices, law
+
+    def __call__(
+        self,
+        tree: Tree,
+        cache: RowCache,
+        draws: rules.Draws,
+        marks: Tensor | None = None,
+        *,
+        sampling: AnySampling | None = None,
+        allowed: Tensor | None = None,
+    ) -> Verdict:
+        """Leaves the nodes' entries pending in the cache. marks [B, V]: see Decoder.stream; sampling: of this pass,
+        None: that of the decoder; allowed [B, N, V] bool: what a grammar lets follow each node; None: everything"""
+        sampling = sampling or self.sampling
+        linear = tree.linear
+        assert linear or not self.target.recurrent, "Decoder refuses trees for such targets"
+        cache.reserve(tree.tokens.shape[1])
+
+        run, done = self.runner, tree.done
+        inputs = tree.tokens, tree.parents, cache.lengths, cache.skipped
+        if sampling.greedy and marks is None and allowed is None:
+            if done is None and self.capturable:
+
+                def whole(tokens, parents, lengths, skipped, slots):
+                    view = cache.over(cache.halves, lengths, slots=slots)
+                    return self._read_greedily(view, linear, None, tokens, parents, lengths, skipped)
+
+                name = "verify", linear, self.hidden_states
+                outputs = run.whole(name, whole, [*inputs, cache.slots], cache.halves)
+            else:
+                outputs = self._read_greedily(cache, linear, done, *inputs)
+            path, num_kept, next_token, choices, features, final = outputs
+            return Verdict(path, num_kept, next_token, TargetOutput(features, final), choices, None)
+        output = self._read(cache, linear, done, *inputs)
+        logits = run("logits", self.target.logits, output.final)  # [B, N, V]
+        if marks is not None:
+            logits = sampling.penalise(logits, seen(tree, marks))
+        if allowed is not None:
+            logits = logits.masked_fill(~allowed, -torch.inf)
+        if sampling.greedy:
+            path, num_kept, next_token, choices = _greedy(tree, logits)
+            return Verdict(path, num_kept, next_token, output, choices, None)
+        likely = logits.argmax(-1) if self.choices else None
+        law = sampling.law(logits)
+        kept = law.clone() if self.law else None  # the rule overwrites it
+        return Verdict(*self.rule(tree, law, draws), output, likely, kept)
+
+    @property
+    def capturable(self) -> bool:
+        """Whether a pass can be a CUDA graph: windows keep positions, and recurrent layers states, outside of K and V."""
+        target = self.target
+        alone = not target.spread and target.share.size == 1
+        return self.runner.cuda_graphs and alone and not (target.windowed or target.recurrent)
+
+    def _read(
+        self, cache: RowCache, linear: bool, done: PartialPass | None, tokens, parents, lengths, skipped
+    ) -> TargetOutput:
+        """The target's pass. tokens, parents [B, N]; lengths, skipped [B]: those of the cache"""
+
+        def place(tokens, parents, lengths, skipped):
+            tree = Tree(tokens, parents, None, linear=linear)
+            ancestors = tree.ancestors()  # [B, N, N]
+            positions = (lengths + skipped)[:, None] + ancestors.sum(-1) - 1  # [B, N]
+            return positions, masks.pending(ancestors, lengths, cache.visible)
+
+        positions, mask = self.runner(("place", linear, cache.visible), place, tokens, parents, lengths, skipped)
+        return self.compiled.read(tokens, self.hidden_states, positions=positions, mask=mask, cache=cache, done=done)
+
+    def _read_greedily(
+        self, cache: RowCache, linear: bool, done: PartialPass | None, *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
+        """inputs: tensors as of `_read` -> path, num_kept, next_token and choices, as in Verdict, then the features and the final states"""
+        output = self._read(cache, linear, done, *inputs)
+
+        def greedy(final, tokens, parents):
+            logits = self.target.logits(final)
+            return _greedy(Tree(tokens, parents, None, linear=linear), logits)
+
+        return *self.runner(("greedy", linear), greedy, output.final, *inputs[:2]), output.features, output.final
+
+
+def _greedy(tree: Tree, logits: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """logits [B, N, V] -> as rules.greedy, with NO_TOKEN where the largest logit is not finite, and the choices [B, N]"""
+    choices = logits.argmax(-1)
+    path, num_kept, next_token = rules.greedy(tree, choices)
+    largest = logits.gather(2, choices[..., None])[..., 0].gather(1, path.gather(1, num_kept[:, None] - 1))[:, 0]
+    return path, num_kept, torch.where(largest.isfinite(), next_token, NO_TOKEN), choices

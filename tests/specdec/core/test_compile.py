@@ -1,0 +1,355 @@
+"""Compiled decoding gives the answers of uncompiled decoding, whatever changes from round to round.
+
+Inductor takes seconds for each function, so most tests run the traced graph in place of Inductor's result: the errors
+to expect are in the trace (a value that was read once and then stays constant). One test runs Inductor itself.
+"""
+
+import time
+
+import pytest
+import torch
+import torch._inductor
+from torch import nn
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from specdec.core import compile, masks
+from specdec.core.compile import Graph, Runner
+from specdec.core.generation import STAGES
+from specdec.core.sampling import Sampling
+from specdec.core.tree import TreeShape
+from specdec.decoding.decoder import Decoder
+from specdec.proposers.heads import HeadProposer
+from specdec.proposers.stopping import Stopping
+from specdec.target import attention
+from specdec.target.compiled import CompiledTarget
+from specdec.target.model import Target
+from tests.compiled import KINDS, TREE, check_same, decoder_of, prompts_of
+from tests.support import chain_of, make_drafter, make_target, random_tokens, scale_forward
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def shallow() -> Target:
+    return make_target(6, num_layers=3)
+
+
+@pytest.fixture(scope="module")
+def runner() -> Runner:
+    """A runner that many tests of the shallow target share."""
+    return Runner(True)
+
+
+@pytest.fixture
+def graphs(monkeypatch) -> list[Graph]:
+    """All graphs that are built during the test."""
+    built: list[Graph] = []
+
+    class RecordedGraph(Graph):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            built.append(self)
+
+    monkeypatch.setattr(compile, "Graph", RecordedGraph)
+    return built
+
+
+def known_shapes(decoder: Decoder) -> set:
+    return {*decoder.runner.known, *(decoder.proposer.runner.known if decoder.proposer else ())}
+
+
+SETTINGS = {
+    "chain": {},
+    "tree": {"shape": TREE},
+    "sampled tree": {"shape": TREE, "children": "distinct", "temperature": 1.0, "rule": "block"},
+    "stopping": {"stopping": Stopping(threshold=0.2)},
+}
+
+
+@pytest.mark.parametrize(
+    "how, attends",
+    [
+        *(("tree", kind) for kind in KINDS),
+        ("chain", "path"),
+        ("chain", "depth"),
+        ("sampled tree", "path"),
+        ("stopping", "path"),
+    ],
+)
+def test_compiled_decoding_equals_uncompiled_decoding(shallow, runner, traced, how, attends):
+    """Batches with different caches: the second reuses shapes of the first; in a third, the caches of trees grow."""
+    head, arguments = KINDS[attends]
+    drafter = make_drafter(shallow, head, True, arguments)
+    assert drafter.attends == attends
+    compiled = decoder_of(shallow, drafter, compiled=True, runner=runner, **SETTINGS[how])
+    plain = decoder_of(shallow, drafter, compiled=False, **SETTINGS[how])
+    check_same(compiled, plain, prompts_of(shallow, 0), 16)
+    shapes = known_shapes(compiled)
+    check_same(compiled, plain, prompts_of(shallow, 7, (12, 3)), 16)
+    # with stopping, the second batch may have lengths that the first one did not have
+    assert how == "stopping" or known_shapes(compiled) == shapes
+    if how == "tree":
+        check_same(compiled, plain, prompts_of(shallow, 3, (248, 9)), 16)
+    assert not known_shapes(plain)
+
+
+def test_plain_decoding_is_the_same_compiled(shallow, traced):
+    compiled, plain = (decoder_of(shallow, compiled=flag) for flag in (True, False))
+    for seed in range(3):
+        check_same(compiled, plain, prompts_of(shallow, seed), 20)
+    assert len(known_shapes(compiled)) == 5
+
+
+def test_later_rounds_reuse_known_shapes(shallow, traced):
+    """All shapes are known after two rounds; when the caches grow, new ones are added once."""
+    decoder = decoder_of(shallow, make_drafter(shallow, "eagle"), compiled=True)
+    counts, visible = [], []
+    for _ in decoder.stream(prompts_of(shallow, 0, (220, 20)), 60):
+        counts.append(len(known_shapes(decoder)))
+        visible.append(decoder.proposer.cache.visible)
+    grown = visible.index(512)
+    assert counts[0] == 0 and set(counts[2 : grown - 1]) == {8} and set(counts[grown + 3 :]) == {13}
+    assert 5 < grown < len(counts) - 5
+
+
+def test_sampled_trees_that_grow_wider_than_their_width(shallow, traced):
+    """The drafter's cache has room for every level: at each length its drafts equal those of a larger cache."""
+    shape = TreeShape(depth=4, width=2, nodes=30)  # 2 + 4 + 8 inner nodes enter the cache
+    drafter = make_drafter(shallow, "eagle")
+    compiled, plain, roomy = (
+        HeadProposer(drafter, shape, children="distinct", compile=flag) for flag in (True, False, False)
+    )
+    for num in (238, 244, 250):
+        tokens, trees = torch.tensor([random_tokens(num, num + 5, 6)]), []
+        features = torch.randn(1, num + 4, 32, generator=torch.Generator().manual_seed(num), dtype=torch.float64)
+        for proposer in (compiled, plain, roomy):
+            proposer.begin(tokens[:, :num], torch.tensor([num]))
+            if proposer is roomy:
+                proposer.cache.make_room(400)
+            for first, last in ((1, num), (num, num + 5)):
+                proposer.commit(
+                    tokens[:, first:last],
+                    features[:, first - 1 : last - 1],
+                    torch.tensor([last - first]),
+                    [last - first],
+                )
+                tree = proposer.propose(Sampling(1.0), torch.Generator().manual_seed(0))
+            trees.append(tree)
+        for tree in trees[:2]:
+            assert torch.equal(tree.tokens, trees[2].tokens) and tree.tokens.shape == (1, 31)
+            torch.testing.assert_close(tree.probs, trees[2].probs)
+
+
+def test_decoders_share_a_runner(shallow, traced):
+    runner, prompts = Runner(True), prompts_of(shallow, 0)
+    answers = decoder_of(shallow, compiled=False).generate(prompts, 20).tokens
+    for head in ("eagle", "draft", "medusa"):  # heads that read different layers
+        proposer = HeadProposer(make_drafter(shallow, head), chain_of(2))
+        decoder = Decoder(shallow, proposer, sampling=Sampling(), stop=set(), runner=runner)
+        assert decoder.generate(prompts, 20).tokens == answers
+        assert len(runner.known) == 5
+    assert not Runner().known and Runner()("anything", torch.add, torch.ones(1), torch.ones(1)).item() == 2
+
+
+def test_the_time_of_compiling_is_counted_separately(shallow, monkeypatch):
+    def slow(module, inputs, options):
+        time.sleep(0.1)
+        return module
+
+    monkeypatch.setattr(torch._inductor, "compile", slow)
+    decoder = decoder_of(shallow, make_drafter(shallow, "eagle"), chain_of(2), compiled=True)
+    start = time.perf_counter()
+    generation = decoder.generate(prompts_of(shallow, 0), 12)
+    wall = time.perf_counter() - start
+    assert len(known_shapes(decoder)) == 7 and generation.compile_seconds > 0.7
+    assert generation.compile_seconds == pytest.approx(decoder.runner.seconds + decoder.proposer.compile_seconds)
+    assert generation.seconds + generation.prefill_seconds < wall - 0.7
+    assert set(generation.stages) == set(STAGES)
+    assert sum(generation.stages.values()) == pytest.approx(generation.seconds, abs=1e-3)
+    assert decoder.generate(prompts_of(shallow, 1), 12).compile_seconds == 0
+
+
+# Graphs
+
+
+def test_products_of_one_tensor_are_packed(traced):
+    first, second, third = (nn.Linear(6, width, bias=bias) for width, bias in ((5, True), (3, False), (4, True)))
+    other = nn.Linear(6, 2)
+    layers = {"first": first, "second": second, "third": third, "other": other}
+    names = {layer.weight.data_ptr(): name for name, layer in layers.items()}
+
+    def function(x, y):
+        return first(x) + 1, second(x), third(x.relu()), other(x) * y
+
+    for shape in ((7, 6), (2, 3, 6)):
+        x, y = torch.randn(shape), torch.randn(*shape[:-1], 2)
+        graph = Graph(function, (x, y))
+        packed = [{names[graph.captured[place].data_ptr()] for place in places} for places in graph.products]
+        assert packed == [{"first", "second", "other"}, {"third"}]
+        x, y = torch.randn(shape), torch.randn(*shape[:-1], 2)
+        for value, reference in zip(graph.bind(graph.captured, {})(x, y), function(x, y), strict=True):
+            torch.testing.assert_close(value, reference)
+
+
+@pytest.mark.parametrize(
+    "head, arguments",
+    [
+        *KINDS.values(),
+        ("dspark", {}),
+        ("hydra", {}),
+        ("eagle3", {}),
+    ],
+)
+def test_no_weight_is_in_a_batched_product(shallow, traced, graphs, head, arguments):
+    """Inductor's batched product of a weight is many times slower than the packed one. A tree's steps have several nodes."""
+    drafter = make_drafter(shallow, head, arguments=arguments)
+    shape = TreeShape(depth=min(3, drafter.depth or 3), width=3, nodes=6)
+    decoder_of(shallow, drafter, shape, compiled=True).generate(prompts_of(shallow, 3, (6,)), 12)
+    assert graphs
+    batched = [
+        product
+        for graph in graphs
+        for product in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.bmm.default)
+    ]
+    for product in batched:
+        source = product.args[1]
+        while len(source.all_input_nodes) == 1:  # expanded, viewed or transposed
+            (source,) = source.all_input_nodes
+        assert not source.name.startswith("captured"), product
+
+
+def test_nothing_is_packed_in_float64(shallow, traced, graphs):
+    decoder_of(shallow, compiled=True).generate(prompts_of(shallow, 0), 4)
+    assert len(graphs) == 5 and not any(graph.products for graph in graphs)
+
+
+def tiny(kind=Qwen2ForCausalLM, num_layers: int = 3) -> Target:
+    """A small target in float32, with biases and tied embeddings."""
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=num_layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=19,
+        max_position_embeddings=512,
+        initializer_range=0.4,
+        tie_word_embeddings=True,
+        attn_implementation=attention.NAME,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    model = kind(config)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            nn.init.normal_(parameter)
+    return Target(model, name="tiny")
+
+
+def read(target: Target, runner: Runner, num: int = 3):
+    """Reads two rows of `num` tokens after a committed prompt. Returns features, logits and the cache's contents."""
+    cache = target.cache(2)
+    prompt = torch.tensor(prompts_of(target, 0, (6, 6)))
+    cache.reserve(6)
+    positions = torch.arange(6).expand(2, -1)
+    mask = masks.pending(masks.causal(6, None), cache.lengths, cache.visible)
+    target.read(prompt, (), positions=positions, mask=mask, cache=cache)
+    cache.commit(torch.tensor([6, 4]), [6, 4])
+    cache.reserve(num)
+    positions = cache.lengths[:, None] + torch.arange(num)
+    mask = masks.pending(masks.causal(num, None), cache.lengths, cache.visible)
+    tokens = torch.tensor(prompts_of(target, 5, (num, num)))
+    states = (1, target.num_layers)
+    output = CompiledTarget(target, runner).read(tokens, states, positions=positions, mask=mask, cache=cache)
+    return output.features, target.logits(output.final), cache.data
+
+
+def check_close(values, references) -> None:
+    for value, reference in zip(values, references, strict=True):
+        assert (value - reference).abs().max() < 1e-4 * reference.abs().max()
+
+
+@torch.inference_mode()
+def test_packed_layers_give_the_same_values(traced, graphs):
+    """In float32, q, k and v are one product, and gate and up are another."""
+    target, runner = tiny(), Runner(True)
+    for num in (3, 1):
+        check_close(read(target, runner, num), read(target, Runner(), num))
+    assert [sorted(map(len, graph.products)) for graph in graphs] == 2 * [[], [1, 1, 2, 3], []]
+    assert len(runner.packed) == 4 * target.num_layers  # once for all shapes
+
+
+@torch.inference_mode()
+def test_decoding_with_inductor_equals_uncompiled_decoding(graphs, compiler):
+    """Runs Inductor in float32: C++, oneDNN's packed weights, in-place changes of the caches."""
+    target = tiny()
+    drafter = make_drafter(target, "eagle").float()
+    compiled, plain = (decoder_of(target, drafter, chain_of(1), compiled=flag) for flag in (True, False))
+    prompts = prompts_of(target, 0)
+    generation, reference = (decoder.generate(prompts, 14) for decoder in (compiled, plain))
+    assert generation.tokens == reference.tokens and generation.accepted == reference.accepted
+    assert generation.compile_seconds > generation.seconds and reference.compile_seconds == 0
+    assert len(graphs) == 6 and any(len(places) == 3 for graph in graphs for places in graph.products)
+    check_close(read(target, compiled.runner, 2), read(target, Runner(), 2))
+    assert len(graphs) == 6
+    check_same(compiled, plain, prompts_of(target, 5), 14)
+
+
+# Refusals
+
+
+def test_a_model_that_does_more_than_its_layers_is_refused(traced, monkeypatch):
+    target = tiny()
+    scale_forward(target, monkeypatch)
+    sentence = r"^tiny does more than its layers one after the other: set compile=false\.$"
+    with pytest.raises(ValueError, match=sentence):
+        decoder_of(target, compiled=True).generate(prompts_of(target, 0), 4)
+    decoder_of(target, compiled=False).generate(prompts_of(target, 0), 4)
+
+
+class Wider(nn.Linear):
+    """A linear layer with an additional shift."""
+
+    def __init__(self, like: nn.Linear):
+        super().__init__(like.in_features, like.out_features, bias=False)
+        self.weight = like.weight
+        self.shift = nn.Parameter(torch.full((like.out_features,), 3.0))
+
+    def forward(self, x):
+        return super().forward(x) + self.shift
+
+
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("change", ["activation", "parameter", "width"])
+def test_layers_that_differ_in_more_than_weights_are_refused(traced, place, change):
+    target = tiny(num_layers=2)
+    mlp = target.decoder.layers[place].mlp
+    if change == "activation":
+        mlp.act_fn = nn.Tanh()
+    elif change == "parameter":
+        mlp.up_proj = Wider(mlp.up_proj)
+    else:
+        mlp.up_proj, mlp.gate_proj, mlp.down_proj = nn.Linear(32, 40), nn.Linear(32, 40), nn.Linear(40, 32)
+    with pytest.raises(ValueError, match=r"set compile=false\.$"), torch.inference_mode():
+        read(target, Runner(True))
+
+
+def test_functions_that_cannot_be_traced_are_refused(traced):
+    def undecided(x):
+        return x if x.sum() > 0 else -x
+
+    with pytest.raises(ValueError, match=r"^undecided could not be compiled \(.*\)\. .* compile=false decodes"):
+        Runner(True)("undecided", undecided, torch.ones(2))
+
+
+def test_a_failing_compiler_is_reported(monkeypatch):
+    def missing(module, inputs, options):
+        raise RuntimeError("no C++ compiler\nat great length")
+
+    monkeypatch.setattr(torch._inductor, "compile", missing)
+    with pytest.raises(ValueError, match=r"^sum could not be compiled \(no C\+\+ compiler\)\. Inductor needs a C\+\+"):
+        Runner(True)("sum", torch.sum, torch.ones(2))
+    target = make_target(6, num_layers=2)
+    with pytest.raises(ValueError, match=r"compile=false decodes without it\.$"):
+        decoder_of(target, compiled=True).generate([[1]], 4)

@@ -1,0 +1,232 @@
+"""Tests of decoding with CUDA graphs, with stand-ins for them on a CPU."""
+
+import contextlib
+
+import pytest
+import torch
+import torch._inductor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+from specdec.core import compile, cuda_graph, rules
+from specdec.core.compile import Runner
+from specdec.core.sampling import Sampling
+from specdec.core.tree import Nodes, plant
+from specdec.target.model import Target
+from specdec.target.verifier import Verifier
+from tests.compiled import CHAIN, TREE, check_same, decoder_of, prompts_of
+from tests.families import FAMILIES
+from tests.support import make_drafter, make_target
+from tests.target_table import target_of
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def shallow() -> Target:
+    return make_target(6, num_layers=3)
+
+
+def place(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def record(function, inputs, pool=None):
+    """Stands in for cuda_graph.capture on a CPU, with the same rules: whatever `function` takes from the host is as it was
+    now, and tensors are read and written where they are in memory now."""
+    own = [value.clone() for value in inputs]
+    for _ in range(cuda_graph.WARM_UP):
+        function(*own)
+    graph = make_fx(lambda *inputs: function(*inputs))(*own)
+    outputs = graph(*own)
+
+    def replay(*given):
+        for place, value in zip(own, given, strict=True):
+            place.copy_(value)
+        for place, value in zip(outputs, graph(*own), strict=True):
+            place.copy_(value)
+        return tuple(value.clone() for value in outputs)
+
+    return replay
+
+
+@pytest.mark.parametrize(
+    "head, shape, compiled", [(None, CHAIN, False), ("eagle", TREE, True), ("medusa", CHAIN, False)]
+)
+def test_passes_from_graphs_give_the_same_answers(shallow, traced, monkeypatch, head, shape, compiled):
+    """Batches of the same shape with caches at other addresses, and caches that grow while they are used."""
+    captured = []
+    monkeypatch.setattr(cuda_graph, "capture", lambda *arguments: captured.append(1) or record(*arguments))
+    drafter = head and make_drafter(shallow, head, True)
+    runner = Runner(compiled, cuda_graphs=True)
+    graphed = decoder_of(shallow, drafter, shape, compiled=compiled, runner=runner)
+    plain = decoder_of(shallow, drafter, shape, compiled=False)
+    for seed, lengths in enumerate([(5, 9), (7, 3), (250, 9)]):
+        check_same(graphed, plain, prompts_of(shallow, seed, lengths), 16)
+    assert 4 >= len(captured) == len(runner.graphs) >= 2 and runner.cuda_graphs
+
+
+def test_a_graph_for_each_cache_and_not_too_many(monkeypatch):
+    captured = []
+    monkeypatch.setattr(cuda_graph, "capture", lambda function, inputs, pool: captured.append(function) or function)
+    monkeypatch.setattr(compile, "MOST_GRAPHS", 2)
+    runner, caches = Runner(cuda_graphs=True), [torch.zeros(2), torch.ones(2), torch.ones(2)]
+    for cache in (*caches, caches[2], caches[0]):
+        (result,) = runner.whole("sum", lambda x, cache=cache: (x + cache,), [torch.ones(2)], [cache])
+        assert result.equal(1 + cache)
+    assert len(captured) == 4 and len(runner.graphs) == 2 and runner.seconds > 0
+
+
+# By what their caches hold: a K and V for each query head, fewer, one for all, K wider than V
+CACHES = ["gpt2", "llama", "gpt_bigcode", "deepseek_v3"]
+DRAFTS: list[Nodes] = [[(5, 0), (2, 1)], [(5, 0), (2, 0)]]  # a chain, a tree
+
+
+@pytest.mark.parametrize("family", [*CACHES, "compiled"])
+def test_a_captured_pass_reads_nothing_that_dies_with_its_answer(shallow, traced, monkeypatch, family):
+    """Only weights, K and V, and its inputs; and with later inputs it gives what the pass gives that is not captured."""
+    target = shallow if family == "compiled" else target_of(next(each for each in FAMILIES if str(each) == family))
+    own = {place(tensor) for tensor in [*target.model.parameters(), *target.model.buffers()]}
+    captured = []
+
+    def capture(function, inputs, pool):
+        function(*inputs)  # it is compiled
+        graph = make_fx(lambda *inputs: function(*inputs))(*inputs)
+        captured.append([getattr(graph, node.target) for node in graph.graph.nodes if node.op == "get_attr"])
+
+        def replay(*given):
+            for value, wanted in zip(graph(*given), function(*given), strict=True):
+                torch.testing.assert_close(value, wanted)
+            return graph(*given)
+
+        return replay
+
+    monkeypatch.setattr(cuda_graph, "capture", capture)
+    runner, cache = Runner(family == "compiled", cuda_graphs=True), target.cache(2)
+    verify = Verifier(target, sampling=Sampling(), rule="token", runner=runner, hidden_states=(1, 2))
+    for drafts in DRAFTS:
+        for counts in ([1, 3], [2, 1]):
+            with torch.no_grad():
+                verify(plant([3, 4], [drafts, drafts], target.device), cache, rules.Draws(None))
+            cache.commit(torch.tensor(counts), counts)
+        own |= {place(tensor) for tensor in cache.halves}
+        foreign = [tensor for tensor in captured.pop() if place(tensor) not in own]
+        assert not foreign and not captured and runner.cuda_graphs
+
+
+class OnCuda(torch.Tensor):
+    """Says that it is on a GPU; its values are here."""
+
+    device = torch.device("cuda", 0)
+
+
+class Tape(TorchDispatchMode):
+    """Stands in for torch.cuda.CUDAGraph: what was done within the mode is done again, in the same places of one pool.
+
+    Before, everything else in the pool becomes garbage: other graphs may have their intermediate results there."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls: list[tuple] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        known = {place(value) for value in tree_flatten((args, kwargs))[0] if isinstance(value, torch.Tensor)}
+        new = [value for value in tree_flatten(out)[0] if place(value) not in known]
+        self.calls.append((func, args, kwargs or {}, new))
+        self.pool += new
+        return out
+
+    def replay(self):
+        for value in self.pool:
+            value.fill_(-77)
+        for func, args, kwargs, new in self.calls:
+            again = tree_flatten(func(*args, **kwargs))[0]
+            for value, goal in zip(again if new else [], new, strict=True):
+                goal.copy_(value)
+
+
+@pytest.fixture
+def pools(monkeypatch) -> list[list[torch.Tensor]]:
+    """A stand-in for CUDA graphs in torch.cuda -> the pools that were made"""
+    pools, nothing = list[list[torch.Tensor]](), contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def graph(tape, *, pool, stream, capture_error_mode):
+        tape.pool, tape.stream = pool, stream
+        with tape:
+            yield
+
+    class Stream:
+        def wait_stream(self, other):
+            pass
+
+    for name, stand_in in {
+        "graph_pool_handle": lambda: pools.append([]) or pools[-1], "CUDAGraph": Tape, "graph": graph, "Stream": Stream,
+        "current_stream": Stream, "stream": lambda stream: nothing, "device": lambda device: nothing,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    return pools
+
+
+def test_graphs_of_a_runner_have_one_pool_and_none_disturbs_another(pools, monkeypatch):
+    """In any order, and when others were dropped."""
+    monkeypatch.setattr(compile, "MOST_GRAPHS", 3)
+    runner = Runner(cuda_graphs=True)
+
+    memories, answers = {num: torch.zeros(num) for num in (3, 4, 5, 6)}, []
+
+    def answer(num: int, last: float) -> None:
+        def function(x):
+            y = (x * 2).cumsum(0)
+            memories[num].copy_(y)
+            return y.exp(), y.sum()[None]
+
+        given = torch.linspace(0, last, num)
+        found = runner.whole("sums", function, [given.as_subclass(OnCuda)], [memories[num]])
+        written = memories[num].clone()
+        answers.append(([torch.Tensor(value) for value in found], list(function(given))))
+        assert written.equal(memories[num])
+
+    for num, last in [
+        (3, 1.0),
+        (4, 2.0),
+        (3, 3.0),
+        (5, 1.0),
+        (4, 0.5),
+        (6, 1.0),
+        (5, 2.0),
+        (4, 1.0),
+        (6, 0.1),
+        (3, 1.0),
+    ]:
+        answer(num, last)
+    for found, wanted in answers:  # later replays have not overwritten them
+        torch.testing.assert_close(found, wanted)
+    assert len(pools) == 1 and len(runner.graphs) == 3 and runner.cuda_graphs
+    del runner
+    runner = Runner(cuda_graphs=True)
+    answer(3, 1.0)
+    torch.testing.assert_close(*answers[-1])
+    assert len(pools) == 2  # that of the first runner may be gone with its graphs
+
+
+def test_decoders_that_share_a_runner_share_no_graph_with_other_features(shallow, monkeypatch):
+    monkeypatch.setattr(cuda_graph, "capture", record)
+    runner, cache = Runner(cuda_graphs=True), shallow.cache(1)
+    for layers in ((1,), (0, 2), (1,)):
+        verify = Verifier(shallow, sampling=Sampling(), rule="token", runner=runner, hidden_states=layers)
+        with torch.no_grad():
+            features = verify(plant([3], [DRAFTS[0]], "cpu"), cache, rules.Draws(None)).output.features
+        cache.drop_pending()
+        assert features.shape[-1] == len(layers) * shallow.width
+    assert len(runner.graphs) == 2
+
+
+def test_without_a_gpu_passes_run_as_before_and_one_warning_says_so(shallow):
+    graphed = decoder_of(shallow, compiled=False, runner=Runner(cuda_graphs=True))
+    with pytest.warns(UserWarning, match="No CUDA graphs.*CUDA device"):
+        generation = graphed.generate(prompts_of(shallow, 0), 8)
+    assert generation.tokens == decoder_of(shallow, compiled=False).generate(prompts_of(shallow, 0), 8).tokens
+    assert not graphed.runner.graphs and not graphed.runner.cuda_graphs

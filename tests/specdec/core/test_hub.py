@@ -1,0 +1,228 @@
+"""Checkpoints by their names on the Hugging Face Hub, against a stand-in of its HTTP interface (tests/hub.py)."""
+
+import json
+import time
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import torch
+
+from specdec import checkpoint
+from specdec.core import files
+from specdec.core import hub as names
+from specdec.core.hub import fetch
+from specdec.heads.eagle import Eagle
+from tests.hub import Hub
+
+NAME = "user/head"
+OFFLINE = (huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+
+
+def save(target, folder: Path, seed: int = 0) -> Eagle:
+    torch.manual_seed(seed)
+    drafter = Eagle(target, vocab=torch.arange(0, 60, 4)).double()
+    checkpoint.save(folder, drafter, {"_target_": "specdec.heads.eagle.Eagle"})
+    return drafter
+
+
+def push(folder: Path, **more) -> str:
+    """-> the commit"""
+    contents = {path.name: path for path in folder.iterdir()} | {"README.md": b"---\nlicense: mit\ntags: [a]\n---\n"}
+    return names.push(NAME, contents, message="Add a head", **more).oid
+
+
+def same(left, right) -> bool:
+    return all(torch.equal(value, right.state_dict()[name]) for name, value in left.state_dict().items())
+
+
+@pytest.fixture
+def pushed(hub, target, tmp_path) -> tuple[Eagle, str]:
+    """A head at user/name, and its commit."""
+    drafter = save(target, tmp_path / "saved" / "step_000001")
+    return drafter, push(tmp_path / "saved" / "step_000001")
+
+
+def test_what_was_pushed_is_loaded_by_name_and_then_from_the_cache(hub, target, pushed, monkeypatch):
+    drafter, commit = pushed
+    assert same(checkpoint.load(NAME, target), drafter)
+    folder = checkpoint.resolve(NAME)
+    assert names.pinned(folder) == checkpoint.name_of(folder) == f"{NAME}@{commit}"
+    assert {path.name for path in folder.iterdir()} == {"drafter.json", "drafter.safetensors", files.CHECKSUMS}
+    num = len(hub.requests)
+    fetch.cache_clear()
+    monkeypatch.setattr(*OFFLINE)
+    for name in (NAME, f"{NAME}@{commit}"):
+        assert same(checkpoint.load(name, target), drafter)
+    assert len(hub.requests) == num
+
+
+def test_a_revision_is_a_commit_a_tag_or_a_branch(hub, target, pushed, tmp_path):
+    first, commit = pushed
+    second, third = (save(target, tmp_path / "saved" / str(seed), seed) for seed in (1, 2))
+    push(tmp_path / "saved" / "1", tag="v2")
+    push(tmp_path / "saved" / "2", branch="try/out")
+    for revision, drafter in {commit: first, "v2": second, "main": second, "try/out": third}.items():
+        assert same(checkpoint.load(f"{NAME}@{revision}", target), drafter), revision
+    assert same(checkpoint.load(NAME, target), second)
+    with pytest.raises(ValueError, match="no revision 'v3': give one of its commits, tags or branches"):
+        checkpoint.resolve(f"{NAME}@v3")
+
+
+def test_a_process_keeps_the_commit_of_a_name(hub, target, pushed, tmp_path):
+    before = checkpoint.resolve(NAME)
+    save(target, tmp_path / "saved" / "1", 1)
+    push(tmp_path / "saved" / "1")
+    assert checkpoint.resolve(NAME) == before
+    fetch.cache_clear()  # as a new process
+    assert checkpoint.resolve(NAME) != before
+
+
+def test_one_commit_replaces_all_files(hub, target, pushed, tmp_path):
+    """Figures of an earlier head must not stay beside a new one."""
+    folder = tmp_path / "saved" / "1"
+    save(target, folder, 1)
+    (folder / "served.json").write_text("{}")
+    push(folder)
+    (folder / "served.json").unlink()
+    push(folder)
+    repository = hub.repositories[NAME]
+    assert len(repository.commits) == 4  # the empty one, and one for each push
+    last = repository.commits[repository.refs["main"]]
+    assert set(last) == {".gitattributes", "README.md", "drafter.json", "drafter.safetensors", files.CHECKSUMS}
+
+
+def test_nothing_but_a_checkpoint_is_downloaded(hub, target, pushed, tmp_path):
+    contents = {
+        "drafter.safetensors": b"0",
+        "drafter.json": b"{}",
+        "run.py": b"1",
+        "drafter.bin": b"1",
+        "sub/drafter.json": b"{}",
+        "report.html": b"<p>",
+    }
+    names.push(NAME, {**contents, "README.md": b"---\nlicense: mit\ntags: []\n---\n"}, message="More", branch="more")
+    found = [
+        path.relative_to(folder) for folder in [checkpoint.resolve(f"{NAME}@more")] for path in folder.rglob("*.*")
+    ]
+    assert {"drafter.json", "drafter.safetensors"} <= set(map(str, found)) <= {*names.FILES}
+
+
+def test_a_damaged_download_is_refused(hub, target, pushed):
+    hub.damaged = {"drafter.safetensors"}
+    with pytest.raises(ValueError, match=rf"drafter.safetensors is damaged: .*{files.CHECKSUMS}"):
+        checkpoint.load(NAME, target)
+
+
+def test_a_folder_wins_over_a_name(hub, target, pushed, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    own = save(target, tmp_path / "user" / "head", 5)
+    num = len(hub.requests)
+    assert same(checkpoint.load(NAME, target), own) and len(hub.requests) == num
+    assert checkpoint.name_of(Path(NAME)) == NAME
+
+
+def test_a_name_that_nobody_has(hub, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for token in ("hf_user", None):
+        if token is None:
+            monkeypatch.delenv("HF_TOKEN")
+        with pytest.raises(
+            ValueError, match="neither a folder runs/demo nor a head of that name on the Hugging Face Hub"
+        ):
+            checkpoint.resolve("runs/demo")
+    hub.repositories.clear()
+    num = len(hub.requests)
+    for path in ("checkpoints/demo", "./a/b", "a/b/c", "step_000001", "a--b/c"):  # only folders are called so
+        with pytest.raises(
+            ValueError, match=r"does not exist\. A checkpoint is a folder .* or the name of one on the Hugging Face"
+        ):
+            checkpoint.read_json(checkpoint.resolve(path) / "drafter.json")
+    assert len(hub.requests) == num
+
+
+def test_a_private_head_needs_a_token_of_its_owner(hub, target, tmp_path, monkeypatch):
+    drafter = save(target, tmp_path / "saved")
+    push(tmp_path / "saved", private=True)
+    for token in ("hf_other", None):
+        monkeypatch.delenv("HF_TOKEN")
+        if token:
+            monkeypatch.setenv("HF_TOKEN", token)
+        with pytest.raises(ValueError, match=r"If it is private, `hf auth login` keeps a token of yours"):
+            checkpoint.resolve(NAME)
+        monkeypatch.setenv("HF_TOKEN", "hf_user")
+    assert same(checkpoint.load(NAME, target), drafter)
+
+
+def test_a_head_whose_conditions_were_not_accepted(hub, pushed, monkeypatch):
+    hub.gated = {NAME}
+    monkeypatch.setenv("HF_TOKEN", "hf_other")
+    with pytest.raises(ValueError, match="user/head on the Hugging Face Hub asks you to accept its conditions"):
+        checkpoint.resolve(NAME)
+
+
+def test_a_repository_without_a_head(hub):
+    huggingface_hub.HfApi().create_repo("user/other")
+    with pytest.raises(
+        ValueError, match=r"user/other on the Hugging Face Hub is no checkpoint of specdec, .* scripts/import.py"
+    ):
+        checkpoint.resolve("user/other")
+
+
+def test_without_the_hub_the_cache_is_used(hub, target, pushed, monkeypatch):
+    """Also if the Hub fails, and quickly."""
+    hub.failing = 500
+    begin = time.monotonic()
+    with pytest.raises(
+        ValueError, match=r"neither a folder user/head nor a head of that name in the cache .* answers with error 500"
+    ):
+        checkpoint.resolve(NAME)
+    hub.failing = None
+    folder = checkpoint.resolve(NAME)
+    fetch.cache_clear()
+    hub.failing = 500
+    assert checkpoint.resolve(NAME) == folder
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")  # nothing listens there
+    fetch.cache_clear()
+    assert checkpoint.resolve(NAME) == folder
+    with pytest.raises(ValueError, match=r"neither a folder user/none nor .* the Hub cannot be reached"):
+        checkpoint.resolve("user/none")
+    assert time.monotonic() - begin < 10
+
+
+def test_offline_without_a_copy(hub, pushed, monkeypatch):
+    monkeypatch.setattr(*OFFLINE)
+    num = len(hub.requests)
+    with pytest.raises(ValueError, match=r"neither a folder user/head nor .* HF_HUB_OFFLINE=1 forbids to ask"):
+        checkpoint.resolve(NAME)
+    with pytest.raises(ValueError, match="HF_HUB_OFFLINE=1 forbids to reach the Hugging Face Hub: unset it"):
+        names.push(NAME, {}, message="no")
+    assert len(hub.requests) == num
+
+
+@pytest.mark.parametrize(
+    ("token", "status", "message"),
+    [
+        (None, None, "only with a token that may write: `hf auth login`"),
+        ("hf_wrong", None, "does not know your token"),
+        ("hf_other", None, r"your token does not allow it \(403\)"),
+        ("hf_user", 500, "user/head was not pushed: the Hub answers with error 500"),
+    ],
+)
+def test_pushes_that_the_hub_refuses(hub: Hub, monkeypatch, token, status, message):
+    monkeypatch.delenv("HF_TOKEN")
+    if token:
+        monkeypatch.setenv("HF_TOKEN", token)
+    hub.failing = status
+    with pytest.raises(ValueError, match=message):
+        names.push(NAME, {"drafter.json": json.dumps({}).encode()}, message="no")
+    assert not hub.repositories
+
+
+def test_a_tag_that_exists(hub, target, pushed, tmp_path):
+    folder = tmp_path / "saved" / "1"
+    save(target, folder, 1)
+    push(folder, tag="v1")
+    save(target, folder, 2)
+    with pytest.raises(ValueError, match=r"was pushed as commit [0-9a-f]{40}, but not tagged v1: .*choose another one"):
+        push(folder, tag="v1")

@@ -1,0 +1,120 @@
+"""Tests of specdec/core/precision.py: what `auto` is on devices that are told what they can do."""
+
+import pytest
+import torch
+
+from specdec.core import precision
+from specdec.target.loading import load_skeleton
+from specdec.target.model import Target
+from tests.support import save_target
+from train import starting
+
+
+@pytest.fixture(autouse=True)
+def nothing_known(monkeypatch):
+    """Choices of this machine are not kept, and nothing hides what it has."""
+    for name in precision.HIDING:
+        monkeypatch.delenv(name, raising=False)
+    forget = [precision._of_cpu, precision._of_cuda, precision._timed]
+    for function in forget:
+        function.cache_clear()
+    yield
+    for function in forget:
+        function.cache_clear()
+
+
+def tell(monkeypatch, *, onednn: bool, avx512: bool = False, amx: bool = False, bf16: float = 1.0, fp32: float = 1.0):
+    """What oneDNN and the CPU say, and how long products take."""
+    operators = type("Operators", (), {"_is_mkldnn_bf16_supported": staticmethod(lambda: onednn)})
+    monkeypatch.setattr(torch.ops, "mkldnn", operators)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    timed = []
+
+    def seconds(left, right):
+        timed.append(left.dtype)
+        return bf16 if left.dtype == torch.bfloat16 else fp32
+
+    monkeypatch.setattr(precision, "_seconds", seconds)
+    return timed
+
+
+@pytest.mark.parametrize(
+    ("told", "dtype", "timed"),
+    [
+        ({"onednn": False, "bf16": 0.1}, "float32", False),  # AVX2 only
+        ({"onednn": True, "avx512": True, "bf16": 9.0}, "bfloat16", False),
+        ({"onednn": True, "amx": True, "bf16": 9.0}, "bfloat16", False),
+        ({"onednn": True, "bf16": 3.0}, "float32", True),  # AVX-512 without units: oneDNN takes it, and converts
+        ({"onednn": True, "bf16": 0.5}, "bfloat16", True),
+    ],
+)
+def test_a_cpu_is_asked_and_timed_only_where_its_answer_is_not_enough(monkeypatch, told, dtype, timed):
+    measured = tell(monkeypatch, **told)
+    choice = precision.choose("cpu")
+    assert choice.dtype == dtype and choice.reason
+    assert bool(measured) == timed
+    assert precision.choose(torch.device("cpu")) is choice  # found out once
+
+
+def test_what_hides_units_makes_the_answer_of_the_cpu_worthless(monkeypatch):
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
+    assert tell(monkeypatch, onednn=True, avx512=True, bf16=3.0) == []
+    assert precision.choose("cpu").dtype == "float32"
+
+
+def test_a_product_is_really_timed_where_nothing_can_be_asked(monkeypatch):
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert precision.choose("cpu").dtype in ("bfloat16", "float32")
+
+
+@pytest.mark.parametrize(("capability", "dtype"), [((9, 0), "bfloat16"), ((8, 0), "bfloat16"), ((7, 5), "float32")])
+def test_a_gpu_computes_in_bfloat16_from_ampere_on(monkeypatch, capability, dtype):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: "a GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda number: capability)
+    assert precision.choose("cuda").dtype == dtype
+
+
+@pytest.mark.parametrize(("onednn", "dtype"), [(False, torch.float32), (True, torch.bfloat16)])
+def test_targets_are_loaded_in_what_the_device_computes_in(monkeypatch, tmp_path, onednn, dtype):
+    tell(monkeypatch, onednn=onednn, avx512=onednn)
+    name = save_target(tmp_path).name
+    assert Target.load(name).dtype == Target.load_ends(name).dtype == dtype
+    assert Target.load(name, dtype="float64").dtype == torch.float64
+
+
+def test_a_dtype_that_does_not_exist_is_refused(tmp_path):
+    name = save_target(tmp_path).name
+    for load in (Target.load, Target.load_ends):
+        with pytest.raises(ValueError, match="dtype=half must be auto, or one of bfloat16"):
+            load(name, dtype="half")
+    assert load_skeleton(name, dtype="float32", revision=None)[0].dtype == torch.float32
+
+
+def settings(**more):
+    from omegaconf import OmegaConf
+
+    given = {"precision": "auto", "resume": False, "target": {"dtype": "auto"}, "train": {"timeout": 1}}
+    return OmegaConf.create(given | more)
+
+
+def test_a_run_takes_what_the_device_computes_in_unless_told(monkeypatch):
+    tell(monkeypatch, onednn=False)
+    config = settings()
+    starting.choose_precision(config, torch.device("cpu"))
+    assert (config.precision, config.target.dtype) == ("fp32", "float32")
+    config = settings(precision="bf16")
+    starting.choose_precision(config, torch.device("cpu"))
+    assert (config.precision, config.target.dtype) == ("bf16", "float32")
+
+
+def test_a_resumed_run_keeps_its_precision_on_another_machine(monkeypatch, tmp_path):
+    (tmp_path / "config.yaml").write_text("precision: bf16\ntarget: {dtype: bfloat16}\n")
+    tell(monkeypatch, onednn=False)
+    for resume, kept in ((True, True), ("auto", True), (False, False)):
+        config = settings(resume=resume)
+        starting.recall_precision(config, tmp_path)
+        starting.choose_precision(config, torch.device("cpu"))
+        assert (config.precision == "bf16") == kept and (config.target.dtype == "bfloat16") == kept

@@ -1,0 +1,259 @@
+"""Losslessness by exact enumeration over three tokens: every draft and every outcome of every draw."""
+
+import collections
+import math
+
+import pytest
+import torch
+
+from specdec.core import rules
+from specdec.core.sampling import Sampling, seen
+from specdec.core.tree import Tree, chain
+from tests.enumeration import (
+    BUSH_PARENTS,
+    DEPTH,
+    LOSSLESS,
+    PREFIXES,
+    V,
+    at_nodes,
+    drafted,
+    drafts,
+    random_laws,
+    rows_of,
+    rule_error,
+    rule_outcomes,
+)
+from tests.support import random_tree
+
+DRAFTINGS = ["chosen", "chain", "with replacement", "without replacement"]
+SAMPLINGS = [Sampling(0.6), Sampling(1.0, top_k=2), Sampling(1.0, top_p=0.7), Sampling(1.0, repetition_penalty=1.7)]
+SAMPLINGS += [Sampling(1.3, top_k=2, top_p=0.9, repetition_penalty=1.3)]
+EVERY_RULE = [lambda tree, probs, draws: rules.greedy(tree, probs.argmax(-1)), *rules.RULES.values()]
+
+
+def expected_drafts(p: dict, rule, tree: Tree, weights) -> float:
+    """The expected number of accepted drafts in a round."""
+    outcomes = rule_outcomes(rule, tree, at_nodes(tree, p))
+    return sum(weights[row] * weight * (len(emitted) - 1) for row, weight, emitted in outcomes)
+
+
+@pytest.mark.parametrize("rule", LOSSLESS)
+@pytest.mark.parametrize("drafting", DRAFTINGS)
+@pytest.mark.parametrize("p_allowed, q_allowed", [(V, V), (V, V - 1), (V - 1, V)])
+def test_lossless(rule, drafting, p_allowed, q_allowed):
+    """q_allowed < V is a reduced draft vocabulary; p_allowed < V is a target that gives some tokens probability 0."""
+    for seed in range(3 if drafting != "chosen" else 8):
+        p = random_laws(seed, allowed=p_allowed)
+        assert rule_error(p, rule, [drafted(drafting, seed + 10, q_allowed)]) < 1e-12
+
+
+@pytest.mark.parametrize("rule", LOSSLESS)
+@pytest.mark.parametrize("drafting", DRAFTINGS)
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+def test_lossless_for_warped_and_penalised_laws(rule, drafting, sampling):
+    """The law equals that of the target under temperature, top-k, top-p and a penalty on the tokens before."""
+    generator = torch.Generator().manual_seed(3)
+    logits = {prefix: 2 * torch.randn(V, generator=generator, dtype=torch.float64) for prefix in PREFIXES}
+    prompt, root, p = [1], 0, {}
+    for prefix in PREFIXES:
+        penalised = logits[prefix].tolist()
+        for token in {*prompt, root, *prefix}:
+            penalised[token] *= sampling.repetition_penalty ** (1 if penalised[token] < 0 else -1)
+        p[prefix] = sampling.law(torch.tensor(penalised, dtype=torch.float64))
+    tree, weights = drafted(drafting, 10)
+    committed = torch.zeros(len(tree.tokens), V, dtype=torch.bool)
+    committed[:, [*prompt, root]] = True
+    probs = sampling.law(sampling.penalise(at_nodes(tree, logits), seen(tree, committed)))
+    torch.testing.assert_close(probs, at_nodes(tree, p), rtol=0, atol=1e-14)
+    assert rule_error(p, rule, [(tree, weights)], probs) < 1e-12
+
+
+@pytest.mark.parametrize("rule", LOSSLESS)
+def test_chain_sampled_from_the_target_is_never_refused(rule):
+    p, (tree, _) = random_laws(0), drafted("chain", 0)
+    assert {len(text) for _, _, text in rule_outcomes(rule, tree, at_nodes(tree, p))} == {DEPTH + 1}
+
+
+@pytest.mark.parametrize("rule", LOSSLESS)
+def test_wrong_drafting_is_detected(rule):
+    """Negative control: the enumeration detects wrong drafting."""
+    p, q = random_laws(0), random_laws(10)
+    assert rule_error(p, rule, [drafts(q, BUSH_PARENTS, replacement=False, conditioned=False)]) > 1e-2
+    tree, weights = drafts(q, [-1, 0])
+    kept = [weight * (weight > 0.3) for weight in weights]  # a draw must not be removed because of its own score
+    dropped = [weight * (weight <= 0.3) for weight in weights]
+    assert rule_error(p, rule, [(tree, kept), (Tree(tree.tokens[:, :1], tree.parents[:, :1], None), dropped)]) > 1e-2
+
+
+@pytest.mark.parametrize("rule", LOSSLESS)
+@pytest.mark.parametrize("drafting", DRAFTINGS)
+def test_the_same_law_after_a_refusal_is_detected(rule, drafting, monkeypatch):
+    monkeypatch.setattr(rules, "refuse", lambda mass, tree, node: (mass / mass.sum(-1, keepdim=True), mass.sum(-1)))
+    assert rule_error(random_laws(0), rule, [drafted(drafting, 10)]) > 1e-2
+
+
+def test_wrong_budgets_are_detected(monkeypatch):
+    p, right = random_laws(0), rules.chance
+    not_clipped = lambda mass, *node: 1e9 * right(mass / 1e9, *node)
+    forgotten = lambda mass, *node: right(mass / mass.sum(-1, keepdim=True), *node)  # p / q, without P of the parent
+    for wrong in (not_clipped, forgotten):
+        monkeypatch.setattr(rules, "chance", wrong)
+        assert rule_error(p, rules.block, [drafted("chain", 10)]) > 1e-2
+
+
+def direct_block(p: dict, q: dict, drawn: tuple[int, ...]) -> list[float]:
+    """The law of the number of accepted drafts by block verification (2403.10444; docs/methods.md, section 1)."""
+    budgets, chances = [1.0], []
+    for place, token in enumerate(drawn):
+        rest = float((budgets[-1] * p[drawn[:place]] - q[drawn[:place]]).clamp(min=0).sum())
+        bottom = rest + 1 - budgets[-1]
+        chances.append(rest / bottom if bottom > 0 else 1.0)
+        budgets.append(min(1.0, budgets[-1] * float(p[drawn[:place]][token] / q[drawn[:place]][token])))
+    chances = [1.0, *chances[1:], budgets[-1]]
+    return [chance * math.prod(1 - later for later in chances[a + 1 :]) for a, chance in enumerate(chances)]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_block_on_a_chain_is_block_verification(seed):
+    p, q = random_laws(seed), random_laws(seed + 10)
+    tree, _ = drafted("chain", seed + 10)
+    laws = torch.zeros(len(tree.tokens), DEPTH + 1, dtype=torch.float64)
+    for row, weight, emitted in rule_outcomes(rules.block, tree, at_nodes(tree, p)):
+        laws[row, len(emitted) - 1] += weight
+    direct = [direct_block(p, q, tuple(row)) for row in tree.tokens[:, 1:].tolist()]
+    torch.testing.assert_close(laws, torch.tensor(direct, dtype=torch.float64), rtol=0, atol=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafting", DRAFTINGS)
+def test_block_verification_accepts_more_than_token_verification(drafting):
+    """Block verification accepts at least as much as token verification (as much without draws); typical more."""
+    totals = torch.zeros(3, dtype=torch.float64)
+    for seed in range(5):
+        p, parts = random_laws(seed), drafted(drafting, seed + 10)
+        token, block, typical = (expected_drafts(p, rule, *parts) for rule in (*LOSSLESS, rules.typical))
+        assert block >= token - 1e-12 and (drafting != "chosen" or block == pytest.approx(token, abs=1e-12))
+        assert rule_error(p, rules.typical, [parts]) > 1e-3
+        totals += torch.tensor([token, block, typical], dtype=torch.float64)
+    assert totals[2] > totals[1] and (drafting == "chosen" or totals[1] > totals[0] + 0.1)
+    assert {name for name, rule in rules.RULES.items() if rule not in LOSSLESS} == rules.LOSSY
+
+
+def expected_drafts_of_chain(p: torch.Tensor, q: torch.Tensor, depth: int, rule) -> float:
+    """The expected number of accepted drafts of a chain with the same laws at every depth."""
+    tree, weights = drafts(collections.defaultdict(lambda: q), list(range(-1, depth)))
+    return expected_drafts(collections.defaultdict(lambda: p), rule, tree, weights)
+
+
+@pytest.mark.parametrize("rule, figure", [(rules.sample, 10 / 9), (rules.block, 11 / 9)])
+def test_expected_drafts_of_a_small_example(rule, figure):
+    """The figures are those of docs/methods.md, section 1."""
+    p = torch.tensor([1 / 3, 2 / 3, 0], dtype=torch.float64)
+    assert expected_drafts_of_chain(p, p[[1, 0, 2]], 2, rule) == pytest.approx(figure, abs=1e-12)
+
+
+@pytest.mark.parametrize("alpha, depth, tau", [(0.5, 3, 1.875), (0.8, 3, 2.952), (0.5, 5, 1.969), (0.8, 5, 3.689)])
+def test_tau_of_equal_acceptance_is_a_geometric_sum(alpha, depth, tau):
+    """Acceptance is independent and equal at every depth; the figures are those of docs/methods.md, section 2."""
+    p = torch.tensor([1 - alpha / 2, alpha / 2, 0], dtype=torch.float64)
+    length = 1 + expected_drafts_of_chain(p, p[[1, 0, 2]], depth, rules.sample)
+    assert length == pytest.approx((1 - alpha ** (depth + 1)) / (1 - alpha), abs=1e-12)
+    assert length == pytest.approx(tau, abs=5e-4)
+
+
+def random_trees(generator, num_rows: int, num_nodes: int, vocab_size: int) -> Tree:
+    trees = [random_tree(generator, num_nodes, vocab_size) for _ in range(num_rows)]
+    return Tree(torch.cat([tree.tokens for tree in trees]), torch.cat([tree.parents for tree in trees]), None)
+
+
+def random_probs(generator, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).mul(2).softmax(-1)
+
+
+def longest_path(tree: Tree, row: int, kept: torch.Tensor) -> list[int]:
+    """The longest path by a walk, the first of equal ones. kept [N, V] is true for tokens allowed after a node."""
+    walks = {0: [0]}
+    for node, parent in enumerate(tree.parents[row].tolist()):
+        if parent in walks and kept[parent, tree.tokens[row, node]]:
+            walks[node] = [*walks[parent], node]
+    return max(walks.values(), key=len)
+
+
+def test_greedy_equals_the_lossless_rules_with_one_hot_laws():
+    """Batches of chosen trees and of sampled chains: greedy takes the path of the lossless rules with one-hot laws."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = set()
+    for sampled in (False, True):
+        tree = random_trees(generator, 40, 7, V)
+        if sampled:
+            tree = chain(tree.tokens, random_probs(generator, 40, 7, V))
+        choices = torch.randint(V, (40, 7), generator=generator)
+        onehot = torch.nn.functional.one_hot(choices, V).double()
+        verdict = rules.greedy(tree, choices)
+        for rule in LOSSLESS:
+            for result, reference in zip(verdict, rule(tree, onehot.clone(), rules.Draws(generator)), strict=True):
+                assert torch.equal(result, reference)
+        for row, (path, num_kept, next_token) in enumerate(zip(*(x.tolist() for x in verdict))):
+            walked = longest_path(tree, row, onehot[row])
+            assert path == walked + [0] * (7 - len(walked)) and num_kept == len(walked)
+            assert next_token == choices[row, walked[-1]]
+            lengths.add(num_kept)
+    assert {1, 2, 3} <= lengths
+
+
+def test_typical_keeps_the_longest_acceptable_path():
+    generator = torch.Generator().manual_seed(0)
+    tree, probs = random_trees(generator, 40, 7, 4), random_probs(generator, 40, 7, 4)
+    path, num_kept, _ = rules.typical(tree, probs, rules.Draws(generator), epsilon=0.2, delta=0.5)
+    bounds = (0.5 * (probs * probs.log()).sum(-1, keepdim=True).exp()).clamp(max=0.2)
+    for row in range(40):
+        best = longest_path(tree, row, probs[row] > bounds[row])
+        assert path[row].tolist() == best + [0] * (7 - len(best)) and num_kept[row] == len(best)
+    assert bounds.min() < 0.2 == bounds.max() and len(set(num_kept.tolist())) > 2
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("rule", EVERY_RULE)
+def test_rows_do_not_depend_on_each_other(rule, sampled):
+    """Each row of a batch of different trees has its outcomes alone; a chosen node equals a draw from a one-hot law."""
+    generator = torch.Generator().manual_seed(1)
+    tree, probs = random_trees(generator, 20, 8, V), random_probs(generator, 20, 8, V)
+    laws = random_probs(generator, 20, 8, V) if sampled else torch.nn.functional.one_hot(tree.tokens, V).double()
+    drawn = Tree(tree.tokens, tree.parents, laws)
+    together = [(row, emitted, round(weight, 12)) for row, weight, emitted in rule_outcomes(rule, drawn, probs)]
+    alone = []
+    for row in range(20):
+        outcomes = rule_outcomes(rule, rows_of(drawn if sampled else tree, [row]), probs[[row]])
+        alone += [(row, emitted, round(weight, 12)) for _, weight, emitted in outcomes]
+    assert sorted(together) == sorted(alone) and len({len(emitted) for _, emitted, _ in alone}) > 2
+
+
+@pytest.mark.parametrize("rule", LOSSLESS)
+def test_no_token_is_drawn_from_a_residual_of_rounding(rule):
+    p = torch.tensor([0.5, 0.5, 0.0]).repeat(1, 2, 1)  # float32
+    q = torch.tensor([0.5, 0.5 - 2**-25, 2**-25]).repeat(1, 2, 1)
+    outcomes = rule_outcomes(rule, chain(torch.tensor([[0, 2]]), q), p)
+    assert {emitted: weight for _, weight, emitted in outcomes} == {(0,): 0.5, (1,): 0.5}
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_no_value_is_read_from_the_device(sampled):
+    """Tensors of the meta device hold no values, so reading a value raises an error."""
+    probs = torch.empty(2, 4, V, device="meta")
+    tree = chain(torch.empty(2, 4, dtype=torch.long, device="meta"), probs if sampled else None)
+    for rule in EVERY_RULE:
+        assert [tuple(x.shape) for x in rule(tree, probs.clone(), rules.Draws(None))] == [(2, 4), (2,), (2,)]
+
+
+def test_draws_follow_their_laws():
+    draws = rules.Draws(torch.Generator().manual_seed(0))
+    law = torch.tensor([0.0, 0.7, 0.0, 0.3, 0.0])
+    where = torch.ones(20000, dtype=torch.bool)
+    drawn = draws.token(3 * law.expand(20000, 5), where)  # the sum of the law does not matter
+    torch.testing.assert_close(drawn.bincount(minlength=5) / 20000, law, rtol=0, atol=0.02)
+    assert not (drawn.bincount(minlength=5)[law == 0]).any()
+    where = torch.arange(20000) % 2 == 0
+    accepted = draws.accept(torch.full((20000,), 0.3), where)
+    assert not accepted[~where].any() and accepted[where].float().mean() == pytest.approx(0.3, abs=0.02)
+    assert draws.accept(torch.ones(20000), torch.ones_like(where)).all()
+    assert not draws.accept(torch.zeros(20000), torch.ones_like(where)).any()

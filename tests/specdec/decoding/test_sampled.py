@@ -1,0 +1,160 @@
+"""Whole decoders (target, drafter and rule) are lossless at temperature > 0: every draw of a round is enumerated."""
+
+import functools
+
+import pytest
+
+from specdec.core import rules
+from specdec.core.sampling import Sampling
+from specdec.core.tree import Tree, TreeShape, root
+from specdec.decoding.decoder import Decoder
+from specdec.proposers.heads import HeadProposer
+from specdec.proposers.stopping import Stopping
+from tests.enumeration import SAMPLINGS, answer_statistic, decoder_error, sampled_target, without_temperature
+from tests.support import chain_of, make_drafter
+
+pytestmark = pytest.mark.slow
+
+CHAIN, TREE = chain_of(2), TreeShape(depth=2, width=2, nodes=4)
+
+
+def decoder_of(
+    sampling="warm", shape=CHAIN, *, head="eagle", reduced=False, rule="token", wrong=None, **how
+) -> Decoder:
+    """wrong: a function that changes the proposed tree, for negative controls"""
+    target = sampled_target()
+    proposer = HeadProposer(make_drafter(target, head, reduced), shape, **how)
+    if wrong:
+        original_propose = proposer.propose
+        proposer.propose = lambda *arguments: wrong(original_propose(*arguments))
+    lossy = rule in rules.LOSSY
+    return Decoder(target, proposer, sampling=SAMPLINGS[sampling], stop=set(), rule=rule, lossy=lossy)
+
+
+CASES = {
+    "chain": [("top_k", CHAIN, {}), ("top_p", CHAIN, {"reduced": True}), ("penalty", CHAIN, {}), ("all", CHAIN, {})],
+    "distinct": [("warm", TREE, {"reduced": True}), ("top_k", TREE, {}), ("penalty", TREE, {"head": "medusa"})],
+    "independent": [("top_p", TREE, {}), ("penalty", TREE, {"reduced": True}), ("all", TREE, {})],
+    "chosen": [("all", TREE, {"reduced": True})],
+}
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+@pytest.mark.parametrize(
+    "children, sampling, shape, how", [(kind, *case) for kind, cases in CASES.items() for case in cases], ids=str
+)
+def test_lossless(rule, children, sampling, shape, how, monkeypatch):
+    """Checks the first round, and the third round, which comes after two others."""
+    how = {**how, "rule": rule, "children": "chosen" if children == "chain" else children}
+    decoder = decoder_of(sampling, shape, **how)
+    assert decoder_error(decoder, 1, monkeypatch=monkeypatch) < 1e-12
+    if children != "independent":
+        assert decoder_error(decoder, 3, seed=1, monkeypatch=monkeypatch) < 1e-12
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_plain_decoding_is_exact(sampling, monkeypatch):
+    decoder = Decoder(sampled_target(), None, sampling=SAMPLINGS[sampling], stop=set())
+    for number in range(4):
+        assert decoder_error(decoder, number, monkeypatch=monkeypatch) < 1e-12
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+@pytest.mark.parametrize("shape, children", [(CHAIN, "chosen"), (TreeShape(2, 2, 3), "distinct")], ids=str)
+def test_lossless_where_drafting_sometimes_stops_early(rule, shape, children, monkeypatch):
+    """Stopping uses only what is known before the draw; drafting stops after some first drafts and not after others."""
+    probe = decoder_of("warm", shape, children=children, stopping=Stopping())
+    depths, chances = {}, set()
+    for threshold in (0.0, None):
+        if threshold is None:
+            threshold = sorted(chances)[len(chances) // 2]
+        decoder = decoder_of("warm", shape, rule=rule, children=children, stopping=Stopping(threshold=threshold))
+        original_propose, proposer, sizes = decoder.proposer.propose, decoder.proposer, set()
+
+        def propose(*arguments, original_propose=original_propose, proposer=proposer, sizes=sizes):
+            tree = original_propose(*arguments)
+            sizes.add(tree.tokens.shape[1])
+            chances.add(float(sum(map(proposer.stopping.log_chance, proposer.evidence)).exp()))
+            return tree
+
+        proposer.propose = propose
+        assert decoder_error(decoder, 1, alone=True, monkeypatch=monkeypatch) < 1e-12
+        depths[threshold] = sizes
+    assert probe and depths[0.0] == {1 + shape.nodes} and len(depths[threshold]) == 2
+
+
+# Negative controls: the enumeration must detect wrong drafting
+
+
+def as_if_independent(tree: Tree) -> Tree:
+    """Gives every sibling the law of the first sibling."""
+    parents = tree.parents[0].tolist()
+    first = [parents.index(parent) for parent in parents]
+    return Tree(tree.tokens, tree.parents, tree.probs[:, first])
+
+
+def anticipating(tree: Tree) -> Tree:
+    """Removes the last draft unless it is the most likely token of its own law. One row only."""
+    law = tree.probs[0, -1]
+    if law[tree.tokens[0, -1]] >= law.max():
+        return tree
+    return Tree(tree.tokens[:, :-1], tree.parents[:, :-1], tree.probs[:, :-1], linear=tree.linear)
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_wrong_drafting_is_detected(rule, monkeypatch):
+    wrong = functools.partial(decoder_of, rule=rule)
+    assert decoder_error(wrong(wrong=without_temperature), 1, monkeypatch=monkeypatch) > 1e-3
+    decoder = wrong("all", shape=TREE, children="distinct", wrong=as_if_independent)
+    assert max(decoder_error(decoder, number, monkeypatch=monkeypatch) for number in (1, 2, 3)) > 1e-3
+    assert decoder_error(wrong(wrong=anticipating), 1, alone=True, monkeypatch=monkeypatch) > 1e-3
+    assert decoder_error(wrong(wrong=lambda tree: root(tree.tokens[:, 0])), 1, monkeypatch=monkeypatch) < 1e-12
+
+
+def test_a_penalty_that_ignores_the_answer_is_detected(monkeypatch):
+    """The penalty applies to tokens of the answer as it does to tokens of the prompt."""
+    decoder = decoder_of("penalty")
+    assert decoder_error(decoder, 2, seed=1, monkeypatch=monkeypatch) < 1e-12
+    monkeypatch.setattr(
+        "specdec.target.verifier.seen", lambda tree, committed: committed[:, None].expand(-1, tree.tokens.shape[1], -1)
+    )
+    assert decoder_error(decoder_of("penalty"), 1, monkeypatch=monkeypatch) > 1e-3
+
+
+# The lossy rule
+
+
+def test_typical_must_be_allowed_and_is_lossy(monkeypatch):
+    target = sampled_target()
+    with pytest.raises(ValueError, match=r"^rule=typical changes what the target says\. .* lossy=true"):
+        Decoder(target, None, sampling=Sampling(1.0), stop=set(), rule="typical")
+    with pytest.raises(ValueError, match=r"^rule=typical needs temperature= above 0"):
+        Decoder(target, None, sampling=Sampling(), stop=set(), rule="typical", lossy=True)
+    with pytest.raises(ValueError, match=r"^rule=best must be one of token, block, typical\.$"):
+        Decoder(target, None, sampling=Sampling(), stop=set(), rule="best")
+    for shape in (CHAIN, TREE):
+        assert decoder_error(decoder_of(rule="typical", shape=shape), 1, monkeypatch=monkeypatch) > 1e-2
+        assert decoder_error(decoder_of(shape=shape), 1, monkeypatch=monkeypatch) < 1e-12
+    # lossy=True permits a lossy rule and does not require one
+    Decoder(target, None, sampling=Sampling(), stop=set(), rule="block", lossy=True)
+
+
+# Whole answers
+
+
+ANSWERS = [
+    ("penalty", CHAIN, {"rule": "block", "reduced": True}),
+    ("top_p", TREE, {"children": "distinct", "rule": "block"}),
+    ("warm", TREE, {"children": "independent", "reduced": True, "stopping": Stopping(threshold=0.3)}),
+]
+
+
+@pytest.mark.parametrize("sampling, shape, how", ANSWERS, ids=str)
+def test_whole_answers_follow_the_target_law(sampling, shape, how):
+    statistic, freedom = answer_statistic(decoder_of(sampling, shape, **how), 1000)
+    assert freedom > 9 and statistic < freedom + 4 * (2 * freedom) ** 0.5
+
+
+def test_whole_answers_of_a_wrong_decoder_are_detected():
+    statistic, freedom = answer_statistic(decoder_of(wrong=without_temperature), 1000)
+    assert statistic > freedom + 4 * (2 * freedom) ** 0.5

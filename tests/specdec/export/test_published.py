@@ -1,0 +1,350 @@
+"""Import of published heads as checkpoints: our own exports return unchanged, and variants of other publishers load."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from specdec.export import serving
+from specdec.target.model import Target
+from tests import reference
+from tests.exports import (
+    ALL_NORMS,
+    CONTAINED,
+    OTHER_BLOCK,
+    REFERENCE_MEDUSA,
+    SAFEAILAB1,
+    SGLANG3,
+    assert_same_drafts,
+    bring_in,
+    export,
+    make_exact,
+    make_form,
+    refuse,
+    rewrite,
+    with_vocabularies,
+)
+from tests.support import make_target
+
+pytestmark = pytest.mark.slow
+
+
+# Export, then import
+
+
+def assert_equal_drafters(drafter, expected) -> None:
+    assert (
+        type(drafter) is type(expected)
+        and drafter.target_layers == expected.target_layers
+        and drafter.depth == expected.depth
+    )
+    expected_tensors, tensors = expected.state_dict(), drafter.state_dict()
+    assert expected_tensors.keys() == tensors.keys() and all(
+        torch.equal(expected_tensors[name], tensors[name]) for name in expected_tensors
+    )
+    for name in (
+        "norm_output",
+        "norm_before_residual",
+        "attention_bias",
+        "num_drafts",
+        "anchor_predicts",
+        "confident",
+        "windows",
+        "window_causal",
+    ):
+        assert getattr(drafter, name, None) == getattr(expected, name, None)
+    if hasattr(expected, "config"):
+        assert drafter.config.to_dict() == expected.config.to_dict()
+
+
+RETURNING = [
+    *(("eagle", {}, form) for form in ("vllm", "sglang", "eagle")),
+    ("eagle", {"fc_bias": True}, "eagle"),
+    ("eagle", {"block": OTHER_BLOCK, "intermediate_size": 20}, "vllm"),
+    *(("eagle3", arguments, form) for form in ("vllm", "speculators")
+      for arguments in ({}, CONTAINED, {"target_layers": [1, 4, 6]}, {"block": OTHER_BLOCK})),
+    ("eagle3", ALL_NORMS, "vllm"),
+    ("eagle3", {"own_output": False}, "vllm"),
+    *((head, {"num_layers": 2}, form) for head in ("eagle3", "peagle") for form in ("vllm", "speculators")),
+    *((head, {"window": 4, "num_layers": 2, "full_layers": [1]}, form)
+      for head in ("eagle3", "peagle") for form in ("vllm", "speculators")),
+    ("medusa", {}, "vllm"),
+    ("medusa", {}, "medusa"),
+    ("medusa", {"own_output": True}, "medusa"),
+    ("medusa", {"own_output": True, "num_blocks": 2}, "vllm"),
+    ("mtp", {}, "vllm"),
+    ("mtp", {"attention_bias": True}, "sglang"),
+    *(("dflash", arguments, form) for form in ("vllm", "speculators")
+      for arguments in ({}, {"target_layers": [1, 5], "num_drafts": 6, "num_layers": 1}, {"window": 4},
+                        {"window": 4, "full_layers": [0], "window_causal": False})),
+    ("dflash", {"window": 4, "full_layers": [0]}, "vllm"),
+    *(("dspark", {"markov_table": True, **arguments}, form) for form in ("vllm", "speculators")
+      for arguments in ({}, {"anchor_predicts": False, "confidence": False})),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("head", "arguments", "form", "reduced"), with_vocabularies(RETURNING))
+def test_import_gives_what_was_exported(target, tmp_path, head, arguments, form, reduced):
+    drafter = make_exact(target, head, reduced, arguments)
+    exported = export(drafter, form, tmp_path / "out")
+    keeps_vocabulary = not exported.whole_vocabulary or (tmp_path / "out" / "token_map.pt").exists()
+    imported = bring_in(tmp_path / "out", target)
+    assert_equal_drafters(imported, drafter if keeps_vocabulary else serving.whole_vocabulary(drafter))
+
+
+def test_import_of_sharded_weights(target, tmp_path):
+    drafter = make_exact(target, "eagle3", True)
+    export(drafter, "vllm", tmp_path / "out")
+    _, tensors = reference.read(tmp_path / "out")
+    places = {name: f"model-{n % 2}.safetensors" for n, name in enumerate(tensors)}
+    for place in set(places.values()):
+        shard = {name: tensors[name] for name in tensors if places[name] == place}
+        safetensors.torch.save_file(shard, tmp_path / "out" / place)
+    (tmp_path / "out" / "model.safetensors").unlink()
+    (tmp_path / "out" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    assert_equal_drafters(bring_in(tmp_path / "out", target), drafter)
+
+
+# Variants that published heads have and our exports do not
+
+
+def test_published_eagle1_with_a_bias_and_a_copy_of_the_embedding(target, tmp_path):
+    """Its config.json has no field `bias`, which SafeAILab reads as true; its weights are in pytorch_model.bin."""
+    export(make_exact(target, "eagle", False, {"fc_bias": True}), "eagle", tmp_path / "out")
+    rewrite(
+        tmp_path / "out", bias=None, rope_parameters=None, tensors={"embed_tokens.weight": target.embed.weight.clone()}
+    )
+    drafter = bring_in(tmp_path / "out", target)
+    assert bool(drafter.fc.bias.any()) and not any("embed" in name for name in drafter.state_dict())
+    assert_same_drafts(tmp_path / "out", SAFEAILAB1, drafter)
+    torch.save(reference.read(tmp_path / "out")[1], tmp_path / "out" / "pytorch_model.bin")
+    (tmp_path / "out" / "model.safetensors").unlink()
+    assert_equal_drafters(bring_in(tmp_path / "out", target), drafter)
+
+
+def test_another_embedding_than_the_targets_is_refused(target, tmp_path):
+    export(make_exact(target, "eagle"), "vllm", tmp_path / "out")
+    rewrite(tmp_path / "out", tensors={"embed_tokens.weight": target.embed.weight + 0.1})
+    with pytest.raises(ValueError, match=r"embed_tokens.weight is not the target's"):
+        bring_in(tmp_path / "out", target)
+
+
+def test_published_eagle3_with_the_inner_layer_ids_only(target, tmp_path):
+    export(make_exact(target, "eagle3", True, {"target_layers": [1, 4, 6]}), "vllm", tmp_path / "out")
+    rewrite(tmp_path / "out", eagle_aux_hidden_state_layer_ids=None, num_aux_hidden_states=None)
+    drafter = bring_in(tmp_path / "out", target)
+    assert drafter.target_layers == (1, 4, 6)
+    assert_same_drafts(tmp_path / "out", SGLANG3, drafter)
+
+
+def test_published_eagle3_with_other_heads_and_legacy_rope_only(target, tmp_path):
+    export(make_exact(target, "eagle3", True, {"block": OTHER_BLOCK}), "vllm", tmp_path / "out")
+    rewrite(tmp_path / "out", rope_parameters=None)
+    drafter = bring_in(tmp_path / "out", target)
+    assert drafter.config.rope_parameters == OTHER_BLOCK["rope_parameters"]
+    assert_same_drafts(tmp_path / "out", reference.eagle3, drafter)
+
+
+@pytest.mark.parametrize("reduced", [False, True])
+def test_published_eagle3_without_fields_that_have_defaults(target, tmp_path, reduced):
+    """No head_dim, no switches, no maps of a whole vocabulary, no t2d; the layer is named layers.0."""
+    export(make_exact(target, "eagle3", reduced), "vllm", tmp_path / "out")
+    _, tensors = reference.read(tmp_path / "out")
+    changes = {name.replace("midlayer.", "layers.0."): value for name, value in tensors.items()}
+    changes |= dict.fromkeys([name for name in tensors if "midlayer." in name])
+    removed_fields = ("head_dim", "fc_norm", "norm_output", "norm_before_fc", "norm_before_residual")
+    rewrite(tmp_path / "out", **dict.fromkeys(removed_fields), tensors=changes | ({"t2d": None} if reduced else {}))
+    assert_same_drafts(tmp_path / "out", reference.eagle3, bring_in(tmp_path / "out", target))
+
+
+def test_maps_of_a_whole_vocabulary_are_ignored(target, tmp_path):
+    export(make_exact(target, "eagle3"), "vllm", tmp_path / "out")
+    rewrite(tmp_path / "out", tensors={"d2t": torch.zeros(61, dtype=torch.int64), "t2d": torch.ones(61).bool()})
+    assert bring_in(tmp_path / "out", target).draft_to_target is None
+
+
+@pytest.mark.parametrize("biases", [False, True])
+def test_published_medusa_is_a_pickle_of_tensors(target, tmp_path, biases):
+    """The class always has biases; a fork publishes weights without them, which means biases of zero."""
+    out = tmp_path / "out"
+    export(make_exact(target, "medusa", False, {"own_output": True}), "medusa", out)
+    (out / "model.safetensors").unlink()
+    tensors = torch.load(out / "medusa_lm_head.pt")
+    if not biases:
+        tensors = {name: value for name, value in tensors.items() if not name.endswith("bias")}
+        torch.save(tensors, out / "medusa_lm_head.pt")
+    drafter = bring_in(out, target)
+    assert drafter.depth == 4 and len(drafter.lm_heads) == 4
+    if not biases:
+        zeros = {name.replace("weight", "bias"): torch.zeros(32).double() for name in tensors if "linear" in name}
+        torch.save(tensors | zeros, out / "medusa_lm_head.pt")
+    assert_same_drafts(out, REFERENCE_MEDUSA, drafter)
+
+
+def test_published_medusa_with_a_map_of_tokens(target, tmp_path):
+    export(make_exact(target, "medusa"), "vllm", tmp_path / "out")
+    kept = torch.arange(1, 61, 3)
+    rewrite(tmp_path / "out", truncated_vocab_size=20,
+            tensors={"token_map": kept, "lm_head.weight": target.lm_head.weight[kept]})  # fmt: skip
+    drafter = bring_in(tmp_path / "out", target)
+    assert drafter.draft_to_target.tolist() == kept.tolist() and len(drafter.lm_heads) == 0
+    assert_same_drafts(tmp_path / "out", reference.medusa, drafter)
+
+
+# Imports that are refused
+
+
+class Code:
+    def __reduce__(self):
+        return os.mkdir, (str(Path.cwd() / "code_ran"),)
+
+
+def test_a_head_of_another_target_is_refused(target, tmp_path):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=8, num_attention_heads=2, vocab_size=61
+    )
+    narrow = Target(LlamaForCausalLM(config).double(), name="narrow")
+    for head in ("eagle", "eagle3", "dflash", "mtp"):
+        export(make_exact(target, head), "vllm", tmp_path / head)
+        refuse(
+            tmp_path / head,
+            narrow,
+            "32 wide and narrow is 16: .* Is the target the model that the head was trained for",
+        )
+    export(make_exact(target, "medusa"), "vllm", tmp_path / "medusa")
+    refuse(tmp_path / "medusa", narrow, r"blocks.0.0.linear.bias is \[32\], not \[16\]")
+
+
+def test_folders_that_hold_no_head_are_refused(target, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    out = tmp_path / "out"
+    refuse(out, target, "no folder .*: give source= a local copy")
+    out.mkdir()
+    refuse(out, target, "config.json does not exist. A published head is a folder with config.json")
+    (out / "config.json").write_text("{")
+    refuse(out, target, "not valid JSON .*: take another copy")
+    (out / "config.json").write_text("{}")
+    refuse(out, target, "has no weights: none of model.safetensors, pytorch_model.bin, medusa_lm_head.pt")
+    torch.save({"fc.weight": Code()}, out / "pytorch_model.bin")
+    refuse(out, target, "cannot be read as plain tensors")
+    assert not (tmp_path / "code_ran").exists()
+    torch.save([1, 2], out / "pytorch_model.bin")
+    refuse(out, target, "something other than named tensors")
+
+
+def test_damaged_and_foreign_weights_are_refused(target, tmp_path):
+    out = tmp_path / "out"
+    export(make_exact(target, "eagle3", True), "vllm", out)
+    whole = (out / "model.safetensors").read_bytes()
+    (out / "model.safetensors").write_bytes(whole[:-100])
+    refuse(out, target, "missing, truncated or damaged")
+    (out / "model.safetensors").write_bytes(whole)
+    _, tensors = reference.read(out)
+    for change, message in (
+        ({"midlayer.hidden_norm.weight": None}, "midlayer.hidden_norm.weight is missing"),
+        ({"mask_hidden": torch.zeros(96)}, "P-EAGLE has mask_hidden .* one of them is missing"),
+        ({"d2t": tensors["d2t"] + torch.arange(40)}, "d2t and t2d name different tokens|d2t must hold offsets"),
+        ({"model.embed_tokens.weight": target.embed.weight.clone()}, "as a draft model, with model=DIR"),
+    ):
+        rewrite(out, tensors=change)
+        refuse(out, target, message)
+        (out / "model.safetensors").write_bytes(whole)
+    rewrite(out, num_attention_heads=None)
+    refuse(out, target, "has no field 'num_attention_heads'")
+    rewrite(out, num_attention_heads=4, speculators_model_type="peagle")
+    refuse(out, target, "write mask_token_id")
+    rewrite(out, speculators_model_type="mlp")
+    refuse(out, target, "type mlp cannot be imported; eagle3, peagle, dflash and dspark can")
+    rewrite(out, speculators_model_type=None, tensors={**dict.fromkeys(tensors), "other.weight": torch.zeros(2)})
+    refuse(out, target, "none of the known layouts")
+
+
+def test_exports_that_cannot_be_imported_are_refused(target, tmp_path):
+    export(make_exact(target, "dspark"), "safetensors", tmp_path / "out")
+    refuse(tmp_path / "out", target, "use the checkpoint")
+
+
+# Variants of published configurations
+
+
+def test_a_folder_in_the_form_that_speculators_writes(target, tmp_path):
+    drafter = make_exact(target, "eagle3", True)
+    export(drafter, "speculators", tmp_path / "out")
+    rewrite(tmp_path / "out", target_hidden_size=None)  # null if the widths are equal
+    document, _ = reference.read(tmp_path / "out")
+    (tmp_path / "out" / "config.json").write_text(json.dumps({**document, "target_hidden_size": None}))
+    assert_equal_drafters(bring_in(tmp_path / "out", target), drafter)
+    rewrite(tmp_path / "out", norm_before_residual=None)
+    refuse(tmp_path / "out", target, "write norm_before_residual, true or false")
+
+
+@pytest.mark.parametrize(
+    ("head", "changes", "message"),
+    [
+        ("eagle3", {"eagle_aux_hidden_state_layer_ids": [2, 4, 8]}, "state 8 is before the final norm"),
+        (
+            "eagle3",
+            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 7]}},
+            "state 8 is before the final norm",
+        ),
+        ("eagle3", {"eagle_config": {"norm_output": True}}, "eagle_config holds norm_output"),
+        ("dflash", {"is_causal": True}, "DFlash with causal full layers"),
+        (
+            "dflash",
+            {"is_causal": True, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4},
+            "causal full",
+        ),
+        ("dflash", {"sample_from_anchor": True}, "DFlash with sample_from_anchor"),
+        ("dflash", {"layer_types": ["sliding_attention"] * 2}, "must say how many positions they see"),
+    ],
+)
+def test_configs_that_would_be_misread_are_refused(target, tmp_path, head, changes, message):
+    export(make_exact(target, head), "vllm", tmp_path / "out")
+    rewrite(tmp_path / "out", **changes)
+    refuse(tmp_path / "out", target, message)
+
+
+def test_rotary_frequencies_of_old_files_are_ignored_and_attention_biases_refused(target, tmp_path):
+    drafter = make_exact(target, "eagle", True)
+    export(drafter, "eagle", tmp_path / "out")
+    rewrite(tmp_path / "out", tensors={"layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4, dtype=torch.float64)})
+    assert_equal_drafters(bring_in(tmp_path / "out", target), drafter)
+    rewrite(tmp_path / "out", tensors={"layers.0.self_attn.q_proj.bias": torch.ones(32, dtype=torch.float64)})
+    refuse(tmp_path / "out", target, "Attention biases cannot be imported")
+
+
+def test_a_token_map_may_be_in_any_order(target, tmp_path):
+    drafter = make_exact(target, "medusa", True, {"own_output": True})
+    whole = make_exact(target, "medusa", False, {"own_output": True})
+    export(whole, "vllm", tmp_path / "out")
+    vocab = drafter.draft_to_target.flip(0)
+    rows = {f"lm_heads.{n}.weight": head.weight.data.flip(0).clone() for n, head in enumerate(drafter.lm_heads)}
+    rewrite(tmp_path / "out", tensors={**rows, "token_map": vocab})
+    imported = bring_in(tmp_path / "out", target)
+    assert torch.equal(imported.draft_to_target, drafter.draft_to_target)
+    assert all(torch.equal(a.weight, b.weight) for a, b in zip(imported.lm_heads, drafter.lm_heads))
+
+
+def test_scaled_embeddings_are_refused_for_heads_that_cannot_export_them(monkeypatch, tmp_path):
+    target = make_target(11)
+    heads = {head: make_exact(target, head) for head in ("eagle", "eagle3", "dflash")}
+    unscaled = target.embed
+    monkeypatch.setattr(target, "embed", lambda tokens: 2 * unscaled(tokens))
+    monkeypatch.setattr(target.embed, "weight", unscaled.weight, raising=False)
+    export(heads["eagle3"], "vllm", tmp_path / "out")
+    for head in ("eagle", "dflash"):
+        with pytest.raises(ValueError, match="scales its embeddings"):
+            make_form(heads[head], "vllm")
+
+
+def test_heads_rotate_whole_attention_heads_even_if_the_target_does_not():
+    target = make_target(11)
+    target.config.rope_parameters = {**target.config.rope_parameters, "partial_rotary_factor": 0.5}
+    assert "partial_rotary_factor" not in make_exact(target, "eagle").config.rope_parameters
+    with pytest.raises(ValueError, match="rotate only a part of each attention head"):
+        make_form(make_exact(target, "mtp"), "vllm")

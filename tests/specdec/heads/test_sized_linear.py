@@ -1,0 +1,63 @@
+"""Weights in units of the sizes of their inputs: the same map, other steps."""
+
+import torch
+from torch import nn
+
+from specdec.heads.eagle import Eagle3
+from specdec.heads.sized_linear import SizedLinear
+from tests.support import make_target
+
+SIZES = torch.tensor([0.01, 1.0, 2.0, 5000.0])
+
+
+def make_inputs() -> torch.Tensor:
+    torch.manual_seed(0)
+    return torch.randn(64, 4).double() * SIZES
+
+
+def test_measuring_and_folding_do_not_change_the_map():
+    x, linear = make_inputs(), SizedLinear(4, 3, bias=True).double()
+    before = linear(x)
+    linear.measure([x[:20], x[20:]], fresh=False)
+    torch.testing.assert_close(linear.size, x.pow(2).mean(0).sqrt(), check_dtype=False)
+    torch.testing.assert_close(linear(x), before)
+    assert "size" in linear.state_dict()
+    linear.fold()
+    torch.testing.assert_close(linear(x), before)
+    plain = nn.Linear(4, 3).double()
+    plain.load_state_dict(linear.state_dict())  # without sizes
+    torch.testing.assert_close(plain(x), before)
+    again = SizedLinear(4, 3, bias=True).double()
+    again.measure([x], fresh=True)
+    again.load_state_dict(linear.state_dict())
+    torch.testing.assert_close(again(x), before)
+
+
+def test_a_step_of_adam_counts_all_inputs_alike():
+    """Without sizes the largest input alone decides what a step changes."""
+    x, goal = make_inputs(), torch.randn(64, 3).double()
+    shares = []
+    for sized in (False, True):
+        torch.manual_seed(1)
+        linear = SizedLinear(4, 3).double()
+        if sized:
+            linear.measure([x], fresh=True)
+        optimizer = torch.optim.Adam(linear.parameters(), lr=1e-3)
+        before = linear.weight.detach() / linear.size
+        (linear(x) - goal).pow(2).mean().backward()
+        optimizer.step()
+        changes = ((linear.weight.detach() / linear.size - before) * x[:, None]).abs().mean((0, 1))  # by input
+        shares.append(float(changes[3] / changes.sum()))
+    assert shares[0] > 0.99 and shares[1] < 0.4
+
+
+def test_a_head_is_saved_and_decoded_with_ordinary_weights():
+    target = make_target(61)
+    head = Eagle3(target).double()
+    torch.manual_seed(0)
+    features = torch.randn(1, 9, head.fc.in_features).double() * torch.logspace(-2, 3, head.fc.in_features).double()
+    head.fc.measure([features[0]], fresh=True)
+    frozen = head.decodable()
+    assert "fc.size" in head.state_dict() and "fc.size" not in frozen.state_dict()
+    torch.testing.assert_close(frozen.encode(features), head.encode(features))
+    torch.testing.assert_close(nn.functional.linear(features, frozen.fc.weight), head.encode(features))

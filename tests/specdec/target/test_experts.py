@@ -1,0 +1,42 @@
+"""The number of experts that tokens use: by hand, and against simulated routing."""
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from specdec.target.experts import Experts, experts_of, share_of_growth
+
+
+def test_numbers_of_experts_by_hand():
+    experts = Experts(8, 2)
+    assert [experts.hit(num) for num in (0, 1, 2, 3)] == [0, 2, 3.5, 4.625]  # 8 (1 - (3/4)^N)
+    assert Experts(4, 4).hit(1) == Experts(4, 4).hit(9) == 4
+
+
+def test_independent_uniform_routing_uses_as_many():
+    torch.manual_seed(0)
+    chosen = torch.rand(4000, 5, 16).topk(3, dim=-1).indices  # 5 tokens, each 3 of 16
+    used = torch.zeros(4000, 16).scatter(1, chosen.flatten(1), 1.0).sum(1)
+    assert float(used.mean()) == pytest.approx(Experts(16, 3).hit(5), abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "expected"),
+    [
+        ("llama", {}, None),
+        ("mixtral", {"num_local_experts": 8, "num_experts_per_tok": 2}, Experts(8, 2)),
+        ("qwen3_moe", {"num_experts": 128, "num_experts_per_tok": 8}, Experts(128, 8)),
+        ("deepseek_v3", {"n_routed_experts": 256, "num_experts_per_tok": 8}, Experts(256, 8)),
+        ("ernie4_5_moe", {"moe_num_experts": 64, "moe_k": 6}, Experts(64, 6)),
+        ("longcat_flash", {"n_routed_experts": 16, "moe_topk": 4}, Experts(16, 4)),
+        ("doge", {"is_moe": False}, None),
+    ],
+)
+def test_experts_are_found_in_the_configurations_of_families(model_type, fields, expected):
+    assert experts_of(AutoConfig.for_model(model_type, **fields).to_dict()) == expected
+
+
+def test_costs_grow_with_tokens_or_with_experts():
+    assert share_of_growth(None, 1, 2, 5) == 0.25
+    assert share_of_growth(Experts(8, 2), 1, 2, 3) == pytest.approx(1.5 / 2.625)
+    assert share_of_growth(Experts(8, 2), 3, 3, 3) == 0

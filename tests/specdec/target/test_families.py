@@ -1,0 +1,215 @@
+"""Every family of tests/families.py does what its entry says: decoding, training, replay, compiling, and its refusals."""
+
+import functools
+
+import pytest
+import torch
+
+from specdec.core import masks
+from specdec.core.compile import Runner
+from specdec.core.sampling import Sampling
+from specdec.core.tree import Nodes, TreeShape, plant
+from specdec.decoding.decoder import Decoder
+from specdec.export import serving
+from specdec.heads.eagle import Eagle3
+from specdec.proposers.base import Proposer
+from specdec.proposers.heads import HeadProposer
+from specdec.proposers.ngram import Ngram
+from specdec.unroll import replay
+from tests.exports import bring_in, make_form, make_provenance
+from tests.families import FAMILIES, Family, reference
+from tests.support import chain_of, greedy, load_head, random_tokens
+from tests.target_table import PAGE, exports, table_row, target_of
+from train.data.rows import Row, collate
+from train.features.outputs import Online
+from train.objective import Objective
+
+WORKING = [family for family in FAMILIES if not family.refused]
+NUM_NEW = 20
+PROMPTS = [random_tokens(seed, num, 60) for seed, num in ((1, 14), (2, 5), (3, 9))]  # windows have 6 to 8 positions
+
+
+@pytest.fixture(params=WORKING, ids=str, scope="module")  # all tests of a family run one after the other
+def family(request) -> Family:
+    return request.param
+
+
+@functools.cache
+def answers_of(family: Family) -> list[list[int]]:
+    """What transformers' generate answers with the model's own attention, prompt by prompt."""
+    model = reference(family)
+    answers = []
+    for prompt in PROMPTS:
+        tokens = torch.tensor([prompt])
+        out = model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=NUM_NEW, do_sample=False,
+                             eos_token_id=None, pad_token_id=0)  # fmt: skip
+        answers.append(out[0, len(prompt) :].tolist())
+    return answers
+
+
+class Partly(Proposer):
+    """Drafts that are right down to a depth that changes from round to round and from row to row.
+
+    As a tree, a right draft has wrong siblings before and behind it, and children of a wrong sibling.
+    """
+
+    target_layers = ()
+
+    def __init__(self, answers: list[list[int]], depth: int, *, tree: bool):
+        self.answers, self.depth, self.linear = answers, depth, not tree
+
+    def begin(self, tokens, num):
+        self.written = [0] * len(num)
+        self.round = 0
+
+    def commit(self, tokens, features, num, counts):
+        first = not self.round  # then the prompt is committed, and the first token of the answer
+        self.written = [done + (1 if first else count) for done, count in zip(self.written, counts)]
+        self.newest = [int(row[count - 1]) for row, count in zip(tokens, counts)]
+        self.round += 1
+
+    def num_right(self, row: int) -> int:
+        return (self.round + row) % (self.depth + 1)
+
+    def propose(self, sampling, generator):
+        drafts = []
+        for row, (answer, start) in enumerate(zip(self.answers, self.written)):
+            right = self.num_right(row)
+            nodes: Nodes = []
+            parent = 0
+            for d in range(self.depth):
+                token = answer[start + d] if start + d < len(answer) else 1
+                token = token if d < right else (token + 1) % 60
+                if self.linear:
+                    nodes.append((token, d))
+                    continue
+                nodes += [((token + 5) % 60, parent), (token, parent), ((token + 9) % 60, len(nodes) + 1)]
+                parent = len(nodes) - 1
+            drafts.append(nodes)
+        return plant(self.newest, drafts, "cpu")
+
+
+def test_decoding_equals_generate(family):
+    """Plain, chains and trees, alone and in a batch of rows that differ in length and in what they accept."""
+    target, answers = target_of(family), answers_of(family)
+    assert target.recurrent == family.recurrent
+    for rows in (slice(0, 1), slice(0, 3)):
+        assert greedy(target, None).generate(PROMPTS[rows], NUM_NEW).tokens == answers[rows]
+        for tree in (False, True):
+            proposer = Partly(answers[rows], 3, tree=tree)
+            if tree and family.recurrent:
+                with pytest.raises(ValueError, match="cannot verify a tree of drafts: set width=1"):
+                    greedy(target, proposer)
+                continue
+            generation = greedy(target, proposer).generate(PROMPTS[rows], NUM_NEW)
+            assert generation.tokens == answers[rows]
+            assert all({0, 1, 2, 3} <= set(accepted) for accepted in generation.accepted)
+
+
+def test_rows_that_have_ended_do_not_outgrow_the_target(monkeypatch):
+    """GPT-2 has learned positions: one that is beyond the last would be an error. Row 0 accepts all drafts, row 1 none."""
+    target = target_of(next(family for family in FAMILIES if family.model_type == "gpt2"))
+    prompts, num = [random_tokens(seed, 200, 60) for seed in (1, 2)], target.max_positions - 200 - 3
+    answers = greedy(target, None).generate(prompts, num).tokens
+    proposer = Partly(answers, 3, tree=False)
+    monkeypatch.setattr(proposer, "num_right", lambda row: 3 * (row == 0))
+    generation = greedy(target, proposer).generate(prompts, num)
+    assert generation.tokens == answers and 3 * len(generation.accepted[0]) < len(generation.accepted[1]) == num - 1
+
+
+def test_a_trained_head_drafts_as_it_was_trained_replayed_and_exported(family, tmp_path):
+    """Every parameter gets a gradient; the head learns two answers. Its rounds are those that replay computes."""
+    target, answers = target_of(family), answers_of(family)
+    torch.manual_seed(0)
+    head = Eagle3(target)
+    objective = Objective(head, **{**load_head("eagle3")["objective"], "depth": 2})
+    rows = [Row(str(n), "all", prompt + answer, [False] * len(prompt) + [True] * NUM_NEW)
+            for n, (prompt, answer) in enumerate(zip(PROMPTS[:2], answers))]  # fmt: skip
+    batch = collate([rows], length=64, pad_token=0)
+    output = Online(target, head.target_layers)(batch)
+    check_documents(family, batch, output, head.target_layers)
+    optimizer = torch.optim.AdamW(head.parameters(), lr=1e-2)
+    for _ in range(12):
+        loss = objective(batch, output)
+        (loss.total / loss.num_goals).backward()
+        missing = [name for name, value in head.named_parameters() if value.grad is None or not value.grad.any()]
+        assert not missing
+        optimizer.step()
+        optimizer.zero_grad()
+    head.eval()
+    decoder = greedy(target, HeadProposer(head, chain_of(2)))
+    generation = decoder.generate(PROMPTS[:2], NUM_NEW)
+    assert generation.tokens == answers[:2]
+    assert sum(map(sum, generation.accepted)) > 4  # otherwise the next lines would compare zeros
+    for prompt, answer, accepted in zip(PROMPTS, answers, generation.accepted):
+        accept = replay.acceptance(head, prompt, answer, depth=2, temperature=0.0)
+        num_rounds, at_depth = replay.rounds(accept)
+        assert num_rounds == len(accepted)
+        assert at_depth.tolist() == [sum(count >= d for count in accepted) for d in (1, 2)]
+    if not family.recurrent:
+        tree = HeadProposer(head, TreeShape(2, 2, 4))
+        assert greedy(target, tree).generate(PROMPTS[:2], NUM_NEW).tokens == answers[:2]
+    served = "EAGLE-3" in exports(family)["vLLM"]
+    form = make_form(head, "vllm" if served else "safetensors")
+    serving.write(form, tmp_path / "out", dtype=torch.float32, provenance=make_provenance(head))  # and reads it back
+    if served:
+        again = greedy(target, HeadProposer(bring_in(tmp_path / "out", target), chain_of(2)))
+        assert again.generate(PROMPTS[:2], NUM_NEW).accepted == generation.accepted
+
+
+def check_documents(family, batch, output, layers) -> None:
+    """The outputs for packed documents are those with a mask over the pack or, where no mask can cut them, of each alone."""
+    target, real = target_of(family), batch.documents >= 0
+    if not family.recurrent:
+        mask = masks.documents(batch.documents)
+        packed = target.read(batch.tokens, layers, positions=batch.positions, mask=mask)
+        torch.testing.assert_close(output.features[real], packed.features[real], atol=1e-4, rtol=1e-4)
+    for document in range(2):
+        inside = batch.documents[0] == document
+        alone = target.read(batch.tokens[:, inside], layers)
+        torch.testing.assert_close(output.final[:, inside], alone.final, atol=1e-4, rtol=1e-4)
+
+
+def test_compiled_decoding_equals_generate_or_is_refused(family, traced):
+    target, answers = target_of(family), answers_of(family)
+
+    def decode():
+        runner = Runner(True)
+        decoder = Decoder(target, None, sampling=Sampling(0.0), stop=set(), runner=runner)
+        return decoder.generate(PROMPTS[:1], 4).tokens
+
+    if family.compiled:
+        assert decode() == [answers[0][:4]]
+    else:
+        with pytest.raises(ValueError, match="compile=false"):
+            decode()
+
+
+def test_the_table_of_targets_says_what_works(family):
+    assert table_row(family) in table_rows()
+
+
+@pytest.mark.parametrize("refused", [family for family in FAMILIES if family.refused], ids=str)
+def test_families_that_cannot_work_are_refused_with_the_sentence_of_the_table(refused):
+    assert table_row(refused) in table_rows()
+
+
+def test_the_table_of_targets_has_no_other_rows():
+    assert len(table_rows()) == len(set(map(str, FAMILIES))) == len(FAMILIES)
+
+
+@functools.cache
+def table_rows() -> list[str]:
+    """Written by `python -m tests.target_table`."""
+    return [line for line in PAGE.read_text().splitlines() if line.startswith("| `")]
+
+
+@pytest.mark.parametrize(  # a third of those without states, for the time that tests take
+    "family", [each for number, each in enumerate(WORKING) if each.recurrent or number % 3 == 0], ids=str
+)
+def test_prompts_join_a_batch(family):
+    """Two rows for three prompts: the third takes the place of the row that ends first, which n-grams decide."""
+    target = target_of(family)
+    decoder = greedy(target, Ngram(target, min=1, max=2, num=2))
+    found = dict(decoder.answers(PROMPTS, NUM_NEW, rows=2))
+    assert [found[number].tokens[0] for number in range(3)] == answers_of(family)

@@ -1,0 +1,174 @@
+"""Tests of targets of whose layers two processes hold a part each: states are those of a whole target, whatever each reads."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch.distributed.tensor import DTensor
+
+from specdec.core.compile import Runner
+from specdec.core.sampling import Sampling
+from specdec.decoding.decoder import Decoder
+from specdec.target.adapter import adapt
+from specdec.target.model import Target
+from tests import families
+from tests.support import save_word_model
+from tests.together import together
+from train.data.rows import Batch
+from train.features.outputs import Folder, Kept, Online
+
+MODULE = "tests.specdec.test_target_sharding"
+FAMILIES = ["gemma4_text-shared", "phi3"]  # with values beside the layers, joined matrices
+REFUSED = ["qwen3_5_text", "qwen3_moe"]
+LENGTHS = ([[30], [29]], [[17, 2, 1], [9, 4, 2, 1]])  # of the documents of two packs, by process: 1 group and 5
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sharded")
+    for family in families.FAMILIES:
+        if str(family) in {*FAMILIES, *REFUSED}:
+            families.make(family).save_pretrained(folder / str(family))
+    save_word_model(folder / "plain", tied=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def results(folder) -> list[dict]:
+    """What `compare` returns in each of two processes."""
+    return together(2, f"{MODULE}:compare", str(folder))
+
+
+def compare(folder: str) -> dict:
+    """In each process, with its own texts: what a whole target and one in parts say."""
+    dist.init_process_group("gloo")
+    pairs = {
+        name: [load(f"{folder}/{name}", dtype="float64") for load in (Target.load, Target.load_sharded)]
+        for name in (*FAMILIES, "plain")
+    }
+    whole, parts = pairs["plain"]
+    return {
+        "online": {name: difference(*(Online(each, (1, 2))(batch()) for each in pair)) for name, pair in pairs.items()},
+        "behind": [parts.share.behind(3 + 2 * dist.get_rank()), whole.share.behind(3)],
+        "kept": kept(whole, parts, f"{folder}/features"),
+        "bytes": {name: [num_bytes(each) for each in pair] for name, pair in pairs.items()},
+        "fingerprints": {name: [each.fingerprint() for each in pair] for name, pair in pairs.items()},
+        "sentences": sentences(folder, parts),
+    }
+
+
+def batch() -> Batch:
+    """Packs of other documents in each process."""
+    lengths = LENGTHS[dist.get_rank()]
+    torch.manual_seed(dist.get_rank())
+    documents = torch.full((2, 32), -1)
+    positions = torch.zeros_like(documents)
+    for row, counts in enumerate(lengths):
+        start = 0
+        for number, count in enumerate(counts):
+            documents[row, start : start + count] = number
+            positions[row, start : start + count] = torch.arange(count)
+            start += count
+    return Batch(torch.randint(57, (2, 32)), documents >= 0, documents, positions)
+
+
+def difference(first, second) -> float:
+    """The largest difference in documents, relative to the largest state."""
+    inside = batch().documents >= 0
+    return max(
+        float((one - two)[inside].abs().max() / one[inside].abs().max())
+        for one, two in ((first.features, second.features), (first.final, second.final))
+    )
+
+
+def kept(whole: Target, parts: Target, path: str) -> list[float]:
+    """Features through a folder of each process: when both lack all, when only the first lacks some, and when none does."""
+    path = f"{path}-{dist.get_rank()}"
+    folder = Folder(parts, (1, 2), Path(path))
+    folder.open()
+    source, goal, found = Kept(parts, (1, 2), folder=folder), Online(whole, (1, 2))(batch()), []
+    for remove in (False, dist.get_rank() == 0, False):
+        if remove:
+            next(Path(path).glob("*/*.safetensors")).unlink()
+        before = len(list(folder.path.glob("*/*.safetensors")))
+        found.append(difference(source(batch()), goal))
+        assert len(list(folder.path.glob("*/*.safetensors"))) == before + (1 if remove else 0) or before == 0
+    return found
+
+
+def num_bytes(target: Target) -> list[int]:
+    """Of the blocks and of everything else in this process."""
+    inside = {id(value) for block in target.blocks for value in block.parameters()}
+    sizes = [0, 0]
+    for value in target.model.parameters():
+        local = value.to_local() if isinstance(value, DTensor) else value
+        sizes[id(value) not in inside] += local.nbytes
+    return sizes
+
+
+def sentences(folder: str, parts: Target) -> list[str]:
+    plain = f"{folder}/plain"
+    attempts = [
+        lambda: Target.load_sharded(plain, device="auto"),
+        lambda: Target.load_sharded(f"{folder}/qwen3_5_text", dtype="float32"),
+        lambda: Target.load_sharded(f"{folder}/qwen3_moe", dtype="float32"),
+        lambda: Decoder(parts, None, sampling=Sampling(), stop=set(), runner=Runner(compile=True)),
+        lambda: adapt(parts, rank=2, alpha=4, modules=["q_proj"]),
+    ]
+    return [sentence(attempt) for attempt in attempts]
+
+
+def sentence(attempt) -> str:
+    try:
+        attempt()
+    except ValueError as error:
+        return str(error)
+    return "nothing was refused"
+
+
+def test_features_are_those_of_a_whole_target(results):
+    """Though one process calls its target once and the other five times."""
+    for result in results:
+        assert result["online"].keys() == {*FAMILIES, "plain"}
+        assert all(value < 1e-10 for value in result["online"].values()), result["online"]
+        assert len(result["kept"]) == 3 and max(result["kept"]) < 1e-10
+    assert [result["behind"] for result in results] == [[2, 0], [0, 0]]
+
+
+def test_each_process_holds_half_of_the_layers_and_all_else(results):
+    for name in (*FAMILIES, "plain"):
+        (whole, ends), *_ = results[0]["bytes"][name]
+        parts = [result["bytes"][name][1] for result in results]
+        assert sum(part[0] for part in parts) == whole
+        assert all(0.4 < part[0] / whole < 0.6 for part in parts)
+        assert all(part[1] == ends for part in parts)
+
+
+def test_the_fingerprint_is_that_of_the_whole_target(results):
+    for whole, parts in results[0]["fingerprints"].values():
+        assert whole == parts
+
+
+def test_what_is_not_possible_is_refused(results):
+    auto, recurrent, experts, compiled, adapted = results[0]["sentences"]
+    assert "use device=null with shard=true" in auto
+    assert "recurrent or convolution layers" in recurrent and recurrent.endswith("Use shard=false.")
+    assert "experts" in experts and "Use shard=false; then tp=N" in experts
+    assert compiled.endswith("set compile=false.")
+    assert adapted.endswith("or choose another head.")
+
+
+def test_one_process_is_refused(folder):
+    with pytest.raises(ValueError, match=r"^shard=true keeps a part .* there is one process: start several"):
+        Target.load_sharded(str(folder / "plain"))
+
+
+def test_a_quantised_target_is_refused(tmp_path, monkeypatch):
+    model = families.make(families.FAMILIES[0])
+    model.config.quantization_config = {"quant_method": "fp8"}
+    model.save_pretrained(tmp_path)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    with pytest.raises(ValueError, match=r"is quantised \(fp8\), and shard=true divides only plain weights"):
+        Target.load_sharded(str(tmp_path))

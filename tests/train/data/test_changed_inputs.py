@@ -1,0 +1,202 @@
+"""What is continued reads the same target, data and prompts as when it was begun, or says which one has changed."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from scripts import answer, compare
+from specdec.core import files
+from tests.support import save_target, train_overrides, write_rows
+from train import progress
+from train.answers.resumable import Resumable
+from train.trainer import Trainer
+
+SHORT = ["target.device=cpu", "target.dtype=float32", "max_new_tokens=4", "decode.temperature=0"]
+
+
+@pytest.fixture
+def inputs(folder, tmp_path):
+    """A folder of inputs of the test's own, which it may change."""
+    own = tmp_path / "inputs"
+    own.mkdir()
+    for name in ("target", "train.jsonl", "prompts.jsonl"):
+        (shutil.copytree if name == "target" else shutil.copyfile)(folder / name, own / name)
+    return own
+
+
+@pytest.fixture
+def begin(inputs, fit, monkeypatch):
+    """begin("key=value", ...): a run that ends after its second step -> what continues it"""
+
+    def begin(*more):
+        given = [*train_overrides(inputs, "run", *more)[1:], "train.validate_every=9", "validation.auto=never"]
+        step = Trainer._train_step
+        with monkeypatch.context() as patch, pytest.raises(KeyError):
+            patch.setattr(
+                Trainer, "_train_step", lambda self, **more: {}["cut"] if self.step == 2 else step(self, **more)
+            )
+            fit("run", *given)
+        return lambda: fit("run", *given, "resume=true", "validation.decode=end")
+
+    return begin
+
+
+def change(path: Path, before: str, after: str) -> None:
+    text = path.read_text()
+    assert before in text
+    path.write_text(text.replace(before, after))
+
+
+@pytest.mark.parametrize("mode", ["online", "cached"])
+def test_a_run_is_not_continued_with_other_inputs(inputs, begin, mode, tmp_path):
+    go_on = begin(f"features.mode={mode}")
+    state = tmp_path / "checkpoints" / "run" / "state" / "step_000002" / "state.json"
+    before = {path: path.read_bytes() for path in inputs.rglob("*") if path.is_file()}
+
+    def refused(message: str) -> None:
+        saved = state.read_bytes()
+        with pytest.raises(ValueError, match=message):
+            go_on()
+        assert state.read_bytes() == saved
+        for path, content in before.items():
+            path.write_bytes(content)
+
+    save_target(inputs / "target", num_layers=8, seed=1)
+    what = r"checkpoints/run was begun with other inputs.*the target's weights \(digest \w{16} then, \w{16} now\); .*another run=NAME"
+    refused(what if mode == "online" else r"cached features in .* were made with another target")
+    if mode == "cached":
+        return
+    change(inputs / "train.jsonl", "3 is followed by", "3 is trailed by")
+    refused(r"the training data \(digest")
+    change(inputs / "prompts.jsonl", "Count on.", "Count off.")
+    refused(r"the held-out prompts \(digest")
+    document = json.loads(state.read_text())
+    for key in ("target", "embeddings", "heldout", "files"):  # a run that an earlier version began
+        del document["about"][key]
+    state.write_text(json.dumps(document))
+    (state.parent / files.CHECKSUMS).unlink()
+    assert go_on() == 0
+
+
+def test_a_stream_whose_files_have_grown_is_not_continued(inputs, begin, monkeypatch):
+    monkeypatch.setattr("train.data.stream.FIRST", 3)
+    go_on = begin("data.stream=true", "data.buffer=4")
+    rows = (inputs / "train.jsonl").read_text()
+    (inputs / "train.jsonl").write_text(rows + rows.splitlines(keepends=True)[-1])
+    with pytest.raises(ValueError, match=r"other inputs: the files of the training data \(digest"):
+        go_on()
+
+
+# Answers
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """run(script, "key=value", ...) -> what was printed"""
+
+    def run(script, *given):
+        monkeypatch.setattr("sys.argv", ["script", *given])
+        script.main()
+        return capsys.readouterr().out
+
+    monkeypatch.setenv(progress.VARIABLE, "plain")
+    return run
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("chat", [True, False], ids=["chat model", "base model"])
+def test_answers_are_continued_with_the_same_prompts_only(inputs, run, tmp_path, chat):
+    if not chat:
+        (inputs / "target" / "chat_template.jinja").unlink()
+    prompts, out = inputs / "p.jsonl", tmp_path / "a.jsonl"
+    given = [f"target.name={inputs}/target", f"prompts={prompts}", f"out={out}", *SHORT]
+    texts = ["Name a river.", "Name a tree.", "Name a river."]  # one of them twice
+    write_rows(prompts, [{"prompt": text, "category": n} for n, text in enumerate(texts)])
+    run(answer, *given)
+    whole = lines(out)
+    assert sorted(row["id"] for row in whole) == ["0@0", "1@0", "2@0"]
+
+    write_rows(prompts, [{"prompt": text} for text in ["Name a stone.", *texts]])
+    with pytest.raises(
+        ValueError, match=r"a\.jsonl has an answer 0@0 to another prompt than .*p\.jsonl:1 now: .*Put the prompts back"
+    ):
+        run(answer, *given)
+    assert lines(out) == whole
+
+    write_rows(prompts, [{"prompt": text} for text in [*texts, "Name a stone."]])  # more of them may follow
+    run(answer, *given)
+    asked = lambda row: row["messages"][0]["content"] if chat else row["prompt"]
+    assert [(row["id"], asked(row)) for row in lines(out)[3:]] == [("3@0", "Name a stone.")]
+
+    write_rows(prompts, [{"id": n, "prompt": text} for n, text in reversed([*enumerate([*texts, "Name a stone."])])])
+    assert "4 of them are in" in run(answer, *given) and len(lines(out)) == 4  # ids say which is which
+
+
+def test_answers_are_continued_by_the_same_target_only(inputs, run, tmp_path):
+    out, meta = tmp_path / "a.jsonl", tmp_path / "a.jsonl.meta.json"
+    given = [f"target.name={inputs}/target", f"prompts={inputs}/prompts.jsonl", f"out={out}", *SHORT]
+    run(answer, *given)
+    kept = out.read_text().splitlines(keepends=True)[0]
+    out.write_text(kept)
+    shutil.copytree(inputs / "target", inputs / "kept")
+    save_target(inputs / "target", num_layers=8, seed=1)
+    with pytest.raises(ValueError, match=r"a\.jsonl was begun with another target, under the same name"):
+        run(answer, *given)
+    assert out.read_text() == kept
+    shutil.rmtree(inputs / "target")
+    (inputs / "kept").rename(inputs / "target")
+    template = inputs / "target" / "chat_template.jinja"
+    whole = template.read_text()
+    change(template, "You are a helpful", "You are an")
+    with pytest.raises(ValueError, match="begun with another tokenizer or chat template, under the same name"):
+        run(answer, *given)
+    template.write_text(whole)
+    document = json.loads(meta.read_text())
+    del document["inputs"]  # of an earlier version
+    meta.write_text(json.dumps(document))
+    run(answer, *given)
+    assert len(lines(out)) == 2 and set(json.loads(meta.read_text())["inputs"]) == {
+        "target",
+        "tokenizer_or_chat_template",
+    }
+
+
+def test_a_comparison_is_continued_with_the_same_target_only(inputs, run, tmp_path):
+    given = [
+        f"target.name={inputs}/target",
+        f"prompts={inputs}/prompts.jsonl",
+        f"out={tmp_path}/c",
+        "proposers=ngram",
+        *SHORT,
+    ]
+    run(compare, *given)
+    save_target(inputs / "target", num_layers=8, seed=1)
+    with pytest.raises(ValueError, match=r"rows\.jsonl was begun with another target, under the same name"):
+        run(compare, *given)
+
+
+def test_inputs_are_recorded_where_none_are(tmp_path):
+    record, rows = tmp_path / "meta.json", tmp_path / "rows.jsonl"
+
+    def begin():
+        return Resumable(record, rows, {"seed": 0}, advice="Choose another.")
+
+    begin().same(target="a")
+    begin().same(target="b")  # there are no rows yet
+    third = begin()
+    third.same(target="b")
+    third.append({"id": 1})
+    with pytest.raises(ValueError, match=r"rows\.jsonl was begun with another target.*Choose another"):
+        begin().same(target="a")
+    again = begin()
+    again.same(target="b", other="c")
+    with pytest.raises(ValueError, match="another other"):
+        begin().same(other="d")
+    record.write_text(json.dumps({"seed": 0}))
+    begin().same(target="e")
+    assert json.loads(record.read_text()) == {"seed": 0, "inputs": {"target": "e"}}

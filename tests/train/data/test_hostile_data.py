@@ -1,0 +1,111 @@
+"""Data, chat templates and run folders that a stranger made: refused with a sentence, and no code runs."""
+
+import copy
+import gzip
+import json
+import os
+
+import pytest
+
+from tests.support import small_tokenizer
+from train.data import reading, row_files
+from train.data import rows as data
+from train.lock import lock
+from train.run_folder import RunFolder
+
+MESSAGES = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+DEEP = '{"messages": ' + "[" * 100_000 + "]" * 100_000 + "}"
+
+
+@pytest.mark.parametrize("compressed", [True, False])
+def test_a_line_that_would_fill_the_memory(tmp_path, compressed):
+    """16 KB of zeros for every 16 MB of text: the longest line is never read to its end."""
+    path = tmp_path / ("rows.jsonl.gz" if compressed else "rows.jsonl")
+    with gzip.open(path, "wb", compresslevel=1) if compressed else path.open("wb") as file:
+        file.write(json.dumps({"messages": MESSAGES}).encode() + b"\n")
+        for _ in range(5):
+            file.write(b" " * 2**24)
+    rows = row_files.read_lines(path)
+    assert json.loads(next(rows)[1]) == {"messages": MESSAGES}
+    with pytest.raises(ValueError, match="a line of more than"):
+        next(rows)
+
+
+@pytest.mark.parametrize(
+    "line", [DEEP, '{"a": ' + "9" * 10_000 + "}", "__import__('os')"], ids=["deep", "long", "code"]
+)
+def test_lines(tmp_path, line):
+    (tmp_path / "rows.jsonl").write_text(line + "\n")
+    with pytest.raises(ValueError, match=r"rows.jsonl:1: not valid JSON"):
+        reading.load_conversations(str(tmp_path / "rows.jsonl"))
+
+
+def test_a_data_set_with_a_script(tmp_path):
+    """datasets 4 runs no scripts; a folder is never handed to it by its name."""
+    marker = tmp_path / "code-has-run"
+    folder = tmp_path / "evil"
+    folder.mkdir()
+    (folder / "evil.py").write_text(f"open({str(marker)!r}, 'w')\n")
+    for source in (folder, folder / "evil.py"):
+        with pytest.raises(ValueError):
+            reading.load_conversations(str(source))
+    assert not marker.exists()
+
+
+TEMPLATES = {
+    "classes": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "globals": "{{ cycler.__init__.__globals__.os.system('touch code-has-run') }}",
+    "attribute by name": "{{ (''|attr('__class__')).__mro__ }}",
+    "format": "{{ '{0.__class__.__mro__}'.format('') }}",
+    "changes": "{{ messages.append(messages[0]) }}",
+    "import": "{% import 'os' as os %}{{ os.system('touch code-has-run') }}",
+    "file": "{% include '/etc/passwd' %}",
+    "long range": "{% for i in range(10**9) %}{% endfor %}",
+    "macro that calls itself": "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
+    "division": "{{ 1 / 0 }}",
+    "not a template": "{% for %}",
+}
+
+
+@pytest.mark.parametrize("kind", TEMPLATES)
+@pytest.mark.parametrize("marked", [False, True])
+def test_templates_run_in_the_sandbox(tmp_path, monkeypatch, kind, marked):
+    monkeypatch.chdir(tmp_path)
+    tokenizer = copy.deepcopy(small_tokenizer())  # tests share it
+    markers = "{% generation %}x{% endgeneration %}" if marked else ""
+    tokenizer.chat_template = TEMPLATES[kind] + markers
+    with pytest.raises(ValueError, match="chat template"):
+        data.encode(tokenizer, {"id": "1", "category": "all", "messages": MESSAGES})
+    with pytest.raises(ValueError, match="chat template"):
+        data.encode_prompt(tokenizer, MESSAGES[:1])
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_run_whose_log_is_a_link_is_not_resumed(tmp_path):
+    run, precious = tmp_path / "run", tmp_path / "precious"
+    precious.write_text("mine\n")
+    run.mkdir()
+    (run / "log.jsonl").symlink_to(precious)
+    with pytest.raises(ValueError, match="Links out of a folder"):
+        RunFolder(run, {}, {}).check(resume=True)
+    assert precious.read_text() == "mine\n"
+    (run / "log.jsonl").unlink()
+    os.symlink("state/step_000001", run / "newest")  # links inside are harmless
+    (tmp_path / "link").symlink_to(run)
+    RunFolder(tmp_path / "link", {}, {}).check(resume=True)
+
+
+def test_a_lock_that_is_a_link_does_not_empty_a_file(tmp_path):
+    precious = tmp_path / "precious"
+    precious.write_text("mine\n")
+    (tmp_path / "lock").symlink_to(precious)
+    with pytest.raises(OSError), lock(tmp_path / "lock", of=tmp_path):
+        pass
+    assert precious.read_text() == "mine\n"
+
+
+@pytest.mark.parametrize("name", ["../elsewhere", "/etc"])
+def test_the_best_step_is_one_of_the_run(tmp_path, name):
+    (tmp_path / "best").write_text(name)
+    with pytest.raises(ValueError, match="not inside it"):
+        RunFolder(tmp_path, {}, {}).read_best()

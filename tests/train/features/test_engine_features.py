@@ -1,0 +1,413 @@
+"""Training with a server as the source of the target's outputs: the same losses as with the target in the process."""
+
+import fcntl
+import importlib
+import logging
+import os
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import safetensors.torch
+import torch
+
+from scripts import answer as answer_script
+from specdec.target.model import Target
+from tests.engine import TinyEngine
+from tests.small_server import DELETE
+from tests.support import ROOT, losses_of, write_rows
+from train.features.engine_client import EngineClient
+from train.features.engine_features import EngineTarget
+from train.features.engine_states import ROUTE
+from train.features.outputs import Folder
+from train.features.vllm_features import InProcess
+
+LAYERS = [2, 3, 4, 5, 6, 8]  # what these heads read of the tiny target's 8 layers, and the last
+HEADS = ["eagle3", "mtp", "dflash", "medusa", "draft"]
+
+
+@pytest.fixture
+def engine(folder, tmp_path):
+    with TinyEngine(Target.load(str(folder / "target"), dtype="float32"), LAYERS, tmp_path) as engine:
+        yield engine
+
+
+def settings(engine: TinyEngine, *more: str) -> tuple[str, ...]:
+    return "features.mode=engine", f"features.engine={engine.url}", "features.patience=0.5", *more
+
+
+@pytest.fixture
+def ends(folder) -> Target:
+    return Target.load_ends(str(folder / "target"), dtype="float32")
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_losses_and_tau_are_those_of_the_target_in_this_process(fit, engine, head):
+    fit("online", f"head={head}", "features.mode=online")
+    fit("engine", f"head={head}", *settings(engine))
+    online, served = losses_of("online"), losses_of("engine")
+    assert online.keys() == served.keys() and len(online) > 2
+    assert all(abs(online[step] - served[step]) < 1e-4 * online[step] for step in online)
+    for name in ("drafter.json", "report.json"):
+        assert (Path("checkpoints/engine/best").exists()) and list(Path("checkpoints/engine").glob(f"step_*/{name}"))
+
+
+def test_the_process_never_holds_the_layers(fit, engine, monkeypatch):
+    loaded = []
+    monkeypatch.setattr(Target, "load", lambda *_, **__: loaded.append(1))
+    fit("engine", *settings(engine))
+    assert not loaded
+
+
+def test_a_folder_is_filled_once(fit, engine, tmp_path):
+    options = (f"features.engine={engine.url}", "features.mode=cached", "features.folder=cache")
+    fit("first", *options)
+    num = len(engine.completions)
+    fit("second", *options, "train.seed=3")
+    assert (
+        len(engine.completions) - num <= 1 + 3
+    )  # the try at the start; prompts were answered before and are read again
+    assert losses_of("first").keys() == losses_of("second").keys()
+    assert not [path for path in tmp_path.glob("*.safetensors") if path.parent == engine.folder]
+
+
+def test_an_engine_that_dies_twice_loses_nothing(fit, engine, folder):
+    fit("whole", *settings(engine))
+
+    def die(number: int, made: dict) -> None:
+        if number in stops:
+            made["answer"] = None  # the connection ends
+            threading.Thread(target=restart).start()
+
+    def restart() -> None:
+        engine.__exit__()
+        time.sleep(0.3)
+        engine.__enter__()
+
+    first = len(engine.completions)
+    stops = (first + 3, first + 12)
+    engine.spoil = die
+    fit("died", *settings(engine))
+    assert losses_of("died") == losses_of("whole")
+
+
+def answer(monkeypatch, engine: TinyEngine, folder: Path, *more: str) -> None:
+    """scripts/answer.py with the prompts of the tiny target's data."""
+    given = [f"prompts={folder}/train.jsonl", "out=answers.jsonl", f"target.name={folder}/target", "target.dtype=float32",
+             "max_new_tokens=12", "decode.temperature=0", f"engine={engine.url}", "features.layers=[2,3,4,5,6]", *more]  # fmt: skip
+    monkeypatch.setattr("sys.argv", ["answer.py", *given])
+    answer_script.main()
+
+
+def test_features_come_with_the_answers_and_no_text_is_read_again(fit, engine, folder, tmp_path, monkeypatch):
+    write_rows(folder / "asked.jsonl", [{"id": str(n), "prompt": f"Count from {n}."} for n in range(8)])
+    monkeypatch.chdir(tmp_path)
+    answer(monkeypatch, engine, folder, f"prompts={folder}/asked.jsonl", "features.folder=cache")
+    num = len(engine.completions)
+    files = sorted(Path("cache").glob("*/*.safetensors"))
+    assert len(files) == 8 and not list(engine.folder.glob("*.safetensors"))
+    options = ("data.train=answers.jsonl", "head=eagle3", "head.drafter.target_layers=[2,4,5]", "solve_packs=0")
+    fit("kept", *options, "features.mode=cached", "features.folder=cache", f"features.engine={engine.url}")
+    read = [body["prompt"] for body in engine.completions[num:] if body["max_tokens"] == 1]
+    assert len(read) == 1 + 2  # the try at the start, and the answers to the two held-out prompts
+    assert sorted(Path("cache").glob("*/*.safetensors")) == files
+    fit("online", *options, "features.mode=online")
+    online, kept = losses_of("online"), losses_of("kept")
+    assert all(abs(online[step] - kept[step]) < 1e-4 * online[step] for step in online)
+
+
+def test_answers_alone_leave_no_files_behind(engine, folder, tmp_path, monkeypatch):
+    write_rows(folder / "asked.jsonl", [{"id": str(n), "prompt": f"Count from {n}."} for n in range(3)])
+    monkeypatch.chdir(tmp_path)
+    answer(monkeypatch, engine, folder, f"prompts={folder}/asked.jsonl")
+    assert not list(engine.folder.glob("*.safetensors")) and len(Path("answers.jsonl").read_text().splitlines()) == 3
+
+
+def test_hidden_states_of_answers_need_a_server(folder, tmp_path, monkeypatch, engine):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"features\.folder= keeps hidden states that a server gives"):
+        answer(monkeypatch, engine, folder, "engine=null", "features.folder=cache")
+
+
+# What is wrong with an answer, and what is said
+
+
+def cut(number, made):
+    made["tensors"] = {name: value[:-1] for name, value in made["tensors"].items()}
+
+
+def other_model(number, made):
+    made["tensors"]["hidden_states"] = torch.randn_like(made["tensors"]["hidden_states"])
+
+
+def no_file(number, made):
+    made["tensors"] = None
+
+
+def not_finite(number, made):
+    made["tensors"]["hidden_states"][0, 0, 0] = float("nan")
+
+
+def zero(number, made):
+    made["tensors"]["hidden_states"][1] = 0
+
+
+def fewer_layers(number, made):
+    made["tensors"]["hidden_states"] = made["tensors"]["hidden_states"][:, 1:]
+    made["about"] = {"layers": "[3, 4, 5, 6, 8]"}
+
+
+def unnamed_layers(number, made):
+    made["tensors"]["hidden_states"] = made["tensors"]["hidden_states"][:, 1:]
+    made["about"] = {}
+
+
+def narrow(number, made):
+    made["tensors"]["hidden_states"] = made["tensors"]["hidden_states"][..., 1:]
+
+
+def no_states(number, made):
+    made["answer"].pop("kv_transfer_params")
+
+
+def no_ids(number, made):
+    made["answer"]["choices"][0].pop("token_ids")
+
+
+FAULTS = {
+    cut: "prefix caching must be off",
+    other_model: "serves another model than .* or other layers",
+    no_file: "cannot be read .* The engine's log says why",
+    not_finite: "some hidden states are not finite",
+    zero: "are all zero",
+    fewer_layers: r"gives layers \[3, 4, 5, 6, 8\], and the head needs \[2, 4, 5, 8\].*'layers=\[2, 4, 5, 8\]'",
+    unnamed_layers: r"gives 5 layers, and the head needs",
+    narrow: "it serves another model",
+    no_states: r"gives no hidden states\. Start it again with python scripts/launch_engine.py",
+    no_ids: "does not return token ids",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_a_server_that_is_not_right_is_refused_with_a_reason(engine, ends, fault, monkeypatch):
+    monkeypatch.setattr("train.features.engine_client.LONGEST_PAUSE", 0.01)
+    engine.spoil = fault
+    with pytest.raises(ValueError, match=FAULTS[fault]):
+        EngineTarget(EngineClient(engine.url), ends, (2, 4, 5))
+
+
+@pytest.mark.parametrize("fault", [cut, no_file, not_finite, zero], ids=lambda fault: fault.__name__)
+def test_a_bad_answer_is_asked_for_again(engine, ends, fault, monkeypatch):
+    monkeypatch.setattr("train.features.engine_client.LONGEST_PAUSE", 0.01)
+    source = EngineTarget(EngineClient(engine.url), ends, (2, 4, 5))
+    num = len(engine.completions)
+    engine.spoil = lambda number, made: fault(number, made) if number == num else None
+    states = source.submit(torch.tensor([5, 6, 7]), (2, 8)).result()
+    assert [tuple(state.shape) for state in states] == [(3, ends.width)] * 2 and len(engine.completions) == num + 2
+
+
+def test_hidden_states_are_fetched_where_the_folder_is_not_seen(engine, ends, tmp_path):
+    near = EngineTarget(EngineClient(engine.url), ends, (2, 4, 5)).submit(torch.tensor([5, 6, 7]), (2, 8)).result()
+    engine.seen = tmp_path / "elsewhere"
+    source = EngineTarget(EngineClient(engine.url), ends, (2, 4, 5))
+    far = source.submit(torch.tensor([5, 6, 7]), (2, 8)).result()
+    assert all(torch.equal(*pair) for pair in zip(near, far))
+    assert [path for path in engine.paths() if ROUTE in path and not path.startswith(DELETE)]
+    assert not list(engine.folder.glob("*.safetensors"))
+
+
+def test_a_server_that_hands_no_files_out_is_named(engine, ends, tmp_path, monkeypatch):
+    monkeypatch.setattr("train.features.engine_client.LONGEST_PAUSE", 0.01)
+    monkeypatch.setattr(engine, "_file", lambda path: (404, {}))
+    engine.seen = tmp_path / "elsewhere"
+    with pytest.raises(ValueError, match=r"status 404.*launch_engine.py, which hands them out over HTTP, or let both"):
+        EngineTarget(EngineClient(engine.url), ends, (2,))
+
+
+class TinyVllm:
+    """The part of the package vllm that engine=vllm uses, over a TinyEngine."""
+
+    SamplingParams = SimpleNamespace
+
+    def __init__(self, engine: TinyEngine, given: dict):
+        self.engine, self.given, self.sizes = engine, given, []
+
+    def generate(self, prompts, laws, use_tqdm):
+        self.sizes.append(len(prompts))
+        answers = [
+            self.engine.complete({"prompt": p["prompt_token_ids"], **vars(law)}) for p, law in zip(prompts, laws)
+        ]
+        return [
+            SimpleNamespace(
+                outputs=[SimpleNamespace(token_ids=answer["choices"][0]["token_ids"])],
+                kv_transfer_params=answer["kv_transfer_params"],
+            )
+            for answer in answers
+        ]
+
+
+@pytest.fixture
+def vllm(engine, monkeypatch) -> TinyVllm:
+    tiny = TinyVllm(engine, {})
+    monkeypatch.setitem(sys.modules, "vllm", tiny)
+    monkeypatch.setenv("PYTHONPATH", "")
+    monkeypatch.setattr("train.answers.vllm_answers.load", lambda name, **given: tiny.given.update(given) or tiny)
+    return tiny
+
+
+def test_vllm_in_this_process_is_another_source(fit, engine, vllm):
+    fit("online", "features.mode=online")
+    fit("vllm", "features.mode=engine", "features.engine=vllm", "+features.vllm.seed=3")
+    online, served = losses_of("online"), losses_of("vllm")
+    assert all(abs(online[step] - served[step]) < 1e-4 * online[step] for step in online)
+    assert max(vllm.sizes) > 1 and vllm.given["seed"] == 3 and not engine.requests
+    assert not list(engine.folder.glob("*.safetensors"))
+
+
+def test_bad_answers_of_vllm_in_this_process_are_asked_for_again(engine, vllm, ends):
+    def client() -> InProcess:
+        given = {"dtype": "float32", "trust_remote_code": False, "layers": LAYERS, "longest": 99, "in_flight": 4}
+        return InProcess("target", **given, more={})
+
+    source = EngineTarget(client(), ends, (2,))
+    num = len(engine.completions)
+    engine.spoil = lambda number, made: not_finite(number, made) if number == num else None
+    assert len(source.submit(torch.tensor([5, 6, 7]), (2,)).result()[0]) == 3 and len(engine.completions) == num + 2
+    source.client.close()
+    engine.spoil = not_finite
+    with pytest.raises(ValueError, match=r"vLLM gave 5 bad answers in a row. The last one: some hidden states are not"):
+        EngineTarget(client(), ends, (2,))
+    vllm.generate = lambda *_, **__: 1 / 0
+    with pytest.raises(ValueError, match="vLLM in this process failed: division by zero"):
+        EngineTarget(client(), ends, (2,))
+
+
+def test_arguments_of_vllm_need_vllm_in_this_process(fit):
+    with pytest.raises(
+        ValueError, match=r"features\.vllm= has arguments of vLLM in this process: give features.engine=vllm too"
+    ):
+        fit("refused", "+features.vllm.seed=3")
+
+
+def test_a_full_disk_of_the_engine_is_named(engine, ends, monkeypatch):
+    monkeypatch.setattr("train.features.engine_client.LONGEST_PAUSE", 0.01)
+    monkeypatch.setattr(
+        "train.features.engine_states.shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000})()
+    )
+    engine.spoil = no_file
+    with pytest.raises(ValueError, match=r"The disk of .* is full \(0 MiB free\)"):
+        EngineTarget(EngineClient(engine.url), ends, (2,))
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        (("features.engine=null",), r"features.mode=engine needs the URL of a server"),
+        (("features.engine=localhost:8000",), "is not the URL of a server"),
+        (("features.engine=http://127.0.0.1:9",), "No server with OpenAI's interface answers at http://127.0.0.1:9"),
+        (("features.mode=online",), r"features\.mode=online runs the target in this process"),
+        (("features.mode=offline",), "must be one of cached, online, engine"),
+        (("head=medusa2",), "the head changes the target"),
+        (("head=draft", "data.on_policy=0.5"), "the draft writes"),
+        (("decode=tree",), "judged by replay, which needs a chain"),
+        (("train.best_by=speedup",), "train.best_by=speedup is measured by decoding"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(fit, engine, options, what):
+    with pytest.raises(ValueError, match=what):
+        fit("refused", *settings(engine), *options)
+
+
+# The connector inside vLLM
+
+
+@pytest.fixture
+def connector(monkeypatch):
+    """-> the connector of an engine with LAYERS, over the part of vLLM's own that it uses"""
+
+    class OfVllm:
+        """Writes in a thread, by its own `_write_tensors`, which is a static method there."""
+
+        _is_tp_rank_zero, _block_size = True, 4
+
+        def __init__(self):
+            config = SimpleNamespace(eagle_aux_hidden_state_layer_ids=list(reversed(LAYERS)))
+            draft = SimpleNamespace(draft_model_config=SimpleNamespace(hf_config=config))
+            self._vllm_config = SimpleNamespace(speculative_config=draft)
+            self._lock_fds, self._req_copy_events, self._executor = {}, {}, ThreadPoolExecutor(1)
+
+        def _submit_async_write(self, pending):
+            tensors = {"hidden_states": self._kv_cache, "token_ids": pending.token_ids}
+            event = SimpleNamespace(synchronize=lambda: None)
+            lock = self._lock_fds.pop(pending.req_id, None)
+            self._executor.submit(self._write_tensors, tensors, event, pending.filename, lock).result()
+
+        @staticmethod
+        def _write_tensors(tensors, event, filename, lock_fd):
+            event.synchronize()
+            safetensors.torch.save_file(tensors, filename)
+            os.close(lock_fd)
+
+    module = ModuleType("example_hidden_states_connector")
+    module.ExampleHiddenStatesConnector, module.logger = OfVllm, logging.getLogger("vllm")
+    module.extract_from_kv_cache = lambda cache, slots, num: cache[:num]
+    parts = "vllm.distributed.kv_transfer.kv_connector.v1".split(".")
+    for depth in range(1, len(parts) + 1):
+        monkeypatch.setitem(sys.modules, ".".join(parts[:depth]), ModuleType(parts[depth - 1]))
+    sys.modules[".".join(parts)].example_hidden_states_connector = module
+    monkeypatch.syspath_prepend(str(ROOT / "train" / "in_vllm"))
+    monkeypatch.delitem(sys.modules, "hidden_states_connector", raising=False)
+    yield importlib.import_module("hidden_states_connector").HiddenStatesConnector()
+    sys.modules.pop("hidden_states_connector", None)
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_an_engine_with_more_layers_than_the_head_reads_serves_it(engine, ends, connector, monkeypatch, gpu):
+    """On a GPU vLLM's own writer runs."""
+    wanted = EngineTarget(EngineClient(engine.url), ends, (2, 4)).submit(torch.tensor([5, 6, 7]), (2, 8)).result()
+
+    def write(number, made):
+        tensors, path = made["tensors"], made["answer"]["kv_transfer_params"]["hidden_states_path"]
+        connector._kv_cache = tensors["hidden_states"].contiguous()
+        lock = os.open(f"{path}.lock", os.O_CREAT | os.O_WRONLY)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        connector._lock_fds["one"] = lock
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.cuda, "is_available", lambda: gpu)
+            pending = SimpleNamespace(req_id="one", filename=path, token_ids=tensors["token_ids"], block_ids=[0, 1, 2])
+            connector._submit_async_write(pending)
+        assert not connector._lock_fds
+        made["tensors"] = None  # it is written
+
+    engine.spoil = write
+    found = EngineTarget(EngineClient(engine.url), ends, (2, 4)).submit(torch.tensor([5, 6, 7]), (2, 8)).result()
+    assert all(torch.equal(*pair) for pair in zip(wanted, found, strict=True))
+
+
+def test_files_that_do_not_name_their_layers_are_taken_for_those_of_the_head_with_a_warning(engine, ends):
+    engine.spoil = lambda number, made: made.update(about={})
+    with pytest.warns(
+        UserWarning, match=r"do not say which layers they hold: \[2, 3, 4, 5, 6, 8\], which the head needs"
+    ):
+        source = EngineTarget(EngineClient(engine.url), ends, (2, 3, 4, 5, 6))
+    assert source.stored == tuple(LAYERS)
+
+
+def test_what_is_in_flight_is_bounded(engine, ends):
+    source = EngineTarget(EngineClient(engine.url, in_flight=3), ends, (2,))
+    futures = [source.submit(torch.arange(1, 20 + n) % 50, (2,)) for n in range(24)]
+    assert all(len(future.result()[0]) == 19 + n for n, future in enumerate(futures)) and engine.most <= 3
+
+
+def test_8_bits_keep_each_token_to_half_a_step(ends, tmp_path):
+    folder = Folder(ends, (2,), tmp_path / "cache", bits=8)
+    folder.open()
+    tokens, states = torch.arange(5), [torch.randn(5, ends.width) * scale for scale in (1, 100)]
+    folder.write(tokens, states)
+    for state, read in zip(states, folder.read(tokens, (2, 8))):
+        step = state.abs().amax(dim=1, keepdim=True) / 127
+        assert bool(((read - state).abs() <= 0.501 * step).all())

@@ -1,0 +1,89 @@
+"""Tests of the space that cached features need: of what a run will read, without what is there."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from specdec.target.model import Target
+from tests.support import make_drafter, make_target, random_tokens
+from train import feature_settings
+from train.data.packing import Packs, Rows
+from train.data.rows import Row
+from train.feature_settings import FeatureSettings, num_missing
+from train.features import outputs as features
+from train.features.outputs import Folder
+
+NUM, LONG = 40, 30  # rows, of 5 to 44 tokens, cut at 30
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return make_target(61, num_layers=4)
+
+
+@pytest.fixture(scope="module")
+def packs() -> Packs:
+    rows = [Row(str(n), "all", random_tokens(n, 5 + n, 61), [False] + [True] * (4 + n)) for n in range(NUM)]
+    with pytest.warns(UserWarning, match="are cut at 30"):
+        return Packs(Rows.of(rows), length=LONG)
+
+
+def lengths(packs: Packs, reads: list[int]) -> dict[int, int]:
+    """Tokens of each row in some packs"""
+    return {int(row.id): len(row.tokens) for at in reads for row in packs[at]}
+
+
+def fill(folder: Folder, packs: Packs, rows: set[int]) -> None:
+    folder.open()
+    for at in range(len(packs)):
+        for row in packs[at]:
+            if int(row.id) in rows:
+                states = [torch.zeros(len(row.tokens), folder.target.width) for _ in folder.layers]
+                folder.write(torch.tensor(row.tokens), states)
+
+
+def test_only_what_is_read_and_not_there_counts(target, packs, tmp_path):
+    folder = Folder(target, (1, 2), tmp_path / "cache")
+    reads = list(range(1, len(packs), 3))
+    wanted = lengths(packs, reads)
+    assert num_missing(folder, packs, reads) == sum(wanted.values()) < packs.num_tokens
+    assert num_missing(folder, packs, range(len(packs))) == packs.num_tokens
+    there = set(list(wanted)[::2])
+    fill(folder, packs, there | (set(range(NUM)) - set(wanted)))  # others in the folder make no room for these
+    assert num_missing(folder, packs, reads) == sum(num for row, num in wanted.items() if row not in there)
+    fill(folder, packs, set(wanted))
+    assert num_missing(folder, packs, reads) == 0
+
+
+def test_rows_that_are_read_several_times_are_written_once(target, packs, tmp_path):
+    twice = Packs(packs.rows, length=LONG, numbers=torch.arange(NUM).repeat(2).numpy())
+    folder = Folder(target, (1, 2), tmp_path / "cache")
+    assert num_missing(folder, twice, range(len(twice))) == packs.num_tokens == twice.num_tokens / 2
+
+
+def test_of_many_documents_a_sample_is_looked_for(target, packs, tmp_path, monkeypatch):
+    monkeypatch.setattr(feature_settings, "SAMPLE", 10)
+    looked = []
+    monkeypatch.setattr(Folder, "has", lambda folder, tokens: looked.append(len(tokens)) or False)
+    found = num_missing(Folder(target, (1, 2), tmp_path / "cache"), packs, range(len(packs)))
+    assert len(looked) == 10 and found == 4 * sum(looked)
+
+
+@pytest.mark.parametrize("few", [True, False])
+def test_a_short_run_on_much_data_fits_on_the_disk(target, packs, tmp_path, monkeypatch, few):
+    settings = FeatureSettings("cached", None, 1, 1.0, {}, str(tmp_path / "cache"), [], None)
+    drafter, said = make_drafter(target, "eagle"), []
+    reads = list(range(len(packs)))[: 2 if few else None]
+    whole = Folder(target, drafter.target_layers, tmp_path / "cache").num_bytes(packs.num_tokens)
+    monkeypatch.setattr(features.shutil, "disk_usage", lambda path: SimpleNamespace(free=whole // 2))
+    given = {"engine": None, "streamed": False, "reads": reads, "main": True, "say": said.append}
+    if few:
+        settings.open(drafter, packs, **given)
+        share = sum(lengths(packs, reads).values()) / packs.num_tokens
+        assert said == [
+            f"features up to {share * whole / 1e9:.2f} GB will be written to {tmp_path}/cache as they are needed"
+        ]
+    else:
+        with pytest.raises(ValueError, match=r"Cached features need .* GB .* fewer steps, less data"):
+            settings.open(drafter, packs, **given)

@@ -1,0 +1,1 @@
+"""Answers of the target to prompts: for training, and for replay."""

@@ -1,0 +1,276 @@
+"""Answers of a server with OpenAI's interface, many at once, in the order of the jobs.
+
+vLLM takes and gives token ids. Other servers give the text only (v1/completions), or take messages (v1/chat/completions):
+
+    way    request                        answer        who decides about template and tokens
+    ids    v1/completions, ids            ids           this project
+    text   v1/completions, ids            text          this project, but the answer is tokenised again
+    chat   v1/chat/completions, messages  text          the server; the answer is tokenised again
+"""
+
+import dataclasses
+import functools
+import warnings
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator
+from concurrent.futures import Future
+from pathlib import PurePosixPath
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from specdec.core.untrusted import is_text
+from train.answers.answering import Job, Law, Written, written
+from train.data import chat_template
+from train.features.engine_client import BadAnswer, EngineClient, Refused
+from train.features.engine_features import EngineTarget
+from train.features.engine_states import discard
+from train.features.outputs import Folder, normed
+
+AHEAD = 4  # requests that wait for an earlier answer, for each one in flight
+PATHS = {"ids": "v1/completions", "text": "v1/completions", "chat": "v1/chat/completions"}
+WAYS = tuple(PATHS)
+
+
+class Server:
+    """The target in one server, or in several that are used in turn.
+
+    name: the target's, which the server's model is compared with
+    example: a job, with which it is found out what the servers understand
+
+    Raises ValueError, with what to do, if a server does not answer or has another tokenizer.
+    """
+
+    def __init__(
+        self,
+        client: EngineClient,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        name: str,
+        example: Job,
+    ):
+        self.client, self.tokenizer = client, tokenizer
+        self.model, self.limit = self._choose_model(name)
+        self._check_tokenizer(example)
+        self.way = self._find_way(example)
+
+    def body(self, job: Job, law: Law, way: str | None = None) -> dict:
+        """The request for a job. What this interface leaves open is set here, so that the model's defaults do not count."""
+        way = way or self.way
+        body = {
+            "model": self.model,
+            "max_tokens": law.max_new_tokens,
+            "temperature": job.temperature,
+            "top_p": law.top_p,
+            "seed": law.seed_of(job.id, bits=31),
+        }
+        if way == "chat":
+            template = chat_template.template_arguments(self.tokenizer, job.options.get("thinking"))
+            tools = {"tools": job.options["tools"]} if "tools" in job.options else {}
+            return body | tools | {"messages": job.messages} | ({"chat_template_kwargs": template} if template else {})
+        body["prompt"] = job.tokens
+        if way == "text":
+            return body
+        ends = {"stop_token_ids": sorted(law.stop), "ignore_eos": True}  # only `stop` ends an answer
+        return body | ends | {"return_token_ids": True, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+
+    def read(self, answer: dict, job: Job, law: Law, way: str | None = None) -> Written:
+        """What came back for a job. Raises BadAnswer for what may be right the next time."""
+        way = way or self.way
+        try:
+            choice = answer["choices"][0]
+            finish = choice["finish_reason"]
+            if way == "ids":
+                return self._read_ids(choice["token_ids"], finish, job, law)
+            said = choice if way == "text" else choice["message"]
+            text = said["text" if way == "text" else "content"] or ""
+            thoughts, calls = said.get("reasoning") or said.get("reasoning_content"), said.get("tool_calls")
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
+            raise BadAnswer(f"it has no answer of the interface's form ({type(error).__name__}: {error})") from error
+        if thoughts:
+            raise ValueError(
+                "The server takes the thinking out of the answers, so it is not known what the target wrote. Start it "
+                "without a reasoning parser."
+            )
+        if calls:
+            raise ValueError(
+                "The server takes calls of tools out of the answers, so it is not known what the target wrote. Start it "
+                "without a tool parser."
+            )
+        if finish not in ("stop", "length"):
+            raise BadAnswer(f"the answer to {job.id} ended because of {finish!r}")
+        if not is_text(text):  # half of a surrogate pair, where a server cut a character
+            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+            text = text.rstrip("\ufffd") if finish == "length" else text
+        usage = answer.get("usage") or {}
+        return Written(text, finish, None, int(usage.get("completion_tokens") or 0))
+
+    def _read_ids(self, tokens: list, finish: str, job: Job, law: Law) -> Written:
+        if not isinstance(tokens, list) or not tokens or not all(type(token) is int for token in tokens):
+            raise BadAnswer(f"the answer to {job.id} has no token ids")
+        ended = tokens[-1] in law.stop
+        if finish not in ("stop", "length") or (finish == "stop" and not ended):
+            raise BadAnswer(
+                f"the answer to {job.id} ended because of {finish!r} with token {tokens[-1]}, which is none of the "
+                f"target's stop tokens {sorted(law.stop)}"
+            )
+        if not ended and len(tokens) != law.max_new_tokens:
+            raise BadAnswer(f"the answer to {job.id} was cut after {len(tokens)} tokens, not {law.max_new_tokens}")
+        return written(self.tokenizer, tokens, law.stop, job.before)
+
+    # What the servers are
+
+    def check_length(self, longest: int, name: str = "The longest prompt") -> None:
+        """longest: tokens of the longest prompt, which `name` names, and its answer. Raises ValueError if a server cannot read so many."""
+        if self.limit is not None and self.limit < longest:
+            raise ValueError(
+                f"{name} and its answer may need {longest} tokens, and the server's max_model_len is {self.limit}. "
+                f"Lower max_new_tokens=, leave long prompts out, or start the server with max_model_len={longest} or more."
+            )
+
+    def _choose_model(self, name: str) -> tuple[str, int | None]:
+        """The name that all servers have for the target, and how many tokens they can read, if they say so."""
+        found = self.client.describe_models()
+        common = [str(model["id"]) for model in found[0] if all(_named(models, model["id"]) for models in found)]
+        if not common:
+            names = "; ".join(", ".join(str(model["id"]) for model in models) for models in found)
+            raise ValueError(f"The servers have no model in common ({names}). Give those of one target.")
+        last = PurePosixPath(name).name.lower()
+        model = next((each for each in common if PurePosixPath(each).name.lower() == last), None)
+        if model is None:
+            model = common[0]
+            warnings.warn(
+                f"The server's model is called {model}, and target.name={name}: make sure that they are the same.",
+                stacklevel=2,
+            )
+        limits = [_named(models, model)[0].get("max_model_len") for models in found]
+        return model, min((limit for limit in limits if isinstance(limit, int)), default=None)
+
+    def _check_tokenizer(self, example: Job) -> None:
+        """Compares ids where servers have /tokenize, as vLLM has."""
+        text = self.tokenizer.decode(example.tokens, clean_up_tokenization_spaces=False)
+        wanted = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        body = {"model": self.model, "prompt": text, "add_special_tokens": False}
+        try:
+            for _ in self.client.urls:  # they are asked in turn
+                found = self.client.post("tokenize", body, lambda answer: answer.get("tokens"))
+                if isinstance(found, list) and found and found != wanted:
+                    raise ValueError(
+                        f"The server's tokenizer is not the target's: it gives {len(found)} ids for a prompt that has "
+                        f"{len(wanted)}, or other ids. Serve the model that target.name= names."
+                    )
+        except Refused:
+            return
+
+    def _find_way(self, example: Job) -> str:
+        """The first way that all servers go."""
+        law = Law(stop=frozenset(), max_new_tokens=1)
+        for way in WAYS if example.prompt is None else ("ids", "text"):
+            try:
+                body, read = self.body(example, law, way), functools.partial(_try, self.client, example, way)
+                for _ in self.client.urls:
+                    self.client.post(PATHS[way], body, read)
+                return way
+            except (Refused, _Other) as error:
+                reason = str(error)
+        taken = "neither token ids nor messages" if example.prompt is None else "no token ids"
+        raise ValueError(f"The server takes {taken}. {reason}")
+
+
+class _Other(ValueError):
+    """A server does not go a way."""
+
+
+def _named(models: list[dict], name: str) -> list[dict]:
+    return [model for model in models if model["id"] == name]
+
+
+def _try(client: EngineClient, example: Job, way: str, answer: dict) -> None:
+    """Raises _Other if an answer of one token is not of that way."""
+    try:
+        choice = answer["choices"][0]
+        if way == "ids" and not (isinstance(choice.get("token_ids"), list) and choice["token_ids"]):
+            raise _Other("It does not return token ids.")
+        discard(client, answer, [*example.tokens, *(choice.get("token_ids") or ())])
+        if way != "chat":
+            num = (answer.get("usage") or {}).get("prompt_tokens", len(example.tokens))
+            if num != len(example.tokens):
+                raise _Other(f"It counts {num} tokens in a prompt of {len(example.tokens)} ids.")
+            choice["text"]
+        else:
+            choice["message"]["content"]
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        raise _Other(f"Its answers have another form than OpenAI's ({type(error).__name__}: {error}).") from error
+
+
+@dataclasses.dataclass(frozen=True)
+class States:
+    """Where the hidden states of answers go, which come with them, so that training reads no text again.
+
+    source: the same servers; folder: with the layers that they give
+    """
+
+    source: EngineTarget
+    folder: Folder
+
+    def keep(self, answer: dict, job: Job, tokens: list[int]) -> None:
+        """Writes the states of a prompt and its answer. Those of the last token, which nothing needs, are zero."""
+        new, states = self.source.receive(answer, job.tokens)
+        if new != tokens:
+            raise BadAnswer(f"the hidden states of {job.id} are of another answer")
+        *parts, final = self.source.select(states, self.folder.layers)
+        target = self.source.target
+        parts.append(normed(target, final.to(target.device), (target.num_layers,)).cpu())
+        padded = [torch.cat([part, part.new_zeros(1, part.shape[1])]) for part in parts]
+        self.folder.write(torch.tensor(job.tokens + tokens), padded)
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerWriter:
+    """A `Writer` whose jobs are answered by a server, in their order. states: None: hidden states are not kept"""
+
+    server: Server
+    law: Law
+    in_flight: int
+    states: States | None = None
+
+    def write(self, jobs: Iterable[Job], finished: Collection[str] = ()) -> Iterator[list[tuple[Job, Written]]]:
+        missing = (job for job in jobs if job.id not in finished)
+        return in_order(self._submit, missing, ahead=AHEAD * self.in_flight)
+
+    def _submit(self, job: Job) -> "Future[Written]":
+        server, body = self.server, self.server.body(job, self.law)
+        if self.states:
+            body["kv_transfer_params"] = {"include_output_tokens": True}
+
+        def read(answer: dict) -> Written:
+            found = server.read(answer, job, self.law)
+            if found.tokens is not None and self.states:
+                self.states.keep(answer, job, found.tokens)
+            elif found.tokens is not None:
+                discard(server.client, answer, job.tokens + found.tokens)
+            return found
+
+        return server.client.submit(PATHS[server.way], body, read)
+
+
+def in_order(
+    submit: Callable[[Job], "Future[Written]"], jobs: Iterator[Job], *, ahead: int
+) -> Iterator[list[tuple[Job, Written]]]:
+    """Yields the results of the first jobs as soon as they are there. ahead: jobs that may be under way behind the first one"""
+    waiting: deque[tuple[Job, Future[Written]]] = deque()
+    try:
+        while True:
+            while len(waiting) < ahead and (job := next(jobs, None)) is not None:
+                waiting.append((job, submit(job)))
+            if not waiting:
+                return
+            done = [(waiting[0][0], waiting[0][1].result())]
+            waiting.popleft()
+            while waiting and waiting[0][1].done():
+                job, future = waiting.popleft()
+                done.append((job, future.result()))
+            yield done
+    finally:
+        for _, future in waiting:
+            future.cancel()

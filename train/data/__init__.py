@@ -1,0 +1,1 @@
+"""Rows of text: reading, chat templates, encoding, packing and loading."""

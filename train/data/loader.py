@@ -1,0 +1,219 @@
+"""Micro-batches, read ahead of the step by a thread: collated, with their cached features, and copied to the device."""
+
+import functools
+import random
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from specdec.core import devices
+from specdec.target.model import TargetOutput
+from train.data import rows as data
+from train.data.packing import Packs
+from train.data.rows import Batch, Row
+from train.data.stream import Stream
+from train.features.outputs import Begun, Features
+from train.onpolicy import OnPolicy
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    number: int  # of this process' micro-batches, from 0 on
+    indices: list[int]  # of the packs; none in a stream
+    rows: list[list[str]]  # ids of each pack's rows, to name them
+    batch: Batch  # on the CPU
+    written: bool  # whether the draft wrote its answers (on-policy)
+    begun: Begun | None = None  # the target's outputs, if they are being read ahead
+
+
+@dataclass(frozen=True)
+class Material:
+    """What steps are made of: packs, and the target's outputs for them.
+
+    ahead: micro-batches that are read ahead of the step; 0: none. Answers that the draft writes are never written ahead
+    """
+
+    packs: Packs  # all, or those of a stream's first rows
+    length: int  # tokens of a pack
+    features: Features | None  # None: the objective reads the target itself
+    on_policy: OnPolicy | None = None
+    stream: Stream | None = None
+    ahead: int = 0
+
+    def __post_init__(self):
+        if self.stream and self.on_policy:
+            raise ValueError("on_policy= needs packs that can be read again: use stream=false.")
+
+    @property
+    def num_tokens(self) -> int | None:
+        """Of the data set; None for a stream, which may have no end."""
+        return None if self.stream else self.packs.num_tokens
+
+    def collate(self, indices: list[int]) -> Batch:
+        return self.lay([self.packs[index] for index in indices])
+
+    def lay(self, packs: list[list[Row]]) -> Batch:
+        return data.collate(packs, length=self.length, pad_token=0)
+
+    def target_output(self, micro: MicroBatch, batch: Batch, ahead: TargetOutput | None = None) -> TargetOutput | None:
+        """batch: that of the micro-batch, on the training device; ahead: what has been read of them already"""
+        features: Features | None = self.on_policy.features if micro.written and self.on_policy else self.features
+        return features(batch, ahead) if features else None
+
+
+@dataclass
+class Order:
+    """Which packs a process reads: each epoch is a permutation made from the seed, and dealt to the groups of processes in turn.
+
+    number, num: this process' group, and how many there are
+    first: a step, and the packs that were read before it: of this launch, as the one before may have had other groups
+    """
+
+    num_packs: int
+    seed: int
+    batch: int  # packs of a micro-batch
+    accumulation: int  # micro-batches of a step
+    number: int
+    num: int
+    first: tuple[int, int] = (0, 0)
+
+    def __call__(self, step: int, micro: int) -> list[int]:
+        """The packs of one micro-batch of a step."""
+        start = self.read_before(step) + (micro * self.num + self.number) * self.batch
+        places = [divmod(position, self.num_packs) for position in range(start, start + self.batch)]
+        return [permutation(self.num_packs, self.seed + epoch)[place] for epoch, place in places]
+
+    def read_before(self, step: int) -> int:
+        """Packs that all processes have read before a step."""
+        first_step, first_pack = self.first
+        return first_pack + (step - first_step) * self.accumulation * self.num * self.batch
+
+
+class Loader:
+    """The micro-batches of one process. Their content follows from their number and not from what is read ahead.
+
+    order: of the packs, where they are not those of a stream, and how many a micro-batch and a step have
+    What fails in the thread is raised where its result is asked for.
+    """
+
+    def __init__(self, material: Material, *, order: Order, device: torch.device):
+        self.material, self.order, self.device = material, order, devices.numbered(device)
+        self.batch, self.accumulation = order.batch, order.accumulation
+        self.first = (0, 0)  # a micro-batch, and its first pack in the stream
+        self.ahead = 0 if material.on_policy else material.ahead
+        self.thread = ThreadPoolExecutor(1, "loader", use_device, (self.device,)) if self.ahead else None
+        self.coming: dict[int, Future[MicroBatch]] = {}
+        self.coming_on_device: dict[int, Future[tuple[Batch, TargetOutput | None]]] = {}
+
+    def step(self, step: int) -> list[MicroBatch]:
+        """The micro-batches of a step."""
+        first, stop = step * self.accumulation, (step + 1) * self.accumulation
+        if self.thread is None:
+            return [self._micro_batch(number) for number in range(first, stop)]
+        for number in range(first, stop + self.ahead):
+            self._submit(number)
+        return [self._result(self.coming[number]) for number in range(first, stop)]
+
+    def on_device(self, micro: MicroBatch) -> tuple[Batch, TargetOutput | None]:
+        """A micro-batch on the training device, and the target's outputs for it if the objective needs them."""
+        number, material = micro.number, self.material
+        batch, output = micro.batch, None
+        if self.thread is None:
+            batch = micro.batch.to(self.device)
+        else:
+            for later in range(number, number + self.ahead + 1):
+                if later not in self.coming_on_device:
+                    self._submit(later)
+                    self.coming_on_device[later] = self.thread.submit(self._to_device, self.coming[later])
+            batch, output = self._result(self.coming_on_device.pop(number))
+            del self.coming[number]
+        return batch, material.target_output(micro, batch, output)
+
+    def close(self) -> None:
+        if self.thread is not None:
+            self.thread.shutdown(wait=False, cancel_futures=True)
+        if self.material.stream:
+            self.material.stream.close()
+
+    def again(self, step: int) -> list[MicroBatch]:
+        """The micro-batches of an earlier step; a stream cannot go back."""
+        assert not self.material.stream
+        return [self._micro_batch(number) for number in range(step * self.accumulation, (step + 1) * self.accumulation)]
+
+    # Where a run continues
+
+    def position(self, step: int) -> list[int]:
+        """What `seek` needs to continue a stream before a step, in this process; nothing for packs."""
+        if not self.material.stream:
+            return []
+        first = self._first_pack(step * self.accumulation)
+        return [*self.material.stream.position(first), first]
+
+    def seek(self, step: int, position: list[int]) -> None:
+        *where, first = position
+        assert self.material.stream
+        self.material.stream.seek(where)
+        self.first = (step * self.accumulation, first)
+
+    def _first_pack(self, number: int) -> int:
+        """In the stream, of a micro-batch."""
+        first_number, first_pack = self.first
+        return first_pack + (number - first_number) * self.batch
+
+    # In the thread, if there is one
+
+    def _micro_batch(self, number: int) -> MicroBatch:
+        material = self.material
+        if material.stream:
+            indices: list[int] = []
+            first = self._first_pack(number)
+            packs = [material.stream.pack(place) for place in range(first, first + self.batch)]
+        else:
+            indices = self.order(*divmod(number, self.accumulation))
+            packs = [material.packs[index] for index in indices]
+        written = material.on_policy(indices) if material.on_policy else None
+        batch = material.lay(packs) if written is None else written
+        begun = material.features.begin(batch) if material.features and self.thread else None
+        return MicroBatch(
+            number, indices, [[row.id for row in pack] for pack in packs], batch, written is not None, begun
+        )
+
+    def _to_device(self, coming: Future[MicroBatch]) -> tuple[Batch, TargetOutput | None]:
+        micro = coming.result()  # it was submitted before, so the only thread has made it
+        return micro.batch.to(self.device), micro.begun(self.device) if micro.begun else None
+
+    def _submit(self, number: int) -> None:
+        if number not in self.coming:
+            assert self.thread is not None
+            self.coming[number] = self.thread.submit(self._micro_batch, number)
+
+    def _result(self, coming: Future[Result]) -> Result:
+        try:
+            return coming.result()
+        except ValueError:
+            raise
+        except Exception as error:
+            if devices.out_of_memory(error):
+                raise
+            raise ValueError(
+                f"The thread that reads data ahead of the step failed ({type(error).__name__}: {error}). Look at the data "
+                "and the cached features; ahead=0 reads them in the step."
+            ) from error
+
+
+def use_device(device: torch.device) -> None:
+    """A new thread's current GPU is the first one, in whose memory pinning would open a context."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+@functools.lru_cache(maxsize=2)
+def permutation(num: int, seed: int) -> list[int]:
+    """The order of an epoch."""
+    order = list(range(num))
+    random.Random(seed).shuffle(order)
+    return order

@@ -1,0 +1,275 @@
+"""Rows of conversations and of prompts, from the forms in which people have them."""
+
+import contextlib
+import hashlib
+import itertools
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from specdec.core.grammar import Grammar
+from specdec.core.untrusted import is_text
+from train.data.chat_template import options_of
+from train.data.row_files import FORMS, LINES, PARQUET, read_file
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation")
+SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+@contextlib.contextmanager
+def at(place: str) -> Iterator[None]:
+    """Within, a ValueError says where the row is that it is about."""
+    try:
+        yield
+    except ValueError as error:
+        if place in str(error):
+            raise
+        raise ValueError(f"{place}: {error}") from error
+
+
+def parse(place: str, line: str) -> dict:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:  # also numbers of thousands of digits
+        raise ValueError(f"{place}: not valid JSON ({error}). Repair or remove the line.") from None
+    if type(row) is not dict:
+        more = " Give a file with all rows in one list the ending .json." if type(row) is list else ""
+        raise ValueError(f"{place}: expected a JSON object, found {type(row).__name__}.{more}")
+    if SURROGATE.search(line):
+        _check_text(row, place)
+    return row
+
+
+def _check_text(row: dict, place: str) -> None:
+    if is_text(row):
+        return
+    key = next(key for key, value in row.items() if not is_text({key: value}))
+    raise ValueError(
+        f"{place}: {json.dumps(key)} has half of a surrogate pair (\\ud800 .. \\udfff), which is no character. Repair or remove "
+        "the line."
+    )
+
+
+def to_row(place: str, raw: str | dict) -> dict:
+    """A row of what `read_raw` yields. Keys whose value is null, and empty lists of tools or calls, are left out.
+
+    Arrow gives all structs of a column the same keys, so that there a null means an absent key at any depth.
+    """
+    row = parse(place, raw) if isinstance(raw, str) else _without_nulls(raw)
+    row = {key: value for key, value in row.items() if value is not None and (key, value) != ("tools", [])}
+    if isinstance(row.get("messages"), list):
+        row["messages"] = [tidy(message) if isinstance(message, dict) else message for message in row["messages"]]
+    return row
+
+
+def tidy(message: dict) -> dict:
+    kept = {key: value for key, value in message.items() if value is not None and (key, value) != ("tool_calls", [])}
+    return {**kept, "content": kept.get("content", "")} if "tool_calls" in kept else kept
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
+
+
+def find_files(source: str) -> list[Path]:
+    """The files of lines that `source` stands for; none if it is a dataset. Raises ValueError if there is nothing to read."""
+    path = Path(source)
+    if path.is_file():
+        return [path]
+    for endings in (LINES, PARQUET) if path.is_dir() else ():
+        if files := sorted(file for file in path.iterdir() if file.name.endswith(endings)):
+            return files
+    if path.is_dir() and not ((path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists()):
+        raise ValueError(f"The folder {source} holds neither .jsonl files nor a saved dataset. Give {FORMS}.")
+    if not path.exists() and path.name.endswith((*LINES, *PARQUET, ".json")):
+        raise ValueError(f"There is no file {source}. Give {FORMS}.")
+    return []
+
+
+def open_dataset(source: str, split: str | None, *, streaming: bool = False) -> Any:
+    """One split of a dataset that is in a folder or that `datasets.load_dataset` finds: a `Dataset`, or an `IterableDataset`.
+
+    split: None: train, or the only one
+    streaming: whether to read a dataset that is not in a folder as it comes, without a copy on the disk
+    """
+    import datasets  # here: it takes a second of each command's start, and most sources are files
+
+    if Path(source).is_dir():
+        data = datasets.load_from_disk(source)
+        return data[choose_split(source, split, list(data))] if isinstance(data, datasets.DatasetDict) else data
+    try:
+        try:
+            return datasets.load_dataset(source, split=split or "train", streaming=streaming)
+        except ValueError:
+            if split is not None:
+                raise
+            split = choose_split(source, split, datasets.get_dataset_split_names(source))
+            return datasets.load_dataset(source, split=split, streaming=streaming)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"Could not read {source!r}. Give {FORMS}. ({type(error).__name__}: {error})") from error
+
+
+def choose_split(source: str, split: str | None, names: list[str]) -> str:
+    if split is None:
+        split = names[0] if len(names) == 1 else "train"
+    if split not in names:
+        raise ValueError(
+            f"{source} has no split {split!r}; it has: {', '.join(names)}. Choose one with split= (train.py: "
+            "data.split=, data.heldout_split=)."
+        )
+    return split
+
+
+def read_raw(source: str, split: str | None, *, streaming: bool = False) -> Iterator[tuple[str, str | dict]]:
+    """Yields (place, JSON text) or (place, row), which `to_row` takes."""
+    if files := find_files(source):
+        return itertools.chain.from_iterable(map(read_file, files))
+    data = open_dataset(source, split, streaming=streaming)
+    return ((f"{source} row {index}", row) for index, row in enumerate(data))
+
+
+def read_rows(source: str, split: str | None) -> Iterator[tuple[str, dict]]:
+    """Yields (place, row) of any of the forms that `source` may take."""
+    return ((place, to_row(place, raw)) for place, raw in read_raw(source, split))
+
+
+def named(row: dict, index: int, thinking: bool | None = None) -> dict:
+    """The row with its `id` and `category` as texts, by default its index and "all". thinking: its mode, if it does not say it"""
+    mode = {} if thinking is None else {"thinking": thinking} | options_of({"thinking": row.get("thinking")})
+    return {**row, **mode, "id": _to_text(row.get("id"), str(index)), "category": _to_text(row.get("category"), "all")}
+
+
+def _to_text(value: Any, default: str) -> str:
+    """A number, or what else it is, as JSON writes it."""
+    if value is None or isinstance(value, str):
+        return default if value is None else value
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def has_ids(row: dict) -> bool:
+    """Whether a row holds the token ids that the target read and wrote, so that it needs no messages (data.kept)."""
+    return row.get("tokens") is not None and row.get("prompt_tokens") is not None
+
+
+def plain_text(row: dict) -> tuple[str | None, str] | None:
+    """-> (prompt, completion) of a row that has both, (None, text) of one with `text`; None if it has messages or neither"""
+    prompt, completion, text = (row.get(key) for key in ("prompt", "completion", "text"))
+    if row.get("messages") is not None:
+        return None
+    if isinstance(prompt, str) and isinstance(completion, str):
+        return prompt, completion
+    return (None, text) if isinstance(text, str) else None
+
+
+def check_messages(row: dict, place: str) -> list[dict]:
+    """The messages; none for a row of plain text or with token ids alone. Raises ValueError for a row with none of these."""
+    if row.get("messages") is None and (has_ids(row) or plain_text(row) is not None):
+        return []
+    messages = row.get("messages")
+    if not isinstance(messages, list) or not messages:
+        keys = ", ".join(map(str, row)) or "none"
+        raise ValueError(
+            f'{place}: no messages (its keys: {keys}). A row needs "messages": a list [{{"role": ..., "content": ...}}, ...] with at least '
+            'one of them; or "prompt" and "completion", or "text", each a text.'
+        )
+    for number, message in enumerate(messages):
+        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
+            raise ValueError(
+                f"{place}: every message needs a role and a content, both text; messages[{number}] has not."
+            )
+        calls = message.get("tool_calls", [])
+        if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+            raise ValueError(
+                f'{place}: tool_calls must be a list such as [{{"function": {{"name": .., "arguments": ..}}}}].'
+            )
+    with at(place):
+        options_of(row)
+    roles = dict.fromkeys(message["role"] for message in messages)
+    unknown = [role for role in roles if role not in ROLES and not has_ids(row)]  # ids are used as they are
+    if unknown:
+        raise ValueError(
+            f"{place}: unknown roles {', '.join(unknown)}; the row has {', '.join(roles)}. Rename them: known roles are "
+            f"{', '.join(ROLES)}."
+        )
+    return messages
+
+
+def load_conversations(
+    source: str, *, split: str | None = None, limit: int | None = None, thinking: bool | None = None
+) -> list[dict]:
+    """Reads rows with `messages` or plain text, and `id` and `category` filled in; other keys are kept.
+
+    source: as FORMS says; split: of a dataset; None: train, or the only one. Raises ValueError, naming file and line, for a row that is no conversation.
+    """
+    conversations: list[dict] = []
+    for place, row in itertools.islice(read_rows(source, split), limit):
+        check_messages(row, place)
+        conversations.append(named(row, len(conversations), thinking))
+    return conversations
+
+
+def hold_out(conversations: list[dict], num: int) -> tuple[list[dict], list[dict]]:
+    """The first `num` rows written at temperature 0, and the rest: what scripts/replay.py judges is not trained on."""
+    greedy = [index for index, row in enumerate(conversations) if row.get("temperature") == 0][:num]
+    if len(greedy) < num:
+        raise ValueError(f"Only {len(greedy)} rows were written at temperature 0: lower hold_out={num}.")
+    held = set(greedy)
+    return [conversations[i] for i in greedy], [row for i, row in enumerate(conversations) if i not in held]
+
+
+def load_prompts(source: str, *, split: str | None = None, limit: int | None = None) -> list[dict]:
+    """Reads rows {"id", "category", "prompt", "messages", "tags", "grammar", "place"} that end where the target is to answer, with
+    `thinking` and `tools` where a row has them.
+
+    A row has a `prompt` (text: a user's message for chat models), or `messages`, of which an assistant's at the end is left
+    out; `prompt` is None then. Rows with `dropped`, which a filter of prompts left out, are not read.
+    """
+    prompts: list[dict] = []
+    rows = ((place, row) for place, row in read_rows(source, split) if not row.get("dropped"))
+    for place, row in itertools.islice(rows, limit):
+        prompt = row["prompt"] if isinstance(row.get("prompt"), str) else None
+        if prompt is not None:
+            messages = [{"role": "user", "content": prompt}]
+        elif row.get("messages") is not None:
+            messages = check_messages(row, place)
+            answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+            if messages and messages[-1]["role"] == "assistant":
+                messages = messages[: answers[-1]]
+        else:
+            raise ValueError(f'{place}: no prompt. A row needs "prompt": "..." or "messages": [...].')
+        if not messages:
+            raise ValueError(f"{place}: nothing comes before the assistant's message, so there is no prompt.")
+        tags = row.get("tags") or []
+        if not isinstance(tags, list) or not all(isinstance(tag, str) for tag in tags):
+            raise ValueError(f'{place}: tags must be a list of texts, such as ["code"].')
+        row = named(row, len(prompts))
+        try:
+            rule = row.get("grammar") and Grammar.of_row(row["grammar"])
+        except ValueError as error:
+            raise ValueError(f"{place}: {error}") from None
+        kept = {"id": row["id"], "category": row["category"], "prompt": prompt, "messages": messages, "tags": tags}
+        with at(place):
+            prompts.append(kept | {"grammar": rule or None, "place": place} | options_of(row))
+    return prompts
+
+
+def digest_of(prompts: list[dict]) -> str:
+    """16 hex digits of what rows of `load_prompts` say, wherever they are."""
+    said = [[value for key, value in row.items() if key != "place"] for row in prompts]
+    return hashlib.sha256(json.dumps(said, default=repr).encode()).hexdigest()[:16]
+
+
+def spread(rows: list[dict], num: int | None) -> list[dict]:
+    """`num` rows, evenly over the list, so that a list sorted by category keeps its mixture; all rows for None.
+
+    Raises ValueError if none would be left.
+    """
+    if not rows or num == 0:
+        raise ValueError("No rows leave nothing to decode: give a file with some, and a limit of 1 or more.")
+    if num is None or num >= len(rows):
+        return rows
+    return [rows[int((index + 0.5) * len(rows) / num)] for index in range(num)]

@@ -1,0 +1,239 @@
+"""Inference servers over HTTP: a bounded number of requests in flight, asked again when an answer is lost or bad.
+
+vLLM and every other server with OpenAI's interface (https://platform.openai.com/docs/api-reference) can be used.
+"""
+
+import contextlib
+import itertools
+import logging
+import os
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol, TypeVar
+
+import httpx
+
+from specdec.core import loopback
+
+Result = TypeVar("Result")
+TRIES = 5  # of one request whose answers are bad
+LONGEST_PAUSE = 10.0  # seconds between two tries
+CONNECTING = 10.0  # seconds
+SERVER = "specdec_server"  # the key of an answer under which its server stands
+
+
+class BadAnswer(ValueError):
+    """An answer that cannot be used. The same request may have a better one next time."""
+
+
+class Refused(ValueError):
+    """A request that the server does not understand or does not allow (status 4xx)."""
+
+
+class Client(Protocol):
+    """What reads texts and answers prompts: servers, or vLLM in this process (train/features/vllm_features.py)."""
+
+    urls: list[str]  # one for each server
+
+    def submit(self, path: str, body: dict, read: Callable[[dict], Result]) -> "Future[Result]":
+        """What `read` makes of the JSON that answers POST `path`; it raises BadAnswer for an answer that is to be asked for again."""
+        ...
+
+    def models(self) -> list[list[str]]:
+        """The names of the models of each server."""
+        ...
+
+    def fetch(self, url: str, path: str) -> bytes:
+        """A file that the server hands out. Raises BadAnswer if it does not."""
+        ...
+
+    def delete(self, url: str, path: str) -> None:
+        """Deletes such a file."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class EngineClient:
+    """One or several servers with the same model, used in turn.
+
+    urls: comma list such as http://localhost:8000, with or without /v1
+    in_flight: requests that are under way at once
+    patience: minutes without any answer after which a request gives up; a server that was restarted meanwhile is used again
+    longest: minutes that one answer may take before the request is sent again; None: any
+    say: prints a sentence, when servers stop to answer and when they answer again
+    Raises ValueError, here and in every request, with what to do. A request that a server refuses raises Refused.
+    """
+
+    def __init__(
+        self,
+        urls: str,
+        *,
+        in_flight: int = 16,
+        patience: float = 10.0,
+        longest: float | None = None,
+        say: Callable[[str], None] = print,
+    ):
+        if in_flight < 1 or patience < 0:
+            raise ValueError(f"in_flight={in_flight} must be at least 1, and patience={patience} not negative.")
+        logging.getLogger("httpx").setLevel(logging.WARNING)  # it tells every request
+        self.urls = [_base(url) for url in urls.split(",")]
+        self.patience, self.say = patience, say
+        key = os.environ.get("OPENAI_API_KEY")
+        self.client = httpx.Client(
+            **loopback.client_options(*self.urls),
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            timeout=httpx.Timeout(None if longest is None else 60 * longest, connect=CONNECTING),
+            limits=httpx.Limits(max_connections=in_flight, max_keepalive_connections=in_flight),
+            event_hooks={"request": [lambda request: request.extensions.update(trace=self._trace)]},
+        )
+        self.pool = ThreadPoolExecutor(in_flight, "engine")
+        self.turns = itertools.cycle(self.urls)
+        self.closed = threading.Event()
+        self.sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+        self.silent: set[str] = set()  # servers that did not answer last time
+        self.guard = threading.Lock()
+
+    def submit(self, path: str, body: dict, read: Callable[[dict], Result]) -> "Future[Result]":
+        """`post` in another thread."""
+        return self.pool.submit(self.post, path, body, read)
+
+    def post(self, path: str, body: dict, read: Callable[[dict], Result]) -> Result:
+        """The result of POST `path`, such as v1/completions.
+
+        read: makes the result of the answer's JSON; raises BadAnswer for an answer that is to be asked for again
+        """
+        begun, bad = time.monotonic(), 0
+        for number in itertools.count():
+            url = self._next()
+            try:
+                result = read(self._send(url, path, body))
+            except httpx.TransportError as error:
+                self._lost(url, error, begun)
+            except BadAnswer as error:
+                begun, bad = time.monotonic(), bad + 1
+                if bad == TRIES:
+                    raise ValueError(f"{url} gave {TRIES} bad answers in a row. The last one: {error}") from error
+            else:
+                self._answered(url)
+                return result
+            if self.closed.wait(min(LONGEST_PAUSE, 0.25 * 2 ** (number // len(self.urls)))):
+                break
+        raise ValueError("The client of the engine was closed.")
+
+    def models(self) -> list[list[str]]:
+        """The names of the models of each server. Raises ValueError at once if one does not answer."""
+        return [[str(model["id"]) for model in models] for models in self.describe_models()]
+
+    def describe_models(self) -> list[list[dict]]:
+        """What each server says about its models: `id`, and vLLM also `max_model_len`. Raises ValueError as `models`."""
+        found = []
+        for url in self.urls:
+            try:
+                answer = self.client.get(f"{url}/v1/models")
+                answer.raise_for_status()
+                models = answer.json()["data"]
+                if not models or not all(isinstance(model, dict) and "id" in model for model in models):
+                    raise ValueError("it names no models")
+                found.append(models)
+            except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+                raise ValueError(
+                    f"No server with OpenAI's interface answers at {url}{loopback.through(url)} ({_reason(error)}). {START}"
+                ) from None
+        return found
+
+    def fetch(self, url: str, path: str) -> bytes:
+        """GET. Raises BadAnswer, and TransportError for a server that is lost."""
+        answer = self.client.get(f"{url}/{path}")
+        if answer.status_code >= 400:
+            raise BadAnswer(f"{url}/{path}: status {answer.status_code}")
+        return answer.content
+
+    def delete(self, url: str, path: str) -> None:
+        self.client.delete(f"{url}/{path}")
+
+    def close(self) -> None:
+        """Ends all requests, also those that wait for an answer."""
+        self.closed.set()
+        self.pool.shutdown(wait=False, cancel_futures=True)
+        for each in list(self.sockets):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)  # closing it would not wake a thread that reads from it
+        self.client.close()
+
+    def _trace(self, event: str, info: dict) -> None:
+        """Called by httpcore: remembers the sockets of new connections."""
+        if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
+            self.sockets.add(info["return_value"].get_extra_info("socket"))
+
+    def _send(self, url: str, path: str, body: dict) -> dict:
+        answer = self.client.post(f"{url}/{path}", json=body)
+        if answer.status_code in (408, 429) or answer.status_code >= 500:
+            raise BadAnswer(f"status {answer.status_code}, {_message(answer)}")
+        if answer.status_code >= 400:
+            where = f"{url}/{path}{loopback.through(url)}"
+            raise Refused(f"{where} refuses the request with status {answer.status_code}: {_message(answer)}")
+        try:
+            document = answer.json()
+        except ValueError as error:
+            raise BadAnswer(f"no JSON ({error})") from error
+        if not isinstance(document, dict):
+            raise BadAnswer("no JSON object")
+        return document | {SERVER: url}
+
+    def _next(self) -> str:
+        with self.guard:
+            return next(self.turns)
+
+    def _lost(self, url: str, error: Exception, begun: float) -> None:
+        with self.guard:
+            first = url not in self.silent
+            self.silent.add(url)
+        if self.closed.is_set():
+            return
+        if first:
+            self.say(
+                f"{url} does not answer{loopback.through(url)} ({_reason(error)}); it is asked again for up to {self.patience:g} minutes."
+            )
+        if time.monotonic() - begun > 60 * self.patience:
+            raise ValueError(
+                f"No server has answered for {self.patience:g} minutes ({url}{loopback.through(url)}: {_reason(error)}). {START}"
+            )
+
+    def _answered(self, url: str) -> None:
+        with self.guard:
+            back = url in self.silent
+            self.silent.discard(url)
+        if back:
+            self.say(f"{url} answers again.")
+
+
+START = (
+    "Start one with python scripts/launch_engine.py, or give the URL of one that runs, such as http://localhost:8000."
+)
+
+
+def _base(url: str) -> str:
+    base = url.strip().rstrip("/").removesuffix("/v1")
+    if not base.startswith(("http://", "https://")):
+        raise ValueError(f"{url!r} is not the URL of a server, such as http://localhost:8000.")
+    return base
+
+
+def _message(answer: httpx.Response) -> str:
+    """What a server says is wrong, in one line."""
+    try:
+        document = answer.json()
+        error = document.get("error", document)
+        text = error.get("message", error) if isinstance(error, dict) else error
+    except (ValueError, AttributeError):
+        text = answer.text
+    return " ".join(str(text).split())[:500]
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

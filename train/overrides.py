@@ -1,0 +1,104 @@
+"""Users' text on its way to Hydra and OmegaConf, whose grammars are not to see it: a value stays as it is written."""
+
+import os
+import re
+
+import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, Quote, QuotedString
+from hydra.errors import HydraException
+
+from train import ranges
+
+SWEEPS = ("choice(", "range(", "interval(", "glob(", "shuffle(", "sort(", "tag(")  # functions of Hydra's grammar
+
+
+def literal(text: str) -> str:
+    """As OmegaConf has to be given a text, so that ${..} in it stays as it is written."""
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", text)
+
+
+def literals(value):
+    """A value, or a list or dict of values, with `literal` texts."""
+    if isinstance(value, dict):
+        return {key: literals(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [literals(each) for each in value]
+    return literal(value) if isinstance(value, str) else value
+
+
+def quoted(text: str) -> str:
+    """As Hydra reads it back as this text, and OmegaConf too."""
+    return QuotedString(literal(text), Quote.single).with_quotes()
+
+
+def as_written(arguments: list[str]) -> list[str]:
+    """Arguments of train.py for Hydra: a value of an option that is a text is quoted where Hydra would read something else, or
+    nothing. Numbers, lists, dicts, null and what is quoted already are Hydra's. With -m, commas separate values; the name of a file
+    that exists is one value all the same.
+    """
+    many = bool({"-m", "--multirun"} & set(arguments))
+    return [_argument(each, many) for each in arguments]
+
+
+def check(written: dict[str, str], prefix: str) -> None:
+    """Raises ValueError for an option of train.py, as it is written, that is outside of its range. prefix: of its name in the message"""
+    for key, value in written.items():
+        declared, parsed = ranges.find(key), _parse(_argument(f"{key}={value}", False))
+        if declared is None or parsed is None or parsed.is_sweep_override() or "${" in value:
+            continue
+        if not declared.fits(parsed.value()):
+            raise ValueError(f"{prefix}{key}={value} must be {declared.words(parsed.value())}.")
+
+
+def _argument(argument: str, many: bool) -> str:
+    key, equals, value = argument.partition("=")
+    if not equals or key.startswith(("-", "~", "hydra")):
+        return argument
+    declared = ranges.find(key.lstrip("+"))
+    parsed = _parse(argument)
+    exists = os.path.exists(value)
+    if declared is None or not declared.text:
+        return argument if parsed else f"{key}={_rewritten(value)}"
+    listed = parsed is not None and parsed.is_sweep_override() and value.startswith(("[", "{", "'", '"'))
+    if many and parsed and not exists and (listed or value.startswith(SWEEPS)):
+        return argument
+    if not exists and many and "," in value and not value.startswith(("[", "{", "'", '"')):
+        return f"{key}=" + ",".join(_argument(f"{key}={part}", False).partition("=")[2] for part in value.split(","))
+    interpolated = "${" in value and value.startswith(("[", "{"))
+    if parsed and not exists and not interpolated and _is_meant(parsed, declared):
+        return argument
+    if parsed and "${" not in value and not parsed.is_sweep_override() and parsed.value() == value:
+        return argument
+    return f"{key}={_rewritten(value) if declared.lists != 'no' and not exists else quoted(value)}"
+
+
+def _is_meant(parsed: Override, declared: ranges.Range) -> bool:
+    """Whether a value that is no plain text is one that the option may have."""
+    if parsed.is_sweep_override():
+        return False
+    value = parsed._value
+    if value is None:
+        return declared.null
+    return isinstance(value, QuotedString) or (isinstance(value, list | dict) and declared.lists != "no")
+
+
+def _parse(argument: str) -> Override | None:
+    """None for what Hydra's grammar does not have."""
+    try:
+        return OverridesParser.create().parse_override(argument)
+    except HydraException:
+        return None
+
+
+def _rewritten(value: str) -> str:
+    """A value that Hydra's grammar does not have: a list in YAML's form with quoted texts, else one text. A dict with such keys stays a
+    text, which its reader takes apart (train/data/sources.py)."""
+    if value.startswith("["):
+        try:
+            read = yaml.safe_load(value)
+        except yaml.YAMLError:  # such as {, which has a meaning there
+            read = [each.strip() for each in value[1:-1].split(",")] if value.endswith("]") else None
+        if isinstance(read, list) and not any(isinstance(each, list | dict) for each in read):
+            return "[" + ",".join(quoted(each) if isinstance(each, str) else ranges.show(each) for each in read) + "]"
+    return quoted(value)
