@@ -25,8 +25,6 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from transformers import PreTrainedTokenizerBase
 
-from train import multirun
-from train import overrides
 from specdec import checkpoint
 from specdec.core import devices, files
 from specdec.core.sampling import Sampling
@@ -35,7 +33,7 @@ from specdec.heads.base import Head
 from specdec.measuring.measurement import Prompt, check_prompts
 from specdec.measuring.report import Report
 from specdec.target.model import Target
-from train import display, optimization, progress, ranges, sharding, starting, tracking
+from train import display, multirun, optimization, overrides, progress, ranges, sharding, starting, tracking
 from train.consistency import ConsistencyObjective
 from train.data import reading
 from train.data import rows as data

@@ -8,7 +8,20 @@ import pytest
 from tests.support import ROOT
 
 # A file imports modules of its own floor and of floors before it.
-FLOORS = ["core", "target", "heads", "unroll", "proposers", "decoding", "measuring", "checkpoint", "export", "server", "caller_frame", "hf"]
+FLOORS = [
+    "core",
+    "target",
+    "heads",
+    "unroll",
+    "proposers",
+    "decoding",
+    "measuring",
+    "checkpoint",
+    "export",
+    "server",
+    "caller_frame",
+    "hf",
+]
 FILES = sorted((ROOT / "specdec").rglob("*.py"))
 
 
@@ -56,7 +69,9 @@ def test_no_module_of_specdec_imports_itself_through_others():
 
 @pytest.mark.parametrize("path", sorted((ROOT / "train").rglob("*.py")), ids=lambda path: path.name)
 def test_train_does_not_import_hydra_or_scripts(path):
-    configuration = set() if path.name in ("multirun.py", "overrides.py") else {"hydra", "omegaconf"}  # parts of train.py
+    configuration = (
+        set() if path.name in ("multirun.py", "overrides.py") else {"hydra", "omegaconf"}
+    )  # parts of train.py
     assert not {name.split(".")[0] for name in imported(path)} & {"scripts", *configuration}
 
 
