@@ -50,8 +50,8 @@ JUDGED = ("new", "old")  # what the gate looks at
 FREE = ("checkpoint", "traffic", "out", "watch", "vllm", "force", "settings")  # may change when an adaptation goes on
 
 
-def main() -> None:
-    given = options(Adapt, __doc__)
+def main(arguments: list[str] | None = None) -> None:
+    given = options(Adapt, __doc__, arguments)
     check(given)
     console = progress.Results()
     home = Home(Path(given.out))

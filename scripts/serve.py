@@ -67,8 +67,8 @@ def warm_up(decoder: Decoder, rows: int) -> None:
         decoder.proposer.forget()
 
 
-def main() -> None:
-    chosen = options(Serve, __doc__)
+def main(arguments: list[str] | None = None) -> None:
+    chosen = options(Serve, __doc__, arguments)
     try:
         import uvicorn
 

@@ -29,7 +29,7 @@ import transformers
 from numpy.lib.format import open_memmap
 from transformers import PreTrainedTokenizerBase
 
-from specdec.core import token_ids
+from specdec.core import plain_text, token_ids
 from specdec.proposers import datastore
 from train import progress
 from train.data import chat_template, disk_cache, packing, reading, sources
@@ -46,8 +46,8 @@ CODE = (
     "row_files.py",
     "encoding.py",
     "packing.py",
-    "../../specdec/core/plain_text.py",
-    "../../specdec/core/token_ids.py",
+    plain_text.__file__,
+    token_ids.__file__,
 )  # decides about the arrays
 COLUMNS = datasets.Features(
     {
