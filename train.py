@@ -30,7 +30,7 @@ from specdec.core import devices, files
 from specdec.core.sampling import Sampling
 from specdec.decoding.drafting import Drafting
 from specdec.heads.base import Head
-from specdec.measuring.measurement import Prompt, check_prompts
+from specdec.measuring.measure import Prompt, check_prompts
 from specdec.measuring.report import Report
 from specdec.target.model import Target
 from train import display, multirun, optimization, overrides, progress, ranges, sharding, starting, tracking

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from specdec import checkpoint
 from specdec.heads.base import Drafter
-from specdec.measuring.figures import PromptCounts
+from specdec.measuring.report import PromptCounts
 from specdec.proposers import datastore
 from train import progress
 from train.adaptation import KINDS, Home, Plan, store

@@ -8,8 +8,8 @@ command continues. It writes checkpoints/demo, with report.html and comparison/c
 """
 
 from helpers import loading, training_step
+from helpers.loading import read_yaml
 from helpers.options import option, options, run
-from helpers.settings_file import read_yaml
 from helpers.training_step import Work
 
 import functools

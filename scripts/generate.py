@@ -17,7 +17,7 @@ from specdec.core.generation import Generation, StopStrings
 from specdec.core.grammar import FORMS, Constraint
 from specdec.core.sampling import Sampling
 from specdec.decoding.decoder import Decoder
-from specdec.measuring.measurement import first_difference, seeded_generator, top2_gap
+from specdec.measuring.measure import first_difference, seeded_generator, top2_gap
 from specdec.server.text import StreamedText
 from train import progress
 from train.data import chat_template
@@ -37,7 +37,7 @@ class Generate(proposers.ProposerOptions):
     seed: int = option(0, "seed of sampling")
     compare: bool = option(True, "answer again without drafts, and compare")
     target: loading.SharedTargetOptions = field(default_factory=loading.SharedTargetOptions)
-    decode: decoding.RuledDecodeOptions = field(default_factory=decoding.RuledDecodeOptions)
+    decode: decoding.DecodeOptions = field(default_factory=decoding.DecodeOptions)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -25,7 +25,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
-from omegaconf import OmegaConf
 
 from engine_clients.vllm_client import KV_SPACE, PYTHON
 from specdec.target.model import Target
@@ -138,7 +137,7 @@ def stop(server: subprocess.Popen) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     chosen = options(Engine, __doc__, arguments)
-    name = chosen.target.name or str(OmegaConf.load(loading.CONF / "target" / "smollm2-135m.yaml").name)
+    name = chosen.target.name or loading.default_target()
     with named("target"):
         target = Target.load_ends(
             name, dtype=chosen.target.dtype_here, trust_remote_code=chosen.target.trust_remote_code

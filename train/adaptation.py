@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerBase
 
 from specdec import checkpoint
 from specdec.core import files
-from specdec.measuring.figures import PromptCounts
+from specdec.measuring.report import PromptCounts
 from train.adaptation_rows import Answer, read_answers, to_lines
 from train.answers import datastore
 from train.data.rows import Row, find_special

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from specdec.heads.base import Drafter
-from specdec.measuring import figures
-from specdec.measuring.figures import PromptCounts
+from specdec.measuring import report as figures
+from specdec.measuring.report import PromptCounts
 from train import replaying
 from train.adaptation_rows import Answer
 

@@ -8,7 +8,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from specdec.measuring.figures import TAU
+from specdec.measuring.report import TAU
 from specdec.measuring.report import Report, by_depth, verdict
 from train.data.data_law import outlook, points_of
 

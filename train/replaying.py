@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from specdec.heads.base import Drafter
-from specdec.measuring.figures import PromptCounts
+from specdec.measuring.report import PromptCounts
 from specdec.target.model import Target
 from specdec.unroll import replay
 from train import progress

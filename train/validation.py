@@ -19,8 +19,16 @@ from specdec.core import rules
 from specdec.core.sampling import Sampling
 from specdec.decoding.drafting import Drafting
 from specdec.heads.base import Drafter, Head
-from specdec.measuring import figures
-from specdec.measuring.measurement import Prompt, PromptReplay, PromptResult, check_prompts, measure
+from specdec.measuring import report as figures
+from specdec.measuring.measure import (
+    MeasureSettings,
+    Method,
+    Prompt,
+    PromptReplay,
+    PromptResult,
+    check_prompts,
+    measure,
+)
 from specdec.measuring.report import Report, in_parts, prompt_counts, summarise, undecoded, with_replays
 from specdec.proposers.auto import Auto
 from specdec.proposers.base import Proposer
@@ -284,22 +292,16 @@ class Validation:
 
         what: is done, for the progress
         """
-        results = measure(
-            self.target,
-            proposer,
-            self.drafting,
+        found = measure(
+            [Method("drafted", self.target, proposer, self.drafting, head=replayed)],
             [self.prompts[number] for number in mine],
-            replayed=replayed,
-            sampling=self.sampling,
-            max_new_tokens=self.settings.max_new_tokens,
-            stop=self.stop,
-            seed=self.seed,
+            MeasureSettings(self.sampling, self.stop, self.settings.max_new_tokens, seed=self.seed),
             numbers=mine,
             progress=lambda groups: progress.track(
                 take(groups), f"validation: {what}", unit="prompts", total=len(groups)
             ),
         )
-        return list(zip(mine, results))
+        return list(zip(mine, (each["drafted"] for group in found for each in group)))
 
     def _within(self, left: float | None, *, at_least: int, whole: bool) -> Callable[[list], Iterator]:
         """What gives `measure` its prompts as long as the next one, or all of them (`whole`), fit into `left` seconds."""

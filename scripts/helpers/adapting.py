@@ -1,8 +1,8 @@
 """How adapt.py trains: train.py in a process of its own, with the settings of the head."""
 
 from helpers import loading
+from helpers.loading import read_yaml
 from helpers.options import split
-from helpers.settings_file import read_yaml
 
 import contextlib
 import json

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable
 
 from specdec.core.grammar import Constraint, Grammar, Grammars, unpack
-from specdec.measuring.measurement import Prompt
+from specdec.measuring.measure import Prompt
 
 
 def measure(grammars: Grammars, loaded: Opened, answers: Iterable[tuple[Prompt, list[int]]]) -> dict:

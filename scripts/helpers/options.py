@@ -14,14 +14,14 @@ The same words mean the same thing in every command:
     progress=                     how long work is shown (train/progress.py); every command takes it
 """
 
-from helpers import processes
-
+import contextlib
 import dataclasses
 import difflib
 import errno
 import operator
 import os
 import sys
+import time
 import typing
 import warnings
 from collections.abc import Callable, Iterator
@@ -53,6 +53,8 @@ SIZES = (
 )
 SMALLER = {"target.dtype": "target.dtype=bfloat16", "target.device": "target.device=auto with more GPUs"}
 ANOTHER = "a smaller or quantised target"
+SECONDS_FOR_MAIN = 10  # the main process tells an error first, and the launcher then ends the others
+MAIN = os.environ.get("RANK", "0") == "0"  # whether this is the process that prints and writes
 _names: set[str] = set()  # of the options of this command
 
 
@@ -153,7 +155,7 @@ def options(kind: type[Options], docstring: str, arguments: list[str] | None = N
         raise SystemExit(0)
     given = parse(arguments, known)
     try:
-        progress.choose(given.pop("progress", known["progress"].default), main=processes.MAIN)
+        progress.choose(given.pop("progress", known["progress"].default), main=MAIN)
     except ValueError as error:
         raise SystemExit(f"error: {error}") from None
     try:
@@ -231,6 +233,22 @@ def less_memory() -> str:
     return (f"lower {lower}, or " if lower else "") + "use " + ", or ".join([*use, ANOTHER])
 
 
+@contextlib.contextmanager
+def only_main_speaks() -> Iterator[None]:
+    """Within, of processes that torchrun started, the others print nothing, and they wait with their errors."""
+    if MAIN:
+        yield
+        return
+    warnings.simplefilter("ignore")
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        try:
+            yield
+        except SystemExit as error:
+            if error.code not in (None, 0):
+                time.sleep(SECONDS_FOR_MAIN)
+            raise
+
+
 def run(main: Callable[..., None], arguments: list[str] | None = None) -> None:
     """Runs a command with `arguments` (None: the command line): a user's mistake (ValueError), full memory and what the system refuses (OSError) end in one sentence, Ctrl-C without a
     traceback, warnings are lines."""
@@ -238,7 +256,7 @@ def run(main: Callable[..., None], arguments: list[str] | None = None) -> None:
 
     transformers.utils.logging.disable_progress_bar()
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
-    with processes.only_main_speaks():
+    with only_main_speaks():
         try:
             main() if arguments is None else main(arguments)
         except ValueError as error:

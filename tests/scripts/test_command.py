@@ -28,7 +28,7 @@ def test_a_verb_runs_with_its_arguments(tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         command.main(["show-data", "--help"])
     assert ended.value.code == 0 and "supervised tokens in green" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="^error: "):
+    with pytest.raises(SystemExit, match=r"^error: "):
         command.main(["report", f"run={tmp_path}/none"])
     with pytest.raises(SystemExit, match=r"There is no option 'dta'\. Did you mean 'data'"):
         command.main(["show_data", "dta=x"])

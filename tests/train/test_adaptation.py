@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from specdec.measuring.figures import PromptCounts
+from specdec.measuring.report import PromptCounts
 from tests.support import small_tokenizer
 from train.adaptation import Home, Plan, store
 from train.adaptation_judging import ENOUGH, Limits, chosen, distinct, expected_tau, gate, table, worth

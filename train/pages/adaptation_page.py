@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from specdec.measuring.figures import TAU
+from specdec.measuring.report import TAU
 from train.adaptation_judging import distinct
 from train.pages.charts import Axis, Curve, lines, number
 from train.pages.page import render

@@ -8,7 +8,7 @@ from typing import Any
 
 from specdec import checkpoint
 from specdec.core import files
-from specdec.measuring.figures import TAU
+from specdec.measuring.report import TAU
 from specdec.measuring.report import Report, verdict
 from specdec.measuring.speed import chain_speedups
 from train.answers.resumable import read_rows

@@ -6,7 +6,7 @@ from typing import Any
 import yaml
 
 from specdec.core import files
-from specdec.measuring.figures import TAU, PromptCounts, tau_difference
+from specdec.measuring.report import TAU, PromptCounts, tau_difference
 from specdec.measuring.report import Report
 from train.pages import run_page
 from train.pages.comparison_page import render_comparison

@@ -10,7 +10,7 @@ from specdec.core.generation import RoundCost
 from specdec.core.sampling import Sampling
 from specdec.decoding.batch import Request
 from specdec.decoding.decoder import Decoder
-from specdec.measuring.measurement import seeded_generator
+from specdec.measuring.measure import seeded_generator
 from specdec.proposers import auto as auto_module
 from specdec.proposers.auto import Auto
 from specdec.proposers.chances import Chances, Kind

@@ -350,7 +350,7 @@ def test_a_damaged_settings_file_is_refused(tmp_path, small_target, damage):
 def test_a_missing_settings_file_is_refused(tmp_path):
     for path in (tmp_path, tmp_path / "none.yaml"):
         with pytest.raises(
-            ValueError, match=r"^decode\.file=.* cannot be used .* a file that scripts/tune\.py wrote\.$"
+            ValueError, match=r"^decode\.file=.* cannot be used .* the report\.json of specdec evaluate chains=1,2,3\.$"
         ):
             DecodeOptions(file=str(path)).drafting()
 
