@@ -42,8 +42,10 @@ def main(arguments: list[str] | None = None) -> None:
 
     start = time.perf_counter()
     tokenizer = load_tokenizer(chosen.target.name, trust_remote_code=chosen.target.trust_remote_code)
-    rows = {"split": chosen.split, "keep": chosen.keep, "limit": chosen.limit, "thinking": chosen.thinking}
-    texts = list(progress.track(datastore.read_texts(chosen.data, tokenizer, **rows), "tokenising", unit="texts"))
+    read = datastore.read_texts(
+        chosen.data, tokenizer, split=chosen.split, keep=chosen.keep, limit=chosen.limit, thinking=chosen.thinking
+    )
+    texts = list(progress.track(read, "tokenising", unit="texts"))
     if not texts:
         raise ValueError(f"data={chosen.data} holds no text, so there is nothing to retrieve: give some with text.")
     tokenised = time.perf_counter()

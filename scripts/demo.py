@@ -13,12 +13,12 @@ from helpers.options import option, options, run
 from helpers.training_step import Work
 
 import functools
-import operator
 import subprocess
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -150,7 +150,8 @@ def compare(prompts: int) -> int:
 
 def begun(path: Path, *keys: str) -> int | None:
     """A number in a file of settings, if there is one: what was begun goes on with the sizes that it was begun with."""
-    return int(functools.reduce(operator.getitem, keys, read_yaml(path))) if path.exists() else None
+    document: Any = read_yaml(path) if path.exists() else None
+    return document and int(functools.reduce(lambda part, key: part[key], keys, document))
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -158,7 +159,7 @@ def main(arguments: list[str] | None = None) -> None:
     folder = ROOT / "checkpoints" / RUN
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     opened = loading.load_target(
-        loading.TargetOptions(device=accelerator and accelerator.type)
+        loading.TargetOptions(device=accelerator.type if accelerator else None)
     )  # where training will be
     prompt = data.load_prompts(str(ROOT / "data/prompts_heldout.jsonl"), opened.tokenizer, limit=1)[0].tokens
     with progress.start("measuring this machine"):

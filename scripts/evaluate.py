@@ -30,6 +30,7 @@ from specdec.core import files, hub, rules
 from specdec.core.timing import fastest_batch
 from specdec.decoding.drafting import Drafting
 from specdec.export import serving
+from specdec.heads.base import Drafter
 from specdec.measuring import report as figures
 from specdec.measuring.measure import MeasureSettings, Method, Prompt, PromptResult, measure
 from specdec.measuring.report import TAU, Report, summarise_by_category
@@ -81,9 +82,7 @@ def main(arguments: list[str] | None = None) -> None:
     console = progress.Results()
     if chosen.answers is not None:
         return replay(chosen, console)
-    several = len(split(chosen.checkpoint)) > 1 or any(
-        (chosen.proposers, chosen.chains, chosen.trees, chosen.batches)
-    )
+    several = len(split(chosen.checkpoint)) > 1 or any((chosen.proposers, chosen.chains, chosen.trees, chosen.batches))
     out = Path(chosen.out or ("comparison" if several else "report.json"))
     make_room(f"out={out}", out, folder=several)
     if several:
@@ -107,7 +106,7 @@ def main(arguments: list[str] | None = None) -> None:
         chosen.max_new_tokens,
         seed=chosen.seed,
         batch=chosen.batch or 1,
-        grammars=ruled and ruled.grammars,
+        grammars=ruled.grammars if ruled else None,
     )
     if chosen.batch is None:
         settings = replace(settings, batch=find_batch(methods[0], prompts, settings))
@@ -247,14 +246,17 @@ def replay(chosen: Evaluate, console: progress.Results) -> None:
     texts, categories = read_answers(chosen, loading.shared_target(heads, chosen.target).tokenizer)
     first: list[figures.PromptCounts] = []
     for number, head in enumerate(heads):
+        if not isinstance(head.drafter, Drafter):
+            raise ValueError(f"{head.folder} does not draft by steps, so it cannot be replayed: leave answers= out.")
         judged = replaying.rounds(head.drafter, texts, depth=chosen.decode.depth, what="replay")
         counts = replaying.prompt_counts(judged)
-        survival = sum(accepted for _, accepted in judged) / sum(rounds for rounds, _ in judged)
+        num_rounds = sum(rounds for rounds, _ in judged)
+        survival = [sum(column) / num_rounds for column in zip(*(accepted.tolist() for _, accepted in judged))]
         low, high = figures.interval(counts, figures.tau, 0)
         console.print(
             f"{head.folder}: replayed tau {figures.tau(counts):.3f} ({low:.2f} .. {high:.2f}), chain of {len(survival)}, temperature "
             f"{sampling.temperature:g}, {len(texts)} answers, {sum(len(text.answer) - 1 for text in texts)} tokens, survival by depth "
-            + " ".join(f"{value:.3f}" for value in survival.tolist())
+            + " ".join(f"{value:.3f}" for value in survival)
         )
         if len(names := sorted(set(categories))) > 1:
             of = {name: [count for each, count in zip(categories, counts) if each == name] for name in names}

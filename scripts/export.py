@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from specdec.export import serving
-from specdec.heads.base import Drafter
+from specdec.heads.base import Drafter, Head
 from specdec.heads.medusa import Medusa2
 from specdec.target.adapter import save_merged
 from specdec.target.model import DTYPES, Target
@@ -64,7 +64,7 @@ def main(arguments: list[str] | None = None) -> None:
     if out.exists():
         raise ValueError(f"{out} exists; choose another out=DIR or delete it.")
     loaded = loading.load(chosen.checkpoint, chosen.target)
-    drafter = loaded.drafter
+    drafter: Head | None = loaded.drafter
     if chosen.merged_target is not None:
         drafter = merge_target(chosen, loaded)
         if drafter is None:

@@ -10,6 +10,7 @@ from helpers import decoding, loading, proposers
 from helpers.options import option, options, run
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import rich.console
 
@@ -52,10 +53,11 @@ def main(arguments: list[str] | None = None) -> None:
     row = {"id": "prompt=", "prompt": chosen.prompt, "messages": messages}
     prompt = data.encode_row(loaded.tokenizer, row, thinking=thinking)
     strings = tuple(chosen.stop_strings.split(",")) if chosen.stop_strings else ()
-    shared = {
+    write = lambda tokens: str(loaded.tokenizer.decode(tokens))
+    shared: dict[str, Any] = {
         "sampling": sampling,
         "stop": loaded.stop,
-        "stop_strings": StopStrings(strings, loaded.tokenizer.decode) if strings else None,
+        "stop_strings": StopStrings(strings, write) if strings else None,
         "runner": drafting.runner(),
     }
     decoder = drafting.decoder(loaded.target, loaded.proposer, **shared)
@@ -81,7 +83,8 @@ def main(arguments: list[str] | None = None) -> None:
         again = plain.generate([prompt], chosen.max_new_tokens, generator=generator, constraints=constraints)
         gap = None
         if sampling.greedy:
-            constraint = (constraint_of(ruled) or [None])[0]
+            again_from = constraint_of(ruled)
+            constraint = again_from[0] if again_from else None
             gap = top2_gap(loaded.target, prompt, drafted.tokens[0], again.tokens[0], sampling, constraint)
         compare(drafted, again, sampling, gap, console)
 
@@ -96,7 +99,8 @@ def stream(
 ) -> Generation:
     """Decodes the prompt and prints tokens as they come, drafted ones in green. Says if the grammar was left incomplete."""
     before = () if loaded.tokenizer.chat_template else prompt
-    result, text = Generation([[]], [[]]), StreamedText(loaded.tokenizer.decode, before=before)
+    write = lambda tokens, **settings: str(loaded.tokenizer.decode(tokens, **settings))
+    result, text = Generation([[]], [[]]), StreamedText(write, before=before)
     generator, constraints = seeded_generator(loaded.target, chosen.seed), constraint_of(ruled)
     rounds = decoder.stream(
         [prompt], chosen.max_new_tokens, generator=generator, result=result, constraints=constraints

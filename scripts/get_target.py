@@ -17,6 +17,7 @@ import time
 import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from train import progress
 
@@ -76,11 +77,11 @@ def convert(gguf: Path, out: Path) -> None:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    tokenizer: Any = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     begins = GGUFReader(gguf).get_field("tokenizer.ggml.add_bos_token")
     tokenizer.add_bos_token = bool(begins and begins.contents())  # transformers leaves it out
     # 4-bit weights carry no more than bfloat16 holds, and norms are stored in float32 but came from bfloat16.
-    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16)
+    model: Any = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16)
     # save_pretrained refuses while a quantizer without serialisation is attached; nothing is quantised any more.
     model.hf_quantizer = None
     model.is_quantized = False

@@ -47,7 +47,7 @@ def main(arguments: list[str] | None = None) -> None:
     checkpoint.save(out, drafter, spec)
     print(f"written: {out}, {type(drafter).__name__}, {drafter.num_parameters() / 1e6:.2f} M parameters, reads hidden states "
           f"{list(drafter.target_layers)}, drafts from {drafter.vocab_size:,} of {target.vocab_size:,} tokens")  # fmt: skip
-    print(f"Next: python scripts/evaluate.py checkpoint={out}, or train it further: train.py head=... start={out}")
+    print(f"Next: specdec evaluate checkpoint={out}, or train it further: train.py head=... start={out}")
 
 
 if __name__ == "__main__":

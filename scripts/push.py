@@ -51,13 +51,14 @@ def main(arguments: list[str] | None = None) -> None:
     folder, document = loaded.folder, checkpoint.read_json(loaded.folder / "drafter.json")
     target = chosen.base_model or str(document["target"])
     contents = read(folder, document | {"target": target})
-    contents["README.md"] = make_card(chosen, loaded, target).encode()
+    card = make_card(chosen, loaded, target)
+    contents["README.md"] = card.encode()
     for name, content in contents.items():
         print(f"{name:<22} {len(content) if isinstance(content, bytes) else content.stat().st_size:>12,} bytes")
     if hub.is_folder(target):
         print(f"The target is the folder {target}, which others do not have: give base_model=, its name on the Hub.")
     if chosen.dry_run:
-        files.write_text(Path(chosen.out), contents["README.md"].decode())
+        files.write_text(Path(chosen.out), card)
         print(f"written: {chosen.out}, the model card; nothing was uploaded")
         return
     commit = hub.push(
@@ -69,7 +70,7 @@ def main(arguments: list[str] | None = None) -> None:
         message=f"Add {type(loaded.drafter).__name__} for {target}",
     )
     print(f"pushed: {commit.commit_url}")
-    print(f"Next: python scripts/evaluate.py checkpoint={chosen.repo}@{commit.oid}")
+    print(f"Next: specdec evaluate checkpoint={chosen.repo}@{commit.oid}")
 
 
 def read(folder: Path, document: dict) -> dict[str, Path | bytes]:

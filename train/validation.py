@@ -301,7 +301,7 @@ class Validation:
                 take(groups), f"validation: {what}", unit="prompts", total=len(groups)
             ),
         )
-        return list(zip(mine, (each["drafted"] for group in found for each in group)))
+        return list(zip(mine, [each["drafted"] for group in found for each in group]))
 
     def _within(self, left: float | None, *, at_least: int, whole: bool) -> Callable[[list], Iterator]:
         """What gives `measure` its prompts as long as the next one, or all of them (`whole`), fit into `left` seconds."""

@@ -62,7 +62,7 @@ def compare(chosen, out: Path, console: progress.Results) -> None:
         results.same(target=opened.target.fingerprint())
         progress.note(f"{len(results.rows)} of {len(prompts) * len(samplings) * len(batches)} results are in {out}")
         for batch, sampling in itertools.product(batches, samplings):
-            stop, grammars = set() if chosen.ignore_stop else opened.stop, ruled and ruled.grammars
+            stop, grammars = set() if chosen.ignore_stop else opened.stop, ruled.grammars if ruled else None
             how = MeasureSettings(sampling, stop, chosen.max_new_tokens, chosen.seed, batch, grammars)
             decode_missing(methods, prompts, how, results, chosen.prompts)
         found = {
@@ -96,7 +96,7 @@ def configure_for_each(
     if "checkpoint" in settings or len(checkpoints) < 2:
         only = next(iter(checkpoints.values()), None)
         return proposers.configure_all(listed, settings=settings, drafting=drafting, checkpoint=only)
-    found = {}
+    found: dict[str, proposers.Config] = {}
     for head, folder in checkpoints.items():
         configs = proposers.configure_all(listed, settings=settings, drafting=drafting, checkpoint=folder)
         found |= {f"{name} with {head}" if proposers.heads(each) else name: each for name, each in configs.items()}
@@ -240,8 +240,8 @@ def write(
         f"tau minus that of {first}": {f"{t:g}": column for t, column in differences.items()},
     }
     files.write_text(out / "report.json", json.dumps(document, indent=1) + "\n")
-    for temperature, column in columns.items():
-        console.print(make_table(temperature, column, baselines, differences[temperature], first))
+    for temperature, reports in columns.items():
+        console.print(make_table(temperature, reports, baselines, differences[temperature], first))
     said = f"; decode.file={out}/report.json decodes as {fastest}, the fastest fixed shape" if fastest else ""
     console.print(f"written: {out}/comparison.html and report.json{said}")
 

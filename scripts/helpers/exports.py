@@ -19,8 +19,10 @@ def form_of(drafter: Drafter, name: str) -> Form:
 
 def forms_of(drafter: Head) -> dict[str, Form]:
     """All forms that a head has, by format. Heads that are nothing but an adapter of their target have none."""
-    found = {}
-    for name in FORMATS if isinstance(drafter, Drafter) else ():
+    found: dict[str, Form] = {}
+    if not isinstance(drafter, Drafter):
+        return found
+    for name in FORMATS:
         try:
             found[name] = form_of(drafter, name)
         except ValueError:

@@ -32,7 +32,7 @@ def measure(grammars: Grammars, loaded: Opened, answers: Iterable[tuple[Prompt, 
         counts["forced"] += forced
         counts["complete"] += constraint.complete
         if prompt.grammar.kind == "json_schema" and constraint.complete:
-            fault = find_fault(prompt.grammar, loaded.tokenizer.decode(tokens, skip_special_tokens=True))
+            fault = find_fault(prompt.grammar, str(loaded.tokenizer.decode(tokens, skip_special_tokens=True)))
             counts["json"] += fault is not None
             counts["valid"] += fault == ""
             if fault:

@@ -326,7 +326,7 @@ def load_runs(listed: str, options: TargetOptions) -> list[Run]:
         drafter = checkpoint.load(folder, targets[baseline])
         path = folder / "report.json"
         report = Report.from_json(checkpoint.read_json(path), source=str(path)) if path.exists() else None
-        runs.append(Run(name, folder, drafter, baseline, report and report.training))
+        runs.append(Run(name, folder, drafter, baseline, report.training if report else None))
     return runs
 
 

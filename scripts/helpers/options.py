@@ -91,7 +91,7 @@ def split(text: str | None) -> list[str]:
     return [part.strip() for part in (text or "").split(",") if part.strip()]
 
 
-def flatten(kind: type, prefix: str = "", group: Any = None) -> Iterator[Option]:
+def flatten(kind: Any, prefix: str = "", group: Any = None) -> Iterator[Option]:
     """Every option of an options dataclass. A field that is a dataclass is a group; `group` holds its defaults."""
     for field in dataclasses.fields(kind):
         default = field.default if group is None else getattr(group, field.name)
@@ -167,7 +167,7 @@ def options(kind: type[Options], docstring: str, arguments: list[str] | None = N
                 given[key] = None
             usual = {} if known[key].prefix else key
             OmegaConf.update(merged, key, usual if known[key].text else given[key])
-        found = OmegaConf.to_object(merged)
+        found: Any = OmegaConf.to_object(merged)
     except MissingMandatoryValue:
         missing = ", ".join(name for name in known if OmegaConf.is_missing(merged, name))
         raise SystemExit(f"Give a value for: {missing}. See --help.") from None
@@ -181,7 +181,7 @@ def options(kind: type[Options], docstring: str, arguments: list[str] | None = N
         declared, value = known[key].range, getattr(owner, name)
         if declared is not None and not declared.fits(value):
             raise ValueError(f"{key}={show(value)} must be {declared.words(value)}.")
-    for field in dataclasses.fields(kind):
+    for field in dataclasses.fields(found):
         value = getattr(found, field.name)
         if field.name in WRITTEN and value:
             make_room(f"{field.name}={value}", Path(value), folder=field.metadata.get("folder", False))

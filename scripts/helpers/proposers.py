@@ -125,20 +125,6 @@ def configure_all(listed: str, *, settings: Settings, drafting: Drafting, checkp
     return configs
 
 
-def configure_for_each(
-    listed: str, *, settings: Settings, drafting: Drafting, checkpoints: dict[str, str]
-) -> dict[str, Config]:
-    """`configure_all` with each of the checkpoints, given by name: proposers that hold a trained head are named after its."""
-    if "checkpoint" in settings or len(checkpoints) < 2:
-        only = next(iter(checkpoints.values()), None)
-        return configure_all(listed, settings=settings, drafting=drafting, checkpoint=only)
-    found = {}
-    for head, folder in checkpoints.items():
-        configs = configure_all(listed, settings=settings, drafting=drafting, checkpoint=folder)
-        found |= {f"{name} with {head}" if heads(config) else name: config for name, config in configs.items()}
-    return found
-
-
 def configure(
     name: str, *, settings: Settings, drafting: Drafting, checkpoint: str | None, prefix: str = "proposer"
 ) -> Config:

@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -173,7 +173,7 @@ def make_decoders(methods: Sequence[Method], settings: MeasureSettings) -> dict[
         if method.name in decoders:
             raise ValueError(f"Two methods are called {method.name}: give them different names.")
         shared = decoders[method.baseline].runner if method.baseline in decoders else method.drafting.runner()
-        common = {"sampling": settings.sampling, "stop": settings.stop, "runner": shared}
+        common: dict[str, Any] = {"sampling": settings.sampling, "stop": settings.stop, "runner": shared}
         if method.baseline not in decoders:
             decoders[method.baseline] = Decoder(method.target, None, **common)
         decoders[method.name] = method.drafting.decoder(method.target, method.proposer, **common)
