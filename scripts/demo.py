@@ -145,7 +145,7 @@ def compare(prompts: int) -> int:
         "decode.temperature": "0",
         "out": f"checkpoints/{RUN}/comparison",
     }
-    return run_command("scripts/compare.py", *(f"{key}={value}" for key, value in given.items()))
+    return run_command("scripts/evaluate.py", *(f"{key}={value}" for key, value in given.items()))
 
 
 def begun(path: Path, *keys: str) -> int | None:

@@ -79,8 +79,10 @@ def main(arguments: list[str] | None = None) -> None:
         raise ValueError(f"Serving needs more packages ({error}): pip install '.[serve]'") from error
     if chosen.watch is not None:
         watching.check(chosen)
-    if chosen.decode.temperature != "0" or chosen.decode.grammar is not None:
-        raise ValueError("decode.temperature and decode.grammar belong to requests: give them there.")
+    if chosen.decode.temperature != "0":
+        raise ValueError("decode.temperature is for each request to say: give temperature in the request.")
+    if chosen.decode.grammar is not None:
+        raise ValueError("decode.grammar is for each request to say: give structured_outputs in the request.")
 
     record = recording.settings(chosen)
     listening = listen(chosen.host, chosen.port)

@@ -60,7 +60,7 @@ def compare(chosen, out: Path, console: progress.Results) -> None:
     settings = describe(chosen, runs, configs, prompts, opened.target)
     with resumable(out / "settings.json", out / "rows.jsonl", settings, advice="Choose another out=FOLDER.") as results:
         results.same(target=opened.target.fingerprint())
-        progress.note(f"{len(results.rows)} of {len(prompts) * len(samplings) * len(batches)} results are in {out}")
+        progress.note(f"{len(results.rows)} of {len(prompts) * len(samplings) * len(batches)} prompts x temperatures x batch sizes are in {out}")
         for batch, sampling in itertools.product(batches, samplings):
             stop, grammars = set() if chosen.ignore_stop else opened.stop, ruled.grammars if ruled else None
             how = MeasureSettings(sampling, stop, chosen.max_new_tokens, chosen.seed, batch, grammars)
