@@ -13,9 +13,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
-
 import torch
 
 from tests.golden import figures, interface, signature
@@ -170,7 +167,9 @@ def write_record(what: str, kinds: list[dict]) -> None:
     found: dict = {}
     for kind in kinds:
         command = [sys.executable, "-m", "tests.golden.record", what]
-        child = subprocess.run(command, cwd=ROOT, env=os.environ | kind, stdout=subprocess.PIPE, text=True, check=True)
+        child = subprocess.run(
+            command, cwd=interface.ROOT, env=os.environ | kind, stdout=subprocess.PIPE, text=True, check=True
+        )
         found |= json.loads(child.stdout.splitlines()[-1])
     first, *others = found.values()
     for part, entries in (pair for other in others if what == "numbers" for pair in other.items()):

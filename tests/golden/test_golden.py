@@ -21,7 +21,7 @@ pytestmark = [
 ANYWHERE = json.loads((figures.GOLDEN / "anywhere.json").read_text())["anywhere"]
 NUMBERS = json.loads((figures.GOLDEN / "numbers.json").read_text())
 SUMS = 1e-7  # tolerance of sums of float64 probabilities
-TOLERANCE = {"training": 2e-2, "ruled": 1e-6, "shipped": 0.2}  # elsewhere: steps of training in float32 diverge
+TOLERANCE = {"training": 2e-3, "ruled": 1e-6, "shipped": 0.2}  # elsewhere: steps of training in float32 diverge
 
 
 @pytest.fixture(autouse=True)
@@ -38,14 +38,19 @@ def check(found, part: str, name: str) -> None:
     assert figures.differences(found, ANYWHERE[f"{part}: {name}"], SUMS) == []
 
 
-def check_numbers(found: dict, part: str, name: str, *, only: slice = slice(None)) -> None:
-    """Compares with what was recorded on this kind of machine, or, within a tolerance, on another. only: of the log, these steps"""
+def check_numbers(found: dict, part: str, name: str, *, only: slice = slice(None), made: bool = False) -> None:
+    """Compares with what was recorded on this kind of machine, or, within a tolerance, on another.
+
+    only: of the log, these steps; made: from features of `today`, which the first kind of machine made
+    """
     here = signature.name()
     entry, tolerance = f"{part}: {name}", 0.0
     if here not in NUMBERS:
         warnings.warn(f"compared within a tolerance: the golden record has no numbers of {here}", stacklevel=2)
         tolerance = TOLERANCE[part]
-    usual = next(iter(NUMBERS.values()))
+    first, usual = next(iter(NUMBERS.items()))
+    if made and here != first:
+        here, tolerance = first, TOLERANCE[part]
     recorded = NUMBERS.get(here, usual)[entry]
     recorded = usual[entry] if recorded == "the same" else recorded
     if "log" in found:
@@ -100,7 +105,7 @@ def test_a_run_of_today_resumes_with_its_features():
     figures.train("today", *figures.TRAINING["eagle cached"], "resume=true")
     last = Path("checkpoints/today", f"step_{STEPS:06}/drafter.safetensors")
     found = {"log": figures.read_log("today"), "weights": figures.digests(last)}
-    check_numbers(found, "training", "eagle cached", only=slice(MIDDLE, None))
+    check_numbers(found, "training", "eagle cached", only=slice(MIDDLE, None), made=True)
     assert files_in(Path("checkpoints/features/today")) == before  # they were read, and none was missing
 
 
@@ -108,7 +113,7 @@ def test_features_of_today_serve_a_new_run():
     before = files_in(Path("checkpoints/features/today"))
     figures.train("new", *figures.TRAINING["eagle cached"], "features.folder=checkpoints/features/today")
     assert files_in(Path("checkpoints/features/today")) == before
-    check_numbers({"log": figures.read_log("new")}, "training", "eagle")
+    check_numbers({"log": figures.read_log("new")}, "training", "eagle", made=True)
 
 
 def files_in(folder: Path) -> dict[str, str]:
