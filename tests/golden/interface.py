@@ -15,12 +15,12 @@ from hydra import compose, initialize_config_dir
 from torch import Tensor
 
 from specdec import checkpoint
-from specdec.batch import Request
-from specdec.decode import Decoder
-from specdec.drafting import Drafting
+from specdec.core.sampling import Sampling
+from specdec.decoding.batch import Request
+from specdec.decoding.decoder import Decoder
+from specdec.decoding.drafting import Drafting
 from specdec.proposers.base import Proposer
-from specdec.sampling import Sampling
-from specdec.target import Target, load_tokenizer
+from specdec.target.model import Target, load_tokenizer
 from train.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
