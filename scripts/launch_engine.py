@@ -25,13 +25,13 @@ from pathlib import Path
 import httpx
 from omegaconf import OmegaConf
 
-from engine_clients.vllm_client import KV_SPACE, PYTHON
 from specdec.target.model import Target
 from train.features import vllm_features
 from train.naming import named
 
 ROUTE = "hidden_states_route.HiddenStatesRoute"  # of train/in_vllm
 FOLDER = "SPECDEC_HIDDEN_STATES"  # the variable that tells it the folder
+PYTHON, KV_SPACE = "engines/bin/python", "VLLM_CPU_KVCACHE_SPACE"  # where `make engines` installs; memory of its cache, GiB
 READY_WITHIN = 1800  # seconds; large targets load slowly
 
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import IO, Any
 
 PATIENCE = 20  # seconds that a program has to end by itself
 
@@ -14,13 +15,16 @@ PATIENCE = 20  # seconds that a program has to end by itself
 class Child:
     """The program `program`, run by the interpreter `python` with `options` as JSON.
 
-    name: the engine's name for messages; loads: what it loads, likewise; environment: variables for its process
-    The program first writes {} when it has loaded, then one line for each request; {"error": TEXT} says that it failed.
-    Its error output goes to a file, whose end is quoted when it stops. Raises ValueError where the program fails.
+    name: the engine's name for messages; loads: what it loads; environment: variables for its process
+    The program writes {} when it has loaded, then one line for each request; {"error": TEXT} says that it failed. Its
+    error output goes to a file, whose end is quoted when the program stops. Raises ValueError where the program fails.
 
-    Between requests its processes are stopped (SIGSTOP). The threads of an engine spin for a while after their work and
+    Between requests its processes are stopped (SIGSTOP): the threads of an engine spin for a while after their work and
     would slow down whatever is timed next.
     """
+
+    stdin: IO[str]
+    stdout: IO[str]
 
     def __init__(
         self, program: Path, options: dict, *, python: str, name: str, loads: str, environment: dict[str, str]
@@ -37,6 +41,8 @@ class Child:
             env=os.environ | {"TMPDIR": self.scratch.name} | environment,
             process_group=0,  # to stop, continue and end all its processes; Linux ends stopped ones when this process dies
         )
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.stdin, self.stdout = self.process.stdin, self.process.stdout
         try:
             self._read(f"cannot load {loads}")
         except ValueError:
@@ -44,10 +50,10 @@ class Child:
             raise
         self._send(signal.SIGSTOP)
 
-    def ask(self, request: dict) -> dict:
+    def ask(self, request: dict) -> dict[str, Any]:
         self._send(signal.SIGCONT)
         with contextlib.suppress(BrokenPipeError):  # _read says why
-            print(json.dumps(request), file=self.process.stdin, flush=True)
+            print(json.dumps(request), file=self.stdin, flush=True)
         reply = self._read("cannot answer")
         self._send(signal.SIGSTOP)
         return reply
@@ -58,11 +64,11 @@ class Child:
         self._send(signal.SIGCONT)
         if self.process.poll() is None:
             with contextlib.suppress(BrokenPipeError, subprocess.TimeoutExpired):
-                self.process.stdin.close()  # the end of its input ends it
+                self.stdin.close()  # the end of its input ends it
                 self.process.wait(PATIENCE)
         self._send(signal.SIGKILL)  # also what it started itself
         self.process.wait()
-        self.process.stdout.close()
+        self.stdout.close()
         self.log.close()
         self.scratch.cleanup()
 
@@ -70,15 +76,14 @@ class Child:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
 
-    def _read(self, failure: str) -> dict:
-        line = self.process.stdout.readline()
+    def _read(self, failure: str) -> dict[str, Any]:
+        line = self.stdout.readline()
         if not line:
             self.process.wait()
             self.log.seek(0)
             last = " | ".join(self.log.read().strip().splitlines()[-8:])
-            raise ValueError(
-                f"{self.name} {failure}: its process ended with {self.process.returncode}. Its log: {last}"
-            )
+            status = self.process.returncode
+            raise ValueError(f"{self.name} {failure}: its process ended with {status}. Its log: {last}")
         reply = json.loads(line)
         if "error" in reply:
             raise ValueError(f"{self.name} {failure}: {reply['error']}")

@@ -1,4 +1,4 @@
-"""llama.cpp's half of llamacpp_client.py: runs where xllamacpp is installed and imports nothing of this project.
+"""llama.cpp's half of llamacpp.py: runs where xllamacpp is installed and imports nothing of this project.
 
 Reads one request per line of standard input and answers each with one line of JSON on standard output.
 """
@@ -50,12 +50,12 @@ def serve(*, gguf: str, threads: int, context: int, draft: str | None, kind: str
 
 
 def counters(server) -> list[list[int]]:
-    """Rounds with drafts, drafted tokens, accepted tokens, accepted tokens at each position, since it was loaded.
+    """Rounds with drafts, drafted tokens and accepted tokens, since it was loaded.
 
     llama.cpp prints them with six digits: beyond a million they are rounded.
     """
     text = server.handle_metrics()
-    names = ("drafts_total", "draft_tokens_total", "accepted_tokens_total", "accepted_tokens_per_pos_total")
+    names = ("drafts_total", "draft_tokens_total", "accepted_tokens_total")
     values_by_name = [
         re.findall(rf"^llamacpp:spec_decode_num_{name}(?:{{.*}})? (\S+)", text, re.MULTILINE) for name in names
     ]

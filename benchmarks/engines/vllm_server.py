@@ -1,4 +1,4 @@
-"""vLLM's half of vllm_client.py: runs in the engines' environment and imports nothing of this project.
+"""vLLM's half of vllm.py: runs in the engines' environment and imports nothing of this project.
 
 Reads one request per line of standard input and answers each with one line of JSON on standard output.
 """
@@ -22,7 +22,6 @@ def serve(options: dict) -> None:
         llm = LLM(
             **{name: value for name, value in options.items() if value is not None},
             skip_tokenizer_init=True,
-            disable_log_stats=False,  # needed for the counters
             enable_prefix_caching=False,  # calls share nothing
             async_scheduling=False,  # else the scheduler sees placeholders instead of drafts
             generation_config="vllm",
@@ -71,43 +70,17 @@ def answer(llm, passes: dict, *, prompts: list[list[int]], max_tokens: int, stop
     from vllm import SamplingParams
 
     passes.clear()
-    before = counters(llm)
     # ignore_eos: only `stop` ends an answer, whatever the target's config names
-    sampling = SamplingParams(
-        temperature=0, max_tokens=max_tokens, stop_token_ids=stop, ignore_eos=True, detokenize=False
-    )
+    more = {"stop_token_ids": stop, "ignore_eos": True, "detokenize": False}
+    sampling = SamplingParams(temperature=0, max_tokens=max_tokens, **more)
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
-    after = counters(llm)
     answers = [list(output.outputs[0].token_ids) for output in outputs]
     # inside the engine, a dash and random letters follow a request's name
     by_request = {name.partition("-")[0]: rounds for name, rounds in passes.items()}
     rounds = [by_request.get(output.request_id, []) for output in outputs]
     if any(len(tokens) > 1 and not row for tokens, row in zip(answers, rounds)):
-        raise RuntimeError(
-            f"unknown request names {list(passes)}: use the version of vLLM that `make engines` installs"
-        )
-    counted = {
-        name: [b - a for a, b in zip(before[name], value)] if isinstance(value, list) else value - before[name]
-        for name, value in after.items()
-    }
-    return {"answers": answers, "rounds": rounds, **counted}
-
-
-def counters(llm) -> dict:
-    """vLLM's counters since it was loaded."""
-    metrics = {metric.name: metric for metric in llm.get_metrics()}
-
-    def value(name: str):
-        metric = metrics.get(f"vllm:spec_decode_num_{name}")
-        return 0 if metric is None else metric.value
-
-    positions = metrics.get("vllm:spec_decode_num_accepted_tokens_per_pos")
-    return {
-        "drafts": value("drafts"),
-        "draft_tokens": value("draft_tokens"),
-        "accepted": value("accepted_tokens"),
-        "accepted_per_position": list(positions.values) if positions else [],
-    }
+        raise RuntimeError(f"unknown request names {list(passes)}: `make engines` installs the version that is known")
+    return {"answers": answers, "rounds": rounds}
 
 
 if __name__ == "__main__":
