@@ -171,6 +171,7 @@ def read_prompt(target: Target, prompt: list[int], *, room: int) -> RowCache:
 
 
 def format_report(figures: GpuFigures) -> str:
+    """Tables for a new section in results/."""
     stated = f"{figures.peak.bandwidth / 1e12:.2f} TB/s on paper, " if figures.peak.bandwidth else ""
     limit = (figures.peak.bandwidth or figures.read_bandwidth) / figures.weight_bytes
     parts = [

@@ -31,7 +31,8 @@ from train.naming import named
 
 ROUTE = "hidden_states_route.HiddenStatesRoute"  # of train/in_vllm
 FOLDER = "SPECDEC_HIDDEN_STATES"  # the variable that tells it the folder
-PYTHON, KV_SPACE = "engines/bin/python", "VLLM_CPU_KVCACHE_SPACE"  # where `make engines` installs; memory of its cache, GiB
+PYTHON = "engines/bin/python"  # which `make engines` installs
+KV_SPACE = "VLLM_CPU_KVCACHE_SPACE"  # GiB
 READY_WITHIN = 1800  # seconds; large targets load slowly
 
 
