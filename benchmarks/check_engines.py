@@ -45,7 +45,6 @@ class CheckOptions:
     limit: int = 16
     max_new_tokens: int = 64
     num_drafts: int = 3  # in a round, at most as many as the head has
-    batch: int = 8  # prompts that this project decodes at once; vLLM decodes all
     record: bool = False
     out: str = "engines.json"
     target_name: str | None = None
@@ -78,7 +77,7 @@ def agree(ids: list[int], others: list[int]) -> bool:
     return all(one == other for one, other in zip(ids, others))
 
 
-class Recorder(Proposer):
+class TreeRecorder(Proposer):
     """Another proposer, whose trees are kept."""
 
     def __init__(self, proposer: Proposer):
@@ -98,7 +97,7 @@ class Recorder(Proposer):
 
 
 @dataclass(frozen=True)
-class Head:
+class ServedHead:
     """A drafter to be served, and what to serve it with."""
 
     name: str
@@ -108,26 +107,20 @@ class Head:
     provenance: serving.Provenance
 
 
-def decode_here(drafter: Drafter, head: Head, chosen: CheckOptions) -> Decoding:
+def decode_here(drafter: Drafter, head: ServedHead, chosen: CheckOptions) -> Decoding:
     """Greedy decoding with chains of drafts, by this project's decoder."""
-    answers: list[list[int]] = []
-    drafted: dict[tuple[int, int], list[int]] = {}
-    rounds: list[int] = []
-    for start in range(0, len(head.prompts), chosen.batch):
-        recorder = Recorder(Drafting(depth=head.provenance.num_drafts).proposer(drafter))
-        decoder = Decoder(drafter.target, recorder, sampling=Sampling(), stop=head.stop)
-        generation = decoder.generate(head.prompts[start : start + chosen.batch], chosen.max_new_tokens)
-        for row, accepted in enumerate(generation.accepted):
-            written = 1  # by the prompt's own pass
-            for trees, count in zip(recorder.trees, accepted):
-                drafted[start + row, written] = trees[row][1:]
-                written += count + 1
-            rounds.append(len(accepted))
-        answers += generation.tokens
-    return Decoding(answers, rounds, drafted)
+    recorder = TreeRecorder(Drafting(depth=head.provenance.num_drafts).proposer(drafter))
+    decoder = Decoder(drafter.target, recorder, sampling=Sampling(), stop=head.stop)
+    generation, drafted = decoder.generate(head.prompts, chosen.max_new_tokens), {}
+    for row, accepted in enumerate(generation.accepted):
+        written = 1  # by the prompt's own pass
+        for trees, count in zip(recorder.trees, accepted):
+            drafted[row, written] = trees[row][1:]
+            written += count + 1
+    return Decoding(generation.tokens, list(map(len, generation.accepted)), drafted)
 
 
-def decode_in_vllm(head: Head, form: serving.Form, folder: Path, chosen: CheckOptions) -> Decoding:
+def decode_in_vllm(head: ServedHead, form: serving.Form, folder: Path, chosen: CheckOptions) -> Decoding:
     num = head.provenance.num_drafts
     dtype, longest = str(head.drafter.target.dtype).removeprefix("torch."), max(map(len, head.prompts))
     given: Any = {"dtype": dtype, "max_model_len": longest + chosen.max_new_tokens + num + 9}
@@ -141,7 +134,7 @@ def decode_in_vllm(head: Head, form: serving.Form, folder: Path, chosen: CheckOp
     return Decoding(reply.answers, list(map(len, reply.rounds)), drafted, accepted, offered)
 
 
-def decode_in_llamacpp(head: Head, form: serving.Form, folder: Path, chosen: CheckOptions) -> Decoding:
+def decode_in_llamacpp(head: ServedHead, form: serving.Form, folder: Path, chosen: CheckOptions) -> Decoding:
     kind, num, target = form.settings["kind"], head.provenance.num_drafts, head.drafter.target.name
     whole, draft = str(folder.with_suffix(".target.gguf")), str(folder.with_suffix(".gguf"))
     llamacpp.convert(target, whole)
@@ -183,7 +176,7 @@ def compare(target: Target, prompts: list[list[int]], *, own: Decoding, drafts: 
     }
 
 
-def check_head(head: Head, format_name: str, folder: Path, chosen: CheckOptions) -> dict:
+def check_head(head: ServedHead, format_name: str, folder: Path, chosen: CheckOptions) -> dict:
     """Exports to `folder` and serves it. -> the row for `out`: `compare`, and what was compared"""
     form, num, target = FORMATS[format_name].form(head.drafter), head.provenance.num_drafts, head.drafter.target
     serving.write(form, folder, dtype=target.dtype, provenance=head.provenance)
@@ -223,7 +216,7 @@ def main(arguments: list[str]) -> None:
             num = drafter.depth if isinstance(drafter, BlockDrafter) else min(num, drafter.depth)
         provenance = serving.Provenance.read(folder, target=subject.target, license="other", data=None, num_drafts=num)
         recorded = dict(provenance.served)
-        head = Head(name, drafter, [prompt.tokens for prompt in found], subject.stop, provenance)
+        head = ServedHead(name, drafter, [prompt.tokens for prompt in found], subject.stop, provenance)
         for format_name in formats:
             try:
                 FORMATS[format_name].form(drafter)

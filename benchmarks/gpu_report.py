@@ -44,7 +44,7 @@ MODES = {  # how passes run: compiled or not, captured as CUDA graphs or not
 
 
 @dataclass(frozen=True)
-class ReportOptions:
+class GpuReportOptions:
     shape: str = "8b"  # of the random target: 8b, 1b, tiny
     heads: str = "eagle3,mtp,dflash"  # comma list of heads that are trained; empty: none
     lengths: str = "2048,8192"  # comma list of tokens in a pack
@@ -76,7 +76,9 @@ class GpuFigures:
     problems: list[str] = field(default_factory=list)
 
 
-def list_parts(chosen: ReportOptions, figures: GpuFigures, target: Target) -> Iterator[tuple[str, Callable[[], None]]]:
+def list_parts(
+    chosen: GpuReportOptions, figures: GpuFigures, target: Target
+) -> Iterator[tuple[str, Callable[[], None]]]:
     """The parts of the report, by name."""
     for head, length in itertools.product(common.split(chosen.heads), common.read_numbers("lengths", chosen.lengths)):
         yield f"training {head}, {length} tokens", partial(train, chosen, figures, target, head, length)
@@ -105,14 +107,14 @@ def attempt(name: str, part: Callable[[], None], figures: GpuFigures) -> None:
         torch.cuda.empty_cache()
 
 
-def train(chosen: ReportOptions, figures: GpuFigures, target: Target, head: str, length: int) -> None:
+def train(chosen: GpuReportOptions, figures: GpuFigures, target: Target, head: str, length: int) -> None:
     options = StepOptions(batch=max(1, chosen.tokens // length), together=chosen.together, precision="bf16")
     cost = measure_step(options, head, length, target)
     derived = {"tokens_per_second": cost.tokens_per_second, "mfu": cost.mfu(figures.peak.flops)}
     figures.training.append({"head": head, "length": length, "batch": options.batch, **asdict(cost), **derived})
 
 
-def decode(chosen: ReportOptions, figures: GpuFigures, target: Target, mode: str, runner: Runner) -> None:
+def decode(chosen: GpuReportOptions, figures: GpuFigures, target: Target, mode: str, runner: Runner) -> None:
     decoder = Decoder(target, None, sampling=Sampling(), stop=set(), runner=runner)
     prompt = random_tokens(target, chosen.prompt)
     decoder.generate([prompt], chosen.max_new_tokens)  # compiles
@@ -126,7 +128,7 @@ def decode(chosen: ReportOptions, figures: GpuFigures, target: Target, mode: str
 
 @torch.inference_mode()
 def verify(
-    chosen: ReportOptions, figures: GpuFigures, target: Target, mode: str, runner: Runner, sizes: list[int]
+    chosen: GpuReportOptions, figures: GpuFigures, target: Target, mode: str, runner: Runner, sizes: list[int]
 ) -> None:
     cache = read_prompt(target, random_tokens(target, chosen.prompt), room=max(sizes))
     verifier = Verifier(target, sampling=Sampling(), rule="token", runner=runner)
@@ -188,7 +190,7 @@ def format_report(figures: GpuFigures) -> str:
 
 
 def main(arguments: list[str]) -> None:
-    start, chosen = time.monotonic(), common.read_options(ReportOptions, __doc__, arguments)
+    start, chosen = time.monotonic(), common.read_options(GpuReportOptions, __doc__, arguments)
     if unknown := set(common.split(chosen.modes)) - set(MODES):
         raise ValueError(f"modes={','.join(unknown)} must be a comma list of {', '.join(MODES)}.")
     if chosen.dry_run:

@@ -52,9 +52,9 @@ def find_device() -> torch.device:
 
 def describe_device(device: torch.device) -> str:
     """The device's name, and torch's version."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU"
-    threads = "" if device.type == "cuda" else f", {torch.get_num_threads()} threads"
-    return f"{name}{threads}, torch {torch.__version__}"
+    cpu = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu
+    return f"{name}, torch {torch.__version__}"
 
 
 def synchronize(device: torch.device) -> None:

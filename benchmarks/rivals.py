@@ -72,7 +72,7 @@ class RivalOptions:
 
 
 @dataclass(frozen=True)
-class Engine:
+class RivalEngine:
     """generate: prompt -> the new tokens; passes of the target after the prompt's own, None if not known; seconds of compiling"""
 
     generate: Callable[[list[int]], tuple[list[int], int | None, float]]
@@ -81,16 +81,16 @@ class Engine:
 
 
 @dataclass
-class Method:
+class RivalMethod:
     """A row of the table.
 
     plain: the name of the same engine's plain decoding; restarts: it learns from answers, and forgets them by a new start
     """
 
-    start: Callable[[], Engine]
+    start: Callable[[], RivalEngine]
     plain: str = PLAIN
     restarts: bool = False
-    engine: Engine | None = None
+    engine: RivalEngine | None = None
     failure: str | None = None  # why it has ended
     rates: list[float] = field(default_factory=list)  # [repeats * prompts] tokens/s
     answers: list[list[int]] = field(default_factory=list)  # [prompts][.], of the first repeat
@@ -134,7 +134,7 @@ class Method:
         self.engine = None
 
 
-def measure(methods: dict[str, Method], prompts: list[list[int]], repeats: int) -> None:
+def measure(methods: dict[str, RivalMethod], prompts: list[list[int]], repeats: int) -> None:
     """Times every method for every prompt, `repeats` times; the order of the methods rotates."""
     for number in range(repeats * len(prompts)):
         prompt, keep = prompts[number % len(prompts)], number < len(prompts)
@@ -145,7 +145,7 @@ def measure(methods: dict[str, Method], prompts: list[list[int]], repeats: int) 
             method.guard(functools.partial(method.time, prompt, keep=keep))
 
 
-def summarise(methods: dict[str, Method]) -> dict[str, dict]:
+def summarise(methods: dict[str, RivalMethod]) -> dict[str, dict]:
     """Medians over prompts, by method, and how many answers are those of plain decoding; a failed one has its failure."""
     figures: dict[str, dict] = {}
     for name, method in methods.items():
@@ -172,7 +172,7 @@ class Setting:
     longest: int
     folder: Path
 
-    def model(self, custom: Speculative | None = None, **arguments: Any) -> Engine:
+    def model(self, custom: Speculative | None = None, **arguments: Any) -> RivalEngine:
         """transformers' generate, with further arguments of it; custom: this project's decoder inside it."""
         model: Any = self.subject.target.model
         arguments |= {"eos_token_id": sorted(self.subject.stop), "max_new_tokens": self.chosen.max_new_tokens}
@@ -190,7 +190,7 @@ class Setting:
                 return answer, len(custom.last.accepted[0]), custom.last.compile_seconds
             return answer, len(passes) - 1, 0.0
 
-        return Engine(generate)
+        return RivalEngine(generate)
 
     def drafted(self) -> dict[str, int]:
         """The drafts of a round, by head, as engines can be told: a block is drafted whole."""
@@ -207,19 +207,19 @@ class Setting:
         return folder
 
 
-def make_own(setting: Setting) -> dict[str, Method]:
+def make_own(setting: Setting) -> dict[str, RivalMethod]:
     """This project's decoder: inside generate, plain, every head in each shape and with auto, every proposer."""
     subject, chosen = setting.subject, setting.chosen
     runner = Drafting(compile=chosen.compile).runner()
 
-    def method(proposer: Proposer | None) -> Method:
+    def method(proposer: Proposer | None) -> RivalMethod:
         decoder = Decoder(subject.target, proposer, sampling=Sampling(), stop=subject.stop, runner=runner)
 
         def generate(prompt: list[int]) -> tuple[list[int], int, float]:
             generation = decoder.generate([prompt], chosen.max_new_tokens)
             return generation.tokens[0], len(generation.accepted[0]), generation.compile_seconds
 
-        return Method(lambda: Engine(generate, proposer.forget if proposer else lambda: None))
+        return RivalMethod(lambda: RivalEngine(generate, proposer.forget if proposer else lambda: None))
 
     methods = {PLAIN: method(None)}
     tree_depth, width, nodes = common.read_numbers("tree", chosen.tree)
@@ -228,10 +228,10 @@ def make_own(setting: Setting) -> dict[str, Method]:
         chain = Drafting(min(chosen.depth, most), compile=chosen.compile)
         for drafting in (chain, Drafting(min(tree_depth, most), width, nodes, compile=chosen.compile)):
             methods[f"{name}, {drafting.shape}"] = method(drafting.proposer(head))
-        one = Drafting(1, compile=chosen.compile)
-        methods[f"{name}, auto"] = method(Auto.usual(subject.target, one.proposer(head)))
+        one = Drafting(1, compile=chosen.compile).proposer(head)
+        methods[f"{name}, auto"] = method(Auto.usual(subject.target, one))
         custom = functools.partial(setting.model, Speculative(subject.folders[name], chain))
-        methods[f"generate, custom_generate {name}, {chain.shape}"] = Method(custom)
+        methods[f"generate, custom_generate {name}, {chain.shape}"] = RivalMethod(custom)
     for name in common.split(chosen.proposers):
         methods[name] = method(make_proposer(name, subject.target, Drafting(chosen.depth, compile=chosen.compile)))
     return methods
@@ -240,32 +240,34 @@ def make_own(setting: Setting) -> dict[str, Method]:
 def make_proposer(name: str, target: Target, drafting: Drafting) -> Proposer:
     """The proposer of conf/proposer/NAME.yaml, which must need neither a trained head nor another proposer."""
     decode = asdict(drafting) | {"nodes": drafting.shape.nodes}
-    given = OmegaConf.load(common.ROOT / "conf" / "proposer" / f"{name}.yaml")
-    config = OmegaConf.create({"proposer": given, "decode": decode, "checkpoint": None})
+    file = OmegaConf.load(common.ROOT / "conf" / "proposer" / f"{name}.yaml")
+    config = OmegaConf.create({"proposer": file, "decode": decode, "checkpoint": None})
     settings: Any = OmegaConf.to_container(config.proposer, resolve=True, throw_on_missing=True)
     return get_object(settings.pop("_target_"))(target, **settings)
 
 
-def make_transformers(setting: Setting) -> dict[str, Method]:
+def make_transformers(setting: Setting) -> dict[str, RivalMethod]:
     """Assisted generation where a checkpoint is a draft model, with its defaults and a fixed length, and prompt lookup."""
 
-    def assisted(draft: Draft, given: dict[str, Any]) -> Engine:
+    def assisted(draft: Draft, given: dict[str, Any]) -> RivalEngine:
         assistant = draft.language_model(setting.subject.target.dtype)
         assistant.generation_config.update(**given)
         return setting.model(assistant_model=assistant)
 
     lookup: Any = {"prompt_lookup_num_tokens": 10, "max_matching_ngram_size": 2}  # the defaults of generate
-    methods = {"generate, prompt lookup": Method(functools.partial(setting.model, **lookup))}
+    methods = {"generate, prompt lookup": RivalMethod(functools.partial(setting.model, **lookup))}
     num = setting.chosen.depth
     fixed: Any = {"assistant_confidence_threshold": 0.0, "num_assistant_tokens_schedule": "constant"}
     for name, head in setting.subject.heads.items():
         if isinstance(head, Draft):
             for title, given in {"": {}, f", {num} drafts": fixed | {"num_assistant_tokens": num}}.items():
-                methods[f"generate, assistant_model {name}{title}"] = Method(functools.partial(assisted, head, given))
+                methods[f"generate, assistant_model {name}{title}"] = RivalMethod(
+                    functools.partial(assisted, head, given)
+                )
     return methods
 
 
-def make_llamacpp(setting: Setting) -> dict[str, Method]:
+def make_llamacpp(setting: Setting) -> dict[str, RivalMethod]:
     """llama.cpp alone, with the GGUF files of the checkpoints, and with its own look-ups."""
     llamacpp.find_python()
     subject, chosen = setting.subject, setting.chosen
@@ -277,16 +279,16 @@ def make_llamacpp(setting: Setting) -> dict[str, Method]:
         llamacpp.convert(subject.target.name, path, outtype=outtype)
         return path
 
-    def start(**given: Any) -> Engine:
+    def start(**given: Any) -> RivalEngine:
         engine = llamacpp.LlamaCpp(target_file(), context=setting.longest, **given)
 
         def generate(prompt: list[int]) -> tuple[list[int], int | None, float]:
             tokens = engine.generate(prompt, chosen.max_new_tokens, subject.stop)
             return tokens, engine.counts.rounds if engine.counted else len(tokens) - 1, 0.0
 
-        return Engine(generate, close=engine.close)
+        return RivalEngine(generate, close=engine.close)
 
-    def with_head(name: str, num: int) -> Engine:
+    def with_head(name: str, num: int) -> RivalEngine:
         form = gguf_export.form(subject.heads[name])
         folder, kind = setting.export(name, form, num, "gguf"), form.settings["kind"]
         target = None if kind == "simple" else subject.target.name
@@ -294,20 +296,20 @@ def make_llamacpp(setting: Setting) -> dict[str, Method]:
         return start(draft=f"{folder}.gguf", kind=kind, num=num)
 
     plain = "llama.cpp, plain"
-    methods = {plain: Method(start, plain)}
+    methods = {plain: RivalMethod(start, plain)}
     for name, num in setting.drafted().items():
-        methods[f"llama.cpp, {name}, {num} drafts"] = Method(functools.partial(with_head, name, num), plain)
+        methods[f"llama.cpp, {name}, {num} drafts"] = RivalMethod(functools.partial(with_head, name, num), plain)
     for kind in llamacpp.LOOKUPS:
-        methods[f"llama.cpp, {kind}"] = Method(functools.partial(start, kind=kind), plain, restarts=True)
+        methods[f"llama.cpp, {kind}"] = RivalMethod(functools.partial(start, kind=kind), plain, restarts=True)
     return methods
 
 
-def make_vllm(setting: Setting) -> dict[str, Method]:
+def make_vllm(setting: Setting) -> dict[str, RivalMethod]:
     """vLLM alone, with the exports of the checkpoints, and with its own look-ups; each is a process of its own."""
     vllm.check_vllm(vllm.PYTHON)
     subject, chosen = setting.subject, setting.chosen
 
-    def start(settings: dict | None) -> Engine:
+    def start(settings: dict | None) -> RivalEngine:
         dtype, longest = str(subject.target.dtype).removeprefix("torch."), setting.longest + MOST_DRAFTS
         given: Any = {"dtype": dtype, "max_model_len": longest, "eager": not chosen.compile}
         engine = vllm.Vllm(subject.target.name, speculative=settings, **given)
@@ -316,18 +318,18 @@ def make_vllm(setting: Setting) -> dict[str, Method]:
             reply = engine.generate([prompt], chosen.max_new_tokens, subject.stop)
             return reply.answers[0], len(reply.rounds[0]), 0.0
 
-        return Engine(generate, close=engine.close)
+        return RivalEngine(generate, close=engine.close)
 
-    def with_head(name: str, num: int) -> Engine:
+    def with_head(name: str, num: int) -> RivalEngine:
         form = vllm_export.form(subject.heads[name])
         return start(serving.settings(form, str(setting.export(name, form, num, "vllm")), num))
 
     plain = "vLLM, plain"
-    methods = {plain: Method(functools.partial(start, None), plain)}
+    methods = {plain: RivalMethod(functools.partial(start, None), plain)}
     for name, num in setting.drafted().items():
-        methods[f"vLLM, {name}, {num} drafts"] = Method(functools.partial(with_head, name, num), plain)
+        methods[f"vLLM, {name}, {num} drafts"] = RivalMethod(functools.partial(with_head, name, num), plain)
     for title, settings in VLLM_LOOKUPS.items():
-        methods[f"vLLM, {title}"] = Method(functools.partial(start, settings), plain)
+        methods[f"vLLM, {title}"] = RivalMethod(functools.partial(start, settings), plain)
     return methods
 
 
@@ -337,8 +339,8 @@ MAKERS = {"transformers": make_transformers, "llamacpp": make_llamacpp, "vllm": 
 def main(arguments: list[str]) -> None:
     chosen = common.read_options(RivalOptions, __doc__, arguments)
     listed = common.split(chosen.rivals)
-    if unknown := [name for name in listed if name not in MAKERS]:
-        raise ValueError(f"rivals={','.join(unknown)}: there are {', '.join(MAKERS)}.")
+    if not set(listed) <= MAKERS.keys():
+        raise ValueError(f"rivals={chosen.rivals}: there are {', '.join(MAKERS)}.")
     if not any(map(common.split, (chosen.checkpoint, chosen.proposers, chosen.rivals))):
         raise ValueError("There is nothing to time: give checkpoint=DIR, or proposers=ngram, or rivals=transformers.")
     subject = common.load_subject(
@@ -351,12 +353,12 @@ def main(arguments: list[str]) -> None:
     prompts = [prompt.tokens for prompt in found]
     with tempfile.TemporaryDirectory() as folder:
         setting = Setting(subject, chosen, max(map(len, prompts)) + chosen.max_new_tokens, Path(folder))
-        methods = {GENERATE: Method(setting.model)} | make_own(setting)
+        methods = {GENERATE: RivalMethod(setting.model)} | make_own(setting)
         for name in listed:
             try:
                 methods |= MAKERS[name](setting)
             except ValueError as error:  # the engine is not installed
-                methods[name] = Method(setting.model, failure=str(error))
+                methods[name] = RivalMethod(setting.model, failure=str(error))
         try:
             measure(methods, prompts, chosen.repeats)
         finally:

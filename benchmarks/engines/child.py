@@ -7,7 +7,7 @@ import signal
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 PATIENCE = 20  # seconds that a program has to end by itself
 
@@ -23,16 +23,13 @@ class Child:
     would slow down whatever is timed next.
     """
 
-    stdin: IO[str]
-    stdout: IO[str]
-
     def __init__(
         self, program: Path, options: dict, *, python: str, name: str, loads: str, environment: dict[str, str]
     ):
         self.name = name
         self.scratch = tempfile.TemporaryDirectory()  # engines leave files behind
         self.log = open(Path(self.scratch.name, "log"), "w+", errors="replace")  # noqa: SIM115  # close() does
-        self.process = subprocess.Popen(
+        self.process: Any = subprocess.Popen(
             [python, "-P", str(program), json.dumps(options)],  # -P: modules beside the program are not importable
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -41,8 +38,6 @@ class Child:
             env=os.environ | {"TMPDIR": self.scratch.name} | environment,
             process_group=0,  # to stop, continue and end all its processes; Linux ends stopped ones when this process dies
         )
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self.stdin, self.stdout = self.process.stdin, self.process.stdout
         try:
             self._read(f"cannot load {loads}")
         except ValueError:
@@ -53,7 +48,7 @@ class Child:
     def ask(self, request: dict) -> dict[str, Any]:
         self._send(signal.SIGCONT)
         with contextlib.suppress(BrokenPipeError):  # _read says why
-            print(json.dumps(request), file=self.stdin, flush=True)
+            print(json.dumps(request), file=self.process.stdin, flush=True)
         reply = self._read("cannot answer")
         self._send(signal.SIGSTOP)
         return reply
@@ -64,11 +59,11 @@ class Child:
         self._send(signal.SIGCONT)
         if self.process.poll() is None:
             with contextlib.suppress(BrokenPipeError, subprocess.TimeoutExpired):
-                self.stdin.close()  # the end of its input ends it
+                self.process.stdin.close()  # the end of its input ends it
                 self.process.wait(PATIENCE)
         self._send(signal.SIGKILL)  # also what it started itself
         self.process.wait()
-        self.stdout.close()
+        self.process.stdout.close()
         self.log.close()
         self.scratch.cleanup()
 
@@ -77,7 +72,7 @@ class Child:
             os.killpg(self.process.pid, number)
 
     def _read(self, failure: str) -> dict[str, Any]:
-        line = self.stdout.readline()
+        line = self.process.stdout.readline()
         if not line:
             self.process.wait()
             self.log.seek(0)

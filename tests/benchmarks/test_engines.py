@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from benchmarks import check_engines
-from benchmarks.check_engines import CheckOptions, Decoding, Head
+from benchmarks.check_engines import CheckOptions, Decoding, ServedHead
 from benchmarks.engines import get_engines, llamacpp
 from benchmarks.engines.llamacpp import LlamaCpp, convert
 from benchmarks.engines.vllm import Vllm, VllmReply
@@ -274,7 +274,7 @@ def test_a_tiny_head_is_served_as_it_was_trained(tiny, case, monkeypatch, tmp_pa
     provenance, chosen = serving.Provenance("tiny", *about), CheckOptions("", max_new_tokens=24)
 
     def share_right(drafter) -> float:
-        decoding = check_engines.decode_here(drafter, Head("", drafter, prompts, set(), provenance), chosen)
+        decoding = check_engines.decode_here(drafter, ServedHead("", drafter, prompts, set(), provenance), chosen)
         right = [check_engines.agree(ids, decoding.answers[row][at:]) for (row, at), ids in decoding.drafted.items()]
         return sum(right) / len(right)
 
@@ -282,7 +282,7 @@ def test_a_tiny_head_is_served_as_it_was_trained(tiny, case, monkeypatch, tmp_pa
     noisy = tiny_heads.perturbed(right, share_right=share_right)
     for format_name in case.formats:
         for kind, each in (("right", right), ("noisy", noisy)):
-            head = Head(f"{case}", each, prompts, set(), provenance)
+            head = ServedHead(f"{case}", each, prompts, set(), provenance)
             row = check_engines.check_head(head, format_name, tmp_path / f"{format_name}-{kind}", chosen)
             assert is_faithful(row, exact=kind == "right"), row
             assert kind == "right" or row["accepted"] < row["offered"]
