@@ -10,7 +10,6 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -55,7 +54,6 @@ from train.pages.run_page import worth
 from train.pages.samples import write_page
 from train.processes import is_main, plain_warnings
 from train.run_folder import RunFolder
-from train.serving import Serving
 from train.settings import Settings, fixed
 from train.target_settings import TargetSettings, packs_rows
 from train.trainer import MEASURED, Trainer
@@ -126,7 +124,7 @@ def fit_alone(config: DictConfig, path: Path, accelerator: Accelerator) -> int:
     folder = RunFolder(path, spec, fixed(OmegaConf.to_container(config, resolve=True)) | inputs)
     trainer = Trainer(
         accelerator, objective, optimizer, scheduler, material=material, validation=validation, settings=settings, folder=folder,
-        serve=make_serve(config, console.say), record=tracker.record,
+        record=tracker.record,
     )  # fmt: skip
     if not (config.resume and trainer.resume()):
         trainer.prepare(config.solve_packs if config.start is None else 0, fresh=config.start is None)
@@ -396,24 +394,7 @@ def make_material(
         return Material(packs, config.data.length, features, on_policy, stream, config.data.ahead)
 
 
-def make_serve(config: DictConfig, say: Callable[[str], None]) -> Serving | None:
-    """What serves the best step at the end, if that is asked for."""
-    chosen, target = config.validation, config.target
-    if chosen.served is None:
-        return None
-    if chosen.temperature > 0 or config.decode.depth is None:
-        raise ValueError(
-            "validation.served= serves chains at temperature 0: use decode=chain and validation.temperature=0."
-        )
-    given = {"prompts": config.data.heldout, "split": config.data.heldout_split}
-    given |= {"thinking": config.data.thinking, "limit": chosen.num_prompts, "max_new_tokens": chosen.max_new_tokens}
-    given |= {f"target.{key}": target[key] for key in ("name", "dtype", "trust_remote_code")}
-    with named("validation"):
-        return Serving(chosen.served, given | {"num_drafts": config.decode.depth}, say)
-
-
 def make_settings(config: DictConfig) -> Settings:
-    """Also called by the benchmark of training steps, which measures other commits, too."""
     with named("train"):
         return Settings(**config.train)
 

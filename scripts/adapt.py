@@ -5,11 +5,11 @@
 
 The newest conversations are held out. The present head is judged on them by replay, and if training is worth it, it is
 trained on the other new rows beside a share of old ones. OUT stands for the head in use; OUT/adaptation.html shows what was
-measured and decided. With watch=SECONDS it goes on, whenever min_tokens new tokens have come. With vllm=URL a running vLLM
-gets each head that is taken into use. After Ctrl-C the same command continues. docs/adapting.md has more.
+measured and decided. With watch=SECONDS it goes on, whenever min_tokens new tokens have come. After Ctrl-C the same
+command continues. docs/adapting.md has more.
 """
 
-from helpers import adapting, loading, vllm_weights
+from helpers import adapting, loading
 from helpers.adapt_options import Adapt, check, shares_of
 from helpers.loading import Loaded
 from helpers.options import options, run
@@ -47,7 +47,7 @@ from train.data import reading
 from train.lock import lock
 
 JUDGED = ("new", "old")  # what the gate looks at
-FREE = ("checkpoint", "traffic", "out", "watch", "vllm", "force", "settings")  # may change when an adaptation goes on
+FREE = ("checkpoint", "traffic", "out", "watch", "force", "settings")  # may change when an adaptation goes on
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -57,10 +57,8 @@ def main(arguments: list[str] | None = None) -> None:
     home = Home(Path(given.out))
     with lock(home.path / "lock", of=home.path), adapting.signals():
         home.begin(given.checkpoint)
-        hand_over(given, home, console)  # now, so that a wrong server is refused before any work
         if given.watch is None:
             adapt(given, home, console)
-            hand_over(given, home, console)
         else:
             watch(given, home, console)
 
@@ -78,31 +76,12 @@ def watch(given: Adapt, home: Home, console: progress.Results) -> None:
                     waiting = look(given, home)
                 except TooFew as error:
                     waiting = str(error)
-            try:
-                hand_over(given, home, console)
-            except ValueError as error:  # the server may come back
-                waiting = f"vLLM has not taken {home.current.name}, which is tried again: {error}"
             if waiting and waiting != said:
                 console.say(waiting)
                 said = waiting
             time.sleep(given.watch or 0)
     except KeyboardInterrupt:
         console.say(f"stopped; {home.path} stands for {home.current.name}")
-
-
-def hand_over(given: Adapt, home: Home, console: progress.Results) -> None:
-    """Gives the head in use to vllm=, unless it has it. Raises ValueError if the server does not take it."""
-    if given.vllm is None:
-        return
-    server, head = vllm_weights.Server(given.vllm), home.current
-    version = vllm_weights.version_of(head)
-    if server.version() == version:
-        return
-    export = home.path / "vllm" / head.name
-    if not export.exists():
-        vllm_weights.export(head, export, given.target)
-    server.send(export, version)
-    console.say(f"{given.vllm} drafts with {head.name}, read from {export}")
 
 
 def look(given: Adapt, home: Home) -> str | None:
@@ -288,7 +267,7 @@ def train(given: Adapt, home: Home, plan: Plan) -> Path:
             steps=steps,
             length=length,
             target={"name": Path(name) if Path(name).exists() else name, **target},
-            vocab={} if given.vllm else adapting.vocab(home.first),  # a running vLLM takes no other shapes
+            vocab=adapting.vocab(home.first),
             more=given.training,
         )
     )

@@ -26,13 +26,14 @@ from pathlib import Path
 
 import httpx
 
-from engine_clients.vllm_client import KV_SPACE, PYTHON
 from specdec.target.model import Target
 from train.features import vllm_features
 from train.naming import named
 
 ROUTE = "hidden_states_route.HiddenStatesRoute"  # of train/in_vllm
 FOLDER = "SPECDEC_HIDDEN_STATES"  # the variable that tells it the folder
+PYTHON = "engines/bin/python"  # which `make engines` installs
+KV_SPACE = "VLLM_CPU_KVCACHE_SPACE"  # GiB
 READY_WITHIN = 1800  # seconds; large targets load slowly
 
 

@@ -6,7 +6,6 @@ rows/0002/              what that head was trained on, and what was held out: tr
 adaptations/0002.json   what was measured and decided, of refused heads too; 0002.html: its page
 adaptation.html         the page of the newest one
 datastore               link to datastores/0002: texts to draft from (proposer=retrieval, proposer.suffix.datastore)
-vllm/0002/              the export of that head, if adapt.py was given a running vLLM (vllm=)
 training/               what is under way: plan.json, the rows, and the run; removed once it is decided
 lock                    while a process adapts here
 

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import torch
 from accelerate import Accelerator
@@ -58,13 +57,10 @@ class Trainer:
         validation: Validation,
         settings: Settings,
         folder: RunFolder,
-        serve: Callable[[Path], dict | None] | None = None,
         record: Callable[[int, dict], None] = lambda step, row: None,
     ):
-        """serve: the figures of an engine that serves a checkpoint's folder; None if it fails
-        record: gets each step and row that is logged
-        """
-        self.serve, self.record = serve, record
+        """record: gets each step and row that is logged"""
+        self.record = record
         self.group = Group.of(accelerator, objective.drafter.target)
         about = {"data": material.packs.fingerprint, "processes": self.group.num}
         self.folder = replace(folder, settings={**folder.settings, **about})
@@ -349,7 +345,7 @@ class Trainer:
         found = self.folder.read_best() if self.accelerator.is_main_process else None
         with self.waiting("the best step"):
             best = broadcast_object_list([found])[0]
-        if best is None or not (self.validation.unfinished(best[1]) or (self.serve and self.validation.replays)):
+        if best is None or not self.validation.unfinished(best[1]):
             return
         name, report, weights = best
         with self.waiting("the best step"):
@@ -358,8 +354,6 @@ class Trainer:
         with self.waiting("the decoding of the best step", timed=False):
             report = self.validation.decode_best(frozen, report, trained=self.seconds)
         if self.accelerator.is_main_process:
-            if self.serve is not None:
-                report = replace(report, served=self.serve(self.folder.path / name))
             self.folder.log_last(self.step, {"validation": report.to_json()})
             self.folder.write_report(name, report)
         with self.waiting("the decoding of the best step"):

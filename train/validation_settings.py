@@ -14,7 +14,6 @@ class ValidationSettings:
     auto: str
     share: float | None  # of the training time; None: any
     answers: str  # folder
-    served: str | None  # interpreter with vLLM
 
     def check(self, *, replays: bool, engine: bool, ema: float | None) -> None:
         """Raises ValueError for what needs replay where it does not apply.

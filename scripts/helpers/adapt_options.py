@@ -36,9 +36,6 @@ class Adapt:
     max_tokens: int | None = option(None, "most new tokens that are trained on, the newest; null: all")
     force: bool = option(False, "train even if it is not worth it")
     watch: float | None = option(None, "go on, and look for new rows every so many seconds; null: once")
-    vllm: str | None = option(
-        None, "address of a vLLM that is given each head in use while it serves, such as http://localhost:8000"
-    )
     depth: int = option(4, "drafts of the chain that heads are judged with")
     judged: int = option(100, "answers of new and of old rows that are judged, at most")
     length: int = option(1024, "tokens of an answer with its prompt that are judged and trained on, at most")

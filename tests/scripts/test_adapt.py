@@ -1,6 +1,6 @@
 """Tests of scripts/adapt.py: a tiny head is adapted to traffic, refused, interrupted and watched."""
 
-from helpers import adapting, vllm_weights
+from helpers import adapting
 
 import functools
 import json
@@ -14,13 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
-from safetensors.torch import load_file
 
 import adapt
 from specdec import checkpoint
 from specdec.proposers import datastore
 from specdec.target.model import Target, load_tokenizer
-from tests.scripts.test_vllm_weights import TinyVllm
 from tests.support import ROOT, child_environment, save_eagle, save_target, small_tokenizer, train_command, write_rows
 from train.adaptation_rows import encode
 from train.data import reading
@@ -298,45 +296,6 @@ def test_what_forgetting_is_judged_on_is_not_trained_on(made, run_adapt, monkeyp
     assert not prompts & {tuple(answer.prompt) for answer in plan.heldout["mix"]}
     judged = [encode(tokenizer, row) for row in reading.load_conversations(str(tmp_path / "heldout.jsonl"))]
     assert len(judged) == 6 and not prompts & {tuple(answer.prompt) for answer in judged}
-
-
-def test_a_running_vllm_gets_the_head_in_use(made, run_adapt, tmp_path):
-    with TinyVllm() as server:
-        run_adapt("tolerance=0.9", f"vllm={server.url}")
-        assert server.version == vllm_weights.version_of(Path("adapted/heads/0002"))
-        sent = [body["update_info"]["folder"] for path, body in server.requests if path == "update_weights"]
-        assert sent == [str(tmp_path / "adapted" / "vllm" / number) for number in ("0001", "0002")]
-        tensors = load_file(Path(sent[1], "model.safetensors"))
-        assert tensors.keys() == server.tensors.keys()
-        assert all(torch.equal(tensors[name], server.tensors[name]) for name in tensors)
-        num = len(server.requests)
-        with pytest.raises(ValueError, match="no rows that are newer"):
-            run_adapt("tolerance=0.9", f"vllm={server.url}")
-        assert len(server.requests) == num + 1  # it has that head
-        server.version = "default"  # it was started anew
-        with pytest.raises(ValueError, match="no rows that are newer"):
-            run_adapt("tolerance=0.9", f"vllm={server.url}")
-        assert server.version == vllm_weights.version_of(Path("adapted/heads/0002"))
-    with pytest.raises(ValueError, match="does not answer"):
-        run_adapt("tolerance=0.9", f"vllm={server.url}")
-
-
-def test_a_vllm_that_does_not_answer_is_asked_again(made, run_adapt, monkeypatch):
-    looks = []
-
-    def sleep(seconds):
-        looks.append(server.version)
-        server.refuse = ("weight_info", "busy") if len(looks) < 3 else None
-        server.version = "default"
-        if len(looks) == 4:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(adapt.time, "sleep", sleep)
-    with TinyVllm() as server:
-        out = run_adapt("watch=5", "min_tokens=5000", f"vllm={server.url}")
-    first = vllm_weights.version_of(Path("adapted/heads/0001"))
-    assert looks == [first, "default", "default", first]
-    assert out.count("vLLM has not taken 0001, which is tried again") == 1 and out.count("busy") == 1
 
 
 def test_what_cannot_be_adapted_to_is_refused(made, run_adapt, tmp_path):

@@ -34,7 +34,6 @@ SETTINGS = {
     "auto": "never",
     "share": None,
     "answers": "answers",
-    "served": None,
 }
 
 
