@@ -184,7 +184,7 @@ def fill(kind: Any, given: dict[str, Any]) -> Any:
     """An options dataclass with these values, by the names of the options, in place of its defaults."""
     own = {name: value for name, value in given.items() if "." not in name}
     for field in dataclasses.fields(kind):
-        if dataclasses.is_dataclass(field.type):
+        if callable(field.default_factory) and dataclasses.is_dataclass(field.type):
             inside = [(name.removeprefix(f"{field.name}."), value) for name, value in given.items()]
             own[field.name] = dataclasses.replace(
                 field.default_factory(), **{name: value for name, value in inside if f"{field.name}.{name}" in given}
