@@ -183,7 +183,7 @@ def test_other_settings_are_refused(run, compared, folder, tmp_path):
     with pytest.raises(ValueError, match=r"proposers\.ngram\.max \(then 6, now 4\)"):
         run("proposer.ngram.max=4")
     shutil.copytree(folder / "two", tmp_path / "two")  # other tests use the original
-    arguments = ["checkpoint=", "proposers=merged", f"proposer.checkpoint={tmp_path}/two", "limit=1"]
+    arguments = ["checkpoint=", "proposers=auto", f"proposer.checkpoint={tmp_path}/two", "limit=1"]
     arguments += ["decode.temperature=0", f"out={tmp_path}/changed"]
     run(*arguments)
     step = tmp_path / "two" / "step_000001"
@@ -215,15 +215,15 @@ def test_the_page_says_what_the_tables_say(compared):
 
 
 def test_a_proposer_with_a_head_is_decoded_with_each_checkpoint(run, folder):
-    run("proposers=merged,ngram", f"out={folder}/each", "limit=1", "chains=2", "trees=", "decode.temperature=0")
+    run("proposers=auto,ngram", f"out={folder}/each", "limit=1", "chains=2", "trees=", "decode.temperature=0")
     found = set(cells(folder / "each", "Comparison"))
-    assert {"merged with one", "merged with two", "ngram"} < found
+    assert {"auto with one", "auto with two", "ngram"} < found
     (row,) = map(json.loads, (folder / "each" / "rows.jsonl").read_text().splitlines())
-    of_merged = [{"merged with one", "merged with two"} & set(part) for part in row.values() if isinstance(part, dict)]
-    assert {"merged with one", "merged with two"} in of_merged
-    run("proposers=merged,ngram", f"proposer.checkpoint={folder}/two", f"out={folder}/named", "limit=1", "chains=2", "trees=",
+    of_auto = [{"auto with one", "auto with two"} & set(part) for part in row.values() if isinstance(part, dict)]
+    assert {"auto with one", "auto with two"} in of_auto
+    run("proposers=auto,ngram", f"proposer.checkpoint={folder}/two", f"out={folder}/named", "limit=1", "chains=2", "trees=",
         "decode.temperature=0")  # fmt: skip
-    assert "merged" in cells(folder / "named", "Comparison")
+    assert "auto" in cells(folder / "named", "Comparison")
 
 
 def test_depth_is_limited_by_the_drafter_and_an_adapting_drafter_has_its_own_target(run, folder):
@@ -245,7 +245,7 @@ def test_depth_is_limited_by_the_drafter_and_an_adapting_drafter_has_its_own_tar
         (["checkpoint=", "proposers="], "nothing to compare"),
         (["proposers=ngrams"], "no proposer 'ngrams'; there are: .*ngram"),
         (["proposers=ngram,ngram"], "list each once"),
-        (["checkpoint=", "proposers=merged"], "needs a trained head"),
+        (["checkpoint=", "proposers=auto"], "needs a trained head"),
         (["proposer.ngram.most=3"], "ngram has the settings"),
         (["proposer.max=3"], "proposer.NAME.KEY"),
         (["proposer.ngram.max=none"], "proposer.ngram.max=none must be a whole number, such as"),
@@ -255,7 +255,7 @@ def test_depth_is_limited_by_the_drafter_and_an_adapting_drafter_has_its_own_tar
         (["trees=4x3"], "DEPTHxWIDTHxNODES, such as"),
         (["decode.temperature=hot"], "give numbers"),
         (["chains=", "trees="], "both empty: give a chain"),
-        (["checkpoint={folder}/adapting", "proposers=merged"], "adapts its target, which the other proposers share"),
+        (["checkpoint={folder}/adapting", "proposers=auto"], "adapts its target, which the other proposers share"),
         (["proposer.ngram.checkpoint={folder}/one"], "ngram holds no trained head"),
         (["limit=0"], "limit=0 must be a whole number of 1 or more, or null"),
     ],
