@@ -16,8 +16,8 @@ from specdec.proposers.auto import Auto
 from specdec.proposers.costs import told
 from specdec.proposers.heads import HeadProposer
 from specdec.proposers.lookahead import Lookahead
-from specdec.proposers.ngram import Ngram
 from specdec.proposers.suffix import Suffix
+from specdec.proposers.text import Ngram
 from tests.support import HEADS, chain_of, greedy, make_drafter, random_tokens
 from tests.texts import repeating_texts
 
