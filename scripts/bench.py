@@ -45,7 +45,7 @@ from specdec.measuring.benchmark import Generate, Timed, TimedDecoder
 from specdec.measuring.tuning import name_of
 from specdec.proposers.auto import Auto
 from specdec.proposers.heads import HeadProposer
-from specdec.proposers.ngram import Ngram
+from specdec.proposers.text import Ngram
 from train import progress
 
 GENERATE, PLAIN = "transformers generate", "plain"

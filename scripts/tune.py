@@ -23,7 +23,7 @@ from specdec.measuring import comparing, tuning
 from specdec.measuring.comparing import Decoders, Method
 from specdec.measuring.measurement import Prompt, PromptResult, check_prompts, seeded_generator, turns
 from specdec.measuring.report import summarise
-from specdec.measuring.tuning import RecordedChances, Way
+from specdec.measuring.tuning import RecordedAcceptance, Way
 from specdec.proposers.auto import Auto
 from train import progress
 
@@ -129,7 +129,7 @@ def decode(
     assert auto.costs is not None
     auto.costs.prepare(1)  # inspected beside a batch too
     auto.forget()
-    auto.chances = RecordedChances()
+    auto.acceptance = RecordedAcceptance()
     rows = [
         row
         for group in progress.track(groups, "decoding", unit="prompts", size=len)

@@ -14,16 +14,15 @@ from specdec.core.tree import TreeShape
 from specdec.measuring.measurement import PromptResult
 from specdec.measuring.tuning import (
     Calibration,
-    RecordedChances,
+    RecordedAcceptance,
     TimedRound,
     Way,
     best_shape,
     rank_chances,
     step_seconds,
 )
-from specdec.proposers.account import Choice
-from specdec.proposers.auto import Auto
-from specdec.proposers.chances import DEEPEST
+from specdec.proposers.auto import Auto, Choice
+from specdec.proposers.candidates import DEEPEST
 from specdec.proposers.costs import Costs
 
 FIGURES = ("tau", "tau_ci", "speedup", "speedup_ci", "tokens_per_second", "baseline_tokens_per_second", "ms_per_round")
@@ -34,8 +33,8 @@ WHO = {"head": "tab:blue", "text": "tab:orange", "head and text": "tab:green", "
 
 
 def figures_of(auto: Auto, batch: int, results: list[PromptResult]) -> dict:
-    """What auto knows and did, for JSON. results: its own; its chances are RecordedChances"""
-    assert auto.costs is not None and isinstance(auto.chances, RecordedChances)
+    """What auto knows and did, for JSON. results: its own; its chances are RecordedAcceptance"""
+    assert auto.costs is not None and isinstance(auto.acceptance, RecordedAcceptance)
     account = auto.account
     rounds = account.rounds
     seconds = sum(result.drafted.seconds for result in results)
@@ -45,9 +44,9 @@ def figures_of(auto: Auto, batch: int, results: list[PromptResult]) -> dict:
             "pass_ms": {rows: {num: 1e3 * curve[num] for num in sorted(curve)} for rows, curve in curves.items()},
             "head_ms": {name: 1e3 * spent for name, spent in step_seconds(auto, batch).items()},
         },
-        "chances": [asdict(each) for each in auto.chances.calibration()],
-        "chances_by_group": [asdict(each) for each in auto.chances.calibration(GROUPS)],
-        "chances_of_groups": [asdict(each) for each in auto.chances.calibration(GROUPS, by_depth=False)],
+        "chances": [asdict(each) for each in auto.acceptance.calibration()],
+        "chances_by_group": [asdict(each) for each in auto.acceptance.calibration(GROUPS)],
+        "chances_of_groups": [asdict(each) for each in auto.acceptance.calibration(GROUPS, by_depth=False)],
         "choices": {
             "rounds": rounds,
             "by_nodes": {num: account.sizes[num] for num in sorted(account.sizes)},
@@ -158,9 +157,9 @@ def table_of_ways(ways: list[Way]) -> rich.table.Table:
 
 def fixed_shape(auto: Auto, batch: int, *, greedy: bool) -> dict | None:
     """The fixed shape of the head that is expected to be the fastest, for JSON."""
-    assert auto.costs is not None and isinstance(auto.chances, RecordedChances)
+    assert auto.costs is not None and isinstance(auto.acceptance, RecordedAcceptance)
     curve = auto.costs.curve(batch, auto.entries)
-    chances = rank_chances(auto.chances.cases, "head" if greedy else "drawn")
+    chances = rank_chances(auto.acceptance.cases, "head" if greedy else "drawn")
     found = best_shape(chances, curve, step_seconds(auto, batch))
     if found is None:
         return None

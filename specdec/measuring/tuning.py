@@ -18,10 +18,9 @@ from specdec.decoding.drafting import Drafting
 from specdec.measuring.figures import rate_ratio_interval
 from specdec.measuring.measurement import PromptResult
 from specdec.measuring.report import Report
-from specdec.proposers.account import Choice
-from specdec.proposers.auto import Auto
-from specdec.proposers.chances import BOUNDS, DEEPEST, Chances, Kind
-from specdec.proposers.stopping import Stopping
+from specdec.proposers.auto import Auto, Choice
+from specdec.proposers.candidates import BOUNDS, DEEPEST, Acceptance, Kind
+from specdec.proposers.growth import Stopping
 
 
 def name_of(drafting: Drafting) -> str:
@@ -39,7 +38,7 @@ def candidates(draftings: Iterable[Drafting], limit: int | None) -> tuple[list[D
     return list(fitting.values()), [name for name in named if name not in fitting]
 
 
-# Chances
+# Acceptance
 
 
 @dataclass(frozen=True)
@@ -60,15 +59,15 @@ class Calibration:
     accepted: float
 
 
-class RecordedChances(Chances):
-    """Chances that keep every case from which they learn."""
+class RecordedAcceptance(Acceptance):
+    """Acceptance that keeps every case from which it learns."""
 
     def __init__(self) -> None:
         super().__init__()
         self.cases: list[tuple[Kind, float, bool]] = []  # with the chance before it was learned from
 
     def learn(self, kind: Kind, accepted: bool) -> None:
-        self.cases.append((kind, self.of(kind), accepted))
+        self.cases.append((kind, self.probability(kind), accepted))
         super().learn(kind, accepted)
 
     def calibration(self, bounds: tuple[float, ...] = BOUNDS, *, by_depth: bool = True) -> list[Calibration]:
@@ -114,8 +113,8 @@ def step_seconds(auto: Auto, rows: int) -> dict[str, float]:
     assert auto.costs is not None
     if auto.costs.steps is not None:
         return auto.costs.steps
-    known = auto.steps.known
-    return {name: known[name, rows] for name in ("absorb", "step") if (name, rows) in known}
+    names = [name for name in ("absorb", "step") if (name, rows) in auto.times.recent]
+    return {name: auto.times.seconds(name, rows) for name in names}
 
 
 def predict(tau: float, curve: dict[int, float], steps: dict[str, float], shape: TreeShape) -> float | None:
@@ -135,7 +134,7 @@ def predict(tau: float, curve: dict[int, float], steps: dict[str, float], shape:
 def rank_chances(cases: Iterable[tuple[Kind, float, bool]], source: str) -> list[list[float]]:
     """How often a source's draft of each rank (0: its likeliest) was right if its parent was, for each depth from 1.
 
-    cases: of RecordedChances. Depths end with the first that has no case.
+    cases: of RecordedAcceptance. Depths end with the first that has no case.
     """
     counts: dict[int, Counter[int]] = {}
     right: dict[int, Counter[int]] = {}

@@ -16,7 +16,8 @@ from specdec.core.sampling import Sampling
 from specdec.decoding.decoder import Decoder
 from specdec.decoding.drafting import Drafting
 from specdec.heads import draft as heads_draft
-from specdec.proposers import datastore, retrieval
+from specdec.proposers import datastore
+from specdec.proposers import text as retrieval
 from specdec.proposers.auto import Auto
 from specdec.target.model import Target
 from tests.support import make_drafter, make_target, random_tokens

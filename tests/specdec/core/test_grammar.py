@@ -24,9 +24,8 @@ from specdec.decoding.decoder import Decoder
 from specdec.proposers import auto
 from specdec.proposers.auto import Auto
 from specdec.proposers.costs import told
-from specdec.proposers.forced import Forced
 from specdec.proposers.heads import HeadProposer
-from specdec.proposers.ngram import Ngram
+from specdec.proposers.text import Forced, Ngram
 from tests.enumeration import PROMPT, SAMPLINGS, THREE_TOKENS, V, decoder_outcomes, sampled_target
 from tests.grammars import Language, random_constraint, some_of
 from tests.support import REAL_TARGET, chain_of, make_drafter, random_tokens
@@ -353,7 +352,7 @@ def test_without_stop_tokens_or_the_package_a_sentence_says_what_to_do(monkeypat
 def test_the_settings_of_forced_are_those_of_its_file(small_target):
     import yaml
 
-    from specdec.proposers.forced import usual_forced
+    from specdec.proposers.text import usual_forced
     from tests.support import ROOT
 
     assert usual_forced(small_target).depth == yaml.safe_load((ROOT / "conf/proposer/forced.yaml").read_text())["num"]

@@ -15,7 +15,7 @@ from specdec.decoding.drafting import Drafting
 from specdec.measuring.measurement import Prompt, PromptResult
 from specdec.measuring.report import summarise
 from specdec.measuring.tuning import (
-    RecordedChances,
+    RecordedAcceptance,
     Way,
     candidates,
     name_of,
@@ -26,7 +26,7 @@ from specdec.measuring.tuning import (
     verdict,
 )
 from specdec.proposers.auto import Auto
-from specdec.proposers.chances import Chances, Kind
+from specdec.proposers.candidates import Acceptance, Kind
 from specdec.proposers.costs import Costs, told
 from specdec.proposers.heads import HeadProposer
 from tests.support import chain_of, make_drafter, prompts_of
@@ -42,20 +42,20 @@ def test_candidates_are_tried_once_and_no_deeper_than_the_drafter():
     assert name_of(stops) == "chain of up to 4, stopping below 0.30"
 
 
-# Chances
+# Acceptance
 
 
 def test_calibration_counts_what_was_stated_and_what_came():
-    recorded, known = RecordedChances(), Chances()
+    recorded, known = RecordedAcceptance(), Acceptance()
     cases = [(0.15, 1, True), (0.15, 1, False), (0.25, 1, False), (0.35, 1, True), (0.25, 2, True), (0.25, 9, False)]
     expected = []
     for estimate, depth, accepted in cases:
         kind = Kind("head", estimate, depth)
-        expected.append(known.of(kind))
+        expected.append(known.probability(kind))
         for chances in (recorded, known):
             chances.learn(kind, accepted)
     assert [chance for _, chance, _ in recorded.cases] == expected  # what was believed before it was known
-    assert recorded.of(Kind("head", 0.2, 1)) == known.of(Kind("head", 0.2, 1))
+    assert recorded.probability(Kind("head", 0.2, 1)) == known.probability(Kind("head", 0.2, 1))
     first, *_, last = recorded.calibration((0.1, 0.3))
     assert (first.source, first.depth, first.low, first.high, first.num) == ("head", 1, 0.1, 0.3, 3)
     assert first.stated == pytest.approx(0.55 / 3) and first.accepted == pytest.approx(1 / 3)
@@ -66,7 +66,7 @@ def test_calibration_counts_what_was_stated_and_what_came():
 
 def test_a_drafter_that_overstates_is_seen_and_corrected():
     random.seed(0)
-    recorded = RecordedChances()
+    recorded = RecordedAcceptance()
     for _ in range(600):
         recorded.learn(Kind("head", 0.8, 1), random.random() < 0.4)
     (cell,) = recorded.calibration()
