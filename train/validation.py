@@ -32,7 +32,7 @@ from specdec.measuring.measure import (
 from specdec.measuring.report import Report, in_parts, prompt_counts, summarise, undecoded, with_replays
 from specdec.proposers.auto import Auto
 from specdec.proposers.base import Proposer
-from specdec.proposers.costs import Conditions, Costs
+from specdec.proposers.costs import Costs
 from specdec.target.experts import experts_of
 from specdec.target.model import TargetOutput
 from specdec.unroll import replay
@@ -85,7 +85,7 @@ class Validation:
         )
         self.drafts = isinstance(drafter, Drafter)
         self.adapts = drafter.adapts_target
-        self.costs: dict[Conditions, Costs] = {}  # of auto, as far as they are known
+        self.costs: dict[Path, Costs] = {}  # of auto, as far as they are known
         self.answers: list[list[int]] | None = None
         self.read: dict[
             int, tuple[Tensor, Tensor]

@@ -15,7 +15,7 @@ from specdec.decoding.drafting import Drafting
 from specdec.measuring.measure import Prompt
 from specdec.proposers.auto import Auto
 from specdec.proposers.base import Proposer
-from specdec.proposers.stopping import Stopping
+from specdec.proposers.growth import Stopping
 from train import progress
 from train.naming import named
 

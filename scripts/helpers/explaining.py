@@ -7,12 +7,12 @@ import rich.console
 import rich.table
 
 from specdec.proposers.auto import Auto
-from specdec.proposers.chances import Chances, Kind
+from specdec.proposers.candidates import Acceptance, Kind
 
 GROUPS = (0.1, 0.3, 0.5, 0.7, 0.9)  # bounds of the groups of estimates
 
 
-class RecordedChances(Chances):
+class RecordedAcceptance(Acceptance):
     """Acceptance probabilities that keep every case from which they learn: the kind, the probability before, and the outcome."""
 
     def __init__(self) -> None:
@@ -20,7 +20,7 @@ class RecordedChances(Chances):
         self.cases: list[tuple[Kind, float, bool]] = []
 
     def learn(self, kind: Kind, accepted: bool) -> None:
-        self.cases.append((kind, self.of(kind), accepted))
+        self.cases.append((kind, self.probability(kind), accepted))
         super().learn(kind, accepted)
 
 
@@ -34,7 +34,7 @@ class ExplainedAuto(Auto):
 
     def forget(self):
         super().forget()
-        self.chances: RecordedChances = RecordedChances()
+        self.acceptance: RecordedAcceptance = RecordedAcceptance()
 
 
 def explain(auto: ExplainedAuto, rows: int, seconds: float) -> dict:
@@ -44,8 +44,8 @@ def explain(auto: ExplainedAuto, rows: int, seconds: float) -> dict:
     curve = auto.costs.curve(rows, auto.entries)
     return {
         "pass_ms": {num: 1e3 * curve[num] for num in sorted(curve)},  # of the target, by nodes
-        "head_ms": {name: 1e3 * auto.steps.seconds(name, rows) for name in ("absorb", "step")},
-        "acceptance": calibrate(auto.chances),
+        "head_ms": {name: 1e3 * auto.times.seconds(name, rows) for name in ("absorb", "step")},
+        "acceptance": calibrate(auto.acceptance),
         "by_nodes": {num: account.sizes[num] for num in sorted(account.sizes)},
         "rounds": account.rounds,
         "head_rounds": account.head,
@@ -57,7 +57,7 @@ def explain(auto: ExplainedAuto, rows: int, seconds: float) -> dict:
     }
 
 
-def calibrate(recorded: RecordedChances) -> list[dict]:
+def calibrate(recorded: RecordedAcceptance) -> list[dict]:
     """For drafts with an accepted parent, verified or not, by source and estimate: the mean probabilities by the drafter and by
     auto before it saw the text, and the acceptance rate."""
     groups = defaultdict(list)

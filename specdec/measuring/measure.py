@@ -14,7 +14,7 @@ from specdec.decoding.decoder import Decoder
 from specdec.decoding.drafting import Drafting
 from specdec.heads.base import Drafter, Head
 from specdec.proposers.base import Proposer
-from specdec.proposers.stopping import Stopping
+from specdec.proposers.growth import Stopping
 from specdec.target.model import Target
 from specdec.unroll import replay
 

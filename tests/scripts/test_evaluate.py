@@ -17,7 +17,7 @@ from specdec.core.timing import fastest_batch
 from specdec.heads.eagle import Eagle
 from specdec.heads.medusa import Medusa2
 from specdec.measuring.measure import name_drafting
-from specdec.proposers.chances import Chances, Kind
+from specdec.proposers.candidates import Acceptance, Kind
 from specdec.target.model import Target
 from specdec.unroll.replay import acceptance
 from tests.support import save_eagle, save_target, write_prompts, write_rows
@@ -110,12 +110,12 @@ def test_auto_is_explained(run, folder):
 
 
 def test_probabilities_are_compared_with_what_was_accepted():
-    recorded, known = explaining.RecordedChances(), Chances()
+    recorded, known = explaining.RecordedAcceptance(), Acceptance()
     cases = [(0.15, True), (0.15, False), (0.25, False), (0.35, True), (0.25, True)]
     expected = []
     for estimate, accepted in cases:
         kind = Kind("head", estimate, 1)
-        expected.append(known.of(kind))
+        expected.append(known.probability(kind))
         for each in (recorded, known):
             each.learn(kind, accepted)
     first, second = explaining.calibrate(recorded)

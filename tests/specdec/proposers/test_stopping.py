@@ -14,9 +14,8 @@ from specdec.core.sampling import Sampling
 from specdec.core.tree import TreeShape
 from specdec.decoding.decoder import Decoder
 from specdec.decoding.drafting import Drafting
-from specdec.proposers.growth import FIRST_CHILD, NEXT_CHILD, static_parents
+from specdec.proposers.growth import FIRST_CHILD, NEXT_CHILD, Stopping, static_parents
 from specdec.proposers.heads import HeadProposer
-from specdec.proposers.stopping import Stopping
 from specdec.target.model import Target
 from tests.loops import transformers_answer
 from tests.support import (
