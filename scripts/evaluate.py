@@ -86,6 +86,8 @@ def main(arguments: list[str] | None = None) -> None:
     out = Path(chosen.out or ("comparison" if several else "report.json"))
     make_room(f"out={out}", out, folder=several)
     if several:
+        if chosen.explain or chosen.target.tp > 1:
+            raise ValueError("explain=true and target.tp= are for one method: compare without them.")
         return comparing.compare(chosen, out, console)
     drafting, samplings = chosen.decode.drafting(), chosen.decode.samplings()
     usual = proposers.HEAD if chosen.proposer is None and not chosen.explain else chosen.proposer

@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import rich.table
 
@@ -35,7 +36,7 @@ Columns = dict[float, dict[str, Report]]  # temperature -> method -> report
 Found = dict[float, dict[str, list[PromptResult]]]  # the same, of the results
 
 
-def compare(chosen, out: Path, console: progress.Results) -> None:
+def compare(chosen: Any, out: Path, console: progress.Results) -> None:
     """chosen: Evaluate; out: the folder"""
     loading.use_threads(out / "settings.json")
     samplings = sorted(set(chosen.decode.samplings()), key=lambda sampling: sampling.temperature)
@@ -49,7 +50,6 @@ def compare(chosen, out: Path, console: progress.Results) -> None:
     runs = loading.load_runs(chosen.checkpoint, chosen.target)
     opened = loading.shared_target(runs, chosen.target, head=chosen.settings.get("checkpoint"))
     prompts = loading.load_prompts(chosen, opened, split(chosen.checkpoint))
-    prompts = list(itertools.islice(itertools.cycle(prompts), max(len(prompts), *batches)))
     ruled = decoding.Ruled.of(chosen.decode.grammar, opened)
     if ruled:
         prompts = ruled.apply(prompts)
@@ -58,27 +58,28 @@ def compare(chosen, out: Path, console: progress.Results) -> None:
     )
     methods, run_of = make_methods(runs, configs, opened.target, draftings)
     settings = describe(chosen, runs, configs, prompts, opened.target)
+    prompts = list(itertools.islice(itertools.cycle(prompts), max(len(prompts), *batches)))
     with resumable(out / "settings.json", out / "rows.jsonl", settings, advice="Choose another out=FOLDER.") as results:
         results.same(target=opened.target.fingerprint())
-        progress.note(f"{len(results.rows)} of {len(prompts) * len(samplings) * len(batches)} prompts x temperatures x batch sizes are in {out}")
+        num = len(prompts) * len(samplings) * len(batches)
+        progress.note(f"{len(results.rows)} of {num} prompts x temperatures x batch sizes are in {out}")
         for batch, sampling in itertools.product(batches, samplings):
             stop, grammars = set() if chosen.ignore_stop else opened.stop, ruled.grammars if ruled else None
             how = MeasureSettings(sampling, stop, chosen.max_new_tokens, chosen.seed, batch, grammars)
             decode_missing(methods, prompts, how, results, chosen.prompts)
+        named = {f"{method.name}, batch {batch}" if len(batches) > 1 else method.name: (method, batch)
+                 for batch, method in itertools.product(batches, methods)}  # fmt: skip
         found = {
             sampling.temperature: {
-                f"{method.name}, batch {batch}" if len(batches) > 1 else method.name: results_of(
-                    results.rows, method, sampling.temperature, batch
-                )
-                for batch in batches
-                for method in methods
+                name: results_of(results.rows, method, sampling.temperature, batch)
+                for name, (method, batch) in named.items()
             }
             for sampling in samplings
         }
-        write(out, console, methods * len(batches), run_of, found, settings)
+        write(out, console, {name: method for name, (method, _) in named.items()}, run_of, found, settings)
 
 
-def read_batches(chosen) -> list[int]:
+def read_batches(chosen: Any) -> list[int]:
     """The batch sizes, in order. Raises ValueError for what is no list of numbers."""
     try:
         sizes = sorted({int(part) for part in split(chosen.batches)}) or [chosen.batch or 1]
@@ -104,12 +105,12 @@ def configure_for_each(
 
 
 def describe(
-    chosen, runs: list[Run], configs: dict[str, proposers.Config], prompts: list[Prompt], target: Target
+    chosen: Any, runs: list[Run], configs: dict[str, proposers.Config], prompts: list[Prompt], target: Target
 ) -> dict:
     """The settings that all rows of a comparison have in common."""
     folders = sorted({folder for config in configs.values() for folder in proposers.folders(config)})
     weights = {run.name: digest((run.folder / "drafter.safetensors").read_bytes()) for run in runs}
-    given = ("prompts", "max_new_tokens", "chains", "trees", "batch", "batches", "ignore_stop", "seed")
+    given = ("prompts", "max_new_tokens", "chains", "trees", "ignore_stop", "seed")
     return {
         "checkpoint": {run.name: f"{hub.pinned(run.folder)} {weights[run.name]}" for run in runs},
         "proposers": configs,
@@ -185,33 +186,21 @@ def results_of(rows: Iterable[dict], method: Method, temperature: float, batch: 
 def write(
     out: Path,
     console: progress.Results,
-    methods: list[Method],
+    methods: dict[str, Method],
     run_of: dict[str, Run],
     found: Found,
     settings: dict,
 ) -> None:
-    """Writes comparison.html and report.json, and prints a table. methods: in the order of those in `found`"""
-    columns: Columns = {}
-    for temperature, column in found.items():
-        columns[temperature] = {
-            name: replace(
-                summarise_by_category(
-                    results,
-                    depth=method.proposer.depth,
-                    temperature=temperature,
-                    adapted=method.target.adapted,
-                    lossy=method.drafting.rule in rules.LOSSY,
-                ),
-                training=run_of[method.name].training if method.name in run_of else None,
-            )
-            for method, (name, results) in zip(methods, column.items(), strict=True)
-        }
+    """Writes comparison.html and report.json, and prints a table. methods: by the names in `found`; run_of: by Method.name"""
+    columns = {
+        temperature: {name: summarise(methods[name], run_of, temperature, column[name]) for name in methods}
+        for temperature, column in found.items()
+    }
     lowest = columns[min(columns)]
     names, first = sorted(lowest, key=lambda name: -(lowest[name].tau or 0.0)), next(iter(lowest))
     columns = {temperature: {name: column[name] for name in names} for temperature, column in columns.items()}
     differences = {t: {name: tau_difference(each[name], each[first]) for name in names} for t, each in found.items()}
-    baselines = {name: method.baseline for name, method in zip(found[min(found)], methods)}
-    fixed = {name: method.drafting for name, method in zip(found[min(found)], methods) if method.name in run_of}
+    fixed = {name: method.drafting for name, method in methods.items() if method.name in run_of}
     fastest = max(fixed, key=lambda name: lowest[name].speedup or 0.0, default=None)
     conditions = (
         f"{settings['conditions']}; {settings['num_prompts']} prompts of {settings['prompts']}, <= {settings['max_new_tokens']} new tokens; torch {settings['torch']}, "
@@ -241,15 +230,26 @@ def write(
     }
     files.write_text(out / "report.json", json.dumps(document, indent=1) + "\n")
     for temperature, reports in columns.items():
-        console.print(make_table(temperature, reports, baselines, differences[temperature], first))
+        console.print(make_table(temperature, reports, methods, differences[temperature], first))
     said = f"; decode.file={out}/report.json decodes as {fastest}, the fastest fixed shape" if fastest else ""
     console.print(f"written: {out}/comparison.html and report.json{said}")
+
+
+def summarise(method: Method, run_of: dict[str, Run], temperature: float, results: list[PromptResult]) -> Report:
+    report = summarise_by_category(
+        results,
+        depth=method.proposer.depth,
+        temperature=temperature,
+        adapted=method.target.adapted,
+        lossy=method.drafting.rule in rules.LOSSY,
+    )
+    return replace(report, training=run_of[method.name].training if method.name in run_of else None)
 
 
 def make_table(
     temperature: float,
     column: dict[str, Report],
-    baselines: dict[str, str],
+    methods: dict[str, Method],
     differences: dict[str, tuple[float, list[float]]],
     first: str,
 ) -> rich.table.Table:
@@ -261,7 +261,7 @@ def make_table(
     for name, report in sorted(column.items(), key=lambda item: item[1].speedup or 0.0):
         value, (low, high) = differences[name]
         table.add_row(
-            name if baselines[name] == FROZEN else f"{name} (beside {baselines[name]})",
+            name if methods[name].baseline == FROZEN else f"{name} (beside {methods[name].baseline})",
             f"{report.tau:.2f}",
             f"{value:+.2f} ({low:+.2f} .. {high:+.2f})",
             f"{report.tokens_per_second:.1f}",

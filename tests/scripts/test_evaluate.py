@@ -143,6 +143,7 @@ def test_probabilities_are_compared_with_what_was_accepted():
         (["proposer=auto", "proposer.costs=nowhere.json"], "costs=nowhere.json must be a JSON file"),
         (["checkpoint={folder}/one,{folder}/one"], "Two runs are called one"),
         (["checkpoint=", "chains=2"], "nothing to compare"),
+        (["chains=2", "explain=true"], "explain=true and target.tp= are for one method"),
         (["chains=1,two"], "chains=1,two cannot be read: give a comma list of DEPTH, such as 1,2,3"),
         (["trees=4x3"], "DEPTHxWIDTHxNODES, such as"),
         (["trees=3x2x2"], "cannot hold a path"),
@@ -303,16 +304,17 @@ def test_depth_is_limited_by_the_drafter_and_an_adapting_drafter_has_its_own_tar
 def test_batch_sizes_are_compared_with_full_batches(run, folder, monkeypatch):
     """Every token is a stop token here, which ignore_stop=true ignores. A further size is added to what is there."""
     monkeypatch.setattr(data, "stop_tokens", lambda *_: set(range(100_000)))
-    given = [f"out={folder}/batches", "batches=4,1", "ignore_stop=true"]
-    run(*given)
+    given = [f"out={folder}/batches", "ignore_stop=true"]
+    run(*given, "batches=1", "chains=2")
+    run(*given, "batches=4,1", "chains=2")
     report = json.loads((folder / "batches" / "report.json").read_text())
     column = report["temperatures"]["0"]
-    assert list(report["settings"]["checkpoint"]) == ["one"] and report["settings"]["num_prompts"] == 4
+    assert list(report["settings"]["checkpoint"]) == ["one"] and report["settings"]["num_prompts"] == 3
     assert set(column) == {"one, chain of 2, batch 1", "one, chain of 2, batch 4"}
     taus = {each["tau"] for each in column.values()}
     assert len(taus) == 1 and all(each["num_prompts"] == 4 for each in column.values())
     rows = [json.loads(line) for line in (folder / "batches" / "rows.jsonl").read_text().splitlines()]
-    assert [row["batch"] for row in rows] == [1] * 4 + [4] * 4
+    assert [row["batch"] for row in rows] == [1] * 3 + [1] + [4] * 4
     assert all(len(row["methods"]["one, chain of 2"]["drafted"]["tokens"][0]) == 6 for row in rows)
 
 
