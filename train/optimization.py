@@ -1,37 +1,22 @@
-"""Optimizers, schedules of the learning rate, the average of the weights, and the record of gradient norms."""
+"""Optimizers, schedules of the learning rate, the average of the weights, and the norms of gradients."""
 
 import contextlib
 import functools
 import importlib
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from train.parts import in_parts, local
+from train.config import OptimizerSettings
+from train.distributed import in_parts, local
 
 ADAMW8BIT = "bitsandbytes"
 AVERAGE = "average:"  # before the names of averaged weights in a saved state
 # Parameters whose rows are tokens or single figures: AdamW suits them better than Muon, as it does embeddings
 OUTPUTS = ("lm_head", "lm_heads", "markov_out", "confidence_head")
-
-
-@dataclass(frozen=True)
-class OptimizerSettings:
-    """conf/train.yaml, `optimizer`; train/ranges.py has checked them."""
-
-    name: str
-    lr: float
-    muon_lr: float | None  # of the matrices that muon trains; None: lr
-    betas: list[float]  # of AdamW
-    weight_decay: float
-    schedule: str
-    warmup: int  # steps
-    decay: float  # share of the steps, of wsd
-    final: float  # of lr, where a schedule ends
 
 
 # Schedules. progress: 0 at the end of the warm-up, 1 after the last step. -> share of lr
@@ -166,39 +151,6 @@ def make_optimizer(
     return OPTIMIZERS[settings.name](module, settings, adapter)
 
 
-def pack_state(state: dict) -> tuple[dict[str, Tensor], dict]:
-    """The `state` of an optimizer's state_dict -> its tensors, named by their place in it, and what else JSON can hold.
-
-    Two parameters may share a tensor, which safetensors refuses: `gathered_state` has made two of it."""
-    tensors, values = {}, {}
-    for place, value in _leaves(state):
-        if isinstance(value, Tensor):
-            tensors[place] = value
-        else:
-            values[place] = value
-    return tensors, values
-
-
-def unpack_state(tensors: dict[str, Tensor], values: dict) -> dict:
-    """The inverse of `pack_state`."""
-    state: dict = {}
-    for place, value in {**tensors, **values}.items():
-        number, *inner, key = place.split(".")
-        entry = state.setdefault(int(number), {})
-        for name in inner:
-            entry = entry.setdefault(name, {})
-        entry[key] = value
-    return state
-
-
-def _leaves(state: dict, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in state.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
 def _pair(settings: OptimizerSettings) -> tuple[float, float]:
     first, second = settings.betas
     return first, second
@@ -259,24 +211,14 @@ class Average:
             value.copy_(in_parts(state[name], value))
 
 
-class GradientNorms:
-    """The norms of gradients before clipping. They stay on the device until they are read."""
-
-    def __init__(self, limit: float):
-        self.limit = limit
-        self.norms: list[Tensor] = []
-
-    def add(self, norm: Tensor) -> None:
-        self.norms.append(norm.detach())
-
-    def read(self) -> dict[str, float]:
-        """Since the last reading: the mean norm, and the share of steps that were clipped; empty if there was no step."""
-        if not self.norms:
-            return {}
-        norms = torch.stack(self.norms)  # [steps]
-        self.norms = []
-        mean, clipped = torch.stack([norms.mean(), (norms > self.limit).float().mean()]).tolist()
-        return {"grad_norm": mean, "clipped": clipped}
+def read_norms(norms: list[Tensor], limit: float) -> dict[str, float]:
+    """The mean norm of gradients, and the share of steps that were clipped; {} without norms. Empties the list."""
+    if not norms:
+        return {}
+    values = torch.stack(norms)  # [steps]
+    norms.clear()
+    mean, clipped = torch.stack([values.mean(), (values > limit).float().mean()]).tolist()
+    return {"grad_norm": mean, "clipped": clipped}
 
 
 def take(values: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
