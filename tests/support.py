@@ -1,6 +1,7 @@
 """Helpers that tests share: tiny targets, drafters and tokenizers, scripted proposers, saved folders."""
 
 import collections
+import contextlib
 import functools
 import importlib.util
 import itertools
@@ -352,16 +353,36 @@ def oracle(depth: int, *, wrong: int | None = None):
     return drafts
 
 
+@contextlib.contextmanager
+def before_steps(act):
+    """Within, act(trainer) is called before each step of training."""
+    take_step = Trainer.take_step
+
+    def acting(trainer, **settings):
+        act(trainer)
+        return take_step(trainer, **settings)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "take_step", acting)
+        yield
+
+
+class PowerCutError(Exception):
+    pass
+
+
+def cut_power(step: int):
+    """For `before_steps`: a run dies when so many steps are done."""
+
+    def act(trainer):
+        if trainer.step == step:
+            raise PowerCutError
+
+    return act
+
+
 def fit_interrupted(fit, name: str, *more: str) -> None:
     """Trains a run that fails before its fourth step, and resumes it."""
-    step = Trainer._train_step
-
-    def failing_step(trainer, **settings):
-        if trainer.step == 3:
-            raise KeyError("power cut")
-        return step(trainer, **settings)
-
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyError):
-        patch.setattr(Trainer, "_train_step", failing_step)
+    with before_steps(cut_power(3)), pytest.raises(PowerCutError):
         fit(name, *more)
     assert fit(name, *more, "resume=true") == 0

@@ -16,7 +16,7 @@ from tests.support import HEADS, VARIANTS, chain_of, load_head, make_drafter, na
 from train.data.rows import Row, collate
 from train.features.outputs import Online
 from train.objective import Objective, slots
-from train.training_progress import text_rounds
+from train.trainer import count_rounds
 
 WEIGHTS = {"kl": 0.5, "ce": 1.5, "tv": 2.5}
 
@@ -80,7 +80,11 @@ def naive(objective: Objective, row: Row) -> float:
     for (_, d), (p, q, index) in laws(objective, row).items():
         ce = 0.0 if index is None else -float(q[index].log())
         value = 0.5 * kl(p, q) + 1.5 * ce + 2.5 * (1 - float(torch.minimum(p, q).sum()))
-        total += value * objective.decay ** (d - 1) / sum(objective.decay**step for step in range(objective.depth))
+        total += (
+            value
+            * objective.settings.decay ** (d - 1)
+            / sum(objective.settings.decay**step for step in range(objective.depth))
+        )
     return total
 
 
@@ -202,7 +206,7 @@ def test_slots_against_a_loop(target, depth):
 
 @paired("any_drafter, name", VARIANTS, ["lk", "e2e_tv", "rounds", "dpace", "vat"])
 def test_losses_over_all_depths_against_a_loop(any_drafter, name):
-    """Two documents in one row and one in another; the formulas of train/survival.py are computed by hand."""
+    """Two documents in one row and one in another; the formulas of train/losses.py are computed by hand."""
     rows = [make_row(seed, 4 + seed, 6, 61) for seed in range(3)]
     weighted = name in ("dpace", "vat")
     objective = make_objective(
@@ -374,7 +378,7 @@ def test_text_tau_equals_replay(small_drafter, small_target):
         emitted += len(answer) - 1
     loss, batch = judge(make_objective(small_drafter), [rows[:3], rows[3:]], 50)
     assert num_rounds < emitted
-    tokens, rounds = text_rounds(batch, loss.matches)
+    tokens, rounds = count_rounds(batch, loss.matches)
     assert tokens / rounds == pytest.approx(emitted / num_rounds, abs=1e-12)
 
 

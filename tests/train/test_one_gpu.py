@@ -15,7 +15,7 @@ from specdec.heads.decoder_block import Rotary, llama_config, ridge
 from specdec.target import attention
 from specdec.target.model import Target
 from tests.support import load_head, make_drafter, make_target, train_command
-from train import objective, sharding
+from train import distributed, objective
 from train.data.loader import Loader, Order
 
 GPU = torch.device("cuda", 0)
@@ -270,14 +270,14 @@ def test_settings_of_accelerate_that_training_does_not_take_are_refused(monkeypa
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv(variable, value)
     with pytest.raises(ValueError, match=rf"^accelerate's configuration asks for .* \({variable}={value}\): choose"):
-        sharding.plugin(shard)
+        distributed.make_plugin(shard)
 
 
 def test_what_accelerates_launcher_always_sets_is_taken(monkeypatch):
     for variable, value in {"ACCELERATE_DYNAMO_BACKEND": "NO", "ACCELERATE_USE_FSDP": "false",
                             "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1"}.items():  # fmt: skip
         monkeypatch.setenv(variable, value)
-    assert sharding.plugin(False) is None
+    assert distributed.make_plugin(False) is None
 
 
 def test_they_are_refused_before_anything_is_loaded(fit, monkeypatch):

@@ -11,12 +11,12 @@ from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
-import train.multirun as multirun
+import train.sweeps as sweeps
 from specdec.core import files
 from tests.support import ROOT
 from train import display
-from train.naming import named
-from train.run_folder import RunFolder
+from train.ranges import named
+from train.state import RunFolder
 
 FOLDER = {"spec": {}, "settings": {"optimizer.lr": 0.1, "head": "eagle"}}
 
@@ -209,7 +209,7 @@ def test_a_begun_or_finished_run_is_not_overwritten(tmp_path):
     ],
 )
 def test_a_run_and_its_features_are_named_by_the_target(given, wanted):
-    assert multirun.target_name("targets/smollm2-135m/") == "smollm2-135m"
+    assert sweeps.target_name("targets/smollm2-135m/") == "smollm2-135m"
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         config = compose("train", overrides=given, return_hydra_config=True)
     before = HydraConfig.instance().cfg

@@ -9,12 +9,9 @@ from torch import nn
 
 from specdec import checkpoint
 from tests.pretend_device import ELSEWHERE, Elsewhere, PretendDevice
-from tests.support import losses_of
-from train.optimization import pack_state
-from train.parts import gathered_state
-from train.run_folder import RunFolder
-from train.saving import Saving
-from train.trainer import Trainer
+from tests.support import PowerCutError, before_steps, cut_power, losses_of
+from train.distributed import gathered_state
+from train.state import RunFolder, Saving, pack_state
 
 STATE = {"weights": {"weight": torch.arange(3.0)}, "optimizer": {"state": {}, "param_groups": []}, "document": {}}
 QUICK = ("head=eagle", "solve_packs=0", "validation.num_prompts=1", "validation.max_new_tokens=2", "validation.decode=end", "validation.share=0", "validation.auto=never")  # fmt: skip
@@ -37,7 +34,7 @@ def slow(tmp_path) -> Slow:
 
 
 def test_training_goes_on_while_a_state_is_written_and_the_next_one_waits(slow):
-    with Saving(slow, every=1, minutes=None) as saving:
+    with Saving(slow.save_state, every=1, minutes=None) as saving:
         document = {"seen": {"tokens": 1}}
         saving.write(1, **{**STATE, "document": document})
         document["seen"]["tokens"] = 2  # counters go on
@@ -51,9 +48,9 @@ def test_training_goes_on_while_a_state_is_written_and_the_next_one_waits(slow):
 @pytest.mark.parametrize("minutes", [None, 3])
 def test_states_are_saved_by_minutes_or_steps(monkeypatch, slow, minutes):
     now = [100.0]
-    monkeypatch.setattr("train.saving.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("train.state.time.monotonic", lambda: now[0])
     slow.may.set()
-    with Saving(slow, every=4, minutes=minutes) as saving:
+    with Saving(slow.save_state, every=4, minutes=minutes) as saving:
         assert [step for step in range(1, 10) if saving.after(step)] == [4, 8]
         now[0] += 179
         assert not saving.overdue()
@@ -61,7 +58,7 @@ def test_states_are_saved_by_minutes_or_steps(monkeypatch, slow, minutes):
         assert saving.overdue() is (minutes is not None)
         saving.write(1, **STATE)
         assert not saving.overdue()
-    with Saving(slow, every=None, minutes=minutes) as saving:
+    with Saving(slow.save_state, every=None, minutes=minutes) as saving:
         assert not saving.after(4) and not saving.overdue()
 
 
@@ -71,7 +68,7 @@ def test_a_state_that_could_not_be_written_is_told_at_the_next_occasion(slow, wh
         raise ValueError("state/step_000001 could not be written")
 
     vars(slow)["save_state"] = fail
-    saving = Saving(slow, every=1, minutes=None)
+    saving = Saving(slow.save_state, every=1, minutes=None)
     with pytest.raises(ValueError, match="could not be written"), saving:
         saving.write(1, **STATE)
         if when == "leave":
@@ -87,7 +84,7 @@ def test_an_error_of_training_is_not_hidden_by_one_of_saving(slow):
         raise ValueError("could not be written")
 
     vars(slow)["save_state"] = fail
-    with pytest.raises(RuntimeError, match="of training"), Saving(slow, every=1, minutes=None) as saving:
+    with pytest.raises(RuntimeError, match="of training"), Saving(slow.save_state, every=1, minutes=None) as saving:
         saving.write(1, **STATE)
         raise RuntimeError("of training")
 
@@ -123,51 +120,38 @@ def test_a_state_that_is_written_later_is_that_of_its_step(fit, monkeypatch):
     """The weights, moments and average of step 2, although they are written when step 3 has changed them."""
     more = (*QUICK, "train.ema=0.9", "train.save_every=2")
     fit("at-once", *more)
-    save_state, trained, may = RunFolder.save_state, Trainer._train_step, threading.Event()
+    save_state, may = RunFolder.save_state, threading.Event()
 
     def late(folder, step, **state):
         assert step != 2 or may.wait(10)
         save_state(folder, step, **state)
 
-    def train_step(trainer, **settings):
-        result = trained(trainer, **settings)
-        if trainer.step == 2:
-            may.set()
-        return result
-
     monkeypatch.setattr(RunFolder, "save_state", late)
-    monkeypatch.setattr(Trainer, "_train_step", train_step)
-    fit("late", *more)
+    with before_steps(lambda trainer: trainer.step == 3 and may.set()):
+        fit("late", *more)
     assert files_of("late") == files_of("at-once") and len(files_of("late")) == 4
     assert losses_of("late") == losses_of("at-once")
 
 
 def test_a_run_saves_by_minutes_and_continues_as_one_that_saved_by_steps(fit, monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr("train.saving.time.monotonic", lambda: clock[0])
-    trained = Trainer._train_step
+    monkeypatch.setattr("train.state.time.monotonic", lambda: clock[0])
     saved: list[int] = []
     write = Saving.write
     monkeypatch.setattr(
         Saving, "write", lambda saving, step, **state: saved.append(step) or write(saving, step, **state)
     )
 
-    def train_step(trainer, **settings):
+    def tick(trainer):
         clock[0] += 240.0  # 4 minutes a step
-        if trainer.step == died:
-            raise StopIteration
-        return trained(trainer, **settings)
 
-    monkeypatch.setattr(Trainer, "_train_step", train_step)
     more = (*QUICK, "train.save_every=null", "train.steps=8", "train.validate_every=8")
-    died = None
-    fit("whole", *more)
-    assert saved == [3, 6, 8]  # the default is 10 minutes, and the last step
-    died = 5
-    with pytest.raises(StopIteration):
-        fit("died", *more)
-    died = None
-    fit("died", *more, "resume=true", "train.save_every=100")
+    with before_steps(tick):
+        fit("whole", *more)
+        assert saved == [3, 6, 8]  # the default is 10 minutes, and the last step
+        with before_steps(cut_power(5)), pytest.raises(PowerCutError):
+            fit("died", *more)
+        fit("died", *more, "resume=true", "train.save_every=100")
     assert saved == [3, 6, 8, 3, 6, 8] and losses_of("died") == losses_of("whole")
     assert files_of("died") == files_of("whole")
 

@@ -10,10 +10,8 @@ import torch
 
 from scripts import export
 from specdec import checkpoint
-from specdec.heads.base import Head
 from tests.processes import fit_by_two, fit_float64, free_ports
 from tests.support import ROOT, child_environment, losses_of, train_overrides, write_rows
-from train import sharding
 from train.trainer import ASK
 
 pytestmark = pytest.mark.slow
@@ -168,17 +166,14 @@ def test_a_configuration_of_accelerate_with_fsdp_is_refused(fit, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("settings", "adapts", "message"),
+    ("options", "message"),
     [
-        ({}, True, "trains an adapter inside the target"),
-        ({"optimizer": "muon"}, False, "optimizer.name=muon needs whole matrices"),
-        ({"optimizer": "adamw8bit"}, False, "use optimizer.name=adamw,"),
-        ({"on_policy": 0.5}, False, "set data.on_policy=0"),
+        (["head=medusa2"], "Medusa2 trains an adapter inside the target"),
+        (["optimizer.name=muon"], "optimizer.name=muon needs whole matrices"),
+        (["optimizer.name=adamw8bit"], "use optimizer.name=adamw,"),
+        (["head=draft", "data.on_policy=0.5"], "set data.on_policy=0"),
     ],
 )
-def test_what_cannot_be_sharded_is_refused(settings, adapts, message):
-    drafter = type("Some", (Head,), {"adapts_target": adapts, "__init__": lambda self: None})()
+def test_what_cannot_be_sharded_is_refused(fit, options, message):
     with pytest.raises(ValueError, match=message):
-        sharding.check(drafter, **{"optimizer": "adamw", "on_policy": 0.0, **settings})
-    drafter = type("Some", (Head,), {"adapts_target": False, "__init__": lambda self: None})()
-    sharding.check(drafter, optimizer="adamw", on_policy=0.0)
+        fit("refused", "train.shard=true", *options)

@@ -17,11 +17,11 @@ from omegaconf import OmegaConf
 
 from specdec import checkpoint
 from specdec.target.model import Target, load_tokenizer
-from tests.support import ADAPTING, ROOT, fit_interrupted, losses_of, train_overrides, write_rows
-from train.run_folder import RunFolder
-from train.settings import Settings
+from tests.support import ADAPTING, ROOT, before_steps, fit_interrupted, losses_of, train_overrides, write_rows
+from train.config import TrainSettings
+from train.state import RunFolder
 from train.trainer import Trainer
-from train.validation import Validation
+from train.validate import Validation
 
 pytestmark = pytest.mark.slow
 
@@ -136,13 +136,12 @@ def test_a_loss_that_is_read_later_changes_no_weights(fit, folder, monkeypatch):
     settings = ("data.pack=true", "data.length=128", "solve_packs=0", "train.log_every=100", "train.save_every=100")
     monkeypatch.setattr(Trainer, "reads_at_once", property(lambda self: False, lambda self, value: None), raising=False)
     trainers = []
-    settle = Trainer._settle
-    monkeypatch.setattr(Trainer, "_settle", lambda self, *more: trainers.append(self) or settle(self, *more))
-    fit("whole", *settings)
-    second = trainers[-1].material.packs[trainers[-1].indices(1, 0)[0]][0].id  # row-8 has the number 9
-    spoil(monkeypatch, folder, int(second.removeprefix("row-")) + 1)
-    with pytest.raises(ValueError, match=rf"nan at step 2 \(row {second}\)"):
-        fit("nan", *settings)
+    with before_steps(trainers.append):
+        fit("whole", *settings)
+        second = trainers[-1].material.packs[trainers[-1].indices(1, 0)[0]][0].id  # row-8 has the number 9
+        spoil(monkeypatch, folder, int(second.removeprefix("row-")) + 1)
+        with pytest.raises(ValueError, match=rf"nan at step 2 \(row {second}\)"):
+            fit("nan", *settings)
     assert trainers[-1].step == 3  # in the last step, when everything is shown
     assert all(value.isfinite().all() for value in trainers[-1].drafter.state_dict().values())
 
@@ -248,7 +247,7 @@ def test_every_experiment_composes(experiment):
         config = compose("train", overrides=[f"experiment={experiment}", "run=some"])
     settings = OmegaConf.to_container(config, resolve=True)
     # The last step is validated.
-    assert Settings(**settings["train"]).steps % settings["train"]["validate_every"] == 0
+    assert TrainSettings(**settings["train"]).steps % settings["train"]["validate_every"] == 0
     drafter, depth = settings["head"]["drafter"], settings["head"]["objective"]["depth"]
     for name in ("num_heads", "num_modules", "num_drafts"):
         assert drafter.get(name) in (None, depth), name

@@ -18,12 +18,12 @@ from specdec.measuring.measurement import Prompt, PromptReplay
 from specdec.measuring.report import Report
 from specdec.unroll import replay
 from tests.support import make_drafter, prompts_of
-from train import validation
+from train import validate
 from train.answers import target_answers
-from train.run_folder import RunFolder
+from train.config import ValidationSettings
+from train.state import RunFolder
 from train.trainer import Trainer
-from train.validation import Validation
-from train.validation_settings import ValidationSettings
+from train.validate import Validation
 
 CHAIN = Drafting(depth=3)
 SETTINGS = {
@@ -34,7 +34,6 @@ SETTINGS = {
     "auto": "never",
     "share": None,
     "answers": "answers",
-    "served": None,
 }
 
 
@@ -45,9 +44,11 @@ def make(small_target, tmp_path, monkeypatch):
     prompts = [Prompt(str(number), "", tokens) for number, tokens in enumerate(prompts_of(small_target))]
 
     def validation(drafter, drafting=CHAIN, by="tau", **changed):
+        settings = ValidationSettings(**SETTINGS | changed)
+        config = SimpleNamespace(validation=settings, decode=drafting, train=SimpleNamespace(best_by=by, seed=0))
         shown = []
-        made = Validation(Accelerator(cpu=True), drafter, drafting, prompts, settings=ValidationSettings(**SETTINGS | changed),
-                          best_by=by, stop={5}, seed=0, show=shown.append, say=shown.append)  # fmt: skip
+        console = SimpleNamespace(say=shown.append, print=lambda *_, **__: None)
+        made = Validation(Accelerator(cpu=True), drafter, prompts, config=config, stop={5}, console=console)
         made.shown = shown
         return made
 
@@ -124,9 +125,9 @@ def test_a_folder_that_cannot_be_written_stops_nothing(make, small_target):
 def clock(monkeypatch):
     """Time that only decoding takes: 10 seconds a prompt. Answers and replays take none."""
     now = [0.0]
-    monkeypatch.setattr(validation, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(validate, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(target_answers, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    measure = validation.measure
+    measure = validate.measure
 
     def slow(*arguments, progress, **more):
         def taken(groups):
@@ -136,7 +137,7 @@ def clock(monkeypatch):
 
         return measure(*arguments, progress=taken, **more)
 
-    monkeypatch.setattr(validation, "measure", slow)
+    monkeypatch.setattr(validate, "measure", slow)
     return now
 
 
@@ -240,7 +241,7 @@ def test_where_auto_cannot_draft_validation_goes_on(make, small_target, monkeypa
 
     drafter = make_drafter(small_target, "eagle").decodable()
     made = make(drafter, auto="always")
-    monkeypatch.setattr(validation.Auto, "usual", refuse)
+    monkeypatch.setattr(validate.Auto, "usual", refuse)
     report = judge(made, drafter)
     assert report.num_prompts == 5 and report.auto is None
     assert "speedup auto is left out: These layers see 8 positions." in made.shown
