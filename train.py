@@ -64,24 +64,16 @@ def fit_alone(config: RunConfig, path: Path, accelerator: Accelerator) -> int:
     """`fit` in a folder that no other launch writes to."""
     console, main, given = progress.Results(), accelerator.is_main_process, config.start
     config = build.pin_start(config, path)
-    run = build.build_run(config, path, accelerator, console)
-    trainer = run.trainer
+    trainer, tokenizer = build.make_trainer(config, path, accelerator, console)
     tracker = tracking.Tracking(config.tracker if main else "none", path)
     if not (config.resume and trainer.resume()):
         trainer.prepare(config.solve_packs if config.start is None else 0, fresh=config.start is None)
     if main:
         document = config.document()
         files.write_text(path / "config.yaml", yaml.safe_dump(document, sort_keys=False, allow_unicode=True))
-        facts.write(
-            path,
-            document,
-            run.drafter,
-            run.packs,
-            arguments=sweeps.arguments(config.run),
-            num_prompts=run.num_prompts,
-            num_processes=accelerator.num_processes,
-            start=given,
-        )
+        about = {"arguments": sweeps.arguments(config.run), "num_processes": accelerator.num_processes, "start": given}
+        num = len(trainer.validation.prompts)
+        facts.write(path, document, trainer.drafter, trainer.material.packs, num_prompts=num, **about)
     with tracker.running(config.run, trainer.folder.settings, step=trainer.step):
         try:
             trainer.fit(tracker.record)
@@ -95,8 +87,8 @@ def fit_alone(config: RunConfig, path: Path, accelerator: Accelerator) -> int:
         except ValueError as error:
             raise ValueError(f"{error} Then continue with resume=true.") from error
         if main and trainer.best:
-            data = config.data
-            page = write_page(path, run.validation, run.tokenizer, prompts=data.heldout, split=data.heldout_split)
+            rows = {"prompts": config.data.heldout, "split": config.data.heldout_split}
+            page = write_page(path, trainer.validation, tokenizer, **rows)
             console.say(f"report: {page}")
             report = checkpoint.read_json(page.with_name("report.json"))
             tracker.report(trainer.step, "best", report)

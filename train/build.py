@@ -3,7 +3,7 @@
 import math
 import os
 import pkgutil
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from train.data.packing import Packs, draft_vocab
 from train.data.stream import Plan, Stream
 from train.distributed import Group, Waiting, compute_by_main
 from train.features import vllm_features
-from train.features.engine_client import Client, EngineClient
+from train.features.engine_client import EngineClient
 from train.features.engine_features import EngineTarget
 from train.features.outputs import Features, Folder, Kept, Online
 from train.onpolicy import OnPolicy
@@ -47,20 +47,13 @@ PRECISIONS = {"bf16": "bf16", "fp32": "no"}  # of train.py, and what accelerate 
 SAMPLE = 2000  # documents that are looked for in a folder before training
 
 
-@dataclass(frozen=True)
-class Run:
-    """A run before its first step."""
+def make_trainer(
+    config: RunConfig, path: Path, accelerator: Accelerator, console: progress.Results
+) -> tuple[Trainer, PreTrainedTokenizerBase]:
+    """The trainer of a run before its first step, and the target's tokenizer. path: the run's folder
 
-    trainer: Trainer
-    validation: Validation
-    tokenizer: PreTrainedTokenizerBase
-    packs: Packs
-    drafter: Head
-    num_prompts: int
-
-
-def build_run(config: RunConfig, path: Path, accelerator: Accelerator, console: progress.Results) -> Run:
-    """path: the run's folder. Refuses now what would fail after hours of training."""
+    Refuses now what would fail after hours of training.
+    """
     target, tokenizer = load_target(config, accelerator)
     stop = data.stop_tokens(tokenizer, target.model.generation_config)
     loaded = load_data(config, tokenizer, target, accelerator)
@@ -70,7 +63,8 @@ def build_run(config: RunConfig, path: Path, accelerator: Accelerator, console: 
         prompts = encode_prompts(config, tokenizer, packs, reading.spread(rows, config.validation.num_prompts))
     drafter, spec = make_drafter(config, target, packs)
     drafter.to(accelerator.device)
-    engine = connect_engine(config, drafter, prompts, console)
+    with named("features"):
+        engine = connect_engine(config, drafter, prompts, console)
     with named("head.objective"):
         objective = make(config.head["objective"], drafter)
     with named("optimizer"):
@@ -79,17 +73,10 @@ def build_run(config: RunConfig, path: Path, accelerator: Accelerator, console: 
     validation = make_validation(config, drafter, prompts, stop, accelerator, console, engine)
     material = make_material(config, drafter, packs, stream, stop, accelerator, engine)
     inputs = {"heldout": reading.digest_of(rows), **target_inputs(target), "files": stream and stream.files}
-    trainer = Trainer(
-        accelerator,
-        objective,
-        optimizer,
-        optimization.schedule(optimizer, config.optimizer, steps=config.train.steps),
-        material=material,
-        validation=validation,
-        settings=config.train,
-        folder=RunFolder(path, spec, fixed_settings(config.document()) | inputs),
-    )
-    return Run(trainer, validation, tokenizer, packs, drafter, len(prompts))
+    folder = RunFolder(path, spec, fixed_settings(config.document()) | inputs)
+    scheduler = optimization.schedule(optimizer, config.optimizer, steps=config.train.steps)
+    parts = {"material": material, "validation": validation, "settings": config.train, "folder": folder}
+    return Trainer(accelerator, objective, optimizer, scheduler, **parts), tokenizer
 
 
 def make(settings: dict, *arguments: Any, **more: Any) -> Any:
@@ -113,12 +100,8 @@ def start_processes(config: RunConfig) -> tuple[Accelerator, RunConfig]:
     cpu = not torch.accelerator.is_available()  # said outright, or several processes would not find each other
     timeout = timedelta(minutes=config.train.timeout + 1)  # a little more than the trainer waits, which says what for
     config = choose_precision(config, PartialState(cpu=cpu, timeout=timeout).device)
-    accelerator = Accelerator(
-        cpu=cpu,
-        mixed_precision=PRECISIONS[config.precision],
-        fsdp_plugin=plugin,
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)],
-    )
+    mixed, handlers = PRECISIONS[config.precision], [InitProcessGroupKwargs(timeout=timeout)]
+    accelerator = Accelerator(cpu=cpu, mixed_precision=mixed, fsdp_plugin=plugin, kwargs_handlers=handlers)
     distributed.use_plugin(accelerator, plugin)
     # One process has `cuda`, which no tensor's device equals
     accelerator.state.device = devices.numbered(accelerator.device)
@@ -143,8 +126,8 @@ def choose_precision(config: RunConfig, device: torch.device) -> RunConfig:
     asked = precision.AUTO in (config.precision, config.target.dtype)
     if not asked and device.type != "cpu":
         return config
-    minutes = config.train.timeout
-    choice = compute_by_main(lambda: precision.choose(device), "what the device computes in", minutes=minutes)
+    choose = lambda: precision.choose(device)
+    choice = compute_by_main(choose, "what the device computes in", minutes=config.train.timeout)
     trained = {"bfloat16": "bf16", "float32": "fp32"}[choice.dtype]
     config = config.with_precision(
         trained if config.precision == precision.AUTO else config.precision,
@@ -250,10 +233,9 @@ def pin_start(config: RunConfig, path: Path) -> RunConfig:
     recorded = facts.read(path).get("start", {})
     if config.resume and recorded.get("given") == start:
         return replace(config, start=recorded["used"])
-    pinned = lambda: hub.pinned(checkpoint.resolve(start))
-    return replace(
-        config, start=compute_by_main(pinned, "the head that training starts from", minutes=config.train.timeout)
-    )
+    pin = lambda: hub.pinned(checkpoint.resolve(start))
+    pinned = compute_by_main(pin, "the head that training starts from", minutes=config.train.timeout)
+    return replace(config, start=pinned)
 
 
 def make_drafter(config: RunConfig, target: Target, packs: Packs) -> tuple[Head, dict]:
@@ -277,11 +259,8 @@ def make_drafter(config: RunConfig, target: Target, packs: Packs) -> tuple[Head,
 def choose_vocab(config: RunConfig, target: Target, packs: Packs, *, before: Tensor | None = None) -> Tensor | None:
     """The draft vocabulary: increasing ids [W]; None: all tokens. before: of the checkpoint that is trained further"""
     choice, size = "data" if config.start is None else config.start_vocab, config.head["vocab_size"]
-    vocab = compute_by_main(
-        lambda: draft_vocab(packs, choice, before, size=size, num_tokens=target.vocab_size),
-        "the draft vocabulary",
-        minutes=config.train.timeout,
-    )
+    count = lambda: draft_vocab(packs, choice, before, size=size, num_tokens=target.vocab_size)
+    vocab = compute_by_main(count, "the draft vocabulary", minutes=config.train.timeout)
     if choice == "more" and before is not None and vocab is not None and len(vocab) == len(before):
         progress.note(
             f"start_vocab=more adds no token: the head drafts {len(before):,}, and an eighth more than head.vocab_size={size} are "
@@ -302,33 +281,25 @@ def connect_engine(
         return None
     answers = max(len(prompt.tokens) for prompt in prompts) + config.validation.max_new_tokens
     layers = (*drafter.target_layers, *target.layer_ids(chosen.layers))
-    client: Client
     if chosen.urls != VLLM:
-        client = EngineClient(
-            chosen.urls,
-            in_flight=chosen.in_flight,
-            patience=chosen.patience,
-            longest=chosen.patience / 2,
-            say=console.say,
-        )
-    elif distributed.num_processes() > 1:
+        times = {"patience": chosen.patience, "longest": chosen.patience / 2}
+        served = EngineClient(chosen.urls, in_flight=chosen.in_flight, say=console.say, **times)
+        return EngineTarget(served, target, layers)
+    if distributed.num_processes() > 1:
         raise ValueError(
-            "features.engine=vllm would load the target once in each process: start a server (python scripts/launch_engine.py) "
-            "and give features.engine=URL to all of them."
+            "engine=vllm would load the target once in each process: start a server (python scripts/launch_engine.py) "
+            "and give engine=URL to all of them."
         )
-    else:
-        with named("features"):
-            client = vllm_features.InProcess(
-                target.name,
-                dtype=str(target.dtype).removeprefix("torch."),
-                trust_remote_code=target.trust_remote_code,
-                layers=sorted({*layers, target.num_layers}),
-                longest=max(config.data.length, answers) + 1,
-                in_flight=chosen.in_flight,
-                more=chosen.vllm,
-            )
-    with named("features"):
-        return EngineTarget(client, target, layers)
+    client = vllm_features.InProcess(
+        target.name,
+        dtype=str(target.dtype).removeprefix("torch."),
+        trust_remote_code=target.trust_remote_code,
+        layers=sorted({*layers, target.num_layers}),
+        longest=max(config.data.length, answers) + 1,
+        in_flight=chosen.in_flight,
+        more=chosen.vllm,
+    )
+    return EngineTarget(client, target, layers)
 
 
 def open_features(

@@ -8,7 +8,7 @@ from specdec import checkpoint
 from specdec.decoding.drafting import Drafting
 from specdec.heads.base import Head
 from train import ranges
-from train.ranges import named
+from train.ranges import named, refuse
 
 VLLM = "vllm"  # as features.engine: vLLM in this process
 SHARDED_OPTIMIZER = "adamw"  # computes every number of a weight from that number's gradient alone, so it works on parts
@@ -27,13 +27,13 @@ class TargetSettings:
     trust_remote_code: bool
 
     def __post_init__(self):
-        if self.device not in (None, "auto"):
-            raise ValueError(f"device={self.device} must be null (where the head trains) or auto (over all GPUs).")
-        if self.shard and self.tp > 1:
-            raise ValueError(
-                f"tp={self.tp} cuts a target over some processes that read the same, and shard=true keeps its layers in parts over "
-                "all of them: use one of the two."
-            )
+        where = self.device not in (None, "auto")
+        wrong = {
+            f"device={self.device} must be null (where the head trains) or auto (over all GPUs).": where,
+            f"tp={self.tp} cuts a target over some processes that read the same, and shard=true keeps its layers in parts over "
+            "all of them: use one of the two.": self.shard and self.tp > 1,
+        }
+        refuse(wrong)
 
 
 @dataclass(frozen=True)
@@ -73,17 +73,14 @@ class FeatureSettings:
     bits: int | None
 
     def __post_init__(self):
-        if self.mode == "engine" and not self.urls:
-            raise ValueError(
-                "mode=engine needs the URL of a server: engine=http://localhost:8000 (python scripts/launch_engine.py starts "
-                "one); or engine=vllm, in this process."
-            )
-        if self.mode == "online" and self.urls:
-            raise ValueError("mode=online runs the target in this process: use mode=engine, or engine=null.")
-        if self.vllm and self.urls != VLLM:
-            raise ValueError(
-                "vllm= has arguments of vLLM in this process: give engine=vllm too, or give them to the server."
-            )
+        online, vllm = self.mode == "online" and self.urls, self.vllm and self.urls != VLLM
+        wrong = {
+            "mode=engine needs the URL of a server: engine=http://localhost:8000 (python scripts/launch_engine.py starts "
+            "one); or engine=vllm, in this process.": self.mode == "engine" and not self.urls,
+            "mode=online runs the target in this process: use mode=engine, or engine=null.": online,
+            "vllm= has arguments of vLLM in this process: give engine=vllm too, or give them to the server.": vllm,
+        }
+        refuse(wrong)
 
     @property
     def urls(self) -> str:
@@ -189,79 +186,43 @@ class RunConfig:
         return cls(**document | parts)
 
     def __post_init__(self):
-        if self.start is None and self.start_vocab != "keep":
-            raise ValueError(
-                f"start_vocab={self.start_vocab} is for a checkpoint that is trained further: give start=, too."
-            )
-        if self.adapts_target and "adapter" not in self.head:
-            raise ValueError(
-                "A head that adapts the target needs head.adapter: {lr, delay}, see conf/head/medusa2.yaml."
-            )
-        if self.features.mode == "cached" and self.data.stream:
-            raise ValueError(
-                "features.mode=cached keeps the target's outputs for every text, and data.stream=true reads texts once: use "
-                "features.mode=online or engine."
-            )
-        self._check_engine()
-        self._check_shard()
-        self._check_target_shard()
-
-    def _check_engine(self) -> None:
-        """What only a target in this process can do, if a server is to read the texts."""
-        target, by = self.target, self.train.best_by
-        reasons = {
-            "the head changes the target": self.adapts_target,
-            "data.on_policy lets the target judge texts that the draft writes": self.data.on_policy,
-            f"train.best_by={by} is measured by decoding": by != "tau",
-            f"target.tp={target.tp} cuts a target in these processes": target.tp > 1,
-            "target.shard=true keeps the target's layers in these processes": target.shard,
+        start, target, data, features, train = self.start_vocab, self.target, self.data, self.features, self.train
+        adapts, by, written, urls = self.adapts_target, train.best_by, data.on_policy, features.urls
+        served, here = (
+            f"features.engine={urls}:",
+            "for which the target must be in this process: use features.mode=online.",
+        )
+        parts, shared, optimizer = "train.shard=true:", "target.shard=true:", self.optimizer.name
+        new = self.start is None and start != "keep"
+        wrong = {
+            f"start_vocab={start} is for a checkpoint that is trained further: give start=, too.": new,
+            "A head that adapts the target needs head.adapter: {lr, delay}, see conf/head/medusa2.yaml.": adapts
+            and "adapter" not in self.head,
+            "features.mode=cached keeps the target's outputs for every text, and data.stream=true reads texts once: use "
+            "features.mode=online or engine.": features.mode == "cached" and data.stream,
+            # A server reads the texts
+            f"{served} the head changes the target, {here}": urls and adapts,
+            f"{served} data.on_policy lets the target judge texts that the draft writes, {here}": urls and written,
+            f"{served} train.best_by={by} is measured by decoding, {here}": urls and by != "tau",
+            f"{served} target.tp={target.tp} cuts a target in these processes, {here}": urls and target.tp > 1,
+            f"{served} target.shard=true keeps the target's layers in these processes, {here}": urls and target.shard,
+            # The drafter is in parts
+            f"{parts} {self.drafter_class.__name__} trains an adapter inside the target, which is whole in every process: set "
+            "train.shard=false.": train.shard and adapts,
+            f"{parts} optimizer.name={optimizer} needs whole matrices, and each process has a part of them: use "
+            f"optimizer.name={SHARDED_OPTIMIZER}, or set train.shard=false.": train.shard
+            and optimizer != SHARDED_OPTIMIZER,
+            f"{parts} data.on_policy={written} lets every process write with the whole draft model at every step: set "
+            "data.on_policy=0 or train.shard=false.": train.shard and written,
+            # The target's layers are in parts
+            f"{shared} head={self.head['drafter']['_target_']} changes the target, which must then be whole in each process: set "
+            "target.shard=false.": target.shard and adapts,
+            f"{shared} train.best_by=speedup would measure how fast layers are gathered for each pass, and not how fast drafts "
+            "are: use train.best_by=tau.": target.shard and by == "speedup",
+            f"{shared} with data.on_policy={written} some processes read files while others need the target: use "
+            "features.mode=online.": target.shard and written and features.mode != "online",
         }
-        for reason, applies in reasons.items():
-            if self.features.urls and applies:
-                raise ValueError(
-                    f"features.engine={self.features.urls}: {reason}, for which the target must be in this process: use "
-                    "features.mode=online."
-                )
-
-    def _check_shard(self) -> None:
-        """What cannot be trained in parts."""
-        if not self.train.shard:
-            return
-        if self.adapts_target:
-            raise ValueError(
-                f"train.shard=true: {self.drafter_class.__name__} trains an adapter inside the target, which is whole in every "
-                "process: set train.shard=false."
-            )
-        if self.optimizer.name != SHARDED_OPTIMIZER:
-            raise ValueError(
-                f"train.shard=true: optimizer.name={self.optimizer.name} needs whole matrices, and each process has a part of "
-                f"them: use optimizer.name={SHARDED_OPTIMIZER}, or set train.shard=false."
-            )
-        if self.data.on_policy:
-            raise ValueError(
-                f"train.shard=true: data.on_policy={self.data.on_policy} lets every process write with the whole draft model at "
-                "every step: set data.on_policy=0 or train.shard=false."
-            )
-
-    def _check_target_shard(self) -> None:
-        """What a target with its layers in parts over all processes cannot do."""
-        if not self.target.shard:
-            return
-        if self.adapts_target:
-            raise ValueError(
-                f"target.shard=true: head={self.head['drafter']['_target_']} changes the target, which must then be whole in each "
-                "process: set target.shard=false."
-            )
-        if self.train.best_by == "speedup":
-            raise ValueError(
-                "target.shard=true: train.best_by=speedup would measure how fast layers are gathered for each pass, and not how "
-                "fast drafts are: use train.best_by=tau."
-            )
-        if self.data.on_policy and self.features.mode != "online":
-            raise ValueError(
-                f"target.shard=true: with data.on_policy={self.data.on_policy} some processes read files while others need the "
-                "target: use features.mode=online."
-            )
+        refuse(wrong)
 
     @property
     def drafter_class(self) -> type[Head]:

@@ -30,6 +30,7 @@ from specdec.target.adapter import original as original_target
 from specdec.target.model import Target, TargetOutput
 from train.data.rows import Batch, answers
 from train.objective import Loss, cross_entropy, divergence
+from train.ranges import refuse
 
 
 @dataclass(frozen=True)
@@ -131,23 +132,19 @@ class ConsistencyObjective(nn.Module):
     def __init__(self, drafter: Consistency, *, losses: dict[str, float], depth: int, passes: int):
         super().__init__()
         known = ("consistency", "original", "ce")
-        if set(losses) - set(known) or not losses.get("consistency"):
-            raise ValueError(f"losses={dict(losses)}: give weights to some of {', '.join(known)}; the first needs one.")
-        if drafter.target.recurrent:
-            raise ValueError(
-                f"{drafter.target.name} has recurrent or convolution layers, and consistency training reads many blocks behind one "
-                "text, which their state cannot follow: train another head."
-            )
-        if depth != drafter.depth:
-            raise ValueError(
-                f"depth={depth} must be the drafter's num_drafts, {drafter.depth}, so that decoding meets states of the "
-                "length that was trained. Change one of them."
-            )
-        if not 0 <= passes < depth:
-            raise ValueError(
-                f"passes={passes} must be 0 to depth - 1 = {depth - 1}: after {depth} passes every state "
-                "is its fixed point."
-            )
+        wrong = {
+            f"losses={dict(losses)}: give weights to some of {', '.join(known)}; the first needs one.": (
+                set(losses) - set(known) or not losses.get("consistency")
+            ),
+            f"{drafter.target.name} has recurrent or convolution layers, and consistency training reads many blocks behind one "
+            "text, which their state cannot follow: train another head.": drafter.target.recurrent,
+            f"depth={depth} must be the drafter's num_drafts, {drafter.depth}, so that decoding meets states of the "
+            "length that was trained. Change one of them.": depth != drafter.depth,
+            f"passes={passes} must be 0 to depth - 1 = {depth - 1}: after {depth} passes every state is its fixed point.": (
+                not 0 <= passes < depth
+            ),
+        }
+        refuse(wrong)
         self.drafter, self.depth, self.passes = drafter, depth, passes
         self.losses = {name: weight for name, weight in losses.items() if weight}
 

@@ -17,6 +17,7 @@ from train import losses
 from train.data.rows import Batch, answers
 from train.features.outputs import read
 from train.losses import LOSSES
+from train.ranges import refuse
 
 TEXT_LOSSES = {"lk", "e2e_tv", "rounds"}  # of whole slots or texts
 ADAPTED = "original"  # for a drafter that adapts its target: KL of the adapted target from the original one
@@ -85,53 +86,33 @@ class ObjectiveSettings:
     def check(self, drafter: Drafter) -> None:
         """Raises ValueError, with what to change, for what does not fit together or to the drafter."""
         used, known = self.used, {*LOSSES, *TEXT_LOSSES, ADAPTED}
-        sampled = self.anchors is not None or self.keep < 1
+        judging, steps = used.keys() - {"smooth_l1", "confidence", ADAPTED}, drafter.depth not in (None, self.depth)
+        later = self.keep < 1 and drafter.attends not in ("path", "none")
         whole_slots = drafter.attends == "block"  # elsewhere step 1 is judged on all slots, sampled or not
-        all_depths = "e2e_tv" in used or self.weighting != "decay"
-        wrong = [
-            (
-                not used or set(used) - known,
-                f"losses={dict(self.losses)}: give weights to some of {', '.join(sorted(known))}.",
+        all_depths = not whole_slots and ("e2e_tv" in used or self.weighting != "decay")
+        sampled = (self.anchors is not None or self.keep < 1) and ("rounds" in used or all_depths)
+        wrong = {
+            f"losses={dict(self.losses)}: give weights to some of {', '.join(sorted(known))}.": not used
+            or set(used) - known,
+            f"losses={used}: one of them must judge the drafted tokens, such as kl.": not judging,
+            f"depth={self.depth} must be this drafter's number of steps, {drafter.depth}: more steps do not exist, and fewer "
+            "would leave parts untrained. Change it, or the drafter's num_heads, num_modules or num_drafts.": steps,
+            "The loss rounds counts the passes that answers take: set supervise=answers.": "rounds" in used
+            and self.supervise == "text",
+            f"keep={self.keep}: the later steps of this head run on the slots of its first one: set keep=1.": later,
+            "The loss smooth_l1 compares a state with the target's, which only eagle, hass, eagle3 and mtp estimate: set "
+            "its weight in losses= to 0.": "smooth_l1" in used and not drafter.estimates,
+            "The loss original is for heads that adapt the target, such as medusa2: set its weight in losses= to 0.": ADAPTED
+            in used
+            and not drafter.adapts_target,
+            "The loss confidence and a head with a confidence output, such as dspark, go together: set the head's "
+            "confidence to false or the weight in losses= to 0, or set both.": ("confidence" in used)
+            != drafter.confident,
+            "The loss rounds needs whole texts; e2e_tv, dpace and vat need all depths of a slot: set anchors=null and keep=1.": (
+                sampled
             ),
-            (
-                not used.keys() - {"smooth_l1", "confidence", ADAPTED},
-                f"losses={used}: one of them must judge the drafted tokens, such as kl.",
-            ),
-            (
-                drafter.depth not in (None, self.depth),
-                f"depth={self.depth} must be this drafter's number of steps, {drafter.depth}: more steps do not exist, and fewer "
-                "would leave parts untrained. Change it, or the drafter's num_heads, num_modules or num_drafts.",
-            ),
-            (
-                self.supervise == "text" and "rounds" in used,
-                "The loss rounds counts the passes that answers take: set supervise=answers.",
-            ),
-            (
-                self.keep < 1 and drafter.attends not in ("path", "none"),
-                f"keep={self.keep}: the later steps of this head run on the slots of its first one: set keep=1.",
-            ),
-            (
-                "smooth_l1" in used and not drafter.estimates,
-                "The loss smooth_l1 compares a state with the target's, which only eagle, hass, eagle3 and mtp estimate: set "
-                "its weight in losses= to 0.",
-            ),
-            (
-                ADAPTED in used and not drafter.adapts_target,
-                "The loss original is for heads that adapt the target, such as medusa2: set its weight in losses= to 0.",
-            ),
-            (
-                ("confidence" in used) != drafter.confident,
-                "The loss confidence and a head with a confidence output, such as dspark, go together: set the head's "
-                "confidence to false or the weight in losses= to 0, or set both.",
-            ),
-            (
-                sampled and ("rounds" in used or (not whole_slots and all_depths)),
-                "The loss rounds needs whole texts; e2e_tv, dpace and vat need all depths of a slot: set anchors=null and keep=1.",
-            ),
-        ]
-        for applies, sentence in wrong:
-            if applies:
-                raise ValueError(sentence)
+        }
+        refuse(wrong)
 
 
 class Objective(nn.Module):

@@ -238,6 +238,13 @@ def show(value: Value) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
+def refuse(wrong: dict[str, Any]) -> None:
+    """Raises ValueError with the first sentence whose condition holds."""
+    for sentence, applies in wrong.items():
+        if applies:
+            raise ValueError(sentence)
+
+
 @contextlib.contextmanager
 def named(prefix: str, *, only: Collection[str] | None = None) -> Iterator[None]:
     """Within, a ValueError that names an argument, `depth=`, names the option of this group instead, `decode.depth=`.

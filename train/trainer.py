@@ -84,14 +84,9 @@ class Trainer:
         about = {"data": material.packs.fingerprint, "processes": self.group.num}
         self.folder = replace(folder, settings={**folder.settings, **about})
         self.saving = Saving(self.folder.save_state, every=settings.save_every, minutes=settings.save_minutes)
-        self.indices = Order(
-            num_packs=len(material.packs),
-            seed=settings.seed,
-            batch=settings.batch,
-            accumulation=settings.accumulation,
-            number=self.group.number,
-            num=self.group.num,
-        )
+        dealt = {"batch": settings.batch, "accumulation": settings.accumulation}
+        dealt |= {"number": self.group.number, "num": self.group.num}
+        self.indices = Order(num_packs=len(material.packs), seed=settings.seed, **dealt)
         self.loader = Loader(material, order=self.indices, device=accelerator.device)
         self.waiting = Waiting(settings.timeout, accelerator.process_index, accelerator.num_processes)
         with self.waiting("the others to load their target and data"):
@@ -230,7 +225,9 @@ class Trainer:
                     text, figures = line.advance(step, loss, seconds)
                     if shown:
                         clipping = read_norms(norms, settings.limit)
-                        progress.note(f"step {number:>5}/{settings.steps}  {text}{say_norms(clipping)}")
+                        if clipping:
+                            text += "  gradient {grad_norm:.2f}, {clipped:.0%} clipped".format(**clipping)
+                        progress.note(f"step {number:>5}/{settings.steps}  {text}")
                     if logged:
                         rate = self.scheduler.get_last_lr()[0]
                         figures |= {"learning_rate": rate, "memory": read_peak_memory(self.accelerator.device)}
@@ -246,7 +243,9 @@ class Trainer:
                         loss = self.read_losses(unread, loss)
                         self.save_state()
                     if last or self.interrupted:
-                        self._wait_saved()
+                        self.saving.wait()
+                        with self.waiting(f"the saving of step {number}"):
+                            self.accelerator.wait_for_everyone()
                     if self.interrupted and not last:
                         return
             self._decode_best()
@@ -423,12 +422,6 @@ class Trainer:
             averaged = {AVERAGE + name: value for name, value in averaged.items()}
             self.saving.write(self.step, weights=weights | averaged, optimizer=optimizer, document=counters)
 
-    def _wait_saved(self) -> None:
-        """Until the last state is on the disk."""
-        self.saving.wait()
-        with self.waiting(f"the saving of step {self.step}"):
-            self.accelerator.wait_for_everyone()
-
 
 def is_due(step: int, every: int) -> bool:
     """Whether a step is one of every so many; 0: none is."""
@@ -580,11 +573,6 @@ class TrainingProgress:
         if self.task is not None:
             self.task.update(done, figures=line)
         return line, {"loss": loss, **tau, "tokens_per_second": rate}
-
-
-def say_norms(norms: dict[str, float]) -> str:
-    """The end of the line. norms: of `read_norms`"""
-    return f"  gradient {norms['grad_norm']:.2f}, {norms['clipped']:.0%} clipped" if norms else ""
 
 
 def count_rounds(batch: Batch, matches: Tensor) -> tuple[int, float]:

@@ -66,9 +66,8 @@ def test_a_sweep_ends_in_one_page_of_what_its_reports_say(train, fit, tmp_path, 
         best = (folder / run / (folder / run / "best").read_text().strip() / "report.json").read_text()
         report = json.loads(best)
         assert data["reports"]["0"][run] == finite(report)
-        assert data["logs"][run] == finite(
-            [json.loads(line) for line in (folder / run / "log.jsonl").read_text().splitlines()]
-        )
+        log = (folder / run / "log.jsonl").read_text().splitlines()
+        assert data["logs"][run] == finite([json.loads(line) for line in log])
         shown = [f"{report['replayed_tau']:.2f}", f"{report['tau']:.2f}", f"{report['speedup']:.2f}"]
         assert [cell for cell in rows[run] if cell in shown] and set(shown) <= set(rows[run])
         assert {"Eagle" if "eagle" in run else "MTP", run[-5:]} <= set(rows[run])

@@ -17,7 +17,7 @@ from specdec.measuring import speed
 from specdec.measuring.measurement import Prompt, PromptReplay
 from specdec.measuring.report import Report
 from specdec.unroll import replay
-from tests.support import make_drafter, prompts_of
+from tests.support import log_of, make_drafter, prompts_of, report_of, same_weights, weights_of
 from train import validate
 from train.answers import target_answers
 from train.config import ValidationSettings
@@ -26,15 +26,7 @@ from train.trainer import Trainer
 from train.validate import Validation
 
 CHAIN = Drafting(depth=3)
-SETTINGS = {
-    "num_prompts": 5,
-    "max_new_tokens": 24,
-    "temperature": 0.0,
-    "decode": "best",
-    "auto": "never",
-    "share": None,
-    "answers": "answers",
-}
+SETTINGS = {"num_prompts": 5, "max_new_tokens": 24, "temperature": 0.0, "decode": "best", "auto": "never", "share": None, "answers": "answers"}  # fmt: skip
 
 
 @pytest.fixture
@@ -268,18 +260,16 @@ def test_the_best_step_is_decoded_at_the_end(fit, monkeypatch, capsys):
     monkeypatch.setattr(Validation, "replay", replayed)
     monkeypatch.setattr(Validation, "_decode", decode)
     fit("run", "train.steps=3", "train.validate_every=1", "validation.share=0.0")
-    reports = [json.loads(Path(f"checkpoints/run/step_00000{step}/report.json").read_text()) for step in (1, 2, 3)]
+    reports = [report_of("run", step) for step in (1, 2, 3)]
     assert Path("checkpoints/run/best").read_text().strip() == "step_000002"
     assert [report["tau"] is None for report in reports] == [True, False, True]
     assert [report["replayed_tau"] for report in reports] == [1.1, 1.9, 1.5] and reports[1]["num_prompts"] == 2
-    best = checkpoint.read_tensors(Path("checkpoints/run/step_000002/drafter.safetensors"))
-    assert len(decoded) == 1 and all(torch.equal(decoded[0][name], best[name]) for name in best)
+    assert len(decoded) == 1 and same_weights(weights_of("run", 2), decoded[0])
     assert reports[1]["training"]["tokens"] < reports[2]["training"]["tokens"]
     printed = capsys.readouterr().out
     assert "step 3, chain of 2, temperature 0, 2 held-out prompts replayed, not decoded: tau replayed 1.50" in printed
     assert "step 2, chain of 2, temperature 0, 2 held-out prompts" in printed and "best replayed tau 1.900" in printed
-    lines = [json.loads(line) for line in Path("checkpoints/run/log.jsonl").read_text().splitlines()]
-    assert [line["validation"]["step"] for line in lines if "validation" in line] == [1, 2, 3, 2]
+    assert [row["validation"]["step"] for row in log_of("run") if "validation" in row] == [1, 2, 3, 2]
 
 
 @pytest.mark.slow
@@ -292,16 +282,17 @@ def test_a_run_that_died_at_its_last_decoding_does_it_when_resumed(fit, monkeypa
     def die(*_):
         raise KeyError("power cut")
 
+    more = ("train.steps=2", "train.validate_every=2", "train.save_every=1")
     with monkeypatch.context() as patch, pytest.raises(KeyError):
         patch.setattr(place, method, die)
-        fit("run", "train.steps=2", "train.validate_every=2", "train.save_every=1")
+        fit("run", *more)
     (report,) = Path("checkpoints/run").glob("step_*/report.json")
     assert (json.loads(report.read_text())["tau"] is None) == (method != "finish")
-    assert fit("run", "train.steps=2", "train.validate_every=2", "train.save_every=1", "resume=true") == 0
+    assert fit("run", *more, "resume=true") == 0
     document = json.loads(report.read_text())
     assert document["tau"] >= 1 and document["auto"]["sizes"] and Path("checkpoints/run/finished").exists()
     files.check(*report.parent.iterdir())
-    lines = [json.loads(line) for line in Path("checkpoints/run/log.jsonl").read_text().splitlines()]
+    lines = log_of("run")
     assert [(line["step"], "validation" in line) for line in lines] == [(1, False), (2, False), (2, True), (2, True)]
     assert lines[-2]["validation"]["tau"] is None and lines[-1]["validation"]["tau"] >= 1
 
