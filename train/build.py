@@ -75,7 +75,7 @@ def make_trainer(
     inputs = {"heldout": reading.digest_of(rows), **target_inputs(target), "files": stream and stream.files}
     folder = RunFolder(path, spec, fixed_settings(config.document()) | inputs)
     scheduler = optimization.schedule(optimizer, config.optimizer, steps=config.train.steps)
-    parts = {"material": material, "validation": validation, "settings": config.train, "folder": folder}
+    parts: dict[str, Any] = {"material": material, "validation": validation, "settings": config.train, "folder": folder}
     return Trainer(accelerator, objective, optimizer, scheduler, **parts), tokenizer
 
 

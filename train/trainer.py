@@ -84,9 +84,8 @@ class Trainer:
         about = {"data": material.packs.fingerprint, "processes": self.group.num}
         self.folder = replace(folder, settings={**folder.settings, **about})
         self.saving = Saving(self.folder.save_state, every=settings.save_every, minutes=settings.save_minutes)
-        dealt = {"batch": settings.batch, "accumulation": settings.accumulation}
-        dealt |= {"number": self.group.number, "num": self.group.num}
-        self.indices = Order(num_packs=len(material.packs), seed=settings.seed, **dealt)
+        num, group = len(material.packs), self.group
+        self.indices = Order(num, settings.seed, settings.batch, settings.accumulation, group.number, group.num)
         self.loader = Loader(material, order=self.indices, device=accelerator.device)
         self.waiting = Waiting(settings.timeout, accelerator.process_index, accelerator.num_processes)
         with self.waiting("the others to load their target and data"):
