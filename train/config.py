@@ -182,18 +182,15 @@ class RunConfig:
         parts = {}
         for name, part in PARTS.items():
             with named(name):
-                parts[name] = part(**document[name])
-        return cls(**document | parts)
+                parts[name] = _make(part, document[name], f"{name}.")
+        return _make(cls, document | parts)
 
     def __post_init__(self):
         start, target, data, features, train = self.start_vocab, self.target, self.data, self.features, self.train
         adapts, by, written, urls = self.adapts_target, train.best_by, data.on_policy, features.urls
-        served, here = (
-            f"features.engine={urls}:",
-            "for which the target must be in this process: use features.mode=online.",
-        )
-        parts, shared, optimizer = "train.shard=true:", "target.shard=true:", self.optimizer.name
-        new = self.start is None and start != "keep"
+        here = "for which the target must be in this process: use features.mode=online."
+        served, parts, shared = f"features.engine={urls}:", "train.shard=true:", "target.shard=true:"
+        optimizer, new = self.optimizer.name, self.start is None and start != "keep"
         wrong = {
             f"start_vocab={start} is for a checkpoint that is trained further: give start=, too.": new,
             "A head that adapts the target needs head.adapter: {lr, delay}, see conf/head/medusa2.yaml.": adapts
@@ -257,6 +254,13 @@ class RunConfig:
         if self.target.device is None and not self.features.urls:
             give.append("target.device=auto with more GPUs")
         return f"lower {' or '.join(lower)}" + (f", or give {' or '.join(give)}" if give else "")
+
+
+def _make(part: type, given: dict, group: str = "") -> Any:
+    """part: a dataclass; group: the beginning of its options' names"""
+    for key in given.keys() - part.__dataclass_fields__.keys():  # type: ignore[attr-defined]
+        raise ValueError(f"There is no option {group + key!r}. See --help.")
+    return part(**given)
 
 
 # Settings by dotted name

@@ -15,6 +15,7 @@ from specdec.core.rules import RULES
 from specdec.proposers.growth import Children
 from tests.support import HEADS_FOLDER, ROOT, log_of
 from train import display, optimization, progress, ranges, sweeps, trackers
+from train.config import RunConfig
 from train.optimization import read_norms
 from train.ranges import named
 
@@ -48,7 +49,9 @@ def usual() -> dict:
 
 @pytest.mark.parametrize("head", sorted(path.stem for path in HEADS_FOLDER.glob("*.yaml")))
 def test_every_option_of_every_head_has_a_range_that_its_default_fits(head):
-    ranges.check(compose(f"head={head}", "decode=tree"))
+    document = compose(f"head={head}", "decode=tree")
+    ranges.check(document)
+    assert RunConfig.of(document).document() == document
 
 
 def test_every_setting_of_every_proposer_has_one():
@@ -100,6 +103,9 @@ def test_no_option_takes_what_it_cannot_use(usual):
 def test_an_option_that_does_not_exist_is_refused(usual):
     with pytest.raises(ValueError, match=r"^There is no option 'train\.stepz'\. Did you mean 'steps'\?"):
         ranges.check(usual | {"train": usual["train"] | {"stepz": 3}}, free=FREE)
+    for changed in ({"train": usual["train"] | {"lr": 3}}, {"lr": 3}):  # which other groups have
+        with pytest.raises(ValueError, match=r"^There is no option '(train\.)?lr'\. See --help\."):
+            RunConfig.of(usual | changed)
 
 
 def test_the_choices_are_those_that_exist():
