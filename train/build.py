@@ -116,9 +116,8 @@ def recall_precision(config: RunConfig, path: Path) -> RunConfig:
     if not config.resume or not before.exists():
         return config
     then = yaml.safe_load(before.read_text()) or {}
-    kept = lambda now, then: (then or precision.AUTO) if now == precision.AUTO else now
-    dtype = kept(config.target.dtype, then.get("target", {}).get("dtype"))
-    return config.with_precision(kept(config.precision, then.get("precision")), dtype)
+    dtype = then.get("target", {}).get("dtype", precision.AUTO)
+    return config.with_precision(then.get("precision", precision.AUTO), dtype)
 
 
 def choose_precision(config: RunConfig, device: torch.device) -> RunConfig:
@@ -128,11 +127,7 @@ def choose_precision(config: RunConfig, device: torch.device) -> RunConfig:
         return config
     choose = lambda: precision.choose(device)
     choice = compute_by_main(choose, "what the device computes in", minutes=config.train.timeout)
-    trained = {"bfloat16": "bf16", "float32": "fp32"}[choice.dtype]
-    config = config.with_precision(
-        trained if config.precision == precision.AUTO else config.precision,
-        choice.dtype if config.target.dtype == precision.AUTO else config.target.dtype,
-    )
+    config = config.with_precision({"bfloat16": "bf16", "float32": "fp32"}[choice.dtype], choice.dtype)
     chosen = f"precision={config.precision} target.dtype={config.target.dtype}"
     if asked:
         progress.note(f"{chosen} ({choice.reason})")

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from specdec import checkpoint
+from specdec.core.precision import AUTO
 from specdec.decoding.drafting import Drafting
 from specdec.heads.base import Head
 from train import ranges
@@ -230,8 +231,9 @@ class RunConfig:
         return self.drafter_class.adapts_target
 
     def with_precision(self, precision: str, dtype: str) -> "RunConfig":
-        """dtype: of the target"""
-        return replace(self, precision=precision, target=replace(self.target, dtype=dtype))
+        """These in the place of each `auto`. dtype: of the target"""
+        target = replace(self.target, dtype=dtype) if self.target.dtype == AUTO else self.target
+        return replace(self, precision=precision if self.precision == AUTO else self.precision, target=target)
 
     def document(self) -> dict:
         """In groups, as conf/train.yaml has it."""

@@ -5,7 +5,7 @@ import functools
 import importlib
 import math
 from collections.abc import Callable, Iterator
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -81,21 +81,6 @@ def hidden_matrices(module: nn.Module) -> list[nn.Parameter]:
     return list(dict.fromkeys(matrices))  # a shared one once
 
 
-def adamw(module: nn.Module, settings: OptimizerSettings, adapter: dict | None) -> torch.optim.Optimizer:
-    groups = parameter_groups(module, settings.weight_decay, adapter=adapter)
-    return torch.optim.AdamW(groups, lr=settings.lr, betas=_pair(settings), fused=True)
-
-
-def adamw8bit(module: nn.Module, settings: OptimizerSettings, adapter: dict | None) -> torch.optim.Optimizer:
-    """AdamW with its moments in blocks of 8 bits (2110.02861), of bitsandbytes."""
-    try:
-        library = importlib.import_module(ADAMW8BIT)
-    except ImportError as error:
-        raise ValueError(f"name=adamw8bit needs {ADAMW8BIT} ({error}): pip install {ADAMW8BIT}.") from error
-    groups = parameter_groups(module, settings.weight_decay, adapter=adapter)
-    return library.optim.AdamW8bit(groups, lr=settings.lr, betas=_pair(settings))
-
-
 class MuonWithAdamW(torch.optim.Optimizer):
     """Muon for hidden matrices and AdamW for the rest, as one optimizer with one state.
 
@@ -129,31 +114,29 @@ class MuonWithAdamW(torch.optim.Optimizer):
             part.step()
 
 
-def muon(module: nn.Module, settings: OptimizerSettings, adapter: dict | None) -> torch.optim.Optimizer:
-    matrices = hidden_matrices(module)
-    if not matrices:
-        raise ValueError("name=muon trains matrices, and this head has none: use name=adamw.")
-    taken = {id(matrix) for matrix in matrices}
-    group = {"params": matrices, "weight_decay": settings.weight_decay, "lr": settings.muon_lr or settings.lr}
-    others = parameter_groups(module, settings.weight_decay, adapter=adapter)
-    for other in others:
-        other["params"] = [p for p in other["params"] if id(p) not in taken]
-    return MuonWithAdamW([group], others, lr=settings.lr, betas=_pair(settings))
-
-
-OPTIMIZERS = {"adamw": adamw, "adamw8bit": adamw8bit, "muon": muon}
-
-
 def make_optimizer(
     module: nn.Module, settings: OptimizerSettings, *, adapter: dict | None = None
 ) -> torch.optim.Optimizer:
     """adapter: lr and delay of the target's adapter. Raises ValueError if the optimizer's library is not installed."""
-    return OPTIMIZERS[settings.name](module, settings, adapter)
-
-
-def _pair(settings: OptimizerSettings) -> tuple[float, float]:
+    groups = parameter_groups(module, settings.weight_decay, adapter=adapter)
     first, second = settings.betas
-    return first, second
+    usual: dict[str, Any] = {"lr": settings.lr, "betas": (first, second)}
+    if settings.name == "adamw":
+        return torch.optim.AdamW(groups, fused=True, **usual)
+    if settings.name == "adamw8bit":  # moments in blocks of 8 bits (2110.02861)
+        try:
+            library = importlib.import_module(ADAMW8BIT)
+        except ImportError as error:
+            raise ValueError(f"name=adamw8bit needs {ADAMW8BIT} ({error}): pip install {ADAMW8BIT}.") from error
+        return library.optim.AdamW8bit(groups, **usual)
+    matrices = hidden_matrices(module)
+    if not matrices:
+        raise ValueError("name=muon trains matrices, and this head has none: use name=adamw.")
+    taken = {id(matrix) for matrix in matrices}
+    for group in groups:
+        group["params"] = [p for p in group["params"] if id(p) not in taken]
+    muon = {"params": matrices, "weight_decay": settings.weight_decay, "lr": settings.muon_lr or settings.lr}
+    return MuonWithAdamW([muon], groups, **usual)
 
 
 # What is kept beside the weights

@@ -109,7 +109,6 @@ def test_an_option_that_does_not_exist_is_refused(usual):
 
 
 def test_the_choices_are_those_that_exist():
-    assert set(ranges.find("optimizer.name").choices) == set(optimization.OPTIMIZERS)
     assert set(ranges.find("schedule").choices) == set(optimization.SHAPES)
     assert set(ranges.find("tracker").choices) == {"none", *trackers.MAKERS}
     assert ranges.find("progress").choices == progress.MODES
