@@ -2,6 +2,7 @@
 
 import json
 import re
+import runpy
 import subprocess
 import sys
 import weakref
@@ -15,7 +16,6 @@ from scripts import report as script
 from specdec.measuring.report import Report
 from tests.browser import PROGRAM as BROWSER
 from tests.support import ROOT, child_environment, losses_of, train_overrides
-from tests.warm import start
 from train.pages import comparison_page, sweep_page
 from train.pages.page import finite
 from train.trainer import Trainer
@@ -38,14 +38,20 @@ def test_a_job_is_named_by_what_it_differs_in():
 
 
 @pytest.fixture
-def train(folder, tmp_path):
+def train(folder, tmp_path, monkeypatch, capsys):
     """train("key=value", ...): the command train.py -m in a new working directory -> exit status and output"""
+    monkeypatch.chdir(tmp_path)
 
     def run(*arguments: str) -> tuple[int, str]:
         fixed = [each for each in train_overrides(folder, "") if not each.startswith(("run=", "optimizer.lr="))]
-        command = start([ROOT / "train.py", "-m", *fixed, *LOCAL, *arguments], cwd=tmp_path, errors=True)
-        printed, _ = command.communicate(timeout=300)
-        return command.returncode, printed
+        monkeypatch.setattr(sys, "argv", ["train.py", "-m", *fixed, *LOCAL, *arguments])
+        status = None
+        try:
+            runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
+        except SystemExit as ended:
+            status = ended.code
+        printed = "".join(capsys.readouterr())
+        return (1, printed + status) if isinstance(status, str) else (status or 0, printed)
 
     return run
 
