@@ -22,11 +22,11 @@ import numpy
 from transformers import PreTrainedTokenizerBase
 
 from specdec import checkpoint
-from specdec.core import files
+from specdec.core import files, row_files
 from specdec.target.model import load_tokenizer
 from train import progress
 from train.answers import answering
-from train.data import reading, row_files
+from train.data import reading
 from train.data import rows as data
 from train.data.chat_template import options_of
 
@@ -123,7 +123,7 @@ def main() -> None:
     prompts = [mode | row for row in reading.load_prompts(chosen.prompts, split=chosen.split)]
     expected = about(tokenizer, prompts)
     if out.suffix == ".npz":
-        rows = [reading.parse(place, line) for place, line in row_files.read_lines(source)]
+        rows = [row_files.parse_line(place, line) for place, line in row_files.read_lines(source)]
         if not rows:
             raise ValueError(f"{source} holds no answers.")
         numpy.savez_compressed(out, **pack(rows, prompts, tokenizer=expected["tokenizer"], source=str(source)))

@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 import train.overrides as overrides
 from specdec import checkpoint
 from train import progress
-from train.data.sources import read_sources
+from train.data.reading import read_sources
 from train.settings import flat
 
 TRAIN = Path(__file__).resolve().parents[2] / "train.py"

@@ -8,8 +8,9 @@ import numpy
 import transformers
 
 import specdec
+from specdec.core import row_files
 from specdec.proposers import datastore
-from train.data import chat_template, reading, row_files
+from train.data import chat_template, reading
 from train.data import rows as data
 
 

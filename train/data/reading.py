@@ -1,21 +1,72 @@
-"""Rows of conversations and of prompts, from the forms in which people have them."""
+"""Rows of conversations and of prompts: the forms in which people have them, and how often each source is read.
+
+data.train=a.jsonl                       one source
+data.train=[a.jsonl,b.jsonl]             several, each read once an epoch
+'data.train={a.jsonl: 2, b.jsonl: 0.5}'  an epoch has a twice and every second row of b
+
+The reader is the project's own, not that of `datasets`: that one replaces half of a surrogate pair by nothing, reads no
+UTF-16, takes {"data": [...]} for one row, and names no file and line where a row is damaged.
+"""
 
 import contextlib
 import hashlib
 import itertools
 import json
-import re
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from specdec.core.grammar import Grammar
-from specdec.core.untrusted import is_text
+from specdec.core.row_files import FORMS, LINES, PARQUET, parse_line, read_file
 from train.data.chat_template import options_of
-from train.data.row_files import FORMS, LINES, PARQUET, read_file
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation")
-SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+LONGEST_TURN = 10_000  # rows after which the order of sources in a stream repeats
+
+
+@dataclass(frozen=True)
+class Source:
+    name: str  # a form that `find_files` or `open_dataset` takes
+    weight: Fraction
+
+
+def read_sources(train: str | Sequence[str] | Mapping[str, float]) -> list[Source]:
+    """The setting `train` in one of its three forms. Raises ValueError for weights that are not above 0 or no source."""
+    if isinstance(train, str):
+        with contextlib.suppress(yaml.YAMLError):
+            weighted = yaml.safe_load(train) if train.startswith("{") and not Path(train).exists() else None
+            train = weighted if isinstance(weighted, dict) else train  # overrides.py leaves such a text
+    train = [train] if isinstance(train, str) else train
+    weights = dict(train) if isinstance(train, Mapping) else dict.fromkeys(train, 1)
+    if not weights or (not isinstance(train, Mapping) and len(weights) < len(train)):
+        raise ValueError(f"train={train}: give at least one source, and each once (a weight of 2 reads it twice).")
+    sources = []
+    for name, weight in weights.items():
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
+            raise ValueError(f"train={weights}: the weight of {name} must be a number above 0, such as 2 or 0.5.")
+        sources.append(Source(str(name), Fraction(str(weight))))
+    return sources
+
+
+def order_sources(sources: Sequence[Source]) -> list[int]:
+    """The order in which a stream draws rows from its sources, over and over: shares of rows equal the weights."""
+    scale = math.lcm(*(source.weight.denominator for source in sources))
+    shares = [int(source.weight * scale) for source in sources]
+    shares = [share // math.gcd(*shares) for share in shares]
+    if sum(shares) > LONGEST_TURN:
+        raise ValueError(
+            f"The weights {', '.join(str(float(source.weight)) for source in sources)} have too many digits."
+        )
+    places = [((turn + 1) / share, index) for index, share in enumerate(shares) for turn in range(share)]
+    return [index for _, index in sorted(places)]
+
+
+# The rows of a source
 
 
 @contextlib.contextmanager
@@ -29,35 +80,12 @@ def at(place: str) -> Iterator[None]:
         raise ValueError(f"{place}: {error}") from error
 
 
-def parse(place: str, line: str) -> dict:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:  # also numbers of thousands of digits
-        raise ValueError(f"{place}: not valid JSON ({error}). Repair or remove the line.") from None
-    if type(row) is not dict:
-        more = " Give a file with all rows in one list the ending .json." if type(row) is list else ""
-        raise ValueError(f"{place}: expected a JSON object, found {type(row).__name__}.{more}")
-    if SURROGATE.search(line):
-        _check_text(row, place)
-    return row
-
-
-def _check_text(row: dict, place: str) -> None:
-    if is_text(row):
-        return
-    key = next(key for key, value in row.items() if not is_text({key: value}))
-    raise ValueError(
-        f"{place}: {json.dumps(key)} has half of a surrogate pair (\\ud800 .. \\udfff), which is no character. Repair or remove "
-        "the line."
-    )
-
-
 def to_row(place: str, raw: str | dict) -> dict:
     """A row of what `read_raw` yields. Keys whose value is null, and empty lists of tools or calls, are left out.
 
     Arrow gives all structs of a column the same keys, so that there a null means an absent key at any depth.
     """
-    row = parse(place, raw) if isinstance(raw, str) else _without_nulls(raw)
+    row = parse_line(place, raw) if isinstance(raw, str) else _without_nulls(raw)
     row = {key: value for key, value in row.items() if value is not None and (key, value) != ("tools", [])}
     if isinstance(row.get("messages"), list):
         row["messages"] = [tidy(message) if isinstance(message, dict) else message for message in row["messages"]]

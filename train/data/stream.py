@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from train.data import chat_template, packing, reading, sources
+from train.data import chat_template, packing, reading
 from train.data import rows as data
 from train.data.rows import Row
 
@@ -56,10 +56,7 @@ class Plan:
 
     def encode(self, place: str, index: int, raw: str | dict) -> Row | None:
         """A row cut to `length`; None if no goal is left."""
-        row = reading.to_row(place, raw)
-        reading.check_messages(row, place)
-        with reading.at(place):
-            encoded = data.encode(self.tokenizer, reading.named(row, index, self.thinking))
+        encoded, _ = data.encode_raw(self.tokenizer, place, index, raw, thinking=self.thinking)
         return data.truncate(encoded, self.length)
 
 
@@ -75,10 +72,10 @@ class Draws:
     """The endless draws of a plan."""
 
     def __init__(self, plan: Plan):
-        self.found = sources.read_sources(plan.train)
+        self.found = reading.read_sources(plan.train)
         self.plan = plan
         self.held = self._hold_out()
-        self.turns = sources.turns(self.found)
+        self.turns = reading.order_sources(self.found)
 
     def _rows(self, source: str) -> Iterator[tuple[int, tuple[str, str | dict]]]:
         rows = reading.read_raw(source, self.plan.split, streaming=True)

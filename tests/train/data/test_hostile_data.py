@@ -7,8 +7,9 @@ import os
 
 import pytest
 
+from specdec.core import row_files
 from tests.support import small_tokenizer
-from train.data import reading, row_files
+from train.data import reading
 from train.data import rows as data
 from train.lock import lock
 from train.run_folder import RunFolder

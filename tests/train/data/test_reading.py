@@ -19,7 +19,7 @@ from tests.support import small_tokenizer, write_rows
 from train.answers import datastore
 from train.answers.answering import Job, Law
 from train.answers.engine_answers import Server
-from train.data import reading
+from train.data import answer_mask, reading
 from train.data import rows as data
 from train.data.encoding import Encoding, load_packs
 from train.data.stream import Plan, Stream
@@ -133,7 +133,7 @@ def test_what_cannot_be_read_is_named(tmp_path, name):
 
 
 def test_a_long_line_is_named_with_its_number(tmp_path, monkeypatch):
-    monkeypatch.setattr("train.data.row_files.read_text.__kwdefaults__", {"longest": 200})
+    monkeypatch.setattr("specdec.core.row_files.read_text.__kwdefaults__", {"longest": 200})
     write_rows(tmp_path / "a.jsonl", [ROWS[0], {"prompt": "x" * 200}])
     with pytest.raises(ValueError, match=r"a\.jsonl:2: a line of more than 200 characters"):
         reading.load_conversations(str(tmp_path / "a.jsonl"))
@@ -332,7 +332,7 @@ def test_training_validates_on_a_split_and_on_categories_of_any_type(fit, folder
 
 def every_prompt(monkeypatch) -> None:
     """The mask as it is defined: every prompt is rendered."""
-    monkeypatch.setattr(data, "FEW", 10**9)
+    monkeypatch.setattr(answer_mask, "FEW", 10**9)
 
 
 CONTENTS = [
