@@ -1,33 +1,31 @@
-"""Encodes whole sources once: `datasets.map` with several processes, into Arrow files that all processes map.
+"""Encodes whole sources once, with several processes, into Arrow files that all processes of a run map.
 
     data.cache/
-      rows-<key>/    encoded*.arrow: the rows of one source (packing.SCHEMA)
+      rows-<key>/    encoded.arrow: the rows of one source (packing.SCHEMA)
       packs-<key>/   members.npy, ends.npy: which rows are in which pack; facts.json with their fingerprint
 
 The key of rows covers the source's content, the tokenizer with its chat template, the libraries that render and tokenise,
-and this project's own code that does. `datasets` has fingerprints of its own, but notices no damaged file and lets each
-process of a run encode; so the folders are made by files.keep_folder, with checksums and a lock.
+and this project's own code that does. files.keep_folder makes the folders in one process of a run, and notices damaged ones.
+`datasets.map` does neither, and would need a copy of all lines on the disk.
 """
 
-import contextlib
 import functools
 import hashlib
 import itertools
 import json
 import os
-import shutil
-import threading
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-import datasets
 import jinja2
 import numpy
+import pyarrow
 import tokenizers
 import transformers
-from numpy.lib.format import open_memmap
 from transformers import PreTrainedTokenizerBase
 
 from specdec.core import files, plain_text, row_files, token_ids
@@ -36,12 +34,13 @@ from train import progress
 from train.data import answer_mask, chat_template, packing, reading
 from train.data import rows as data
 
-BATCH = 100  # rows that a process encodes between two reports of its progress
-SECONDS_BETWEEN_LOOKS = 0.5  # at how far the processes are
+Numbered = tuple[int, str, str | dict]  # index in its source, place, and what reading.read_raw yields: of a row
+
+BATCH = 100  # rows that a process encodes at a time
+AHEAD = 4  # batches for each process that are read before they are written
 ROWS_PER_WORKER = 2_000  # starting a process pays from so many rows on
 MODULES = (data, answer_mask, chat_template, reading, packing, row_files, plain_text, token_ids)
 CODE = [__file__, *(str(module.__file__) for module in MODULES)]  # decides about the encoded rows
-LINES = datasets.Features({"place": datasets.Value("string"), "line": datasets.Value("string")})
 
 
 @dataclass(frozen=True)
@@ -128,121 +127,69 @@ def load_packs(
 
 
 def encode_source(source: str, encoding: Encoding, folder: Path) -> None:
-    """Writes encoded*.arrow into `folder`."""
-    work = folder / "work"
-    work.mkdir()
-    with _without_bars():
-        rows = open_rows(source, encoding, work)
-        if not len(rows):
-            raise ValueError(f"There are no rows in {source}.")
-        workers = encoding.workers or max(1, min(os.cpu_count() or 1, len(rows) // ROWS_PER_WORKER))
-        workers = min(workers, len(rows))
-        counts = open_memmap(work / "counts.npy", mode="w+", dtype=numpy.int64, shape=(workers, 2))
-        with show_progress(f"encoding {Path(source).name}", len(rows), counts):
-            try:
-                rows.map(
-                    Encoder(encoding, source, bool(reading.find_files(source)), work / "counts.npy"),
-                    batched=True,
-                    batch_size=BATCH,
-                    with_indices=True,
-                    with_rank=True,
-                    remove_columns=rows.column_names,
-                    features=datasets.Features.from_arrow_schema(packing.SCHEMA),
-                    num_proc=workers if workers > 1 else None,
-                    load_from_cache_file=False,
-                    cache_file_name=str(folder / "encoded.arrow"),
-                    new_fingerprint="encoded",
-                )
-            except RuntimeError as error:  # datasets' word for a process that was killed
-                raise ValueError(
-                    f"A process that encoded {source} ended ({error}). Perhaps memory ran out: lower workers={workers}."
-                ) from error
-    shutil.rmtree(work)
+    """Writes encoded.arrow into `folder`."""
 
+    def read() -> Iterator[tuple[str, str | dict]]:
+        return itertools.islice(reading.read_raw(source, encoding.split), encoding.limit)
 
-@dataclass(frozen=True)
-class Encoder:
-    """Called by `datasets.map` in its processes with some rows of a source."""
-
-    encoding: Encoding
-    source: str
-    lines: bool  # whether rows are (place, line) of files, not rows of a dataset
-    counts: Path  # int64 [processes, 2]: rows and tokens done
-
-    def __call__(self, batch: dict[str, list], indices: list[int], rank: int | None = None) -> dict[str, list]:
-        encoded = []
-        for place, index in enumerate(indices):
-            row = {name: values[place] for name, values in batch.items()}
-            where = row["place"] if self.lines else f"{self.source} row {index}"
-            raw = row["line"] if self.lines else row
-            found, row = data.encode_raw(self.encoding.tokenizer, where, index, raw, thinking=self.encoding.thinking)
-            encoded.append(packing.to_columns(found, greedy=row.get("temperature") == 0))
-        counts = numpy.load(self.counts, mmap_mode="r+")
-        counts[rank or 0] += (len(indices), sum(len(columns["tokens"]) for columns in encoded))
-        return {name: [columns[name] for columns in encoded] for name in packing.SCHEMA.names}
-
-
-def open_rows(source: str, encoding: Encoding, work: Path) -> datasets.Dataset:
-    """The lines of files, or the rows of a dataset, as a memory-mapped table."""
-    if not reading.find_files(source):
-        rows = reading.open_dataset(source, encoding.split)
-        return rows if encoding.limit is None else rows.select(range(min(encoding.limit, len(rows))))
-    try:
-        return datasets.Dataset.from_generator(
-            read_lines,
-            features=LINES,
-            gen_kwargs={"source": source, "limit": encoding.limit},
-            cache_dir=str(work / "lines"),
-            fingerprint="lines",
-        )
-    except datasets.exceptions.DatasetGenerationError as error:
-        raise error.__cause__ or error from None
-
-
-def read_lines(source: str, limit: int | None) -> Iterator[dict]:
-    """The rows of files as LINES has them."""
-    place = None
-    for place, raw in itertools.islice(reading.read_raw(source, None), limit):
-        line = raw if isinstance(raw, str) else json.dumps(reading.to_row(place, raw), default=str)
-        yield {"place": place, "line": line}
-    if place is None:
+    num_rows = sum(1 for _ in read())
+    if not num_rows:
         raise ValueError(f"There are no rows in {source}.")
-
-
-@contextlib.contextmanager
-def _without_bars() -> Iterator[None]:
-    """Within, `datasets` draws no progress bars of its own."""
-    shown = datasets.is_progress_bar_enabled()
-    datasets.disable_progress_bars()
+    workers = encoding.workers or max(1, min(os.cpu_count() or 1, num_rows // ROWS_PER_WORKER))
+    numbered = ((index, place, raw) for index, (place, raw) in enumerate(read()))
+    batches = iter(lambda: list(itertools.islice(numbered, BATCH)), [])
+    begun = time.perf_counter()
     try:
-        yield
-    finally:
-        if shown:
-            datasets.enable_progress_bars()
+        encoded = encode_batches(batches, encoding, workers=workers)
+        first = next(encoded)  # starts the processes: a fork must not copy a lock that draws the progress
+        with (
+            progress.start(f"encoding {Path(source).name}", num_rows, unit="rows", any_process=True) as task,
+            pyarrow.OSFile(str(folder / packing.ENCODED), "wb") as file,
+            pyarrow.ipc.new_stream(file, packing.SCHEMA) as stream,
+        ):
+            task.begun = begun
+            for rows in itertools.chain([first], encoded):
+                stream.write_batch(rows)
+                task.advance(len(rows), num_tokens=len(rows["tokens"].values))
+    except BrokenExecutor as error:
+        raise ValueError(
+            f"A process that encoded {source} ended ({error}). Perhaps memory ran out: lower workers={workers}."
+        ) from error
 
 
-@contextlib.contextmanager
-def show_progress(what: str, num_rows: int, counts: numpy.ndarray) -> Iterator[None]:
-    """Within, a thread shows the rows and the tokens so far. counts: [processes, 2], in a file that all processes change
-
-    The display begins with the first rows, when all processes have been forked: a fork must not copy a lock that draws.
-    """
-    begun, ended = time.perf_counter(), threading.Event()
-
-    def watch() -> None:
-        while not counts.any() and not ended.wait(SECONDS_BETWEEN_LOOKS):
-            pass
-        with progress.start(what, num_rows, unit="rows", any_process=True) as task:
-            task.begun, last = begun, False
-            while not last:
-                last = ended.wait(SECONDS_BETWEEN_LOOKS)
-                rows, tokens = counts.sum(0).tolist()
-                task.update(rows, num_tokens=tokens)
-
-    thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
+def encode_batches(
+    batches: Iterable[list[Numbered]], encoding: Encoding, *, workers: int
+) -> Iterator[pyarrow.RecordBatch]:
+    """`encode_batch` of each, in their order. workers: processes; 1: this one"""
+    if workers == 1:
+        yield from (encode_batch(batch, encoding) for batch in batches)
+        return
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # or tokenizers warns that processes are forked
+    pool = ProcessPoolExecutor(workers, initializer=_hold, initargs=(encoding,))
     try:
-        yield
+        coming: deque[Future[pyarrow.RecordBatch]] = deque()
+        for batch in batches:
+            coming.append(pool.submit(encode_batch, batch))
+            if len(coming) > AHEAD * workers:
+                yield coming.popleft().result()
+        while coming:
+            yield coming.popleft().result()
     finally:
-        ended.set()
-        thread.join()
+        pool.shutdown(cancel_futures=True)
+
+
+_held: list[Encoding] = []  # of a process of the pool: a tokenizer takes longer to send than a batch to encode
+
+
+def _hold(encoding: Encoding) -> None:
+    _held[:] = [encoding]
+
+
+def encode_batch(batch: list[Numbered], encoding: Encoding | None = None) -> pyarrow.RecordBatch:
+    """Rows of a source -> packing.SCHEMA. encoding: None in a process of the pool, which holds it"""
+    encoding = encoding or _held[0]
+    columns = []
+    for index, place, raw in batch:
+        encoded, row = data.encode_raw(encoding.tokenizer, place, index, raw, thinking=encoding.thinking)
+        columns.append(packing.to_columns(encoded, greedy=row.get("temperature") == 0))
+    return pyarrow.RecordBatch.from_pylist(columns, packing.SCHEMA)

@@ -18,6 +18,7 @@ from numpy import ndarray
 from specdec.core import files
 from train.data.rows import Row
 
+ENCODED = "encoded.arrow"  # the file of a source's encoded rows
 CHUNK = 2_000  # rows whose tokens are counted together
 MODES = (None, True, False)  # of thinking, as numbers in the column `thinking`
 FEWEST = 2  # times that `more` must have seen a token
@@ -62,14 +63,9 @@ class Rows:
 
     @classmethod
     def load(cls, folders: Iterable[Path]) -> "Rows":
-        """Maps the Arrow files of some folders, each of one source."""
-        tables = []
-        for folder in folders:
-            streams = [
-                pyarrow.ipc.open_stream(pyarrow.memory_map(str(path))) for path in sorted(folder.glob("*.arrow"))
-            ]
-            tables.append(pyarrow.concat_tables(stream.read_all() for stream in streams))
-        return cls(tables)
+        """Maps the file ENCODED of some folders, each of one source."""
+        maps = [pyarrow.memory_map(str(folder / ENCODED)) for folder in folders]
+        return cls([pyarrow.ipc.open_stream(each).read_all() for each in maps])
 
     def __len__(self) -> int:
         return self.starts[-1]
@@ -115,15 +111,20 @@ def _lists(column: pyarrow.ListArray) -> tuple[ndarray, ndarray]:
     return column.values.to_numpy(), column.offsets.to_numpy()
 
 
-def first_fit(lengths: Iterable[int], capacity: int, *, num: int) -> ndarray:
-    """First fit: every row, in order, goes into the first pack with enough room. -> the pack of each row, [num]
+def place_rows(lengths: Sequence[int], capacity: int, packed: bool) -> ndarray:
+    """-> the pack of each row, [R]: by first fit, or one of its own"""
+    return first_fit(lengths, capacity) if packed else numpy.arange(len(lengths))
 
-    lengths: of `num` rows, none above `capacity`
-    A tree over the packs holds the largest room under each node, so a row costs O(log num).
+
+def first_fit(lengths: Sequence[int], capacity: int) -> ndarray:
+    """First fit: every row, in order, goes into the first pack with enough room. -> the pack of each row, [R]
+
+    lengths: of the rows, none above `capacity`
+    A tree over the packs holds the largest room under each node, so a row costs O(log R).
     """
-    leaves = 1 << max(0, num - 1).bit_length()
+    leaves = 1 << max(0, len(lengths) - 1).bit_length()
     room = [capacity] * (2 * leaves)  # node i has the children 2i and 2i + 1; the leaves are the packs
-    packs = numpy.empty(num, dtype=numpy.int64)
+    packs = numpy.empty(len(lengths), dtype=numpy.int64)
     for row, length in enumerate(lengths):
         assert length <= capacity
         node = 1
@@ -223,7 +224,7 @@ def arrange(rows: Rows, numbers: ndarray, *, length: int, packed: bool) -> tuple
     goals = rows.goals(length)
     kept = numbers[goals[numbers] > 0]
     lengths = numpy.minimum(rows.lengths[kept], length)
-    pack_of = first_fit(lengths.tolist(), length, num=len(kept)) if packed else numpy.arange(len(kept))
+    pack_of = place_rows(lengths.tolist(), length, packed)
     members = kept[numpy.argsort(pack_of, kind="stable")]
     sizes = numpy.bincount(pack_of)
     digest = hashlib.sha256()

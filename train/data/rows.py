@@ -1,5 +1,6 @@
 """Conversations to `Batch`: prompts and rows of token ids with their mask, truncation, collation."""
 
+import dataclasses
 import functools
 import itertools
 import warnings
@@ -50,16 +51,16 @@ class Batch:
         device = torch.device(device)
         if device.type == "cpu":
             return self.on_host
-        return Batch(
-            tokens=devices.send(self.tokens, device),
-            loss_mask=devices.send(self.loss_mask, device),
-            documents=devices.send(self.documents, device),
-            positions=devices.send(self.positions, device),
-            host=self.on_host,
+        tokens, loss_mask, documents, positions = (
+            devices.send(each, device) for each in (self.tokens, self.loss_mask, self.documents, self.positions)
         )
+        return Batch(tokens, loss_mask, documents, positions, host=self.on_host)
 
     def goals(self, supervise: str) -> Tensor:
-        """[B, T] bool on the CPU: the tokens that a drafter is trained to guess. supervise: answers, or text for prompts too"""
+        """[B, T] bool on the CPU: the tokens that a drafter is trained to guess.
+
+        supervise: answers, or text for prompts too
+        """
         host = self.on_host
         return host.positions > 0 if supervise == "text" else host.loss_mask
 
@@ -112,12 +113,8 @@ def load_prompts(
     """
     chat_template.check_mode(tokenizer, thinking)
     with reading.at(source):
-        return encode_prompts(
-            reading.spread(reading.load_prompts(source, split=split), limit),
-            tokenizer,
-            thinking=thinking,
-            trained=trained,
-        )
+        rows = reading.spread(reading.load_prompts(source, split=split), limit)
+        return encode_prompts(rows, tokenizer, thinking=thinking, trained=trained)
 
 
 def encode_prompts(
@@ -136,22 +133,16 @@ def encode_prompts(
             f"{chat_template.name_modes(modes)}. Give thinking=true or false, or the key in the rows, so that both are in one mode.",
             stacklevel=2,
         )
+    tokens = [encode_row(tokenizer, row, thinking=thinking) for row in rows]
     return [
-        Prompt(
-            row["id"],
-            row["category"],
-            encode_row(tokenizer, row, thinking=thinking),
-            tuple(row["tags"]),
-            row["grammar"],
-        )
-        for row in rows
+        Prompt(row["id"], row["category"], each, tuple(row["tags"]), row["grammar"]) for row, each in zip(rows, tokens)
     ]
 
 
 def encode_row(tokenizer: PreTrainedTokenizerBase, row: dict, *, thinking: bool | None = None) -> list[int]:
-    """`encode_prompt` of a row of reading.load_prompts, which a refusal names; a model without a chat template continues its `prompt`.
+    """`encode_prompt` of a row of reading.load_prompts, whose place a refusal names.
 
-    thinking: its mode, if it does not say it
+    A model without a chat template continues the row's `prompt`. thinking: its mode, if it does not say it
     """
     with reading.at(row.get("place") or f"prompt {row['id']}"):
         if row.get("prompt") is None or tokenizer.chat_template or "tools" in row:
@@ -173,7 +164,10 @@ def check_offsets(tokenizer: PreTrainedTokenizerBase) -> None:
 
 @functools.lru_cache(maxsize=4)
 def vocabulary(tokenizer: PreTrainedTokenizerBase, num_entries: int) -> tuple[str, int]:
-    """-> digest of the text of every id, highest id of texts that the target reads + 1. num_entries: len(tokenizer), which changes if tokens are added"""
+    """-> digest of the text of every id, and the number of ids that the target reads.
+
+    num_entries: len(tokenizer), which changes if tokens are added
+    """
     return datastore.fingerprint(tokenizer), token_ids.num_ids(tokenizer)
 
 
@@ -329,13 +323,7 @@ def truncate(row: Row, max_length: int) -> Row | None:
     """The row's first `max_length` tokens; None if none of them could be a goal."""
     if not any(row.mask[1:max_length]):
         return None
-    return Row(
-        id=row.id,
-        category=row.category,
-        tokens=row.tokens[:max_length],
-        mask=row.mask[:max_length],
-        thinking=row.thinking,
-    )
+    return dataclasses.replace(row, tokens=row.tokens[:max_length], mask=row.mask[:max_length])
 
 
 def collate(packs: list[list[Row]], *, length: int, pad_token: int) -> Batch:

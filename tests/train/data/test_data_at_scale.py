@@ -201,7 +201,7 @@ def test_packing_equals_the_obvious_first_fit(seed):
         free += [capacity] * (index == len(free))
         free[index] -= length
         expected.append(index)
-    assert first_fit(lengths, capacity, num=num).tolist() == expected
+    assert first_fit(lengths, capacity).tolist() == expected
 
 
 def test_packs_of_the_shipped_data_are_those_of_earlier_versions(tokenizer, tmp_path):
@@ -223,7 +223,7 @@ def test_packs_are_mapped_and_not_loaded(tmp_path):
     columns = {name: pyarrow.ListArray.from_arrays(ends, values) for name, values in lists.items()}
     rest = {"id": ["a"], "category": ["b"], "supervised": [length // 2], "greedy": [False], "thinking": [0]}
     table = pyarrow.table(columns | {name: value * num for name, value in rest.items()}, schema=SCHEMA)
-    with pyarrow.ipc.new_stream(tmp_path / "rows.arrow", SCHEMA) as file:
+    with pyarrow.ipc.new_stream(tmp_path / "encoded.arrow", SCHEMA) as file:
         file.write_table(table, max_chunksize=1000)
     del tokens, lists, columns, table
     pyarrow.default_memory_pool().release_unused()
