@@ -126,17 +126,25 @@ def load_packs(
 # One source
 
 
+def read_source(source: str, encoding: Encoding) -> Iterator[tuple[str, str | dict]]:
+    return itertools.islice(reading.read_raw(source, encoding.split), encoding.limit)
+
+
+def count_rows(source: str, encoding: Encoding) -> int:
+    """Rows that `read_source` yields."""
+    if reading.find_files(source):
+        return sum(1 for _ in read_source(source, encoding))
+    num = len(reading.open_dataset(source, encoding.split))
+    return num if encoding.limit is None else min(num, encoding.limit)
+
+
 def encode_source(source: str, encoding: Encoding, folder: Path) -> None:
     """Writes encoded.arrow into `folder`."""
-
-    def read() -> Iterator[tuple[str, str | dict]]:
-        return itertools.islice(reading.read_raw(source, encoding.split), encoding.limit)
-
-    num_rows = sum(1 for _ in read())
+    num_rows = count_rows(source, encoding)
     if not num_rows:
         raise ValueError(f"There are no rows in {source}.")
     workers = encoding.workers or max(1, min(os.cpu_count() or 1, num_rows // ROWS_PER_WORKER))
-    numbered = ((index, place, raw) for index, (place, raw) in enumerate(read()))
+    numbered = ((index, place, raw) for index, (place, raw) in enumerate(read_source(source, encoding)))
     batches = iter(lambda: list(itertools.islice(numbered, BATCH)), [])
     begun = time.perf_counter()
     try:
