@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from specdec.core import row_files
-from specdec.server import traffic, traffic_files
+from specdec.server import traffic
 from specdec.server.traffic import Answered, Asked, Origin, Recorder, Recording
 from tests.small_server import STOP
 from tests.support import small_tokenizer, word_tokenizer
