@@ -1,11 +1,11 @@
 """Files of rows, and what becomes of a damaged line.
 
-Files of users (`read_file`): lines in any Unicode encoding, compressed with gzip or not, JSON documents, parquet. What a
-file is follows from its first bytes; only a name that ends in .json says more, as one document may hold all rows. A damaged
-line is refused with its place, the cause and what to do.
+Files of users (`read_file`): lines in any Unicode encoding, compressed with gzip or not, JSON documents, parquet. What
+a file is follows from its first bytes; only a name that ends in .json says more, as one document may hold all rows. A
+damaged line is refused with its place, the cause and what to do.
 
-Files that this project appends to (`read_own_lines`): JSONL in UTF-8. A damaged line is yielded as None, so that the caller
-skips or refuses it. `cut_damaged_end` removes what a killed writer left behind.
+Files that this project appends to (`read_own_lines`): JSONL in UTF-8. A damaged line is yielded as None, so that the
+caller skips or refuses it. `cut_damaged_end` removes what a killed writer left behind.
 """
 
 import contextlib
@@ -58,7 +58,8 @@ def read_text(path: Path, *, longest: int = LONGEST_LINE) -> Iterator[str]:
                 yield line.removeprefix("\ufeff")  # of a file that was joined to another one too
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"{path} is not whole {error.encoding.upper()} text behind line {number} ({error.reason}). Save it as UTF-8."
+            f"{path} is not whole {error.encoding.upper()} text behind line {number} ({error.reason}). "
+            "Save it as UTF-8."
         ) from None
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(
@@ -103,7 +104,7 @@ def read_lines(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def read_file(path: Path) -> Iterator[tuple[str, str | dict]]:
-    """Yields (place, JSON text) of each row, or (place, row) of parquet. Raises ValueError for a file that holds no rows."""
+    """Yields (place, JSON text) of each row, or (place, row) of parquet. Raises ValueError for a file of no such form."""
     name = path.name.lower().removesuffix(".gz")
     with path.open("rb") as file:
         if name.endswith(PARQUET) or file.read(4) == b"PAR1":
@@ -164,7 +165,7 @@ def read_parquet(path: Path, file: BinaryIO) -> Iterator[tuple[str, dict]]:
 
 
 def parse_line(place: str, line: str) -> dict:
-    """The JSON object of a line. Raises ValueError, naming the place, for anything else and for half of a surrogate pair."""
+    """The JSON object of a line. Raises ValueError, naming the place, for what is none or has half a surrogate pair."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:  # also numbers of thousands of digits
@@ -175,8 +176,8 @@ def parse_line(place: str, line: str) -> dict:
     if SURROGATE.search(line) and not is_text(row):
         key = next(key for key, value in row.items() if not is_text({key: value}))
         raise ValueError(
-            f"{place}: {json.dumps(key)} has half of a surrogate pair (\\ud800 .. \\udfff), which is no character. Repair or "
-            "remove the line."
+            f"{place}: {json.dumps(key)} has half of a surrogate pair (\\ud800 .. \\udfff), which is no character. "
+            "Repair or remove the line."
         )
     return row
 
@@ -185,7 +186,7 @@ def parse_line(place: str, line: str) -> dict:
 
 
 def read_own_lines(path: Path) -> Iterator[tuple[int, dict | None]]:
-    """Yields (line number, row), None for a damaged line. A last line without its end is being written: it is left out."""
+    """Yields (line number, row), None for a damaged line. A last line without its end is left out: it is being written."""
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.endswith(b"\n") and line.strip():

@@ -26,9 +26,10 @@ ADVICE = "add {% generation %} markers around what the assistant writes to its c
 
 
 def mask_spans(starts: list[int], spans: list[tuple[int, int]]) -> list[bool]:
-    """Mask of the tokens that begin in a span [start, stop) of characters; `starts`: increasing places of first characters.
+    """Mask of the tokens that begin in a span [start, stop) of characters.
 
-    Not transformers' own mask: where a tokenizer drops white space, that one goes on to the end of the text.
+    starts: increasing places of the tokens' first characters
+    This is not transformers' own mask: where a tokenizer drops white space, that one goes on to the end of the text.
     """
     mask = [False] * len(starts)
     for span in spans:
@@ -38,7 +39,7 @@ def mask_spans(starts: list[int], spans: list[tuple[int, int]]) -> list[bool]:
 
 
 def find_content_end(text: str, content: str, start: int, stop: int) -> int:
-    """Where `content` ends in text[start:stop]; `start` if the template changed the content so that it cannot be found."""
+    """Where `content` ends in text[start:stop]; `start` if it is not found because the template changed it."""
     for wanted in (content, content.strip()):
         found = text.find(wanted, start, stop)
         if found >= 0:
@@ -49,8 +50,8 @@ def find_content_end(text: str, content: str, start: int, stop: int) -> int:
 def find_turns(
     tokenizer: PreTrainedTokenizerBase, conversation: dict, text: str, options: dict, marked: tuple[Marked, str]
 ) -> tuple[list[tuple[int, int, int]], bool | None]:
-    """(start, content end, stop) of every assistant turn, in characters; the turn ends somewhere from content end to stop.
-    Beside them, the thinking mode of the last one. options: as `render`; marked: of `mark`
+    """(start, content end, stop) of every assistant turn, in characters; the turn ends somewhere from content end to
+    stop. Beside them, the thinking mode of the last one. options: as `render`; marked: of `mark`
     """
     messages = conversation["messages"]
     answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
@@ -75,10 +76,10 @@ def find_turns(
 def find_answers(
     tokenizer: PreTrainedTokenizerBase, messages: list[dict], options: dict, text: str, answers: list[int]
 ) -> tuple[list[int] | None, bool | None]:
-    """Where in a conversation's text some answers begin, None if it cannot be told; and the thinking mode of the last one.
+    """-> where in a conversation's text the answers begin, None if unknown; and the thinking mode of the last one
 
-    What the template itself writes before an answer without thoughts is the end of a prompt with thinking=false. An answer in
-    the history may stand behind another prompt than a new one has.
+    What the template itself writes before an answer without thoughts is the end of a prompt with thinking=false. An
+    answer in the history may follow another prompt than a new one.
     """
     form, mode = find_form(tokenizer), options["thinking"]
     rendered: Callable[..., str] = functools.partial(render, tokenizer, **options)
@@ -103,8 +104,9 @@ def find_answers(
     content = answer["content"].strip()
     if mode is None and form.mode and not answer.get("reasoning_content") and text.find(content, last) > last:
         warnings.warn(
-            f"The chat template of {tokenizer.name_or_path} writes a text of its own before answers, which is supervised: "
-            'say in the rows, or by thinking=, in which mode they were written ("thinking": true or false).',
+            f"The chat template of {tokenizer.name_or_path} writes a text of its own before answers, which is "
+            "supervised: say in the rows, or by thinking=, in which mode they were written "
+            '("thinking": true or false).',
             stacklevel=2,
         )
     return starts, mode
@@ -114,8 +116,8 @@ def find_starts(rendered: Callable[..., str], messages: list[dict], text: str, a
     """How long the prompts of some answers are, in characters; None if one is not the beginning of `text`.
 
     rendered: `render` with all but messages and add_generation_prompt
-    A prompt that ends with a content and what the template wrote behind one before is not rendered again, as each rendering
-    takes time for all messages before it. The last one is, which shows that earlier turns are not rewritten.
+    A prompt that ends with a content and what the template wrote behind one before is not rendered again, as each
+    rendering takes time for all messages before it. The last one is, which shows that earlier turns are not rewritten.
     """
     ends = find_ends(rendered, messages, text) if len(answers) > FEW else None
     openings: dict[tuple[str, str], list[str]] = {}  # by the roles before and behind them

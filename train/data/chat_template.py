@@ -1,7 +1,7 @@
 """What a chat template makes of a conversation, found by rendering.
 
-A template leaves out, without a word, what it does not know. So a copy of the conversation is rendered with marks in place of
-what may be lost; the marks that are missing in the text say what is. Its text also says where calls of tools end.
+A template leaves out, without a word, what it does not know. So a copy of the conversation is rendered with marks in
+place of what may be lost. Marks that are missing in its text say what is lost; the others say where calls of tools end.
 """
 
 import contextlib
@@ -149,8 +149,11 @@ def _find_form(tokenizer: PreTrainedTokenizerBase, template: str) -> Form:
 
 @dataclass(frozen=True)
 class Marked:
-    """A copy of a conversation with marks in it. meanings: what each mark stands for; last: by the number of a message that
-    calls tools, the mark at the end of its last call"""
+    """A copy of a conversation with marks in it.
+
+    meanings: what each mark stands for
+    last: the mark at the end of the last call of tools, by the number of the message that has calls
+    """
 
     messages: list[dict]
     tools: list[dict] | None
@@ -195,7 +198,7 @@ class Marked:
     def find_end(self, index: int, text: str, original: str, start: int, end: str) -> int | None:
         """Where the calls of message `index` end in the text of the conversation itself; None: it cannot be told.
 
-        text: of this copy; start: where the message begins; end: what stands behind answers, if special tokens come before it
+        text: of this copy; start: where the message begins; end: what stands behind answers
         """
         if index not in self.last or not (found := re.search(self.last[index], text)):
             return None
@@ -261,8 +264,8 @@ def mark(
         return Marked.of([], None), ""
     if lost := marked.lost(text):
         raise ValueError(
-            f"The chat template of {tokenizer.name_or_path} leaves out {lost}, so the target would not read them. Remove "
-            "them, or choose a target whose chat template writes them."
+            f"The chat template of {tokenizer.name_or_path} leaves out {lost}, so the target would not read them. "
+            "Remove them, or choose a target whose chat template writes them."
         )
     return marked, text
 
@@ -270,9 +273,9 @@ def mark(
 def without_template(tokenizer: PreTrainedTokenizerBase) -> str:
     """Why messages are refused, and what to do."""
     return (
-        f"The tokenizer of {tokenizer.name_or_path} has no chat template, so it takes no messages. Give plain text (rows with "
-        "prompt; to train on, with text, or with prompt and completion), choose an instruct model as target, or put a "
-        "chat_template.jinja in the target's folder."
+        f"The tokenizer of {tokenizer.name_or_path} has no chat template, so it takes no messages. Give plain text "
+        "(rows with prompt; to train on, with text, or with prompt and completion), choose an instruct model as target, "
+        "or put a chat_template.jinja in the target's folder."
     )
 
 

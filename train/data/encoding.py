@@ -4,9 +4,9 @@
       rows-<key>/    encoded.arrow: the rows of one source (packing.SCHEMA)
       packs-<key>/   members.npy, ends.npy: which rows are in which pack; facts.json with their fingerprint
 
-The key of rows covers the source's content, the tokenizer with its chat template, the libraries that render and tokenise,
-and this project's own code that does. files.keep_folder makes the folders in one process of a run, and notices damaged ones.
-`datasets.map` does neither, and would need a copy of all lines on the disk.
+The key of rows covers the source's content, the tokenizer with its chat template, the libraries that render and
+tokenise, and this project's own code that does. files.keep_folder makes the folders in one process of a run, and
+notices damaged ones. `datasets.map` does neither, and would need a copy of all lines on the disk.
 """
 
 import functools
@@ -104,8 +104,8 @@ def load_packs(
 ) -> packing.Packs:
     """The packs of one or several sources: encoded, held out, cut at a number of tokens, repeated by weight, packed.
 
-    train: as reading.read_sources; hold_out, tokens: as conf/data. Raises ValueError, naming file and line or the row, for
-    what cannot be encoded.
+    train: as reading.read_sources; hold_out, tokens: as conf/data
+    Raises ValueError, naming file and line or the row, for what cannot be encoded.
     """
     found = reading.read_sources(train)
     keys = [encoding.key(source.name) for source in found]

@@ -67,10 +67,10 @@ class Material:
 
 @dataclass
 class Order:
-    """Which packs a process reads: each epoch is a permutation made from the seed, and dealt to the groups of processes in turn.
+    """Which packs a process reads. Each epoch is a permutation made from the seed, dealt to groups of processes in turn.
 
     number, num: this process' group, and how many there are
-    first: a step, and the packs that were read before it: of this launch, as the one before may have had other groups
+    first: the first step of this launch, and the packs that were read before it, perhaps by other groups
     """
 
     num_packs: int
@@ -139,7 +139,7 @@ class Loader:
             self.material.stream.close()
 
     def again(self, step: int) -> list[MicroBatch]:
-        """The micro-batches of a step, not read ahead. Of an earlier step only without a stream, which cannot go back."""
+        """The micro-batches of a step, not read ahead. A stream cannot go back to an earlier step."""
         return [self._micro_batch(number) for number in range(step * self.accumulation, (step + 1) * self.accumulation)]
 
     # Where a run continues
@@ -196,8 +196,8 @@ class Loader:
             if devices.out_of_memory(error):
                 raise
             raise ValueError(
-                f"The thread that reads data ahead of the step failed ({type(error).__name__}: {error}). Look at the data "
-                "and the cached features; ahead=0 reads them in the step."
+                f"The thread that reads data ahead of the step failed ({type(error).__name__}: {error}). Look at the "
+                "data and the cached features; ahead=0 reads them in the step."
             ) from error
 
 

@@ -107,7 +107,7 @@ class Rows:
 
 
 def _lists(column: pyarrow.ListArray) -> tuple[ndarray, ndarray]:
-    """-> the values of all rows of a batch [N], and where in them each row begins, with the end of the last one [R + 1]"""
+    """-> the values of all rows of a batch [N]; where in them each row begins, and the last one ends [R + 1]"""
     return column.values.to_numpy(), column.offsets.to_numpy()
 
 
@@ -174,8 +174,8 @@ class Packs(torch.utils.data.Dataset):
         self.num_supervised, self.fingerprint = facts["num_supervised"], facts["fingerprint"]
         if self.num_cut or self.num_skipped:
             warnings.warn(
-                f"Of {len(numbers)} rows, {self.num_cut} are cut at {length} tokens and {self.num_skipped} are skipped, "
-                f"because their prompt alone is that long. Raise the length to keep them.",
+                f"Of {len(numbers)} rows, {self.num_cut} are cut at {length} tokens and {self.num_skipped} are "
+                "skipped, because their prompt alone is that long. Raise the length to keep them.",
                 stacklevel=2,
             )
         if not len(self):
@@ -281,8 +281,8 @@ def draft_vocab(
 ) -> torch.Tensor | None:
     """A draft vocabulary, increasing ids [W]; None: all `num_tokens`. Ties prefer low ids.
 
-    choice: data: the `size` ids that are supervised most often here; more: those of `before`, and of the others the most
-        frequent ones that are supervised twice or more, until there are an eighth more than `size`
+    choice: data: the `size` ids that are supervised most often here; more: those of `before`, and of the others the
+        most frequent ones that are supervised twice or more, until there are an eighth more than `size`
     """
     frequencies = torch.zeros(num_tokens, dtype=torch.long)
     frequencies[: len(packs.supervised_counts)] = packs.supervised_counts

@@ -36,7 +36,7 @@ class Source:
 
 
 def read_sources(train: str | Sequence[str] | Mapping[str, float]) -> list[Source]:
-    """The setting `train` in one of its three forms. Raises ValueError for weights that are not above 0 or no source."""
+    """The setting `train` in one of its three forms. Raises ValueError for no source, or for a weight of 0 or less."""
     if isinstance(train, str):
         with contextlib.suppress(yaml.YAMLError):
             weighted = yaml.safe_load(train) if train.startswith("{") and not Path(train).exists() else None
@@ -104,7 +104,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def find_files(source: str) -> list[Path]:
-    """The files of lines that `source` stands for; none if it is a dataset. Raises ValueError if there is nothing to read."""
+    """The files of a source; none if it is a dataset. Raises ValueError if there is nothing to read."""
     path = Path(source)
     if path.is_file():
         return [path]
@@ -119,7 +119,7 @@ def find_files(source: str) -> list[Path]:
 
 
 def open_dataset(source: str, split: str | None, *, streaming: bool = False) -> Any:
-    """One split of a dataset that is in a folder or that `datasets.load_dataset` finds: a `Dataset`, or an `IterableDataset`.
+    """One split of a dataset in a folder, or of one that `datasets.load_dataset` finds.
 
     split: None: train, or the only one
     streaming: whether to read a dataset that is not in a folder as it comes, without a copy on the disk
@@ -166,7 +166,7 @@ def read_rows(source: str, split: str | None) -> Iterator[tuple[str, dict]]:
 
 
 def named(row: dict, index: int, thinking: bool | None = None) -> dict:
-    """The row with its `id` and `category` as texts, by default its index and "all". thinking: its mode, if it does not say it"""
+    """The row with `id` and `category` as texts, by default its index and "all". thinking: its mode by default"""
     mode = {} if thinking is None else {"thinking": thinking} | options_of({"thinking": row.get("thinking")})
     return {**row, **mode, "id": _to_text(row.get("id"), str(index)), "category": _to_text(row.get("category"), "all")}
 
@@ -184,7 +184,7 @@ def has_ids(row: dict) -> bool:
 
 
 def plain_text(row: dict) -> tuple[str | None, str] | None:
-    """-> (prompt, completion) of a row that has both, (None, text) of one with `text`; None if it has messages or neither"""
+    """-> (prompt, completion) or (None, text) of a row that has these; None if it has messages or neither"""
     prompt, completion, text = (row.get(key) for key in ("prompt", "completion", "text"))
     if row.get("messages") is not None:
         return None
@@ -194,15 +194,15 @@ def plain_text(row: dict) -> tuple[str | None, str] | None:
 
 
 def check_messages(row: dict, place: str) -> list[dict]:
-    """The messages; none for a row of plain text or with token ids alone. Raises ValueError for a row with none of these."""
+    """The messages; none for plain text or token ids alone. Raises ValueError for a row with none of these."""
     if row.get("messages") is None and (has_ids(row) or plain_text(row) is not None):
         return []
     messages = row.get("messages")
     if not isinstance(messages, list) or not messages:
         keys = ", ".join(map(str, row)) or "none"
         raise ValueError(
-            f'{place}: no messages (its keys: {keys}). A row needs "messages": a list [{{"role": ..., "content": ...}}, ...] with at least '
-            'one of them; or "prompt" and "completion", or "text", each a text.'
+            f'{place}: no messages (its keys: {keys}). A row needs "messages": a list [{{"role": ..., "content": ...}}, '
+            '...] with at least one of them; or "prompt" and "completion", or "text", each a text.'
         )
     for number, message in enumerate(messages):
         if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
@@ -220,8 +220,8 @@ def check_messages(row: dict, place: str) -> list[dict]:
     unknown = [role for role in roles if role not in ROLES and not has_ids(row)]  # ids are used as they are
     if unknown:
         raise ValueError(
-            f"{place}: unknown roles {', '.join(unknown)}; the row has {', '.join(roles)}. Rename them: known roles are "
-            f"{', '.join(ROLES)}."
+            f"{place}: unknown roles {', '.join(unknown)}; the row has {', '.join(roles)}. Rename them: known roles "
+            f"are {', '.join(ROLES)}."
         )
     return messages
 
@@ -231,7 +231,8 @@ def load_conversations(
 ) -> list[dict]:
     """Reads rows with `messages` or plain text, and `id` and `category` filled in; other keys are kept.
 
-    source: as FORMS says; split: of a dataset; None: train, or the only one. Raises ValueError, naming file and line, for a row that is no conversation.
+    source: as FORMS says; split: of a dataset; None: train, or the only one
+    Raises ValueError, naming file and line, for a row that is no conversation.
     """
     conversations: list[dict] = []
     for place, row in itertools.islice(read_rows(source, split), limit):
@@ -250,11 +251,11 @@ def hold_out(conversations: list[dict], num: int) -> tuple[list[dict], list[dict
 
 
 def load_prompts(source: str, *, split: str | None = None, limit: int | None = None) -> list[dict]:
-    """Reads rows {"id", "category", "prompt", "messages", "tags", "grammar", "place"} that end where the target is to answer, with
-    `thinking` and `tools` where a row has them.
+    """Reads rows {"id", "category", "prompt", "messages", "tags", "grammar", "place"} that end where the target is to
+    answer, with `thinking` and `tools` where a row has them.
 
-    A row has a `prompt` (text: a user's message for chat models), or `messages`, of which an assistant's at the end is left
-    out; `prompt` is None then. Rows with `dropped`, which a filter of prompts left out, are not read.
+    A row has a `prompt` (text: a user's message for chat models), or `messages`, of which an assistant's at the end is
+    left out; `prompt` is None then. Rows with `dropped`, which a filter of prompts left out, are not read.
     """
     prompts: list[dict] = []
     rows = ((place, row) for place, row in read_rows(source, split) if not row.get("dropped"))

@@ -34,7 +34,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Batch:
-    """Packed conversations. What follows from masks alone is computed on the host, so that nobody waits for a device."""
+    """Packed conversations. What follows from masks alone is computed on the host, without waiting for a device."""
 
     tokens: Tensor  # [B, T] int64
     loss_mask: Tensor  # [B, T] bool, True where the token is supervised, never at the start of a document
@@ -130,7 +130,8 @@ def encode_prompts(
     if trained and tokenizer.chat_template and find_form(tokenizer).mode and modes != set(trained):
         warnings.warn(
             f"The rows to train on have {chat_template.name_modes(trained)}, and the held-out prompts have "
-            f"{chat_template.name_modes(modes)}. Give thinking=true or false, or the key in the rows, so that both are in one mode.",
+            f"{chat_template.name_modes(modes)}. Give thinking=true or false, or the key in the rows, so that both are "
+            "in one mode.",
             stacklevel=2,
         )
     tokens = [encode_row(tokenizer, row, thinking=thinking) for row in rows]
@@ -157,8 +158,8 @@ def check_offsets(tokenizer: PreTrainedTokenizerBase) -> None:
     """Raises ValueError for a tokenizer that cannot say where in a text its tokens are."""
     if tokenizer.chat_template and not tokenizer.is_fast:
         raise ValueError(
-            f"The tokenizer of {tokenizer.name_or_path} ({type(tokenizer).__name__}) has no fast form (tokenizer.json), "
-            "which says where tokens begin, so answers cannot be told from prompts. Choose another target."
+            f"The tokenizer of {tokenizer.name_or_path} ({type(tokenizer).__name__}) has no fast form "
+            "(tokenizer.json), which says where tokens begin, so answers cannot be told from prompts. Choose another target."
         )
 
 
@@ -172,9 +173,9 @@ def vocabulary(tokenizer: PreTrainedTokenizerBase, num_entries: int) -> tuple[st
 
 
 def kept(tokenizer: PreTrainedTokenizerBase, conversation: dict) -> Row | None:
-    """The row with the ids that the target read and wrote, if it has them: `tokens`, of which `prompt_tokens` are the prompt.
+    """The row with the ids that the target read and wrote: `tokens`, of which the first `prompt_tokens` are the prompt.
 
-    None, with a warning, if they belong to another tokenizer. Raises ValueError if they cannot be right.
+    None if it has no ids; None, with a warning, if they belong to another tokenizer. Raises ValueError if they cannot be right.
     """
     if not reading.has_ids(conversation):
         return None
@@ -209,8 +210,8 @@ def kept(tokenizer: PreTrainedTokenizerBase, conversation: dict) -> Row | None:
 def encode_plain(tokenizer: PreTrainedTokenizerBase, conversation: dict, prompt: str | None, completion: str) -> Row:
     """Tokens and mask of plain text; the completion is supervised, or all of a text without a prompt.
 
-    A completion ends with the end-of-text token, unless the row has `finish: "length"`: the target did not write one there.
-    Raises ValueError if nothing is left to guess.
+    A completion ends with the end-of-text token, unless the row has `finish: "length"`: the target did not write one
+    there. Raises ValueError if nothing is left to guess.
     """
     before, said = plain_text.encode_pair(tokenizer, prompt or "", completion)
     end = tokenizer.eos_token_id
@@ -226,10 +227,10 @@ def encode_plain(tokenizer: PreTrainedTokenizerBase, conversation: dict, prompt:
 def encode(tokenizer: PreTrainedTokenizerBase, conversation: dict) -> Row:
     """Tokens and assistant mask of a row of `load_conversations`; every assistant turn is supervised.
 
-    A row that holds the token ids of the target is used as it is, and its last answer is supervised. Plain text is encoded
-    without the chat template; but with one, a prompt and its completion are a user's message and its answer. A row with
-    `finish: "length"` is cut behind the content of its last answer, because the target did not write an end of turn there.
-    Raises ValueError if nothing or everything would be supervised.
+    A row that holds the token ids of the target is used as it is, and its last answer is supervised. Plain text is
+    encoded without the chat template; but with one, a prompt and its completion are a user's message and its answer. A
+    row with `finish: "length"` is cut behind the content of its last answer, because the target did not write an end of
+    turn there. Raises ValueError if nothing or everything would be supervised.
     """
     if (row := kept(tokenizer, conversation)) is not None:
         return row

@@ -1,16 +1,18 @@
 """Packs of a data set that is read as it comes, for data that does not fit on the disk as tokens.
 
-The sources are endless: each begins again when it ends, and rows are drawn from them in turn, in shares that equal their
+The sources are endless: each begins again when it ends. Rows are drawn from them in turn, in shares that equal their
 weights. Draws are cut into buffers, which are dealt to the processes like cards:
 
     draws     0 .. B-1 | B .. 2B-1 | 2B .. 3B-1 | ...        B = buffer
     buffer    0        | 0         | 1
     process   0        | 1         | 0                       of two
 
-A buffer is encoded and packed by first fit, and its packs are shuffled by (seed, process, buffer). So the packs of a process
-follow from the settings alone, and [buffer, number of its first pack] is all that continuing needs: rows before it are
-skipped without parsing. (`datasets.interleave_datasets` draws sources at random, so shares equal the weights only roughly,
-and deals single rows to processes: runs of today would read other packs.)
+A buffer is encoded and packed by first fit, and its packs are shuffled by (seed, process, buffer). So the packs of a
+process follow from the settings alone, and [buffer, number of its first pack] is all that continuing needs: rows before
+it are skipped without parsing.
+
+`datasets.interleave_datasets` draws sources at random, so that shares equal the weights only roughly, and deals single
+rows to processes. Runs that were begun before would read other packs with it.
 """
 
 import bisect
@@ -119,8 +121,7 @@ class Stream:
     """The packs of one process, by their number from 0 on, read in order: `pack` only goes forward.
 
     first: packs of the first rows, the same in all processes
-    files: 16 hex digits of the sizes of the files, which say whether a stream has changed behind its first rows; None if a
-        source is a dataset
+    files: 16 hex digits of the files' sizes, which show changes behind the first rows; None if a source is a dataset
     A thread encodes the next buffer meanwhile.
     """
 

@@ -1,4 +1,4 @@
-"""Tests of what chat templates do with tools, calls, thinking modes and forms of contents, and of tokenizers that do not fit the model."""
+"""Tests of what chat templates do with tools, calls and thinking modes, and of tokenizers that do not fit the model."""
 
 from helpers import loading
 

@@ -1,4 +1,4 @@
-"""Files and rows as people have them: read whatever way they are written, or refused with a sentence that names file and row."""
+"""Files and rows as people have them are read, or refused with a sentence that names file and row."""
 
 import bz2
 import codecs
