@@ -104,7 +104,7 @@ def read_lines(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def read_file(path: Path) -> Iterator[tuple[str, str | dict]]:
-    """Yields (place, JSON text) of each row, or (place, row) of parquet. Raises ValueError for a file of no such form."""
+    """Yields (place, JSON text) of each row, or (place, row) of parquet. Raises ValueError for other files."""
     name = path.name.lower().removesuffix(".gz")
     with path.open("rb") as file:
         if name.endswith(PARQUET) or file.read(4) == b"PAR1":
@@ -186,7 +186,7 @@ def parse_line(place: str, line: str) -> dict:
 
 
 def read_own_lines(path: Path) -> Iterator[tuple[int, dict | None]]:
-    """Yields (line number, row), None for a damaged line. A last line without its end is left out: it is being written."""
+    """Yields (line number, row), None for a damaged line. A last line without its end is left out."""
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.endswith(b"\n") and line.strip():

@@ -274,8 +274,8 @@ def without_template(tokenizer: PreTrainedTokenizerBase) -> str:
     """Why messages are refused, and what to do."""
     return (
         f"The tokenizer of {tokenizer.name_or_path} has no chat template, so it takes no messages. Give plain text "
-        "(rows with prompt; to train on, with text, or with prompt and completion), choose an instruct model as target, "
-        "or put a chat_template.jinja in the target's folder."
+        "(rows with prompt; to train on, with text, or with prompt and completion), choose an instruct model as "
+        "target, or put a chat_template.jinja in the target's folder."
     )
 
 

@@ -34,7 +34,7 @@ def tau_of(rate: float, depth: int) -> float:
 
 @dataclass(frozen=True)
 class DataLaw:
-    """The log-odds of `acceptance` rise with the logarithm of the tokens: log(a / (1 - a)) = level + slope log(tokens)."""
+    """The log-odds of `acceptance` against the tokens: log(a / (1 - a)) = level + slope log(tokens)."""
 
     level: float
     slope: float
@@ -76,8 +76,8 @@ def outlook(points: Sequence[Point], *, depth: int, unique: int | None) -> str |
     more = ", ".join(f"{law.tau(seen * factor):.2f} with {factor} times as many" for factor in FACTORS)
     epochs = "" if not unique or seen <= unique else f" (each was read {seen / unique:.1f} times; new ones bring more)"
     return (
-        f"what more data would bring: tau {law.tau(seen):.2f} with the {in_millions(seen)} tokens read{epochs}, {more}. "
-        f"The law was fitted to {len(points)} validations from {in_millions(low)} to {in_millions(high)} tokens and "
+        f"what more data would bring: tau {law.tau(seen):.2f} with the {in_millions(seen)} tokens read{epochs}, "
+        f"{more}. The law was fitted to {len(points)} validations from {in_millions(low)} to {in_millions(high)} tokens and "
         f"misses them by at most {law.error:.2f}."
     )
 

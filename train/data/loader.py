@@ -67,7 +67,7 @@ class Material:
 
 @dataclass
 class Order:
-    """Which packs a process reads. Each epoch is a permutation made from the seed, dealt to groups of processes in turn.
+    """Which packs a process reads. An epoch is a permutation made from the seed, dealt to groups of processes in turn.
 
     number, num: this process' group, and how many there are
     first: the first step of this launch, and the packs that were read before it, perhaps by other groups

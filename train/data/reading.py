@@ -201,8 +201,8 @@ def check_messages(row: dict, place: str) -> list[dict]:
     if not isinstance(messages, list) or not messages:
         keys = ", ".join(map(str, row)) or "none"
         raise ValueError(
-            f'{place}: no messages (its keys: {keys}). A row needs "messages": a list [{{"role": ..., "content": ...}}, '
-            '...] with at least one of them; or "prompt" and "completion", or "text", each a text.'
+            f'{place}: no messages (its keys: {keys}). A row needs "messages": a list [{{"role": ..., "content": '
+            '...}}, ...] with at least one of them; or "prompt" and "completion", or "text", each a text.'
         )
     for number, message in enumerate(messages):
         if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):

@@ -159,7 +159,8 @@ def check_offsets(tokenizer: PreTrainedTokenizerBase) -> None:
     if tokenizer.chat_template and not tokenizer.is_fast:
         raise ValueError(
             f"The tokenizer of {tokenizer.name_or_path} ({type(tokenizer).__name__}) has no fast form "
-            "(tokenizer.json), which says where tokens begin, so answers cannot be told from prompts. Choose another target."
+            "(tokenizer.json), which says where tokens begin, so answers cannot be told from prompts. Choose another "
+            "target."
         )
 
 
@@ -175,7 +176,7 @@ def vocabulary(tokenizer: PreTrainedTokenizerBase, num_entries: int) -> tuple[st
 def kept(tokenizer: PreTrainedTokenizerBase, conversation: dict) -> Row | None:
     """The row with the ids that the target read and wrote: `tokens`, of which the first `prompt_tokens` are the prompt.
 
-    None if it has no ids; None, with a warning, if they belong to another tokenizer. Raises ValueError if they cannot be right.
+    None if it has no ids, and with a warning if they belong to another tokenizer. Raises ValueError for impossible ids.
     """
     if not reading.has_ids(conversation):
         return None

@@ -116,6 +116,9 @@ REFUSED = {
     "notes.txt": (b"\nWhat is rain?\n", r"notes\.txt:2 is no row"),
     "nul.jsonl": (b'{"prompt": "a\0b"}\n', r"nul\.jsonl:1: not valid JSON"),
     "zeros.jsonl": (TEXT.encode() + bytes(100), r"zeros\.jsonl:4: not valid JSON"),
+    "deep.jsonl": (b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", r"deep\.jsonl:1: not valid JSON"),
+    "long.jsonl": (b'{"a": ' + b"9" * 10_000 + b"}", r"long\.jsonl:1: not valid JSON"),
+    "code.jsonl": (b"__import__('os')", r"code\.jsonl:1: not valid JSON"),
     "cut.jsonl": (TEXT.encode() + b'{"messages": [', r"cut\.jsonl:4: not valid JSON"),
 }  # fmt: skip
 
@@ -130,18 +133,11 @@ def test_what_cannot_be_read_is_named(tmp_path, name):
         assert not isinstance(refused.value, UnicodeError) and "\n" not in str(refused.value)
 
 
-def test_a_long_line_is_named_with_its_number(tmp_path, monkeypatch):
-    monkeypatch.setattr("specdec.core.row_files.read_text.__kwdefaults__", {"longest": 200})
-    write_rows(tmp_path / "a.jsonl", [ROWS[0], {"prompt": "x" * 200}])
-    with pytest.raises(ValueError, match=r"a\.jsonl:2: a line of more than 200 characters"):
-        reading.load_conversations(str(tmp_path / "a.jsonl"))
-
-
-def test_an_empty_file_has_no_rows(tmp_path):
-    for name in ("a.jsonl", "a.json", "b.json", "a.jsonl.gz"):
-        empty = {"a.jsonl": b"\n \r\n", "a.json": b"", "b.json": b"[]", "a.jsonl.gz": gzip.compress(b"\n")}[name]
-        (tmp_path / name).write_bytes(empty)
-        assert reading.load_conversations(str(tmp_path / name)) == []
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "b.json", "a.jsonl.gz"])
+def test_an_empty_file_has_no_rows(tmp_path, name):
+    empty = {"a.jsonl": b"\n \r\n", "a.json": b"", "b.json": b"[]", "a.jsonl.gz": gzip.compress(b"\n")}
+    (tmp_path / name).write_bytes(empty[name])
+    assert reading.load_conversations(str(tmp_path / name)) == []
 
 
 HALVES = [
