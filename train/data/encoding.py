@@ -113,11 +113,11 @@ def load_packs(
     for source, folder in zip(found, folders):
         files.keep_folder(folder, functools.partial(encode_source, source.name, encoding), option="cache=")
     rows = packing.Rows.load(folders)
-    numbers = packing.first_tokens(rows, packing.hold_out(rows, hold_out), tokens)
+    numbers = packing.take_tokens(rows, packing.hold_out_rows(rows, hold_out), tokens)
     if any(source.weight != 1 for source in found):
         nums = numpy.diff(numpy.searchsorted(numbers, rows.starts)).tolist()  # rows of each source
         copies = [packing.count_copies(num, source.weight) for num, source in zip(nums, found)]
-        numbers = packing.repeat(numbers, numpy.concatenate(copies))
+        numbers = packing.repeat_rows(numbers, numpy.concatenate(copies))
     key = _digest([keys, [str(source.weight) for source in found], hold_out, tokens, length, packed])
     folder = encoding.cache / f"packs-{key}"
     return packing.Packs(rows, length=length, packed=packed, numbers=numbers, folder=folder)

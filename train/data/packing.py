@@ -165,7 +165,7 @@ class Packs(torch.utils.data.Dataset):
         self.rows, self.length = rows, length
         numbers = numpy.arange(len(rows)) if numbers is None else numbers
         if folder is None:
-            self.members, self.ends, facts = arrange(rows, numbers, length=length, packed=packed)
+            self.members, self.ends, facts = arrange_rows(rows, numbers, length=length, packed=packed)
         else:
             files.keep_folder(folder, lambda partial: self._write(partial, numbers, packed), option="cache=")
             self.members, self.ends = (numpy.load(folder / f"{name}.npy") for name in ("members", "ends"))
@@ -182,7 +182,7 @@ class Packs(torch.utils.data.Dataset):
             raise ValueError(f"No row has a supervised token among their first {length}. Raise the length or add data.")
 
     def _write(self, folder: Path, numbers: ndarray, packed: bool) -> None:
-        members, ends, facts = arrange(self.rows, numbers, length=self.length, packed=packed)
+        members, ends, facts = arrange_rows(self.rows, numbers, length=self.length, packed=packed)
         numpy.save(folder / "members.npy", members)
         numpy.save(folder / "ends.npy", ends)
         (folder / "facts.json").write_text(json.dumps(facts))
@@ -219,7 +219,7 @@ class Packs(torch.utils.data.Dataset):
         return [self.rows.row(number, self.length) for number in members]
 
 
-def arrange(rows: Rows, numbers: ndarray, *, length: int, packed: bool) -> tuple[ndarray, ndarray, dict]:
+def arrange_rows(rows: Rows, numbers: ndarray, *, length: int, packed: bool) -> tuple[ndarray, ndarray, dict]:
     """-> the rows in the order of their packs, where in it each pack ends (after a 0), and facts about the packs"""
     goals = rows.goals(length)
     kept = numbers[goals[numbers] > 0]
@@ -245,7 +245,7 @@ def arrange(rows: Rows, numbers: ndarray, *, length: int, packed: bool) -> tuple
 # Which rows
 
 
-def hold_out(rows: Rows, num: int) -> ndarray:
+def hold_out_rows(rows: Rows, num: int) -> ndarray:
     """Numbers of all rows but the first `num` of those written at temperature 0, as reading.hold_out."""
     greedy = numpy.flatnonzero(rows.column("greedy"))[:num]
     if len(greedy) < num:
@@ -253,7 +253,7 @@ def hold_out(rows: Rows, num: int) -> ndarray:
     return numpy.delete(numpy.arange(len(rows)), greedy)
 
 
-def first_tokens(rows: Rows, numbers: ndarray, num: int | None) -> ndarray:
+def take_tokens(rows: Rows, numbers: ndarray, num: int | None) -> ndarray:
     """The first of the numbered rows, until `num` supervised tokens are reached; all for None."""
     counts = rows.column("supervised")[numbers]
     return numbers if num is None else numbers[numpy.cumsum(counts) - counts < num]
@@ -267,7 +267,7 @@ def count_copies(num: int, weight: Fraction) -> ndarray:
     return numpy.diff([place * weight.numerator // weight.denominator for place in range(num + 1)])
 
 
-def repeat(numbers: ndarray, copies: ndarray) -> ndarray:
+def repeat_rows(numbers: ndarray, copies: ndarray) -> ndarray:
     """Every row as often as `copies` says: all rows once, then those that come twice, and so on."""
     passes = [numbers[copies > turn] for turn in range(int(copies.max(initial=0)))]
     return numpy.concatenate([numbers[:0], *passes])

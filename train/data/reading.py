@@ -165,7 +165,7 @@ def read_rows(source: str, split: str | None) -> Iterator[tuple[str, dict]]:
     return ((place, to_row(place, raw)) for place, raw in read_raw(source, split))
 
 
-def named(row: dict, index: int, thinking: bool | None = None) -> dict:
+def name_row(row: dict, index: int, thinking: bool | None = None) -> dict:
     """The row with `id` and `category` as texts, by default its index and "all". thinking: its mode by default"""
     mode = {} if thinking is None else {"thinking": thinking} | options_of({"thinking": row.get("thinking")})
     return {**row, **mode, "id": _to_text(row.get("id"), str(index)), "category": _to_text(row.get("category"), "all")}
@@ -183,7 +183,7 @@ def has_ids(row: dict) -> bool:
     return row.get("tokens") is not None and row.get("prompt_tokens") is not None
 
 
-def plain_text(row: dict) -> tuple[str | None, str] | None:
+def find_plain_text(row: dict) -> tuple[str | None, str] | None:
     """-> (prompt, completion) or (None, text) of a row that has these; None if it has messages or neither"""
     prompt, completion, text = (row.get(key) for key in ("prompt", "completion", "text"))
     if row.get("messages") is not None:
@@ -195,34 +195,31 @@ def plain_text(row: dict) -> tuple[str | None, str] | None:
 
 def check_messages(row: dict, place: str) -> list[dict]:
     """The messages; none for plain text or token ids alone. Raises ValueError for a row with none of these."""
-    if row.get("messages") is None and (has_ids(row) or plain_text(row) is not None):
-        return []
     messages = row.get("messages")
-    if not isinstance(messages, list) or not messages:
-        keys = ", ".join(map(str, row)) or "none"
-        raise ValueError(
-            f'{place}: no messages (its keys: {keys}). A row needs "messages": a list [{{"role": ..., "content": '
-            '...}}, ...] with at least one of them; or "prompt" and "completion", or "text", each a text.'
-        )
-    for number, message in enumerate(messages):
-        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
-            raise ValueError(
-                f"{place}: every message needs a role and a content, both text; messages[{number}] has not."
-            )
-        calls = message.get("tool_calls", [])
-        if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-            raise ValueError(
-                f'{place}: tool_calls must be a list such as [{{"function": {{"name": .., "arguments": ..}}}}].'
-            )
+    if messages is None and (has_ids(row) or find_plain_text(row) is not None):
+        return []
     with at(place):
+        if not isinstance(messages, list) or not messages:
+            keys = ", ".join(map(str, row)) or "none"
+            raise ValueError(
+                f'no messages (its keys: {keys}). A row needs "messages": a list [{{"role": ..., "content": ...}}, ...] '
+                'with at least one of them; or "prompt" and "completion", or "text", each a text.'
+            )
+        for number, message in enumerate(messages):
+            fields = [message.get(key) for key in ("role", "content")] if isinstance(message, dict) else [None]
+            if not all(isinstance(field, str) for field in fields):
+                raise ValueError(f"every message needs a role and a content, both text; messages[{number}] has not.")
+            calls = message.get("tool_calls", [])
+            if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+                raise ValueError('tool_calls must be a list such as [{"function": {"name": .., "arguments": ..}}].')
         options_of(row)
-    roles = dict.fromkeys(message["role"] for message in messages)
-    unknown = [role for role in roles if role not in ROLES and not has_ids(row)]  # ids are used as they are
-    if unknown:
-        raise ValueError(
-            f"{place}: unknown roles {', '.join(unknown)}; the row has {', '.join(roles)}. Rename them: known roles "
-            f"are {', '.join(ROLES)}."
-        )
+        roles = dict.fromkeys(message["role"] for message in messages)
+        unknown = [role for role in roles if role not in ROLES and not has_ids(row)]  # ids are used as they are
+        if unknown:
+            raise ValueError(
+                f"unknown roles {', '.join(unknown)}; the row has {', '.join(roles)}. Rename them: known roles are "
+                f"{', '.join(ROLES)}."
+            )
     return messages
 
 
@@ -237,7 +234,7 @@ def load_conversations(
     conversations: list[dict] = []
     for place, row in itertools.islice(read_rows(source, split), limit):
         check_messages(row, place)
-        conversations.append(named(row, len(conversations), thinking))
+        conversations.append(name_row(row, len(conversations), thinking))
     return conversations
 
 
@@ -257,33 +254,32 @@ def load_prompts(source: str, *, split: str | None = None, limit: int | None = N
     A row has a `prompt` (text: a user's message for chat models), or `messages`, of which an assistant's at the end is
     left out; `prompt` is None then. Rows with `dropped`, which a filter of prompts left out, are not read.
     """
-    prompts: list[dict] = []
     rows = ((place, row) for place, row in read_rows(source, split) if not row.get("dropped"))
-    for place, row in itertools.islice(rows, limit):
-        prompt = row["prompt"] if isinstance(row.get("prompt"), str) else None
-        if prompt is not None:
-            messages = [{"role": "user", "content": prompt}]
-        elif row.get("messages") is not None:
-            messages = check_messages(row, place)
-            answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-            if messages and messages[-1]["role"] == "assistant":
-                messages = messages[: answers[-1]]
-        else:
-            raise ValueError(f'{place}: no prompt. A row needs "prompt": "..." or "messages": [...].')
-        if not messages:
-            raise ValueError(f"{place}: nothing comes before the assistant's message, so there is no prompt.")
-        tags = row.get("tags") or []
-        if not isinstance(tags, list) or not all(isinstance(tag, str) for tag in tags):
-            raise ValueError(f'{place}: tags must be a list of texts, such as ["code"].')
-        row = named(row, len(prompts))
-        try:
-            rule = row.get("grammar") and Grammar.of_row(row["grammar"])
-        except ValueError as error:
-            raise ValueError(f"{place}: {error}") from None
-        kept = {"id": row["id"], "category": row["category"], "prompt": prompt, "messages": messages, "tags": tags}
+    prompts = []
+    for index, (place, row) in enumerate(itertools.islice(rows, limit)):
         with at(place):
-            prompts.append(kept | {"grammar": rule or None, "place": place} | options_of(row))
+            prompts.append({**_to_prompt(name_row(row, index), place), "place": place, **options_of(row)})
     return prompts
+
+
+def _to_prompt(row: dict, place: str) -> dict:
+    prompt = row["prompt"] if isinstance(row.get("prompt"), str) else None
+    if prompt is not None:
+        messages = [{"role": "user", "content": prompt}]
+    elif row.get("messages") is not None:
+        messages = check_messages(row, place)
+        if messages[-1]["role"] == "assistant":
+            messages = messages[:-1]
+    else:
+        raise ValueError('no prompt. A row needs "prompt": "..." or "messages": [...].')
+    if not messages:
+        raise ValueError("nothing comes before the assistant's message, so there is no prompt.")
+    tags = row.get("tags") or []
+    if not isinstance(tags, list) or not all(isinstance(tag, str) for tag in tags):
+        raise ValueError('tags must be a list of texts, such as ["code"].')
+    rule = (row.get("grammar") and Grammar.of_row(row["grammar"])) or None
+    said = {"id": row["id"], "category": row["category"], "prompt": prompt, "messages": messages, "tags": tags}
+    return {**said, "grammar": rule}
 
 
 def digest_of(prompts: list[dict]) -> str:

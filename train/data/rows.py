@@ -173,7 +173,7 @@ def vocabulary(tokenizer: PreTrainedTokenizerBase, num_entries: int) -> tuple[st
     return datastore.fingerprint(tokenizer), token_ids.num_ids(tokenizer)
 
 
-def kept(tokenizer: PreTrainedTokenizerBase, conversation: dict) -> Row | None:
+def take_kept_ids(tokenizer: PreTrainedTokenizerBase, conversation: dict) -> Row | None:
     """The row with the ids that the target read and wrote: `tokens`, of which the first `prompt_tokens` are the prompt.
 
     None if it has no ids, and with a warning if they belong to another tokenizer. Raises ValueError for impossible ids.
@@ -183,7 +183,7 @@ def kept(tokenizer: PreTrainedTokenizerBase, conversation: dict) -> Row | None:
     tokens, num_prompt = conversation["tokens"], conversation["prompt_tokens"]
     digest, size = vocabulary(tokenizer, len(tokenizer))
     if conversation.get("tokenizer") != digest:
-        if conversation.get("messages") is None and reading.plain_text(conversation) is None:
+        if conversation.get("messages") is None and reading.find_plain_text(conversation) is None:
             raise ValueError(
                 f"Row {conversation['id']} has no messages, and its token ids are of another tokenizer than that of "
                 f"{tokenizer.name_or_path}. Remove the row, or train with its own target."
@@ -233,9 +233,9 @@ def encode(tokenizer: PreTrainedTokenizerBase, conversation: dict) -> Row:
     row with `finish: "length"` is cut behind the content of its last answer, because the target did not write an end of
     turn there. Raises ValueError if nothing or everything would be supervised.
     """
-    if (row := kept(tokenizer, conversation)) is not None:
+    if (row := take_kept_ids(tokenizer, conversation)) is not None:
         return row
-    if (plain := reading.plain_text(conversation)) is not None:
+    if (plain := reading.find_plain_text(conversation)) is not None:
         prompt, completion = plain
         if prompt is None or not (tokenizer.chat_template or "tools" in options_of(conversation)):
             return encode_plain(tokenizer, conversation, prompt, completion)
@@ -306,7 +306,7 @@ def encode_raw(
     row = reading.to_row(place, raw)
     reading.check_messages(row, place)
     with reading.at(place):
-        return encode(tokenizer, reading.named(row, index, thinking)), row
+        return encode(tokenizer, reading.name_row(row, index, thinking)), row
 
 
 def show(tokenizer: PreTrainedTokenizerBase, row: Row) -> rich.text.Text:
