@@ -13,7 +13,9 @@ import functools
 import hashlib
 import itertools
 import json
+import multiprocessing
 import os
+import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -173,7 +175,8 @@ def encode_batches(
         yield from (encode_batch(batch, encoding) for batch in batches)
         return
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # or tokenizers warns that processes are forked
-    pool = ProcessPoolExecutor(workers, initializer=_hold, initargs=(encoding,))
+    context = multiprocessing.get_context("fork" if sys.platform == "linux" else None)  # forks need no second import
+    pool = ProcessPoolExecutor(workers, context, initializer=_hold, initargs=(encoding,))
     try:
         coming: deque[Future[pyarrow.RecordBatch]] = deque()
         for batch in batches:
