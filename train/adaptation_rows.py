@@ -11,8 +11,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from specdec.core import row_files
 from specdec.server import traffic_files
-from train.data import reading, row_files
+from train.data import reading
 from train.data import rows as data
 
 ENDING = ".jsonl"
@@ -143,7 +144,7 @@ def read_answers(path: Path) -> list[Answer]:
     """Of a file of `Answer.to_row`; none if there is no such file."""
     if not path.exists():
         return []
-    return [Answer.of(reading.parse(place, line), place=place) for place, line in row_files.read_lines(path)]
+    return [Answer.of(row_files.parse_line(place, line), place=place) for place, line in row_files.read_lines(path)]
 
 
 def to_lines(answers: Iterable[Answer], tokenizer: str) -> str:
