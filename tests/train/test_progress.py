@@ -66,15 +66,11 @@ def test_plain_lines_are_never_wrapped_and_have_no_control_characters(choose, ca
     assert all(character.isprintable() or character == "\n" for character in printed.out + printed.err)
 
 
-def test_groups_count_as_their_items(choose, capsys):
+def test_groups_count_as_their_items_and_the_last_line_comes_after_an_error_too(choose, capsys):
     choose("plain")
     assert list(progress.track([[1, 2], [3]], "decoding", unit="prompts", size=len)) == [[1, 2], [3]]
     first, last = capsys.readouterr().err.splitlines()
     assert first == "decoding: 0/3 prompts" and last.startswith("decoding: 3/3 prompts in 0 s, ")
-
-
-def test_the_last_line_comes_after_an_error_too(choose, capsys):
-    choose("plain")
     with pytest.raises(KeyError), progress.start("decoding", 9, unit="prompts") as task:
         task.advance(4)
         raise KeyError
