@@ -120,9 +120,10 @@ def choose(mode: str, *, main: bool) -> None:
     if mode == "rich":
         whole = rich.table.Column(no_wrap=True)
         columns = (
-            TextColumn("{task.description}", markup=False, table_column=whole), BarColumn(bar_width=None),
+            TextColumn("{task.description}", markup=False, table_column=whole),
+            BarColumn(bar_width=None),
             TextColumn("{task.fields[shown]}", markup=False, table_column=whole.copy()),
-        )  # fmt: skip
+        )
         screen = rich.console.Console(stderr=True, force_terminal=True)
         _live = Progress(*columns, console=screen, transient=True, refresh_per_second=4, redirect_stdout=terminals)
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:

@@ -87,18 +87,27 @@ def open_tracker(name: str, folder: Path, run: str, settings: dict[str, Any], st
         logged_in = "WANDB_API_KEY" in os.environ or (netrc.exists() and "api.wandb.ai" in netrc.read_text())
         mode = os.environ.get("WANDB_MODE") or ("online" if logged_in else "offline")
         tracker = WandBTracker(
-            os.environ.get("WANDB_PROJECT", PROJECT), name=run, group=group, mode=mode, config=settings,
-            id=(folder / WANDB_ID).read_text().strip(), resume="allow" if mode == "online" else None,
+            os.environ.get("WANDB_PROJECT", PROJECT),
+            name=run,
+            group=group,
+            mode=mode,
+            config=settings,
+            id=(folder / WANDB_ID).read_text().strip(),
+            resume="allow" if mode == "online" else None,
             dir=os.environ.get("WANDB_DIR", str(folder.resolve())),
             settings={"console": "off", "silent": mode == "offline"},
-        )  # fmt: skip
+        )
     elif name == "tensorboard":
         tracker = TensorBoardTracker("tensorboard", folder, purge_step=step + 1 if step else None)
     else:
         tracker = TrackioTracker(
-            os.environ.get("TRACKIO_PROJECT", PROJECT), name=run, group=group, config=settings, embed=False,
+            os.environ.get("TRACKIO_PROJECT", PROJECT),
+            name=run,
+            group=group,
+            config=settings,
+            embed=False,
             resume="allow" if step else "never",  # by its name, which an older run may have had
-        )  # fmt: skip
+        )
     tracker.start()
     if name == "wandb":  # steps that a continued run does again may come twice
         tracker.tracker.define_metric("step")
