@@ -113,7 +113,7 @@ def opens(page: Path, profile: Path) -> bool:
                "--host-resolver-rules=MAP * ~NOTFOUND", "--dump-dom", f"file://{page}"]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     errors = re.search(r"CONSOLE.*(error|warning|Uncaught|Failed)", done.stderr, re.IGNORECASE)
-    return '<th><button>' in done.stdout and errors is None
+    return "<th><button>" in done.stdout and errors is None
 
 
 @pytest.mark.slow
@@ -186,10 +186,10 @@ def report_of(tau: float, **more) -> Report:
 
 
 def test_runs_that_were_only_replayed_are_ranked_by_tau():
-    (row,) = comparison_page.best({0.0: {"a": report_of(1.5), "b": report_of(1.9), "c": report_of(1.0)}})
-    assert (row["method"], row["second"], row["figure"], row["why"]) == ("b", "a", "tau", "tau 1.90 instead of 1.50")
-    (row,) = comparison_page.best({0.0: {"a": report_of(1.8), "b": report_of(1.9)}})
-    assert row["why"].endswith("; the intervals of the two overlap")
+    (row,) = comparison_page.rank({0.0: {"a": report_of(1.5), "b": report_of(1.9), "c": report_of(1.0)}}).rows
+    assert row == ["all", "0", "tau", "b", "1.90 (1.80 .. 2.00)", "a", "1.50 (1.40 .. 1.60)", "apart"]
+    (row,) = comparison_page.rank({0.0: {"a": report_of(1.8), "b": report_of(1.9)}}).rows
+    assert row[-1] == "overlap"
 
 
 def test_differences_are_taken_on_the_same_prompts_only():
@@ -208,10 +208,11 @@ def test_differences_are_taken_on_the_same_prompts_only():
 
 def test_a_category_of_one_prompt_decides_nothing():
     parts = lambda tau: {"one": report_of(tau, replayed_prompts=1).to_json(), "two": report_of(tau).to_json()}
-    rows = comparison_page.best(
-        {0.0: {"a": report_of(1.5, by_category=parts(1.5)), "b": report_of(1.9, by_category=parts(1.2))}}
-    )
-    assert [(row["category"], row["method"]) for row in rows] == [("all", "b"), ("two", "a")]
+    columns = {"a": report_of(1.5, by_category=parts(1.5)), "b": report_of(1.9, by_category=parts(1.2))}
+    assert [(row[0], row[3]) for row in comparison_page.rank({0.0: columns}).rows] == [
+        ("all", "b"),
+        ("category two", "a"),
+    ]
 
 
 def test_settings_that_differ_are_named_and_those_of_a_head_only_within_the_head():

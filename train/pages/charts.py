@@ -37,7 +37,6 @@ class Curve:
     marks: bool = False
     line: bool = True
     spans: Sequence[tuple[float, float]] = ()  # of each point: an interval of y
-    guide: bool = False  # a thin line to read the others by, whose name stands at its end
 
 
 def number(value: float) -> str:
@@ -63,10 +62,6 @@ def lines(curves: Sequence[Curve], *, x: str, y: str, title: str, low: float | N
     with drawing.axes(x, y) as axes:
         for place, curve in enumerate(curves):
             across, up = zip(*curve.points)
-            if curve.guide:
-                axes.plot(across, up, color=TEXT, linewidth=0.6, linestyle="--", alpha=0.6)
-                axes.annotate(curve.name, (across[-1], up[-1]), ha="right", va="bottom", fontsize=6)
-                continue
             marked = curve.marks or len(curve.points) == 1
             axes.plot(
                 across,

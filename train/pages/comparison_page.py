@@ -1,6 +1,6 @@
 """The page of several: heads and proposers decoded in turn on the same prompts, or the runs of a sweep."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from train.pages.page import Section, Table, interval, render_page
 from train.settings import flat
 
 PAGE = "comparison.html"
-COSTS = (1.0, 1.25, 1.5, 2.0, 3.0)  # of a round, in plain passes: lines of equal cost
 UNLIKE = ("run", "resume", "tracker", "threads", "head.lr", "features.folder", "data.cache")  # say nothing about a head
 SAME_PROMPTS = (
     "target.name",
@@ -59,7 +58,7 @@ def render_comparison(
     said = {name: verdict(report) for name, report in columns[min(columns)].items() if report.decoded}
     sections = [
         Section(texts=[conditions]),
-        Section("Which way to choose", table=best_table(best(columns))),
+        Section("Which way to choose", table=rank(columns)),
         Section("All of them", table=table(columns, differences, first, differs or {})),
         Section("Figures", charts=figures),
     ]
@@ -132,77 +131,31 @@ def table(columns: Columns, differences: Differences, first: str, differs: Diffe
     return Table([*heads, *([f"tau minus that of {first}"] if paired else [])], rows)
 
 
-def best(columns: Columns) -> list[dict]:
-    """For each temperature the best method of all prompts and of each category of several, with the second, and why.
+def rank(columns: Columns) -> Table:
+    """The best method at each temperature, of all prompts and of each category of several, beside the second one.
 
     By speedup where all were decoded, else by `tau_of`.
     """
     rows = []
     for temperature, column in columns.items():
-        categories = sorted({name for report in column.values() for name in report.by_category})
-        for category in [None, *categories] if len(categories) > 1 else [None]:
-            parts = {
-                name: report if category is None else report.by_category[category]
-                for name, report in column.items()
-                if category is None or category in report.by_category
-            }
-            if category is not None and min(map(num_prompts, parts.values())) < 2:
+        parts: dict[str, dict[str, Report]] = {"all": {**column}}
+        for name, report in column.items():
+            for category, part in report.by_category.items():
+                parts.setdefault(f"category {category}", {})[name] = part
+        for kind, reports in parts.items():
+            if kind != "all" and (len(parts) == 2 or min(map(num_prompts, reports.values())) < 2):
                 continue
-            timed = all(part.speedup is not None for part in parts.values())
-            figure = (lambda part: (part.speedup, part.speedup_ci)) if timed else tau_of
-            order = sorted(parts, key=lambda name: -(figure(parts[name])[0] or 0.0))
-            chosen, second = parts[order[0]], parts[order[1]] if len(order) > 1 else None
-            value, span = figure(chosen)
-            rows.append(
-                {
-                    "temperature": temperature,
-                    "category": category or "all",
-                    "method": order[0],
-                    "figure": "speedup" if timed else "tau",
-                    "value": value,
-                    "interval": span,
-                    "second": order[1] if second else None,
-                    "why": why(chosen, second, timed=timed),
-                }
-            )
-    return rows
-
-
-def best_table(rows: Sequence[dict]) -> Table:
-    cells = [
-        [
-            each["category"],
-            number(each["temperature"]),
-            each["method"],
-            each["figure"],
-            "-" if each["value"] is None else f"{each['value']:.2f}",
-            interval(each["interval"]),
-            each["second"] or "-",
-            each["why"],
-        ]
-        for each in rows
-    ]
-    return Table(["prompts", "temperature", "best", "by", "value", "95 %", "second", "why"], cells)
-
-
-def why(best: Report, second: Report | None, *, timed: bool) -> str:
-    """What makes the best one better: tokens a round or the time of a round, or its tau where not all were decoded."""
-    if timed and (best.speedup is None or best.speedup < 1):
-        return "no way is faster than plain decoding here"
-    if second is None:
-        return ""
-    if timed:
-        if best.tau is None or second.tau is None or not second.speedup or not best.speedup:
-            return ""
-        tokens, rounds = best.tau / second.tau, (second.tau / second.speedup) / (best.tau / best.speedup)
-        said = f"{tokens:.2f} times the tokens a round, rounds {rounds:.2f} times as fast as those of the second"
-        span, other = best.speedup_ci, second.speedup_ci
-    else:
-        (value, span), (lower, other) = tau_of(best), tau_of(second)
-        if value is None or lower is None:
-            return ""
-        said = f"tau {value:.2f} instead of {lower:.2f}"
-    return said + ("; the intervals of the two overlap" if span and other and span[0] <= other[1] else "")
+            timed = all(report.speedup is not None for report in reports.values())
+            figure = (lambda report: (report.speedup, report.speedup_ci)) if timed else tau_of
+            order = sorted(reports, key=lambda name: -(figure(reports[name])[0] or 0.0))
+            cells = [kind, number(temperature), "speedup" if timed else "tau"]
+            for name in order[:2]:
+                value, span = figure(reports[name])
+                cells += [name, "-" if value is None else f"{value:.2f} ({interval(span)})"]
+            spans = [span for name in order[:2] if (span := figure(reports[name])[1])]
+            sure = len(spans) == 2 and spans[0][0] > spans[1][1]
+            rows.append([*cells, *["-"] * (7 - len(cells)), "apart" if sure else "overlap" if len(spans) == 2 else "-"])
+    return Table(["prompts", "temperature", "by", "best", "(95 %)", "second", "(95 %)", "intervals"], rows)
 
 
 def charts(temperature: float, column: Mapping[str, Report]) -> list[Markup]:
@@ -212,8 +165,6 @@ def charts(temperature: float, column: Mapping[str, Report]) -> list[Markup]:
         for name, report in column.items()
         if report.tau is not None and report.speedup is not None and report.speedup_ci is not None
     ]
-    most = max((curve.points[0][0] for curve in marks), default=1.0)
-    costs = [Curve(f"cost {cost:g}", [(1.0, 1 / cost), (most, most / cost)], guide=True) for cost in COSTS if most > 1]
     survival = [
         Curve(
             name,
@@ -222,9 +173,8 @@ def charts(temperature: float, column: Mapping[str, Report]) -> list[Markup]:
         )
         for name, report in column.items()
     ]
-    against = f"Speedup against tau, T={temperature:g}; dashed: rounds that cost so many plain passes"
     return [
-        lines([*marks, *costs], x="tau", y="speedup", low=0, title=against),
+        lines(marks, x="tau", y="speedup", low=0, title=f"Speedup against tau, T={temperature:g}"),
         lines(
             survival,
             x="drafts",
@@ -236,22 +186,20 @@ def charts(temperature: float, column: Mapping[str, Report]) -> list[Markup]:
 
 
 def run_charts(logs: Logs) -> list[Markup]:
-    """Runs over their steps and the tokens that they read: tau of held-out prompts, and the loss."""
+    """Runs over the tokens that they read and over their steps: tau of held-out prompts, and the loss."""
     if not logs:
         return []
-
-    def judged(rows: Sequence[dict], place: Callable[[dict], float | None]) -> list[tuple[float, float]]:
-        found = [(place(row), row["validation"]) for row in rows if "validation" in row and not row.get("last")]
-        taus = [(at, report.get("replayed_tau") or report.get("tau")) for at, report in found]
-        return [(at, tau) for at, tau in taus if at is not None and tau is not None]
-
-    steps = [Curve(name, judged(rows, lambda row: row["step"]), marks=True) for name, rows in logs.items()]
-    read = lambda row: (row["validation"].get("training") or {}).get("tokens")
-    tokens = [Curve(name, judged(rows, read), marks=True) for name, rows in logs.items()]
-    losses = [Curve(name, [(row["step"], row["loss"]) for row in rows if "loss" in row]) for name, rows in logs.items()]
+    taus, losses = [], []
+    for name, rows in logs.items():
+        reports = [row["validation"] for row in rows if "validation" in row and not row.get("last")]
+        points = [
+            ((each.get("training") or {}).get("tokens"), each.get("replayed_tau") or each.get("tau"))
+            for each in reports
+        ]
+        taus.append(Curve(name, [(tokens, tau) for tokens, tau in points if tokens and tau], marks=True))
+        losses.append(Curve(name, [(row["step"], row["loss"]) for row in rows if "loss" in row]))
     return [
-        lines(steps, x="step", y="tau", title="tau of held-out prompts over the steps"),
-        lines(tokens, x="tokens", y="tau", title="tau of held-out prompts over the tokens read"),
+        lines(taus, x="tokens", y="tau", title="tau of held-out prompts over the tokens read"),
         lines(
             losses, x="step", y="loss", title="Loss of training steps; heads with other losses cannot be compared by it"
         ),

@@ -24,7 +24,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a page, under a heading if it has one. Parts that are empty are left out."""
+    """A part of a page. One that has a heading and nothing but texts below it is left out."""
 
     heading: str = ""
     texts: Sequence[str] = ()
@@ -33,6 +33,11 @@ class Section:
     charts: Sequence[Markup] = ()
     points: Sequence[str] = ()  # a list
     body: str = ""  # Markup, as it is
+
+    @property
+    def filled(self) -> bool:
+        rows = self.table.rows if self.table else ()
+        return any((self.tiles, rows, self.charts, self.points, self.body)) or not self.heading
 
 
 @cache
@@ -49,7 +54,9 @@ def interval(pair: Sequence[float] | None) -> str:
 
 def render_page(title: str, *, data: dict, verdict: tuple[str, str] | None = None, sections: Sequence[Section]) -> str:
     """A page. data: the figures that it shows, which it holds as JSON too; verdict: yes, no or unsure, and a sentence"""
-    return _render("page.html.jinja", title=title, data=data, verdict=verdict, sections=sections)
+    return _render(
+        "page.html.jinja", title=title, data=data, verdict=verdict, sections=[part for part in sections if part.filled]
+    )
 
 
 def live_page(*, target: str, drafts: str, max_length: int, chat: bool = True) -> str:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from markupsafe import Markup
 from specdec import checkpoint
 from specdec.core import files
 from specdec.measuring.figures import TAU
-from specdec.measuring.report import Report, Training, verdict
+from specdec.measuring.report import Report, verdict
 from specdec.measuring.speed import chain_speedups
 from train.answers.resumable import read_rows
 from train.pages import facts
@@ -92,127 +93,76 @@ def advice(report: Report) -> list[str]:
     span = report.replayed_tau_ci or report.tau_ci
     if span and span[1] - span[0] >= WIDE:
         said.append(
-            f"tau is known to {interval(span)} only: raise validation.num_prompts. A prompt that is replayed costs one pass."
+            f"tau is known to {interval(span)} only: raise validation.num_prompts. A replayed prompt costs one pass."
         )
     return said
 
 
 def render_run(document: dict[str, Any]) -> str:
     """The page of `read`'s document."""
-    report, about = Report.from_json(document["report"]), document["about"]
-    lossless = verdict(report) if report.decoded else ""
-    texts = [
-        describe(about, report),
-        lossless and f"{lossless[:1].upper()}{lossless[1:]}.",
-        *advice(report),
-        f"tau: {TAU}. {INTERVALS}",
+    report, about, logged = Report.from_json(document["report"]), document["about"], document["log"]
+    lossless = [f"The answers: {verdict(report)}."] if report.decoded else []
+    gap = "A gap as small as the rounding of the target's dtype is a tie that rounding decides either way."
+    differ = [[each["prompt"], str(each["token"]), number(each["gap"])] for each in report.differences]
+    groups = {**about, "training": asdict(report.training) if report.training else {}}
+    known = [
+        (f"{group}: {name}", each)
+        for group, part in groups.items()
+        if isinstance(part, dict)
+        for name, each in part.items()
     ]
+    rows = [
+        [name, number(each) if isinstance(each, int | float) else str(each)] for name, each in known if each is not None
+    ]
+    command = Markup("<p>The command that repeats it:</p><pre>{}</pre>").format(about["command"]) if about else ""
     sections = [
-        Section(texts=[text for text in texts if text], tiles=tiles(report)),
+        Section(texts=[*lossless, *advice(report), f"tau: {TAU}. {INTERVALS}"], tiles=tiles(report)),
         Section("Drafts", charts=drafts(report)),
-        *(
-            Section(f"By {name}", table=parts_table(name, parts, timed=report.speedup is not None))
-            for name, parts in (("category", report.by_category), ("tag", report.by_tag))
-            if parts
+        Section("By category", table=tabulate("category", report.by_category)),
+        Section("By tag", table=tabulate("tag", report.by_tag)),
+        Section("Answers of the target, with the drafts", body=mark_samples(document["samples"])),
+        Section(
+            "Answers that differ from plain decoding",
+            texts=[gap],
+            table=Table(["prompt", "first other token", "gap of the two best logits there"], differ),
         ),
-        *(
-            [Section("Answers of the target, with the drafts", body=KEY + samples_of(document["samples"]))]
-            if document["samples"]
-            else []
-        ),
-        *(
-            [
-                Section(
-                    "Answers that differ from plain decoding",
-                    ["A gap as small as the rounding of the target's dtype is a tie that rounding decides either way."],
-                    table=Table(
-                        ["prompt", "first other token", "gap of the two best logits there"],
-                        [[each["prompt"], str(each["token"]), number(each["gap"])] for each in report.differences],
-                    ),
-                )
-            ]
-            if report.differences
-            else []
-        ),
-        *([Section("The run", charts=curves(document["log"]))] if document["log"] else []),
+        Section("The run", charts=curves(logged) if logged else []),
+        Section("Data, training and environment", table=Table(["fact", "value"], rows), body=command),
     ]
-    if about:
-        facts_known = [
-            (f"{group}: {name}", value)
-            for group, values in about.items()
-            if isinstance(values, dict)
-            for name, value in values.items()
-        ]
-        rows = [[name, number(value) if isinstance(value, int | float) else str(value)] for name, value in facts_known]
-        command = Markup("<p>The command that repeats it:</p><pre>{}</pre>").format(about.get("command", ""))
-        sections.append(Section("Data and environment", table=Table(["fact", "value"], rows), body=command))
     title = f"{document['name']}, step {report.step}"
     return render_page(title, data=document, verdict=worth(report), sections=sections)
 
 
-def describe(about: dict, report: Report) -> str:
-    """What was trained, in one sentence."""
-    ran = report.training or Training()
-    drafter, target, data = (about.get(name) or {} for name in ("drafter", "target", "data"))
-    parts = [
-        drafter.get("class", "A drafter"),
-        f"with {number(ran.parameters)} trained parameters" if ran.parameters else "",
-        f"for {target['name']} ({target['dtype']})" if target else "",
-        f"trained on {number(ran.tokens)} tokens" if ran.tokens else "",
-        f"of {number(ran.unique_tokens)} ({data['train']})" if ran.unique_tokens and data else "",
-        f"in {ran.seconds / 60:.1f} minutes" if ran.seconds else "",
-        f"with at most {ran.peak_memory / 1e9:.1f} GB" if ran.peak_memory else "",
-        f"by {ran.processes} processes" if (ran.processes or 1) > 1 else "",
-    ]
-    return " ".join(part for part in parts if part) + "."
-
-
 def tiles(report: Report) -> list[tuple[str, str, str]]:
-    """The main figures: name, value, interval."""
-    found = []
-    if report.replayed_tau:
-        prompts = report.replayed_prompts or report.num_prompts
-        found.append(
-            ("tau, replayed", f"{report.replayed_tau:.2f}", f"{interval(report.replayed_tau_ci)}, {prompts} prompts")
-        )
-    if report.tau:
-        found.append(("tau, decoded", f"{report.tau:.2f}", f"{interval(report.tau_ci)}, {report.num_prompts} prompts"))
-    if report.speedup:
-        found.append((f"speedup, {report.shape or 'fixed'}", f"{report.speedup:.2f}", interval(report.speedup_ci)))
-    if report.auto:
-        found.append(("speedup, auto", f"{report.auto['speedup']:.2f}", interval(report.auto["speedup_ci"])))
-    if report.tokens_per_second:
-        found.append(
-            (
-                "tokens/s with drafts",
-                f"{report.tokens_per_second:.1f}",
-                f"plain: {report.baseline_tokens_per_second:.1f}",
-            )
-        )
-    if report.served:
-        found.append(("tau, served by vLLM", f"{report.served['tau']:.2f}", ""))
-    return found
+    """The main figures: name, value, interval. What was not measured is left out."""
+    auto, served, plain = report.auto or {}, report.served or {}, report.baseline_tokens_per_second
+    prompts = f"{report.replayed_prompts or report.num_prompts} prompts"
+    found = [
+        ("tau, replayed", report.replayed_tau, f"{interval(report.replayed_tau_ci)}, {prompts}"),
+        ("tau, decoded", report.tau, f"{interval(report.tau_ci)}, {report.num_prompts} prompts"),
+        (f"speedup, {report.shape or 'fixed'}", report.speedup, interval(report.speedup_ci)),
+        ("speedup, auto", auto.get("speedup"), interval(auto.get("speedup_ci"))),
+        ("tokens/s with drafts", report.tokens_per_second, f"plain: {plain:.2f}" if plain else ""),
+        ("tau, served by vLLM", served.get("tau"), ""),
+    ]
+    return [(name, f"{value:.2f}", more) for name, value, more in found if value]
 
 
-def parts_table(name: str, parts: Mapping[str, Report], *, timed: bool) -> Table:
+def tabulate(name: str, parts: Mapping[str, Report]) -> Table:
     """tau of each category or tag."""
     rows = []
     for part, report in parts.items():
         tau, survival = report.replayed_tau or report.tau, report.replayed_survival or report.survival
-        row = [
-            part or "none",
-            str(report.replayed_prompts or report.num_prompts),
-            f"{tau:.2f}",
-            interval(report.replayed_tau_ci or report.tau_ci),
-            f"{100 * survival[0]:.1f} %" if survival else "-",
-        ]
-        rows.append(row + ([f"{report.speedup:.2f}" if report.speedup else "-"] if timed else []))
-    return Table([name, "prompts", "tau", "95 %", "first draft accepted", *(["speedup"] if timed else [])], rows)
+        span, prompts = report.replayed_tau_ci or report.tau_ci, report.replayed_prompts or report.num_prompts
+        first = f"{100 * survival[0]:.1f} %" if survival else "-"
+        speedup = f"{report.speedup:.2f}" if report.speedup else "-"
+        rows.append([part or "none", str(prompts), f"{tau:.2f}", interval(span), first, speedup])
+    return Table([name, "prompts", "tau", "95 %", "first draft accepted", "speedup"], rows)
 
 
-def samples_of(samples: Sequence[dict]) -> Markup:
+def mark_samples(samples: Sequence[dict]) -> Markup:
     """Answers whose drafts are marked. samples: as `train.pages.samples.samples` gives them"""
-    found = Markup("")
+    found = KEY if samples else Markup("")
     for sample in samples:
         answer = Markup("")
         for piece in sample["pieces"]:
@@ -230,49 +180,35 @@ def samples_of(samples: Sequence[dict]) -> Markup:
     return found
 
 
-def judged(log: Sequence[dict], name: str, title: str) -> Curve:
-    """A figure of the validations over the steps, with its intervals."""
-    known = {row["step"]: row["validation"] for row in log if (row.get("validation") or {}).get(name) is not None}
-    spans = [tuple(report.get(f"{name}_ci") or [report[name]] * 2) for report in known.values()]
-    return Curve(title, [(step, report[name]) for step, report in known.items()], marks=True, spans=spans)
-
-
 def curves(log: Sequence[dict]) -> list[Markup]:
     """The run over its steps."""
     logged = lambda name: [(row["step"], row[name]) for row in log if isinstance(row.get(name), int | float)]
+    reports = {row["step"]: row["validation"] for row in log if "validation" in row}
+
+    def judged(name: str, title: str) -> Curve:
+        known = {step: report for step, report in reports.items() if report.get(name) is not None}
+        spans = [tuple(report.get(f"{name}_ci") or [report[name]] * 2) for report in known.values()]
+        return Curve(title, [(step, report[name]) for step, report in known.items()], marks=True, spans=spans)
+
     loss = logged("loss")
     means = [
         (loss[end - 1][0], sum(value for _, value in loss[end - SMOOTH : end]) / SMOOTH)
         for end in range(SMOOTH, 1 + len(loss))
     ]
     taus = [
-        judged(log, "replayed_tau", "replayed tau"),
-        judged(log, "tau", "decoded tau"),
+        judged("replayed_tau", "replayed tau"),
+        judged("tau", "decoded tau"),
         Curve("training texts", logged("tau")),
     ]
-    drawn = [
+    tau = "tau of held-out prompts (with 95 % intervals) and of training texts"
+    others = {"learning_rate": "Learning rate", "grad_norm": "Norm of the gradient before clipping"}
+    return [
         lines(
             [Curve("loss", loss), Curve(f"mean of {SMOOTH}", means)], x="step", y="loss", title="Loss of training steps"
         ),
-        lines(taus, x="step", y="tau", title="tau of held-out prompts (with 95 % intervals) and of training texts"),
-        lines(
-            [Curve("learning rate", logged("learning_rate"))], x="step", y="learning rate", low=0, title="Learning rate"
-        ),
-        lines(
-            [Curve("tokens/s", logged("tokens_per_second"))], x="step", y="tokens/s", low=0, title="Speed of training"
-        ),
-        lines(
-            [Curve("norm", logged("grad_norm"))],
-            x="step",
-            y="norm",
-            low=0,
-            title="Norm of the gradient before clipping",
-        ),
+        lines(taus, x="step", y="tau", title=tau),
+        *(lines([Curve(name, logged(name))], x="step", y=name, low=0, title=title) for name, title in others.items()),
     ]
-    speedup = judged(log, "speedup", "speedup")
-    return drawn + (
-        [lines([speedup], x="step", y="speedup", title="Speedup over plain decoding")] if speedup.points else []
-    )
 
 
 def drafts(report: Report) -> list[Markup]:
@@ -286,18 +222,13 @@ def drafts(report: Report) -> list[Markup]:
             bars(groups, names, x="drafts", y="share", title="Survival, and acceptance given the drafts before")
         )
     if stages and report.speedup is not None and report.speedup_ci:
+        predicted, (low, high) = chain_speedups(report), report.speedup_ci
+        shown = [
+            Curve("predicted for a chain", [*enumerate(predicted, start=1)], marks=True),
+            Curve("measured", [(len(predicted), report.speedup)], spans=[(low, high)]),
+        ]
         drawn.append(
             bars([("ms", [*stages.values()])], [*stages], x="part of a round", y="ms", title="Time of a round")
         )
-        predicted = chain_speedups(report)
-        measured = [("measured", len(predicted), report.speedup, report.speedup_ci)]
-        if report.auto:
-            sizes = report.auto["sizes"]
-            mean = sum(int(nodes) * count for nodes, count in sizes.items()) / sum(sizes.values()) - 1
-            measured.append(
-                ("auto, at its mean number of drafts", mean, report.auto["speedup"], report.auto["speedup_ci"])
-            )
-        shown = [Curve("predicted for a chain", [*enumerate(predicted, start=1)], marks=True)]
-        shown += [Curve(name, [(at, speedup)], spans=[(span[0], span[1])]) for name, at, speedup, span in measured]
         drawn.append(lines(shown, x="drafts", y="speedup", title="Speedup by the number of drafts"))
     return drawn
