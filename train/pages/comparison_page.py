@@ -1,6 +1,6 @@
 """The page of several: heads and proposers decoded in turn on the same prompts, or the runs of a sweep."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ from markupsafe import Markup
 
 from specdec.core import files
 from specdec.measuring.figures import TAU, PromptCounts, tau_difference
-from specdec.measuring.report import Report, verdict
+from specdec.measuring.report import Report, Training, verdict
 from train.pages import run_page
 from train.pages.charts import Curve, lines, number
 from train.pages.page import Section, Table, interval, render_page
@@ -59,7 +59,7 @@ def render_comparison(
     sections = [
         Section(texts=[conditions]),
         Section("Which way to choose", table=rank(columns)),
-        Section("All of them", table=table(columns, differences, first, differs or {})),
+        Section("All of them", table=tabulate(columns, differences, first, differs or {})),
         Section("Figures", charts=figures),
     ]
     if said:
@@ -83,52 +83,41 @@ def tau_of(report: Report) -> tuple[float | None, list[float] | None]:
     return (report.replayed_tau, report.replayed_tau_ci) if replayed(report) else (report.tau, report.tau_ci)
 
 
-def table(columns: Columns, differences: Differences, first: str, differs: Differs) -> Table:
+def write_figure(value: float | None, span: Sequence[float] | None = None, *, sign: str = "") -> str:
+    """A figure with its interval; empty if it is not known."""
+    return "" if value is None else f"{value:{sign}.2f}" + (f" ({interval(span)})" if span else "")
+
+
+def tabulate(columns: Columns, differences: Differences, first: str, differs: Differs) -> Table:
     """All methods at all temperatures. A column in which nothing is known is left out."""
-    figure = lambda key, digits: lambda report: "" if (value := getattr(report, key)) is None else f"{value:.{digits}f}"
-    between = lambda key: lambda report: interval(getattr(report, key))
-    stage = lambda key: lambda report: f"{report.ms_per_round[key]:.1f}" if report.ms_per_round else ""
-    ran = lambda key, scale: (
-        lambda report: number(value / scale) if (value := getattr(report.training, key, None)) else ""
-    )
-    reports = [report for column in columns.values() for report in column.values()]
-    replays = any(map(replayed, reports))
-    shown: list[tuple[str, Callable[[Report], str]]] = [
-        *([("tau replayed", figure("replayed_tau", 2)), ("95 %", between("replayed_tau_ci"))] if replays else []),
-        ("tau decoded" if replays else "tau", figure("tau", 2)),
-        ("95 %", between("tau_ci")),
-        ("speedup", figure("speedup", 2)),
-        ("95 %", between("speedup_ci")),
-        ("speedup auto", lambda report: f"{report.auto['speedup']:.2f}" if report.auto else ""),
-        ("tokens/s", figure("tokens_per_second", 1)),
-        ("plain, tokens/s", figure("baseline_tokens_per_second", 1)),
-        ("draft, ms", stage("draft")),
-        ("verify, ms", stage("verify")),
-        ("tokens trained on", ran("tokens", 1)),
-        ("minutes", ran("seconds", 60)),
-        ("prompts, decoded", lambda report: f"{num_prompts(report)}, {report.num_prompts}" if replays else ""),
-        ("step", lambda report: "" if report.step is None else str(report.step)),
-    ]
-    shown = [(name, cell) for name, cell in shown if any(map(cell, reports))]
     settings = sorted({key for values in differs.values() for key in values})
-    paired, several = any(differences.values()), len(columns) > 1
     rows = []
     for temperature, column in columns.items():
         for name, report in column.items():
-            cells = [name, *(differs.get(name, {}).get(key, "") for key in settings)]
-            cells += [number(temperature)] if several else []
-            cells += [cell(report) for _, cell in shown]
-            if paired:
-                value, span = differences[temperature].get(name, (None, None))
-                cells.append("" if value is None else f"{value:+.2f} ({interval(span)})")
-            rows.append([cell or "-" for cell in cells])
-    heads = [
-        "run" if differs else "way",
-        *settings,
-        *(["temperature"] if several else []),
-        *(name for name, _ in shown),
-    ]
-    return Table([*heads, *([f"tau minus that of {first}"] if paired else [])], rows)
+            ran, stages, auto = report.training or Training(), report.ms_per_round or {}, report.auto or {}
+            rows.append(
+                {
+                    "run" if differs else "way": name,
+                    **{key: differs.get(name, {}).get(key, "") for key in settings},
+                    "temperature": number(temperature) if len(columns) > 1 else "",
+                    "tau, replayed": write_figure(report.replayed_tau, report.replayed_tau_ci),
+                    "tau, decoded": write_figure(report.tau, report.tau_ci),
+                    "speedup": write_figure(report.speedup, report.speedup_ci),
+                    "speedup, auto": write_figure(auto.get("speedup"), auto.get("speedup_ci")),
+                    "tokens/s": write_figure(report.tokens_per_second),
+                    "plain, tokens/s": write_figure(report.baseline_tokens_per_second),
+                    "draft, ms": write_figure(stages.get("draft")),
+                    "verify, ms": write_figure(stages.get("verify")),
+                    "tokens trained on": number(ran.tokens) if ran.tokens else "",
+                    "minutes": number(ran.seconds / 60) if ran.seconds else "",
+                    "prompts": str(num_prompts(report)),
+                    "prompts, decoded": str(report.num_prompts) if replayed(report) else "",
+                    "step": str(report.step or ""),
+                    f"tau minus that of {first}": write_figure(*differences[temperature].get(name, (None,)), sign="+"),
+                }
+            )
+    heads = [key for key in rows[0] if any(row[key] for row in rows)]
+    return Table(heads, [[row[key] or "-" for key in heads] for row in rows])
 
 
 def rank(columns: Columns) -> Table:
@@ -151,7 +140,7 @@ def rank(columns: Columns) -> Table:
             cells = [kind, number(temperature), "speedup" if timed else "tau"]
             for name in order[:2]:
                 value, span = figure(reports[name])
-                cells += [name, "-" if value is None else f"{value:.2f} ({interval(span)})"]
+                cells += [name, write_figure(value, span) or "-"]
             spans = [span for name in order[:2] if (span := figure(reports[name])[1])]
             sure = len(spans) == 2 and spans[0][0] > spans[1][1]
             rows.append([*cells, *["-"] * (7 - len(cells)), "apart" if sure else "overlap" if len(spans) == 2 else "-"])
@@ -159,7 +148,7 @@ def rank(columns: Columns) -> Table:
 
 
 def charts(temperature: float, column: Mapping[str, Report]) -> list[Markup]:
-    """Speedup against tau with lines of equal cost, and survival by depth."""
+    """Speedup against tau, and survival by depth."""
     marks = [
         Curve(name, [(report.tau, report.speedup)], spans=[(report.speedup_ci[0], report.speedup_ci[1])])
         for name, report in column.items()
