@@ -33,30 +33,9 @@ import train.overrides as overrides
 from specdec import checkpoint
 from specdec.heads.base import Drafter
 from specdec.proposers import datastore
+from train import adapt as adaptation
 from train import progress
-from train.adapt import (
-    ENOUGH,
-    KINDS,
-    Answers,
-    Home,
-    Limits,
-    OldRows,
-    PartTable,
-    Plan,
-    Source,
-    TooFew,
-    choose_share,
-    compare_parts,
-    count_tokens,
-    decide,
-    describe_share,
-    encode_answer,
-    keep_newest,
-    mix_weights,
-    read_traffic,
-    split_newest,
-    without_prompts,
-)
+from train.adapt_folder import KINDS, Home, Plan
 from train.answers.resumable import check_settings
 from train.data import reading
 from train.data.sources import read_sources
@@ -111,8 +90,8 @@ class Adapt:
     target: loading.TargetOptions = field(default_factory=loading.TargetOptions)
 
     @property
-    def limits(self) -> Limits:
-        return Limits(self.depth, self.judged, self.length)
+    def limits(self) -> adaptation.Limits:
+        return adaptation.Limits(self.depth, self.judged, self.length)
 
     @property
     def all_shares(self) -> list[float]:
@@ -156,7 +135,7 @@ def watch(given: Adapt, home: Home, console: progress.Results) -> None:
                 if not home.training.exists():
                     look(given, home)
                 adapt(given, home, console)
-            except TooFew as error:
+            except adaptation.TooFew as error:
                 if str(error) != said:
                     console.say(said := str(error))
             time.sleep(given.watch or 0)
@@ -165,24 +144,24 @@ def watch(given: Adapt, home: Home, console: progress.Results) -> None:
 
 
 def look(given: Adapt, home: Home) -> None:
-    """Raises TooFew unless there are so many tokens that no adaptation has looked at that min_tokens are left to train on."""
+    """Raises adaptation.TooFew unless there are so many tokens that no adaptation has looked at that min_tokens are left to train on."""
     tried = max((each["until"] for each in home.history()), default=float("-inf"))
-    answers, _ = read_traffic(Path(given.traffic), source_of(given, home))
-    new = count_tokens(answer for answer in answers if answer.time > tried)
+    answers, _ = adaptation.read_traffic(Path(given.traffic), source_of(given, home))
+    new = adaptation.count_tokens(answer for answer in answers if answer.time > tried)
     check_tokens(int(new * (1 - given.heldout_share)), given.min_tokens)
 
 
 def check_tokens(tokens: int, needed: int) -> None:
     if tokens < needed:
-        raise TooFew(f"{tokens:,} of {needed:,} new tokens to train on (min_tokens): record more.")
+        raise adaptation.TooFew(f"{tokens:,} of {needed:,} new tokens to train on (min_tokens): record more.")
 
 
-def source_of(given: Adapt, home: Home) -> Source:
+def source_of(given: Adapt, home: Home) -> adaptation.Source:
     """Whose answers the head is adapted to."""
     document = checkpoint.read_json(home.current / "drafter.json")
     name = given.target.name or str(document.get("target"))
     tokenizer = load_tokenizer(name, given.target.trust_remote_code)
-    return Source(datastore.fingerprint(tokenizer), name, document.get("target_fingerprint"))
+    return adaptation.Source(datastore.fingerprint(tokenizer), name, document.get("target_fingerprint"))
 
 
 @functools.cache
@@ -191,7 +170,7 @@ def load_tokenizer(name: str, trust: bool) -> PreTrainedTokenizerBase:
 
 
 def adapt(given: Adapt, home: Home, console: progress.Results) -> None:
-    """One adaptation, or the rest of the one that was interrupted. Raises TooFew if there is too little to train on."""
+    """One adaptation, or the rest of the one that was interrupted. Raises adaptation.TooFew if there is too little to train on."""
     settings = {key: value for key, value in asdict(given).items() if key not in FREE}
     plan = home.read_plan()
     if plan is None:
@@ -222,25 +201,29 @@ def prepare(given: Adapt, home: Home, settings: dict, console: progress.Results)
     until = max((each["until"] for each in home.history() if each["decision"] == "accepted"), default=float("-inf"))
     find_head(home.first, given.head)  # which refuses a wrong one now
     source = source_of(given, home)
-    answers, left_out = read_traffic(Path(given.traffic), source)
+    answers, left_out = adaptation.read_traffic(Path(given.traffic), source)
     new = [answer for answer in answers if answer.time > until]
     if not new:
-        raise TooFew(f"traffic={given.traffic} has no rows that are newer than those of the head in use: record more.")
-    training, heldout = split_newest(new, given.heldout_share)
+        raise adaptation.TooFew(
+            f"traffic={given.traffic} has no rows that are newer than those of the head in use: record more."
+        )
+    training, heldout = adaptation.split_newest(new, given.heldout_share)
     tokenizer = load_tokenizer(source.target, given.target.trust_remote_code)
     earlier, judged_old = home.known("heldout"), read_old_heldout(given, tokenizer)
-    training = keep_newest(without_prompts(training, [*earlier, *judged_old]), given.max_tokens)
-    check_tokens(count_tokens(training), given.min_tokens)
+    training = adaptation.keep_newest(adaptation.without_prompts(training, [*earlier, *judged_old]), given.max_tokens)
+    check_tokens(adaptation.count_tokens(training), given.min_tokens)
     slices = {"new": given.limits.choose(heldout)}
     fit = [answer for answer in heldout if len(answer.prompt) + 2 <= given.length]
-    if (num := len({answer.conversation for answer in fit})) < ENOUGH:
-        raise TooFew(
-            f"{num} held-out conversations fit into length={given.length}: a head is judged by {ENOUGH} or more. Record more."
+    if (num := len({answer.conversation for answer in fit})) < adaptation.ENOUGH:
+        raise adaptation.TooFew(
+            f"{num} held-out conversations fit into length={given.length}: a head is judged by {adaptation.ENOUGH} or more. Record more."
         )
     loaded = load(given, home.current)
     sources = find_old(given.old, home.first, loaded.target.name)
     try:
-        older = OldRows(sources, tokenizer, split=given.old_split, seed=given.seed, further=home.known("trained"))
+        older = adaptation.OldRows(
+            sources, tokenizer, split=given.old_split, seed=given.seed, further=home.known("trained")
+        )
     except ValueError as error:
         raise ValueError(f"old={','.join(sources)}: {error} Give old=FILE, or old= for no old rows.") from None
     old = given.limits.choose(judged_old)
@@ -250,12 +233,12 @@ def prepare(given: Adapt, home: Home, settings: dict, console: progress.Results)
         raise ValueError(
             f"old_heldout={given.old_heldout} has no answer of two tokens or more within length={given.length}."
         )
-    slices["old"] = old + given.limits.choose(without_prompts(earlier, [*heldout, *training]))
+    slices["old"] = old + given.limits.choose(adaptation.without_prompts(earlier, [*heldout, *training]))
     taken = [*heldout, *training, *slices["old"], *earlier, *judged_old]
     num = min(given.judged, len(older.rows) // 4) if given.all_shares != [1.0] else 0
     slices["mix"] = given.limits.choose(older.hold_out(num, without=taken))
     share = given.old_share / (1 - given.old_share)
-    rest = older.sample(int(share * count_tokens(training)), without=[*taken, *slices["mix"]])
+    rest = older.sample(int(share * adaptation.count_tokens(training)), without=[*taken, *slices["mix"]])
     number = home.next_number()
     if given.store:
         texts = [*rest, *(answer for answer in answers if answer.time <= until), *new]
@@ -272,17 +255,17 @@ def prepare(given: Adapt, home: Home, settings: dict, console: progress.Results)
     return plan
 
 
-def read_old_heldout(given: Adapt, tokenizer: PreTrainedTokenizerBase) -> Answers:
+def read_old_heldout(given: Adapt, tokenizer: PreTrainedTokenizerBase) -> adaptation.Answers:
     """The answers of old_heldout=, none of which is trained on, whether it is judged or not."""
     if given.old_heldout is None:
         return []
     with reading.at(f"old_heldout={given.old_heldout}"):
         found = reading.load_conversations(given.old_heldout, split=given.old_split)
-        rows = [encode_answer(tokenizer, row) for row in found]
+        rows = [adaptation.encode_answer(tokenizer, row) for row in found]
     return [answer for answer in rows if answer is not None]
 
 
-def notes_on(left_out: dict[str, int], slices: dict[str, Answers]) -> list[str]:
+def notes_on(left_out: dict[str, int], slices: dict[str, adaptation.Answers]) -> list[str]:
     notes = [f"{num} rows of the traffic were left out: {reason}." for reason, num in left_out.items()]
     inexact = sum(not answer.exact for answer in slices["new"])
     if inexact:
@@ -304,28 +287,22 @@ def judge_new(given: Adapt, home: Home, plan: Plan, trained: Path, console: prog
     start = checkpoint.start(home.path / plan.start, loaded.target, {}, lambda _: drafter.draft_to_target)[0]
     weights, whole = start.state_dict(), checkpoint.read_tensors(trained / "drafter.safetensors")
 
-    def judge(share: float, kind: str) -> PartTable:
-        drafter.load_state_dict(mix_weights(weights, whole, share))
+    def judge(share: float, kind: str) -> adaptation.PartTable:
+        drafter.load_state_dict(adaptation.mix_weights(weights, whole, share))
         what = f"judging {share:g} of the new weights, {kind} answers"
-        return compare_parts(
+        return adaptation.compare_parts(
             plan.heldout[kind],
             plan.before[kind],
             given.limits.judge(drafter, plan.heldout[kind], what=what),
         )
 
-    first, mixing = given.all_shares[0], []
-    if plan.heldout["mix"]:
-        first, mixing = choose_share(given.all_shares, lambda share: judge(share, "mix"), tolerance=given.tolerance)
-    for share in [share for share in given.all_shares if share <= first]:
-        tables = {kind: judge(share, kind) for kind in ("new", "old")}
-        good, reasons = decide(tables["new"], tables["old"], tolerance=given.tolerance)
-        mixing.append(describe_share(share, "the gate's", tables["old"], given.tolerance))
-        if good or reasons != mixing[-1]["forgotten"]:  # less of the new weights helps against forgetting alone
-            break
+    share, tables, (good, reasons), mixing = adaptation.try_shares(
+        given.all_shares, judge, tolerance=given.tolerance, choosing=bool(plan.heldout["mix"])
+    )
     new, old = plan.training[: plan.num_new], plan.training[plan.num_new :]
     ran = checkpoint.read_json(trained / "report.json")["training"]
-    training = {"new_answers": len(new), "new_tokens": count_tokens(new), "old_answers": len(old)}
-    training |= {"old_tokens": count_tokens(old), "mixing": mixing, "steps": size_training(given, plan)[1]}
+    training = {"new_answers": len(new), "new_tokens": adaptation.count_tokens(new), "old_answers": len(old)}
+    training |= {"old_tokens": adaptation.count_tokens(old), "mixing": mixing, "steps": size_training(given, plan)[1]}
     training |= {"tokens_read": ran["tokens"], "lr": choose_rate(given, home)}
     minutes = {"training": ran["seconds"] / 60, "judging after": (time.perf_counter() - begun) / 60}
     document = {
@@ -342,14 +319,14 @@ def judge_new(given: Adapt, home: Home, plan: Plan, trained: Path, console: prog
     show(console, tables)
     page = home.record(plan.number, document)
     if good:
-        tensors = mix_weights(weights, whole, share)
+        tensors = adaptation.mix_weights(weights, whole, share)
         home.accept(plan, trained, tensors, document, datastore.fingerprint(loaded.tokenizer))
     home.finish()
     console.say(f"{document['decision']}: {' '.join(reasons)}")
     console.say(f"{home.path} stands for {document['in_use']}. Page: {page}")
 
 
-def show(console: progress.Results, tables: dict[str, PartTable]) -> None:
+def show(console: progress.Results, tables: dict[str, adaptation.PartTable]) -> None:
     """tau of all parts, as lines."""
     for kind, parts in tables.items():
         for name, part in parts.items():

@@ -18,6 +18,7 @@ from specdec import checkpoint
 from specdec.proposers import datastore
 from specdec.target.model import Target, load_tokenizer
 from tests.support import ROOT, child_environment, save_eagle, save_target, small_tokenizer, train_command, write_rows
+from train import adapt as adaptation
 from train.adapt import RecordedAnswer, encode_answer
 from train.data import reading
 from train.lock import lock
@@ -155,30 +156,6 @@ def test_a_mixture_of_old_and_new_weights_is_taken_into_use(run_adapt):
         torch.testing.assert_close(mixed[name], (start[name] + whole[name]) / 2)
 
 
-def test_a_head_that_the_gate_refuses_for_forgetting_is_mixed_further(run_adapt, monkeypatch):
-    """The answers to choose by let everything pass; by those of the gate any share but the smallest one forgets."""
-    monkeypatch.setattr(adapt, "choose_share", lambda shares, judge, tolerance: (shares[0], []))
-    looks = iter([["too much"], ["still too much"], []])
-    kept: list = []
-
-    def decide(new, old, tolerance):
-        kept.append(next(looks))
-        return not kept[-1], kept[-1] or ["good"]
-
-    describe = lambda share, answers, table, tolerance: {
-        "share": share,
-        "answers": answers,
-        "fall": 0.0,
-        "forgotten": kept[-1],
-    }
-    monkeypatch.setattr(adapt, "decide", decide)
-    monkeypatch.setattr(adapt, "describe_share", describe)
-    run_adapt("store=false")
-    found = document()
-    assert [each["share"] for each in found["training"]["mixing"]] == [1.0, 0.75, 0.5]
-    assert found["decision"] == "accepted" and found["reasons"] == ["good"]
-
-
 def test_what_was_interrupted_goes_on(run_adapt, monkeypatch):
     train = adapt.run_train
     monkeypatch.setattr(adapt, "run_train", lambda arguments: 130)
@@ -273,7 +250,7 @@ def test_watching_counts_what_is_left_to_train_on(made, tmp_path):
     home.begin(str(made / "head"))
     total = sum(len(row["tokens"]) - row["prompt_tokens"] for row in rows_of(range(1, 41), target=str(made / "target")))
     given = functools.partial(adapt.Adapt, checkpoint="", traffic=str(made / "traffic"), out="")
-    with pytest.raises(adapt.TooFew, match="new tokens to train on"):
+    with pytest.raises(adaptation.TooFew, match="new tokens to train on"):
         adapt.look(given(min_tokens=total), home)
     adapt.look(given(min_tokens=int(0.8 * total)), home)
     adapt.look(given(min_tokens=total, heldout_share=0), home)

@@ -11,23 +11,21 @@ from specdec.measuring.figures import PromptCounts
 from tests.support import small_tokenizer
 from train.adapt import (
     ENOUGH,
-    Home,
     Limits,
     OldRows,
-    Plan,
     RecordedAnswer,
     Source,
     TooFew,
-    choose_share,
     compare_parts,
     count_tokens,
     decide,
     keep_newest,
     mix_weights,
-    render_adaptation,
     split_newest,
     to_lines,
+    try_shares,
 )
+from train.adapt_folder import Home, Plan, render_adaptation
 
 WANTED = Source("abc", "models/t", "1234")
 
@@ -182,13 +180,29 @@ def test_weights_are_mixed_in_the_types_of_the_trained_head():
 
 
 @pytest.mark.parametrize("forgets, wanted, tries", [(0.01, 1.0, 1), (0.04, 0.5, 2), (0.5, 0.25, 3)])
-def test_the_largest_share_that_forgets_little_is_taken(forgets, wanted, tries):
+def test_the_largest_share_that_forgets_little_is_judged_by_the_gate(forgets, wanted, tries):
     """tau falls by a share `forgets` with all of the trained weights, and in proportion with less."""
-    judge = lambda share: tables({"chat": (2.0, 2.0 * (1 - forgets * share))})
-    share, tried = choose_share([1.0, 0.5, 0.25], judge, tolerance=0.03)
-    assert share == wanted and [each["share"] for each in tried] == [1.0, 0.5, 0.25][:tries]
-    assert [bool(each["forgotten"]) for each in tried] == [forgets * each["share"] > 0.03 for each in tried]
-    assert tried[-1]["fall"] == pytest.approx(forgets * share)
+    falls = lambda share, kind: tables({"chat": (2.0, 2.0 + 0.1 * (1 if kind == "new" else -20 * forgets * share))})
+    share, shown, (good, _), looks = try_shares([1.0, 0.5, 0.25], falls, tolerance=0.03, choosing=True)
+    assert share == wanted and good is (forgets < 0.1) and shown["new"]["all"]["change"] == pytest.approx(0.1)
+    assert [each["share"] for each in looks] == [*[1.0, 0.5, 0.25][:tries], wanted]
+    assert [bool(each["forgotten"]) for each in looks] == [forgets * each["share"] > 0.03 for each in looks]
+    assert looks[-1]["fall"] == pytest.approx(forgets * share)
+
+
+def test_a_head_that_the_gate_refuses_for_forgetting_is_mixed_further():
+    """The answers to choose by let everything pass; by those of the gate all shares but the smallest forget."""
+    falls = lambda share, kind: tables({"chat": (2.0, {"new": 2.1, "old": 2.0 - share, "mix": 2.0}[kind])})
+    share, _, (good, _), looks = try_shares([1.0, 0.5, 0.02], falls, tolerance=0.03, choosing=True)
+    assert share == 0.02 and good
+    assert [(each["share"], each["answers"]) for each in looks if each["forgotten"]] == [
+        (1.0, "the gate's"),
+        (0.5, "the gate's"),
+    ]
+    worse = lambda share, kind: tables({"chat": (2.0, 1.9)})
+    assert (
+        try_shares([1.0, 0.5], worse, tolerance=0.1, choosing=False)[0] == 1.0
+    )  # it does not rise: no share would help
 
 
 def test_numbers_go_on_beside_what_a_kill_left(tmp_path):

@@ -100,7 +100,7 @@ def tabulate(columns: Columns, differences: Differences, first: str, differs: Di
                     "run" if differs else "way": name,
                     **{key: differs.get(name, {}).get(key, "") for key in settings},
                     "temperature": number(temperature) if len(columns) > 1 else "",
-                    "tau, replayed": write_figure(report.replayed_tau, report.replayed_tau_ci),
+                    "tau, replayed": write_figure(*tau_of(report)) if replayed(report) else "",
                     "tau, decoded": write_figure(report.tau, report.tau_ci),
                     "speedup": write_figure(report.speedup, report.speedup_ci),
                     "speedup, auto": write_figure(auto.get("speedup"), auto.get("speedup_ci")),
