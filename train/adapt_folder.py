@@ -29,7 +29,7 @@ from train import progress
 from train.adapt import ALL, Answers, Tensors, read_answers, to_lines
 from train.answers import datastore
 from train.data import rows as data
-from train.pages.page import Section, Table, interval, render_page
+from train.pages.page import Section, Table, render_page, write_figure
 
 KINDS = ("new", "old", "mix")  # held-out answers: the two that the gate looks at, and old ones to choose the mixture by
 LONGEST_MATCH = 16  # tokens that the datastore is sorted by, as scripts/datastore.py
@@ -208,7 +208,6 @@ def _make_private(folder: Path) -> None:
 def render_adaptation(history: list[dict[str, Any]], *, title: str) -> str:
     """The page of the last adaptation. history: documents as adaptation.json, the oldest first; some of earlier versions"""
     document = history[-1]
-    signed = lambda pair: f"{pair[0]:+.3f} .. {pair[1]:+.3f}"
     answer = {"accepted": "yes", "refused": "no"}.get(document["decision"], "unsure")
     training = document.get("training", {})
     tiles = [
@@ -219,48 +218,34 @@ def render_adaptation(history: list[dict[str, Any]], *, title: str) -> str:
     tiles += [(f"minutes, {name}", f"{value:.1f}", "") for name, value in document["minutes"].items()]
     about = f"tau: {TAU}; by replay along the recorded answers. Intervals are 95 % bootstrap intervals over conversations; that of a change is paired."
     sections = [Section(texts=[f"Head in use: {document['in_use']}. Before: {document['start']}.", about], tiles=tiles)]
+    heads = ["part", "conversations", "tokens", "tau before (95 %)", "tau after", "change"]
     for kind, name in SLICES.items():
-        rows = []
-        for part, row in document["slices"][kind].items():
-            cells = [
+        rows = [
+            [
                 part,
                 str(row["conversations"]),
                 f"{row['tokens']:,}",
-                f"{row['before']:.3f}",
-                interval(row["before_ci"]),
+                write_figure(row["before"], row["before_ci"]),
+                write_figure(row.get("after"), row.get("after_ci")),
+                write_figure(row.get("change"), row.get("change_ci"), digits=3, sign="+"),
             ]
-            if "after" in row:
-                cells += [
-                    f"{row['after']:.3f}",
-                    interval(row["after_ci"]),
-                    f"{row['change']:+.3f}",
-                    signed(row["change_ci"]),
-                ]
-            rows.append(cells)
-        heads = ["part", "conversations", "tokens", "tau before", "95 %", "tau after", "95 %", "change", "95 %"]
-        if rows:
-            sections.append(Section(name, table=Table(heads[: len(rows[0])], rows)))
+            for part, row in document["slices"][kind].items()
+        ]
+        sections.append(Section(name, table=Table(heads, rows)))
+    answers = {"the gate's": "the gate's old answers"}
     points = [
-        f"{each['share']:g} of the new weights, judged by old answers {each['answers']}: {' '.join(each['forgotten']) or 'nothing is forgotten.'}"
+        f"{each['share']:g} of the new weights, on {answers.get(each['answers'], 'old answers to choose by')}: "
+        + (" ".join(each["forgotten"]) or "nothing is forgotten.")
         for each in training.get("mixing", [])
     ]
-    if points:
-        sections.append(Section("How much of the new weights", points=points))
-    if document["notes"]:
-        sections.append(Section("To know", points=document["notes"]))
-    if len(history) > 1:
-        past = [
-            [
-                each["number"],
-                each["decision"],
-                *(f"{part[when]:.2f}" if when in part else "-" for when in ("before", "after")),
-                " ".join(each["reasons"]),
-            ]
-            for each in history
-            for part in [each["slices"]["new"][ALL]]
-        ]
-        sections.append(
-            Section("All adaptations", table=Table(["number", "decision", "tau before", "tau after", "why"], past))
-        )
+    sections.append(Section("How much of the new weights", points=points))
+    sections.append(Section("To know", points=document["notes"]))
+    past = []
+    for each in history:
+        part = each["slices"]["new"][ALL]
+        taus = [write_figure(part.get(when)) for when in ("before", "after")]
+        past.append([each["number"], each["decision"], *taus, " ".join(each["reasons"])])
+    heads = ["number", "decision", "tau before", "tau after", "why"]
+    sections.append(Section("All adaptations", table=Table(heads, past if len(past) > 1 else [])))
     said = f"{document['decision'].capitalize()}: {' '.join(document['reasons'])}"
     return render_page(title, data={"history": history}, verdict=(answer, said), sections=sections)

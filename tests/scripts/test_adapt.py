@@ -102,8 +102,8 @@ def test_a_head_that_rises_is_taken_into_use(made, run_adapt, tmp_path):
     held = page.partition('id="data">')[2].partition("</script>")[0]
     assert json.loads(held)["history"][-1]["slices"] == found["slices"]  # the page has the figures of the document
     for part in (*new.values(), *old.values()):
-        assert f"<td>{part['before']:.3f}</td>" in page and f"<td>{part['after']:.3f}</td>" in page
-        assert f"<td>{part['change']:+.3f}</td>" in page
+        assert f"<td>{part['before']:.2f} (" in page and f"<td>{part['after']:.2f} (" in page
+        assert f"<td>{part['change']:+.3f} (" in page
     assert json.loads((home / "heads" / "0002" / "adaptation.json").read_text()) == found
     assert not (home / "training").exists()
     store = datastore.read(home / "datastore", datastore.fingerprint(load_tokenizer(str(made / "target"))))
@@ -186,7 +186,7 @@ def test_the_command_passes_a_signal_to_training_and_goes_on(made, tmp_path):
         "out": tmp_path / "adapted",
         "old": made / "old.jsonl",
     }
-    given |= dict(each.split("=", 1) for each in (*TINY, "epochs=20", "tolerance=0.9", "store=false", "progress=plain"))
+    given |= dict(each.split("=", 1) for each in (*TINY, "epochs=60", "tolerance=0.9", "store=false", "progress=plain"))
     given |= {"training.data.heldout": made / "prompts.jsonl", "training.train.log_every": 1}
 
     def started() -> subprocess.Popen:

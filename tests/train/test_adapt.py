@@ -242,4 +242,4 @@ def test_the_page_escapes_what_traffic_says():
     }  # fmt: skip
     page = render_adaptation([document, document], title="t")
     assert "category &lt;script&gt;" in page and "<b>" not in page.partition("<h1>")[2].partition('class="figures"')[0]
-    assert "a &lt;note&gt;" in page and "1.800" in page and "All adaptations" in page
+    assert "a &lt;note&gt;" in page and "1.80" in page and "All adaptations" in page

@@ -1,6 +1,6 @@
 """The page of several: heads and proposers decoded in turn on the same prompts, or the runs of a sweep."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from specdec.measuring.figures import TAU, PromptCounts, tau_difference
 from specdec.measuring.report import Report, Training, verdict
 from train.pages import run_page
 from train.pages.charts import Curve, lines, number
-from train.pages.page import Section, Table, interval, render_page
+from train.pages.page import Section, Table, render_page, write_figure
 from train.settings import flat
 
 PAGE = "comparison.html"
@@ -81,11 +81,6 @@ def num_prompts(report: Report) -> int:
 def tau_of(report: Report) -> tuple[float | None, list[float] | None]:
     """tau with its interval, of replay or of decoding, whichever saw more prompts."""
     return (report.replayed_tau, report.replayed_tau_ci) if replayed(report) else (report.tau, report.tau_ci)
-
-
-def write_figure(value: float | None, span: Sequence[float] | None = None, *, sign: str = "") -> str:
-    """A figure with its interval; empty if it is not known."""
-    return "" if value is None else f"{value:{sign}.2f}" + (f" ({interval(span)})" if span else "")
 
 
 def tabulate(columns: Columns, differences: Differences, first: str, differs: Differs) -> Table:
