@@ -35,7 +35,7 @@ from specdec.heads.base import Drafter
 from specdec.proposers import datastore
 from train import adapt as adaptation
 from train import progress
-from train.adapt_folder import KINDS, Home, Plan
+from train.adapt_folder import KINDS, AdaptationPlan, Home
 from train.answers.resumable import check_settings
 from train.data import reading
 from train.data.sources import read_sources
@@ -144,7 +144,7 @@ def watch(given: Adapt, home: Home, console: progress.Results) -> None:
 
 
 def look(given: Adapt, home: Home) -> None:
-    """Raises adaptation.TooFew unless there are so many tokens that no adaptation has looked at that min_tokens are left to train on."""
+    """Raises TooFew unless there are so many tokens that no adaptation has looked at that min_tokens are left to train on."""
     tried = max((each["until"] for each in home.history()), default=float("-inf"))
     answers, _ = adaptation.read_traffic(Path(given.traffic), source_of(given, home))
     new = adaptation.count_tokens(answer for answer in answers if answer.time > tried)
@@ -156,12 +156,12 @@ def check_tokens(tokens: int, needed: int) -> None:
         raise adaptation.TooFew(f"{tokens:,} of {needed:,} new tokens to train on (min_tokens): record more.")
 
 
-def source_of(given: Adapt, home: Home) -> adaptation.Source:
+def source_of(given: Adapt, home: Home) -> adaptation.TrafficSource:
     """Whose answers the head is adapted to."""
     document = checkpoint.read_json(home.current / "drafter.json")
     name = given.target.name or str(document.get("target"))
     tokenizer = load_tokenizer(name, given.target.trust_remote_code)
-    return adaptation.Source(datastore.fingerprint(tokenizer), name, document.get("target_fingerprint"))
+    return adaptation.TrafficSource(datastore.fingerprint(tokenizer), name, document.get("target_fingerprint"))
 
 
 @functools.cache
@@ -170,7 +170,7 @@ def load_tokenizer(name: str, trust: bool) -> PreTrainedTokenizerBase:
 
 
 def adapt(given: Adapt, home: Home, console: progress.Results) -> None:
-    """One adaptation, or the rest of the one that was interrupted. Raises adaptation.TooFew if there is too little to train on."""
+    """One adaptation, or the rest of the one that was interrupted. Raises TooFew if there is too little to train on."""
     settings = {key: value for key, value in asdict(given).items() if key not in FREE}
     plan = home.read_plan()
     if plan is None:
@@ -195,7 +195,7 @@ def load(given: Adapt, folder: Path) -> loading.Loaded:
     return loaded
 
 
-def prepare(given: Adapt, home: Home, settings: dict, console: progress.Results) -> Plan:
+def prepare(given: Adapt, home: Home, settings: dict, console: progress.Results) -> AdaptationPlan:
     """Reads and splits the rows, updates the datastore, judges the head in use. -> what to train"""
     begun = time.perf_counter()
     until = max((each["until"] for each in home.history() if each["decision"] == "accepted"), default=float("-inf"))
@@ -250,7 +250,7 @@ def prepare(given: Adapt, home: Home, settings: dict, console: progress.Results)
     about = {"until": max(answer.time for answer in new), "notes": notes_on(left_out, slices), "settings": settings}
     about["minutes"] = {"judging before": (time.perf_counter() - begun) / 60}
     start = str(home.current.relative_to(home.path))
-    plan = Plan(number, start, [*training, *rest], len(training), slices, before, about)
+    plan = AdaptationPlan(number, start, [*training, *rest], len(training), slices, before, about)
     home.save_plan(plan, source.tokenizer)
     return plan
 
@@ -279,7 +279,7 @@ def notes_on(left_out: dict[str, int], slices: dict[str, adaptation.Answers]) ->
     return notes
 
 
-def judge_new(given: Adapt, home: Home, plan: Plan, trained: Path, console: progress.Results) -> None:
+def judge_new(given: Adapt, home: Home, plan: AdaptationPlan, trained: Path, console: progress.Results) -> None:
     """Judges the trained head, and takes it into use or not."""
     begun = time.perf_counter()
     loaded = load(given, trained)
@@ -386,7 +386,7 @@ def choose_rate(given: Adapt, home: Home) -> float:
     return given.lr or LOWER * float(settings_of(home.first).get("optimizer", {}).get("lr") or usual)
 
 
-def size_training(given: Adapt, plan: Plan) -> tuple[int, int]:
+def size_training(given: Adapt, plan: AdaptationPlan) -> tuple[int, int]:
     """-> tokens of a pack, and steps that read all rows `epochs` times.
 
     A pack holds the longest row, in a multiple of ROUND: at least the usual tokens, and at most `length` if that is more.
@@ -402,7 +402,7 @@ def size_training(given: Adapt, plan: Plan) -> tuple[int, int]:
     return length, max(1, math.ceil(given.epochs * packs / together))
 
 
-def train(given: Adapt, home: Home, plan: Plan) -> Path:
+def train(given: Adapt, home: Home, plan: AdaptationPlan) -> Path:
     """Trains as the plan says. -> the trained head's folder. Raises KeyboardInterrupt if it was interrupted."""
     gc.collect()  # the target that judged
     length, steps = size_training(given, plan)
@@ -417,7 +417,7 @@ def train(given: Adapt, home: Home, plan: Plan) -> Path:
     return folder / f"step_{steps:06d}"
 
 
-def make_arguments(given: Adapt, home: Home, plan: Plan, length: int, steps: int) -> list[str]:
+def make_arguments(given: Adapt, home: Home, plan: AdaptationPlan, length: int, steps: int) -> list[str]:
     """Arguments of train.py. The user's `training.` options have the last word."""
     folder = home.training.resolve()  # out= may be relative in one launch and absolute in the next
     name = given.target.name or loading.target_of(home.path / plan.start)

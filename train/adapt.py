@@ -86,7 +86,7 @@ Answers = list[RecordedAnswer]
 
 
 @dataclass(frozen=True)
-class Source:
+class TrafficSource:
     """Whose answers are wanted. tokenizer: `datastore.fingerprint`; target: its name"""
 
     tokenizer: str
@@ -117,7 +117,7 @@ class Source:
         return answer if len(answer.answer) > 1 else "shorter than two tokens"
 
 
-def read_traffic(folder: Path, wanted: Source) -> tuple[Answers, dict[str, int]]:
+def read_traffic(folder: Path, wanted: TrafficSource) -> tuple[Answers, dict[str, int]]:
     """-> the answers in a folder of traffic, in the order of their times; why rows were left out, and how many each.
 
     A last line without its end is being written, and is not looked at.

@@ -38,7 +38,7 @@ SLICES = {"new": "New answers, held out", "old": "Old answers, held out: what wa
 
 
 @dataclass(frozen=True)
-class Plan:
+class AdaptationPlan:
     """One adaptation from its rows on. Everything that follows is the same after an interruption.
 
     number: of the new head; start: the head that is trained further, such as heads/0001
@@ -106,7 +106,7 @@ class Home:
         taken = [int(name) for name in names if re.fullmatch(r"\d+", name)]  # not 0002.json.partial, which a kill left
         return f"{max(taken, default=0) + 1:04d}"
 
-    def save_plan(self, plan: Plan, tokenizer: str) -> None:
+    def save_plan(self, plan: AdaptationPlan, tokenizer: str) -> None:
         """Once this is written, the adaptation goes on from it."""
         partial = self.path / "training.partial"
         shutil.rmtree(partial, ignore_errors=True)
@@ -121,12 +121,12 @@ class Home:
             files.sync(path)
         partial.rename(self.training)
 
-    def read_plan(self) -> Plan | None:
+    def read_plan(self) -> AdaptationPlan | None:
         """What was under way; None if nothing was."""
         if not self.training.exists():
             return None
         document = checkpoint.read_json(self.training / "plan.json", what="An adaptation that has begun has it")
-        return Plan(
+        return AdaptationPlan(
             document["number"],
             document["start"],
             read_answers(self.training / "train.jsonl"),
@@ -146,7 +146,7 @@ class Home:
         files.write_text(self.path / "adaptation.html", page)
         return self.path / "adaptation.html"
 
-    def accept(self, plan: Plan, trained: Path, tensors: Tensors, document: dict, tokenizer: str) -> None:
+    def accept(self, plan: AdaptationPlan, trained: Path, tensors: Tensors, document: dict, tokenizer: str) -> None:
         """Takes a head into use: these tensors, and the other files of a checkpoint. From the last line on, everyone gets it."""
         rows = self.path / "rows" / plan.number
         _make_private(rows.parent)

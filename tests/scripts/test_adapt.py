@@ -235,7 +235,7 @@ def test_packs_hold_the_longest_row_and_steps_read_all_rows():
     def size(lengths, **more):
         row = lambda num: {"tokens": [1] * num, "prompt_tokens": 3}
         answers = [RecordedAnswer.from_row(row(num), place="a") for num in lengths]
-        return adapt.size_training(given(**more), adapt.Plan("", "", answers, 0, {}, {}, {}))
+        return adapt.size_training(given(**more), adapt.AdaptationPlan("", "", answers, 0, {}, {}, {}))
 
     assert [size([10, longest])[0] for longest in (20, 512, 513, 700, 2000)] == [512, 512, 640, 768, 1024]
     assert size([700], length=300)[0] == 512  # as train.py has it

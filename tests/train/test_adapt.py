@@ -14,8 +14,8 @@ from train.adapt import (
     Limits,
     OldRows,
     RecordedAnswer,
-    Source,
     TooFew,
+    TrafficSource,
     compare_parts,
     count_tokens,
     decide,
@@ -25,9 +25,9 @@ from train.adapt import (
     to_lines,
     try_shares,
 )
-from train.adapt_folder import Home, Plan, render_adaptation
+from train.adapt_folder import AdaptationPlan, Home, render_adaptation
 
-WANTED = Source("abc", "models/t", "1234")
+WANTED = TrafficSource("abc", "models/t", "1234")
 
 
 def answer(
@@ -216,7 +216,7 @@ def test_numbers_go_on_beside_what_a_kill_left(tmp_path):
 def test_texts_of_users_are_for_their_owner_alone(tmp_path):
     home, tokenizer = Home(tmp_path), small_tokenizer()
     heldout, before = {"new": [answer(2)], "old": [], "mix": []}, {"new": [], "old": [], "mix": []}
-    plan = Plan("0002", "heads/0001", [answer(1)], 1, heldout, before, {})
+    plan = AdaptationPlan("0002", "heads/0001", [answer(1)], 1, heldout, before, {})
     home.save_plan(plan, "abc")
     (tmp_path / "datastores").mkdir(mode=0o755)  # of an earlier version
     home.store("0002", [answer(1)], tokenizer)

@@ -29,7 +29,7 @@ STYLE: dict[Any, Any] = {
 
 
 @dataclass(frozen=True)
-class Curve:
+class ChartCurve:
     """A line through points (x, y), marks at them, or both."""
 
     name: str
@@ -53,7 +53,7 @@ def number(value: float) -> str:
     return f"{value:,.4g}" if size >= 100 else f"{value:.3g}"
 
 
-def lines(curves: Sequence[Curve], *, x: str, y: str, title: str, low: float | None = None) -> Markup:
+def lines(curves: Sequence[ChartCurve], *, x: str, y: str, title: str, low: float | None = None) -> Markup:
     """Curves over common axes, named x and y. low: where y begins; None: below the lowest figure"""
     curves = [curve for curve in curves if curve.points]
     if not curves:

@@ -11,7 +11,7 @@ from specdec.core import files
 from specdec.measuring.figures import TAU, PromptCounts, tau_difference
 from specdec.measuring.report import Report, Training, verdict
 from train.pages import run_page
-from train.pages.charts import Curve, lines, number
+from train.pages.charts import ChartCurve, lines, number
 from train.pages.page import Section, Table, render_page, write_figure
 from train.settings import flat
 
@@ -145,12 +145,12 @@ def rank(columns: Columns) -> Table:
 def charts(temperature: float, column: Mapping[str, Report]) -> list[Markup]:
     """Speedup against tau, and survival by depth."""
     marks = [
-        Curve(name, [(report.tau, report.speedup)], spans=[(report.speedup_ci[0], report.speedup_ci[1])])
+        ChartCurve(name, [(report.tau, report.speedup)], spans=[(report.speedup_ci[0], report.speedup_ci[1])])
         for name, report in column.items()
         if report.tau is not None and report.speedup is not None and report.speedup_ci is not None
     ]
     survival = [
-        Curve(
+        ChartCurve(
             name,
             [*enumerate((report.replayed_survival if replayed(report) else report.survival) or [], start=1)],
             marks=True,
@@ -180,8 +180,8 @@ def run_charts(logs: Logs) -> list[Markup]:
             ((each.get("training") or {}).get("tokens"), each.get("replayed_tau") or each.get("tau"))
             for each in reports
         ]
-        taus.append(Curve(name, [(tokens, tau) for tokens, tau in points if tokens and tau], marks=True))
-        losses.append(Curve(name, [(row["step"], row["loss"]) for row in rows if "loss" in row]))
+        taus.append(ChartCurve(name, [(tokens, tau) for tokens, tau in points if tokens and tau], marks=True))
+        losses.append(ChartCurve(name, [(row["step"], row["loss"]) for row in rows if "loss" in row]))
     return [
         lines(taus, x="tokens", y="tau", title="tau of held-out prompts over the tokens read"),
         lines(

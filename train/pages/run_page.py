@@ -15,7 +15,7 @@ from specdec.measuring.report import Report, verdict
 from specdec.measuring.speed import chain_speedups
 from train.answers.resumable import read_rows
 from train.pages import facts
-from train.pages.charts import Curve, bars, lines, number
+from train.pages.charts import ChartCurve, bars, lines, number
 from train.pages.page import Section, Table, interval, render_page
 
 PAGE, SAMPLES = "report.html", "samples.json"
@@ -185,10 +185,10 @@ def curves(log: Sequence[dict]) -> list[Markup]:
     logged = lambda name: [(row["step"], row[name]) for row in log if isinstance(row.get(name), int | float)]
     reports = {row["step"]: row["validation"] for row in log if "validation" in row}
 
-    def judged(name: str, title: str) -> Curve:
+    def judged(name: str, title: str) -> ChartCurve:
         known = {step: report for step, report in reports.items() if report.get(name) is not None}
         spans = [tuple(report.get(f"{name}_ci") or [report[name]] * 2) for report in known.values()]
-        return Curve(title, [(step, report[name]) for step, report in known.items()], marks=True, spans=spans)
+        return ChartCurve(title, [(step, report[name]) for step, report in known.items()], marks=True, spans=spans)
 
     loss = logged("loss")
     means = [
@@ -198,16 +198,22 @@ def curves(log: Sequence[dict]) -> list[Markup]:
     taus = [
         judged("replayed_tau", "replayed tau"),
         judged("tau", "decoded tau"),
-        Curve("training texts", logged("tau")),
+        ChartCurve("training texts", logged("tau")),
     ]
     tau = "tau of held-out prompts (with 95 % intervals) and of training texts"
     others = {"learning_rate": "Learning rate", "grad_norm": "Norm of the gradient before clipping"}
     return [
         lines(
-            [Curve("loss", loss), Curve(f"mean of {SMOOTH}", means)], x="step", y="loss", title="Loss of training steps"
+            [ChartCurve("loss", loss), ChartCurve(f"mean of {SMOOTH}", means)],
+            x="step",
+            y="loss",
+            title="Loss of training steps",
         ),
         lines(taus, x="step", y="tau", title=tau),
-        *(lines([Curve(name, logged(name))], x="step", y=name, low=0, title=title) for name, title in others.items()),
+        *(
+            lines([ChartCurve(name, logged(name))], x="step", y=name, low=0, title=title)
+            for name, title in others.items()
+        ),
     ]
 
 
@@ -224,8 +230,8 @@ def drafts(report: Report) -> list[Markup]:
     if stages and report.speedup is not None and report.speedup_ci:
         predicted, (low, high) = chain_speedups(report), report.speedup_ci
         shown = [
-            Curve("predicted for a chain", [*enumerate(predicted, start=1)], marks=True),
-            Curve("measured", [(len(predicted), report.speedup)], spans=[(low, high)]),
+            ChartCurve("predicted for a chain", [*enumerate(predicted, start=1)], marks=True),
+            ChartCurve("measured", [(len(predicted), report.speedup)], spans=[(low, high)]),
         ]
         drawn.append(
             bars([("ms", [*stages.values()])], [*stages], x="part of a round", y="ms", title="Time of a round")

@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from train.pages.charts import Curve, bars, lines, number
+from train.pages.charts import ChartCurve, bars, lines, number
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -31,7 +31,9 @@ def marks_of(chart) -> list[tuple[float, float]]:
 
 
 def test_marks_stand_where_their_figures_are_and_every_page_has_the_same():
-    draw = lambda: lines([Curve("tau", [(0, 1.0), (10, 3.0), (20, 2.0)], marks=True)], x="step", y="tau", title="tau")
+    draw = lambda: lines(
+        [ChartCurve("tau", [(0, 1.0), (10, 3.0), (20, 2.0)], marks=True)], x="step", y="tau", title="tau"
+    )
     places = marks_of(draw())[-3:]
     (x0, y0), (x1, y1), (x2, y2) = places
     assert x1 - x0 == pytest.approx(x2 - x1, abs=0.2) and x0 < x1
@@ -42,7 +44,7 @@ def test_marks_stand_where_their_figures_are_and_every_page_has_the_same():
 def test_names_are_text_and_curves_have_a_legend():
     names = ["<b>&", "'\"", "$x$"]
     for chart in (
-        lines([Curve(name, [(1, 1), (2, 2)], marks=True) for name in names], x="<i>", y="y", title="<script>"),
+        lines([ChartCurve(name, [(1, 1), (2, 2)], marks=True) for name in names], x="<i>", y="y", title="<script>"),
         bars([(name, [0.5, 1.0]) for name in names], ["<i>", "2"], x="depth", y="share", title="<script>"),
     ):
         assert not re.search(r"<(b|i|script)>", str(chart))
@@ -52,6 +54,6 @@ def test_names_are_text_and_curves_have_a_legend():
 
 
 def test_what_was_not_measured_is_said():
-    assert "nothing of this was measured" in lines([Curve("tau", [])], x="x", y="y", title="t")
-    with_gaps = [Curve("loss", [(1, math.nan), (2, 1.0), (3, math.inf)], marks=True)]
+    assert "nothing of this was measured" in lines([ChartCurve("tau", [])], x="x", y="y", title="t")
+    with_gaps = [ChartCurve("loss", [(1, math.nan), (2, 1.0), (3, math.inf)], marks=True)]
     assert "<svg" in lines(with_gaps, x="x", y="y", title="t")
