@@ -24,7 +24,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from specdec.core import files
 from train.distributed import ProcessLost, is_main, num_processes
 from train.overrides import literal, quoted
-from train.pages import sweep_page
+from train.pages import comparison_page
 
 RUNS = Path("checkpoints")
 FAILED = "failed"  # a file in the folder of a job: why it failed
@@ -58,8 +58,8 @@ class Sweep(Callback):
             folder = Path(config.hydra.sweep.dir)
             failed = {path.parent.name: path.read_text().strip() for path in sorted(folder.glob(f"*/{FAILED}"))}
             try:
-                if sweep_page.runs_in(folder):
-                    print(f"comparison: {sweep_page.write(folder)}")
+                if comparison_page.runs_in(folder):
+                    print(f"comparison: {comparison_page.write(folder)}")
             except (ValueError, OSError) as error:
                 sys.exit(f"error: the comparison page could not be written: {error}")
             if failed:
