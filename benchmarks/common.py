@@ -79,7 +79,7 @@ def format_rows(rows: list[dict]) -> str:
 
 
 def show(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
+    return f"{value:.4g}" if isinstance(value, float) else f"{value:,}" if type(value) is int else str(value)
 
 
 def run(main: Callable[[list[str]], None]) -> None:

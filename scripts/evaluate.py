@@ -36,10 +36,10 @@ from specdec.measuring.measure import MeasureSettings, Method, Prompt, PromptRes
 from specdec.measuring.report import TAU, Report, summarise_by_category
 from specdec.proposers.auto import Auto
 from specdec.proposers.heads import HeadProposer
-from train import display, progress, replaying
+from train import display, progress, validate
 from train.data import reading
 from train.data import rows as data
-from train.replaying import Written
+from train.validate import Written
 
 AUTO = "auto"
 
@@ -250,8 +250,8 @@ def replay(chosen: Evaluate, console: progress.Results) -> None:
     for number, head in enumerate(heads):
         if not isinstance(head.drafter, Drafter):
             raise ValueError(f"{head.folder} does not draft by steps, so it cannot be replayed: leave answers= out.")
-        judged = replaying.rounds(head.drafter, texts, depth=chosen.decode.depth, what="replay")
-        counts = replaying.prompt_counts(judged)
+        judged = validate.replay_texts(head.drafter, texts, depth=chosen.decode.depth, what="replay")
+        counts = validate.count_replays(judged)
         num_rounds = sum(rounds for rounds, _ in judged)
         survival = [sum(column) / num_rounds for column in zip(*(accepted.tolist() for _, accepted in judged))]
         low, high = figures.interval(counts, figures.tau, 0)

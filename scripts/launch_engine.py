@@ -28,7 +28,7 @@ import httpx
 
 from specdec.target.model import Target
 from train.features import vllm_features
-from train.naming import named
+from train.ranges import named
 
 ROUTE = "hidden_states_route.HiddenStatesRoute"  # of train/in_vllm
 FOLDER = "SPECDEC_HIDDEN_STATES"  # the variable that tells it the folder

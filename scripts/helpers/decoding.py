@@ -17,7 +17,7 @@ from specdec.proposers.auto import Auto
 from specdec.proposers.base import Proposer
 from specdec.proposers.growth import Stopping
 from train import progress
-from train.naming import named
+from train.ranges import named
 
 COMPILE = "compile for the shapes that occur: slow at first, then faster rounds"
 

@@ -1,16 +1,25 @@
-"""Files of rows as people have them: lines in any Unicode encoding, compressed with gzip or not, JSON documents, parquet.
+"""Files of rows, and what becomes of a damaged line.
 
-What a file is follows from its first bytes. Only a name that ends in .json says more: it may hold all rows in one document.
+Files of users (`read_file`): lines in any Unicode encoding, compressed with gzip or not, JSON documents, parquet. What
+a file is follows from its first bytes; only a name that ends in .json says more, as one document may hold all rows. A
+damaged line is refused with its place, the cause and what to do.
+
+Files that this project appends to (`read_own_lines`): JSONL in UTF-8. A damaged line is yielded as None, so that the
+caller skips or refuses it. `cut_damaged_end` removes what a killed writer left behind.
 """
 
 import contextlib
 import gzip
 import io
 import json
+import mmap
+import re
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
+
+from specdec.core.untrusted import is_text
 
 FORMS = (
     "a .jsonl file, a folder of .jsonl files (each of them may be compressed: .jsonl.gz), a .json or .parquet file, "
@@ -21,6 +30,7 @@ PARQUET = (".parquet",)
 LONGEST_LINE = 2**26  # characters
 LONGEST_DOCUMENT = 2**28  # characters
 GZIP = b"\x1f\x8b"
+SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 OTHERS = {
     b"\x28\xb5\x2f\xfd": "compressed with zstd",
     b"\xfd7zXZ\x00": "compressed with xz",
@@ -48,7 +58,8 @@ def read_text(path: Path, *, longest: int = LONGEST_LINE) -> Iterator[str]:
                 yield line.removeprefix("\ufeff")  # of a file that was joined to another one too
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"{path} is not whole {error.encoding.upper()} text behind line {number} ({error.reason}). Save it as UTF-8."
+            f"{path} is not whole {error.encoding.upper()} text behind line {number} ({error.reason}). "
+            "Save it as UTF-8."
         ) from None
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(
@@ -93,7 +104,7 @@ def read_lines(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def read_file(path: Path) -> Iterator[tuple[str, str | dict]]:
-    """Yields (place, JSON text) of each row, or (place, row) of parquet. Raises ValueError for a file that holds no rows."""
+    """Yields (place, JSON text) of each row, or (place, row) of parquet. Raises ValueError for other files."""
     name = path.name.lower().removesuffix(".gz")
     with path.open("rb") as file:
         if name.endswith(PARQUET) or file.read(4) == b"PAR1":
@@ -151,3 +162,57 @@ def read_parquet(path: Path, file: BinaryIO) -> Iterator[tuple[str, dict]]:
         raise ValueError(
             f"{path}: the parquet file is damaged or incomplete ({str(error).splitlines()[0]}). Copy or make it again."
         ) from None
+
+
+def parse_line(place: str, line: str) -> dict:
+    """The JSON object of a line. Raises ValueError, naming the place, for what is none or has half a surrogate pair."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:  # also numbers of thousands of digits
+        raise ValueError(f"{place}: not valid JSON ({error}). Repair or remove the line.") from None
+    if type(row) is not dict:
+        more = " Give a file with all rows in one list the ending .json." if type(row) is list else ""
+        raise ValueError(f"{place}: expected a JSON object, found {type(row).__name__}.{more}")
+    if SURROGATE.search(line) and not is_text(row):
+        key = next(key for key, value in row.items() if not is_text({key: value}))
+        raise ValueError(
+            f"{place}: {json.dumps(key)} has half of a surrogate pair (\\ud800 .. \\udfff), which is no character. "
+            "Repair or remove the line."
+        )
+    return row
+
+
+# Files that this project appends to
+
+
+def read_own_lines(path: Path) -> Iterator[tuple[int, dict | None]]:
+    """Yields (line number, row), None for a damaged line. A last line without its end is left out."""
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.endswith(b"\n") and line.strip():
+                yield number, _parse_own(line)
+
+
+def cut_damaged_end(path: Path, *, only_unfinished: bool = False) -> int:
+    """Cuts off a last line that has no end or is not a JSON object. -> bytes that were cut
+
+    only_unfinished: a last line with an end stays, whatever it holds
+    """
+    size = path.stat().st_size
+    if not size:
+        return 0
+    with path.open("r+b") as file:
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            end = content.rfind(b"\n") + 1
+            if end == size and not only_unfinished:
+                start = content.rfind(b"\n", 0, size - 1) + 1
+                end = start if _parse_own(content[start:]) is None else size
+        file.truncate(end)
+    return size - end
+
+
+def _parse_own(line: bytes) -> dict | None:
+    try:
+        return parse_line("", line.decode())
+    except ValueError:  # also bytes that are not UTF-8
+        return None
