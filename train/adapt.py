@@ -15,6 +15,7 @@ from specdec.heads.base import Drafter
 from specdec.measuring import figures
 from specdec.measuring.figures import PromptCounts
 from specdec.server import traffic_files
+from train import validate
 from train.data import reading
 from train.data import rows as data
 
