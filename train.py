@@ -108,10 +108,7 @@ def fit_alone(config: DictConfig, path: Path, accelerator: Accelerator) -> int:
     drafter, spec = make_drafter(config, target, packs)
     drafter.to(accelerator.device)
     with named("features"):
-        answers = max(len(prompt.tokens) for prompt in prompts) + config.validation.max_new_tokens
-        engine = feature_settings(config).connect(
-            drafter, longest=max(config.data.length, answers) + 1, say=console.say
-        )
+        engine = feature_settings(config).connect(drafter, say=console.say)
     objective = make_objective(config, drafter)
     optimizer, scheduler = make_optimizer(config, drafter)
     settings = make_settings(config)

@@ -25,13 +25,15 @@ from pathlib import Path
 import httpx
 from omegaconf import OmegaConf
 
-from engine_clients.vllm_client import KV_SPACE, PYTHON
 from specdec.target.model import Target
-from train.features import vllm_features
 from train.naming import named
 
-ROUTE = "hidden_states_route.HiddenStatesRoute"  # of train/in_vllm
-FOLDER = "SPECDEC_HIDDEN_STATES"  # the variable that tells it the folder
+MODULES = Path(__file__).resolve().parents[1] / "train" / "features" / "in_vllm"  # what vLLM imports by name
+FOLDER = "SPECDEC_HIDDEN_STATES"  # the variable that names the folder to hidden_states_route.py
+PYTHON, KV_SPACE = (
+    "engines/bin/python",
+    "VLLM_CPU_KVCACHE_SPACE",
+)  # where `make engines` installs; memory of its cache, GiB
 READY_WITHIN = 1800  # seconds; large targets load slowly
 
 
@@ -52,30 +54,39 @@ class Engine:
 
 
 def command(chosen: Engine, target: Target, layers: list[int], folder: str) -> list[str]:
-    hidden = vllm_features.settings(layers, folder)
+    """vLLM's command line, with the hidden states of `layers` as files in `folder`."""
+    speculative = {
+        "method": "extract_hidden_states",
+        "num_speculative_tokens": 1,
+        "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": layers}},
+    }
+    connector = {
+        "kv_connector": "HiddenStatesConnector",
+        "kv_connector_module_path": "hidden_states_connector",
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": {"shared_storage_path": folder},
+    }
     parallel = {"--tensor-parallel-size": chosen.tensor_parallel, "--data-parallel-size": chosen.data_parallel}
+    longest = min(chosen.max_model_len, target.max_positions or chosen.max_model_len)
     return [
         chosen.python, "-m", "vllm.entrypoints.openai.api_server", "--model", target.name,
-        "--dtype", str(target.dtype).removeprefix("torch."), "--max-model-len", str(length(chosen, target)),
+        "--dtype", str(target.dtype).removeprefix("torch."), "--max-model-len", str(longest),
         "--host", chosen.host, "--port", str(chosen.port),
         "--no-enable-prefix-caching",  # a cached prefix would have no hidden states
         *[word for name, number in parallel.items() if number > 1 for word in (name, str(number))],
-        "--speculative-config", json.dumps(hidden["speculative_config"]),
-        "--kv-transfer-config", json.dumps(hidden["kv_transfer_config"]),
-        "--middleware", ROUTE,  # for machines that do not see the folder
+        "--speculative-config", json.dumps(speculative),
+        "--kv-transfer-config", json.dumps(connector),
+        "--middleware", "hidden_states_route.HiddenStatesRoute",  # for machines that do not see the folder
         *(["--trust-remote-code"] if target.trust_remote_code else []),
         *shlex.split(chosen.more),
     ]  # fmt: skip
 
 
-def length(chosen: Engine, target: Target) -> int:
-    return min(chosen.max_model_len, target.max_positions or chosen.max_model_len)
-
-
 def environment(folder: str) -> dict[str, str]:
     """The variables that vLLM needs. The first ones matter on a CPU only."""
     given = {KV_SPACE: "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
-    return given | dict(os.environ) | {"PYTHONPATH": vllm_features.search_path(), FOLDER: folder}
+    path = os.pathsep.join(filter(None, [str(MODULES), os.environ.get("PYTHONPATH")]))
+    return given | dict(os.environ) | {"PYTHONPATH": path, FOLDER: folder}
 
 
 def make_folder(chosen: Engine) -> tuple[str, bool]:
@@ -83,7 +94,8 @@ def make_folder(chosen: Engine) -> tuple[str, bool]:
     if chosen.folder is not None:
         Path(chosen.folder).mkdir(parents=True, exist_ok=True)
         return str(Path(chosen.folder).resolve()), False
-    return tempfile.mkdtemp(prefix=vllm_features.PREFIX, dir=vllm_features.memory()), True
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    return tempfile.mkdtemp(prefix="specdec-states-", dir=memory), True
 
 
 def check(chosen: Engine) -> None:
@@ -145,7 +157,7 @@ def main() -> None:
     if chosen.print:
         folder = str(Path(chosen.folder or "engine-states").absolute())
         words = shlex.join(command(chosen, target, layers, folder))
-        print(f"PYTHONPATH={vllm_features.MODULES} {FOLDER}={shlex.quote(folder)} {words}")
+        print(f"PYTHONPATH={MODULES} {FOLDER}={shlex.quote(folder)} {words}")
         return
     check(chosen)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))

@@ -1,7 +1,6 @@
 """Where the target's outputs come from, as conf/train.yaml says in `features`."""
 
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +10,10 @@ import torch
 
 from specdec.heads.base import Head
 from train.data.packing import Packs
-from train.features import vllm_features
-from train.features.engine_client import Client, EngineClient
+from train.features.engine_client import EngineClient
 from train.features.engine_features import EngineTarget
-from train.features.outputs import Features, Folder, Kept, Online
+from train.features.feature_files import FeatureFolder
+from train.features.outputs import Features, Kept, Online
 
 SAMPLE = 2000  # documents that are looked for in a folder before training
 
@@ -27,7 +26,6 @@ class FeatureSettings:
     engine: str | list[str] | None
     in_flight: int
     patience: float
-    vllm: dict
     folder: str
     layers: list[int]
     bits: int | None
@@ -36,14 +34,10 @@ class FeatureSettings:
         if self.mode == "engine" and not self.urls:
             raise ValueError(
                 "mode=engine needs the URL of a server: engine=http://localhost:8000 (python scripts/launch_engine.py starts "
-                "one); or engine=vllm, in this process."
+                "one)."
             )
         if self.mode == "online" and self.urls:
             raise ValueError("mode=online runs the target in this process: use mode=engine, or engine=null.")
-        if self.vllm and not self.in_process:
-            raise ValueError(
-                "vllm= has arguments of vLLM in this process: give engine=vllm too, or give them to the server."
-            )
 
     def check(self, *, adapts: bool, best_by: str, on_policy: float, tp: int, shard: bool) -> None:
         """Raises ValueError for what only a target in this process can do, if a server is to read the texts.
@@ -69,41 +63,15 @@ class FeatureSettings:
         """A comma list of the servers; empty if the target is in this process."""
         return ",".join(self.engine) if isinstance(self.engine, list) else self.engine or ""
 
-    @property
-    def in_process(self) -> bool:
-        """Whether vLLM in this process reads the texts."""
-        return self.urls == vllm_features.ENGINE
-
-    def connect(self, drafter: Head, *, longest: int, say: Callable[[str], None]) -> EngineTarget | None:
-        """The servers that read texts, or vLLM in this process, tried; None: the target in this process does.
-
-        longest: tokens of a text, or of a prompt and its answer
-        """
+    def connect(self, drafter: Head, *, say: Callable[[str], None]) -> EngineTarget | None:
+        """The servers that read texts, tried; None: the target in this process does."""
         if not self.urls:
             return None
-        target = drafter.target
-        layers = (*drafter.target_layers, *target.layer_ids(self.layers))
-        client: Client
-        if self.in_process:
-            if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-                raise ValueError(
-                    "engine=vllm would load the target once in each process: start a server (python scripts/launch_engine.py) "
-                    "and give engine=URL to all of them."
-                )
-            client = vllm_features.InProcess(
-                target.name,
-                dtype=str(target.dtype).removeprefix("torch."),
-                trust_remote_code=target.trust_remote_code,
-                layers=sorted({*layers, target.num_layers}),
-                longest=longest,
-                in_flight=self.in_flight,
-                more=self.vllm,
-            )
-        else:
-            client = EngineClient(
-                self.urls, in_flight=self.in_flight, patience=self.patience, longest=self.patience / 2, say=say
-            )
-        return EngineTarget(client, target, layers)
+        layers = (*drafter.target_layers, *drafter.target.layer_ids(self.layers))
+        client = EngineClient(
+            self.urls, in_flight=self.in_flight, patience=self.patience, longest=self.patience / 2, say=say
+        )
+        return EngineTarget(client, drafter.target, layers)
 
     def open(
         self,
@@ -131,7 +99,7 @@ class FeatureSettings:
                 "mode=cached keeps the target's outputs for every text, and data.stream=true reads texts once: use mode=online "
                 "or engine."
             )
-        folder = Folder(target, (*layers, *target.layer_ids(self.layers)), Path(self.folder), bits=self.bits)
+        folder = FeatureFolder(target, (*layers, *target.layer_ids(self.layers)), Path(self.folder), bits=self.bits)
         size = folder.num_bytes(num_missing(folder, packs, reads))
         if size:
             folder.check_space(size)
@@ -141,7 +109,7 @@ class FeatureSettings:
         return Kept(target, layers, folder=folder, reader=engine)
 
 
-def num_missing(folder: Folder, packs: Packs, reads: Sequence[int]) -> int:
+def num_missing(folder: FeatureFolder, packs: Packs, reads: Sequence[int]) -> int:
     """Tokens that a folder lacks of the documents of some packs; of many documents it looks for an even sample."""
     numbers = numpy.unique(numpy.concatenate([packs.members[packs.ends[at] : packs.ends[at + 1]] for at in reads]))
     sample = numbers[:: math.ceil(len(numbers) / SAMPLE)]

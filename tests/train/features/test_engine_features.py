@@ -21,10 +21,8 @@ from tests.engine import TinyEngine
 from tests.small_server import DELETE
 from tests.support import ROOT, losses_of, write_rows
 from train.features.engine_client import EngineClient
-from train.features.engine_features import EngineTarget
-from train.features.engine_states import ROUTE
-from train.features.outputs import Folder
-from train.features.vllm_features import InProcess
+from train.features.engine_features import ROUTE, EngineTarget
+from train.features.feature_files import FeatureFolder
 
 LAYERS = [2, 3, 4, 5, 6, 8]  # what these heads read of the tiny target's 8 layers, and the last
 HEADS = ["eagle3", "mtp", "dflash", "medusa", "draft"]
@@ -228,75 +226,10 @@ def test_a_server_that_hands_no_files_out_is_named(engine, ends, tmp_path, monke
         EngineTarget(EngineClient(engine.url), ends, (2,))
 
 
-class TinyVllm:
-    """The part of the package vllm that engine=vllm uses, over a TinyEngine."""
-
-    SamplingParams = SimpleNamespace
-
-    def __init__(self, engine: TinyEngine, given: dict):
-        self.engine, self.given, self.sizes = engine, given, []
-
-    def generate(self, prompts, laws, use_tqdm):
-        self.sizes.append(len(prompts))
-        answers = [
-            self.engine.complete({"prompt": p["prompt_token_ids"], **vars(law)}) for p, law in zip(prompts, laws)
-        ]
-        return [
-            SimpleNamespace(
-                outputs=[SimpleNamespace(token_ids=answer["choices"][0]["token_ids"])],
-                kv_transfer_params=answer["kv_transfer_params"],
-            )
-            for answer in answers
-        ]
-
-
-@pytest.fixture
-def vllm(engine, monkeypatch) -> TinyVllm:
-    tiny = TinyVllm(engine, {})
-    monkeypatch.setitem(sys.modules, "vllm", tiny)
-    monkeypatch.setenv("PYTHONPATH", "")
-    monkeypatch.setattr("train.answers.vllm_answers.load", lambda name, **given: tiny.given.update(given) or tiny)
-    return tiny
-
-
-def test_vllm_in_this_process_is_another_source(fit, engine, vllm):
-    fit("online", "features.mode=online")
-    fit("vllm", "features.mode=engine", "features.engine=vllm", "+features.vllm.seed=3")
-    online, served = losses_of("online"), losses_of("vllm")
-    assert all(abs(online[step] - served[step]) < 1e-4 * online[step] for step in online)
-    assert max(vllm.sizes) > 1 and vllm.given["seed"] == 3 and not engine.requests
-    assert not list(engine.folder.glob("*.safetensors"))
-
-
-def test_bad_answers_of_vllm_in_this_process_are_asked_for_again(engine, vllm, ends):
-    def client() -> InProcess:
-        given = {"dtype": "float32", "trust_remote_code": False, "layers": LAYERS, "longest": 99, "in_flight": 4}
-        return InProcess("target", **given, more={})
-
-    source = EngineTarget(client(), ends, (2,))
-    num = len(engine.completions)
-    engine.spoil = lambda number, made: not_finite(number, made) if number == num else None
-    assert len(source.submit(torch.tensor([5, 6, 7]), (2,)).result()[0]) == 3 and len(engine.completions) == num + 2
-    source.client.close()
-    engine.spoil = not_finite
-    with pytest.raises(ValueError, match=r"vLLM gave 5 bad answers in a row. The last one: some hidden states are not"):
-        EngineTarget(client(), ends, (2,))
-    vllm.generate = lambda *_, **__: 1 / 0
-    with pytest.raises(ValueError, match="vLLM in this process failed: division by zero"):
-        EngineTarget(client(), ends, (2,))
-
-
-def test_arguments_of_vllm_need_vllm_in_this_process(fit):
-    with pytest.raises(
-        ValueError, match=r"features\.vllm= has arguments of vLLM in this process: give features.engine=vllm too"
-    ):
-        fit("refused", "+features.vllm.seed=3")
-
-
 def test_a_full_disk_of_the_engine_is_named(engine, ends, monkeypatch):
     monkeypatch.setattr("train.features.engine_client.LONGEST_PAUSE", 0.01)
     monkeypatch.setattr(
-        "train.features.engine_states.shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000})()
+        "train.features.engine_features.shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000})()
     )
     engine.spoil = no_file
     with pytest.raises(ValueError, match=r"The disk of .* is full \(0 MiB free\)"):
@@ -308,6 +241,8 @@ def test_a_full_disk_of_the_engine_is_named(engine, ends, monkeypatch):
     [
         (("features.engine=null",), r"features.mode=engine needs the URL of a server"),
         (("features.engine=localhost:8000",), "is not the URL of a server"),
+        (("features.engine=vllm",), r"features\.engine=vllm: vLLM no longer runs inside .*launch_engine\.py"),
+        (("+features.vllm.enforce_eager=true",), r"There is no option .features\.vllm\.enforce_eager"),
         (("features.engine=http://127.0.0.1:9",), "No server with OpenAI's interface answers at http://127.0.0.1:9"),
         (("features.mode=online",), r"features\.mode=online runs the target in this process"),
         (("features.mode=offline",), "must be one of cached, online, engine"),
@@ -359,7 +294,7 @@ def connector(monkeypatch):
     for depth in range(1, len(parts) + 1):
         monkeypatch.setitem(sys.modules, ".".join(parts[:depth]), ModuleType(parts[depth - 1]))
     sys.modules[".".join(parts)].example_hidden_states_connector = module
-    monkeypatch.syspath_prepend(str(ROOT / "train" / "in_vllm"))
+    monkeypatch.syspath_prepend(str(ROOT / "train" / "features" / "in_vllm"))
     monkeypatch.delitem(sys.modules, "hidden_states_connector", raising=False)
     yield importlib.import_module("hidden_states_connector").HiddenStatesConnector()
     sys.modules.pop("hidden_states_connector", None)
@@ -404,7 +339,7 @@ def test_what_is_in_flight_is_bounded(engine, ends):
 
 
 def test_8_bits_keep_each_token_to_half_a_step(ends, tmp_path):
-    folder = Folder(ends, (2,), tmp_path / "cache", bits=8)
+    folder = FeatureFolder(ends, (2,), tmp_path / "cache", bits=8)
     folder.open()
     tokens, states = torch.arange(5), [torch.randn(5, ends.width) * scale for scale in (1, 100)]
     folder.write(tokens, states)

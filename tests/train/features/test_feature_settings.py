@@ -11,8 +11,8 @@ from train import feature_settings
 from train.data.packing import Packs, Rows
 from train.data.rows import Row
 from train.feature_settings import FeatureSettings, num_missing
-from train.features import outputs as features
-from train.features.outputs import Folder
+from train.features import feature_files
+from train.features.feature_files import FeatureFolder
 
 NUM, LONG = 40, 30  # rows, of 5 to 44 tokens, cut at 30
 
@@ -34,7 +34,7 @@ def lengths(packs: Packs, reads: list[int]) -> dict[int, int]:
     return {int(row.id): len(row.tokens) for at in reads for row in packs[at]}
 
 
-def fill(folder: Folder, packs: Packs, rows: set[int]) -> None:
+def fill(folder: FeatureFolder, packs: Packs, rows: set[int]) -> None:
     folder.open()
     for at in range(len(packs)):
         for row in packs[at]:
@@ -44,7 +44,7 @@ def fill(folder: Folder, packs: Packs, rows: set[int]) -> None:
 
 
 def test_only_what_is_read_and_not_there_counts(target, packs, tmp_path):
-    folder = Folder(target, (1, 2), tmp_path / "cache")
+    folder = FeatureFolder(target, (1, 2), tmp_path / "cache")
     reads = list(range(1, len(packs), 3))
     wanted = lengths(packs, reads)
     assert num_missing(folder, packs, reads) == sum(wanted.values()) < packs.num_tokens
@@ -58,25 +58,25 @@ def test_only_what_is_read_and_not_there_counts(target, packs, tmp_path):
 
 def test_rows_that_are_read_several_times_are_written_once(target, packs, tmp_path):
     twice = Packs(packs.rows, length=LONG, numbers=torch.arange(NUM).repeat(2).numpy())
-    folder = Folder(target, (1, 2), tmp_path / "cache")
+    folder = FeatureFolder(target, (1, 2), tmp_path / "cache")
     assert num_missing(folder, twice, range(len(twice))) == packs.num_tokens == twice.num_tokens / 2
 
 
 def test_of_many_documents_a_sample_is_looked_for(target, packs, tmp_path, monkeypatch):
     monkeypatch.setattr(feature_settings, "SAMPLE", 10)
     looked = []
-    monkeypatch.setattr(Folder, "has", lambda folder, tokens: looked.append(len(tokens)) or False)
-    found = num_missing(Folder(target, (1, 2), tmp_path / "cache"), packs, range(len(packs)))
+    monkeypatch.setattr(FeatureFolder, "has", lambda folder, tokens: looked.append(len(tokens)) or False)
+    found = num_missing(FeatureFolder(target, (1, 2), tmp_path / "cache"), packs, range(len(packs)))
     assert len(looked) == 10 and found == 4 * sum(looked)
 
 
 @pytest.mark.parametrize("few", [True, False])
 def test_a_short_run_on_much_data_fits_on_the_disk(target, packs, tmp_path, monkeypatch, few):
-    settings = FeatureSettings("cached", None, 1, 1.0, {}, str(tmp_path / "cache"), [], None)
+    settings = FeatureSettings("cached", None, 1, 1.0, str(tmp_path / "cache"), [], None)
     drafter, said = make_drafter(target, "eagle"), []
     reads = list(range(len(packs)))[: 2 if few else None]
-    whole = Folder(target, drafter.target_layers, tmp_path / "cache").num_bytes(packs.num_tokens)
-    monkeypatch.setattr(features.shutil, "disk_usage", lambda path: SimpleNamespace(free=whole // 2))
+    whole = FeatureFolder(target, drafter.target_layers, tmp_path / "cache").num_bytes(packs.num_tokens)
+    monkeypatch.setattr(feature_files.shutil, "disk_usage", lambda path: SimpleNamespace(free=whole // 2))
     given = {"engine": None, "streamed": False, "reads": reads, "main": True, "say": said.append}
     if few:
         settings.open(drafter, packs, **given)
