@@ -1,6 +1,6 @@
 """Judging a drafter on held-out prompts while it is trained: by replay often, by decoding when there is time.
 
-The target answers the prompts once (`TargetAnswers`). Replay along these answers costs one pass over them and gives tau.
+The target answers the prompts once (`HeldoutAnswers`). Replay along these answers costs one pass over them and gives tau.
 Decoding adds speed and losslessness, and takes many times as long, so it is given a share of the training time.
 """
 
@@ -29,7 +29,7 @@ from specdec.target.experts import experts_of
 from specdec.target.model import TargetOutput
 from specdec.unroll import replay
 from train import progress, replaying
-from train.answers.target_answers import TargetAnswers
+from train.answers.answering import HeldoutAnswers
 from train.features.engine_features import EngineTarget
 from train.group import Group
 from train.validation_settings import ValidationSettings
@@ -147,19 +147,17 @@ class Validation:
         assert isinstance(frozen, Drafter)
         if self.answers is None:
             with self._timed("answers"):
-                answered = TargetAnswers.of(
-                    self.accelerator,
+                answers = HeldoutAnswers(
                     self.target,
-                    self.prompts,
-                    sampling=self.sampling,
-                    max_new_tokens=self.settings.max_new_tokens,
-                    stop=self.stop,
-                    seed=self.seed,
-                    folder=Path(self.settings.answers),
+                    self.sampling,
+                    self.settings.max_new_tokens,
+                    self.stop,
+                    self.seed,
+                    Path(self.settings.answers),
                     engine=self.engine,
                 )
-            self.answers = answered.answers
-            self.each = self.each or 2 * answered.seconds  # drafting needs at most as many passes
+                self.answers, slowest = answers.get(self.prompts, self.group)
+            self.each = self.each or 2 * slowest  # drafting needs at most as many passes
         with self._timed("replay"):
             done = []
             for numbers in progress.track(self._batches(), "validation: replay", unit="prompts", size=len):

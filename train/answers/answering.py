@@ -1,24 +1,38 @@
 """The target's answers to prompts, as conversations to train on: a drafter learns from what its target writes.
 
 The decoder of this project (`OwnDecoder`) or a server (engine_answers.py) writes them. Both take jobs and yield what was
-written, some jobs at a time.
+written, some jobs at a time. `HeldoutAnswers` are those that validation replays: plain, and kept for later runs.
 """
 
 import functools
 import hashlib
+import json
+import time
+import warnings
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 import torch
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedTokenizerBase
 
+from specdec.core import files
 from specdec.core.compile import Runner
 from specdec.core.sampling import Sampling
 from specdec.decoding.decoder import Decoder
+from specdec.measuring.measurement import Prompt, seeded_generator
 from specdec.target.model import Target
+from train import progress
+from train.answers.resumable import digest
 from train.data import chat_template, reading
 from train.data import rows as data
+from train.features.engine_features import EngineTarget
+from train.group import Group
+
+HELDOUT_ROWS = 8  # held-out prompts that the target answers at once
 
 
 @dataclass(frozen=True)
@@ -182,3 +196,84 @@ class OwnDecoder:
                 num_done += 1
             if done:
                 yield done
+
+
+@dataclass(frozen=True)
+class HeldoutAnswers:
+    """The target's plain answers to held-out prompts, kept in a file of `folder` that runs share.
+
+    engine: writes them in place of the target here
+    """
+
+    target: Target
+    sampling: Sampling
+    max_new_tokens: int
+    stop: set[int]
+    seed: int
+    folder: Path
+    engine: EngineTarget | None = None
+
+    def get(self, prompts: list[Prompt], group: Group) -> tuple[list[list[int]], float]:
+        """-> the answers, read from the disk or written now; the longest seconds that HELDOUT_ROWS of them took to write
+
+        All processes call it together; each group of them writes a part.
+        """
+        about = {
+            "target": self.target.fingerprint(),
+            "dtype": str(self.target.dtype),
+            "prompts": digest(json.dumps([prompt.tokens for prompt in prompts]).encode()),
+            "sampling": asdict(self.sampling),
+            "max_new_tokens": self.max_new_tokens,
+            "stop": sorted(self.stop),
+            "seed": None if self.sampling.greedy else self.seed,
+            **({} if self.engine is None else {"engine": True}),  # in another process, numbers are rounded otherwise
+        }
+        path = self.folder / f"{digest(json.dumps(about).encode())}.json"
+        main = PartialState().is_main_process
+        (known,) = broadcast_object_list([_read_kept(path, about, len(prompts)) if main else None])
+        if known is not None:
+            return known
+        written = []
+        starts = group.mine(range(0, len(prompts), HELDOUT_ROWS))
+        size = lambda start: min(HELDOUT_ROWS, len(prompts) - start)
+        for start in progress.track(starts, "answers of the target", unit="prompts", size=size):
+            begun = time.perf_counter()
+            tokens = [prompt.tokens for prompt in prompts[start : start + HELDOUT_ROWS]]
+            written.append((start, self._write(start, tokens), time.perf_counter() - begun))
+        groups = sorted(group.gather(written))
+        answers, seconds = [each for _, some, _ in groups for each in some], max(took for *_, took in groups)
+        if main:
+            kept = {"about": about, "answers": answers, "seconds": seconds, "digest": _digest_of(answers)}
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                files.write_text(path, json.dumps(kept) + "\n")
+            except (OSError, ValueError) as error:  # they are in memory, so training goes on
+                warnings.warn(
+                    f"{path} could not be written ({error}): a later run answers these prompts again", stacklevel=1
+                )
+        return answers, seconds
+
+    def _write(self, start: int, prompts: list[list[int]]) -> list[list[int]]:
+        """start: number of the first prompt"""
+        seed = self.seed + start
+        if self.engine is not None:
+            return self.engine.answer(
+                prompts, sampling=self.sampling, max_new_tokens=self.max_new_tokens, stop=self.stop, seed=seed
+            )
+        decoder = Decoder(self.target, None, sampling=self.sampling, stop=self.stop)
+        return decoder.generate(prompts, self.max_new_tokens, generator=seeded_generator(self.target, seed)).tokens
+
+
+def _read_kept(path: Path, about: dict, num: int) -> tuple[list[list[int]], float] | None:
+    """None if there is no such file, or a damaged one, which is written again."""
+    try:
+        document = json.loads(path.read_text())
+        answers = document["answers"]
+        whole = _digest_of(answers) == document["digest"] and document["about"] == about and len(answers) == num
+        return (answers, document["seconds"]) if whole else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _digest_of(answers: list[list[int]]) -> str:
+    return digest(json.dumps(answers).encode())
