@@ -40,6 +40,12 @@ def said(answer: dict):
     return answer["said"]["number"]
 
 
+def ask(client: EngineClient, num: int) -> None:
+    """Sends `num` requests at once, and checks that each gets its own answer."""
+    futures = [client.submit(PATH, {"number": number}, said) for number in range(num)]
+    assert [future.result() for future in futures] == list(range(num))
+
+
 def in_turn(*replies):
     """Answers the first requests so, and all others with the last one."""
     left, guard = list(replies), threading.Lock()
@@ -52,45 +58,26 @@ def in_turn(*replies):
     return reply
 
 
-def test_answers_come_back_for_their_requests(client_of):
-    with SmallServer(echo) as server:
-        client = client_of(server)
-        futures = [client.submit(PATH, {"number": number}, said) for number in range(40)]
-        assert [future.result() for future in futures] == list(range(40))
-        assert client.describe_models() == [[{"id": "model"}]] and not client.said
-
-
-def test_what_is_in_flight_is_bounded(client_of):
+def test_answers_come_back_for_their_requests_and_what_is_in_flight_is_bounded(client_of):
     def slow(path, body):
         time.sleep(0.01)
         return echo(path, body)
 
     with SmallServer(slow) as server:
         client = client_of(server, in_flight=3)
-        assert [each.result() for each in [client.submit(PATH, {"number": n}, said) for n in range(30)]] == list(
-            range(30)
-        )
-        assert server.most == 3
+        ask(client, 30)
+        assert server.most == 3 and client.describe_models() == [[{"id": "model"}]] and not client.said
 
 
-def test_several_servers_are_used_in_turn(client_of):
-    with SmallServer(echo) as first, SmallServer(echo) as second:
-        client = client_of(first, second, in_flight=4)
-        assert [each.result() for each in [client.submit(PATH, {"number": n}, said) for n in range(20)]] == list(
-            range(20)
-        )
-        assert len(first.requests) == len(second.requests) == 10
-        assert client.describe_models() == [[{"id": "model"}]] * 2
-
-
-def test_the_other_server_takes_over(client_of):
+def test_several_servers_are_used_in_turn_and_one_takes_over(client_of):
     with SmallServer(echo) as first:
         with SmallServer(echo) as second:
-            client = client_of(first, second, in_flight=2)
-        assert [each.result() for each in [client.submit(PATH, {"number": n}, said) for n in range(10)]] == list(
-            range(10)
-        )
-        assert len(first.requests) == 10 and len(client.said) == 1 and "does not answer" in client.said[0]
+            client = client_of(first, second, in_flight=4)
+            ask(client, 20)
+            assert len(first.requests) == len(second.requests) == 10
+            assert client.describe_models() == [[{"id": "model"}]] * 2
+        ask(client, 10)
+        assert len(first.requests) == 10 + 1 + 10 and len(client.said) == 1 and "does not answer" in client.said[0]
 
 
 def test_a_server_that_nobody_started_is_named_with_what_to_do(client_of):
@@ -194,19 +181,19 @@ def test_closing_ends_a_request_between_two_tries(client_of, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("urls", "settings", "what"),
+    ("urls", "what"),
     [
-        ("localhost:8000", {}, "is not the URL of a server"),
-        ("http://localhost:8000,", {}, "is not the URL of a server"),
-        ("http://localhost:8000,vllm", {}, r"engine=vllm: vLLM no longer runs inside this process.*launch_engine\.py"),
+        ("localhost:8000", "is not the URL of a server"),
+        ("http://localhost:8000,", "is not the URL of a server"),
+        ("http://localhost:8000,vllm", r"engine=vllm: vLLM no longer runs inside this process.*launch_engine\.py"),
     ],
 )
-def test_wrong_arguments_are_refused(urls, settings, what):
+def test_what_is_no_url_is_refused(urls, what):
     with pytest.raises(ValueError, match=what):
-        EngineClient(urls, **settings)
+        EngineClient(urls)
 
 
-def test_an_url_may_end_in_v1(client_of):
+def test_an_url_may_end_in_v1():
     with SmallServer(echo) as server:
         client = EngineClient(f" {server.url}/v1/ ")
         assert client.post(PATH, {"number": 3}, said) == 3 and server.paths() == [PATH]
@@ -215,42 +202,30 @@ def test_an_url_may_end_in_v1(client_of):
 
 # Proxies of the environment
 
-LOCAL = [
-    "http://localhost:8000",
-    "http://127.0.0.1:1",
-    "http://127.3.2.1",
-    "http://[::1]:80",
-    "http://0.0.0.0:8000",
-    "http://a.localhost/v1",
-]
-REMOTE = ["http://example.org", "https://10.0.0.1:8000", "http://localhost.example.org", "http://[2001:db8::1]:8000"]
-VARIABLES = ("HTTP_PROXY", "http_proxy", "HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy", "NO_PROXY", "no_proxy")
+LOCAL = "http://localhost:8000 http://127.0.0.1:1 http://127.3.2.1 http://[::1]:80 http://0.0.0.0:8000 http://a.localhost/v1"
+REMOTE = "http://example.org https://10.0.0.1:8000 http://localhost.example.org http://[2001:db8::1]:8000"
+VARIABLES = "HTTP_PROXY http_proxy HTTPS_PROXY https_proxy ALL_PROXY all_proxy NO_PROXY no_proxy"
 
 
 @pytest.fixture
 def environment(monkeypatch):
-    for name in VARIABLES:
+    for name in VARIABLES.split():
         monkeypatch.delenv(name, raising=False)
     return monkeypatch
 
 
 def test_which_addresses_are_of_this_machine():
-    assert [loopback.is_local(url) for url in LOCAL + REMOTE] == [True] * len(LOCAL) + [False] * len(REMOTE)
+    assert all(map(loopback.is_local, LOCAL.split())) and not any(map(loopback.is_local, REMOTE.split()))
 
 
 @pytest.mark.parametrize("name", ["HTTP_PROXY", "http_proxy", "ALL_PROXY"])
 def test_a_server_on_this_machine_is_asked_directly(client_of, environment, name):
     forbids = lambda path, body: (403, "Access to this site is blocked by policy")
     with SmallServer(forbids) as proxy, SmallServer(echo) as server:
-        environment.setenv(name, proxy.url)
-        assert client_of(server).post(PATH, {"number": 3}, said) == 3
-        assert client_of(server, server).describe_models() == [[{"id": "model"}]] * 2 and not proxy.requests
-
-
-def test_a_proxy_that_cannot_be_used_does_no_harm_there(client_of, environment):
-    environment.setenv("ALL_PROXY", "socks5://nowhere:1")  # would need another package
-    with SmallServer(echo) as server:
-        assert client_of(server).describe_models() == [[{"id": "model"}]]
+        for address in (proxy.url, "socks5://nowhere:1"):  # the second would need another package
+            environment.setenv(name, address)
+            ask(client_of(server), 1)
+            assert client_of(server, server).describe_models() == [[{"id": "model"}]] * 2 and not proxy.requests
 
 
 def test_other_servers_are_asked_through_it_and_errors_say_so(environment):
