@@ -99,7 +99,7 @@ class EngineClient:
             else:
                 self._answered(url)
                 return result
-            if self.closed.wait(min(LONGEST_PAUSE, 0.25 * 2 ** (number // len(self.urls)))):
+            if self.closed.wait(min(LONGEST_PAUSE, 0.25 * 2 ** min(number // len(self.urls), 16))):
                 break
         raise ValueError("The client of the engine was closed.")
 

@@ -178,6 +178,8 @@ def test_thinking_mode(run, folder):
         (Model(token_ids=["a"]), [], "has no token ids"),
         (Model("chat", reasoning="Hm."), [], "without a reasoning parser"),
         (Model(), ["prompts=self"], r"the target no longer writes prompts itself\. Give prompts=FILE"),
+        (Model(), ["engine=null", "features.folder=x"], r"features\.folder= keeps hidden states that a server gives"),
+        (Model("deaf"), ["features.folder=x"], r"features\.folder= needs a server that takes and gives token ids"),
         (Model(), ["thinking=true"], "has no thinking mode"),
         (Model(), ["in_flight=0"], "in_flight=0 must be a whole number from 1 to 65536"),
         (Model(), ["decode.top_p=0"], "decode.top_p=0.0 must be a number above 0 and at most 1"),

@@ -3,6 +3,7 @@
 import threading
 import time
 
+import httpx
 import pytest
 
 from specdec.core import loopback
@@ -104,6 +105,21 @@ def test_a_server_that_dies_and_comes_back_loses_nothing(client_of):
         "does not answer",
         "answers again",
     ]
+
+
+def test_a_server_may_be_lost_for_any_number_of_tries(client_of, monkeypatch):
+    monkeypatch.setattr(engine_client, "LONGEST_PAUSE", 0)
+    with SmallServer(echo) as server:
+        client, left = client_of(server), iter(range(2000))
+        send = client._send
+
+        def lose(*request):
+            if next(left, None) is not None:
+                raise httpx.ConnectError("nobody listens")
+            return send(*request)
+
+        monkeypatch.setattr(client, "_send", lose)
+        assert client.post(PATH, {"number": 4}, said) == 4 and len(client.said) == 2
 
 
 @pytest.mark.parametrize(

@@ -125,115 +125,89 @@ def test_answers_alone_leave_no_files_behind(engine, folder, tmp_path, monkeypat
     assert not list(engine.folder.glob("*.safetensors")) and len(Path("answers.jsonl").read_text().splitlines()) == 3
 
 
-def test_hidden_states_of_answers_need_a_server(folder, tmp_path, monkeypatch, engine):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=r"features\.folder= keeps hidden states that a server gives"):
-        answer(monkeypatch, engine, folder, "engine=null", "features.folder=cache")
-
-
 # What is wrong with an answer, and what is said
 
 
-def cut(number, made):
+def cut(made):
     made["tensors"] = {name: value[:-1] for name, value in made["tensors"].items()}
 
 
-def other_model(number, made):
-    made["tensors"]["hidden_states"] = torch.randn_like(made["tensors"]["hidden_states"])
+def change(function, **about):
+    """A fault of the hidden states [t, layers, D]: what `function` makes of them. about: the metadata"""
+
+    def fault(made):
+        made["tensors"]["hidden_states"] = function(made["tensors"]["hidden_states"])
+        made["about"] = about or made["about"]
+
+    return fault
 
 
-def no_file(number, made):
-    made["tensors"] = None
-
-
-def not_finite(number, made):
-    made["tensors"]["hidden_states"][0, 0, 0] = float("nan")
-
-
-def zero(number, made):
-    made["tensors"]["hidden_states"][1] = 0
-
-
-def fewer_layers(number, made):
-    made["tensors"]["hidden_states"] = made["tensors"]["hidden_states"][:, 1:]
-    made["about"] = {"layers": "[3, 4, 5, 6, 8]"}
-
-
-def unnamed_layers(number, made):
-    made["tensors"]["hidden_states"] = made["tensors"]["hidden_states"][:, 1:]
-    made["about"] = {}
-
-
-def narrow(number, made):
-    made["tensors"]["hidden_states"] = made["tensors"]["hidden_states"][..., 1:]
-
-
-def no_states(number, made):
-    made["answer"].pop("kv_transfer_params")
-
-
-def no_ids(number, made):
-    made["answer"]["choices"][0].pop("token_ids")
+def fill_token(number, value):
+    return lambda states: states.index_fill(0, torch.tensor(number), value)
 
 
 FAULTS = {
-    cut: "prefix caching must be off",
-    other_model: "serves another model than .* or other layers",
-    no_file: "cannot be read .* The engine's log says why",
-    not_finite: "some hidden states are not finite",
-    zero: "are all zero",
-    fewer_layers: r"gives layers \[3, 4, 5, 6, 8\], and the head needs \[2, 4, 5, 8\].*'layers=\[2, 4, 5, 8\]'",
-    unnamed_layers: r"gives 5 layers, and the head needs",
-    narrow: "it serves another model",
-    no_states: r"gives no hidden states\. Start it again with python scripts/launch_engine.py",
-    no_ids: "does not return token ids",
+    "cut": (cut, "prefix caching must be off"),
+    "other model": (change(torch.randn_like), "serves another model than .* or other layers"),
+    "no file": (lambda made: made.update(tensors=None), "cannot be read .* The engine's log says why"),
+    "not finite": (change(fill_token(0, float("nan"))), "are not finite"),
+    "zero": (change(fill_token(1, 0)), "are all zero"),
+    "fewer layers": (
+        change(lambda states: states[:, 1:], layers="[3, 4, 5, 6, 8]"),
+        r"gives layers \[3, 4, 5, 6, 8\], and the head needs \[2, 4, 5, 8\].*'layers=\[2, 4, 5, 8\]'",
+    ),
+    "unnamed layers": (change(lambda states: states[:, 1:], other=""), "gives 5 layers, and the head needs"),
+    "narrow": (change(lambda states: states[..., 1:]), "it serves another model"),
+    "no states": (
+        lambda made: made["answer"].pop("kv_transfer_params"),
+        r"gives no hidden states\. Start it again with python scripts/launch_engine.py",
+    ),
+    "no ids": (lambda made: made["answer"]["choices"][0].pop("token_ids"), "does not return token ids"),
 }
+TEXT = torch.tensor([5, 6, 7])
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_a_server_that_is_not_right_is_refused_with_a_reason(engine, ends, fault, monkeypatch):
+@pytest.fixture
+def source(engine, ends, monkeypatch):
+    """source(layer, ..., setting=...): the target in the engine; bad answers are asked for again at once"""
     monkeypatch.setattr("train.features.engine_client.LONGEST_PAUSE", 0.01)
-    engine.spoil = fault
-    with pytest.raises(ValueError, match=FAULTS[fault]):
-        EngineTarget(EngineClient(engine.url), ends, (2, 4, 5))
+    return lambda *layers, **settings: EngineTarget(EngineClient(engine.url, **settings), ends, layers)
 
 
-@pytest.mark.parametrize("fault", [cut, no_file, not_finite, zero], ids=lambda fault: fault.__name__)
-def test_a_bad_answer_is_asked_for_again(engine, ends, fault, monkeypatch):
-    monkeypatch.setattr("train.features.engine_client.LONGEST_PAUSE", 0.01)
-    source = EngineTarget(EngineClient(engine.url), ends, (2, 4, 5))
-    num = len(engine.completions)
-    engine.spoil = lambda number, made: fault(number, made) if number == num else None
-    states = source.submit(torch.tensor([5, 6, 7]), (2, 8)).result()
-    assert [tuple(state.shape) for state in states] == [(3, ends.width)] * 2 and len(engine.completions) == num + 2
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_server_that_is_not_right_is_refused_with_a_reason(engine, source, name):
+    fault, what = FAULTS[name]
+    engine.spoil = lambda number, made: fault(made)
+    with pytest.raises(ValueError, match=what):
+        source(2, 4, 5)
 
 
-def test_hidden_states_are_fetched_where_the_folder_is_not_seen(engine, ends, tmp_path):
-    near = EngineTarget(EngineClient(engine.url), ends, (2, 4, 5)).submit(torch.tensor([5, 6, 7]), (2, 8)).result()
+@pytest.mark.parametrize("name", ["cut", "no file", "not finite", "zero"])
+def test_a_bad_answer_is_asked_for_again(engine, source, name):
+    good, num = source(2, 4, 5), len(engine.completions)
+    engine.spoil = lambda number, made: FAULTS[name][0](made) if number == num else None
+    states = good.submit(TEXT, (2, 8)).result()
+    width = good.target.width
+    assert [tuple(state.shape) for state in states] == [(3, width)] * 2 and len(engine.completions) == num + 2
+
+
+def test_hidden_states_are_fetched_where_the_folder_is_not_seen(engine, source, tmp_path, monkeypatch):
+    near = source(2, 4, 5).submit(TEXT, (2, 8)).result()
     engine.seen = tmp_path / "elsewhere"
-    source = EngineTarget(EngineClient(engine.url), ends, (2, 4, 5))
-    far = source.submit(torch.tensor([5, 6, 7]), (2, 8)).result()
+    far = source(2, 4, 5).submit(TEXT, (2, 8)).result()
     assert all(torch.equal(*pair) for pair in zip(near, far))
     assert [path for path in engine.paths() if ROUTE in path and not path.startswith(DELETE)]
     assert not list(engine.folder.glob("*.safetensors"))
-
-
-def test_a_server_that_hands_no_files_out_is_named(engine, ends, tmp_path, monkeypatch):
-    monkeypatch.setattr("train.features.engine_client.LONGEST_PAUSE", 0.01)
     monkeypatch.setattr(engine, "_file", lambda path: (404, {}))
-    engine.seen = tmp_path / "elsewhere"
     with pytest.raises(ValueError, match=r"status 404.*launch_engine.py, which hands them out over HTTP, or let both"):
-        EngineTarget(EngineClient(engine.url), ends, (2,))
+        source(2)
 
 
-def test_a_full_disk_of_the_engine_is_named(engine, ends, monkeypatch):
-    monkeypatch.setattr("train.features.engine_client.LONGEST_PAUSE", 0.01)
-    monkeypatch.setattr(
-        "train.features.engine_features.shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000})()
-    )
-    engine.spoil = no_file
+def test_a_full_disk_of_the_engine_is_named(engine, source, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
+    engine.spoil = lambda number, made: made.update(tensors=None)
     with pytest.raises(ValueError, match=r"The disk of .* is full \(0 MiB free\)"):
-        EngineTarget(EngineClient(engine.url), ends, (2,))
+        source(2)
 
 
 @pytest.mark.parametrize(
@@ -301,9 +275,9 @@ def connector(monkeypatch):
 
 
 @pytest.mark.parametrize("gpu", [False, True])
-def test_an_engine_with_more_layers_than_the_head_reads_serves_it(engine, ends, connector, monkeypatch, gpu):
+def test_an_engine_with_more_layers_than_the_head_reads_serves_it(engine, source, connector, monkeypatch, gpu):
     """On a GPU vLLM's own writer runs."""
-    wanted = EngineTarget(EngineClient(engine.url), ends, (2, 4)).submit(torch.tensor([5, 6, 7]), (2, 8)).result()
+    wanted = source(2, 4).submit(TEXT, (2, 8)).result()
 
     def write(number, made):
         tensors, path = made["tensors"], made["answer"]["kv_transfer_params"]["hidden_states_path"]
@@ -319,22 +293,21 @@ def test_an_engine_with_more_layers_than_the_head_reads_serves_it(engine, ends, 
         made["tensors"] = None  # it is written
 
     engine.spoil = write
-    found = EngineTarget(EngineClient(engine.url), ends, (2, 4)).submit(torch.tensor([5, 6, 7]), (2, 8)).result()
+    found = source(2, 4).submit(TEXT, (2, 8)).result()
     assert all(torch.equal(*pair) for pair in zip(wanted, found, strict=True))
 
 
-def test_files_that_do_not_name_their_layers_are_taken_for_those_of_the_head_with_a_warning(engine, ends):
+def test_files_that_do_not_name_their_layers_are_taken_for_those_of_the_head_with_a_warning(engine, source):
     engine.spoil = lambda number, made: made.update(about={})
     with pytest.warns(
         UserWarning, match=r"do not say which layers they hold: \[2, 3, 4, 5, 6, 8\], which the head needs"
     ):
-        source = EngineTarget(EngineClient(engine.url), ends, (2, 3, 4, 5, 6))
-    assert source.stored == tuple(LAYERS)
+        assert source(2, 3, 4, 5, 6).stored == tuple(LAYERS)
 
 
-def test_what_is_in_flight_is_bounded(engine, ends):
-    source = EngineTarget(EngineClient(engine.url, in_flight=3), ends, (2,))
-    futures = [source.submit(torch.arange(1, 20 + n) % 50, (2,)) for n in range(24)]
+def test_what_is_in_flight_is_bounded(engine, source):
+    reader = source(2, in_flight=3)
+    futures = [reader.submit(torch.arange(1, 20 + n) % 50, (2,)) for n in range(24)]
     assert all(len(future.result()[0]) == 19 + n for n, future in enumerate(futures)) and engine.most <= 3
 
 
