@@ -33,7 +33,7 @@ from train.data import rows as data
 from train.features.engine_client import EngineClient
 from train.features.engine_features import EngineTarget
 from train.features.feature_files import FeatureFolder
-from train.naming import named
+from train.ranges import named
 
 WAYS = {
     "ids": "takes and gives token ids, which are kept in the rows",

@@ -31,7 +31,8 @@ from specdec.heads.base import Drafter
 from specdec.heads.dflash import BlockDrafter
 from specdec.measuring import served
 from specdec.target.model import Target
-from train import progress, tiny_heads
+from tests import tiny_heads
+from train import progress
 from train.data import reading
 from train.data import rows as data
 

@@ -28,7 +28,7 @@ import httpx
 from omegaconf import OmegaConf
 
 from specdec.target.model import Target
-from train.naming import named
+from train.ranges import named
 
 MODULES = Path(__file__).resolve().parents[1] / "train" / "features" / "in_vllm"  # what vLLM imports by name
 FOLDER = "SPECDEC_HIDDEN_STATES"  # the variable that names the folder to hidden_states_route.py

@@ -15,10 +15,10 @@ from transformers import PreTrainedTokenizerBase
 
 from specdec.measuring import figures
 from specdec.measuring.figures import PromptCounts
-from train import progress, replaying
+from train import progress, validate
 from train.data import reading
 from train.data import rows as data
-from train.replaying import Written
+from train.validate import Written
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ def main() -> None:
     temperature, num_tokens = chosen.decode.temperature, sum(len(text.answer) - 1 for text in texts)
     first: list[PromptCounts] = []
     for number, head in enumerate(heads):
-        judged = replaying.rounds(head.drafter, texts, depth=chosen.decode.depth, what="replay")
-        counts = replaying.prompt_counts(judged)
+        judged = validate.replay_texts(head.drafter, texts, depth=chosen.decode.depth, what="replay")
+        counts = validate.count_replays(judged)
         survival = sum(accepted for _, accepted in judged) / sum(rounds for rounds, _ in judged)
         low, high = figures.interval(counts, figures.tau, 0)
         console.print(

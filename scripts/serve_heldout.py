@@ -21,7 +21,7 @@ from specdec.measuring.report import Report
 from specdec.target.model import Target, load_tokenizer
 from train import progress
 from train.data import rows as data
-from train.naming import named
+from train.ranges import named
 
 
 @dataclass(frozen=True)

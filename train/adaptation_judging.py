@@ -7,7 +7,7 @@ from typing import Any
 from specdec.heads.base import Drafter
 from specdec.measuring import figures
 from specdec.measuring.figures import PromptCounts
-from train import replaying
+from train import validate
 from train.adaptation_rows import Answer
 
 ALL = "all"
@@ -36,10 +36,10 @@ def chosen(answers: list[Answer], limits: Limits) -> list[Answer]:
 def judge(drafter: Drafter, answers: Sequence[Answer], limits: Limits, *, what: str) -> list[PromptCounts]:
     """What tau is made of, of each answer, by replay at the temperature that it was written at. what: is shown"""
     texts = [
-        replaying.Written(each.prompt, each.answer[: limits.length - len(each.prompt)], each.temperature)
+        validate.Written(each.prompt, each.answer[: limits.length - len(each.prompt)], each.temperature)
         for each in answers
     ]
-    return replaying.prompt_counts(replaying.rounds(drafter, texts, depth=limits.depth, what=what))
+    return validate.count_replays(validate.replay_texts(drafter, texts, depth=limits.depth, what=what))
 
 
 def table(

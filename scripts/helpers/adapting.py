@@ -21,8 +21,8 @@ from omegaconf import OmegaConf
 import train.overrides as overrides
 from specdec import checkpoint
 from train import progress
+from train.config import flat
 from train.data.sources import read_sources
-from train.settings import flat
 
 TRAIN = Path(__file__).resolve().parents[2] / "train.py"
 SHIPPED = "data/answers.jsonl.gz"  # answers of the default target, on which the shipped heads were trained

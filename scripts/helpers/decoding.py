@@ -19,7 +19,7 @@ from specdec.proposers.auto import Auto
 from specdec.proposers.base import Proposer
 from specdec.proposers.stopping import Stopping
 from train import progress
-from train.naming import named
+from train.ranges import named
 
 COMPILE = "compile for the shapes that occur: slow at first, then faster rounds"
 

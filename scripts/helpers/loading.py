@@ -27,8 +27,8 @@ from specdec.target.loading import find_devices
 from specdec.target.model import Target, load_tokenizer
 from train.data import rows as data
 from train.data.sources import read_sources
-from train.naming import named
 from train.pages import facts
+from train.ranges import named
 
 _threads: list[int] = []  # of this process, once they are chosen
 CONF = Path(__file__).resolve().parents[2] / "conf"

@@ -21,8 +21,8 @@ from specdec.proposers.base import Proposer
 from specdec.proposers.heads import HeadProposer
 from specdec.target.model import Target
 from train import ranges
-from train.naming import named
 from train.overrides import literals
+from train.ranges import named
 
 FOLDER = loading.CONF / "proposer"
 AUTO, HEAD = "auto", "head"

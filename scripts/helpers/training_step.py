@@ -9,8 +9,6 @@ from helpers.random_target import random_target, read_shape
 
 import contextlib
 import functools
-import importlib.util
-import inspect
 import json
 import statistics
 import sys
@@ -19,19 +17,23 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import ModuleType
 from unittest import mock
 
 import hydra
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from specdec.target.model import Target, TargetOutput
+from train import build
+from train.config import RunConfig
+from train.data.loader import Material
 from train.data.rows import Batch, Row
 from train.features.outputs import Online
-from train.trainer import Material, Trainer
+from train.optimization import make_optimizer, schedule
+from train.state import RunFolder
+from train.trainer import Trainer
 
 try:
     from train.data.packing import Packs, Rows
@@ -167,15 +169,6 @@ class Known:
         return None
 
 
-def train_command(root: Path) -> ModuleType:
-    """train.py of a working tree as a module; `import train` imports the package of that name."""
-    spec = importlib.util.spec_from_file_location("train_command", root / "train.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def compose(root: Path, work: Work, run: Path) -> DictConfig:
     options = [f"head={work.head}", f"run={run}", f"precision={work.precision}", f"train.batch={work.batch}"]
     options += [f"data.length={work.length}", "optimizer.warmup=1", *work.overrides]
@@ -197,27 +190,24 @@ def random_rows(work: Work, vocab_size: int) -> list[Row]:
 
 def make_trainer(root: Path, work: Work, target: Target, run: Path) -> Trainer:
     """A trainer as train.py makes it, on random text."""
-    command = train_command(root)
-    config = compose(root, work, run)
-    takes = len(inspect.signature(command.make_accelerator).parameters)  # of older commits, the folder too
-    accelerator = command.make_accelerator(*(config, run)[:takes])
+    config = RunConfig.of(OmegaConf.to_container(compose(root, work, run), resolve=True))
+    accelerator, config = build.start_processes(config)
     packs = Packs(hold(random_rows(work, target.vocab_size)), length=work.length)
-    drafter, spec = command.make_drafter(config, target, packs)
+    drafter, spec = build.make_drafter(config, target, packs)
     drafter.to(accelerator.device)
-    objective = command.make_objective(config, drafter)
-    optimizer, scheduler = command.make_optimizer(config, drafter)
+    objective = build.make(config.head["objective"], drafter)
+    optimizer = make_optimizer(drafter, config.optimizer, adapter=config.head.get("adapter"))
     online = None if drafter.adapts_target else Online(target, drafter.target_layers)  # else the objective reads it
     features = Known(online) if online is not None and work.features == "given" else online
-    nothing = {name: None for name in ("validation", "validate") if name in inspect.signature(Trainer).parameters}
     return Trainer(
         accelerator,
         objective,
         optimizer,
-        scheduler,
+        schedule(optimizer, config.optimizer, steps=config.train.steps),
         material=Material(packs, work.length, features),  # type: ignore[arg-type]
-        settings=command.make_settings(config),
-        folder=command.RunFolder(run, spec, {}),
-        **nothing,  # type: ignore[arg-type]  # by its name of now, or that of earlier commits
+        validation=None,  # type: ignore[arg-type]
+        settings=config.train,
+        folder=RunFolder(run, spec, {}),
     )
 
 
@@ -230,8 +220,7 @@ def measure(root: Path, work: Work, target: Target) -> Cost:
         trainer = make_trainer(root, work, target, Path(folder))
     device, optimizer = trainer.accelerator.device, trainer.optimizer.optimizer
     trainer.objective.train()
-    compare = {"compare": False} if "compare" in inspect.signature(trainer._train_step).parameters else {}
-    step = functools.partial(trainer._train_step, **compare)
+    step = functools.partial(trainer.take_step, compare=False)
     needed = Needed()
     if isinstance(trainer.material.features, Known):  # computed here, so that they are not part of a step
         indices = trainer.indices(0, 0)

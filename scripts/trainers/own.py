@@ -18,7 +18,6 @@ from safetensors.torch import save_file
 
 from specdec.target.model import Target
 from train.trainer import Trainer
-from train.training_progress import TrainingProgress
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -28,7 +27,7 @@ class Answering(Trainer):
 
     replies = None  # where answers go
 
-    def fit(self) -> None:
+    def fit(self, record=None) -> None:
         say(self.replies, {})
         self.objective.train()
         for line in sys.stdin:
@@ -45,13 +44,13 @@ class Answering(Trainer):
     def run(self, steps: int) -> dict:
         """-> seconds, CPU seconds and loss of each step, and all tokens"""
         seconds, busy, losses, before = [], [], [], self.seen
-        with TrainingProgress(steps=steps, done=self.step, shown=False) as progress:
-            for _ in range(steps):
-                start, begun = time.perf_counter(), time.process_time()
-                _, figures = self._advance(progress, shown=self.step % self.settings.log_every == 0)
-                seconds.append(time.perf_counter() - start)
-                busy.append(time.process_time() - begun)
-                losses.append(figures["loss"])
+        for _ in range(steps):
+            start, begun = time.perf_counter(), time.process_time()
+            step = self.take_step(compare=self.step % self.settings.log_every == 0)
+            losses.append(float(step.loss))
+            self.step, self.seen = self.step + 1, self.seen + step.tokens
+            seconds.append(time.perf_counter() - start)
+            busy.append(time.process_time() - begun)
         trained = sum(parameter.numel() for parameter in self.drafter.parameters() if parameter.requires_grad)
         tokens = self.seen - before
         return {"seconds": seconds, "cpu_seconds": busy, "losses": losses, "tokens": tokens, "trained": trained}
@@ -113,7 +112,7 @@ def main() -> None:
     spec = importlib.util.spec_from_file_location("train_command", ROOT / "train.py")  # `train` is the package
     command = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(command)
-    command.Trainer = Answering
+    command.build.Trainer = Answering
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         config = compose("train", overrides=options["overrides"])
     os.chdir(options["folder"])  # the run's folder is made here

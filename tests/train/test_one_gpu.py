@@ -7,15 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from specdec.core import devices
 from specdec.heads.decoder_block import Rotary, llama_config, ridge
 from specdec.target import attention
 from specdec.target.model import Target
-from tests.support import load_head, make_drafter, make_target, train_command
-from train import objective, sharding
+from tests.support import load_head, make_drafter, make_target
+from train import build, distributed, objective
 from train.data.loader import Loader, Order
 
 GPU = torch.device("cuda", 0)
@@ -53,8 +52,6 @@ def test_the_loaders_thread_takes_a_device_without_a_number(one_gpu):
 
 
 def test_the_accelerators_device_has_its_number(one_gpu, monkeypatch):
-    command = train_command()
-
     class OneProcess:
         """Of accelerate's Accelerator, the device: `cuda`, without a number."""
 
@@ -63,10 +60,11 @@ def test_the_accelerators_device_has_its_number(one_gpu, monkeypatch):
 
         device = property(lambda self: self.state.device)
 
-    monkeypatch.setattr(command, "Accelerator", OneProcess)
-    given = {"train": {"seed": 0, "shard": False, "timeout": 1}, "precision": "bf16", "threads": 1}
-    config = OmegaConf.create(given | {"target": {"dtype": "bfloat16"}})
-    assert command.make_accelerator(config).device == GPU
+    monkeypatch.setattr(build, "Accelerator", OneProcess)
+    train, target = SimpleNamespace(seed=0, shard=False, timeout=1), SimpleNamespace(dtype="bfloat16")
+    config = SimpleNamespace(train=train, target=target, precision="bf16", threads=1)
+    monkeypatch.setattr(build, "choose_precision", lambda config, device: config)
+    assert build.start_processes(config)[0].device == GPU
 
 
 @pytest.mark.parametrize(("variable", "wanted"), [(None, False), ("TORCH_CUDNN_SDPA_AVOID_RECOMPILE", True)])
@@ -270,14 +268,14 @@ def test_settings_of_accelerate_that_training_does_not_take_are_refused(monkeypa
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv(variable, value)
     with pytest.raises(ValueError, match=rf"^accelerate's configuration asks for .* \({variable}={value}\): choose"):
-        sharding.plugin(shard)
+        distributed.make_plugin(shard)
 
 
 def test_what_accelerates_launcher_always_sets_is_taken(monkeypatch):
     for variable, value in {"ACCELERATE_DYNAMO_BACKEND": "NO", "ACCELERATE_USE_FSDP": "false",
                             "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1"}.items():  # fmt: skip
         monkeypatch.setenv(variable, value)
-    assert sharding.plugin(False) is None
+    assert distributed.make_plugin(False) is None
 
 
 def test_they_are_refused_before_anything_is_loaded(fit, monkeypatch):

@@ -29,8 +29,8 @@ from train import progress
 from train.answers.resumable import digest
 from train.data import chat_template, reading
 from train.data import rows as data
+from train.distributed import Group
 from train.features.engine_features import EngineTarget
-from train.group import Group
 
 HELDOUT_ROWS = 8  # held-out prompts that the target answers at once
 

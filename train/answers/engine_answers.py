@@ -255,7 +255,7 @@ def in_order(
                 return
             done = [(waiting[0][0], waiting[0][1].result())]
             waiting.popleft()
-            while waiting and waiting[0][1].done():
+            while waiting and waiting[0][1].done() and waiting[0][1].exception() is None:  # else it raises next time
                 job, future = waiting.popleft()
                 done.append((job, future.result()))
             yield done

@@ -4,9 +4,9 @@ from typing import Any
 
 from specdec.measuring.figures import TAU
 from train.adaptation_judging import distinct
+from train.config import flat
 from train.pages.charts import Axis, Curve, lines, number
 from train.pages.page import render
-from train.settings import flat
 
 SLICES = {"new": "New answers, held out", "old": "Old answers, held out: what was forgotten"}
 

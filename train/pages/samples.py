@@ -14,7 +14,7 @@ from specdec.measuring.measurement import Prompt
 from specdec.unroll import replay
 from train.data import reading
 from train.pages import run_page
-from train.validation import Validation
+from train.validate import Validation
 
 NUM_SAMPLES = 6  # answers on the page of a run
 LONGEST_PROMPT = 400  # characters that are shown of a prompt

@@ -8,9 +8,9 @@ import yaml
 from specdec.core import files
 from specdec.measuring.figures import TAU, PromptCounts, tau_difference
 from specdec.measuring.report import Report
+from train.config import flat
 from train.pages import run_page
 from train.pages.comparison_page import render_comparison
-from train.settings import flat
 
 PAGE = "comparison.html"
 UNLIKE = ("run", "resume", "tracker", "threads", "head.lr", "features.folder", "data.cache")  # say nothing about a head

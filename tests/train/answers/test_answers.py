@@ -121,8 +121,12 @@ def test_in_order_holds_back_what_came_early():
     assert set(futures) == {"0", "1", "2"}
     threading.Timer(0.05, lambda: futures["3"].set_result("3")).start()
     assert [job.id for job, _ in next(groups)] == ["3"] and set(futures) == {"0", "1", "2", "3", "4", "5"}
-    groups.close()
-    assert futures["4"].cancelled() and futures["5"].cancelled()
+    futures["4"].set_result("4")
+    futures["5"].set_exception(ValueError("lost"))
+    assert [job.id for job, _ in next(groups)] == ["4"]  # what came before a failure is not lost with it
+    with pytest.raises(ValueError, match="lost"):
+        next(groups)
+    assert futures["6"].cancelled()
 
 
 # Servers without token ids

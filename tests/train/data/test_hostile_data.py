@@ -11,7 +11,7 @@ from tests.support import small_tokenizer
 from train.data import reading, row_files
 from train.data import rows as data
 from train.lock import lock
-from train.run_folder import RunFolder
+from train.state import RunFolder
 
 MESSAGES = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 DEEP = '{"messages": ' + "[" * 100_000 + "]" * 100_000 + "}"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-import train.multirun as multirun
+import train.sweeps as sweeps
 from scripts import report as script
 from specdec.measuring.report import Report
 from tests.browser import PROGRAM as BROWSER
@@ -29,12 +29,12 @@ def hydra_of(**job) -> object:
 
 def test_a_job_is_named_by_what_it_differs_in():
     assert (
-        multirun.run_of(hydra_of(override_dirname="head-eagle_optimizer.lr-0.1")) == "first/head-eagle_optimizer.lr-0.1"
+        sweeps.run_of(hydra_of(override_dirname="head-eagle_optimizer.lr-0.1")) == "first/head-eagle_optimizer.lr-0.1"
     )
-    assert multirun.run_of(hydra_of(override_dirname="data.train-[a/b.jsonl,c=d]")) == "first/data.train--a-b.jsonl-c-d"
-    long = [multirun.run_of(hydra_of(override_dirname=f"x-{'y' * 200}{end}")) for end in "12"]
-    assert len(set(long)) == 2 and all(len(Path(name).name) == multirun.LONGEST for name in long)
-    assert multirun.run_of(hydra_of(num="???")) is None  # no sweep
+    assert sweeps.run_of(hydra_of(override_dirname="data.train-[a/b.jsonl,c=d]")) == "first/data.train--a-b.jsonl-c-d"
+    long = [sweeps.run_of(hydra_of(override_dirname=f"x-{'y' * 200}{end}")) for end in "12"]
+    assert len(set(long)) == 2 and all(len(Path(name).name) == sweeps.LONGEST for name in long)
+    assert sweeps.run_of(hydra_of(num="???")) is None  # no sweep
 
 
 @pytest.fixture
@@ -66,9 +66,8 @@ def test_a_sweep_ends_in_one_page_of_what_its_reports_say(train, fit, tmp_path, 
         best = (folder / run / (folder / run / "best").read_text().strip() / "report.json").read_text()
         report = json.loads(best)
         assert data["reports"]["0"][run] == finite(report)
-        assert data["logs"][run] == finite(
-            [json.loads(line) for line in (folder / run / "log.jsonl").read_text().splitlines()]
-        )
+        log = (folder / run / "log.jsonl").read_text().splitlines()
+        assert data["logs"][run] == finite([json.loads(line) for line in log])
         shown = [f"{report['replayed_tau']:.2f}", f"{report['tau']:.2f}", f"{report['speedup']:.2f}"]
         assert [cell for cell in rows[run] if cell in shown] and set(shown) <= set(rows[run])
         assert {"Eagle" if "eagle" in run else "MTP", run[-5:]} <= set(rows[run])
@@ -146,15 +145,15 @@ def test_what_a_job_held_is_given_back(fit, monkeypatch, tmp_path):
     held = []
     fit_all = Trainer.fit
 
-    def watch(trainer):
+    def watch(trainer, record):
         held.extend(weakref.ref(each) for each in (trainer, trainer.drafter, trainer.drafter.target, trainer.optimizer))
-        return fit_all(trainer)
+        return fit_all(trainer, record)
 
     monkeypatch.setattr(Trainer, "fit", watch)
     jobs = OmegaConf.create({"run": "held"})
-    multirun.run_job(lambda config: fit(config.run, "precision=bf16"), jobs)
+    sweeps.run_job(lambda config: fit(config.run, "precision=bf16"), jobs)
     assert len(held) == 4 and [each() for each in held] == [None] * 4
-    multirun.run_job(
+    sweeps.run_job(
         lambda config: fit("other", "precision=fp32"), OmegaConf.create({"run": "other"})
     )  # accelerate takes another precision
     assert not (tmp_path / "checkpoints/other/failed").exists()
@@ -170,7 +169,7 @@ def test_an_interrupted_job_ends_the_sweep(monkeypatch, tmp_path, capsys, error)
         return 130
 
     with pytest.raises(SystemExit) as ended:
-        multirun.run_job(interrupted, OmegaConf.create({"run": "one"}))
+        sweeps.run_job(interrupted, OmegaConf.create({"run": "one"}))
     assert ended.value.code == 130
     assert capsys.readouterr().err == ("Stopped at once. The same command continues the sweep.\n" if error else "")
 

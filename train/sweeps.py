@@ -23,10 +23,9 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from specdec.core import files
+from train.distributed import ProcessLost, is_main
 from train.overrides import literal, quoted
 from train.pages import sweep_page
-from train.processes import is_main
-from train.waiting import ProcessLost
 
 RUNS = Path("checkpoints")
 FAILED = "failed"  # a file in the folder of a job: why it failed

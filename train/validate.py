@@ -6,9 +6,9 @@ Decoding adds speed and losslessness, and takes many times as long, so it is giv
 
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from accelerate import Accelerator
@@ -17,32 +17,34 @@ from torch import Tensor
 
 from specdec.core import rules
 from specdec.core.sampling import Sampling
-from specdec.decoding.drafting import Drafting
 from specdec.heads.base import Drafter, Head
 from specdec.measuring import figures
+from specdec.measuring.figures import PromptCounts
 from specdec.measuring.measurement import Prompt, PromptReplay, PromptResult, check_prompts, measure
 from specdec.measuring.report import Report, in_parts, prompt_counts, summarise, undecoded, with_replays
 from specdec.proposers.auto import Auto
 from specdec.proposers.base import Proposer
 from specdec.proposers.costs import Conditions, Costs
 from specdec.target.experts import experts_of
-from specdec.target.model import TargetOutput
+from specdec.target.model import Target, TargetOutput
 from specdec.unroll import replay
-from train import progress, replaying
+from train import display, progress
 from train.answers.answering import HeldoutAnswers
+from train.config import RunConfig
+from train.distributed import Group
 from train.features.engine_features import EngineTarget
-from train.group import Group
-from train.validation_settings import ValidationSettings
 
 AUTO_SHARE = 1 / 3  # of what validation has taken so far: the most that auto may take at the end
 MOST_KEPT = 2**28  # bytes of the target's states for these texts
 LEAST = 2  # prompts that are decoded at the end, however short the training was: one has no interval
+BATCH_TOKENS = 4096  # of prompts and answers that are replayed at once, padding included
 
 
 class Validation:
     """Judges drafters. All processes call it together; each does a part of the prompts, the same as those it holds a target with.
 
-    show: prints a report; say: prints a sentence
+    config: its `validation` and `decode`, and of `train` best_by and seed
+    console: prints reports and sentences
     engine: reads texts and writes the target's answers in place of a target here; then nothing is decoded
     Where replay applies (`replays`), it decides which step is the best. Where it does not (trees, heads that adapt the
     target, best_by=speedup), all prompts are decoded, if there is time for it.
@@ -52,36 +54,30 @@ class Validation:
         self,
         accelerator: Accelerator,
         drafter: Head,
-        drafting: Drafting,
         prompts: list[Prompt],
         *,
-        settings: ValidationSettings,
-        best_by: str,
+        config: RunConfig,
         stop: set[int],
-        seed: int,
-        show: Callable[[Report], None],
-        say: Callable[[str], None],
+        console: progress.Results,
         engine: EngineTarget | None = None,
     ):
-        self.engine = engine
-        self.accelerator, self.target, self.drafting, self.prompts = accelerator, drafter.target, drafting, prompts
-        self.group = Group.in_step(accelerator, drafter.target)
-        self.settings, self.best_by, self.stop, self.seed = settings, best_by, stop, seed
-        self.show, self.say = show, say
-        self.sampling = Sampling(temperature=settings.temperature)
+        self.settings, self.drafting = config.validation, config.decode
+        self.best_by, self.seed = config.train.best_by, config.train.seed
+        self.target, self.prompts, self.stop, self.engine = drafter.target, prompts, stop, engine
+        self.console = console
+        self.accelerator, self.group = accelerator, Group.in_step(accelerator, drafter.target)
+        self.sampling = Sampling(temperature=self.settings.temperature)
+        self.adapts, self.drafts = drafter.adapts_target, isinstance(drafter, Drafter)
         self.replays = (
-            settings.decode != "always"
-            and best_by == "tau"
-            and not drafter.adapts_target
-            and drafting.replayable(drafter, self.sampling)
+            self.settings.decode != "always"
+            and self.best_by == "tau"
+            and not self.adapts
+            and self.drafting.replayable(drafter, self.sampling)
         )
-        self.drafts = isinstance(drafter, Drafter)
-        self.adapts = drafter.adapts_target
+        # What later validations use again
         self.costs: dict[Conditions, Costs] = {}  # of auto, as far as they are known
         self.answers: list[list[int]] | None = None
-        self.read: dict[
-            int, tuple[Tensor, Tensor]
-        ] = {}  # features and final states, by the number of a batch's first prompt
+        self.read: dict[int, tuple[Tensor, Tensor]] = {}  # features and final states, by a batch's first prompt
         self.seconds = dict.fromkeys(("answers", "replay", "decode", "auto"), 0.0)  # spent so far
         self.each: float | None = None  # seconds of decoding a prompt plainly and with drafts, as far as is known
 
@@ -90,6 +86,12 @@ class Validation:
         """The figure of a report that chooses the best step."""
         return "replayed_tau" if self.replays else self.best_by
 
+    @property
+    def traceable(self) -> bool:
+        """Whether replay can say what was drafted along the answers, in this process alone."""
+        alone = self.engine is None and self.target.share.size == 1
+        return alone and self.answers is not None and self.sampling.greedy and self.drafting.stopping is None
+
     def __call__(
         self, candidates: dict[str, Head], *, step: int, trained: float, best: float | None, required: bool
     ) -> tuple[Head, Report] | None:
@@ -97,14 +99,15 @@ class Validation:
 
         trained: seconds of training so far; best: the figure to beat; required: whether it may not be put off
         """
+        left = self._left(trained)
         if not self.replays:
             ((_, frozen),) = candidates.items()
-            results = self._decode_all(frozen, step, self._left(trained), required)
+            results = self._decode_all(frozen, step, left, required)
             if results is None:
                 return None
             report = in_parts(self._summarise(results), results, self._summarise)
             report = replace(report, by_prompt=prompt_counts(results))
-            return frozen, self._finished(self._with_auto(report, frozen), step)
+            return frozen, self._finish(self._with_auto(report, frozen), step)
         replays = {name: self.replay(frozen) for name, frozen in candidates.items()}
         taus = {name: figures.replayed_tau(each) for name, each in replays.items()}
         kept = max(taus, key=lambda name: taus[name])
@@ -114,77 +117,23 @@ class Validation:
         if len(candidates) > 1:
             report = replace(report, ema={"kept": kept, **taus})
         left = self._left(trained)
-        better = (
-            self.engine is None
-            and self.settings.decode == "best"
-            and (best is None or taus[kept] > best)
-            and not required
-        )
-        if self._agreed(better and (left is None or LEAST * (self.each or 0.0) <= left)):
+        wanted = self.engine is None and self.settings.decode == "best" and not required
+        better = best is None or taus[kept] > best
+        if self._agreed(wanted and better and (left is None or LEAST * (self.each or 0.0) <= left)):
             report = self._with_decoded(report, candidates[kept], left)
-        return candidates[kept], self._finished(report, step)
-
-    @property
-    def traceable(self) -> bool:
-        """Whether replay can say what was drafted along the answers, in this process alone."""
-        alone = self.engine is None and self.target.share.size == 1
-        return alone and self.answers is not None and self.sampling.greedy and self.drafting.stopping is None
+        return candidates[kept], self._finish(report, step)
 
     def unfinished(self, report: Report) -> bool:
         """Whether `decode_best` has something to add to the report of the best step."""
-        return self._partly(report) or (self._wants_auto(report, end=True) and not self.adapts)
+        return self._partly_decoded(report) or (self._wants_auto(report, end=True) and not self.adapts)
 
     def decode_best(self, frozen: Head, report: Report, *, trained: float) -> Report:
         """At the end: the report of the best step with what decoding its checkpoint gives."""
         if self.engine is not None:
             return report
-        if self._partly(report):
+        if self._partly_decoded(report):
             report = self._with_decoded(report, frozen, self._left(trained))
-        return self._finished(self._with_auto(report, frozen, end=True), report.step)
-
-    def replay(self, frozen: Head) -> list[PromptReplay]:
-        """tau along the target's answers, the same in all processes."""
-        assert isinstance(frozen, Drafter)
-        if self.answers is None:
-            with self._timed("answers"):
-                answers = HeldoutAnswers(
-                    self.target,
-                    self.sampling,
-                    self.settings.max_new_tokens,
-                    self.stop,
-                    self.seed,
-                    Path(self.settings.answers),
-                    engine=self.engine,
-                )
-                self.answers, slowest = answers.get(self.prompts, self.group)
-            self.each = self.each or 2 * slowest  # drafting needs at most as many passes
-        with self._timed("replay"):
-            done = []
-            for numbers in progress.track(self._batches(), "validation: replay", unit="prompts", size=len):
-                texts = [(self.prompts[number].tokens, self.answers[number]) for number in numbers]
-                accepts = replay.acceptances(
-                    frozen,
-                    texts,
-                    depth=self.drafting.depth,
-                    temperature=self.settings.temperature,
-                    output=self._read(frozen, numbers, texts),
-                )
-                for number, accept in zip(numbers, accepts):
-                    rounds, accepted = replay.rounds(accept)
-                    done.append((number, PromptReplay(self.prompts[number], rounds, accepted.tolist())))
-            return [each for _, each in sorted(self.group.gather(done), key=lambda pair: pair[0])]
-
-    def _read(self, frozen: Drafter, numbers: list[int], texts: list[tuple[list[int], list[int]]]) -> TargetOutput:
-        """What the target reads in a batch, in memory from the second time on if all batches take at most MOST_KEPT bytes."""
-        device = self.target.device
-        if numbers[0] in self.read:
-            features, final = (each.to(device) for each in self.read[numbers[0]])
-            return TargetOutput(features, final)
-        output = self.engine.read(frozen, texts) if self.engine else replay.read(frozen, texts)
-        kept = output.features.cpu(), output.final[..., : 0 if self.sampling.greedy else None].cpu()
-        if sum(each.nbytes for pair in [*self.read.values(), kept] for each in pair) <= MOST_KEPT:
-            self.read[numbers[0]] = kept
-        return output
+        return self._finish(self._with_auto(report, frozen, end=True), report.step)
 
     def cost(self, trained: float) -> str:
         """One sentence on what validation took."""
@@ -192,15 +141,68 @@ class Validation:
         total = sum(self.seconds.values())
         return f"validation took {100 * total / trained if trained else 0:.1f} % of the {trained:.0f} s of training ({parts})"
 
+    # Replay
+
+    def replay(self, frozen: Head) -> list[PromptReplay]:
+        """tau along the target's answers, the same in all processes."""
+        assert isinstance(frozen, Drafter)
+        answers = self.answers = self.answers or self._answer()
+        lengths = [len(prompt.tokens) + len(answer) for prompt, answer in zip(self.prompts, answers)]
+        mine = self.group.mine(sort_by_length(range(len(lengths)), lengths))
+        done = []
+        with self._timed("replay"):
+            batches = batch_texts(mine, lengths, self.target)
+            for numbers in progress.track(batches, "validation: replay", unit="prompts", size=len):
+                texts = [(self.prompts[number].tokens, answers[number]) for number in numbers]
+                accepts = replay.acceptances(
+                    frozen,
+                    texts,
+                    depth=self.drafting.depth,
+                    temperature=self.settings.temperature,
+                    output=self._read(frozen, numbers[0], texts),
+                )
+                for number, accept in zip(numbers, accepts):
+                    rounds, accepted = replay.rounds(accept)
+                    done.append((number, PromptReplay(self.prompts[number], rounds, accepted.tolist())))
+            return [each for _, each in sorted(self.group.gather(done), key=lambda pair: pair[0])]
+
+    def _answer(self) -> list[list[int]]:
+        """The target's answers, read from the disk or written now."""
+        with self._timed("answers"):
+            kept = HeldoutAnswers(
+                self.target,
+                self.sampling,
+                self.settings.max_new_tokens,
+                self.stop,
+                self.seed,
+                Path(self.settings.answers),
+                engine=self.engine,
+            )
+            answers, slowest = kept.get(self.prompts, self.group)
+        self.each = self.each or 2 * slowest  # drafting needs at most as many passes
+        return answers
+
+    def _read(self, frozen: Drafter, first: int, texts: list[tuple[list[int], list[int]]]) -> TargetOutput:
+        """What the target reads in a batch, in memory from the second time on if all batches take at most MOST_KEPT bytes.
+
+        first: number of its first prompt
+        """
+        if first in self.read:
+            return TargetOutput(*(each.to(self.target.device) for each in self.read[first]))
+        output = self.engine.read(frozen, texts) if self.engine else replay.read(frozen, texts)
+        kept = output.features.cpu(), output.final[..., : 0 if self.sampling.greedy else None].cpu()
+        if sum(each.nbytes for pair in [*self.read.values(), kept] for each in pair) <= MOST_KEPT:
+            self.read[first] = kept
+        return output
+
     # Decoding
 
     def _with_decoded(self, report: Report, frozen: Head, left: float | None) -> Report:
         """A report of replay and the decoding of as many prompts as there is time for, but at least LEAST."""
         results = self._decode(frozen, self._within(left, at_least=LEAST, whole=False))
-        known = {name: value for name, value in vars(report).items() if name.startswith("replayed_")}
-        known |= {
-            name: getattr(report, name) for name in ("ema", "step", "training", "by_category", "by_tag", "by_prompt")
-        }
+        kept = [name for name in vars(report) if name.startswith("replayed_")]
+        kept += ["ema", "step", "training", "by_category", "by_tag", "by_prompt"]
+        known = {name: getattr(report, name) for name in kept}
         return self._with_auto(replace(self._summarise(results), **known), frozen)
 
     def _decode_all(self, frozen: Head, step: int, left: float | None, required: bool) -> list[PromptResult] | None:
@@ -209,30 +211,28 @@ class Validation:
             return self._decode(frozen, iter)
         if self.settings.decode == "end":
             return None
-        if self._agreed(left > 0 and (self.each or 0.0) * self._share_of_prompts() <= left):
+        in_group = -(-len(self.prompts) // self.group.num)
+        if self._agreed(left > 0 and (self.each or 0.0) * in_group <= left):
             results = self._decode(frozen, self._within(left, at_least=1, whole=True))
             if len(results) == len(self.prompts):
                 return results
-        self.say(f"step {step}: validation is put off: decoding takes more than is left of validation.share")
+        self.console.say(f"step {step}: validation is put off: decoding takes more than is left of validation.share")
         return None
 
     def _decode(self, frozen: Head, take: Callable) -> list[PromptResult]:
         """Decodes what `take` gives this process of its prompts. -> the results of all processes"""
-        mine = self._mine()
+        mine, done = self._mine(), []
         with self._timed("decode"):
-            begun, done = time.perf_counter(), []
+            begun = time.perf_counter()
             if mine:
-                done = self._measure(
-                    self.drafting.proposer(frozen), mine, None if self.replays else frozen, take, "decoding"
-                )
+                replayed = None if self.replays else frozen
+                done = self._measure(self.drafting.proposer(frozen), mine, replayed, take, "decoding")
                 self.each = (time.perf_counter() - begun) / max(1, len(done))
             return [result for _, result in sorted(self.group.gather(done), key=lambda pair: pair[0])]
 
-    def _partly(self, report: Report) -> bool:
+    def _partly_decoded(self, report: Report) -> bool:
         """Whether it was only replayed, or decoded in part."""
         return self.replays and report.num_prompts != report.replayed_prompts
-
-    # Decoding with auto
 
     def _wants_auto(self, report: Report, *, end: bool) -> bool:
         known = report.auto is not None or self.engine is not None or not self.drafts
@@ -243,9 +243,7 @@ class Validation:
 
         Auto takes turns with plain decoding in a pass of its own, so nothing else in the report changes.
         """
-        if not self._wants_auto(report, end=end):
-            return report
-        auto = self._make_auto(frozen)
+        auto = self._make_auto(frozen) if self._wants_auto(report, end=end) else None
         if auto is None:
             return report
         mine = self._mine()[: -(-report.num_prompts // self.group.num)]
@@ -253,27 +251,23 @@ class Validation:
         take = self._within(left, at_least=LEAST, whole=False)
         with self._timed("auto"):
             results = self.group.gather(self._measure(auto, mine, None, take, "decoding with auto") if mine else [])
-        figures = self._summarise([replace(result, auto=result.drafted) for _, result in results]).auto
-        assert figures is not None
-        return replace(report, auto={"num_prompts": len(results), **figures})
+        found = self._summarise([replace(result, auto=result.drafted) for _, result in results]).auto
+        assert found is not None
+        return replace(report, auto={"num_prompts": len(results), **found})
 
     def _make_auto(self, frozen: Head) -> Auto | None:
         """None, with a sentence, where it cannot draft: a run does not end for it."""
-        head = self.drafting.proposer(frozen)
         try:
-            auto = Auto.usual(self.target, head)
+            auto = Auto.usual(self.target, self.drafting.proposer(frozen))
             auto.opened = self.costs
             auto.progress = functools.partial(progress.track, unit="sizes")
-            decoder = self.drafting.decoder(
-                self.target, auto, sampling=self.sampling, stop=self.stop, runner=self.drafting.runner()
-            )
+            runner = self.drafting.runner()
+            decoder = self.drafting.decoder(self.target, auto, sampling=self.sampling, stop=self.stop, runner=runner)
             check_prompts(decoder, self.prompts, self.settings.max_new_tokens)  # of all processes: all must agree
         except ValueError as error:
-            self.say(f"speedup auto is left out: {error}")
+            self.console.say(f"speedup auto is left out: {error}")
             return None
         return auto
-
-    # Prompts, one after the other
 
     def _measure(
         self, proposer: Proposer, mine: list[int], replayed: Head | None, take: Callable, what: str
@@ -282,6 +276,10 @@ class Validation:
 
         what: is done, for the progress
         """
+
+        def shown(groups: list) -> Iterable:
+            return progress.track(take(groups), f"validation: {what}", unit="prompts", total=len(groups))
+
         results = measure(
             self.target,
             proposer,
@@ -293,9 +291,7 @@ class Validation:
             stop=self.stop,
             seed=self.seed,
             numbers=mine,
-            progress=lambda groups: progress.track(
-                take(groups), f"validation: {what}", unit="prompts", total=len(groups)
-            ),
+            progress=shown,
         )
         return list(zip(mine, results))
 
@@ -323,11 +319,12 @@ class Validation:
             lossy=self.drafting.rule in rules.LOSSY,
         )
 
-    def _finished(self, report: Report, step: int | None) -> Report:
+    def _finish(self, report: Report, step: int | None) -> Report:
+        """Adds what was judged, and prints the report."""
         experts = experts_of(self.target.config.to_dict())
         numbers = None if experts is None else [experts.num, experts.per_token]
         report = replace(report, shape=str(self.drafting.shape), step=step, experts=numbers)
-        self.show(report)
+        display.validation(self.console, report, self.drafting.shape)
         return report
 
     # Time and processes
@@ -350,12 +347,55 @@ class Validation:
         """Numbers of the prompts that this process decodes."""
         return list(self.group.mine(range(len(self.prompts))))
 
-    def _share_of_prompts(self) -> int:
-        return -(-len(self.prompts) // self.group.num)
 
-    def _batches(self) -> list[list[int]]:
-        """Numbers of the prompts that this process replays, those of similar lengths together."""
-        assert self.answers is not None
-        lengths = [len(prompt.tokens) + len(answer) for prompt, answer in zip(self.prompts, self.answers)]
-        mine = self.group.mine(replaying.by_length(range(len(lengths)), lengths))
-        return replaying.batches(mine, lengths, self.target)
+# Replay of many answers: those of similar lengths in one batch
+
+
+@dataclass(frozen=True)
+class Written:
+    """What the target wrote to a prompt, at a temperature: token ids."""
+
+    prompt: list[int]
+    answer: list[int]
+    temperature: float
+
+
+def replay_texts(drafter: Drafter, texts: Sequence[Written], *, depth: int, what: str) -> list[tuple[float, Tensor]]:
+    """For each text what `specdec.unroll.replay.rounds` gives: the number of rounds, and accepted [K]. what: is shown
+
+    depth: of the chain, or as many drafts as the drafter can make
+    """
+    depth = min(depth, drafter.depth or depth)
+    lengths = [len(text.prompt) + len(text.answer) for text in texts]
+    found: dict[int, tuple[float, Tensor]] = {}
+    groups: list[tuple[float, list[int]]] = []  # of one temperature
+    for temperature in sorted({text.temperature for text in texts}):
+        same = [number for number, text in enumerate(texts) if text.temperature == temperature]
+        groups += [(temperature, group) for group in batch_texts(same, lengths, drafter.target)]
+    for temperature, numbers in progress.track(groups, what, unit="answers", size=lambda group: len(group[1])):
+        pairs = [(texts[number].prompt, texts[number].answer) for number in numbers]
+        accepts = replay.acceptances(drafter, pairs, depth=depth, temperature=temperature)
+        found |= {number: replay.rounds(accept) for number, accept in zip(numbers, accepts, strict=True)}
+    return [found[number] for number in range(len(texts))]
+
+
+def count_replays(judged: Sequence[tuple[float, Tensor]]) -> list[PromptCounts]:
+    """What tau of each text is made of. judged: by `replay_texts`"""
+    return [PromptCounts(number, number + float(accepted.sum())) for number, accepted in judged]
+
+
+def sort_by_length(numbers: Iterable[int], lengths: Sequence[int]) -> list[int]:
+    """The longest first"""
+    return sorted(numbers, key=lambda number: (-lengths[number], number))
+
+
+def batch_texts(numbers: Iterable[int], lengths: Sequence[int], target: Target) -> list[list[int]]:
+    """Numbers of texts that are read together, of at most BATCH_TOKENS with the padding. lengths: of all texts, in tokens"""
+    most = BATCH_TOKENS if target.rotary_boundary is None else 0  # of LongRoPE one: a batch has one set of angles
+    found: list[list[int]] = []
+    for number in sort_by_length(numbers, lengths):  # the first of a batch is its longest
+        if found and (1 + len(found[-1])) * lengths[found[-1][0]] <= most:
+            found[-1].append(number)
+        else:
+            found.append([number])
+    return found

@@ -1,10 +1,15 @@
-"""The folder of a run: its log, its checkpoints, and the states that a resumed run continues from."""
+"""What a run leaves on the disk: its log, its checkpoints, and the states that it resumes from."""
 
+import copy
 import json
 import math
+import time
 import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 from torch import Tensor
@@ -14,11 +19,17 @@ from specdec.core import files, untrusted
 from specdec.heads.base import Head
 from specdec.measuring.report import Report
 from train.answers.resumable import read_rows
-from train.optimization import pack_state, unpack_state
-from train.settings import INPUTS, fixed
+from train.config import fixed_settings
 
 NUM_STATES = 2  # kept: if the newest is damaged, the one before it is used
 STEP = ("train.batch", "train.accumulation", "processes")  # settings whose product is the packs of a step
+INPUTS = {  # digests among the settings of a run; earlier versions recorded only the data
+    "data": "the training data",
+    "files": "the files of the training data",
+    "target": "the target's weights",
+    "embeddings": "the target's embeddings",
+    "heldout": "the held-out prompts",
+}
 
 
 @dataclass(frozen=True)
@@ -58,11 +69,12 @@ class RunFolder:
                 "the folder."
             )
         if finished.exists() and (self.path / "config.yaml").exists():
-            before = fixed(yaml.safe_load((self.path / "config.yaml").read_text()))
-            self._check(
-                before | {key: self.settings.get(key) for key in STEP if key in self.settings}
-            )  # of any number of processes
+            before = fixed_settings(yaml.safe_load((self.path / "config.yaml").read_text()))
+            of_step = {key: self.settings.get(key) for key in STEP if key in self.settings}
+            self._check_settings(before | of_step)  # of any number of processes
         return finished.exists()
+
+    # The log
 
     def log(self, step: int, figures: dict) -> None:
         files.append(self.path / "log.jsonl", json.dumps({"step": step, **figures}) + "\n", synced=False)
@@ -89,6 +101,11 @@ class RunFolder:
             kept = [row for row in self.read_log() if row["step"] <= step]
             files.write_text(log, "".join(json.dumps(row) + "\n" for row in kept))
 
+    def finish(self, step: int) -> None:
+        files.write_text(self.path / "finished", f"{step}\n")
+
+    # Checkpoints
+
     def save_checkpoint(self, drafter: Head, report: Report) -> str:
         """-> the checkpoint's name, as `mark_best` takes it"""
         assert report.step is not None
@@ -113,8 +130,7 @@ class RunFolder:
         files.check(report, best / "drafter.safetensors")
         return best.name, Report.from_json(checkpoint.read_json(report), source=str(report)), weights
 
-    def finish(self, step: int) -> None:
-        files.write_text(self.path / "finished", f"{step}\n")
+    # States
 
     def states(self) -> list[Path]:
         """The folders of the states, the newest first."""
@@ -133,18 +149,11 @@ class RunFolder:
         moments, counts = pack_state(optimizer["state"])
         if (self.path / "log.jsonl").exists():
             files.sync(self.path / "log.jsonl")  # what is logged up to here is not logged again
+        about = {"step": step, "groups": optimizer["param_groups"], "counts": counts, "about": self.settings}
         files.write_folder(
             self.path / "state" / _name(step),
             tensors={"drafter.safetensors": weights, "optimizer.safetensors": moments},
-            documents={
-                "state.json": {
-                    "step": step,
-                    "groups": optimizer["param_groups"],
-                    "counts": counts,
-                    "about": self.settings,
-                    **document,
-                }
-            },
+            documents={"state.json": about | document},
         )
         kept = [path for path in self.states() if _step(path) <= step][:NUM_STATES]
         for old in (self.path / "state").iterdir():
@@ -160,7 +169,7 @@ class RunFolder:
         """
         for folder in self.states():
             try:
-                state = _read(folder)
+                state = _read_state(folder)
             except ValueError as error:
                 if folder == self.states()[-1]:
                     raise ValueError(
@@ -168,18 +177,17 @@ class RunFolder:
                     ) from error
                 warnings.warn(f"{error} The state before it is used.", stacklevel=2)
             else:
-                self._check(state[2]["about"])
+                self._check_settings(state[2]["about"])
                 return state
         return None
 
-    def _check(self, before: dict) -> None:
-        same = before.get("processes") != self.settings.get("processes") or packs_of_step(before) == packs_of_step(
-            self.settings
-        )
+    def _check_settings(self, before: dict) -> None:
+        same_step = packs_of_step(before) == packs_of_step(self.settings)
+        free_step = same_step or before.get("processes") != self.settings.get("processes")
         differing = {
             key: (before.get(key), value)
             for key, value in self.settings.items()
-            if before.get(key) != value and not (same and key in STEP)
+            if before.get(key) != value and not (free_step and key in STEP)
         }
         changed = [f"{key} was {then}, is {now}" for key, (then, now) in differing.items() if key not in INPUTS]
         if changed:
@@ -187,15 +195,11 @@ class RunFolder:
                 f"{self.path} was begun with other settings: {'; '.join(changed)}. Resume with the settings it was begun "
                 "with, or start another run=NAME."
             )
-        other = [
-            f"{INPUTS[key]} (digest {then} then, {now} now)"
-            for key, (then, now) in differing.items()
-            if key in INPUTS and then and now
-        ]
-        if other:
+        inputs = [(INPUTS[key], *values) for key, values in differing.items() if key in INPUTS and all(values)]
+        if inputs:
+            other = "; ".join(f"{what} (digest {then} then, {now} now)" for what, then, now in inputs)
             raise ValueError(
-                f"{self.path} was begun with other inputs: {'; '.join(other)}. Put them back as they were, or start "
-                "another run=NAME."
+                f"{self.path} was begun with other inputs: {other}. Put them back as they were, or start another run=NAME."
             )
 
 
@@ -212,7 +216,7 @@ def _step(folder: Path) -> int:
     return int(folder.name.removeprefix("step_"))
 
 
-def _read(folder: Path) -> tuple[dict[str, Tensor], dict, dict]:
+def _read_state(folder: Path) -> tuple[dict[str, Tensor], dict, dict]:
     """Raises ValueError if a file is missing or damaged."""
     names = ("state.json", "drafter.safetensors", "optimizer.safetensors")
     document = checkpoint.read_json(folder / names[0], what="The state of a run has it")
@@ -220,3 +224,83 @@ def _read(folder: Path) -> tuple[dict[str, Tensor], dict, dict]:
     files.check(*(folder / name for name in names))
     optimizer = {"state": unpack_state(moments, document.get("counts", {})), "param_groups": document["groups"]}
     return weights, optimizer, document
+
+
+def pack_state(state: dict) -> tuple[dict[str, Tensor], dict]:
+    """The `state` of an optimizer's state_dict -> its tensors, named by their place in it, and what else JSON can hold.
+
+    Two parameters may share a tensor, which safetensors refuses: `gathered_state` has made two of it.
+    """
+    leaves = dict(_leaves(state))
+    tensors = {place: value for place, value in leaves.items() if isinstance(value, Tensor)}
+    return tensors, {place: value for place, value in leaves.items() if place not in tensors}
+
+
+def unpack_state(tensors: dict[str, Tensor], values: dict) -> dict:
+    """The inverse of `pack_state`."""
+    state: dict = {}
+    for place, value in {**tensors, **values}.items():
+        number, *inner, key = place.split(".")
+        entry = state.setdefault(int(number), {})
+        for name in inner:
+            entry = entry.setdefault(name, {})
+        entry[key] = value
+    return state
+
+
+def _leaves(state: dict, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in state.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+class Saving:
+    """When states are saved, and the thread that writes them while training goes on. Leaving it waits for what is written.
+
+    write: `RunFolder.save_state`; every: steps between two states; minutes: between two states; None or 0: not by these
+    """
+
+    def __init__(self, write: Callable[..., None], *, every: int | None, minutes: float | None):
+        self.save, self.every, self.minutes = write, every, minutes
+        self.thread = ThreadPoolExecutor(1, "saving")
+        self.coming: Future[None] | None = None
+        self.saved = time.monotonic()
+
+    def __enter__(self) -> "Saving":
+        self.saved = time.monotonic()
+        return self
+
+    def __exit__(self, kind, *_) -> None:
+        try:
+            self.wait()
+        except Exception:
+            if kind is None:  # else training ends by an error already
+                raise
+        finally:
+            self.thread.shutdown()
+
+    def after(self, step: int) -> bool:
+        """Whether the state of a step is to be saved; the same in all processes."""
+        return step % self.every == 0 if self.every else False
+
+    def overdue(self) -> bool:
+        """Whether the minutes are over. Raises ValueError if the last state could not be written."""
+        if self.coming is not None and self.coming.done():
+            self.wait()
+        return time.monotonic() - self.saved >= 60 * self.minutes if self.minutes else False
+
+    def write(self, step: int, *, weights: dict[str, Tensor], optimizer: dict, document: dict) -> None:
+        """Begins to write a state, when the one before it is written. Training must not change the tensors. Raises ValueError
+        if the one before could not be written."""
+        self.wait()
+        self.saved = time.monotonic()
+        more = {"weights": weights, "optimizer": optimizer, "document": copy.deepcopy(document)}
+        self.coming = self.thread.submit(self.save, step, **more)
+
+    def wait(self) -> None:
+        """Until the last state is written. Raises ValueError if it could not be."""
+        coming, self.coming = self.coming, None
+        if coming is not None:
+            coming.result()
