@@ -169,7 +169,7 @@ def by_category(report: Report) -> rich.table.Table:
 
 
 def read_served(folder: Path | None, console: rich.console.Console) -> dict:
-    """What scripts/check_engines.py measured with this checkpoint in engines, which is printed; empty if nothing was."""
+    """What benchmarks/check_engines.py measured with this checkpoint in engines, which is printed; empty if nothing was."""
     path = folder and folder / serving.SERVED
     served = checkpoint.read_json(path) if path and path.exists() else {}
     for engine, figures in served.items():

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from train import progress
-from train.pages import run_page, sweep_page
+from train.pages import comparison_page, run_page
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class ReportOptions:
 def main() -> None:
     chosen = options(ReportOptions, __doc__)
     folder = Path(chosen.run)
-    page = sweep_page if sweep_page.runs_in(folder) else run_page
+    page = comparison_page if comparison_page.runs_in(folder) else run_page
     progress.Results().say(f"written: {page.write(folder)}")
 
 

@@ -28,7 +28,7 @@ from specdec.decoding.decoder import Decoder
 from specdec.server.traffic import Origin
 from train.data import chat_template
 from train.data import rows as data
-from train.pages.live_page import live_page
+from train.pages.page import live_page
 
 KINDS = [Sampling(1.0, top_p=0.9), Sampling(1.0), Sampling()]  # one of each Sampling.kind
 

@@ -75,6 +75,12 @@ def test_train_does_not_import_hydra_or_scripts(path):
     assert not {name.split(".")[0] for name in imported(path)} & {"scripts", *configuration}
 
 
+@pytest.mark.parametrize("folder", ["specdec", "train", "scripts"])
+def test_nothing_imports_a_benchmark(folder):
+    names = set().union(*(imported(path) for path in (ROOT / folder).rglob("*.py")))
+    assert not {name for name in names if name.split(".")[0] == "benchmarks"}
+
+
 CACHE_FIELDS = {"data", "halves", "lengths", "skipped", "pending", "known", "slots"}  # of RowCache
 FILES_OUTSIDE_CACHE = [
     path

@@ -7,7 +7,7 @@ from omegaconf import OmegaConf
 
 from tests.support import ROOT, save_target, write_rows
 from tests.warm import start
-from train.data.sources import read_sources
+from train.data.reading import read_sources
 from train.overrides import as_written, check
 
 TEXTS = [

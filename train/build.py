@@ -69,7 +69,7 @@ def make_trainer(
         objective = make(config.head["objective"], drafter)
     with named("optimizer"):
         optimizer = optimization.make_optimizer(drafter, config.optimizer, adapter=config.head.get("adapter"))
-    display.start(progress.note, config, target, drafter, packs, prompts)
+    display.start(progress.note, config, drafter, packs, len(prompts))
     validation = make_validation(config, drafter, prompts, stop, accelerator, console, engine)
     material = make_material(config, drafter, packs, stream, stop, accelerator, engine)
     inputs = {"heldout": reading.digest_of(rows), **target_inputs(target), "files": stream and stream.files}

@@ -7,7 +7,6 @@ What a job must know stands in its own configuration, so this works with every l
 
 import gc
 import hashlib
-import os
 import re
 import sys
 import traceback
@@ -23,9 +22,9 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from specdec.core import files
-from train.distributed import ProcessLost, is_main
+from train.distributed import ProcessLost, is_main, num_processes
 from train.overrides import literal, quoted
-from train.pages import sweep_page
+from train.pages import comparison_page
 
 RUNS = Path("checkpoints")
 FAILED = "failed"  # a file in the folder of a job: why it failed
@@ -59,8 +58,8 @@ class Sweep(Callback):
             folder = Path(config.hydra.sweep.dir)
             failed = {path.parent.name: path.read_text().strip() for path in sorted(folder.glob(f"*/{FAILED}"))}
             try:
-                if sweep_page.runs_in(folder):
-                    print(f"comparison: {sweep_page.write(folder)}")
+                if comparison_page.runs_in(folder):
+                    print(f"comparison: {comparison_page.write(folder)}")
             except (ValueError, OSError) as error:
                 sys.exit(f"error: the comparison page could not be written: {error}")
             if failed:
@@ -109,8 +108,7 @@ def run_job(fit: Callable[[DictConfig], int], config: DictConfig) -> None:
 
     An interrupted job ends the sweep, and so does a failure that other processes of the job may not know of.
     """
-    folder, alone = RUNS / config.run, os.environ.get("WORLD_SIZE", "1") == "1"
-    why, status = "", 0
+    folder, why, status = RUNS / config.run, "", 0
     if is_main():
         (folder / FAILED).unlink(missing_ok=True)
     try:
@@ -120,17 +118,12 @@ def run_job(fit: Callable[[DictConfig], int], config: DictConfig) -> None:
         sys.exit(130)
     except Exception as error:
         known = isinstance(error, ValueError | OSError) and not isinstance(error, ProcessLost)
-        why = (
-            files.explain(error)
-            if isinstance(error, OSError)
-            else str(error)
-            if known
-            else f"{type(error).__name__}: {error}"
-        )
+        why = files.explain(error) if isinstance(error, OSError) else str(error)
         if not known:
             traceback.print_exc()
-        if not known and not alone:
-            sys.exit(f"error: {why}")
+            why = f"{type(error).__name__}: {error}"
+            if num_processes() > 1:
+                sys.exit(f"error: {why}")
     if not why and PartialState._shared_state:  # the main process may still be writing
         PartialState().wait_for_everyone()
     release()

@@ -264,9 +264,8 @@ class Trainer:
         losses = []
         for number, micro in enumerate(micro_batches, start=1):
             last = number == settings.accumulation
-            compared = (
-                compare and last and self.every_slot and not micro.written
-            )  # a draft is always sure of its own text
+            # A draft is always sure of its own text
+            compared = compare and last and self.every_slot and not micro.written
             with nullcontext() if last or self.weights.sums_at_once else accelerator.no_sync(self.objective):
                 batch, output = self.loader.on_device(micro)
                 with accelerator.autocast():  # which accelerate leaves out where it shards

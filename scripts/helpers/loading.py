@@ -26,7 +26,7 @@ from specdec.measuring.report import Report, Training
 from specdec.target.loading import find_devices
 from specdec.target.model import Target, load_tokenizer
 from train.data import rows as data
-from train.data.sources import read_sources
+from train.data.reading import read_sources
 from train.pages import facts
 from train.ranges import named
 

@@ -24,7 +24,7 @@ import os
 import sys
 import typing
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -137,8 +137,8 @@ def refuse_unknown(key: str, names: list[str]) -> SystemExit:
     return SystemExit(f"There is no option {key!r}.{guess} Known options: {', '.join(names)}. See --help.")
 
 
-def options(kind: type[Options], docstring: str) -> Options:
-    """The dataclass filled from the command line; -h or --help prints `docstring` and every option, and exits.
+def options(kind: type[Options], docstring: str, arguments: list[str] | None = None) -> Options:
+    """The dataclass filled from `arguments` (None: the command line); -h or --help prints `docstring` and every option, and exits.
 
     `progress` is an option of all commands, and is used here. A field without a default is required; `option` gives it a help text of one line. A field of type str may hold a
     comma list; a dict with metadata {"prefix": "NAME."} takes every NAME.KEY=VALUE as it is written. An argument that
@@ -147,7 +147,7 @@ def options(kind: type[Options], docstring: str) -> Options:
     known = {option.name: option for option in flatten(kind)}
     known["progress"] = Option("progress", str, os.environ.get(progress.VARIABLE, "auto"), progress.HELP, None)
     _names.update(known)
-    arguments = sys.argv[1:]
+    arguments = sys.argv[1:] if arguments is None else arguments
     if "-h" in arguments or "--help" in arguments:
         print(describe(known, docstring))
         raise SystemExit(0)
@@ -231,8 +231,8 @@ def less_memory() -> str:
     return (f"lower {lower}, or " if lower else "") + "use " + ", or ".join([*use, ANOTHER])
 
 
-def run(main) -> None:
-    """Runs a command: a user's mistake (ValueError), full memory and what the system refuses (OSError) end in one sentence, Ctrl-C without a
+def run(main: Callable[..., None], arguments: list[str] | None = None) -> None:
+    """Runs a command with `arguments` (None: the command line): a user's mistake (ValueError), full memory and what the system refuses (OSError) end in one sentence, Ctrl-C without a
     traceback, warnings are lines."""
     import transformers
 
@@ -240,7 +240,7 @@ def run(main) -> None:
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     with processes.only_main_speaks():
         try:
-            main()
+            main() if arguments is None else main(arguments)
         except ValueError as error:
             raise SystemExit(f"error: {error}") from None
         except (RuntimeError, MemoryError) as error:

@@ -21,7 +21,6 @@ ONLY_IF_KNOWN = (
     "training",
     "ema",
     "experts",
-    "served",
     "auto",
     "differences",
     "by_tag",
@@ -77,7 +76,6 @@ class Report:
     step: int | None = None  # of a validation
     training: Training | None = None  # of a validation
     ema: dict | None = None  # of a validation with train.ema: the weights kept, and replayed tau of both
-    served: dict | None = None  # of a validation with validation.served: tau and counters of vLLM on the same prompts
     auto: dict | None = None  # of proposers/auto.py beside: see _auto, scripts/evaluate.py and train/validate.py
     differences: list[dict] = field(default_factory=list)  # greedy answers unlike plain decoding's: prompt, token, gap
     by_tag: dict[str, "Report"] = field(default_factory=dict)  # of the tags that rows of prompts have

@@ -203,14 +203,11 @@ def test_the_page_says_what_the_tables_say(compared):
     data = json.loads(text.split('id="data">')[1].split("</script>")[0])
     table = cells(out, "Comparison")
     assert set(data["reports"]) == {"0", "1"} and set(data["reports"]["0"]) == set(table)
-    shown = re.findall(
-        r"<tr><td class=.whole.>(.+?)</td><td>(0|1)</td><td>(.+?)</td><td class=.whole.>(.*?)</td>", text
-    )
+    shown = re.findall(r"<tr><td>([^<]+)</td><td>(0|1)</td><td>([\d.]+) \((.*?)\)</td>", text)
     assert len(shown) == 2 * len(table)
     for name, temperature, tau, interval in shown:
         assert f"{tau} ({interval})" == table[name][f"tau T={temperature}"]
         assert f"{data['reports'][temperature][name]['tau']:.2f}" == tau
-    assert "no way is faster" in text or "times the tokens a round" in text
     assert len(text) < 1_000_000 and not re.search(r"(src|href)=.http", text)
 
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 import yaml
 
-from scripts import check_engines, compare, evaluate, export, generate, push
+from scripts import compare, evaluate, export, generate, push
 from specdec import checkpoint
 from specdec.core import files
 from specdec.core import hub as names
@@ -128,10 +128,6 @@ def test_a_pushed_head_works_by_name_in_every_script(run, hub, arguments, home, 
     assert f"the checkpoint `{NAME}@{commit}`" in card and "| trained on | rows.jsonl |" in card
     printed, card = dry_run(run, [f"checkpoint={NAME}", "repo=user/second", *common[:2]], tmp_path / "card.md")
     assert f"| command | `{ABOUT['command']}` |" in card  # it is pushed again with the record of its run
-    monkeypatch.setattr(check_engines.llamacpp_client, "ENGINES", tmp_path)
-    (tmp_path / "ready").write_text("")
-    with pytest.raises(ValueError, match=f"record=true writes beside the checkpoint, and {NAME} is on the Hub"):
-        run(check_engines, f"checkpoint={NAME}", "record=true", *common[:2], *prompts)
     assert names.pinned(folder) == f"{NAME}@{commit}"
 
 

@@ -1,4 +1,4 @@
-"""Tests of scripts/serve.py, proxy.py and load_server.py as commands: start, signals, refusals, recording."""
+"""Tests of scripts/serve.py and proxy.py as commands: start, signals, refusals, recording."""
 
 import contextlib
 import json
@@ -13,13 +13,12 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-import load_server
 import proxy
 import serve
 from specdec.core import files
 from specdec.server import traffic
 from specdec.target.model import Target
-from tests.support import ROOT, save_eagle, save_target, write_prompts
+from tests.support import ROOT, save_eagle, save_target
 from tests.warm import start
 
 ADDRESS = r"http://127\.0\.0\.1:\d+"
@@ -96,23 +95,6 @@ def test_sigterm_finishes_what_runs_and_takes_nothing_new(folder):
 
 
 @pytest.mark.slow
-def test_a_load_of_all_kinds_is_answered_and_reported(folder, tmp_path, run_script):
-    write_prompts(tmp_path / "prompts.jsonl", 5)
-    with started(folder) as (_, url):
-        out = run_script(
-            load_server, f"url={url}", f"prompts={tmp_path / 'prompts.jsonl'}", "limit=5", "max_tokens=12", "concurrent=24",
-            "seconds=4", f"out={tmp_path / 'load.json'}",
-        )  # fmt: skip
-    figures = json.loads((tmp_path / "load.json").read_text())
-    assert figures["greedy_answers_other_than_alone"] == 0 and "tokens per second" in out
-    counts = figures["requests"]
-    assert counts["greedy"] > 5 and counts["sampled"] > 2 and counts["left"] > 0
-    assert counts["malformed, refused"] > 0 and not any(
-        name.startswith(("failed", "malformed, not")) for name in counts
-    )
-
-
-@pytest.mark.slow
 def test_the_server_and_a_proxy_before_it_record_the_same(folder, tmp_path):
     serving = started(folder, f"record={tmp_path / 'server'}", "record_tags=a,b")
     with serving as (server, url):
@@ -180,10 +162,3 @@ def test_what_cannot_be_served_is_refused(folder, monkeypatch, run_script):
     refuse("port=70000 must be a whole number from 0 to 65535", "port=70000")
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     refuse(r"pip install '\.\[serve\]'")
-
-
-def test_a_load_needs_a_server(run_script):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    with pytest.raises(ValueError, match="No server answers"):
-        run_script(load_server, f"url=http://127.0.0.1:{port}")

@@ -7,9 +7,10 @@ import hydra
 import pytest
 from omegaconf import OmegaConf
 
+from specdec.core import row_files
 from tests.support import ROOT
 from train.config import RunConfig
-from train.data import reading, row_files
+from train.data import reading
 
 pytestmark = pytest.mark.slow
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from specdec.core import files
-from tests import faults, memory
+from tests import faults
 from tests.support import before_steps, child_environment, losses_of
 from train.answers.resumable import resumable
 from train.features import feature_files
@@ -285,16 +285,3 @@ def test_nothing_is_lost_by_kill_9(tmp_path, monkeypatch, name):
     (tmp_path / "runs").mkdir()
     outcome = faults.measure(work, 2, tmp_path / "runs", faults.random.Random(json.dumps(name)))
     assert outcome.moments == 2 and outcome.lost == ()
-
-
-def test_growth_of_memory_is_measured():
-    """`python -m tests.memory`, on a process that takes 1 MB every 0.05 s."""
-    code = "import time; kept = []\nwhile True: kept.append(bytearray(b'x') * 1_000_000); time.sleep(0.05)"
-    process = subprocess.Popen([sys.executable, "-c", code])
-    try:
-        samples = memory.sample(process, minutes=2 / 60, every=0.05)
-    finally:
-        process.kill()
-        process.wait()
-    assert 5000 < memory.growth(samples) < 80_000  # MB an hour; 72,000 on an idle machine
-    assert memory.growth([(n, 100.0 + (50 if n < 2 else 0)) for n in range(10)]) == pytest.approx(0, abs=1e-6)

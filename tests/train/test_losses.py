@@ -80,7 +80,7 @@ def test_gradients_against_finite_differences(name, width):
 def test_values_by_hand():
     judged = by_hand(token=2, confidence=torch.tensor([0.3], dtype=torch.float64))
     p, q = (1 / 3, 1 / 6, 1 / 2), (1 / 2, 1 / 4, 1 / 4)  # p renormalised on the draft vocabulary
-    kl = lambda law, reference: sum(a * math.log(a / b) for a, b in zip(law, reference))
+    kl = lambda one, two: sum(a * math.log(a / b) for a, b in zip(one, two))
     mean = [(a + b) / 2 for a, b in zip(p, q)]
     overlap, confidence = 0.2 + 0.1 + 0.25, 1 / (1 + math.exp(-0.3))
     expected = {
@@ -101,7 +101,7 @@ def test_values_by_hand():
     assert losses.accept(by_hand(token=0)).item() == 1  # q(x) > p(x)
 
 
-def test_divergences_of_equal_laws_are_zero():
+def test_divergences_of_equal_distributions_are_zero():
     logits = randn(0, 6, 9)
     same = make_judged(logits, logits + 5)
     for name in DIVERGENCES:
@@ -160,7 +160,7 @@ def test_token_outside_the_draft_vocabulary():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", OF_A_SLOT)
 def test_extreme_logits_give_finite_losses_and_gradients(name, dtype):
-    """No inf or nan for one-hot laws, laws that underflow, and a draft vocabulary without any mass of the target."""
+    """No inf or nan for one-hot distributions, those that underflow, and a draft vocabulary without any mass of the target."""
     one_hot = torch.tensor([[0, -1e30, -1e30, -1e30], [-1e30, 0, -1e30, -1e30], [0, 0, 0, 0], [1e4, -1e4, 0, 1e4]])
     far = torch.tensor([[-1e4, -1e4, 0, 200], [0, -1e4, 0, 1e4], [-1e30, -1e30, -1e30, 0]])
     pairs = list(itertools.product(torch.cat([one_hot, far]).to(dtype), repeat=2))
