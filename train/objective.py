@@ -15,7 +15,7 @@ from specdec.unroll.plan import ROUND, Part, Plan, plan
 from specdec.unroll.run import Unrolled, unroll
 from train import losses
 from train.data.rows import Batch, answers
-from train.features.outputs import read
+from train.features.outputs import read_outputs
 from train.losses import LOSSES
 from train.ranges import refuse
 
@@ -187,8 +187,8 @@ class Objective(nn.Module):
         """The outputs of the adapted target, with gradient, and of the original one."""
         target, layers = self.drafter.target, self.drafter.target_layers
         with original_target(target):
-            original = read(target, batch, ())
-        return read(target, batch, layers, gradient=True), original
+            original = read_outputs(target, batch, ())
+        return read_outputs(target, batch, layers, gradient=True), original
 
     def _judge(self, part: Part, batch: Batch, final: Tensor, unrolled: Unrolled, compare: bool) -> Judgement:
         """-> [K, M] each, for the M goals of a part"""

@@ -177,7 +177,7 @@ def test_the_text_of_an_answer_goes_on_from_its_prompt():
         return "".join(words[token] for token in tokens).lstrip()
 
     fake = type("Tokenizer", (), {"decode": staticmethod(decode)})()
-    assert answering.written(fake, [1, 2], set(), before=[0]).text == " two three"
+    assert answering.make_answer(fake, [1, 2], set(), before=[0]).text == " two three"
     streamed = StreamedText(decode, before=[0])
     assert "".join([streamed.add(1), streamed.add(2), streamed.end()]) == " two three"
 
