@@ -25,8 +25,10 @@ from engine_clients import llamacpp_client
 from scripts import get_engines
 from specdec import checkpoint
 from specdec.core import files, hub
-from specdec.export import gguf, medusa, serving, speculators
-from specdec.export import vllm as vllm_export
+from specdec.export.cards import SERVED, SERVED_FIELDS, Provenance
+from specdec.export.engines import ExportForm, make_form
+from specdec.export.folder import write_export
+from specdec.export.layout import draft_from_all
 from specdec.heads.base import Drafter
 from specdec.heads.dflash import BlockDrafter
 from specdec.measuring import served
@@ -35,7 +37,7 @@ from train import progress, tiny_heads
 from train.data import reading
 from train.data import rows as data
 
-FORMATS = {"vllm": vllm_export, "speculators": speculators, "medusa": medusa, "gguf": gguf}
+FORMATS = ("vllm", "speculators", "medusa", "gguf")
 VLLM, LLAMA_CPP = f"vLLM {get_engines.VLLM}", f"llama.cpp, xllamacpp {get_engines.XLLAMACPP}"
 HEADS = sorted({case.head for case in tiny_heads.CASES})
 TOLERANCE = 0.02  # of tau, served against decoded here
@@ -68,7 +70,7 @@ class Head:
     drafter: Drafter
     prompts: list[list[int]]
     stop: set[int]
-    provenance: serving.Provenance
+    provenance: Provenance
 
     @property
     def target(self) -> Target:
@@ -77,9 +79,9 @@ class Head:
 
 def check(head: Head, format_name: str, folder: Path, chosen: Check) -> tuple[dict, served.Agreement]:
     """Exports to `folder` and serves it. -> the row for `out`, and how far the engine and this decoder agree"""
-    form, num = FORMATS[format_name].form(head.drafter), head.provenance.num_drafts
-    serving.write(form, folder, dtype=head.target.dtype, provenance=head.provenance)
-    drafter = serving.whole_vocabulary(head.drafter) if form.whole_vocabulary else head.drafter
+    form, num = make_form(head.drafter, format_name), head.provenance.num_drafts
+    write_export(form, folder, dtype=head.target.dtype, provenance=head.provenance)
+    drafter = draft_from_all(head.drafter) if form.whole_vocabulary else head.drafter
     serve = in_llamacpp if format_name == "gguf" else in_vllm
     engine = serve(head, form, folder, chosen)
     sizes = {"num_drafts": num, "max_new_tokens": chosen.max_new_tokens, "stop": head.stop, "batch": chosen.batch}
@@ -95,19 +97,19 @@ def check(head: Head, format_name: str, folder: Path, chosen: Check) -> tuple[di
         "dtype": chosen.target.dtype_here,
         "max_new_tokens": chosen.max_new_tokens,
         **asdict(agreement),
-        "launch": serving.filled(next(iter(form.engines.values())), "DIR", num),
+        "launch": next(iter(form.launch_lines("DIR", num).values())),
     }
     return row, agreement
 
 
-def in_vllm(head: Head, form: serving.Form, folder: Path, chosen: Check) -> served.Decoding:
+def in_vllm(head: Head, form: ExportForm, folder: Path, chosen: Check) -> served.Decoding:
     return in_vllm_engine.decode(
         head.target.name, form, folder, head.prompts, num_drafts=head.provenance.num_drafts,
         max_new_tokens=chosen.max_new_tokens, stop=head.stop, dtype=chosen.target.dtype_here,
     )  # fmt: skip
 
 
-def in_llamacpp(head: Head, form: serving.Form, folder: Path, chosen: Check) -> served.Decoding:
+def in_llamacpp(head: Head, form: ExportForm, folder: Path, chosen: Check) -> served.Decoding:
     kind, num = form.settings["kind"], head.provenance.num_drafts
     whole, draft = str(folder.with_suffix(".target.gguf")), str(folder.with_suffix(".gguf"))
     llamacpp_client.convert(head.target.name, whole)
@@ -160,7 +162,7 @@ def check_tiny(chosen: Check) -> Iterator[tuple[dict, served.Agreement]]:
             noisy = tiny_heads.perturbed(right, share_right=share_right)
             document = {"_target_": f"specdec.tiny.{type(drafter).__name__}", "versions": {"specdec": "0"},
                         "reads_layers": list(drafter.target_layers)}  # fmt: skip
-            provenance = serving.Provenance("tiny", document, target.name, target.fingerprint(), None, {}, "its own answers",
+            provenance = Provenance("tiny", document, target.name, target.fingerprint(), None, {}, "its own answers",
                                   "other", tiny_heads.NUM_DRAFTS)  # fmt: skip
             for format_name in formats:
                 for kind, each in (("", right), (", noisy", noisy)):
@@ -186,13 +188,11 @@ def check_real(chosen: Check, console: rich.console.Console) -> Iterator[tuple[d
         if depth is not None:
             num = depth if isinstance(loaded.drafter, BlockDrafter) else min(num, depth)
         name = checkpoint.name_of(loaded.folder)
-        provenance = serving.Provenance.read(
-            loaded.folder, target=loaded.target, license="other", data=None, num_drafts=num
-        )
+        provenance = Provenance.read(loaded.folder, target=loaded.target, license="other", data=None, num_drafts=num)
         recorded = dict(provenance.served)
         for format_name in chosen.formats.split(",") if chosen.formats else FORMATS:
             try:
-                FORMATS[format_name].form(loaded.drafter)
+                make_form(loaded.drafter, format_name)
             except ValueError as error:  # the format has no such family
                 console.print(f"{name}, format={format_name}: {error}")
                 continue
@@ -201,8 +201,8 @@ def check_real(chosen: Check, console: rich.console.Console) -> Iterator[tuple[d
                 row, agreement = check(head, format_name, Path(scratch, "head"), chosen)
             row |= {"prompts": Path(chosen.prompts).name, "faithful": abs(agreement.difference) < TOLERANCE}
             if chosen.record:
-                recorded[f"{row['engine']}, format={format_name}"] = {key: row[key] for key in serving.SERVED_FIELDS}
-                files.write_text(loaded.folder / serving.SERVED, json.dumps(recorded, indent=2) + "\n")
+                recorded[f"{row['engine']}, format={format_name}"] = {key: row[key] for key in SERVED_FIELDS}
+                files.write_text(loaded.folder / SERVED, json.dumps(recorded, indent=2) + "\n")
             yield row, agreement
 
 
@@ -210,7 +210,7 @@ def main() -> None:
     chosen = options(Check, __doc__)
     console = progress.Results()
     loading.use_threads()
-    if chosen.formats is not None and not set(chosen.formats.split(",")) <= FORMATS.keys():
+    if chosen.formats is not None and not set(chosen.formats.split(",")) <= set(FORMATS):
         raise ValueError(f"formats={chosen.formats}: engines on a CPU take {', '.join(FORMATS)}.")
     if chosen.only not in (None, *HEADS):
         raise ValueError(f"only={chosen.only}: the tiny heads are {', '.join(HEADS)}.")

@@ -22,7 +22,7 @@ from specdec.core import files, hub, rules
 from specdec.core.sampling import Sampling
 from specdec.core.timing import fastest_batch
 from specdec.decoding.drafting import Drafting
-from specdec.export import serving
+from specdec.export.cards import SERVED
 from specdec.measuring.figures import TAU
 from specdec.measuring.measurement import Prompt, PromptResult, measure
 from specdec.measuring.report import Report, summarise_by_category
@@ -170,7 +170,7 @@ def by_category(report: Report) -> rich.table.Table:
 
 def read_served(folder: Path | None, console: rich.console.Console) -> dict:
     """What scripts/check_engines.py measured with this checkpoint in engines, which is printed; empty if nothing was."""
-    path = folder and folder / serving.SERVED
+    path = folder and folder / SERVED
     served = checkpoint.read_json(path) if path and path.exists() else {}
     for engine, figures in served.items():
         console.print(

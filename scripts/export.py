@@ -6,14 +6,15 @@ transformers, gguf (for llama.cpp's converter), safetensors (this project's own 
 """
 
 from helpers import loading
-from helpers.exports import FORMATS, form_of, provenance_of
 from helpers.options import options, run
 
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from specdec.export import serving
+from specdec.export.cards import Provenance
+from specdec.export.engines import FORMATS, make_form
+from specdec.export.folder import write_export
 from specdec.heads.base import Drafter
 from specdec.heads.medusa import Medusa2
 from specdec.target.adapter import save_merged
@@ -71,24 +72,30 @@ def main() -> None:
             return
     if not isinstance(drafter, Drafter):
         raise ValueError(f"{chosen.checkpoint} is only an adapter of its target: give merged_target=DIR.")
-    form = form_of(drafter, chosen.format)
-    provenance = provenance_of(loaded, drafter.target, chosen)
-    num = serving.num_drafts(form, provenance)
+    form = make_form(drafter, chosen.format)
+    provenance = Provenance.read(
+        loaded.folder,
+        target=drafter.target,
+        license=chosen.license,
+        data=chosen.data or loading.trained_on(loaded.folder),
+        num_drafts=chosen.num_drafts,
+    )
+    num = form.num_drafts(provenance.num_drafts)
     if chosen.num_drafts not in (None, num):
         reason = "a block is drafted whole" if form.whole_block else "it has no more steps"
         raise ValueError(
             f"num_drafts={chosen.num_drafts}: this drafter drafts {num} tokens per round, because {reason}."
         )
     with progress.start("writing the tensors and reading them back"):
-        tensors = serving.write(form, out, dtype=DTYPES[chosen.target.dtype_here], provenance=provenance)
+        tensors = write_export(form, out, dtype=DTYPES[chosen.target.dtype_here], provenance=provenance)
     size = sum(value.numel() * value.element_size() for value in tensors.values())
     print(
         f"written: {out}, {len(tensors)} tensors, {size / 1e6:.1f} MB, checked against the manifest, read back and equal"
     )
-    for engine, line in serving.launch_lines(form, chosen.out, num).items():
+    for engine, line in form.launch_lines(chosen.out, num).items():
         print(f"\n{engine}, {num} drafts a round:\n{line}")
     if form.settings:
-        print(f"\nas a configuration: {json.dumps(serving.settings(form, chosen.out, num))}")
+        print(f"\nas a configuration: {json.dumps(form.settings_for(chosen.out, num))}")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ needs a token that may write: `hf auth login`, or the variable HF_TOKEN.
 """
 
 from helpers import loading
-from helpers.exports import forms_of, provenance_of
 from helpers.options import option, options, run
 
 import json
@@ -15,7 +14,8 @@ from pathlib import Path
 
 from specdec import checkpoint
 from specdec.core import files, hub
-from specdec.export import model_card
+from specdec.export.cards import Provenance, make_hub_card
+from specdec.export.engines import make_forms
 from train.pages import facts
 
 
@@ -84,15 +84,21 @@ def read(folder: Path, document: dict) -> dict[str, Path | bytes]:
 
 def make_card(chosen: Push, loaded: loading.Loaded, target: str) -> str:
     """The model card. target: its name in the card"""
-    provenance = provenance_of(loaded, loaded.target, chosen)
+    provenance = Provenance.read(
+        loaded.folder,
+        target=loaded.target,
+        license=chosen.license,
+        data=chosen.data or loading.trained_on(loaded.folder),
+        num_drafts=chosen.num_drafts,
+    )
     forms = {
         name: replace(
             form, engines={key: line.replace(loaded.target.name, target) for key, line in form.engines.items()}
         )
-        for name, form in forms_of(loaded.drafter).items()
+        for name, form in make_forms(loaded.drafter).items()
         if form.engines
     }
-    return model_card.card(
+    return make_hub_card(
         replace(provenance, target=target, fingerprint=provenance.document["target_fingerprint"]),
         facts.read(loaded.folder),
         forms,

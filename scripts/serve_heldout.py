@@ -16,7 +16,9 @@ from pathlib import Path
 from engine_clients.vllm_client import PYTHON
 from specdec import checkpoint
 from specdec.core import files
-from specdec.export import serving, vllm
+from specdec.export.cards import Provenance
+from specdec.export.engines import make_form
+from specdec.export.folder import write_export
 from specdec.measuring.report import Report
 from specdec.target.model import Target, load_tokenizer
 from train import progress
@@ -51,11 +53,11 @@ def main() -> None:
     found = data.load_prompts(chosen.prompts, tokenizer, split=chosen.split, limit=chosen.limit, thinking=thinking)
     prompts = [prompt.tokens for prompt in found]
     num = chosen.num_drafts if drafter.depth is None else min(chosen.num_drafts, drafter.depth)
-    provenance = serving.Provenance.read(folder, target=target, license="other", data=None, num_drafts=num)
-    form = vllm.form(drafter)
+    provenance = Provenance.read(folder, target=target, license="other", data=None, num_drafts=num)
+    form = make_form(drafter, "vllm")
     with tempfile.TemporaryDirectory() as scratch:
         export = Path(scratch, "head")
-        serving.write(form, export, dtype=target.dtype, provenance=provenance)
+        write_export(form, export, dtype=target.dtype, provenance=provenance)
         with progress.start("decoding in vLLM"):
             found = in_vllm.decode(
                 name, form, export, prompts, num_drafts=num, max_new_tokens=chosen.max_new_tokens, python=chosen.python,

@@ -1,6 +1,5 @@
 """Helpers for tests of exported and published folders. tests/reference.py reads such folders independently."""
 
-import importlib
 import json
 from functools import partial
 from pathlib import Path
@@ -11,8 +10,9 @@ import torch
 from hydra.utils import instantiate
 
 from specdec import checkpoint
-from specdec.export import serving
-from specdec.export.layouts import folder as layouts
+from specdec.export.cards import Provenance
+from specdec.export.engines import ExportForm, make_form
+from specdec.export.folder import read_published, write_export
 from tests import reference
 from tests.loops import follow
 from tests.support import load_head, make_drafter, random_tokens
@@ -47,11 +47,7 @@ def make_exact(target, head: str, reduced: bool = False, arguments: dict | None 
     return make_drafter(target, head, reduced, {**(arguments or {}), "_convert_": "all"}).float().double()
 
 
-def make_form(drafter, form: str):
-    return importlib.import_module(f"specdec.export.{form}").form(drafter)
-
-
-def make_provenance(drafter, **changes) -> serving.Provenance:
+def make_provenance(drafter, **changes) -> Provenance:
     document = {
         "_target_": f"specdec.heads.{type(drafter).__name__}",
         "versions": {"specdec": "1"},
@@ -59,12 +55,12 @@ def make_provenance(drafter, **changes) -> serving.Provenance:
     }
     fields = {"source": "run/step", "document": document, "target": "tiny", "fingerprint": "f00", "report": None,
              "served": {}, "data": "rows", "license": "mit", "num_drafts": 3, **changes}  # fmt: skip
-    return serving.Provenance(**fields)
+    return Provenance(**fields)
 
 
-def export(drafter, form: str, out: Path, *, dtype=torch.float64) -> serving.Form:
+def export(drafter, form: str, out: Path, *, dtype=torch.float64) -> ExportForm:
     exported_form = make_form(drafter, form)
-    serving.write(exported_form, out, dtype=dtype, provenance=make_provenance(drafter))
+    write_export(exported_form, out, dtype=dtype, provenance=make_provenance(drafter))
     return exported_form
 
 
@@ -103,7 +99,7 @@ def with_vocabularies(cases: list[tuple]) -> list[tuple]:
 
 
 def bring_in(path: Path, target):
-    spec, tensors = layouts.read(path, target)
+    spec, tensors = read_published(path, target)
     return checkpoint.build(json.loads(json.dumps(spec)), tensors, target)
 
 
@@ -147,4 +143,4 @@ def rewrite(path: Path, *, tensors=None, **config) -> None:
 def refuse(path: Path, target, message: str) -> None:
     """Asserts that the folder is not read as a head of the target. message: an expression that the error matches"""
     with pytest.raises(ValueError, match=message):
-        layouts.read(path, target)
+        read_published(path, target)

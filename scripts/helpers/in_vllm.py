@@ -5,8 +5,8 @@ from pathlib import Path
 import torch
 
 from engine_clients import vllm_client
-from specdec.export import serving
-from specdec.export.layouts.mtp import OVERRIDE
+from specdec.export.engines import ExportForm
+from specdec.export.mtp import OVERRIDE
 from specdec.measuring import served
 
 
@@ -24,7 +24,7 @@ def start(target: str, settings: dict | None, *, longest: int, **given) -> vllm_
 
 def decode(
     target: str,
-    form: serving.Form,
+    form: ExportForm,
     folder: Path,
     prompts: list[list[int]],
     *,
@@ -34,8 +34,8 @@ def decode(
     dtype: str,
     python: str = vllm_client.PYTHON,
 ) -> served.Decoding:
-    """What vLLM does with the export in `folder`, which `serving.write` made of `form`. target: folder or Hub name"""
-    settings = serving.settings(form, str(folder), num_drafts)
+    """What vLLM does with the export in `folder`, which `write_export` made of `form`. target: folder or Hub name"""
+    settings = form.settings_for(str(folder), num_drafts)
     longest = max(map(len, prompts)) + max_new_tokens + num_drafts + 9
     with start(target, settings, longest=longest, dtype=dtype, python=python) as engine:
         reply = engine.generate(prompts, max_new_tokens, stop)

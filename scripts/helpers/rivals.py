@@ -18,9 +18,9 @@ import torch
 from engine_clients import llamacpp_client, vllm_client
 from engine_clients.llamacpp_client import LlamaCpp
 from engine_clients.vllm_client import Vllm
-from specdec.export import gguf as gguf_export
-from specdec.export import serving
-from specdec.export import vllm as vllm_export
+from specdec.export.cards import Provenance
+from specdec.export.engines import ExportForm, make_form
+from specdec.export.folder import write_export
 from specdec.heads.dflash import BlockDrafter
 from specdec.heads.draft import Draft
 from specdec.measuring.benchmark import Timed, TimedModel
@@ -209,12 +209,12 @@ def numbers(run: loading.Run, lengths: list[int]) -> list[int]:
     return list(dict.fromkeys(min(length, depth or length) for length in lengths))
 
 
-def written(setting: Setting, run: loading.Run, form: serving.Form, num: int, engine: str) -> Path:
+def written(setting: Setting, run: loading.Run, form: ExportForm, num: int, engine: str) -> Path:
     """The folder of a checkpoint's export."""
     folder = setting.folder / f"{run.name.replace('/', '-')}-{engine}-{num}"
     target = setting.opened.target
-    provenance = serving.Provenance.read(run.folder, target=target, license="other", data=None, num_drafts=num)
-    serving.write(form, folder, dtype=target.dtype, provenance=provenance)
+    provenance = Provenance.read(run.folder, target=target, license="other", data=None, num_drafts=num)
+    write_export(form, folder, dtype=target.dtype, provenance=provenance)
     return folder
 
 
@@ -252,7 +252,7 @@ def in_llamacpp(setting: Setting) -> dict[str, Rival]:
         return TimedEngine(lambda: start(**given), answer, setting.max_new_tokens, remembers=remembers)
 
     def with_head(run: loading.Run, num: int) -> TimedEngine:
-        form = gguf_export.form(run.drafter)
+        form = make_form(run.drafter, "gguf")
         folder, kind = written(setting, run, form, num, "gguf"), form.settings["kind"]
         draft = f"{folder}.gguf"
         llamacpp_client.convert(str(folder), draft, target=None if kind == "simple" else target, outtype=outtype)
@@ -293,8 +293,8 @@ def in_vllms(setting: Setting) -> dict[str, Rival]:
         return timed(lambda: in_vllm.start(target.name, settings, longest=longest, **common))
 
     def with_head(run: loading.Run, num: int) -> TimedEngine:
-        form = vllm_export.form(run.drafter)
-        settings = serving.settings(form, str(written(setting, run, form, num, "vllm")), num)
+        form = make_form(run.drafter, "vllm")
+        settings = form.settings_for(str(written(setting, run, form, num, "vllm")), num)
         return timed(lambda: in_vllm.start(target.name, settings, longest=setting.longest + num + 9, **common))
 
     plain = "vLLM, plain"

@@ -4,7 +4,6 @@ train/in_vllm/draft_folder.py runs in the server and has the routes; docs/adapti
 """
 
 from helpers import loading
-from helpers.exports import form_of
 
 import hashlib
 from dataclasses import dataclass
@@ -14,7 +13,9 @@ import httpx
 
 from specdec import checkpoint
 from specdec.core import loopback
-from specdec.export import serving
+from specdec.export.cards import Provenance
+from specdec.export.engines import make_form
+from specdec.export.folder import write_export
 from specdec.heads.base import Drafter
 
 FORMAT = "vllm"
@@ -78,6 +79,6 @@ def export(head: Path, out: Path, target: loading.TargetOptions) -> None:
     loaded = loading.load(str(head), target)
     if not isinstance(loaded.drafter, Drafter):
         raise ValueError(f"{head} is only an adapter of its target: vLLM has no such drafters.")
-    form = form_of(loaded.drafter, FORMAT)
-    provenance = serving.Provenance.read(head, target=loaded.target, license="other", data=None, num_drafts=None)
-    serving.write(form, out, dtype=loaded.target.dtype, provenance=provenance)
+    form = make_form(loaded.drafter, FORMAT)
+    provenance = Provenance.read(head, target=loaded.target, license="other", data=None, num_drafts=None)
+    write_export(form, out, dtype=loaded.target.dtype, provenance=provenance)

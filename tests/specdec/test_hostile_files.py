@@ -12,7 +12,7 @@ import torch
 
 from specdec import checkpoint
 from specdec.core import untrusted
-from specdec.export.layouts import folder as layouts
+from specdec.export.folder import read_published
 from specdec.heads.draft import Draft
 from specdec.heads.eagle import Eagle, Eagle3
 from specdec.heads.medusa import Medusa
@@ -225,7 +225,7 @@ def published(tmp_path):
 
 def refused(folder: Path, target: Target, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        layouts.read(folder, target)
+        read_published(folder, target)
 
 
 @pytest.mark.parametrize("legacy", [False, True])

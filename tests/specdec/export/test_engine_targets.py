@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from specdec.export import engine_targets
+from specdec.export.engines import SOURCES, check_target
 from specdec.heads.dflash import BlockDrafter
 from specdec.heads.draft import Draft
 from specdec.heads.eagle import Eagle, Eagle3
@@ -29,10 +29,10 @@ def target_of(family: str, *, recurrent: bool = False, plain: bool = True, bias:
     )
 
 
-@pytest.mark.parametrize("engine", engine_targets.SOURCES)
+@pytest.mark.parametrize("engine", SOURCES)
 @pytest.mark.parametrize("kind", ["states", "last", "draft"])
 def test_every_engine_has_llama_targets(engine, kind):
-    assert engine_targets.notes(engine, kind, target_of("llama")) == ()
+    assert check_target(engine, kind, target_of("llama")) == ()
 
 
 @pytest.mark.parametrize(
@@ -48,21 +48,21 @@ def test_pairs_that_no_engine_loads_are_refused(engine, kind, family, recurrent)
     with pytest.raises(
         ValueError, match=rf"{engine} does not serve .* {family} target .* It does with .*llama.*safetensors"
     ):
-        engine_targets.notes(engine, kind, target_of(family, recurrent=recurrent))
+        check_target(engine, kind, target_of(family, recurrent=recurrent))
 
 
 def test_pairs_that_may_load_get_a_note():
-    (note,) = engine_targets.notes("vLLM", "states", target_of("mixtral"))
+    (note,) = check_target("vLLM", "states", target_of("mixtral"))
     assert "Not known to load" in note and "--model-impl transformers" in note
-    assert "Not known to load" in engine_targets.notes("llama.cpp", "states", target_of("qwen2"))[0]
-    assert "recurrent layers" in engine_targets.notes("vLLM", "states", target_of("qwen3_next", recurrent=True))[0]
-    assert engine_targets.notes("vLLM", "draft", target_of("mamba", recurrent=True)) != ()
+    assert "Not known to load" in check_target("llama.cpp", "states", target_of("qwen2"))[0]
+    assert "recurrent layers" in check_target("vLLM", "states", target_of("qwen3_next", recurrent=True))[0]
+    assert check_target("vLLM", "draft", target_of("mamba", recurrent=True)) != ()
 
 
 def test_what_surrounds_the_lm_head_is_noted_for_heads_only():
     for target, words in ((target_of("llama", plain=False), "draft greedily"), (target_of("llama", bias=True), "bias")):
-        assert any(words in note for note in engine_targets.notes("vLLM", "last", target))
-        assert engine_targets.notes("vLLM", "draft", target) == ()
+        assert any(words in note for note in check_target("vLLM", "last", target))
+        assert check_target("vLLM", "draft", target) == ()
 
 
 def make(family: str, **fields) -> Target:

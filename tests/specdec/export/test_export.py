@@ -6,7 +6,8 @@ import json
 import pytest
 import torch
 
-from specdec.export import serving
+from specdec.export.cards import make_card
+from specdec.export.folder import write_export
 from specdec.measuring.report import Report
 from tests import reference
 from tests.exports import (
@@ -243,7 +244,7 @@ def test_the_card_states_provenance_figures_and_commands(target, tmp_path, form)
         num_drafts=2,
     )
     out = tmp_path / "out"
-    serving.write(engine_form, out, dtype=torch.float32, provenance=provenance)
+    write_export(engine_form, out, dtype=torch.float32, provenance=provenance)
     card = (out / "README.md").read_text()
     for text in ("license: apache-2.0", "base_model: tiny", "answers.jsonl", "fingerprint f00", "| hidden states read | 2, 4, 5 |",
                  "run/step", "8 prompts, temperature 0, chain of 3 | 1.50 (1.25 .. 1.75)", "| vLLM 0.32.0 | the same | 1.900 (-5.0 %) |",
@@ -256,21 +257,21 @@ def test_the_card_states_provenance_figures_and_commands(target, tmp_path, form)
     )
     for line in engine_form.engines.values():
         assert line.replace("<out>", str(out)).replace("<num>", "2").replace("<num+1>", "3") in card
-    assert serving.settings(engine_form, "DIR", 2).get("model", "DIR") == "DIR"
+    assert engine_form.settings_for("DIR", 2).get("model", "DIR") == "DIR"
 
 
 def test_the_card_states_missing_measurements_and_differences(target):
     drafter = make_exact(target, "mtp", True, {"zero_first": False})
     form = make_form(drafter, "vllm")
-    card = serving.card(form, make_provenance(drafter), "DIR", torch.float32)
+    card = make_card(form, make_provenance(drafter), "DIR", torch.float32)
     assert "Not measured." in card and "from a reduced vocabulary and this engine from the whole one" in card
     assert "first row of a prompt" in card and "--hf-overrides" in card
     assert '"method": "mtp", "model": "DIR", "num_speculative_tokens": 3' in card
     longer = make_exact(target, "medusa")
-    assert serving.num_drafts(make_form(longer, "vllm"), make_provenance(longer, num_drafts=9)) == 4
+    assert make_form(longer, "vllm").num_drafts(9) == 4
 
 
 def test_block_drafters_draft_the_whole_block(target):
     drafter = make_exact(target, "dflash", False)
     for name in ("vllm", "speculators", "gguf"):
-        assert serving.num_drafts(make_form(drafter, name), make_provenance(drafter, num_drafts=1)) == drafter.depth
+        assert make_form(drafter, name).num_drafts(1) == drafter.depth

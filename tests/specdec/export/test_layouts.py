@@ -5,8 +5,9 @@ import dataclasses
 import pytest
 import torch
 
-from specdec.export import serving
-from specdec.export.layouts.eagle import shapes3
+from specdec.export.eagle import shapes3
+from specdec.export.folder import write_export
+from specdec.export.layout import draft_from_all
 from tests import reference
 from tests.exports import (
     ALL_NORMS,
@@ -81,9 +82,7 @@ def test_engines_draw_the_same_drafts(target, tmp_path, head, arguments, form, r
     drafter = make_exact(target, head, reduced, arguments)
     exported = export(drafter, form, tmp_path / "out")
     assert not (exported.whole_vocabulary and not reduced)
-    assert_same_drafts(
-        tmp_path / "out", reader, serving.whole_vocabulary(drafter) if exported.whole_vocabulary else drafter
-    )
+    assert_same_drafts(tmp_path / "out", reader, draft_from_all(drafter) if exported.whole_vocabulary else drafter)
 
 
 def test_engines_that_blank_position_0_draw_other_drafts(target, tmp_path):
@@ -167,7 +166,7 @@ def test_a_mistake_in_a_layout_is_named_and_nothing_is_written(target, tmp_path,
     if "config" in change and "draft_vocab_size" in change["config"]:
         layout = dataclasses.replace(layout, shapes=shapes3(layout.config))
     with pytest.raises(ValueError, match=message):
-        serving.write(dataclasses.replace(form, layout=layout), tmp_path / "out", dtype=torch.float32,
+        write_export(dataclasses.replace(form, layout=layout), tmp_path / "out", dtype=torch.float32,
                       provenance=make_provenance(drafter))  # fmt: skip
     assert list(tmp_path.iterdir()) == []
 
@@ -185,6 +184,6 @@ def test_a_failure_while_writing_leaves_nothing(target, tmp_path):
         raise OSError("no space left on device")
 
     with pytest.raises(ValueError, match="Free some disk space"):
-        serving.write(dataclasses.replace(form, more=full), tmp_path / "out", dtype=torch.float32,
+        write_export(dataclasses.replace(form, more=full), tmp_path / "out", dtype=torch.float32,
                       provenance=make_provenance(make_exact(target, "eagle")))  # fmt: skip
     assert list(tmp_path.iterdir()) == []

@@ -9,7 +9,7 @@ import safetensors.torch
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from specdec.export import serving
+from specdec.export.layout import draft_from_all
 from specdec.target.model import Target
 from tests import reference
 from tests.exports import (
@@ -93,7 +93,7 @@ def test_import_gives_what_was_exported(target, tmp_path, head, arguments, form,
     exported = export(drafter, form, tmp_path / "out")
     keeps_vocabulary = not exported.whole_vocabulary or (tmp_path / "out" / "token_map.pt").exists()
     imported = bring_in(tmp_path / "out", target)
-    assert_equal_drafters(imported, drafter if keeps_vocabulary else serving.whole_vocabulary(drafter))
+    assert_equal_drafters(imported, drafter if keeps_vocabulary else draft_from_all(drafter))
 
 
 def test_import_of_sharded_weights(target, tmp_path):
