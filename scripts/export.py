@@ -6,7 +6,7 @@ transformers, gguf (for llama.cpp's converter), safetensors (this project's own 
 """
 
 from helpers import loading
-from helpers.options import options, run
+from helpers.options import option, options, run
 
 import json
 from dataclasses import dataclass, field
@@ -26,17 +26,14 @@ from train import progress
 class Export:
     checkpoint: str = field(metadata={"help": loading.CHECKPOINT})
     out: str = field(metadata={"help": "folder to make", "folder": True})
-    format: str = field(default="safetensors", metadata={"help": f"one of {', '.join(FORMATS)}"})
-    num_drafts: int | None = field(
-        default=None,
-        metadata={"help": "drafts per round in the launch lines; null: the fastest by the checkpoint's report"},
+    format: str = option("safetensors", f"one of {', '.join(FORMATS)}")
+    num_drafts: int | None = option(
+        None, "drafts per round in the launch lines; null: the fastest by the checkpoint's report"
     )
-    license: str = field(default="other", metadata={"help": "licence of the weights, for the model card"})
-    data: str | None = field(
-        default=None, metadata={"help": "training data, for the model card; null: from the run's config.yaml"}
-    )
-    merged_target: str | None = field(
-        default=None, metadata={"help": "for a head that adapts its target (medusa2): folder for the adapted model"}
+    license: str = option("other", "licence of the weights, for the model card")
+    data: str | None = option(None, "training data, for the model card; null: from the run's config.yaml")
+    merged_target: str | None = option(
+        None, "for a head that adapts its target (medusa2): folder for the adapted model"
     )
     target: loading.TargetOptions = field(default_factory=lambda: loading.TargetOptions(dtype="bfloat16"))
 
@@ -73,12 +70,9 @@ def main() -> None:
     if not isinstance(drafter, Drafter):
         raise ValueError(f"{chosen.checkpoint} is only an adapter of its target: give merged_target=DIR.")
     form = make_form(drafter, chosen.format)
+    data = chosen.data or loading.trained_on(loaded.folder)
     provenance = Provenance.read(
-        loaded.folder,
-        target=drafter.target,
-        license=chosen.license,
-        data=chosen.data or loading.trained_on(loaded.folder),
-        num_drafts=chosen.num_drafts,
+        loaded.folder, target=drafter.target, license=chosen.license, data=data, num_drafts=chosen.num_drafts
     )
     num = form.num_drafts(provenance.num_drafts)
     if chosen.num_drafts not in (None, num):

@@ -84,20 +84,15 @@ def read(folder: Path, document: dict) -> dict[str, Path | bytes]:
 
 def make_card(chosen: Push, loaded: loading.Loaded, target: str) -> str:
     """The model card. target: its name in the card"""
+    data = chosen.data or loading.trained_on(loaded.folder)
     provenance = Provenance.read(
-        loaded.folder,
-        target=loaded.target,
-        license=chosen.license,
-        data=chosen.data or loading.trained_on(loaded.folder),
-        num_drafts=chosen.num_drafts,
+        loaded.folder, target=loaded.target, license=chosen.license, data=data, num_drafts=chosen.num_drafts
     )
-    forms = {
-        name: replace(
-            form, engines={key: line.replace(loaded.target.name, target) for key, line in form.engines.items()}
-        )
-        for name, form in make_forms(loaded.drafter).items()
-        if form.engines
-    }
+    forms = {}
+    for name, form in make_forms(loaded.drafter).items():
+        if form.engines:
+            lines = {engine: line.replace(loaded.target.name, target) for engine, line in form.engines.items()}
+            forms[name] = replace(form, engines=lines)
     return make_hub_card(
         replace(provenance, target=target, fingerprint=provenance.document["target_fingerprint"]),
         facts.read(loaded.folder),
