@@ -18,21 +18,11 @@ from tests.loops import follow
 from tests.support import load_head, make_drafter, random_tokens
 
 TOKENS = 1 + torch.tensor(random_tokens(3, 16, 60))  # without token 0, which DSpark uses as its mask
-
-
 DEPTH = 4
-
-
 SLOTS = (1, 2, 9)
-
-
 # A Speculators container has norm_features (fc_norm) or norm_before_fc, not both
 CONTAINED = {"norm_features": True, "norm_output": True, "norm_before_residual": True}
-
-
 ALL_NORMS = {"norm_features": True, "norm_output": True, "norm_before_fc": True, "norm_before_residual": True}
-
-
 OTHER_BLOCK = {
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
@@ -80,22 +70,21 @@ def assert_same_drafts(path: Path, reader, drafter, *, slots=SLOTS) -> None:
 
 
 SGLANG1, SAFEAILAB1 = (partial(reference.eagle1, engine=engine) for engine in ("sglang", "safeailab"))
-
-
 SGLANG3 = partial(reference.eagle3, engine="sglang")
-
-
 UNBLANKED = partial(reference.mtp, blank=False)
-
-
 REFERENCE_MEDUSA = partial(reference.medusa, engine="reference")
 
 
-def with_vocabularies(cases: list[tuple]) -> list[tuple]:
-    """Each case with the whole vocabulary and with a reduced one; own LM heads of Medusa have the whole one only."""
-    return [
-        (*case, reduced) for case in cases for reduced in (False, True) if not (reduced and "own_output" in case[1])
-    ]
+def assert_equal_drafters(drafter, expected) -> None:
+    """Asserts that two heads have the same class, tensors and settings."""
+    assert type(drafter) is type(expected)
+    tensors, wanted = drafter.state_dict(), expected.state_dict()
+    assert tensors.keys() == wanted.keys() and all(torch.equal(tensors[name], wanted[name]) for name in wanted)
+    for name in ("target_layers", "depth", "norm_output", "norm_before_residual", "attention_bias", "num_drafts",
+                 "anchor_predicts", "confident", "windows", "window_causal"):  # fmt: skip
+        assert getattr(drafter, name, None) == getattr(expected, name, None), name
+    if hasattr(expected, "config"):
+        assert drafter.config.to_dict() == expected.config.to_dict()
 
 
 def bring_in(path: Path, target):
