@@ -184,9 +184,7 @@ def read_block_drafter(
     vocab = None
     if "d2t" in tensors:
         vocab = layout.check_vocab(tensors["d2t"], tensors.get("t2d"))
-    layout.drop_copy(
-        tensors, "lm_head.weight", target.lm_head.weight if vocab is None else target.lm_head.weight[vocab]
-    )
+    layout.drop_copy(tensors, "lm_head.weight", layout.lm_head_rows(target, vocab))
     wanted = shapes(config, len(layers))
     wanted.pop("lm_head.weight", None)
     if has_markov:

@@ -250,5 +250,4 @@ def _borrows_lm_head(weight: Tensor, vocab: Tensor | None, target: Target) -> bo
     """Whether a head has the target's own LM head [W, D], to the last bit, so that it need not be kept. vocab [W]; None: all"""
     if target.lm_head.bias is not None or not target.shape_logits.plain:
         return False
-    original = target.lm_head.weight if vocab is None else target.lm_head.weight[vocab]
-    return torch.equal(weight, original.to(weight))
+    return torch.equal(weight, layout.lm_head_rows(target, vocab).to(weight))

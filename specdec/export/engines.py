@@ -1,20 +1,11 @@
-"""Which engine takes which head in which form: one table, the launch lines, what engines lack, and the targets that they have.
+"""Which engine takes which head in which form: one table, the launch lines, what engines lack, and the targets that they have."""
 
-format        read by                                              sections of docs/file-formats.md
-vllm          vLLM 0.32                                            3 to 10
-sglang        SGLang 0.5; written from its source, not run         4, 5, 9
-speculators   Speculators 0.9 and vLLM                             11
-eagle         SafeAILab's code                                     4, 5
-medusa        the reference code, vLLM and TGI                     7
-gguf          llama.cpp's converter                                3, 5, 10
-transformers  `generate(assistant_model=...)`                      3
-safetensors   other readers: any head under this project's names   2
-"""
-
+import contextlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from specdec.export import block_drafter, eagle, medusa, mtp
 from specdec.export.draft import language_model
@@ -28,49 +19,111 @@ from specdec.heads.medusa import Medusa, Medusa2
 from specdec.heads.mtp import MTP
 from specdec.target.model import Target
 
-# By format: the kinds of heads that it takes, with the name that the engine has for each of them
-METHODS = {
-    "eagle": {"eagle": "False", "eagle3": "True", "peagle": "True"},  # whether it is EAGLE-3
-    "gguf": {"eagle3": "eagle3", "peagle": "eagle3", "dflash": "dflash", "dspark": "dspark", "draft": "simple"},
-    "medusa": {"medusa": "medusa"},
-    "safetensors": {},
-    "sglang": {"eagle": "EAGLE", "eagle3": "EAGLE3", "peagle": "EAGLE3", "mtp": "EAGLE", "draft": "STANDALONE"},
-    "speculators": {"eagle3": "eagle3", "peagle": "eagle3", "dflash": "dflash", "dspark": "dspark"},
-    "transformers": {"draft": "draft"},
-    "vllm": {"eagle": "eagle", "eagle3": "eagle3", "peagle": "eagle3", "medusa": "medusa", "mtp": "mtp", "dflash": "dflash",
-             "dspark": "dspark", "draft": "draft_model"},
+
+@dataclass(frozen=True)
+class EngineFormat:
+    """How engines read heads in one format of scripts/export.py.
+
+    takes: the kinds of heads (`kind_of`), with the engine's own name for each
+    lines: by engine how it is launched, as in `ExportForm.engines`; {target}, {method} (of `takes`), {settings} and {more} are filled in
+    refusal: for other kinds; {head} and {family} are filled in
+    engine: of SOURCES below, whose targets are known; settings: as in `ExportForm`, with <method>
+    whole: kinds that the engine lets draft from all tokens, whatever the checkpoint's draft vocabulary
+    lacks: switches of EAGLE-3 that the engine ignores; architecture: its name for EAGLE-1
+    """
+
+    takes: dict[str, str]
+    lines: dict[str, str]
+    refusal: str = ""
+    engine: str | None = None
+    settings: dict[str, str] = field(default_factory=dict)
+    whole: tuple[str, ...] = ()
+    lacks: tuple[str, ...] | None = None
+    architecture: str = ""
+
+
+VLLM_SETTINGS = {"method": "<method>", "model": "<out>", "num_speculative_tokens": "<num>"}
+FORMATS = {
+    "eagle": EngineFormat(  # SafeAILab's code, which is told whether it is EAGLE-3; docs/file-formats.md, sections 4 and 5
+        takes={"eagle": "False", "eagle3": "True", "peagle": "True"},
+        lines={
+            "SafeAILab/EAGLE": "EaModel.from_pretrained(base_model_path='{target}', ea_model_path='<out>', use_eagle3={method})"
+        },
+        refusal="format=eagle is for EAGLE-1 and EAGLE-3 heads, not for {head}: try format=vllm.",
+        engine="SafeAILab's code",
+        whole=("eagle",),
+        lacks=("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual"),
+        architecture="LlamaForCausalLM",
+    ),
+    "gguf": EngineFormat(  # llama.cpp's converter; sections 3, 5 and 10
+        takes={"eagle3": "eagle3", "peagle": "eagle3", "dflash": "dflash", "dspark": "dspark", "draft": "simple"},
+        lines={
+            "llama.cpp": "python convert_hf_to_gguf.py <out> --outtype bf16 --outfile <out>.gguf{more}\n"
+            "python convert_hf_to_gguf.py {target} --outtype bf16 --outfile target.gguf\n"
+            "llama-server -m target.gguf -md <out>.gguf --spec-type draft-{method} --spec-draft-n-max <num> --spec-draft-p-min 0"
+        },
+        refusal="llama.cpp cannot run {head} with a {family} target. It serves EAGLE-3, DFlash and DSpark heads and draft models.",
+        engine="llama.cpp",
+        settings={"kind": "<method>", "num": "<num>"},
+        whole=("dflash", "draft"),
+        lacks=("fc_norm", "norm_output"),
+    ),
+    "medusa": EngineFormat(  # the reference code, vLLM and TGI; section 7
+        takes={"medusa": "medusa"},
+        lines={"FasterDecoding/Medusa": "MedusaModel.from_pretrained('<out>')"},
+        refusal="format=medusa is for Medusa heads, not for {head}: try format=vllm.",
+        settings=VLLM_SETTINGS,
+        whole=("medusa",),
+    ),
+    "safetensors": EngineFormat(takes={}, lines={}),  # any head, under this project's own names, for other readers
+    "sglang": EngineFormat(  # SGLang 0.5, written from its source; sections 4, 5 and 9
+        takes={"eagle": "EAGLE", "eagle3": "EAGLE3", "peagle": "EAGLE3", "mtp": "EAGLE", "draft": "STANDALONE"},
+        lines={
+            "SGLang": "python -m sglang.launch_server --model {target} --speculative-algorithm {method} "
+            "--speculative-draft-model-path <out> --speculative-num-steps <num> --speculative-eagle-topk 1 "
+            "--speculative-num-draft-tokens <num+1>{more}"
+        },
+        refusal="SGLang cannot run {head}. It serves EAGLE-1 and EAGLE-3 heads, MTP heads of one module and draft models.",
+        engine="SGLang",
+        whole=("mtp", "draft"),
+        lacks=("norm_before_residual",),
+        architecture="LlamaForCausalLMEagle",
+    ),
+    "speculators": EngineFormat(  # Speculators 0.9 and vLLM; section 11
+        takes={"eagle3": "eagle3", "peagle": "eagle3", "dflash": "dflash", "dspark": "dspark"},
+        lines={
+            "vLLM": "vllm serve {target} --speculative-config '{settings}'",
+            "vLLM, with the target named in config.json": "vllm serve <out>",
+            "Speculators": "SpeculatorModel.from_pretrained('<out>')",
+        },
+        refusal="The Speculators container has no place for {head}, or vLLM has no loader for it. Take format=vllm, or train "
+        "an EAGLE-3 head.",
+        engine="vLLM",
+        settings=VLLM_SETTINGS,
+    ),
+    "transformers": EngineFormat(  # section 3
+        takes={"draft": "draft"},
+        lines={
+            "transformers": "model.generate(**inputs, assistant_model=AutoModelForCausalLM.from_pretrained('<out>'), "
+            "num_assistant_tokens=<num>, num_assistant_tokens_schedule='constant', assistant_confidence_threshold=0)"
+        },
+        refusal="format=transformers is for draft models, and {head} is not a language model. In transformers it runs by "
+        "model.generate(..., custom_generate=Speculative(CHECKPOINT)); for servers take format=vllm.",
+        whole=("draft",),
+    ),
+    "vllm": EngineFormat(  # vLLM 0.32; sections 3 to 10
+        takes={"eagle": "eagle", "eagle3": "eagle3", "peagle": "eagle3", "medusa": "medusa", "mtp": "mtp",
+               "dflash": "dflash", "dspark": "dspark", "draft": "draft_model"},
+        lines={"vLLM": "vllm serve {target} --speculative-config '{settings}'{more}"},
+        refusal="vLLM cannot run {head}. It serves EAGLE-1, EAGLE-3, P-EAGLE and Medusa heads, MTP heads of one module, block "
+        "drafters and draft models.",
+        engine="vLLM",
+        settings=VLLM_SETTINGS,
+        whole=("eagle", "medusa", "mtp", "draft"),
+        architecture="EagleLlamaForCausalLM",
+    ),
 }  # fmt: skip
-FORMATS = tuple(METHODS)
-# Kinds that the engine lets draft from all tokens, whatever the checkpoint's draft vocabulary
-WHOLE = {
-    "eagle": ("eagle",),
-    "gguf": ("dflash", "draft"),
-    "medusa": ("medusa",),
-    "sglang": ("mtp", "draft"),
-    "transformers": ("draft",),
-    "vllm": ("eagle", "medusa", "mtp", "draft"),
-}
-ENGINES = {"vllm": "vLLM", "speculators": "vLLM", "sglang": "SGLang", "gguf": "llama.cpp", "eagle": "SafeAILab's code"}
-ARCHITECTURES = {"vllm": "EagleLlamaForCausalLM", "sglang": "LlamaForCausalLMEagle", "eagle": "LlamaForCausalLM"}
-# Switches of EAGLE-3 that the engine ignores
-LACKS = {
-    "sglang": ("norm_before_residual",),
-    "gguf": ("fc_norm", "norm_output"),
-    "eagle": ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual"),
-}
 ROPES = ("default", "linear", "dynamic")  # of SafeAILab's code
-REFUSALS = {
-    "eagle": "format=eagle is for EAGLE-1 and EAGLE-3 heads, not for {head}: try format=vllm.",
-    "gguf": "llama.cpp cannot run {head} with a {family} target. It serves EAGLE-3, DFlash and DSpark heads and draft models.",
-    "medusa": "format=medusa is for Medusa heads, not for {head}: try format=vllm.",
-    "sglang": "SGLang cannot run {head}. It serves EAGLE-1 and EAGLE-3 heads, MTP heads of one module and draft models.",
-    "speculators": "The Speculators container has no place for {head}, or vLLM has no loader for it. Take format=vllm, or train "
-    "an EAGLE-3 head.",
-    "transformers": "format=transformers is for draft models, and {head} is not a language model. In transformers it runs by "
-    "model.generate(..., custom_generate=Speculative(CHECKPOINT)); for servers take format=vllm.",
-    "vllm": "vLLM cannot run {head}. It serves EAGLE-1, EAGLE-3, P-EAGLE and Medusa heads, MTP heads of one module, block drafters "
-    "and draft models.",
-}
 NO_MASK = (
     "SGLang reads the mask's embedding from the target's own rows and has no place for the trained one: take format=vllm or "
     "gguf, or train an EAGLE-3 head."
@@ -151,55 +204,56 @@ def make_form(drafter: Drafter, name: str) -> ExportForm:
     """The form of a head in a format of FORMATS. Raises ValueError, with the closest form that works, if it has none."""
     if name == "safetensors":
         return ExportForm(plain_layout(drafter), engines={})
-    kind, target = kind_of(drafter), drafter.target
-    if kind == "medusa2" and name in ("vllm", "medusa"):
+    kind, target, about = kind_of(drafter), drafter.target, FORMATS[name]
+    if kind == "medusa2" and "medusa" in about.takes:
         raise ValueError(medusa.ADAPTED)
     if isinstance(drafter, BlockDrafter) and name == "sglang":
         raise ValueError(NO_MASK)
-    if kind not in METHODS[name]:
-        raise ValueError(REFUSALS[name].format(head=type(drafter).__name__, family=target.config.model_type))
+    if kind not in about.takes:
+        raise ValueError(about.refusal.format(head=type(drafter).__name__, family=target.config.model_type))
     _check(drafter, name)
     layout, more = _make_layout(drafter, kind, name)
-    notes = _notes(drafter, kind, name)
-    settings: dict = {}
-    if name in ("vllm", "speculators", "medusa"):
-        settings = {"method": METHODS[name][kind], "model": "<out>", "num_speculative_tokens": "<num>"}
-        settings |= {"parallel_drafting": True} if kind == "peagle" else {}
-    elif name == "gguf":
-        settings = {"kind": METHODS[name][kind], "num": "<num>"}
+    settings: dict = {key: value.replace("<method>", about.takes[kind]) for key, value in about.settings.items()}
+    if kind == "peagle" and about.settings:
+        settings["parallel_drafting"] = True
+    filled = {
+        "target": target.name,
+        "method": about.takes[kind],
+        "settings": json.dumps(settings).replace('"<num>"', "<num>"),
+        "more": _further_options(drafter, kind, name),
+    }
     return ExportForm(
         layout,
-        _lines(drafter, kind, name, settings),
+        {engine: line.format(**filled) for engine, line in about.lines.items()},
         settings,
         most_drafts=drafter.depth,
         whole_block=isinstance(drafter, BlockDrafter),
-        whole_vocabulary=drafter.draft_to_target is not None and kind in WHOLE.get(name, ()),
-        notes=notes,
+        whole_vocabulary=drafter.draft_to_target is not None and kind in about.whole,
+        notes=_notes(drafter, kind, name),
         more=more,
     )
 
 
 def make_forms(drafter: Head) -> dict[str, ExportForm]:
     """All forms that a head has, by format. Heads that are nothing but an adapter of their target have none."""
-    found = {}
-    for name in FORMATS if isinstance(drafter, Drafter) else ():
-        try:
-            found[name] = make_form(drafter, name)  # type: ignore[arg-type]
-        except ValueError:
-            continue
+    found: dict[str, ExportForm] = {}
+    for name in FORMATS:
+        with contextlib.suppress(ValueError):
+            if isinstance(drafter, Drafter):
+                found[name] = make_form(drafter, name)
     return found
 
 
 def _check(drafter: Drafter, name: str) -> None:
     """Raises ValueError for what an engine would run in another way than it was trained."""
-    target = drafter.target
+    target, about = drafter.target, FORMATS[name]
     if isinstance(drafter, Eagle) and name == "vllm" and _has_bias(drafter):
         raise ValueError("vLLM drops the bias of EAGLE-1's fc, and this head has one: take format=sglang or eagle.")
     ropes = drafter.config.rope_parameters if isinstance(drafter, Eagle | Eagle3) else None
     if name == "eagle" and ropes is not None and ropes["rope_type"] not in ROPES:
         raise ValueError(f"SafeAILab's code has only the rotary embeddings {', '.join(ROPES)}: take format=vllm.")
-    if isinstance(drafter, Eagle3) and name in LACKS:
-        eagle.check_plain(drafter, ENGINES[name], lacks=LACKS[name])
+    if isinstance(drafter, Eagle3) and about.lacks is not None:
+        eagle.check_plain(drafter, str(about.engine), lacks=about.lacks)
     if isinstance(drafter, Eagle3) and name == "gguf" and len(drafter.target_layers) != 3:
         raise ValueError("llama.cpp's converter takes EAGLE-3 heads of exactly three hidden states.")
     layers = eagle.default_layers(target)
@@ -219,97 +273,55 @@ def _has_bias(drafter: Eagle) -> bool:
     return drafter.fc.bias is not None and bool(drafter.fc.bias.any())
 
 
-def _make_layout(drafter: Drafter, kind: str, name: str) -> tuple[Layout, Callable[[Path], None] | None]:
+def _make_layout(drafter: Any, kind: str, name: str) -> tuple[Layout, Callable[[Path], None] | None]:
     """-> the layout, and what writes further files"""
-    match drafter:
-        case Eagle():
-            return eagle.eagle1(
-                drafter, architecture=ARCHITECTURES[name], bias=name == "eagle" and _has_bias(drafter)
-            ), None
-        case Eagle3() | BlockDrafter() if name == "speculators":
-            return container(drafter, kind), None
-        case Eagle3():
-            return eagle.eagle3(drafter), None
-        case Medusa():
-            return (medusa.reference if name == "medusa" else medusa.vllm)(drafter), None
-        case MTP():
-            return mtp.mimo(drafter), None
-        case BlockDrafter() if kind == "dspark":
-            return block_drafter.dspark(drafter), None
-        case BlockDrafter() if name == "gguf":  # llama.cpp's DFlash has no draft vocabulary
-            check_whole(drafter, "llama.cpp")
-            whole = draft_from_all(drafter)
-            assert isinstance(whole, BlockDrafter)
-            return block_drafter.dflash(whole), None
-        case BlockDrafter():
-            return block_drafter.dflash(drafter), None
-        case Draft():
-            return language_model(drafter)
-    raise AssertionError(kind)
-
-
-def _lines(drafter: Drafter, kind: str, name: str, settings: dict) -> dict[str, str]:
-    """By engine, how it is launched, as in `ExportForm.engines`."""
-    target, method = drafter.target.name, METHODS[name][kind]
-    served = f"vllm serve {target} --speculative-config '{json.dumps(settings)}'".replace('"<num>"', "<num>")
-    match name:
-        case "vllm":
-            overrides = f" --hf-overrides '{json.dumps(mtp.OVERRIDE)}'" if kind == "mtp" else ""
-            return {"vLLM": served + overrides}
-        case "speculators":
-            return {
-                "vLLM": served,
-                "vLLM, with the target named in config.json": "vllm serve <out>",
-                "Speculators": "SpeculatorModel.from_pretrained('<out>')",
-            }
-        case "sglang":
-            mapped = kind == "eagle" and drafter.draft_to_target is not None
-            option = f" --speculative-token-map <out>/{eagle.TOKEN_MAP}" if mapped else ""
-            return {
-                "SGLang": f"python -m sglang.launch_server --model {target} --speculative-algorithm {method} "
-                "--speculative-draft-model-path <out> --speculative-num-steps <num> --speculative-eagle-topk 1 "
-                f"--speculative-num-draft-tokens <num+1>{option}"
-            }
-        case "gguf":
-            tokenizer = "" if kind == "draft" else f" --target-model-dir {target}"
-            return {
-                "llama.cpp": f"python convert_hf_to_gguf.py <out> --outtype bf16 --outfile <out>.gguf{tokenizer}\n"
-                f"python convert_hf_to_gguf.py {target} --outtype bf16 --outfile target.gguf\n"
-                f"llama-server -m target.gguf -md <out>.gguf --spec-type draft-{method} --spec-draft-n-max <num> "
-                "--spec-draft-p-min 0"
-            }
-        case "eagle":
-            line = f"EaModel.from_pretrained(base_model_path='{target}', ea_model_path='<out>', use_eagle3={method})"
-            return {"SafeAILab/EAGLE": line}
-        case "medusa":
-            return {"FasterDecoding/Medusa": "MedusaModel.from_pretrained('<out>')"}
-    return {
-        "transformers": "model.generate(**inputs, assistant_model=AutoModelForCausalLM.from_pretrained('<out>'), "
-        "num_assistant_tokens=<num>, num_assistant_tokens_schedule='constant', assistant_confidence_threshold=0)"
+    if kind == "draft":
+        return language_model(drafter)
+    if kind == "eagle":
+        bias = name == "eagle" and _has_bias(drafter)
+        return eagle.eagle1(drafter, architecture=FORMATS[name].architecture, bias=bias), None
+    if name == "speculators":
+        return container(drafter, kind), None
+    if kind == "dflash" and name == "gguf":  # llama.cpp's DFlash has no draft vocabulary
+        check_whole(drafter, "llama.cpp")
+        drafter = draft_from_all(drafter)
+    makers: dict[str, Callable[[Any], Layout]] = {
+        "eagle3": eagle.eagle3,
+        "peagle": eagle.eagle3,
+        "medusa": medusa.reference if name == "medusa" else medusa.vllm,
+        "mtp": mtp.mimo,
+        "dflash": block_drafter.dflash,
+        "dspark": block_drafter.dspark,
     }
+    return makers[kind](drafter), None
 
 
-def _notes(drafter: Drafter, kind: str, name: str) -> tuple[str, ...]:
+def _further_options(drafter: Drafter, kind: str, name: str) -> str:
+    """What the launch line of this head has beside that of others."""
+    if name == "vllm" and kind == "mtp":
+        return f" --hf-overrides '{json.dumps(mtp.OVERRIDE)}'"
+    if name == "sglang" and kind == "eagle" and drafter.draft_to_target is not None:
+        return f" --speculative-token-map <out>/{eagle.TOKEN_MAP}"
+    return f" --target-model-dir {drafter.target.name}" if name == "gguf" and kind != "draft" else ""
+
+
+def _notes(drafter: Any, kind: str, name: str) -> tuple[str, ...]:
     """Sentences for the model card. Raises ValueError where the engine does not serve such a head with this target."""
-    family = drafter.target.config.model_type
-    if name == "transformers":
-        return ()
-    if name == "medusa":
-        known = family in ("llama", "mistral")
-        return (
-            TWO_FILES,
-            *(() if known else (f"The reference code is for Llama: it is not known to load {family} targets.",)),
-        )
+    family, engine = drafter.target.config.model_type, FORMATS[name].engine
     found = list(VLLM_NOTES.get(kind, ())) if name == "vllm" else []
+    if name == "medusa":
+        found.append(TWO_FILES)
+        if family not in ("llama", "mistral"):
+            found.append(f"The reference code is for Llama: it is not known to load {family} targets.")
     if name == "vllm" and kind == "eagle" and drafter.draft_to_target is not None:
         found.append(UNMAPPED)
-    if name == "vllm" and kind == "dflash" and drafter.window is not None:  # type: ignore[attr-defined]
+    if name == "vllm" and kind == "dflash" and drafter.window is not None:
         found.append(WINDOW)
-    if isinstance(drafter, MTP) and not drafter.zero_first:
+    if kind == "mtp" and not drafter.zero_first:
         found.append(mtp.FIRST_ROW)
     if name == "eagle":
         found.append(SHARDED)
-    found += check_target(ENGINES[name], READS[kind], drafter.target)
+    found += check_target(engine, READS[kind], drafter.target) if engine else ()
     return (*found, *([NOT_RUN] if name == "sglang" else []))
 
 

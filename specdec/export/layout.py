@@ -157,6 +157,11 @@ def without_maps(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value for name, value in tensors.items() if name not in ("d2t", "t2d")}
 
 
+def lm_head_rows(target: Target, vocab: Tensor | None) -> Tensor:
+    """The target's LM head [W, D] of a draft vocabulary [W]; None: of all tokens."""
+    return target.lm_head.weight if vocab is None else target.lm_head.weight[vocab]
+
+
 def draft_from_all(drafter: Drafter) -> Drafter:
     """A copy of a drafter that borrows the target's LM head; the copy drafts from all V tokens."""
     whole = drafter.decodable()

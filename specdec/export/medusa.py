@@ -122,7 +122,7 @@ def read_medusa(tensors: dict[str, Tensor], target: Target) -> tuple[dict, dict]
         vocab, order = vocab.sort()
         heads = {number: value[order] for number, value in heads.items()}
         shared = None if shared is None else shared[order]
-    original = target.lm_head.weight if vocab is None else target.lm_head.weight[vocab]
+    original = layout.lm_head_rows(target, vocab)
     given = [*heads.values(), *([] if shared is None else [shared])]
     borrowed = all(layout.is_copy(value, original) for value in given)
     if not borrowed:
