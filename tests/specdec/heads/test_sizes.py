@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from specdec.core.sampling import Sampling
 from specdec.decoding.decoder import Decoder
-from specdec.export.layouts.eagle import default_layers
+from specdec.export.eagle import default_layers
 from specdec.heads.borrowed import embedding_rows, embedding_scale, norm_gain
 from specdec.heads.decoder_block import Rotary, block_config
 from specdec.heads.dflash import BlockDrafter
