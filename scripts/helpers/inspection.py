@@ -21,7 +21,7 @@ from specdec.measuring.tuning import (
     rank_chances,
     step_seconds,
 )
-from specdec.proposers.auto import Auto, Choice
+from specdec.proposers.auto import Auto, AutoRound
 from specdec.proposers.candidates import DEEPEST
 from specdec.proposers.costs import Costs
 
@@ -192,7 +192,7 @@ def ways_to_json(ways: list[Way]) -> dict[str, dict]:
 # The picture
 
 
-def drafts_by(choice: Choice) -> dict[str, int]:
+def drafts_by(choice: AutoRound) -> dict[str, int]:
     """Drafts of one row's tree, by the names of WHO."""
     names = {"head": "head", "drawn": "head", "both": "head and text"}
     counts = Counter(dict.fromkeys(WHO, 0))

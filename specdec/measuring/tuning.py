@@ -18,7 +18,7 @@ from specdec.decoding.drafting import Drafting
 from specdec.measuring.figures import rate_ratio_interval
 from specdec.measuring.measurement import PromptResult
 from specdec.measuring.report import Report
-from specdec.proposers.auto import Auto, Choice
+from specdec.proposers.auto import Auto, AutoRound
 from specdec.proposers.candidates import BOUNDS, DEEPEST, Acceptance, Kind
 from specdec.proposers.growth import Stopping
 
@@ -228,7 +228,7 @@ def verdict(ways: list[Way]) -> str:
 
 @dataclass(frozen=True)
 class TimedRound:
-    choice: Choice
+    choice: AutoRound
     accepted: int  # drafts
     seconds: float
 

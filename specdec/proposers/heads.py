@@ -251,14 +251,16 @@ class HeadProposer(Proposer):
         return values.tolist(), tokens.tolist()
 
     def goes_on(self, evidence: Tensor) -> bool:
-        """See growth.Steps: whether the next draft's estimated chance reaches the threshold in any row."""
+        """See growth.Steps: whether the next draft's estimated probability reaches the threshold in any row."""
         if self.stopping is None:
             return True
         self.evidence.append(evidence)
         if self.stopping.threshold == 0:
             return True
-        chance = sum(map(self.stopping.log_chance, self.evidence), evidence.new_zeros(len(evidence))).exp()  # [B]
-        return bool(chance.max() >= self.stopping.threshold)
+        probability = sum(
+            map(self.stopping.log_probability, self.evidence), evidence.new_zeros(len(evidence))
+        ).exp()  # [B]
+        return bool(probability.max() >= self.stopping.threshold)
 
     def _evidence(self, d: int, readout: Tensor, logits: Tensor) -> Tensor:
         """readout [B, w, R], logits [B, w, W] of step d -> [B, 2] of the first node; [B, 0] without stopping"""

@@ -46,7 +46,7 @@ class Suffix(TextProposer):
     enters the memory when the next prompt takes its place, or else with the end of the batch.
 
     num: the largest number of drafts; factor, offset: at most ceil(factor * length of the match) + offset drafts
-    least: the smallest estimated chance that a draft and all drafts before it are accepted
+    least: the smallest estimated probability that a draft and all drafts before it are accepted
     memory: the number of tokens of the latest answers that are kept for certain; up to twice as many are kept. 0: none
     datastore: a folder as specdec/proposers/datastore.py writes it, whose last texts are remembered from the start; None: nothing is
     """
@@ -237,16 +237,16 @@ class Automaton:
     def most_likely(self, match: Match, num: int, least: float) -> list[Guess]:
         """At most `num` nodes that may follow the state's strings, the most likely first; of equals the first found.
 
-        The chance of a token is its share of all tokens that followed; the chance of a path is the product, and must be at
+        The probability of a token is its share of all tokens that followed; the probability of a path is the product, and must be at
         least `least`. If nothing ever followed a string, as at the end of a text, its longest suffix is used that something
-        followed. A guess states a smaller chance: that of one more token that followed, of which nothing is known, and the
+        followed. A guess states a smaller probability: that of one more token that followed, of which nothing is known, and the
         less the shorter the string is.
         """
         draft: list[Guess] = []
         order = itertools.count()
-        # minus the chance of the path, order, stated chance, token, parent, state, depth
+        # minus the probability of the path, order, stated probability, token, parent, state, depth
         heap: list[tuple[float, int, float, int, int, int, int]] = []
-        state, chance, depth = match.state, 1.0, 0
+        state, probability, depth = match.state, 1.0, 0
         while True:
             while state > 0 and not self.children[state]:
                 state = self.links[state]
@@ -254,13 +254,13 @@ class Automaton:
                 following = [(token, child, self.counts[child]) for token, child in self.children[state].items()]
                 total = sum(count for _, _, count in following)
                 for token, child, count in following:
-                    if chance * count / total >= least:
+                    if probability * count / total >= least:
                         known = match.length + depth
                         stated = count / (total + 1) * known / (known + 1)
-                        path = -chance * count / total
+                        path = -probability * count / total
                         heapq.heappush(heap, (path, next(order), stated, token, len(draft), child, depth + 1))
             if not heap or len(draft) == num:
                 return draft
             negative, _, stated, token, parent, state, depth = heapq.heappop(heap)
-            chance = -negative
+            probability = -negative
             draft.append(Guess(token, parent, stated, match.length + depth - 1))
