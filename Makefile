@@ -15,7 +15,7 @@ GPU_PYTHON_VERSION ?= 3.12
 GPU_PROCESSES ?= 8
 GPU := .venv-gpu/bin/python
 # Tests whose own targets, heads and tensors are on the GPU too (tests/device.py)
-GPU_TESTS ?= tests/specdec/test_tree.py tests/specdec/test_sampling.py tests/specdec/test_rules.py tests/specdec/test_decode.py \
+GPU_TESTS ?= tests/specdec/core/test_tree.py tests/specdec/core/test_sampling.py tests/specdec/core/test_rules.py tests/specdec/decoding/test_decoder.py \
   tests/specdec/proposers tests/train/test_losses.py
 
 .PHONY: help setup demo test quick lint engines gpu gpu-wheels gpu-test gpu-report

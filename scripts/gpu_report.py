@@ -277,7 +277,7 @@ def binary_tree(num: int, target: Target) -> Tree:
 
 
 def markdown(report: Report) -> str:
-    """Tables for RESULTS.md."""
+    """Tables for a new section in results/."""
     lines = [f"{report.device}; {report.target}, bfloat16. " + bandwidth_line(report), ""]
     if report.training:
         lines += [f"| head | tokens a pack | packs | tokens/s | GB above the weights | MFU (aim: {AIMS['mfu']:.0%}) |"]

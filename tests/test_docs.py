@@ -32,9 +32,10 @@ from specdec.target.model import Target
 from tests.support import ROOT
 from train.data.rows import Row, collate
 
-GUIDES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]  # their commands must work at this commit
+# Guides: their commands must work at this commit
+GUIDES = [ROOT / "README.md", ROOT / "RESULTS.md", *sorted((ROOT / "docs").glob("*.md"))]
 # Commands of logs need not work now: they belong to the commits that the logs name.
-LOGS = [ROOT / "RESULTS.md", *sorted((ROOT / "results").glob("*.md"))]
+LOGS = [ROOT / "CHANGELOG.md", *sorted((ROOT / "results").glob("*.md"))]
 PAGES = [*GUIDES, *LOGS, ROOT / "data" / "README.md", ROOT / "checkpoints" / "README.md"]
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

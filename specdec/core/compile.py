@@ -1,7 +1,7 @@
 """Functions of tensors, traced for the shapes they are called with and compiled by inductor.
 
 torch.compile checks guards and unpacks modules at every call, which for a small model costs more than the arithmetic
-(RESULTS.md). Here there are no guards: the caller must not change anything but the tensors that it passes. On a CPU the
+(results/15-compiled-decoder.md). Here there are no guards: the caller must not change anything but the tensors that it passes. On a CPU the
 weights of linear layers are reordered once into oneDNN's blocked layout, and several products of one tensor are joined.
 """
 

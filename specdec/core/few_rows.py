@@ -1,7 +1,7 @@
 """Products of few rows with a large matrix in float32 on a CPU: what plain decoding and verification spend their time on.
 
 A BLAS may have no good kernel for them. MKL on an AMD processor takes two or three times as long for x @ weight.T with 2 to 4 rows as
-with one, and weight @ x.T is then up to twice as fast (RESULTS.md). Which of the two is faster here depends on the shape, and is
+with one, and weight @ x.T is then up to twice as fast (results/44-other-machines.md). Which of the two is faster here depends on the shape, and is
 measured once for each.
 """
 

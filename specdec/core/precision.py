@@ -1,7 +1,7 @@
 """Which dtype a device computes in: bfloat16 where it has units for it, float32 elsewhere.
 
 A CPU without such units takes bfloat16, too, and converts every number on its way: training is then about ten times slower than
-in float32 (RESULTS.md). What the CPU and oneDNN say of themselves decides where it can, one short product where it cannot.
+in float32 (results/44-other-machines.md). What the CPU and oneDNN say of themselves decides where it can, one short product where it cannot.
 """
 
 import functools

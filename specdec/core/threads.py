@@ -1,7 +1,7 @@
 """Threads of a CPU: how they wait for each other, and how many there are beside other work.
 
 With GNU's runtime of OpenMP, a thread that waits spins for milliseconds. Beside a busy process it then takes the core of the thread that
-it waits for, and a pass takes several times as long (RESULTS.md, section 44). The runtime reads the setting when torch loads it, so
+it waits for, and a pass takes several times as long (results/44-other-machines.md). The runtime reads the setting when torch loads it, so
 this module does not import torch, and a command imports it before torch. Intel's and LLVM's runtimes have other settings, which
 are left alone.
 """

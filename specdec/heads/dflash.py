@@ -73,7 +73,7 @@ class BlockDrafter(Drafter):
     anchor_predicts: DSpark's alignment, see above; else DFlash's
     fuse: input fusion, in addition to the keys and values: a linear map of the anchor's embedding and the newest feature
         is added to every input. It is not in the papers and no engine has it, but it gives short runs a closed-form start
-        (RESULTS.md; docs/methods.md, section 5)
+        (results/08-starts-and-searches.md; docs/methods.md, section 5)
     markov_rank: the rank of DSpark's Markov head, which adds W2 W1 e(token before) to a draft's logits; null: no such head.
         The paper learns a table in place of W1 e. W1 on the embedding has fewer parameters and generalises; a table can be
         computed from it

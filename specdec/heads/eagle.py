@@ -96,7 +96,7 @@ class Eagle(_Eagle):
     def solve(self, slots):
         """`fc` by ridge regression onto the next feature, and the MLP onto what this lacks. Attention starts at zero.
 
-        It replaces more than the first hundreds of training steps (RESULTS.md; docs/methods.md, section 5).
+        It replaces more than the first hundreds of training steps (results/01-first-search.md; docs/methods.md, section 5).
         """
         inputs = list(self._inputs(slots))
         goals = [part.goals[:, 0] for part in slots]

@@ -1,6 +1,6 @@
 """The target's attention: transformers' own sdpa, or matrix products where sdpa is slow on a CPU or lacks a feature.
 
-Measured on two cores (RESULTS.md): for a batch of 32 rows that each read one token, the CPU kernel of
+Measured on two cores (results/02-threads.md): for a batch of 32 rows that each read one token, the CPU kernel of
 scaled_dot_product_attention takes several times as long as two matrix products, in bfloat16 above all.
 """
 

@@ -110,7 +110,7 @@ def test_nothing_is_drafted_where_every_node_costs_a_pass(small_target):
     assert account.rounds / 25 < account.trials <= 2 + account.rounds / 20  # so they take about 1 % of the time
 
 
-# Two threads of float32 beside a spinning process for each core (RESULTS.md, section 44): three nodes take 2.9 times as long as one
+# Two threads of float32 beside a spinning process for each core (results/44-other-machines.md): three nodes take 2.9 times as long as one
 BUSY = {1: 1.0, 2: 2.3, 3: 2.9, 4: 3.1, 5: 3.3, 8: 4.0}
 
 

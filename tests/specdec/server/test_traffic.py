@@ -366,7 +366,7 @@ def test_settings_that_cannot_be_are_refused(tmp_path):
 
 def test_a_hook_is_found_by_name():
     assert traffic.find_hook(None) is None
-    assert traffic.find_hook("tests.specdec.test_traffic:hide") is not None
+    assert traffic.find_hook("tests.specdec.server.test_traffic:hide") is not None
     for name in ("json", "json:nothing", "no_such_module:hide", "", ":x"):
         with pytest.raises(ValueError, match="give module:function"):
             traffic.find_hook(name)

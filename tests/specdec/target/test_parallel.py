@@ -37,7 +37,7 @@ def results(tmp_path_factory) -> list[dict]:
         if str(family) in {*FAMILIES, "cohere"}:
             families.make(family).save_pretrained(folder / str(family))
     save_word_model(folder / "plain", tied=True)
-    return together(2, "tests.specdec.test_target_parallel:compare", str(folder))
+    return together(2, "tests.specdec.target.test_parallel:compare", str(folder))
 
 
 def compare(folder: str) -> dict:

@@ -1,0 +1,294 @@
+"""What the golden record holds: each function computes one entry of it, in a copy of the folder `today`."""
+
+import hashlib
+import json
+import math
+import shutil
+from pathlib import Path
+
+import safetensors.torch
+import torch
+
+from tests.golden import interface
+
+GOLDEN = Path(__file__).parent
+TODAY = GOLDEN / "today"  # targets, data, heads, a run and features, made by the code before the rebuild
+STEPS, MIDDLE = 20, 10
+STOP = 7  # of the target `small`, which has the tokens 0 .. 7
+HEADS = sorted(path.name for path in (TODAY / "heads").glob("*"))
+FORMATS = ("vllm", "sglang", "speculators", "eagle", "medusa", "transformers", "gguf", "safetensors")
+SHIPPED = ("eagle3", "mtp")
+ADAPTING = ("consistency", "medusa2")
+# What differs from run to run or from machine to machine
+PASSING = {"settings", "by_prompt", "by_category", "served", "training", "versions", "target_fingerprint", "target_embeddings", "transformers_version",
+           "ms_per_round", "learn_more"}  # fmt: skip
+
+# Training: the arguments of train.py beside `basic`, by name
+
+ALL_LOSSES = (
+    "head.objective.losses={kl: 1, ce: 0.3, reverse_kl: 0.2, jsd: 0.5, tv: 0.4, nla: 0.1, lk: 0.2, e2e_tv: 0.3, "
+    "rounds: 0.2, top_k: 0.5, smooth_l1: 0.7}"
+)
+TRAINING = {
+    **{head: (f"head={head}",) for head in ("dflash", "draft", "dspark", "eagle", "eagle3", "hass", "hydra", "medusa", "medusa2",
+                                            "mtp", "mtp_parallel", "peagle")},
+    "consistency": ("head=consistency", "head.vocab_size=null"),
+    "eagle cached": ("head=eagle", "features.mode=cached"),
+    "eagle3 cached": ("head=eagle3", "features.mode=cached"),
+    "eagle3 cached in 8 bits": ("head=eagle3", "features.mode=cached", "features.bits=8"),
+    "all losses": ("head=eagle", ALL_LOSSES, "head.objective.noise=0.1"),
+    "losses in chunks": ("head=eagle3", "head.objective.chunk=16", "head.objective.gradient_checkpointing=true"),
+    "dpace": ("head=medusa", "head.objective.weighting=dpace", "head.objective.supervise=text"),
+    "vat": ("head=mtp", "head.objective.weighting=vat"),
+    "batches": ("head=mtp", "train.batch=2", "train.accumulation=2", "train.max_grad_norm=0"),
+    "muon": ("head=eagle", "optimizer.name=muon", "optimizer.schedule=wsd", "optimizer.weight_decay=0.1"),
+    "average": ("head=eagle", "train.ema=0.9", "optimizer.schedule=constant", "validation.temperature=1"),
+    "on policy": ("head=draft", "data.on_policy=0.5", "head.drafter.copy_layers=[0,7]"),
+    "not packed": ("head=dspark", "head.objective.anchors=16", "data.pack=false", "data.train={train.jsonl: 2, texts.jsonl: 0.5}"),
+    "stream": ("head=eagle3", "data.stream=true", "data.train=[train.jsonl,texts.jsonl]", "data.buffer=8"),
+    "from a head": ("head=eagle", "start=trained", "start_vocab=data"),
+}  # fmt: skip
+PACKS = {
+    "packed": (),
+    "not packed": ("data.pack=false",),
+    "short": ("data.length=48", "data.limit=9"),
+    "several": ("data.train={train.jsonl: 2, texts.jsonl: 0.5}",),
+    "held out": ("data.hold_out=2", "data.tokens=150"),
+}
+
+
+def arguments(run: str, *more: str) -> list[str]:
+    """Arguments of train.py for a short run."""
+    given = [f"run={run}", "target.name=target", "target.dtype=float32", "data.train=train.jsonl", "data.heldout=prompts.jsonl",
+             "data.cache=data-cache", "data.length=64", "data.workers=1", "precision=fp32", "features.mode=online",
+             f"threads={torch.get_num_threads()}", "validation.max_new_tokens=12", "validation.share=null",
+             "validation.decode=end", "validation.auto=never", f"train.steps={STEPS}", f"train.validate_every={STEPS}",
+             f"train.save_every={MIDDLE}", "train.save_minutes=null", "train.log_every=1", "optimizer.lr=3e-3", "optimizer.warmup=2",
+             "head.vocab_size=200", "progress=quiet"]  # fmt: skip
+    names = {each.partition("=")[0] for each in more}
+    return [*(each for each in given if each.partition("=")[0] not in names), *more]
+
+
+def train(run: str, *more: str) -> None:
+    interface.run_command("train.py", *arguments(run, *more))
+
+
+def read_log(run: str) -> dict:
+    """Loss, gradient norm and learning rate of every step."""
+    lines = [json.loads(line) for line in Path("checkpoints", run, "log.jsonl").read_text().splitlines()]
+    steps = {line["step"]: [line["loss"], line["grad_norm"], line["learning_rate"]] for line in lines if "loss" in line}
+    assert sorted(steps) == list(range(1, STEPS + 1))
+    return {str(step): steps[step] for step in sorted(steps)}
+
+
+def training(name: str) -> dict:
+    train("new", *TRAINING[name])
+    last = Path("checkpoints/new", f"step_{STEPS:06}")
+    return {
+        "log": read_log("new"),
+        "report": lasting(json.loads((last / "report.json").read_text())),
+        "weights": digests(last / "drafter.safetensors"),
+    }
+
+
+def packs(name: str) -> str:
+    return digest(json.dumps(interface.read_packs(*arguments("new", *PACKS[name]))).encode())
+
+
+# Decoding
+
+CHAIN, TREE = {"depth": 3}, {"depth": 4, "width": 2, "nodes": 9}
+WARM, CUT = {"temperature": 1.0}, {"temperature": 0.7, "top_k": 6, "top_p": 0.9, "repetition_penalty": 1.3}
+PROMPTS = [[1, 2, 3, 4, 1, 2, 3], [5, 5, 6], [0], [4, 1, 6, 2, 2, 0, 3, 5, 4, 1], [6, 3, 6, 3, 6], [2, 4]]
+LENGTHS = [14, 5, 11, 9, 1, 8]
+
+
+def cases() -> dict[str, dict]:
+    """What is decoded: arguments of `answers`, by name."""
+    found: dict[str, dict] = {"plain": {}, "plain, warm": {"sampling": WARM}, "plain, cut": {"sampling": CUT}}
+    for head in HEADS:
+        usual = {"proposer": "head", "head": head}
+        found |= {f"{head}, chain": usual | CHAIN, f"{head}, warm chain": usual | CHAIN | {"sampling": WARM}}
+        if not head.startswith("consistency"):
+            found |= {f"{head}, tree": usual | TREE, f"{head}, warm tree": usual | TREE | {"sampling": WARM}}
+    for head in ("eagle", "medusa", "dspark"):
+        usual = {"proposer": "head", "head": head, "sampling": WARM}
+        found |= {
+            f"{head}, {children}": usual | TREE | {"children": children} for children in ("distinct", "independent")
+        }
+        found |= {f"{head}, block": usual | CHAIN | {"rule": "block"}}
+        found |= {f"{head}, typical": usual | CHAIN | {"rule": "typical", "lossy": True}}
+        found |= {f"{head}, cut": usual | TREE | {"sampling": CUT}}
+    stopping = {"weight": 1.0, "bias": 0.0, "confidence_weight": 0.5, "threshold": 0.3}
+    found |= {
+        f"{head}, stopping": {"proposer": "head", "head": head, "depth": 4, "stopping": stopping}
+        for head in ("dspark", "mtp")
+    }
+    part = {"window": "4", "sinks": "1", "chunks": "1", "chunk": "2", "num": "4"}
+    texts = {
+        "ngram": ("ngram", {"num": "4"}),
+        "suffix": ("suffix", {"num": "6"}),
+        "suffix, no memory": ("suffix", {"memory": "0", "factor": "1.0"}),
+        "retrieval": ("retrieval", {"datastore": "datastore", "num": "6"}),
+        "lookahead": ("lookahead", {}),
+        "lookahead in the text": ("lookahead", {"from_text": "true", "window": "3", "ngram": "2"}),
+        "jacobi": ("lookahead", {"ngram": "2", "guesses": "0"}),
+        "layerskip": ("layerskip", {"layers": "5"}),
+        "layerskip, threshold": ("layerskip", {"layers": "[0,1,2,4,7]", "threshold": "0.3"}),
+        "draft": ("draft", {"model": "other"}),
+        "cascade": ("cascade", part),
+        "cascade of a head": ("cascade", part | {"inner": "head"}),
+    }
+    for name, (proposer, settings) in texts.items():
+        usual = {"proposer": proposer, "settings": settings, "head": "eagle" if "head" in name else None} | CHAIN
+        found |= {name: usual, f"{name}, warm": usual | {"sampling": WARM}}
+    found["draft, tree"] = {"proposer": "draft", "settings": {"model": "other"}} | TREE
+    found["auto"] = {
+        "proposer": "auto",
+        "head": "eagle",
+        "settings": {"costs": "costs.json", "members": "[suffix,head]"},
+    }
+    return found
+
+
+CASES = cases()
+
+
+def answers(*, proposer=None, head=None, settings=None, sampling=None, rule="token", lossy=False, **decode) -> dict:
+    """Of one row at a time, and of three rows that others join."""
+    found = {}
+    for rows in (1, 3):
+        target = interface.load_target("small")
+        folder = head and f"heads/{head}"
+        made = proposer and interface.make_proposer(target, proposer, folder, decode, settings or {})
+        some = slice(None) if rows > 1 else slice(2)
+        tokens, accepted, trees, probs = interface.decode(
+            target, made, PROMPTS[some], LENGTHS[some], rows=rows, stop={STOP}, sampling=sampling or {"temperature": 0.0},
+            rule=rule, lossy=lossy,
+        )  # fmt: skip
+        found[str(rows)] = {"answers": tokens}
+        if proposer != "auto":  # which rounds draft what depends on times
+            weights = None if probs is None else torch.arange(1, probs.numel() + 1).view(probs.shape).double().sqrt()
+            found[str(rows)] |= {
+                "accepted": accepted,
+                "first tree": trees[:1],
+                "trees": digest(json.dumps(trees).encode()),
+                "distributions": None if weights is None else float((probs.double() * weights).sum()),
+            }
+    return found
+
+
+# Exports
+
+
+def exports(head: str, form: str) -> dict | None:
+    """An export and what it gives when it is imported, as digests; None where the head has no such form."""
+    adapted = ("merged_target=merged",) if head in ADAPTING else ()
+    try:
+        interface.run_command(
+            "scripts/export.py",
+            f"checkpoint=heads/{head}",
+            f"format={form}",
+            "target.dtype=float32",
+            "out=out",
+            *adapted,
+        )
+    except RuntimeError:
+        return None
+    found = {}
+    for folder in ("out", "merged"):
+        for path in sorted(Path(folder).glob("*.safetensors")):
+            found[f"{folder}/{path.name}"] = digests(path)
+        for path in sorted([*Path(folder).glob("config.json"), *Path(folder).glob("*.pt")]):
+            found[f"{folder}/{path.name}"] = digest_of(read_any(path))
+    if head != "draft" and form != "safetensors" and head not in ADAPTING:  # the others are no heads of this target
+        interface.run_command(
+            "scripts/import.py", "source=out", "target.name=small", "target.dtype=float32", "out=back"
+        )
+        found["back"] = digests(Path("back/drafter.safetensors"))
+        found["back/drafter.json"] = digest_of(read_any(Path("back/drafter.json")))
+    return found
+
+
+# Reports
+
+
+def shipped(name: str) -> dict:
+    """The figures of a head of checkpoints/shipped on the target that it was trained for."""
+    interface.run_command(
+        "scripts/evaluate.py", f"checkpoint={interface.ROOT}/checkpoints/shipped/{name}", "target.dtype=float32",
+        f"target.name={interface.ROOT}/targets/smollm2-135m", "prompts=questions.jsonl", "max_new_tokens=8",
+        "decode.temperature=0,1", "decode.depth=3", "auto=false", "out=report.json", "progress=quiet",
+    )  # fmt: skip
+    return lasting(json.loads(Path("report.json").read_text()))
+
+
+def ruled() -> dict:
+    """Answers that follow grammars, with what is forced as drafts."""
+    interface.run_command(
+        "scripts/evaluate.py", "proposer=forced", "target.name=target", "target.dtype=float64", "prompts=ruled.jsonl",
+        "decode.grammar=rows", "decode.temperature=0,1", "max_new_tokens=40", "batch=2", "out=report.json", "progress=quiet",
+    )  # fmt: skip
+    return lasting(json.loads(Path("report.json").read_text()))
+
+
+# Digests and comparisons
+
+
+def digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+def digest_of(value) -> str:
+    """Of what a JSON file or a file of torch.save holds."""
+    if isinstance(value, torch.Tensor):
+        data = value.contiguous().view(torch.uint8) if value.dim() else value.reshape(1).view(torch.uint8)
+        return digest(f"{value.dtype}{list(value.shape)}".encode() + data.numpy().tobytes())
+    if isinstance(value, dict):
+        return digest(json.dumps({key: digest_of(part) for key, part in sorted(value.items())}).encode())
+    return digest(json.dumps(value, sort_keys=True).encode())
+
+
+def digests(path: Path) -> dict[str, str]:
+    """Of each tensor of a file."""
+    return {name: digest_of(value) for name, value in sorted(safetensors.torch.load_file(path).items())}
+
+
+def read_any(path: Path):
+    if path.suffix == ".json":
+        return lasting(json.loads(path.read_text()))
+    return torch.load(path, weights_only=True)
+
+
+def lasting(value):
+    """A document of JSON without what differs from run to run: times, versions, machines."""
+    if isinstance(value, dict):
+        kept = {
+            key for key in value if key not in PASSING and not any(word in key for word in ("second", "speedup", "_ms"))
+        }
+        return {key: lasting(value[key]) for key in value if key in kept}
+    return [lasting(part) for part in value] if isinstance(value, list) else value
+
+
+def differences(found, recorded, tolerance: float, where: str = "") -> list[str]:
+    """Places where two documents of JSON are not the same. tolerance: relative, of numbers with a fraction; 0: bit for bit"""
+    if isinstance(recorded, dict) and isinstance(found, dict):
+        keys = [*recorded, *(key for key in found if key not in recorded)]
+        pairs = [(key, found.get(key, "nothing"), recorded.get(key, "nothing")) for key in keys]
+    elif isinstance(recorded, list) and isinstance(found, list) and len(found) == len(recorded):
+        pairs = list(zip(range(len(found)), found, recorded))
+    else:
+        if isinstance(recorded, float) and isinstance(found, float):
+            both = math.isnan(found) and math.isnan(recorded)
+            near = math.isclose(found, recorded, rel_tol=tolerance, abs_tol=tolerance * 1e-3)
+            same = both or (near if tolerance else found == recorded)
+        else:
+            same = type(found) is type(recorded) and found == recorded
+        return [] if same else [f"{where}: {found!r}, recorded {recorded!r}"]
+    return [line for key, new, old in pairs for line in differences(new, old, tolerance, f"{where}/{key}")]
+
+
+def copy_today(folder: Path) -> None:
+    """The folder `today` where a command runs: `checkpoints` is what .gitignore leaves out."""
+    shutil.copytree(TODAY, folder, dirs_exist_ok=True)
+    (folder / "runs").rename(folder / "checkpoints")
