@@ -240,11 +240,8 @@ class Auto(Proposer):
         if self.num_rows != len(tokens):
             self.num_rows, self.speedup = len(tokens), (0.0, 0.0)
         self.schedule.head = max(1, self.schedule.head)  # the head has prompts to read
-        self.joined, self.newly, self.round = (
-            0,
-            0,
-            None,
-        )  # newly: tokens of the last round, which a head reads in any case
+        self.joined, self.round = 0, None
+        self.newly = 0  # tokens of the last round, which a head reads in any case
         assert self.costs is not None
         self.costs.prepare(len(tokens))
 

@@ -51,7 +51,7 @@ class Committed(NamedTuple):
         return self._replace(rows=[None if row in rows else own for row, own in enumerate(self.rows)])
 
 
-class New(NamedTuple):
+class NewTokens(NamedTuple):
     """What the rows of a batch have not read yet: the first num[b] of S tokens in row b."""
 
     tokens: Tensor  # [B, S]
@@ -60,11 +60,11 @@ class New(NamedTuple):
     counts: list[int]  # `num` on the host
 
 
-def joined(parts: list[Committed], *, fixed: bool) -> New:
+def joined(parts: list[Committed], *, fixed: bool) -> NewTokens:
     """What several commits brought, as one. fixed: filled up to one of few lengths"""
     first, device = parts[0], parts[0].tokens.device
     if len(parts) == 1 and first.rows == list(range(len(first.counts))):
-        return New(first.tokens, first.features, first.num, first.counts)
+        return NewTokens(first.tokens, first.features, first.num, first.counts)
     index = [list[int]() for _ in first.rows]  # of each row, places in the flat tokens of all parts
     start = 0
     for part in parts:
@@ -79,7 +79,7 @@ def joined(parts: list[Committed], *, fixed: bool) -> New:
     place = given([places + [0] * (length - len(places)) for places in index], device)  # [B, S]
     tokens = torch.cat([part.tokens.flatten() for part in parts])
     features = torch.cat([part.features.flatten(0, 1) for part in parts])
-    return New(tokens[place], features[place], given(counts, device), counts)
+    return NewTokens(tokens[place], features[place], given(counts, device), counts)
 
 
 class HeadProposer(Proposer):

@@ -17,24 +17,24 @@ from specdec.target.loading import load_tokenizer
 from specdec.target.model import Target
 
 
-class Match(NamedTuple):
+class SuffixMatch(NamedTuple):
     """The longest end of a text that occurs in an automaton."""
 
     state: int
     length: int
 
 
-NOWHERE = Match(0, 0)
+NOWHERE = SuffixMatch(0, 0)
 
 
 @dataclass
-class Place:
+class RowMemory:
     """What is kept beside a row's text."""
 
     own: "Automaton"  # of the text
     start: int = 0  # where its answer starts
-    young: Match = NOWHERE  # the longest match in each generation of the memory
-    old: Match = NOWHERE
+    young: SuffixMatch = NOWHERE  # the longest match in each generation of the memory
+    old: SuffixMatch = NOWHERE
 
 
 class Suffix(TextProposer):
@@ -74,7 +74,7 @@ class Suffix(TextProposer):
         self.datastore, self.known = datastore, [] if datastore is None else last_texts(target, datastore, memory)
         self.forget()
         self.texts: list[list[int]] = []
-        self.states: list[Place] = []
+        self.states: list[RowMemory] = []
 
     def forget(self):
         self.younger, self.older = Automaton(), Automaton()  # two generations of memory
@@ -109,7 +109,7 @@ class Suffix(TextProposer):
             self.younger.append(token)
 
     def fresh(self, text):
-        return Place(Automaton())
+        return RowMemory(Automaton())
 
     def extend(self, row, new):
         for token in new:
@@ -219,12 +219,12 @@ class Automaton:
         self.counts.append(count)
         return len(self.links) - 1
 
-    def repeated(self) -> Match:
+    def repeated(self) -> SuffixMatch:
         """The longest end of the current text that occurred before."""
         state = max(0, self.links[self.last])
-        return Match(state, self.lengths[state])
+        return SuffixMatch(state, self.lengths[state])
 
-    def follow(self, match: Match, token: int) -> Match:
+    def follow(self, match: SuffixMatch, token: int) -> SuffixMatch:
         """The longest end that occurs of the matched string and the token."""
         state, length = match
         while token not in self.children[state]:
@@ -232,9 +232,9 @@ class Automaton:
                 return NOWHERE
             state = self.links[state]
             length = self.lengths[state]
-        return Match(self.children[state][token], length + 1)
+        return SuffixMatch(self.children[state][token], length + 1)
 
-    def most_likely(self, match: Match, num: int, least: float) -> list[Guess]:
+    def most_likely(self, match: SuffixMatch, num: int, least: float) -> list[Guess]:
         """At most `num` nodes that may follow the state's strings, the most likely first; of equals the first found.
 
         The probability of a token is its share of all tokens that followed; the probability of a path is the product, and must be at
