@@ -51,7 +51,7 @@ class Committed(NamedTuple):
         return self._replace(rows=[None if row in rows else own for row, own in enumerate(self.rows)])
 
 
-class New(NamedTuple):
+class NewTokens(NamedTuple):
     """What the rows of a batch have not read yet: the first num[b] of S tokens in row b."""
 
     tokens: Tensor  # [B, S]
@@ -60,11 +60,11 @@ class New(NamedTuple):
     counts: list[int]  # `num` on the host
 
 
-def joined(parts: list[Committed], *, fixed: bool) -> New:
+def joined(parts: list[Committed], *, fixed: bool) -> NewTokens:
     """What several commits brought, as one. fixed: filled up to one of few lengths"""
     first, device = parts[0], parts[0].tokens.device
     if len(parts) == 1 and first.rows == list(range(len(first.counts))):
-        return New(first.tokens, first.features, first.num, first.counts)
+        return NewTokens(first.tokens, first.features, first.num, first.counts)
     index = [list[int]() for _ in first.rows]  # of each row, places in the flat tokens of all parts
     start = 0
     for part in parts:
@@ -79,7 +79,7 @@ def joined(parts: list[Committed], *, fixed: bool) -> New:
     place = given([places + [0] * (length - len(places)) for places in index], device)  # [B, S]
     tokens = torch.cat([part.tokens.flatten() for part in parts])
     features = torch.cat([part.features.flatten(0, 1) for part in parts])
-    return New(tokens[place], features[place], given(counts, device), counts)
+    return NewTokens(tokens[place], features[place], given(counts, device), counts)
 
 
 class HeadProposer(Proposer):
@@ -251,14 +251,16 @@ class HeadProposer(Proposer):
         return values.tolist(), tokens.tolist()
 
     def goes_on(self, evidence: Tensor) -> bool:
-        """See growth.Steps: whether the next draft's estimated chance reaches the threshold in any row."""
+        """See growth.Steps: whether the next draft's estimated probability reaches the threshold in any row."""
         if self.stopping is None:
             return True
         self.evidence.append(evidence)
         if self.stopping.threshold == 0:
             return True
-        chance = sum(map(self.stopping.log_chance, self.evidence), evidence.new_zeros(len(evidence))).exp()  # [B]
-        return bool(chance.max() >= self.stopping.threshold)
+        probability = sum(
+            map(self.stopping.log_probability, self.evidence), evidence.new_zeros(len(evidence))
+        ).exp()  # [B]
+        return bool(probability.max() >= self.stopping.threshold)
 
     def _evidence(self, d: int, readout: Tensor, logits: Tensor) -> Tensor:
         """readout [B, w, R], logits [B, w, W] of step d -> [B, 2] of the first node; [B, 0] without stopping"""
