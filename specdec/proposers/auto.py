@@ -400,7 +400,7 @@ class Auto(Proposer):
         late = self._num_late(head)
         _, first = head.absorb()
         state, logits, *_ = first
-        seen = masks.causal(depth, device).expand(len(rows), -1, -1)
+        seen = masks.causal_mask(depth, device).expand(len(rows), -1, -1)
         spine, distributions = [0] * len(rows), list[Tensor]()
         for level in range(1, depth + 1):
             if sampling.greedy:

@@ -77,7 +77,7 @@ def grow_chain(
     """Greedy: the most likely tokens; else sampled ones, with their distributions. newest [B], first: step 1 of this token"""
     depth = steps.shape.depth
     (state, logits, evidence, _), tokens, distributions = first, [newest], []
-    seen = masks.causal(depth, newest.device).expand(len(newest), -1, -1)
+    seen = masks.causal_mask(depth, newest.device).expand(len(newest), -1, -1)
     for d in range(1, depth + 1):
         if not steps.goes_on(evidence):
             break

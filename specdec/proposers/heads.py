@@ -302,10 +302,12 @@ class HeadProposer(Proposer):
         behind = (place >= num_new)[None]
         after = num[:, None] + torch.arange(more, device=h.device)  # [B, K - 1] slots of the steps behind
         slots = torch.cat([place[:num_new].expand(len(h), -1), after], dim=1)  # [B, S + K - 1], of the new ones
-        seen = masks.causal(num_new + more, h.device) & (behind | (place < num[:, None]))[:, None]  # [B, ., S + K - 1]
+        seen = (
+            masks.causal_mask(num_new + more, h.device) & (behind | (place < num[:, None]))[:, None]
+        )  # [B, ., S + K - 1]
         seen = seen | torch.eye(num_new + more, dtype=torch.bool, device=h.device)
         cache.reserve(num_new + more)
-        mask = masks.pending(seen, cache.lengths, cache.visible)
+        mask = masks.pending_mask(seen, cache.lengths, cache.visible)
         positions = cache.lengths[:, None] + drafter.first_slot + slots
         state, readout = drafter.step(1, h, torch.cat([tokens, blank[1]], dim=1), positions, mask, cache)
         return state[:, :1, :0], torch.cat([_newest(readout, num), readout[:, num_new:]], dim=1)
@@ -327,11 +329,11 @@ class HeadProposer(Proposer):
         cache.reserve(num_new)
         if drafter.attends in ("none", "block"):
             drafter.context(h, positions - 1, cache)
-            seen = masks.committed(cache.lengths + num, cache.visible)
+            seen = masks.committed_mask(cache.lengths + num, cache.visible)
             h, tokens, positions = (_newest(x, num) for x in (h, tokens, positions))
             return drafter.step(1, h, tokens, positions, seen, cache)
 
-        mask = masks.pending(masks.causal(num_new, start.device), cache.lengths, cache.visible)
+        mask = masks.pending_mask(masks.causal_mask(num_new, start.device), cache.lengths, cache.visible)
         state, readout = drafter.step(1, h, tokens, positions, mask, cache)
         newest = _newest(state, num), _newest(readout, num)
         if drafter.attends != "depth":
@@ -354,7 +356,7 @@ class HeadProposer(Proposer):
             cache.reserve(tokens.shape[1])
             if drafter.attends == "depth":
                 seen = torch.zeros_like(seen)  # the earlier nodes are entries of other modules; a node sees itself
-            mask = masks.pending(seen, cache.lengths, cache.visible)
+            mask = masks.pending_mask(seen, cache.lengths, cache.visible)
             if drafter.attends == "depth":
                 mask = _lagging(mask, d, cache)
         state, readout = drafter.step(d, state, tokens, positions, mask, cache)

@@ -115,7 +115,7 @@ class LayerSkip(Proposer):
         cache.reserve(1)
 
         def begin(tokens, slots):
-            return *self.compiled.begin(tokens, slots), masks.committed(slots[:, 0] + 1, cache.visible)
+            return *self.compiled.begin(tokens, slots), masks.committed_mask(slots[:, 0] + 1, cache.visible)
 
         h, *rotary, mask = run(("begin", cache.visible), begin, tokens[:, None], cache.slots)
         states = self.compiled.run_layers(h, numbers, rotary=rotary, positions=cache.slots, mask=mask, cache=cache)
