@@ -4,7 +4,7 @@ A target without its layers has the embedding, the final norm and the LM head. T
 need beside features that another process computes (an engine, or files). It has no `read`.
 
 Only this file and those beside it (target_structure.py, target_loading.py, target_ends.py, target_fingerprint.py,
-target_sharding.py, target_adapter.py, compiled_target.py, layer_kinds.py, layer_states.py) use the inside of a transformers model.
+target/adapter.py, target/compiled.py, core/cache.py) use the inside of a transformers model.
 """
 
 import copy
