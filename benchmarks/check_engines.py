@@ -21,8 +21,10 @@ from specdec.core import files, hub
 from specdec.core.sampling import Sampling
 from specdec.decoding.decoder import Decoder
 from specdec.decoding.drafting import Drafting
-from specdec.export import gguf, medusa, serving, speculators
-from specdec.export import vllm as vllm_export
+from specdec.export import cards
+from specdec.export.engines import ExportForm, make_form
+from specdec.export.folder import write_export
+from specdec.export.layout import draft_from_all
 from specdec.heads.base import Drafter
 from specdec.heads.dflash import BlockDrafter
 from specdec.heads.mtp import MTP
@@ -31,7 +33,7 @@ from specdec.proposers.base import Proposer
 from specdec.target.model import Target
 from train.data import rows as data
 
-FORMATS = {"vllm": vllm_export, "speculators": speculators, "medusa": medusa, "gguf": gguf}
+FORMATS = ("vllm", "speculators", "medusa", "gguf")
 VLLM, LLAMA_CPP = f"vLLM {get_engines.VLLM}", f"llama.cpp, xllamacpp {get_engines.XLLAMACPP}"
 TOLERANCE = 0.02  # of tau, served against decoded here
 
@@ -104,7 +106,7 @@ class ServedHead:
     drafter: Drafter
     prompts: list[list[int]]
     stop: set[int]
-    provenance: serving.Provenance
+    provenance: cards.Provenance
 
 
 def decode_here(drafter: Drafter, head: ServedHead, chosen: CheckOptions) -> Decoding:
@@ -120,11 +122,11 @@ def decode_here(drafter: Drafter, head: ServedHead, chosen: CheckOptions) -> Dec
     return Decoding(generation.tokens, list(map(len, generation.accepted)), drafted)
 
 
-def decode_in_vllm(head: ServedHead, form: serving.Form, folder: Path, chosen: CheckOptions) -> Decoding:
+def decode_in_vllm(head: ServedHead, form: ExportForm, folder: Path, chosen: CheckOptions) -> Decoding:
     num = head.provenance.num_drafts
     dtype, longest = str(head.drafter.target.dtype).removeprefix("torch."), max(map(len, head.prompts))
     given: Any = {"dtype": dtype, "max_model_len": longest + chosen.max_new_tokens + num + 9}
-    settings = serving.settings(form, str(folder), num)
+    settings = form.settings_for(str(folder), num)
     with contextlib.closing(Vllm(head.drafter.target.name, speculative=settings, **given)) as engine:
         reply = engine.generate(head.prompts, chosen.max_new_tokens, head.stop)
     drafted = {(row, written): ids for row, rounds in enumerate(reply.rounds) for ids, written in rounds if ids}
@@ -134,7 +136,7 @@ def decode_in_vllm(head: ServedHead, form: serving.Form, folder: Path, chosen: C
     return Decoding(reply.answers, list(map(len, reply.rounds)), drafted, accepted, offered)
 
 
-def decode_in_llamacpp(head: ServedHead, form: serving.Form, folder: Path, chosen: CheckOptions) -> Decoding:
+def decode_in_llamacpp(head: ServedHead, form: ExportForm, folder: Path, chosen: CheckOptions) -> Decoding:
     kind, num, target = form.settings["kind"], head.provenance.num_drafts, head.drafter.target.name
     whole, draft = str(folder.with_suffix(".target.gguf")), str(folder.with_suffix(".gguf"))
     llamacpp.convert(target, whole)
@@ -178,9 +180,9 @@ def compare(target: Target, prompts: list[list[int]], *, own: Decoding, drafts: 
 
 def check_head(head: ServedHead, format_name: str, folder: Path, chosen: CheckOptions) -> dict:
     """Exports to `folder` and serves it. -> the row for `out`: `compare`, and what was compared"""
-    form, num, target = FORMATS[format_name].form(head.drafter), head.provenance.num_drafts, head.drafter.target
-    serving.write(form, folder, dtype=target.dtype, provenance=head.provenance)
-    drafter = serving.whole_vocabulary(head.drafter) if form.whole_vocabulary else head.drafter
+    form, num, target = make_form(head.drafter, format_name), head.provenance.num_drafts, head.drafter.target
+    write_export(form, folder, dtype=target.dtype, provenance=head.provenance)
+    drafter = draft_from_all(head.drafter) if form.whole_vocabulary else head.drafter
     served = (decode_in_llamacpp if format_name == "gguf" else decode_in_vllm)(head, form, folder, chosen)
     own = drafts = decode_here(drafter, head, chosen)
     if isinstance(drafter, MTP) and not drafter.zero_first:  # vLLM's embedding in the first slot is zero
@@ -201,7 +203,7 @@ def check_head(head: ServedHead, format_name: str, folder: Path, chosen: CheckOp
 def main(arguments: list[str]) -> None:
     chosen = common.read_options(CheckOptions, __doc__, arguments)
     formats = common.split(chosen.formats)
-    if not set(formats) <= FORMATS.keys():
+    if not set(formats) <= set(FORMATS):
         raise ValueError(f"formats={chosen.formats}: engines on a CPU take {', '.join(FORMATS)}.")
     if not (llamacpp.ENGINES / "ready").is_file():
         raise ValueError("There are no engines to check: `make engines` sets them up (4 GB, a few minutes).")
@@ -214,12 +216,12 @@ def main(arguments: list[str]) -> None:
             raise ValueError(f"record=true writes beside the checkpoint, and {folder} is on the Hub: name a copy.")
         if drafter.depth is not None:
             num = drafter.depth if isinstance(drafter, BlockDrafter) else min(num, drafter.depth)
-        provenance = serving.Provenance.read(folder, target=subject.target, license="other", data=None, num_drafts=num)
+        provenance = cards.Provenance.read(folder, target=subject.target, license="other", data=None, num_drafts=num)
         recorded = dict(provenance.served)
         head = ServedHead(name, drafter, [prompt.tokens for prompt in found], subject.stop, provenance)
         for format_name in formats:
             try:
-                FORMATS[format_name].form(drafter)
+                make_form(drafter, format_name)
             except ValueError as error:  # the format has no such family
                 print(f"{name}, format={format_name}: {error}")
                 continue
@@ -230,8 +232,8 @@ def main(arguments: list[str]) -> None:
             rows.append(row)
             files.write_text(Path(chosen.out), json.dumps(rows, indent=2) + "\n")
             if chosen.record:
-                recorded[f"{row['engine']}, format={format_name}"] = {key: row[key] for key in serving.SERVED_FIELDS}
-                files.write_text(folder / serving.SERVED, json.dumps(recorded, indent=2) + "\n")
+                recorded[f"{row['engine']}, format={format_name}"] = {key: row[key] for key in cards.SERVED_FIELDS}
+                files.write_text(folder / cards.SERVED, json.dumps(recorded, indent=2) + "\n")
     if not rows:
         raise ValueError("Nothing was served: none of the formats takes these drafters.")
     if wrong := [f"{row['name']} ({row['format']})" for row in rows if not row["faithful"]]:

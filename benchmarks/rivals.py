@@ -30,9 +30,9 @@ from specdec.core import files
 from specdec.core.sampling import Sampling
 from specdec.decoding.decoder import Decoder
 from specdec.decoding.drafting import Drafting
-from specdec.export import gguf as gguf_export
-from specdec.export import serving
-from specdec.export import vllm as vllm_export
+from specdec.export.cards import Provenance
+from specdec.export.engines import ExportForm, make_form
+from specdec.export.folder import write_export
 from specdec.heads.dflash import BlockDrafter
 from specdec.heads.draft import Draft
 from specdec.hf import Speculative
@@ -198,12 +198,12 @@ class Setting:
         most = {name: head.depth or depth for name, head in heads.items()}
         return {name: most[name] if isinstance(heads[name], BlockDrafter) else min(depth, most[name]) for name in heads}
 
-    def export(self, name: str, form: serving.Form, num: int, engine: str) -> Path:
+    def export(self, name: str, form: ExportForm, num: int, engine: str) -> Path:
         """The folder of a head's export."""
         folder, target = self.folder / f"{name.replace('/', '-')}-{engine}", self.subject.target
         given: Any = {"target": target, "license": "other", "data": None, "num_drafts": num}
-        provenance = serving.Provenance.read(self.subject.folders[name], **given)
-        serving.write(form, folder, dtype=target.dtype, provenance=provenance)
+        provenance = Provenance.read(self.subject.folders[name], **given)
+        write_export(form, folder, dtype=target.dtype, provenance=provenance)
         return folder
 
 
@@ -289,7 +289,7 @@ def make_llamacpp(setting: Setting) -> dict[str, RivalMethod]:
         return RivalEngine(generate, close=engine.close)
 
     def with_head(name: str, num: int) -> RivalEngine:
-        form = gguf_export.form(subject.heads[name])
+        form = make_form(subject.heads[name], "gguf")
         folder, kind = setting.export(name, form, num, "gguf"), form.settings["kind"]
         target = None if kind == "simple" else subject.target.name
         llamacpp.convert(str(folder), f"{folder}.gguf", target=target, outtype=outtype)
@@ -321,8 +321,8 @@ def make_vllm(setting: Setting) -> dict[str, RivalMethod]:
         return RivalEngine(generate, close=engine.close)
 
     def with_head(name: str, num: int) -> RivalEngine:
-        form = vllm_export.form(subject.heads[name])
-        return start(serving.settings(form, str(setting.export(name, form, num, "vllm")), num))
+        form = make_form(subject.heads[name], "vllm")
+        return start(form.settings_for(str(setting.export(name, form, num, "vllm")), num))
 
     plain = "vLLM, plain"
     methods = {plain: RivalMethod(functools.partial(start, None), plain)}

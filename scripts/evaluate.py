@@ -27,9 +27,9 @@ from transformers import PreTrainedTokenizerBase
 
 from specdec import checkpoint
 from specdec.core import files, hub, rules
-from specdec.core.timing import fastest_batch
+from specdec.core.clock import fastest_batch
 from specdec.decoding.drafting import Drafting
-from specdec.export import serving
+from specdec.export.cards import SERVED
 from specdec.heads.base import Drafter
 from specdec.measuring import report as figures
 from specdec.measuring.measure import MeasureSettings, Method, Prompt, PromptResult, measure
@@ -223,7 +223,7 @@ def by_category(report: Report) -> rich.table.Table:
 
 def read_served(folder: Path | None, console: rich.console.Console) -> dict:
     """What benchmarks/check_engines.py measured with this checkpoint in engines, which is printed; empty if nothing was."""
-    path = folder and folder / serving.SERVED
+    path = folder and folder / SERVED
     served = checkpoint.read_json(path) if path and path.exists() else {}
     for engine, measured in served.items():
         console.print(

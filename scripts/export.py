@@ -7,14 +7,15 @@ transformers, gguf (for llama.cpp's converter), safetensors (this project's own 
 """
 
 from helpers import loading
-from helpers.exports import FORMATS, form_of, provenance_of
-from helpers.options import options, run
+from helpers.options import option, options, run
 
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from specdec.export import serving
+from specdec.export.cards import Provenance
+from specdec.export.engines import FORMATS, make_form
+from specdec.export.folder import write_export
 from specdec.heads.base import Drafter, Head
 from specdec.heads.medusa import Medusa2
 from specdec.target.adapter import save_merged
@@ -26,17 +27,14 @@ from train import progress
 class Export:
     checkpoint: str = field(metadata={"help": loading.CHECKPOINT})
     out: str = field(metadata={"help": "folder to make", "folder": True})
-    format: str = field(default="safetensors", metadata={"help": f"one of {', '.join(FORMATS)}"})
-    num_drafts: int | None = field(
-        default=None,
-        metadata={"help": "drafts per round in the launch lines; null: the fastest by the checkpoint's report"},
+    format: str = option("safetensors", f"one of {', '.join(FORMATS)}")
+    num_drafts: int | None = option(
+        None, "drafts per round in the launch lines; null: the fastest by the checkpoint's report"
     )
-    license: str = field(default="other", metadata={"help": "licence of the weights, for the model card"})
-    data: str | None = field(
-        default=None, metadata={"help": "training data, for the model card; null: from the run's config.yaml"}
-    )
-    merged_target: str | None = field(
-        default=None, metadata={"help": "for a head that adapts its target (medusa2): folder for the adapted model"}
+    license: str = option("other", "licence of the weights, for the model card")
+    data: str | None = option(None, "training data, for the model card; null: from the run's config.yaml")
+    merged_target: str | None = option(
+        None, "for a head that adapts its target (medusa2): folder for the adapted model"
     )
     target: loading.TargetOptions = field(default_factory=lambda: loading.TargetOptions(dtype="bfloat16"))
 
@@ -72,24 +70,27 @@ def main(arguments: list[str] | None = None) -> None:
             return
     if not isinstance(drafter, Drafter):
         raise ValueError(f"{chosen.checkpoint} is only an adapter of its target: give merged_target=DIR.")
-    form = form_of(drafter, chosen.format)
-    provenance = provenance_of(loaded, drafter.target, chosen)
-    num = serving.num_drafts(form, provenance)
+    form = make_form(drafter, chosen.format)
+    data = chosen.data or loading.trained_on(loaded.folder)
+    provenance = Provenance.read(
+        loaded.folder, target=drafter.target, license=chosen.license, data=data, num_drafts=chosen.num_drafts
+    )
+    num = form.num_drafts(provenance.num_drafts)
     if chosen.num_drafts not in (None, num):
         reason = "a block is drafted whole" if form.whole_block else "it has no more steps"
         raise ValueError(
             f"num_drafts={chosen.num_drafts}: this drafter drafts {num} tokens per round, because {reason}."
         )
     with progress.start("writing the tensors and reading them back"):
-        tensors = serving.write(form, out, dtype=DTYPES[chosen.target.dtype_here], provenance=provenance)
+        tensors = write_export(form, out, dtype=DTYPES[chosen.target.dtype_here], provenance=provenance)
     size = sum(value.numel() * value.element_size() for value in tensors.values())
     print(
         f"written: {out}, {len(tensors)} tensors, {size / 1e6:.1f} MB, checked against the manifest, read back and equal"
     )
-    for engine, line in serving.launch_lines(form, chosen.out, num).items():
+    for engine, line in form.launch_lines(chosen.out, num).items():
         print(f"\n{engine}, {num} drafts a round:\n{line}")
     if form.settings:
-        print(f"\nas a configuration: {json.dumps(serving.settings(form, chosen.out, num))}")
+        print(f"\nas a configuration: {json.dumps(form.settings_for(chosen.out, num))}")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from specdec import checkpoint
-from specdec.export.layouts import folder
+from specdec.export.folder import read_published
 from specdec.target.model import Target
 
 
@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> None:
         device=chosen.target.device or "cpu",
         trust_remote_code=chosen.target.trust_remote_code,
     )
-    spec, tensors = folder.read(Path(chosen.source), target)
+    spec, tensors = read_published(Path(chosen.source), target)
     dtype = next(value.dtype for value in tensors.values() if value.is_floating_point())  # kept: nothing is rounded
     try:
         drafter = checkpoint.build(spec, tensors, target, dtype=dtype).eval()

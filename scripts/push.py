@@ -8,7 +8,6 @@ or the variable HF_TOKEN.
 """
 
 from helpers import loading
-from helpers.exports import forms_of, provenance_of
 from helpers.options import option, options, run
 
 import json
@@ -17,7 +16,8 @@ from pathlib import Path
 
 from specdec import checkpoint
 from specdec.core import files, hub
-from specdec.export import model_card
+from specdec.export.cards import Provenance, make_hub_card
+from specdec.export.engines import make_forms
 from train.pages import facts
 
 
@@ -87,15 +87,16 @@ def read(folder: Path, document: dict) -> dict[str, Path | bytes]:
 
 def make_card(chosen: Push, loaded: loading.Loaded, target: str) -> str:
     """The model card. target: its name in the card"""
-    provenance = provenance_of(loaded, loaded.target, chosen)
-    forms = {
-        name: replace(
-            form, engines={key: line.replace(loaded.target.name, target) for key, line in form.engines.items()}
-        )
-        for name, form in forms_of(loaded.drafter).items()
-        if form.engines
-    }
-    return model_card.card(
+    data = chosen.data or loading.trained_on(loaded.folder)
+    provenance = Provenance.read(
+        loaded.folder, target=loaded.target, license=chosen.license, data=data, num_drafts=chosen.num_drafts
+    )
+    forms = {}
+    for name, form in make_forms(loaded.drafter).items():
+        if form.engines:
+            lines = {engine: line.replace(loaded.target.name, target) for engine, line in form.engines.items()}
+            forms[name] = replace(form, engines=lines)
+    return make_hub_card(
         replace(provenance, target=target, fingerprint=provenance.document["target_fingerprint"]),
         facts.read(loaded.folder),
         forms,

@@ -23,22 +23,21 @@ from specdec.decoding.drafting import Drafting
 from specdec.heads.base import Head
 from specdec.proposers.base import Proposer
 from specdec.target.adapter import check_unadapted, merge
-from specdec.target.ends import UNREAD
+from specdec.target.loading import UNREAD
 from specdec.target.model import Target
 
 HEADS = "specdec.heads."
 BEST = "best"  # a file in the folder of a run, with the name of a step's folder
 LONGEST_NAME = 1000  # of that name
 SMALL_PARTS = 2**24  # numbers that a head may make beside its tensors, such as angles and maps of the vocabulary
+RECORDED = ("target", "target_fingerprint", "target_embeddings", "reads_layers", "versions")  # facts, not arguments
+CHECKPOINT = (
+    "A checkpoint is a folder with drafter.json and drafter.safetensors, such as checkpoints/<run>/step_000500 (or "
+    "checkpoints/<run>/best, which names one), or the name of one on the Hugging Face Hub, such as user/name"
+)
 
 
-def save(
-    folder: Path,
-    drafter: Head,
-    spec: dict,
-    *,
-    extra: dict[str, dict] | None = None,
-) -> None:
+def save(folder: Path, drafter: Head, spec: dict, *, extra: dict[str, dict] | None = None) -> None:
     """spec: {"_target_": class under specdec.heads, arguments...}; extra: further JSON files, by name.
 
     A draft vocabulary is saved with the tensors, not in the arguments.
@@ -50,27 +49,10 @@ def save(
         "target_fingerprint": drafter.target.fingerprint(),
         "target_embeddings": drafter.target.embeddings_fingerprint(),
         "reads_layers": list(drafter.target_layers),
-        "versions": {
-            "specdec": specdec.__version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
+        "versions": {lib.__name__: lib.__version__ for lib in (specdec, torch, transformers)},
     }
-    files.write_folder(
-        folder,
-        tensors={"drafter.safetensors": drafter.state_dict()},
-        documents={"drafter.json": document, **(extra or {})},
-    )
-
-
-# Facts in drafter.json, not arguments
-RECORDED = ("target", "target_fingerprint", "target_embeddings", "reads_layers", "versions")
-
-
-CHECKPOINT = (
-    "A checkpoint is a folder with drafter.json and drafter.safetensors, such as checkpoints/<run>/step_000500 (or "
-    "checkpoints/<run>/best, which names one), or the name of one on the Hugging Face Hub, such as user/name"
-)
+    tensors = {"drafter.safetensors": drafter.state_dict()}
+    files.write_folder(folder, tensors=tensors, documents={"drafter.json": document, **(extra or {})})
 
 
 def read_json(path: Path, *, what: str = CHECKPOINT) -> dict:
@@ -119,23 +101,19 @@ def name_of(folder: Path) -> str:
 def drafter_class(path: str) -> type[Head]:
     """The class that `_target_` names. Only heads defined inside specdec.heads are accepted."""
     module, _, name = path.rpartition(".")
-    refusal = ValueError(
+    if module.startswith(HEADS) and all(part.isidentifier() for part in path.split(".")):
+        with contextlib.suppress(ImportError):
+            found = vars(importlib.import_module(module)).get(name)
+            if isinstance(found, type) and issubclass(found, Head) and found.__module__ == module:
+                return found
+    raise ValueError(
         f"_target_ {path!r} is not a drafter of {HEADS}*; this folder was not made by specdec, or is unsafe."
     )
-    if not module.startswith(HEADS) or not all(part.isidentifier() for part in path.split(".")):
-        raise refusal
-    try:
-        found = vars(importlib.import_module(module)).get(name)
-    except ImportError:
-        raise refusal from None
-    if not (isinstance(found, type) and issubclass(found, Head) and found.__module__ == module):
-        raise refusal
-    return found
 
 
 def _arguments(spec: dict) -> dict:
     """Those of the drafter's constructor."""
-    return {key: value for key, value in spec.items() if key != "_target_" and key not in RECORDED}
+    return {key: value for key, value in spec.items() if key not in ("_target_", *RECORDED)}
 
 
 def build(spec: dict, tensors: dict[str, Tensor], target: Target, *, dtype: torch.dtype | None = None) -> Head:
@@ -224,47 +202,41 @@ def _read(folder: Path, target: Target, dtype: torch.dtype | None) -> tuple[Head
         raise ValueError(f"{folder}: {error}") from error
     except Exception as error:  # with sizes from a file, a constructor may fail in any way
         raise ValueError(f"{folder}: drafter.json and drafter.safetensors do not fit together: {error}") from error
-    if list(drafter.target_layers) != document.get("reads_layers"):
-        raise ValueError(
-            f"{folder}: trained on target layers {document.get('reads_layers')}, not {list(drafter.target_layers)}."
-        )
+    layers, trained = list(drafter.target_layers), document.get("reads_layers")
+    if layers != trained:
+        raise ValueError(f"{folder}: trained on target layers {trained}, not {layers}.")
     files.check(folder / "drafter.json", folder / "drafter.safetensors")  # last: other refusals say more
     return drafter, document
 
 
 def _check_target(folder: Path, document: dict, target: Target) -> None:
-    """Raises ValueError for another target than the head was trained for; warns if only the quantisation differs, or if no
-    more than the embedding and the final norm can be compared.
+    """Raises ValueError for another target than the head was trained for.
 
-    Then drafts are still verified by the loaded target, so its answers stay its own; only acceptance changes a little.
+    Warns if only the quantisation differs, or if no more than the embedding and the final norm can be compared. Then the
+    loaded target still verifies all drafts, so its answers stay its own; only acceptance changes a little.
     """
-    trained = str(document.get("target_fingerprint"))
-    if trained == target.fingerprint():
+    trained, here, name = str(document.get("target_fingerprint")), target.fingerprint(), document.get("target")
+    if trained == here:
         return
-    quantised = target.quantisation is not None or "-" in trained or UNREAD in target.fingerprint()
+    quantised = target.quantisation is not None or "-" in trained or UNREAD in here
     if not (quantised and document.get("target_embeddings") == target.embeddings_fingerprint()):
-        older = (
-            ""
-            if "target_embeddings" in document
-            else (
+        advice = ""
+        if quantised and "target_embeddings" not in document:
+            advice = (
                 " The checkpoint is older than quantised targets; if only the quantisation differs, add "
                 f'"target_embeddings": "{target.embeddings_fingerprint()}" to its drafter.json.'
             )
-        )
         raise ValueError(
-            f"{folder} was trained for {document.get('target')} (fingerprint {trained}), not for "
-            f"{target.name} ({target.fingerprint()}). Use it with its own target.{older if quantised else ''}"
+            f"{folder} was trained for {name} (fingerprint {trained}), not for {target.name} ({here}). Use it with its own "
+            f"target.{advice}"
         )
-    if UNREAD in trained or UNREAD in target.fingerprint():
-        warnings.warn(
-            f"{folder}: only the embedding and the final norm of {target.name} were compared with those of {document.get('target')}, "
-            "for which it was trained, because its layers were not read on one side.",
-            stacklevel=2,
-        )
-        return
-    warnings.warn(
-        f"{folder} was trained against {trained.partition('-')[2] or 'unquantised'} weights of {document.get('target')}, and "
-        f"the target here has {target.quantisation or 'unquantised'} weights. Answers stay the target's own; acceptance may "
-        "be a little lower.",
-        stacklevel=2,
+    differs = (
+        f" was trained against {trained.partition('-')[2] or 'unquantised'} weights of {name}, and the target here has "
+        f"{target.quantisation or 'unquantised'} weights. Answers stay the target's own; acceptance may be a little lower."
     )
+    if UNREAD in trained or UNREAD in here:
+        differs = (
+            f": only the embedding and the final norm of {target.name} were compared with those of {name}, for which it was "
+            "trained, because its layers were not read on one side."
+        )
+    warnings.warn(f"{folder}{differs}", stacklevel=2)

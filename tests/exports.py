@@ -1,6 +1,5 @@
 """Helpers for tests of exported and published folders. tests/reference.py reads such folders independently."""
 
-import importlib
 import json
 from functools import partial
 from pathlib import Path
@@ -11,28 +10,19 @@ import torch
 from hydra.utils import instantiate
 
 from specdec import checkpoint
-from specdec.export import serving
-from specdec.export.layouts import folder as layouts
+from specdec.export.cards import Provenance
+from specdec.export.engines import ExportForm, make_form
+from specdec.export.folder import read_published, write_export
 from tests import reference
 from tests.loops import follow
 from tests.support import load_head, make_drafter, random_tokens
 
 TOKENS = 1 + torch.tensor(random_tokens(3, 16, 60))  # without token 0, which DSpark uses as its mask
-
-
 DEPTH = 4
-
-
 SLOTS = (1, 2, 9)
-
-
 # A Speculators container has norm_features (fc_norm) or norm_before_fc, not both
 CONTAINED = {"norm_features": True, "norm_output": True, "norm_before_residual": True}
-
-
 ALL_NORMS = {"norm_features": True, "norm_output": True, "norm_before_fc": True, "norm_before_residual": True}
-
-
 OTHER_BLOCK = {
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
@@ -47,11 +37,7 @@ def make_exact(target, head: str, reduced: bool = False, arguments: dict | None 
     return make_drafter(target, head, reduced, {**(arguments or {}), "_convert_": "all"}).float().double()
 
 
-def make_form(drafter, form: str):
-    return importlib.import_module(f"specdec.export.{form}").form(drafter)
-
-
-def make_provenance(drafter, **changes) -> serving.Provenance:
+def make_provenance(drafter, **changes) -> Provenance:
     document = {
         "_target_": f"specdec.heads.{type(drafter).__name__}",
         "versions": {"specdec": "1"},
@@ -59,12 +45,12 @@ def make_provenance(drafter, **changes) -> serving.Provenance:
     }
     fields = {"source": "run/step", "document": document, "target": "tiny", "fingerprint": "f00", "report": None,
              "served": {}, "data": "rows", "license": "mit", "num_drafts": 3, **changes}  # fmt: skip
-    return serving.Provenance(**fields)
+    return Provenance(**fields)
 
 
-def export(drafter, form: str, out: Path, *, dtype=torch.float64) -> serving.Form:
+def export(drafter, form: str, out: Path, *, dtype=torch.float64) -> ExportForm:
     exported_form = make_form(drafter, form)
-    serving.write(exported_form, out, dtype=dtype, provenance=make_provenance(drafter))
+    write_export(exported_form, out, dtype=dtype, provenance=make_provenance(drafter))
     return exported_form
 
 
@@ -84,26 +70,25 @@ def assert_same_drafts(path: Path, reader, drafter, *, slots=SLOTS) -> None:
 
 
 SGLANG1, SAFEAILAB1 = (partial(reference.eagle1, engine=engine) for engine in ("sglang", "safeailab"))
-
-
 SGLANG3 = partial(reference.eagle3, engine="sglang")
-
-
 UNBLANKED = partial(reference.mtp, blank=False)
-
-
 REFERENCE_MEDUSA = partial(reference.medusa, engine="reference")
 
 
-def with_vocabularies(cases: list[tuple]) -> list[tuple]:
-    """Each case with the whole vocabulary and with a reduced one; own LM heads of Medusa have the whole one only."""
-    return [
-        (*case, reduced) for case in cases for reduced in (False, True) if not (reduced and "own_output" in case[1])
-    ]
+def assert_equal_drafters(drafter, expected) -> None:
+    """Asserts that two heads have the same class, tensors and settings."""
+    assert type(drafter) is type(expected)
+    tensors, wanted = drafter.state_dict(), expected.state_dict()
+    assert tensors.keys() == wanted.keys() and all(torch.equal(tensors[name], wanted[name]) for name in wanted)
+    for name in ("target_layers", "depth", "norm_output", "norm_before_residual", "attention_bias", "num_drafts",
+                 "anchor_predicts", "confident", "windows", "window_causal"):  # fmt: skip
+        assert getattr(drafter, name, None) == getattr(expected, name, None), name
+    if hasattr(expected, "config"):
+        assert drafter.config.to_dict() == expected.config.to_dict()
 
 
 def bring_in(path: Path, target):
-    spec, tensors = layouts.read(path, target)
+    spec, tensors = read_published(path, target)
     return checkpoint.build(json.loads(json.dumps(spec)), tensors, target)
 
 
@@ -147,4 +132,4 @@ def rewrite(path: Path, *, tensors=None, **config) -> None:
 def refuse(path: Path, target, message: str) -> None:
     """Asserts that the folder is not read as a head of the target. message: an expression that the error matches"""
     with pytest.raises(ValueError, match=message):
-        layouts.read(path, target)
+        read_published(path, target)

@@ -4,16 +4,16 @@ tests/specdec/target/test_families.py compares every row with the page.
 """
 
 import functools
-import importlib
 import re
 
 import pytest
 from hydra.utils import instantiate
 
-from specdec.heads.borrowed import embedding_scale
+from specdec.export.engines import make_form
+from specdec.heads.blocks import embedding_scale
 from specdec.target import attention
-from specdec.target.experts import experts_of
 from specdec.target.model import Target
+from specdec.target.structure import experts_of
 from tests.families import FAMILIES, Family, make
 from tests.support import ROOT, load_head
 
@@ -58,7 +58,7 @@ def exports(family: Family) -> dict[str, str]:
         drafter = instantiate(load_head(head)["drafter"], target, vocab=None)
         for format_name, engine in FORMATS.items():
             try:
-                form = importlib.import_module(f"specdec.export.{format_name}").form(drafter)
+                form = make_form(drafter, format_name)
             except ValueError:
                 continue
             cells[engine].append(label + "*" * any(NOT_TRIED in note for note in form.notes))

@@ -32,8 +32,8 @@ from specdec.measuring.report import PromptCounts, Report, in_parts, prompt_coun
 from specdec.proposers.auto import Auto
 from specdec.proposers.base import Proposer
 from specdec.proposers.costs import Costs
-from specdec.target.experts import experts_of
 from specdec.target.model import Target, TargetOutput
+from specdec.target.structure import experts_of
 from specdec.unroll import replay
 from train import display, progress
 from train.answers.answering import HeldoutAnswers

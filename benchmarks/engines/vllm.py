@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.engines.child import Child
-from specdec.export.layouts.mtp import OVERRIDE
+from specdec.export.mtp import OVERRIDE
 
 PYTHON = "engines/bin/python"
 KV_SPACE = "VLLM_CPU_KVCACHE_SPACE"  # GiB; 1 unless the environment says otherwise

@@ -1,1 +1,1 @@
-"""Formats of exports, one file each, with `form(drafter) -> specdec.export.serving.Form`."""
+"""Layouts of other projects, both ways: `engines.make_form`, `folder.write_export`, `folder.read_published`, `cards`."""

@@ -1,39 +1,253 @@
-"""EAGLE-1 and EAGLE-3 for SafeAILab's code (docs/file-formats.md, sections 4 and 5)."""
+"""EAGLE-1, EAGLE-3 and P-EAGLE: names, config.json, manifest, and the way back (docs/file-formats.md, sections 4 to 6)."""
 
-from specdec.export import engine_targets
-from specdec.export.layouts import eagle
-from specdec.export.serving import Form
-from specdec.heads.base import Drafter
-from specdec.heads.eagle import Eagle, Eagle3
+import torch
+from torch import Tensor
 
-SHARDED = "SafeAILab's loader needs the base model in shards with an index: model.save_pretrained(DIR, max_shard_size='200MB')."
-ROPES = ("default", "linear", "dynamic")
+from specdec.export import layout
+from specdec.export.layout import BLOCK_FIELDS, Layout, Shapes
+from specdec.heads.eagle import Eagle, Eagle3, PEagle
+from specdec.target.model import Target
+
+NAMES1 = [("block.", "layers.0.")]
+FIELDS1 = BLOCK_FIELDS | {"bias"}
+FIELDS3 = BLOCK_FIELDS | {"draft_vocab_size", "fc_norm", "norm_output", "norm_before_fc", "norm_before_residual"}
+LAYER_FIELDS = frozenset({"eagle_aux_hidden_state_layer_ids", "eagle_config", "num_aux_hidden_states"})
+MASK_TOKENS = ("ptd_token_id", "pard_token", "mask_token_id")  # the names of P-EAGLE's mask token
+TOKEN_MAP = "token_map.pt"  # the draft vocabulary of EAGLE-1, which SGLang reads by --speculative-token-map
+MIDLAYER = "midlayer."
+LAYER = "layers.{}."  # of several layers; SGLang, modelopt and Speculators call a single one so, too
 
 
-def form(drafter: Drafter) -> Form:
-    """Raises ValueError for heads that its code does not run."""
-    if isinstance(drafter, Eagle | Eagle3) and dict(drafter.config.rope_parameters or {})["rope_type"] not in ROPES:
-        raise ValueError(f"SafeAILab's code has only the rotary embeddings {', '.join(ROPES)}: take format=vllm.")
-    line = f"EaModel.from_pretrained(base_model_path='{drafter.target.name}', ea_model_path='<out>', use_eagle3=%s)"
-    known: tuple[str, ...] = (SHARDED,)
-    if isinstance(drafter, Eagle | Eagle3):
-        kind = "last" if isinstance(drafter, Eagle) else "states"
-        known += engine_targets.notes("SafeAILab's code", kind, drafter.target)
-    match drafter:
-        case Eagle():
-            bias = drafter.fc.bias is not None and bool(drafter.fc.bias.any())
-            layout = eagle.eagle1(drafter, architecture="LlamaForCausalLM", bias=bias)
-            reduced = drafter.draft_to_target is not None
-            return Form(layout, {"SafeAILab/EAGLE": line % False}, whole_vocabulary=reduced, notes=known)
-        case Eagle3():
-            eagle.check_plain(drafter, "SafeAILab's code", lacks=tuple(eagle.norms(drafter)))
-            if drafter.target_layers != eagle.default_layers(drafter.target):
-                raise ValueError(
-                    f"SafeAILab's code reads hidden states {list(eagle.default_layers(drafter.target))}, and this head "
-                    f"{list(drafter.target_layers)}. Train with target_layers=null, which has these for targets of 7 or more layers, "
-                    "or take format=vllm."
-                )
-            return Form(eagle.eagle3(drafter), {"SafeAILab/EAGLE": line % True}, notes=known)
-    raise ValueError(
-        f"format=eagle is for EAGLE-1 and EAGLE-3 heads, not for {type(drafter).__name__}: try format=vllm."
-    )
+def names3(first: str, num_layers: int) -> list[tuple[str, str]]:
+    """Own and public prefixes, longer public ones first. first: the public prefix of the first layer"""
+    names = [(f"{norm}.", f"{first}{norm}.") for norm in ("input_layernorm", "hidden_norm")] + [("block.", first)]
+    return names + [(f"further.{number - 1}.", LAYER.format(number)) for number in range(1, num_layers)]
+
+
+def default_layers(target: Target) -> tuple[int, int, int]:
+    """The hidden states that every engine reads if config.json names none."""
+    return 2, target.num_layers // 2, target.num_layers - 3
+
+
+def norms(drafter: Eagle3) -> dict[str, bool]:
+    """The switches of EAGLE-3, all written: engines differ in the meaning of a missing one."""
+    return {
+        "fc_norm": len(drafter.fc_norm) > 0,
+        "norm_output": drafter.norm_output,
+        "norm_before_fc": drafter.input_norm is not None,
+        "norm_before_residual": drafter.norm_before_residual,
+    }
+
+
+def mask_token(config: dict) -> int | None:
+    """P-EAGLE's mask token; None for EAGLE-3."""
+    return next((config[name] for name in MASK_TOKENS if config.get(name) is not None), None)
+
+
+def check_plain(drafter: Eagle3, whose: str, *, lacks: tuple[str, ...]) -> None:
+    """Raises ValueError for an EAGLE-3 head with switches that an engine ignores, and for layers and masks that only vLLM has.
+
+    whose: the engine's name
+    """
+    if drafter.further or isinstance(drafter, PEagle):
+        what = "P-EAGLE" if isinstance(drafter, PEagle) else "EAGLE-3 of several layers"
+        raise ValueError(f"{whose} has no {what}: take format=vllm or speculators.")
+    layout.check_whole(drafter, whose)
+    on = [name for name, given in norms(drafter).items() if given and name in lacks]
+    if on:
+        raise ValueError(f"{whose} has no {', '.join(on)}, which this head was trained with: take format=vllm.")
+
+
+# Export
+
+
+def eagle1(drafter: Eagle, *, architecture: str, bias: bool = False) -> Layout:
+    """bias: whether config.json says that `fc` has one. The tensor is always written, because SGLang always has one."""
+    layout.check_embedding(drafter.target)
+    head = layout.own_tensors(drafter)
+    head.setdefault("fc.bias", torch.zeros_like(head["fc.weight"][:, 0]))
+    config = {
+        "architectures": [architecture],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        **layout.block_fields(drafter.config, drafter.target),
+        "bias": bias,
+        "torch_dtype": None,
+    }
+    vocab = drafter.draft_to_target
+    pickles = {} if vocab is None else {TOKEN_MAP: vocab.tolist()}
+    return Layout(layout.rename(head, NAMES1), config, shapes1(config), FIELDS1, pickles)
+
+
+def eagle3(drafter: Eagle3) -> Layout:
+    """The layout that vLLM, SGLang, SafeAILab's code and llama.cpp's converter all read.
+
+    Of several layers, and of P-EAGLE: vLLM alone.
+    """
+    target, layers, num_layers = drafter.target, drafter.target_layers, 1 + len(drafter.further)
+    layout.check_layers(layers, target)
+    head = layout.own_tensors(drafter)
+    if drafter.lm_head is None:
+        head["lm_head.weight"] = _borrowed_lm_head(drafter)
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "num_hidden_layers": num_layers,
+        **layout.block_fields(drafter.config, target),
+        "draft_vocab_size": drafter.vocab_size,
+        **norms(drafter),
+        **layout.window_fields(drafter),
+        "torch_dtype": None,
+    }
+    fields = FIELDS3 | set(layout.window_fields(drafter))
+    if layers != default_layers(target):
+        # vLLM reads the outer numbers. SGLang reads the inner ones, numbers of layer outputs.
+        inner = {"eagle_aux_hidden_state_layer_ids": [k - 1 for k in layers], "use_aux_hidden_state": True}
+        config |= {"eagle_aux_hidden_state_layer_ids": list(layers), "num_aux_hidden_states": len(layers)}
+        config["eagle_config"] = inner
+        fields = fields | LAYER_FIELDS
+    if isinstance(drafter, PEagle):
+        config["ptd_token_id"] = drafter.mask_token
+        fields = fields | {"ptd_token_id"}
+    first = MIDLAYER if num_layers == 1 else LAYER.format(0)
+    tensors = layout.rename(head, names3(first, num_layers)) | layout.vocab_tensors(drafter)
+    return Layout(tensors, config, shapes3(config, first=first), fields)
+
+
+def _borrowed_lm_head(drafter: Eagle3) -> Tensor:
+    """The target's rows [W, D] as a head's own, as engines want it. Raises ValueError for an LM head with a bias."""
+    weight, bias = drafter.goal_head
+    if bias is not None:
+        raise ValueError(
+            f"The LM head of {drafter.target.name} has a bias, and in engines EAGLE-3's LM head has none: train with own_output=true."
+        )
+    return drafter.target.shape_logits.scale * weight  # a cap keeps the order
+
+
+# Manifests
+
+
+def shapes1(config: dict) -> Shapes:
+    hidden = config["hidden_size"]
+    block = layout.block_shapes(config, prefix="layers.0.")
+    return {"fc.weight": (hidden, 2 * hidden), "fc.bias": (hidden,), **block}
+
+
+def shapes3(config: dict, *, first: str = MIDLAYER) -> Shapes:
+    """first: the prefix of the first layer"""
+    hidden = config["hidden_size"]
+    num = len(config.get("eagle_aux_hidden_state_layer_ids") or [None] * 3)
+    shapes = {
+        "fc.weight": (hidden, num * hidden),
+        f"{first}input_layernorm.weight": (hidden,),
+        f"{first}hidden_norm.weight": (hidden,),
+        **layout.block_shapes(config, prefix=first, width=2 * hidden),
+        "norm.weight": (hidden,),
+        "lm_head.weight": (config["draft_vocab_size"], hidden),
+        **layout.vocab_shapes(config),
+    }
+    for number in range(1, config.get("num_hidden_layers", 1)):
+        prefix = LAYER.format(number)
+        shapes |= {f"{prefix}input_layernorm.weight": (hidden,), **layout.block_shapes(config, prefix=prefix)}
+    if mask_token(config) is not None:
+        shapes["mask_hidden"] = (1, 1, num * hidden)
+    if config.get("fc_norm"):
+        shapes |= {f"fc_norm.{number}.weight": (hidden,) for number in range(num)}
+    if config.get("norm_before_fc"):
+        shapes["input_norm.weight"] = (num * hidden,)
+    return shapes
+
+
+# Import
+
+
+def read_eagle1(config: dict, tensors: dict[str, Tensor], vocab: Tensor | None, target: Target) -> tuple[dict, dict]:
+    """-> the arguments of `heads.eagle.Eagle`, its tensors. Raises ValueError if they are no EAGLE-1 head of this target."""
+    tensors = dict(tensors)
+    layout.drop_copy(tensors, "embed_tokens.weight", target.embed.weight)
+    if any(name.endswith("_proj.bias") for name in tensors):
+        raise ValueError("Attention biases cannot be imported: this head has some.")
+    tensors.setdefault("fc.bias", torch.zeros_like(tensors["fc.weight"][:, 0]))
+    arguments = {"_target_": "specdec.heads.eagle.Eagle", **layout.read_block(config, target)}
+    layout.check_tensors(tensors, shapes1(layout.complete(config)))
+    head = layout.rename(tensors, layout.swap(NAMES1))
+    arguments["fc_bias"] = bool(head["fc.bias"].any())
+    if not arguments["fc_bias"]:
+        del head["fc.bias"]
+    if vocab is not None:
+        head["draft_to_target"] = vocab
+    return arguments, head
+
+
+def read_eagle3(config: dict, tensors: dict[str, Tensor], target: Target) -> tuple[dict, dict]:
+    """-> the class and arguments of an Eagle3 or a PEagle, its tensors. Raises ValueError if they are no head of this target.
+
+    config: flat; that of a Speculators container with the fields of its `transformer_layer_config`
+    """
+    tensors = dict(tensors)
+    layout.drop_copy(tensors, "embed_tokens.weight", target.embed.weight)
+    config, layers = _read_fields(config, len(tensors.get("lm_head.weight", ())), target)
+    mask, num_layers = mask_token(config), config.get("num_hidden_layers", 1)
+    if (mask is None) != ("mask_hidden" not in tensors):
+        raise ValueError(
+            "P-EAGLE has mask_hidden among its tensors and a mask token in config.json: one of them is missing."
+        )
+    if mask is not None:
+        tensors["mask_hidden"] = tensors["mask_hidden"].reshape(1, 1, -1)
+    vocab = None
+    if "d2t" in tensors:
+        vocab = layout.check_vocab(tensors["d2t"], tensors.get("t2d"))
+        tensors.setdefault("t2d", torch.zeros(target.vocab_size, dtype=torch.bool))
+    if config["draft_vocab_size"] == target.vocab_size:  # then the maps are the identity
+        tensors, vocab = layout.without_maps(tensors), None
+    first = LAYER.format(0) if any(name.startswith(LAYER.format(0)) for name in tensors) else MIDLAYER
+    layout.check_tensors(tensors, shapes3(config, first=first))
+    borrows = _borrows_lm_head(tensors["lm_head.weight"], vocab, target)
+    if borrows:
+        del tensors["lm_head.weight"]
+    head = layout.rename(layout.without_maps(tensors), layout.swap(names3(first, num_layers)))
+    if vocab is not None:
+        head["draft_to_target"] = vocab
+    layout.check_layers(layers, target)
+    arguments = {
+        "_target_": f"specdec.heads.eagle.{'Eagle3' if mask is None else 'PEagle'}",
+        **({} if mask is None else {"mask_token": mask}),
+        **layout.read_block(config, target),
+        "num_layers": num_layers,
+        "own_output": not borrows,
+        **layout.read_window(config, num_layers),
+        "target_layers": list(layers),
+        "norm_features": bool(config.get("fc_norm", False)),
+        **{name: bool(config.get(name, False)) for name in ("norm_output", "norm_before_fc", "norm_before_residual")},
+    }
+    return arguments, head
+
+
+def _read_fields(config: dict, num_rows: int, target: Target) -> tuple[dict, tuple[int, ...]]:
+    """-> the fields that say what the head is, all on one level, and the hidden states that it reads
+
+    num_rows: of its LM head, for configs that do not say the size of the draft vocabulary
+    """
+    nested = config.get("eagle_config") or {}
+    inside = [name for name in ("norm_output", "norm_before_residual", "fc_norm") if nested.get(name)]
+    if inside:
+        raise ValueError(f"eagle_config holds {', '.join(inside)}, which engines read one level up: move it there.")
+    if config.get("attention_bias"):
+        raise ValueError("Only EAGLE-3 heads without attention biases can be imported.")
+    inner = nested.get("eagle_aux_hidden_state_layer_ids")
+    layers = config.get("eagle_aux_hidden_state_layer_ids") or ([k + 1 for k in inner] if inner else None)
+    fields = {
+        **layout.complete(config),
+        "eagle_aux_hidden_state_layer_ids": layers,
+        "norm_before_fc": nested.get("norm_before_fc", config.get("norm_before_fc", False)),
+        "vocab_size": target.vocab_size,
+        "draft_vocab_size": config.get("draft_vocab_size") or num_rows or None,
+    }
+    return fields, tuple(layers or default_layers(target))
+
+
+def _borrows_lm_head(weight: Tensor, vocab: Tensor | None, target: Target) -> bool:
+    """Whether a head has the target's own LM head [W, D], to the last bit, so that it need not be kept. vocab [W]; None: all"""
+    if target.lm_head.bias is not None or not target.shape_logits.plain:
+        return False
+    return torch.equal(weight, layout.lm_head_rows(target, vocab).to(weight))

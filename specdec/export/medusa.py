@@ -1,32 +1,154 @@
-"""Medusa heads in the layout of the reference code: medusa_lm_head.pt, and the same names in safetensors for vLLM and TGI."""
+"""Medusa heads: vLLM's names, those of the reference code, and the way back (docs/file-formats.md, section 7)."""
 
-from specdec.export.layouts import medusa
-from specdec.export.serving import Form, form_of, vllm_settings
-from specdec.heads.base import Drafter
-from specdec.heads.medusa import Medusa, Medusa2
+import re
 
-REFERENCE = ("llama", "mistral")  # targets of FasterDecoding/Medusa
+import torch
+from torch import Tensor
+
+from specdec.export import layout
+from specdec.export.layout import Layout, Shapes
+from specdec.heads.medusa import Medusa
+from specdec.target.model import Target
+
+FILE = "medusa_lm_head.pt"
+ADAPTED = (
+    "Medusa-2 heads were trained with an adapted target and draft badly beside the original one. Export both with "
+    "merged_target=DIR, which writes the adapted model for the engine to serve."
+)
+COMMON = frozenset("architectures model_type hidden_size vocab_size medusa_fc_bias torch_dtype".split())
+FIELDS = COMMON | {"num_heads", "num_hidden_layers", "original_lm_head"}
+REFERENCE_FIELDS = COMMON | {"medusa_num_heads", "medusa_num_layers", "base_model_name_or_path"}
+# The names of both layouts
+BLOCK = re.compile(r"(?:(\d+)\.(\d+)\.linear|blocks\.(\d+)\.layers\.(\d+))\.(weight|bias)")
+LM_HEAD = re.compile(r"(\d+)\.\d+\.weight|lm_heads\.(\d+)\.weight")
 
 
-def form(drafter: Drafter) -> Form:
-    """Raises ValueError for other heads, and for several blocks or a draft vocabulary, which the reference code lacks."""
-    if isinstance(drafter, Medusa2):
-        raise ValueError(medusa.ADAPTED)
-    if not isinstance(drafter, Medusa):
-        raise ValueError(f"format=medusa is for Medusa heads, not for {type(drafter).__name__}: try format=vllm.")
-    family = drafter.target.config.model_type
-    known = (
-        () if family in REFERENCE else (f"The reference code is for Llama: it is not known to load {family} targets.",)
-    )
-    return form_of(
-        drafter,
-        medusa.reference(drafter),
-        {"FasterDecoding/Medusa": "MedusaModel.from_pretrained('<out>')"},
-        settings=vllm_settings("medusa"),
-        whole_vocabulary=drafter.draft_to_target is not None,
-        notes=(
-            "The weights are in two files: medusa_lm_head.pt for the reference code, which was not run, and model.safetensors, "
-            "which vLLM reads with method medusa.",
-            *known,
-        ),
-    )
+def vllm(drafter: Medusa) -> Layout:
+    """Borrowed LM heads become one for all, over all V tokens: vLLM 0.32 cannot load a `token_map`.
+
+    Raises ValueError for LM heads of their own over a draft vocabulary.
+    """
+    own = len(drafter.lm_heads) > 0
+    _check_whole(drafter)
+    tensors = _blocks(drafter, "blocks.{}.layers.{}.")
+    if own:
+        tensors |= {f"lm_heads.{name}": value for name, value in drafter.lm_heads.state_dict().items()}
+    else:
+        tensors["lm_head.weight"] = drafter.target.lm_head.weight
+    counts = {"num_heads": drafter.depth, "num_hidden_layers": len(drafter.blocks[0])}
+    config = _fields(drafter, counts, {"original_lm_head": not own})
+    return Layout(tensors, config, shapes(config), FIELDS)
+
+
+def reference(drafter: Medusa) -> Layout:
+    """FasterDecoding's layout, which vLLM and TGI read too: an LM head for each Medusa head, over the whole vocabulary.
+
+    Raises ValueError for a head of several blocks, which share their weights there, and for LM heads of their own over a
+    draft vocabulary.
+    """
+    if len(drafter.blocks[0]) > 1:
+        raise ValueError(
+            "The reference code repeats one block where a head has several. Train with num_blocks=1, or take format=vllm."
+        )
+    _check_whole(drafter)
+    tensors = _blocks(drafter, "{}.{}.linear.")
+    own = [head.weight for head in drafter.lm_heads] or [drafter.target.lm_head.weight] * len(drafter.blocks)
+    # without clones, safetensors refuses the shared storage
+    tensors |= {f"{number}.1.weight": weight.detach().clone() for number, weight in enumerate(own)}
+    counts = {"medusa_num_heads": drafter.depth, "medusa_num_layers": 1}
+    config = _fields(drafter, counts, {"base_model_name_or_path": drafter.target.name})
+    return Layout(tensors, config, reference_shapes(config), REFERENCE_FIELDS, {FILE: tensors})
+
+
+def _fields(drafter: Medusa, counts: dict, more: dict) -> dict:
+    return {
+        "architectures": ["MedusaModel"],
+        "model_type": "medusa",
+        "hidden_size": drafter.target.width,
+        "vocab_size": drafter.target.vocab_size,
+        **counts,
+        "medusa_fc_bias": True,
+        **more,
+        "torch_dtype": None,
+    }
+
+
+def _check_whole(drafter: Medusa) -> None:
+    if drafter.lm_heads and drafter.draft_to_target is not None:
+        raise ValueError(
+            "Engines run Medusa's own LM heads over the whole vocabulary only. Train with vocab_size=null or own_output=false."
+        )
+
+
+def _blocks(drafter: Medusa, prefix: str) -> dict[str, Tensor]:
+    tensors = {}
+    for name, value in drafter.blocks.state_dict().items():  # 0.1.linear.weight: head 0, block 1
+        number, block, _, kind = name.split(".")
+        tensors[prefix.format(number, block) + kind] = value
+    return tensors
+
+
+def block_shapes(prefix: str, num_heads: int, num_blocks: int, width: int) -> Shapes:
+    """prefix: with places for the number of a head and of a block"""
+    places = [prefix.format(head, block) for head in range(num_heads) for block in range(num_blocks)]
+    return {f"{name}weight": (width, width) for name in places} | {f"{name}bias": (width,) for name in places}
+
+
+def shapes(config: dict) -> Shapes:
+    width, num, rows = config["hidden_size"], config["num_heads"], config["vocab_size"]
+    heads = ["lm_head.weight"] if config["original_lm_head"] else [f"lm_heads.{n}.weight" for n in range(num)]
+    blocks = block_shapes("blocks.{}.layers.{}.", num, config["num_hidden_layers"], width)
+    return blocks | dict.fromkeys(heads, (rows, width))
+
+
+def reference_shapes(config: dict) -> Shapes:
+    width, num, rows = config["hidden_size"], config["medusa_num_heads"], config["vocab_size"]
+    blocks = block_shapes("{}.{}.linear.", num, 1, width)
+    return blocks | {f"{number}.1.weight": (rows, width) for number in range(num)}
+
+
+def read_medusa(tensors: dict[str, Tensor], target: Target) -> tuple[dict, dict]:
+    """-> the arguments of `heads.medusa.Medusa`, its tensors. Raises ValueError if they are no Medusa heads of this target.
+
+    Reads both layouts. LM heads that are copies of the target's are not kept.
+    """
+    own, heads, shared, vocab = _sort_tensors(tensors)
+    if not own:
+        raise ValueError("There are no Medusa heads among the tensors.")
+    num, num_blocks = (1 + max(int(name.split(".")[place]) for name in own) for place in (1, 2))
+    for name in [name for name in own if name.endswith(".weight")]:
+        own.setdefault(name.replace("weight", "bias"), torch.zeros_like(own[name][:, 0]))
+    if vocab is not None:  # a draft vocabulary is increasing here
+        vocab, order = vocab.sort()
+        heads = {number: value[order] for number, value in heads.items()}
+        shared = None if shared is None else shared[order]
+    original = layout.lm_head_rows(target, vocab)
+    given = [*heads.values(), *([] if shared is None else [shared])]
+    borrowed = all(layout.is_copy(value, original) for value in given)
+    if not borrowed:
+        each = heads or dict.fromkeys(range(num), shared)
+        own |= {f"lm_heads.{number}.weight": value for number, value in each.items() if value is not None}
+    wanted = block_shapes("blocks.{}.{}.linear.", num, num_blocks, target.width)
+    if not borrowed:
+        wanted |= {f"lm_heads.{number}.weight": (len(original), target.width) for number in range(num)}
+    layout.check_tensors(own, wanted)
+    if vocab is not None:
+        own["draft_to_target"] = vocab
+    arguments = {"num_heads": num, "num_blocks": num_blocks, "own_output": not borrowed}
+    return {"_target_": "specdec.heads.medusa.Medusa", **arguments}, own
+
+
+def _sort_tensors(tensors: dict) -> tuple[dict[str, Tensor], dict[int, Tensor], Tensor | None, Tensor | None]:
+    """-> blocks under our names, LM heads by Medusa head, one LM head for all, draft vocabulary"""
+    own, heads, others = {}, {}, dict.fromkeys(("lm_head.weight", "token_map"))
+    for name, value in tensors.items():
+        name = name.removeprefix("medusa_heads.")
+        if name in others:
+            others[name] = value
+        elif head := LM_HEAD.fullmatch(name):
+            heads[int(head[1] or head[2])] = value
+        elif block := BLOCK.fullmatch(name):
+            own[f"blocks.{block[1] or block[3]}.{block[2] or block[4]}.linear.{block[5]}"] = value
+        else:
+            raise ValueError(f"{name} belongs to no Medusa head.")
+    return own, heads, others["lm_head.weight"], others["token_map"]

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from scripts import export as export_script
 from specdec import checkpoint
-from specdec.export import serving
+from specdec.export import cards
 from specdec.target.model import Target
 from tests.exports import REPORT, SERVED, bring_in, make_medusa2
 from tests.loops import follow
@@ -25,7 +25,7 @@ def home(tmp_path_factory):
     """A folder with a target and an EAGLE-1 head; by the report of the head, drafting takes almost no time."""
     home = tmp_path_factory.mktemp("export")
     report = {**REPORT, "ms_per_round": {"draft": 0.1, "verify": 20.0, "keep": 0.0, "other": 0.0}}
-    extra = {"report.json": report, serving.SERVED: SERVED}
+    extra = {"report.json": report, cards.SERVED: SERVED}
     save_eagle(home / "run" / "step", save_target(home / "target"), extra=extra)
     (home / "run" / "config.yaml").write_text("data: {train: some/answers.jsonl}\n")
     return home

@@ -13,7 +13,7 @@ from specdec import checkpoint
 from specdec.core import files
 from specdec.core import hub as names
 from specdec.core.hub import fetch
-from specdec.export import serving
+from specdec.export import cards
 from specdec.target.model import Target
 from tests.exports import REPORT, SERVED
 from tests.support import ROOT, child_environment, save_eagle, save_target, write_prompts
@@ -36,7 +36,7 @@ def home(tmp_path_factory):
     """A target, and the run of an EAGLE-1 head with everything that a run leaves."""
     home = tmp_path_factory.mktemp("push")
     report = {**REPORT, "training": TRAINING, "identical_outputs": 1.0}
-    extra = {"report.json": report, serving.SERVED: SERVED}
+    extra = {"report.json": report, cards.SERVED: SERVED}
     save_eagle(home / "run" / "step_000002", save_target(home / "target"), extra=extra)
     (home / "run" / "best").write_text("step_000002\n")
     (home / "run" / "about.json").write_text(json.dumps(ABOUT))
@@ -89,7 +89,7 @@ def test_the_card_states_what_is_known(run, hub, arguments, home, tmp_path):
 def test_the_card_says_what_is_missing(run, hub, home, tmp_path):
     """Of a checkpoint that has no report and no run, for a target that is a folder."""
     shutil.copytree(home / "run" / "step_000002", tmp_path / "bare")
-    for name in ("report.json", "report.html", serving.SERVED, files.CHECKSUMS):
+    for name in ("report.json", "report.html", cards.SERVED, files.CHECKSUMS):
         (tmp_path / "bare" / name).unlink()
     given = [f"checkpoint={tmp_path}/bare", f"repo={NAME}", "target.dtype=float32"]
     printed, card = dry_run(run, given, tmp_path / "card.md")

@@ -11,13 +11,12 @@ import pytest
 import torch
 
 from specdec import checkpoint
-from specdec.core import untrusted
-from specdec.export.layouts import folder as layouts
 from specdec.heads.draft import Draft
 from specdec.heads.eagle import Eagle, Eagle3
 from specdec.heads.medusa import Medusa
 from specdec.target.loading import load_config, load_tokenizer
 from specdec.target.model import Target
+from tests.exports import refuse
 from tests.hostile import DEEP, HUGE, Touch, change
 from tests.support import save_target
 
@@ -28,6 +27,14 @@ def saved(target, tmp_path):
     torch.manual_seed(0)
     folder = tmp_path / "run" / "step_000001"
     checkpoint.save(folder, Eagle(target).double(), {"_target_": "specdec.heads.eagle.Eagle"})
+    return folder
+
+
+@pytest.fixture
+def published(tmp_path):
+    folder = tmp_path / "published"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
     return folder
 
 
@@ -77,23 +84,24 @@ JSON = {
 }
 
 
-@pytest.mark.parametrize("kind", JSON)
-def test_json(saved, target, kind):
-    content = JSON[kind]
-    (saved / "drafter.json").write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(ValueError, match=r"is not valid JSON|is not a JSON object"):
+@pytest.mark.parametrize("kind", [*JSON, "of any size"])
+def test_json(saved, published, target, kind):
+    """Of a checkpoint and of a published head."""
+    content = JSON.get(kind, "{}")
+    for path in (saved / "drafter.json", published / "config.json"):
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        if kind not in JSON:
+            os.truncate(path, 2**40)  # takes no place on the disk
+    message = r"is not valid JSON|is not a JSON object" if kind in JSON else "larger than"
+    refuse(published, target, message)
+    with pytest.raises(ValueError, match=message):
         checkpoint.load(saved, target)
 
 
-def test_json_of_any_size(saved, target):
-    os.truncate(saved / "drafter.json", 2**40)  # takes no place on the disk
-    with pytest.raises(ValueError, match="larger than"):
-        checkpoint.load(saved, target)
-
-
-NAMED = ["os.system", "builtins.exec", "torch.load", "subprocess.Popen", "specdec.heads.eagle.torch.load", "hydra.utils.call",
-         "specdec.heads.eagle", "specdec.target.model.Target", "specdec.heads.draft.AutoModelForCausalLM", ["os.system"],
-         {"_target_": "os.system"}, None, ""]  # fmt: skip
+NAMED = ["os.system", "builtins.exec", "torch.load", "subprocess.Popen", "hydra.utils.call", "Eagle3", "specdec.checkpoint.load",
+         "specdec.target.model.Target", "specdec.heads.os.system", "specdec.heads.nothing.Eagle3", "specdec.heads..eagle.X",
+         *(f"specdec.heads.eagle{name}" for name in ("", ".torch", ".torch.load", ".Drafter", ".Eagle3.load")),
+         "specdec.heads.draft.AutoModelForCausalLM", ["os.system"], {"_target_": "os.system"}, None, ""]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NAMED, ids=str)
@@ -101,9 +109,6 @@ def test_classes_elsewhere(saved, target, name):
     change(saved, _target_=name)
     with pytest.raises(ValueError, match="not a drafter"):
         checkpoint.load(saved, target)
-
-
-CALL = {"_target_": "pathlib.Path.touch", "_args_": ["{marker}"]}
 
 
 @pytest.mark.parametrize("field", ["block", "intermediate_size", "vocab", "target_layers", "unknown", "fc_bias"])
@@ -114,14 +119,9 @@ def test_a_target_inside_arguments_is_not_called(saved, target, marker, field):
         checkpoint.load(saved, target)
 
 
+NUMBERS = (HUGE, 2**63 - 1, 2**64, -5, 1e300, float("inf"), float("nan"))
 SIZES = [
-    (Eagle, {"intermediate_size": HUGE}),
-    (Eagle, {"intermediate_size": 2**63 - 1}),
-    (Eagle, {"intermediate_size": 2**64}),
-    (Eagle, {"intermediate_size": -5}),
-    (Eagle, {"intermediate_size": 1e300}),
-    (Eagle, {"intermediate_size": float("inf")}),
-    (Eagle, {"intermediate_size": float("nan")}),
+    *((Eagle, {"intermediate_size": size}) for size in NUMBERS),
     (Eagle, {"block": {"num_attention_heads": HUGE, "head_dim": 2}}),
     (Eagle, {"block": {"head_dim": 0}}),
     (Eagle3, {"target_layers": [1, HUGE]}),
@@ -215,24 +215,11 @@ def test_links_of_the_hub_cache_are_followed(saved, target, tmp_path):
 # Published heads
 
 
-@pytest.fixture
-def published(tmp_path):
-    folder = tmp_path / "published"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    return folder
-
-
-def refused(folder: Path, target: Target, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        layouts.read(folder, target)
-
-
 @pytest.mark.parametrize("legacy", [False, True])
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "medusa_lm_head.pt"])
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "medusa_lm_head.pt", "model.safetensors"])
 def test_pickles(published, target, marker, name, legacy):
     torch.save({"fc.weight": Touch(marker)}, published / name, _use_new_zipfile_serialization=not legacy)
-    refused(published, target, "cannot be read as plain tensors")
+    refuse(published, target, "damaged" if name == "model.safetensors" else "cannot be read as plain tensors")
 
 
 @pytest.mark.parametrize("name", ["mask_embedding.pt", "token_map.pt"])
@@ -240,14 +227,9 @@ def test_pickles_beside_tensors(published, target, marker, name):
     block = {"layers.0.self_attn.q_norm.weight": torch.ones(2), "hidden_norm.weight": torch.ones(2)}
     torch.save(block if "mask" in name else {"fc.weight": torch.ones(2, 2)}, published / "pytorch_model.bin")
     torch.save({"embedding": Touch(marker)}, published / name)
-    refused(published, target, "cannot be read as plain tensors")
+    refuse(published, target, "cannot be read as plain tensors")
     torch.save({"other": [["x"]]}, published / name)
-    refused(published, target, "holds no")
-
-
-def test_a_pickle_with_another_name(published, target, marker):
-    torch.save({"fc.weight": Touch(marker)}, published / "model.safetensors")
-    refused(published, target, "damaged")
+    refuse(published, target, "holds no")
 
 
 def test_compressed_archives(published, target, little_memory):
@@ -259,7 +241,7 @@ def test_compressed_archives(published, target, little_memory):
         for name, content in parts.items():
             archive.writestr(name, bytes(2**25) if name.endswith("data/0") else content)
     assert path.stat().st_size < 2**20
-    refused(published, target, "it is compressed")
+    refuse(published, target, "it is compressed")
 
 
 def test_archives_that_claim_more_than_they_hold(published, target, little_memory):
@@ -272,7 +254,7 @@ def test_archives_that_claim_more_than_they_hold(published, target, little_memor
     assert content[place : place + 4] == b"PK\x01\x02"
     content[place + 20 : place + 28] = struct.pack("<II", 2**32 - 2, 2**32 - 2)  # both of its sizes
     path.write_bytes(content)
-    refused(published, target, "cannot be read as plain tensors|holds something other|layout")
+    refuse(published, target, "cannot be read as plain tensors|holds something other|layout")
 
 
 @pytest.mark.parametrize("name", ["../outside.safetensors", "{outside}", "..", ""])
@@ -281,26 +263,20 @@ def test_an_index_names_files_of_its_own_folder(published, target, tmp_path, nam
     outside.write_bytes(safetensors_of(b"{}"))
     index = {"weight_map": {"fc.weight": name.format(outside=outside)}}
     (published / "model.safetensors.index.json").write_text(json.dumps(index))
-    refused(published, target, "not inside it")
+    refuse(published, target, "not inside it")
 
 
 @pytest.mark.parametrize("places", [None, [1], "x", {"fc.weight": 3}])
 def test_an_index_of_another_form(published, target, places):
     (published / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
-    refused(published, target, "weight_map|damaged")
+    refuse(published, target, "weight_map|damaged")
 
 
 def test_links_out_of_a_published_head(published, target, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     (published / "config.json").unlink()
     (published / "config.json").symlink_to(tmp_path / "config.json")
-    refused(published, target, "Links out of a folder")
-
-
-@pytest.mark.parametrize("content", JSON.values(), ids=JSON)
-def test_json_of_a_published_head(published, target, content):
-    (published / "config.json").write_bytes(content if isinstance(content, bytes) else content.encode())
-    refused(published, target, "is not valid JSON|is not a JSON object")
+    refuse(published, target, "Links out of a folder")
 
 
 # Targets and tokenizers with code
@@ -354,8 +330,3 @@ def test_a_pickle_as_the_weights_of_a_target(tmp_path, marker):
     torch.save({"model.embed_tokens.weight": Touch(marker)}, tmp_path / "pytorch_model.bin")
     with pytest.raises(Exception, match=r"weights_only|loaded"):
         Target.load(str(tmp_path))
-
-
-def test_allowance_lets_a_head_be_made(target):
-    with untrusted.Allowance(4 * target.vocab_size * target.width + checkpoint.SMALL_PARTS):
-        assert Eagle(target).num_parameters()

@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from specdec import checkpoint
 from specdec.core import files
 from specdec.decoding.drafting import Drafting
-from specdec.export.serving import Provenance, expected
+from specdec.export.cards import Provenance, expected
 from specdec.measuring import speed
 from specdec.measuring.measure import Prompt, PromptReplay
 from specdec.measuring.report import Report

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from specdec.core import devices
-from specdec.core.documents import Documents
+from specdec.core.masks import Documents
 from specdec.target.model import Target, TargetOutput
 from train.data.rows import Batch
 from train.features.engine_features import EngineTarget, apply_final_norm

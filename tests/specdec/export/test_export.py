@@ -1,13 +1,23 @@
-"""Exported folders: the fields of config.json, the model card, and the heads that a format refuses."""
+"""Exported folders: the heads and targets that a format refuses, the fields of config.json, and the model card."""
 
-import importlib
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from specdec.export import serving
+from specdec.export.cards import make_card
+from specdec.export.engines import SOURCES, check_target
+from specdec.export.folder import write_export
+from specdec.heads.dflash import BlockDrafter
+from specdec.heads.draft import Draft
+from specdec.heads.eagle import Eagle, Eagle3
+from specdec.heads.medusa import Medusa
+from specdec.heads.mtp import MTP
 from specdec.measuring.report import Report
+from specdec.target import attention
+from specdec.target.model import Target
 from tests import reference
 from tests.exports import (
     ALL_NORMS,
@@ -22,7 +32,6 @@ from tests.exports import (
 )
 from tests.support import make_target
 
-import_script = importlib.import_module("scripts.import")
 OTHER_ROPE = {
     "rope_parameters": {
         "rope_type": "llama3",
@@ -33,11 +42,6 @@ OTHER_ROPE = {
         "original_max_position_embeddings": 128,
     }
 }
-EVERY = ("vllm", "sglang", "speculators", "eagle", "medusa", "gguf", "transformers")
-
-
-def config_of(drafter, form: str) -> dict:
-    return make_form(drafter, form).layout.config
 
 
 # Refusals
@@ -103,61 +107,170 @@ def test_heads_of_an_adapted_target_need_the_merged_target(form):
 
 
 def test_an_existing_folder_is_never_overwritten(target, tmp_path):
-    drafter = make_exact(target, "eagle")
-    export(drafter, "vllm", tmp_path / "out")
-    before = (tmp_path / "out" / "model.safetensors").read_bytes()
+    out = tmp_path / "out"
+    export(make_exact(target, "eagle"), "vllm", out)
+    before = (out / "model.safetensors").read_bytes()
     with pytest.raises(ValueError, match="exists; choose another out=DIR or delete it"):
-        export(make_exact(target, "eagle3"), "vllm", tmp_path / "out")
-    assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
+        export(make_exact(target, "eagle3"), "vllm", out)
+    assert (out / "model.safetensors").read_bytes() == before
+
+
+# Targets that engines have not
+
+
+def target_of(family: str, *, recurrent: bool = False, plain: bool = True, bias: bool = False):
+    return SimpleNamespace(
+        config=SimpleNamespace(model_type=family),
+        recurrent=recurrent,
+        shape_logits=SimpleNamespace(plain=plain),
+        lm_head=SimpleNamespace(bias=torch.zeros(1) if bias else None),
+    )
+
+
+@pytest.mark.parametrize("engine", SOURCES)
+@pytest.mark.parametrize("reads", ["states", "last", "draft"])
+def test_every_engine_has_llama_targets(engine, reads):
+    assert check_target(engine, reads, target_of("llama")) == ()
+
+
+@pytest.mark.parametrize(
+    ("engine", "reads", "family"),
+    [("SGLang", "states", "gpt2"), ("SGLang", "last", "mixtral"), ("vLLM", "states", "mamba"),
+     ("SafeAILab's code", "last", "gemma")],
+)  # fmt: skip
+def test_pairs_that_no_engine_loads_are_refused(engine, reads, family):
+    message = rf"{engine} does not serve .* {family} target .* It does with .*llama.*safetensors"
+    with pytest.raises(ValueError, match=message):
+        check_target(engine, reads, target_of(family, recurrent=family == "mamba"))
+
+
+def test_pairs_that_may_load_and_what_surrounds_the_lm_head_get_a_note():
+    (note,) = check_target("vLLM", "states", target_of("mixtral"))
+    assert "Not known to load" in note and "--model-impl transformers" in note
+    assert "Not known to load" in check_target("llama.cpp", "states", target_of("qwen2"))[0]
+    assert "recurrent layers" in check_target("vLLM", "states", target_of("qwen3_next", recurrent=True))[0]
+    assert check_target("vLLM", "draft", target_of("mamba", recurrent=True)) != ()
+    for target, words in ((target_of("llama", plain=False), "draft greedily"), (target_of("llama", bias=True), "bias")):
+        assert any(words in note for note in check_target("vLLM", "last", target))
+        assert check_target("vLLM", "draft", target) == ()  # it has an LM head of its own
+
+
+@pytest.fixture(scope="module")
+def granite() -> Target:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("granite", vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=8,
+                                  num_attention_heads=4, num_key_value_heads=2, bos_token_id=None, eos_token_id=[1, 2],
+                                  pad_token_id=None, logits_scaling=4.0, embedding_multiplier=2.0)  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
+    return Target(model.double(), name="tiny")
+
+
+@pytest.mark.parametrize(("head", "form"), [(Eagle, "vllm"), (Eagle3, "vllm"), (Eagle3, "speculators"), (Medusa, "vllm"),
+                                            (MTP, "vllm"), (BlockDrafter, "vllm")])  # fmt: skip
+def test_heads_of_scaled_targets_are_exported(granite, head, form):
+    made = make_form(head(granite).double(), form)
+    made.layout.check()
+    assert any("scales or caps" in note for note in made.notes)
+    if "eos_token_id" in made.layout.config:
+        assert made.layout.config["eos_token_id"] == [1, 2] and made.layout.config["pad_token_id"] == 0
+
+
+def test_exports_that_a_target_does_not_have(granite, monkeypatch):
+    dspark = BlockDrafter(granite, markov_rank=4, anchor_predicts=True)
+    with pytest.raises(ValueError, match="scales or caps its logits"):
+        make_form(dspark, "vllm")
+    make_form(dspark, "safetensors").layout.check()
+    with pytest.raises(ValueError, match="SGLang does not serve this kind of head with a granite target"):
+        make_form(Eagle3(granite), "sglang")
+    monkeypatch.setattr(type(granite.model), "_is_stateful", True)
+    with pytest.raises(ValueError, match="no assisted generation for stateful models such as granite"):
+        make_form(Draft(granite), "transformers")
+
+
+def test_shallow_targets_name_their_hidden_states():
+    config = make_form(Eagle3(make_target(61, num_layers=5)).double(), "vllm").layout.config
+    assert config["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3]
+    with pytest.raises(ValueError, match=r"reads hidden states \[0, 1, 2\]"):
+        make_form(Eagle3(make_target(61, num_layers=3)), "vllm")
+
+
+def test_targets_that_scale_their_embeddings_or_rotate_a_part_of_each_attention_head(monkeypatch):
+    target = make_target(11)
+    heads = {head: make_exact(target, head) for head in ("eagle", "eagle3", "dflash")}
+    unscaled = target.embed
+    monkeypatch.setattr(target, "embed", lambda tokens: 2 * unscaled(tokens))
+    monkeypatch.setattr(target.embed, "weight", unscaled.weight, raising=False)
+    make_form(heads["eagle3"], "vllm").layout.check()
+    for head in ("eagle", "dflash"):
+        with pytest.raises(ValueError, match="scales its embeddings"):
+            make_form(heads[head], "vllm")
+    monkeypatch.undo()
+    target.config.rope_parameters = {**target.config.rope_parameters, "partial_rotary_factor": 0.5}
+    assert "partial_rotary_factor" not in make_exact(target, "eagle").config.rope_parameters
+    with pytest.raises(ValueError, match="rotate only a part of each attention head"):
+        make_form(make_exact(target, "mtp"), "vllm")
 
 
 # Fields of config.json
 
-
-def test_eagle1_has_bias_false_and_a_zero_bias_tensor(target):
-    for form, name in (
-        ("vllm", "EagleLlamaForCausalLM"),
-        ("sglang", "LlamaForCausalLMEagle"),
-        ("eagle", "LlamaForCausalLM"),
-    ):
-        layout = make_form(make_exact(target, "eagle"), form).layout
-        assert layout.config["bias"] is False and layout.config["architectures"] == [name]
-        assert layout.tensors["fc.bias"].shape == (32,) and not layout.tensors["fc.bias"].any()
-    assert config_of(make_exact(target, "eagle", False, {"fc_bias": True}), "eagle")["bias"] is True
+SWITCHES_OFF = dict.fromkeys(("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual"), False)
+UNTIED = dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias"), False)
+LAYERS = {"target_layers": [1, 4, 6]}
 
 
-@pytest.mark.parametrize("form", ["vllm", "sglang", "eagle", "gguf"])
-@pytest.mark.parametrize("reduced", [False, True])
-def test_eagle3_states_every_field_that_engines_would_guess(target, form, reduced):
-    layout = make_form(make_exact(target, "eagle3", reduced), form).layout
-    config = layout.config
-    assert config["architectures"] == ["LlamaForCausalLMEagle3"] and config["draft_vocab_size"] == (
-        40 if reduced else 61
-    )
-    assert ("d2t" in layout.tensors) == ("t2d" in layout.tensors) == reduced
-    assert not any("layer_ids" in key or key == "eagle_config" for key in config)  # the default layers need no field
-    assert {config[name] for name in ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual")} == {False}
-    assert any(name.startswith("midlayer.") for name in layout.tensors)
-    for name in ("tie_word_embeddings", "attention_bias", "mlp_bias"):
-        assert config[name] is False
+@pytest.mark.parametrize(
+    ("head", "reduced", "arguments", "form", "fields"),
+    [
+        *(("eagle", False, {}, form, {"bias": False, "architectures": [name]})
+          for form, name in (("vllm", "EagleLlamaForCausalLM"), ("sglang", "LlamaForCausalLMEagle"), ("eagle", "LlamaForCausalLM"))),
+        ("eagle", False, {"fc_bias": True}, "eagle", {"bias": True}),
+        *(("eagle3", reduced, {}, form, {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 40 if reduced else 61,
+                                         **SWITCHES_OFF, **UNTIED})
+          for reduced in (False, True) for form in ("vllm", "sglang", "eagle", "gguf")),
+        ("eagle3", False, {"target_layers": [1, 4, 6, 7]}, "vllm",  # in both numberings
+         {"eagle_aux_hidden_state_layer_ids": [1, 4, 6, 7], "num_aux_hidden_states": 4,
+          "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 3, 5, 6], "use_aux_hidden_state": True}}),
+        ("eagle3", False, {"block": OTHER_BLOCK}, "vllm",  # in both spellings
+         {"rope_theta": 500.0, "rope_parameters": OTHER_BLOCK["rope_parameters"],
+          "rope_scaling": {"type": "linear", "rope_type": "linear", "factor": 4.0}}),
+        ("medusa", False, {}, "vllm", {"medusa_fc_bias": True, "hidden_size": 32, "num_heads": 4}),
+        ("medusa", False, {}, "medusa", {"medusa_fc_bias": True, "hidden_size": 32, "medusa_num_heads": 4, "medusa_num_layers": 1}),
+        ("mtp", False, {}, "vllm",
+         {"architectures": ["MiMoForCausalLM"], "model_type": "qwen2", "num_nextn_predict_layers": 1, "num_hidden_layers": 8}),
+        ("eagle3", True, {}, "speculators",  # fields that its readers guess differently
+         {"norm_before_residual": False, "draft_vocab_size": 40, "eagle_aux_hidden_state_layer_ids": [2, 4, 5],
+          "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3"}),
+    ],
+)  # fmt: skip
+def test_fields_of_config_json(target, head, reduced, arguments, form, fields):
+    layout = make_form(make_exact(target, head, reduced, arguments), form).layout
+    assert {name: layout.config.get(name) for name in fields} == fields
+    if head == "eagle3":
+        assert ("d2t" in layout.tensors) == ("t2d" in layout.tensors) == reduced
+        written = any("layer_ids" in name or name == "eagle_config" for name in layout.config)
+        assert written == ("target_layers" in arguments or form == "speculators")  # the default layers need no field
+        assert any(name.startswith("midlayer.") for name in layout.tensors) == (form != "speculators")
+    if head == "medusa":
+        assert [name for name in layout.config if "num" in name and "heads" in name] == list(fields)[2:3]
+        assert sum(name.endswith("bias") for name in layout.tensors) == 4
 
 
-def test_layer_ids_are_written_in_both_numberings(target):
-    config = config_of(make_exact(target, "eagle3", False, {"target_layers": [1, 4, 6, 7]}), "vllm")
-    assert config["eagle_aux_hidden_state_layer_ids"] == [1, 4, 6, 7] and config["num_aux_hidden_states"] == 4
-    assert config["eagle_config"] == {"eagle_aux_hidden_state_layer_ids": [0, 3, 5, 6], "use_aux_hidden_state": True}
+def test_biases_that_engines_expect_are_zero(target):
+    for form in ("vllm", "sglang", "eagle"):
+        bias = make_form(make_exact(target, "eagle"), form).layout.tensors["fc.bias"]
+        assert bias.shape == (32,) and not bias.any()
+    form = make_form(make_exact(target, "mtp"), "vllm")
+    for part in "qkv":
+        assert not form.layout.tensors[f"model.mtp_layers.0.self_attn.{part}_proj.bias"].any()
+    assert "--hf-overrides '{\"num_nextn_predict_layers\": 1}'" in form.engines["vLLM"]
 
 
-BLOCKS = [("eagle", "vllm"), ("eagle3", "vllm"), ("mtp", "vllm"), ("dflash", "vllm"), ("dspark", "vllm")]
-
-
-@pytest.mark.parametrize(("head", "form"), BLOCKS)
-def test_fields_of_every_head_with_a_block(target, tmp_path, head, form):
-    export(make_exact(target, head), form, tmp_path / "out", dtype=torch.bfloat16)
+@pytest.mark.parametrize("head", ["eagle", "eagle3", "mtp", "dflash", "dspark"])
+def test_fields_of_every_head_with_a_block(target, tmp_path, head):
+    export(make_exact(target, head), "vllm", tmp_path / "out", dtype=torch.bfloat16)
     config, tensors = reference.read(tmp_path / "out")
-    assert (
-        config["rope_theta"] == config["rope_parameters"]["rope_theta"] == target.config.rope_parameters["rope_theta"]
-    )
+    theta = target.config.rope_parameters["rope_theta"]
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == theta
     assert "rope_scaling" in config and config["rope_scaling"] is None  # SafeAILab requires the field
     assert config["max_position_embeddings"] == 512 and config["torch_dtype"] == "bfloat16"
     assert config["vocab_size"] == 61 and config["head_dim"] == 8 and isinstance(config["pad_token_id"], int)
@@ -168,43 +281,18 @@ def test_fields_of_every_head_with_a_block(target, tmp_path, head, form):
     assert header["__metadata__"] == {"format": "pt"}
 
 
-def test_scaled_rotary_embeddings_have_both_spellings(target):
-    config = config_of(make_exact(target, "eagle3", False, {"block": OTHER_BLOCK}), "vllm")
-    assert config["rope_theta"] == 500.0 and config["rope_parameters"] == OTHER_BLOCK["rope_parameters"]
-    assert config["rope_scaling"] == {"type": "linear", "rope_type": "linear", "factor": 4.0}
-
-
-def test_medusa_states_its_biases_and_its_number_of_heads(target):
-    for form, counts in (("vllm", {"num_heads": 4}), ("medusa", {"medusa_num_heads": 4, "medusa_num_layers": 1})):
-        layout = make_form(make_exact(target, "medusa"), form).layout
-        assert layout.config["medusa_fc_bias"] and layout.config["hidden_size"] == 32
-        assert counts.items() <= layout.config.items() and sum(name.endswith("bias") for name in layout.tensors) == 4
-        assert [key for key in layout.config if "num" in key and "heads" in key] == list(counts)[:1]
-
-
-def test_mtp_has_biases_and_the_targets_sizes(target):
-    form = make_form(make_exact(target, "mtp"), "vllm")
-    layout, prefix = form.layout, "model.mtp_layers.0."
-    for part in "qkv":
-        assert not layout.tensors[f"{prefix}self_attn.{part}_proj.bias"].any()
-    assert layout.config["architectures"] == ["MiMoForCausalLM"] and layout.config["model_type"] == "qwen2"
-    assert layout.config["num_nextn_predict_layers"] == 1 and layout.config["num_hidden_layers"] == 8
-    assert "--hf-overrides '{\"num_nextn_predict_layers\": 1}'" in form.engines["vLLM"]
-
-
 @pytest.mark.parametrize("end", [7, [9, 7]])
 def test_block_drafters_number_outputs_and_put_their_mask_at_an_end_token(end):
     target = make_target(61)
     target.config.eos_token_id = end
     mask = end if isinstance(end, int) else end[0]
-    layers = {"target_layers": [1, 4, 6]}
-    plain = make_form(make_exact(target, "dflash", True, layers), "vllm").layout
+    plain = make_form(make_exact(target, "dflash", True, LAYERS), "vllm").layout
     assert plain.config["dflash_config"] == {"mask_token_id": mask, "target_layer_ids": [0, 3, 5]}
     assert plain.config["block_size"] == 5 and plain.config["layer_types"] == ["full_attention"] * 2
     assert plain.config["num_target_layers"] == 8 and plain.pickles["mask_embedding.pt"]["mask_token_id"] == mask
-    contained = config_of(make_exact(target, "dflash", True, layers), "speculators")
+    contained = make_form(make_exact(target, "dflash", True, LAYERS), "speculators").layout.config
     assert contained["aux_hidden_state_layer_ids"] == [1, 4, 6] and contained["mask_token_id"] == mask
-    drafter = make_exact(target, "dspark", True, layers)
+    drafter = make_exact(target, "dspark", True, LAYERS)
     layout = make_form(drafter, "vllm").layout
     assert layout.config["target_layer_ids"] == [0, 3, 5] and layout.config["mask_token_id"] == mask
     moved = (layout.tensors["embed_tokens.weight"] != target.embed.weight).any(dim=1)
@@ -212,65 +300,46 @@ def test_block_drafters_number_outputs_and_put_their_mask_at_an_end_token(end):
     assert torch.equal(layout.tensors["embed_tokens.weight"][mask], drafter.mask_embedding)
 
 
-def test_speculators_configs_state_the_fields_that_their_readers_guess_differently(target):
-    config = config_of(make_exact(target, "eagle3", True), "speculators")
-    assert config["norm_before_residual"] is False and config["draft_vocab_size"] == 40
-    assert config["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5]
-    assert config["architectures"] == ["Eagle3Speculator"] and config["speculators_model_type"] == "eagle3"
-    layer = config["transformer_layer_config"]
+def test_a_container_states_its_layers_and_its_target(target):
+    config = make_form(make_exact(target, "eagle3", True), "speculators").layout.config
+    layer, speculators = config["transformer_layer_config"], config["speculators_config"]
     assert layer["model_type"] == "llama" and layer["rope_parameters"]["rope_theta"] == 10_000.0
     assert layer["max_position_embeddings"] == 512 and layer["vocab_size"] == 61
-    speculators = config["speculators_config"]
     assert speculators["algorithm"] == "eagle3" and speculators["verifier"]["name_or_path"] == "tiny"
-    assert [method["proposal_type"] for method in speculators["proposal_methods"]] == [
-        speculators["default_proposal_method"]
-    ]
+    (method,) = speculators["proposal_methods"]
+    assert method["proposal_type"] == speculators["default_proposal_method"]
 
 
 # The card
 
 
-@pytest.mark.parametrize("form", EVERY[:4])
+@pytest.mark.parametrize("form", ["vllm", "sglang", "speculators", "eagle"])
 def test_the_card_states_provenance_figures_and_commands(target, tmp_path, form):
     drafter = make_exact(target, "eagle3", True)
-    engine_form = make_form(drafter, form)
-    provenance = make_provenance(
-        drafter,
-        report=Report.from_json(REPORT),
-        served=SERVED,
-        data="answers.jsonl",
-        license="apache-2.0",
-        num_drafts=2,
-    )
-    out = tmp_path / "out"
-    serving.write(engine_form, out, dtype=torch.float32, provenance=provenance)
+    engine_form, out = make_form(drafter, form), tmp_path / "out"
+    given = {"served": SERVED, "data": "answers.jsonl", "license": "apache-2.0", "num_drafts": 2}
+    provenance = make_provenance(drafter, report=Report.from_json(REPORT), **given)
+    write_export(engine_form, out, dtype=torch.float32, provenance=provenance)
     card = (out / "README.md").read_text()
     for text in ("license: apache-2.0", "base_model: tiny", "answers.jsonl", "fingerprint f00", "| hidden states read | 2, 4, 5 |",
                  "run/step", "8 prompts, temperature 0, chain of 3 | 1.50 (1.25 .. 1.75)", "| vLLM 0.32.0 | the same | 1.900 (-5.0 %) |",
-                 "| drafts a round | 2 |"):  # fmt: skip
+                 "| drafts a round | 2 |", str(out)):  # fmt: skip
         assert text in card
-    assert (
-        len(engine_form.engines) > 0
-        and str(out) in card
-        and not any(mark in card for mark in ("<out>", "<num>", "<num+1>"))
-    )
+    assert len(engine_form.engines) > 0 and not any(mark in card for mark in ("<out>", "<num>", "<num+1>"))
     for line in engine_form.engines.values():
         assert line.replace("<out>", str(out)).replace("<num>", "2").replace("<num+1>", "3") in card
-    assert serving.settings(engine_form, "DIR", 2).get("model", "DIR") == "DIR"
+    assert engine_form.settings_for("DIR", 2).get("model", "DIR") == "DIR"
 
 
 def test_the_card_states_missing_measurements_and_differences(target):
     drafter = make_exact(target, "mtp", True, {"zero_first": False})
-    form = make_form(drafter, "vllm")
-    card = serving.card(form, make_provenance(drafter), "DIR", torch.float32)
-    assert "Not measured." in card and "from a reduced vocabulary and this engine from the whole one" in card
-    assert "first row of a prompt" in card and "--hf-overrides" in card
-    assert '"method": "mtp", "model": "DIR", "num_speculative_tokens": 3' in card
-    longer = make_exact(target, "medusa")
-    assert serving.num_drafts(make_form(longer, "vllm"), make_provenance(longer, num_drafts=9)) == 4
+    card = make_card(make_form(drafter, "vllm"), make_provenance(drafter), "DIR", torch.float32)
+    for text in ("Not measured.", "from a reduced vocabulary and this engine from the whole one", "first row of a prompt",
+                 "--hf-overrides", '"method": "mtp", "model": "DIR", "num_speculative_tokens": 3'):  # fmt: skip
+        assert text in card
 
 
-def test_block_drafters_draft_the_whole_block(target):
-    drafter = make_exact(target, "dflash", False)
-    for name in ("vllm", "speculators", "gguf"):
-        assert serving.num_drafts(make_form(drafter, name), make_provenance(drafter, num_drafts=1)) == drafter.depth
+def test_the_number_of_drafts_is_one_that_the_head_has(target):
+    assert make_form(make_exact(target, "medusa"), "vllm").num_drafts(9) == 4
+    drafter = make_exact(target, "dflash")
+    assert {make_form(drafter, name).num_drafts(1) for name in ("vllm", "speculators", "gguf")} == {drafter.depth}

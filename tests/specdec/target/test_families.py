@@ -10,7 +10,7 @@ from specdec.core.compile import Runner
 from specdec.core.sampling import Sampling
 from specdec.core.tree import Nodes, TreeShape, plant
 from specdec.decoding.decoder import Decoder
-from specdec.export import serving
+from specdec.export.folder import write_export
 from specdec.heads.eagle import Eagle3
 from specdec.proposers.base import Proposer
 from specdec.proposers.heads import HeadProposer
@@ -151,7 +151,7 @@ def test_a_trained_head_drafts_as_it_was_trained_replayed_and_exported(family, t
         assert greedy(target, tree).generate(PROMPTS[:2], NUM_NEW).tokens == answers[:2]
     served = "EAGLE-3" in exports(family)["vLLM"]
     form = make_form(head, "vllm" if served else "safetensors")
-    serving.write(form, tmp_path / "out", dtype=torch.float32, provenance=make_provenance(head))  # and reads it back
+    write_export(form, tmp_path / "out", dtype=torch.float32, provenance=make_provenance(head))  # and reads it back
     if served:
         again = greedy(target, HeadProposer(bring_in(tmp_path / "out", target), chain_of(2)))
         assert again.generate(PROMPTS[:2], NUM_NEW).accepted == generation.accepted
@@ -161,7 +161,7 @@ def check_documents(family, batch, output, layers) -> None:
     """The outputs for packed documents are those with a mask over the pack or, where no mask can cut them, of each alone."""
     target, real = target_of(family), batch.documents >= 0
     if not family.recurrent:
-        mask = masks.documents(batch.documents)
+        mask = masks.document_mask(batch.documents)
         packed = target.read(batch.tokens, layers, positions=batch.positions, mask=mask)
         torch.testing.assert_close(output.features[real], packed.features[real], atol=1e-4, rtol=1e-4)
     for document in range(2):

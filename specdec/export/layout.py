@@ -1,4 +1,4 @@
-"""What the layouts share: the check against a manifest, rotary embeddings in all spellings, the draft vocabulary.
+"""A drafter under the names of a public layout, its check against a manifest, and what the layouts of several families share.
 
 The manifest of a layout (names and shapes of all tensors) is made from its config.json alone, as an engine builds the
 module before it reads the weights. The check therefore finds a config and tensors that do not fit together, which most
@@ -13,11 +13,18 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from specdec.heads.base import Drafter
-from specdec.heads.borrowed import embedding_scale
-from specdec.heads.decoder_block import block_config
+from specdec.heads.blocks import block_config, embedding_scale
+from specdec.heads.dflash import BlockDrafter
+from specdec.heads.eagle import Eagle3
 from specdec.target.model import Target
+from specdec.target.structure import FULL, SLIDING
 
 Shapes = dict[str, tuple[int, ...]]
+SIZES = "hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim hidden_act rms_norm_eps".split()
+BLOCK_FIELDS = frozenset(SIZES) | frozenset(
+    "rope_theta rope_scaling rope_parameters max_position_embeddings vocab_size attention_bias mlp_bias "
+    "tie_word_embeddings bos_token_id eos_token_id pad_token_id architectures model_type num_hidden_layers torch_dtype".split()
+)
 
 
 @dataclass(frozen=True)
@@ -49,6 +56,24 @@ class Layout:
             check_vocab(self.tensors["d2t"], self.tensors["t2d"])
 
 
+def plain_layout(drafter: Drafter) -> Layout:
+    """Any head under this project's own names. config.json holds what a reader needs to know."""
+    tensors = own_tensors(drafter) | vocab_tensors(drafter)
+    config = {
+        "drafter": type(drafter).__name__,
+        "reads_layers": list(drafter.target_layers),
+        "hidden_size": drafter.target.width,
+        "vocab_size": drafter.target.vocab_size,
+        "draft_vocab_size": drafter.vocab_size,
+        "torch_dtype": None,
+    }
+    shapes = {name: tuple(value.shape) for name, value in tensors.items()}
+    return Layout(tensors, config, shapes, frozenset(config))
+
+
+# Tensors
+
+
 def check_tensors(tensors: dict[str, Tensor], shapes: Shapes) -> None:
     """Raises ValueError with every tensor that is missing, superfluous or of another shape."""
     wrong = [f"{name} is missing" for name in sorted(shapes.keys() - tensors.keys())]
@@ -58,6 +83,45 @@ def check_tensors(tensors: dict[str, Tensor], shapes: Shapes) -> None:
             wrong.append(f"{name} is {list(tensors[name].shape)}, not {list(shapes[name])}")
     if wrong:
         raise ValueError("; ".join(wrong[:8]) + (f" and {len(wrong) - 8} more" if len(wrong) > 8 else ""))
+
+
+def own_tensors(drafter: Drafter) -> dict[str, Tensor]:
+    """All but the draft vocabulary, which layouts write in another form."""
+    return {name: value for name, value in drafter.state_dict().items() if name != "draft_to_target"}
+
+
+def rename(tensors: dict[str, Tensor], names: list[tuple[str, str]]) -> dict[str, Tensor]:
+    """Replaces prefixes of names: the first pair (from, to) whose `from` begins a name applies. Other names stay."""
+    renamed = {}
+    for name, value in tensors.items():
+        before, after = next(((a, b) for a, b in names if name.startswith(a)), ("", ""))
+        renamed[after + name.removeprefix(before)] = value
+    return renamed
+
+
+def swap(names: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """The names for the way back."""
+    return [(public, own) for own, public in names]
+
+
+def is_copy(value: Tensor, original: Tensor) -> bool:
+    """Whether they are equal up to rounding to 16 bits."""
+    if value.shape != original.shape:
+        return False
+    return bool((value.to(original) - original).float().norm() <= 0.01 * original.float().norm())
+
+
+def drop_copy(tensors: dict[str, Tensor], name: str, original: Tensor) -> None:
+    """Removes a copy of one of the target's own tensors. Raises ValueError if the tensor is not a copy."""
+    copy = tensors.pop(name, None)
+    if copy is not None and not is_copy(copy, original):
+        raise ValueError(
+            f"{name} is not the target's: heads with embeddings of their own cannot be imported. Is the target the model "
+            "that the head was trained for?"
+        )
+
+
+# The draft vocabulary
 
 
 def vocab_tensors(drafter: Drafter) -> dict[str, Tensor]:
@@ -88,6 +152,26 @@ def check_vocab(d2t: Tensor, t2d: Tensor | None) -> Tensor:
     return vocab
 
 
+def without_maps(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value for name, value in tensors.items() if name not in ("d2t", "t2d")}
+
+
+def lm_head_rows(target: Target, vocab: Tensor | None) -> Tensor:
+    """The target's LM head [W, D] of a draft vocabulary [W]; None: of all tokens."""
+    return target.lm_head.weight if vocab is None else target.lm_head.weight[vocab]
+
+
+def draft_from_all(drafter: Drafter) -> Drafter:
+    """A copy of a drafter that borrows the target's LM head; the copy drafts from all V tokens."""
+    whole = drafter.decodable()
+    whole.draft_to_target = whole.target_to_draft = None
+    whole.goal_head = (drafter.target.lm_head.weight, drafter.target.lm_head.bias)
+    return whole
+
+
+# Decoder blocks
+
+
 def block_fields(config: LlamaConfig, target: Target) -> dict:
     """The config fields of a head's decoder block, with rotary embeddings in the spellings of transformers 4 and of 5."""
     rope = dict(config.rope_parameters)  # type: ignore[arg-type]
@@ -95,13 +179,7 @@ def block_fields(config: LlamaConfig, target: Target) -> dict:
     kind = rope["rope_type"]
     others = {key: value for key, value in rope.items() if key not in ("rope_theta", "rope_type")}
     return {
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
-        "hidden_act": config.hidden_act,
-        "rms_norm_eps": config.rms_norm_eps,
+        **{name: getattr(config, name) for name in SIZES},
         "rope_theta": rope["rope_theta"],
         "rope_scaling": None if kind == "default" else {"type": kind, "rope_type": kind, **others},
         "rope_parameters": rope,
@@ -135,12 +213,11 @@ def block_shapes(config: dict, *, prefix: str, width: int | None = None) -> Shap
 
 def complete(config: dict) -> dict:
     """Adds the defaults of transformers for fields that are not there. Raises ValueError if it describes no decoder block."""
-    try:
-        heads, hidden = config["num_attention_heads"], config["hidden_size"]
-        _ = config["intermediate_size"]
-    except KeyError as error:
-        raise ValueError(f"config.json has no field {error}: is this the folder of a drafter?") from None
-    head_dim = config.get("head_dim") or hidden // heads
+    for name in ("num_attention_heads", "hidden_size", "intermediate_size"):
+        if name not in config:
+            raise ValueError(f"config.json has no field {name!r}: is this the folder of a drafter?")
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
     return {**config, "num_key_value_heads": config.get("num_key_value_heads") or heads, "head_dim": head_dim}
 
 
@@ -162,9 +239,7 @@ def read_block(config: dict, target: Target) -> dict:
         rope = {"rope_type": scaling.pop("rope_type", kind) or "default", **scaling}
         rope["rope_theta"] = config.get("rope_theta", 10_000.0)  # the default of all engines
     written = {
-        "num_attention_heads": config["num_attention_heads"],
-        "num_key_value_heads": config["num_key_value_heads"],
-        "head_dim": config["head_dim"],
+        **{name: config[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim")},
         "rms_norm_eps": config.get("rms_norm_eps", 1e-6),
         "rope_parameters": rope,
         "hidden_act": config.get("hidden_act", "silu"),
@@ -172,15 +247,6 @@ def read_block(config: dict, target: Target) -> dict:
     own = block_config(target, intermediate_size=None).to_dict()
     block = {key: value for key, value in written.items() if own.get(key) != value}
     return {"intermediate_size": config["intermediate_size"], "block": block or None}
-
-
-def rename(tensors: dict[str, Tensor], names: list[tuple[str, str]]) -> dict[str, Tensor]:
-    """Replaces prefixes of names: the first pair (from, to) whose `from` begins a name applies. Other names stay."""
-    renamed = {}
-    for name, value in tensors.items():
-        before, after = next(((a, b) for a, b in names if name.startswith(a)), ("", ""))
-        renamed[after + name.removeprefix(before)] = value
-    return renamed
 
 
 def check_embedding(target: Target) -> None:
@@ -192,20 +258,42 @@ def check_embedding(target: Target) -> None:
         )
 
 
-def is_copy(value: Tensor, original: Tensor) -> bool:
-    """Whether they are equal up to rounding to 16 bits."""
-    if value.shape != original.shape:
-        return False
-    return bool((value.to(original) - original).float().norm() <= 0.01 * original.float().norm())
-
-
-def drop_copy(tensors: dict[str, Tensor], name: str, original: Tensor) -> None:
-    """Removes a copy of one of the target's own tensors. Raises ValueError if the tensor is not a copy."""
-    copy = tensors.pop(name, None)
-    if copy is None:
-        return
-    if not is_copy(copy, original):
+def check_layers(layers: tuple[int, ...], target: Target) -> None:
+    """Raises ValueError for hidden states that engines number or normalise in another way."""
+    if not 1 <= layers[0] <= layers[-1] < target.num_layers:
         raise ValueError(
-            f"{name} is not the target's: heads with embeddings of their own cannot be imported. Is the target the model "
-            "that the head was trained for?"
+            f"The head reads hidden states {list(layers)}. Engines have only 1 .. {target.num_layers - 1} in common with "
+            f"training: their hidden state {target.num_layers} is before the final norm. Train with other target_layers=."
         )
+
+
+# Sliding layers
+
+
+def window_fields(drafter: Eagle3 | BlockDrafter) -> dict:
+    """What config.json says of sliding layers; nothing where every layer sees all positions."""
+    if drafter.window is None:
+        return {}
+    kinds = [FULL if window is None else SLIDING for window in drafter.windows]
+    return {"layer_types": kinds, "sliding_window": drafter.window, "use_sliding_window": True}
+
+
+def read_window(config: dict, num_layers: int) -> dict:
+    """The arguments `window` and `full_layers` of a head with this config.json. Raises ValueError if it contradicts itself."""
+    kinds = list(config.get("layer_types") or ())[:num_layers]
+    if SLIDING not in kinds:
+        return {}
+    if len(kinds) < num_layers or not set(kinds) <= {FULL, SLIDING}:
+        raise ValueError(f"layer_types={kinds} must be {FULL} or {SLIDING} for each of the {num_layers} layers.")
+    window = config.get("sliding_window")
+    if not isinstance(window, int):
+        raise ValueError(
+            f"config.json has sliding layers and sliding_window={window}: it must say how many positions they see."
+        )
+    return {"window": window, "full_layers": [layer for layer, kind in enumerate(kinds) if kind == FULL]}
+
+
+def check_whole(drafter: Eagle3 | BlockDrafter, whose: str) -> None:
+    """Raises ValueError for a head whose layers see a window only, in an engine that knows no such heads."""
+    if drafter.window is not None:
+        raise ValueError(f"{whose} has no sliding layers in drafters: take format=vllm or speculators.")

@@ -1,13 +1,12 @@
-"""The layouts of DFlash and DSpark (docs/file-formats.md, section 10)."""
+"""DFlash and DSpark: names, config.json, manifest, and the way back (docs/file-formats.md, section 10)."""
 
 from torch import Tensor, nn
 
-from specdec.export.layouts import base
-from specdec.export.layouts.base import Layout, Shapes
-from specdec.export.layouts.eagle import BLOCK_FIELDS, check_layers, check_whole, read_window, window_fields
+from specdec.export import layout
+from specdec.export.layout import BLOCK_FIELDS, Layout, Shapes
 from specdec.heads.dflash import BlockDrafter
-from specdec.target.layer_kinds import FULL, SLIDING
 from specdec.target.model import Target
+from specdec.target.structure import FULL, SLIDING
 
 MASK = "mask_embedding.pt"
 FIELDS = BLOCK_FIELDS | {"block_size", "num_target_layers", "layer_types", "dflash_config", "draft_vocab_size"}
@@ -15,13 +14,14 @@ DSPARK_FIELDS = FIELDS - {"dflash_config"} | frozenset(
     "target_layer_ids mask_token_id sample_from_anchor dspark_bonus_anchor markov_rank markov_head_type "
     "enable_confidence_head confidence_head_with_markov".split()
 )
-NAMES = [(f"{part}.", f"self_attn.{part}.") for part in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")]
+PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
+MARKOV_IN, MARKOV_OUT = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
 
 
-MARKOV_NAMES = [
-    ("markov_in.weight", "markov_head.markov_w1.weight"),
-    ("markov_out.weight", "markov_head.markov_w2.weight"),
-]
+def names(num_layers: int) -> list[tuple[str, str]]:
+    """Own and public prefixes of the layers."""
+    layers = [f"layers.{number}." for number in range(num_layers)]
+    return [(f"{layer}{part}.", f"{layer}self_attn.{part}.") for layer in layers for part in PARTS]
 
 
 def is_dspark(drafter: BlockDrafter) -> bool:
@@ -36,7 +36,7 @@ def mask_token(drafter: BlockDrafter) -> int:
     return int(token if token is not None else fields.get("pad_token_id") or 0)
 
 
-def _common(drafter: BlockDrafter, *, needs: str) -> tuple[dict, dict]:
+def _write_layers(drafter: BlockDrafter, *, needs: str) -> tuple[dict, dict]:
     """-> tensors of the layers, config fields; needs: the architecture. Raises ValueError for what no engine has."""
     target = drafter.target
     if drafter.join is not None:
@@ -44,29 +44,27 @@ def _common(drafter: BlockDrafter, *, needs: str) -> tuple[dict, dict]:
             "fuse=true adds an input that no engine has. Train with fuse=false, or serve an EAGLE-3 head, which starts in "
             "closed form too."
         )
-    check_layers(drafter.target_layers, target)
-    base.check_embedding(target)
-    tensors = {
+    layout.check_layers(drafter.target_layers, target)
+    layout.check_embedding(target)
+    head = {
         name: value
         for name, value in drafter.state_dict().items()
-        if name.split(".")[0] in ("fc", "hidden_norm", "norm") or name.startswith("layers.")
+        if name.split(".")[0] in ("fc", "hidden_norm", "norm", "layers")
     }
-    for number in range(len(drafter.layers)):
-        prefix = f"layers.{number}."
-        tensors = base.rename(tensors, [(prefix + own, prefix + public) for own, public in NAMES])
+    tensors = layout.rename(head, names(len(drafter.layers)))
     config = {
         "architectures": [needs],
         "model_type": "qwen3",
         "num_hidden_layers": len(drafter.layers),
-        **base.block_fields(drafter.config, target),
+        **layout.block_fields(drafter.config, target),
         "num_target_layers": target.num_layers,
         "layer_types": [FULL] * len(drafter.layers),
-        **window_fields(drafter),
+        **layout.window_fields(drafter),
         "draft_vocab_size": drafter.vocab_size,
         "torch_dtype": None,
     }
     if drafter.draft_to_target is not None:
-        tensors |= {"lm_head.weight": drafter.goal_head[0], **base.vocab_tensors(drafter)}
+        tensors |= {"lm_head.weight": drafter.goal_head[0], **layout.vocab_tensors(drafter)}
     return tensors, config
 
 
@@ -74,22 +72,22 @@ def dflash(drafter: BlockDrafter) -> Layout:
     """Raises ValueError for anchors that predict and Markov heads, which only DSpark has, and for `fuse`."""
     if is_dspark(drafter):
         raise ValueError("This is a DSpark drafter, not a DFlash one.")
-    tensors, config = _common(drafter, needs="DFlashDraftModel")
+    tensors, config = _write_layers(drafter, needs="DFlashDraftModel")
     mask = mask_token(drafter)
     # engines number layer outputs: one less than hidden states
     nested = {"mask_token_id": mask, "target_layer_ids": [k - 1 for k in drafter.target_layers]}
     if drafter.window is not None and not drafter.window_causal:
         nested["causal"] = False  # of all layers; a missing field: of full ones only
     config |= {"block_size": drafter.num_drafts + 1, "dflash_config": nested}
-    fields = FIELDS | set(window_fields(drafter))
+    fields = FIELDS | set(layout.window_fields(drafter))
     pickles = {MASK: {"mask_token_id": mask, "embedding": drafter.mask_embedding.detach().clone()}}
     return Layout(tensors, config, shapes(config, len(drafter.target_layers)), fields, pickles)
 
 
 def dspark(drafter: BlockDrafter) -> Layout:
     """With the target's embedding, in which the mask replaces one token's row: engines read DSpark's mask from nowhere else."""
-    check_whole(drafter, "A DSpark drafter in an engine")
-    tensors, config = _common(drafter, needs="Qwen3DSparkModel")
+    layout.check_whole(drafter, "A DSpark drafter in an engine")
+    tensors, config = _write_layers(drafter, needs="Qwen3DSparkModel")
     if drafter.markov_in is None or drafter.markov_out is None:
         raise ValueError("Engines have no DSpark without a Markov head: train with markov_rank=256.")
     if not drafter.target.shape_logits.plain:
@@ -105,8 +103,8 @@ def dspark(drafter: BlockDrafter) -> Layout:
     embedding[mask] = drafter.mask_embedding.to(dtype)
     tensors |= {
         "embed_tokens.weight": embedding,
-        "markov_head.markov_w1.weight": table,
-        "markov_head.markov_w2.weight": drafter.markov_out.weight,
+        MARKOV_IN: table,
+        MARKOV_OUT: drafter.markov_out.weight,
     }
     if drafter.confidence_head is not None:
         tensors["confidence_head.proj.weight"] = drafter.confidence_head.weight
@@ -130,8 +128,8 @@ def dspark(drafter: BlockDrafter) -> Layout:
 def _dspark_shapes(config: dict) -> Shapes:
     rank = config["markov_rank"]
     manifest: Shapes = {
-        "markov_head.markov_w1.weight": (config["vocab_size"], rank),
-        "markov_head.markov_w2.weight": (config["draft_vocab_size"], rank),
+        MARKOV_IN: (config["vocab_size"], rank),
+        MARKOV_OUT: (config["draft_vocab_size"], rank),
     }
     if config.get("enable_confidence_head"):
         width = config["hidden_size"] + (rank if config.get("confidence_head_with_markov") else 0)
@@ -148,17 +146,19 @@ def shapes(config: dict, num_features: int) -> Shapes:
     }
     for number in range(config["num_hidden_layers"]):
         prefix = f"layers.{number}."
-        manifest |= base.block_shapes(config, prefix=prefix)
+        manifest |= layout.block_shapes(config, prefix=prefix)
         manifest |= {
             f"{prefix}input_layernorm.weight": (hidden,),
             f"{prefix}self_attn.q_norm.weight": (head_dim,),
             f"{prefix}self_attn.k_norm.weight": (head_dim,),
         }
-    vocab = base.vocab_shapes(config)
+    vocab = layout.vocab_shapes(config)
     return manifest | ({"lm_head.weight": (config["draft_vocab_size"], hidden), **vocab} if vocab else {})
 
 
-def read(config: dict, tensors: dict[str, Tensor], mask: Tensor | None, target: Target) -> tuple[dict, dict]:
+def read_block_drafter(
+    config: dict, tensors: dict[str, Tensor], mask: Tensor | None, target: Target
+) -> tuple[dict, dict]:
     """DFlash or DSpark -> the arguments of `heads.dflash.BlockDrafter`, its tensors. Raises ValueError if they are none of this target.
 
     config: flat; layers in `dflash_config`, beside it, or a container's `aux_hidden_state_layer_ids`. mask [H]: its embedding, if it
@@ -173,33 +173,31 @@ def read(config: dict, tensors: dict[str, Tensor], mask: Tensor | None, target: 
     anchor_predicts = bool(config.get("sample_from_anchor", has_markov))
     if anchor_predicts and not has_markov:
         raise ValueError("DFlash with sample_from_anchor cannot be imported.")
-    sliding = _read_window(config, nested)
-    check_layers(tuple(layers), target)
+    sliding = _read_windows(config, nested)
+    layout.check_layers(tuple(layers), target)
     rows = config.get("draft_vocab_size") or target.vocab_size
-    config = {**base.complete(config), "vocab_size": target.vocab_size, "draft_vocab_size": rows}
+    config = {**layout.complete(config), "vocab_size": target.vocab_size, "draft_vocab_size": rows}
     tensors = dict(tensors)
     if mask is None:
         mask = _read_mask(tensors, int(mask_id or 0), target)
-    base.drop_copy(tensors, "embed_tokens.weight", target.embed.weight)
+    layout.drop_copy(tensors, "embed_tokens.weight", target.embed.weight)
     vocab = None
     if "d2t" in tensors:
-        vocab = base.check_vocab(tensors["d2t"], tensors.get("t2d"))
-    base.drop_copy(tensors, "lm_head.weight", target.lm_head.weight if vocab is None else target.lm_head.weight[vocab])
-    wanted = {name: shape for name, shape in shapes(config, len(layers)).items() if name != "lm_head.weight"}
+        vocab = layout.check_vocab(tensors["d2t"], tensors.get("t2d"))
+    layout.drop_copy(tensors, "lm_head.weight", layout.lm_head_rows(target, vocab))
+    wanted = shapes(config, len(layers))
+    wanted.pop("lm_head.weight", None)
     if has_markov:
         if config.get("markov_head_type", "vanilla") != "vanilla":
             raise ValueError(f"A Markov head of the type {config['markov_head_type']} cannot be imported; vanilla can.")
-        config["markov_rank"] = tensors["markov_head.markov_w1.weight"].shape[-1]
+        config["markov_rank"] = tensors[MARKOV_IN].shape[-1]
         wanted |= _dspark_shapes(config)
-    base.check_tensors(tensors, wanted)
-    head = {name: value for name, value in tensors.items() if name not in ("d2t", "t2d")}
-    for number in range(config["num_hidden_layers"]):
-        prefix = f"layers.{number}."
-        head = base.rename(head, [(prefix + public, prefix + own) for own, public in NAMES])
+    layout.check_tensors(tensors, wanted)
+    head = layout.rename(layout.without_maps(tensors), layout.swap(names(config["num_hidden_layers"])))
     head["mask_embedding"] = mask
     if vocab is not None:
         head["draft_to_target"] = vocab
-    sizes = base.read_block(config, target)
+    sizes = layout.read_block(config, target)
     if sizes.pop("block"):
         raise ValueError(
             "The drafter has other heads, norms or rotary embeddings than its target: it cannot be imported."
@@ -230,19 +228,17 @@ def _read_mask(tensors: dict[str, Tensor], mask_id: int, target: Target) -> Tens
 
 def _read_markov(head: dict[str, Tensor], config: dict) -> dict:
     """The arguments of DSpark's Markov and confidence heads, whose tensors are renamed in `head`."""
-    for own, public in MARKOV_NAMES:
-        head[own] = head.pop(public)
+    head["markov_in.weight"], head["markov_out.weight"] = head.pop(MARKOV_IN), head.pop(MARKOV_OUT)
+    arguments = {"markov_rank": config["markov_rank"], "markov_table": True}
     if not config.get("enable_confidence_head"):
-        return {"markov_rank": config["markov_rank"], "markov_table": True}
+        return arguments
     weight, head["confidence_head.bias"] = (head.pop(f"confidence_head.proj.{part}") for part in ("weight", "bias"))
-    width = config["hidden_size"] + config["markov_rank"]
-    head["confidence_head.weight"] = nn.functional.pad(
-        weight, (0, width - weight.shape[1])
-    )  # it may not read the Markov head
-    return {"markov_rank": config["markov_rank"], "markov_table": True, "confidence": True}
+    more = config["hidden_size"] + config["markov_rank"] - weight.shape[1]  # 0 if it reads the Markov head
+    head["confidence_head.weight"] = nn.functional.pad(weight, (0, more))
+    return {**arguments, "confidence": True}
 
 
-def _read_window(config: dict, nested: dict) -> dict:
+def _read_windows(config: dict, nested: dict) -> dict:
     """The arguments `window`, `full_layers` and `window_causal`, as vLLM reads a raw drafter, and Speculators its container.
 
     nested: `dflash_config`. Raises ValueError for layers that this project has not: full ones whose inputs see earlier ones only.
@@ -259,5 +255,5 @@ def _read_window(config: dict, nested: dict) -> dict:
     if causal and not in_container and FULL in kinds:
         raise ValueError("DFlash with causal full layers cannot be imported.")
     sizes = {"layer_types": kinds, "sliding_window": nested.get("swa_window_size", config.get("sliding_window"))}
-    found = read_window(sizes, num)
+    found = layout.read_window(sizes, num)
     return {**found, "window_causal": causal is None or bool(causal)} if found else {}

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from specdec.export.layouts.base import Layout
+from specdec.export.layout import Layout
 from specdec.heads.draft import Draft
 from specdec.target.model import load_tokenizer
 

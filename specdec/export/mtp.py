@@ -1,14 +1,13 @@
-"""The layout of an MTP module: MiMo's, which vLLM and SGLang serve with a dense target (docs/file-formats.md, section 9)."""
+"""An MTP module in MiMo's layout, which vLLM and SGLang serve with a dense target (docs/file-formats.md, section 9)."""
 
 import torch
 from torch import Tensor
 
-from specdec.export.layouts import base
-from specdec.export.layouts.base import Layout, Shapes
-from specdec.export.layouts.eagle import BLOCK_FIELDS
+from specdec.export import layout
+from specdec.export.layout import BLOCK_FIELDS, Layout, Shapes
+from specdec.heads.blocks import fields_of
 from specdec.heads.mtp import MTP
 from specdec.heads.native import MIMO, swap_halves
-from specdec.heads.sizes import fields_of
 from specdec.target.model import Target
 
 FIELDS = BLOCK_FIELDS | {"num_nextn_predict_layers"}
@@ -58,29 +57,24 @@ def mimo(drafter: MTP) -> Layout:
     fields = {
         "architectures": ["MiMoForCausalLM"],
         "model_type": "qwen2",  # transformers has no MiMo
-        **base.block_fields(config, target),
+        **layout.block_fields(config, target),
         "num_hidden_layers": target.num_layers,
         **OVERRIDE,
         "torch_dtype": None,
     }
-    return Layout(base.rename(module, NAMES), fields, shapes(fields), FIELDS)
+    return Layout(layout.rename(module, NAMES), fields, shapes(fields), FIELDS)
 
 
-def notes(drafter: MTP) -> tuple[str, ...]:
-    """What a user of the exported module has to know."""
-    return () if drafter.zero_first else (FIRST_ROW,)
-
-
-def read(config: dict, tensors: dict[str, Tensor], target: Target) -> tuple[dict, dict]:
+def read_mtp(config: dict, tensors: dict[str, Tensor], target: Target) -> tuple[dict, dict]:
     """-> the arguments of `heads.mtp.MTP`, its tensors. Raises ValueError if they are no such module of this target."""
-    base.check_tensors(tensors, shapes(base.complete(config)))
-    module = base.rename(tensors, [(public, own) for own, public in NAMES])
+    layout.check_tensors(tensors, shapes(layout.complete(config)))
+    module = layout.rename(tensors, layout.swap(NAMES))
     module["eh_proj.weight"] = swap_halves(module["eh_proj.weight"])
     biases = [f"block.self_attn.{part}_proj.bias" for part in "qkv"]
     biased = any(bool(module[name].any()) for name in biases)
     if not biased:
         module = {name: value for name, value in module.items() if name not in biases}
-    sizes = base.read_block(config, target)
+    sizes = layout.read_block(config, target)
     if sizes.pop("block"):
         raise ValueError("The MTP module has other heads, norms or rotary embeddings than its target.")
     arguments = {
@@ -95,7 +89,7 @@ def read(config: dict, tensors: dict[str, Tensor], target: Target) -> tuple[dict
 
 def shapes(config: dict) -> Shapes:
     hidden = config["hidden_size"]
-    manifest = base.block_shapes(config, prefix=PREFIX)
+    manifest = layout.block_shapes(config, prefix=PREFIX)
     manifest |= {
         name.replace("weight", "bias"): shape[:1] for name, shape in manifest.items() if name[-13:-12] in "qkv"
     }

@@ -1,0 +1,170 @@
+"""The folder of an export, written and read back; and a published folder in any known layout, read as a checkpoint of ours."""
+
+import json
+import shutil
+from pathlib import Path
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from specdec import checkpoint
+from specdec.core.untrusted import inside, read_json, read_pickle, read_tensors
+from specdec.export import block_drafter, eagle, medusa, mtp
+from specdec.export.cards import Provenance, make_card
+from specdec.export.engines import ExportForm
+from specdec.export.layout import Layout
+from specdec.target.model import Target
+
+WEIGHTS = ("model.safetensors", "pytorch_model.bin", medusa.FILE, "medusa_lm_head.safetensors")
+
+
+def write_export(form: ExportForm, out: Path, *, dtype: torch.dtype, provenance: Provenance) -> dict[str, Tensor]:
+    """Makes the folder `out`. -> the tensors, as they were read back
+
+    Raises ValueError, and writes nothing, if `out` exists or if the layout does not fit its manifest.
+    """
+    if out.exists():
+        raise ValueError(f"{out} exists; choose another out=DIR or delete it.")
+    layout, num = form.layout, form.num_drafts(provenance.num_drafts)
+    config = json.loads(json.dumps(layout.config).replace('"<num>"', str(num)))
+    if "torch_dtype" in config:
+        config["torch_dtype"] = str(dtype).removeprefix("torch.")
+    tensors, pickles = _cast(layout.tensors, dtype), _cast(dict(layout.pickles), dtype)
+    Layout(tensors, config, layout.shapes, layout.fields).check()
+    partial = out.with_name(out.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+        # older transformers load nothing without this format
+        safetensors.torch.save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
+        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        for name, value in pickles.items():
+            torch.save(value, partial / name)
+        if form.more is not None:
+            form.more(partial)
+        (partial / "README.md").write_text(make_card(form, provenance, str(out), dtype))
+        read = read_tensors(partial / "model.safetensors")
+        assert _equal(read, tensors) and json.loads((partial / "config.json").read_text()) == config
+        assert all(_equal(torch.load(partial / name, weights_only=True), value) for name, value in pickles.items())
+        partial.rename(out)
+    except (OSError, safetensors.SafetensorError, RuntimeError) as error:  # the last: torch.save on a full disk
+        raise ValueError(
+            f"{out} could not be written ({error}). Free some disk space or choose another out=DIR."
+        ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return read
+
+
+def _cast(value, dtype: torch.dtype):
+    """Tensors, alone and in dictionaries, as they are written; other values as they are."""
+    if isinstance(value, dict):
+        return {key: _cast(part, dtype) for key, part in value.items()}
+    if not isinstance(value, Tensor):
+        return value
+    return (value.to(dtype) if value.is_floating_point() else value).detach().cpu().contiguous()
+
+
+def _equal(read, written) -> bool:
+    if isinstance(written, Tensor):
+        return read.dtype == written.dtype and torch.equal(read, written)
+    if isinstance(written, dict):
+        return read.keys() == written.keys() and all(_equal(read[key], written[key]) for key in written)
+    return read == written
+
+
+def read_published(folder: Path, target: Target) -> tuple[dict, dict[str, Tensor]]:
+    """-> the drafter's class and arguments, as checkpoint.save takes them, and its tensors, under the names of this project
+
+    Raises ValueError, with what to do, for a folder that holds no drafter of this target. Nothing in it can run code.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"There is no folder {folder}: give source= a local copy of a published head.")
+    path = inside(folder, "config.json")
+    config = checkpoint.read_json(path, what="A published head is a folder with config.json and its weights")
+    # older versions of transformers saved rotary frequencies, which follow from the configuration
+    tensors = {name: value for name, value in _tensors(folder).items() if not name.endswith("rotary_emb.inv_freq")}
+    try:
+        return _read_family(folder, config, tensors, target)
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from error
+
+
+def _read_family(folder: Path, config: dict, tensors: dict[str, Tensor], target: Target) -> tuple[dict, dict]:
+    if "model.embed_tokens.weight" in tensors:
+        raise ValueError("This is a whole language model: train it further as a draft model, with model=DIR.")
+    if "drafter" in config:
+        raise ValueError(
+            "This is format=safetensors, which is for other readers: use the checkpoint that it was exported from."
+        )
+    if config.get("speculators_model_type") is not None:
+        config = {**config.get("transformer_layer_config", {}), **config}
+        _check_container(config)
+    if any("linear" in name or name.startswith("blocks.") for name in tensors):
+        return medusa.read_medusa(tensors, target)
+    if any("mtp_layers" in name for name in tensors):
+        return mtp.read_mtp(config, tensors, target)
+    if "layers.0.self_attn.q_norm.weight" in tensors and "hidden_norm.weight" in tensors:
+        return block_drafter.read_block_drafter(config, tensors, _mask(folder), target)
+    if "norm.weight" in tensors and "fc.weight" in tensors:
+        return eagle.read_eagle3(config, tensors, target)
+    if "fc.weight" in tensors:
+        return eagle.read_eagle1(config, tensors, _token_map(folder), target)
+    raise ValueError(
+        f"its tensors ({', '.join(sorted(tensors)[:3])}, ...) belong to none of the known layouts: EAGLE-1, EAGLE-3, P-EAGLE, Medusa, "
+        "DFlash, DSpark, MTP in MiMo's layout, and the Speculators container."
+    )
+
+
+def _check_container(config: dict) -> None:
+    """Raises ValueError for a Speculators container that is unknown, or that its readers understand differently."""
+    kind = config["speculators_model_type"]
+    for guessing, name in (("eagle3", "norm_before_residual"), ("dspark", "sample_from_anchor")):
+        if kind == guessing and config.get(name) is None:
+            raise ValueError(f"write {name}, true or false, into config.json: vLLM and Speculators guess differently.")
+    if kind == "peagle" and config.get("mask_token_id") is None:
+        raise ValueError("write mask_token_id, the token whose embedding P-EAGLE's masks have, into config.json.")
+    if kind not in ("eagle3", "peagle", "dflash", "dspark"):
+        raise ValueError(f"Speculators of type {kind} cannot be imported; eagle3, peagle, dflash and dspark can.")
+
+
+def _tensors(folder: Path) -> dict[str, Tensor]:
+    if (folder / "model.safetensors.index.json").exists():
+        places = read_json(inside(folder, "model.safetensors.index.json")).get("weight_map")
+        if not isinstance(places, dict):
+            raise ValueError(f"{folder}: model.safetensors.index.json has no weight_map.")
+        files = [inside(folder, str(name)) for name in sorted(set(map(str, places.values())))]
+        return {key: value for file in files for key, value in read_tensors(file).items()}
+    for name in WEIGHTS:
+        if (folder / name).exists():
+            path = inside(folder, name)
+            if name.endswith(".safetensors"):
+                return read_tensors(path)
+            content = read_pickle(path)
+            if isinstance(content, dict) and all(isinstance(value, Tensor) for value in content.values()):
+                return content
+            raise ValueError(f"{path} holds something other than named tensors.")
+    raise ValueError(f"{folder} has no weights: none of {', '.join(WEIGHTS)} is there.")
+
+
+def _mask(folder: Path) -> Tensor | None:
+    """The embedding of the mask, [D], if it has a file."""
+    if not (folder / block_drafter.MASK).exists():
+        return None
+    state = read_pickle(inside(folder, block_drafter.MASK))
+    embedding = state.get("embedding") if isinstance(state, dict) else state
+    if not isinstance(embedding, Tensor):
+        raise ValueError(f"{block_drafter.MASK} holds no embedding.")
+    return embedding.reshape(-1) if isinstance(state, dict) else embedding
+
+
+def _token_map(folder: Path) -> Tensor | None:
+    """The ids of the draft vocabulary, [W] increasing, if they have a file."""
+    if not (folder / eagle.TOKEN_MAP).exists():
+        return None
+    tokens = read_pickle(inside(folder, eagle.TOKEN_MAP))
+    try:
+        return torch.as_tensor(tokens, dtype=torch.long).sort().values
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{eagle.TOKEN_MAP} holds no ids of tokens ({error}).") from error
