@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 import time
+import tomllib
 
 import pytest
 
@@ -59,6 +60,12 @@ def test_training_prints_its_help(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         command.main(["train", "--help"])
     assert "Options, KEY=VALUE, and their defaults (conf/train.yaml)" in capsys.readouterr().out
+
+
+def test_the_wheel_lists_every_package():
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    folders = {path.parent.relative_to(ROOT) for path in (ROOT / "specdec").rglob("*.py")}
+    assert set(listed) - {"specdec._clone"} == {".".join(folder.parts) for folder in folders}
 
 
 def test_the_example_of_the_page_runs(tmp_path, monkeypatch, capsys):
