@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import hydra
 import torch
@@ -39,7 +40,8 @@ SECONDS_FOR_MAIN = 10
 def fit(chosen: DictConfig) -> int:
     """Trains as the configuration says. -> the exit status. Raises ValueError, which says what to change."""
     try:
-        config = RunConfig.of(OmegaConf.to_container(chosen, resolve=True, throw_on_missing=True))
+        values: Any = OmegaConf.to_container(chosen, resolve=True, throw_on_missing=True)
+        config = RunConfig.of(values)
     except OmegaConfBaseException as error:
         raise ValueError(f"{error.full_key}: {str(error).splitlines()[0]}.") from error
     path = Path("checkpoints") / config.run
@@ -87,8 +89,8 @@ def fit_alone(config: RunConfig, path: Path, accelerator: Accelerator) -> int:
         except ValueError as error:
             raise ValueError(f"{error} Then continue with resume=true.") from error
         if main and trainer.best:
-            rows = {"prompts": config.data.heldout, "split": config.data.heldout_split}
-            page = write_page(path, trainer.validation, tokenizer, **rows)
+            heldout, split = config.data.heldout, config.data.heldout_split
+            page = write_page(path, trainer.validation, tokenizer, prompts=heldout, split=split)
             console.say(f"report: {page}")
             report = checkpoint.read_json(page.with_name("report.json"))
             tracker.report(trainer.step, "best", report)

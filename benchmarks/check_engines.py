@@ -26,7 +26,7 @@ from specdec.export import vllm as vllm_export
 from specdec.heads.base import Drafter
 from specdec.heads.dflash import BlockDrafter
 from specdec.heads.mtp import MTP
-from specdec.measuring.measurement import top2_gap
+from specdec.measuring.measure import top2_gap
 from specdec.proposers.base import Proposer
 from specdec.target.model import Target
 from train.data import rows as data

@@ -10,8 +10,8 @@ continues. docs/adapting.md has more.
 """
 
 from helpers import loading
+from helpers.loading import read_yaml
 from helpers.options import option, options, run, split
-from helpers.settings_file import read_yaml
 
 import functools
 import gc

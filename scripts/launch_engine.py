@@ -1,8 +1,10 @@
-"""python scripts/launch_engine.py target.name=Qwen/Qwen3-8B heads=eagle3
+"""Starts a vLLM server that gives answers and hidden states, for training and for specdec answer.
 
-Starts a vLLM server that gives answers and hidden states, for features.engine=URL of train.py and engine=URL of answer.py.
-It runs until it is stopped. With print=true the command to run on another machine is printed instead. Hidden states are
-files in a folder; a machine that does not see it fetches them from the server.
+    specdec launch_engine target.name=Qwen/Qwen3-8B heads=eagle3
+
+The server is for features.engine=URL of train.py and engine=URL of answer.py. It runs until it is stopped. With print=true the
+command to run on another machine is printed instead. Hidden states are files in a folder; a machine that does not see the
+folder fetches them from the server.
 """
 
 from helpers import loading
@@ -25,7 +27,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
-from omegaconf import OmegaConf
 
 from specdec.target.model import Target
 from train.ranges import named
@@ -144,9 +145,9 @@ def run_server(chosen: EngineOptions, target: Target, layers: list[int], folder:
                 server.wait(patience)
 
 
-def main() -> None:
-    chosen = options(EngineOptions, __doc__)
-    name = chosen.target.name or str(OmegaConf.load(loading.CONF / "target" / "smollm2-135m.yaml").name)
+def main(arguments: list[str] | None = None) -> None:
+    chosen = options(EngineOptions, __doc__, arguments)
+    name = chosen.target.name or loading.default_target()
     with named("target"):
         target = Target.load_ends(
             name, dtype=chosen.target.dtype_here, trust_remote_code=chosen.target.trust_remote_code

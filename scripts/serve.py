@@ -67,8 +67,8 @@ def warm_up(decoder: Decoder, rows: int) -> None:
         decoder.proposer.forget()
 
 
-def main() -> None:
-    chosen = options(Serve, __doc__)
+def main(arguments: list[str] | None = None) -> None:
+    chosen = options(Serve, __doc__, arguments)
     try:
         import uvicorn
 
@@ -81,6 +81,8 @@ def main() -> None:
         watching.check(chosen)
     if chosen.decode.temperature != "0":
         raise ValueError("decode.temperature is for each request to say: give temperature in the request.")
+    if chosen.decode.grammar is not None:
+        raise ValueError("decode.grammar is for each request to say: give structured_outputs in the request.")
 
     record = recording.settings(chosen)
     listening = listen(chosen.host, chosen.port)

@@ -21,6 +21,7 @@ FLOORS = [
     "server",
     "caller_frame",
     "hf",
+    "command",
 ]
 FILES = sorted((ROOT / "specdec").rglob("*.py"))
 
@@ -59,7 +60,8 @@ def test_specdec_imports_follow_the_floors(path):
 
 
 def test_no_module_of_specdec_imports_itself_through_others():
-    graph = {module_of(path): imported(path) for path in FILES}
+    lazy = ROOT / "specdec" / "__init__.py"  # it imports what it offers when that is used
+    graph = {module_of(path): imported(path) for path in FILES if path != lazy}
     graph = {name: {other for other in others if other in graph and other != name} for name, others in graph.items()}
     while free := [name for name, others in graph.items() if not others & graph.keys()]:
         for name in free:

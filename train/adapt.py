@@ -12,9 +12,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from specdec.heads.base import Drafter
-from specdec.measuring import figures
-from specdec.measuring.figures import PromptCounts
+from specdec.measuring import report as figures
+from specdec.measuring.report import PromptCounts
 from specdec.server import traffic_files
+from train import validate
 from train.data import reading
 from train.data import rows as data
 

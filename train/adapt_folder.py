@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 
 from specdec import checkpoint
 from specdec.core import files
-from specdec.measuring.figures import TAU, PromptCounts
+from specdec.measuring.report import TAU, PromptCounts
 from train import progress
 from train.adapt import ALL, Answers, Tensors, read_answers, to_lines
 from train.answers import datastore

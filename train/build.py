@@ -21,7 +21,7 @@ from specdec import checkpoint
 from specdec.core import devices, hub, precision
 from specdec.core.sampling import Sampling
 from specdec.heads.base import Head
-from specdec.measuring.measurement import Prompt, check_prompts
+from specdec.measuring.measure import Prompt, check_prompts
 from specdec.target.model import Target, load_tokenizer
 from train import display, distributed, optimization, progress
 from train.config import RunConfig, fixed_settings

@@ -8,8 +8,7 @@ import yaml
 from rich.table import Table
 
 from specdec.heads.base import Head
-from specdec.measuring.figures import TAU
-from specdec.measuring.report import Report, by_depth, verdict
+from specdec.measuring.report import TAU, Report, by_depth, verdict
 from train.config import RunConfig
 from train.data.data_law import outlook, points_of
 from train.data.packing import Packs

@@ -18,13 +18,20 @@ from torch import Tensor
 from specdec.core import rules
 from specdec.core.sampling import Sampling
 from specdec.heads.base import Drafter, Head
-from specdec.measuring import figures
-from specdec.measuring.figures import PromptCounts
-from specdec.measuring.measurement import Prompt, PromptReplay, PromptResult, check_prompts, measure
-from specdec.measuring.report import Report, in_parts, prompt_counts, summarise, undecoded, with_replays
+from specdec.measuring import report as figures
+from specdec.measuring.measure import (
+    MeasureSettings,
+    Method,
+    Prompt,
+    PromptReplay,
+    PromptResult,
+    check_prompts,
+    measure,
+)
+from specdec.measuring.report import PromptCounts, Report, in_parts, prompt_counts, summarise, undecoded, with_replays
 from specdec.proposers.auto import Auto
 from specdec.proposers.base import Proposer
-from specdec.proposers.costs import Conditions, Costs
+from specdec.proposers.costs import Costs
 from specdec.target.experts import experts_of
 from specdec.target.model import Target, TargetOutput
 from specdec.unroll import replay
@@ -75,7 +82,7 @@ class Validation:
             and self.drafting.replayable(drafter, self.sampling)
         )
         # What later validations use again
-        self.costs: dict[Conditions, Costs] = {}  # of auto, as far as they are known
+        self.costs: dict[Path, Costs] = {}  # of auto, as far as they are known
         self.answers: list[list[int]] | None = None
         self.read: dict[int, tuple[Tensor, Tensor]] = {}  # features and final states, by a batch's first prompt
         self.seconds = dict.fromkeys(("answers", "replay", "decode", "auto"), 0.0)  # spent so far
@@ -280,20 +287,14 @@ class Validation:
         def shown(groups: list) -> Iterable:
             return progress.track(take(groups), f"validation: {what}", unit="prompts", total=len(groups))
 
-        results = measure(
-            self.target,
-            proposer,
-            self.drafting,
+        found = measure(
+            [Method("drafted", self.target, proposer, self.drafting, head=replayed)],
             [self.prompts[number] for number in mine],
-            replayed=replayed,
-            sampling=self.sampling,
-            max_new_tokens=self.settings.max_new_tokens,
-            stop=self.stop,
-            seed=self.seed,
+            MeasureSettings(self.sampling, self.stop, self.settings.max_new_tokens, seed=self.seed),
             numbers=mine,
             progress=shown,
         )
-        return list(zip(mine, results))
+        return list(zip(mine, [each["drafted"] for group in found for each in group]))
 
     def _within(self, left: float | None, *, at_least: int, whole: bool) -> Callable[[list], Iterator]:
         """What gives `measure` its prompts as long as the next one, or all of them (`whole`), fit into `left` seconds."""

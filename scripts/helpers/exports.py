@@ -3,15 +3,13 @@
 from helpers import loading
 
 import importlib
-import pkgutil
 from typing import Protocol
 
-from specdec import export
 from specdec.export.serving import Form, Provenance
 from specdec.heads.base import Drafter, Head
 from specdec.target.model import Target
 
-FORMATS = [module.name for module in pkgutil.iter_modules(export.__path__)]
+FORMATS = ("eagle", "gguf", "medusa", "safetensors", "sglang", "speculators", "transformers", "vllm")  # modules there
 
 
 def form_of(drafter: Drafter, name: str) -> Form:
@@ -21,8 +19,10 @@ def form_of(drafter: Drafter, name: str) -> Form:
 
 def forms_of(drafter: Head) -> dict[str, Form]:
     """All forms that a head has, by format. Heads that are nothing but an adapter of their target have none."""
-    found = {}
-    for name in FORMATS if isinstance(drafter, Drafter) else ():
+    found: dict[str, Form] = {}
+    if not isinstance(drafter, Drafter):
+        return found
+    for name in FORMATS:
         try:
             found[name] = form_of(drafter, name)
         except ValueError:

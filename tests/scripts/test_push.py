@@ -8,7 +8,7 @@ import sys
 import pytest
 import yaml
 
-from scripts import compare, evaluate, export, generate, push
+from scripts import evaluate, export, generate, push
 from specdec import checkpoint
 from specdec.core import files
 from specdec.core import hub as names
@@ -121,7 +121,7 @@ def test_a_pushed_head_works_by_name_in_every_script(run, hub, arguments, home, 
     assert json.loads((tmp_path / "report.json").read_text())["settings"]["checkpoint"] == f"{NAME}@{commit}"
     run(evaluate, "proposer=head", f"proposer.checkpoint={NAME}", *common, *prompts)
     given = ["proposers=auto", "chains=2", "trees=", "decode.temperature=0", "out=compared"]
-    printed = run(compare, f"checkpoint={home}/run,{NAME},{NAME}@v1", *common, *prompts, *given)
+    printed = run(evaluate, f"checkpoint={home}/run,{NAME},{NAME}@v1", *common, *prompts, *given)
     assert all(f"{name}, chain of 2" in printed for name in ("run", NAME, f"{NAME}@v1"))
     printed = run(export, f"checkpoint={NAME}", *common[:2], "format=vllm", "out=exported")
     card = (tmp_path / "exported" / "README.md").read_text()

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from specdec.measuring.figures import PromptCounts
+from specdec.measuring.report import PromptCounts
 from tests.support import small_tokenizer
 from train.adapt import (
     ENOUGH,

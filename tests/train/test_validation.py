@@ -14,7 +14,7 @@ from specdec.core import files
 from specdec.decoding.drafting import Drafting
 from specdec.export.serving import Provenance, expected
 from specdec.measuring import speed
-from specdec.measuring.measurement import Prompt, PromptReplay
+from specdec.measuring.measure import Prompt, PromptReplay
 from specdec.measuring.report import Report
 from specdec.unroll import replay
 from tests.support import log_of, make_drafter, prompts_of, report_of, same_weights, weights_of

@@ -239,7 +239,7 @@ def load_conversations(
 
 
 def hold_out(conversations: list[dict], num: int) -> tuple[list[dict], list[dict]]:
-    """The first `num` rows written at temperature 0, and the rest: what scripts/replay.py judges is not trained on."""
+    """The first `num` rows written at temperature 0, and the rest: what evaluate answers= replays is not trained on."""
     greedy = [index for index, row in enumerate(conversations) if row.get("temperature") == 0][:num]
     if len(greedy) < num:
         raise ValueError(f"Only {len(greedy)} rows were written at temperature 0: lower hold_out={num}.")

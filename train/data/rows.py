@@ -14,7 +14,7 @@ from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 from specdec.core import devices, plain_text, token_ids
 from specdec.core.untrusted import is_text
-from specdec.measuring.measurement import Prompt
+from specdec.measuring.measure import Prompt
 from specdec.proposers import datastore
 from train.data import answer_mask, chat_template, reading
 from train.data.answer_mask import ADVICE, find_special

@@ -8,8 +8,7 @@ import yaml
 from markupsafe import Markup
 
 from specdec.core import files
-from specdec.measuring.figures import TAU, PromptCounts, tau_difference
-from specdec.measuring.report import Report, Training, verdict
+from specdec.measuring.report import TAU, PromptCounts, Report, Training, tau_difference, verdict
 from train.config import flat
 from train.pages import run_page
 from train.pages.charts import ChartCurve, lines, number

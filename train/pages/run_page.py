@@ -10,8 +10,7 @@ from markupsafe import Markup
 
 from specdec import checkpoint
 from specdec.core import files
-from specdec.measuring.figures import TAU
-from specdec.measuring.report import Report, verdict
+from specdec.measuring.report import TAU, Report, verdict
 from specdec.measuring.speed import chain_speedups
 from train.answers.resumable import read_rows
 from train.pages import facts

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from specdec import checkpoint
 from specdec.core import files
 from specdec.heads.base import Drafter
-from specdec.measuring.measurement import Prompt
+from specdec.measuring.measure import Prompt
 from specdec.unroll import replay
 from train.data import reading
 from train.pages import run_page

@@ -6,7 +6,7 @@ from specdec import checkpoint
 from specdec.core.sampling import Sampling
 from specdec.decoding.decoder import Decoder
 from specdec.decoding.drafting import Drafting
-from specdec.measuring.measurement import top2_gap
+from specdec.measuring.measure import top2_gap
 from specdec.proposers.auto import Auto
 from specdec.target.model import Target, load_tokenizer
 from tests.loops import transformers_answer

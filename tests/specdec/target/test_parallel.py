@@ -12,7 +12,7 @@ from specdec.core.compile import Runner
 from specdec.core.sampling import Sampling
 from specdec.decoding.decoder import Decoder
 from specdec.decoding.drafting import Drafting
-from specdec.measuring.measurement import seeded_generator
+from specdec.measuring.measure import seeded_generator
 from specdec.proposers.layerskip import LayerSkip
 from specdec.target import parallel as target_parallel
 from specdec.target.adapter import adapt

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts import answer, compare
+from scripts import answer, evaluate
 from specdec.core import files
 from tests.support import PowerCutError, before_steps, cut_power, save_target, train_overrides, write_rows
 from train import progress
@@ -169,10 +169,10 @@ def test_a_comparison_is_continued_with_the_same_target_only(inputs, run, tmp_pa
         "proposers=ngram",
         *SHORT,
     ]
-    run(compare, *given)
+    run(evaluate, *given)
     save_target(inputs / "target", num_layers=8, seed=1)
     with pytest.raises(ValueError, match=r"rows\.jsonl was begun with another target, under the same name"):
-        run(compare, *given)
+        run(evaluate, *given)
 
 
 def test_inputs_are_recorded_where_none_are(tmp_path):

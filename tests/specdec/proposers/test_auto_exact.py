@@ -1,12 +1,12 @@
-"""Tests of the law at temperature > 0 where the amount of drafts is chosen every round: every draw is enumerated."""
+"""Tests of the distribution at temperature > 0 where the amount of drafts is chosen every round: every draw is enumerated."""
 
 import pytest
 
+from specdec.core.tree import root
 from specdec.decoding.decoder import Decoder
 from specdec.proposers import auto as auto_module
 from specdec.proposers.auto import Auto
-from specdec.proposers.chances import Chances, Kind
-from specdec.proposers.pool import Pool
+from specdec.proposers.candidates import Acceptance, Kind, RowCandidates
 from specdec.proposers.text import Guess
 from tests.enumeration import SAMPLINGS, decoder_error, sampled_target
 from tests.specdec.proposers.test_auto import MIDDLE, auto
@@ -42,7 +42,7 @@ CASES = {
 @pytest.mark.parametrize("rule", ["token", "block"])
 @pytest.mark.parametrize("sampling", ["warm", "all"])
 @pytest.mark.parametrize("case", CASES)
-def test_the_law_of_the_target_is_kept(case, sampling, rule, monkeypatch):
+def test_the_distribution_of_the_target_is_kept(case, sampling, rule, monkeypatch):
     """Every draw of a round is enumerated; how much is drafted depends on earlier draws of the same round."""
     target = sampled_target()
     monkeypatch.setattr(auto_module, "DEEPEST", 2)  # the enumeration knows rounds of up to three tokens
@@ -69,39 +69,26 @@ def test_what_is_drafted_beside_a_draw_does_not_depend_on_it(monkeypatch):
     assert decoder_error(decoder, 3, seed=152, alone=True, monkeypatch=monkeypatch) < 1e-12
     trees = {}
     for token in range(3):
-        pool = Pool([0], ends=frozenset({1}))
-        pool.add_guesses("text", [Guess(2, 0, 0.4, 3), Guess(0, 1, 0.3, 3), Guess(1, 0, 0.2, 3)], Chances())
-        pool.settle_beside(2)
-        pool.add(token, 0, Kind("drawn", 0.5, 1), Chances(), drawn=True)
-        trees[token] = len(pool.values(chain=False)), pool.chances, pool.choose(3, chain=False).drafts[:2]
+        row = RowCandidates(Acceptance(), [0], ends=frozenset({1}))
+        row.add_guesses("text", [Guess(2, 0, 0.4, 3), Guess(0, 1, 0.3, 3), Guess(1, 0, 0.2, 3)])
+        row.settle_beside(2)
+        row.add(token, 0, Kind("drawn", 0.5, 1), drawn=True)
+        trees[token] = len(row.values(chain=False)), row.probabilities, row.choose(3, chain=False).drafts[:2]
     assert trees[0] == trees[1] == trees[2]
 
 
 @pytest.mark.slow
 def test_dropping_a_draft_because_of_what_was_drawn_is_detected(monkeypatch):
-    """The negative control: drawn drafts may be left out like chosen ones."""
-    target = sampled_target()
-
-    def likely(pool, num, *, chain):
-        return [node for node in best(pool, num, chain=chain) if pool.tokens[node] != 0 or node not in pool.drawn]
-
+    """The negative control: a drawn draft of token 0 is left out, as a chosen one may be."""
     monkeypatch.setattr(auto_module, "DEEPEST", 1)
-    proposer = forgetful(auto(target, text=False))
-    decoder = Decoder(target, proposer, sampling=SAMPLINGS["warm"], stop=set())
+    proposer = forgetful(auto(sampled_target(), text=False))
+    decoder = Decoder(sampled_target(), proposer, sampling=SAMPLINGS["warm"], stop=set())
     assert decoder_error(decoder, 1, alone=True, monkeypatch=monkeypatch) < 1e-12
-    best = Pool.best
-    monkeypatch.setattr(Pool, "best", likely)
-    monkeypatch.setattr(Auto, "_plant", dropping(Auto._plant))
+    propose = proposer.propose
+
+    def dropping(*arguments):
+        tree = propose(*arguments)
+        return root(tree.tokens[:, 0]) if (tree.tokens[:, 1:] == 0).any() else tree
+
+    proposer.propose = dropping
     assert decoder_error(decoder, 1, alone=True, monkeypatch=monkeypatch) > 1e-3
-
-
-def dropping(plant):
-    def changed(self, laws, drafting, **how):
-        for pool in self.pools:
-            if any(pool.tokens[node] == 0 for node in pool.drawn):
-                pool.drawn.clear()
-                laws = []
-                pool.tokens, pool.parents, pool.chances = pool.tokens[:1], pool.parents[:1], pool.chances[:1]
-        return plant(self, laws, drafting, **how)
-
-    return changed

@@ -1,9 +1,9 @@
-"""Decoding as measurement: every prompt is decoded plainly and with drafts, round by round in turn, under the same settings."""
+"""Decoding as measurement: every prompt is decoded plainly and by each method, round by round in turn, under the same settings."""
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 
@@ -14,10 +14,13 @@ from specdec.decoding.decoder import Decoder
 from specdec.decoding.drafting import Drafting
 from specdec.heads.base import Drafter, Head
 from specdec.proposers.base import Proposer
+from specdec.proposers.growth import Stopping
 from specdec.target.model import Target
 from specdec.unroll import replay
 
-BATCHES = 2  # whose prompts the ways decode side by side, before the next ones begin
+BATCHES = 2  # whose prompts the methods decode side by side, before the next ones begin
+WARM_UP = 8  # tokens
+FROZEN = "the frozen target"
 Item = TypeVar("Item")
 
 
@@ -41,7 +44,7 @@ class PromptReplay:
 
 @dataclass(frozen=True)
 class PromptResult:
-    """One prompt, decoded plainly and with drafts at one temperature."""
+    """One prompt, decoded plainly and by one method at one temperature."""
 
     prompt: Prompt
     plain: Generation
@@ -66,87 +69,119 @@ class PromptResult:
         return sum(self.drafted.accepted[0]) + self.num_rounds
 
 
-def measure(
-    target: Target,
-    proposer: Proposer,
-    drafting: Drafting,
-    prompts: list[Prompt],
-    *,
-    replayed: Head | None,
-    sampling: Sampling,
-    max_new_tokens: int,
-    stop: set[int],
-    seed: int,
-    batch: int = 1,
-    numbers: list[int] | None = None,
-    auto: Proposer | None = None,
-    grammars: Grammars | None = None,
-    progress: Callable[[list], Iterable] = iter,
-) -> list[PromptResult]:
-    """Decodes each prompt plainly and with drafts, round by round in turn, after a warm-up.
+@dataclass(frozen=True)
+class Method:
+    """One way to draft, which is measured beside plain decoding of its target."""
 
-    The time of compiling is not counted. The proposer first forgets what it learned from earlier batches.
-    replayed: the drafter to replay along the plain answers, if replay applies to these settings
+    name: str
+    target: Target
+    proposer: Proposer
+    drafting: Drafting
+    baseline: str = FROZEN  # a name of the target's plain decoding; methods of one target share it
+    head: Head | None = None  # to replay along plain answers; None for a proposer that is not trained
+
+    def replayed(self, settings: "MeasureSettings") -> Drafter | None:
+        """The head, if replay applies: it knows the target's free distribution only. At temperature 0 a draft counts if it is the
+        answer's next token, by any distribution."""
+        sampling, head = settings.sampling, self.head
+        free = sampling.greedy or settings.grammars is None
+        applies = free and isinstance(head, Drafter) and self.drafting.replayable(head, sampling)
+        return head if applies and isinstance(head, Drafter) else None
+
+
+@dataclass(frozen=True)
+class MeasureSettings:
+    """How prompts are decoded. seed: with the number of a prompt that of its random numbers
+
     batch: prompts decoded at once: when an answer ends, the next prompt takes its place. An answer's times are its share of
         those of the batch
-    numbers: of the prompts, for random numbers and the order; None: 0, 1, 2 ..
-    auto: decodes the prompts too, if given: how much to draft is then chosen every round
     grammars: compiles those of prompts; None: no answer follows one
-    progress: what the groups of prompts are taken from that the ways decode in turn; it may end early
     Raises ValueError for a batch below 1.
     """
-    if batch < 1:
-        raise ValueError(f"batch={batch} must be at least 1.")
-    runner = drafting.runner()
-    decoders = {
-        "drafted": drafting.decoder(target, proposer, sampling=sampling, stop=stop, runner=runner),
-        "plain": Decoder(target, None, sampling=sampling, stop=stop, runner=runner),
-    }
-    if auto is not None:
-        decoders["auto"] = drafting.decoder(target, auto, sampling=sampling, stop=stop, runner=runner)
-    check_prompts(decoders["drafted"], prompts, max_new_tokens)
-    for name in decoders:
-        generator = seeded_generator(target, seed)
-        decoders[name].generate([prompts[0].tokens], min(8, max_new_tokens), generator=generator)
-    for each in (proposer, *([auto] if auto else [])):
-        each.forget()
 
-    replays = isinstance(replayed, Drafter) and drafting.replayable(replayed, sampling)
-    # Replay knows the target's free law only; at temperature 0 a draft counts if it is the answer's next token, by any law
-    replays = replays and (sampling.greedy or grammars is None)
+    sampling: Sampling
+    stop: set[int]
+    max_new_tokens: int
+    seed: int = 0
+    batch: int = 1
+    grammars: Grammars | None = None
+
+    def __post_init__(self):
+        if self.batch < 1:
+            raise ValueError(f"batch={self.batch} must be at least 1.")
+
+
+def measure(
+    methods: Sequence[Method],
+    prompts: list[Prompt],
+    settings: MeasureSettings,
+    *,
+    numbers: list[int] | None = None,
+    source: str = "",
+    progress: Callable[[list], Iterable] = iter,
+) -> Iterator[list[dict[str, PromptResult]]]:
+    """Decodes each prompt plainly and by each method, round by round in turn, after a warm-up.
+
+    Yields the results of each group of prompts: for each prompt those of the methods, by name. The time of compiling is not
+    counted. Proposers first forget what they learned from earlier batches.
+    numbers: of the prompts, for random numbers and the order; None: 0, 1, 2 ..
+    source: of the prompts, for messages
+    progress: what the groups are taken from; it may end early
+    Raises ValueError for a prompt that cannot be decoded, and for two methods of one name.
+    """
+    decoders = make_decoders(methods, settings)
+    for decoder in decoders.values():
+        check_prompts(decoder, prompts, settings.max_new_tokens, source=source)
+    for decoder in decoders.values():
+        generator = seeded_generator(decoder.target, settings.seed)
+        decoder.generate([prompts[0].tokens], min(WARM_UP, settings.max_new_tokens), generator=generator)
+    for method in methods:
+        method.proposer.forget()
     numbered = list(zip(numbers or range(len(prompts)), prompts, strict=True))
-    results = []
-    for pairs in progress(turns(numbered, batch)):
-        group, seeds = [prompt for _, prompt in pairs], [seed + number for number, _ in pairs]
-        tokens, turn = [prompt.tokens for prompt in group], pairs[0][0] // batch
-        constraint = constrain_each(grammars, group)
-        generations = answers(
-            decoders, tokens, max_new_tokens, rows=batch, seeds=seeds, turn=turn, constraint=constraint
+    for pairs in progress(split_turns(numbered, settings.batch)):
+        group = [prompt for _, prompt in pairs]
+        constraint = constrain_each(settings.grammars, group)
+        generations = decode_side_by_side(
+            decoders,
+            [prompt.tokens for prompt in group],
+            settings.max_new_tokens,
+            rows=settings.batch,
+            seeds=[settings.seed + number for number, _ in pairs],
+            turn=pairs[0][0] // settings.batch,
+            constraint=constraint,
         )
-        chosen: Sequence[Generation | None] = generations.get("auto", [None] * len(group))
-        for number, (prompt, plain, drafted, by_auto) in enumerate(
-            zip(group, generations["plain"], generations["drafted"], chosen)
-        ):
-            results.append(
-                replace(
-                    compare(
-                        target,
-                        prompt,
-                        plain,
-                        drafted,
-                        replayed=replayed if isinstance(replayed, Drafter) and replays else None,
-                        depth=drafting.depth,
-                        sampling=sampling,
-                        constraint=constraint(number),
-                    ),
-                    auto=by_auto,
+        yield [
+            {
+                method.name: judge(
+                    method,
+                    prompt,
+                    generations[method.baseline][place],
+                    generations[method.name][place],
+                    settings,
+                    constraint(place),
                 )
-            )
-    return results
+                for method in methods
+            }
+            for place, prompt in enumerate(group)
+        ]
+
+
+def make_decoders(methods: Sequence[Method], settings: MeasureSettings) -> dict[str, Decoder]:
+    """A decoder for each method, and one of plain decoding for each baseline, by their names."""
+    decoders: dict[str, Decoder] = {}
+    for method in methods:
+        if method.name in decoders:
+            raise ValueError(f"Two methods are called {method.name}: give them different names.")
+        shared = decoders[method.baseline].runner if method.baseline in decoders else method.drafting.runner()
+        common: dict[str, Any] = {"sampling": settings.sampling, "stop": settings.stop, "runner": shared}
+        if method.baseline not in decoders:
+            decoders[method.baseline] = Decoder(method.target, None, **common)
+        decoders[method.name] = method.drafting.decoder(method.target, method.proposer, **common)
+    return decoders
 
 
 def check_prompts(decoder: Decoder, prompts: Iterable[Prompt], max_new_tokens: int, *, source: str = "") -> None:
-    """Raises ValueError, naming the prompt, for one that cannot be decoded: now, not after the others were. source: of all"""
+    """Raises ValueError, naming the prompt, for one that cannot be decoded: before the others are. source: of all"""
     for prompt in prompts:
         try:
             decoder.check([prompt.tokens], max_new_tokens)
@@ -159,15 +194,15 @@ def constrain_each(grammars: Grammars | None, prompts: list[Prompt]) -> Callable
     return lambda number: grammars.constraint(prompts[number].grammar) if grammars else None
 
 
-def turns(items: list[Item], batch: int) -> list[list[Item]]:
-    """What the ways decode side by side: single items; for a batch several batches, so that its rows are mostly full"""
+def split_turns(items: list[Item], batch: int) -> list[list[Item]]:
+    """What the methods decode side by side: single items; for a batch several batches, so that its rows are mostly full"""
     size = 1 if batch == 1 else BATCHES * batch
     num = max(1, round(len(items) / size))
     borders = [place * len(items) // num for place in range(num + 1)]
     return [items[start:end] for start, end in zip(borders, borders[1:])]
 
 
-def answers(
+def decode_side_by_side(
     decoders: Mapping[str, Decoder],
     prompts: list[list[int]],
     max_new_tokens: int,
@@ -179,8 +214,8 @@ def answers(
 ) -> dict[str, list[Generation]]:
     """The answers of several decoders to prompts, at most `rows` of them at once, in the order of the prompts.
 
-    After every round that decoder goes on which has emitted the fewest tokens. So all are at the same place of the same answers
-    at nearly the same time, and what else the machine does meets all of them. All hold their caches at once.
+    After every round the decoder that has emitted the fewest tokens goes on. So all are at the same place of the same answers
+    at nearly the same time, and other load of the machine affects all alike. All hold their caches at once.
     seeds: of each prompt's random numbers; turn: rotates which decoder begins; constraint: see Decoder.answers
     """
     names = list(decoders)
@@ -204,29 +239,34 @@ def answers(
     return {name: [answer[number] for number in range(len(prompts))] for name, answer in found.items()}
 
 
-def compare(
-    target: Target,
+def judge(
+    method: Method,
     prompt: Prompt,
     plain: Generation,
     drafted: Generation,
-    *,
-    replayed: Drafter | None,
-    depth: int,
-    sampling: Sampling,
+    settings: MeasureSettings,
     constraint: Constraint | None = None,
 ) -> PromptResult:
-    """One prompt's result from its two answers. replayed: the drafter to replay along the plain answer, a chain of
-    `depth`; None if replay does not apply. constraint: of the grammar that they follow, at their beginning"""
+    """One prompt's result from its two answers. constraint: of the grammar that they follow, at their beginning"""
     rounds, accepted, gap = float("nan"), [], None
-    if replayed is not None:
-        chances = replay.acceptance(
-            replayed, prompt.tokens, plain.tokens[0], depth=depth, temperature=sampling.temperature
+    sampling, head = settings.sampling, method.replayed(settings)
+    if head is not None:
+        accepting = replay.acceptance(
+            head, prompt.tokens, plain.tokens[0], depth=method.drafting.depth, temperature=sampling.temperature
         )
-        rounds, counts = replay.rounds(chances)
+        rounds, counts = replay.rounds(accepting)
         accepted = counts.tolist()
     if sampling.greedy:
-        gap = top2_gap(target, prompt.tokens, plain.tokens[0], drafted.tokens[0], sampling, constraint)
+        gap = top2_gap(method.target, prompt.tokens, plain.tokens[0], drafted.tokens[0], sampling, constraint)
     return PromptResult(prompt, plain, drafted, rounds, accepted, gap)
+
+
+def name_drafting(drafting: Drafting) -> str:
+    """A short name of the shape: chain of 3, tree of 4x3x8 (depth x width x nodes)."""
+    shape = drafting.shape
+    if drafting.stopping is not None:
+        return f"chain of up to {shape.depth}, stopping below {Stopping(**drafting.stopping).threshold:.2f}"
+    return str(shape) if shape.chain else f"tree of {shape.depth}x{shape.width}x{shape.nodes}"
 
 
 def seeded_generator(target: Target, seed: int) -> torch.Generator:
