@@ -17,13 +17,13 @@ from typing import Protocol
 import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
-from specdec.measuring.measure import Prompt, seeded_generator
 from transformers import PreTrainedTokenizerBase
 
 from specdec.core import files
 from specdec.core.compile import Runner
 from specdec.core.sampling import Sampling
 from specdec.decoding.decoder import Decoder
+from specdec.measuring.measure import Prompt, seeded_generator
 from specdec.target.model import Target
 from train import progress
 from train.answers.resumable import digest
