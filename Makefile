@@ -15,7 +15,7 @@ GPU_PYTHON_VERSION ?= 3.12
 GPU_PROCESSES ?= 8
 GPU := .venv-gpu/bin/python
 # Tests whose own targets, heads and tensors are on the GPU too (tests/device.py)
-GPU_TESTS ?= tests/specdec/test_tree.py tests/specdec/test_sampling.py tests/specdec/test_rules.py tests/specdec/test_decode.py \
+GPU_TESTS ?= tests/specdec/core/test_tree.py tests/specdec/core/test_sampling.py tests/specdec/core/test_rules.py tests/specdec/decoding/test_decoder.py \
   tests/specdec/proposers tests/train/test_losses.py
 
 .PHONY: help setup demo test quick lint engines gpu gpu-wheels gpu-test gpu-report
@@ -26,7 +26,7 @@ help:
 	@echo "make test    all tests, in two processes (about 13 minutes on two cores); on more cores: make test PROCESSES=8"
 	@echo "make quick   a selection of them for daily work: each kind of head once, nothing that trains (about six minutes on two cores)"
 	@echo "make lint    ruff and mypy"
-	@echo "make engines vLLM, Speculators and llama.cpp on the CPU, in engines (once, 4 minutes, 4 GB), for tests of exports"
+	@echo "make engines vLLM and llama.cpp on the CPU, in engines (once, 4 minutes, 4 GB), for tests of exports"
 	@echo "make gpu     on a machine with CUDA, without a network: all tests there, then a report (under 10 minutes)"
 	@echo "make gpu-wheels  what that machine may lack, into gpu-wheels, to be copied there"
 
@@ -56,10 +56,10 @@ quick: $(READY)
 	$(BIN)/python -m pytest -q -n $(PROCESSES) --dist worksteal -m "not slow"
 
 lint: $(READY)
-	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && cp train.py .mypy_cache/train_command.py && $(BIN)/mypy .mypy_cache/train_command.py
 
 engines: .venv/ready
-	@$(BIN)/python scripts/get_engines.py
+	@$(BIN)/python -m benchmarks.engines.get_engines
 
 gpu-wheels: .venv/ready
 	rm -rf gpu-wheels
@@ -71,7 +71,7 @@ gpu-wheels: .venv/ready
 .venv-gpu/ready: $(wildcard gpu-wheels/*.whl)
 	@$(GPU_PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null || \
 	  { echo "$(GPU_PYTHON) has no torch that sees a CUDA device; name one that has: make gpu GPU_PYTHON=..."; exit 1; }
-	@$(GPU_PYTHON) scripts/gpu_environment.py .venv-gpu gpu-wheels
+	@$(GPU_PYTHON) benchmarks/gpu_environment.py .venv-gpu gpu-wheels
 	@touch .venv-gpu/ready
 
 # Scripts and training inside tests find the GPU by themselves. Each process holds about half a gigabyte of its memory.
@@ -80,7 +80,7 @@ gpu-test: .venv-gpu/ready
 	  TEST_DEVICE=cuda $(GPU) -m pytest -q -n $(GPU_PROCESSES) --dist worksteal $(GPU_TESTS) && exit $$status
 
 gpu-report: .venv-gpu/ready
-	@$(GPU) scripts/gpu_report.py out=gpu_report
+	@$(GPU) -m benchmarks.gpu_report out=gpu_report
 
 # The report is made even if a test fails.
 gpu: .venv-gpu/ready

@@ -1,68 +1,128 @@
 """Trains a head further on recorded traffic, and takes the new one into use only if it drafts better and has not forgotten.
 
-    python scripts/adapt.py checkpoint=checkpoints/shipped/mtp traffic=traffic out=adapted
-    python scripts/serve.py checkpoint=adapted watch=30
+    specdec adapt checkpoint=checkpoints/shipped/mtp traffic=traffic out=adapted
+    specdec serve checkpoint=adapted watch=30
 
-The newest conversations are held out. The present head is judged on them by replay, and if training is worth it, it is
-trained on the other new rows beside a share of old ones. OUT stands for the head in use; OUT/adaptation.html shows what was
-measured and decided. With watch=SECONDS it goes on, whenever min_tokens new tokens have come. With vllm=URL a running vLLM
-gets each head that is taken into use. After Ctrl-C the same command continues. docs/adapting.md has more.
+The newest conversations are held out, and the present head is judged on them by replay. Then it is trained on the other new
+rows, beside a share of old ones, and judged again. OUT stands for the head in use; OUT/adaptation.html shows what was
+measured and decided. With watch=SECONDS it goes on, whenever min_tokens new tokens have come. After Ctrl-C the same command
+continues. docs/adapting.md has more.
 """
 
-from helpers import adapting, loading, vllm_weights
-from helpers.adapt_options import Adapt, check, shares_of
-from helpers.loading import Loaded
-from helpers.options import options, run
+from helpers import loading
+from helpers.loading import read_yaml
+from helpers.options import option, options, run, split
 
 import functools
 import gc
+import json
+import math
+import re
+import signal
+import subprocess
+import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
-from torch import Tensor
+from omegaconf import OmegaConf
+from transformers import PreTrainedTokenizerBase
 
+import train.overrides as overrides
 from specdec import checkpoint
 from specdec.heads.base import Drafter
-from specdec.measuring.figures import PromptCounts
 from specdec.proposers import datastore
+from train import adapt as adaptation
 from train import progress
-from train.adaptation import KINDS, Home, Plan, store
-from train.adaptation_judging import Table, chosen, distinct, expected_tau, gate, judge, table, worth
-from train.adaptation_mixing import choose, mix, tried
-from train.adaptation_rows import (
-    Answer,
-    Older,
-    Source,
-    TooFew,
-    encode,
-    newest_tokens,
-    num_tokens,
-    read_traffic,
-    split,
-    without_prompts,
-)
+from train.adapt_folder import KINDS, AdaptationPlan, Home
 from train.answers.resumable import check_settings
+from train.config import flat
 from train.data import reading
+from train.data.reading import read_sources
 from train.lock import lock
 
-JUDGED = ("new", "old")  # what the gate looks at
-FREE = ("checkpoint", "traffic", "out", "watch", "vllm", "force", "settings")  # may change when an adaptation goes on
+FREE = ("checkpoint", "traffic", "out", "watch", "settings")  # options that may change when an adaptation goes on
+OWN = {"run", "start", "resume", "head", "data.train"}  # options of train.py that are not the user's
+TRAIN = Path(__file__).resolve().parents[1] / "train.py"
+SHIPPED = "data/answers.jsonl.gz"  # answers of the default target, on which the shipped heads were trained
+ROUND = 128  # tokens: packs have a multiple of it, so that the target's passes have few shapes
+LOWER = 1 / 3  # of the learning rate that the head was trained with
+SHOWN = re.compile(r"step +\d+/\d+|Resumed|Ctrl-C|SIGTERM")  # lines of train.py
 
 
-def main() -> None:
-    given = options(Adapt, __doc__)
-    check(given)
+@dataclass(frozen=True, kw_only=True)
+class Adapt:
+    checkpoint: str = field(metadata={"help": loading.CHECKPOINT})
+    traffic: str = field(metadata={"help": "folder of recorded answers: .jsonl files"})
+    out: str = field(metadata={"help": "folder of the adapted heads; it stands for the head in use", "folder": True})
+    old: str | None = option(
+        None,
+        "files that the head was trained on (a,b); null: those of its config.yaml, or the shipped ones; empty: none",
+    )
+    old_heldout: str | None = option(
+        None, "answers that forgetting is judged on; null: some of old, not trained on here"
+    )
+    old_split: str | None = option(None, f"of old= and old_heldout=: {loading.SPLIT}")
+    old_share: float = option(0.3, "share of the tokens trained on that are old ones")
+    heldout_share: float = option(0.2, "share of the conversations that are held out, the newest")
+    epochs: float = option(3.0, "how often rows are read")
+    lr: float | None = option(None, "learning rate; null: a third of the head's own")
+    tolerance: float = option(0.03, "share by which tau of old answers may fall; twice that for each category")
+    shares: str = option(
+        "1,0.75,0.5,0.25",
+        "comma list: shares of the trained weights, the rest being those of the head in use; the largest one that forgets little "
+        "enough on old answers kept for this choice is judged",
+    )
+    min_tokens: int = option(5000, "new tokens of answers that training needs")
+    max_tokens: int | None = option(None, "most new tokens that are trained on, the newest; null: all")
+    watch: float | None = option(None, "go on, and look for new rows every so many seconds; null: once")
+    depth: int = option(4, "drafts of the chain that heads are judged with")
+    judged: int = option(100, "answers of new and of old rows that are judged, at most")
+    length: int = option(1024, "tokens of an answer with its prompt that are judged and trained on, at most")
+    store: bool = option(True, "make OUT/datastore of the rows, for proposer=retrieval and proposer.suffix.datastore")
+    head: str | None = option(None, "file of conf/head whose objective trains; null: by the checkpoint's class")
+    seed: int = option(0, "of the choice of old rows")
+    training: dict[str, str] = field(
+        default_factory=dict,
+        metadata={"prefix": "training.", "help": "options of train.py, such as training.data.length=1024"},
+    )
+    target: loading.TargetOptions = field(default_factory=loading.TargetOptions)
+
+    @property
+    def limits(self) -> adaptation.Limits:
+        return adaptation.Limits(self.depth, self.judged, self.length)
+
+    @property
+    def all_shares(self) -> list[float]:
+        """The largest first. Raises ValueError for what is no list of shares."""
+        try:
+            found = [float(each) for each in split(self.shares)]
+        except ValueError:
+            found = []
+        if not found or not all(0 < each <= 1 for each in found):
+            raise ValueError(f"shares={self.shares} must be a comma list of numbers above 0, up to 1, such as 1,0.5.")
+        return sorted(found, reverse=True)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    given = options(Adapt, __doc__, arguments)
+    given.all_shares  # noqa: B018  # raises
+    overrides.check(given.training, "training.")
+    if own := sorted(OWN & set(given.training)):
+        raise ValueError(f"training.{own[0]}= is chosen by this command: leave it out.")
     console = progress.Results()
     home = Home(Path(given.out))
-    with lock(home.path / "lock", of=home.path), adapting.signals():
-        home.begin(given.checkpoint)
-        hand_over(given, home, console)  # now, so that a wrong server is refused before any work
-        if given.watch is None:
-            adapt(given, home, console)
-            hand_over(given, home, console)
-        else:
-            watch(given, home, console)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
+    try:
+        with lock(home.path / "lock", of=home.path):
+            home.begin(given.checkpoint)
+            if given.watch is None:
+                adapt(given, home, console)
+            else:
+                watch(given, home, console)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def watch(given: Adapt, home: Home, console: progress.Results) -> None:
@@ -71,193 +131,141 @@ def watch(given: Adapt, home: Home, console: progress.Results) -> None:
     console.say(f"watching {given.traffic} every {given.watch:g} s; Ctrl-C ends it")
     try:
         while True:
-            waiting = "an adaptation goes on" if home.training.exists() else look(given, home)
-            if waiting is None or home.training.exists():
-                try:
-                    adapt(given, home, console)
-                    waiting = look(given, home)
-                except TooFew as error:
-                    waiting = str(error)
             try:
-                hand_over(given, home, console)
-            except ValueError as error:  # the server may come back
-                waiting = f"vLLM has not taken {home.current.name}, which is tried again: {error}"
-            if waiting and waiting != said:
-                console.say(waiting)
-                said = waiting
+                if not home.training.exists():
+                    look(given, home)
+                adapt(given, home, console)
+            except adaptation.TooFew as error:
+                if str(error) != said:
+                    console.say(said := str(error))
             time.sleep(given.watch or 0)
     except KeyboardInterrupt:
         console.say(f"stopped; {home.path} stands for {home.current.name}")
 
 
-def hand_over(given: Adapt, home: Home, console: progress.Results) -> None:
-    """Gives the head in use to vllm=, unless it has it. Raises ValueError if the server does not take it."""
-    if given.vllm is None:
-        return
-    server, head = vllm_weights.Server(given.vllm), home.current
-    version = vllm_weights.version_of(head)
-    if server.version() == version:
-        return
-    export = home.path / "vllm" / head.name
-    if not export.exists():
-        vllm_weights.export(head, export, given.target)
-    server.send(export, version)
-    console.say(f"{given.vllm} drafts with {head.name}, read from {export}")
-
-
-def look(given: Adapt, home: Home) -> str | None:
-    """None if no adaptation has looked yet at so many tokens that min_tokens of them are left to train on, or else what there is."""
+def look(given: Adapt, home: Home) -> None:
+    """Raises TooFew unless there are so many tokens that no adaptation has looked at that min_tokens are left to train on."""
     tried = max((each["until"] for each in home.history()), default=float("-inf"))
-    try:
-        answers, _ = read_traffic(Path(given.traffic), wanted(given, home))
-    except TooFew as error:
-        return str(error)
-    tokens = int(num_tokens(answer for answer in answers if answer.time > tried) * (1 - given.heldout_share))
-    return None if tokens >= given.min_tokens else f"{tokens:,} of {given.min_tokens:,} new tokens to train on"
+    answers, _ = adaptation.read_traffic(Path(given.traffic), source_of(given, home))
+    new = adaptation.count_tokens(answer for answer in answers if answer.time > tried)
+    check_tokens(int(new * (1 - given.heldout_share)), given.min_tokens)
 
 
-def wanted(given: Adapt, home: Home) -> Source:
+def check_tokens(tokens: int, needed: int) -> None:
+    if tokens < needed:
+        raise adaptation.TooFew(f"{tokens:,} of {needed:,} new tokens to train on (min_tokens): record more.")
+
+
+def source_of(given: Adapt, home: Home) -> adaptation.TrafficSource:
     """Whose answers the head is adapted to."""
     document = checkpoint.read_json(home.current / "drafter.json")
     name = given.target.name or str(document.get("target"))
-    return Source(fingerprint_of(name, given.target.trust_remote_code), name, document.get("target_fingerprint"))
+    tokenizer = load_tokenizer(name, given.target.trust_remote_code)
+    return adaptation.TrafficSource(datastore.fingerprint(tokenizer), name, document.get("target_fingerprint"))
 
 
 @functools.cache
-def fingerprint_of(name: str, trust: bool) -> str:
-    return datastore.fingerprint(loading.load_tokenizer(name, trust_remote_code=trust))
+def load_tokenizer(name: str, trust: bool) -> PreTrainedTokenizerBase:
+    return loading.load_tokenizer(name, trust_remote_code=trust)
 
 
 def adapt(given: Adapt, home: Home, console: progress.Results) -> None:
-    """One adaptation, or the rest of the one that was interrupted."""
+    """One adaptation, or the rest of the one that was interrupted. Raises TooFew if there is too little to train on."""
     settings = {key: value for key, value in asdict(given).items() if key not in FREE}
     plan = home.read_plan()
     if plan is None:
         plan = prepare(given, home, settings, console)
-        if plan is None:
-            return
     else:
+        then = {key: value for key, value in plan.about["settings"].items() if key in settings}  # some options went
         advice = f"Give those again, or delete {home.training} to begin anew."
-        check_settings(home.training, plan.about["settings"], settings, advice=advice)
+        check_settings(home.training, then, settings, advice=advice)
         console.say(f"the adaptation {plan.number} goes on")
     trained = train(given, home, plan)
     judge_new(given, home, plan, trained, console)
 
 
-def load(given: Adapt, folder: Path) -> Loaded:
+def load(given: Adapt, folder: Path) -> loading.Loaded:
     """The head with its target. Raises ValueError for a head that replay does not apply to."""
+    advice = "train it by train.py start=."
     if loading.adapts(folder):
-        raise ValueError(
-            f"{folder} changes its target, so answers recorded with it are others' then: train it by train.py start=."
-        )
+        raise ValueError(f"{folder} changes its target, so answers recorded with it are others' then: {advice}")
     loaded = loading.load(str(folder), given.target)
     if not isinstance(loaded.drafter, Drafter):
-        raise ValueError(
-            f"{folder} does not draft by steps, so it cannot be judged by replay: train it by train.py start=."
-        )
+        raise ValueError(f"{folder} does not draft by steps, so it cannot be judged by replay: {advice}")
     return loaded
 
 
-def prepare(given: Adapt, home: Home, settings: dict, console: progress.Results) -> Plan | None:
-    """Reads and splits the rows, updates the datastore, judges the head in use. -> what to train; None: it is not worth it"""
+def prepare(given: Adapt, home: Home, settings: dict, console: progress.Results) -> AdaptationPlan:
+    """Reads and splits the rows, updates the datastore, judges the head in use. -> what to train"""
     begun = time.perf_counter()
-    history = home.history()
-    until = max((each["until"] for each in history if each["decision"] == "accepted"), default=float("-inf"))
-    adapting.family(home.first, given.head)  # which refuses a wrong one now
-    source = wanted(given, home)
-    answers, left_out = read_traffic(Path(given.traffic), source)
+    until = max((each["until"] for each in home.history() if each["decision"] == "accepted"), default=float("-inf"))
+    find_head(home.first, given.head)  # which refuses a wrong one now
+    source = source_of(given, home)
+    answers, left_out = adaptation.read_traffic(Path(given.traffic), source)
     new = [answer for answer in answers if answer.time > until]
     if not new:
-        raise TooFew(f"traffic={given.traffic} has no rows that are newer than those of the head in use: record more.")
-    earlier = home.known("heldout")
-    training, heldout = split(new, given.heldout_share)
-    loaded = load(given, home.current)
-    judged_old = read_old_heldout(given, loaded)
-    training = newest_tokens(without_prompts(training, [*earlier, *judged_old]), given.max_tokens)
-    older = open_older(given, home, loaded)
-    slices = {
-        "new": chosen(heldout, given.limits),
-        "old": old_slice(given, older, [*heldout, *training], earlier, judged_old),
-    }
-    taken = [*heldout, *training, *slices["old"], *earlier, *judged_old]
-    num = min(given.judged, len(older.rows) // 4) if shares_of(given.shares) != [1.0] else 0
-    slices["mix"] = chosen(older.hold_out(num, without=taken), given.limits)
-    if not slices["new"]:
-        raise TooFew(
-            f"None of the {len(heldout)} held-out answers has a prompt that fits into length={given.length}: raise it."
+        raise adaptation.TooFew(
+            f"traffic={given.traffic} has no rows that are newer than those of the head in use: record more."
         )
+    training, heldout = adaptation.split_newest(new, given.heldout_share)
+    tokenizer = load_tokenizer(source.target, given.target.trust_remote_code)
+    earlier, judged_old = home.known("heldout"), read_old_heldout(given, tokenizer)
+    training = adaptation.keep_newest(adaptation.without_prompts(training, [*earlier, *judged_old]), given.max_tokens)
+    check_tokens(adaptation.count_tokens(training), given.min_tokens)
+    slices = {"new": given.limits.choose(heldout)}
+    fit = [answer for answer in heldout if len(answer.prompt) + 2 <= given.length]
+    if (num := len({answer.conversation for answer in fit})) < adaptation.ENOUGH:
+        raise adaptation.TooFew(
+            f"{num} held-out conversations fit into length={given.length}: a head is judged by {adaptation.ENOUGH} or more. Record more."
+        )
+    loaded = load(given, home.current)
+    sources = find_old(given.old, home.first, loaded.target.name)
+    try:
+        older = adaptation.OldRows(
+            sources, tokenizer, split=given.old_split, seed=given.seed, further=home.known("trained")
+        )
+    except ValueError as error:
+        raise ValueError(f"old={','.join(sources)}: {error} Give old=FILE, or old= for no old rows.") from None
+    old = given.limits.choose(judged_old)
+    if given.old_heldout is None:
+        old = given.limits.choose(older.hold_out(given.judged, without=[*heldout, *training, *earlier]))
+    elif not old:
+        raise ValueError(
+            f"old_heldout={given.old_heldout} has no answer of two tokens or more within length={given.length}."
+        )
+    slices["old"] = old + given.limits.choose(adaptation.without_prompts(earlier, [*heldout, *training]))
+    taken = [*heldout, *training, *slices["old"], *earlier, *judged_old]
+    num = min(given.judged, len(older.rows) // 4) if given.all_shares != [1.0] else 0
+    slices["mix"] = given.limits.choose(older.hold_out(num, without=taken))
     share = given.old_share / (1 - given.old_share)
-    rest = older.sample(int(share * num_tokens(training)), without=[*taken, *slices["mix"]])
+    rest = older.sample(int(share * adaptation.count_tokens(training)), without=[*taken, *slices["mix"]])
     number = home.next_number()
     if given.store:
         texts = [*rest, *(answer for answer in answers if answer.time <= until), *new]
-        sorting = functools.partial(progress.track, what="sorting the datastore", unit="rounds")
-        stored = store(home, number, texts, loaded.tokenizer, progress=sorting)
-        console.say(f"{home.path / 'datastore'}: {stored:,} tokens to draft from")
-    before = {kind: judge_slice(given, loaded, slices[kind], f"the head in use, {kind} answers") for kind in KINDS}
-    read = [*training, *rest]
-    tables = {kind: table(slices[kind], before[kind], trained=read) if slices[kind] else {} for kind in JUDGED}
-    expected = expected_tau(slices["new"], slices["old"], before["old"]) if slices["old"] else None
-    good, why = worth(tables["new"], expected, tokens=num_tokens(training), min_tokens=given.min_tokens)
-    show(console, tables)
-    console.say(f"worth training: {'yes' if good else 'no'}. {why}")
+        console.say(f"{home.path / 'datastore'}: {home.store(number, texts, tokenizer):,} tokens to draft from")
+    before = {
+        kind: given.limits.judge(loaded.drafter, slices[kind], what=f"judging the head in use, {kind} answers")
+        for kind in KINDS
+    }
+    about = {"until": max(answer.time for answer in new), "notes": notes_on(left_out, slices), "settings": settings}
+    about["minutes"] = {"judging before": (time.perf_counter() - begun) / 60}
     start = str(home.current.relative_to(home.path))
-    notes = notes_on(left_out, slices, new)
-    about = {"until": max(answer.time for answer in new), "worth": f"{'Yes' if good else 'No'}. {why}", "notes": notes}
-    about |= {"minutes": {"judging before": (time.perf_counter() - begun) / 60}, "settings": settings}
-    if not good and not given.force:
-        document = {
-            "number": number,
-            "decision": "not trained",
-            "reasons": [why, "force=true trains anyway."],
-            "start": start,
-        }
-        document |= {"in_use": start, "slices": tables, **about}
-        console.say(f"not trained; force=true trains anyway. Page: {home.record(number, document)}")
-        return None
-    plan = Plan(number, start, read, len(training), slices, before, about)
+    plan = AdaptationPlan(number, start, [*training, *rest], len(training), slices, before, about)
     home.save_plan(plan, source.tokenizer)
     return plan
 
 
-def judge_slice(given: Adapt, loaded: Loaded, answers: list[Answer], what: str) -> list[PromptCounts]:
-    return judge(loaded.drafter, answers, given.limits, what=f"judging {what}")
-
-
-def open_older(given: Adapt, home: Home, loaded: Loaded) -> Older:
-    sources = adapting.old_sources(given.old, home.first, loaded.target.name)
-    try:
-        return Older(sources, loaded.tokenizer, split=given.old_split, seed=given.seed, further=home.known("trained"))
-    except ValueError as error:
-        raise ValueError(f"old={','.join(sources)}: {error} Give old=FILE, or old= for no old rows.") from None
-
-
-def read_old_heldout(given: Adapt, loaded: Loaded) -> list[Answer]:
+def read_old_heldout(given: Adapt, tokenizer: PreTrainedTokenizerBase) -> adaptation.Answers:
     """The answers of old_heldout=, none of which is trained on, whether it is judged or not."""
     if given.old_heldout is None:
         return []
     with reading.at(f"old_heldout={given.old_heldout}"):
         found = reading.load_conversations(given.old_heldout, split=given.old_split)
-        rows = [encode(loaded.tokenizer, row) for row in found]
+        rows = [adaptation.encode_answer(tokenizer, row) for row in found]
     return [answer for answer in rows if answer is not None]
 
 
-def old_slice(
-    given: Adapt, older: Older, new: list[Answer], earlier: list[Answer], judged_old: list[Answer]
-) -> list[Answer]:
-    """Old answers that are judged and not trained on, and those that earlier adaptations held out. judged_old: of old_heldout="""
-    kept = chosen(without_prompts(earlier, new), given.limits)
-    if given.old_heldout is None:
-        return chosen(older.hold_out(given.judged, without=[*new, *earlier]), given.limits) + kept
-    found = chosen(judged_old, given.limits)
-    if not found:
-        raise ValueError(
-            f"old_heldout={given.old_heldout} has no answer of two tokens or more within length={given.length}."
-        )
-    return found + kept
-
-
-def notes_on(left_out: dict[str, int], slices: dict[str, list[Answer]], new: list[Answer]) -> list[str]:
+def notes_on(left_out: dict[str, int], slices: dict[str, adaptation.Answers]) -> list[str]:
     notes = [f"{num} rows of the traffic were left out: {reason}." for reason, num in left_out.items()]
     inexact = sum(not answer.exact for answer in slices["new"])
     if inexact:
@@ -271,27 +279,134 @@ def notes_on(left_out: dict[str, int], slices: dict[str, list[Answer]], new: lis
     return notes
 
 
-def train(given: Adapt, home: Home, plan: Plan) -> Path:
-    """Trains as the plan says. -> the trained head's folder. Raises KeyboardInterrupt if it was interrupted."""
-    head = adapting.family(home.first, given.head)
-    name = given.target.name or loading.target_of(home.path / plan.start)
-    target = {key: value for key, value in asdict(given.target).items() if key != "name"}
-    length, steps = sizes_of(given, plan)
-    gc.collect()  # the target that judged
-    status = adapting.train(
-        adapting.arguments(
-            home.training,
-            start=home.path / plan.start,
-            head=head,
-            first=home.first,
-            lr=given.lr or adapting.rate(home.first, head),
-            steps=steps,
-            length=length,
-            target={"name": Path(name) if Path(name).exists() else name, **target},
-            vocab={} if given.vllm else adapting.vocab(home.first),  # a running vLLM takes no other shapes
-            more=given.training,
+def judge_new(given: Adapt, home: Home, plan: AdaptationPlan, trained: Path, console: progress.Results) -> None:
+    """Judges the trained head, and takes it into use or not."""
+    begun = time.perf_counter()
+    loaded = load(given, trained)
+    drafter = loaded.drafter
+    start = checkpoint.start(home.path / plan.start, loaded.target, {}, lambda _: drafter.draft_to_target)[0]
+    weights, whole = start.state_dict(), checkpoint.read_tensors(trained / "drafter.safetensors")
+
+    def judge(share: float, kind: str) -> adaptation.PartTable:
+        drafter.load_state_dict(adaptation.mix_weights(weights, whole, share))
+        what = f"judging {share:g} of the new weights, {kind} answers"
+        return adaptation.compare_parts(
+            plan.heldout[kind],
+            plan.before[kind],
+            given.limits.judge(drafter, plan.heldout[kind], what=what),
         )
+
+    share, tables, (good, reasons), mixing = adaptation.try_shares(
+        given.all_shares, judge, tolerance=given.tolerance, choosing=bool(plan.heldout["mix"])
     )
+    new, old = plan.training[: plan.num_new], plan.training[plan.num_new :]
+    ran = checkpoint.read_json(trained / "report.json")["training"]
+    training = {"new_answers": len(new), "new_tokens": adaptation.count_tokens(new), "old_answers": len(old)}
+    training |= {"old_tokens": adaptation.count_tokens(old), "mixing": mixing, "steps": size_training(given, plan)[1]}
+    training |= {"tokens_read": ran["tokens"], "lr": choose_rate(given, home)}
+    minutes = {"training": ran["seconds"] / 60, "judging after": (time.perf_counter() - begun) / 60}
+    document = {
+        "number": plan.number,
+        "decision": "accepted" if good else "refused",
+        "reasons": reasons,
+        "start": plan.start,
+        "in_use": f"heads/{plan.number}" if good else plan.start,
+        "slices": tables,
+        "training": training,
+        **plan.about,
+        "minutes": {**plan.about["minutes"], **minutes},
+    }
+    show(console, tables)
+    page = home.record(plan.number, document)
+    if good:
+        tensors = adaptation.mix_weights(weights, whole, share)
+        home.accept(plan, trained, tensors, document, datastore.fingerprint(loaded.tokenizer))
+    home.finish()
+    console.say(f"{document['decision']}: {' '.join(reasons)}")
+    console.say(f"{home.path} stands for {document['in_use']}. Page: {page}")
+
+
+def show(console: progress.Results, tables: dict[str, adaptation.PartTable]) -> None:
+    """tau of all parts, as lines."""
+    for kind, parts in tables.items():
+        for name, part in parts.items():
+            (low, high), (least, most) = part["before_ci"], part["change_ci"]
+            console.say(
+                f"{kind} answers, {name}: tau {part['before']:.3f} ({low:.2f} .. {high:.2f}) -> {part['after']:.3f}, change "
+                f"{part['change']:+.3f} ({least:+.3f} .. {most:+.3f}), {part['conversations']} conversations"
+            )
+
+
+# Training: train.py in a process of its own, with the settings of the head
+
+
+def settings_of(head: Path) -> dict[str, Any]:
+    """config.yaml beside the head, of the run that it comes from; {} without one"""
+    path = head / "config.yaml"
+    return read_yaml(path) if path.exists() else {}
+
+
+def find_head(head: Path, given: str | None) -> str:
+    """The file of conf/head for a checkpoint. Of several with its class that one whose sizes are most like its own."""
+    names = sorted(path.stem for path in (loading.CONF / "head").glob("*.yaml"))
+    if given is not None:
+        if given not in names:
+            raise ValueError(f"There is no head {given!r}; there are: {', '.join(names)}.")
+        return given
+    document = checkpoint.read_json(head / "drafter.json")
+    module = str(document["_target_"]).split(".")[-2]
+    unlike = {}
+    for name in names:
+        drafter = OmegaConf.to_container(OmegaConf.load(loading.CONF / "head" / f"{name}.yaml").drafter, resolve=False)
+        if drafter["_target_"] == document["_target_"]:
+            unlike[name] = sum(document.get(key) != value for key, value in drafter.items()), name != module
+    if not unlike:
+        raise ValueError(f"{head} holds {document['_target_']}, for which conf/head has no file: give head=NAME.")
+    return min(unlike, key=lambda name: unlike[name])
+
+
+def find_old(given: str | None, head: Path, target: str) -> list[str]:
+    """Files of the rows that the head was trained on. given: None: those of its config.yaml, or the shipped ones"""
+    if given is not None:
+        return split(given)
+    recorded = settings_of(head).get("data", {}).get("train")
+    if recorded is not None:
+        return [source.name for source in read_sources(recorded)]
+    if Path(target).name == Path(str(OmegaConf.load(loading.CONF / "target" / "smollm2-135m.yaml").name)).name:
+        return [SHIPPED]
+    raise ValueError(
+        f"It is not recorded what {head} was trained on: give old=FILE with such rows, or old= for none (then nothing "
+        "keeps the head from forgetting, and nothing shows it)."
+    )
+
+
+def choose_rate(given: Adapt, home: Home) -> float:
+    """lr=, or a third of the rate that the head was trained with, or that its file of conf/head has."""
+    usual = OmegaConf.load(loading.CONF / "head" / f"{find_head(home.first, given.head)}.yaml").lr
+    return given.lr or LOWER * float(settings_of(home.first).get("optimizer", {}).get("lr") or usual)
+
+
+def size_training(given: Adapt, plan: AdaptationPlan) -> tuple[int, int]:
+    """-> tokens of a pack, and steps that read all rows `epochs` times.
+
+    A pack holds the longest row, in a multiple of ROUND: at least the usual tokens, and at most `length` if that is more.
+    """
+    lengths = [len(answer.prompt) + len(answer.answer) for answer in plan.training]
+    usual = OmegaConf.load(loading.CONF / "data" / "shipped.yaml").length
+    length = max(usual, min(given.length, ROUND * math.ceil(max(lengths) / ROUND)))
+    if "train.steps" in given.training:
+        return length, int(given.training["train.steps"])
+    size = int(given.training.get("data.length", length))
+    packs = sum(min(each, size) for each in lengths) / size
+    together = int(given.training.get("train.batch", 1)) * int(given.training.get("train.accumulation", 1))
+    return length, max(1, math.ceil(given.epochs * packs / together))
+
+
+def train(given: Adapt, home: Home, plan: AdaptationPlan) -> Path:
+    """Trains as the plan says. -> the trained head's folder. Raises KeyboardInterrupt if it was interrupted."""
+    gc.collect()  # the target that judged
+    length, steps = size_training(given, plan)
+    status = run_train(make_arguments(given, home, plan, length, steps))
     folder = home.training / "run"
     if not (folder / "finished").exists():
         if status in (0, 130):
@@ -302,89 +417,65 @@ def train(given: Adapt, home: Home, plan: Plan) -> Path:
     return folder / f"step_{steps:06d}"
 
 
-def sizes_of(given: Adapt, plan: Plan) -> tuple[int, int]:
-    """-> tokens of a pack, steps"""
-    lengths = [len(answer.prompt) + len(answer.answer) for answer in plan.training]
-    length = adapting.pack_length(lengths, given.length)
-    return length, adapting.num_steps(lengths, given.epochs, given.training, length=length)
-
-
-def judge_new(given: Adapt, home: Home, plan: Plan, trained: Path, console: progress.Results) -> None:
-    """Judges the trained head, and takes it into use or not."""
-    begun = time.perf_counter()
-    loaded = load(given, trained)
-    vocab = loaded.drafter.draft_to_target
-    start = checkpoint.start(home.path / plan.start, loaded.target, {}, lambda _: vocab)[0].state_dict()
-    whole = checkpoint.read_tensors(trained / "drafter.safetensors")
-
-    def use(share: float) -> dict[str, Tensor]:
-        tensors = mix(start, whole, share)
-        loaded.drafter.load_state_dict(tensors)
-        return tensors
-
-    def look(share: float, kind: str) -> Table:
-        return compare(given, plan, loaded, kind, f"{share:g} of the new weights")
-
-    def look_to_choose(share: float) -> Table:
-        use(share)
-        return look(share, "mix")
-
-    shares = sorted(shares_of(given.shares), reverse=True)
-    first, mixing = choose(shares, look_to_choose, tolerance=given.tolerance) if plan.heldout["mix"] else (1.0, [])
-    for share in [share for share in shares if share <= first]:
-        tensors = use(share)
-        tables = {kind: look(share, kind) for kind in JUDGED}
-        good, reasons = gate(tables["new"], tables["old"], tolerance=given.tolerance)
-        mixing.append(tried(share, "the gate's", tables["old"], given.tolerance))
-        if good or reasons != mixing[-1]["forgotten"]:  # less of the new weights helps against forgetting alone
-            break
-    new, old = plan.training[: plan.num_new], plan.training[plan.num_new :]
-    report = checkpoint.read_json(trained / "report.json")
-    training = {
-        "new_answers": len(new),
-        "new_tokens": num_tokens(new),
-        "old_answers": len(old),
-        "old_tokens": num_tokens(old),
+def make_arguments(given: Adapt, home: Home, plan: AdaptationPlan, length: int, steps: int) -> list[str]:
+    """Arguments of train.py. The user's `training.` options have the last word."""
+    folder = home.training.resolve()  # out= may be relative in one launch and absolute in the next
+    name = given.target.name or loading.target_of(home.path / plan.start)
+    target = {**asdict(given.target), "name": Path(name) if Path(name).exists() else name}
+    vocab = checkpoint.read_tensors(home.first / "drafter.safetensors").get("draft_to_target")
+    objective = settings_of(home.first).get("head", {}).get("objective", {})
+    values: dict[str, Any] = {
+        **{f"head.objective.{key}": value for key, value in flat(objective).items() if key != "_target_"},
+        "run": folder / "run",
+        "start": (home.path / plan.start).resolve(),
+        # The draft vocabulary grows with the traffic: in all adaptations together by an eighth of the first head's
+        **({} if vocab is None else {"start_vocab": "more", "head.vocab_size": len(vocab)}),
+        "resume": "auto",
+        "features.folder": folder / "features",
+        "data.cache": folder / "data-cache",
+        "data.length": length,
+        "optimizer.lr": choose_rate(given, home),
+        "optimizer.warmup": min(20, steps // 10),
+        "train.steps": steps,
+        "train.validate_every": steps,  # the last step is taken, not the best one: adapt.py judges it
+        "train.save_every": max(1, min(100, steps // 5)),
+        "train.log_every": max(1, min(20, steps // 10)),
+        "validation.num_prompts": 2,
+        "validation.max_new_tokens": 8,
+        "validation.decode": "end",
+        "validation.auto": "never",
+        "validation.answers": folder / "answers",
+        **{f"target.{key}": value for key, value in target.items()},
+        **given.training,
     }
-    training |= {"mixing": mixing, "steps": sizes_of(given, plan)[1], "tokens_read": report["training"]["tokens"]}
-    training |= {"lr": given.lr or adapting.rate(home.first, adapting.family(home.first, given.head))}
-    minutes = {**plan.about["minutes"], "training": report["training"]["seconds"] / 60}
-    minutes |= {"judging after": (time.perf_counter() - begun) / 60}
-    number = plan.number
-    document = {
-        "number": number,
-        "decision": "accepted" if good else "refused",
-        "reasons": reasons,
-        "start": plan.start,
-    }
-    document |= {"in_use": f"heads/{number}" if good else plan.start, "slices": tables, "training": training}
-    document |= {**plan.about, "minutes": minutes}
-    show(console, tables)
-    page = home.record(number, document)
-    if good:
-        home.accept(plan, trained, tensors, document, datastore.fingerprint(loaded.tokenizer))
-    home.finish()
-    console.say(f"{document['decision']}: {' '.join(reasons)}")
-    console.say(f"{home.path} stands for {document['in_use']}. Page: {page}")
+    rows = f"data.train=[{quote(folder / 'train.jsonl')}]"
+    head = find_head(home.first, given.head)
+    return [f"head={head}", rows, *(f"{key}={quote(value)}" for key, value in values.items())]
 
 
-def compare(given: Adapt, plan: Plan, loaded: Loaded, kind: str, head: str) -> Table:
-    """tau of held-out answers before, and now with the loaded head."""
-    answers = plan.heldout[kind]
-    after = judge_slice(given, loaded, answers, f"{head}, {kind} answers")
-    return table(answers, plan.before[kind], after, trained=plan.training) if answers else {}
+def quote(value: Any) -> str:
+    """A value as Hydra reads it back."""
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    return overrides.quoted(str(value)) if isinstance(value, Path) else str(value)
 
 
-def show(console: progress.Results, tables: dict[str, Table]) -> None:
-    """tau of all parts, as lines."""
-    for kind, parts in tables.items():
-        for name, part in distinct(parts).items():
-            low, high = part["before_ci"]
-            line = f"{kind} answers, {name}: tau {part['before']:.3f} ({low:.2f} .. {high:.2f})"
-            if "after" in part:
-                low, high = part["change_ci"]
-                line += f" -> {part['after']:.3f}, change {part['change']:+.3f} ({low:+.3f} .. {high:+.3f})"
-            console.say(f"{line}, {part['conversations']} conversations, {part['trained']} in the training rows")
+def run_train(arguments: list[str]) -> int:
+    """Runs train.py, and shows its steps: what else it says is of a run that ends with this command. -> its exit status
+
+    Ctrl-C and SIGTERM are passed on to it, so that it saves its state after its step.
+    """
+    command = [sys.executable, str(TRAIN), *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as child:
+        assert child.stdout is not None
+        while True:
+            try:
+                for line in child.stdout:
+                    if SHOWN.match(line):
+                        progress.note(line.rstrip())
+                return child.wait()
+            except KeyboardInterrupt:
+                child.send_signal(signal.SIGINT)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""python scripts/answer.py prompts=data/prompts_train.jsonl out=answers.jsonl target.name=targets/smollm2-135m
+"""Lets the target answer prompts, to make training data: a drafter is trained on what its own target writes.
 
-Lets the target answer prompts, to make training data: a drafter is trained on what its own target writes. Each prompt
-gets one answer per temperature. Writes conversations to OUT and the settings to OUT.meta.json. After an interruption the
-same command continues.
+    specdec answer prompts=data/prompts_train.jsonl out=answers.jsonl target.name=targets/smollm2-135m
+
+Each prompt gets one answer per temperature. Writes conversations to OUT and the settings to OUT.meta.json. After an
+interruption the same command continues.
 
 engine=URL lets a server with OpenAI's interface answer; vLLM also gives the token ids, which are kept in the rows. With
 features.folder=DIR the hidden states that scripts/launch_engine.py gives are kept too, so that train.py reads no answer again.
@@ -248,8 +249,8 @@ def write_missing(
     )
 
 
-def main() -> None:
-    chosen = options(Answer, __doc__)
+def main(arguments: list[str] | None = None) -> None:
+    chosen = options(Answer, __doc__, arguments)
     console = progress.Results()
     try:
         write(chosen, console)

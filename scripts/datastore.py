@@ -1,7 +1,9 @@
-"""python scripts/datastore.py data=data/train.jsonl out=datastore target.name=targets/smollm2-135m
+"""Makes the datastore of texts that proposer=retrieval drafts from.
 
-Makes the datastore of texts that proposer=retrieval drafts from. Best are texts that resemble what the target writes:
-its own answers (scripts/answer.py). Of conversations it keeps the assistant's turns, of other rows their text.
+    specdec datastore data=data/train.jsonl out=datastore target.name=targets/smollm2-135m
+
+Texts that resemble what the target writes are best: its own answers (specdec answer). Of conversations, the assistant's turns
+are kept; of other rows, their text.
 """
 
 from helpers import loading
@@ -31,8 +33,8 @@ class Datastore:
     target: loading.TokenizerOptions = field(default_factory=loading.TokenizerOptions)
 
 
-def main() -> None:
-    chosen = options(Datastore, __doc__)
+def main(arguments: list[str] | None = None) -> None:
+    chosen = options(Datastore, __doc__, arguments)
     out = Path(chosen.out)
     if out.exists():
         raise ValueError(f"{out} exists; choose another out=FOLDER or delete it.")
@@ -40,8 +42,10 @@ def main() -> None:
 
     start = time.perf_counter()
     tokenizer = load_tokenizer(chosen.target.name, trust_remote_code=chosen.target.trust_remote_code)
-    rows = {"split": chosen.split, "keep": chosen.keep, "limit": chosen.limit, "thinking": chosen.thinking}
-    texts = list(progress.track(datastore.read_texts(chosen.data, tokenizer, **rows), "tokenising", unit="texts"))
+    read = datastore.read_texts(
+        chosen.data, tokenizer, split=chosen.split, keep=chosen.keep, limit=chosen.limit, thinking=chosen.thinking
+    )
+    texts = list(progress.track(read, "tokenising", unit="texts"))
     if not texts:
         raise ValueError(f"data={chosen.data} holds no text, so there is nothing to retrieve: give some with text.")
     tokenised = time.perf_counter()

@@ -1,7 +1,8 @@
-"""python scripts/export.py checkpoint=checkpoints/shipped/eagle3 format=vllm out=exported
+"""Exports a drafter for an engine: weights in safetensors, config.json, and a model card with the launch line.
 
-Exports a drafter for an engine: weights in safetensors, config.json, and a model card with the engine's launch line. The
-files are checked against the format's manifest and read back. Formats: vllm, sglang, speculators, eagle, medusa,
+    specdec export checkpoint=checkpoints/shipped/eagle3 format=vllm out=exported
+
+The files are checked against the format's manifest and read back. Formats: vllm, sglang, speculators, eagle, medusa,
 transformers, gguf (for llama.cpp's converter), safetensors (this project's own tensor names).
 """
 
@@ -15,7 +16,7 @@ from pathlib import Path
 from specdec.export.cards import Provenance
 from specdec.export.engines import FORMATS, make_form
 from specdec.export.folder import write_export
-from specdec.heads.base import Drafter
+from specdec.heads.base import Drafter, Head
 from specdec.heads.medusa import Medusa2
 from specdec.target.adapter import save_merged
 from specdec.target.model import DTYPES, Target
@@ -53,15 +54,15 @@ def merge_target(chosen: Export, loaded: loading.Loaded) -> Drafter | None:
     return loaded.drafter.heads_for(merged)
 
 
-def main() -> None:
-    chosen = options(Export, __doc__)
+def main(arguments: list[str] | None = None) -> None:
+    chosen = options(Export, __doc__, arguments)
     if chosen.format not in FORMATS:
         raise ValueError(f"There is no format {chosen.format!r}; there are: {', '.join(FORMATS)}.")
     out = Path(chosen.out)
     if out.exists():
         raise ValueError(f"{out} exists; choose another out=DIR or delete it.")
     loaded = loading.load(chosen.checkpoint, chosen.target)
-    drafter = loaded.drafter
+    drafter: Head | None = loaded.drafter
     if chosen.merged_target is not None:
         drafter = merge_target(chosen, loaded)
         if drafter is None:

@@ -1,15 +1,16 @@
 """Streams one answer, with drafted tokens in green, then answers again without drafts and compares the speed.
 
-    python scripts/generate.py checkpoint=checkpoints/shipped/mtp prompt="Why is the sky blue?"
-    python scripts/generate.py proposer=ngram prompt="Say it twice: the sky is blue."
+    specdec generate checkpoint=checkpoints/shipped/mtp prompt="Why is the sky blue?"
+    specdec generate proposer=ngram prompt="Say it twice: the sky is blue."
 
-Green tokens were drafted and accepted; the others come from the target's own passes.
+Green tokens were drafted and accepted. The others come from the target's own passes.
 """
 
 from helpers import decoding, loading, proposers
 from helpers.options import option, options, run
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import rich.console
 
@@ -17,7 +18,7 @@ from specdec.core.generation import Generation, StopStrings
 from specdec.core.grammar import FORMS, Constraint
 from specdec.core.sampling import Sampling
 from specdec.decoding.decoder import Decoder
-from specdec.measuring.measurement import first_difference, seeded_generator, top2_gap
+from specdec.measuring.measure import first_difference, seeded_generator, top2_gap
 from specdec.server.text import StreamedText
 from train import progress
 from train.data import chat_template
@@ -37,11 +38,11 @@ class Generate(proposers.ProposerOptions):
     seed: int = option(0, "seed of sampling")
     compare: bool = option(True, "answer again without drafts, and compare")
     target: loading.SharedTargetOptions = field(default_factory=loading.SharedTargetOptions)
-    decode: decoding.RuledDecodeOptions = field(default_factory=decoding.RuledDecodeOptions)
+    decode: decoding.DecodeOptions = field(default_factory=decoding.DecodeOptions)
 
 
-def main() -> None:
-    chosen = options(Generate, __doc__)
+def main(arguments: list[str] | None = None) -> None:
+    chosen = options(Generate, __doc__, arguments)
     console = progress.Results()
     sampling, drafting = chosen.decode.sampling(), chosen.decode.drafting()
     loaded = proposers.load(chosen, chosen.target, drafting)
@@ -52,10 +53,11 @@ def main() -> None:
     row = {"id": "prompt=", "prompt": chosen.prompt, "messages": messages}
     prompt = data.encode_row(loaded.tokenizer, row, thinking=thinking)
     strings = tuple(chosen.stop_strings.split(",")) if chosen.stop_strings else ()
-    shared = {
+    write = lambda tokens: str(loaded.tokenizer.decode(tokens))
+    shared: dict[str, Any] = {
         "sampling": sampling,
         "stop": loaded.stop,
-        "stop_strings": StopStrings(strings, loaded.tokenizer.decode) if strings else None,
+        "stop_strings": StopStrings(strings, write) if strings else None,
         "runner": drafting.runner(),
     }
     decoder = drafting.decoder(loaded.target, loaded.proposer, **shared)
@@ -81,7 +83,8 @@ def main() -> None:
         again = plain.generate([prompt], chosen.max_new_tokens, generator=generator, constraints=constraints)
         gap = None
         if sampling.greedy:
-            constraint = (constraint_of(ruled) or [None])[0]
+            again_from = constraint_of(ruled)
+            constraint = again_from[0] if again_from else None
             gap = top2_gap(loaded.target, prompt, drafted.tokens[0], again.tokens[0], sampling, constraint)
         compare(drafted, again, sampling, gap, console)
 
@@ -96,7 +99,8 @@ def stream(
 ) -> Generation:
     """Decodes the prompt and prints tokens as they come, drafted ones in green. Says if the grammar was left incomplete."""
     before = () if loaded.tokenizer.chat_template else prompt
-    result, text = Generation([[]], [[]]), StreamedText(loaded.tokenizer.decode, before=before)
+    write = lambda tokens, **settings: str(loaded.tokenizer.decode(tokens, **settings))
+    result, text = Generation([[]], [[]]), StreamedText(write, before=before)
     generator, constraints = seeded_generator(loaded.target, chosen.seed), constraint_of(ruled)
     rounds = decoder.stream(
         [prompt], chosen.max_new_tokens, generator=generator, result=result, constraints=constraints

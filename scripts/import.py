@@ -1,7 +1,9 @@
-"""python scripts/import.py source=FOLDER target.name=FOLDER out=checkpoints/NAME
+"""Imports a published head as a checkpoint, to evaluate, compare and train it further.
 
-Imports a published head as a checkpoint, to evaluate, compare and train it further. Reads EAGLE-1 and EAGLE-3 (SafeAILab,
-SGLang, vLLM), P-EAGLE, Medusa (reference and vLLM), DFlash, DSpark, MTP in MiMo's layout, and the Speculators container.
+    specdec import source=FOLDER target.name=FOLDER out=checkpoints/NAME
+
+Reads EAGLE-1 and EAGLE-3 (SafeAILab, SGLang, vLLM), P-EAGLE, Medusa (reference and vLLM), DFlash, DSpark, MTP in MiMo's
+layout, and the Speculators container.
 """
 
 from helpers import loading
@@ -22,8 +24,8 @@ class Import:
     target: loading.TargetOptions = field(default_factory=loading.TargetOptions)
 
 
-def main() -> None:
-    chosen = options(Import, __doc__)
+def main(arguments: list[str] | None = None) -> None:
+    chosen = options(Import, __doc__, arguments)
     loading.use_threads()
     out = Path(chosen.out)
     if out.exists():
@@ -45,7 +47,7 @@ def main() -> None:
     checkpoint.save(out, drafter, spec)
     print(f"written: {out}, {type(drafter).__name__}, {drafter.num_parameters() / 1e6:.2f} M parameters, reads hidden states "
           f"{list(drafter.target_layers)}, drafts from {drafter.vocab_size:,} of {target.vocab_size:,} tokens")  # fmt: skip
-    print(f"Next: python scripts/evaluate.py checkpoint={out}, or train it further: train.py head=... start={out}")
+    print(f"Next: specdec evaluate checkpoint={out}, or train it further: train.py head=... start={out}")
 
 
 if __name__ == "__main__":

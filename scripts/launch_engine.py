@@ -1,8 +1,10 @@
-"""python scripts/launch_engine.py target.name=Qwen/Qwen3-8B heads=eagle3
+"""Starts a vLLM server that gives answers and hidden states, for training and for specdec answer.
 
-Starts a vLLM server that gives answers and hidden states, for features.engine=URL of train.py and engine=URL of answer.py.
-It runs until it is stopped. With print=true the command to run on another machine is printed instead. Hidden states are
-files in a folder; a machine that does not see it fetches them from the server.
+    specdec launch_engine target.name=Qwen/Qwen3-8B heads=eagle3
+
+The server is for features.engine=URL of train.py and engine=URL of answer.py. It runs until it is stopped. With print=true the
+command to run on another machine is printed instead. Hidden states are files in a folder; a machine that does not see the
+folder fetches them from the server.
 """
 
 from helpers import loading
@@ -23,15 +25,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
-from omegaconf import OmegaConf
 
-from engine_clients.vllm_client import KV_SPACE, PYTHON
 from specdec.target.model import Target
 from train.features import vllm_features
-from train.naming import named
+from train.ranges import named
 
 ROUTE = "hidden_states_route.HiddenStatesRoute"  # of train/in_vllm
 FOLDER = "SPECDEC_HIDDEN_STATES"  # the variable that tells it the folder
+PYTHON = "engines/bin/python"  # which `make engines` installs
+KV_SPACE = "VLLM_CPU_KVCACHE_SPACE"  # GiB
 READY_WITHIN = 1800  # seconds; large targets load slowly
 
 
@@ -134,9 +136,9 @@ def stop(server: subprocess.Popen) -> None:
             continue
 
 
-def main() -> None:
-    chosen = options(Engine, __doc__)
-    name = chosen.target.name or str(OmegaConf.load(loading.CONF / "target" / "smollm2-135m.yaml").name)
+def main(arguments: list[str] | None = None) -> None:
+    chosen = options(Engine, __doc__, arguments)
+    name = chosen.target.name or loading.default_target()
     with named("target"):
         target = Target.load_ends(
             name, dtype=chosen.target.dtype_here, trust_remote_code=chosen.target.trust_remote_code

@@ -1,8 +1,10 @@
-"""python scripts/push.py checkpoint=checkpoints/eagle3-smollm2-135m repo=user/name base_model=HuggingFaceTB/SmolLM2-135M-Instruct
+"""Shares a checkpoint on the Hugging Face Hub, with a model card.
 
-Shares a checkpoint on the Hugging Face Hub, in one commit: its weights, figures and page, and a model card with what it is
-worth, how it was trained, and the commands that use and serve it. Afterwards checkpoint=user/name loads it everywhere. It
-needs a token that may write: `hf auth login`, or the variable HF_TOKEN.
+    specdec push checkpoint=checkpoints/eagle3-smollm2-135m repo=user/name base_model=HuggingFaceTB/SmolLM2-135M-Instruct
+
+One commit holds the weights, figures, the page, and a model card: what the head is worth, how it was trained, and the commands
+that use and serve it. Afterwards checkpoint=user/name loads it everywhere. Pushing needs a token that may write: `hf auth login`,
+or the variable HF_TOKEN.
 """
 
 from helpers import loading
@@ -40,8 +42,8 @@ class Push:
     target: loading.TargetOptions = field(default_factory=lambda: loading.TargetOptions(dtype="bfloat16"))
 
 
-def main() -> None:
-    chosen = options(Push, __doc__)
+def main(arguments: list[str] | None = None) -> None:
+    chosen = options(Push, __doc__, arguments)
     for name, value in (("repo", chosen.repo), ("base_model", chosen.base_model)):
         if value is not None and ("@" in value or not hub.is_name(value)):
             raise ValueError(f"{name}={value} must be a name on the Hugging Face Hub, such as user/name.")
@@ -49,13 +51,14 @@ def main() -> None:
     folder, document = loaded.folder, checkpoint.read_json(loaded.folder / "drafter.json")
     target = chosen.base_model or str(document["target"])
     contents = read(folder, document | {"target": target})
-    contents["README.md"] = make_card(chosen, loaded, target).encode()
+    card = make_card(chosen, loaded, target)
+    contents["README.md"] = card.encode()
     for name, content in contents.items():
         print(f"{name:<22} {len(content) if isinstance(content, bytes) else content.stat().st_size:>12,} bytes")
     if hub.is_folder(target):
         print(f"The target is the folder {target}, which others do not have: give base_model=, its name on the Hub.")
     if chosen.dry_run:
-        files.write_text(Path(chosen.out), contents["README.md"].decode())
+        files.write_text(Path(chosen.out), card)
         print(f"written: {chosen.out}, the model card; nothing was uploaded")
         return
     commit = hub.push(
@@ -67,7 +70,7 @@ def main() -> None:
         message=f"Add {type(loaded.drafter).__name__} for {target}",
     )
     print(f"pushed: {commit.commit_url}")
-    print(f"Next: python scripts/evaluate.py checkpoint={chosen.repo}@{commit.oid}")
+    print(f"Next: specdec evaluate checkpoint={chosen.repo}@{commit.oid}")
 
 
 def read(folder: Path, document: dict) -> dict[str, Path | bytes]:

@@ -1,7 +1,9 @@
-"""python scripts/report.py run=checkpoints/eagle-smollm2-135m
+"""Writes the page of a training run or of a sweep again.
 
-Writes the page of a training run again, beside the report.json of its best step: report.html, which needs no network. For
-the folder of a sweep: comparison.html in that folder, of all its runs.
+    specdec report run=checkpoints/eagle-smollm2-135m
+
+The page of a run is report.html beside the report.json of its best step. For the folder of a sweep it is comparison.html of all
+its runs. Pages need no network.
 """
 
 from helpers.options import options, run
@@ -10,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from train import progress
-from train.pages import run_page, sweep_page
+from train.pages import comparison_page, run_page
 
 
 @dataclass(frozen=True)
@@ -18,10 +20,10 @@ class ReportOptions:
     run: str = field(metadata={"help": "folder of a run, of one of its steps, or of a sweep"})
 
 
-def main() -> None:
-    chosen = options(ReportOptions, __doc__)
+def main(arguments: list[str] | None = None) -> None:
+    chosen = options(ReportOptions, __doc__, arguments)
     folder = Path(chosen.run)
-    page = sweep_page if sweep_page.runs_in(folder) else run_page
+    page = comparison_page if comparison_page.runs_in(folder) else run_page
     progress.Results().say(f"written: {page.write(folder)}")
 
 

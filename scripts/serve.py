@@ -28,7 +28,7 @@ from specdec.decoding.decoder import Decoder
 from specdec.server.traffic import Origin
 from train.data import chat_template
 from train.data import rows as data
-from train.pages.live_page import live_page
+from train.pages.page import live_page
 
 KINDS = [Sampling(1.0, top_p=0.9), Sampling(1.0), Sampling()]  # one of each Sampling.kind
 
@@ -67,8 +67,8 @@ def warm_up(decoder: Decoder, rows: int) -> None:
         decoder.proposer.forget()
 
 
-def main() -> None:
-    chosen = options(Serve, __doc__)
+def main(arguments: list[str] | None = None) -> None:
+    chosen = options(Serve, __doc__, arguments)
     try:
         import uvicorn
 
@@ -81,6 +81,8 @@ def main() -> None:
         watching.check(chosen)
     if chosen.decode.temperature != "0":
         raise ValueError("decode.temperature is for each request to say: give temperature in the request.")
+    if chosen.decode.grammar is not None:
+        raise ValueError("decode.grammar is for each request to say: give structured_outputs in the request.")
 
     record = recording.settings(chosen)
     listening = listen(chosen.host, chosen.port)

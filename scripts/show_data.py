@@ -1,6 +1,6 @@
-"""python scripts/show_data.py data=data/train.jsonl row=0 num=1 target.name=targets/smollm2-135m
+"""Prints conversations as the trainer sees them: after the chat template, with the supervised tokens in green.
 
-Prints conversations as the trainer sees them: after the chat template, with the supervised tokens in green.
+specdec show_data data=data/train.jsonl row=0 num=1 target.name=targets/smollm2-135m
 """
 
 from helpers import loading
@@ -26,8 +26,8 @@ class ShowData:
     target: loading.TokenizerOptions = field(default_factory=loading.TokenizerOptions)
 
 
-def main() -> None:
-    chosen = options(ShowData, __doc__)
+def main(arguments: list[str] | None = None) -> None:
+    chosen = options(ShowData, __doc__, arguments)
     console = progress.Results()
     tokenizer = load_tokenizer(chosen.target.name, trust_remote_code=chosen.target.trust_remote_code)
     chat_template.check_mode(tokenizer, chosen.thinking)

@@ -4,7 +4,7 @@ from specdec.core.compile import Runner
 from specdec.core.sampling import Sampling
 from specdec.core.tree import TreeShape
 from specdec.decoding.decoder import Decoder
-from specdec.measuring.measurement import answers
+from specdec.measuring.measure import decode_side_by_side
 from specdec.proposers.heads import HeadProposer
 from tests.support import chain_of, random_tokens
 
@@ -34,7 +34,7 @@ def check_same(compiled: Decoder, plain: Decoder, prompts, num: int) -> None:
     """Rows leave the batch of the decoder that compiles nothing; each has random numbers of its own."""
     seeds = list(range(len(prompts)))
     decoders = {"compiled": compiled, "plain": plain}
-    found = answers(decoders, prompts, num, rows=len(prompts), seeds=seeds)
+    found = decode_side_by_side(decoders, prompts, num, rows=len(prompts), seeds=seeds)
     for generation, reference in zip(found["compiled"], found["plain"], strict=True):
         assert generation.tokens == reference.tokens
         assert generation.accepted == reference.accepted

@@ -63,9 +63,9 @@ def works(folder: Path) -> list[Work]:
     cached = (*train, "features.mode=cached", "features.folder=cache", "train.validate_every=15")
     answer = (str(ROOT / "scripts/answer.py"), f"target.name={folder}/target", f"prompts={folder}/prompts.jsonl",
               "out=answers.jsonl", "max_new_tokens=12", "batch=3", "target.dtype=float32")  # fmt: skip
-    compare = (str(ROOT / "scripts/compare.py"), f"checkpoint={folder}/one/step_000001,{folder}/two/step_000001",
+    compare = (str(ROOT / "scripts/evaluate.py"), f"checkpoint={folder}/one/step_000001,{folder}/two/step_000001",
                f"prompts={folder}/prompts.jsonl", "out=comparison", "max_new_tokens=8", "chains=3", "trees=3x2x4",
-               "proposers=ngram", "target.dtype=float32")  # fmt: skip
+               "proposers=ngram", "decode.temperature=0,1", "target.dtype=float32")  # fmt: skip
     real = (str(ROOT / "train.py"), "run=run", f"target.name={REAL_TARGET}", f"data.train={ROOT}/data/answers.jsonl.gz",
             f"data.heldout={ROOT}/data/prompts_heldout.jsonl", "data.limit=60", "data.hold_out=0", "data.length=128",
             "features.folder=cache", "threads=1", "train.steps=12", "train.validate_every=6", "train.save_every=2",
@@ -75,7 +75,7 @@ def works(folder: Path) -> list[Work]:
         Work("training, validating, saving", train, "step ", lost_run),
         Work("training, writing features", cached, "step ", lost_features),
         Work("scripts/answer.py", answer, "answers to write", lost_answers),
-        Work("scripts/compare.py", compare, "prompts x temperatures", lost_comparison),
+        Work("scripts/evaluate.py", compare, "prompts x temperatures", lost_comparison),
         Work("training on SmolLM2", real, "data ", lost_features),
     ]
 
@@ -134,8 +134,8 @@ def lost_comparison(whole: Path, killed: Path) -> list[str]:
         return row["number"], row["temperature"], json.dumps(tokens, sort_keys=True)
 
     rows = [[row_key(row) for row in lines_of(folder / "comparison" / "rows.jsonl")] for folder in (whole, killed)]
-    ended = (killed / "comparison" / "table.md").exists()
-    return differing("compared prompts", *rows) + ([] if ended else ["no table.md"])
+    ended = (killed / "comparison" / "report.json").exists()
+    return differing("compared prompts", *rows) + ([] if ended else ["no report.json"])
 
 
 # Killing

@@ -18,16 +18,11 @@ import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from hydra import compose, initialize_config_dir
 
-from tests.support import ROOT, child_environment, train_command
-from train import closed_form, starting
+from tests.support import ROOT, PowerCutError, before_steps, child_environment, train_command
+from train import build
+from train.distributed import Weights, local
 from train.objective import Objective
-from train.parts import local
-from train.sharding import Weights
 from train.trainer import Trainer
-
-
-class PowerCutError(Exception):
-    pass
 
 
 def fit_float64(
@@ -41,22 +36,20 @@ def fit_float64(
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         config = compose("train", overrides=[*overrides, f"run={run}", "target.dtype=float64"])
     Path("checkpoints", run).mkdir(parents=True, exist_ok=True)
-    before, train_step, forward, number = torch.get_default_dtype(), Trainer._train_step, Objective.forward, [0]
+    before, forward, number = torch.get_default_dtype(), Objective.forward, [0]
 
-    def step(trainer, **settings):
+    def act(trainer):
         number[0] = trainer.step + 1
         if number[0] == stop:
             raise PowerCutError
         if number[0] == end and os.environ["RANK"] == "1":
             os.kill(os.getpid(), signal.SIGTERM)
-        return train_step(trainer, **settings)
 
     def spoiled(objective, *arguments, **settings):
         loss = forward(objective, *arguments, **settings)
         return replace(loss, total=loss.total * float("nan")) if number[0] == spoil else loss
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Trainer, "_train_step", step)
+    with pytest.MonkeyPatch.context() as patch, before_steps(act):
         patch.setattr(Objective, "forward", spoiled)
         patch.delenv("ACCELERATE_USE_FSDP", raising=False)  # accelerate sets it
         torch.set_default_dtype(torch.float64)
@@ -101,7 +94,7 @@ def fit_by_two(cwd: Path, runs: list[dict]) -> list[str]:
 
 def tell() -> None:
     """Lets the process print what it computes itself, and its share of the weights when they are saved."""
-    start, count, saved = closed_form.start, starting.draft_vocab, Weights.saved
+    start, count, saved = Trainer._measure_and_solve, build.draft_vocab, Weights.saved
 
     def telling(what, function):
         def told(*arguments, **settings):
@@ -116,8 +109,8 @@ def tell() -> None:
         print(f"share {here / sum(parameter.numel() for parameter in parameters):.2f}")
         return saved(weights, average)
 
-    closed_form.start = telling("start", start)
-    starting.draft_vocab = telling("vocabulary", count)
+    Trainer._measure_and_solve = telling("start", start)
+    build.draft_vocab = telling("vocabulary", count)
     Weights.saved = telling_saved
 
 

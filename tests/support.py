@@ -1,6 +1,7 @@
 """Helpers that tests share: tiny targets, drafters and tokenizers, scripted proposers, saved folders."""
 
 import collections
+import contextlib
 import functools
 import importlib.util
 import itertools
@@ -264,10 +265,29 @@ def train_overrides(folder: Path, run: str, *more: str) -> list[str]:
             "optimizer.lr=1e-3", "optimizer.warmup=1", "head.vocab_size=200", *more]  # fmt: skip
 
 
+def log_of(run: str) -> list[dict]:
+    """The rows of the log of a run in the working directory, as are the next ones."""
+    return [json.loads(line) for line in Path("checkpoints", run, "log.jsonl").read_text().splitlines()]
+
+
 def losses_of(run: str) -> dict[int, float]:
-    """The logged loss of each step of a run in the working directory."""
-    lines = [json.loads(line) for line in (Path("checkpoints") / run / "log.jsonl").read_text().splitlines()]
-    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+    """The logged loss of each step."""
+    return {row["step"]: row["loss"] for row in log_of(run) if "loss" in row}
+
+
+def report_of(run: str, step: int = 4) -> dict:
+    return json.loads(Path("checkpoints", run, f"step_{step:06d}", "report.json").read_text())
+
+
+def weights_of(run: str, step: int = 4, *, state: bool = False) -> dict[str, torch.Tensor]:
+    """Of a checkpoint, or of a state."""
+    place = Path("checkpoints", run, *(["state"] if state else []), f"step_{step:06d}")
+    return checkpoint.read_tensors(place / "drafter.safetensors")
+
+
+def same_weights(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> bool:
+    """Bit for bit"""
+    return one.keys() == two.keys() and all(torch.equal(value, two[name]) for name, value in one.items())
 
 
 def child_environment(**more: str) -> dict[str, str]:
@@ -352,16 +372,36 @@ def oracle(depth: int, *, wrong: int | None = None):
     return drafts
 
 
+@contextlib.contextmanager
+def before_steps(act):
+    """Within, act(trainer) is called before each step of training."""
+    take_step = Trainer.take_step
+
+    def acting(trainer, **settings):
+        act(trainer)
+        return take_step(trainer, **settings)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "take_step", acting)
+        yield
+
+
+class PowerCutError(Exception):
+    pass
+
+
+def cut_power(step: int):
+    """For `before_steps`: a run dies when so many steps are done."""
+
+    def act(trainer):
+        if trainer.step == step:
+            raise PowerCutError
+
+    return act
+
+
 def fit_interrupted(fit, name: str, *more: str) -> None:
     """Trains a run that fails before its fourth step, and resumes it."""
-    step = Trainer._train_step
-
-    def failing_step(trainer, **settings):
-        if trainer.step == 3:
-            raise KeyError("power cut")
-        return step(trainer, **settings)
-
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyError):
-        patch.setattr(Trainer, "_train_step", failing_step)
+    with before_steps(cut_power(3)), pytest.raises(PowerCutError):
         fit(name, *more)
     assert fit(name, *more, "resume=true") == 0

@@ -1,6 +1,6 @@
 """The tables of docs/targets.md, one row for each entry of tests/families.py: `python -m tests.target_table` writes them.
 
-tests/specdec/test_families.py compares every row with the page.
+tests/specdec/target/test_families.py compares every row with the page.
 """
 
 import functools

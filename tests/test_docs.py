@@ -64,7 +64,10 @@ def commands(path: Path) -> list[str]:
     text = path.read_text()
     blocks = "\n".join(body for _, body in FENCE.findall(text)).replace("\\\n", " ")
     spans = re.findall(r"`([^`\n]+)`", FENCE.sub("", text))
-    return [line.strip().removesuffix(" &") for line in [*blocks.splitlines(), *spans] if START.match(line.strip())]
+    lines = [line.strip().removesuffix(" &") for line in [*blocks.splitlines(), *spans]]
+    lines = [re.sub(r"^specdec train(?= )", "python train.py", line) for line in lines]
+    lines = [re.sub(r"^specdec (\w+)(?= )", r"python scripts/\1.py", line) for line in lines]
+    return [line for line in lines if START.match(line)]
 
 
 def listed(select) -> list:

@@ -7,7 +7,7 @@ from omegaconf import OmegaConf
 
 from tests.support import ROOT, save_target, write_rows
 from tests.warm import start
-from train.data.sources import read_sources
+from train.data.reading import read_sources
 from train.overrides import as_written, check
 
 TEXTS = [
@@ -34,7 +34,7 @@ def test_text_stays_as_it_is_written(text):
 
 
 def test_an_option_that_may_be_null_still_can_be():
-    assert read("start=null") is None and read("validation.served=null") is None
+    assert read("start=null") is None and read("target.revision=null") is None
     assert read("run=null") == "null" and read("data.train=null") == "null"
 
 

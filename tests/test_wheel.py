@@ -1,13 +1,11 @@
-"""Tests of the wheel: without the extras, `pip install .` gives a package that decodes with drafts."""
+"""Tests of the wheel: the package drafts without the packages of the commands, and the commands work outside of the clone."""
 
 import json
-import os
 import re
 import shutil
 import subprocess
 import sys
 import sysconfig
-import tomllib
 import zipfile
 from pathlib import Path
 
@@ -16,13 +14,23 @@ import torch
 
 from specdec import checkpoint
 from specdec.heads.medusa import Medusa2
-from tests.support import REAL_TARGET, ROOT, child_environment, save_target
+from tests.support import (
+    REAL_TARGET,
+    ROOT,
+    child_environment,
+    save_eagle,
+    save_target,
+    train_overrides,
+    write_prompts,
+    write_rows,
+)
 
 pytestmark = pytest.mark.slow
 
-EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-# Modules of the extras; their names can differ from those of the packages
-HIDDEN = {re.match(r"[\w-]+", line)[0].replace("-", "_") for line in EXTRAS["train"]} | {"hydra", "omegaconf", "train"}
+CLONE = ("specdec", "train", "scripts", "conf")  # folders that the wheel is made of
+# Packages of the console command and of training, which the package alone must not import
+HIDDEN = {"accelerate", "datasets", "gguf", "hydra", "jinja2", "matplotlib", "omegaconf", "peft", "rich", "tensorboard",
+          "train", "wandb"}  # fmt: skip
 # Runs in an interpreter without site-packages and .pth files, in which the modules of the extras cannot be found.
 BARE = """
 import importlib.machinery, json, sys
@@ -41,28 +49,22 @@ exec(script)
 DECODE = """
 import torch
 import specdec
-from specdec import checkpoint
-from specdec.decode import Decoder
-from specdec.proposers.heads import HeadProposer
-from specdec.sampling import Sampling
-from specdec.target import Target
-from specdec.tree import TreeShape
 
 torch.set_num_threads(1)
-target = Target.load(sys.argv[1], dtype="float32")
-drafter = checkpoint.load(sys.argv[2], target)
+target = specdec.load_target(sys.argv[1], dtype="float32")
+head, drafting = specdec.load_head(sys.argv[2], target), specdec.Drafting(depth=3)
 prompt, generations = [[1, 9690, 198, 2683, 359, 253, 5356, 2, 198]], []
-for proposer in (None, HeadProposer(drafter, TreeShape(depth=3, width=1, nodes=3))):
-    generations.append(Decoder(target, proposer, sampling=Sampling(), stop=set()).generate(prompt, 24))
+for proposer in (None, drafting.proposer(head)):
+    decoder = specdec.Decoder(target, proposer, sampling=specdec.Sampling(), stop=set())
+    generations.append(decoder.generate(prompt, 24))
 print(json.dumps({"file": specdec.__file__, "same": generations[0].tokens == generations[1].tokens,
                   "accepted": sum(generations[1].accepted[0]), "modules": sorted(sys.modules)}))
 """
 LOAD = """
-from specdec import checkpoint
-from specdec.target import Target
+import specdec
 
 try:
-    checkpoint.load(sys.argv[2], Target.load(sys.argv[1], dtype="float32"))
+    specdec.load_head(sys.argv[2], specdec.load_target(sys.argv[1], dtype="float32"))
 except ValueError as error:
     print("refused:", error)
 """
@@ -73,8 +75,9 @@ def wheel(tmp_path_factory) -> Path:
     """The wheel, built from a copy of its sources without a network, and unpacked."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
-    shutil.copytree(ROOT / "specdec", source / "specdec", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in CLONE:
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "train.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
     process = subprocess.run(
@@ -98,14 +101,44 @@ def run_bare(wheel: Path, script: str, *arguments) -> str:
     return process.stdout
 
 
-def test_the_wheel_holds_every_package(wheel):
-    sources = {str(path.relative_to(ROOT)) for path in (ROOT / "specdec").rglob("*.py")}
-    built = {path.relative_to(wheel).as_posix() for path in wheel.rglob("*.py")}
-    assert built == {path.replace(os.sep, "/") for path in sources}
-    (metadata,) = wheel.glob("specdec-*.dist-info/METADATA")
-    required = {line for line in metadata.read_text().splitlines() if line.startswith("Requires-Dist") and "extra" not in line}  # fmt: skip
-    names = {re.match(r"Requires-Dist: ([\w-]+)", line)[1] for line in required}
-    assert names == {"torch", "transformers", "huggingface_hub", "safetensors", "numpy"}
+def test_the_wheel_holds_every_package_and_what_the_commands_need(wheel):
+    sources = {path.relative_to(ROOT) for name in CLONE for path in (ROOT / name).rglob("*") if path.is_file()}
+    sources = {path for path in sources if "__pycache__" not in path.parts} | {Path("train.py")}
+    expected = {path if path.parts[0] == "specdec" else Path("specdec", "_clone", path) for path in sources}
+    built = {path.relative_to(wheel) for path in wheel.rglob("*") if path.is_file()}
+    assert {path for path in built if "dist-info" not in path.parts[0]} == expected
+
+
+def test_the_command_works_outside_of_the_clone(wheel, tmp_path):
+    """Decoding, exporting, and training with its refusal of data that only the clone has."""
+    target = save_target(tmp_path / "target")
+    save_eagle(tmp_path / "head", target)
+    write_prompts(tmp_path / "prompts.jsonl", 2)
+    given = [f"checkpoint={tmp_path}/head", f"target.name={tmp_path}/target", "target.dtype=float32"]
+
+    def run(*arguments: str) -> subprocess.CompletedProcess:
+        environment = {**child_environment(), "PYTHONPATH": str(wheel), "HF_HUB_OFFLINE": "1"}
+        command = [sys.executable, "-m", "specdec.command", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
+
+    assert "tau" in run("generate", *given, "prompt=Say hello", "max_new_tokens=8", "proposer=ngram").stdout
+    assert "read back and equal" in run("export", *given, "out=exported", "format=vllm").stdout
+    assert run("evaluate", *given, "prompts=prompts.jsonl", "max_new_tokens=4", "auto=false").returncode == 0
+    assert json.loads((tmp_path / "report.json").read_text())["identical_outputs"] == 1
+    refused = run("evaluate", *given)
+    assert (
+        "There is no file data/prompts_heldout.jsonl" in refused.stderr and "are folders of the clone" in refused.stderr
+    )
+    rows = [
+        {"messages": [{"role": "user", "content": "Say"}, {"role": "assistant", "content": f"Hello world {n}"}]}
+        for n in range(9)
+    ]
+    write_rows(tmp_path / "train.jsonl", rows)
+    trained = run(
+        "train", "head=eagle", *train_overrides(tmp_path, "run", "data.hold_out=0", "validation.num_prompts=2")
+    )
+    assert trained.returncode == 0, trained.stderr[-2000:]
+    assert (tmp_path / "checkpoints" / "run" / "finished").exists()
 
 
 def test_a_shipped_head_drafts_without_the_extras(wheel):

@@ -1,6 +1,6 @@
 """Runs a function of a test in several processes that find each other, as a launcher starts them.
 
-python -m tests.together tests.specdec.test_target_parallel:decode '["folder"]'
+python -m tests.together tests.specdec.target.test_parallel:decode '["folder"]'
 """
 
 import importlib

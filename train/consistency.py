@@ -9,11 +9,11 @@ The answers of a batch are cut into blocks of n tokens. Jacobi iteration continu
 
     position   s-1      s      s+1     s+2
     reads      x_(s-1)  y_1    y_2     y_3          tokens of a state
-    judged by           y*_1   y*_2    y*_3         the original's law at the same position of the fixed point
+    judged by           y*_1   y*_2    y*_3         the original's distribution at the same position of the fixed point
 
 States are on policy: decoding will meet the adapted target's own guesses, and what the original target guesses behind a
 wrong token teaches little. Fixed points are the original target's, as in the paper, so that the goal does not move during
-training, and every state is trained towards the original's law. y* needs no iteration: greedy decoding finds the same
+training, and every state is trained towards the original's distribution. y* needs no iteration: greedy decoding finds the same
 tokens, for all blocks side by side, and reads each token once. Since y* is the target's continuation and not the text's, the
 temperature at which a row was written does not matter; the text only stands before the blocks. (Behind an end of turn y*
 goes on, although decoding stops there: a few tokens in a hundred.)
@@ -30,6 +30,7 @@ from specdec.target.adapter import original as original_target
 from specdec.target.model import Target, TargetOutput
 from train.data.rows import Batch, answers
 from train.objective import Loss, cross_entropy, divergence
+from train.ranges import refuse
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Continuation:
 
     text: Tensor  # [B, T, D] final states along the text
     tokens: Tensor  # [B, n, M] y*; entry [., k] belongs to the block's token k
-    final: Tensor  # [B, n, M, D] final states at these tokens: the law of the next ones
+    final: Tensor  # [B, n, M, D] final states at these tokens: the distribution of the next ones
 
 
 def cut(batch: Batch, num: int) -> Tensor:
@@ -58,9 +59,9 @@ def cut(batch: Batch, num: int) -> Tensor:
 def draw(batch: Batch, starts: Tensor, num: int) -> Tensor:
     """y(0): tokens drawn from the text before each block in its document; starts [B, M] -> [B, num, M]"""
     before = batch.positions.gather(1, starts)[:, None]  # [B, 1, M]
-    chance = torch.rand(len(starts), num, starts.shape[1], device=starts.device)
-    places = starts[:, None] - before + (chance * before).long()
-    return batch.tokens.gather(1, places.flatten(1)).view_as(chance)
+    shares = torch.rand(len(starts), num, starts.shape[1], device=starts.device)
+    places = starts[:, None] - before + (shares * before).long()
+    return batch.tokens.gather(1, places.flatten(1)).view_as(shares)
 
 
 class Reader:
@@ -117,7 +118,7 @@ class ConsistencyObjective(nn.Module):
     """The training objective of a consistency adapter, in the place of `Objective`, which is for drafters with steps.
 
     losses: weights by name; a loss of weight 0 is not computed:
-        consistency   KL of the adapted target's law at a state from the original's at the fixed point, from the state's
+        consistency   KL of the adapted target's distribution at a state from the original's at the fixed point, from the state's
                       first wrong token on: the paper's global consistency loss, summed over positions
         original      KL of the adapted target from the original one along the text
         ce            cross-entropy on the text's tokens, the paper's AR loss: for texts written at temperature 0
@@ -131,23 +132,19 @@ class ConsistencyObjective(nn.Module):
     def __init__(self, drafter: Consistency, *, losses: dict[str, float], depth: int, passes: int):
         super().__init__()
         known = ("consistency", "original", "ce")
-        if set(losses) - set(known) or not losses.get("consistency"):
-            raise ValueError(f"losses={dict(losses)}: give weights to some of {', '.join(known)}; the first needs one.")
-        if drafter.target.recurrent:
-            raise ValueError(
-                f"{drafter.target.name} has recurrent or convolution layers, and consistency training reads many blocks behind one "
-                "text, which their state cannot follow: train another head."
-            )
-        if depth != drafter.depth:
-            raise ValueError(
-                f"depth={depth} must be the drafter's num_drafts, {drafter.depth}, so that decoding meets states of the "
-                "length that was trained. Change one of them."
-            )
-        if not 0 <= passes < depth:
-            raise ValueError(
-                f"passes={passes} must be 0 to depth - 1 = {depth - 1}: after {depth} passes every state "
-                "is its fixed point."
-            )
+        wrong = {
+            f"losses={dict(losses)}: give weights to some of {', '.join(known)}; the first needs one.": (
+                set(losses) - set(known) or not losses.get("consistency")
+            ),
+            f"{drafter.target.name} has recurrent or convolution layers, and consistency training reads many blocks behind one "
+            "text, which their state cannot follow: train another head.": drafter.target.recurrent,
+            f"depth={depth} must be the drafter's num_drafts, {drafter.depth}, so that decoding meets states of the "
+            "length that was trained. Change one of them.": depth != drafter.depth,
+            f"passes={passes} must be 0 to depth - 1 = {depth - 1}: after {depth} passes every state is its fixed point.": (
+                not 0 <= passes < depth
+            ),
+        }
+        refuse(wrong)
         self.drafter, self.depth, self.passes = drafter, depth, passes
         self.losses = {name: weight for name, weight in losses.items() if weight}
 

@@ -5,12 +5,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import yaml
-from rich.console import Console
 from rich.table import Table
 
-from specdec.measuring.figures import TAU
-from specdec.measuring.report import Report, by_depth, verdict
+from specdec.heads.base import Head
+from specdec.measuring.report import TAU, Report, by_depth, verdict
+from train.config import RunConfig
 from train.data.data_law import outlook, points_of
+from train.data.packing import Packs
+from train.progress import Results
 
 
 def usage(conf: Path) -> str:
@@ -60,7 +62,9 @@ def _keys(settings: dict, prefix: str = "") -> Iterator[str]:
             yield from _keys(value, f"{prefix}{key}.")
 
 
-def start(say: Callable[[str], None], config, target, drafter, packs, prompts) -> None:
+def start(say: Callable[[str], None], config: RunConfig, drafter: Head, packs: Packs, num_prompts: int) -> None:
+    """What is trained, for which target, on which data."""
+    target = drafter.target
     how = "cut" if target.share.same else "its layers in parts"
     cut = f", {how} over {target.share.size} processes" if target.share.size > 1 else ""
     say(
@@ -74,27 +78,25 @@ def start(say: Callable[[str], None], config, target, drafter, packs, prompts) -
     first = ", the first of a stream" if config.data.stream else ""
     say(
         f"data     {len(packs):,} packs of {config.data.length} tokens, {packs.num_supervised:,} supervised tokens{first}; "
-        f"{len(prompts)} held-out prompts"
+        f"{num_prompts} held-out prompts"
     )
     say(f"tau: {TAU}")
 
 
-def _hidden_states(drafter) -> str:
+def _hidden_states(drafter: Head) -> str:
     numbers = ", ".join(map(str, drafter.target_layers))
     return f"hidden states {numbers} of {drafter.target.num_layers}" if numbers else "no hidden states"
 
 
-def validation(console: Console, report: Report, shape) -> None:
+def validation(console: Results, report: Report, shape: object) -> None:
     """A table of what was decoded and replayed, or one line of what was only replayed."""
     step = "" if report.step is None else f"step {report.step}, "
     title = f"{step}{shape}, temperature {report.temperature:g}, {_prompts(report)}"
     if not report.decoded and report.replayed_tau_ci is not None:
         low, high = report.replayed_tau_ci
-        console.print(
+        console.say(
             f"{title}: tau replayed {report.replayed_tau:.2f} ({low:.2f} .. {high:.2f}), survival by depth "
-            f"{by_depth(report.replayed_survival or [])}{_kept(report)}",
-            highlight=False,
-            soft_wrap=True,
+            f"{by_depth(report.replayed_survival or [])}{_kept(report)}"
         )
         return
     table = Table(title=title, title_justify="left")
@@ -124,7 +126,7 @@ def validation(console: Console, report: Report, shape) -> None:
     stages = (report.ms_per_round or {}).items()
     table.add_row("ms a round", ", ".join(f"{name} {value:.1f}" for name, value in stages), "")
     console.print(table)
-    console.print(f"  {verdict(report)}{_kept(report)}", highlight=False)
+    console.say(f"  {verdict(report)}{_kept(report)}")
 
 
 def _prompts(report: Report) -> str:
@@ -143,22 +145,20 @@ def _kept(report: Report) -> str:
     return f"; the {report.ema['kept']} weights are kept (tau replayed: {taus})"
 
 
-def end(console: Console, trainer) -> None:
+def end(console: Results, trainer) -> None:
     """What to do next."""
     if trainer.interrupted and trainer.step < trainer.settings.steps:
-        console.print(
+        console.say(
             f"Interrupted after step {trainer.step}; saved. Run the same command with resume=true (or resume=auto, which a "
-            "scheduler may repeat) to continue.",
-            highlight=False,
-            soft_wrap=True,
+            "scheduler may repeat) to continue."
         )
     if trainer.best:
         best = f"{trainer.folder.path}/step_{trainer.best['step']:06d}"
         figure = trainer.validation.figure.replace("_", " ")
-        console.print(f"best {figure} {trainer.best['figure']:.3f}: {best}")
-        console.print(trainer.validation.cost(trainer.seconds), highlight=False)
+        console.say(f"best {figure} {trainer.best['figure']:.3f}: {best}")
+        console.say(trainer.validation.cost(trainer.seconds))
         depth, unique = trainer.validation.drafting.depth, trainer.material.num_tokens
         said = outlook(points_of(trainer.folder.read_log()), depth=depth, unique=unique)
         if said is not None:
-            console.print(said, highlight=False, soft_wrap=True)
-        console.print(f"next: python scripts/generate.py checkpoint={best} prompt='...'", highlight=False)
+            console.say(said)
+        console.say(f"next: python scripts/generate.py checkpoint={best} prompt='...'")

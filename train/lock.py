@@ -2,22 +2,16 @@
 
 import contextlib
 import datetime
-import fcntl
+import errno
 import os
 import socket
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-_held: set[int] = set()  # descriptors of this process; children that are forked must not keep the locks
+from filelock import FileLock, Timeout
 
-
-def _close_in_child() -> None:
-    for descriptor in _held:
-        os.close(descriptor)
-
-
-os.register_at_fork(after_in_child=_close_in_child)
+NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)  # what file systems without locks answer
 
 
 @contextlib.contextmanager
@@ -30,40 +24,28 @@ def lock(path: Path, *, of: Path) -> Iterator[None]:
     with `flock`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = _open(path, of)
-    _held.add(descriptor)
+    held = FileLock(path, timeout=0, mode=0o644, fallback_to_soft=False, on_acquired=_sign)
     try:
-        started = datetime.datetime.now().isoformat(" ", "seconds")
-        os.ftruncate(descriptor, 0)
-        os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}, since {started}".encode())
+        held.acquire()
+    except Timeout:
+        holder = path.read_text(errors="replace")[:500] if path.exists() else ""
+        raise ValueError(
+            f"{of} is in use by {holder or 'another process'}: wait until that has ended, or write to another place."
+        ) from None
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        what = f"The file system of {of} has no locks ({error.strerror}): nothing keeps a second launch out of it."
+        warnings.warn(what, stacklevel=3)
+    try:
         yield
     finally:
         path.unlink(missing_ok=True)  # before it is freed, so that nobody's new file is removed
-        _held.discard(descriptor)
-        os.close(descriptor)
+        held.release()
 
 
-def _open(path: Path, of: Path) -> int:
-    """-> a descriptor of the locked file"""
-    while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.read(descriptor, 500).decode(errors="replace") or "another process"
-            os.close(descriptor)
-            raise ValueError(
-                f"{of} is in use by {holder}: wait until that has ended, or write to another place."
-            ) from None
-        except OSError as error:
-            warnings.warn(
-                f"The file system of {of} has no locks ({error.strerror}): nothing keeps a second launch out of it.",
-                stacklevel=4,
-            )
-            return descriptor
-        try:
-            if os.fstat(descriptor).st_ino == path.stat().st_ino:
-                return descriptor
-        except FileNotFoundError:
-            pass
-        os.close(descriptor)  # the holder before removed this file in between: lock the new one
+def _sign(descriptor: int) -> None:
+    """Writes who holds the lock into its file, for the refusal."""
+    started = datetime.datetime.now().isoformat(" ", "seconds")
+    os.ftruncate(descriptor, 0)
+    os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}, since {started}".encode())

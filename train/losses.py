@@ -1,6 +1,7 @@
 """Losses: pure functions of judged slots, [M, .] -> [M]. None of them sees padding, a prompt or a mask.
 
-`LOSSES` lists them by name. The formulas are in docs/methods.md, section 3. Logits are finite, however large.
+`LOSSES` lists those of single slots by name; those of several depths of a round follow. The formulas are in docs/methods.md,
+section 3. Logits are finite, however large.
 """
 
 import math
@@ -20,7 +21,7 @@ BLOCK = 2**18  # logits that a CPU works on at a time
 class Goal:
     """What M tokens that are to be guessed are like. W is the draft vocabulary, the list.
 
-    p is the target's law over all V tokens, so on a reduced list it sums to less than 1. What several losses and depths use
+    p is the target's distribution over all V tokens, so on a reduced list it sums to less than 1. What several losses and depths use
     is computed once.
     """
 
@@ -39,19 +40,22 @@ class Goal:
         return self.logits - self.norm[:, None]
 
     @cached_property
-    def log_law(self) -> Tensor:
+    def log_renormalised(self) -> Tensor:
         """[M, W] log p renormalised over the list"""
         return self.logits.log_softmax(-1)
 
     @cached_property
-    def law(self) -> Tensor:
+    def renormalised(self) -> Tensor:
         """[M, W] p renormalised over the list"""
         return self.logits.softmax(-1)
 
     @cached_property
     def entropy(self) -> Tensor:
         """[M] of p renormalised over the list"""
-        parts = [torch.linalg.vecdot(self.law[rows], self.logits[rows].log_softmax(-1)) for rows in blocks(self.law)]
+        parts = [
+            torch.linalg.vecdot(self.renormalised[rows], self.logits[rows].log_softmax(-1))
+            for rows in blocks(self.renormalised)
+        ]
         return -torch.cat(parts)
 
 
@@ -63,7 +67,7 @@ def blocks(values: Tensor) -> list[slice]:
 
 @dataclass(frozen=True)
 class Judged:
-    """M slots, and the goals that they guess. q is the drafter's law over the list, at the objective's temperature."""
+    """M slots, and the goals that they guess. q is the drafter's distribution over the list, at the objective's temperature."""
 
     goal: Goal
     logits: Tensor  # [M, W] as the drafter returned them
@@ -72,7 +76,7 @@ class Judged:
     temperature: float = 1.0
 
     @cached_property
-    def log_law(self) -> Tensor:
+    def log_probs(self) -> Tensor:
         """[M, W] log q"""
         return tempered(self.logits, self.temperature).log_softmax(-1)
 
@@ -90,9 +94,9 @@ class _KL(torch.autograd.Function):
     def forward(ctx, logits: Tensor, goal: Goal, temperature: float) -> Tensor:
         slope, losses = torch.empty_like(logits), []
         for rows in blocks(logits):
-            log_law, law = tempered(logits[rows], temperature).log_softmax(-1), goal.law[rows]
-            losses.append(-goal.entropy[rows] - torch.linalg.vecdot(law, log_law))
-            slope[rows] = log_law.exp_().sub_(law).div_(temperature)
+            log_q, p = tempered(logits[rows], temperature).log_softmax(-1), goal.renormalised[rows]
+            losses.append(-goal.entropy[rows] - torch.linalg.vecdot(p, log_q))
+            slope[rows] = log_q.exp_().sub_(p).div_(temperature)
         ctx.save_for_backward(slope)
         return torch.cat(losses)
 
@@ -109,14 +113,14 @@ def kl(judged: Judged) -> Tensor:
 
 def reverse_kl(judged: Judged) -> Tensor:
     """Reverse KL, sum of q log(q / p); p is renormalised over the list. Mode seeking."""
-    return (judged.log_law.exp() * (judged.log_law - judged.goal.log_law)).sum(-1)
+    return (judged.log_probs.exp() * (judged.log_probs - judged.goal.log_renormalised)).sum(-1)
 
 
 def jsd(judged: Judged) -> Tensor:
     """Jensen-Shannon divergence: the mean KL of p and of q to their mean; p is renormalised over the list."""
-    goal, guess = judged.goal.log_law, judged.log_law
+    goal, guess = judged.goal.log_renormalised, judged.log_probs
     mean = torch.logaddexp(goal, guess) - math.log(2)
-    return (judged.goal.law * (goal - mean) + guess.exp() * (guess - mean)).sum(-1) / 2
+    return (judged.goal.renormalised * (goal - mean) + guess.exp() * (guess - mean)).sum(-1) / 2
 
 
 def tv(judged: Judged) -> Tensor:
@@ -134,13 +138,13 @@ def nla(judged: Judged) -> Tensor:
 
 def ce(judged: Judged) -> Tensor:
     """Hard cross-entropy on the text's token; 0 where that token cannot be drafted."""
-    return F.nll_loss(judged.log_law, judged.goal.token, ignore_index=-1, reduction="none")
+    return F.nll_loss(judged.log_probs, judged.goal.token, ignore_index=-1, reduction="none")
 
 
 def top_k(judged: Judged) -> Tensor:
     """HASS (2408.15766): -sum of p log q over the TOP tokens of the list that the target likes best."""
     goal, tokens = judged.goal.log_probs.topk(min(TOP, judged.logits.shape[-1]))  # [M, TOP]
-    return -(goal.exp() * judged.log_law.gather(-1, tokens)).sum(-1)
+    return -(goal.exp() * judged.log_probs.gather(-1, tokens)).sum(-1)
 
 
 def smooth_l1(judged: Judged) -> Tensor:
@@ -159,7 +163,7 @@ def confidence(judged: Judged) -> Tensor:
 
 def overlap(judged: Judged) -> Tensor:
     """Sum of min(p, q), p not renormalised: the probability that a draft sampled from q is accepted, [M]."""
-    return torch.minimum(judged.goal.log_probs.exp(), judged.log_law.exp()).sum(-1)
+    return torch.minimum(judged.goal.log_probs.exp(), judged.log_probs.exp()).sum(-1)
 
 
 LOSSES = {
@@ -173,3 +177,92 @@ LOSSES = {
     "smooth_l1": smooth_l1,
     "confidence": confidence,
 }
+
+
+# One depth of M slots, [M], for losses that combine depths
+
+
+def accept(judged: Judged) -> Tensor:
+    """The probability that the text's token x was accepted, given that the target emitted it: min(1, q(x) / p(x))."""
+    token = judged.goal.token
+    excess = _of_token(judged.log_probs, token) - _of_token(judged.goal.log_probs, token)
+    return torch.where(token >= 0, excess.clamp(max=0).exp(), 0)
+
+
+def probability(judged: Judged) -> Tensor:
+    """q of the text's token; 0 if it cannot be drafted."""
+    return torch.where(judged.goal.token >= 0, _of_token(judged.log_probs, judged.goal.token).exp(), 0)
+
+
+def _of_token(values: Tensor, token: Tensor) -> Tensor:
+    """values [M, W], token [M] -> [M]; some value where the token is -1"""
+    return values.gather(-1, token.clamp(min=0)[:, None])[:, 0]
+
+
+# All depths of S slots, [K, S]: row d - 1 is depth d of the round that starts at a slot. `counted` [K, S] bool is True where a
+# depth of a slot has a supervised token and a guess; all other entries are ignored.
+
+
+def lk(kl: Tensor, overlap: Tensor, counted: Tensor, *, eta: float) -> Tensor:
+    """LK's hybrid (2602.23881) [K, S]: the weight moves from KL to TV as the mean overlap of a depth grows; 0 where not counted."""
+    known = torch.where(counted, overlap.detach(), 0)
+    mean = known.sum(1, keepdim=True) / counted.sum(1, keepdim=True).clamp(min=1)  # [K, 1]
+    share = (-eta * mean).exp()
+    return torch.where(counted, share * kl + (1 - share) * (1 - overlap), 0)
+
+
+def e2e_tv(overlap: Tensor, counted: Tensor) -> Tensor:
+    """Bebop (2606.12370) [S]: the share of K drafts that a round is expected to lose.
+
+    A depth that is not counted ends the round, as a rejection does. A slot without any counted depth has loss 0.
+    """
+    survival = torch.where(counted, overlap, 0).cumprod(0)  # [K, S]
+    return torch.where(counted.any(0), 1 - survival.mean(0), 0)
+
+
+def dpace(probability: Tensor, counted: Tensor, *, smoothing: float = 0.5) -> Tensor:
+    """D-PACE's weights (2605.18810) [K, S], detached: how much of the expected accepted length depends on a depth.
+
+    w_k = sum over j >= k of prod over i <= j of s_i, with s = (1 - smoothing) q(x) + smoothing. Where not counted, s is
+    1 and the weight is 0, so the survival of the last counted depth is repeated for all deeper ones.
+    """
+    survival = torch.where(counted, (1 - smoothing) * probability.detach() + smoothing, 1).cumprod(0)  # [K, S]
+    return torch.where(counted, survival.flip(0).cumsum(0).flip(0), 0)
+
+
+def vat(matches: Tensor, counted: Tensor, *, decay: float) -> Tensor:
+    """VAT's weights (2608.30135) [K, S]: 1 up to the first rejection, then decay per depth; 0 where not counted."""
+    rejected = (counted & ~matches).cumsum(0) > 0  # from the first rejection on
+    distance = (rejected.cumsum(0) - 1).clamp(min=0)
+    return torch.where(counted, decay**distance, 0)
+
+
+# A text of n tokens, [K, n]
+
+
+def rounds(accept: Tensor) -> Tensor:
+    """`specdec.unroll.replay.rounds`, differentiable: accept [K, n] as there -> the expected number of rounds, a scalar.
+
+    A round from s emits k tokens with probability w_k(s). With r(s) the probability that a round starts at s and l(t) the
+    expected rounds from t on, l(t) = 1 + sum_k w_k(t) l(t + k), the answer is l(1), and its derivative with respect to
+    w_k(s) is r(s) l(s + k). So autograd needs a graph for w only, which is one tensor operation for all s.
+    """
+    depth, num_tokens = accept.shape
+    start = torch.arange(num_tokens, device=accept.device)
+    last = start + torch.arange(1, depth + 1, device=accept.device)[:, None]  # [K, n] tokens that exist after d drafts
+    known = torch.where((start > 0) & (last < num_tokens), accept.double(), 0)
+    alive = torch.cat([torch.ones_like(known[:1]), known.cumprod(0)])  # [K+1, n] the first k drafts are accepted
+    emits = alive - torch.cat([alive[1:], torch.zeros_like(known[:1])])  # [K+1, n] w_1 to w_(K+1)
+
+    weights = emits.detach().T.tolist()  # [n][K+1]
+    starts, ahead = ([0.0] * (num_tokens + depth + 2) for _ in range(2))  # r and l; l is 0 from n on
+    starts[1] = 1.0
+    for s in range(1, num_tokens):
+        for k, weight in enumerate(weights[s], 1):
+            starts[s + k] += starts[s] * weight
+    for s in range(num_tokens - 1, 0, -1):
+        ahead[s] = 1 + sum(weight * ahead[s + k] for k, weight in enumerate(weights[s], 1))
+
+    slopes = [[starts[s] * ahead[s + k] for s in range(num_tokens)] for k in range(1, depth + 2)]
+    change = (emits * emits.new_tensor(slopes)).sum()
+    return (ahead[1] + (change - change.detach())).to(accept.dtype)  # the value l(1) with the gradient of `change`

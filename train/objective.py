@@ -13,19 +13,19 @@ from specdec.target.adapter import original as original_target
 from specdec.target.model import Target, TargetOutput
 from specdec.unroll.plan import ROUND, Part, Plan, plan
 from specdec.unroll.run import Unrolled, unroll
-from train import losses, survival
+from train import losses
 from train.data.rows import Batch, answers
 from train.features.outputs import read
 from train.losses import LOSSES
+from train.ranges import refuse
 
-TEXT_LOSSES = {"lk", "e2e_tv", "rounds"}  # of whole slots or texts: functions of train/survival.py
+TEXT_LOSSES = {"lk", "e2e_tv", "rounds"}  # of whole slots or texts
 ADAPTED = "original"  # for a drafter that adapts its target: KL of the adapted target from the original one
-FULL_LAW = {"tv", "nla", "top_k", "confidence", *TEXT_LOSSES}  # need the target's law over all V tokens
-LOGITS = (
-    2**27
-)  # logits of all depths that exist at a time, if the number of goals is not given; a GPU may have room for more
+ALL_TOKENS = {"tv", "nla", "top_k", "confidence", *TEXT_LOSSES}  # need the target's distribution over all V tokens
+# Logits of all depths that exist at a time, if the number of goals is not given; a GPU may have room for more
+LOGITS = 2**27
 BYTES = 24  # of free memory for each logit: its derivative is kept, and the step needs most of the memory
-BYTES_OF_LAWS = 64  # the same with losses other than KL, of which autograd keeps laws in float32
+BYTES_OF_PROBS = 64  # the same with losses other than KL, of which autograd keeps distributions in float32
 TARGET_LOGITS = 2**25  # the same for logits of the target over all V tokens
 
 
@@ -41,66 +41,97 @@ class Loss:
 # Results for G goals at K depths, [K, G] each, by name:
 #   exists    bool: a slot guessed this goal at this depth          matches   bool: the guess is the token of the text
 #   pointwise the weighted sum of per-slot losses
-# and, where a loss in use needs them, kl, overlap (sum of min(p, q)), accept (min(1, q(x) / p(x))), chance (q(x))
+# and, where a loss in use needs them, kl, overlap (sum of min(p, q)), accept (min(1, q(x) / p(x))), probability (q(x))
 Judgement = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class ObjectiveSettings:
+    """conf/objective
+
+    losses: weights by name, of the functions in train/losses.py, and of `original`, the KL of an adapted target from the
+        original one; losses of weight 0 are not computed
+    depth: steps of the unroll (EAGLE-3's training-time test); decay: weight of a step relative to the one before
+    weighting: decay alone, or the weights of D-PACE or VAT, which follow the survival along the text (VAT uses decay behind the
+        first rejection)
+    temperature: of both distributions in losses on logits; eta: of the LK hybrid
+    noise: half-width of the uniform noise on features, EAGLE-1's augmentation
+    anchors: slots of a row that run the steps after the first (of a block drafter: its only step); None: all that have a goal
+    keep: share of these slots that goes on from step to step, so that deep steps cost less (P-EAGLE's conditional drop); no step
+        runs on less than a fifth of them. Losses are weighted as if all ran
+    supervise: the goals: answers, or text for the tokens of prompts too. The distribution that is learned there is the target's,
+        although somebody else wrote the text, so the same answers give more goals
+    chunk: goals whose [., W] logits exist at a time, for all depths; None: as many as the device has room for (`num_logits`)
+    gradient_checkpointing: whether activations of the unroll are computed again in the backward pass, instead of being kept
+    """
+
+    losses: dict[str, float]
+    depth: int
+    decay: float
+    weighting: str
+    temperature: float
+    eta: float
+    noise: float
+    anchors: int | None
+    chunk: int | None
+    keep: float = 1.0
+    supervise: str = "answers"
+    gradient_checkpointing: bool = False
+
+    @property
+    def used(self) -> dict[str, float]:
+        """The losses that are computed."""
+        return {name: weight for name, weight in self.losses.items() if weight}
+
+    def check(self, drafter: Drafter) -> None:
+        """Raises ValueError, with what to change, for what does not fit together or to the drafter."""
+        used, known = self.used, {*LOSSES, *TEXT_LOSSES, ADAPTED}
+        judging, steps = used.keys() - {"smooth_l1", "confidence", ADAPTED}, drafter.depth not in (None, self.depth)
+        later = self.keep < 1 and drafter.attends not in ("path", "none")
+        whole_slots = drafter.attends == "block"  # elsewhere step 1 is judged on all slots, sampled or not
+        all_depths = not whole_slots and ("e2e_tv" in used or self.weighting != "decay")
+        sampled = (self.anchors is not None or self.keep < 1) and ("rounds" in used or all_depths)
+        wrong = {
+            f"losses={dict(self.losses)}: give weights to some of {', '.join(sorted(known))}.": not used
+            or set(used) - known,
+            f"losses={used}: one of them must judge the drafted tokens, such as kl.": not judging,
+            f"depth={self.depth} must be this drafter's number of steps, {drafter.depth}: more steps do not exist, and fewer "
+            "would leave parts untrained. Change it, or the drafter's num_heads, num_modules or num_drafts.": steps,
+            "The loss rounds counts the passes that answers take: set supervise=answers.": "rounds" in used
+            and self.supervise == "text",
+            f"keep={self.keep}: the later steps of this head run on the slots of its first one: set keep=1.": later,
+            "The loss smooth_l1 compares a state with the target's, which only eagle, hass, eagle3 and mtp estimate: set "
+            "its weight in losses= to 0.": "smooth_l1" in used and not drafter.estimates,
+            "The loss original is for heads that adapt the target, such as medusa2: set its weight in losses= to 0.": ADAPTED
+            in used
+            and not drafter.adapts_target,
+            "The loss confidence and a head with a confidence output, such as dspark, go together: set the head's "
+            "confidence to false or the weight in losses= to 0, or set both.": ("confidence" in used)
+            != drafter.confident,
+            "The loss rounds needs whole texts; e2e_tv, dpace and vat need all depths of a slot: set anchors=null and keep=1.": (
+                sampled
+            ),
+        }
+        refuse(wrong)
 
 
 class Objective(nn.Module):
     """The module that accelerate prepares, instead of the drafter: gradients are synchronised in its `forward`.
 
-    losses: weights by name, of the functions in train/losses.py, of lk, e2e_tv and rounds in train/survival.py, and
-        of `original`, the KL of an adapted target from the original one; losses of weight 0 are not computed
-    depth: steps of the unroll (EAGLE-3's training-time test); decay: weight of a step relative to the one before
-    weighting: decay alone, or the weights of D-PACE or VAT, which follow the survival along the text (VAT uses decay behind the
-        first rejection)
-    temperature: of both laws in losses on logits; eta: of the LK hybrid
-    noise: half-width of the uniform noise on features, EAGLE-1's augmentation
-    anchors: slots of a row that run the steps after the first (of a block drafter: its only step); None: all that have a goal
-    keep: share of these slots that goes on from step to step, so that deep steps cost less (P-EAGLE's conditional drop); no step
-        runs on less than a fifth of them. Losses are weighted as if all ran
-    supervise: the goals: answers, or text for the tokens of prompts too. The law that is learned there is the target's, although
-        somebody else wrote the text, so the same answers give more goals
-    chunk: goals whose [., W] logits exist at a time, for all depths; None: as many as the device has room for (`num_logits`)
-    gradient_checkpointing: whether activations of the unroll are computed again in the backward pass, instead of being kept
+    settings: of `ObjectiveSettings`
     """
 
-    def __init__(
-        self,
-        drafter: Drafter,
-        *,
-        losses: dict[str, float],
-        depth: int,
-        decay: float,
-        weighting: str,
-        temperature: float,
-        eta: float,
-        noise: float,
-        anchors: int | None,
-        chunk: int | None,
-        keep: float = 1.0,
-        supervise: str = "answers",
-        gradient_checkpointing: bool = False,
-    ):
+    def __init__(self, drafter: Drafter, **settings):
         super().__init__()
-        used = {name: weight for name, weight in losses.items() if weight}
-        _check(
-            drafter,
-            losses,
-            used,
-            depth=depth,
-            weighting=weighting,
-            anchors=anchors,
-            keep=keep,
-            supervise=supervise,
-        )
-        self.drafter = drafter
-        self.losses, self.depth, self.decay, self.weighting = used, depth, decay, weighting
-        self.temperature, self.eta, self.noise, self.anchors, self.keep = temperature, eta, noise, anchors, keep
-        self.chunk = chunk or max(1, num_logits(drafter, used) // (depth * drafter.vocab_size))
-        self.supervise, self.gradient_checkpointing = supervise, gradient_checkpointing
-        self.every_slot = anchors is None and keep == 1  # only then can the batch's text be replayed
-        self.one_pass = False  # whether a draft model reads all documents in one pass, see unroll_plan.py
-        weights = [decay**step for step in range(depth)] if weighting == "decay" else [1.0] * depth
+        chosen = ObjectiveSettings(**settings)
+        chosen.check(drafter)
+        self.drafter, self.settings, self.losses = drafter, chosen, chosen.used
+        self.depth, self.temperature, self.supervise = chosen.depth, chosen.temperature, chosen.supervise
+        self.chunk = chosen.chunk or max(1, num_logits(drafter, self.losses) // (self.depth * drafter.vocab_size))
+        self.every_slot = chosen.anchors is None and chosen.keep == 1  # only then can the batch's text be replayed
+        self.one_pass = False  # whether a draft model reads all documents in one pass, see specdec/unroll/plan.py
+        weights = [chosen.decay**step for step in range(self.depth)]
+        weights = weights if chosen.weighting == "decay" else [1.0] * self.depth
         self.shares = [weight / sum(weights) for weight in weights]  # [K]
 
     def forward(self, batch: Batch, output: TargetOutput | None, *, compare: bool = True) -> Loss:
@@ -108,12 +139,12 @@ class Objective(nn.Module):
 
         compare: whether to compare guesses with the text
         """
-        original = None
+        chosen, original = self.settings, None
         if output is None:
             output, original = self._read(batch)
         features = output.features
-        if self.noise and self.training:
-            features = features + (torch.rand_like(features) * 2 - 1) * self.noise
+        if chosen.noise and self.training:
+            features = features + (torch.rand_like(features) * 2 - 1) * chosen.noise
         host = batch.on_host
         steps = plan(
             self.drafter,
@@ -121,14 +152,14 @@ class Objective(nn.Module):
             host.positions,
             batch.goals(self.supervise),
             depth=self.depth,
-            anchors=self.anchors,
-            keep=self.keep,
+            anchors=chosen.anchors,
+            keep=chosen.keep,
             one_pass=self.one_pass,
         ).to(batch.tokens.device)
         unrolled = unroll(
-            self.drafter, batch.tokens, features, steps, gradient_checkpointing=self.gradient_checkpointing
+            self.drafter, batch.tokens, features, steps, gradient_checkpointing=chosen.gradient_checkpointing
         )
-        compare = compare or self.weighting == "vat"
+        compare = compare or chosen.weighting == "vat"
         results = []
         parts = list(steps.parts(self.chunk))
         for part in parts:
@@ -207,14 +238,14 @@ class Objective(nn.Module):
         if {"lk", "e2e_tv"} & set(self.losses):
             extra["overlap"] = losses.overlap
         if "rounds" in self.losses:
-            extra["accept"] = survival.accept
-        if self.weighting == "dpace":
-            extra["chance"] = survival.chance
+            extra["accept"] = losses.accept
+        if self.settings.weighting == "dpace":
+            extra["probability"] = losses.probability
         return extra
 
     def _norm(self, judge: Tensor, goal_logits: Tensor) -> Tensor:
-        """[M] log-normaliser of the target's law over all V tokens; over the draft vocabulary where that suffices."""
-        if self.drafter.draft_to_target is None or not FULL_LAW & set(self.losses):
+        """[M] log-normaliser of the target's distribution over all V tokens; over the draft vocabulary where that suffices."""
+        if self.drafter.draft_to_target is None or not ALL_TOKENS & set(self.losses):
             return goal_logits.logsumexp(-1)
         target = self.drafter.target
         logits = (target.logits(part) / self.temperature for part in judge.split(_num_slots(target)))
@@ -225,10 +256,10 @@ class Objective(nn.Module):
         factors = [share / step.share if step.share else 0.0 for share, step in zip(self.shares, steps.steps)]
         losses_by_goal = judged["pointwise"]
         if "lk" in self.losses:
-            hybrid = survival.lk(judged["kl"], judged["overlap"], judged["exists"], eta=self.eta)
+            hybrid = losses.lk(judged["kl"], judged["overlap"], judged["exists"], eta=self.settings.eta)
             losses_by_goal = losses_by_goal + self.losses["lk"] * hybrid
         weights = torch.stack([factor * row for factor, row in zip(factors, judged["exists"])])  # [K, G]
-        if self.weighting == "decay" and not TEXT_LOSSES & set(self.losses):
+        if self.settings.weighting == "decay" and not TEXT_LOSSES & set(self.losses):
             return (weights * losses_by_goal).sum()
         return self._weigh_texts(judged, weights, losses_by_goal, batch, steps)
 
@@ -247,81 +278,29 @@ class Objective(nn.Module):
             wide = values.new_zeros(self.depth, num_rows * length + 1)
             return wide.scatter(1, slot, values)[:, :-1]
 
-        if self.weighting != "decay":
+        if self.settings.weighting != "decay":
             counted = by_slot(judged["exists"])
-            if self.weighting == "dpace":
-                by_slots = survival.dpace(by_slot(judged["chance"]), counted)
+            if self.settings.weighting == "dpace":
+                by_slots = losses.dpace(by_slot(judged["probability"]), counted)
             else:
-                by_slots = survival.vat(by_slot(judged["matches"]), counted, decay=self.decay)
+                by_slots = losses.vat(by_slot(judged["matches"]), counted, decay=self.settings.decay)
             weights = weights * nn.functional.pad(by_slots, (0, 1)).gather(1, slot)
         total = (weights * losses_by_goal).sum()
         if "e2e_tv" in self.losses:
             share = steps.steps[-1].share or 1.0
-            slots = survival.e2e_tv(by_slot(judged["overlap"]), by_slot(judged["exists"])) / share
+            slots = losses.e2e_tv(by_slot(judged["overlap"]), by_slot(judged["exists"])) / share
             total = total + self.losses["e2e_tv"] * slots.sum()
         if "rounds" in self.losses:
             by_goal = judged["accept"].new_zeros(self.depth, num_rows, length, dtype=torch.float32)
             by_goal = by_goal.index_put((depths - 1, rows, position), judged["accept"].float())
             for row in range(num_rows):
                 for start, stop in answers(batch.on_host, row):
-                    total = total + self.losses["rounds"] * survival.rounds(by_start(by_goal[:, row, start:stop]))
+                    total = total + self.losses["rounds"] * losses.rounds(by_start(by_goal[:, row, start:stop]))
         return total
 
 
-def _check(
-    drafter: Drafter,
-    given: dict[str, float],
-    used: dict[str, float],
-    *,
-    depth: int,
-    weighting: str,
-    anchors: int | None,
-    keep: float,
-    supervise: str,
-) -> None:
-    """Raises ValueError, with what to change, for settings of an objective that do not fit together or the drafter."""
-    known = {*LOSSES, *TEXT_LOSSES, ADAPTED}
-    if not used or set(used) - known:
-        raise ValueError(f"losses={dict(given)}: give weights to some of {', '.join(sorted(known))}.")
-    if not used.keys() - {"smooth_l1", "confidence", ADAPTED}:
-        raise ValueError(f"losses={used}: one of them must judge the drafted tokens, such as kl.")
-    if drafter.depth not in (None, depth):
-        raise ValueError(
-            f"depth={depth} must be this drafter's number of steps, {drafter.depth}: more steps do not exist, and fewer would "
-            "leave parts untrained. Change it, or the drafter's num_heads, num_modules or num_drafts."
-        )
-    if supervise == "text" and "rounds" in used:
-        raise ValueError("The loss rounds counts the passes that answers take: set supervise=answers.")
-    if keep < 1 and drafter.attends not in ("path", "none"):
-        raise ValueError(f"keep={keep}: the later steps of this head run on the slots of its first one: set keep=1.")
-    _check_losses(drafter, used, weighting=weighting, sampled=anchors is not None or keep < 1)
-
-
-def _check_losses(drafter: Drafter, used: dict[str, float], *, weighting: str, sampled: bool) -> None:
-    """The losses that only some drafters, or only some samplings of slots, can have."""
-    if "smooth_l1" in used and not drafter.estimates:
-        raise ValueError(
-            "The loss smooth_l1 compares a state with the target's, which only eagle, hass, eagle3 and mtp estimate: set "
-            "its weight in losses= to 0."
-        )
-    if ADAPTED in used and not drafter.adapts_target:
-        raise ValueError(
-            "The loss original is for heads that adapt the target, such as medusa2: set its weight in losses= to 0."
-        )
-    if ("confidence" in used) != drafter.confident:
-        raise ValueError(
-            "The loss confidence and a head with a confidence output, such as dspark, go together: set the head's "
-            "confidence to false or the weight in losses= to 0, or set both."
-        )
-    whole_slots = drafter.attends == "block"  # elsewhere step 1 is judged on all slots, sampled or not
-    if sampled and ("rounds" in used or (not whole_slots and ("e2e_tv" in used or weighting != "decay"))):
-        raise ValueError(
-            "The loss rounds needs whole texts; e2e_tv, dpace and vat need all depths of a slot: set anchors=null and keep=1."
-        )
-
-
 def divergence(target: Target, final: Tensor, wanted: Tensor, *, temperature: float = 1.0) -> Tensor:
-    """KL of the target's law at `final` from that at `wanted`, [M, D] each, over all V tokens, summed over M."""
+    """KL of the target's distribution at `final` from that at `wanted`, [M, D] each, over all V tokens, summed over M."""
 
     def part(final: Tensor, wanted: Tensor) -> Tensor:
         q, p = ((target.logits(values) / temperature).log_softmax(-1) for values in (final, wanted))  # [m, V]
@@ -331,7 +310,7 @@ def divergence(target: Target, final: Tensor, wanted: Tensor, *, temperature: fl
 
 
 def cross_entropy(target: Target, final: Tensor, tokens: Tensor) -> Tensor:
-    """-log of the target's law at final [M, D] for tokens [M], summed over M"""
+    """-log of the target's distribution at final [M, D] for tokens [M], summed over M"""
 
     def part(final: Tensor, tokens: Tensor) -> Tensor:
         return nn.functional.cross_entropy(target.logits(final), tokens, reduction="sum")
@@ -358,7 +337,7 @@ def num_logits(drafter: Drafter, losses: Collection[str]) -> int:
         return LOGITS
     free, _ = torch.cuda.mem_get_info(trained[0].device)
     free -= 3 * sum(parameter.nbytes for parameter in trained)  # gradients, and two moments
-    fitting = max(1, free // (BYTES if set(losses) == {"kl"} else BYTES_OF_LAWS))
+    fitting = max(1, free // (BYTES if set(losses) == {"kl"} else BYTES_OF_PROBS))
     return max(LOGITS, 1 << (fitting.bit_length() - 1))
 
 

@@ -17,7 +17,7 @@ from train.data.packing import Packs
 from train.data.rows import Batch, collate, last_answer
 from train.features.outputs import Online
 
-ROUND = 16  # tokens sampled before they are read again: the laws [B, ROUND, V] are held that long
+ROUND = 16  # tokens sampled before they are read again: the distributions [B, ROUND, V] are held that long
 
 
 class OnPolicy:

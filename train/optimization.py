@@ -1,37 +1,22 @@
-"""Optimizers, schedules of the learning rate, the average of the weights, and the record of gradient norms."""
+"""Optimizers, schedules of the learning rate, the average of the weights, and the norms of gradients."""
 
 import contextlib
 import functools
 import importlib
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from train.parts import in_parts, local
+from train.config import OptimizerSettings
+from train.distributed import in_parts, local
 
 ADAMW8BIT = "bitsandbytes"
 AVERAGE = "average:"  # before the names of averaged weights in a saved state
 # Parameters whose rows are tokens or single figures: AdamW suits them better than Muon, as it does embeddings
 OUTPUTS = ("lm_head", "lm_heads", "markov_out", "confidence_head")
-
-
-@dataclass(frozen=True)
-class OptimizerSettings:
-    """conf/train.yaml, `optimizer`; train/ranges.py has checked them."""
-
-    name: str
-    lr: float
-    muon_lr: float | None  # of the matrices that muon trains; None: lr
-    betas: list[float]  # of AdamW
-    weight_decay: float
-    schedule: str
-    warmup: int  # steps
-    decay: float  # share of the steps, of wsd
-    final: float  # of lr, where a schedule ends
 
 
 # Schedules. progress: 0 at the end of the warm-up, 1 after the last step. -> share of lr
@@ -96,21 +81,6 @@ def hidden_matrices(module: nn.Module) -> list[nn.Parameter]:
     return list(dict.fromkeys(matrices))  # a shared one once
 
 
-def adamw(module: nn.Module, settings: OptimizerSettings, adapter: dict | None) -> torch.optim.Optimizer:
-    groups = parameter_groups(module, settings.weight_decay, adapter=adapter)
-    return torch.optim.AdamW(groups, lr=settings.lr, betas=_pair(settings), fused=True)
-
-
-def adamw8bit(module: nn.Module, settings: OptimizerSettings, adapter: dict | None) -> torch.optim.Optimizer:
-    """AdamW with its moments in blocks of 8 bits (2110.02861), of bitsandbytes."""
-    try:
-        library = importlib.import_module(ADAMW8BIT)
-    except ImportError as error:
-        raise ValueError(f"name=adamw8bit needs {ADAMW8BIT} ({error}): pip install {ADAMW8BIT}.") from error
-    groups = parameter_groups(module, settings.weight_decay, adapter=adapter)
-    return library.optim.AdamW8bit(groups, lr=settings.lr, betas=_pair(settings))
-
-
 class MuonWithAdamW(torch.optim.Optimizer):
     """Muon for hidden matrices and AdamW for the rest, as one optimizer with one state.
 
@@ -144,64 +114,29 @@ class MuonWithAdamW(torch.optim.Optimizer):
             part.step()
 
 
-def muon(module: nn.Module, settings: OptimizerSettings, adapter: dict | None) -> torch.optim.Optimizer:
-    matrices = hidden_matrices(module)
-    if not matrices:
-        raise ValueError("name=muon trains matrices, and this head has none: use name=adamw.")
-    taken = {id(matrix) for matrix in matrices}
-    group = {"params": matrices, "weight_decay": settings.weight_decay, "lr": settings.muon_lr or settings.lr}
-    others = parameter_groups(module, settings.weight_decay, adapter=adapter)
-    for other in others:
-        other["params"] = [p for p in other["params"] if id(p) not in taken]
-    return MuonWithAdamW([group], others, lr=settings.lr, betas=_pair(settings))
-
-
-OPTIMIZERS = {"adamw": adamw, "adamw8bit": adamw8bit, "muon": muon}
-
-
 def make_optimizer(
     module: nn.Module, settings: OptimizerSettings, *, adapter: dict | None = None
 ) -> torch.optim.Optimizer:
     """adapter: lr and delay of the target's adapter. Raises ValueError if the optimizer's library is not installed."""
-    return OPTIMIZERS[settings.name](module, settings, adapter)
-
-
-def pack_state(state: dict) -> tuple[dict[str, Tensor], dict]:
-    """The `state` of an optimizer's state_dict -> its tensors, named by their place in it, and what else JSON can hold.
-
-    Two parameters may share a tensor, which safetensors refuses: `gathered_state` has made two of it."""
-    tensors, values = {}, {}
-    for place, value in _leaves(state):
-        if isinstance(value, Tensor):
-            tensors[place] = value
-        else:
-            values[place] = value
-    return tensors, values
-
-
-def unpack_state(tensors: dict[str, Tensor], values: dict) -> dict:
-    """The inverse of `pack_state`."""
-    state: dict = {}
-    for place, value in {**tensors, **values}.items():
-        number, *inner, key = place.split(".")
-        entry = state.setdefault(int(number), {})
-        for name in inner:
-            entry = entry.setdefault(name, {})
-        entry[key] = value
-    return state
-
-
-def _leaves(state: dict, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in state.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
-def _pair(settings: OptimizerSettings) -> tuple[float, float]:
+    groups = parameter_groups(module, settings.weight_decay, adapter=adapter)
     first, second = settings.betas
-    return first, second
+    usual: dict[str, Any] = {"lr": settings.lr, "betas": (first, second)}
+    if settings.name == "adamw":
+        return torch.optim.AdamW(groups, fused=True, **usual)
+    if settings.name == "adamw8bit":  # moments in blocks of 8 bits (2110.02861)
+        try:
+            library = importlib.import_module(ADAMW8BIT)
+        except ImportError as error:
+            raise ValueError(f"name=adamw8bit needs {ADAMW8BIT} ({error}): pip install {ADAMW8BIT}.") from error
+        return library.optim.AdamW8bit(groups, **usual)
+    matrices = hidden_matrices(module)
+    if not matrices:
+        raise ValueError("name=muon trains matrices, and this head has none: use name=adamw.")
+    taken = {id(matrix) for matrix in matrices}
+    for group in groups:
+        group["params"] = [p for p in group["params"] if id(p) not in taken]
+    muon = {"params": matrices, "weight_decay": settings.weight_decay, "lr": settings.muon_lr or settings.lr}
+    return MuonWithAdamW([muon], groups, **usual)
 
 
 # What is kept beside the weights
@@ -259,24 +194,14 @@ class Average:
             value.copy_(in_parts(state[name], value))
 
 
-class GradientNorms:
-    """The norms of gradients before clipping. They stay on the device until they are read."""
-
-    def __init__(self, limit: float):
-        self.limit = limit
-        self.norms: list[Tensor] = []
-
-    def add(self, norm: Tensor) -> None:
-        self.norms.append(norm.detach())
-
-    def read(self) -> dict[str, float]:
-        """Since the last reading: the mean norm, and the share of steps that were clipped; empty if there was no step."""
-        if not self.norms:
-            return {}
-        norms = torch.stack(self.norms)  # [steps]
-        self.norms = []
-        mean, clipped = torch.stack([norms.mean(), (norms > self.limit).float().mean()]).tolist()
-        return {"grad_norm": mean, "clipped": clipped}
+def read_norms(norms: list[Tensor], limit: float) -> dict[str, float]:
+    """The mean norm of gradients, and the share of steps that were clipped; {} without norms. Empties the list."""
+    if not norms:
+        return {}
+    values = torch.stack(norms)  # [steps]
+    norms.clear()
+    mean, clipped = torch.stack([values.mean(), (values > limit).float().mean()]).tolist()
+    return {"grad_norm": mean, "clipped": clipped}
 
 
 def take(values: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

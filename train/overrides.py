@@ -93,7 +93,7 @@ def _parse(argument: str) -> Override | None:
 
 def _rewritten(value: str) -> str:
     """A value that Hydra's grammar does not have: a list in YAML's form with quoted texts, else one text. A dict with such keys stays a
-    text, which its reader takes apart (train/data/sources.py)."""
+    text, which its reader takes apart (train/data/reading.py)."""
     if value.startswith("["):
         try:
             read = yaml.safe_load(value)

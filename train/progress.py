@@ -13,15 +13,13 @@ import contextlib
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import Any, TypeVar
 
 import rich.console
-import rich.progress
 import rich.table
-import rich.text
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 Item = TypeVar("Item")
 
@@ -29,20 +27,23 @@ MODES = ("auto", "rich", "plain", "quiet")
 VARIABLE = "SPECDEC_PROGRESS"
 HELP = "of long work: auto, rich (redrawn on the terminal), plain (lines for a log) or quiet (results only)"
 SECONDS_BETWEEN_LINES = 30  # of a task, in mode plain
-REDRAWN = 4  # times a second, in mode rich
 WIDTH = 200  # of tables in files and pipes, in characters; COLUMNS in the environment replaces it
 SHOW_CURSOR = b"\x1b[?25h\n"
+
+_mode, _main = "plain", True  # of a process that has not called `choose`
+_live: Progress | None = None  # in mode rich: the lines that are redrawn
 
 
 class Task:
     """Long work that is under way; `start` makes it."""
 
-    def __init__(self, what: str, total: int | None, unit: str, done: int, own_lines: bool):
-        self.what, self.total, self.unit, self.own_lines = what, total, unit, own_lines
+    def __init__(self, what: str, total: int | None, unit: str, done: int):
+        self.what, self.total, self.unit = what, total, unit
         self.done = self.first = done
         self.num_tokens, self.figures = 0, ""
-        self.begun = self.newest = time.perf_counter()
-        self.said = 0.0  # when the newest line was printed, in mode plain
+        self.begun = self.said = time.perf_counter()
+        self.prints = False  # whether it prints lines, in mode plain
+        self.row: tuple[Progress, TaskID] | None = None  # its line, in mode rich
 
     @property
     def seconds(self) -> float:
@@ -55,38 +56,40 @@ class Task:
     def update(self, done: int, *, num_tokens: int = 0, figures: str = "") -> None:
         """done, num_tokens: so far; figures: shown in place of rate and time left"""
         self.done, self.num_tokens, self.figures = done, num_tokens, figures
-        self.newest = time.perf_counter()
-        DISPLAY.update(self)
+        if self.row is not None and self.row[1] in self.row[0].task_ids:
+            self.row[0].update(self.row[1], completed=done)
+        elif time.perf_counter() - self.said >= SECONDS_BETWEEN_LINES:
+            self.say(str(self))
+
+    def say(self, text: str) -> None:
+        """A line of its own, in mode plain."""
+        if self.prints:
+            self.said = time.perf_counter()
+            print(f"{self.what}: {text}", file=sys.stderr, flush=True)
 
     def __str__(self) -> str:
         """What is done of it, the rate, and the time left."""
-        count = f"{self.done:,}" + ("" if self.total is None else f"/{self.total:,}") + f" {self.unit}"
         if self.figures:
-            return f"{count}  {self.figures}"
-        parts = [count] if self.unit else []
-        if self.done > self.first:
-            parts.append(self._rate(self.newest - self.begun))
+            return f"{self._count}  {self.figures}"
+        seconds, done = self.seconds, self.done - self.first
+        parts = [self._count] if self.unit else []
+        if done > 0:
+            parts.append(self._rate(seconds))
             if self.total is not None:
-                each = (self.newest - self.begun) / (self.done - self.first)
-                left = each * (self.total - self.done) - (time.perf_counter() - self.newest)
-                parts.append(f"{duration(max(0.0, left))} left")
+                parts.append(f"{duration(seconds / done * (self.total - self.done))} left")
         elif self.total is None:
-            parts.append(duration(self.seconds))
+            parts.append(duration(seconds))
         return ", ".join(parts)
 
     def summary(self) -> str:
         """What was done, in which time, at which rate."""
-        count = (
-            f"{self.done:,}" + ("" if self.total is None else f"/{self.total:,}") + f" {self.unit} "
-            if self.unit
-            else ""
-        )
-        parts = [f"{count}in {duration(self.seconds)}"]
-        if self.num_tokens:
-            parts.append(f"{self.num_tokens:,} tokens")
-        if self.done > self.first:
-            parts.append(self._rate(self.seconds))
-        return ", ".join(parts)
+        parts = [f"{self._count + ' ' if self.unit else ''}in {duration(self.seconds)}"]
+        parts += [f"{self.num_tokens:,} tokens"] if self.num_tokens else []
+        return ", ".join(parts + ([self._rate(self.seconds)] if self.done > self.first else []))
+
+    @property
+    def _count(self) -> str:
+        return f"{self.done:,}{'' if self.total is None else f'/{self.total:,}'} {self.unit}"
 
     def _rate(self, seconds: float) -> str:
         num, unit = (self.num_tokens, "tokens") if self.num_tokens else (self.done - self.first, self.unit)
@@ -98,125 +101,38 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds > 90 else f"{seconds:.0f} s"
 
 
-class Figures(rich.progress.ProgressColumn):
-    """A task's count, rate and time left."""
-
-    def get_table_column(self) -> rich.table.Column:
-        return rich.table.Column(no_wrap=True)
-
-    def render(self, task: rich.progress.Task) -> rich.text.Text:
-        return rich.text.Text(str(task.fields["shown"]))
-
-
-class Display:
-    """The tasks that this process shows. mode: rich, plain or quiet; main: whether it shows what all processes do"""
-
-    def __init__(self, mode: str, *, main: bool = True):
-        self.mode, self.main = mode, main
-        self.lock = threading.RLock()
-        self.live: rich.progress.Progress | None = None  # while there is something to redraw
-        self.tasks: dict[Task, rich.progress.TaskID] = {}  # under way; numbers are of `live`
-
-    def add(self, task: Task) -> None:
-        with self.lock:
-            self.tasks[task] = rich.progress.TaskID(0)
-            if self.mode == "plain":
-                self._say(task, str(task))
-            else:
-                if self.live is None:
-                    self.live = _live()
-                    self.live.start()
-                self.tasks[task] = self.live.add_task(task.what, total=task.total, completed=task.done, shown=task)
-
-    def update(self, task: Task) -> None:
-        if task not in self.tasks:  # another process shows it, or nothing is shown
-            return
-        if self.live is not None:
-            self.live.update(self.tasks[task], completed=task.done)
-        elif task.newest - task.said >= SECONDS_BETWEEN_LINES:
-            self._say(task, str(task))
-
-    def remove(self, task: Task) -> None:
-        with self.lock:
-            number = self.tasks.pop(task, None)
-            if number is None:
-                return
-            if self.live is None:
-                self._say(task, task.summary())
-                return
-            self.live.remove_task(number)
-            if not self.tasks:
-                self.close()
-
-    def close(self) -> None:
-        """Takes everything off the terminal and shows the cursor again."""
-        with self.lock:
-            live, self.live = self.live, None
-            self.tasks.clear()
-            if live is not None:
-                live.stop()
-
-    @contextlib.contextmanager
-    def cleared(self) -> Iterator[None]:
-        """Within, nothing is redrawn, so that something else can be printed."""
-        with self.lock:
-            live = self.live
-            if live is None:
-                yield
-                return
-            live.stop()
-            try:
-                yield
-            finally:
-                live.start()
-
-    def _say(self, task: Task, text: str) -> None:
-        if task.own_lines:
-            task.said = time.perf_counter()
-            sys.stderr.write(f"{task.what}: {text}\n")
-            sys.stderr.flush()
-
-
-def _live() -> rich.progress.Progress:
-    columns = (
-        rich.progress.TextColumn("{task.description}", markup=False, table_column=rich.table.Column(no_wrap=True)),
-        rich.progress.BarColumn(bar_width=None),
-        Figures(),
-    )
-    return rich.progress.Progress(
-        *columns,
-        console=rich.console.Console(stderr=True, force_terminal=True),
-        transient=True,
-        refresh_per_second=REDRAWN,
-        redirect_stdout=sys.stdout.isatty() and sys.stderr.isatty(),
-    )
-
-
-DISPLAY = Display("plain")  # of a process that has not called `choose`
-
-
 def choose(mode: str, *, main: bool) -> None:
     """The mode of this process and of those that it starts. Raises ValueError for a word that is none of MODES.
 
     main: whether this process shows what all processes of a run do
     """
-    global DISPLAY
+    global _mode, _main, _live
     if mode not in MODES:
         raise ValueError(f"progress={mode} must be one of {', '.join(MODES)} (or the variable {VARIABLE}).")
     os.environ[VARIABLE] = "auto" if mode == "rich" else mode  # a process whose output is read here has no terminal
+    terminals = sys.stdout.isatty() and sys.stderr.isatty()
     if mode == "auto":
-        mode = "rich" if sys.stdout.isatty() and sys.stderr.isatty() else "plain"
+        mode = "rich" if terminals else "plain"
     if mode == "rich" and os.environ.get("TERM", "").lower() in ("dumb", "unknown"):
         mode = "plain"  # such a terminal cannot go back to an earlier line
-    DISPLAY.close()
-    DISPLAY = Display(mode, main=main)
-    if mode == "rich" and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, _terminate)
+    close()
+    _mode, _main, _live = mode, main, None
+    if mode == "rich":
+        whole = rich.table.Column(no_wrap=True)
+        columns = (
+            TextColumn("{task.description}", markup=False, table_column=whole),
+            BarColumn(bar_width=None),
+            TextColumn("{task.fields[shown]}", markup=False, table_column=whole.copy()),
+        )
+        screen = rich.console.Console(stderr=True, force_terminal=True)
+        _live = Progress(*columns, console=screen, transient=True, refresh_per_second=4, redirect_stdout=terminals)
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, _terminate)
 
 
 def _terminate(number: int, _) -> None:
     """Ends the process by the signal, as without this handler, but shows the cursor first."""
-    if DISPLAY.live is not None:
+    if _live is not None:
         os.write(2, SHOW_CURSOR)  # no lock is taken: the interrupted code may hold it
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
@@ -224,7 +140,10 @@ def _terminate(number: int, _) -> None:
 
 def close() -> None:
     """Takes everything off the terminal and shows the cursor again, however the work has ended."""
-    DISPLAY.close()
+    if _live is not None:
+        _live.stop()
+        for number in _live.task_ids:
+            _live.remove_task(number)
 
 
 @contextlib.contextmanager
@@ -243,14 +162,21 @@ def start(
     own_lines: False if the caller prints lines of its own with `note` in mode plain
     any_process: whether a process shows it that is not the main one too, for work that one of them does
     """
-    task = Task(what, total, unit, done, own_lines)
-    display = DISPLAY
-    if display.mode != "quiet" and (display.main or any_process):
-        display.add(task)
+    task, live = Task(what, total, unit, done), _live
+    if _main or any_process:
+        task.prints = own_lines and _mode == "plain"
+        if live is not None:
+            task.row = live, live.add_task(what, total=total, completed=done, shown=task)
+            live.start()
+    task.say(str(task))
     try:
         yield task
     finally:
-        display.remove(task)
+        task.say(task.summary())
+        if task.row is not None and task.row[1] in task.row[0].task_ids:
+            task.row[0].remove_task(task.row[1])
+            if not task.row[0].task_ids:
+                task.row[0].stop()
 
 
 def track(
@@ -274,14 +200,19 @@ class Results(rich.console.Console):
     """A console for results, on stdout, of the main process. Only tables on a terminal are fitted to its width."""
 
     def __init__(self) -> None:
-        super().__init__(highlight=False, markup=False, emoji=False, quiet=not DISPLAY.main)  # names stay as they are
+        super().__init__(highlight=False, markup=False, emoji=False, quiet=not _main)  # names stay as they are
         if not self.is_terminal and "COLUMNS" not in os.environ:
             self.width = WIDTH
 
     def print(self, *objects: Any, **settings: Any) -> None:
+        """Prints while nothing is redrawn."""
         fitted = self.is_terminal and any(isinstance(each, rich.table.Table) for each in objects)
-        with DISPLAY.cleared():
-            super().print(*objects, **{"soft_wrap": not fitted, **settings})
+        redrawn = _live is not None and _live.live.is_started
+        if _live is not None and redrawn:
+            _live.stop()
+        super().print(*objects, **{"soft_wrap": not fitted, **settings})
+        if _live is not None and redrawn:
+            _live.start()
 
     def say(self, text: str) -> None:
         """Prints a sentence as it is."""
@@ -290,5 +221,5 @@ class Results(rich.console.Console):
 
 def note(text: str) -> None:
     """Prints a line on stdout that is no result, once for all processes; nothing in mode quiet."""
-    if DISPLAY.mode != "quiet":
+    if _mode != "quiet":
         Results().say(text)

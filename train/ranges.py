@@ -5,8 +5,10 @@ An option is looked up by its full name, then without the groups in front: head.
 with * stands for all options of a group. Draft.num_layers is that of the class Draft alone.
 """
 
+import contextlib
 import difflib
-from collections.abc import Iterator
+import re
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -149,7 +151,7 @@ RANGES = {
     "seed": whole(0, 2**32 - 1), "ema": number(0, 1, above=True, below=True).or_null,
     # Validation
     "num_prompts": COUNT.or_null, "max_new_tokens": COUNT, "temperature": number(0), "validation.decode": choice("best", "end", "always"),
-    "validation.auto": choice("never", "end", "always"), "validation.share": number(0).or_null, "served": TEXT.or_null,
+    "validation.auto": choice("never", "end", "always"), "validation.share": number(0).or_null,
     "validation.answers": TEXT,
     # Heads
     "vocab_size": COUNT.or_null, "delay": whole(0), "num_drafts": FEW, "num_layers": FEW, "Draft.num_layers": FEW.or_null,
@@ -234,3 +236,28 @@ def show(value: Value) -> str:
         return f"[{','.join(map(show, value))}]"
     text = str(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def refuse(wrong: dict[str, Any]) -> None:
+    """Raises ValueError with the first sentence whose condition holds."""
+    for sentence, applies in wrong.items():
+        if applies:
+            raise ValueError(sentence)
+
+
+@contextlib.contextmanager
+def named(prefix: str, *, only: Collection[str] | None = None) -> Iterator[None]:
+    """Within, a ValueError that names an argument, `depth=`, names the option of this group instead, `decode.depth=`.
+
+    A name that has a prefix already, and a value behind an equals sign, are left alone. only: the arguments that belong
+    to this group; None: all.
+    """
+
+    def add_prefix(match: re.Match) -> str:
+        name = match[1]
+        return f"{prefix}.{name}=" if only is None or name in only else match[0]
+
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(re.sub(r"(?<![\w.=/'\"-])([a-z]\w*)=", add_prefix, str(error))) from error

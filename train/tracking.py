@@ -1,27 +1,33 @@
-"""What a run tells a tracker. W&B, TensorBoard and trackio get the same names, values and tables (docs/tracking.md).
+"""What a run tells W&B, TensorBoard or trackio: the same names and values for all three (docs/tracking.md).
 
-A tracker is only a copy: log.jsonl and report.json hold everything. One that fails is named in a warning, and the run goes
+A tracker is only a copy: log.jsonl and report.json hold everything. If it fails, one warning names it, and the run goes
 on without it.
 """
 
 import contextlib
+import importlib
 import importlib.util
 import math
 import os
 import re
+import uuid
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from train import trackers
+from accelerate.tracking import GeneralTracker, TensorBoardTracker, TrackioTracker, WandBTracker
 
+from specdec.core import files
+
+PROJECT = "specdec"  # or WANDB_PROJECT, TRACKIO_PROJECT
+WANDB_ID = "wandb_id"  # file in the folder of a run: the number under which a continued run goes on
 SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD")  # names of environment variables whose values are never shown
 PARTS = ("by_category", "by_tag", "by_prompt", "differences")  # of a report: tables, not figures
 TABLE = (
-    *("replayed_prompts", "replayed_tau", "replayed_tau_low", "replayed_tau_high", "num_prompts", "tau", "tau_low", "tau_high"),
-    *("speedup", "survival_1", "replayed_survival_1"),
-)  # fmt: skip
+    *("replayed_prompts", "replayed_tau", "replayed_tau_low", "replayed_tau_high", "num_prompts", "tau", "tau_low"),
+    *("tau_high", "speedup", "survival_1", "replayed_survival_1"),
+)
 
 
 def figures_of(kind: str, values: dict[str, Any]) -> dict[str, float]:
@@ -50,7 +56,7 @@ def figures_of(kind: str, values: dict[str, Any]) -> dict[str, float]:
 
 
 def table_of(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """The figures of each category of the prompts; a figure that no category has is left out."""
+    """The figures of each category of the prompts. Figures that no category has are left out."""
     rows = {name: figures_of("", part) for name, part in report.get("by_category", {}).items()}
     known = [key for key in TABLE if any(f"/{key}" in row for row in rows.values())]
     return [{"category": name, **{key: row.get(f"/{key}") for key in known}} for name, row in rows.items()]
@@ -70,45 +76,84 @@ def without_secrets(text: str) -> str:
     return re.sub(r"//[^/@\s]+@", "//***@", text)
 
 
-class Tracker(Protocol):
-    """What `train/trackers.py` has one of for each service. Methods may raise anything."""
+def open_tracker(name: str, folder: Path, run: str, settings: dict[str, Any], step: int) -> GeneralTracker:
+    """Accelerate's tracker of a run. run: its name; step: those done before, if the run is continued"""
+    group = run.rpartition("/")[0] or None  # of a sweep
+    tracker: GeneralTracker
+    if name == "wandb":
+        if not (folder / WANDB_ID).exists():
+            files.write_text(folder / WANDB_ID, uuid.uuid4().hex[:8] + "\n")
+        netrc = Path.home() / ".netrc"
+        logged_in = "WANDB_API_KEY" in os.environ or (netrc.exists() and "api.wandb.ai" in netrc.read_text())
+        mode = os.environ.get("WANDB_MODE") or ("online" if logged_in else "offline")
+        tracker = WandBTracker(
+            os.environ.get("WANDB_PROJECT", PROJECT),
+            name=run,
+            group=group,
+            mode=mode,
+            config=settings,
+            id=(folder / WANDB_ID).read_text().strip(),
+            resume="allow" if mode == "online" else None,
+            dir=os.environ.get("WANDB_DIR", str(folder.resolve())),
+            settings={"console": "off", "silent": mode == "offline"},
+        )
+    elif name == "tensorboard":
+        tracker = TensorBoardTracker("tensorboard", folder, purge_step=step + 1 if step else None)
+    else:
+        tracker = TrackioTracker(
+            os.environ.get("TRACKIO_PROJECT", PROJECT),
+            name=run,
+            group=group,
+            config=settings,
+            embed=False,
+            resume="allow" if step else "never",  # by its name, which an older run may have had
+        )
+    tracker.start()
+    if name == "wandb":  # steps that a continued run does again may come twice
+        tracker.tracker.define_metric("step")
+        tracker.tracker.define_metric("*", step_metric="step")
+    elif name == "tensorboard":
+        tracker.log({"settings": markdown([{"setting": key, "value": settings[key]} for key in settings])}, step=0)
+    return tracker
 
-    def log(self, step: int, figures: dict[str, float]) -> None: ...
 
-    def table(self, step: int, name: str, rows: list[dict[str, Any]]) -> None: ...
-
-    def page(self, step: int, path: Path, verdict: str) -> None: ...
-
-    def close(self, *, failed: bool) -> None: ...
+def markdown(rows: list[dict[str, Any]]) -> str:
+    """A table; numbers with four digits."""
+    text = lambda value: f"{value:.4g}" if isinstance(value, float) else str(value).replace("|", "\\|")
+    lines = [[*rows[0]], ["---"] * len(rows[0]), *([text(value) for value in row.values()] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 class Tracking:
     """The tracker of a run, or none. Nothing here raises once training has begun.
 
-    name: none, wandb, tensorboard or trackio
-    folder: of the run, which keeps what continues it in the same place
+    name: none, wandb, tensorboard or trackio; folder: of the run
     """
 
     def __init__(self, name: str, folder: Path):
-        self.name, self.folder = name, folder
-        self.tracker: Tracker | None = None
+        self.name, self.folder, self.run = name, folder, ""
+        self.tracker: GeneralTracker | None = None
 
     @contextlib.contextmanager
     def running(self, run: str, settings: dict[str, Any], *, step: int) -> Iterator[None]:
         """Open within. run: its name; step: those done before, if it is continued"""
-        plain = {
-            key: value if isinstance(value, int | float) else without_secrets(str(value))
-            for key, value in settings.items()
-        }
+        self.run = run
+        numbers = {key: each for key, each in settings.items() if isinstance(each, int | float)}
+        plain = {key: numbers.get(key, without_secrets(str(each))) for key, each in settings.items()}
         if self.name != "none":
             with self._guarded():
-                self.tracker = trackers.MAKERS[self.name](self.folder, run, plain, step)
+                self.tracker = open_tracker(self.name, self.folder, run, plain, step)
         failed = True
         try:
             yield
             failed = False
         finally:
-            self._tell(lambda tracker: tracker.close(failed=failed))
+            if self.tracker is not None:
+                with self._guarded():
+                    if self.name == "wandb":
+                        self.tracker.tracker.finish(exit_code=int(failed))
+                    else:
+                        self.tracker.finish()
             self.tracker = None
 
     def record(self, step: int, row: dict[str, Any]) -> None:
@@ -116,23 +161,40 @@ class Tracking:
         if "validation" in row:
             self.report(step, "validation", row["validation"])
         else:
-            self._tell(lambda tracker: tracker.log(step, figures_of("train", row)))
+            self._log(step, figures_of("train", row))
 
     def report(self, step: int, kind: str, report: dict[str, Any]) -> None:
         """The figures of a report.json, and its table by category. kind: validation, or best for that of the best step"""
+        self._log(step, figures_of(kind, report))
         rows = table_of(report)
-        self._tell(lambda tracker: tracker.log(step, figures_of(kind, report)))
-        if rows:
-            self._tell(lambda tracker: tracker.table(step, f"{kind}/by_category", rows))
+        if rows and self.name == "tensorboard":
+            self._log(step, {f"{kind}/by_category": markdown(rows)})
+        elif rows and self.tracker is not None:
+            with self._guarded():
+                data = [[*row.values()] for row in rows] if self.name == "wandb" else rows
+                table = importlib.import_module(self.name).Table(columns=[*rows[0]], data=data)
+                self._log(step, {f"{kind}/by_category": table})
 
     def page(self, step: int, path: Path, verdict: str) -> None:
-        """The page of the run, and its first sentence."""
-        self._tell(lambda tracker: tracker.page(step, path, verdict))
+        """The page of the run, and its first sentence. TensorBoard holds no files, so it gets the path."""
+        if self.name == "tensorboard":
+            self._log(step, {"report": f"{verdict}\n\nThe page of this run: `{path}`"})
+        elif self.tracker is not None:
+            with self._guarded():
+                name = re.sub(r"[^\w.-]", "-", f"{self.run}-report")
+                artifact = importlib.import_module(self.name).Artifact(name, type="report", description=verdict)
+                artifact.add_file(str(path))
+                self.tracker.tracker.log_artifact(artifact)
+                if self.name == "wandb":
+                    self.tracker.tracker.summary["verdict"] = verdict
 
-    def _tell(self, call: Callable[[Tracker], None]) -> None:
+    def _log(self, step: int, values: dict[str, Any]) -> None:
         if self.tracker is not None:
             with self._guarded():
-                call(self.tracker)
+                if self.name == "wandb":  # whose own steps may not come twice
+                    self.tracker.log({"step": step, **values})
+                else:
+                    self.tracker.log(values, step=step)
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:

@@ -1,43 +1,61 @@
-"""The training loop."""
+"""The training loop. `Trainer.fit` is the loop, `Trainer.take_step` one step of it; what they need follows below."""
 
+import collections
+import contextlib
 import math
+import resource
+import signal
+import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import replace
-from functools import partial
-from pathlib import Path
+from dataclasses import dataclass, replace
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor
 
 from specdec.core import devices
-from train import closed_form
-from train.consistency import ConsistencyObjective
+from specdec.heads.base import Drafter, Head, Slots
+from specdec.measuring.report import Training
+from specdec.target.model import TargetOutput
+from specdec.unroll import replay
+from train import progress
+from train.config import TrainSettings
 from train.data.loader import Loader, Material, MicroBatch, Order, permutation
-from train.finite import NotFiniteLoss, named, rows_not_finite
-from train.group import Group
-from train.objective import Loss, Objective
-from train.optimization import AVERAGE, Average, GradientNorms, take
+from train.data.rows import Batch, answers
+from train.distributed import AnyObjective, Group, Waiting, Weights, gathered, local, say
+from train.features.outputs import read_each
+from train.objective import Loss, by_start, slots
+from train.optimization import AVERAGE, Average, read_norms, take
 from train.pages import run_page
-from train.parts import gathered, local
-from train.processes import say
-from train.progress import note
-from train.run_folder import RunFolder, packs_of_step
-from train.saving import Saving
-from train.settings import Settings
-from train.sharding import Weights
-from train.signals import Signals
-from train.training_progress import TrainingProgress, clipping, other_processes, peak_memory, text_rounds, training_cost
-from train.validation import Validation
-from train.waiting import Waiting
+from train.state import RunFolder, Saving, packs_of_step
+from train.validate import Validation
 
 # Several processes ask each other for signals, and each time they wait for the devices: after so many steps, or sooner where steps are
 # long, as launchers and schedulers kill a process 30 seconds after the signal
 ASK, ASK_SECONDS = 20, 5.0
 MEASURED = 8  # packs from which a head takes the sizes of what it reads, at least
+LEAST_SLOTS = 100_000  # of a closed-form start; no more are held in memory, unless the target's width needs more
+SHOWN = 10  # text tau is taken over the last steps that were shown: that of a single batch says little
+SIGNALS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGUSR1: "SIGUSR1"}  # Slurm sends SIGUSR1
+
+
+class NotFiniteLoss(ValueError):
+    """A step's loss was not finite. Nothing of the step was kept."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step of the optimizer gave. Its tensors stay on the device until somebody reads them."""
+
+    number: int  # steps before it
+    loss: Tensor  # scalar, the mean over all goals of the step, in all processes
+    norm: Tensor | None  # scalar, of the gradients before they are clipped; None: the step was left out
+    tokens: int  # that all processes have read
+    rounds: tuple[int, float] | None  # of `count_rounds`, if the guesses were compared with the text
 
 
 class Trainer:
@@ -50,57 +68,38 @@ class Trainer:
     def __init__(
         self,
         accelerator: Accelerator,
-        objective: Objective | ConsistencyObjective,
+        objective: AnyObjective,
         optimizer: torch.optim.Optimizer,
         scheduler: torch.optim.lr_scheduler.LRScheduler,
         *,
         material: Material,
         validation: Validation,
-        settings: Settings,
+        settings: TrainSettings,
         folder: RunFolder,
-        serve: Callable[[Path], dict | None] | None = None,
-        record: Callable[[int, dict], None] = lambda step, row: None,
     ):
-        """serve: the figures of an engine that serves a checkpoint's folder; None if it fails
-        record: gets each step and row that is logged
-        """
-        self.serve, self.record = serve, record
+        self.accelerator, self.settings, self.material, self.validation = accelerator, settings, material, validation
+        self.scheduler, self.drafter = scheduler, objective.drafter
+        self.depth, self.every_slot, self.supervise = objective.depth, objective.every_slot, objective.supervise
         self.group = Group.of(accelerator, objective.drafter.target)
         about = {"data": material.packs.fingerprint, "processes": self.group.num}
         self.folder = replace(folder, settings={**folder.settings, **about})
-        self.saving = Saving(self.folder, every=settings.save_every, minutes=settings.save_minutes)
-        self.accelerator, self.settings, self.material, self.validation = accelerator, settings, material, validation
-        about = {
-            "num_packs": len(material.packs),
-            "seed": settings.seed,
-            "number": self.group.number,
-            "num": self.group.num,
-        }
-        self.indices = Order(batch=settings.batch, accumulation=settings.accumulation, **about)
+        self.saving = Saving(self.folder.save_state, every=settings.save_every, minutes=settings.save_minutes)
+        num, group = len(material.packs), self.group
+        self.indices = Order(num, settings.seed, settings.batch, settings.accumulation, group.number, group.num)
         self.loader = Loader(material, order=self.indices, device=accelerator.device)
-        self.drafter, self.depth = objective.drafter, objective.depth
-        self.every_slot, self.supervise = objective.every_slot, objective.supervise
         self.waiting = Waiting(settings.timeout, accelerator.process_index, accelerator.num_processes)
         with self.waiting("the others to load their target and data"):
             self.weights = Weights(accelerator, objective, optimizer)
         self.objective, self.optimizer = self.weights.prepared, self.weights.optimizer
-        self.scheduler = scheduler
         self.average = None if settings.ema is None else Average(self.drafter, settings.ema)
-        self.norms = GradientNorms(settings.limit)
+        # Each loss is read before the update where that costs nothing, or where later is too late: a stream cannot go back
+        self.reads_at_once = accelerator.device.type == "cpu" or settings.skip_not_finite or material.stream is not None
+        # What resuming continues
         self.step = 0
         self.seen, self.seconds = 0, 0.0  # tokens and seconds of training, without validation and saving
         self.skipped = 0  # steps that were left out
-        self.loss = math.nan  # of the newest step whose loss was read
-        self.losses: list[tuple[int, Tensor]] = []  # of the steps since then, on the device
-        self.reads_at_once = (
-            accelerator.device.type == "cpu" or settings.skip_not_finite or material.stream is not None
-        )  # each loss, before the update; a stream cannot go back to the rows of an earlier step
-        self.best: dict = {}
+        self.best: dict = {}  # figure and step of the best checkpoint, and the figure's name
         self.interrupted = 0  # the signal that has ended the run early
-        self.asked, self.next_ask = (
-            (0, 0.0),
-            0,
-        )  # steps: of the last question with the seconds until then, and of the next
 
     # Before the first step
 
@@ -109,24 +108,52 @@ class Trainer:
 
         num_packs: for the weights; 0: they stay; fresh: they are random
         """
-        first = permutation(len(self.material.packs), self.settings.seed)[: max(num_packs, MEASURED)]
-        start = partial(
-            closed_form.start, material=self.material, packs=first, solve=num_packs > 0, fresh=fresh, depth=self.depth,
-            device=self.accelerator.device,
-        )  # fmt: skip
+        packs = permutation(len(self.material.packs), self.settings.seed)[: max(num_packs, MEASURED)]
+        change = lambda drafter: self._measure_and_solve(drafter, packs, solve=num_packs > 0, fresh=fresh)
         with self.waiting("the closed-form start"):
             # By the processes that hold the main one's target with it
             group = Group.in_step(self.accelerator, self.drafter.target)
-            num = self.weights.change(start, here=group.number == 0)
+            num = self.weights.change(change, here=group.number == 0)
         if self.average is not None:
             self.average.begin()
         if num > 0:
-            note(f"closed-form start from {num} packs")
+            progress.note(f"closed-form start from {num} packs")
+
+    def _measure_and_solve(self, drafter: Head, packs: Iterable[int], *, solve: bool, fresh: bool) -> int:
+        """Measures what the drafter reads, and sets its weights if it has a closed-form start (docs/methods.md, section 5).
+
+        -> how many packs the weights are from, 0 if nothing was changed, -1 if sizes were only measured
+        """
+        features = self.material.features
+        if features is None or not isinstance(drafter, Drafter):
+            return 0
+        solve = solve and type(drafter).solve is not Drafter.solve
+        if not solve and type(drafter).measure is Drafter.measure:
+            return 0
+        depth = 1 if drafter.depth is None else self.depth  # steps of one module start alike
+        texts: list[Slots] = []
+        coming = (self.material.collate([index]) for index in progress.track(packs, "first packs", unit="packs"))
+        for batch, output in read_each(features, coming, self.accelerator.device):
+            texts.append(slots(batch, output, depth))
+            if sum(len(text.tokens) for text in texts) > max(LEAST_SLOTS, 6 * drafter.target.width):
+                break
+        if not texts:
+            return 0
+        measured = drafter.measure(texts, fresh=fresh)
+        if solve and drafter.solve(texts):
+            return len(texts)
+        return -1 if measured else 0
 
     def resume(self) -> bool:
         """Continues from the newest state; False if there is none. Raises ValueError if settings differ from then."""
         state = self.folder.read_state()
-        self._agree(-1 if state is None else state[2]["step"])
+        with self.waiting("the others to read the state"):
+            mine = torch.tensor([-1 if state is None else state[2]["step"]], device=self.accelerator.device)
+            found = self.accelerator.gather(mine).tolist()
+        if len(set(found)) > 1:
+            raise ValueError(
+                f"The processes found states of different steps in {self.folder.path}: {found}. All must see the same folder."
+            )
         if state is None:
             if self.accelerator.is_main_process:
                 self.folder.go_back(-1, {})
@@ -140,6 +167,8 @@ class Trainer:
         self.scheduler.load_state_dict(document["scheduler"] | {"lr_lambdas": lambdas})
         self.step, self.best = document["step"], document["best"]
         self.seen, self.seconds = document["seen"], document["seconds"]
+        self.skipped = document.get("skipped", 0)
+        self.validation.seconds |= document.get("validation", {})
         if self.material.stream:
             positions = document["stream"]
             if len(positions) != self.group.num:
@@ -147,117 +176,114 @@ class Trainer:
                     f"A stream is dealt to its processes: resume with {len(positions)} of them, as the run was begun."
                 )
             self.loader.seek(self.step, positions[self.group.number])
-        self.validation.seconds |= document.get("validation", {})
-        self.skipped = document.get("skipped", 0)
         then, now = packs_of_step(document["about"]), packs_of_step(self.folder.settings)
         self.indices.first = (self.step, document.get("packs", self.step * then))
         if self.accelerator.is_main_process:
             self.folder.go_back(self.step, self.best)
-        note(f"Resumed from step {self.step}.")
+        progress.note(f"Resumed from step {self.step}.")
         if then != now:
-            say(other_processes(document["about"]["processes"], self.group.num, then=then, now=now))
-        return True
-
-    def _agree(self, step: int) -> None:
-        """Raises ValueError if the processes have found different states."""
-        with self.waiting("the others to read the state"):
-            found = self.accelerator.gather(torch.tensor([step], device=self.accelerator.device)).tolist()
-        if len(set(found)) > 1:
-            raise ValueError(
-                f"The processes found states of different steps in {self.folder.path}: {found}. All must see the same folder."
+            say(
+                f"The run was begun by {document['about']['processes']} processes and goes on with {self.group.num}: a step now has "
+                f"{now} packs instead of {then}. The order of packs goes on; train.batch and train.accumulation could keep the "
+                "packs of a step."
             )
+        return True
 
     # The loop
 
-    def fit(self) -> None:
-        """Trains to the last step. Returns early, with a saved state, after a signal. Raises NotFiniteLoss, ProcessLost."""
+    def fit(self, record: Callable[[int, dict], None] = lambda step, figures: None) -> None:
+        """Trains to the last step. Returns early, with a saved state, after a signal. Raises NotFiniteLoss, ProcessLost.
+
+        record: gets each step and its figures that are logged
+        """
         settings, main = self.settings, self.accelerator.is_main_process
-        begun = self.step
-        self.asked = begun, self.seconds
-        within = 1 if self.accelerator.num_processes == 1 else ASK
-        with Signals(say, within=within) as signals, closing(self.loader), self.saving:
+        asking = Asking(self.accelerator, self.waiting, step=self.step, seconds=self.seconds)
+        with Signals(say, within=asking.within) as signals, closing(self.loader), self.saving:
             self.objective.train()
             if (settings.validate_first or self.drafter.pretrained) and self.step == 0:
-                self._validate(required=True)
-            with TrainingProgress(steps=settings.steps, done=begun, shown=main) as progress:
+                self.validate(record, required=True)
+            first, loss = self.step + 1, math.nan
+            unread: list[Step] = []  # steps whose losses nobody has read
+            norms: list[Tensor] = []  # of the steps since the last line
+            with TrainingProgress(steps=settings.steps, done=self.step, shown=main) as line:
                 while self.step < settings.steps:
                     number = self.step + 1
                     last = number == settings.steps
-                    logged = _due(number, settings.log_every) or number == 1 or last
-                    shown = logged or number == begun + 1
+                    logged = is_due(number, settings.log_every) or number == 1 or last
+                    shown = logged or number == first
                     with self.waiting(f"step {number}"):
-                        line, figures = self._advance(progress, shown=shown)
+                        begun = time.perf_counter()
+                        step = self.take_step(compare=shown)
+                        unread.append(step)
+                        if shown or self.reads_at_once:
+                            loss = self.read_losses(unread, loss)
+                        seconds = time.perf_counter() - begun
+                    self.step, self.seen, self.seconds = number, self.seen + step.tokens, self.seconds + seconds
+                    if step.norm is not None:
+                        norms.append(step.norm)
+                    text, figures = line.advance(step, loss, seconds)
                     if shown:
-                        norms = self.norms.read()
-                        note(f"step {self.step:>5}/{settings.steps}  {line}{clipping(norms)}")
+                        clipping = read_norms(norms, settings.limit)
+                        if clipping:
+                            text += "  gradient {grad_norm:.2f}, {clipped:.0%} clipped".format(**clipping)
+                        progress.note(f"step {number:>5}/{settings.steps}  {text}")
                     if logged:
-                        self._record(figures | norms)
-                    validated = _due(self.step, settings.validate_every) or last
+                        rate = self.scheduler.get_last_lr()[0]
+                        figures |= {"learning_rate": rate, "memory": read_peak_memory(self.accelerator.device)}
+                        self.log(record, figures | clipping)
+                    validated = is_due(number, settings.validate_every) or last
                     if validated:
-                        self._validate(required=last)
-                        progress.restart()
-                    self.interrupted, overdue = self._asked(signals.number, now=validated)
-                    if overdue or self.saving.after(self.step) or last or self.interrupted:
+                        loss = self.read_losses(unread, loss)
+                        self.validate(record, required=last)
+                        line.restart()
+                    overdue = main and self.saving.overdue()
+                    self.interrupted, overdue = asking(signals.number, overdue, number, self.seconds, now=validated)
+                    if overdue or self.saving.after(number) or last or self.interrupted:
+                        loss = self.read_losses(unread, loss)
                         self.save_state()
                     if last or self.interrupted:
-                        self._wait_saved()
+                        self.saving.wait()
+                        with self.waiting(f"the saving of step {number}"):
+                            self.accelerator.wait_for_everyone()
                     if self.interrupted and not last:
                         return
             self._decode_best()
         if main:
             self.folder.finish(self.step)
 
-    def _advance(self, progress: TrainingProgress, *, shown: bool) -> tuple[str, dict]:
-        """One step. -> the progress line, and the figures for the log. shown: whether anybody reads them"""
-        start = time.perf_counter()
-        tokens, counts = self._train_step(compare=shown)
-        if shown:
-            self._settle()
-        seconds = time.perf_counter() - start
-        self.step += 1
-        self.seconds += seconds
-        self.seen += tokens
-        line = progress.advance(self.step, loss=self.loss, tokens=tokens, seconds=seconds, counts=counts)
-        figures = {} if progress.text_tau is None else {"tau": progress.text_tau}
-        return line, {
-            "loss": self.loss,
-            **figures,
-            "tokens_per_second": progress.rate,
-            "learning_rate": self.scheduler.get_last_lr()[0],
-            "memory": peak_memory(self.accelerator.device),
-        }
+    def take_step(self, *, compare: bool) -> Step:
+        """One step of the optimizer, in which nothing waits for a device. A step whose loss is not finite changes nothing.
 
-    def _train_step(self, *, compare: bool) -> tuple[int, tuple[int, float] | None]:
-        """One step of the optimizer, in which nothing waits for a device. Its loss is read later, by `_settle`.
-
-        -> tokens read; `text_rounds` of the last micro-batch, if guesses are to be compared with the text
+        compare: whether to compare the guesses of its last micro-batch with the text
         """
         settings, accelerator = self.settings, self.accelerator
         torch.manual_seed(settings.seed * 1_000_003 + self.step * 1009 + self.group.number)
         micro_batches = self.loader.step(self.step)
         goals = torch.tensor(float(sum(int(micro.batch.goals(self.supervise).sum()) for micro in micro_batches)))
-        num_goals = accelerator.reduce(devices.send(goals, accelerator.device), "sum")
+        num_goals = accelerator.reduce(devices.send(goals, accelerator.device), "sum")  # of all processes
         losses = []
-        for number, micro in enumerate(micro_batches):
-            last = number == settings.accumulation - 1
+        for number, micro in enumerate(micro_batches, start=1):
+            last = number == settings.accumulation
+            # A draft is always sure of its own text
+            compared = compare and last and self.every_slot and not micro.written
             with nullcontext() if last or self.weights.sums_at_once else accelerator.no_sync(self.objective):
-                # A draft is always sure of its own text
-                loss = self._backward(micro, num_goals, compare and last and self.every_slot and not micro.written)
+                batch, output = self.loader.on_device(micro)
+                with accelerator.autocast():  # which accelerate leaves out where it shards
+                    loss: Loss = self.objective(batch, output, compare=compared)
+                # Gradients are averaged over processes: divide by the goals of all of them, times their number. Both sums
+                # count all processes that hold a target together.
+                accelerator.backward(loss.total * accelerator.num_processes / num_goals)
             losses.append(loss.total.detach())
         total = accelerator.reduce(torch.stack(losses).sum(), "sum") / num_goals
-        self._update(total, micro_batches)
-        tokens = sum(int((micro.batch.documents >= 0).sum()) for micro in micro_batches) * self.group.num
-        return tokens, None if loss.matches is None else text_rounds(micro.batch, loss.matches)
-
-    def _update(self, total: Tensor, micro_batches: list[MicroBatch]) -> None:
-        """The optimizer's step. A step whose loss is not finite changes nothing."""
-        known = self.reads_at_once
-        self.losses.append((self.step, total))
-        finite = not known or self._settle(micro_batches)
-        norm = gathered(self.accelerator.clip_grad_norm_(self.objective.parameters(), self.settings.limit))
+        finite = True
+        if self.reads_at_once:
+            total = total.cpu()
+            finite = math.isfinite(total)
+            if not finite:
+                self._refuse_or_skip(self.step, float(total), micro_batches)
+        norm = gathered(accelerator.clip_grad_norm_(self.objective.parameters(), settings.limit))
         if finite:
-            self.norms.add(norm)
-            if not known:  # weights stay finite until somebody reads the loss
+            if not self.reads_at_once:  # weights stay finite until somebody reads the loss
                 good = total.isfinite() & norm.isfinite()
                 for parameter in self.objective.parameters():
                     if parameter.grad is not None:
@@ -267,32 +293,21 @@ class Trainer:
                 self.average.update()
         self.scheduler.step()
         self.optimizer.zero_grad()
+        tokens = sum(int((micro.batch.documents >= 0).sum()) for micro in micro_batches) * self.group.num
+        rounds = None if loss.matches is None else count_rounds(micro.batch, loss.matches)
+        return Step(self.step, total, norm.detach() if finite else None, tokens, rounds)
 
-    def _settle(self, micro_batches: list[MicroBatch] | None = None) -> bool:
-        """Reads the losses of the steps since the last time. -> whether all are finite. Raises NotFiniteLoss
-
-        micro_batches: of the last step, if it is the only one
-        """
-        if not self.losses:
-            return True
-        steps, losses = [step for step, _ in self.losses], torch.stack([loss for _, loss in self.losses]).tolist()
-        self.losses = []
-        for step, loss in zip(steps, losses):
-            if not math.isfinite(loss):
-                self._refuse_or_skip(step, loss, micro_batches or self.loader.again(step))
-                return False
-        self.loss = losses[-1]
-        return True
-
-    def _backward(self, micro: MicroBatch, num_goals: Tensor, compare: bool) -> Loss:
-        """Adds a micro-batch's share of the gradients. num_goals: of the whole step, in all processes"""
-        batch, output = self.loader.on_device(micro)
-        with self.accelerator.autocast():  # which accelerate leaves out where it shards
-            loss: Loss = self.objective(batch, output, compare=compare)
-        # Gradients are averaged over processes: divide by the goals of all of them, times their number. Both sums count all
-        # processes that hold a target together.
-        self.accelerator.backward(loss.total * self.accelerator.num_processes / num_goals)
-        return loss
+    def read_losses(self, unread: list[Step], loss: float) -> float:
+        """Reads the losses of steps, and empties the list. -> the newest; `loss` if there is none. Raises NotFiniteLoss"""
+        kept = [step for step in unread if step.norm is not None]
+        unread.clear()
+        if not kept:
+            return loss
+        losses = torch.stack([step.loss for step in kept]).tolist()
+        for step, value in zip(kept, losses):
+            if not math.isfinite(value):
+                self._refuse_or_skip(step.number, value, self.loader.again(step.number))
+        return losses[-1]
 
     def _refuse_or_skip(self, step: int, loss: float, micro_batches: list[MicroBatch]) -> None:
         """Names the rows, in the log too, and raises NotFiniteLoss unless such steps are to be left out."""
@@ -301,9 +316,12 @@ class Trainer:
             batch = micro.batch.to(self.accelerator.device)
             read.append((micro.rows, batch, self.material.target_output(micro, batch)))
         with self.weights.whole() as objective, self.accelerator.autocast():
-            rows = rows_not_finite(objective, read)
+            rows = find_rows_not_finite(objective, read)
         self.saving.wait()  # the sentence names the last state
-        what = f"The loss is {loss} at step {step + 1} ({named(rows)})."
+        what = "no row alone gives it, so look at the learning rate first"
+        if rows:
+            what = f"row{'s' * (len(rows) > 1)} {', '.join(rows[:6])}{', ...' if len(rows) > 6 else ''}"
+        what = f"The loss is {loss} at step {step + 1} ({what})."
         if not self.settings.skip_not_finite:
             raise NotFiniteLoss(
                 f"{what} Nothing of this step was kept; the last good state is that of step {self.folder.saved_step()}."
@@ -315,13 +333,16 @@ class Trainer:
 
     # What a run leaves behind
 
-    def _validate(self, *, required: bool) -> None:
+    def log(self, record: Callable[[int, dict], None], figures: dict) -> None:
+        """To the log, and to whoever listens."""
+        if self.accelerator.is_main_process:
+            self.folder.log(self.step, figures)
+            record(self.step, figures)
+
+    def validate(self, record: Callable[[int, dict], None], *, required: bool) -> None:
         """Judges the weights, saves a checkpoint of the better ones, and marks it if it is the best so far."""
-        self._settle()
         self.saving.wait()  # decoding is timed
-        cost = training_cost(  # before decoding
-            self.accelerator, self.drafter, tokens=self.seen, seconds=self.seconds, unique=self.material.num_tokens
-        )
+        cost = self.cost()  # before decoding
         with self.waiting(f"the weights of step {self.step}"):
             candidates = {"plain": self.weights.frozen()}
             if self.average is not None:
@@ -333,7 +354,7 @@ class Trainer:
             judged = self.validation(candidates, step=self.step, trained=self.seconds, best=best, required=required)
         if judged is not None and self.accelerator.is_main_process:
             frozen, report = judged[0], replace(judged[1], training=cost)
-            self._record({"validation": report.to_json()})
+            self.log(record, {"validation": report.to_json()})
             name = self.folder.save_checkpoint(frozen, report)
             figure = getattr(report, kind)
             if best is None or figure > best:
@@ -344,12 +365,24 @@ class Trainer:
             self.accelerator.wait_for_everyone()
         self.objective.train()
 
+    def cost(self) -> Training:
+        """Of the training so far, in all processes."""
+        return Training(
+            parameters=self.drafter.num_parameters(),
+            tokens=self.seen,
+            seconds=self.seconds,
+            tokens_per_second=self.seen / self.seconds if self.seconds else None,
+            peak_memory=read_peak_memory(self.accelerator.device),
+            processes=self.accelerator.num_processes,
+            unique_tokens=self.material.num_tokens,
+        )
+
     def _decode_best(self) -> None:
         """After the last step: decodes the checkpoint of the best step, if its report lacks what decoding gives."""
         found = self.folder.read_best() if self.accelerator.is_main_process else None
         with self.waiting("the best step"):
             best = broadcast_object_list([found])[0]
-        if best is None or not (self.validation.unfinished(best[1]) or (self.serve and self.validation.replays)):
+        if best is None or not self.validation.unfinished(best[1]):
             return
         name, report, weights = best
         with self.waiting("the best step"):
@@ -358,8 +391,6 @@ class Trainer:
         with self.waiting("the decoding of the best step", timed=False):
             report = self.validation.decode_best(frozen, report, trained=self.seconds)
         if self.accelerator.is_main_process:
-            if self.serve is not None:
-                report = replace(report, served=self.serve(self.folder.path / name))
             self.folder.log_last(self.step, {"validation": report.to_json()})
             self.folder.write_report(name, report)
         with self.waiting("the decoding of the best step"):
@@ -367,10 +398,13 @@ class Trainer:
 
     def save_state(self) -> None:
         """Copies what resuming needs from the devices; a thread of the main process writes it."""
-        self._settle()
-        positions = self._positions()
+        positions = []  # of each process in a stream
+        if self.material.stream:
+            position = torch.tensor([self.loader.position(self.step)], device=self.accelerator.device)
+            with self.waiting("the others' places in the stream"):
+                positions = self.accelerator.gather(position).tolist()[:: self.group.share.size]
         with self.waiting(f"the weights of step {self.step}"):
-            weights, optimizer, averaged = self.weights.saved(self.average)
+            weights, optimizer, averaged = self.weights.saved(self.average.state_dict() if self.average else {})
         if self.accelerator.is_main_process:
             scheduler = {key: value for key, value in self.scheduler.state_dict().items() if key != "lr_lambdas"}
             counters = {
@@ -383,53 +417,178 @@ class Trainer:
                 "validation": self.validation.seconds,
                 **({"stream": positions} if positions else {}),
             }
-            self.saving.write(
-                self.step,
-                weights=weights | {AVERAGE + name: value for name, value in averaged.items()},
-                optimizer=optimizer,
-                document=counters,
-            )
+            averaged = {AVERAGE + name: value for name, value in averaged.items()}
+            self.saving.write(self.step, weights=weights | averaged, optimizer=optimizer, document=counters)
 
-    def _wait_saved(self) -> None:
-        """Until the last state is on the disk."""
-        self.saving.wait()
-        with self.waiting(f"the saving of step {self.step}"):
-            self.accelerator.wait_for_everyone()
 
-    def _positions(self) -> list[list[int]]:
-        """Where each process is in a stream; nothing for packs."""
-        if not self.material.stream:
-            return []
-        position = torch.tensor([self.loader.position(self.step)], device=self.accelerator.device)
-        with self.waiting("the others' places in the stream"):
-            return self.accelerator.gather(position).tolist()[:: self.group.share.size]
+def is_due(step: int, every: int) -> bool:
+    """Whether a step is one of every so many; 0: none is."""
+    return every > 0 and step % every == 0
 
-    def _record(self, figures: dict) -> None:
-        """To the log, and to whoever listens."""
-        if self.accelerator.is_main_process:
-            self.folder.log(self.step, figures)
-            self.record(self.step, figures)
 
-    def _asked(self, number: int, *, now: bool) -> tuple[int, bool]:
-        """The signal that has come to any process, 0 for none, and whether the main one finds that a state is overdue.
+# Losses that are not finite
 
-        number: the signal here; now: whether several processes ask now. Otherwise they do when it is time
+
+@torch.no_grad()
+def find_rows_not_finite(
+    objective: Callable[[Batch, TargetOutput | None], Loss],
+    read: Sequence[tuple[list[list[str]], Batch, TargetOutput | None]],
+) -> list[str]:
+    """Ids of the rows whose loss, computed alone, is not finite, in all processes; in the order of the packs.
+
+    objective: without the wrapper that synchronises gradients, with the weights before the step
+    read: of each micro-batch of this process the ids of each pack's rows, the batch and the target's outputs
+    All processes must call this. A loss that depends on random numbers may be finite when it is computed again.
+    """
+    found = []
+    for packs, batch, output in read:
+        for place, pack in enumerate(packs):
+            for document, row in enumerate(pack):
+                part, part_output = _take_document(batch, output, place, document)
+                if part.loss_mask.any() and not math.isfinite(float(objective(part, part_output).total)):
+                    found.append(row)
+    return list(dict.fromkeys(gather_object(found)))  # once, if several processes read the same
+
+
+def _take_document(
+    batch: Batch, output: TargetOutput | None, place: int, document: int
+) -> tuple[Batch, TargetOutput | None]:
+    """A document of a pack as a batch of its own, [1, T of the document]."""
+    host = batch.on_host
+    inside = (host.documents[place] == document).nonzero()[:, 0]
+    span = (slice(place, place + 1), slice(int(inside[0]), int(inside[-1]) + 1))
+    part = Batch(host.tokens[span], host.loss_mask[span], torch.zeros_like(host.documents[span]), host.positions[span])
+    return part.to(batch.tokens.device), output and TargetOutput(output.features[span], output.final[span])
+
+
+# Signals that end a run soon, with a saved state
+
+
+class Signals:
+    """Within, `number` is the signal that has come, or 0. A second Ctrl-C raises KeyboardInterrupt at once.
+
+    within: steps after which the run ends
+    say: prints a line; called in a thread of its own, as a signal may come in the middle of another print to the same
+        file, which Python refuses ("reentrant call")
+    """
+
+    def __init__(self, say: Callable[[str], None], *, within: int = 1):
+        self.say, self.number = say, 0
+        self.when = "after this step" if within == 1 else f"within {within} steps"
+        self.saying: threading.Thread | None = None
+
+    def __enter__(self) -> "Signals":
+        self.previous = {number: signal.signal(number, self._receive) for number in SIGNALS}
+        return self
+
+    def __exit__(self, *_) -> None:
+        for number, handler in self.previous.items():
+            signal.signal(number, handler)
+        if self.saying:
+            self.saying.join()
+
+    def _receive(self, number: int, _) -> None:
+        if number == self.number == signal.SIGINT:
+            raise KeyboardInterrupt
+        if not self.number:
+            text = f"{SIGNALS[signal.Signals(number)]}: stopping {self.when}."
+            if number == signal.SIGINT:
+                text += " Press Ctrl-C again to stop at once and lose the steps since the last save."
+            self.saying = threading.Thread(target=self.say, args=(text,))
+            self.saying.start()
+        self.number = number
+
+
+class Asking:
+    """Tells all processes of a signal that came to one of them, and of a state that the main one finds overdue.
+
+    step, seconds: of training so far
+    """
+
+    def __init__(self, accelerator: Accelerator, waiting: Waiting, *, step: int, seconds: float):
+        self.accelerator, self.waiting = accelerator, waiting
+        self.within = 1 if accelerator.num_processes == 1 else ASK  # steps after which all know of a signal
+        self.asked, self.next = (step, seconds), 0  # the last question, and the step of the next one
+
+    def __call__(self, number: int, overdue: bool, step: int, seconds: float, *, now: bool) -> tuple[int, bool]:
+        """-> the signal that has come to any process, 0 for none, and whether the main process finds a state overdue
+
+        number, overdue: in this process; now: whether several processes ask now. Otherwise they do when it is time
         """
-        overdue = self.accelerator.is_main_process and self.saving.overdue()
         if self.accelerator.num_processes == 1:
             return number, overdue
-        if not now and self.step < self.next_ask:
+        if not now and step < self.next:
             return 0, False
-        (step, seconds), self.asked = self.asked, (self.step, self.seconds)
-        pace = (self.seconds - seconds) / max(1, self.step - step)
+        (before, seconds_before), self.asked = self.asked, (step, seconds)
+        pace = (seconds - seconds_before) / max(1, step - before)
         steps = max(1, min(ASK, int(ASK_SECONDS / pace))) if pace else ASK
-        with self.waiting(f"step {self.step}"):
+        with self.waiting(f"step {step}"):
             mine = torch.tensor([[number, overdue, steps]], device=self.accelerator.device)
             said = self.accelerator.gather(mine).tolist()  # [P][3]
-        self.next_ask = self.step + said[0][2]  # as the main process says
+        self.next = step + said[0][2]  # as the main process says
         return max(row[0] for row in said), bool(said[0][1])
 
 
-def _due(step: int, every: int) -> bool:
-    """Whether a step is one of every so many; 0: none is."""
-    return every > 0 and step % every == 0
+# What a run shows of its steps
+
+
+class TrainingProgress:
+    """Loss, text tau over the last shown steps, tokens/s since the last validation, time left. shown: whether anybody sees them"""
+
+    def __init__(self, *, steps: int, done: int, shown: bool):
+        self.steps, self.first, self.visible = steps, done, shown
+        self.rounds: collections.deque[tuple[int, float]] = collections.deque(maxlen=SHOWN)
+        self.seconds = 0.0
+        self.restart()
+
+    def __enter__(self) -> "TrainingProgress":
+        self.task: progress.Task | None = None
+        self.stack = contextlib.ExitStack()
+        if self.visible:
+            task = progress.start("training", self.steps, unit="steps", done=self.first, own_lines=False)
+            self.task = self.stack.enter_context(task)
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.stack.close()
+
+    def restart(self) -> None:
+        """Tokens/s count from here."""
+        self.clock, self.tokens = time.perf_counter(), 0
+
+    def advance(self, step: Step, loss: float, seconds: float) -> tuple[str, dict]:
+        """One step is done, in so many seconds. -> the line, and the figures of it that are logged"""
+        self.tokens, self.seconds = self.tokens + step.tokens, self.seconds + seconds
+        if step.rounds is not None:
+            self.rounds.append(step.rounds)
+        emitted, rounds = (sum(counts) for counts in zip(*self.rounds)) if self.rounds else (0, 0.0)
+        tau = {"tau": emitted / rounds} if rounds else {}
+        rate = self.tokens / (time.perf_counter() - self.clock)
+        done = step.number + 1
+        left = progress.duration((self.steps - done) * self.seconds / (done - self.first))
+        worth = f"text tau {tau['tau']:.3f}  " if tau else ""
+        line = f"loss {loss:.4f}  {worth}{rate:,.0f} tokens/s  {left} left"
+        if self.task is not None:
+            self.task.update(done, figures=line)
+        return line, {"loss": loss, **tau, "tokens_per_second": rate}
+
+
+def count_rounds(batch: Batch, matches: Tensor) -> tuple[int, float]:
+    """A greedy chain over the batch's own text, in which a draft counts if it is the text's token; matches [K, B, T].
+
+    -> emitted tokens and rounds, whose ratio is tau
+    """
+    emitted, rounds = 0, 0.0
+    matches = matches.cpu().float()
+    for row in range(batch.tokens.shape[0]):
+        for start, stop in answers(batch.on_host, row):
+            emitted += stop - start - 1
+            rounds += replay.rounds(by_start(matches[:, row, start:stop]))[0]
+    return emitted, rounds
+
+
+def read_peak_memory(device: torch.device) -> int:
+    """Most bytes so far: of the device, on a CPU of the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

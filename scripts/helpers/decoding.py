@@ -1,25 +1,23 @@
 """Options of decoding: sampling, verification, and the shapes of drafts. The defaults are those of `Drafting`."""
 
-from helpers.loading import Opened
+from helpers.loading import Opened, read_yaml
 from helpers.options import option, split
-from helpers.settings_file import read_yaml
 
 import functools
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
 
 from specdec.core.compile import Runner
 from specdec.core.grammar import FORMS, Grammar, Grammars
 from specdec.core.sampling import Sampling
 from specdec.core.tree import TreeShape
 from specdec.decoding.drafting import Drafting
-from specdec.measuring.measurement import Prompt
+from specdec.measuring.measure import Prompt
 from specdec.proposers.auto import Auto
 from specdec.proposers.base import Proposer
-from specdec.proposers.stopping import Stopping
+from specdec.proposers.growth import Stopping
 from train import progress
-from train.naming import named
+from train.ranges import named
 
 COMPILE = "compile for the shapes that occur: slow at first, then faster rounds"
 
@@ -32,7 +30,7 @@ def show_measuring(proposer: Proposer) -> None:
 
 @dataclass(frozen=True)
 class CompileOptions:
-    compile: bool = option(Drafting.compile, COMPILE)
+    compile: bool | None = option(Drafting.compile, COMPILE)
     cuda_graphs: bool = option(
         Drafting.cuda_graphs, "on a GPU at temperature 0, start each pass of the target as a CUDA graph"
     )
@@ -43,8 +41,8 @@ class CompileOptions:
 
 
 @dataclass(frozen=True)
-class CommonDecodeOptions(CompileOptions):
-    """All settings of decoding but the shape of the drafts, for commands that compare shapes."""
+class DecodeOptions(CompileOptions):
+    """All settings of decoding."""
 
     temperature: str = option("0", "0 is greedy; a comma list measures each temperature")
     top_k: int | None = option(Sampling.top_k, "sample from the K most probable tokens only")
@@ -53,21 +51,26 @@ class CommonDecodeOptions(CompileOptions):
     children: str = option(Drafting.children, "children in a tree at temperature > 0: chosen, distinct or independent")
     rule: str = option(Drafting.rule, "acceptance rule: token, block (whole paths), or typical (needs lossy=true)")
     lossy: bool = option(Drafting.lossy, "allow acceptance rules that change the distribution of answers")
+    compile: bool | None = option(None, f"{COMPILE}; null: as in decode.file, else false")
+    file: str | None = option(
+        None, "report.json of a comparison of shapes: the fastest shape in it replaces the settings of drafting here"
+    )
+    depth: int = option(Drafting.depth, "drafts along a path")
+    width: int = option(Drafting.width, "nodes expanded at each depth of a tree (EAGLE-2); 1 is a chain")
+    nodes: int | None = option(Drafting.nodes, "drafts in a tree; null: depth for a chain, else depth x width")
+    grammar: str | None = option(
+        None, f"grammar of the answers: {FORMS}; rows: that of each row of prompts= (its field grammar)"
+    )
 
-    def drafting_of(self, shape: TreeShape) -> Drafting:
-        """How to draft this shape and verify it."""
-        return self._drafting(**asdict(shape))
-
-    def _drafting(self, **shape: Any) -> Drafting:
+    def drafting(self, shape: TreeShape | None = None) -> Drafting:
+        """How to draft and verify. shape: instead of the one of these options. Raises ValueError, naming an option."""
+        if self.file is not None and shape is None:
+            return read_drafting(self.file, compile=self.compile, cuda_graphs=self.cuda_graphs)
+        names = ("children", "rule", "lossy", "cuda_graphs")
+        chosen = asdict(shape) if shape else {"depth": self.depth, "width": self.width, "nodes": self.nodes}
         with named("decode"):
-            drafting = Drafting(
-                children=self.children,  # type: ignore[arg-type]  # it is checked there
-                rule=self.rule,
-                lossy=self.lossy,
-                compile=bool(self.compile),
-                cuda_graphs=self.cuda_graphs,
-                **shape,
-            )
+            common = {name: getattr(self, name) for name in names}
+            drafting = Drafting(compile=bool(self.compile), **common, **chosen)
             _ = drafting.shape  # raises ValueError here, where the message names the options
         return drafting
 
@@ -86,38 +89,6 @@ class CommonDecodeOptions(CompileOptions):
         if len(samplings) > 1:
             raise ValueError(f"decode.temperature={self.temperature}: give one, and run this again for each other one.")
         return samplings[0]
-
-
-@dataclass(frozen=True)
-class DecodeOptions(CommonDecodeOptions):
-    """All settings of decoding."""
-
-    compile: bool | None = option(None, f"{COMPILE}; null: as in decode.file, else false")
-    file: str | None = option(
-        None, "file written by scripts/tune.py: its fastest fixed shape replaces the settings of drafting here"
-    )
-    depth: int = option(Drafting.depth, "drafts along a path")
-    width: int = option(Drafting.width, "nodes expanded at each depth of a tree (EAGLE-2); 1 is a chain")
-    nodes: int | None = option(Drafting.nodes, "drafts in a tree; null: depth for a chain, else depth x width")
-
-    def drafting(self) -> Drafting:
-        if self.file is not None:
-            return read_drafting(self.file, compile=self.compile, cuda_graphs=self.cuda_graphs)
-        return self._drafting(depth=self.depth, width=self.width, nodes=self.nodes)
-
-
-@dataclass(frozen=True)
-class GrammarOption:
-    """For commands whose answers can follow a grammar."""
-
-    grammar: str | None = option(
-        None, f"grammar of the answers: {FORMS}; rows: that of each row of prompts= (its field grammar)"
-    )
-
-
-@dataclass(frozen=True)
-class RuledDecodeOptions(GrammarOption, DecodeOptions):
-    pass
 
 
 @dataclass(frozen=True)
@@ -155,7 +126,7 @@ class Ruled:
 
 
 def read_drafting(path: str, *, compile: bool | None, cuda_graphs: bool = False) -> Drafting:
-    """The settings in a file that scripts/tune.py wrote; `compile` replaces its own unless None, cuda_graphs=True too.
+    """The settings of drafting in a report; `compile` replaces its own unless None, cuda_graphs=True too.
 
     Raises ValueError if the file cannot be read or lacks a setting.
     """
@@ -172,7 +143,7 @@ def read_drafting(path: str, *, compile: bool | None, cuda_graphs: bool = False)
         return drafting
     except (OSError, TypeError, KeyError) as error:
         raise ValueError(
-            f"decode.file={path} cannot be used ({error}): give a file that scripts/tune.py wrote."
+            f"decode.file={path} cannot be used ({error}): give the report.json of specdec evaluate chains=1,2,3."
         ) from error
 
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable
 
 from specdec.core.grammar import Constraint, Grammar, Grammars, unpack
-from specdec.measuring.measurement import Prompt
+from specdec.measuring.measure import Prompt
 
 
 def measure(grammars: Grammars, loaded: Opened, answers: Iterable[tuple[Prompt, list[int]]]) -> dict:
@@ -32,7 +32,7 @@ def measure(grammars: Grammars, loaded: Opened, answers: Iterable[tuple[Prompt, 
         counts["forced"] += forced
         counts["complete"] += constraint.complete
         if prompt.grammar.kind == "json_schema" and constraint.complete:
-            fault = find_fault(prompt.grammar, loaded.tokenizer.decode(tokens, skip_special_tokens=True))
+            fault = find_fault(prompt.grammar, str(loaded.tokenizer.decode(tokens, skip_special_tokens=True)))
             counts["json"] += fault is not None
             counts["valid"] += fault == ""
             if fault:

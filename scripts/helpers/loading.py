@@ -1,9 +1,8 @@
 """What the commands that decode load: the target, its tokenizer, checkpoints, and prompts."""
 
-from helpers import processes
 from helpers.options import SPLIT, option, split
-from helpers.settings_file import read_yaml
 
+import atexit
 import functools
 import os
 import platform
@@ -13,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from omegaconf import OmegaConf
+import yaml
+from torch import distributed
 from transformers import PreTrainedTokenizerBase
 
 from specdec import checkpoint
@@ -21,18 +21,18 @@ from specdec.core import precision, threads
 from specdec.core.sampling import Sampling
 from specdec.decoding.decoder import Decoder
 from specdec.heads.base import Head
-from specdec.measuring.measurement import Prompt, check_prompts
+from specdec.measuring.measure import FROZEN, Prompt, check_prompts
 from specdec.measuring.report import Report, Training
 from specdec.target.loading import find_devices
 from specdec.target.model import Target, load_tokenizer
 from train.data import rows as data
-from train.data.sources import read_sources
-from train.naming import named
+from train.data.reading import read_sources
 from train.pages import facts
+from train.ranges import named
 
 _threads: list[int] = []  # of this process, once they are chosen
 CONF = Path(__file__).resolve().parents[2] / "conf"
-FROZEN = "the frozen target"
+LARGEST = 2**20  # bytes of a file of settings
 TRUST = "run Python code that the target's folder brings, with all your rights; read it first"
 THINKING = "thinking mode of the chat template for rows that do not say theirs, true or false"
 DTYPE = "bfloat16, float32, float16 or float64; auto: bfloat16 where the device computes in it, else float32"
@@ -63,7 +63,7 @@ class TargetOptions:
 
 @dataclass(frozen=True)
 class SharedTargetOptions(TargetOptions):
-    """For commands that several processes can run together (scripts/helpers/processes.py)."""
+    """For commands that several processes can run together, started by torchrun."""
 
     tp: int = option(
         1, "processes that hold the target together, each a part of every layer: torchrun --nproc_per_node TP"
@@ -175,6 +175,59 @@ def trained_on(folder: Path) -> str | None:
     return str(data["train"]) if isinstance(data, dict) and "train" in data else None
 
 
+class _NoAliases(yaml.SafeLoader):
+    """Plain values only. Aliases are refused: a few of them can stand for more values than fit into memory."""
+
+    def compose_node(self, parent, index):
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("it has aliases (*name)")
+        return super().compose_node(parent, index)
+
+
+def read_yaml(path: Path) -> dict:
+    """A YAML or JSON file that a stranger may have made, as plain values by name; ${...} stays as it is written.
+
+    Raises ValueError for what is no such file, or OSError.
+    """
+    if path.stat().st_size > LARGEST:
+        raise ValueError(f"{path} is larger than {LARGEST >> 20} MiB, so it holds no settings.")
+    try:
+        document = yaml.load(path.read_text(encoding="utf-8"), Loader=_NoAliases)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not YAML with plain values ({' '.join(str(error).split())}).") from error
+    if not isinstance(document, dict):
+        raise ValueError(f"{path} holds no settings by name.")
+    return document
+
+
+def default_target() -> str:
+    """The name in conf/target."""
+    return str(read_yaml(CONF / "target" / "smollm2-135m.yaml")["name"])
+
+
+def join_processes(tp: int, device: str) -> str:
+    """Joins the processes that torchrun has started. -> the device to load the target to: each process has its own GPU
+
+    Raises ValueError if they are not as many as `tp`, or share a GPU.
+    """
+    num = int(os.environ.get("WORLD_SIZE", "1"))
+    if num not in (1, tp):
+        raise ValueError(
+            f"tp={tp} and {num} processes: start {tp}, by torchrun --nproc_per_node {tp}, or set tp={num}."
+        )
+    if num == 1 or device == "auto":
+        return device
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"device={device}: with tp={tp} each process takes the GPU of its number, so leave it out.")
+    if device == "cuda":
+        device = f"cuda:{os.environ['LOCAL_RANK']}"
+        torch.cuda.set_device(device)
+    if not distributed.is_initialized():
+        distributed.init_process_group("gloo" if device == "cpu" else "nccl")
+        atexit.register(distributed.destroy_process_group)
+    return device
+
+
 def load_target(options: TargetOptions, *, default: str | None = None) -> Opened:
     """default: its name, where the options give none; without one, that of conf/target. Raises ValueError as Target.load."""
     if options.trust_remote_code and options.name is None:
@@ -182,13 +235,13 @@ def load_target(options: TargetOptions, *, default: str | None = None) -> Opened
             "target.trust_remote_code=true runs code of a model that you name yourself: give target.name= too."
         )
     use_threads()
-    usual = str(OmegaConf.load(CONF / "target" / "smollm2-135m.yaml").name)
+    usual = default_target()
     name = options.name or default or usual
     tp, device = 1, options.place
     try:
         with named("target"):
             if isinstance(options, SharedTargetOptions):
-                tp, device = options.tp, processes.join(options.tp, device)
+                tp, device = options.tp, join_processes(options.tp, device)
             target = Target.load(
                 name, dtype=options.dtype, device=device, trust_remote_code=options.trust_remote_code, tp=tp
             )
@@ -273,7 +326,7 @@ def load_runs(listed: str, options: TargetOptions) -> list[Run]:
         drafter = checkpoint.load(folder, targets[baseline])
         path = folder / "report.json"
         report = Report.from_json(checkpoint.read_json(path), source=str(path)) if path.exists() else None
-        runs.append(Run(name, folder, drafter, baseline, report and report.training))
+        runs.append(Run(name, folder, drafter, baseline, report.training if report else None))
     return runs
 
 

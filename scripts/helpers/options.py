@@ -14,22 +14,18 @@ The same words mean the same thing in every command:
     progress=                     how long work is shown (train/progress.py); every command takes it
 """
 
-from helpers import processes
-
+import contextlib
 import dataclasses
 import difflib
 import errno
-import operator
 import os
 import sys
+import time
 import typing
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
-
-from omegaconf import OmegaConf
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from specdec.core import devices, files
 from train import progress, ranges
@@ -45,14 +41,15 @@ SIZES = (
     "max_new_tokens",
     "max_length",
     "length",
-    "lengths",
     "prefill_tokens",
     "decode.nodes",
-    "nodes",
     "trees",
 )
 SMALLER = {"target.dtype": "target.dtype=bfloat16", "target.device": "target.device=auto with more GPUs"}
-ANOTHER = "a smaller or quantised target"
+KINDS = {int: "a whole number", float: "a number", bool: "true or false"}
+TRUTH = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
+SECONDS_FOR_MAIN = 10  # the main process tells an error first, and the launcher then ends the others
+MAIN = os.environ.get("RANK", "0") == "0"  # whether this is the process that prints and writes
 _names: set[str] = set()  # of the options of this command
 
 
@@ -65,18 +62,31 @@ class Option:
     prefix: str | None  # of a dict that takes PREFIX.KEY=VALUE for every KEY
 
     @property
-    def text(self) -> bool:
-        """Whether a value stays as it is written."""
-        return self.prefix is not None or str in (typing.get_args(self.type) or (self.type,))
+    def types(self) -> tuple[type, ...]:
+        return typing.get_args(self.type) or (self.type,)
 
     @property
     def range(self) -> ranges.Range | None:
         """What it may be, beside its type: the declaration of its name, if that is of this type."""
         declared = ranges.find(self.name)
-        types = typing.get_args(self.type) or (self.type,)
-        if declared is None or declared.kind not in types:
+        if declared is None or declared.kind not in self.types:
             return None
-        return dataclasses.replace(declared, null=type(None) in types, lists="no")
+        return dataclasses.replace(declared, null=type(None) in self.types, lists="no")
+
+    def convert(self, text: str) -> Any:
+        """The value of a text. Raises SystemExit for a wrong type, and ValueError for a value outside of its range."""
+        value: Any = text
+        if type(None) in self.types and text.lower() in ("null", "none"):
+            value = None
+        elif str not in self.types:
+            kind = next(each for each in self.types if each is not type(None))
+            try:
+                value = TRUTH[text.lower()] if kind is bool else kind(text)
+            except (KeyError, ValueError):
+                raise SystemExit(f"error: {self.name}={text} must be {KINDS[kind]}. See --help.") from None
+        if self.range is not None and not self.range.fits(value):
+            raise ValueError(f"{self.name}={show(value)} must be {self.range.words(value)}.")
+        return value
 
 
 def option(default: Any, text: str, **more: Any) -> Any:
@@ -89,7 +99,7 @@ def split(text: str | None) -> list[str]:
     return [part.strip() for part in (text or "").split(",") if part.strip()]
 
 
-def flatten(kind: type, prefix: str = "", group: Any = None) -> Iterator[Option]:
+def flatten(kind: Any, prefix: str = "", group: Any = None) -> Iterator[Option]:
     """Every option of an options dataclass. A field that is a dataclass is a group; `group` holds its defaults."""
     for field in dataclasses.fields(kind):
         default = field.default if group is None else getattr(group, field.name)
@@ -137,53 +147,49 @@ def refuse_unknown(key: str, names: list[str]) -> SystemExit:
     return SystemExit(f"There is no option {key!r}.{guess} Known options: {', '.join(names)}. See --help.")
 
 
-def options(kind: type[Options], docstring: str) -> Options:
-    """The dataclass filled from the command line; -h or --help prints `docstring` and every option, and exits.
+def options(kind: type[Options], docstring: str, arguments: list[str] | None = None) -> Options:
+    """The dataclass filled from `arguments` (None: the command line); -h or --help prints `docstring` and every option, and exits.
 
-    `progress` is an option of all commands, and is used here. A field without a default is required; `option` gives it a help text of one line. A field of type str may hold a
-    comma list; a dict with metadata {"prefix": "NAME."} takes every NAME.KEY=VALUE as it is written. An argument that
-    cannot be used ends the program with one sentence (SystemExit). Raises ValueError for a value outside of its range.
+    `progress` is an option of all commands, and is used here. A field without a default is required; `option` gives it a help
+    text. A field of type str may hold a comma list; a dict with metadata {"prefix": "NAME."} takes every NAME.KEY=VALUE as it is
+    written. An argument that cannot be used ends the program with one sentence (SystemExit). Raises ValueError for a value
+    outside of its range.
     """
     known = {option.name: option for option in flatten(kind)}
     known["progress"] = Option("progress", str, os.environ.get(progress.VARIABLE, "auto"), progress.HELP, None)
     _names.update(known)
-    arguments = sys.argv[1:]
-    if "-h" in arguments or "--help" in arguments:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if {"-h", "--help"} & set(arguments):
         print(describe(known, docstring))
         raise SystemExit(0)
     given = parse(arguments, known)
     try:
-        progress.choose(given.pop("progress", known["progress"].default), main=processes.MAIN)
+        progress.choose(given.pop("progress", known.pop("progress").default), main=MAIN)
     except ValueError as error:
         raise SystemExit(f"error: {error}") from None
-    try:
-        merged = OmegaConf.structured(kind)
-        for group in {name.rpartition(".")[0] for name in known}:  # a frozen dataclass becomes a read-only group
-            OmegaConf.set_readonly(OmegaConf.select(merged, group) if group else merged, False)
-        for key, value in given.items():
-            if isinstance(value, str) and value.lower() in ("null", "none") and "None" in str(known[key].type):
-                given[key] = None
-            usual = {} if known[key].prefix else key
-            OmegaConf.update(merged, key, usual if known[key].text else given[key])
-        found = OmegaConf.to_object(merged)
-    except MissingMandatoryValue:
-        missing = ", ".join(name for name in known if OmegaConf.is_missing(merged, name))
-        raise SystemExit(f"Give a value for: {missing}. See --help.") from None
-    except OmegaConfBaseException as error:
-        raise SystemExit(f"{error.full_key}: {str(error).splitlines()[0]}. See --help.") from None
-    for key, value in given.items():
-        group, _, name = key.rpartition(".")
-        owner = operator.attrgetter(group)(found) if group else found
-        if known[key].text:  # OmegaConf would read ${..} and ???
-            object.__setattr__(owner, name, value)
-        declared, value = known[key].range, getattr(owner, name)
-        if declared is not None and not declared.fits(value):
-            raise ValueError(f"{key}={show(value)} must be {declared.words(value)}.")
-    for field in dataclasses.fields(kind):
+    missing = [name for name in known if known[name].default is dataclasses.MISSING and name not in given]
+    if missing:
+        raise SystemExit(f"Give a value for: {', '.join(missing)}. See --help.")
+    found = fill(
+        kind, {name: known[name].convert(each) if isinstance(each, str) else each for name, each in given.items()}
+    )
+    for field in dataclasses.fields(found):
         value = getattr(found, field.name)
         if field.name in WRITTEN and value:
             make_room(f"{field.name}={value}", Path(value), folder=field.metadata.get("folder", False))
     return found
+
+
+def fill(kind: Any, given: dict[str, Any]) -> Any:
+    """An options dataclass with these values, by the names of the options, in place of its defaults."""
+    own = {name: value for name, value in given.items() if "." not in name}
+    for field in dataclasses.fields(kind):
+        if callable(field.default_factory) and dataclasses.is_dataclass(field.type):
+            inside = [(name.removeprefix(f"{field.name}."), value) for name, value in given.items()]
+            own[field.name] = dataclasses.replace(
+                field.default_factory(), **{name: value for name, value in inside if f"{field.name}.{name}" in given}
+            )
+    return kind(**own)
 
 
 def make_room(option: str, path: Path, *, folder: bool | None) -> None:
@@ -228,19 +234,35 @@ def less_memory() -> str:
     """Which options of this command lower the memory that it needs."""
     lower = ", ".join(f"{name}=" for name in SIZES if name in _names)
     use = [words for name, words in SMALLER.items() if name in _names]
-    return (f"lower {lower}, or " if lower else "") + "use " + ", or ".join([*use, ANOTHER])
+    return (f"lower {lower}, or " if lower else "") + "use " + ", or ".join([*use, "a smaller or quantised target"])
 
 
-def run(main) -> None:
-    """Runs a command: a user's mistake (ValueError), full memory and what the system refuses (OSError) end in one sentence, Ctrl-C without a
+@contextlib.contextmanager
+def only_main_speaks() -> Iterator[None]:
+    """Within, of processes that torchrun started, the others print nothing, and they wait with their errors."""
+    if MAIN:
+        yield
+        return
+    warnings.simplefilter("ignore")
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        try:
+            yield
+        except SystemExit as error:
+            if error.code not in (None, 0):
+                time.sleep(SECONDS_FOR_MAIN)
+            raise
+
+
+def run(main: Callable[..., None], arguments: list[str] | None = None) -> None:
+    """Runs a command with `arguments` (None: the command line): a user's mistake (ValueError), full memory and what the system refuses (OSError) end in one sentence, Ctrl-C without a
     traceback, warnings are lines."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
-    with processes.only_main_speaks():
+    with only_main_speaks():
         try:
-            main()
+            main() if arguments is None else main(arguments)
         except ValueError as error:
             raise SystemExit(f"error: {error}") from None
         except (RuntimeError, MemoryError) as error:

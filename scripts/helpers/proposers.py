@@ -4,14 +4,13 @@ from helpers import loading
 from helpers.options import option, split
 
 import os
+import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 from hydra.utils import get_object
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from specdec import checkpoint as checkpoint_file
 from specdec.checkpoint import resolve
@@ -21,13 +20,11 @@ from specdec.proposers.base import Proposer
 from specdec.proposers.heads import HeadProposer
 from specdec.target.model import Target
 from train import ranges
-from train.naming import named
-from train.overrides import literals
+from train.ranges import named
 
 FOLDER = loading.CONF / "proposer"
 AUTO, HEAD = "auto", "head"
 NESTED = ("members", "inner")  # arguments that are proposers themselves, written as names
-KINDS = {int: "a whole number", float: "a number", bool: "true or false", list: "a list", str: "a name"}
 Settings = dict[str, str]  # as written: KEY: VALUE, and NAME.KEY: VALUE for a proposer inside another
 Config = dict[str, Any]  # a file of conf/proposer with its final values; at NESTED: configurations by name
 
@@ -55,8 +52,9 @@ class SeveralOptions:
     proposers: str = option("", "comma list of files in conf/proposer, to compare too")
     settings: dict[str, str] = field(
         default_factory=dict,
-        metadata={"prefix": "proposer.", "help": "NAME.KEY=VALUE: settings of a proposer; checkpoint=DIR: its head"},
-    )
+        metadata={"prefix": "proposer.", "help": "KEY=VALUE, with proposers= NAME.KEY=VALUE: settings of a proposer, see "
+                                                 "conf/proposer; checkpoint=DIR: its head"},
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -127,20 +125,6 @@ def configure_all(listed: str, *, settings: Settings, drafting: Drafting, checkp
     return configs
 
 
-def configure_for_each(
-    listed: str, *, settings: Settings, drafting: Drafting, checkpoints: dict[str, str]
-) -> dict[str, Config]:
-    """`configure_all` with each of the checkpoints, given by name: proposers that hold a trained head are named after its."""
-    if "checkpoint" in settings or len(checkpoints) < 2:
-        only = next(iter(checkpoints.values()), None)
-        return configure_all(listed, settings=settings, drafting=drafting, checkpoint=only)
-    found = {}
-    for head, folder in checkpoints.items():
-        configs = configure_all(listed, settings=settings, drafting=drafting, checkpoint=folder)
-        found |= {f"{name} with {head}" if heads(config) else name: config for name, config in configs.items()}
-    return found
-
-
 def configure(
     name: str, *, settings: Settings, drafting: Drafting, checkpoint: str | None, prefix: str = "proposer"
 ) -> Config:
@@ -156,7 +140,7 @@ def configure(
     own = {key: value for key, value in settings.items() if "." not in key and key != "checkpoint"}
     if name == AUTO and checkpoint is None:
         own = {"members": "[suffix]"} | own  # nothing else drafts without a trained head
-    config = _read(name, own, interpolated, prefix)
+    config = read_config(name, own, interpolated, prefix)
     nested = {key: [config[key]] if isinstance(config[key], str) else config[key] for key in NESTED if key in config}
     inside = {key: value for key, value in settings.items() if "." in key}
     members = [member for group in nested.values() for member in group]
@@ -205,9 +189,7 @@ def make(config: Config, target: Target, prefix: str = "proposer") -> Proposer:
         with named("decode"), named(prefix, only=own):
             return get_object(own.pop("_target_"))(target, **own, **arguments)
     except ValueError as error:
-        advice = (
-            " `python scripts/datastore.py data=FILE out=FOLDER` makes a datastore." if own.get("datastore") else ""
-        )
+        advice = " `specdec datastore data=FILE out=FOLDER` makes a datastore." if own.get("datastore") else ""
         raise ValueError(f"{error}{advice}") from None
 
 
@@ -224,44 +206,39 @@ def folders(config: Config) -> set[str]:
     return values.union(*(folders(value) for value in config.values() if isinstance(value, dict)))
 
 
-def _read(name: str, settings: Settings, interpolated: dict, prefix: str) -> Config:
+def read_config(name: str, settings: Settings, interpolated: dict[str, Any], prefix: str) -> Config:
+    """A file of conf/proposer with settings in place of its own. interpolated: what ${decode}, ${decode.KEY} and ${checkpoint} are
+
+    Raises ValueError, with the option's name, for a setting that does not exist or has a wrong value, and for one that lacks.
+    """
     if name not in names():
         raise ValueError(f"There is no proposer {name!r}; there are: {', '.join(names())}.")
-    config = OmegaConf.load(FOLDER / f"{name}.yaml")
-    known = [str(key) for key in config if key != "_target_"]
-    whole = OmegaConf.create({"proposer": config, **literals(interpolated)})
+    config = yaml.safe_load((FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
+    for key, value in config.items():
+        if isinstance(value, str) and (found := re.fullmatch(r"\$\{(\w+)(?:\.(\w+))?\}", value)):
+            whole = interpolated[found[1]]
+            config[key] = whole[found[2]] if found[2] else whole
+    known = [key for key in config if key != "_target_"]
     for key, value in settings.items():
         if key not in known:
             raise ValueError(f"{prefix}.{key}={value}: {name} has the settings {', '.join(known)}.")
-        declared = ranges.find(f"proposer.{key}")
-        written = declared is not None and declared.text and declared.lists == "no" and value != "null"
-        parsed = value if written else _parse(whole.proposer, key, value, prefix)
-        if declared is not None and not declared.fits(parsed):
-            raise ValueError(f"{prefix}.{key}={value} must be {declared.words(parsed)}.")
-        whole.proposer[key] = literals(parsed)
-    try:
-        values = OmegaConf.to_container(whole.proposer, resolve=True, throw_on_missing=True)
-    except OmegaConfBaseException as error:
-        key = str(error.full_key).rpartition(".")[2]
-        raise ValueError(f"Give {prefix}.{key}=...: {name} needs it (see conf/proposer/{name}.yaml).") from None
-    if values.get("checkpoint", "") is None:
+        config[key] = read_setting(key, value, prefix)
+    if missing := next((key for key, value in config.items() if value == "???"), None):
+        raise ValueError(f"Give {prefix}.{missing}=...: {name} needs it (see conf/proposer/{name}.yaml).")
+    if config.get("checkpoint", "") is None:
         raise ValueError(f"proposer={name} needs a trained head: give checkpoint=DIR, or another proposer=.")
-    return values
+    return config
 
 
-def _parse(config: DictConfig, key: str, value: str, prefix: str) -> Any:
-    """A setting as YAML reads it. Raises ValueError if it is not of the default's kind: a number, a name, a list."""
+def read_setting(key: str, value: str, prefix: str) -> Any:
+    """A setting as YAML reads it; a text stays as it is written. Raises ValueError for one outside of its range."""
+    declared = ranges.find(f"proposer.{key}")
+    if declared is not None and declared.text and declared.lists == "no" and value != "null":
+        return value
     try:
         parsed = yaml.safe_load(value)
     except yaml.YAMLError as error:
         raise ValueError(f"{prefix}.{key}={value} cannot be read ({error}).") from None
-    if OmegaConf.is_missing(config, key):
-        return value  # a name or a folder, as it is written
-    if config[key] is None:
-        return parsed
-    default = config[key]  # with interpolations resolved
-    default = OmegaConf.to_container(default) if OmegaConf.is_config(default) else default
-    if type(parsed) is not type(default) and not (isinstance(default, float) and type(parsed) is int):
-        kind = KINDS.get(type(default), "settings")
-        raise ValueError(f"{prefix}.{key}={value} must be {kind}, such as {default}.")
+    if declared is not None and not declared.fits(parsed):
+        raise ValueError(f"{prefix}.{key}={value} must be {declared.words(parsed)}.")
     return parsed

@@ -20,7 +20,7 @@ from train.data import rows as data
 from train.features.engine_client import EngineClient
 from train.features.engine_features import EngineTarget
 from train.features.outputs import Folder
-from train.naming import named
+from train.ranges import named
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Packed documents, each in a row of its own, so that plain causal attention reads them without a mask."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +9,20 @@ from torch import Tensor
 from specdec.core import devices, masks
 
 ALIKE = 0.75  # documents in one batch have at least this share of the longest one's length
+
+
+def group_alike(lengths: Sequence[int], joins: Callable[[int, int, int], bool]) -> list[list[int]]:
+    """Numbers of texts in groups of similar length, the longest texts first.
+
+    joins(longest, length, num): whether a text of this length joins a group of `num` texts
+    """
+    groups: list[list[int]] = []
+    for number in sorted(range(len(lengths)), key=lambda number: (-lengths[number], number)):
+        if groups and joins(lengths[groups[-1][0]], lengths[number], len(groups[-1])):
+            groups[-1].append(number)
+        else:
+            groups.append([number])
+    return groups
 
 
 @dataclass(frozen=True)
@@ -30,18 +44,15 @@ class Documents:
         numbers, counts = torch.unique_consecutive(flat, return_counts=True)
         starts = counts.cumsum(0) - counts
         found = [(n, s) for number, s, n in zip(numbers.tolist(), starts.tolist(), counts.tolist()) if number >= 0]
-        found.sort(key=lambda pair: (-pair[0], pair[1]))
         groups, back, size = [], torch.zeros(num_rows * length, dtype=torch.long), 0
-        while found:
-            longest = found[0][0]
-            num = next((i for i, (n, _) in enumerate(found) if n < ALIKE * longest), len(found))
-            group = torch.zeros(num, longest, dtype=torch.long)
-            for row, (n, start) in enumerate(found[:num]):
+        for numbers in group_alike([n for n, _ in found], lambda longest, length, num: length >= ALIKE * longest):
+            longest = found[numbers[0]][0]
+            group = torch.zeros(len(numbers), longest, dtype=torch.long)
+            for row, (n, start) in enumerate(found[number] for number in numbers):
                 group[row, :n] = torch.arange(start, start + n)
                 back[start : start + n] = size + row * longest + torch.arange(n)
             groups.append(group)
             size += group.numel()
-            found = found[num:]
         return cls(tuple(groups), back.view(num_rows, length))
 
     def to(self, device: torch.device) -> "Documents":

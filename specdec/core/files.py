@@ -5,8 +5,11 @@ import hashlib
 import json
 import os
 import shutil
+import warnings
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import filelock
 import safetensors.torch
 from torch import Tensor
 
@@ -28,10 +31,7 @@ def write_folder(folder: Path, *, tensors: dict[str, dict[str, Tensor]], documen
             )
         for name, document in documents.items():
             (partial / name).write_text(json.dumps(document, indent=2) + "\n")
-        sums = [f"{_sha256(partial / name)}  {name}\n" for name in (*tensors, *documents)]
-        (partial / CHECKSUMS).write_text("".join(sums))
-        for path in (*partial.iterdir(), partial):
-            sync(path)
+        _seal(partial, [*tensors, *documents])
         old = folder.with_name(folder.name + ".old")
         shutil.rmtree(old, ignore_errors=True)
         if folder.exists():
@@ -42,6 +42,59 @@ def write_folder(folder: Path, *, tensors: dict[str, dict[str, Tensor]], documen
     except (OSError, safetensors.SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise unwritable(folder, error) from error
+
+
+def _seal(folder: Path, names: Iterable[str]) -> None:
+    """Writes the checksums of a folder's files, and waits until all of it is on the disk."""
+    sums = [f"{_sha256(folder / name)}  {name}\n" for name in names]
+    (folder / CHECKSUMS).write_text("".join(sums))
+    for path in (*folder.iterdir(), folder):
+        sync(path)
+
+
+def keep_folder(folder: Path, make: Callable[[Path], object], *, option: str) -> None:
+    """Makes a folder of files that every process and later runs read, unless it is there and undamaged.
+
+    make: writes files into the folder that it is given. One process calls it, while the others wait; a lock that the
+        system frees when that process ends, however it ends, sees to that
+    option: the name of the user's option for the place of such folders
+    Raises ValueError if the disk is full or the folder cannot be written; nothing is left behind then.
+    """
+    partial = folder.with_name(folder.name + ".partial")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with filelock.FileLock(folder.with_name(folder.name + ".lock")):
+            if folder.exists():
+                damage = _find_damage(folder)
+                if damage is None:
+                    return
+                warnings.warn(f"{folder} is damaged ({damage}) and is made again.", stacklevel=2)
+                shutil.rmtree(folder)
+            shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
+            partial.mkdir()
+            try:
+                make(partial)
+                _seal(partial, sorted(path.name for path in partial.iterdir()))
+                partial.rename(folder)
+                sync(folder.parent)
+            except BaseException:
+                shutil.rmtree(partial, ignore_errors=True)
+                raise
+    except OSError as error:
+        raise ValueError(
+            f"{folder} could not be written ({error}). Free some disk space or choose another folder with {option}."
+        ) from error
+
+
+def _find_damage(folder: Path) -> str | None:
+    """What is wrong with a folder that `keep_folder` made; None if nothing is."""
+    try:
+        for line in (folder / CHECKSUMS).read_text().splitlines():
+            if _sha256(folder / line[66:]) != line[:64]:
+                return f"{line[66:]} has other bytes than were written"
+    except (OSError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
 
 
 def write_text(path: Path, text: str) -> None:

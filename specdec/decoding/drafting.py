@@ -9,10 +9,9 @@ from specdec.core.tree import TreeShape
 from specdec.decoding.decoder import Decoder
 from specdec.heads.base import Drafter, Head
 from specdec.proposers.base import Proposer
-from specdec.proposers.growth import Children, check_children
+from specdec.proposers.growth import Children, Stopping, check_children
 from specdec.proposers.heads import HeadProposer
 from specdec.proposers.lookahead import Lookahead
-from specdec.proposers.stopping import Stopping
 from specdec.target.model import Target
 
 

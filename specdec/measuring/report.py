@@ -1,15 +1,22 @@
-"""What a measurement says: tau, speed and losslessness, overall and by category, as a record and as JSON."""
+"""What a measurement says: acceptance length (tau), speed and losslessness, overall and by category, as a record and as JSON.
+
+Intervals are 95 % bootstrap intervals over prompts (docs/figures.md).
+"""
 
 import math
+import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
-from typing import Any
+from typing import Any, Literal
+
+import torch
 
 from specdec.core.generation import STAGES, reached
-from specdec.measuring import figures
-from specdec.measuring.measurement import Prompt, PromptReplay, PromptResult
+from specdec.measuring.measure import Prompt, PromptReplay, PromptResult
 
+TAU = "tokens emitted per target pass of a round, bonus or correction token counted; the prompt's own pass is no round"
+RESAMPLES = 1000
 ONLY_IF_KNOWN = (
     "replayed_prompts",
     "replayed_tau",
@@ -21,7 +28,6 @@ ONLY_IF_KNOWN = (
     "training",
     "ema",
     "experts",
-    "served",
     "auto",
     "differences",
     "by_tag",
@@ -77,8 +83,7 @@ class Report:
     step: int | None = None  # of a validation
     training: Training | None = None  # of a validation
     ema: dict | None = None  # of a validation with train.ema: the weights kept, and replayed tau of both
-    served: dict | None = None  # of a validation with validation.served: tau and counters of vLLM on the same prompts
-    auto: dict | None = None  # of proposers/auto.py beside: see _auto, scripts/evaluate.py and train/validation.py
+    auto: dict | None = None  # of proposers/auto.py beside: see _auto, scripts/evaluate.py and train/validate.py
     differences: list[dict] = field(default_factory=list)  # greedy answers unlike plain decoding's: prompt, token, gap
     by_tag: dict[str, "Report"] = field(default_factory=dict)  # of the tags that rows of prompts have
     by_prompt: list[dict] = field(default_factory=list)  # of a validation: `prompt_counts`
@@ -142,15 +147,15 @@ def summarise(
         lossy=lossy,
         num_prompts=len(results),
         num_rounds=rounds,
-        tau=figures.tau(results),
-        tau_ci=figures.interval(results, figures.tau, seed),
+        tau=tau(results),
+        tau_ci=interval(results, tau, seed),
         survival=survival,
         acceptance=[s / b if b else math.nan for s, b in zip(survival, before)],
-        tokens_per_second=figures.rate(results, "drafted"),
-        tokens_per_second_ci=figures.interval(results, lambda drawn: figures.rate(drawn, "drafted"), seed),
-        baseline_tokens_per_second=figures.rate(results, "plain"),
-        speedup=figures.speedup(results),
-        speedup_ci=figures.interval(results, figures.speedup, seed),
+        tokens_per_second=rate(results, "drafted"),
+        tokens_per_second_ci=interval(results, lambda drawn: rate(drawn, "drafted"), seed),
+        baseline_tokens_per_second=rate(results, "plain"),
+        speedup=speedup(results),
+        speedup_ci=interval(results, speedup, seed),
         ms_per_round={
             name: 1e3 * sum(result.drafted.stages[name] for result in results) / max(1, rounds) for name in STAGES
         },
@@ -175,9 +180,9 @@ def _auto(results: list[PromptResult], temperature: float, seed: int) -> dict:
     same = sum(result.auto is not None and result.auto.tokens == result.plain.tokens for result in results)
     return {
         "tau": 1 + sum(sum(answer.accepted[0]) for answer in answers) / rounds if rounds else math.nan,
-        "speedup": figures.auto_speedup(results),
-        "speedup_ci": figures.interval(results, figures.auto_speedup, seed),
-        "tokens_per_second": figures.rate(results, "auto"),
+        "speedup": auto_speedup(results),
+        "speedup_ci": interval(results, auto_speedup, seed),
+        "tokens_per_second": rate(results, "auto"),
         "identical_outputs": None if temperature > 0 else same / len(results),
         "sizes": {str(num): sizes[num] for num in sorted(sizes)},
     }
@@ -209,8 +214,8 @@ def with_replays(report: Report, replays: Sequence[PromptResult | PromptReplay],
     return replace(
         report,
         replayed_prompts=len(replays),
-        replayed_tau=figures.replayed_tau(replays),
-        replayed_tau_ci=figures.interval(replays, figures.replayed_tau, seed),
+        replayed_tau=replayed_tau(replays),
+        replayed_tau_ci=interval(replays, replayed_tau, seed),
         replayed_survival=[count / rounds if rounds else math.nan for count in reaching],
     )
 
@@ -255,3 +260,72 @@ def by_depth(values: list[float]) -> str:
     last = max((depth for depth, value in enumerate(values, 1) if value >= 0.005), default=1)
     shown = values[: min(last, 8)]
     return " ".join(f"{value:.2f}" for value in shown) + (" .." if last > len(shown) else "")
+
+
+# Figures over prompts
+
+
+@dataclass(frozen=True)
+class PromptCounts:
+    """What tau is made of, of one prompt; expected numbers if it was replayed at a temperature."""
+
+    num_rounds: float
+    num_emitted: float
+
+
+def tau(results: Sequence[PromptResult | PromptCounts]) -> float:
+    """Tokens emitted per round; nan without a round."""
+    rounds = sum(result.num_rounds for result in results)
+    return sum(result.num_emitted for result in results) / rounds if rounds else float("nan")
+
+
+def replayed_tau(results: Sequence[PromptResult | PromptReplay]) -> float:
+    """tau by replay along the plain answers; nan without a round."""
+    rounds = sum(result.replayed_rounds for result in results)
+    return 1 + sum(sum(result.replayed_accepted) for result in results) / rounds if rounds else float("nan")
+
+
+def rate(results: list[PromptResult], kind: Literal["plain", "drafted", "auto"]) -> float:
+    """Tokens/s: the tokens of all rounds over the seconds of all rounds; nan without a second."""
+    generations = [generation for result in results if (generation := getattr(result, kind)) is not None]
+    seconds = sum(generation.seconds for generation in generations)
+    return sum(len(generation.tokens[0]) - 1 for generation in generations) / seconds if seconds else float("nan")
+
+
+def speedup(results: list[PromptResult]) -> float:
+    return rate(results, "drafted") / rate(results, "plain")
+
+
+def auto_speedup(results: list[PromptResult]) -> float:
+    return rate(results, "auto") / rate(results, "plain")
+
+
+def interval(items: Sequence, statistic: Callable[[list], float], seed: int) -> list[float]:
+    """95 % percentile bootstrap over `items`, which are prompts: tokens of one prompt are strongly correlated."""
+    generator = torch.Generator().manual_seed(seed)
+    draws = (torch.randint(len(items), (len(items),), generator=generator).tolist() for _ in range(RESAMPLES))
+    values = sorted(statistic([items[i] for i in draw]) for draw in draws)
+    cuts = statistics.quantiles(values, n=40)
+    return [cuts[0], cuts[-1]]
+
+
+def tau_difference(
+    results: Sequence[PromptResult | PromptCounts], others: Sequence[PromptResult | PromptCounts], *, seed: int = 0
+) -> tuple[float, list[float]]:
+    """tau of `results` minus tau of `others`, the same prompts in the same order, and the paired 95 % interval."""
+
+    def statistic(pairs: Sequence[tuple[PromptResult | PromptCounts, PromptResult | PromptCounts]]) -> float:
+        return tau([result for result, _ in pairs]) - tau([other for _, other in pairs])
+
+    pairs = list(zip(results, others, strict=True))
+    return statistic(pairs), interval(pairs, statistic, seed)
+
+
+def rate_ratio_interval(results: list[PromptResult], others: list[PromptResult]) -> list[float]:
+    """95 % interval over prompts of the drafted tokens/s of `results` over that of `others`, the same prompts in order."""
+
+    def statistic(pairs: list[tuple[PromptResult, PromptResult]]) -> float:
+        numerator, denominator = (rate([pair[side] for pair in pairs], "drafted") for side in (0, 1))
+        return numerator / denominator if denominator else float("nan")
+
+    return interval(list(zip(results, others, strict=True)), statistic, 0)

@@ -1,24 +1,26 @@
-"""Drafting that chooses how much to draft, every round, from what a round costs here and how likely drafts are.
+"""Drafting that chooses every round how much to draft, from a measured cost curve and calibrated acceptance probabilities.
 
-A round with the drafts T takes V(1 + |T|) seconds to verify, and what drafting them took; it emits one token and the
-accepted drafts, of which sum(chance of each path in T) are expected. Over many rounds the most tokens a second come from
+A round with the drafts T takes V(1 + |T|) seconds to verify, and what drafting them took. It emits one token and the
+accepted drafts: on average the sum of the probabilities of T's paths. Over many rounds the most tokens a second come from
 choosing, in each round, what maximises
 
     expected tokens - rate * seconds
 
 where `rate` is the tokens a second of such rounds (Dinkelbach's method for ratios). So a draft is worth verifying if its
-chance exceeds rate times the seconds that it adds. The candidates of a round are text proposals, which cost nothing, and
-those of a head, which grow one level at a time, as long as the next level is worth its step.
+probability exceeds rate times the seconds that it adds. The candidates of a round are text proposals, which cost nothing,
+and those of a head, which grow one level at a time, as long as the next level is worth its step.
 
 WHAT IS DECIDED WHEN. At temperature 0, and for chosen drafts at any temperature, each draft is a fixed token, and verifying
-any set of them is lossless. A drafted token that was sampled from a law q may be left out only by what was known before it
-was drawn: whether to draw at a depth is decided from q and from earlier draws, all of which are verified in any case. What is
-verified beside draws is fixed before the first one (docs/methods.md, section 1).
+any set of them is lossless. A drafted token that was sampled from a distribution q may be left out only by what was known
+before it was drawn: whether to draw at a depth is decided from q and from earlier draws, all of which are verified in any
+case. What is verified beside draws is fixed before the first one (docs/methods.md, section 1).
 """
 
+import statistics
 import sys
 import time
-from collections import Counter
+from collections import Counter, deque
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -29,42 +31,140 @@ from specdec.core.cache import RowCache
 from specdec.core.devices import given
 from specdec.core.generation import Ends
 from specdec.core.grammar import Constraint
-from specdec.core.sampling import AnySampling, RowSampling, pick, uniforms
+from specdec.core.sampling import AnySampling, Randomness, RowSampling, pick, uniforms
 from specdec.core.tree import Tree, certain, plant, root
-from specdec.proposers.account import Account, Choice
-from specdec.proposers.backlog import Backlog
 from specdec.proposers.base import Proposer
-from specdec.proposers.candidates import Candidates
-from specdec.proposers.chances import Chances, Kind
-from specdec.proposers.costs import Conditions, Costs, Longer, open_costs, read_told
-from specdec.proposers.forced import usual_forced
+from specdec.proposers.candidates import Acceptance, Candidates, Kind, RowCandidates
+from specdec.proposers.costs import SIZES, Costs, MeasuredCosts, describe_conditions, find_file, read_told
 from specdec.proposers.growth import widened
 from specdec.proposers.heads import HeadProposer
-from specdec.proposers.pool import Pool
-from specdec.proposers.realised import Realised
-from specdec.proposers.rhythm import Rhythm
-from specdec.proposers.round_value import RoundValue
-from specdec.proposers.step_times import StepTimes
 from specdec.proposers.suffix import usual_suffix
-from specdec.proposers.text import TextProposer
+from specdec.proposers.text import TextProposer, usual_forced
 from specdec.target.model import Target
 
 SIBLINGS = 3  # candidates of a head for each token
-FORGET = 0.98  # what a round counts for the rate after the next one
-TRUST = 10.0  # accepted drafts, and rounds, for which chances and costs count as right at first
-MOST = 31  # drafts
 DEEPEST = 6  # steps of a head
+FORGET = 0.98  # weight of a round in averages after the next one
+KEPT, TRUST = 0.995, 10.0  # the same in `Realised`; tokens for which predictions count as right at first
+RECENT = 15  # timings whose median is the time of a step
+LEARNING = 0.01  # share of the time that rounds may cost which are made to learn something
+LONGEST = 512  # rounds between two trials of a head
+SHORTEST = 8  # rounds between two rounds without drafts that are made to measure one
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What one round drafts, and what is expected of it."""
+
+    size: int  # nodes of a row's tree, the root included
+    sources: Counter[str]  # drafts in the trees of all rows by Kind.source, without the copies that fill trees up
+    head: bool  # whether the head drafts, even if none of its drafts was taken
+    trial: bool  # whether it does to see whether it pays by now
+    check: bool  # whether nothing is drafted, to see what that takes by now
+    tokens: float  # expected, of all rows
+    seconds: float  # expected, of verification and drafting
+    plain: float  # seconds that plain decoding takes for as many tokens in as many rows
+
+
+@dataclass(frozen=True)
+class AutoRound:
+    """A round between `propose` and `timed`."""
+
+    choice: Choice
+    rows: list[RowCandidates]
+    promised: float  # accepted drafts by the sum of their probabilities
+    head_seconds: float  # that the head took
+
+
+@dataclass
+class Account:
+    """What was expected and observed since the last `forget`."""
+
+    rounds: int = 0
+    tokens: float = 0.0  # of all rows
+    expected: float = 0.0  # tokens that were expected
+    seconds: float = 0.0  # of verification and drafting, expected
+    plain: float = 0.0  # seconds that plain decoding takes for the expected tokens, in as many rows
+    head: int = 0  # rounds in which the head drafted
+    trials: int = 0  # of these, rounds to see whether it pays by now
+    checks: int = 0  # rounds that drafted nothing, to see what that takes by now
+    sizes: Counter[int] = field(default_factory=Counter)  # rounds by the nodes of their trees
+    choices: deque[Choice] = field(default_factory=lambda: deque(maxlen=4096))  # of the last rounds
+
+    def add(self, choice: Choice) -> None:
+        """One round, before it is verified."""
+        self.rounds += 1
+        self.sizes[choice.size] += 1
+        self.expected += choice.tokens
+        self.seconds += choice.seconds
+        self.plain += choice.plain
+        self.head += choice.head
+        self.trials += choice.trial
+        self.checks += choice.check
+        self.choices.append(choice)
+
+
+class StepTimes:
+    """Seconds of the parts of a round beside the target's pass, by name and rows: medians, as machines pause."""
+
+    def __init__(self) -> None:
+        self.recent: dict[tuple[str, int], deque[float]] = {}
+
+    def observe(self, name: str, rows: int, seconds: float) -> None:
+        self.recent.setdefault((name, rows), deque(maxlen=RECENT)).append(seconds)
+
+    def seconds(self, name: str, rows: int) -> float:
+        """For the nearest known number of rows; 0 for a step that has not been made."""
+        known = [(abs(each - rows), times) for (step, each), times in self.recent.items() if step == name]
+        return statistics.median_low(min(known, key=lambda each: each[0])[1]) if known else 0.0
+
+
+class Realised:
+    """Accepted drafts over the sum of their probabilities. To take the best-looking candidates makes predictions optimistic."""
+
+    def __init__(self) -> None:
+        self.expected = self.real = TRUST
+
+    def observe(self, expected: float, real: float) -> None:
+        fading = (1 - KEPT) * TRUST
+        self.expected = KEPT * self.expected + fading + expected
+        self.real = KEPT * self.real + fading + real
+
+    @property
+    def ratio(self) -> float:
+        return self.real / self.expected
+
+
+class Schedule:
+    """Rounds since each rare event. Rounds that teach something come so seldom that they cost the share LEARNING of the time."""
+
+    def __init__(self) -> None:
+        self.head, self.trying = 0, False  # rounds since the head drafted; whether its trial goes on in the next round
+        self.plain, self.advantage = 0, 1.0  # rounds since one without drafts; speed of the last others over it
+        self.idle = 0  # rounds since the last draft
+
+    @staticmethod
+    def is_due(waited: int, lost: float, fastest: float) -> bool:
+        """lost: seconds that such rounds are expected to lose; fastest: seconds of the fastest round"""
+        return waited >= min(LONGEST, lost / (LEARNING * fastest))
+
+    def add(self, choice: Choice) -> None:
+        drafts = choice.size > 1
+        self.trying = choice.trial and self.head > 0  # the first round of a trial reads what was committed meanwhile
+        self.head = 0 if choice.head else self.head + 1
+        self.plain = self.plain + 1 if drafts else 0
+        self.idle = 0 if choice.sources else self.idle + 1
+        if drafts:
+            self.advantage = choice.plain / choice.seconds
 
 
 class Auto(Proposer):
-    """Chooses the drafts of its members, or none, by costs and chances. See the head of this file.
+    """Chooses the drafts of its members, or none, by costs and acceptance probabilities. See the head of this file.
 
-    members: at most one trained head, and proposers that look at texts; what a head's shape says is not used
-    costs: given ones, or the file of given ones (costs.read_told); None: those of this device are measured, or read from disk
+    members: at most one trained head, and text proposers; a head's shape is not used
+    costs: user-supplied ones, or their file (costs.read_told); None: those of this device are measured, or read from disk
     Raises ValueError for other members, and for a file that holds no costs.
     """
-
-    linear = False
 
     def __init__(self, target: Target, *, members: list[Proposer], costs: Costs | str | None = None):
         self.texts = [member for member in members if isinstance(member, TextProposer)]
@@ -76,16 +176,15 @@ class Auto(Proposer):
             )
         self.head = heads[0].as_chain(DEEPEST) if heads else None
         self.members: list[Proposer] = [*self.texts, *([self.head] if self.head else [])]
-        costs = read_told(Path(costs)) if isinstance(costs, str) else costs
-        self.target, self.given = target, costs
+        self.target = target
+        self.costs = read_told(Path(costs)) if isinstance(costs, str) else costs
+        self.measures = costs is None
+        self.opened: dict[Path, Costs] = {}  # of this device, by their files
+        self.progress = lambda items, _: items  # of measuring
         self.target_layers = self.head.target_layers if self.head else ()
         self.selects = all(member.selects for member in members)
         self.linear = target.recurrent
-        self.depth = min(MOST, max(member.depth for member in self.members))
-        self.costs: Costs | None = costs
-        self.opened: dict[Conditions, Costs] = {}
-        self.longer: dict[int, Longer] = {}  # what longer contexts add, with laws of any kind
-        self.progress = lambda items, _: items
+        self.depth = min(max(SIZES) - 1, max(member.depth for member in self.members))
         self.forget()
 
     @classmethod
@@ -96,38 +195,46 @@ class Auto(Proposer):
     def forget(self):
         for member in self.members:
             member.forget()
-        self.chances, self.account = Chances(), Account()
-        self.gained, self.spent = 0.0, 0.0  # tokens and seconds, forgotten slowly
-        self.steps = StepTimes()  # of the head's "absorb" and "step", and of "reading" a token that waited
-        self.accepting = Realised(TRUST)  # accepted drafts
-        # seconds of rounds without and with drafts
-        self.lasting = {drafts: Realised(TRUST) for drafts in (False, True)}
-        self.rhythm = Rhythm()
-        self.stepped = 0.0  # seconds of the head in this round
-        # late: tokens of the backlog that the head reads in this round, without those of the last round
-        self.backlog, self.late = Backlog(), 0
+        self.acceptance, self.realised = Acceptance(), Realised()
+        self.times, self.schedule, self.account = StepTimes(), Schedule(), Account()
+        self.speedup = (0.0, 0.0)  # recent tokens, and seconds, in units of plain rounds
+        self.joining = 0.0  # tokens of prompts that join in a round, on average
         self.num_rows = 0
         self.left, self.ends = list[int](), Ends(frozenset())  # tokens that answers may still have; what ends them
-        self.constraints = list[Constraint | None]()  # of the grammars that the answers follow
         self.cache: RowCache | None = None
-        self.entries: int | None = None  # of the target's cache in this round
+        self.round: AutoRound | None = None  # the last one of this batch
 
     @property
     def compile_seconds(self) -> float:
         return sum(member.compile_seconds for member in self.members)
 
+    @property
+    def entries(self) -> int | None:
+        """Entries of each row of the target's cache."""
+        return None if self.cache is None else self.cache.visible
+
+    @property
+    def running(self) -> list[int]:
+        """Rows whose answers have not ended."""
+        return [row for row, num in enumerate(self.left) if num > 0]
+
+    def predicted(self) -> float | None:
+        """The speedup that was expected of all rounds since `forget`; None without a round."""
+        return self.account.plain / self.account.seconds if self.account.seconds else None
+
+    # A batch
+
     def meet(self, verifier, sampling):
-        if self.given is None:
-            sampling = sampling.costliest if isinstance(sampling, RowSampling) else sampling
-            conditions = Conditions.of(verifier, sampling)
-            if conditions not in self.opened:
-                self.opened[conditions] = open_costs(
-                    self.target, verifier, sampling, linear=self.linear, longer=self.longer,
-                    progress=lambda *given: self.progress(*given),
-                )  # fmt: skip
-            self.costs = self.opened[conditions]
-            if self.num_rows:
-                self.costs.prepare(self.num_rows)
+        if not self.measures:
+            return
+        sampling = sampling.costliest if isinstance(sampling, RowSampling) else sampling
+        conditions = find_file(describe_conditions(verifier, sampling))
+        if conditions not in self.opened:
+            progress = lambda items, title: self.progress(items, title)
+            self.opened[conditions] = MeasuredCosts(verifier, sampling, linear=self.linear, progress=progress)
+        self.costs = self.opened[conditions]
+        if self.num_rows:
+            self.costs.prepare(self.num_rows)
 
     def share(self, cache):
         self.cache = cache
@@ -136,23 +243,17 @@ class Auto(Proposer):
         for member in self.members:
             member.begin(tokens, num)
         self.newest, self.left = [0] * len(tokens), [sys.maxsize] * len(tokens)
-        self.constraints = [None] * len(tokens)
-        self.backlog.begin(len(tokens))
-        self.rhythm.begin()
+        self.constraints: list[Constraint | None] = [None] * len(tokens)
         if self.num_rows != len(tokens):
-            self.num_rows, self.gained, self.spent = len(tokens), 0.0, 0.0
-        self.pools: list[Pool] | None = None
+            self.num_rows, self.speedup = len(tokens), (0.0, 0.0)
+        self.schedule.head = max(1, self.schedule.head)  # the head has prompts to read
+        self.joined, self.newly, self.round = (
+            0,
+            0,
+            None,
+        )  # newly: tokens of the last round, which a head reads in any case
         assert self.costs is not None
         self.costs.prepare(len(tokens))
-
-    @property
-    def running(self) -> list[int]:
-        """Rows whose answers have not ended."""
-        return [row for row, num in enumerate(self.left) if num > 0]
-
-    @property
-    def num_active(self) -> int:
-        return len(self.running)
 
     def commit(self, tokens, features, num, counts):
         if self.head:
@@ -162,16 +263,17 @@ class Auto(Proposer):
             member.commit(tokens, features[..., :0], num, counts)
         rows = [row[:count] for row, count in zip(tokens.tolist(), counts)]
         self.newest = [new[-1] if new else newest for new, newest in zip(rows, self.newest)]
-        self.backlog.commit(counts, opening=self.pools is None)
-        if self.pools is not None:
-            for pool, new in zip(self.pools, rows):
-                pool.teach(self.chances, new)
-            taken = [self.ends.cut([], new[:left])[0] for new, left in zip(rows, self.left)]
-            got, emitting = float(sum(map(len, taken))), sum(map(bool, rows))
-            self.gained = FORGET * self.gained + got
-            self.accepting.saw(self.hoped, got - emitting)
-            self.account.tokens += got
-            self.pools = None
+        if self.round is None:
+            return  # the prompts
+        for candidates, new in zip(self.round.rows, rows):
+            candidates.teach(new)
+        self.newly = sum(counts)
+        tokens_got = sum(len(self.ends.cut([], new[:left])[0]) for new, left in zip(rows, self.left))
+        emitting = sum(map(bool, rows))
+        self.realised.observe(self.round.promised, tokens_got - emitting)
+        gained, spent = self.speedup
+        self.speedup = gained + tokens_got / max(1, len(self.running)), spent
+        self.account.tokens += tokens_got
 
     def select(self, rows, nums):
         for member in self.members:
@@ -179,234 +281,226 @@ class Auto(Proposer):
         self.newest = [self.newest[row] for row in rows]
         if len(rows) > self.num_rows and self.costs is not None:
             self.costs.prepare(len(rows))
-        self.spent *= self._plain(len(rows)) / self._plain(self.num_rows)
         self.num_rows = len(rows)
-        self.backlog.select(rows)
 
     def replace(self, rows, nums, opening):
         for member in self.members:
             member.replace(rows, nums, opening)
         for row, following, count in zip(rows, opening.following.tolist(), opening.counts):
             self.newest[row] = following[count - 1]
-        self.backlog.replace(rows, opening.counts)
+        self.joined += sum(opening.counts)
 
     def finish(self, nums):
         for member in self.members:
             member.finish(nums)
 
-    def timed(self, cost):
-        say = self.target.share.all_say  # processes with one target must decide alike
-        verifying, rest = say(cost.stages["verify"])[0], say(cost.seconds - cost.stages["verify"] - self.stepped)[0]
-        if self.costs is not None:
-            self.costs.saw(self.num_rows, self.size, verifying, self.entries)
-        self.steps.saw("rest without drafts" if self.size == 1 else "rest", self.num_rows, rest)
-        if self.costs is not None and self.costs.steps is None and not self.late:
-            beside = rest - self._step_seconds("rest without drafts")
-            self.lasting[self.size > 1].saw_ratio((verifying + self.stepped + beside) / self.expected_seconds)
-
-    # A round
-
     def limit(self, left, ends):
-        before = max(1, self.num_active)
         self.left, self.ends = left, Ends(ends)
-        self.gained *= self.num_active / before  # fewer running rows emit fewer tokens in a round, in proportion
 
     def constrain(self, constraints):
         self.constraints = constraints
         for member in self.texts:
             member.constrain(constraints)
 
+    # A round
+
     def propose(self, sampling, generator):
-        self._prepare()
-        self.stepped, self.late = 0.0, 0
-        self.backlog.next_round()
-        pools = self.pools = [
-            Pool([token], left, self.ends.tokens, constraint)
-            for token, left, constraint in zip(self.newest, self.left, self.constraints)
-        ]
-        seconds, laws = 0.0, list[Tensor]()
-        worth = trial = False
-        check = self._checks_plain()
-        fastest = min(self.value.curve.values())
-        if not self.rhythm.rests(self._step_seconds("texts"), fastest, check=check):
-            self._look()
-        if self.head is not None and not check and self.value.room:
-            gain, reading = self._gain_of_head(self.head), self._reading()
-            # what joins in most rounds is in the gain
-            worth = gain > (self.value.rate * reading / self._rounds_left() if self.rhythm.waited else 0.0)
-            # a trial goes on for a second round, and what the head did not read while it waited, it reads in the trial
-            trial = not worth and self.rhythm.tries(2 * max(0.0, -gain) / self.value.rate + reading, fastest)
-            if worth or trial:
-                self.account.head += 1
-                self.account.trials += trial
-                laws, levels = self._grow(self.head, sampling, generator)
-                self.rhythm.head_drafted(trial=trial)
-                seconds = self._step_seconds("absorb") + (levels - 1) * self._step_seconds("step")
-                for pool in pools:
-                    pool.settle()
-            else:
-                self.rhythm.head_waited()
-        tree = self._plant(laws, seconds, plain=check)
-        self.rhythm.ended(any_draft=bool(self.sources))
-        self.account.choices.append(Choice(self.size, self.sources, worth or trial, trial))
+        assert self.costs is not None
+        self.joining, self.joined = FORGET * self.joining + (1 - FORGET) * self.joined, 0
+        candidates = self._candidates(self.costs)
+        fastest = min(candidates.curve.values())
+        # User-supplied costs need no checks
+        lost = 2 * (self.schedule.advantage - 1) * fastest
+        due = self.schedule.plain >= SHORTEST and self.schedule.is_due(self.schedule.plain, lost, fastest)
+        check = due and self.costs.steps is None
+        idle = self.schedule.idle
+        # Where looking at texts takes long and nothing is worth drafting, most rounds do without
+        if idle < SHORTEST or idle % SHORTEST == 0 or self._seconds("texts") < 0.01 * fastest:
+            self._look(candidates.rows)
+        head = trial = False
+        levels: list[Tensor] = []
+        head_seconds = drafting = 0.0
+        if self.head is not None and not check and candidates.room:
+            head, trial = self._wants_head(self.head, candidates, fastest)
+            if head:
+                levels, drafting, head_seconds = self._grow(self.head, candidates, sampling, generator)
+        tree, self.round = self._plant(candidates, levels, drafting, plain=check)
+        choice = replace(self.round.choice, head=head, trial=trial, check=check)
+        self.round = replace(self.round, choice=choice, head_seconds=head_seconds)
+        self.schedule.add(choice)
+        self.account.add(choice)
         return tree
 
-    def _look(self) -> None:
-        """Adds what proposers of texts guess to the pools."""
-        assert self.pools is not None
+    def timed(self, cost):
+        assert self.round is not None
+        if self.costs is None or self.costs.steps is not None:
+            return
+        size, verify = self.round.choice.size, cost.stages["verify"]
+        say = self.target.share.all_say  # processes with one target must decide alike
+        verifying, rest = say(verify)[0], say(cost.seconds - verify - self.round.head_seconds)[0]
+        self.costs.observe(self.num_rows, size, verifying, self.entries)
+        self.times.observe("rest" if size > 1 else "rest without drafts", self.num_rows, rest)
+
+    def _candidates(self, costs: Costs) -> Candidates:
+        """No candidates yet, and what they are judged by. The rate is never less than that of plain decoding."""
+        known = costs.curve(self.num_rows, self.entries)
+        plain_rest = self._seconds("rest without drafts")
+        more = max(0.0, self._seconds("rest") - plain_rest) if plain_rest else 0.0  # what drafting takes beside
+        curve = {num: known[num] + more * (num > 1) for num in costs.sizes if num in known and num <= max(SIZES)}
+        gained, spent = self.speedup
+        rate = len(self.running) / min(curve.values()) * (max(1.0, gained / spent) if spent else 1.0)
+        rows = [
+            RowCandidates(self.acceptance, [token], left, self.ends.tokens, constraint)
+            for token, left, constraint in zip(self.newest, self.left, self.constraints)
+        ]
+        return Candidates(rows, self.running, curve, rate, self.realised.ratio, self.linear)
+
+    def _look(self, rows: list[RowCandidates]) -> None:
+        """Adds the guesses of text proposers."""
         start = time.perf_counter()
         for member in self.texts:
-            for row, pool in enumerate(self.pools):
-                pool.add_guesses(type(member).__name__, member.guess(row), self.chances)
-        for pool in self.pools:
-            pool.settle()
-        self.steps.saw("texts", self.num_rows, self.target.share.all_say(time.perf_counter() - start)[0])
-
-    def _checks_plain(self) -> bool:
-        """Whether this round drafts nothing, to see what that takes. Told costs are believed."""
-        assert self.costs is not None
-        due = self.costs.steps is None and self.rhythm.checks_plain()
-        self.account.checks += due
-        return due
-
-    def _plant(self, laws: list[Tensor], drafting: float, *, plain: bool) -> Tree:
-        """The tree of the best size. laws: [B, W] of each level that was sampled; drafting: seconds so far; plain: no drafts"""
-        assert self.pools is not None
-        pools, num_rows = self.pools, self.num_rows
-        if plain:
-            num, verifying, expected = 1, self.value.curve[1], float(self.num_active)
-        else:
-            num, verifying, expected = self.candidates.best()
-        self.size, self.hoped, self.sources = num, (expected - self.num_active) / self.value.faith, Counter[str]()
-        self.spent = FORGET * self.spent + verifying + drafting
-        self.expected_seconds = verifying / self.lasting[num > 1].ratio + drafting
-        # seconds of plain decoding for as many tokens
-        as_plain = expected * self.value.curve[1] / max(1, self.num_active)
-        self.account.add(num, expected, verifying + drafting, as_plain)
-        self.rhythm.chose(num, advantage=as_plain / (verifying + drafting))
-        device = self.target.device
-        if num == 1:
-            return root(given(self.newest, device))
-        rows = [pool.choose(num - 1, chain=self.linear) for pool in pools]
+            for number, row in enumerate(rows):
+                row.add_guesses(type(member).__name__, member.guess(number))
         for row in rows:
-            self.sources.update(row.sources)
-        tree = plant(self.newest, [row.drafts for row in rows], device)
-        tree = tree.filled(min(num - 1, self.depth) if tree.linear else num - 1)
-        self.size = tree.tokens.shape[1]
-        if not laws:
-            return tree
-        assert self.head is not None
-        probs = certain(tree.tokens, self.target.vocab_size, laws[0].dtype)  # [B, N, V]
-        for level, law in enumerate(laws):
-            places = given([row.drawn[level] for row in rows], device)
-            probs[torch.arange(num_rows, device=device), places] = widened(self.head.drafter, law)
-        return Tree(tree.tokens, tree.parents, probs, tree.linear)
+            row.normalise()
+        self.times.observe("texts", self.num_rows, self.target.share.all_say(time.perf_counter() - start)[0])
+
+    def _wants_head(self, head: HeadProposer, candidates: Candidates, fastest: float) -> tuple[bool, bool]:
+        """Whether the head drafts, and whether only for a trial: to see whether it pays by now.
+
+        A head first reads everything that was committed since it drafted, and prompts.
+        """
+        source = "drawn" if ("drawn", 1) in self.acceptance.depths else "head"
+        typical = [self.acceptance.typical(source, depth) for depth in range(1, head.depth + 1)]
+        first = self._seconds("absorb") + self.joining * self._seconds("reading")
+        gain = candidates.gain_of_head(typical, first, self._seconds("step"))
+        reading = self._num_late(head) * self._seconds("reading")
+        # Half of the tokens that answers may still have are rounds in which a head that reads now may draft
+        rounds = max(1.0, sum(self.left) / max(1, len(self.running)) / 2)
+        if gain > (candidates.rate * reading / rounds if self.schedule.head else 0.0):
+            return True, False
+        # A trial takes two rounds: the first one's time is not what the head takes as a rule
+        lost = 2 * max(0.0, -gain) / candidates.rate + reading
+        trial = self.schedule.trying or self.schedule.is_due(self.schedule.head, lost, fastest)
+        return trial, trial
 
     def _grow(
-        self, head: HeadProposer, sampling: AnySampling, generator: torch.Generator | None
-    ) -> tuple[list[Tensor], int]:
-        """Adds the head's candidates to the pools, level by level -> the laws that were sampled from, [B, W] each; steps"""
-        assert self.pools is not None
-        pools, num_rows, device = self.pools, self.num_rows, self.target.device
-        drafter, depth = head.drafter, min(head.depth, self.value.room)
-        top = min(SIBLINGS, drafter.vocab_size)
-        self.late = self.backlog.read()
-        start, compiled = time.perf_counter(), head.compile_seconds
+        self, head: HeadProposer, candidates: Candidates, sampling: AnySampling, generator: Randomness
+    ) -> tuple[list[Tensor], float, float]:
+        """Adds the head's candidates, level by level.
+
+        -> the distributions that were sampled from, [B, W] each; expected and observed seconds of the steps
+        """
+        rows, device, drafter = candidates.rows, self.target.device, head.drafter
+        depth, step = min(head.depth, candidates.room), "absorb"
+        timer = StepTimer(self, head)
+        late = self._num_late(head)
         _, first = head.absorb()
         state, logits, *_ = first
-        seen = masks.causal(depth, device).expand(num_rows, -1, -1)
-        spine, laws, step = [0] * num_rows, list[Tensor](), "absorb"
-        for d in range(1, depth + 1):
+        seen = masks.causal(depth, device).expand(len(rows), -1, -1)
+        spine, distributions = [0] * len(rows), list[Tensor]()
+        for level in range(1, depth + 1):
             if sampling.greedy:
-                chances, tokens = head.likeliest(logits, top)
-                self._time(step, start, head.compile_seconds - compiled)
-                for row, pool in enumerate(pools):
-                    numbers = [
-                        pool.add(token, spine[row], Kind("head", chance, d, place), self.chances)
-                        for place, (chance, token) in enumerate(zip(chances[row], tokens[row]))
-                    ]
-                    spine[row] = next((number for number in numbers if number not in pool.barred), numbers[0])
-                chosen = given([[pool.tokens[node]] for pool, node in zip(pools, spine)], device)
+                probabilities, tokens = head.likeliest(logits, min(SIBLINGS, drafter.vocab_size))
+                timer.stop(step, late)
+                for number, row in enumerate(rows):
+                    kinds = [Kind("head", each, level, rank) for rank, each in enumerate(probabilities[number])]
+                    nodes = [row.add(token, spine[number], kind) for token, kind in zip(tokens[number], kinds)]
+                    spine[number] = next((node for node in nodes if node not in row.barred), nodes[0])
+                drafts = given([[row.tokens[node]] for row, node in zip(rows, spine)], device)
             else:
-                law = sampling.law(logits[:, 0])  # [B, W]
-                surest = law.max(-1).values.tolist()
-                self._time(step, start, head.compile_seconds - compiled)
-                kinds = [Kind("drawn", sure, d) for sure in surest]
-                likely = [pool.path_chance(node, kind, self.chances) for pool, node, kind in zip(pools, spine, kinds)]
-                if not self.candidates.gain(likely, drawn=True) > 0:
-                    break  # decided by laws and by earlier draws, not by this one
-                if d == 1:
-                    self.candidates.settle_beside(likely)
-                draft = drafter.to_target(pick(law, uniforms(num_rows, generator, device)))
-                for row, (pool, token) in enumerate(zip(pools, draft.tolist())):
-                    spine[row] = pool.add(token, spine[row], kinds[row], self.chances, drawn=True)
-                laws.append(law)
-                chosen = draft[:, None]
-            if d == depth:
+                distribution = sampling.law(logits[:, 0])  # [B, W]
+                surest = distribution.max(-1).values.tolist()
+                timer.stop(step, late)
+                kinds = [Kind("drawn", sure, level) for sure in surest]
+                likely = [row.path_probability(node, kind) for row, node, kind in zip(rows, spine, kinds)]
+                if not candidates.gain(likely, drawn=True) > 0:
+                    break  # decided by distributions and earlier draws, not by this one
+                if level == 1:
+                    candidates.settle_beside(likely)
+                drafts = drafter.to_target(pick(distribution, uniforms(len(rows), generator, device)))[:, None]
+                for number, (row, (token,)) in enumerate(zip(rows, drafts.tolist())):
+                    spine[number] = row.add(token, spine[number], kinds[number], drawn=True)
+                distributions.append(distribution)
+            if level == depth:
                 break
-            following = self.chances.typical("head" if sampling.greedy else "drawn", d + 1)
-            likely = [following * pool.chances[node] * pool.wants(d + 1) for pool, node in zip(pools, spine)]
-            if self.candidates.gain(likely, drawn=not sampling.greedy) <= self.value.rate * self._step_seconds("step"):
+            following = self.acceptance.typical("head" if sampling.greedy else "drawn", level + 1)
+            likely = [following * row.probabilities[node] * row.is_useful(level + 1) for row, node in zip(rows, spine)]
+            if candidates.gain(likely, drawn=not sampling.greedy) <= candidates.rate * self._seconds("step"):
                 break
-            start, compiled, step = time.perf_counter(), head.compile_seconds, "step"
-            state, logits, *_ = head.step(d + 1, d - 1, state, chosen, seen[:, d - 1 : d, :d])
+            timer.start()
+            step, late = "step", 0
+            state, logits, *_ = head.step(level + 1, level - 1, state, drafts, seen[:, level - 1 : level, :level])
         head.cache.drop_pending()
-        return laws, d
+        for row in rows:
+            row.normalise()
+        return distributions, self._seconds("absorb") + (level - 1) * self._seconds("step"), timer.spent
 
-    # What is worth it
+    def _plant(
+        self, candidates: Candidates, distributions: list[Tensor], drafting: float, *, plain: bool
+    ) -> tuple[Tree, AutoRound]:
+        """The tree of the best size, and what is expected of it.
 
-    @property
-    def candidates(self) -> Candidates:
-        assert self.pools is not None
-        return Candidates(self.pools, self.running, self.value, self.linear)
+        distributions: [B, W] of each sampled level; drafting: expected seconds so far; plain: nothing is drafted
+        """
+        rows, curve, device = candidates.rows, candidates.curve, self.target.device
+        active = len(self.running)
+        size, verifying, expected = (1, curve[1], float(active)) if plain else candidates.best()
+        seconds, as_plain = verifying + drafting, expected * curve[1] / max(1, active)
+        gained, spent = self.speedup
+        self.speedup = FORGET * gained, FORGET * spent + seconds / min(curve.values())
+        promised = (expected - active) / candidates.faith
+        sources = Counter[str]()
+        if size == 1:
+            tree = root(given(self.newest, device))
+        else:
+            chosen = [row.choose(size - 1, chain=self.linear) for row in rows]
+            for each in chosen:
+                sources.update(each.sources)
+            tree = plant(self.newest, [each.drafts for each in chosen], device)
+            tree = tree.filled(min(size - 1, self.depth) if tree.linear else size - 1)
+            if distributions:
+                tree = self._with_distributions(tree, distributions, [each.drawn for each in chosen])
+        choice = Choice(tree.tokens.shape[1], sources, False, False, False, expected, seconds, as_plain)
+        return tree, AutoRound(choice, rows, promised, 0.0)
 
-    def _prepare(self) -> None:
-        """Fixes what the round is judged by. The rate is never less than that of plain decoding."""
-        assert self.costs is not None
-        self.entries = None if self.cache is None else self.cache.visible
-        known = self.costs.curve(self.num_rows, self.entries)
-        plain_rest = self._step_seconds("rest without drafts")
-        more = max(0.0, self._step_seconds("rest") - plain_rest) if plain_rest else 0.0
-        sizes = [num for num in self.costs.sizes if num in known and num <= 1 + MOST]
-        curve = {num: (known[num] + more * (num > 1)) * self.lasting[num > 1].ratio for num in sizes}
-        plain = self.num_active / min(curve.values())
-        rate = max(plain, self.gained / self.spent) if self.spent else plain
-        self.value = RoundValue(curve, rate, self.accepting.ratio, self.num_active)
+    def _with_distributions(self, tree: Tree, distributions: list[Tensor], drawn: list[list[int]]) -> Tree:
+        """drawn [B]: numbers of the sampled nodes, level by level"""
+        assert self.head is not None
+        probs = certain(tree.tokens, self.target.vocab_size, distributions[0].dtype)  # [B, N, V]
+        every = torch.arange(len(drawn), device=self.target.device)
+        for level, distribution in enumerate(distributions):
+            places = given([numbers[level] for numbers in drawn], self.target.device)
+            probs[every, places] = widened(self.head.drafter, distribution)
+        return Tree(tree.tokens, tree.parents, probs, tree.linear)
 
-    def _plain(self, num_rows: int) -> float:
-        """Seconds of a round without drafts."""
-        assert self.costs is not None
-        return self.costs.best_size(num_rows, 1, self.entries)[1]
+    def _num_late(self, head: HeadProposer) -> int:
+        """Tokens that the head has to read beside those of the last round: prompts, and what came since it drafted."""
+        return max(0, head.num_waiting - self.newly)
 
-    def _gain_of_head(self, head: HeadProposer) -> float:
-        """What the head is expected to add to the value of the round beside its steps, by what it was right about so far."""
-        source = "drawn" if ("drawn", 1) in self.chances.depths else "head"
-        typical = [self.chances.typical(source, d) for d in range(1, head.depth + 1)]
-        first = self._step_seconds("absorb") + self.backlog.joining * self._step_seconds("reading")
-        return self.candidates.gain_of_head(typical, first, self._step_seconds("step"))
-
-    def _reading(self) -> float:
-        """Seconds that the head needs, beside its first step, for what it did not read: prompts, and what came since it drafted."""
-        return self.backlog.late * self._step_seconds("reading")
-
-    def _rounds_left(self) -> float:
-        """In which a head that reads now may draft: half of the tokens that the answers may still have."""
-        return max(1.0, sum(self.left) / max(1, self.num_active) / 2)
-
-    def _step_seconds(self, name: str) -> float:
+    def _seconds(self, name: str) -> float:
+        """Of a part of a round beside the target's pass."""
         told = None if self.costs is None else self.costs.steps
-        return self.steps.seconds(name, self.num_rows) if told is None else told.get(name, 0.0)
+        return self.times.seconds(name, self.num_rows) if told is None else told.get(name, 0.0)
 
-    def _time(self, name: str, start: float, compiling: float) -> None:
-        """Takes in what a step has taken, unless it was compiled."""
-        seconds = self.target.share.all_say(time.perf_counter() - start)[0]
-        self.stepped += max(0.0, seconds - compiling)
+
+class StepTimer:
+    """Times the steps of a head, and tells them to `auto` unless they were compiled. spent: seconds without compiling"""
+
+    def __init__(self, auto: Auto, head: HeadProposer):
+        self.auto, self.head, self.spent = auto, head, 0.0
+        self.start()
+
+    def start(self) -> None:
+        self.begun, self.compiled = time.perf_counter(), self.head.compile_seconds
+
+    def stop(self, name: str, late: int) -> None:
+        """late: tokens that the step has read beside those of the last round"""
+        auto, compiling = self.auto, self.head.compile_seconds - self.compiled
+        seconds = auto.target.share.all_say(time.perf_counter() - self.begun)[0]
+        self.spent += max(0.0, seconds - compiling)
         if compiling > 0:
             return
-        if name == "absorb" and self.late:
-            name, seconds = "reading", max(0.0, seconds - self._step_seconds("absorb")) / self.late
-        self.steps.saw(name, self.num_rows, seconds)
-
-    def predicted(self) -> float | None:
-        """The speedup that was expected of all rounds since `forget`; None without a round."""
-        return self.account.plain / self.account.seconds if self.account.seconds else None
+        if late:
+            name, seconds = "reading", max(0.0, seconds - auto._seconds("absorb")) / late
+        auto.times.observe(name, auto.num_rows, seconds)

@@ -1,64 +1,322 @@
-"""The candidates of all rows in a round, and what trees of them are worth."""
+"""The candidates of a round: which drafts there are, how probable it is that they are accepted, and what trees of them are worth."""
 
+import itertools
 import math
-from dataclasses import dataclass
+import sys
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from specdec.proposers.pool import Pool
-from specdec.proposers.round_value import RoundValue, Values
+from specdec.core.grammar import Constraint
+from specdec.core.tree import Nodes
+from specdec.proposers.text import Guess
+
+FORGET = 0.998  # weight of an observation after the next one of its kind: half after 350
+TRUST = 6.0  # prior weight of the drafter's own estimate, in observations
+DEEPEST = 4  # deeper drafts count as of this depth
+BOUNDS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)  # between the groups of estimates
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What is known of a draft before it is verified.
+
+    source: who drafts it; estimate: the drafter's probability that it is accepted if its parent is; rank: siblings of
+    this source that are likelier; match: tokens of the text that were found again, for text proposers
+    """
+
+    source: str
+    estimate: float
+    depth: int
+    rank: int = 0
+    match: int = 0
+
+    @property
+    def keys(self) -> tuple[tuple, tuple]:
+        """Of the counters, the coarse one first."""
+        group = sum(self.estimate >= bound for bound in BOUNDS)
+        coarse = (self.source, self.rank == 0, group)
+        return coarse, (*coarse, min(self.depth, DEEPEST), min(self.match.bit_length(), 5))
+
+
+@dataclass
+class AcceptanceCounter:
+    """How often a draft of a kind was accepted; old observations weigh less."""
+
+    accepted: float = 0.0
+    offered: float = 0.0
+
+    def add(self, accepted: bool) -> None:
+        self.accepted = FORGET * self.accepted + accepted
+        self.offered = FORGET * self.offered + 1
+
+    def correct(self, estimate: float) -> float:
+        return (self.accepted + TRUST * estimate) / (self.offered + TRUST)
+
+
+class Acceptance:
+    """Calibrated acceptance probabilities: the coarse counter of a kind corrects its estimate, the fine one the result."""
+
+    def __init__(self) -> None:
+        self.counters: dict[tuple, AcceptanceCounter] = {}
+        self.depths: dict[tuple[str, int], AcceptanceCounter] = {}
+
+    def probability(self, kind: Kind) -> float:
+        """That a draft is accepted if its parent is."""
+        value = min(max(kind.estimate, 1e-4), 0.999)
+        for key in kind.keys:
+            if key in self.counters:
+                value = self.counters[key].correct(value)
+        return value
+
+    def learn(self, kind: Kind, accepted: bool) -> None:
+        """Called for every draft with an accepted parent, verified or not: the text shows whether it was right."""
+        for key in kind.keys:
+            self.counters.setdefault(key, AcceptanceCounter()).add(accepted)
+        if kind.rank == 0:
+            self.depths.setdefault((kind.source, kind.depth), AcceptanceCounter()).add(accepted)
+
+    def typical(self, source: str, depth: int) -> float:
+        """Of a source's first draft at a depth, before anything is known about it; one half without observations."""
+        counter = self.depths.get((source, depth))
+        return 0.5 if counter is None else counter.correct(0.5)
+
+
+class Chosen(NamedTuple):
+    """The drafts of one row that are verified."""
+
+    drafts: Nodes
+    drawn: list[int]  # numbers in the tree of the sampled ones
+    sources: list[str]
+
+
+@dataclass
+class RowCandidates:
+    """The candidates of one row: a trie whose node 0 is the newest token.
+
+    left: tokens that the answer may still have; ends: tokens that end it. A draft that would be its last token is worth
+    nothing, as every round emits a token of the target after the drafts.
+    constraint: of a grammar that the answer follows; a draft that it does not allow is worth nothing
+    """
+
+    acceptance: Acceptance
+    tokens: list[int]
+    left: int = sys.maxsize
+    ends: frozenset[int] = frozenset()
+    constraint: Constraint | None = None
+    parents: list[int] = field(default_factory=lambda: [-1])
+    kinds: list[list[Kind]] = field(default_factory=lambda: [[]])
+    probabilities: list[float] = field(default_factory=lambda: [1.0])  # of the path to each node
+    drawn: list[int] = field(default_factory=list)  # sampled nodes; all of them are verified
+    chosen: dict[tuple[int, int], int] = field(default_factory=dict)  # (parent, token) -> number of a chosen node
+    barred: set[int] = field(default_factory=set)  # nodes that the grammar does not allow
+    beside: list[int] | None = None  # chosen nodes that are verified beside drawn ones; None: nothing was drawn
+
+    def add(self, token: int, parent: int, kind: Kind, *, drawn: bool = False) -> int:
+        """-> the number of the node, an old one if it was chosen already"""
+        known = None if drawn else self.chosen.get((parent, token))
+        if known is not None:
+            self.kinds[known].append(kind)
+            one, other = map(self.acceptance.probability, self.kinds[known][:2])
+            both = Kind("both", 1 - (1 - one) * (1 - other), kind.depth, kind.rank)
+            self.kinds[known].append(both)
+            if known not in self.barred:
+                self.probabilities[known] = self.path_probability(parent, both, token)
+            return known
+        number = len(self.tokens)
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.kinds.append([kind])
+        # What is drafted beside a drawn token must not depend on the token, so its probability says nothing about it
+        self.probabilities.append(self.path_probability(parent, kind, None if drawn else token))
+        if drawn:
+            self.drawn.append(number)
+            return number
+        if self.constraint and (parent in self.barred or not self.constraint.fits(self._text_to(number))):
+            self.barred.add(number)
+            self.probabilities[number] = 0.0
+        self.chosen[parent, token] = number
+        return number
+
+    def add_guesses(self, source: str, guesses: Iterable[Guess]) -> None:
+        """The tree that a text proposer guesses."""
+        numbers, depths, children = [0], [0], Counter[int]()
+        for guess in guesses:
+            depths.append(depths[guess.parent] + 1)
+            kind = Kind(source, guess.probability, depths[-1], children[guess.parent], guess.match)
+            children[guess.parent] += 1
+            numbers.append(self.add(guess.token, numbers[guess.parent], kind))
+
+    def is_useful(self, depth: int, token: int | None = None) -> bool:
+        """Whether a draft at this depth can add to the answer. token: None if it is not known yet"""
+        return depth < self.left and token not in self.ends
+
+    def path_probability(self, parent: int, kind: Kind, token: int | None = None) -> float:
+        """Of the path to such a candidate; 0 if it cannot add to the answer."""
+        useful = self.is_useful(kind.depth, token)
+        return self.probabilities[parent] * self.acceptance.probability(kind) if useful else 0.0
+
+    def normalise(self) -> None:
+        """From the root down: probabilities of siblings add up to at most one."""
+        above = [self.probabilities[parent] if parent >= 0 else 0.0 for parent in self.parents]
+        own = [known / before if before > 0 else 0.0 for known, before in zip(self.probabilities, above)]
+        total: Counter[int] = Counter()
+        for parent, each in zip(self.parents, own):
+            total[parent] += each  # type: ignore[assignment]
+        for node in range(1, len(self.tokens)):
+            parent = self.parents[node]
+            self.probabilities[node] = self.probabilities[parent] * (own[node] / max(1.0, total[parent]))
+
+    def order(self, *, chain: bool) -> list[int]:
+        """The nodes in the order in which a growing tree takes them. chain: those of one path"""
+        if chain:
+            return self._path()
+        if self.beside is not None:
+            return [*self.drawn, *self.beside]
+        allowed = set(range(1, len(self.tokens))) - self.barred
+        return sorted(allowed, key=lambda node: (-self.probabilities[node], node))
+
+    def values(self, *, chain: bool) -> list[float]:
+        """The path probabilities of the nodes in this order."""
+        return [self.probabilities[node] for node in self.order(chain=chain)]
+
+    def choose(self, num: int, *, chain: bool) -> Chosen:
+        """The first `num` nodes of the order, numbered from 1, parents first."""
+        nodes = sorted(self.order(chain=chain)[:num])
+        number = {0: 0, **{node: place for place, node in enumerate(nodes, 1)}}
+        drafts = [(self.tokens[node], number[self.parents[node]]) for node in nodes]
+        return Chosen(drafts, [number[node] for node in self.drawn], [self.kinds[node][-1].source for node in nodes])
+
+    def settle_beside(self, num: int) -> None:
+        """Before anything is drawn: the `num` likeliest nodes are verified beside what will be drawn, whatever that is."""
+        self.beside = sorted(self.order(chain=False)[:num])
+
+    def teach(self, new: list[int]) -> None:
+        """new: the tokens that followed. Every candidate with an accepted prefix is counted, verified or not, but none
+        that a grammar does not allow: those say nothing about the drafter."""
+        nodes = {0}
+        for token in new:
+            following = [
+                node for node, parent in enumerate(self.parents) if parent in nodes and node not in self.barred
+            ]
+            for node in following:
+                for kind in self.kinds[node]:
+                    self.acceptance.learn(kind, self.tokens[node] == token)
+            nodes = {node for node in following if self.tokens[node] == token}
+
+    def _text_to(self, node: int) -> list[int]:
+        """The drafts from the root to this node."""
+        text = list[int]()
+        while node:
+            text.append(self.tokens[node])
+            node = self.parents[node]
+        return text[::-1]
+
+    def _path(self) -> list[int]:
+        path, node = list[int](), 0
+        while True:
+            following = [
+                child for child, parent in enumerate(self.parents) if parent == node and child not in self.barred
+            ]
+            if not following:
+                return path
+            node = max(following, key=lambda child: (child in self.drawn, self.probabilities[child]))
+            path.append(node)
+
+
+class Best(NamedTuple):
+    """The best number of nodes of each row's tree, the seconds of its pass, and the tokens expected of all rows."""
+
+    size: int
+    seconds: float
+    tokens: float
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """pools: of every row; running: rows whose answers have not ended; linear: whether trees are chains"""
+    """The candidates of all rows, and what a round is worth: expected tokens - rate * seconds.
 
-    pools: list[Pool]
+    rows: of every row; running: those whose answers have not ended; linear: whether trees are chains
+    curve: seconds by nodes, without the head's; rate: tokens a second of all rows that rounds are expected to give
+    faith: accepted drafts over the sum of their probabilities
+    """
+
+    rows: list[RowCandidates]
     running: list[int]
-    value: RoundValue
+    curve: dict[int, float]
+    rate: float
+    faith: float
     linear: bool
 
     @property
-    def values(self) -> Values:
-        return [self.pools[row].values(chain=self.linear) for row in self.running]
+    def room(self) -> int:
+        """Drafts of the largest size."""
+        return max(self.curve) - 1
 
     @property
     def forced(self) -> int:
         """Drafts that were drawn, which are verified in any case, and those beside them."""
-        return max(len(pool.drawn) + len(pool.beside or ()) for pool in self.pools)
+        return max(len(row.drawn) + len(row.beside or ()) for row in self.rows)
 
-    def best(self) -> tuple[int, float, float]:
-        """-> nodes of the best size, its seconds, expected tokens"""
-        return self.value.best(self.values, forced=self.forced)
+    def values(self) -> list[list[float]]:
+        """Of each running row the path probabilities in the order in which candidates are taken."""
+        return [self.rows[row].values(chain=self.linear) for row in self.running]
+
+    def best(self) -> Best:
+        return self._best(self.values(), self.forced)
+
+    def _best(self, values: list[list[float]], forced: int) -> Best:
+        sums = [0.0, *itertools.accumulate(map(sum, itertools.zip_longest(*values, fillvalue=0.0)))]
+        found = [
+            Best(size, seconds, len(self.running) + self.faith * sums[min(size, len(sums)) - 1])
+            for size, seconds in self.curve.items()
+            if size > forced
+        ]
+        assert found, "no size holds the drafts that were drawn"
+        return max(found, key=self._value)
+
+    def _value(self, best: Best) -> float:
+        return best.tokens - self.rate * best.seconds
 
     def gain(self, likely: list[float], *, drawn: bool) -> float:
-        """What one more candidate in each row, of these chances [B], adds to the value of the round.
+        """What one more candidate in each row, of these path probabilities [B], adds to the value of the round.
 
         drawn: it would be sampled, and verified in any case; minus infinity where no size has room for it
         """
-        if drawn and self.forced >= self.value.room:
+        forced, values, more = self.forced, self.values(), [likely[row] for row in self.running]
+        if drawn and forced >= self.room:
             return -math.inf
-        return self.value.gain(self.values, [likely[row] for row in self.running], forced=self.forced, drawn=drawn)
+        place = forced if drawn else None
+        grown = [_insert(row, one, place) for row, one in zip(values, more)]
+        return self._value(self._best(grown, forced + drawn)) - self._value(self._best(values, forced))
 
     def settle_beside(self, likely: list[float]) -> None:
-        """Fixes what is verified beside draws, before the first one, whose chances are `likely` [B]."""
-        with_draw = [[likely[row], *own] for row, own in zip(self.running, self.values)]
-        num, *_ = self.value.best(with_draw, forced=1)
-        for pool in self.pools:
-            pool.settle_beside(0 if self.linear else num - 2)
+        """Fixes what is verified beside draws, before the first one, whose path probabilities are `likely` [B]."""
+        with_draw = [[likely[row], *own] for row, own in zip(self.running, self.values())]
+        size = self._best(with_draw, 1).size
+        for row in self.rows:
+            row.settle_beside(0 if self.linear else size - 2)
 
     def gain_of_head(self, typical: list[float], first: float, step: float) -> float:
-        """What a head is expected to add to the value of the round beside its steps.
+        """What a head is expected to add to the value of the round, less its steps.
 
-        typical [K]: chance of its draft at each depth if those before are right; first, step: seconds of its steps
+        typical [K]: acceptance probability of its draft at each depth; first, step: seconds of its steps
         """
-        values, value = self.values, self.value
-        known = [max(row[:1], default=0.0) for row in values]  # chance that a text proposer is right already
-        pools = [self.pools[row] for row in self.running]
-        before, chance, best, cost = value.of(values), 1.0, -math.inf, first
-        more = [list(row) for row in values]
-        for d, own in enumerate(typical, start=1):
-            chance *= own
-            likely = [chance * (1 - sure) * pool.wants(d) for sure, pool in zip(known, pools)]
-            more = [sorted([*row, one], reverse=True) for row, one in zip(more, likely)]
-            best = max(best, value.of(more) - before - value.rate * cost)
-            cost += step
-        return best
+        values = self.values()
+        known = [max(row[:1], default=0.0) for row in values]  # probability that a text proposer is right already
+        before, probability, found, seconds = self._value(self._best(values, 0)), 1.0, -math.inf, first
+        for depth, own in enumerate(typical, start=1):
+            probability *= own
+            likely = [
+                probability * (1 - sure) * self.rows[row].is_useful(depth) for row, sure in zip(self.running, known)
+            ]
+            values = [_insert(row, one, None) for row, one in zip(values, likely)]
+            found = max(found, self._value(self._best(values, 0)) - before - self.rate * seconds)
+            seconds += step
+        return found
+
+
+def _insert(values: list[float], more: float, place: int | None) -> list[float]:
+    """At a place, or in falling order."""
+    return sorted([*values, more], reverse=True) if place is None else [*values[:place], more, *values[place:]]

@@ -13,9 +13,18 @@ from specdec.core.compile import Runner
 from specdec.core.devices import given
 from specdec.core.tree import TreeShape
 from specdec.heads.base import Drafter
+from specdec.heads.draft import Draft, existing
 from specdec.proposers.base import Proposer, last_of
-from specdec.proposers.growth import Children, StepOutput, check_children, grow_chain, grow_sampled_tree, grow_tree
-from specdec.proposers.stopping import Stopping
+from specdec.proposers.growth import (
+    Children,
+    StepOutput,
+    Stopping,
+    check_children,
+    grow_chain,
+    grow_sampled_tree,
+    grow_tree,
+)
+from specdec.target.model import Target
 
 
 class Mark(NamedTuple):
@@ -127,6 +136,11 @@ class HeadProposer(Proposer):
             tokens, num, counts = torch.cat([self.opening, tokens], dim=1), num + 1, [count + 1 for count in counts]
         self.waiting.append(Committed(tokens, features, num, counts, list(range(len(counts)))))
         self.absorbed = None
+
+    @property
+    def num_waiting(self) -> int:
+        """Tokens of all rows that `absorb` has not read yet."""
+        return sum(part.counts[row] for part in self.waiting for row in part.rows if row is not None)
 
     def select(self, rows, nums):
         index = given(rows, self.opening.device)
@@ -344,6 +358,20 @@ class HeadProposer(Proposer):
         state, readout = drafter.step(d, state, tokens, positions, mask, cache)
         logits = drafter.logits(d, readout)
         return state, logits, self._evidence(d, readout, logits)
+
+
+def make_draft_proposer(
+    target: Target, *, model: str, depth: int, width: int, nodes: int | None, children: Children, compile: bool
+) -> HeadProposer:
+    """Two-model drafting (2211.17192, 2302.01318): a frozen causal LM drafts without training, in the target's dtype.
+
+    model: folder or Hub name of a causal LM with the target's tokenizer. Tokens that only one of the two has are never drafted
+    depth, width, nodes: see TreeShape; nodes None: depth x width
+    Raises ValueError if the model cannot be used.
+    """
+    lm, drafted = existing(target, model, dtype=str(target.dtype).removeprefix("torch."))
+    drafter = Draft(target, model=lm, vocab=drafted).requires_grad_(False)
+    return HeadProposer(drafter, TreeShape(depth, width, nodes or depth * width), children=children, compile=compile)
 
 
 def _newest(values: Tensor, num: Tensor) -> Tensor:

@@ -1,10 +1,17 @@
-"""What proposers share that need only the text: they keep each row's text on the host and make trees there."""
+"""Proposers that look at the text alone: prompt lookup, retrieval from a datastore, and what a grammar forces."""
 
+import heapq
+import itertools
 from abc import abstractmethod
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from specdec.core.grammar import Constraint
 from specdec.core.tree import Nodes, plant
+from specdec.proposers import datastore as store
 from specdec.proposers.base import Proposer
+from specdec.target.loading import load_tokenizer
+from specdec.target.model import Target
 
 
 class Guess(NamedTuple):
@@ -12,7 +19,7 @@ class Guess(NamedTuple):
 
     token: int
     parent: int
-    chance: float  # estimated, that it is accepted if its parent is
+    probability: float  # estimated, that it is accepted if its parent is
     match: int  # tokens at the text's end that were found again
 
 
@@ -89,3 +96,187 @@ class RetractableTextProposer(TextProposer):
     @abstractmethod
     def retract(self, row: int, length: int) -> None:
         """Undoes `extend` for all tokens after the first `length`. Called before texts[row] is cut to `length`."""
+
+
+class Ngram(RetractableTextProposer):
+    """Drafts a chain: the tokens that followed the latest earlier occurrence of the text's last n tokens.
+
+    n is the largest for which there is one. The latest occurrence is taken, because an answer that repeats itself
+    usually continues as the last time. A copy that reaches the end of the text goes on with its own tokens: in a text of
+    period p the match is p tokens back, and so are the tokens that the copy then reads.
+
+    min, max: of n; num: drafts of every chain
+    """
+
+    linear = True
+
+    def __init__(self, target: Target, *, min: int, max: int, num: int):
+        for name, value in (("min", min), ("num", num)):
+            if value < 1:
+                raise ValueError(f"{name}={value} must be at least 1.")
+        if max < min:
+            raise ValueError(f"max={max} must be at least min={min}.")
+        self.min, self.max, self.num = min, max, num
+        self.depth = num
+
+    def fresh(self, text):
+        return Index(text, self.min, self.max)
+
+    def extend(self, row, new):
+        self.states[row].extend(len(new))
+
+    def retract(self, row, length):
+        self.states[row].retract(length)
+
+    def draft(self, row) -> Nodes:
+        text, place = self.texts[row], self.states[row].find()
+        if place is None:
+            return []
+        copy = text[place : place + self.num]
+        while len(copy) < self.num:
+            copy.append(copy[place - len(text)])
+        return list(zip(copy, range(self.num)))
+
+
+class Index:
+    """The latest place behind each n-gram of a text, min <= n <= max, at which another token follows.
+
+    text: a list that the caller extends and cuts, calling `extend` and `retract`
+    """
+
+    def __init__(self, text: list[int], min: int, max: int):
+        self.text, self.min, self.max = text, min, max
+        self.places: dict[tuple[int, ...], int] = {}  # n-gram -> place behind it
+        self.replaced: list[int | None] = []  # the former entries of `places`, in the order of replacement
+
+    def extend(self, num: int) -> None:
+        """Called after the text has grown by `num` tokens: `num` more places are now followed by a token."""
+        end = len(self.text)
+        for place in range(end - num, end):
+            for ngram in self._before(place):
+                self.replaced.append(self.places.get(ngram))
+                self.places[ngram] = place
+
+    def retract(self, length: int) -> None:
+        """Called before the text is cut to `length` tokens."""
+        for place in reversed(range(length, len(self.text))):
+            for ngram in reversed(self._before(place)):
+                earlier = self.replaced.pop()
+                if earlier is None:
+                    del self.places[ngram]
+                else:
+                    self.places[ngram] = earlier
+
+    def find(self) -> int | None:
+        """The place behind the earlier occurrence of the longest n-gram that ends the text; None without one"""
+        places = (self.places.get(ngram) for ngram in reversed(self._before(len(self.text))))
+        return next((place for place in places if place is not None), None)
+
+    def _before(self, place: int) -> list[tuple[int, ...]]:
+        """The n-grams that end before `place`, the shortest first."""
+        return [tuple(self.text[place - n : place]) for n in range(self.min, min(self.max, place) + 1)]
+
+
+class Retrieval(RetractableTextProposer):
+    """Looks up the end of the text in a datastore, makes a trie of the continuations there, and drafts its best part.
+
+    datastore: a folder as specdec/proposers/datastore.py writes it
+    max, min: tokens of the longest end of the text that is looked up, and of the shortest that is drafted from
+    samples: number of places that are read. First those of the longest match; while there are too few, also those of the
+        match that is one token shorter, which includes the places of the longer match again, so these count twice. If a
+        match has too many places, some are taken at equal distances
+    num: number of drafted nodes: those of the trie with the most places below them
+    depth: the largest depth of a drafted node
+    """
+
+    def __init__(self, target: Target, *, datastore: str, max: int, min: int, samples: int, num: int, depth: int):
+        for name, value in (("min", min), ("samples", samples), ("num", num), ("depth", depth)):
+            if value < 1:
+                raise ValueError(f"{name}={value} must be at least 1.")
+        if max < min:
+            raise ValueError(f"max={max} must be at least min={min}.")
+        tokenizer = load_tokenizer(target.name, trust_remote_code=target.trust_remote_code)
+        self.store = store.read(Path(datastore), store.fingerprint(tokenizer))
+        if max > self.store.length:
+            raise ValueError(
+                f"max={max} exceeds the {self.store.length} tokens that datastore={datastore} is sorted by: lower max=, or "
+                f"sort the datastore by {max} tokens."
+            )
+        self.max, self.min, self.samples, self.num, self.depth = max, min, samples, num, depth
+
+    def extend(self, row, new):
+        pass
+
+    def retract(self, row, length):
+        pass
+
+    def draft(self, row):
+        return grow(self.store.tokens, self.places(self.texts[row]), num=self.num, depth=self.depth)
+
+    def places(self, text: list[int]) -> list[int]:
+        """Places of the datastore where the end of `text` occurs."""
+        places: list[int] = []
+        matches = self.store.matches(text[-self.max :], self.max)
+        for entries in reversed(matches[self.min - 1 :]):
+            missing, num = self.samples - len(places), len(entries)
+            spread = entries if num <= missing else [entries[index * num // missing] for index in range(missing)]
+            places += [self.store.suffixes[entry] for entry in spread]
+        return places
+
+
+def grow(tokens: memoryview, places: list[int], *, num: int, depth: int) -> Nodes:
+    """The `num` nodes with the highest counts in the trie of the places' continuations; of equals those nearest the root."""
+    draft: Nodes = []
+    order = itertools.count()
+    # (-count, depth, order, token, parent, places of the token); a child's count is never higher than its parent's
+    best: list[tuple] = []
+
+    def offer(parent: int, depth: int, places: list[int]) -> None:
+        following: dict[int, list[int]] = {}
+        for place in places:
+            following.setdefault(tokens[place + 1], []).append(place + 1)
+        following.pop(store.SEPARATOR, None)
+        for token, own in following.items():
+            heapq.heappush(best, (-len(own), depth, next(order), token, parent, own))
+
+    offer(0, 1, places)
+    while best and len(draft) < num:
+        _, level, _, token, parent, own = heapq.heappop(best)
+        draft.append((token, parent))
+        if level < depth:
+            offer(len(draft), level + 1, own)
+    return draft
+
+
+class Forced(TextProposer):
+    """Drafts, as a chain, the tokens that the grammar of a row's answer forces; none where it leaves a choice.
+
+    The target has no choice there either, so no such draft is refused. num: drafts, at most
+    """
+
+    linear = True
+    constraints: list[Constraint | None] = []  # of the rows, once a batch has told them
+
+    def __init__(self, target: Target, *, num: int):
+        if num < 1:
+            raise ValueError(f"num={num} must be at least 1.")
+        self.depth = num
+
+    def constrain(self, constraints):
+        self.constraints = constraints
+
+    def extend(self, row, new):
+        pass
+
+    def draft(self, row) -> Nodes:
+        constraint = self.constraints[row] if self.constraints else None
+        tokens = constraint.forced() if constraint else []
+        return [(token, place) for place, token in enumerate(tokens[: self.depth])]
+
+    def guess(self, row):
+        return [Guess(token, place, 1.0, 0) for token, place in self.draft(row)]
+
+
+def usual_forced(target: Target) -> Forced:
+    """With the settings of conf/proposer/forced.yaml."""
+    return Forced(target, num=16)

@@ -6,17 +6,14 @@ system frees the lock when the process ends, by kill -9 too.
 
 import contextlib
 import fcntl
-import json
 import logging
-import mmap
 import os
 import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from specdec.core import files
-from specdec.core.untrusted import is_text
+from specdec.core import files, row_files
 
 LOG = logging.getLogger(__name__)
 NAME = re.compile(r"traffic-(\d{6,})\.jsonl")
@@ -65,7 +62,7 @@ class TrafficFiles:
             descriptor = _lock(path)
             if descriptor is None:
                 continue
-            if cut := heal(path):
+            if cut := row_files.cut_damaged_end(path):
                 LOG.warning("%s ended with a damaged line, which was cut off (%d bytes).", path, cut)
             if path == paths[-1] and _size(path) < self.max_file_bytes:
                 self._hold(path, descriptor)
@@ -133,34 +130,8 @@ def read(folder: str | Path) -> Iterator[dict]:
 def read_lines(paths: list[Path]) -> Iterator[tuple[str, dict | None]]:
     """Yields where a line is and its row, None for a damaged one. A last line without its end is being written: it is left out."""
     for path in paths:
-        with contextlib.suppress(FileNotFoundError), path.open("rb") as lines:  # the writer may delete the oldest file
-            for number, line in enumerate(lines, start=1):
-                if line.endswith(b"\n") and line.strip():
-                    row = _parse(line)
-                    yield f"{path.name}:{number}", row if is_text(row) else None
-
-
-def heal(path: Path) -> int:
-    """Cuts off a last line that has no end or is not a JSON object -> bytes that were cut"""
-    size = _size(path)
-    if not size:
-        return 0
-    with path.open("r+b") as file:
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            end = content.rfind(b"\n") + 1
-            if end == size:
-                start = content.rfind(b"\n", 0, size - 1) + 1
-                end = start if _parse(content[start:]) is None else size
-        file.truncate(end)
-    return size - end
-
-
-def _parse(line: bytes) -> dict | None:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):  # JSONDecodeError, or bytes that are not UTF-8
-        return None
-    return row if isinstance(row, dict) else None
+        with contextlib.suppress(FileNotFoundError):  # the writer may delete the oldest file
+            yield from ((f"{path.name}:{number}", row) for number, row in row_files.read_own_lines(path))
 
 
 def _number(path: Path) -> int:

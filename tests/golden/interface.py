@@ -12,6 +12,7 @@ from unittest import mock
 
 import torch
 from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 from torch import Tensor
 
 from specdec import checkpoint
@@ -21,6 +22,8 @@ from specdec.decoding.decoder import Decoder
 from specdec.decoding.drafting import Drafting
 from specdec.proposers.base import Proposer
 from specdec.target.model import Target, load_tokenizer
+from train import build
+from train.config import RunConfig
 from train.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,24 +48,24 @@ def run_command(file: str, *arguments: str) -> str:
 @contextlib.contextmanager
 def failing_at(step: int) -> Iterator[None]:
     """Within, training fails in the step after this one."""
-    taken = Trainer._train_step
+    taken = Trainer.take_step
 
     def take(trainer, *arguments, **settings):
         if trainer.step == step:
             raise KeyError("power cut")
         return taken(trainer, *arguments, **settings)
 
-    with mock.patch.object(Trainer, "_train_step", take):
+    with mock.patch.object(Trainer, "take_step", take):
         yield
 
 
 def read_packs(*overrides: str) -> list[list[tuple]]:
     """The packs that train.py trains on with these overrides: of each row its name, tokens and mask."""
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        config = compose("train", overrides=list(overrides))
+        composed = compose("train", overrides=list(overrides))
+    config = RunConfig.of(OmegaConf.to_container(composed, resolve=True))
     target = load_target(config.target.name, config.target.dtype)
-    functions = runpy.run_path(str(ROOT / "train.py"), run_name="train_command")
-    packs = functions["load_data"](config, load_tokenizer(target.name), target, None)
+    packs = build.load_data(config, load_tokenizer(target.name), target, None)
     return [[(row.id, row.tokens, row.mask) for row in packs[number]] for number in range(len(packs))]
 
 

@@ -1,7 +1,5 @@
 """Tests of scripts/adapt.py: a tiny head is adapted to traffic, refused, interrupted and watched."""
 
-from helpers import adapting, vllm_weights
-
 import functools
 import json
 import os
@@ -14,15 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
-from safetensors.torch import load_file
 
 import adapt
 from specdec import checkpoint
 from specdec.proposers import datastore
 from specdec.target.model import Target, load_tokenizer
-from tests.scripts.test_vllm_weights import TinyVllm
 from tests.support import ROOT, child_environment, save_eagle, save_target, small_tokenizer, train_command, write_rows
-from train.adaptation_rows import encode
+from train import adapt as adaptation
+from train.adapt import RecordedAnswer, encode_answer
 from train.data import reading
 from train.lock import lock
 
@@ -76,7 +73,7 @@ def run_adapt(made, tmp_path, monkeypatch, run_script):
         Path(config.run).mkdir(parents=True, exist_ok=True)
         return train_command().fit(config)
 
-    monkeypatch.setattr(adapting, "train", train)
+    monkeypatch.setattr(adapt, "run_train", train)
 
     def run(*more: str) -> str:
         given = {"checkpoint": made / "head", "traffic": made / "traffic", "out": "adapted", "old": made / "old.jsonl"}
@@ -98,16 +95,15 @@ def test_a_head_that_rises_is_taken_into_use(made, run_adapt, tmp_path):
     assert checkpoint.resolve("adapted") == home / "heads" / "0002" and (home / "heads" / "0001").is_dir()
     new, old = found["slices"]["new"], found["slices"]["old"]
     assert new["all"]["change"] > 0.2 and new["all"]["change_ci"][0] > 0
-    assert set(new) == {"all", "category counting", "tag short", "temperature 0"}
+    assert set(new) == {"all"}  # all answers are of one category, tag and temperature
     assert new["all"]["conversations"] == 8 and old["all"]["answers"] == 12
-    assert new["tag short"]["trained"] == 32 and new["all"]["trained"] == 32 + found["training"]["old_answers"]
     assert found["training"]["new_answers"] == 32 and found["training"]["old_answers"] > 0
     page = (home / "adaptation.html").read_text()
     held = page.partition('id="data">')[2].partition("</script>")[0]
     assert json.loads(held)["history"][-1]["slices"] == found["slices"]  # the page has the figures of the document
     for part in (*new.values(), *old.values()):
-        assert f"<td>{part['before']:.3f}</td>" in page and f"<td>{part['after']:.3f}</td>" in page
-        assert f"<td>{part['change']:+.3f}</td>" in page
+        assert f"<td>{part['before']:.2f} (" in page and f"<td>{part['after']:.2f} (" in page
+        assert f"<td>{part['change']:+.3f} (" in page
     assert json.loads((home / "heads" / "0002" / "adaptation.json").read_text()) == found
     assert not (home / "training").exists()
     store = datastore.read(home / "datastore", datastore.fingerprint(load_tokenizer(str(made / "target"))))
@@ -119,12 +115,19 @@ def test_a_head_that_rises_is_taken_into_use(made, run_adapt, tmp_path):
     more = tmp_path / "more"
     shutil.copytree(made / "traffic", more)
     write_rows(more / "traffic-000002.jsonl", rows_of(range(41, 61), target=str(made / "target")))
-    run_adapt(f"traffic={more}", "min_tokens=5000")
+    with pytest.raises(
+        ValueError, match=r"4 held-out conversations fit into length=1024: a head is judged by 8 or more"
+    ):
+        run_adapt(f"traffic={more}")
+    with pytest.raises(ValueError, match=r"of 5,000 new tokens to train on \(min_tokens\)"):
+        run_adapt(f"traffic={more}", "min_tokens=5000")
+    run_adapt(f"traffic={more}", "heldout_share=0.5", "lr=1e-12", "epochs=0.1")
     later = document("0003")
     assert later["start"] == later["in_use"] == "heads/0002"
-    assert later["slices"]["new"]["all"]["conversations"] == 4  # of the rows that came since
+    assert later["slices"]["new"]["all"]["conversations"] == 10  # of the rows that came since
     assert later["slices"]["old"]["category counting"]["conversations"] == 8  # what was held out before
     assert later["slices"]["old"]["category counting"]["before"] == pytest.approx(new["all"]["after"])
+    assert "All adaptations" in (home / "adaptation.html").read_text()
 
 
 def test_a_head_that_does_not_rise_is_refused(run_adapt):
@@ -153,47 +156,15 @@ def test_a_mixture_of_old_and_new_weights_is_taken_into_use(run_adapt):
         torch.testing.assert_close(mixed[name], (start[name] + whole[name]) / 2)
 
 
-def test_a_head_that_the_gate_refuses_for_forgetting_is_mixed_further(run_adapt, monkeypatch):
-    """The answers to choose by let everything pass; by those of the gate any share but the smallest one forgets."""
-    monkeypatch.setattr(adapt, "choose", lambda shares, judge, tolerance: (shares[0], []))
-    looks = iter([["too much"], ["still too much"], []])
-    kept: list = []
-    monkeypatch.setattr(adapt, "gate", lambda new, old, tolerance: (not kept[-1], kept[-1] or ["good"]))
-
-    def tried(share, answers, table, tolerance):
-        return {"share": share, "answers": answers, "fall": 0.0, "forgotten": kept[-1]}
-
-    compare = adapt.compare
-
-    def compared(given, plan, loaded, kind, head):
-        if kind == "new":
-            kept.append(next(looks))
-        return compare(given, plan, loaded, kind, head)
-
-    monkeypatch.setattr(adapt, "tried", tried)
-    monkeypatch.setattr(adapt, "compare", compared)
-    run_adapt("store=false")
-    found = document()
-    assert [each["share"] for each in found["training"]["mixing"]] == [1.0, 0.75, 0.5]
-    assert found["decision"] == "accepted" and found["reasons"] == ["good"]
-
-
-def test_training_that_is_not_worth_it_is_left_out(run_adapt):
-    out = run_adapt("min_tokens=5000")
-    assert "fewer than min_tokens=5,000" in out and document()["decision"] == "not trained"
-    assert "not trained" in Path("adapted/adaptation.html").read_text().lower()
-    assert checkpoint.resolve("adapted").name == "0001"
-
-
 def test_what_was_interrupted_goes_on(run_adapt, monkeypatch):
-    train = adapting.train
-    monkeypatch.setattr(adapting, "train", lambda arguments: 130)
+    train = adapt.run_train
+    monkeypatch.setattr(adapt, "run_train", lambda arguments: 130)
     with pytest.raises(KeyboardInterrupt):
         run_adapt("tolerance=0.9")
     assert checkpoint.resolve("adapted").name == "0001" and Path("adapted/training/plan.json").exists()
     with pytest.raises(ValueError, match=r"begun with other settings: epochs \(then 8.0, now 2.0\)"):
         run_adapt("tolerance=0.9", "epochs=2")
-    monkeypatch.setattr(adapting, "train", train)
+    monkeypatch.setattr(adapt, "run_train", train)
 
     def killed(home, number):
         raise RuntimeError("kill -9")
@@ -215,7 +186,7 @@ def test_the_command_passes_a_signal_to_training_and_goes_on(made, tmp_path):
         "out": tmp_path / "adapted",
         "old": made / "old.jsonl",
     }
-    given |= dict(each.split("=", 1) for each in (*TINY, "epochs=20", "tolerance=0.9", "store=false", "progress=plain"))
+    given |= dict(each.split("=", 1) for each in (*TINY, "epochs=40", "tolerance=0.9", "store=false", "progress=plain"))
     given |= {"training.data.heldout": made / "prompts.jsonl", "training.train.log_every": 1}
 
     def started() -> subprocess.Popen:
@@ -251,34 +222,38 @@ def test_a_folder_is_watched(made, run_adapt, monkeypatch, tmp_path):
     monkeypatch.setattr(adapt.time, "sleep", sleep)
     out = run_adapt("watch=5", f"traffic={traffic}", "tolerance=0.9")
     assert looks == ["0001", "0002", "0002", "0002"]
-    assert out.count("0 of 50 new tokens to train on") == 1 and "stopped; adapted stands for 0002" in out
+    assert (
+        out.count("0 of 50 new tokens to train on") == 1
+        and out.count("there are none") == 1
+        and "stopped; adapted stands for 0002" in out
+    )
 
 
-def test_packs_hold_the_longest_row():
-    assert [adapting.pack_length([10, longest], 1024) for longest in (20, 512, 513, 700, 2000)] == [
-        512,
-        512,
-        640,
-        768,
-        1024,
-    ]
-    assert adapting.pack_length([700], 300) == 512  # as train.py has it
-    assert adapting.num_steps([512, 256, 2000], 2, {}, length=512) == 2 * 2.5
-    assert adapting.num_steps([512, 256, 2000], 2, {"data.length": "1024"}, length=512) == 4
-    assert adapting.num_steps([512], 2, {"train.steps": "7"}, length=512) == 7
+def test_packs_hold_the_longest_row_and_steps_read_all_rows():
+    given = functools.partial(adapt.Adapt, checkpoint="", traffic="", out="")
+
+    def size(lengths, **more):
+        row = lambda num: {"tokens": [1] * num, "prompt_tokens": 3}
+        answers = [RecordedAnswer.from_row(row(num), place="a") for num in lengths]
+        return adapt.size_training(given(**more), adapt.AdaptationPlan("", "", answers, 0, {}, {}, {}))
+
+    assert [size([10, longest])[0] for longest in (20, 512, 513, 700, 2000)] == [512, 512, 640, 768, 1024]
+    assert size([700], length=300)[0] == 512  # as train.py has it
+    assert size([512, 256, 2000], epochs=2, length=512)[1] == 2 * 2.5
+    assert size([512, 256, 2000], epochs=2, length=512, training={"data.length": "1024"})[1] == 4
+    assert size([512], training={"train.steps": "7"})[1] == 7
 
 
 def test_watching_counts_what_is_left_to_train_on(made, tmp_path):
-    """As `worth` does after the split: otherwise each look would begin an adaptation that ends at once."""
-    target = str(made / "target")
+    """As `prepare` does after the split: otherwise each look would begin an adaptation that ends at once."""
     home = adapt.Home(tmp_path / "adapted")
     home.begin(str(made / "head"))
-    answers = [row["tokens"][row["prompt_tokens"] :] for row in rows_of(range(1, 41), target=target)]
-    total = sum(map(len, answers))
+    total = sum(len(row["tokens"]) - row["prompt_tokens"] for row in rows_of(range(1, 41), target=str(made / "target")))
     given = functools.partial(adapt.Adapt, checkpoint="", traffic=str(made / "traffic"), out="")
-    assert "new tokens to train on" in adapt.look(given(min_tokens=total), home)
-    assert adapt.look(given(min_tokens=int(0.8 * total)), home) is None
-    assert adapt.look(given(min_tokens=total, heldout_share=0), home) is None
+    with pytest.raises(adaptation.TooFew, match="new tokens to train on"):
+        adapt.look(given(min_tokens=total), home)
+    adapt.look(given(min_tokens=int(0.8 * total)), home)
+    adapt.look(given(min_tokens=total, heldout_share=0), home)
 
 
 def test_what_forgetting_is_judged_on_is_not_trained_on(made, run_adapt, monkeypatch, tmp_path):
@@ -288,55 +263,16 @@ def test_what_forgetting_is_judged_on_is_not_trained_on(made, run_adapt, monkeyp
     ids = lambda row: {**row, "id": f"judged-{row['id']}", "conversation": None, "time": None}
     old = [json.loads(line) for line in (made / "old.jsonl").read_text().splitlines()[:3]]
     write_rows(tmp_path / "heldout.jsonl", [*map(ids, rows), *({**row, "id": f"judged-{row['id']}"} for row in old)])
-    monkeypatch.setattr(adapting, "train", lambda arguments: 130)
+    monkeypatch.setattr(adapt, "run_train", lambda arguments: 130)
     with pytest.raises(KeyboardInterrupt):
-        run_adapt(f"old_heldout={tmp_path / 'heldout.jsonl'}", "judged=2", "old_share=0.9", "force=true")
+        run_adapt(f"old_heldout={tmp_path / 'heldout.jsonl'}", "judged=2", "old_share=0.9")
     plan = adapt.Home(Path("adapted")).read_plan()
     prompts = {tuple(answer.prompt) for answer in plan.training}
     assert len(plan.heldout["old"]) == len(plan.heldout["mix"]) == 2 and plan.num_new == 32 - 3
     assert len(plan.training) == 29 + 27 - 2
     assert not prompts & {tuple(answer.prompt) for answer in plan.heldout["mix"]}
-    judged = [encode(tokenizer, row) for row in reading.load_conversations(str(tmp_path / "heldout.jsonl"))]
+    judged = [encode_answer(tokenizer, row) for row in reading.load_conversations(str(tmp_path / "heldout.jsonl"))]
     assert len(judged) == 6 and not prompts & {tuple(answer.prompt) for answer in judged}
-
-
-def test_a_running_vllm_gets_the_head_in_use(made, run_adapt, tmp_path):
-    with TinyVllm() as server:
-        run_adapt("tolerance=0.9", f"vllm={server.url}")
-        assert server.version == vllm_weights.version_of(Path("adapted/heads/0002"))
-        sent = [body["update_info"]["folder"] for path, body in server.requests if path == "update_weights"]
-        assert sent == [str(tmp_path / "adapted" / "vllm" / number) for number in ("0001", "0002")]
-        tensors = load_file(Path(sent[1], "model.safetensors"))
-        assert tensors.keys() == server.tensors.keys()
-        assert all(torch.equal(tensors[name], server.tensors[name]) for name in tensors)
-        num = len(server.requests)
-        with pytest.raises(ValueError, match="no rows that are newer"):
-            run_adapt("tolerance=0.9", f"vllm={server.url}")
-        assert len(server.requests) == num + 1  # it has that head
-        server.version = "default"  # it was started anew
-        with pytest.raises(ValueError, match="no rows that are newer"):
-            run_adapt("tolerance=0.9", f"vllm={server.url}")
-        assert server.version == vllm_weights.version_of(Path("adapted/heads/0002"))
-    with pytest.raises(ValueError, match="does not answer"):
-        run_adapt("tolerance=0.9", f"vllm={server.url}")
-
-
-def test_a_vllm_that_does_not_answer_is_asked_again(made, run_adapt, monkeypatch):
-    looks = []
-
-    def sleep(seconds):
-        looks.append(server.version)
-        server.refuse = ("weight_info", "busy") if len(looks) < 3 else None
-        server.version = "default"
-        if len(looks) == 4:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(adapt.time, "sleep", sleep)
-    with TinyVllm() as server:
-        out = run_adapt("watch=5", "min_tokens=5000", f"vllm={server.url}")
-    first = vllm_weights.version_of(Path("adapted/heads/0001"))
-    assert looks == [first, "default", "default", first]
-    assert out.count("vLLM has not taken 0001, which is tried again") == 1 and out.count("busy") == 1
 
 
 def test_what_cannot_be_adapted_to_is_refused(made, run_adapt, tmp_path):
@@ -381,8 +317,10 @@ def test_what_cannot_be_adapted_to_is_refused(made, run_adapt, tmp_path):
 
 
 def test_a_folder_of_another_head_is_refused(made, run_adapt, tmp_path):
-    run_adapt("min_tokens=5000")
+    with pytest.raises(ValueError, match="min_tokens"):
+        run_adapt("min_tokens=5000")
     save_eagle(tmp_path / "other", Target.load(str(made / "target"), dtype="float32"), seed=5)
     with pytest.raises(ValueError, match="adaptations of another head"):
         run_adapt(f"checkpoint={tmp_path / 'other'}")
-    assert "not trained" in run_adapt("checkpoint=adapted", "min_tokens=5000")
+    with pytest.raises(ValueError, match="min_tokens"):
+        run_adapt("checkpoint=adapted", "min_tokens=5000")

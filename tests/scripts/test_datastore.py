@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from scripts import datastore as script
 from specdec.proposers import datastore as store
-from specdec.proposers import retrieval
+from specdec.proposers import text as retrieval
 from specdec.target.model import Target, load_tokenizer
 from tests.support import ROOT, save_target, write_rows
 

@@ -1,4 +1,4 @@
-"""Tests of launch_engine.py, serve_heldout.py and bench_features.py; with vLLM itself where `make engines` has set it up."""
+"""Tests of launch_engine.py, with vLLM itself where `make engines` has set it up."""
 
 import json
 import os
@@ -18,7 +18,6 @@ from specdec.target.model import Target
 from tests.support import REAL_TARGET, ROOT, child_environment
 from train.features.vllm_features import MODULES
 
-ENGINES = ROOT / "engines" / "bin" / "python"
 engines = pytest.mark.skipif(
     not (ROOT / "engines" / "ready").is_file(), reason="the engines are not installed: make engines"
 )
@@ -89,7 +88,7 @@ def test_a_vllm_that_ends_is_told_and_leaves_no_folder(monkeypatch, tmp_path):
 
 @engines
 def test_vllm_is_the_only_holder_of_the_target_and_dies_once(tmp_path):
-    """Features, validation, and tau in the engine, on the real target, with the commands of docs/engines.md."""
+    """Features and validation from the engine, on the real target, with the commands of docs/engines.md."""
     port = free_port()
     environment = child_environment(HF_HUB_OFFLINE="1")
     log = (tmp_path / "engine.log").open("w")
@@ -117,7 +116,7 @@ def test_vllm_is_the_only_holder_of_the_target_and_dies_once(tmp_path):
         command = [sys.executable, str(ROOT / "train.py"), "head=eagle3", "run=served", "features.mode=engine", f"features.engine=http://127.0.0.1:{port}",
                    f"target.name={REAL_TARGET}", f"data.train={ROOT}/data/train.jsonl", f"data.heldout={ROOT}/data/prompts_heldout.jsonl",
                    "data.limit=24", "data.length=256", "train.steps=12", "train.log_every=1", "solve_packs=2", "validation.num_prompts=3",
-                   "validation.max_new_tokens=16", f"validation.served={ENGINES}", "threads=2"]  # fmt: skip
+                   "validation.max_new_tokens=16", "threads=2"]  # fmt: skip
         run = subprocess.Popen(
             command, cwd=tmp_path, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )
@@ -133,8 +132,7 @@ def test_vllm_is_the_only_holder_of_the_target_and_dies_once(tmp_path):
         assert run.wait() == 0, rest
         assert "does not answer" in rest and "answers again" in rest
         (report,) = Path(tmp_path, "checkpoints/served").glob("step_*/report.json")
-        figures = json.loads(report.read_text())
-        assert abs(figures["served"]["tau"] / figures["replayed_tau"] - 1) < 0.1  # bfloat16, few rounds
+        assert json.loads(report.read_text())["replayed_tau"] > 1
     finally:
         end(engine, signal.SIGTERM)
 

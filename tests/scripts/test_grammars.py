@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from scripts import compare, evaluate, generate
+from scripts import evaluate, generate
 from specdec.core.grammar import Grammar
 from tests.support import save_eagle, save_target
 
@@ -65,7 +65,7 @@ def test_compare_decodes_all_ways_under_the_grammar(run_script, folder):
         "decode.grammar": "rows",
         "out": folder / "out",
     }
-    run_script(compare, *arguments(folder, **more))
+    run_script(evaluate, *arguments(folder, **more))
     rows = [json.loads(line) for line in (folder / "out" / "rows.jsonl").read_text().splitlines()]
     assert len(rows) == 6
     for row in rows:

@@ -2,7 +2,6 @@
 
 from helpers import loading
 from helpers.decoding import read_drafting
-from helpers.settings_file import read_yaml
 
 import os
 
@@ -45,7 +44,7 @@ def test_yaml_of_any_size(tmp_path):
     (tmp_path / "config.yaml").touch()
     os.truncate(tmp_path / "config.yaml", 2**40)
     with pytest.raises(ValueError, match="larger than"):
-        read_yaml(tmp_path / "config.yaml")
+        loading.read_yaml(tmp_path / "config.yaml")
 
 
 def test_variables_of_the_environment_do_not_reach_a_model_card(tmp_path, monkeypatch):

@@ -3,13 +3,12 @@
 from helpers.options import options
 
 import json
-import sys
 from pathlib import Path
 
 import datasets
 import pytest
 
-from scripts import answer, compare, evaluate, replay, show_data
+from scripts import answer, evaluate, show_data
 from specdec.target.model import Target
 from tests.support import save_target, write_prompts, write_rows
 from train.data import reading
@@ -45,9 +44,8 @@ def test_the_split_of_prompts_is_an_option_and_the_only_one_is_taken(folder, run
         assert [json.loads(line)["id"] for line in out.read_text().splitlines()] == ["only@0"]
         run(evaluate, "proposer=ngram", *given, f"out={tmp_path}/{number}.json", "decode.temperature=0", *SHORT)
         assert json.loads((tmp_path / f"{number}.json").read_text())["num_prompts"] == 1
-    for script, *more in ((evaluate, "proposer=ngram"), (compare, "proposers=ngram")):
-        refuse("two has no split 'train'; it has: test, dev", script, f"prompts={folder}/two", *more, *SHORT)
-        refuse("one has no split 'dev'; it has: test", script, f"prompts={folder}/one", "split=dev", *more, *SHORT)
+    refuse("two has no split 'train'; it has: test, dev", evaluate, f"prompts={folder}/two", "proposer=ngram", *SHORT)
+    refuse("has no split 'dev'; it has: test", evaluate, f"prompts={folder}/one", "split=dev", "proposer=ngram", *SHORT)
     refuse("it has: test, dev", show_data, f"data={folder}/two")
 
 
@@ -75,22 +73,21 @@ def test_the_split_of_a_dataset_of_the_hub(monkeypatch):
 # What is written
 
 
-@pytest.mark.parametrize("script", [answer, evaluate, compare], ids=lambda script: script.__name__)
+@pytest.mark.parametrize("script", [answer, evaluate], ids=lambda script: script.__name__)
 def test_the_folder_of_a_result_is_made_before_anything_is_loaded(run, monkeypatch, tmp_path, script):
     monkeypatch.setattr(Target, "load", None)
-    given = ["proposers=ngram"] if script is compare else [] if script is answer else ["proposer=ngram"]
-    kind = script.Compare if script is compare else script.Answer if script is answer else script.Evaluate
-    monkeypatch.setattr(sys, "argv", ["script", "prompts=p.jsonl", f"out={tmp_path}/a/b/name", *given])
-    assert options(kind, "").out == f"{tmp_path}/a/b/name" and list((tmp_path / "a" / "b").iterdir()) == []
+    kind = script.Answer if script is answer else script.Evaluate
+    given = options(kind, "", ["prompts=p.jsonl", f"out={tmp_path}/a/b/name"])
+    assert given.out == f"{tmp_path}/a/b/name" and list((tmp_path / "a" / "b").iterdir()) == []
     (tmp_path / "file").write_text("")
     for out in ("/proc/none/name", f"{tmp_path}/file/name", f"{tmp_path}/{'x' * 300}/name"):
         with pytest.raises(SystemExit, match=r"error: out=.* cannot be written .*Choose another"):
-            run(script, "prompts=p.jsonl", f"out={out}", *given)
-    wrong, message = (
-        (tmp_path / "file", "file: give the name of a folder") if script is compare else (tmp_path, "folder: give")
-    )
-    with pytest.raises(SystemExit, match=f"out=.* is a {message}"):
-        run(script, "prompts=p.jsonl", f"out={wrong}", *given)
+            run(script, "prompts=p.jsonl", f"out={out}")
+    with pytest.raises(SystemExit, match=r"out=.* is a folder: give"):
+        run(script, "prompts=p.jsonl", f"out={tmp_path}")
+    if script is evaluate:
+        with pytest.raises(SystemExit, match=r"out=.* is a file: give the name of a folder"):
+            run(script, "proposers=ngram", f"out={tmp_path}/file")
 
 
 def test_a_folder_that_may_not_be_written_is_refused(monkeypatch, run, tmp_path):
@@ -105,7 +102,7 @@ def test_a_folder_that_may_not_be_written_is_refused(monkeypatch, run, tmp_path)
 def test_a_prompt_that_is_too_long_is_named(folder, refuse, tmp_path):
     source, where = f"prompts={folder}/long.jsonl", r"long\.jsonl, prompt toolong: A prompt of \d+ tokens, 4 new ones"
     refuse(where, evaluate, "proposer=ngram", source, f"out={tmp_path}/a.json", *SHORT)
-    refuse(where, compare, "proposers=ngram", source, f"out={tmp_path}/b", *SHORT)
+    refuse(where, evaluate, "proposers=ngram", source, f"out={tmp_path}/b", *SHORT)
     refuse(r"long\.jsonl:2, prompt toolong@0: A prompt of", answer, source, f"out={tmp_path}/c.jsonl", *SHORT)
     assert not (tmp_path / "c.jsonl").exists() or not (tmp_path / "c.jsonl").read_text()
 
@@ -138,13 +135,11 @@ def test_categories_of_any_type_are_in_reports(folder, run, tmp_path):
     names = ["5", "math", "all", "true", "2.5", "[red]bold[/red]", '{"k": 1}']
     assert list(json.loads((tmp_path / "a.json").read_text())["by_category"]) == sorted(names)
     assert all(name in printed for name in names)
-    run(compare, "proposers=ngram", source, f"out={tmp_path}/b", "decode.temperature=0", *SHORT)
-    assert all(name in (tmp_path / "b" / "table.md").read_text() for name in names)
+    run(evaluate, "proposers=ngram", source, f"out={tmp_path}/b", *SHORT)
+    column = json.loads((tmp_path / "b" / "report.json").read_text())["temperatures"]["0"]
+    assert set(column["ngram"]["by_category"]) == set(names)
 
 
-def test_a_row_that_cannot_be_shown_or_replayed_is_named_with_its_file(folder, refuse, tmp_path):
+def test_a_row_that_cannot_be_shown_is_named_with_its_file(refuse, tmp_path):
     write_rows(tmp_path / "rows.jsonl", [{"id": "r7", "messages": [{"role": "user", "content": "a"}]}])
     refuse(r"rows\.jsonl: Row r7 has no assistant turn, only user", show_data, f"data={tmp_path}/rows.jsonl")
-    chosen = replay.Replay(checkpoint="", answers=f"{tmp_path}/rows.jsonl", hold_out=None)
-    with pytest.raises(ValueError, match=r"rows\.jsonl: Row r7 has no assistant turn"):
-        replay.answers_of(chosen, show_data.load_tokenizer(f"{folder}/target"))

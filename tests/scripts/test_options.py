@@ -156,7 +156,6 @@ def test_a_mistake_of_ours_keeps_its_traceback():
     [
         ("answer", ["target.name=targets/smollm2-135m", "prompts={prompts}", "out=/proc/nope/x.jsonl"]),
         ("datastore", ["data={rows}", "out=/proc/nope/x"]),
-        ("long_prompts", ["out=/proc/nope/x.jsonl"]),
     ],
 )
 def test_a_folder_that_cannot_be_made_is_named(script, arguments, tmp_path, monkeypatch):

@@ -16,7 +16,8 @@ from specdec.core.sampling import Sampling
 from specdec.decoding.decoder import Decoder
 from specdec.decoding.drafting import Drafting
 from specdec.heads import draft as heads_draft
-from specdec.proposers import datastore, retrieval
+from specdec.proposers import datastore
+from specdec.proposers import text as retrieval
 from specdec.proposers.auto import Auto
 from specdec.target.model import Target
 from tests.support import make_drafter, make_target, random_tokens
@@ -155,15 +156,15 @@ def test_a_rule_that_keeps_the_mass_of_refused_drafts_is_detected(made, tiny_tar
     [
         ("ngrams", {}, "no proposer 'ngrams'; there are: .*ngram"),
         ("ngram", {"most": "3"}, "proposer.most=3: ngram has the settings"),
-        ("merged", {"ngram.num": "3"}, "no proposer 'ngram' inside it"),
+        ("auto", {"ngram.num": "3"}, "no proposer 'ngram' inside it"),
         ("ngram", {"checkpoint": "nowhere"}, "proposer.checkpoint=nowhere: ngram holds no trained head"),
-        ("merged", {"head.checkpoint": "nowhere"}, "nowhere.* does not exist"),
-        ("merged", {"suffix.num": "x"}, "proposer.suffix.num=x must be a whole number"),
+        ("auto", {"members": "[head]", "head.checkpoint": "nowhere"}, "nowhere.* does not exist"),
+        ("auto", {"suffix.num": "x"}, "proposer.suffix.num=x must be a whole number"),
         ("head", {"checkpoint": "nowhere"}, "nowhere.* does not exist"),
         ("ngram", {"max": "[1"}, "proposer.max=.1 cannot be read"),
-        ("ngram", {"max": "many"}, "proposer.max=many must be a whole number, such as"),
+        ("ngram", {"max": "many"}, "proposer.max=many must be a whole number"),
         ("suffix", {"least": "no"}, "proposer.least=no must be a number"),
-        ("merged", {"members": "[ngram, heads]"}, "no proposer 'heads'"),
+        ("auto", {"members": "[ngram, heads]"}, "no proposer 'heads'"),
         ("draft", {"model": "???"}, "Give proposer.model"),
         ("retrieval", {"datastore": "nowhere"}, "nowhere does not exist"),
         ("layerskip", {"layers": "[0, 8]"}, "has 8 layers"),

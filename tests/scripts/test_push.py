@@ -8,7 +8,7 @@ import sys
 import pytest
 import yaml
 
-from scripts import check_engines, compare, evaluate, export, generate, push
+from scripts import evaluate, export, generate, push
 from specdec import checkpoint
 from specdec.core import files
 from specdec.core import hub as names
@@ -121,17 +121,13 @@ def test_a_pushed_head_works_by_name_in_every_script(run, hub, arguments, home, 
     assert json.loads((tmp_path / "report.json").read_text())["settings"]["checkpoint"] == f"{NAME}@{commit}"
     run(evaluate, "proposer=head", f"proposer.checkpoint={NAME}", *common, *prompts)
     given = ["proposers=auto", "chains=2", "trees=", "decode.temperature=0", "out=compared"]
-    printed = run(compare, f"checkpoint={home}/run,{NAME},{NAME}@v1", *common, *prompts, *given)
+    printed = run(evaluate, f"checkpoint={home}/run,{NAME},{NAME}@v1", *common, *prompts, *given)
     assert all(f"{name}, chain of 2" in printed for name in ("run", NAME, f"{NAME}@v1"))
     printed = run(export, f"checkpoint={NAME}", *common[:2], "format=vllm", "out=exported")
     card = (tmp_path / "exported" / "README.md").read_text()
     assert f"the checkpoint `{NAME}@{commit}`" in card and "| trained on | rows.jsonl |" in card
     printed, card = dry_run(run, [f"checkpoint={NAME}", "repo=user/second", *common[:2]], tmp_path / "card.md")
     assert f"| command | `{ABOUT['command']}` |" in card  # it is pushed again with the record of its run
-    monkeypatch.setattr(check_engines.llamacpp_client, "ENGINES", tmp_path)
-    (tmp_path / "ready").write_text("")
-    with pytest.raises(ValueError, match=f"record=true writes beside the checkpoint, and {NAME} is on the Hub"):
-        run(check_engines, f"checkpoint={NAME}", "record=true", *common[:2], *prompts)
     assert names.pinned(folder) == f"{NAME}@{commit}"
 
 

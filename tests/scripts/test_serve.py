@@ -1,4 +1,4 @@
-"""Tests of scripts/serve.py, proxy.py and load_server.py as commands: start, signals, refusals, recording."""
+"""Tests of scripts/serve.py as a command: start, signals, refusals, recording."""
 
 import contextlib
 import json
@@ -13,13 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-import load_server
-import proxy
-import serve
+from scripts import serve
 from specdec.core import files
 from specdec.server import traffic
 from specdec.target.model import Target
-from tests.support import ROOT, save_eagle, save_target, write_prompts
+from tests.support import ROOT, save_eagle, save_target
 from tests.warm import start
 
 ADDRESS = r"http://127\.0\.0\.1:\d+"
@@ -96,42 +94,15 @@ def test_sigterm_finishes_what_runs_and_takes_nothing_new(folder):
 
 
 @pytest.mark.slow
-def test_a_load_of_all_kinds_is_answered_and_reported(folder, tmp_path, run_script):
-    write_prompts(tmp_path / "prompts.jsonl", 5)
-    with started(folder) as (_, url):
-        out = run_script(
-            load_server, f"url={url}", f"prompts={tmp_path / 'prompts.jsonl'}", "limit=5", "max_tokens=12", "concurrent=24",
-            "seconds=4", f"out={tmp_path / 'load.json'}",
-        )  # fmt: skip
-    figures = json.loads((tmp_path / "load.json").read_text())
-    assert figures["greedy_answers_other_than_alone"] == 0 and "tokens per second" in out
-    counts = figures["requests"]
-    assert counts["greedy"] > 5 and counts["sampled"] > 2 and counts["left"] > 0
-    assert counts["malformed, refused"] > 0 and not any(
-        name.startswith(("failed", "malformed, not")) for name in counts
-    )
-
-
-@pytest.mark.slow
-def test_the_server_and_a_proxy_before_it_record_the_same(folder, tmp_path):
-    serving = started(folder, f"record={tmp_path / 'server'}", "record_tags=a,b")
-    with serving as (server, url):
-        names = [f"upstream={url}/v1", f"target.name={folder / 'target'}", f"record={tmp_path / 'proxy'}"]
-        with command("proxy", *names) as (between, line):
-            assert f"all conversations are recorded in {tmp_path / 'proxy'}" in line
-            at = re.search(ADDRESS, line).group()
-            assert httpx.get(f"{at}/health").json() == {"status": "ok", "recording": True}
-            body = {**QUESTION, "max_tokens": 16}
-            answer = httpx.post(f"{at}/v1/chat/completions", json=body, timeout=60).json()
-            for child in (between, server):
-                child.send_signal(signal.SIGTERM)
-                child.wait(timeout=30)
-    (one,), (other,) = (traffic.read(tmp_path / name) for name in ("server", "proxy"))
-    assert one["id"] == other["id"] == answer["id"] and one["messages"] == other["messages"]
-    assert one["conversation"] == other["conversation"] and one["tags"] == ["a", "b"]
-    assert one["prompt_tokens"] == other["prompt_tokens"] and sorted(other["accepted"]) == sorted(one["accepted"])
-    assert one["head"] == f"{folder.name}/head" and one["target_fingerprint"]
-    assert other["head"] is None and other["target"] == one["target"] == str(folder / "target")
+def test_the_server_records_conversations(folder, tmp_path):
+    with started(folder, f"record={tmp_path / 'server'}", "record_tags=a,b") as (server, url):
+        body = {**QUESTION, "max_tokens": 16}
+        answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()
+        server.send_signal(signal.SIGTERM)
+        server.wait(timeout=30)
+    (row,) = traffic.read(tmp_path / "server")
+    assert row["id"] == answer["id"] and row["tags"] == ["a", "b"] and row["target"] == str(folder / "target")
+    assert row["head"] == f"{folder.name}/head" and row["target_fingerprint"] and row["prompt_tokens"]
 
 
 def test_recording_that_cannot_be_is_refused(folder, run_script):
@@ -139,11 +110,10 @@ def test_recording_that_cannot_be_is_refused(folder, run_script):
         with pytest.raises(ValueError, match=message):
             run_script(script, *arguments)
 
-    head, url = f"checkpoint={folder / 'head'}", "upstream=http://localhost:1"
+    head = f"checkpoint={folder / 'head'}"
     refuse(serve, "record_rate=2.0 must be a number from 0 to 1", head, "record=x", "record_rate=2")
     refuse(serve, "record_redact=json:x cannot be found", head, "record=x", "record_redact=json:x")
-    refuse(proxy, "record_max_bytes=1 must be room", url, "record=x", "record_max_bytes=1")
-    refuse(proxy, "upstream=localhost must be a URL", "upstream=localhost", "record=x")
+    refuse(serve, "record_max_bytes=1 must be room", head, "record=x", "record_max_bytes=1")
 
 
 @pytest.mark.slow
@@ -180,10 +150,3 @@ def test_what_cannot_be_served_is_refused(folder, monkeypatch, run_script):
     refuse("port=70000 must be a whole number from 0 to 65535", "port=70000")
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     refuse(r"pip install '\.\[serve\]'")
-
-
-def test_a_load_needs_a_server(run_script):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    with pytest.raises(ValueError, match="No server answers"):
-        run_script(load_server, f"url=http://127.0.0.1:{port}")

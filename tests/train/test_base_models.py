@@ -12,6 +12,7 @@ from scripts import answer, generate, show_data
 from specdec.core import plain_text
 from specdec.server.text import StreamedText
 from specdec.target.model import load_tokenizer
+from tests.conversations import pair
 from tests.small_server import Model, SmallServer
 from tests.support import losses_of, save_target, small_tokenizer, write_rows
 from train.answers import answering, datastore
@@ -88,14 +89,10 @@ def test_texts_begin_as_the_model_expects(case, tmp_path, tokenizer):
             assert plain_text.encode(load_tokenizer(save(tmp_path / "again", loaded)), TEXT) == first + text
 
 
-def test_a_chat_model_keeps_its_tokenizer(tmp_path):
-    name = save(tmp_path, small_tokenizer())
+def test_chat_models_keep_their_tokenizer_and_prompts_no_end(tmp_path, tokenizer):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert plain_text.encode(load_tokenizer(name), TEXT)[0] != BEGIN
-
-
-def test_an_end_that_the_tokenizer_adds_does_not_end_a_prompt(tokenizer):
+        assert plain_text.encode(load_tokenizer(save(tmp_path, small_tokenizer())), TEXT)[0] != BEGIN
     text = plain_text.encode(tokenizer, TEXT)
     tokenizer.add_eos_token = tokenizer.add_bos_token = True
     assert tokenizer(TEXT)["input_ids"] == [BEGIN, *text, END]
@@ -130,30 +127,24 @@ def test_a_completion_follows_the_tokens_that_decoding_reads(tokenizer):
 
 def test_chat_models_take_both_kinds_of_rows():
     chat = small_tokenizer()
-    messages = [{"role": "user", "content": PROMPT}, {"role": "assistant", "content": COMPLETION}]
-    forms = ({"prompt": PROMPT, "completion": COMPLETION}, {"messages": messages})
-    pair, conversation = (data.encode(chat, {"id": "1", "category": "all", **form}) for form in forms)
-    assert pair == conversation
+    forms = ({"prompt": PROMPT, "completion": COMPLETION}, {"messages": pair(PROMPT, COMPLETION)})
+    first, second = (data.encode(chat, {"id": "1", "category": "all", **form}) for form in forms)
+    assert first == second
     assert encoded(chat, text=TEXT) == ("Count", " to world")
 
 
-@pytest.mark.parametrize(
-    "row", [{"text": ""}, {"text": "Count"}, {"prompt": PROMPT, "completion": "", "finish": "length"}]
-)
-def test_a_row_with_nothing_to_guess_is_refused(tokenizer, row):
-    with pytest.raises(ValueError, match="row 7: its text or completion is too short"):
-        encoded(tokenizer, **row)
-
-
-def test_messages_are_refused_with_what_to_do(tokenizer):
-    messages = [{"role": "user", "content": PROMPT}, {"role": "assistant", "content": COMPLETION}]
-    for refused in (lambda: encoded(tokenizer, messages=messages), lambda: data.encode_prompt(tokenizer, messages[:1])):
-        with pytest.raises(
-            ValueError, match=r"no chat template.*rows with prompt.*text, or with prompt and completion"
-        ):
-            refused()
-    with pytest.raises(ValueError, match="row 7 has messages"):
+def test_rows_that_cannot_be_encoded_are_refused_with_what_to_do(tokenizer):
+    for row in ({"text": ""}, {"text": "Count"}, {"prompt": PROMPT, "completion": "", "finish": "length"}):
+        with pytest.raises(ValueError, match="row 7: its text or completion is too short"):
+            encoded(tokenizer, **row)
+    messages, what = (
+        pair(PROMPT, COMPLETION),
+        r"no chat template.*rows with prompt.*text, or with prompt and completion",
+    )
+    with pytest.raises(ValueError, match="row 7 has messages.*" + what):
         encoded(tokenizer, messages=messages)
+    with pytest.raises(ValueError, match=what):
+        data.encode_prompt(tokenizer, messages[:1])
 
 
 def test_ids_of_another_tokenizer_are_made_again_of_the_text(tokenizer):
@@ -204,10 +195,7 @@ def folder(tmp_path_factory):
     rows = [{"prompt": f"Count from {n}", "completion": f" to {n + 3}, then to {n + 7}."} for n in range(12)]
     write_rows(folder / "train.jsonl", rows)
     write_rows(folder / "text.jsonl", [{"text": row["prompt"] + row["completion"]} for row in rows])
-    write_rows(
-        folder / "chats.jsonl",
-        [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}],
-    )
+    write_rows(folder / "chats.jsonl", [{"messages": pair("a", "b")}])
     write_rows(folder / "prompts.jsonl", [{"prompt": "Count from 3"}, {"prompt": "Count on"}])
     return folder
 
@@ -219,28 +207,14 @@ def command(module, monkeypatch, **options):
 
 
 def test_a_head_is_trained_on_completions_and_on_texts(fit, folder, monkeypatch, capsys):
+    both = f"data.train=[{folder}/text.jsonl,{folder}/train.jsonl]"
     assert fit("completions", "head=eagle3", "solve_packs=0", "validation.auto=never") == 0
-    assert (
-        fit(
-            "texts",
-            "head=mtp",
-            f"data.train=[{folder}/text.jsonl,{folder}/train.jsonl]",
-            "data.stream=true",
-            "validation.auto=never",
-        )
-        == 0
-    )
+    assert fit("texts", "head=mtp", both, "data.stream=true", "validation.auto=never") == 0
     for run in ("completions", "texts"):
         assert sorted(losses_of(run)) == [1, 2, 3, 4]
     capsys.readouterr()
-    command(
-        generate,
-        monkeypatch,
-        checkpoint="checkpoints/completions",
-        prompt="Count",
-        max_new_tokens=6,
-        target__dtype="float32",
-    )
+    given = {"checkpoint": "checkpoints/completions", "prompt": "Count", "max_new_tokens": 6}
+    command(generate, monkeypatch, **given, target__dtype="float32")
     assert "the same answer" in capsys.readouterr().out
     for more in ([f"data.train={folder}/chats.jsonl"], [f"data.heldout={folder}/chats.jsonl"]):
         with pytest.raises(ValueError, match="no chat template"):
@@ -254,10 +228,8 @@ def test_answers_are_completions(folder, tmp_path, monkeypatch, capsys):
     rows = reading.load_conversations(str(out))
     assert len(rows) == 4 and rows[0]["prompt"] == "Count from 3" and "messages" not in rows[0]
     for row in rows:
-        assert row["tokens"][: row["prompt_tokens"]] == [
-            BEGIN,
-            *tokenizer(row["prompt"], add_special_tokens=False)["input_ids"],
-        ]
+        prompt = tokenizer(row["prompt"], add_special_tokens=False)["input_ids"]
+        assert row["tokens"][: row["prompt_tokens"]] == [BEGIN, *prompt]
         said = row["tokens"][row["prompt_tokens"] :]
         assert row["completion"] == tokenizer.decode(said, skip_special_tokens=True).rstrip("\ufffd")
         assert data.encode(tokenizer, row).tokens == row["tokens"]

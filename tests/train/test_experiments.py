@@ -7,9 +7,10 @@ import hydra
 import pytest
 from omegaconf import OmegaConf
 
+from specdec.core import row_files
 from tests.support import ROOT
-from train import ranges
-from train.data import reading, row_files
+from train.config import RunConfig
+from train.data import reading
 
 pytestmark = pytest.mark.slow
 
@@ -36,10 +37,13 @@ def load():
 def test_experiment_composes_and_finds_its_data(experiment, load, monkeypatch):
     monkeypatch.chdir(ROOT)
     with hydra.initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        config = hydra.compose("train", [f"experiment={experiment}"], return_hydra_config=True)
         settings = hydra.compose("train", [f"experiment={experiment}", "run=some"])
-    ranges.check(OmegaConf.to_container(settings, resolve=True))
-    assert config.train.steps > 0 and config.head.drafter._target_.startswith("specdec.heads.")
+    config = RunConfig.of(OmegaConf.to_container(settings, resolve=True))
+    assert config.train.steps % config.train.validate_every == 0  # the last step is validated
+    drafter, depth = config.head["drafter"], config.head["objective"]["depth"]
+    for name in ("num_heads", "num_modules", "num_drafts"):
+        assert drafter.get(name) in (None, depth), name
+    assert config.decode.nodes == config.decode.depth  # a chain
     conversations = load(config.data.train, split=config.data.split)
     held_out, rest = reading.hold_out(conversations, config.data.hold_out)
     assert len(held_out) == config.data.hold_out and len(rest) == len(conversations) - len(held_out)

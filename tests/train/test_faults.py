@@ -15,14 +15,13 @@ import pytest
 import torch
 
 from specdec.core import files
-from tests import faults, memory
-from tests.support import child_environment, losses_of
+from tests import faults
+from tests.support import before_steps, child_environment, losses_of
 from train.answers.resumable import resumable
 from train.features import feature_files
 from train.lock import lock
-from train.run_folder import RunFolder
-from train.signals import Signals
-from train.trainer import Trainer
+from train.state import RunFolder
+from train.trainer import Signals
 
 HOLD = "import os, sys, time; from pathlib import Path; from train.lock import lock\nwith lock(Path(sys.argv[1]), of=Path('run')): {}os.write(1, b'held\\n'); time.sleep(60)"  # in one piece
 FORK = "import os; os.fork(); "  # the child lives on when its parent is killed
@@ -85,23 +84,9 @@ def test_runs_and_results_in_use_are_refused(fit, tmp_path):
 # Signals
 
 
-def send_at(monkeypatch, step: int, *numbers: int) -> None:
-    """Sends signals to this process while a step is trained."""
-    train_step = Trainer._train_step
-
-    def sending(trainer, **settings):
-        if trainer.step == step - 1:
-            for number in numbers:
-                os.kill(os.getpid(), number)
-        return train_step(trainer, **settings)
-
-    monkeypatch.setattr(Trainer, "_train_step", sending)
-
-
 @pytest.mark.parametrize(("number", "status"), [("SIGTERM", 0), ("SIGUSR1", 0), ("SIGINT", 130)])
-def test_signals_save_after_the_step_and_the_same_command_continues(fit, monkeypatch, capsys, number, status):
-    with monkeypatch.context() as patch:
-        send_at(patch, 3, getattr(signal, number))
+def test_signals_save_after_the_step_and_the_same_command_continues(fit, capsys, number, status):
+    with before_steps(lambda trainer: trainer.step == 2 and os.kill(os.getpid(), getattr(signal, number))):
         assert fit("run", "resume=auto") == status
     printed = capsys.readouterr().out
     assert "Interrupted after step 3; saved" in printed and "resume=auto" in printed
@@ -300,16 +285,3 @@ def test_nothing_is_lost_by_kill_9(tmp_path, monkeypatch, name):
     (tmp_path / "runs").mkdir()
     outcome = faults.measure(work, 2, tmp_path / "runs", faults.random.Random(json.dumps(name)))
     assert outcome.moments == 2 and outcome.lost == ()
-
-
-def test_growth_of_memory_is_measured():
-    """`python -m tests.memory`, on a process that takes 1 MB every 0.05 s."""
-    code = "import time; kept = []\nwhile True: kept.append(bytearray(b'x') * 1_000_000); time.sleep(0.05)"
-    process = subprocess.Popen([sys.executable, "-c", code])
-    try:
-        samples = memory.sample(process, minutes=2 / 60, every=0.05)
-    finally:
-        process.kill()
-        process.wait()
-    assert 5000 < memory.growth(samples) < 80_000  # MB an hour; 72,000 on an idle machine
-    assert memory.growth([(n, 100.0 + (50 if n < 2 else 0)) for n in range(10)]) == pytest.approx(0, abs=1e-6)

@@ -16,7 +16,7 @@ from tests.support import HEADS, VARIANTS, chain_of, load_head, make_drafter, na
 from train.data.rows import Row, collate
 from train.features.outputs import Online
 from train.objective import Objective, slots
-from train.training_progress import text_rounds
+from train.trainer import count_rounds
 
 WEIGHTS = {"kl": 0.5, "ce": 1.5, "tv": 2.5}
 
@@ -44,8 +44,8 @@ def judge(objective: Objective, packs: list[list[Row]], length: int):
     return objective(batch, Online(objective.drafter.target, objective.drafter.target_layers)(batch)), batch
 
 
-def laws(objective: Objective, row: Row):
-    """The laws of all supervised tokens by the slot rule as a loop: step d of slot j predicts x_(j+d).
+def distributions(objective: Objective, row: Row):
+    """The distributions of all supervised tokens by the slot rule as a loop: step d of slot j predicts x_(j+d).
 
     -> {(slot, d): (p, q, index)}: p over the draft vocabulary, not renormalised; q; the index of x_(j+d) in the draft
     vocabulary, or None
@@ -54,20 +54,20 @@ def laws(objective: Objective, row: Row):
     tokens = torch.tensor(row.tokens)
     output = target.read(tokens[None], drafter.target_layers)
     features, final = output.features[0], output.final[0]
-    laws_of_tokens = {}
+    found = {}
     for goal, d in itertools.product(range(1, len(tokens)), range(1, objective.depth + 1)):
         slot = goal - d
         if slot < drafter.first_slot or not row.mask[goal]:
             continue
         _, logits = follow(drafter, tokens, features, slot, d)
-        p = (target.logits(final[goal - 1]) / objective.temperature).softmax(-1)  # law of token `goal`
+        p = (target.logits(final[goal - 1]) / objective.temperature).softmax(-1)  # of token `goal`
         q = (logits[d - 1] / objective.temperature).softmax(-1)
         index = int(tokens[goal])
         if vocab is not None:
             p = p[vocab]
             index = vocab.tolist().index(index) if index in vocab.tolist() else None
-        laws_of_tokens[slot, d] = p, q, index
-    return laws_of_tokens
+        found[slot, d] = p, q, index
+    return found
 
 
 def kl(p, q) -> float:
@@ -77,10 +77,11 @@ def kl(p, q) -> float:
 
 def naive(objective: Objective, row: Row) -> float:
     total = 0.0
-    for (_, d), (p, q, index) in laws(objective, row).items():
+    for (_, d), (p, q, index) in distributions(objective, row).items():
         ce = 0.0 if index is None else -float(q[index].log())
         value = 0.5 * kl(p, q) + 1.5 * ce + 2.5 * (1 - float(torch.minimum(p, q).sum()))
-        total += value * objective.decay ** (d - 1) / sum(objective.decay**step for step in range(objective.depth))
+        decay = objective.settings.decay
+        total += value * decay ** (d - 1) / sum(decay**step for step in range(objective.depth))
     return total
 
 
@@ -202,52 +203,48 @@ def test_slots_against_a_loop(target, depth):
 
 @paired("any_drafter, name", VARIANTS, ["lk", "e2e_tv", "rounds", "dpace", "vat"])
 def test_losses_over_all_depths_against_a_loop(any_drafter, name):
-    """Two documents in one row and one in another; the formulas of train/survival.py are computed by hand."""
+    """Two documents in one row and one in another; the formulas of train/losses.py are computed by hand."""
     rows = [make_row(seed, 4 + seed, 6, 61) for seed in range(3)]
     weighted = name in ("dpace", "vat")
-    objective = make_objective(
-        any_drafter, losses={"kl": 1.0} if weighted else {name: 2.0}, weighting=name if weighted else "decay"
-    )
+    chosen = {"losses": {"kl": 1.0}, "weighting": name} if weighted else {"losses": {name: 2.0}}
+    objective = make_objective(any_drafter, **chosen)
     loss, _ = judge(objective, [rows[:2], rows[2:]], 24)
-    depth, all_laws = objective.depth, [laws(objective, row) for row in rows]
-    all_overlaps = [
-        {key: float(torch.minimum(p, q).sum()) for key, (p, q, _) in row_laws.items()} for row_laws in all_laws
-    ]
+    depth, of_rows = objective.depth, [distributions(objective, row) for row in rows]
+    overlap = lambda of_row: {key: float(torch.minimum(p, q).sum()) for key, (p, q, _) in of_row.items()}
+    all_overlaps = [overlap(of_row) for of_row in of_rows]
     total = 0.0
-    for row, row_laws, overlaps in zip(rows, all_laws, all_overlaps):
+    for row, of_row, overlaps in zip(rows, of_rows, all_overlaps):
         for slot in range(len(row.tokens)):
-            slot_laws = {d: row_laws[slot, d] for d in range(1, depth + 1) if (slot, d) in row_laws}
+            of_slot = {d: of_row[slot, d] for d in range(1, depth + 1) if (slot, d) in of_row}
             if name == "lk":
-                for d, (p, q, _) in slot_laws.items():
+                for d, (p, q, _) in of_slot.items():
                     values_of_depth = [
                         value for values in all_overlaps for (_, step), value in values.items() if step == d
                     ]
                     share = math.exp(-3.0 * sum(values_of_depth) / len(values_of_depth))
                     value = share * kl(p, q) + (1 - share) * (1 - overlaps[slot, d])
                     total += 2.0 * value * objective.shares[d - 1]
-            elif name == "e2e_tv" and slot_laws:
+            elif name == "e2e_tv" and of_slot:
                 alive, mean = 1.0, 0.0
                 for d in range(1, depth + 1):
                     alive *= overlaps.get((slot, d), 0.0)
                     mean += alive / depth
                 total += 2.0 * (1 - mean)
             elif name == "dpace":
-                chances = {d: 0.0 if x is None else float(q[x]) for d, (p, q, x) in slot_laws.items()}
-                for d, (p, q, _) in slot_laws.items():
+                probs = {d: 0.0 if x is None else float(q[x]) for d, (p, q, x) in of_slot.items()}
+                for d, (p, q, _) in of_slot.items():
                     weight = sum(
-                        math.prod(0.5 * chances.get(i, 1.0) + 0.5 for i in range(1, j + 1)) for j in range(d, depth + 1)
+                        math.prod(0.5 * probs.get(i, 1.0) + 0.5 for i in range(1, j + 1)) for j in range(d, depth + 1)
                     )
                     total += weight / depth * kl(p, q)
             elif name == "vat":
-                first = min(
-                    (d for d, (_, q, x) in slot_laws.items() if x is None or int(q.argmax()) != x), default=depth
-                )
-                for d, (p, q, _) in slot_laws.items():
+                first = min((d for d, (_, q, x) in of_slot.items() if x is None or int(q.argmax()) != x), default=depth)
+                for d, (p, q, _) in of_slot.items():
                     total += 0.7 ** max(0, d - first) / depth * kl(p, q)
         if name == "rounds":
             start = row.mask.index(True)
             accept = torch.zeros(depth, len(row.tokens) - start, dtype=torch.float64)
-            for (slot, d), (p, q, x) in row_laws.items():
+            for (slot, d), (p, q, x) in of_row.items():
                 # Entry s: the round that starts when s tokens of the answer exist has slot start + s - 1.
                 if slot >= start:
                     accept[d - 1, slot - start + 1] = 0.0 if x is None else min(1.0, float(q[x] / p[x]))
@@ -305,6 +302,8 @@ def test_rounds_against_all_patterns(depth, num):
     assert replayed[0] == pytest.approx(num_rounds, abs=1e-12)
     torch.testing.assert_close(replayed[1], counts, atol=1e-12, rtol=0)
     if num > 1:
+        for wrong in (accept.roll(1, 0), 1 - accept) if depth > 1 else ():  # other acceptances give other rounds
+            assert abs(replay.rounds(wrong)[0] - num_rounds) > 1e-3
         assert replay.tau(accept) == pytest.approx((num - 1) / num_rounds)
         # Every round emits its accepted drafts and one more token.
         assert replay.tau(accept) == pytest.approx(1 + float(counts.sum()) / num_rounds)
@@ -374,7 +373,7 @@ def test_text_tau_equals_replay(small_drafter, small_target):
         emitted += len(answer) - 1
     loss, batch = judge(make_objective(small_drafter), [rows[:3], rows[3:]], 50)
     assert num_rounds < emitted
-    tokens, rounds = text_rounds(batch, loss.matches)
+    tokens, rounds = count_rounds(batch, loss.matches)
     assert tokens / rounds == pytest.approx(emitted / num_rounds, abs=1e-12)
 
 

@@ -7,15 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from specdec.core import devices
 from specdec.heads.decoder_block import Rotary, llama_config, ridge
 from specdec.target import attention
 from specdec.target.model import Target
-from tests.support import load_head, make_drafter, make_target, train_command
-from train import objective, sharding
+from tests.support import load_head, make_drafter, make_target
+from train import build, distributed, objective
 from train.data.loader import Loader, Order
 
 GPU = torch.device("cuda", 0)
@@ -53,8 +52,6 @@ def test_the_loaders_thread_takes_a_device_without_a_number(one_gpu):
 
 
 def test_the_accelerators_device_has_its_number(one_gpu, monkeypatch):
-    command = train_command()
-
     class OneProcess:
         """Of accelerate's Accelerator, the device: `cuda`, without a number."""
 
@@ -63,10 +60,11 @@ def test_the_accelerators_device_has_its_number(one_gpu, monkeypatch):
 
         device = property(lambda self: self.state.device)
 
-    monkeypatch.setattr(command, "Accelerator", OneProcess)
-    given = {"train": {"seed": 0, "shard": False, "timeout": 1}, "precision": "bf16", "threads": 1}
-    config = OmegaConf.create(given | {"target": {"dtype": "bfloat16"}})
-    assert command.make_accelerator(config).device == GPU
+    monkeypatch.setattr(build, "Accelerator", OneProcess)
+    train, target = SimpleNamespace(seed=0, shard=False, timeout=1), SimpleNamespace(dtype="bfloat16")
+    config = SimpleNamespace(train=train, target=target, precision="bf16", threads=1)
+    monkeypatch.setattr(build, "choose_precision", lambda config, device: config)
+    assert build.start_processes(config)[0].device == GPU
 
 
 @pytest.mark.parametrize(("variable", "wanted"), [(None, False), ("TORCH_CUDNN_SDPA_AVOID_RECOMPILE", True)])
@@ -85,10 +83,15 @@ def test_a_target_does_without_attention_of_cudnn_unless_the_user_chose_how(monk
 # Products that are meant to be exact
 
 
-@pytest.mark.parametrize("precision", ["highest", "high"])
+@pytest.mark.parametrize("precision", ["highest", "high", "by place"])
 def test_ridge_is_not_rounded_and_leaves_the_users_setting(precision):
+    """by place: where the newer setting alone was used"""
     places = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
-    torch.set_float32_matmul_precision(precision)
+    untouched = places[0].fp32_precision
+    if precision == "by place":
+        places[0].fp32_precision = "tf32"
+    else:
+        torch.set_float32_matmul_precision(precision)
     before = [place.fp32_precision for place in places]
 
     def pairs():
@@ -98,21 +101,10 @@ def test_ridge_is_not_rounded_and_leaves_the_users_setting(precision):
 
     try:
         ridge(pairs())
-        assert torch.get_float32_matmul_precision() == precision
+        assert precision == "by place" or torch.get_float32_matmul_precision() == precision
         assert [place.fp32_precision for place in places] == before
     finally:
-        torch.set_float32_matmul_precision("highest")
-
-
-def test_ridge_works_where_the_newer_setting_alone_was_used():
-    place = torch.backends.cuda.matmul
-    before = place.fp32_precision
-    try:
-        place.fp32_precision = "tf32"
-        ridge([(torch.randn(9, 3), torch.randn(9, 2))])
-        assert place.fp32_precision == "tf32"
-    finally:
-        place.fp32_precision = before
+        places[0].fp32_precision = untouched
         torch.set_float32_matmul_precision("highest")
 
 
@@ -209,9 +201,10 @@ def test_full_memory_ends_training_with_the_options_that_lower_it(fit, monkeypat
         fit("full", "head=eagle3", "train.batch=2", "solve_packs=0")
     said = str(caught.value)
     assert said.startswith(FULL[name][1]) and "\n" not in said
-    for option in ("data.length=64", "train.batch=2 (raise train.accumulation=1 as much)", "head.objective.depth=7",
-                   "head.objective.gradient_checkpointing=true"):  # fmt: skip
-        assert option in said
+    wanted = (
+        "lower data.length=64 or train.batch=2 (raise train.accumulation=1 as much) or head.objective.depth=7, or give "
+    )
+    assert wanted + "head.objective.gradient_checkpointing=true" in said
     with pytest.raises(ValueError) as caught:
         fit("full2", "head=mtp", "solve_packs=0", "head.objective.gradient_checkpointing=true")
     assert "train.batch" not in str(caught.value) and "head.objective" not in str(caught.value)
@@ -241,11 +234,10 @@ def test_a_target_that_does_not_fit_into_a_cpu_is_named(folder, monkeypatch):
     def fail(*_, **__):
         raise RuntimeError(CPU_FULL)
 
+    found = (SimpleNamespace(from_pretrained=None), None)
     monkeypatch.setattr("specdec.target.loading._read", fail)
     monkeypatch.setattr("specdec.target.loading.load_config", lambda *_, **__: SimpleNamespace(to_dict=dict))
-    monkeypatch.setattr(
-        "specdec.target.loading._find_class", lambda *_, **__: (SimpleNamespace(from_pretrained=None), None)
-    )
+    monkeypatch.setattr("specdec.target.loading._find_class", lambda *_, **__: found)
     monkeypatch.setattr("specdec.target.parallel.check", lambda *_, **__: None)
     monkeypatch.setattr(attention, "implementation", lambda kind: "sdpa")
     with pytest.raises(ValueError, match=r"does not fit into the memory of device=cpu"):
@@ -255,29 +247,25 @@ def test_a_target_that_does_not_fit_into_a_cpu_is_named(folder, monkeypatch):
 # Settings of accelerate
 
 
-@pytest.mark.parametrize(
-    ("variable", "value"),
-    [
-        ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR"),
-        ("ACCELERATE_USE_DEEPSPEED", "true"),
-        ("ACCELERATE_USE_MEGATRON_LM", "true"),
-        ("ACCELERATE_USE_PARALLELISM_CONFIG", "true"),
-        ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4"),
-    ],
-)
+REFUSED = {"DYNAMO_BACKEND": "INDUCTOR", "USE_DEEPSPEED": "true", "USE_MEGATRON_LM": "true", "USE_PARALLELISM_CONFIG": "true",
+           "GRADIENT_ACCUMULATION_STEPS": "4"}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.parametrize("shard", [False, True])
-def test_settings_of_accelerate_that_training_does_not_take_are_refused(monkeypatch, variable, value, shard):
+def test_settings_of_accelerate_that_training_does_not_take_are_refused(monkeypatch, name, shard):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv(variable, value)
-    with pytest.raises(ValueError, match=rf"^accelerate's configuration asks for .* \({variable}={value}\): choose"):
-        sharding.plugin(shard)
+    monkeypatch.setenv(f"ACCELERATE_{name}", REFUSED[name])
+    said = rf"^accelerate's configuration asks for .* \(ACCELERATE_{name}={REFUSED[name]}\): choose"
+    with pytest.raises(ValueError, match=said):
+        distributed.make_plugin(shard)
 
 
 def test_what_accelerates_launcher_always_sets_is_taken(monkeypatch):
     for variable, value in {"ACCELERATE_DYNAMO_BACKEND": "NO", "ACCELERATE_USE_FSDP": "false",
                             "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1"}.items():  # fmt: skip
         monkeypatch.setenv(variable, value)
-    assert sharding.plugin(False) is None
+    assert distributed.make_plugin(False) is None
 
 
 def test_they_are_refused_before_anything_is_loaded(fit, monkeypatch):

@@ -60,7 +60,7 @@ def test_the_draft_model_answers_the_same_prompts(target):
     assert output.final.shape == (2, 24, target.width) and output.features.shape[-1] == 0
 
 
-def test_answers_follow_the_law_of_the_draft_model_and_the_seed(target):
+def test_answers_follow_the_draft_models_distribution_and_the_seed(target):
     on_policy = make_on_policy(target)
     texts = []
     for seed in (3, 3, 4):
@@ -70,9 +70,9 @@ def test_answers_follow_the_law_of_the_draft_model_and_the_seed(target):
     torch.manual_seed(0)
     prompt, num = random_tokens(8, 5, V), 4000
     first = torch.tensor(on_policy.write([prompt] * num, [1] * num))[:, 0]
-    law = text_logits(on_policy.drafter.eval(), torch.tensor([prompt]))[0, -1].softmax(-1)
+    probs = text_logits(on_policy.drafter.eval(), torch.tensor([prompt]))[0, -1].softmax(-1)
     frequencies = torch.bincount(first, minlength=V)[VOCAB] / num
-    assert (frequencies - law).abs().max() < 5 * (0.25 / num) ** 0.5
+    assert (frequencies - probs).abs().max() < 5 * (0.25 / num) ** 0.5
 
 
 def test_answers_end_at_their_limit_or_at_a_stop_token(target):

@@ -1,26 +1,33 @@
 """Tests of optimizers, schedules, the average of the weights, and the record of gradient norms."""
 
 import importlib.util
-import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from specdec import checkpoint
-from tests.support import VARIANTS, fit_interrupted, losses_of, make_drafter, name_of
+from tests.support import (
+    VARIANTS,
+    fit_interrupted,
+    log_of,
+    losses_of,
+    make_drafter,
+    name_of,
+    report_of,
+    same_weights,
+    weights_of,
+)
 from train.optimization import (
     Average,
-    GradientNorms,
     OptimizerSettings,
     hidden_matrices,
     make_optimizer,
+    read_norms,
     schedule,
 )
-from train.run_folder import RunFolder
-from train.validation import Validation
+from train.state import RunFolder
+from train.validate import Validation
 
 USUAL = {"name": "adamw", "lr": 1.0, "muon_lr": None, "betas": [0.9, 0.95], "weight_decay": 0.1, "schedule": "cosine",
          "warmup": 2, "decay": 0.25, "final": 0.1}  # fmt: skip
@@ -136,9 +143,8 @@ def test_a_run_with_other_optimizers_resumes_exactly(fit, options):
     fit("whole", *options)
     fit_interrupted(fit, "died", *options)
     assert losses_of("died") == losses_of("whole") and len(losses_of("whole")) == 4
-    for file in ("step_000004/drafter.safetensors", "state/step_000004/drafter.safetensors"):
-        whole, died = (checkpoint.read_tensors(Path("checkpoints") / run / file) for run in ("whole", "died"))
-        assert whole.keys() == died.keys() and all(torch.equal(whole[name], died[name]) for name in whole)
+    for state in (False, True):
+        assert same_weights(weights_of("whole", state=state), weights_of("died", state=state))
 
 
 def test_a_missing_library_is_said(monkeypatch):
@@ -166,20 +172,16 @@ def test_the_average_follows_the_weights_and_is_exchanged_for_them():
 
 
 def test_norms_are_averaged_and_clipped_steps_counted():
-    norms = GradientNorms(limit=1.0)
-    for norm in (0.5, 1.5, 4.0):
-        norms.add(torch.tensor(norm))
-    assert norms.read() == {"grad_norm": 2.0, "clipped": pytest.approx(2 / 3)}
-    norms.add(torch.tensor(1.0))
-    assert norms.read() == {"grad_norm": 1.0, "clipped": 0.0} and norms.read() == {}
+    norms = [torch.tensor(norm) for norm in (0.5, 1.5, 4.0)]
+    assert read_norms(norms, 1.0) == {"grad_norm": 2.0, "clipped": pytest.approx(2 / 3)}
+    assert read_norms(norms, 1.0) == {} and read_norms([torch.tensor(1.0)], 1.0) == {"grad_norm": 1.0, "clipped": 0.0}
 
 
 @pytest.mark.slow
 def test_clipping_is_in_the_log_and_in_the_progress(fit, capsys):
     fit("clipped", "train.max_grad_norm=1e-6", "train.log_every=2")
     printed = capsys.readouterr().out
-    lines = [json.loads(line) for line in Path("checkpoints/clipped/log.jsonl").read_text().splitlines()]
-    logged = [line for line in lines if "loss" in line]
+    logged = [row for row in log_of("clipped") if "loss" in row]
     assert [line["step"] for line in logged] == [1, 2, 4] and all(line["clipped"] == 1 for line in logged)
     assert all(line["grad_norm"] > 1e-6 for line in logged) and "100% clipped" in printed
 
@@ -196,14 +198,11 @@ def test_a_checkpoint_holds_the_better_of_weights_and_average(fit, monkeypatch, 
 
     monkeypatch.setattr(Validation, "replay", judged)
     fit("both", "train.ema=0.9", "optimizer.lr=0.01")
-    report = json.loads(Path("checkpoints/both/step_000004/report.json").read_text())
+    report = report_of("both")
     assert report["ema"]["kept"] == better and report["replayed_tau"] == report["ema"][better] > 1
-    state = checkpoint.read_tensors(Path("checkpoints/both/state/step_000004/drafter.safetensors"))
-    kept = checkpoint.read_tensors(Path("checkpoints/both/step_000004/drafter.safetensors"))
-    prefix, trained = (
-        {"plain": "", "average": "average:"}[better],
-        [name for name in kept if "average:" + name in state],
-    )
+    state, kept = weights_of("both", state=True), weights_of("both")
+    prefix = {"plain": "", "average": "average:"}[better]
+    trained = [name for name in kept if "average:" + name in state]
     for name in trained:  # while it is trained, fc has weights in units of its inputs' sizes
         size = state.get(name.replace("weight", "size"), torch.ones(()))
         torch.testing.assert_close(kept[name], state[prefix + name] / size)
@@ -213,7 +212,7 @@ def test_a_checkpoint_holds_the_better_of_weights_and_average(fit, monkeypatch, 
 @pytest.mark.slow
 def test_the_average_begins_with_the_solved_weights(fit):
     fit("begun", "head=eagle3", "train.ema=0.9", "solve_packs=2", "optimizer.lr=0", "train.steps=1")
-    state = checkpoint.read_tensors(Path("checkpoints/begun/state/step_000001/drafter.safetensors"))
+    state = weights_of("begun", 1, state=True)
     trained = [name for name in state if "average:" + name in state]
     assert trained and all(torch.equal(state[name], state["average:" + name]) for name in trained)
 

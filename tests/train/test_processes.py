@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from specdec import checkpoint
-from tests.support import ROOT, child_environment, losses_of, train_overrides
+from tests.support import ROOT, PowerCutError, before_steps, child_environment, cut_power, losses_of, train_overrides
 from train.data.loader import Order
-from train.trainer import Trainer
-from train.waiting import ProcessLost, Waiting
+from train.distributed import ProcessLost, Waiting
+from train.trainer import Asking
 
 
 def order_of(settings: list[tuple[int, int, int]], steps: int, num_packs: int) -> list[int]:
@@ -75,20 +75,8 @@ def test_a_process_that_dies_ends_the_run_with_a_sentence_and_one_process_contin
     assert "step " not in printed[1]  # only the main process speaks
     state = Path("checkpoints/run/state") / sorted(os.listdir("checkpoints/run/state"))[-1] / "state.json"
     saved = checkpoint.read_json(state)["step"]
-    with contextlib.suppress(StopIteration):
-        send = ("train.accumulation=2", "resume=auto", *LONG)
-        one = Trainer._train_step
-
-        def stopping(trainer, **settings):
-            if trainer.step == saved + 2:
-                raise StopIteration
-            return one(trainer, **settings)
-
-        Trainer._train_step = stopping
-        try:
-            fit("run", *send)
-        finally:
-            Trainer._train_step = one
+    with before_steps(cut_power(saved + 2)), pytest.raises(PowerCutError):
+        fit("run", "train.accumulation=2", "resume=auto", *LONG)
     assert list(losses_of("run")) == list(range(1, saved + 3))
 
 
@@ -101,7 +89,7 @@ def test_waiting_names_what_it_waits_for(capsys):
 
 
 def test_waiting_ends_the_process_in_time():
-    code = "import time; from train.waiting import Waiting\nwith Waiting(0.001, 0, 2)('the validation of step 5'): time.sleep(60)"
+    code = "import time; from train.distributed import Waiting\nwith Waiting(0.001, 0, 2)('the validation of step 5'): time.sleep(60)"
     done = subprocess.run(
         [sys.executable, "-c", code], env=child_environment(), capture_output=True, text=True, timeout=50
     )
@@ -111,28 +99,18 @@ def test_waiting_ends_the_process_in_time():
 def test_processes_ask_for_signals_seldom_but_often_enough_for_a_launcher_that_kills():
     """After 20 steps, or after about 5 seconds; the main process says when, and whether a state is overdue."""
 
-    def trainer(main: bool, seconds: float, others: list[list[int]]) -> tuple[Trainer, list]:
-        made, asked = Trainer.__new__(Trainer), []
-
-        def gather(mine: torch.Tensor) -> torch.Tensor:
-            asked.append(made.step)
-            rows = mine.tolist() + others if main else others + mine.tolist()
-            return torch.tensor(rows)
-
-        made.accelerator = SimpleNamespace(
-            num_processes=2, is_main_process=main, device=torch.device("cpu"), gather=gather
-        )
-        made.saving = SimpleNamespace(overdue=lambda: main)
-        made.waiting = lambda what: contextlib.nullcontext()
-        made.step, made.seconds, made.asked, made.next_ask = 0, 0.0, (0, 0.0), 0
+    def ask(main: bool, seconds: float, others: list[list[int]]) -> list[int]:
+        asked: list[int] = []
+        gather = lambda mine: torch.tensor(mine.tolist() + others if main else others + mine.tolist())
+        accelerator = SimpleNamespace(num_processes=2, device=torch.device("cpu"), gather=gather)
+        asking = Asking(accelerator, lambda what: asked.append(step) or contextlib.nullcontext(), step=0, seconds=0.0)
         for step in range(1, 61):
-            made.step, made.seconds = step, made.seconds + seconds
-            answer = made._asked(0, now=step == 30)
-            assert answer == ((15, bool(main)) if asked[-1:] == [step] else (0, False))
-        return made, asked
+            answer = asking(0, main, step, step * seconds, now=step == 30)
+            assert answer == ((15, main) if asked[-1:] == [step] else (0, False))
+        return asked
 
-    quick, slow = trainer(True, 0.01, [[15, 0, 1]])[1], trainer(True, 1.0, [[15, 0, 20]])[1]
+    quick, slow = ask(True, 0.01, [[15, 0, 1]]), ask(True, 1.0, [[15, 0, 20]])
     assert quick == [1, 21, 30, 50]
     assert slow == [1, 6, 11, 16, 21, 26, 30, 35, 40, 45, 50, 55, 60]
-    assert trainer(True, 60.0, [[15, 0, 20]])[1] == list(range(1, 61))
-    assert trainer(False, 60.0, [[15, 0, 20]])[1] == quick  # as the main process says
+    assert ask(True, 60.0, [[15, 0, 20]]) == list(range(1, 61))
+    assert ask(False, 60.0, [[15, 0, 20]]) == quick  # as the main process says

@@ -66,15 +66,11 @@ def test_plain_lines_are_never_wrapped_and_have_no_control_characters(choose, ca
     assert all(character.isprintable() or character == "\n" for character in printed.out + printed.err)
 
 
-def test_groups_count_as_their_items(choose, capsys):
+def test_groups_count_as_their_items_and_the_last_line_comes_after_an_error_too(choose, capsys):
     choose("plain")
     assert list(progress.track([[1, 2], [3]], "decoding", unit="prompts", size=len)) == [[1, 2], [3]]
     first, last = capsys.readouterr().err.splitlines()
     assert first == "decoding: 0/3 prompts" and last.startswith("decoding: 3/3 prompts in 0 s, ")
-
-
-def test_the_last_line_comes_after_an_error_too(choose, capsys):
-    choose("plain")
     with pytest.raises(KeyError), progress.start("decoding", 9, unit="prompts") as task:
         task.advance(4)
         raise KeyError
@@ -82,20 +78,16 @@ def test_the_last_line_comes_after_an_error_too(choose, capsys):
 
 
 @pytest.mark.parametrize(("mode", "main"), [("quiet", True), ("plain", False)])
-def test_quiet_and_other_processes_show_nothing(mode, main, choose, capsys):
+def test_quiet_and_other_processes_show_nothing_but_work_of_one_alone(mode, main, choose, capsys):
     choose(mode, main)
     for _ in progress.track(range(3), "decoding", unit="prompts"):
         progress.note("a fact")
     progress.Results().say("a result")
     printed = capsys.readouterr()
     assert printed.err == "" and printed.out == ("a result\n" if main else "")
-
-
-def test_only_other_processes_that_work_alone_are_shown(choose, capsys):
-    choose("plain", main=False)
     with progress.start("encoding", 3, unit="rows", any_process=True):
         pass
-    assert capsys.readouterr().err == "encoding: 0/3 rows\nencoding: 0/3 rows in 0 s\n"
+    assert capsys.readouterr().err == ("" if main else "encoding: 0/3 rows\nencoding: 0/3 rows in 0 s\n")
 
 
 def test_an_unknown_mode_is_refused_in_one_sentence(monkeypatch, fit):

@@ -1,6 +1,5 @@
 """Tests of drafters that are trained by two processes, whole in each (DDP) or in parts (FSDP2), against one process."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,10 +9,8 @@ import torch
 
 from scripts import export
 from specdec import checkpoint
-from specdec.heads.base import Head
 from tests.processes import fit_by_two, fit_float64, free_ports
-from tests.support import ROOT, child_environment, losses_of, train_overrides, write_rows
-from train import sharding
+from tests.support import ROOT, child_environment, log_of, losses_of, report_of, train_overrides, weights_of, write_rows
 from train.trainer import ASK
 
 pytestmark = pytest.mark.slow
@@ -83,7 +80,7 @@ def test_two_processes_train_as_one(runs, head, kind):
         first / "state/step_000004", second / "state/step_000004", "drafter.safetensors", "optimizer.safetensors"
     )
     assert (first / "step_000004/drafter.json").read_text() == (second / "step_000004/drafter.json").read_text()
-    reports = [checkpoint.read_json(path / "step_000004/report.json") for path in (first, second)]
+    reports = [report_of(run) for run in (one, two)]
     for name in ("replayed_tau", "replayed_survival", "replayed_prompts", "num_prompts"):
         assert reports[0][name] == pytest.approx(reports[1][name], rel=1e-9), name
     assert reports[0]["ema"]["kept"] == reports[1]["ema"]["kept"]
@@ -100,11 +97,9 @@ def test_a_run_goes_on_with_shards_or_without(runs, run):
 
 def test_a_step_that_is_not_finite_is_left_out_by_all(runs):
     """The rows are tried one by one with whole weights, as the processes have different numbers of them."""
-    log = [json.loads(line) for line in Path("checkpoints/spoiled/log.jsonl").read_text().splitlines()]
-    (skipped,) = [line for line in log if "skipped" in line]
+    (skipped,) = [row for row in log_of("spoiled") if "skipped" in row]
     assert skipped["step"] == 2 and len(set(skipped["skipped"])) >= 4 and list(losses_of("spoiled")) == [1, 2, 3, 4]
-    weights = checkpoint.read_tensors(Path("checkpoints/spoiled/step_000004/drafter.safetensors"))
-    assert all(value.isfinite().all() for value in weights.values())
+    assert all(value.isfinite().all() for value in weights_of("spoiled").values())
 
 
 def test_a_signal_to_any_process_ends_all_within_20_steps(runs, printed):
@@ -168,17 +163,14 @@ def test_a_configuration_of_accelerate_with_fsdp_is_refused(fit, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("settings", "adapts", "message"),
+    ("options", "message"),
     [
-        ({}, True, "trains an adapter inside the target"),
-        ({"optimizer": "muon"}, False, "optimizer.name=muon needs whole matrices"),
-        ({"optimizer": "adamw8bit"}, False, "use optimizer.name=adamw,"),
-        ({"on_policy": 0.5}, False, "set data.on_policy=0"),
+        (["head=medusa2"], "Medusa2 trains an adapter inside the target"),
+        (["optimizer.name=muon"], "optimizer.name=muon needs whole matrices"),
+        (["optimizer.name=adamw8bit"], "use optimizer.name=adamw,"),
+        (["head=draft", "data.on_policy=0.5"], "set data.on_policy=0"),
     ],
 )
-def test_what_cannot_be_sharded_is_refused(settings, adapts, message):
-    drafter = type("Some", (Head,), {"adapts_target": adapts, "__init__": lambda self: None})()
+def test_what_cannot_be_sharded_is_refused(fit, options, message):
     with pytest.raises(ValueError, match=message):
-        sharding.check(drafter, **{"optimizer": "adamw", "on_policy": 0.0, **settings})
-    drafter = type("Some", (Head,), {"adapts_target": False, "__init__": lambda self: None})()
-    sharding.check(drafter, optimizer="adamw", on_policy=0.0)
+        fit("refused", "train.shard=true", *options)

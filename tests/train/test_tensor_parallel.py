@@ -15,9 +15,8 @@ from hydra import compose, initialize_config_dir
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from specdec import checkpoint
-from tests.support import ROOT, losses_of, train_command, train_overrides
+from tests.support import ROOT, PowerCutError, before_steps, cut_power, losses_of, train_command, train_overrides
 from tests.together import together
-from train.trainer import Trainer
 
 MODULE = "tests.train.test_tensor_parallel"
 TOGETHER = "target.tp=2"
@@ -123,15 +122,7 @@ def work(folder, tmp_path_factory):
 
 def begin_and_fail(overrides: list[str]) -> None:
     """Trains a run that fails before its fourth step."""
-    step = Trainer._train_step
-
-    def failing_step(trainer, **shown):
-        if trainer.step == 3:
-            raise KeyError("power cut")
-        return step(trainer, **shown)
-
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyError):
-        patch.setattr(Trainer, "_train_step", failing_step)
+    with before_steps(cut_power(3)), pytest.raises(PowerCutError):
         fit([overrides])
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from specdec import checkpoint
 from tests.support import fit_interrupted
-from train import trackers, tracking
+from train import tracking
 
 SHORT = ("train.steps=4", "train.validate_every=2", "validation.share=null")
 
@@ -114,7 +114,7 @@ def test_wandb_offline_holds_what_the_run_holds(fit):
     ((_, name, files),) = [each for each in artifacts if each[0] == "report"]
     assert (name, files) == ("wandb-report", ["report.html"])
     ((identity, config),) = runs.items()
-    assert identity == (folder / trackers.WANDB_ID).read_text().strip() and config["optimizer.lr"] == 1e-3
+    assert identity == (folder / tracking.WANDB_ID).read_text().strip() and config["optimizer.lr"] == 1e-3
     table = json.loads((next(folder.glob("wandb/offline-run-*/files/media/table/best/by_category*.json"))).read_text())
     report = wanted("wandb")[1]
     row = dict(zip(table["columns"], table["data"][0]))
@@ -126,7 +126,7 @@ def test_a_continued_run_is_the_same_run_of_wandb(fit):
     fit_interrupted(fit, "died", "tracker=wandb", *SHORT)
     steps, _, runs = read_wandb(Path("checkpoints/died"))
     assert len(list(Path("checkpoints/died/wandb").glob("offline-run-*"))) == 2
-    assert set(runs) == {Path("checkpoints/died", trackers.WANDB_ID).read_text().strip()}
+    assert set(runs) == {Path("checkpoints/died", tracking.WANDB_ID).read_text().strip()}
     assert sorted(steps) == [1, 2, 3, 4]
 
 
@@ -172,29 +172,24 @@ def test_trackio_holds_what_the_run_holds(fit, tmp_path, monkeypatch):
 
 
 class Broken:
-    """A tracker that fails at its third call."""
+    """A tracker that fails at its third call, and is not called again."""
 
     def __init__(self, *_):
-        self.calls = 0
+        self.calls, self.tracker = 0, self
 
-    def log(self, step, figures):
+    def log(self, values, **_):
         self.calls += 1
+        assert self.calls < 4, "called after it had failed"
         if self.calls == 3:
             raise OSError("no route to https://user:hunter22@host, key 0123456789abcdef")
 
-    def table(self, *_):
-        pass
-
-    def page(self, *_):
-        raise AssertionError("called after it had failed")
-
-    def close(self, **_):
+    def finish(self, **_):
         raise AssertionError("called after it had failed")
 
 
 @pytest.mark.slow
 def test_a_tracker_that_fails_ends_with_one_warning_and_the_run_goes_on(fit, monkeypatch, recwarn):
-    monkeypatch.setitem(trackers.MAKERS, "tensorboard", Broken)
+    monkeypatch.setattr(tracking, "open_tracker", Broken)
     monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
     assert fit("goes-on", "tracker=tensorboard", *SHORT) == 0
     (said,) = [str(each.message) for each in recwarn if "tracker=" in str(each.message)]
@@ -206,29 +201,30 @@ def test_a_tracker_that_cannot_start_is_named_once(monkeypatch, tmp_path, recwar
     def refuse(*_):
         raise RuntimeError("no network")
 
-    monkeypatch.setitem(trackers.MAKERS, "wandb", refuse)
+    monkeypatch.setattr(tracking, "open_tracker", refuse)
     told = tracking.Tracking("wandb", tmp_path)
     with told.running("run", {}, step=0):
         told.record(1, {"loss": 1.0})
     assert ["no network" in str(each.message) for each in recwarn] == [True]
 
 
-def test_an_error_of_the_run_is_not_hidden_and_closes_the_tracker_as_failed(monkeypatch, tmp_path):
-    closed = []
-    made = type("Made", (), {"close": lambda self, *, failed: closed.append(failed)})
-    monkeypatch.setitem(trackers.MAKERS, "wandb", lambda *_: made())
-    told = tracking.Tracking("wandb", tmp_path)
-    with pytest.raises(KeyError), told.running("run", {}, step=0):
-        raise KeyError("power cut")
-    assert closed == [True]
+def test_an_error_of_the_run_closes_the_tracker_as_failed_and_settings_have_no_secrets(monkeypatch, tmp_path):
+    given, closed = [], []
 
+    class Opened:
+        def __init__(self, name, folder, run, settings, step):
+            given.append(settings)
+            self.tracker = self
 
-def test_settings_go_to_the_tracker_without_secrets(monkeypatch, tmp_path):
-    given = []
+        def finish(self, exit_code):
+            closed.append(exit_code)
+
+    monkeypatch.setattr(tracking, "open_tracker", Opened)
     monkeypatch.setenv("SERVICE_TOKEN", "abcdefgh")
-    monkeypatch.setitem(trackers.MAKERS, "wandb", lambda folder, run, settings, step: given.append(settings))
-    with tracking.Tracking("wandb", tmp_path).running("run", {"lr": 0.1, "url": "http://me:pass@host/", "key": "abcdefgh"}, step=0):  # fmt: skip
-        assert given == [{"lr": 0.1, "url": "http://***@host/", "key": "***"}]
+    settings = {"lr": 0.1, "url": "http://me:pass@host/", "key": "abcdefgh"}
+    with pytest.raises(KeyError), tracking.Tracking("wandb", tmp_path).running("run", settings, step=0):
+        raise KeyError("power cut")
+    assert given == [{"lr": 0.1, "url": "http://***@host/", "key": "***"}] and closed == [1]
 
 
 def test_a_tracker_that_is_not_there_is_refused_in_one_sentence(monkeypatch):

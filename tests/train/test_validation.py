@@ -14,28 +14,19 @@ from specdec.core import files
 from specdec.decoding.drafting import Drafting
 from specdec.export.cards import Provenance, expected
 from specdec.measuring import speed
-from specdec.measuring.measurement import Prompt, PromptReplay
+from specdec.measuring.measure import Prompt, PromptReplay
 from specdec.measuring.report import Report
 from specdec.unroll import replay
-from tests.support import make_drafter, prompts_of
-from train import validation
+from tests.support import log_of, make_drafter, prompts_of, report_of, same_weights, weights_of
+from train import validate
 from train.answers import target_answers
-from train.run_folder import RunFolder
+from train.config import ValidationSettings
+from train.state import RunFolder
 from train.trainer import Trainer
-from train.validation import Validation
-from train.validation_settings import ValidationSettings
+from train.validate import Validation
 
 CHAIN = Drafting(depth=3)
-SETTINGS = {
-    "num_prompts": 5,
-    "max_new_tokens": 24,
-    "temperature": 0.0,
-    "decode": "best",
-    "auto": "never",
-    "share": None,
-    "answers": "answers",
-    "served": None,
-}
+SETTINGS = {"num_prompts": 5, "max_new_tokens": 24, "temperature": 0.0, "decode": "best", "auto": "never", "share": None, "answers": "answers"}  # fmt: skip
 
 
 @pytest.fixture
@@ -45,9 +36,11 @@ def make(small_target, tmp_path, monkeypatch):
     prompts = [Prompt(str(number), "", tokens) for number, tokens in enumerate(prompts_of(small_target))]
 
     def validation(drafter, drafting=CHAIN, by="tau", **changed):
+        settings = ValidationSettings(**SETTINGS | changed)
+        config = SimpleNamespace(validation=settings, decode=drafting, train=SimpleNamespace(best_by=by, seed=0))
         shown = []
-        made = Validation(Accelerator(cpu=True), drafter, drafting, prompts, settings=ValidationSettings(**SETTINGS | changed),
-                          best_by=by, stop={5}, seed=0, show=shown.append, say=shown.append)  # fmt: skip
+        console = SimpleNamespace(say=shown.append, print=shown.append)
+        made = Validation(Accelerator(cpu=True), drafter, prompts, config=config, stop={5}, console=console)
         made.shown = shown
         return made
 
@@ -124,9 +117,9 @@ def test_a_folder_that_cannot_be_written_stops_nothing(make, small_target):
 def clock(monkeypatch):
     """Time that only decoding takes: 10 seconds a prompt. Answers and replays take none."""
     now = [0.0]
-    monkeypatch.setattr(validation, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(validate, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(target_answers, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    measure = validation.measure
+    measure = validate.measure
 
     def slow(*arguments, progress, **more):
         def taken(groups):
@@ -136,7 +129,7 @@ def clock(monkeypatch):
 
         return measure(*arguments, progress=taken, **more)
 
-    monkeypatch.setattr(validation, "measure", slow)
+    monkeypatch.setattr(validate, "measure", slow)
     return now
 
 
@@ -240,7 +233,7 @@ def test_where_auto_cannot_draft_validation_goes_on(make, small_target, monkeypa
 
     drafter = make_drafter(small_target, "eagle").decodable()
     made = make(drafter, auto="always")
-    monkeypatch.setattr(validation.Auto, "usual", refuse)
+    monkeypatch.setattr(validate.Auto, "usual", refuse)
     report = judge(made, drafter)
     assert report.num_prompts == 5 and report.auto is None
     assert "speedup auto is left out: These layers see 8 positions." in made.shown
@@ -267,18 +260,16 @@ def test_the_best_step_is_decoded_at_the_end(fit, monkeypatch, capsys):
     monkeypatch.setattr(Validation, "replay", replayed)
     monkeypatch.setattr(Validation, "_decode", decode)
     fit("run", "train.steps=3", "train.validate_every=1", "validation.share=0.0")
-    reports = [json.loads(Path(f"checkpoints/run/step_00000{step}/report.json").read_text()) for step in (1, 2, 3)]
+    reports = [report_of("run", step) for step in (1, 2, 3)]
     assert Path("checkpoints/run/best").read_text().strip() == "step_000002"
     assert [report["tau"] is None for report in reports] == [True, False, True]
     assert [report["replayed_tau"] for report in reports] == [1.1, 1.9, 1.5] and reports[1]["num_prompts"] == 2
-    best = checkpoint.read_tensors(Path("checkpoints/run/step_000002/drafter.safetensors"))
-    assert len(decoded) == 1 and all(torch.equal(decoded[0][name], best[name]) for name in best)
+    assert len(decoded) == 1 and same_weights(weights_of("run", 2), decoded[0])
     assert reports[1]["training"]["tokens"] < reports[2]["training"]["tokens"]
     printed = capsys.readouterr().out
     assert "step 3, chain of 2, temperature 0, 2 held-out prompts replayed, not decoded: tau replayed 1.50" in printed
     assert "step 2, chain of 2, temperature 0, 2 held-out prompts" in printed and "best replayed tau 1.900" in printed
-    lines = [json.loads(line) for line in Path("checkpoints/run/log.jsonl").read_text().splitlines()]
-    assert [line["validation"]["step"] for line in lines if "validation" in line] == [1, 2, 3, 2]
+    assert [row["validation"]["step"] for row in log_of("run") if "validation" in row] == [1, 2, 3, 2]
 
 
 @pytest.mark.slow
@@ -291,16 +282,17 @@ def test_a_run_that_died_at_its_last_decoding_does_it_when_resumed(fit, monkeypa
     def die(*_):
         raise KeyError("power cut")
 
+    more = ("train.steps=2", "train.validate_every=2", "train.save_every=1")
     with monkeypatch.context() as patch, pytest.raises(KeyError):
         patch.setattr(place, method, die)
-        fit("run", "train.steps=2", "train.validate_every=2", "train.save_every=1")
+        fit("run", *more)
     (report,) = Path("checkpoints/run").glob("step_*/report.json")
     assert (json.loads(report.read_text())["tau"] is None) == (method != "finish")
-    assert fit("run", "train.steps=2", "train.validate_every=2", "train.save_every=1", "resume=true") == 0
+    assert fit("run", *more, "resume=true") == 0
     document = json.loads(report.read_text())
     assert document["tau"] >= 1 and document["auto"]["sizes"] and Path("checkpoints/run/finished").exists()
     files.check(*report.parent.iterdir())
-    lines = [json.loads(line) for line in Path("checkpoints/run/log.jsonl").read_text().splitlines()]
+    lines = log_of("run")
     assert [(line["step"], "validation" in line) for line in lines] == [(1, False), (2, False), (2, True), (2, True)]
     assert lines[-2]["validation"]["tau"] is None and lines[-1]["validation"]["tau"] >= 1
 

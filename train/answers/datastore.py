@@ -8,8 +8,9 @@ import numpy
 import transformers
 
 import specdec
+from specdec.core import row_files
 from specdec.proposers import datastore
-from train.data import chat_template, reading, row_files
+from train.data import chat_template, reading
 from train.data import rows as data
 
 
@@ -47,7 +48,7 @@ def read_texts(
         if row.get("messages") is not None or reading.has_ids(row) or row.get("completion") is not None:
             reading.check_messages(row, place)
             with reading.at(place):
-                encoded = data.encode(tokenizer, reading.named(row, number, thinking))
+                encoded = data.encode(tokenizer, reading.name_row(row, number, thinking))
             yield from [encoded.tokens] if keep == "everything" else turns(encoded, special)
         elif isinstance(row.get("text"), str):
             with reading.at(place):

@@ -3,12 +3,11 @@
 import contextlib
 import hashlib
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 from specdec import checkpoint
-from specdec.core import files
+from specdec.core import files, row_files
 from train.lock import lock
 
 INPUTS = "inputs"  # of a record: digests of what has the same name but perhaps not the same content
@@ -91,17 +90,10 @@ def read_rows(path: Path) -> list[dict]:
     """
     if not path.exists():
         return []
-    content = path.read_bytes()
-    complete = content[: content.rfind(b"\n") + 1]
-    if len(complete) < len(content):
-        os.truncate(path, len(complete))
+    row_files.cut_damaged_end(path, only_unfinished=True)
     rows = []
-    for number, line in enumerate(complete.split(b"\n")[:-1], start=1):
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):  # JSONDecodeError, or bytes that are not UTF-8
-            row = None
-        if not isinstance(row, dict):
+    for number, row in row_files.read_own_lines(path):
+        if row is None:
             raise ValueError(f"{path}: line {number} is damaged: delete that line and run this again.")
         rows.append(row)
     return rows

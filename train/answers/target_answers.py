@@ -12,12 +12,12 @@ from accelerate.utils import broadcast_object_list
 from specdec.core import files
 from specdec.core.sampling import Sampling
 from specdec.decoding.decoder import Decoder
-from specdec.measuring.measurement import Prompt, seeded_generator
+from specdec.measuring.measure import Prompt, seeded_generator
 from specdec.target.model import Target
 from train import progress
 from train.answers.resumable import digest
+from train.distributed import Group
 from train.features.engine_features import EngineTarget
-from train.group import Group
 
 ROWS = 8  # prompts that the target answers at once
 

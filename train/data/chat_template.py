@@ -1,7 +1,7 @@
 """What a chat template makes of a conversation, found by rendering.
 
-A template leaves out, without a word, what it does not know. So a copy of the conversation is rendered with marks in place of
-what may be lost; the marks that are missing in the text say what is. Its text also says where calls of tools end.
+A template leaves out, without a word, what it does not know. So a copy of the conversation is rendered with marks in
+place of what may be lost. Marks that are missing in its text say what is lost; the others say where calls of tools end.
 """
 
 import contextlib
@@ -40,13 +40,9 @@ def options_of(row: dict) -> dict:
     if isinstance(tools, str) and tools.strip():  # as data sets hold them whose columns have one type
         with contextlib.suppress(ValueError, RecursionError):
             tools = json.loads(tools)
-    if tools:
-        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-            raise ValueError(
-                'tools must be a list such as [{"type": "function", "function": {"name": ..}}], or its JSON.'
-            )
-        found["tools"] = tools
-    return found
+    if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise ValueError('tools must be a list such as [{"type": "function", "function": {"name": ..}}], or its JSON.')
+    return found | ({"tools": tools} if tools else {})
 
 
 @dataclass(frozen=True)
@@ -61,16 +57,14 @@ class Form:
 
     def fit(self, messages: list[dict]) -> list[dict]:
         """Messages in this form. Their contents are texts before."""
-        if not self.parts and not any(message.get("tool_calls") for message in messages):
-            return messages
-        return [self._fit(message) for message in messages]
-
-    def _fit(self, message: dict) -> dict:
-        message = {**message, "content": _parts(message["content"])} if self.parts else message
-        calls = message.get("tool_calls")
-        return (
-            {**message, "tool_calls": [_change(call, arguments=self._convert) for call in calls]} if calls else message
-        )
+        fitted = []
+        for message in messages:
+            if self.parts:
+                message = {**message, "content": _parts(message["content"])}
+            if calls := message.get("tool_calls"):
+                message = {**message, "tool_calls": [_change(call, arguments=self._convert) for call in calls]}
+            fitted.append(message)
+        return fitted
 
     def _convert(self, arguments: object) -> object:
         arguments = {} if arguments is None else arguments
@@ -155,8 +149,11 @@ def _find_form(tokenizer: PreTrainedTokenizerBase, template: str) -> Form:
 
 @dataclass(frozen=True)
 class Marked:
-    """A copy of a conversation with marks in it. meanings: what each mark stands for; last: by the number of a message that
-    calls tools, the mark at the end of its last call"""
+    """A copy of a conversation with marks in it.
+
+    meanings: what each mark stands for
+    last: the mark at the end of the last call of tools, by the number of the message that has calls
+    """
 
     messages: list[dict]
     tools: list[dict] | None
@@ -179,17 +176,19 @@ class Marked:
             last[len(copies)] = word
             return {**found, WORD: int(word)} if isinstance(found, dict) else word
 
-        rename = lambda name: mark("tool_calls")
         copies: list[dict] = []
         for message in messages:
             if calls := message.get("tool_calls"):
-                message = {**message, "tool_calls": [_change(call, name=rename, arguments=add) for call in calls]}
+                message = {
+                    **message,
+                    "tool_calls": [_change(call, name=lambda _: mark("tool_calls"), arguments=add) for call in calls],
+                }
             if message.get("function_call"):
                 message = {**message, "function_call": {"name": mark("function_call"), "arguments": "{}"}}
             if message["role"] not in SPEAKERS:
                 message = {**message, "content": mark(f"messages of the role {message['role']}")}
             copies.append(message)
-        marked_tools = tools and [_change(tool, name=lambda name: mark("tools")) for tool in tools]
+        marked_tools = tools and [_change(tool, name=lambda _: mark("tools")) for tool in tools]
         return cls(copies, marked_tools, meanings, last)
 
     def lost(self, text: str) -> str:
@@ -199,7 +198,7 @@ class Marked:
     def find_end(self, index: int, text: str, original: str, start: int, end: str) -> int | None:
         """Where the calls of message `index` end in the text of the conversation itself; None: it cannot be told.
 
-        text: of this copy; start: where the message begins; end: what stands behind answers, if special tokens come before it
+        text: of this copy; start: where the message begins; end: what stands behind answers
         """
         if index not in self.last or not (found := re.search(self.last[index], text)):
             return None
@@ -230,17 +229,14 @@ def render(
         roles = ", ".join(message["role"] for message in messages)
         raise ValueError(f"The chat template refuses a conversation with the roles {roles}: {error}") from error
     except Exception as error:  # a template computes: 1 / 0, a macro that calls itself
+        name, reason = f"The chat template of {tokenizer.name_or_path}", f"({type(error).__name__}: {error})"
         plain = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         if messages not in (plain, plain[:1]) and _renders(tokenizer, plain) and _renders(tokenizer, plain[:1]):
-            keys = dict.fromkeys(key for message in messages for key in message)
+            keys = ", ".join(dict.fromkeys(str(key) for message in messages for key in message))
             raise ValueError(
-                f"The chat template of {tokenizer.name_or_path} cannot write these messages, though it writes others "
-                f"({type(error).__name__}: {error}). Look at their keys: {', '.join(map(str, keys))}."
+                f"{name} cannot write these messages, though it writes others {reason}. Look at their keys: {keys}."
             ) from error
-        raise ValueError(
-            f"The chat template of {tokenizer.name_or_path} fails ({type(error).__name__}: {error}): repair it or take "
-            "another copy of the tokenizer."
-        ) from error
+        raise ValueError(f"{name} fails {reason}: repair it or take another copy of the tokenizer.") from error
 
 
 def template_arguments(
@@ -268,8 +264,8 @@ def mark(
         return Marked.of([], None), ""
     if lost := marked.lost(text):
         raise ValueError(
-            f"The chat template of {tokenizer.name_or_path} leaves out {lost}, so the target would not read them. Remove "
-            "them, or choose a target whose chat template writes them."
+            f"The chat template of {tokenizer.name_or_path} leaves out {lost}, so the target would not read them. "
+            "Remove them, or choose a target whose chat template writes them."
         )
     return marked, text
 
@@ -277,9 +273,9 @@ def mark(
 def without_template(tokenizer: PreTrainedTokenizerBase) -> str:
     """Why messages are refused, and what to do."""
     return (
-        f"The tokenizer of {tokenizer.name_or_path} has no chat template, so it takes no messages. Give plain text (rows with "
-        "prompt; to train on, with text, or with prompt and completion), choose an instruct model as target, or put a "
-        "chat_template.jinja in the target's folder."
+        f"The tokenizer of {tokenizer.name_or_path} has no chat template, so it takes no messages. Give plain text "
+        "(rows with prompt; to train on, with text, or with prompt and completion), choose an instruct model as "
+        "target, or put a chat_template.jinja in the target's folder."
     )
 
 
@@ -320,10 +316,8 @@ def find_spans(
     if not MARKERS.search(template):
         return None
     render: Callable[..., Any] = render_jinja_template  # whose annotation says that it gives a text
-    _, (spans,) = render(
-        [messages], chat_template=template, return_assistant_tokens_mask=True,
-        **{**tokenizer.special_tokens_map, **arguments},
-    )  # fmt: skip
+    given = {**tokenizer.special_tokens_map, **arguments}
+    _, (spans,) = render([messages], chat_template=template, return_assistant_tokens_mask=True, **given)
     return spans
 
 

@@ -1,6 +1,7 @@
 """What more data would bring: tau against the tokens that training has read, and a law that is fitted to it."""
 
 import math
+import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ class Point:
 
 
 def acceptance(tau: float, depth: int) -> float:
-    """The chance a of a draft, alike at all depths, that explains tau = 1 + a + a^2 + .. + a^depth."""
+    """The acceptance rate a, alike at all depths, that explains tau = 1 + a + a^2 + .. + a^depth."""
     low, high = 0.0, 1.0
     for _ in range(60):
         middle = (low + high) / 2
@@ -27,13 +28,13 @@ def acceptance(tau: float, depth: int) -> float:
     return (low + high) / 2
 
 
-def tau_of(chance: float, depth: int) -> float:
-    return 1 + sum(chance**d for d in range(1, depth + 1))
+def tau_of(rate: float, depth: int) -> float:
+    return 1 + sum(rate**d for d in range(1, depth + 1))
 
 
 @dataclass(frozen=True)
 class DataLaw:
-    """The log-odds of `acceptance` rise in proportion to the logarithm of the tokens: log(a / (1 - a)) = level + slope log(tokens)."""
+    """The log-odds of `acceptance` against the tokens: log(a / (1 - a)) = level + slope log(tokens)."""
 
     level: float
     slope: float
@@ -52,11 +53,9 @@ def fit(points: Sequence[Point], *, depth: int) -> DataLaw | None:
     if len(set(tokens)) < LEAST_POINTS or max(tokens) < LEAST_SPAN * min(tokens):
         return None
     xs = [math.log(point.tokens) for point in usable]
-    chances = [acceptance(point.tau, depth) for point in usable]
-    ys = [math.log(chance / (1 - chance)) for chance in chances]
-    x, y = sum(xs) / len(xs), sum(ys) / len(ys)
-    slope = sum((a - x) * (b - y) for a, b in zip(xs, ys)) / sum((a - x) ** 2 for a in xs)
-    law = DataLaw(y - slope * x, slope, depth, error=0.0)
+    rates = [acceptance(point.tau, depth) for point in usable]
+    slope, level = statistics.linear_regression(xs, [math.log(rate / (1 - rate)) for rate in rates])
+    law = DataLaw(level, slope, depth, error=0.0)
     return DataLaw(law.level, slope, depth, error=max(abs(law.tau(point.tokens) - point.tau) for point in usable))
 
 
@@ -68,7 +67,7 @@ def points_of(log: Iterable[dict[str, Any]]) -> list[Point]:
 
 
 def outlook(points: Sequence[Point], *, depth: int, unique: int | None) -> str | None:
-    """A sentence on what more tokens would bring, or None where nothing can be said. unique: tokens of the data set, if known"""
+    """A sentence on what more tokens would bring; None where nothing can be said. unique: tokens of the data set"""
     law = fit(points, depth=depth)
     if law is None:
         return None
@@ -77,9 +76,9 @@ def outlook(points: Sequence[Point], *, depth: int, unique: int | None) -> str |
     more = ", ".join(f"{law.tau(seen * factor):.2f} with {factor} times as many" for factor in FACTORS)
     epochs = "" if not unique or seen <= unique else f" (each was read {seen / unique:.1f} times; new ones bring more)"
     return (
-        f"what more data would bring: tau {law.tau(seen):.2f} with the {in_millions(seen)} tokens read{epochs}, {more}. The law "
-        f"was fitted to {len(points)} validations from {in_millions(low)} to {in_millions(high)} tokens and misses them by at "
-        f"most {law.error:.2f}."
+        f"what more data would bring: tau {law.tau(seen):.2f} with the {in_millions(seen)} tokens read{epochs}, "
+        f"{more}. The law was fitted to {len(points)} validations from {in_millions(low)} to {in_millions(high)} tokens and "
+        f"misses them by at most {law.error:.2f}."
     )
 
 

@@ -67,10 +67,10 @@ class Material:
 
 @dataclass
 class Order:
-    """Which packs a process reads: each epoch is a permutation made from the seed, and dealt to the groups of processes in turn.
+    """Which packs a process reads. An epoch is a permutation made from the seed, dealt to groups of processes in turn.
 
     number, num: this process' group, and how many there are
-    first: a step, and the packs that were read before it: of this launch, as the one before may have had other groups
+    first: the first step of this launch, and the packs that were read before it, perhaps by other groups
     """
 
     num_packs: int
@@ -111,27 +111,26 @@ class Loader:
 
     def step(self, step: int) -> list[MicroBatch]:
         """The micro-batches of a step."""
-        first, stop = step * self.accumulation, (step + 1) * self.accumulation
         if self.thread is None:
-            return [self._micro_batch(number) for number in range(first, stop)]
+            return self.again(step)
+        first, stop = step * self.accumulation, (step + 1) * self.accumulation
         for number in range(first, stop + self.ahead):
             self._submit(number)
         return [self._result(self.coming[number]) for number in range(first, stop)]
 
     def on_device(self, micro: MicroBatch) -> tuple[Batch, TargetOutput | None]:
         """A micro-batch on the training device, and the target's outputs for it if the objective needs them."""
-        number, material = micro.number, self.material
-        batch, output = micro.batch, None
+        number = micro.number
         if self.thread is None:
             batch = micro.batch.to(self.device)
-        else:
-            for later in range(number, number + self.ahead + 1):
-                if later not in self.coming_on_device:
-                    self._submit(later)
-                    self.coming_on_device[later] = self.thread.submit(self._to_device, self.coming[later])
-            batch, output = self._result(self.coming_on_device.pop(number))
-            del self.coming[number]
-        return batch, material.target_output(micro, batch, output)
+            return batch, self.material.target_output(micro, batch)
+        for later in range(number, number + self.ahead + 1):
+            if later not in self.coming_on_device:
+                self._submit(later)
+                self.coming_on_device[later] = self.thread.submit(self._to_device, self.coming[later])
+        batch, output = self._result(self.coming_on_device.pop(number))
+        del self.coming[number]
+        return batch, self.material.target_output(micro, batch, output)
 
     def close(self) -> None:
         if self.thread is not None:
@@ -140,8 +139,7 @@ class Loader:
             self.material.stream.close()
 
     def again(self, step: int) -> list[MicroBatch]:
-        """The micro-batches of an earlier step; a stream cannot go back."""
-        assert not self.material.stream
+        """The micro-batches of a step, not read ahead. A stream cannot go back to an earlier step."""
         return [self._micro_batch(number) for number in range(step * self.accumulation, (step + 1) * self.accumulation)]
 
     # Where a run continues
@@ -167,20 +165,18 @@ class Loader:
     # In the thread, if there is one
 
     def _micro_batch(self, number: int) -> MicroBatch:
-        material = self.material
+        material, indices = self.material, list[int]()
         if material.stream:
-            indices: list[int] = []
             first = self._first_pack(number)
             packs = [material.stream.pack(place) for place in range(first, first + self.batch)]
         else:
             indices = self.order(*divmod(number, self.accumulation))
             packs = [material.packs[index] for index in indices]
         written = material.on_policy(indices) if material.on_policy else None
-        batch = material.lay(packs) if written is None else written
+        batch = written or material.lay(packs)
         begun = material.features.begin(batch) if material.features and self.thread else None
-        return MicroBatch(
-            number, indices, [[row.id for row in pack] for pack in packs], batch, written is not None, begun
-        )
+        names = [[row.id for row in pack] for pack in packs]
+        return MicroBatch(number, indices, names, batch, written is not None, begun)
 
     def _to_device(self, coming: Future[MicroBatch]) -> tuple[Batch, TargetOutput | None]:
         micro = coming.result()  # it was submitted before, so the only thread has made it
@@ -200,8 +196,8 @@ class Loader:
             if devices.out_of_memory(error):
                 raise
             raise ValueError(
-                f"The thread that reads data ahead of the step failed ({type(error).__name__}: {error}). Look at the data "
-                "and the cached features; ahead=0 reads them in the step."
+                f"The thread that reads data ahead of the step failed ({type(error).__name__}: {error}). Look at the "
+                "data and the cached features; ahead=0 reads them in the step."
             ) from error
 
 

@@ -1,122 +1,130 @@
-"""Encoded conversations in arrays, which may be memory-mapped, and first-fit packing of them."""
+"""Encoded rows in Arrow tables, which may be mapped from files, and first-fit packing of them."""
 
+import bisect
 import hashlib
 import itertools
 import json
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
 
 import numpy
+import pyarrow
 import torch
 from numpy import ndarray
 
-from train.data import disk_cache
+from specdec.core import files
 from train.data.rows import Row
 
+ENCODED = "encoded.arrow"  # the file of a source's encoded rows
 CHUNK = 2_000  # rows whose tokens are counted together
-MODES = (None, True, False)  # of thinking, as numbers in Part.thinking
+MODES = (None, True, False)  # of thinking, as numbers in the column `thinking`
 FEWEST = 2  # times that `more` must have seen a token
+SCHEMA = pyarrow.schema(
+    {
+        "tokens": pyarrow.list_(pyarrow.int32()),
+        "mask": pyarrow.list_(pyarrow.uint8()),  # 1 where the assistant wrote the token
+        "id": pyarrow.string(),
+        "category": pyarrow.string(),
+        "supervised": pyarrow.int64(),  # supervised tokens
+        "greedy": pyarrow.bool_(),  # written at temperature 0
+        "thinking": pyarrow.int8(),  # place in MODES
+    }
+)  # of an encoded row
 
 
-@dataclass(frozen=True)
-class Part:
-    """The rows of one source, one after the other: row r has the tokens from ends[r] to ends[r + 1]."""
-
-    tokens: ndarray  # [N] int32
-    mask: ndarray  # [N] bool, True where the assistant wrote the token
-    ends: ndarray  # [R + 1] int64
-    names: ndarray  # [bytes] uint8, the JSON of [id, category] of every row
-    name_ends: ndarray  # [R + 1] int64
-    supervised: ndarray  # [R] int64, supervised tokens of each row
-    greedy: ndarray  # [R] bool, written at temperature 0
-    thinking: ndarray  # [R] int8, places in MODES
-
-    @classmethod
-    def load(cls, folder: Path) -> "Part":
-        """Maps the arrays. `asarray`, because slices of a memmap cost ten times as much as those of an array."""
-        names = cls.__dataclass_fields__
-        return cls(**{name: numpy.asarray(numpy.load(folder / f"{name}.npy", mmap_mode="r")) for name in names})
-
-    @classmethod
-    def of(cls, rows: Sequence[Row]) -> "Part":
-        names = [json.dumps([row.id, row.category]).encode() for row in rows]
-        return cls(
-            tokens=numpy.array([token for row in rows for token in row.tokens], dtype=numpy.int32),
-            mask=numpy.array([value for row in rows for value in row.mask], dtype=bool),
-            ends=numpy.cumsum([0, *(len(row.tokens) for row in rows)]),
-            names=numpy.array(list(b"".join(names)), dtype=numpy.uint8),
-            name_ends=numpy.cumsum([0, *map(len, names)]),
-            supervised=numpy.array([sum(row.mask) for row in rows], dtype=numpy.int64),
-            greedy=numpy.zeros(len(rows), dtype=bool),
-            thinking=numpy.array([MODES.index(row.thinking) for row in rows], dtype=numpy.int8),
-        )
+def to_columns(row: Row, *, greedy: bool = False) -> dict:
+    """A row as SCHEMA has it."""
+    return {
+        "tokens": numpy.array(row.tokens, dtype=numpy.int32),
+        "mask": numpy.array(row.mask, dtype=numpy.uint8),
+        "id": row.id,
+        "category": row.category,
+        "supervised": sum(row.mask),
+        "greedy": greedy,
+        "thinking": MODES.index(row.thinking),
+    }
 
 
 class Rows:
-    """The rows of several sources, numbered in their order."""
+    """The rows of several sources, numbered in their order. tables: of SCHEMA, one for each source"""
 
-    def __init__(self, parts: Sequence[Part]):
-        self.parts = list(parts)
-        self.starts = list(itertools.accumulate((len(part.supervised) for part in self.parts), initial=0))
+    def __init__(self, tables: Sequence[pyarrow.Table]):
+        self.starts = list(itertools.accumulate((len(table) for table in tables), initial=0))
+        self.batches = [batch for table in tables for batch in table.to_batches() if len(batch)]
+        self.firsts = list(itertools.accumulate((len(batch) for batch in self.batches), initial=0))  # row of each batch
+        self.lists = [(_lists(batch["tokens"]), _lists(batch["mask"])) for batch in self.batches]
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> "Rows":
-        return cls([Part.of(rows)])
+        return cls([pyarrow.Table.from_pylist([to_columns(row) for row in rows], SCHEMA)])
+
+    @classmethod
+    def load(cls, folders: Iterable[Path]) -> "Rows":
+        """Maps the file ENCODED of some folders, each of one source."""
+        maps = [pyarrow.memory_map(str(folder / ENCODED)) for folder in folders]
+        return cls([pyarrow.ipc.open_stream(each).read_all() for each in maps])
 
     def __len__(self) -> int:
         return self.starts[-1]
 
+    def column(self, name: str) -> ndarray:
+        """A column of numbers of all rows, [R]"""
+        found = [batch[name].to_numpy(zero_copy_only=False) for batch in self.batches]
+        return numpy.concatenate([numpy.zeros(0, dtype=numpy.int64), *found])
+
     @cached_property
     def lengths(self) -> ndarray:  # [R]
-        return numpy.concatenate([numpy.diff(part.ends) for part in self.parts])
+        return numpy.concatenate(
+            [numpy.zeros(0, dtype=numpy.int64), *(numpy.diff(ends) for (_, ends), _ in self.lists)]
+        )
 
-    @cached_property
-    def supervised(self) -> ndarray:  # [R]
-        return numpy.concatenate([part.supervised for part in self.parts])
-
-    @cached_property
-    def greedy(self) -> ndarray:  # [R]
-        return numpy.concatenate([part.greedy for part in self.parts])
-
-    def find(self, number: int) -> tuple[Part, int]:
-        """-> the part that holds a row, and the row's number in it"""
-        index = next(index for index, start in enumerate(self.starts[1:]) if number < start)
-        return self.parts[index], number - self.starts[index]
+    def find(self, number: int) -> tuple[int, int]:
+        """-> the batch that holds a row, and the row's number in it"""
+        index = bisect.bisect_right(self.firsts, number) - 1
+        return index, number - self.firsts[index]
 
     def arrays(self, number: int, length: int) -> tuple[ndarray, ndarray]:
-        """-> tokens and mask of a row, cut to `length`"""
-        part, row = self.find(number)
-        start, stop = int(part.ends[row]), int(part.ends[row + 1])
-        stop = min(stop, start + length)
-        return part.tokens[start:stop], part.mask[start:stop]
+        """-> tokens (int32) and mask (bool) of a row, cut to `length`"""
+        index, row = self.find(number)
+        (tokens, ends), (mask, mask_ends) = self.lists[index]
+        start, mask_start = int(ends[row]), int(mask_ends[row])
+        num = min(int(ends[row + 1]) - start, length)
+        return tokens[start : start + num], mask[mask_start : mask_start + num].view(bool)
 
     def row(self, number: int, length: int) -> Row:
-        part, row = self.find(number)
+        index, row = self.find(number)
         tokens, mask = self.arrays(number, length)
-        row_id, category = json.loads(part.names[part.name_ends[row] : part.name_ends[row + 1]].tobytes())
+        row_id, category = (self.batches[index][name][row].as_py() for name in ("id", "category"))
         return Row(id=row_id, category=category, tokens=tokens.tolist(), mask=mask.tolist())
 
     def goals(self, length: int) -> ndarray:
         """Supervised tokens of each row that something precedes among its first `length` tokens, [R]"""
-        return numpy.fromiter(
-            (numpy.count_nonzero(self.arrays(number, length)[1][1:]) for number in range(len(self))),
-            dtype=numpy.int64,
-            count=len(self),
-        )
+        counts = (numpy.count_nonzero(self.arrays(number, length)[1][1:]) for number in range(len(self)))
+        return numpy.fromiter(counts, dtype=numpy.int64, count=len(self))
 
 
-def first_fit(lengths: Iterable[int], capacity: int, *, num: int) -> ndarray:
-    """First fit: every row, in order, goes into the first pack with enough room. -> the pack of each row, [num]
+def _lists(column: pyarrow.ListArray) -> tuple[ndarray, ndarray]:
+    """-> the values of all rows of a batch [N]; where in them each row begins, and the last one ends [R + 1]"""
+    return column.values.to_numpy(), column.offsets.to_numpy()
 
-    lengths: of `num` rows, none above `capacity`
-    A tree over the packs holds the largest room under each node, so a row costs O(log num).
+
+def place_rows(lengths: Sequence[int], capacity: int, packed: bool) -> ndarray:
+    """-> the pack of each row, [R]: by first fit, or one of its own"""
+    return first_fit(lengths, capacity) if packed else numpy.arange(len(lengths))
+
+
+def first_fit(lengths: Sequence[int], capacity: int) -> ndarray:
+    """First fit: every row, in order, goes into the first pack with enough room. -> the pack of each row, [R]
+
+    lengths: of the rows, none above `capacity`
+    A tree over the packs holds the largest room under each node, so a row costs O(log R).
     """
-    leaves = 1 << max(0, num - 1).bit_length()
+    leaves = 1 << max(0, len(lengths) - 1).bit_length()
     room = [capacity] * (2 * leaves)  # node i has the children 2i and 2i + 1; the leaves are the packs
-    packs = numpy.empty(num, dtype=numpy.int64)
+    packs = numpy.empty(len(lengths), dtype=numpy.int64)
     for row, length in enumerate(lengths):
         assert length <= capacity
         node = 1
@@ -157,43 +165,45 @@ class Packs(torch.utils.data.Dataset):
         self.rows, self.length = rows, length
         numbers = numpy.arange(len(rows)) if numbers is None else numbers
         if folder is None:
-            self.members, self.ends, facts = arrange(rows, numbers, length=length, packed=packed)
+            self.members, self.ends, facts = arrange_rows(rows, numbers, length=length, packed=packed)
         else:
-            facts = disk_cache.keep(folder, lambda partial: self._write(partial, numbers, packed))
+            files.keep_folder(folder, lambda partial: self._write(partial, numbers, packed), option="cache=")
             self.members, self.ends = (numpy.load(folder / f"{name}.npy") for name in ("members", "ends"))
+            facts = json.loads((folder / "facts.json").read_text())
         self.num_cut, self.num_skipped = facts["num_cut"], facts["num_skipped"]
         self.num_supervised, self.fingerprint = facts["num_supervised"], facts["fingerprint"]
         if self.num_cut or self.num_skipped:
             warnings.warn(
-                f"Of {len(numbers)} rows, {self.num_cut} are cut at {length} tokens and {self.num_skipped} are skipped, "
-                f"because their prompt alone is that long. Raise the length to keep them.",
+                f"Of {len(numbers)} rows, {self.num_cut} are cut at {length} tokens and {self.num_skipped} are "
+                "skipped, because their prompt alone is that long. Raise the length to keep them.",
                 stacklevel=2,
             )
         if not len(self):
-            raise ValueError(f"No row has a supervised token among its first {length}. Raise the length or add data.")
+            raise ValueError(f"No row has a supervised token among their first {length}. Raise the length or add data.")
 
-    def _write(self, folder: Path, numbers: ndarray, packed: bool) -> dict:
-        members, ends, facts = arrange(self.rows, numbers, length=self.length, packed=packed)
+    def _write(self, folder: Path, numbers: ndarray, packed: bool) -> None:
+        members, ends, facts = arrange_rows(self.rows, numbers, length=self.length, packed=packed)
         numpy.save(folder / "members.npy", members)
         numpy.save(folder / "ends.npy", ends)
-        return facts
+        (folder / "facts.json").write_text(json.dumps(facts))
 
     @cached_property
     def modes(self) -> list[bool | None]:
         """The thinking modes in which rows were written; None: not known"""
-        thinking = numpy.concatenate([part.thinking for part in self.rows.parts])
-        return [MODES[place] for place in numpy.unique(thinking[self.members]).tolist()]
+        return [MODES[place] for place in numpy.unique(self.rows.column("thinking")[self.members]).tolist()]
 
     @property
     def num_tokens(self) -> int:
-        """Of all packs, padding not counted."""
+        """Tokens of all packs without padding."""
         return int(numpy.minimum(self.rows.lengths[self.members], self.length).sum())
 
     @cached_property
     def supervised_counts(self) -> torch.Tensor:
         """How often each id is supervised, up to the highest that is."""
         counts = numpy.zeros(0, dtype=numpy.int64)
-        for tokens in supervised_tokens(self):
+        for start in range(0, len(self.members), CHUNK):
+            pairs = [self.rows.arrays(number, self.length) for number in self.members[start : start + CHUNK].tolist()]
+            tokens = numpy.concatenate([tokens[mask] for tokens, mask in pairs])
             more = numpy.bincount(tokens, minlength=len(counts))
             more[: len(counts)] += counts
             counts = more
@@ -209,68 +219,61 @@ class Packs(torch.utils.data.Dataset):
         return [self.rows.row(number, self.length) for number in members]
 
 
-def arrange(rows: Rows, numbers: ndarray, *, length: int, packed: bool) -> tuple[ndarray, ndarray, dict]:
+def arrange_rows(rows: Rows, numbers: ndarray, *, length: int, packed: bool) -> tuple[ndarray, ndarray, dict]:
     """-> the rows in the order of their packs, where in it each pack ends (after a 0), and facts about the packs"""
     goals = rows.goals(length)
     kept = numbers[goals[numbers] > 0]
     lengths = numpy.minimum(rows.lengths[kept], length)
-    if packed:
-        pack_of = first_fit(lengths.tolist(), length, num=len(kept))
-    else:
-        pack_of = numpy.arange(len(kept))
+    pack_of = place_rows(lengths.tolist(), length, packed)
     members = kept[numpy.argsort(pack_of, kind="stable")]
     sizes = numpy.bincount(pack_of)
-    facts = {
-        "num_cut": int((rows.lengths[kept] > length).sum()),
-        "num_skipped": len(numbers) - len(kept),
-        "num_supervised": int(goals[kept].sum()),
-        "fingerprint": fingerprint(rows, members, numpy.repeat(sizes, sizes), length),
-    }
-    return members, numpy.concatenate([[0], numpy.cumsum(sizes)]).astype(numpy.int64), facts
-
-
-def fingerprint(rows: Rows, members: ndarray, sizes: ndarray, length: int) -> str:
-    """sizes: for each member, how many rows its pack has"""
     digest = hashlib.sha256()
-    for number, size in zip(members.tolist(), sizes.tolist()):
+    for number, size in zip(members.tolist(), numpy.repeat(sizes, sizes).tolist()):
         tokens, mask = rows.arrays(number, length)
         digest.update(numpy.array([size, len(tokens)], dtype="<i8").tobytes())
         digest.update(tokens.astype("<i8").tobytes())
         digest.update(mask.tobytes())
-    return digest.hexdigest()[:16]
+    facts = {
+        "num_cut": int((rows.lengths[kept] > length).sum()),
+        "num_skipped": len(numbers) - len(kept),
+        "num_supervised": int(goals[kept].sum()),
+        "fingerprint": digest.hexdigest()[:16],
+    }
+    return members, numpy.concatenate([[0], numpy.cumsum(sizes)]).astype(numpy.int64), facts
 
 
 # Which rows
 
 
-def hold_out(rows: Rows, num: int) -> ndarray:
+def hold_out_rows(rows: Rows, num: int) -> ndarray:
     """Numbers of all rows but the first `num` of those written at temperature 0, as reading.hold_out."""
-    greedy = numpy.flatnonzero(rows.greedy)[:num]
+    greedy = numpy.flatnonzero(rows.column("greedy"))[:num]
     if len(greedy) < num:
         raise ValueError(f"Only {len(greedy)} rows were written at temperature 0: lower hold_out={num}.")
     return numpy.delete(numpy.arange(len(rows)), greedy)
 
 
-def first_tokens(rows: Rows, numbers: ndarray, num: int | None) -> ndarray:
+def take_tokens(rows: Rows, numbers: ndarray, num: int | None) -> ndarray:
     """The first of the numbered rows, until `num` supervised tokens are reached; all for None."""
-    counts = rows.supervised[numbers]
+    counts = rows.column("supervised")[numbers]
     return numbers if num is None else numbers[numpy.cumsum(counts) - counts < num]
 
 
-def repeat(numbers: ndarray, copies: ndarray) -> ndarray:
+def count_copies(num: int, weight: Fraction) -> ndarray:
+    """How often each of `num` rows occurs in an epoch, [num]: row i floor((i + 1) w) - floor(i w) times.
+
+    So weight 2 has every row twice, 0.5 every second row, and 1.5 every row once and every second row once more.
+    """
+    return numpy.diff([place * weight.numerator // weight.denominator for place in range(num + 1)])
+
+
+def repeat_rows(numbers: ndarray, copies: ndarray) -> ndarray:
     """Every row as often as `copies` says: all rows once, then those that come twice, and so on."""
     passes = [numbers[copies > turn] for turn in range(int(copies.max(initial=0)))]
     return numpy.concatenate([numbers[:0], *passes])
 
 
-# What a run derives from its data
-
-
-def supervised_tokens(packs: Packs) -> Iterator[ndarray]:
-    """The supervised tokens of all packs, many rows at a time."""
-    for start in range(0, len(packs.members), CHUNK):
-        pairs = [packs.rows.arrays(number, packs.length) for number in packs.members[start : start + CHUNK].tolist()]
-        yield numpy.concatenate([tokens for tokens, _ in pairs])[numpy.concatenate([mask for _, mask in pairs])]
+# Draft vocabularies
 
 
 def draft_vocab(
@@ -278,8 +281,8 @@ def draft_vocab(
 ) -> torch.Tensor | None:
     """A draft vocabulary, increasing ids [W]; None: all `num_tokens`. Ties prefer low ids.
 
-    choice: data: the `size` ids that are supervised most often here; more: those of `before`, and of the others the most frequent ones
-    that are supervised twice or more, until there are an eighth more than `size`
+    choice: data: the `size` ids that are supervised most often here; more: those of `before`, and of the others the
+        most frequent ones that are supervised twice or more, until there are an eighth more than `size`
     """
     frequencies = torch.zeros(num_tokens, dtype=torch.long)
     frequencies[: len(packs.supervised_counts)] = packs.supervised_counts

@@ -1,21 +1,72 @@
-"""Rows of conversations and of prompts, from the forms in which people have them."""
+"""Rows of conversations and of prompts: the forms in which people have them, and how often each source is read.
+
+data.train=a.jsonl                       one source
+data.train=[a.jsonl,b.jsonl]             several, each read once an epoch
+'data.train={a.jsonl: 2, b.jsonl: 0.5}'  an epoch has a twice and every second row of b
+
+The reader is the project's own, not that of `datasets`: that one replaces half of a surrogate pair by nothing, reads no
+UTF-16, takes {"data": [...]} for one row, and names no file and line where a row is damaged.
+"""
 
 import contextlib
 import hashlib
 import itertools
 import json
-import re
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from specdec.core.grammar import Grammar
-from specdec.core.untrusted import is_text
+from specdec.core.row_files import FORMS, LINES, PARQUET, parse_line, read_file
 from train.data.chat_template import options_of
-from train.data.row_files import FORMS, LINES, PARQUET, read_file
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation")
-SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+LONGEST_TURN = 10_000  # rows after which the order of sources in a stream repeats
+
+
+@dataclass(frozen=True)
+class Source:
+    name: str  # a form that `find_files` or `open_dataset` takes
+    weight: Fraction
+
+
+def read_sources(train: str | Sequence[str] | Mapping[str, float]) -> list[Source]:
+    """The setting `train` in one of its three forms. Raises ValueError for no source, or for a weight of 0 or less."""
+    if isinstance(train, str):
+        with contextlib.suppress(yaml.YAMLError):
+            weighted = yaml.safe_load(train) if train.startswith("{") and not Path(train).exists() else None
+            train = weighted if isinstance(weighted, dict) else train  # overrides.py leaves such a text
+    train = [train] if isinstance(train, str) else train
+    weights = dict(train) if isinstance(train, Mapping) else dict.fromkeys(train, 1)
+    if not weights or (not isinstance(train, Mapping) and len(weights) < len(train)):
+        raise ValueError(f"train={train}: give at least one source, and each once (a weight of 2 reads it twice).")
+    sources = []
+    for name, weight in weights.items():
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
+            raise ValueError(f"train={weights}: the weight of {name} must be a number above 0, such as 2 or 0.5.")
+        sources.append(Source(str(name), Fraction(str(weight))))
+    return sources
+
+
+def order_sources(sources: Sequence[Source]) -> list[int]:
+    """The order in which a stream draws rows from its sources, over and over: shares of rows equal the weights."""
+    scale = math.lcm(*(source.weight.denominator for source in sources))
+    shares = [int(source.weight * scale) for source in sources]
+    shares = [share // math.gcd(*shares) for share in shares]
+    if sum(shares) > LONGEST_TURN:
+        raise ValueError(
+            f"The weights {', '.join(str(float(source.weight)) for source in sources)} have too many digits."
+        )
+    places = [((turn + 1) / share, index) for index, share in enumerate(shares) for turn in range(share)]
+    return [index for _, index in sorted(places)]
+
+
+# The rows of a source
 
 
 @contextlib.contextmanager
@@ -29,35 +80,12 @@ def at(place: str) -> Iterator[None]:
         raise ValueError(f"{place}: {error}") from error
 
 
-def parse(place: str, line: str) -> dict:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:  # also numbers of thousands of digits
-        raise ValueError(f"{place}: not valid JSON ({error}). Repair or remove the line.") from None
-    if type(row) is not dict:
-        more = " Give a file with all rows in one list the ending .json." if type(row) is list else ""
-        raise ValueError(f"{place}: expected a JSON object, found {type(row).__name__}.{more}")
-    if SURROGATE.search(line):
-        _check_text(row, place)
-    return row
-
-
-def _check_text(row: dict, place: str) -> None:
-    if is_text(row):
-        return
-    key = next(key for key, value in row.items() if not is_text({key: value}))
-    raise ValueError(
-        f"{place}: {json.dumps(key)} has half of a surrogate pair (\\ud800 .. \\udfff), which is no character. Repair or remove "
-        "the line."
-    )
-
-
 def to_row(place: str, raw: str | dict) -> dict:
     """A row of what `read_raw` yields. Keys whose value is null, and empty lists of tools or calls, are left out.
 
     Arrow gives all structs of a column the same keys, so that there a null means an absent key at any depth.
     """
-    row = parse(place, raw) if isinstance(raw, str) else _without_nulls(raw)
+    row = parse_line(place, raw) if isinstance(raw, str) else _without_nulls(raw)
     row = {key: value for key, value in row.items() if value is not None and (key, value) != ("tools", [])}
     if isinstance(row.get("messages"), list):
         row["messages"] = [tidy(message) if isinstance(message, dict) else message for message in row["messages"]]
@@ -76,7 +104,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def find_files(source: str) -> list[Path]:
-    """The files of lines that `source` stands for; none if it is a dataset. Raises ValueError if there is nothing to read."""
+    """The files of a source; none if it is a dataset. Raises ValueError if there is nothing to read."""
     path = Path(source)
     if path.is_file():
         return [path]
@@ -91,7 +119,7 @@ def find_files(source: str) -> list[Path]:
 
 
 def open_dataset(source: str, split: str | None, *, streaming: bool = False) -> Any:
-    """One split of a dataset that is in a folder or that `datasets.load_dataset` finds: a `Dataset`, or an `IterableDataset`.
+    """One split of a dataset in a folder, or of one that `datasets.load_dataset` finds.
 
     split: None: train, or the only one
     streaming: whether to read a dataset that is not in a folder as it comes, without a copy on the disk
@@ -137,8 +165,8 @@ def read_rows(source: str, split: str | None) -> Iterator[tuple[str, dict]]:
     return ((place, to_row(place, raw)) for place, raw in read_raw(source, split))
 
 
-def named(row: dict, index: int, thinking: bool | None = None) -> dict:
-    """The row with its `id` and `category` as texts, by default its index and "all". thinking: its mode, if it does not say it"""
+def name_row(row: dict, index: int, thinking: bool | None = None) -> dict:
+    """The row with `id` and `category` as texts, by default its index and "all". thinking: its mode by default"""
     mode = {} if thinking is None else {"thinking": thinking} | options_of({"thinking": row.get("thinking")})
     return {**row, **mode, "id": _to_text(row.get("id"), str(index)), "category": _to_text(row.get("category"), "all")}
 
@@ -155,8 +183,8 @@ def has_ids(row: dict) -> bool:
     return row.get("tokens") is not None and row.get("prompt_tokens") is not None
 
 
-def plain_text(row: dict) -> tuple[str | None, str] | None:
-    """-> (prompt, completion) of a row that has both, (None, text) of one with `text`; None if it has messages or neither"""
+def find_plain_text(row: dict) -> tuple[str | None, str] | None:
+    """-> (prompt, completion) or (None, text) of a row that has these; None if it has messages or neither"""
     prompt, completion, text = (row.get(key) for key in ("prompt", "completion", "text"))
     if row.get("messages") is not None:
         return None
@@ -166,35 +194,32 @@ def plain_text(row: dict) -> tuple[str | None, str] | None:
 
 
 def check_messages(row: dict, place: str) -> list[dict]:
-    """The messages; none for a row of plain text or with token ids alone. Raises ValueError for a row with none of these."""
-    if row.get("messages") is None and (has_ids(row) or plain_text(row) is not None):
-        return []
+    """The messages; none for plain text or token ids alone. Raises ValueError for a row with none of these."""
     messages = row.get("messages")
-    if not isinstance(messages, list) or not messages:
-        keys = ", ".join(map(str, row)) or "none"
-        raise ValueError(
-            f'{place}: no messages (its keys: {keys}). A row needs "messages": a list [{{"role": ..., "content": ...}}, ...] with at least '
-            'one of them; or "prompt" and "completion", or "text", each a text.'
-        )
-    for number, message in enumerate(messages):
-        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
-            raise ValueError(
-                f"{place}: every message needs a role and a content, both text; messages[{number}] has not."
-            )
-        calls = message.get("tool_calls", [])
-        if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-            raise ValueError(
-                f'{place}: tool_calls must be a list such as [{{"function": {{"name": .., "arguments": ..}}}}].'
-            )
+    if messages is None and (has_ids(row) or find_plain_text(row) is not None):
+        return []
     with at(place):
+        if not isinstance(messages, list) or not messages:
+            keys = ", ".join(map(str, row)) or "none"
+            raise ValueError(
+                f'no messages (its keys: {keys}). A row needs "messages": a list [{{"role": ..., "content": ...}}, ...] '
+                'with at least one of them; or "prompt" and "completion", or "text", each a text.'
+            )
+        for number, message in enumerate(messages):
+            fields = [message.get(key) for key in ("role", "content")] if isinstance(message, dict) else [None]
+            if not all(isinstance(field, str) for field in fields):
+                raise ValueError(f"every message needs a role and a content, both text; messages[{number}] has not.")
+            calls = message.get("tool_calls", [])
+            if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+                raise ValueError('tool_calls must be a list such as [{"function": {"name": .., "arguments": ..}}].')
         options_of(row)
-    roles = dict.fromkeys(message["role"] for message in messages)
-    unknown = [role for role in roles if role not in ROLES and not has_ids(row)]  # ids are used as they are
-    if unknown:
-        raise ValueError(
-            f"{place}: unknown roles {', '.join(unknown)}; the row has {', '.join(roles)}. Rename them: known roles are "
-            f"{', '.join(ROLES)}."
-        )
+        roles = dict.fromkeys(message["role"] for message in messages)
+        unknown = [role for role in roles if role not in ROLES and not has_ids(row)]  # ids are used as they are
+        if unknown:
+            raise ValueError(
+                f"unknown roles {', '.join(unknown)}; the row has {', '.join(roles)}. Rename them: known roles are "
+                f"{', '.join(ROLES)}."
+            )
     return messages
 
 
@@ -203,17 +228,18 @@ def load_conversations(
 ) -> list[dict]:
     """Reads rows with `messages` or plain text, and `id` and `category` filled in; other keys are kept.
 
-    source: as FORMS says; split: of a dataset; None: train, or the only one. Raises ValueError, naming file and line, for a row that is no conversation.
+    source: as FORMS says; split: of a dataset; None: train, or the only one
+    Raises ValueError, naming file and line, for a row that is no conversation.
     """
     conversations: list[dict] = []
     for place, row in itertools.islice(read_rows(source, split), limit):
         check_messages(row, place)
-        conversations.append(named(row, len(conversations), thinking))
+        conversations.append(name_row(row, len(conversations), thinking))
     return conversations
 
 
 def hold_out(conversations: list[dict], num: int) -> tuple[list[dict], list[dict]]:
-    """The first `num` rows written at temperature 0, and the rest: what scripts/replay.py judges is not trained on."""
+    """The first `num` rows written at temperature 0, and the rest: what evaluate answers= replays is not trained on."""
     greedy = [index for index, row in enumerate(conversations) if row.get("temperature") == 0][:num]
     if len(greedy) < num:
         raise ValueError(f"Only {len(greedy)} rows were written at temperature 0: lower hold_out={num}.")
@@ -222,39 +248,38 @@ def hold_out(conversations: list[dict], num: int) -> tuple[list[dict], list[dict
 
 
 def load_prompts(source: str, *, split: str | None = None, limit: int | None = None) -> list[dict]:
-    """Reads rows {"id", "category", "prompt", "messages", "tags", "grammar", "place"} that end where the target is to answer, with
-    `thinking` and `tools` where a row has them.
+    """Reads rows {"id", "category", "prompt", "messages", "tags", "grammar", "place"} that end where the target is to
+    answer, with `thinking` and `tools` where a row has them.
 
-    A row has a `prompt` (text: a user's message for chat models), or `messages`, of which an assistant's at the end is left
-    out; `prompt` is None then. Rows with `dropped`, which a filter of prompts left out, are not read.
+    A row has a `prompt` (text: a user's message for chat models), or `messages`, of which an assistant's at the end is
+    left out; `prompt` is None then. Rows with `dropped`, which a filter of prompts left out, are not read.
     """
-    prompts: list[dict] = []
     rows = ((place, row) for place, row in read_rows(source, split) if not row.get("dropped"))
-    for place, row in itertools.islice(rows, limit):
-        prompt = row["prompt"] if isinstance(row.get("prompt"), str) else None
-        if prompt is not None:
-            messages = [{"role": "user", "content": prompt}]
-        elif row.get("messages") is not None:
-            messages = check_messages(row, place)
-            answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-            if messages and messages[-1]["role"] == "assistant":
-                messages = messages[: answers[-1]]
-        else:
-            raise ValueError(f'{place}: no prompt. A row needs "prompt": "..." or "messages": [...].')
-        if not messages:
-            raise ValueError(f"{place}: nothing comes before the assistant's message, so there is no prompt.")
-        tags = row.get("tags") or []
-        if not isinstance(tags, list) or not all(isinstance(tag, str) for tag in tags):
-            raise ValueError(f'{place}: tags must be a list of texts, such as ["code"].')
-        row = named(row, len(prompts))
-        try:
-            rule = row.get("grammar") and Grammar.of_row(row["grammar"])
-        except ValueError as error:
-            raise ValueError(f"{place}: {error}") from None
-        kept = {"id": row["id"], "category": row["category"], "prompt": prompt, "messages": messages, "tags": tags}
+    prompts = []
+    for index, (place, row) in enumerate(itertools.islice(rows, limit)):
         with at(place):
-            prompts.append(kept | {"grammar": rule or None, "place": place} | options_of(row))
+            prompts.append({**_to_prompt(name_row(row, index), place), "place": place, **options_of(row)})
     return prompts
+
+
+def _to_prompt(row: dict, place: str) -> dict:
+    prompt = row["prompt"] if isinstance(row.get("prompt"), str) else None
+    if prompt is not None:
+        messages = [{"role": "user", "content": prompt}]
+    elif row.get("messages") is not None:
+        messages = check_messages(row, place)
+        if messages[-1]["role"] == "assistant":
+            messages = messages[:-1]
+    else:
+        raise ValueError('no prompt. A row needs "prompt": "..." or "messages": [...].')
+    if not messages:
+        raise ValueError("nothing comes before the assistant's message, so there is no prompt.")
+    tags = row.get("tags") or []
+    if not isinstance(tags, list) or not all(isinstance(tag, str) for tag in tags):
+        raise ValueError('tags must be a list of texts, such as ["code"].')
+    rule = (row.get("grammar") and Grammar.of_row(row["grammar"])) or None
+    said = {"id": row["id"], "category": row["category"], "prompt": prompt, "messages": messages, "tags": tags}
+    return {**said, "grammar": rule}
 
 
 def digest_of(prompts: list[dict]) -> str:

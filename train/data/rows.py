@@ -1,22 +1,10 @@
-r"""Conversations to `Batch`: the chat template and its assistant mask, truncation, collation.
+"""Conversations to `Batch`: prompts and rows of token ids with their mask, truncation, collation."""
 
-The mask says which tokens the assistant wrote. It comes from the chat template alone: from its generation markers, or
-from rendering the conversation up to each assistant turn.
-
-    rendered   <user>Hi<end>\n<assistant>\nHello!<end>\n<user>Bye<end>\n<assistant>\nSee you!<end>\n
-    prompt 1   <user>Hi<end>\n<assistant>\n
-    prompt 2   <user>Hi<end>\n<assistant>\nHello!<end>\n<user>Bye<end>\n<assistant>\n
-    mask                                   ^^^^^^^^^^^                               ^^^^^^^^^^^^^
-
-A turn ends with the first special token after its content. The template's text behind that token belongs to no turn.
-"""
-
-import bisect
+import dataclasses
 import functools
 import itertools
-import re
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import rich.text
@@ -26,13 +14,11 @@ from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 from specdec.core import devices, plain_text, token_ids
 from specdec.core.untrusted import is_text
-from specdec.measuring.measurement import Prompt
+from specdec.measuring.measure import Prompt
 from specdec.proposers import datastore
-from train.data import chat_template, reading
-from train.data.chat_template import Marked, find_form, mark, options_of, render, template_arguments
-
-FEW = 3  # answers; of more, not every prompt is rendered
-ADVICE = "add {% generation %} markers around what the assistant writes to its chat_template.jinja"
+from train.data import answer_mask, chat_template, reading
+from train.data.answer_mask import ADVICE, find_special
+from train.data.chat_template import find_form, mark, options_of, render, template_arguments
 
 
 @dataclass(frozen=True)
@@ -48,7 +34,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Batch:
-    """Packed conversations. What follows from masks alone is computed on the host, so that nobody waits for a device."""
+    """Packed conversations. What follows from masks alone is computed on the host, without waiting for a device."""
 
     tokens: Tensor  # [B, T] int64
     loss_mask: Tensor  # [B, T] bool, True where the token is supervised, never at the start of a document
@@ -65,16 +51,16 @@ class Batch:
         device = torch.device(device)
         if device.type == "cpu":
             return self.on_host
-        return Batch(
-            tokens=devices.send(self.tokens, device),
-            loss_mask=devices.send(self.loss_mask, device),
-            documents=devices.send(self.documents, device),
-            positions=devices.send(self.positions, device),
-            host=self.on_host,
+        tokens, loss_mask, documents, positions = (
+            devices.send(each, device) for each in (self.tokens, self.loss_mask, self.documents, self.positions)
         )
+        return Batch(tokens, loss_mask, documents, positions, host=self.on_host)
 
     def goals(self, supervise: str) -> Tensor:
-        """[B, T] bool on the CPU: the tokens that a drafter is trained to guess. supervise: answers, or text for prompts too"""
+        """[B, T] bool on the CPU: the tokens that a drafter is trained to guess.
+
+        supervise: answers, or text for prompts too
+        """
         host = self.on_host
         return host.positions > 0 if supervise == "text" else host.loss_mask
 
@@ -127,12 +113,8 @@ def load_prompts(
     """
     chat_template.check_mode(tokenizer, thinking)
     with reading.at(source):
-        return encode_prompts(
-            reading.spread(reading.load_prompts(source, split=split), limit),
-            tokenizer,
-            thinking=thinking,
-            trained=trained,
-        )
+        rows = reading.spread(reading.load_prompts(source, split=split), limit)
+        return encode_prompts(rows, tokenizer, thinking=thinking, trained=trained)
 
 
 def encode_prompts(
@@ -148,25 +130,20 @@ def encode_prompts(
     if trained and tokenizer.chat_template and find_form(tokenizer).mode and modes != set(trained):
         warnings.warn(
             f"The rows to train on have {chat_template.name_modes(trained)}, and the held-out prompts have "
-            f"{chat_template.name_modes(modes)}. Give thinking=true or false, or the key in the rows, so that both are in one mode.",
+            f"{chat_template.name_modes(modes)}. Give thinking=true or false, or the key in the rows, so that both are "
+            "in one mode.",
             stacklevel=2,
         )
+    tokens = [encode_row(tokenizer, row, thinking=thinking) for row in rows]
     return [
-        Prompt(
-            row["id"],
-            row["category"],
-            encode_row(tokenizer, row, thinking=thinking),
-            tuple(row["tags"]),
-            row["grammar"],
-        )
-        for row in rows
+        Prompt(row["id"], row["category"], each, tuple(row["tags"]), row["grammar"]) for row, each in zip(rows, tokens)
     ]
 
 
 def encode_row(tokenizer: PreTrainedTokenizerBase, row: dict, *, thinking: bool | None = None) -> list[int]:
-    """`encode_prompt` of a row of reading.load_prompts, which a refusal names; a model without a chat template continues its `prompt`.
+    """`encode_prompt` of a row of reading.load_prompts, whose place a refusal names.
 
-    thinking: its mode, if it does not say it
+    A model without a chat template continues the row's `prompt`. thinking: its mode, if it does not say it
     """
     with reading.at(row.get("place") or f"prompt {row['id']}"):
         if row.get("prompt") is None or tokenizer.chat_template or "tools" in row:
@@ -181,185 +158,32 @@ def check_offsets(tokenizer: PreTrainedTokenizerBase) -> None:
     """Raises ValueError for a tokenizer that cannot say where in a text its tokens are."""
     if tokenizer.chat_template and not tokenizer.is_fast:
         raise ValueError(
-            f"The tokenizer of {tokenizer.name_or_path} ({type(tokenizer).__name__}) has no fast form (tokenizer.json), "
-            "which says where tokens begin, so answers cannot be told from prompts. Choose another target."
+            f"The tokenizer of {tokenizer.name_or_path} ({type(tokenizer).__name__}) has no fast form "
+            "(tokenizer.json), which says where tokens begin, so answers cannot be told from prompts. Choose another "
+            "target."
         )
-
-
-def find_content_end(text: str, content: str, start: int, stop: int) -> int:
-    """Where `content` ends in text[start:stop]; `start` if the template changed the content so that it cannot be found."""
-    for wanted in (content, content.strip()):
-        found = text.find(wanted, start, stop)
-        if found >= 0:
-            return found + len(wanted)
-    return start
-
-
-def find_turns(
-    tokenizer: PreTrainedTokenizerBase, conversation: dict, text: str, options: dict, marked: tuple[Marked, str]
-) -> tuple[list[tuple[int, int, int]], bool | None]:
-    """(start, content end, stop) of every assistant turn, in characters; the turn ends somewhere from content end to stop.
-    Beside them, the thinking mode of the last one. options: as `render`; marked: of `mark`
-    """
-    messages = conversation["messages"]
-    answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-    if answers[0] == 0:
-        raise ValueError(f"Row {conversation['id']} begins with the assistant's turn. Put a user message before it.")
-    starts, mode = find_answers(tokenizer, messages, options, text, answers)
-    if starts is None:
-        raise ValueError(
-            f"Row {conversation['id']}: the chat template of {tokenizer.name_or_path} rewrites history (a rendered "
-            f"prompt is not the beginning of the rendered conversation), so what the assistant wrote cannot be told "
-            f"from it. To train on such conversations, {ADVICE}."
-        )
-    stops = starts[1:] + [len(text)]
-    contents = [messages[index]["content"] for index in answers]
-    ends = [find_content_end(text, *turn) for turn in zip(contents, starts, stops, strict=True)]
-    for place, index in enumerate(answers):
-        end = marked[0].find_end(index, marked[1], text, starts[place], find_form(tokenizer).end)
-        ends[place] = ends[place] if end is None else end
-    return list(zip(starts, ends, stops, strict=True)), mode
-
-
-def find_answers(
-    tokenizer: PreTrainedTokenizerBase, messages: list[dict], options: dict, text: str, answers: list[int]
-) -> tuple[list[int] | None, bool | None]:
-    """Where in a conversation's text some answers begin, None if it cannot be told; and the thinking mode of the last one.
-
-    What the template itself writes before an answer without thoughts is the end of a prompt with thinking=false. An answer in
-    the history may stand behind another prompt than a new one has.
-    """
-    form, mode = find_form(tokenizer), options["thinking"]
-    rendered: Callable[..., str] = functools.partial(render, tokenizer, **options)
-    starts = find_starts(rendered, messages, text, answers)
-    as_new = starts is not None
-    if starts is None and mode is not None:
-        starts = find_starts(functools.partial(rendered, thinking=None), messages, text, answers)
-    if starts is None:
-        return None, mode
-    last = starts[-1]
-    for place, index in enumerate(answers if form.without and not mode else ()):
-        content, start = messages[index]["content"].strip(), starts[place]
-        behind = start + len(form.without)
-        written = content and text.startswith(content, start)
-        if not written and text.startswith(form.without, start) and text.startswith(content, behind):
-            starts[place] = behind
-    if not as_new and text[: starts[-1]] != rendered(messages[: answers[-1]], add_generation_prompt=True):
-        return None, mode
-    if mode is None and starts[-1] > last:
-        return starts, False
-    answer = messages[answers[-1]]
-    content = answer["content"].strip()
-    if mode is None and form.mode and not answer.get("reasoning_content") and text.find(content, last) > last:
-        warnings.warn(
-            f"The chat template of {tokenizer.name_or_path} writes a text of its own before answers, which is supervised: "
-            'say in the rows, or by thinking=, in which mode they were written ("thinking": true or false).',
-            stacklevel=2,
-        )
-    return starts, mode
-
-
-def find_starts(rendered: Callable[..., str], messages: list[dict], text: str, answers: list[int]) -> list[int] | None:
-    """How long the prompts of some answers are, in characters; None if one is not the beginning of `text`.
-
-    rendered: `render` with all but messages and add_generation_prompt. A prompt that ends with the end of a content and what the template wrote there before is not rendered again: each
-    rendering takes time for all messages before it. The last one is, which shows that earlier turns are not rewritten.
-    """
-    ends = find_ends(rendered, messages, text) if len(answers) > FEW else None
-    openings: dict[tuple[str, str], list[str]] = {}  # by the roles before and behind them
-    starts = []
-    for index in answers:
-        end = ends[index - 1] if ends else None
-        known = openings.setdefault((messages[index - 1]["role"], messages[index]["role"]), [])
-        opening = next((each for each in known if end is not None and text.startswith(each, end)), None)
-        if opening is not None and end is not None and index != answers[-1]:
-            starts.append(end + len(opening))
-            continue
-        prompt = rendered(messages[:index], add_generation_prompt=True)
-        if not text.startswith(prompt):
-            return None
-        if end is not None and end <= len(prompt) and opening is None:
-            known.append(prompt[end:])
-        starts.append(len(prompt))
-    return starts
-
-
-def find_ends(rendered: Callable[..., str], messages: list[dict], text: str) -> list[int | None] | None:
-    """Where the content of each message ends in the rendered conversation `text`; None for an empty one.
-
-    A second rendering has a name in the place of each content. None unless both are the same around the contents.
-    """
-    name = "x-content-{:06d}-x"
-    named = [
-        {**message, "content": name.format(index)} if message["content"].strip() else message
-        for index, message in enumerate(messages)
-    ]
-    try:
-        found = rendered(named, add_generation_prompt=False)
-    except ValueError:
-        return None
-    places = [index for index, message in enumerate(messages) if message["content"].strip()]
-    first, *parts = re.split(r"x-content-(\d{6})-x", found)
-    if "x-content-" in text or [int(number) for number in parts[::2]] != places or not text.startswith(first):
-        return None
-    ends: list[int | None] = [None] * len(messages)
-    place = len(first)
-    for index, behind in zip(places, parts[1::2]):
-        content = messages[index]["content"]
-        forms = (content, content.strip(), content.rstrip(), content.lstrip())
-        written = next((each for each in forms if text.startswith(each + behind, place)), None)
-        if written is None:
-            return None
-        ends[index] = place + len(written)
-        place += len(written) + len(behind)
-    return ends if place == len(text) else None
-
-
-def find_special(tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Ids of special tokens, including those that a tokenizer marks as special without naming them."""
-    added = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return added | set(tokenizer.all_special_ids)
-
-
-def derive_mask(
-    tokens: list[int], starts: list[int], turns: list[tuple[int, int, int]], special: set[int]
-) -> list[bool]:
-    """Mask of the tokens that begin inside a turn; `starts` are the places of the tokens' first characters.
-
-    A turn ends with the first special token after its content, or with its content where none follows.
-    """
-    mask = [False] * len(tokens)
-    places: list[list[int]] = [[] for _ in turns]
-    begins = [start for start, _, _ in turns]
-    for index, first in enumerate(starts):
-        turn = bisect.bisect_right(begins, first) - 1
-        if turn >= 0 and first < turns[turn][2]:
-            places[turn].append(index)
-    for inside, (_, content_end, _) in zip(places, turns):
-        after = [index for index in inside if starts[index] >= content_end]
-        end = next((index + 1 for index in after if tokens[index] in special), after[0] if after else len(tokens))
-        for index in inside:
-            mask[index] = index < end
-    return mask
 
 
 @functools.lru_cache(maxsize=4)
 def vocabulary(tokenizer: PreTrainedTokenizerBase, num_entries: int) -> tuple[str, int]:
-    """-> digest of the text of every id, highest id of texts that the target reads + 1. num_entries: len(tokenizer), which changes if tokens are added"""
+    """-> digest of the text of every id, and the number of ids that the target reads.
+
+    num_entries: len(tokenizer), which changes if tokens are added
+    """
     return datastore.fingerprint(tokenizer), token_ids.num_ids(tokenizer)
 
 
-def kept(tokenizer: PreTrainedTokenizerBase, conversation: dict) -> Row | None:
-    """The row with the ids that the target read and wrote, if it has them: `tokens`, of which `prompt_tokens` are the prompt.
+def take_kept_ids(tokenizer: PreTrainedTokenizerBase, conversation: dict) -> Row | None:
+    """The row with the ids that the target read and wrote: `tokens`, of which the first `prompt_tokens` are the prompt.
 
-    None, with a warning, if they belong to another tokenizer. Raises ValueError if they cannot be right.
+    None if it has no ids, and with a warning if they belong to another tokenizer. Raises ValueError for impossible ids.
     """
     if not reading.has_ids(conversation):
         return None
     tokens, num_prompt = conversation["tokens"], conversation["prompt_tokens"]
     digest, size = vocabulary(tokenizer, len(tokenizer))
     if conversation.get("tokenizer") != digest:
-        if conversation.get("messages") is None and reading.plain_text(conversation) is None:
+        if conversation.get("messages") is None and reading.find_plain_text(conversation) is None:
             raise ValueError(
                 f"Row {conversation['id']} has no messages, and its token ids are of another tokenizer than that of "
                 f"{tokenizer.name_or_path}. Remove the row, or train with its own target."
@@ -387,8 +211,8 @@ def kept(tokenizer: PreTrainedTokenizerBase, conversation: dict) -> Row | None:
 def encode_plain(tokenizer: PreTrainedTokenizerBase, conversation: dict, prompt: str | None, completion: str) -> Row:
     """Tokens and mask of plain text; the completion is supervised, or all of a text without a prompt.
 
-    A completion ends with the end-of-text token, unless the row has `finish: "length"`: the target did not write one there.
-    Raises ValueError if nothing is left to guess.
+    A completion ends with the end-of-text token, unless the row has `finish: "length"`: the target did not write one
+    there. Raises ValueError if nothing is left to guess.
     """
     before, said = plain_text.encode_pair(tokenizer, prompt or "", completion)
     end = tokenizer.eos_token_id
@@ -404,82 +228,85 @@ def encode_plain(tokenizer: PreTrainedTokenizerBase, conversation: dict, prompt:
 def encode(tokenizer: PreTrainedTokenizerBase, conversation: dict) -> Row:
     """Tokens and assistant mask of a row of `load_conversations`; every assistant turn is supervised.
 
-    A row that holds the token ids of the target is used as it is, and its last answer is supervised. Plain text is encoded
-    without the chat template; but with one, a prompt and its completion are a user's message and its answer. A row with `finish: "length"` is cut behind the content of its last answer, because the target did not write an
-    end of turn there. Raises ValueError if nothing or everything would be supervised.
+    A row that holds the token ids of the target is used as it is, and its last answer is supervised. Plain text is
+    encoded without the chat template; but with one, a prompt and its completion are a user's message and its answer. A
+    row with `finish: "length"` is cut behind the content of its last answer, because the target did not write an end of
+    turn there. Raises ValueError if nothing or everything would be supervised.
     """
-    if (row := kept(tokenizer, conversation)) is not None:
+    if (row := take_kept_ids(tokenizer, conversation)) is not None:
         return row
-    if (plain := reading.plain_text(conversation)) is not None:
+    if (plain := reading.find_plain_text(conversation)) is not None:
         prompt, completion = plain
         if prompt is None or not (tokenizer.chat_template or "tools" in options_of(conversation)):
             return encode_plain(tokenizer, conversation, prompt, completion)
-        turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
-        conversation = {**conversation, "messages": turns}
+        messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
+        conversation = {**conversation, "messages": messages}
+    return encode_messages(tokenizer, conversation)
+
+
+def encode_messages(tokenizer: PreTrainedTokenizerBase, conversation: dict) -> Row:
+    """`encode` of a row with messages."""
+    name, messages = f"Row {conversation['id']}", conversation["messages"]
     if not tokenizer.chat_template:
-        raise ValueError(f"Row {conversation['id']} has messages. {chat_template.without_template(tokenizer)}")
+        raise ValueError(f"{name} has messages. {chat_template.without_template(tokenizer)}")
     check_offsets(tokenizer)
-    messages, options = conversation["messages"], {"thinking": None, **options_of(conversation)}
+    options = {"thinking": None, **options_of(conversation)}
     answers = [message for message in messages if message["role"] == "assistant"]
     if not answers:
         roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
-        raise ValueError(
-            f"Row {conversation['id']} has no assistant turn, only {roles}. Let the target answer it first."
-        )
+        raise ValueError(f"{name} has no assistant turn, only {roles}. Let the target answer it first.")
     try:
         text = render(tokenizer, messages, add_generation_prompt=False, **options)
         marked = mark(tokenizer, messages, add_generation_prompt=False, **options)
         encoding = tokenise(tokenizer, text, return_offsets_mapping=True)
     except ValueError as error:
-        raise ValueError(f"Row {conversation['id']}: {error}") from error
+        raise ValueError(f"{name}: {error}") from error
     tokens, mode = encoding["input_ids"], options["thinking"]
     starts = [first for first, _ in encoding["offset_mapping"]]
     if starts != sorted(starts):
         raise ValueError(
-            f"Row {conversation['id']}: the tokenizer of {tokenizer.name_or_path} says wrongly where its tokens begin in the text, so "
+            f"{name}: the tokenizer of {tokenizer.name_or_path} says wrongly where its tokens begin in the text, so "
             "answers cannot be told from prompts. Choose another target, or another copy of its tokenizer."
         )
-    spans = chat_template.find_spans(
-        tokenizer,
-        find_form(tokenizer).fit(messages),
-        template_arguments(tokenizer, mode, options.get("tools")),
-    )
+    arguments = template_arguments(tokenizer, mode, options.get("tools"))
+    spans = chat_template.find_spans(tokenizer, find_form(tokenizer).fit(messages), arguments)
     if spans is not None:
-        mask = mask_of_spans(starts, spans)
+        mask = answer_mask.mask_spans(starts, spans)
     else:
-        spoken, mode = find_turns(tokenizer, conversation, text, options, marked)
-        mask = derive_mask(tokens, starts, spoken, find_special(tokenizer))
+        turns, mode = answer_mask.find_turns(tokenizer, conversation, text, options, marked)
+        mask = answer_mask.derive_mask(tokens, starts, turns, find_special(tokenizer))
     if conversation.get("finish") == "length" and True in mask and not answers[-1].get("tool_calls"):
         last = len(mask) - 1 - mask[::-1].index(True)
         first = last - [*mask[last::-1], False].index(False) + 1
-        content_end = find_content_end(text, answers[-1]["content"], starts[first], len(text))
+        content_end = answer_mask.find_content_end(text, answers[-1]["content"], starts[first], len(text))
         num_kept = sum(start < content_end for start in starts)
         tokens, mask = tokens[:num_kept], mask[:num_kept]
     mode = chat_template.known_mode(tokenizer, mode)
     row = Row(id=conversation["id"], category=conversation["category"], tokens=tokens, mask=mask, thinking=mode)
     if all(mask) or not any(mask):
         raise ValueError(
-            f"Row {row.id}: {'everything' if any(mask) else 'nothing'} would be supervised. Look at its messages; if "
+            f"{name}: {'everything' if any(mask) else 'nothing'} would be supervised. Look at its messages; if "
             f"they are right, {ADVICE}. The row: {show(tokenizer, row).markup[:1000]}"
         )
     if spans is not None and not chat_template.markers_hold(tokenizer, chat_template.template_of(tokenizer)):
         raise ValueError(
-            f"Row {row.id}: the generation markers in the chat template of {tokenizer.name_or_path} do not stand around what "
+            f"{name}: the generation markers in the chat template of {tokenizer.name_or_path} do not stand around what "
             "the assistant writes. Repair them, or remove them."
         )
     return row
 
 
-def mask_of_spans(starts: list[int], spans: list[tuple[int, int]]) -> list[bool]:
-    """Mask of the tokens that begin in a span [start, stop) of characters; `starts`: increasing places of first characters.
+def encode_raw(
+    tokenizer: PreTrainedTokenizerBase, place: str, index: int, raw: str | dict, *, thinking: bool | None
+) -> tuple[Row, dict]:
+    """What reading.read_raw yields -> the encoded row, and the row as it was read. Raises ValueError, naming the place.
 
-    Not transformers' own mask: where a tokenizer drops white space, that one goes on to the end of the text.
+    index: the row's id where it has none; thinking: its mode, if it does not say it
     """
-    mask = [False] * len(starts)
-    for span in spans:
-        first, last = (bisect.bisect_left(starts, place) for place in span)
-        mask[first:last] = [True] * (last - first)
-    return mask
+    row = reading.to_row(place, raw)
+    reading.check_messages(row, place)
+    with reading.at(place):
+        return encode(tokenizer, reading.name_row(row, index, thinking)), row
 
 
 def show(tokenizer: PreTrainedTokenizerBase, row: Row) -> rich.text.Text:
@@ -498,13 +325,7 @@ def truncate(row: Row, max_length: int) -> Row | None:
     """The row's first `max_length` tokens; None if none of them could be a goal."""
     if not any(row.mask[1:max_length]):
         return None
-    return Row(
-        id=row.id,
-        category=row.category,
-        tokens=row.tokens[:max_length],
-        mask=row.mask[:max_length],
-        thinking=row.thinking,
-    )
+    return dataclasses.replace(row, tokens=row.tokens[:max_length], mask=row.mask[:max_length])
 
 
 def collate(packs: list[list[Row]], *, length: int, pad_token: int) -> Batch:

@@ -1,15 +1,18 @@
 """Packs of a data set that is read as it comes, for data that does not fit on the disk as tokens.
 
-The sources are endless: each begins again when it ends, and rows are drawn from them in turn, in shares that equal their
+The sources are endless: each begins again when it ends. Rows are drawn from them in turn, in shares that equal their
 weights. Draws are cut into buffers, which are dealt to the processes like cards:
 
     draws     0 .. B-1 | B .. 2B-1 | 2B .. 3B-1 | ...        B = buffer
     buffer    0        | 0         | 1
     process   0        | 1         | 0                       of two
 
-A buffer is encoded and packed by first fit, and its packs are shuffled by (seed, process, buffer). So the packs of a process
-follow from the settings alone, and [buffer, number of its first pack] is all that continuing needs: rows before it are
-skipped without parsing.
+A buffer is encoded and packed by first fit, and its packs are shuffled by (seed, process, buffer). So the packs of a
+process follow from the settings alone, and [buffer, number of its first pack] is all that continuing needs: rows before
+it are skipped without parsing.
+
+`datasets.interleave_datasets` draws sources at random, so that shares equal the weights only roughly, and deals single
+rows to processes. Runs that were begun before would read other packs with it.
 """
 
 import bisect
@@ -23,7 +26,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from train.data import chat_template, packing, reading, sources
+from train.data import chat_template, packing, reading
 from train.data import rows as data
 from train.data.rows import Row
 
@@ -54,14 +57,6 @@ class Plan:
                 f"tokens={self.tokens} counts over the whole data set: use limit= (rows) with stream=true."
             )
 
-    def encode(self, place: str, index: int, raw: str | dict) -> Row | None:
-        """A row cut to `length`; None if no goal is left."""
-        row = reading.to_row(place, raw)
-        reading.check_messages(row, place)
-        with reading.at(place):
-            encoded = data.encode(self.tokenizer, reading.named(row, index, self.thinking))
-        return data.truncate(encoded, self.length)
-
 
 @dataclass(frozen=True)
 class Drawn:
@@ -70,87 +65,83 @@ class Drawn:
     raw: str | dict
     again: bool  # whether the source had ended before
 
+    def encode(self, plan: Plan) -> Row | None:
+        """The row, cut to the plan's length; None if no goal is left."""
+        encoded, _ = data.encode_raw(plan.tokenizer, self.place, self.index, self.raw, thinking=plan.thinking)
+        return data.truncate(encoded, plan.length)
+
 
 class Draws:
     """The endless draws of a plan."""
 
     def __init__(self, plan: Plan):
-        self.found = sources.read_sources(plan.train)
-        self.plan = plan
+        self.plan, self.sources = plan, reading.read_sources(plan.train)
+        self.order = reading.order_sources(self.sources)
         self.held = self._hold_out()
-        self.turns = sources.turns(self.found)
 
     def _rows(self, source: str) -> Iterator[tuple[int, tuple[str, str | dict]]]:
         rows = reading.read_raw(source, self.plan.split, streaming=True)
         return enumerate(itertools.islice(rows, self.plan.limit))
 
-    def _hold_out(self) -> dict[str, set[int]]:
-        """The rows of each source that are held out: the first ones written at temperature 0."""
-        left, held = self.plan.hold_out, {source.name: set[int]() for source in self.found}
-        for source in self.found:
-            rows = self._rows(source.name) if left else iter(())
-            for index, (place, raw) in rows:
-                if reading.to_row(place, raw).get("temperature") == 0:
-                    held[source.name].add(index)
-                    left -= 1
-                if not left:
-                    break
-        if left:
-            raise ValueError(f"Too few rows were written at temperature 0: lower hold_out={self.plan.hold_out}.")
+    def _hold_out(self) -> set[tuple[str, int]]:
+        """(source, index) of the rows that are held out: the first ones written at temperature 0."""
+        num = self.plan.hold_out
+        greedy = (
+            (source.name, index)
+            for source in (self.sources if num else ())
+            for index, (place, raw) in self._rows(source.name)
+            if reading.to_row(place, raw).get("temperature") == 0
+        )
+        held = set(itertools.islice(greedy, num))
+        if len(held) < num:
+            raise ValueError(f"Too few rows were written at temperature 0: lower hold_out={num}.")
         return held
 
     def _endless(self, source: str) -> Iterator[Drawn]:
-        again = False
-        while True:
+        for again in itertools.chain([False], itertools.repeat(True)):
             empty = True
             for index, (place, raw) in self._rows(source):
-                if index not in self.held[source]:
+                if (source, index) not in self.held:
                     empty = False
                     yield Drawn(place, index, raw, again)
             if empty:
                 raise ValueError(f"There are no rows in {source}.")
-            again = True
 
     def __iter__(self) -> Iterator[Drawn]:
-        endless = [self._endless(source.name) for source in self.found]
-        for index in itertools.cycle(self.turns):
+        endless = [self._endless(source.name) for source in self.sources]
+        for index in itertools.cycle(self.order):
             yield next(endless[index])
 
 
-def sizes(names: list[str]) -> str | None:
-    """16 hex digits of the sizes of the files that are read: whether a stream has changed behind its first rows.
-
-    None if a source is a dataset, which is not in files here.
-    """
-    found = [reading.find_files(name) for name in names]
-    if not all(found):
-        return None
-    parts = [[(path.name, path.stat().st_size) for path in paths] for paths in found]
+def _digest(parts: list) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
 class Stream:
-    """The packs of one process, by their number from 0 on. They are read in order: `pack` only goes forward.
+    """The packs of one process, by their number from 0 on, read in order: `pack` only goes forward.
 
-    `first`: packs of the first rows, the same in all processes; `files`: `sizes` of the sources. The next buffer is encoded by a thread meanwhile.
+    first: packs of the first rows, the same in all processes
+    files: 16 hex digits of the files' sizes, which show changes behind the first rows; None if a source is a dataset
+    A thread encodes the next buffer meanwhile.
     """
 
     def __init__(self, plan: Plan, *, process: int = 0, num_processes: int = 1):
         self.plan, self.process, self.num_processes = plan, process, num_processes
         self.draws = Draws(plan)
         self.first = self._read_first()
-        self.files = sizes([source.name for source in self.draws.found])
+        found = [reading.find_files(source.name) for source in self.draws.sources]
+        sizes = [[(path.name, path.stat().st_size) for path in paths] for paths in found]
+        self.files = _digest(sizes) if all(found) else None
         self.executor = ThreadPoolExecutor(1, thread_name_prefix="stream")
         self.seek([0, 0])
 
     def _read_first(self) -> packing.Packs:
+        plan = self.plan
         drawn = itertools.takewhile(lambda each: not each.again, itertools.islice(self.draws, FIRST))
-        rows = [self.plan.encode(each.place, each.index, each.raw) for each in drawn]
-        kept = [row for row in rows if row is not None]
-        packs = packing.Packs(packing.Rows.of(kept), length=self.plan.length, packed=self.plan.packed)
-        weights = [[source.name, str(source.weight)] for source in self.draws.found]
-        parts = [packs.fingerprint, weights, self.plan.buffer, self.plan.limit, self.plan.hold_out]
-        packs.fingerprint = "stream-" + hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+        rows = [row for each in drawn if (row := each.encode(plan)) is not None]
+        packs = packing.Packs(packing.Rows.of(rows), length=plan.length, packed=plan.packed)
+        weights = [[source.name, str(source.weight)] for source in self.draws.sources]
+        packs.fingerprint = "stream-" + _digest([packs.fingerprint, weights, plan.buffer, plan.limit, plan.hold_out])
         return packs
 
     def seek(self, position: list[int]) -> None:
@@ -191,19 +182,15 @@ class Stream:
     def _pack(self, drawn: list[Drawn], buffer: int) -> list[list[Row]]:
         """The packs of a buffer's rows, shuffled."""
         plan = self.plan
-        encoded = [plan.encode(each.place, each.index, each.raw) for each in drawn]
-        rows = [row for row in encoded if row is not None]
+        rows = [row for each in drawn if (row := each.encode(plan)) is not None]
         if not rows:
             raise ValueError(
                 f"{drawn[0].place} and the {len(drawn) - 1} rows after it have no supervised token among their first "
                 f"{plan.length}. Raise the length or the buffer."
             )
-        if plan.packed:
-            pack_of = packing.first_fit((len(row.tokens) for row in rows), plan.length, num=len(rows)).tolist()
-        else:
-            pack_of = list(range(len(rows)))
-        packs: list[list[Row]] = [[] for _ in range(max(pack_of) + 1)]
-        for row, index in zip(rows, pack_of):
-            packs[index].append(row)
-        random.Random(f"{plan.seed} {self.process} {buffer}").shuffle(packs)
-        return packs
+        packs: dict[int, list[Row]] = {}
+        for row, index in zip(rows, packing.place_rows([len(row.tokens) for row in rows], plan.length, plan.packed)):
+            packs.setdefault(int(index), []).append(row)
+        ordered = [packs[index] for index in sorted(packs)]
+        random.Random(f"{plan.seed} {self.process} {buffer}").shuffle(ordered)
+        return ordered

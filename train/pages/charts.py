@@ -1,35 +1,42 @@
-"""Charts as inline SVG. Colours are classes (c0, c1, ..) of page.css; a mark's `data-tip` is what page.js shows beside it."""
+"""Charts as inline SVG, drawn by matplotlib. Texts and axes take the colour of the page's text, light or dark."""
 
+import contextlib
+import io
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from markupsafe import Markup, escape
 
-WIDTH, HEIGHT = 560, 250
-LEFT, RIGHT, TOP, BOTTOM = 80, 14, 12, 40
-TICKS = 5
+TEXT = "#010203"  # becomes the colour of the page's text
+STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "specdec",
+    "text.parse_math": False,
+    "font.size": 8,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "grid.alpha": 0.25,
+    "legend.framealpha": 0.0,
+    **dict.fromkeys(
+        ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "grid.color"), TEXT
+    ),
+}
 
 
 @dataclass(frozen=True)
-class Curve:
-    """A line through points (x, y), or marks only."""
+class ChartCurve:
+    """A line through points (x, y), marks at them, or both."""
 
     name: str
     points: Sequence[tuple[float, float]]
-    marks: bool = False  # marks at the points
+    marks: bool = False
     line: bool = True
-    tips: Sequence[str] = ()  # of each mark; empty: its figures
-    spans: Sequence[tuple[float, float]] = ()  # of each mark: an interval of y
-    guide: bool = False  # a line to read the others by: its name stands at its end, not in the legend
-
-
-@dataclass(frozen=True)
-class Axis:
-    label: str
-    low: float | None = None  # None: from the figures
-    ticks: Sequence[float] = field(default=())  # empty: round numbers
-    names: Sequence[str] = ()  # of the ticks
+    spans: Sequence[tuple[float, float]] = ()  # of each point: an interval of y
 
 
 def number(value: float) -> str:
@@ -46,110 +53,72 @@ def number(value: float) -> str:
     return f"{value:,.4g}" if size >= 100 else f"{value:.3g}"
 
 
-def round_numbers(low: float, high: float) -> list[float]:
-    """At most about TICKS numbers between low and high, in steps of 1, 2 or 5 times a power of ten."""
-    if high <= low:
-        return [low]
-    step = 10.0 ** math.floor(math.log10((high - low) / TICKS))
-    step = next(step * factor for factor in (1, 2, 5, 10) if (high - low) / (step * factor) <= TICKS)
-    first = math.ceil(low / step - 1e-9)
-    return [step * place for place in range(first, math.floor(high / step + 1e-9) + 1)]
-
-
-class Scale:
-    """From figures of an axis to places in the drawing."""
-
-    def __init__(self, axis: Axis, values: Sequence[float], start: float, end: float):
-        known = [value for value in [*values, *axis.ticks] if math.isfinite(value)] or [0.0, 1.0]
-        low = min(known) if axis.low is None else axis.low
-        high = max(max(known), low)
-        margin = 0.05 * (high - low) or abs(high) or 1.0
-        self.low, self.high = (low - margin if axis.low is None and not axis.ticks else low), high + margin
-        self.start, self.end = start, end
-        self.ticks = list(axis.ticks) or round_numbers(self.low, self.high)
-
-    def __call__(self, value: float) -> float:
-        return round(self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start), 1)
-
-
-def lines(curves: Sequence[Curve], *, x: Axis, y: Axis, title: str) -> Markup:
-    """Curves over common axes; the legend's names switch their curves off and on."""
+def lines(curves: Sequence[ChartCurve], *, x: str, y: str, title: str, low: float | None = None) -> Markup:
+    """Curves over common axes, named x and y. low: where y begins; None: below the lowest figure"""
     curves = [curve for curve in curves if curve.points]
     if not curves:
-        return Markup('<p class="none">Nothing of this was measured.</p>')
-    spans = [value for curve in curves for span in curve.spans for value in span]
-    across = Scale(x, [point[0] for curve in curves for point in curve.points], LEFT, WIDTH - RIGHT)
-    up = Scale(y, [*(point[1] for curve in curves for point in curve.points), *spans], HEIGHT - BOTTOM, TOP)
-    parts = [_frame(across, up, x, y)]
-    for place, curve in enumerate(curves):
-        inside = []
-        if curve.line and len(curve.points) > 1:
-            path = " ".join(f"{across(a)},{up(b)}" for a, b in curve.points if math.isfinite(b))
-            inside.append(f'<polyline points="{path}"/>')
-        for number_, (a, b) in enumerate(curve.points if curve.marks or len(curve.points) == 1 else ()):
-            if not math.isfinite(b):
-                continue
+        return Markup('<p class="soft">{}: nothing of this was measured.</p>').format(title)
+    drawing = _Drawing(title)
+    with drawing.axes(x, y) as axes:
+        for place, curve in enumerate(curves):
+            across, up = zip(*curve.points)
+            marked = curve.marks or len(curve.points) == 1
+            axes.plot(
+                across,
+                up,
+                color=f"C{place}",
+                label=curve.name,
+                linewidth=1.2,
+                markersize=4,
+                marker="o" if marked else "",
+                linestyle="-" if curve.line else "",
+            )
             if curve.spans:
-                low, high = curve.spans[number_]
-                inside.append(f'<line x1="{across(a)}" x2="{across(a)}" y1="{up(low)}" y2="{up(high)}"/>')
-            tip = curve.tips[number_] if curve.tips else f"{curve.name}: {number(b)} at {x.label} {number(a)}"
-            inside.append(f'<circle cx="{across(a)}" cy="{up(b)}" r="4" tabindex="0" data-tip="{escape(tip)}"/>')
-        if curve.guide:
-            a, b = curve.points[-1]
-            inside.append(f'<text x="{across(a)}" y="{up(b) - 3}" text-anchor="end">{escape(curve.name)}</text>')
-        kind = "guide" if curve.guide else f"c{place % 8}"
-        parts.append(f'<g class="curve {kind}" data-curve="{place}">{"".join(inside)}</g>')
-    return _figure(parts, title, [curve.name for curve in curves if not curve.guide])
+                axes.vlines(across, *zip(*curve.spans), color=f"C{place}", linewidth=1.2)
+        whole = all(float(a).is_integer() for curve in curves for a, _ in curve.points)
+        axes.xaxis.get_major_locator().set_params(integer=whole)
+        if low is not None:
+            axes.set_ylim(bottom=low)
+    return drawing.svg
 
 
 def bars(groups: Sequence[tuple[str, Sequence[float]]], names: Sequence[str], *, x: str, y: str, title: str) -> Markup:
     """Bars beside each other, one for each name and group. groups: by name, [len(names)] heights from 0"""
-    num, size = len(names), len(groups)
-    places = [place + 0.5 for place in range(num)]
-    across = Scale(Axis(x, low=0, ticks=places, names=names), [0, num], LEFT, WIDTH - RIGHT)
-    across.high = num
-    up = Scale(Axis(y, low=0), [value for _, values in groups for value in values], HEIGHT - BOTTOM, TOP)
-    parts = [_frame(across, up, Axis(x, ticks=places, names=names), Axis(y))]
-    for place, (group, values) in enumerate(groups):
-        drawn = ""
-        for index, value in enumerate(values):
-            left, right = (across(index + 0.1 + 0.8 * (place + side) / size) for side in (0, 1))
-            tip = escape(f"{group}, {names[index]}: {number(value)}")
-            drawn += (
-                f'<rect x="{left}" width="{right - left:.1f}" y="{up(value)}" height="{up(0) - up(value):.1f}" tabindex="0" '
-                f'data-tip="{tip}"/>'
-            )
-        parts.append(f'<g class="curve filled c{place % 8}" data-curve="{place}">{drawn}</g>')
-    return _figure(parts, title, [name for name, _ in groups])
+    drawing = _Drawing(title)
+    with drawing.axes(x, y) as axes:
+        width = 0.8 / len(groups)
+        for place, (group, heights) in enumerate(groups):
+            left = [index - 0.4 + (place + 0.5) * width for index in range(len(names))]
+            axes.bar(left, heights, width, label=group, color=f"C{place}")
+        axes.set_xticks(range(len(names)), names)
+        axes.set_ylim(bottom=0)
+        axes.grid(False, axis="x")
+    return drawing.svg
 
 
-def _frame(across: Scale, up: Scale, x: Axis, y: Axis) -> str:
-    """Grid, figures and names of the axes."""
-    parts = []
-    for value in up.ticks:
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{up(value)}" y2="{up(value)}"/>')
-        parts.append(f'<text x="{LEFT - 6}" y="{up(value) + 4}" text-anchor="end">{number(value)}</text>')
-    names = x.names or [number(value) for value in across.ticks]
-    for value, name in zip(across.ticks, names):
-        parts.append(f'<text x="{across(value)}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{escape(name)}</text>')
-    parts.append(f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{HEIGHT - BOTTOM}" y2="{HEIGHT - BOTTOM}"/>')
-    parts.append(
-        f'<text class="label" x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 6}" text-anchor="middle">{escape(x.label)}</text>'
-    )
-    parts.append(f'<text class="label" transform="translate(16 {(TOP + HEIGHT - BOTTOM) / 2}) rotate(-90)" text-anchor="middle">'
-                 f"{escape(y.label)}</text>")  # fmt: skip
-    return "".join(parts)
+class _Drawing:
+    def __init__(self, title: str):
+        self.title, self.svg = title, Markup("")
 
+    @contextlib.contextmanager
+    def axes(self, x: str, y: str) -> Iterator[Any]:
+        """Empty axes to draw on; `svg` is the figure afterwards."""
+        import matplotlib
+        from matplotlib.figure import Figure
 
-def _figure(parts: list[str], title: str, names: list[str]) -> Markup:
-    legend = ""
-    if len(names) > 1:
-        legend = "".join(
-            f'<button type="button" class="c{place % 8}" data-curve="{place}" aria-pressed="true">{escape(name)}</button>'
-            for place, name in enumerate(names)
+        with matplotlib.rc_context(STYLE):
+            figure = Figure(figsize=(5.6, 2.5))
+            figure.subplots_adjust(left=0.12, right=0.98, bottom=0.18, top=0.96)
+            axes = figure.add_subplot()
+            axes.set(xlabel=x, ylabel=y)
+            yield axes
+            if len(axes.get_legend_handles_labels()[0]) > 1:
+                axes.legend()
+            written = io.StringIO()
+            figure.savefig(written, format="svg", transparent=True, metadata={"Date": None})
+        drawn = re.sub(r"<metadata>.*?</metadata>", "", written.getvalue().partition("<svg")[2], flags=re.DOTALL)
+        drawn = re.sub(r' id="[\w.]+_\d+"', "", drawn).replace(TEXT, "currentColor")  # such names come in every chart
+        drawn = re.sub(r'width="[\d.]+pt" height="[\d.]+pt"', "", drawn, count=1)
+        self.svg = Markup("<figure><figcaption>{}</figcaption>{}</figure>").format(
+            self.title, Markup(f'<svg role="img" aria-label="{escape(self.title)}"{drawn}')
         )
-        legend = f'<div class="legend">{legend}</div>'
-    return Markup(
-        f'<figure><figcaption>{escape(title)}</figcaption><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
-        f'aria-label="{escape(title)}">{"".join(parts)}</svg>{legend}</figure>'
-    )

@@ -1,13 +1,29 @@
-"""The page of a comparison: heads and proposers decoded in turn on the same prompts, or the runs of a sweep."""
+"""The page of several: heads and proposers decoded in turn on the same prompts, or the runs of a sweep."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from specdec.measuring.report import Report, verdict
-from train.pages.charts import Axis, Curve, lines, number
-from train.pages.page import interval, render
+import yaml
+from markupsafe import Markup
 
-COSTS = (1.0, 1.25, 1.5, 2.0, 3.0)  # of a round, in plain passes: lines of equal cost
+from specdec.core import files
+from specdec.measuring.report import TAU, PromptCounts, Report, Training, tau_difference, verdict
+from train.config import flat
+from train.pages import run_page
+from train.pages.charts import ChartCurve, lines, number
+from train.pages.page import Section, Table, render_page, write_figure
+
+PAGE = "comparison.html"
+UNLIKE = ("run", "resume", "tracker", "threads", "head.lr", "features.folder", "data.cache")  # say nothing about a head
+SAME_PROMPTS = (
+    "target.name",
+    "target.dtype",
+    "data.heldout",
+    "validation.num_prompts",
+    "validation.max_new_tokens",
+    "validation.temperature",
+)
 Columns = Mapping[float, Mapping[str, Report]]  # temperature -> method -> report
 Differences = Mapping[float, Mapping[str, tuple[float, list[float]]]]  # the same, of tau minus that of the first method
 Differs = Mapping[str, Mapping[str, str]]  # method -> setting -> value, of settings that are not the same everywhere
@@ -28,24 +44,27 @@ def render_comparison(
     """first: the method that `differences` are taken to; they may lack methods; logs: of methods that were trained"""
     data = {
         "settings": settings,
-        "reports": {f"{t:g}": {name: report.to_json() for name, report in column.items()} for t, column in columns.items()},
-        "differences": {f"{t:g}": {name: [value, *span] for name, (value, span) in row.items()} for t, row in differences.items()},
+        "reports": {
+            f"{t:g}": {name: report.to_json() for name, report in column.items()} for t, column in columns.items()
+        },
+        "differences": {
+            f"{t:g}": {name: [value, *span] for name, (value, span) in row.items()} for t, row in differences.items()
+        },
         "differs": differs or {},
         "logs": logs or {},
-    }  # fmt: skip
-    heads, rows = table(columns, differences, first, differs or {})
-    return render(
-        "comparison.html.jinja",
-        title=title,
-        data=data,
-        heads=heads,
-        rows=rows,
-        conditions=conditions,
-        temperatures=len(columns),
-        best=best(columns),
-        charts=[chart for t, column in columns.items() for chart in charts(t, column)] + run_charts(logs or {}),
-        verdicts={name: verdict(report) for name, report in columns[min(columns)].items() if report.decoded},
-    )
+    }
+    figures = [chart for t, column in columns.items() for chart in charts(t, column)] + run_charts(logs or {})
+    said = {name: verdict(report) for name, report in columns[min(columns)].items() if report.decoded}
+    sections = [
+        Section(texts=[conditions]),
+        Section("Which way to choose", table=rank(columns)),
+        Section("All of them", table=tabulate(columns, differences, first, differs or {})),
+        Section("Figures", charts=figures),
+    ]
+    if said:
+        answers = [f"{name}: {verdict}" for name, verdict in said.items()]
+        sections.append(Section("Are the answers those of the target?", points=answers))
+    return render_page(title, data=data, sections=sections)
 
 
 def replayed(report: Report) -> bool:
@@ -58,157 +77,210 @@ def num_prompts(report: Report) -> int:
     return (report.replayed_prompts or 0) if replayed(report) else report.num_prompts
 
 
-def table(
-    columns: Columns, differences: Differences, first: str, differs: Differs
-) -> tuple[list[str], list[list[dict]]]:
-    """-> names of the columns and rows of {text, value, whole}; a column in which nothing is known is left out.
+def tau_of(report: Report) -> tuple[float | None, list[float] | None]:
+    """tau with its interval, of replay or of decoding, whichever saw more prompts."""
+    return (report.replayed_tau, report.replayed_tau_ci) if replayed(report) else (report.tau, report.tau_ci)
 
-    value: to sort by, if not the text's first number; whole: whether the text stays on one line
-    """  # fmt: skip
-    figure = lambda key, digits: lambda report: "" if (value := getattr(report, key)) is None else f"{value:.{digits}f}"
-    between = lambda key: lambda report: interval(getattr(report, key))
-    stage = lambda key: lambda report: f"{report.ms_per_round[key]:.1f}" if report.ms_per_round else ""
-    ran = lambda key, scale: (
-        lambda report: number(value / scale) if (value := getattr(report.training, key, None)) else ""
-    )
-    replays = any(replayed(report) for column in columns.values() for report in column.values())
-    shown: list[tuple[str, Callable[[Report], str]]] = [
-        *([("tau replayed", figure("replayed_tau", 2)), ("95 %", between("replayed_tau_ci"))] if replays else []),
-        ("tau decoded" if replays else "tau", figure("tau", 2)),
-        ("95 %", between("tau_ci")),
-        ("speedup", figure("speedup", 2)),
-        ("95 %", between("speedup_ci")),
-        ("speedup auto", lambda report: f"{report.auto['speedup']:.2f}" if report.auto else ""),
-        ("tokens/s", figure("tokens_per_second", 1)),
-        ("plain, tokens/s", figure("baseline_tokens_per_second", 1)),
-        ("draft, ms", stage("draft")),
-        ("verify, ms", stage("verify")),
-        ("tokens trained on", ran("tokens", 1)),
-        ("minutes", ran("seconds", 60)),
-        ("prompts, decoded", lambda report: f"{num_prompts(report)}, {report.num_prompts}" if replays else ""),
-        ("step", lambda report: "" if report.step is None else str(report.step)),
-    ]
-    reports = [report for column in columns.values() for report in column.values()]
-    shown = [(name, cell) for name, cell in shown if any(cell(report) for report in reports)]
+
+def tabulate(columns: Columns, differences: Differences, first: str, differs: Differs) -> Table:
+    """All methods at all temperatures. A column in which nothing is known is left out."""
     settings = sorted({key for values in differs.values() for key in values})
-    paired, several = any(differences.values()), ["temperature"] if len(columns) > 1 else []
-    heads = ["run" if differs else "way", *settings, *several, *(name for name, _ in shown)]
-    heads += [f"tau minus that of {first}"] if paired else []
     rows = []
     for temperature, column in columns.items():
         for name, report in column.items():
-            cells: list[tuple[str, float | None, bool]] = [(name, None, True)]
-            cells += [(differs.get(name, {}).get(key, ""), None, False) for key in settings]
-            cells += [(number(temperature), None, False)] if several else []
-            cells += [(cell(report), None, title == "95 %") for title, cell in shown]
-            if paired:
-                value, span = differences[temperature].get(name, (None, None))
-                text = "" if value is None else f"{value:+.2f} ({interval(span)})"
-                cells.append((text, value, True))
-            rows.append([{"text": text or "-", "value": value, "whole": whole} for text, value, whole in cells])
-    return heads, rows
+            ran, stages, auto = report.training or Training(), report.ms_per_round or {}, report.auto or {}
+            rows.append(
+                {
+                    "run" if differs else "way": name,
+                    **{key: differs.get(name, {}).get(key, "") for key in settings},
+                    "temperature": number(temperature) if len(columns) > 1 else "",
+                    "tau, replayed": write_figure(*tau_of(report)) if replayed(report) else "",
+                    "tau, decoded": write_figure(report.tau, report.tau_ci),
+                    "speedup": write_figure(report.speedup, report.speedup_ci),
+                    "speedup, auto": write_figure(auto.get("speedup"), auto.get("speedup_ci")),
+                    "tokens/s": write_figure(report.tokens_per_second),
+                    "plain, tokens/s": write_figure(report.baseline_tokens_per_second),
+                    "draft, ms": write_figure(stages.get("draft")),
+                    "verify, ms": write_figure(stages.get("verify")),
+                    "tokens trained on": number(ran.tokens) if ran.tokens else "",
+                    "minutes": number(ran.seconds / 60) if ran.seconds else "",
+                    "prompts": str(num_prompts(report)),
+                    "prompts, decoded": str(report.num_prompts) if replayed(report) else "",
+                    "step": str(report.step or ""),
+                    f"tau minus that of {first}": write_figure(*differences[temperature].get(name, (None,)), sign="+"),
+                }
+            )
+    heads = [key for key in rows[0] if any(row[key] for row in rows)]
+    return Table(heads, [[row[key] or "-" for key in heads] for row in rows])
 
 
-def best(columns: Columns) -> list[dict]:
-    """For each temperature the best method of all prompts and of each category of several, with the second, and why.
+def rank(columns: Columns) -> Table:
+    """The best method at each temperature, of all prompts and of each category of several, beside the second one.
 
-    By speedup where all were decoded, else by tau of replay or of decoding, whichever saw more prompts.
+    By speedup where all were decoded, else by `tau_of`.
     """
     rows = []
     for temperature, column in columns.items():
-        categories = sorted({name for report in column.values() for name in report.by_category})
-        for category in [None, *categories] if len(categories) > 1 else [None]:
-            parts = {
-                name: report if category is None else report.by_category[category]
-                for name, report in column.items()
-                if category is None or category in report.by_category
-            }
-            if category is not None and min(map(num_prompts, parts.values())) < 2:
+        parts: dict[str, dict[str, Report]] = {"all": {**column}}
+        for name, report in column.items():
+            for category, part in report.by_category.items():
+                parts.setdefault(f"category {category}", {})[name] = part
+        for kind, reports in parts.items():
+            if kind != "all" and (len(parts) == 2 or min(map(num_prompts, reports.values())) < 2):
                 continue
-            timed = all(part.speedup is not None for part in parts.values())
-            figure = ranked(timed)
-            order = sorted(parts, key=lambda name: -(figure(parts[name])[0] or 0.0))
-            chosen, second = parts[order[0]], parts[order[1]] if len(order) > 1 else None
-            value, span = figure(chosen)
-            rows.append({
-                "temperature": temperature, "category": category or "all", "method": order[0], "figure": "speedup" if timed else "tau",
-                "value": value, "interval": span, "second": order[1] if second else None,
-                "why": why(chosen, second) if timed else why_tau(chosen, second),
-            })  # fmt: skip
-    return rows
+            timed = all(report.speedup is not None for report in reports.values())
+            figure = (lambda report: (report.speedup, report.speedup_ci)) if timed else tau_of
+            order = sorted(reports, key=lambda name: -(figure(reports[name])[0] or 0.0))
+            cells = [kind, number(temperature), "speedup" if timed else "tau"]
+            for name in order[:2]:
+                value, span = figure(reports[name])
+                cells += [name, write_figure(value, span) or "-"]
+            spans = [span for name in order[:2] if (span := figure(reports[name])[1])]
+            sure = len(spans) == 2 and spans[0][0] > spans[1][1]
+            rows.append([*cells, *["-"] * (7 - len(cells)), "apart" if sure else "overlap" if len(spans) == 2 else "-"])
+    return Table(["prompts", "temperature", "by", "best", "(95 %)", "second", "(95 %)", "intervals"], rows)
 
 
-def ranked(timed: bool) -> Callable[[Report], tuple[float | None, list[float] | None]]:
-    """The figure, with its interval, by which methods are ranked."""
-    if timed:
-        return lambda report: (report.speedup, report.speedup_ci)
-    return lambda report: (
-        (report.replayed_tau, report.replayed_tau_ci) if replayed(report) else (report.tau, report.tau_ci)
+def charts(temperature: float, column: Mapping[str, Report]) -> list[Markup]:
+    """Speedup against tau, and survival by depth."""
+    marks = [
+        ChartCurve(name, [(report.tau, report.speedup)], spans=[(report.speedup_ci[0], report.speedup_ci[1])])
+        for name, report in column.items()
+        if report.tau is not None and report.speedup is not None and report.speedup_ci is not None
+    ]
+    survival = [
+        ChartCurve(
+            name,
+            [*enumerate((report.replayed_survival if replayed(report) else report.survival) or [], start=1)],
+            marks=True,
+        )
+        for name, report in column.items()
+    ]
+    return [
+        lines(marks, x="tau", y="speedup", low=0, title=f"Speedup against tau, T={temperature:g}"),
+        lines(
+            survival,
+            x="drafts",
+            y="share of rounds",
+            low=0,
+            title=f"Rounds that accept so many drafts, T={temperature:g}",
+        ),
+    ]
+
+
+def run_charts(logs: Logs) -> list[Markup]:
+    """Runs over the tokens that they read and over their steps: tau of held-out prompts, and the loss."""
+    if not logs:
+        return []
+    taus, losses = [], []
+    for name, rows in logs.items():
+        reports = [row["validation"] for row in rows if "validation" in row and not row.get("last")]
+        points = [
+            ((each.get("training") or {}).get("tokens"), each.get("replayed_tau") or each.get("tau"))
+            for each in reports
+        ]
+        taus.append(ChartCurve(name, [(tokens, tau) for tokens, tau in points if tokens and tau], marks=True))
+        losses.append(ChartCurve(name, [(row["step"], row["loss"]) for row in rows if "loss" in row]))
+    return [
+        lines(taus, x="tokens", y="tau", title="tau of held-out prompts over the tokens read"),
+        lines(
+            losses, x="step", y="loss", title="Loss of training steps; heads with other losses cannot be compared by it"
+        ),
+    ]
+
+
+# The runs of a sweep, from their report.json and log.jsonl
+
+
+def runs_in(folder: Path) -> list[Path]:
+    """The runs in the folder of a sweep that have a checkpoint, by name."""
+    return sorted(path.parent for path in folder.glob("*/best"))
+
+
+def write(folder: Path) -> Path:
+    """The page of all runs in the folder of a sweep, in that folder. Raises ValueError if there is none."""
+    runs = runs_in(folder)
+    if not runs:
+        raise ValueError(f"{folder} holds no run that has been validated, so there is nothing to compare.")
+    path = folder / PAGE
+    files.write_text(path, render_runs(runs, title=f"{len(runs)} runs of {folder.name}"))
+    return path
+
+
+def render_runs(runs: list[Path], *, title: str) -> str:
+    """runs: their folders. The first one is what the others are compared with."""
+    documents = {run.name: run_page.read(run) for run in runs}
+    reports = {name: Report.from_json(document["report"], source=name) for name, document in documents.items()}
+    settings = {run.name: settings_of(run) for run in runs}
+    first = runs[0].name
+    columns: dict[float, dict[str, Report]] = {}
+    for name, report in reports.items():
+        columns.setdefault(report.temperature, {})[name] = report
+    common = {
+        key: value
+        for key, value in settings[first].items()
+        if all(each.get(key) == value for each in settings.values())
+    }
+    return render_comparison(
+        columns,
+        {t: paired(column, reports[first], settings, first) for t, column in columns.items()},
+        first=first,
+        title=title,
+        conditions=conditions(common),
+        settings=common,
+        differs=differing(settings),
+        logs={name: document["log"] for name, document in documents.items()},
     )
 
 
-def why(best: Report, second: Report | None) -> str:
-    """What makes the best one faster: tokens a round, or the time of a round."""
-    if best.speedup is None or best.speedup < 1:
-        return "no way is faster than plain decoding here"
-    if second is None or best.tau is None or second.tau is None or not second.speedup:
-        return ""
-    tokens, rounds = best.tau / second.tau, (second.tau / second.speedup) / (best.tau / best.speedup)
-    said = f"{tokens:.2f} times the tokens a round, rounds {rounds:.2f} times as fast as those of the second"
-    return said + overlap(best.speedup_ci, second.speedup_ci)
+def settings_of(run: Path) -> dict[str, Any]:
+    """The settings of a run by dotted name, from its config.yaml."""
+    path = run / "config.yaml"
+    return flat(yaml.safe_load(path.read_text())) if path.exists() else {}
 
 
-def why_tau(best: Report, second: Report | None) -> str:
-    """How much higher its tau is, where not all were decoded."""
-    if second is None:
-        return ""
-    (value, span), (other, others) = (ranked(False)(report) for report in (best, second))
-    return "" if value is None or other is None else f"tau {value:.2f} instead of {other:.2f}{overlap(span, others)}"
+def differing(settings: dict[str, dict[str, Any]]) -> dict[str, dict[str, str]]:
+    """run -> setting -> value, of the settings in which runs differ.
+
+    `head` is the class; what belongs to it is shown if it differs between runs of the same class.
+    """
+    head = "head.drafter._target_"
+    found: dict[str, dict[str, str]] = {name: {} for name in settings}
+    for key in sorted({key for values in settings.values() for key in values} - {*UNLIKE}):
+        kinds: dict[Any, set[str]] = {}
+        for values in settings.values():
+            kind = values.get(head) if key.startswith("head.") and key != head else None
+            kinds.setdefault(kind, set()).add(str(values.get(key)))
+        if any(len(values) > 1 for values in kinds.values()):
+            name = "head" if key == head else key
+            for run, values in settings.items():
+                if key in values:
+                    found[run][name] = str(values[key]).rpartition(".")[2] if key == head else str(values[key])
+    return found
 
 
-def overlap(span: list[float] | None, other: list[float] | None) -> str:
-    return "; the intervals of the two overlap" if span and other and span[0] <= other[1] else ""
-
-
-def charts(temperature: float, column: Mapping[str, Report]) -> list:
-    """Speedup against tau with lines of equal cost, and survival by depth."""
-    marks = []
+def paired(
+    column: dict[str, Report], other: Report, settings: dict[str, dict[str, Any]], first: str
+) -> dict[str, tuple[float, list[float]]]:
+    """tau of each run minus that of the first one, where both were judged on the same prompts in the same way."""
+    found = {}
     for name, report in column.items():
-        if report.tau is None or report.speedup is None or report.speedup_ci is None:
-            continue
-        low, high = report.speedup_ci
-        tip = f"{name}: tau {report.tau:.2f}, speedup {report.speedup:.2f}"
-        marks.append(Curve(name, [(report.tau, report.speedup)], marks=True, spans=[(low, high)], tips=[tip]))
-    most = max((curve.points[0][0] for curve in marks), default=1.0)
-    costs = [Curve(f"cost {cost:g}", [(1.0, 1 / cost), (most, most / cost)], guide=True) for cost in COSTS if most > 1]
-    survival = [
-        Curve(name, list(enumerate((report.replayed_survival if replayed(report) else report.survival) or [], start=1)), marks=True)
-        for name, report in column.items()
-    ]  # fmt: skip
-    depths = list(range(1, 1 + max((len(curve.points) for curve in survival), default=1)))
-    return [
-        lines([*marks, *costs], x=Axis("tau"), y=Axis("speedup", low=0), title=f"Speedup against tau, T={temperature:g}; dashed: rounds that cost so many plain passes"),
-        lines(survival, x=Axis("drafts", ticks=depths), y=Axis("share of rounds", low=0), title=f"Rounds that accept so many drafts, T={temperature:g}"),
-    ]  # fmt: skip
+        prompts, others = ([each["prompt"] for each in every.by_prompt] for every in (report, other))
+        same = all(settings[name].get(key) == settings[first].get(key) for key in SAME_PROMPTS)
+        if prompts and prompts == others and same and report.shape == other.shape:
+            counts = [
+                [PromptCounts(each["rounds"], each["emitted"]) for each in every.by_prompt] for every in (report, other)
+            ]
+            found[name] = tau_difference(*counts)
+    return found
 
 
-def run_charts(logs: Logs) -> list:
-    """Runs over their steps and the tokens that they read: tau of held-out prompts, and the loss."""
-    if not logs:
-        return []
-
-    def judged(rows: Sequence[dict], place: Callable[[dict], float | None]) -> list[tuple[float, float]]:
-        found = [(place(row), row["validation"]) for row in rows if "validation" in row and not row.get("last")]
-        taus = [(at, report.get("replayed_tau") or report.get("tau")) for at, report in found]
-        return [(at, tau) for at, tau in taus if at is not None and tau is not None]
-
-    steps = [Curve(name, judged(rows, lambda row: row["step"]), marks=True) for name, rows in logs.items()]
-    read = lambda row: (row["validation"].get("training") or {}).get("tokens")
-    tokens = [Curve(name, judged(rows, read), marks=True) for name, rows in logs.items()]
-    losses = [Curve(name, [(row["step"], row["loss"]) for row in rows if "loss" in row]) for name, rows in logs.items()]
-    tau = Axis("tau")
-    return [
-        lines(steps, x=Axis("step"), y=tau, title="tau of held-out prompts over the steps"),
-        lines(tokens, x=Axis("tokens"), y=tau, title="tau of held-out prompts over the tokens read"),
-        lines(losses, x=Axis("step"), y=Axis("loss"), title="Loss of training steps; heads with other losses cannot be compared by it"),
-    ]  # fmt: skip
+def conditions(common: dict[str, Any]) -> str:
+    """What all runs had in common, and how to read the page."""
+    known = [
+        f"{key}={common[key]}" for key in (*SAME_PROMPTS, "train.steps", "train.batch", "data.length") if key in common
+    ]
+    return (
+        f"{', '.join(known)}. The best step of each run. tau: {TAU}. Intervals are 95 % bootstrap intervals over prompts. The runs were "
+        "decoded at different times: scripts/compare.py checkpoint=A,B decodes the best ones in turn, which compares their speed fairly."
+    )

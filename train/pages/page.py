@@ -1,7 +1,9 @@
-"""One HTML file from a template, with its style, its script and its data inside."""
+"""One HTML file from parts: texts, figures, tables and charts, with the style, the script and the data inside."""
 
 import json
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -9,41 +11,78 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from train.pages import charts
-
 FOLDER = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Table:
+    """rows: texts of the cells, by which a click on a head sorts: by the number that they begin with, if there is one"""
+
+    heads: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of a page. One that has a heading and nothing but texts below it is left out."""
+
+    heading: str = ""
+    texts: Sequence[str] = ()
+    tiles: Sequence[tuple[str, str, str]] = ()  # name, figure, what belongs to it
+    table: Table | None = None
+    charts: Sequence[Markup] = ()
+    points: Sequence[str] = ()  # a list
+    body: str = ""  # Markup, as it is
+
+    @property
+    def filled(self) -> bool:
+        rows = self.table.rows if self.table else ()
+        return any((self.tiles, rows, self.charts, self.points, self.body)) or not self.heading
 
 
 @cache
 def environment() -> jinja2.Environment:
     """Everything that is written into a page is escaped."""
-    found = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(FOLDER), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
-    )
-    found.filters |= {"number": charts.number, "interval": interval, "percent": lambda value: f"{100 * value:.1f} %"}
-    return found
+    loader = jinja2.FileSystemLoader(FOLDER)
+    return jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
 
 
-def interval(pair: list[float] | None) -> str:
+def interval(pair: Sequence[float] | None) -> str:
     """95 % interval as text"""
     return "" if pair is None else f"{pair[0]:.2f} .. {pair[1]:.2f}"
 
 
-def render(template: str, *, title: str, data: dict, **values: Any) -> str:
-    """The page. data: the figures that it shows, which it holds as JSON too"""
+def write_figure(value: float | None, span: Sequence[float] | None = None, *, digits: int = 2, sign: str = "") -> str:
+    """A figure with its 95 % interval; empty if it is not known. sign: + to write that of positive numbers"""
+    text = lambda each: f"{each:{sign}.{digits}f}"
+    return "" if value is None else text(value) + (f" ({text(span[0])} .. {text(span[1])})" if span else "")
+
+
+def render_page(title: str, *, data: dict, verdict: tuple[str, str] | None = None, sections: Sequence[Section]) -> str:
+    """A page. data: the figures that it shows, which it holds as JSON too; verdict: yes, no or unsure, and a sentence"""
+    return _render(
+        "page.html.jinja", title=title, data=data, verdict=verdict, sections=[part for part in sections if part.filled]
+    )
+
+
+def live_page(*, target: str, drafts: str, max_length: int, chat: bool = True) -> str:
+    """The page of a server: drafted and plain answers side by side while they are written.
+
+    target: its name; drafts: what drafts, in a few words; max_length: tokens of a prompt and its answer
+    chat: whether prompts are a user's messages, not texts to continue
+    """
+    data = {"target": target, "drafts": drafts, "max_length": max_length, "chat": chat}
+    script = Markup((FOLDER / "live.js").read_text())
+    return _render("live.html.jinja", title="specdec", data=data, live_script=script)
+
+
+def _render(template: str, *, data: dict, **values: Any) -> str:
     text = json.dumps(finite(data)).replace(
         "<", "\\u003c"
     )  # no text of an answer may end the element that it stands in
+    style, script = (Markup((FOLDER / name).read_text()) for name in ("page.css", "page.js"))
     return (
-        environment()
-        .get_template(template)
-        .render(
-            title=title,
-            data=Markup(text),
-            style=Markup((FOLDER / "page.css").read_text()),
-            script=Markup((FOLDER / "page.js").read_text()),
-            **values,
-        )
+        environment().get_template(template).render(data=Markup(text), given=data, style=style, script=script, **values)
     )
 
 

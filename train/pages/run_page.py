@@ -1,31 +1,36 @@
-"""The page of a training run: what was trained, on what, whether it is worth serving, and what to try next."""
+"""The page of a training run: what was trained, on what, and whether it is worth serving."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from markupsafe import Markup
+
 from specdec import checkpoint
 from specdec.core import files
-from specdec.measuring.figures import TAU
-from specdec.measuring.report import Report, verdict
+from specdec.measuring.report import TAU, Report, verdict
 from specdec.measuring.speed import chain_speedups
 from train.answers.resumable import read_rows
 from train.pages import facts
-from train.pages.advice import Figures, advice
-from train.pages.charts import Axis, Curve, bars, lines, number
-from train.pages.page import render
+from train.pages.charts import ChartCurve, bars, lines, number
+from train.pages.page import Section, Table, interval, render_page
 
 PAGE, SAMPLES = "report.html", "samples.json"
 SMOOTH = 20  # logged losses that are averaged
 WORTH = 1.05  # speedup that the whole interval must reach
+WIDE = 0.3  # width of tau's interval from which more prompts are advised
+INTERVALS = "A chain of K drafts can reach K + 1. Intervals are 95 % bootstrap intervals over prompts."
+KEY = Markup(
+    '<p class="key"><span class="d1">1st</span><span class="d2">2nd</span><span class="d3">3rd</span>'
+    '<span class="d4">4th or later draft, accepted</span><span class="refused">a draft was refused here</span> (point at it)</p>'
+)
 
 
 def write(run: Path) -> Path:
     """The page of a run's best checkpoint, beside its report.json. Raises ValueError for a folder without one."""
-    best = checkpoint.resolve(run)
-    path = best / PAGE
+    path = checkpoint.resolve(run) / PAGE
     files.write_text(path, render_run(read(run)))
     return path
 
@@ -33,17 +38,12 @@ def write(run: Path) -> Path:
 def read(run: Path) -> dict[str, Any]:
     """Everything on the page: {name, report, log, about, samples}. Older runs have no about and no samples."""
     best = checkpoint.resolve(run)
-    folder = best.parent if best.name.startswith("step_") else best
-
-    def optional(path: Path, default: Any) -> Any:
-        return json.loads(path.read_text()) if path.exists() else default
-
     return {
-        "name": folder.name,
+        "name": best.parent.name if best.name.startswith("step_") else best.name,
         "report": checkpoint.read_json(best / "report.json"),
         "log": log_of(best),
         "about": facts.read(best),
-        "samples": optional(best / SAMPLES, []),
+        "samples": json.loads((best / SAMPLES).read_text()) if (best / SAMPLES).exists() else [],
     }
 
 
@@ -60,149 +60,179 @@ def worth(report: Report) -> tuple[str, str]:
             f"Not known: tau is {report.replayed_tau:.2f}, but nothing was decoded with the clock running. "
             "scripts/evaluate.py measures the speedup."
         )
-    way, speedup, interval, num = (
+    way, speedup, span, num = (
         f"the {report.shape or 'fixed shape'}",
         report.speedup,
         report.speedup_ci,
         report.num_prompts,
     )
     if report.auto and report.auto["speedup"] > speedup:
-        way, speedup, interval = "proposer=auto", report.auto["speedup"], report.auto["speedup_ci"]
+        way, speedup, span = "proposer=auto", report.auto["speedup"], report.auto["speedup_ci"]
         num = report.auto.get("num_prompts", num)
-    said = f"{speedup:.2f} times as fast as plain decoding ({interval[0]:.2f} .. {interval[1]:.2f}) with {way}, on {num} prompts"
+    said = (
+        f"{speedup:.2f} times as fast as plain decoding ({span[0]:.2f} .. {span[1]:.2f}) with {way}, on {num} prompts"
+    )
     if report.lossy:
         return "no", f"Not lossless: {said}, with a rule that changes the answers."
-    if interval[0] >= WORTH:
+    if span[0] >= WORTH:
         return "yes", f"Yes: {said}."
-    if interval[1] < 1:
+    if span[1] < 1:
         return "no", f"No: {said}."
     return "unsure", f"Not sure: {said}. More prompts would tell (validation.num_prompts, scripts/evaluate.py)."
 
 
-def render_run(document: dict[str, Any]) -> str:
-    report, log, about = document["report"], document["log"], document["about"]
-    parsed, figures = Report.from_json(report), Figures(report, log, about)
-    answer, sentence = worth(parsed)
-    return render(
-        "run.html.jinja",
-        title=f"{document['name']}, step {report.get('step')}",
-        data=document,
-        answer=answer,
-        sentence=sentence,
-        setting=setting(about, report),
-        tau_means=TAU,
-        report=asdict(parsed),
-        about=about,
-        lossless=verdict(parsed) if parsed.decoded else None,
-        curves=curves(figures) if log else [],
-        drafts=drafts(report, parsed),
-        parts={"category": asdict(parsed)["by_category"], "tag": asdict(parsed)["by_tag"]},
-        samples=document["samples"],
-        advice=advice(figures),
-    )
-
-
-def setting(about: dict, report: dict) -> str:
-    """What was trained, in one sentence."""
-    training = report.get("training") or {}
-    drafter, target, data = (about.get(name) or {} for name in ("drafter", "target", "data"))
-    parts = [
-        drafter.get("class", "A drafter"),
-        f"with {number(training['parameters'])} trained parameters" if training.get("parameters") else "",
-        f"for {target['name']} ({target['dtype']})," if target else "",
-        f"trained on {number(training['tokens'])} tokens" if training.get("tokens") else "",
-        f"of {number(training['unique_tokens'])} ({data['train']})" if training.get("unique_tokens") and data else "",
-        f"in {training['seconds'] / 60:.1f} minutes" if training.get("seconds") else "",
-        f"by {training['processes']} processes" if (training.get("processes") or 1) > 1 else "",
-        f"and judged by a {report['shape']} at temperature {report['temperature']:g}" if report.get("shape") else "",
-    ]
-    return " ".join(part for part in parts if part) + "."
-
-
-def smooth(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The mean of every SMOOTH points in a row."""
-    groups = [points[place : place + SMOOTH] for place in range(len(points) - SMOOTH + 1)]
-    return [(group[-1][0], sum(value for _, value in group) / SMOOTH) for group in groups]
-
-
-def curves(run: Figures) -> list:
-    """The run over its steps: charts of everything that its log holds."""
-    logged = run.logged
-
-    def judged(name: str, title: str) -> Curve:
-        rows = [(row["step"], row["validation"]) for row in run.log if "validation" in row]
-        known = {step: report for step, report in rows if report.get(name) is not None}
-        spans = [tuple(report.get(f"{name}_ci") or [report[name]] * 2) for report in known.values()]
-        tips = [
-            f"step {step}: {title} {report[name]:.3f} ({low:.2f} .. {high:.2f})"
-            for (step, report), (low, high) in zip(known.items(), spans)
-        ]
-        return Curve(
-            title, [(step, report[name]) for step, report in known.items()], marks=True, tips=tips, spans=spans
+def advice(report: Report) -> list[str]:
+    """What follows from the intervals that were measured."""
+    said = []
+    if report.speedup_ci and report.speedup_ci[1] < 1 and report.auto and report.auto["speedup"] > 1:
+        said.append(
+            f"The {report.shape or 'fixed shape'} is slower than plain decoding ({interval(report.speedup_ci)}), while "
+            f"proposer=auto is {report.auto['speedup']:.2f} times as fast: serve it with auto."
         )
+    span = report.replayed_tau_ci or report.tau_ci
+    if span and span[1] - span[0] >= WIDE:
+        said.append(
+            f"tau is known to {interval(span)} only: raise validation.num_prompts. A replayed prompt costs one pass."
+        )
+    return said
 
-    step = Axis("step")
-    drawn = [
-        lines([Curve("loss", logged("loss")), Curve(f"mean of {SMOOTH}", smooth(logged("loss")))], x=step, y=Axis("loss"), title="Loss of training steps"),
-        lines(
-            [judged("replayed_tau", "replayed tau"), judged("tau", "decoded tau"), Curve("training texts", logged("tau"))],
-            x=step, y=Axis("tau"), title="tau of held-out prompts (with 95 % intervals) and of training texts",
+
+def render_run(document: dict[str, Any]) -> str:
+    """The page of `read`'s document."""
+    report, about, logged = Report.from_json(document["report"]), document["about"], document["log"]
+    lossless = [f"The answers: {verdict(report)}."] if report.decoded else []
+    gap = "A gap as small as the rounding of the target's dtype is a tie that rounding decides either way."
+    differ = [[each["prompt"], str(each["token"]), number(each["gap"])] for each in report.differences]
+    groups = {**about, "training": asdict(report.training) if report.training else {}}
+    known = [
+        (f"{group}: {name}", each)
+        for group, part in groups.items()
+        if isinstance(part, dict)
+        for name, each in part.items()
+    ]
+    rows = [
+        [name, number(each) if isinstance(each, int | float) else str(each)] for name, each in known if each is not None
+    ]
+    command = Markup("<p>The command that repeats it:</p><pre>{}</pre>").format(about["command"]) if about else ""
+    sections = [
+        Section(texts=[*lossless, *advice(report), f"tau: {TAU}. {INTERVALS}"], tiles=tiles(report)),
+        Section("Drafts", charts=drafts(report)),
+        Section("By category", table=tabulate("category", report.by_category)),
+        Section("By tag", table=tabulate("tag", report.by_tag)),
+        Section("Answers of the target, with the drafts", body=mark_samples(document["samples"])),
+        Section(
+            "Answers that differ from plain decoding",
+            texts=[gap],
+            table=Table(["prompt", "first other token", "gap of the two best logits there"], differ),
         ),
-        lines([Curve("learning rate", logged("learning_rate"))], x=step, y=Axis("learning rate", low=0), title="Learning rate"),
-        lines([Curve("tokens/s", logged("tokens_per_second"))], x=step, y=Axis("tokens/s", low=0), title="Speed of training"),
-        lines([Curve("GB", [(at, size / 1e9) for at, size in logged("memory")])], x=step, y=Axis("GB", low=0), title="Most memory so far"),
-        lines([Curve("norm", logged("grad_norm"))], x=step, y=Axis("norm", low=0), title="Norm of the gradient before clipping"),
-    ]  # fmt: skip
-    speedup = judged("speedup", "speedup")
-    if speedup.points:
-        drawn.append(lines([speedup], x=step, y=Axis("speedup"), title="Speedup over plain decoding"))
-    return drawn
+        Section("The run", charts=curves(logged) if logged else []),
+        Section("Data, training and environment", table=Table(["fact", "value"], rows), body=command),
+    ]
+    title = f"{document['name']}, step {report.step}"
+    return render_page(title, data=document, verdict=worth(report), sections=sections)
 
 
-def drafts(report: dict, parsed: Report) -> list:
+def tiles(report: Report) -> list[tuple[str, str, str]]:
+    """The main figures: name, value, interval. What was not measured is left out."""
+    auto, plain = report.auto or {}, report.baseline_tokens_per_second
+    prompts = f"{report.replayed_prompts or report.num_prompts} prompts"
+    found = [
+        ("tau, replayed", report.replayed_tau, f"{interval(report.replayed_tau_ci)}, {prompts}"),
+        ("tau, decoded", report.tau, f"{interval(report.tau_ci)}, {report.num_prompts} prompts"),
+        (f"speedup, {report.shape or 'fixed'}", report.speedup, interval(report.speedup_ci)),
+        ("speedup, auto", auto.get("speedup"), interval(auto.get("speedup_ci"))),
+        ("tokens/s with drafts", report.tokens_per_second, f"plain: {plain:.2f}" if plain else ""),
+    ]
+    return [(name, f"{value:.2f}", more) for name, value, more in found if value]
+
+
+def tabulate(name: str, parts: Mapping[str, Report]) -> Table:
+    """tau of each category or tag."""
+    rows = []
+    for part, report in parts.items():
+        tau, survival = report.replayed_tau or report.tau, report.replayed_survival or report.survival
+        span, prompts = report.replayed_tau_ci or report.tau_ci, report.replayed_prompts or report.num_prompts
+        first = f"{100 * survival[0]:.1f} %" if survival else "-"
+        speedup = f"{report.speedup:.2f}" if report.speedup else "-"
+        rows.append([part or "none", str(prompts), f"{tau:.2f}", interval(span), first, speedup])
+    return Table([name, "prompts", "tau", "95 %", "first draft accepted", "speedup"], rows)
+
+
+def mark_samples(samples: Sequence[dict]) -> Markup:
+    """Answers whose drafts are marked. samples: as `train.pages.samples.samples` gives them"""
+    found = KEY if samples else Markup("")
+    for sample in samples:
+        answer = Markup("")
+        for piece in sample["pieces"]:
+            if piece["depth"]:
+                answer += Markup('<span class="d{}">{}</span>').format(min(piece["depth"], 4), piece["text"])
+            elif piece["refused"] is not None:
+                answer += Markup('<span class="refused" title="refused: {}">{}</span>').format(
+                    piece["refused"], piece["text"]
+                )
+            else:
+                answer += piece["text"]
+        found += Markup('<p><b>{}</b> <span class="soft">{}</span></p><div class="answer">{}</div>').format(
+            sample["category"], sample["prompt"], answer
+        )
+    return found
+
+
+def curves(log: Sequence[dict]) -> list[Markup]:
+    """The run over its steps."""
+    logged = lambda name: [(row["step"], row[name]) for row in log if isinstance(row.get(name), int | float)]
+    reports = {row["step"]: row["validation"] for row in log if "validation" in row}
+
+    def judged(name: str, title: str) -> ChartCurve:
+        known = {step: report for step, report in reports.items() if report.get(name) is not None}
+        spans = [tuple(report.get(f"{name}_ci") or [report[name]] * 2) for report in known.values()]
+        return ChartCurve(title, [(step, report[name]) for step, report in known.items()], marks=True, spans=spans)
+
+    loss = logged("loss")
+    means = [
+        (loss[end - 1][0], sum(value for _, value in loss[end - SMOOTH : end]) / SMOOTH)
+        for end in range(SMOOTH, 1 + len(loss))
+    ]
+    taus = [
+        judged("replayed_tau", "replayed tau"),
+        judged("tau", "decoded tau"),
+        ChartCurve("training texts", logged("tau")),
+    ]
+    tau = "tau of held-out prompts (with 95 % intervals) and of training texts"
+    others = {"learning_rate": "Learning rate", "grad_norm": "Norm of the gradient before clipping"}
+    return [
+        lines(
+            [ChartCurve("loss", loss), ChartCurve(f"mean of {SMOOTH}", means)],
+            x="step",
+            y="loss",
+            title="Loss of training steps",
+        ),
+        lines(taus, x="step", y="tau", title=tau),
+        *(
+            lines([ChartCurve(name, logged(name))], x="step", y=name, low=0, title=title)
+            for name, title in others.items()
+        ),
+    ]
+
+
+def drafts(report: Report) -> list[Markup]:
     """What became of the drafts, by depth, and what a round takes."""
-    survival = report.get("replayed_survival") or report.get("survival") or []
-    names = [str(depth) for depth in range(1, 1 + len(survival))]
-    drawn = []
+    survival, stages, drawn = report.replayed_survival or report.survival or [], report.ms_per_round, []
     if survival:
-        given = [1.0, *survival[:-1]]
-        acceptance = [share / before if before else 0.0 for share, before in zip(survival, given)]
+        acceptance = [share / before if before else 0.0 for share, before in zip(survival, [1.0, *survival])]
         groups = [("rounds that accept so many drafts", survival), ("of those that accept one less", acceptance)]
+        names = [str(depth) for depth in range(1, 1 + len(survival))]
         drawn.append(
             bars(groups, names, x="drafts", y="share", title="Survival, and acceptance given the drafts before")
         )
-    stages = report.get("ms_per_round")
-    if stages:
-        drawn.append(
-            bars(
-                [("ms", list(stages.values()))],
-                list(stages),
-                x="part of a round",
-                y="ms",
-                title="Where a round's time goes",
-            )
-        )
-        predicted = chain_speedups(parsed)
+    if stages and report.speedup is not None and report.speedup_ci:
+        predicted, (low, high) = chain_speedups(report), report.speedup_ci
         shown = [
-            Curve("predicted for a chain", list(enumerate(predicted, start=1)), marks=True),
-            Curve(
-                "measured", [(len(predicted), report["speedup"])], spans=[report["speedup_ci"]], line=False, marks=True
-            ),
+            ChartCurve("predicted for a chain", [*enumerate(predicted, start=1)], marks=True),
+            ChartCurve("measured", [(len(predicted), report.speedup)], spans=[(low, high)]),
         ]
-        if report.get("auto"):
-            auto = report["auto"]
-            mean = sum(int(nodes) * count for nodes, count in auto["sizes"].items()) / sum(auto["sizes"].values()) - 1
-            shown.append(
-                Curve(
-                    "auto, at its mean number of drafts",
-                    [(mean, auto["speedup"])],
-                    spans=[auto["speedup_ci"]],
-                    line=False,
-                    marks=True,
-                )
-            )
-        ticks = list(range(1 + len(predicted)))
         drawn.append(
-            lines(shown, x=Axis("drafts", ticks=ticks), y=Axis("speedup"), title="Speedup by the number of drafts")
+            bars([("ms", [*stages.values()])], [*stages], x="part of a round", y="ms", title="Time of a round")
         )
+        drawn.append(lines(shown, x="drafts", y="speedup", title="Speedup by the number of drafts"))
     return drawn

@@ -10,11 +10,11 @@ from transformers import PreTrainedTokenizerBase
 from specdec import checkpoint
 from specdec.core import files
 from specdec.heads.base import Drafter
-from specdec.measuring.measurement import Prompt
+from specdec.measuring.measure import Prompt
 from specdec.unroll import replay
 from train.data import reading
 from train.pages import run_page
-from train.validation import Validation
+from train.validate import Validation
 
 NUM_SAMPLES = 6  # answers on the page of a run
 LONGEST_PROMPT = 400  # characters that are shown of a prompt

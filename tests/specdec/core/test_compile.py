@@ -18,8 +18,8 @@ from specdec.core.generation import STAGES
 from specdec.core.sampling import Sampling
 from specdec.core.tree import TreeShape
 from specdec.decoding.decoder import Decoder
+from specdec.proposers.growth import Stopping
 from specdec.proposers.heads import HeadProposer
-from specdec.proposers.stopping import Stopping
 from specdec.target import attention
 from specdec.target.compiled import CompiledTarget
 from specdec.target.model import Target

@@ -24,10 +24,8 @@ from specdec.decoding.decoder import Decoder
 from specdec.proposers import auto
 from specdec.proposers.auto import Auto
 from specdec.proposers.costs import told
-from specdec.proposers.forced import Forced
 from specdec.proposers.heads import HeadProposer
-from specdec.proposers.merged import Merged
-from specdec.proposers.ngram import Ngram
+from specdec.proposers.text import Forced, Ngram
 from tests.enumeration import PROMPT, SAMPLINGS, THREE_TOKENS, V, decoder_outcomes, sampled_target
 from tests.grammars import Language, random_constraint, some_of
 from tests.support import REAL_TARGET, chain_of, make_drafter, random_tokens
@@ -93,14 +91,13 @@ def decoder_of(case: str, sampling: str, rule: str) -> Decoder:
     proposer = {
         "plain": None,
         "forced": Forced(target, num=3),
-        "merged": Merged(target, members=[Forced(target, num=2), ngram, head]),
         "auto": Auto(target, members=[Forced(target, num=2), ngram, head], costs=told(FREE, plain=1.0, absorb=0, step=0)),
     }.get(case, head)  # fmt: skip
     return Decoder(target, proposer, sampling=SAMPLINGS[sampling], stop=set(), rule=rule)
 
 
 CHILDREN = {"distinct tree": "distinct", "independent tree": "independent"}
-CASES = ["plain", "forced", "chain", "chosen tree", "distinct tree", "independent tree", "merged"]
+CASES = ["plain", "forced", "chain", "chosen tree", "distinct tree", "independent tree"]
 
 
 @pytest.mark.slow
@@ -110,7 +107,7 @@ def test_answers_have_the_law_of_the_constrained_target(case, sampling, rule, mo
     """Every draw of a round is enumerated, in the first round and in the third."""
     decoder = decoder_of(case, sampling, rule)
     for number in (1, 3) if case != "independent tree" else (1,):
-        assert error(decoder, number, monkeypatch, alone=case == "merged") < 1e-12
+        assert error(decoder, number, monkeypatch) < 1e-12
 
 
 @pytest.mark.slow
@@ -162,7 +159,7 @@ def constraints_of(num: int, vocab_size: int, free: int | None = None) -> list[C
     return [None if row == free else Constraint(language(row), frozenset()) for row in range(num)]
 
 
-@pytest.mark.parametrize("case", ["forced", "chain", "chosen tree", "merged", "auto", "ngram"])
+@pytest.mark.parametrize("case", ["forced", "chain", "chosen tree", "auto", "ngram"])
 def test_greedy_answers_are_those_of_plain_constrained_decoding(small_target, case):
     """Ragged rows, one of them free; drafts are refused and rolled back all the time."""
     target, prompts = small_target, [random_tokens(length, length, small_target.vocab_size) for length in (5, 9, 2)]
@@ -171,7 +168,6 @@ def test_greedy_answers_are_those_of_plain_constrained_decoding(small_target, ca
     proposer = {
         "forced": Forced(target, num=4),
         "ngram": ngram,
-        "merged": Merged(target, members=[Forced(target, num=4), ngram, head]),
         "auto": Auto(target, members=[Forced(target, num=4), ngram, head], costs=told(FREE, plain=1.0, absorb=0, step=0)),
     }.get(case, head)  # fmt: skip
     answers = []
@@ -183,14 +179,15 @@ def test_greedy_answers_are_those_of_plain_constrained_decoding(small_target, ca
     assert free.tokens[1] == answers[0].tokens[1] and free.tokens[0] != answers[0].tokens[0]
     for answer, constraint in zip(answers[1].tokens, constraints_of(3, target.vocab_size, free=1)):
         assert constraint is None or constraint.fits(answer)
-    if case in ("forced", "merged", "auto"):
+    if case in ("forced", "auto"):
         assert sum(map(sum, answers[1].accepted)) > 0
 
 
 def test_requests_with_and_without_grammars_join_and_leave(small_target):
     prompts = [random_tokens(row, 3 + row, small_target.vocab_size) for row in range(6)]
     constraint = lambda number: constraints_of(6, small_target.vocab_size, free=2)[number]
-    proposer = Merged(small_target, members=[Forced(small_target, num=4), Ngram(small_target, min=1, max=3, num=4)])
+    members = [Forced(small_target, num=4), Ngram(small_target, min=1, max=3, num=4)]
+    proposer = Auto(small_target, members=members, costs=told(FREE, plain=1.0, absorb=0, step=0))
     decoder = Decoder(small_target, proposer, sampling=Sampling(), stop=set())
     found = dict(decoder.answers(prompts, 20, rows=2, constraint=constraint))
     for number, prompt in enumerate(prompts):
@@ -355,7 +352,7 @@ def test_without_stop_tokens_or_the_package_a_sentence_says_what_to_do(monkeypat
 def test_the_settings_of_forced_are_those_of_its_file(small_target):
     import yaml
 
-    from specdec.proposers.forced import usual_forced
+    from specdec.proposers.text import usual_forced
     from tests.support import ROOT
 
     assert usual_forced(small_target).depth == yaml.safe_load((ROOT / "conf/proposer/forced.yaml").read_text())["num"]

@@ -2,12 +2,15 @@
 
 import pytest
 import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 
 from specdec.core import precision
 from specdec.target.loading import load_skeleton
 from specdec.target.model import Target
-from tests.support import save_target
-from train import starting
+from tests.support import ROOT, save_target
+from train import build
+from train.config import RunConfig
 
 
 @pytest.fixture(autouse=True)
@@ -93,28 +96,23 @@ def test_a_dtype_that_does_not_exist_is_refused(tmp_path):
     assert load_skeleton(name, dtype="float32", revision=None)[0].dtype == torch.float32
 
 
-def settings(**more):
-    from omegaconf import OmegaConf
-
-    given = {"precision": "auto", "resume": False, "target": {"dtype": "auto"}, "train": {"timeout": 1}}
-    return OmegaConf.create(given | more)
+def settings(*options: str) -> RunConfig:
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        return RunConfig.of(OmegaConf.to_container(compose("train", overrides=["run=some", *options]), resolve=True))
 
 
 def test_a_run_takes_what_the_device_computes_in_unless_told(monkeypatch):
     tell(monkeypatch, onednn=False)
-    config = settings()
-    starting.choose_precision(config, torch.device("cpu"))
+    config = build.choose_precision(settings(), torch.device("cpu"))
     assert (config.precision, config.target.dtype) == ("fp32", "float32")
-    config = settings(precision="bf16")
-    starting.choose_precision(config, torch.device("cpu"))
+    config = build.choose_precision(settings("precision=bf16"), torch.device("cpu"))
     assert (config.precision, config.target.dtype) == ("bf16", "float32")
 
 
 def test_a_resumed_run_keeps_its_precision_on_another_machine(monkeypatch, tmp_path):
     (tmp_path / "config.yaml").write_text("precision: bf16\ntarget: {dtype: bfloat16}\n")
     tell(monkeypatch, onednn=False)
-    for resume, kept in ((True, True), ("auto", True), (False, False)):
-        config = settings(resume=resume)
-        starting.recall_precision(config, tmp_path)
-        starting.choose_precision(config, torch.device("cpu"))
+    for resume, kept in (("true", True), ("auto", True), ("false", False)):
+        config = build.recall_precision(settings(f"resume={resume}"), tmp_path)
+        config = build.choose_precision(config, torch.device("cpu"))
         assert (config.precision == "bf16") == kept and (config.target.dtype == "bfloat16") == kept

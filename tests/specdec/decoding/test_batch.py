@@ -13,11 +13,11 @@ from specdec.core.tree import TreeShape, root
 from specdec.decoding.batch import Request
 from specdec.decoding.decoder import Decoder
 from specdec.proposers.auto import Auto
+from specdec.proposers.costs import told
 from specdec.proposers.heads import HeadProposer
 from specdec.proposers.lookahead import Lookahead
-from specdec.proposers.merged import Merged
-from specdec.proposers.ngram import Ngram
 from specdec.proposers.suffix import Suffix
+from specdec.proposers.text import Ngram
 from tests.support import HEADS, chain_of, greedy, make_drafter, random_tokens
 from tests.texts import repeating_texts
 
@@ -61,14 +61,16 @@ def text_proposers(target) -> dict:
         "suffix": suffix,
         "ngram": ngram,
         "lookahead": lambda: Lookahead(target, window=3, ngram=3, guesses=2, from_text=True),
-        "merged": lambda: Merged(
-            target, members=[HeadProposer(make_drafter(target, "eagle3"), chain_of(2)), suffix(), ngram()]
+        "auto": lambda: Auto(
+            target,
+            members=[HeadProposer(make_drafter(target, "eagle3"), chain_of(2)), suffix(), ngram()],
+            costs=told(dict.fromkeys(range(1, 10), 1.0), plain=1.0, absorb=0.0, step=0.0),
         ),
     }
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("name", ["none", "suffix", "ngram", "lookahead", "merged"])
+@pytest.mark.parametrize("name", ["none", "suffix", "ngram", "lookahead", "auto"])
 def test_greedy_answers_are_those_of_each_prompt_alone(small_target, name, rows):
     prompts = prompts_of(small_target)
     plain = alone(greedy(small_target, None, STOP), prompts, 30)
@@ -309,7 +311,7 @@ def test_bad_input_is_refused(small_target):
         list(decoder.answers([[1], []], 4, rows=2))
 
 
-@pytest.mark.parametrize("name", ["none", "suffix", "eagle3", "draft", "medusa", "merged"])
+@pytest.mark.parametrize("name", ["none", "suffix", "eagle3", "draft", "medusa", "auto"])
 def test_prompts_read_in_pieces_are_answered_as_read_whole(small_target, name):
     """Greedy answers and seeded ones, with what heads drafted; rounds of the others are between the pieces."""
     made = text_proposers(small_target)
@@ -336,7 +338,7 @@ def test_prompts_read_in_pieces_are_answered_as_read_whole(small_target, name):
     whole, pieces = answer(None), answer(4)  # of four prompts: a token of each
     assert [tokens for tokens, _ in pieces[::2]] == [tokens for tokens, _ in whole[::2]]
     assert [tokens[0] for tokens, _ in pieces] == [tokens[0] for tokens, _ in whole]
-    if name not in ("suffix", "merged"):  # they draft from what was answered before
+    if name not in ("suffix", "auto"):  # they draft from what was answered before
         assert pieces == whole
 
 

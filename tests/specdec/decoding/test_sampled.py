@@ -8,8 +8,8 @@ from specdec.core import rules
 from specdec.core.sampling import Sampling
 from specdec.core.tree import Tree, TreeShape, root
 from specdec.decoding.decoder import Decoder
+from specdec.proposers.growth import Stopping
 from specdec.proposers.heads import HeadProposer
-from specdec.proposers.stopping import Stopping
 from tests.enumeration import SAMPLINGS, answer_statistic, decoder_error, sampled_target, without_temperature
 from tests.support import chain_of, make_drafter
 

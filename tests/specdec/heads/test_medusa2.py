@@ -13,7 +13,7 @@ from specdec.core.tree import TreeShape
 from specdec.decoding.decoder import Decoder
 from specdec.heads.eagle import Eagle
 from specdec.heads.medusa import Medusa2
-from specdec.measuring.measurement import Prompt, PromptResult
+from specdec.measuring.measure import Prompt, PromptResult
 from specdec.measuring.report import summarise, verdict
 from specdec.proposers.heads import HeadProposer
 from specdec.target.adapter import original

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from specdec.core.generation import Generation
 from specdec.core.timing import interleave
 from specdec.decoding.drafting import Drafting
-from specdec.measuring.measurement import Prompt, PromptResult
+from specdec.measuring.measure import Prompt, PromptResult
 from specdec.measuring.report import Report, Training, summarise, summarise_by_category
 from tests.support import ROOT
 

@@ -7,9 +7,8 @@ import pytest
 
 from specdec.core.generation import Generation
 from specdec.measuring import speed
-from specdec.measuring.figures import rate_ratio_interval
-from specdec.measuring.measurement import Prompt, PromptResult
-from specdec.measuring.report import Report
+from specdec.measuring.measure import Prompt, PromptResult
+from specdec.measuring.report import Report, rate_ratio_interval
 
 
 def stages(draft: float, verify: float, rest: float = 0.0) -> dict[str, float]:

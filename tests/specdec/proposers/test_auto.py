@@ -1,8 +1,10 @@
-"""Tests of drafting that chooses how much to draft: its law, its choices, its costs and its chances."""
+"""Tests of drafting that chooses how much to draft: its answers, and its choices by user-supplied costs and by a virtual clock."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
+import torch
 import yaml
 
 from specdec.core.compile import Runner
@@ -10,16 +12,13 @@ from specdec.core.generation import RoundCost
 from specdec.core.sampling import Sampling
 from specdec.decoding.batch import Request
 from specdec.decoding.decoder import Decoder
-from specdec.measuring.measurement import seeded_generator
+from specdec.measuring.measure import seeded_generator
 from specdec.proposers import auto as auto_module
 from specdec.proposers.auto import Auto
-from specdec.proposers.chances import Chances, Kind
 from specdec.proposers.costs import Costs, told
 from specdec.proposers.heads import HeadProposer
-from specdec.proposers.ngram import Ngram
-from specdec.proposers.pool import Pool
-from specdec.proposers.realised import Realised
 from specdec.proposers.suffix import Suffix, usual_suffix
+from specdec.proposers.text import Guess, Ngram, TextProposer
 from tests.support import ROOT, chain_of, make_drafter, random_tokens
 from tests.texts import repeating_texts
 
@@ -92,7 +91,7 @@ def test_rows_that_have_ended_do_not_count(small_target):
     while batch.running:
         batch.step()
         running = len(batch.running)
-        assert proposer.num_active in (running, running + 1)
+        assert len(proposer.running) in (running, running + 1)
     assert len(proposer.newest) == 2 and len(batch.rows) == 2
     account = proposer.account
     assert account.tokens == pytest.approx(sum(len(request.tokens) - 1 for request in batch.rows), abs=4)
@@ -108,7 +107,7 @@ def test_nothing_is_drafted_where_every_node_costs_a_pass(small_target):
     account = proposer.account
     assert account.sizes[1] > 0.9 * account.rounds
     assert account.head - account.trials < 0.1 * account.rounds  # at first it is not known that the head is never right
-    assert account.rounds / 25 < account.trials <= 2 + account.rounds / 20  # so they take a hundredth of the time
+    assert account.rounds / 25 < account.trials <= 2 + account.rounds / 20  # so they take about 1 % of the time
 
 
 # Two threads of float32 beside a spinning process for each core (results/44-other-machines.md): three nodes take 2.9 times as long as one
@@ -131,37 +130,6 @@ def test_beside_busy_processes_it_stays_near_plain_decoding(small_target, copies
     assert account.tokens / seconds >= 0.97  # plain decoding writes a token a second
 
 
-def test_the_size_is_the_best_of_all(small_target):
-    """Against all sizes and all sets of candidates, for random chances and costs."""
-    generator = random.Random(0)
-    proposer = auto(small_target, head=None)
-    for _ in range(50):
-        ratios = {1: 1.0}
-        for num in range(2, 8):
-            ratios[num] = ratios[num - 1] + generator.choice([-0.02, 0.0, 0.1, 0.5])
-        proposer.given = proposer.costs = told(ratios, plain=1.0, absorb=0, step=0)
-        proposer.newest, proposer.left, proposer.num_rows = [5, 5], [9, 9], 2
-        proposer.gained, proposer.spent = 0.0, 0.0
-        proposer.pools = [Pool([5]), Pool([5])]
-        for pool in proposer.pools:
-            for token in range(6):
-                parent = generator.randrange(len(pool.tokens))
-                pool.add(token, parent, Kind("Suffix", generator.random(), 1), proposer.chances)
-            pool.settle()
-        proposer._prepare()
-        num, seconds, expected = proposer.candidates.best()
-        trees = [pool.best(num - 1, chain=False) for pool in proposer.pools]
-        for pool, nodes in zip(proposer.pools, trees):
-            assert all(pool.parents[node] == 0 or pool.parents[node] in nodes for node in nodes)
-        told_value = 2.0 + sum(pool.chances[node] for pool, nodes in zip(proposer.pools, trees) for node in nodes)
-        assert expected == pytest.approx(told_value)
-        best = max(
-            2 + sum(sum(sorted(pool.chances[1:], reverse=True)[: size - 1]) for pool in proposer.pools)
-            - proposer.value.rate * 2 * cost for size, cost in ratios.items()
-        )  # fmt: skip
-        assert expected - proposer.value.rate * seconds == pytest.approx(best)
-
-
 def test_members_that_do_not_fit_are_refused(small_target):
     ngram = Ngram(small_target, min=1, max=3, num=4)
     inner = Auto(small_target, members=[ngram], costs=told(FREE, plain=1.0, absorb=0, step=0))
@@ -170,71 +138,7 @@ def test_members_that_do_not_fit_are_refused(small_target):
             Auto(small_target, members=members)
 
 
-# Chances
-
-
-def test_chances_become_what_is_seen_and_follow_changes():
-    chances, generator = Chances(), random.Random(1)
-    kind = Kind("head", 0.55, 2)
-    for truth in (0.15, 0.9):
-        for _ in range(1500):
-            chances.learn(kind, generator.random() < truth)
-        assert abs(chances.of(kind) - truth) < 0.08
-    assert chances.of(Kind("head", 0.05, 1)) == pytest.approx(0.05)  # nothing is known of this kind
-    assert abs(chances.typical("head", 2) - 0.9) < 0.08 and chances.typical("head", 3) == 0.5
-
-
-def test_candidates_that_were_not_verified_teach_too(small_target):
-    proposer = auto(small_target, head=None, ratios=STEEP)
-    kind = Kind("Suffix", 0.9, 1, 0, 4)
-    for _ in range(60):
-        pool = Pool([5])
-        pool.add(9, 0, kind, proposer.chances)
-        pool.teach(proposer.chances, [8])
-    assert proposer.chances.of(kind) < 0.15
-
-
-# Costs
-
-
-def test_a_step_that_was_slow_once_is_not_taken_for_slow(small_target, monkeypatch):
-    clock = [0.0]
-    monkeypatch.setattr(auto_module.time, "perf_counter", lambda: clock[0])
-    proposer = auto(small_target)
-    proposer.num_rows, proposer.costs = 1, None
-    for seconds in (8.0, 1.0, 1.0, 1.0, 1.0):
-        clock[0] += seconds
-        proposer._time("step", clock[0] - seconds, 0.0)
-    assert proposer._step_seconds("step") < 1.5
-    proposer._time("step", clock[0] - 100.0, 0.0)
-    assert proposer._step_seconds("step") < 1.65
-    proposer._time("step", clock[0] - 0.1, 5.0)  # it was compiled
-    assert proposer._step_seconds("step") > 1.4
-
-
-@pytest.mark.parametrize("advantage, least, most", [(1.0, 8, 8), (1.1, 20, 20), (3.0, 400, 400)])
-def test_rounds_without_drafts_are_checked_seldom(small_target, advantage, least, most):
-    proposer = auto(small_target, head=None)
-    proposer.costs = Costs({1: {1: 1.0, 4: 1.1}}, sizes=(1, 4))
-    proposer.rhythm.advantage = advantage
-    rounds = next(num for num in range(1000) if setattr(proposer.rhythm, "drafted", num) or proposer._checks_plain())
-    assert least <= rounds <= most + 1 and proposer.account.checks == 1
-    proposer.costs.steps = {"absorb": 0.0, "step": 0.0}  # told costs are believed
-    assert not proposer._checks_plain()
-
-
-def test_where_looking_at_texts_takes_long_and_never_pays_it_is_done_seldom(small_target, monkeypatch):
-    looks = []
-    look = Auto._look
-    monkeypatch.setattr(Auto, "_look", lambda self: looks.append(1) or look(self))
-    for seconds in (0.0, 1.0):
-        proposer = auto(small_target, head=None, ratios=STEEP)
-        proposer._step_seconds = lambda name, seconds=seconds: seconds if name == "texts" else 0.0
-        decoder = Decoder(small_target, proposer, sampling=Sampling(), stop=set())
-        looks.clear()
-        decoder.generate([random_tokens(3, 9, small_target.vocab_size)], 200)
-        idle = proposer.account.sizes[1] / proposer.account.rounds
-        assert idle > 0.9 and (len(looks) == proposer.account.rounds if not seconds else len(looks) < 60)
+# Ends of answers, and prompts
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -278,41 +182,110 @@ def test_prompts_that_join_in_every_round_have_to_be_read(small_target):
     assert drafts[0] and not any(drafts[-5:])
 
 
-def test_rounds_that_take_longer_than_expected_are_expected_to(small_target):
-    """Where rounds with drafts take longer than their parts tell, drafting stops."""
-    lasting = Realised(trust=10.0)
-    for number in range(2000):
-        lasting.saw_ratio(1.5 if number % 100 else 60.0)  # a pause counts as little as a slow round
-    assert lasting.ratio == pytest.approx((10 + 200 * 1.505) / 210, abs=0.01)
-    curve = {1: 1.0, 2: 1.2, 3: 1.25, 4: 1.3}
-    proposer = Auto(small_target, members=[suffix(small_target)], costs=Costs({1: curve}, sizes=tuple(curve)))
-    proposer.newest, proposer.left, proposer.num_rows = [5], [9], 1
-    sizes = set()
-    for slow in (1.0, 2.0):
-        for _ in range(100):
-            proposer.pools = [Pool([5])]
-            proposer.pools[0].add(1, 0, Kind("Suffix", 0.45, 1), proposer.chances)
-            proposer._prepare()
-            tree = proposer._plant([], 0.0, plain=False)
-            drafted = tree.tokens.shape[1] > 1
-            proposer.lasting[drafted].saw_ratio(slow if drafted else 1.0)
-        sizes.add(tree.tokens.shape[1])
-    assert sizes == {2, 1}
+# A virtual clock
 
 
-def test_what_drafting_takes_beside_the_head_and_the_pass_counts(small_target):
-    proposer = auto(small_target, head=None)
-    proposer.costs = Costs({1: {1: 1.0, 4: 1.5}}, sizes=(1, 4))
-    proposer.num_rows, proposer.newest, proposer.left = 1, [3], [9]
-    for size, rest in ((4, 0.4), (1, 0.1)):
-        proposer._prepare()
-        assert proposer.value.curve[4] - proposer.value.curve[1] == pytest.approx(0.5)  # one of them is not known
-        proposer.size, proposer.stepped = size, 0.2
-        verifying = {1: 1.0, 4: 1.5}[size]
-        proposer.expected_seconds = verifying + 0.2 + rest * (size > 1)  # what all rounds take beside is not counted
-        proposer.timed(RoundCost(verifying + 0.2 + rest, 0.0, {"verify": verifying}))
-    proposer._prepare()
-    assert proposer.value.curve[4] - proposer.value.curve[1] == pytest.approx(0.8)
+class Clock:
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+class Copies(TextProposer):
+    """Guesses one token, which is right with the probability `accuracy`, and takes `looking` seconds for it."""
+
+    depth = 1
+
+    def __init__(self, clock: Clock, accuracy: float, looking: float):
+        self.clock, self.accuracy, self.looking, self.looks = clock, accuracy, looking, 0
+        self.random = random.Random(0)
+
+    def extend(self, row, new):
+        pass
+
+    def draft(self, row):
+        return []
+
+    def guess(self, row):
+        self.looks += 1
+        self.clock.now += self.looking
+        return [Guess(int(self.random.random() < self.accuracy), 0, 0.5, 0)]
+
+
+def decode_by_clock(
+    monkeypatch, *, accuracy, seconds, costs=None, looking=0.0, rounds=600
+) -> tuple[Auto, Copies, float]:
+    """Rounds in which token 1 always follows. seconds: of a pass, by its nodes and the number of the round
+
+    costs: those that were measured before; None: the true ones of the first round -> and the seconds of all rounds
+    """
+    clock = Clock()
+    monkeypatch.setattr(auto_module, "time", clock)
+    copies = Copies(clock, accuracy, looking)
+    target = SimpleNamespace(
+        vocab_size=4, recurrent=False, device=torch.device("cpu"), share=SimpleNamespace(all_say=lambda value: [value])
+    )
+    known = costs or {1: seconds(1, 0), 2: seconds(2, 0)}
+    proposer = Auto(target, members=[copies], costs=Costs({1: known}, sizes=known))
+    one, nothing = torch.ones(1, 1, dtype=torch.long), torch.zeros(1, 1, 0)
+    proposer.begin(one, one[0])
+    proposer.commit(one, nothing, one[0], [1])
+    for number in range(rounds):
+        begun = clock.now
+        proposer.limit([10**6], frozenset())
+        tree = proposer.propose(Sampling(), None)
+        verify = seconds(tree.tokens.shape[1], number)
+        clock.now += verify
+        new = 2 if (tree.tokens[0, 1:] == 1).any() else 1
+        proposer.commit(one.repeat(1, new), nothing.repeat(1, new, 1), new * one[0], [new])
+        proposer.timed(RoundCost(clock.now - begun, 0.0, {"verify": verify}))
+    return proposer, copies, clock.now
+
+
+def test_rounds_without_drafts_cost_little(monkeypatch):
+    """Drafts always pay. The passes without drafts stay known, and such rounds cost less than 1 % of the speed."""
+    proposer, _, spent = decode_by_clock(monkeypatch, accuracy=0.8, seconds=lambda num, _: 1.0 + 0.1 * (num - 1))
+    account = proposer.account
+    assert 3 <= account.checks < account.rounds / 40
+    with_drafts = account.tokens / account.rounds  # about 1.8
+    assert account.tokens / spent > 0.99 * with_drafts / 1.1
+
+
+def test_drafting_stops_where_its_passes_take_longer_than_measured(monkeypatch):
+    slow = lambda num, number: 1.0 if num == 1 else 1.2 if number < 300 else 2.2
+    proposer, _, _ = decode_by_clock(monkeypatch, accuracy=0.6, seconds=slow)
+    sizes = [choice.size for choice in proposer.account.choices]
+    assert sizes[100:300].count(2) > 180 and sizes[400:].count(1) > 180
+
+
+def test_drafting_begins_again_where_its_passes_take_as_long_as_measured(monkeypatch):
+    """What made a size expensive fades, so it is tried again."""
+    slow = lambda num, number: 1.0 if num == 1 else 2.5 if number < 200 else 1.1
+    proposer, _, _ = decode_by_clock(monkeypatch, accuracy=0.7, seconds=slow, costs={1: 1.0, 2: 1.1}, rounds=900)
+    sizes = [choice.size for choice in proposer.account.choices]
+    assert sizes[50:200].count(1) > 130 and sizes[600:].count(2) > 250
+
+
+def test_what_drafting_takes_beside_the_pass_counts(monkeypatch):
+    """A look takes half a pass in any case, so it changes nothing: rounds without drafts look, too."""
+    proposer, copies, _ = decode_by_clock(
+        monkeypatch, accuracy=0.8, seconds=lambda num, _: 1 + 0.2 * (num - 1), looking=0.1
+    )
+    assert proposer.account.sizes[2] > 500 and copies.looks > 550
+
+
+@pytest.mark.parametrize("looking, least, most", [(0.001, 600, 600), (0.5, 75, 150)])
+def test_where_looking_at_texts_takes_long_and_never_pays_it_is_done_seldom(monkeypatch, looking, least, most):
+    _, copies, _ = decode_by_clock(monkeypatch, accuracy=0.02, seconds=lambda num, _: 1.0 * num, looking=looking)
+    assert least <= copies.looks <= most
+
+
+def test_a_pause_of_the_machine_is_no_cost(monkeypatch):
+    paused = lambda num, number: (1.0 + 0.2 * (num - 1)) * (50.0 if number % 97 == 50 else 1.0)
+    proposer, _, _ = decode_by_clock(monkeypatch, accuracy=0.8, seconds=paused)
+    assert proposer.account.sizes[2] > 500
+    assert proposer.costs.curve(1)[2] == pytest.approx(1.2, rel=0.25)
 
 
 def test_the_usual_suffix_tree_has_the_settings_of_its_configuration(small_target):

@@ -11,7 +11,7 @@ from specdec.decoding.decoder import Decoder
 from specdec.proposers.base import Proposer
 from specdec.proposers.cascade import Cascade
 from specdec.proposers.heads import HeadProposer
-from specdec.proposers.ngram import Ngram
+from specdec.proposers.text import Ngram
 from specdec.target.verifier import Verifier
 from tests.enumeration import answer_statistic, sampled_target, without_temperature
 from tests.support import chain_of, check_counters, greedy, make_drafter, prompts_of, random_tokens

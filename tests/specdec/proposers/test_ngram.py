@@ -5,7 +5,7 @@ import random
 import pytest
 
 from specdec.core.sampling import Sampling
-from specdec.proposers.ngram import Ngram
+from specdec.proposers.text import Ngram
 from tests.texts import begin, check_rounds, commit, repeating_texts
 
 

@@ -13,8 +13,8 @@ import pytest
 from specdec.core.sampling import Sampling
 from specdec.decoding.decoder import Decoder
 from specdec.proposers import datastore as store
-from specdec.proposers import retrieval
-from specdec.proposers.retrieval import Retrieval, grow
+from specdec.proposers import text as retrieval
+from specdec.proposers.text import Retrieval, grow
 from specdec.target.model import load_tokenizer
 from tests.support import random_tokens
 

@@ -14,9 +14,8 @@ from specdec.core.sampling import Sampling
 from specdec.core.tree import TreeShape
 from specdec.decoding.decoder import Decoder
 from specdec.decoding.drafting import Drafting
-from specdec.proposers.growth import FIRST_CHILD, NEXT_CHILD, static_parents
+from specdec.proposers.growth import FIRST_CHILD, NEXT_CHILD, Stopping, static_parents
 from specdec.proposers.heads import HeadProposer
-from specdec.proposers.stopping import Stopping
 from specdec.target.model import Target
 from tests.loops import transformers_answer
 from tests.support import (
@@ -350,7 +349,7 @@ def test_a_damaged_settings_file_is_refused(tmp_path, small_target, damage):
 def test_a_missing_settings_file_is_refused(tmp_path):
     for path in (tmp_path, tmp_path / "none.yaml"):
         with pytest.raises(
-            ValueError, match=r"^decode\.file=.* cannot be used .* a file that scripts/tune\.py wrote\.$"
+            ValueError, match=r"^decode\.file=.* cannot be used .* the report\.json of specdec evaluate chains=1,2,3\.$"
         ):
             DecodeOptions(file=str(path)).drafting()
 

@@ -9,10 +9,9 @@ import pytest
 from specdec.core.sampling import Sampling
 from specdec.decoding.decoder import Decoder
 from specdec.decoding.drafting import Drafting
-from specdec.measuring.measurement import Prompt, measure
+from specdec.measuring.measure import MeasureSettings, Method, Prompt, measure
 from specdec.proposers import datastore as store
 from specdec.proposers import suffix
-from specdec.proposers.merged import Merged
 from specdec.proposers.suffix import NOWHERE, Automaton, Match, Suffix
 from tests.support import random_tokens
 from tests.texts import begin, check_rounds, commit, repeating_texts
@@ -251,14 +250,16 @@ def test_decoding_with_memory_takes_fewer_rounds(small_target):
 
 @pytest.mark.slow
 def test_a_measurement_begins_without_memory(small_target):
-    """Also inside `Merged`, and although the warm-up decodes the first prompt."""
-    settings = {"replayed": None, "sampling": Sampling(0.0), "max_new_tokens": 30, "stop": set(), "seed": 0}
+    """Although the warm-up decodes the first prompt."""
     prompts = [Prompt(str(seed), "", random_tokens(seed, 9, 6)) for seed in (0, 1, 0)]
-    for proposer in (suffix := make(num=8, offset=8, least=0.0), Merged(small_target, members=[suffix, make(num=2)])):
-        first, again = (measure(small_target, proposer, Drafting(2), prompts, **settings) for _ in range(2))
-        assert [row.drafted.accepted for row in first] == [row.drafted.accepted for row in again]
-        # the third prompt is the first one again, so its answer comes from memory
-        assert len(first[2].drafted.accepted[0]) < len(first[0].drafted.accepted[0])
+    method = Method("drafted", small_target, make(num=8, offset=8, least=0.0), Drafting(2))
+    settings = MeasureSettings(Sampling(0.0), set(), 30)
+    first, again = (
+        [each["drafted"] for group in measure([method], prompts, settings) for each in group] for _ in range(2)
+    )
+    assert [row.drafted.accepted for row in first] == [row.drafted.accepted for row in again]
+    # the third prompt is the first one again, so its answer comes from memory
+    assert len(first[2].drafted.accepted[0]) < len(first[0].drafted.accepted[0])
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,10 @@ import json
 
 import httpx
 import pytest
-from tests.train.test_chat_template import CALL, CALLS, HEAD, MESSAGES, TAIL, THINKS, TOOL, with_template
 
 from tests.specdec.server.test_app import serving
 from tests.specdec.server.test_recording import recording, rows_of
+from tests.train.data.test_chat_template import CALL, CALLS, HEAD, MESSAGES, TAIL, THINKS, TOOL, with_template
 from train.data import rows as data
 
 NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"

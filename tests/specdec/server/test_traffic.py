@@ -9,7 +9,8 @@ import threading
 
 import pytest
 
-from specdec.server import traffic, traffic_files
+from specdec.core import row_files
+from specdec.server import traffic
 from specdec.server.traffic import Answered, Asked, Origin, Recorder, Recording
 from tests.small_server import STOP
 from tests.support import small_tokenizer, word_tokenizer
@@ -153,10 +154,10 @@ def test_a_damaged_last_line_is_cut_off_and_said(tmp_path, damage, caplog):
 
 def test_a_file_that_is_whole_is_left_alone(tmp_path, caplog):
     record(tmp_path, chat("a"))
-    assert traffic_files.heal(tmp_path / "traffic-000001.jsonl") == 0
+    assert row_files.cut_damaged_end(tmp_path / "traffic-000001.jsonl") == 0
     assert [row["id"] for row in record(tmp_path, chat("b"))] == ["a", "b"] and not caplog.text
     (tmp_path / "empty.jsonl").touch()
-    assert traffic_files.heal(tmp_path / "empty.jsonl") == 0
+    assert row_files.cut_damaged_end(tmp_path / "empty.jsonl") == 0
 
 
 def test_the_reader_skips_damaged_lines_and_counts_them(tmp_path):
@@ -366,7 +367,7 @@ def test_settings_that_cannot_be_are_refused(tmp_path):
 
 def test_a_hook_is_found_by_name():
     assert traffic.find_hook(None) is None
-    assert traffic.find_hook("tests.specdec.test_traffic:hide") is not None
+    assert traffic.find_hook("tests.specdec.server.test_traffic:hide") is not None
     for name in ("json", "json:nothing", "no_such_module:hide", "", ":x"):
         with pytest.raises(ValueError, match="give module:function"):
             traffic.find_hook(name)

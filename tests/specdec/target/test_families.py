@@ -14,7 +14,7 @@ from specdec.export.folder import write_export
 from specdec.heads.eagle import Eagle3
 from specdec.proposers.base import Proposer
 from specdec.proposers.heads import HeadProposer
-from specdec.proposers.ngram import Ngram
+from specdec.proposers.text import Ngram
 from specdec.unroll import replay
 from tests.exports import bring_in, make_form, make_provenance
 from tests.families import FAMILIES, Family, reference

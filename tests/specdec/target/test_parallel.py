@@ -12,7 +12,7 @@ from specdec.core.compile import Runner
 from specdec.core.sampling import Sampling
 from specdec.decoding.decoder import Decoder
 from specdec.decoding.drafting import Drafting
-from specdec.measuring.measurement import seeded_generator
+from specdec.measuring.measure import seeded_generator
 from specdec.proposers.layerskip import LayerSkip
 from specdec.target import parallel as target_parallel
 from specdec.target.adapter import adapt
@@ -37,7 +37,7 @@ def results(tmp_path_factory) -> list[dict]:
         if str(family) in {*FAMILIES, "cohere"}:
             families.make(family).save_pretrained(folder / str(family))
     save_word_model(folder / "plain", tied=True)
-    return together(2, "tests.specdec.test_target_parallel:compare", str(folder))
+    return together(2, "tests.specdec.target.test_parallel:compare", str(folder))
 
 
 def compare(folder: str) -> dict:

@@ -18,7 +18,7 @@ from tests.together import together
 from train.data.rows import Batch
 from train.features.outputs import Folder, Kept, Online
 
-MODULE = "tests.specdec.test_target_sharding"
+MODULE = "tests.specdec.target.test_sharding"
 FAMILIES = ["gemma4_text-shared", "phi3"]  # with values beside the layers, joined matrices
 REFUSED = ["qwen3_5_text", "qwen3_moe"]
 LENGTHS = ([[30], [29]], [[17, 2, 1], [9, 4, 2, 1]])  # of the documents of two packs, by process: 1 group and 5

@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from scripts import answer, compare
+from scripts import answer, evaluate
 from specdec.core import files
-from tests.support import save_target, train_overrides, write_rows
+from tests.support import PowerCutError, before_steps, cut_power, save_target, train_overrides, write_rows
 from train import progress
 from train.answers.resumable import Resumable
-from train.trainer import Trainer
 
 SHORT = ["target.device=cpu", "target.dtype=float32", "max_new_tokens=4", "decode.temperature=0"]
 
@@ -27,16 +26,12 @@ def inputs(folder, tmp_path):
 
 
 @pytest.fixture
-def begin(inputs, fit, monkeypatch):
+def begin(inputs, fit):
     """begin("key=value", ...): a run that ends after its second step -> what continues it"""
 
     def begin(*more):
         given = [*train_overrides(inputs, "run", *more)[1:], "train.validate_every=9", "validation.auto=never"]
-        step = Trainer._train_step
-        with monkeypatch.context() as patch, pytest.raises(KeyError):
-            patch.setattr(
-                Trainer, "_train_step", lambda self, **more: {}["cut"] if self.step == 2 else step(self, **more)
-            )
+        with before_steps(cut_power(2)), pytest.raises(PowerCutError):
             fit("run", *given)
         return lambda: fit("run", *given, "resume=true", "validation.decode=end")
 
@@ -174,10 +169,10 @@ def test_a_comparison_is_continued_with_the_same_target_only(inputs, run, tmp_pa
         "proposers=ngram",
         *SHORT,
     ]
-    run(compare, *given)
+    run(evaluate, *given)
     save_target(inputs / "target", num_layers=8, seed=1)
     with pytest.raises(ValueError, match=r"rows\.jsonl was begun with another target, under the same name"):
-        run(compare, *given)
+        run(evaluate, *given)
 
 
 def test_inputs_are_recorded_where_none_are(tmp_path):

@@ -1,4 +1,4 @@
-"""Tests of what chat templates do with tools, calls, thinking modes and forms of contents, and of tokenizers that do not fit the model."""
+"""Tests of what chat templates do with tools, calls and thinking modes, and of tokenizers that do not fit the model."""
 
 from helpers import loading
 
@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from specdec.target.model import load_tokenizer
+from tests.conversations import HEAD, TAIL, as_row, pair, supervised, with_template
 from tests.support import save_target, small_tokenizer, write_rows
 from train.answers import answering, datastore
 from train.data import chat_template, reading
@@ -18,8 +19,6 @@ from train.data import rows as data
 from train.data.encoding import Encoding, load_packs
 from train.data.stream import Plan
 
-HEAD = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
-TAIL = "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 TOOLS = "{% if tools %}{{ '<|im_start|>system\n' }}{% for t in tools %}{{ t | tojson }}{% endfor %}{{ '<|im_end|>\n' }}{% endif %}"
 AS_OBJECT = "{% for c in m.tool_calls or [] %}{{ '<call>' ~ (c.function | tojson) ~ '</call>' }}{% endfor %}"
 AS_TEXT = "{% for c in m.tool_calls or [] %}{{ '<call>' ~ c.function.name ~ ' ' ~ c.function.arguments ~ '</call>' }}{% endfor %}"
@@ -34,26 +33,7 @@ TOOL = {"type": "function", "function": {"name": "get_tide", "parameters": {"typ
 CALL = {"id": "call00001", "type": "function", "function": {"name": "get_tide", "arguments": {"harbour": "Sandvik", "day": 3}}}  # fmt: skip
 ASKED = [{"role": "user", "content": "Tide?"}, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
 MESSAGES = [*ASKED, {"role": "tool", "content": "14:20"}, {"role": "assistant", "content": "At 14:20."}]
-PLAIN = [{"role": "user", "content": "3+4?"}, {"role": "assistant", "content": "Seven."}]
-
-
-def with_template(template: str | None):
-    tokenizer = copy.deepcopy(small_tokenizer())
-    tokenizer.chat_template = template or tokenizer.chat_template
-    return tokenizer
-
-
-def row(messages, **more) -> dict:
-    return {"id": "r", "category": "c", "messages": messages, **more}
-
-
-def supervised(tokenizer, encoded: data.Row) -> list[str]:
-    runs: list[list[int]] = []
-    for place, token in enumerate(encoded.tokens):
-        if encoded.mask[place]:
-            runs = runs if place and encoded.mask[place - 1] else [*runs, []]
-            runs[-1].append(token)
-    return [tokenizer.decode(run) for run in runs]
+PLAIN = pair("3+4?", "Seven.")
 
 
 # Tools and their calls
@@ -71,7 +51,7 @@ def test_tools_are_written_and_calls_supervised_to_their_end(template, open, clo
     tokenizer = with_template(template)
     call = {**CALL, "function": {"name": "get_tide", "arguments": arguments}}
     messages = [MESSAGES[0], {**MESSAGES[1], "tool_calls": [CALL, call]}, *MESSAGES[2:]]
-    encoded = data.encode(tokenizer, row(messages, tools=[TOOL]))
+    encoded = data.encode(tokenizer, as_row(messages, tools=[TOOL]))
     text = tokenizer.decode(encoded.tokens)
     assert text.startswith(f"<|im_start|>system\n{json.dumps(TOOL)}<|im_end|>\n<|im_start|>user")
     first, second = supervised(tokenizer, encoded)
@@ -102,11 +82,9 @@ def test_what_the_template_leaves_out_is_refused_with_file_and_row(tmp_path, tem
         load_packs(source, Encoding(tokenizer, tmp_path / "c"), length=99, packed=False)
     with pytest.raises(ValueError, match=message):
         list(datastore.read_texts(source, tokenizer))
+    asked = {"id": "x", **given, "messages": [*given["messages"], PLAIN[0]]}
+    write_rows(tmp_path / "a.jsonl", [{"messages": PLAIN}, asked])
     with pytest.raises(ValueError, match=message):
-        write_rows(
-            tmp_path / "a.jsonl",
-            [{"messages": PLAIN}, {"id": "x", **given, "messages": [*given["messages"], PLAIN[0]]}],
-        )
         data.load_prompts(source, tokenizer)
 
 
@@ -124,15 +102,6 @@ def test_what_is_no_tool_is_refused(tmp_path, given, message):
         reading.load_conversations(str(tmp_path / "a.jsonl"))
     with pytest.raises(ValueError, match=message):
         reading.load_prompts(str(tmp_path / "a.jsonl"))
-
-
-def test_a_refusal_of_the_template_is_said_with_the_row(tmp_path):
-    one = "{% for m in messages if (m.tool_calls or []) | length > 1 %}{{ raise_exception('Only one call.') }}{% endfor %}"
-    tokenizer = with_template(one + CALLS)
-    several = [MESSAGES[0], {**MESSAGES[1], "tool_calls": [CALL, CALL]}, *MESSAGES[2:]]
-    assert data.encode(tokenizer, row(MESSAGES)).tokens
-    with pytest.raises(ValueError, match=r"Row r: The chat template refuses .* Only one call\."):
-        data.encode(tokenizer, row(several))
 
 
 def test_prompts_and_answers_keep_tools_and_mode(tmp_path):
@@ -156,21 +125,18 @@ def test_templates_that_take_contents_in_parts():
     parts = HEAD + "{% for p in m['content'] if p['type'] == 'text' %}{{ p['text'] }}{% endfor %}" + AS_OBJECT + TAIL
     plain, tokenizer = with_template(HEAD + "{{ m['content'] }}" + AS_OBJECT + TAIL), with_template(parts)
     for messages in (PLAIN, MESSAGES):
-        assert data.encode(tokenizer, row(messages)) == data.encode(plain, row(messages))
+        assert data.encode(tokenizer, as_row(messages)) == data.encode(plain, as_row(messages))
 
 
 def test_markers_must_hold_and_calls_inside_them_are_supervised():
-    inside = (
-        "{% if m.role == 'assistant' %}{% generation %}{{ m['content'] }}"
-        + AS_OBJECT
-        + "{{ '<|im_end|>' }}{% endgeneration %}"
-    )
-    marked = HEAD + inside + "{% else %}{{ m['content'] + '<|im_end|>' }}{% endif %}" + TAIL.replace("<|im_end|>", "")
+    says, ends = "{% if m.role == 'assistant' %}{% generation %}{{ m['content'] }}", "{{ '<|im_end|>' }}"
+    other = "{% endgeneration %}{% else %}{{ m['content'] + '<|im_end|>' }}{% endif %}"
+    marked = HEAD + says + AS_OBJECT + ends + other + TAIL.replace("<|im_end|>", "")
     plain = HEAD + "{{ m['content'] }}" + AS_OBJECT + TAIL
-    assert data.encode(with_template(marked), row(MESSAGES)) == data.encode(with_template(plain), row(MESSAGES))
+    assert data.encode(with_template(marked), as_row(MESSAGES)) == data.encode(with_template(plain), as_row(MESSAGES))
     wrong = HEAD + "{% generation %}{{ m['content'] }}{% endgeneration %}" + TAIL  # around questions, too
-    with pytest.raises(ValueError, match=r"Row r: the generation markers .* do not stand around"):
-        data.encode(with_template(wrong), row(PLAIN))
+    with pytest.raises(ValueError, match=r"row 7: the generation markers .* do not stand around"):
+        data.encode(with_template(wrong), as_row(PLAIN))
 
 
 # Thinking modes
@@ -180,21 +146,20 @@ def test_markers_must_hold_and_calls_inside_them_are_supervised():
 def test_what_the_template_writes_before_an_answer_is_not_supervised(variable):
     tokenizer = with_template(THINKS.replace("enable_thinking", variable))
     for mode in ({}, {"thinking": False}, {"thinking": "I think"}):
-        encoded = data.encode(tokenizer, row(PLAIN, **mode))
+        encoded = data.encode(tokenizer, as_row(PLAIN, **mode))
         assert supervised(tokenizer, encoded) == ["Seven.<|im_end|>"] and encoded.thinking is False
         assert encoded.tokens[: encoded.mask.index(True)] == data.encode_prompt(tokenizer, PLAIN[:1], thinking=False)
     thoughts = [PLAIN[0], {**PLAIN[1], "reasoning_content": "Add."}]
-    encoded = data.encode(tokenizer, row(thoughts))
-    assert (
-        supervised(tokenizer, encoded) == ["<think>\nAdd.\n</think>\n\nSeven.<|im_end|>"] and encoded.thinking is None
-    )
+    encoded = data.encode(tokenizer, as_row(thoughts))
+    assert supervised(tokenizer, encoded) == ["<think>\nAdd.\n</think>\n\nSeven.<|im_end|>"]
+    assert encoded.thinking is None
 
 
 @pytest.mark.parametrize("turns", [2, 6])
 def test_answers_of_the_history_stand_behind_another_prompt(turns):
     tokenizer = with_template(THINKS)
     for mode in ({}, {"thinking": False}):
-        encoded = data.encode(tokenizer, row(PLAIN * turns, **mode))
+        encoded = data.encode(tokenizer, as_row(PLAIN * turns, **mode))
         assert supervised(tokenizer, encoded) == ["Seven.<|im_end|>"] * turns and encoded.thinking is False
 
 
@@ -202,12 +167,10 @@ def test_an_unknown_mode_is_said_once():
     tokenizer = with_template(THINKS.replace("'<think>\n\n</think>\n\n'", "'/no_think '"))
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        encoded = data.encode(tokenizer, row(PLAIN))
-        data.encode(tokenizer, row([PLAIN[0], {"role": "assistant", "content": "Eight."}]))
-    assert (
-        "writes a text of its own before answers" in str(found[0].message)
-        and len({str(each.message) for each in found}) == 1
-    )
+        encoded = data.encode(tokenizer, as_row(PLAIN))
+        data.encode(tokenizer, as_row(pair("3+4?", "Eight.")))
+    (said,) = {str(each.message) for each in found}
+    assert "writes a text of its own before answers" in said
     assert supervised(tokenizer, encoded)[0].startswith("<think>")
 
 
@@ -252,9 +215,8 @@ def test_packs_know_the_modes_of_their_rows(tmp_path):
 )
 def test_masks_end_with_the_answer_whatever_becomes_of_white_space(splitter, marked):
     words = "the model a head What is it And <user> <bot> <end> <unk>".split()
-    vocab = {
-        word: number for number, word in enumerate([*words, *("\u2581" + word for word in words), "\n", "\u2581\n"])
-    }
+    entries = [*words, *("\u2581" + word for word in words), "\n", "\u2581\n"]
+    vocab = {word: number for number, word in enumerate(entries)}
     fast = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     fast.pre_tokenizer = splitter
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=fast, unk_token="<unk>", eos_token="<end>")
@@ -264,8 +226,7 @@ def test_masks_end_with_the_answer_whatever_becomes_of_white_space(splitter, mar
         "{% for m in messages %}{% if m.role == 'assistant' %}<bot>\n" + begin + "{{ m.content }}<end>\n" + end +
         "{% else %}<user>\n{{ m.content }}<end>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<bot>\n{% endif %}"
     )  # fmt: skip
-    say = [("user", "What is it"), ("assistant", "the model"), ("user", "And it"), ("assistant", "a head")]
-    encoded = data.encode(tokenizer, row([{"role": role, "content": content} for role, content in say]))
+    encoded = data.encode(tokenizer, as_row([*pair("What is it", "the model"), *pair("And it", "a head")]))
     text = [run.replace("\u2581", "").split("<end>") for run in supervised(tokenizer, encoded)]
     assert len(text) == 2 and all(len(run) == 2 and not run[1].strip() for run in text)
     assert not {"What", "it", "And"} & {word for run in text for word in run[0].split()}
@@ -281,8 +242,8 @@ def test_offsets_that_go_back_are_refused(monkeypatch):
         return found
 
     monkeypatch.setattr(type(tokenizer), "__call__", wrong)
-    with pytest.raises(ValueError, match=r"Row r: the tokenizer .* says wrongly where its tokens begin"):
-        data.encode(tokenizer, row(PLAIN))
+    with pytest.raises(ValueError, match=r"row 7: the tokenizer .* says wrongly where its tokens begin"):
+        data.encode(tokenizer, as_row(PLAIN))
 
 
 def test_a_tokenizer_without_offsets_makes_prompts_and_no_rows(tmp_path):
@@ -292,7 +253,7 @@ def test_a_tokenizer_without_offsets_makes_prompts_and_no_rows(tmp_path):
     (prompt,) = data.load_prompts(str(tmp_path / "p.jsonl"), tokenizer)
     assert "é?" in tokenizer.decode(prompt.tokens)
     with pytest.raises(ValueError, match=r"\(ByT5Tokenizer\) has no fast form"):
-        data.encode(tokenizer, row(PLAIN))
+        data.encode(tokenizer, as_row(PLAIN))
     with pytest.raises(ValueError, match="has no fast form"):
         Encoding(tokenizer, tmp_path)
     with pytest.raises(ValueError, match="has no fast form"):
@@ -321,7 +282,7 @@ def test_ids_without_an_embedding_are_refused_where_a_text_has_them(tmp_path, by
         list(datastore.read_texts(str(tmp_path / "a.jsonl"), loaded))
     assert data.vocabulary(loaded, len(loaded))[1] == len(small_tokenizer())
     if not by_template:
-        assert data.encode(loaded, row(PLAIN)) == data.encode(small_tokenizer(), row(PLAIN))
+        assert data.encode(loaded, as_row(PLAIN)) == data.encode(small_tokenizer(), as_row(PLAIN))
 
 
 def test_an_embedding_larger_than_the_tokenizer_is_fine(tmp_path):
@@ -331,7 +292,7 @@ def test_an_embedding_larger_than_the_tokenizer_is_fine(tmp_path):
     (tmp_path / "target" / "config.json").write_text(json.dumps(config | {"vocab_size": config["vocab_size"] + 64}))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert data.encode(load_tokenizer(str(tmp_path / "target")), row(PLAIN)).tokens
+        assert data.encode(load_tokenizer(str(tmp_path / "target")), as_row(PLAIN)).tokens
     assert chat_template.find_form(tokenizer).mode is None
 
 

@@ -1,4 +1,4 @@
-"""Tests of conversations, masks and batches with the default target's tokenizer, and of files that scripts resume."""
+"""Tests of masks, rows and batches with the default target's tokenizer, and of files that scripts resume."""
 
 from helpers.loading import TokenizerOptions
 from helpers.options import options
@@ -16,28 +16,21 @@ from transformers import AutoTokenizer
 from scripts.answer import parse_temperatures
 from scripts.show_data import ShowData
 from specdec.core import masks
-from tests.support import REAL_TARGET
+from tests.conversations import ASKS, as_row, pair, supervised
+from tests.support import REAL_TARGET, write_rows
 from train.answers.answering import Law, OwnDecoder, Written, list_jobs, written
 from train.answers.resumable import Resumable, read_rows
 from train.data import reading
 from train.data import rows as data
 from train.data.packing import Packs, Rows
 
-SINGLE = [
-    {"role": "user", "content": "Say hello."},
-    {"role": "assistant", "content": "Hello \u00e9\U0001f600!\n\nBye."},
-]
-MULTI = [
-    *SINGLE,
-    {"role": "user", "content": "Hello \u00e9\U0001f600!"},
-    {"role": "assistant", "content": " Again? "},
-]
+SINGLE = pair("Say hello.", "Hello \u00e9\U0001f600!\n\nBye.")
+MULTI = [*SINGLE, *pair("Hello \u00e9\U0001f600!", " Again? ")]
 BEGINNING = "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
-PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-PLAIN = BEGINNING + "{{ message['content'] + '<|im_end|>' }}{{ '\n' }}{% endfor %}" + PROMPT
+PLAIN = BEGINNING + "{{ message['content'] + '<|im_end|>' }}{{ '\n' }}{% endfor %}" + ASKS
 MARKED = (
     BEGINNING + "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + '<|im_end|>' }}"
-    "{% endgeneration %}{% else %}{{ message['content'] + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}" + PROMPT
+    "{% endgeneration %}{% else %}{{ message['content'] + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}" + ASKS
 )
 
 
@@ -51,53 +44,31 @@ def tokenizer(own_tokenizer):
     return copy.deepcopy(own_tokenizer)
 
 
-def conversation(messages, **fields):
-    return {"id": "row 7", "category": "all", "messages": messages, **fields}
-
-
-def supervised(tokenizer, row):
-    """The text of each run of consecutive supervised tokens."""
-    runs, previous = [], False
-    for token, mask in zip(row.tokens, row.mask, strict=True):
-        if mask and not previous:
-            runs.append([])
-        if mask:
-            runs[-1].append(token)
-        previous = mask
-    return [tokenizer.decode(run) for run in runs]
-
-
-def write(path, *lines):
-    path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
-    return str(path)
-
-
 def make_row(num_prompt, num_answer, name="a"):
     num = num_prompt + num_answer
-    return data.Row(
-        id=name, category="all", tokens=list(range(num)), mask=[index >= num_prompt for index in range(num)]
-    )
+    return data.Row(name, "all", list(range(num)), [index >= num_prompt for index in range(num)])
 
 
 # The mask
 
 
-def test_single_answer_is_supervised(tokenizer):
-    row = data.encode(tokenizer, conversation(SINGLE))
-    assert supervised(tokenizer, row) == [SINGLE[1]["content"] + "<|im_end|>"]
-    assert tokenizer.decode(row.tokens) == tokenizer.apply_chat_template(SINGLE, tokenize=False)
-
-
-def test_every_answer_is_supervised(tokenizer):
-    row = data.encode(tokenizer, conversation(MULTI))
-    assert supervised(tokenizer, row) == [MULTI[index]["content"] + "<|im_end|>" for index in (1, 3)]
-
-
-def test_row_begins_with_its_prompt(tokenizer):
-    row = data.encode(tokenizer, conversation(SINGLE))
-    prompt = data.encode_prompt(tokenizer, SINGLE[:1])
-    assert row.tokens[: len(prompt)] == prompt
-    assert row.mask.index(True) == len(prompt)
+@pytest.mark.parametrize("messages", [SINGLE, MULTI], ids=["single", "multi"])
+@pytest.mark.parametrize("finish", ["stop", "length"])
+def test_every_answer_is_supervised_with_markers_and_without(tokenizer, messages, finish):
+    said = [message["content"] + "<|im_end|>" for message in messages[1::2]]
+    row = data.encode(tokenizer, as_row(messages))
+    assert supervised(tokenizer, row) == said
+    assert tokenizer.decode(row.tokens) == tokenizer.apply_chat_template(messages, tokenize=False)
+    prompt = data.encode_prompt(tokenizer, messages[:1])
+    assert row.tokens[: len(prompt)] == prompt and row.mask.index(True) == len(prompt)
+    shown = data.show(tokenizer, row)
+    assert shown.plain == tokenizer.decode(row.tokens)
+    assert [shown.plain[span.start : span.end] for span in shown.spans if "green" in str(span.style)] == said
+    rows = []
+    for template in (PLAIN, MARKED):
+        tokenizer.chat_template = template
+        rows.append(data.encode(tokenizer, as_row(messages, finish=finish)))
+    assert rows[0] == rows[1]
 
 
 @pytest.mark.parametrize("template", [PLAIN, MARKED])
@@ -105,89 +76,58 @@ def test_row_begins_with_its_prompt(tokenizer):
 def test_cut_answer_has_no_end_of_turn(tokenizer, template, content):
     tokenizer.chat_template = template
     messages = [*MULTI[:3], {"role": "assistant", "content": content}]
-    row = data.encode(tokenizer, conversation(messages, finish="length"))
+    row = data.encode(tokenizer, as_row(messages, finish="length"))
     assert supervised(tokenizer, row) == [MULTI[1]["content"] + "<|im_end|>", content]
     assert row.mask[-1]
-
-
-@pytest.mark.parametrize("messages", [SINGLE, MULTI])
-@pytest.mark.parametrize("finish", ["stop", "length"])
-def test_markers_give_the_same_mask(tokenizer, messages, finish):
-    rows = []
-    for template in (PLAIN, MARKED):
-        tokenizer.chat_template = template
-        rows.append(data.encode(tokenizer, conversation(messages, finish=finish)))
-    assert rows[0] == rows[1]
 
 
 def test_supervision_ends_with_the_answer_without_an_end_of_turn(tokenizer):
     tokenizer.chat_template = "{% for m in messages %}{{ m['role'] + ':\n' + m['content'] + '\n' }}{% endfor %}" + (
         "{% if add_generation_prompt %}{{ 'assistant:\n' }}{% endif %}"
     )
-    messages = [{"role": role, "content": text} for role, text in [("user", "a"), ("assistant", "one")] * 2]
-    assert supervised(tokenizer, data.encode(tokenizer, conversation(messages))) == ["one", "one"]
+    assert supervised(tokenizer, data.encode(tokenizer, as_row(pair("a", "one") * 2))) == ["one", "one"]
 
 
 def test_token_across_the_border_is_not_supervised(tokenizer):
-    messages = [SINGLE[0], {"role": "assistant", "content": "\n Hello"}]  # its newline merges with that of the template
-    assert supervised(tokenizer, data.encode(tokenizer, conversation(messages))) == [" Hello<|im_end|>"]
+    messages = pair("Say hello.", "\n Hello")  # its newline merges with that of the template
+    assert supervised(tokenizer, data.encode(tokenizer, as_row(messages))) == [" Hello<|im_end|>"]
 
 
-def test_template_that_rewrites_history_is_refused(tokenizer):
-    tokenizer.chat_template = PLAIN.replace("'<|im_start|>assistant\n'", "'<|im_start|>assistant\n<think>'")
-    with pytest.raises(ValueError, match=r"row 7.*rewrites history.*generation %} markers"):
-        data.encode(tokenizer, conversation(SINGLE))
+REWRITES = PLAIN.replace("'<|im_start|>assistant\n'", "'<|im_start|>assistant\n<think>'")
+EVERYTHING = "{% generation %}{{ messages[0]['content'] }}{% endgeneration %}"
 
 
-def test_message_of_a_template_that_refuses_is_shown(tokenizer):
-    tokenizer.chat_template = "{{ raise_exception('no system role') }}"
-    with pytest.raises(ValueError, match="roles user, assistant: no system role"):
-        data.encode(tokenizer, conversation(SINGLE))
-
-
-def test_missing_chat_template_is_refused(tokenizer):
-    tokenizer.chat_template = None
-    with pytest.raises(ValueError, match=r"no chat template.*instruct model.*chat_template\.jinja"):
-        data.encode(tokenizer, conversation(SINGLE))
-    with pytest.raises(ValueError, match="no chat template"):
-        data.encode_prompt(tokenizer, SINGLE[:1])
-
-
-def test_conversation_without_an_answer_is_refused(tokenizer):
-    with pytest.raises(ValueError, match="row 7 has no assistant turn"):
-        data.encode(tokenizer, conversation(SINGLE[:1]))
-
-
-def test_conversation_that_begins_with_an_answer_is_refused(tokenizer):
-    with pytest.raises(ValueError, match="row 7 begins with the assistant's turn"):
-        data.encode(tokenizer, conversation(SINGLE[1:]))
-
-
-def test_empty_and_full_masks_are_refused_and_shown(tokenizer):
-    with pytest.raises(ValueError, match=r"(?s)row 7: nothing would be supervised.*Say hello"):
-        data.encode(tokenizer, conversation([SINGLE[0], {"role": "assistant", "content": ""}], finish="length"))
-    tokenizer.chat_template = "{% generation %}{{ messages[0]['content'] }}{% endgeneration %}"
-    with pytest.raises(ValueError, match=r"(?s)row 7: everything would be supervised.*bold green.*Say hello"):
-        data.encode(tokenizer, conversation(SINGLE))
-
-
-def test_show_colours_what_is_supervised(tokenizer):
-    text = data.show(tokenizer, data.encode(tokenizer, conversation(MULTI)))
-    assert text.plain == tokenizer.apply_chat_template(MULTI, tokenize=False)
-    green = [text.plain[span.start : span.end] for span in text.spans if "green" in str(span.style)]
-    assert green == [MULTI[index]["content"] + "<|im_end|>" for index in (1, 3)]
+@pytest.mark.parametrize(
+    ("template", "messages", "message"),
+    [
+        (REWRITES, SINGLE, r"row 7.*rewrites history.*generation %} markers"),
+        ("{{ raise_exception('no system role') }}", SINGLE, "roles user, assistant: no system role"),
+        (None, SINGLE, r"no chat template.*instruct model.*chat_template\.jinja"),
+        (PLAIN, SINGLE[:1], "row 7 has no assistant turn"),
+        (PLAIN, SINGLE[1:], "row 7 begins with the assistant's turn"),
+        (PLAIN, pair("Say hello.", ""), r"(?s)row 7: nothing would be supervised.*Say hello"),
+        (EVERYTHING, SINGLE, r"(?s)row 7: everything would be supervised.*bold green.*Say hello"),
+    ],
+)
+def test_rows_whose_mask_cannot_be_told_are_refused(tokenizer, template, messages, message):
+    tokenizer.chat_template = template
+    with pytest.raises(ValueError, match=message):
+        data.encode(tokenizer, as_row(messages, finish="length" if template == PLAIN else "stop"))
+    if template is None:
+        with pytest.raises(ValueError, match="no chat template"):
+            data.encode_prompt(tokenizer, messages[:1])
 
 
 # Reading
 
 
 def test_conversations_are_read_from_every_format(tmp_path):
-    lines = [json.dumps({"messages": SINGLE}), "", json.dumps({"id": 5, "category": "math", "messages": MULTI})]
-    file = write(tmp_path / "b.jsonl", *lines)
-    rows = reading.load_conversations(file)
+    second = {"id": 5, "category": "math", "messages": MULTI}
+    (tmp_path / "b.jsonl").write_text(json.dumps({"messages": SINGLE}) + "\n\n" + json.dumps(second) + "\n")
+    rows = reading.load_conversations(str(tmp_path / "b.jsonl"))
     assert [(row["id"], row["category"]) for row in rows] == [("0", "all"), ("5", "math")]
     assert rows[1]["messages"] == MULTI
-    write(tmp_path / "a.jsonl", json.dumps({"id": "first", "messages": SINGLE}))
+    write_rows(tmp_path / "a.jsonl", [{"id": "first", "messages": SINGLE}])
     assert [row["id"] for row in reading.load_conversations(str(tmp_path))] == ["first", "1", "5"]
     assert len(reading.load_conversations(str(tmp_path), limit=2)) == 2
 
@@ -203,22 +143,6 @@ def test_conversations_are_read_from_every_format(tmp_path):
             reading.load_conversations(str(tmp_path / "two"), split=split)
 
 
-@pytest.mark.parametrize(
-    ("line", "problem"),
-    [
-        ('{"messages": [', "not valid JSON"),
-        ("[1]", "expected a JSON object"),
-        ('{"question": "a"}', "no messages"),
-        ('{"messages": []}', "no messages"),
-        ('{"messages": [{"role": "user"}]}', "role and a content"),
-    ],
-)
-def test_broken_line_is_named(tmp_path, line, problem):
-    file = write(tmp_path / "rows.jsonl", json.dumps({"messages": SINGLE}), line)
-    with pytest.raises(ValueError, match=rf"rows\.jsonl:2: .*{problem}"):
-        reading.load_conversations(file)
-
-
 def test_missing_sources_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"no file .*none\.jsonl\. Give a \.jsonl file, a folder"):
         reading.load_conversations(str(tmp_path / "none.jsonl"))
@@ -227,18 +151,20 @@ def test_missing_sources_are_refused(tmp_path):
 
 
 def test_prompts_are_read_from_every_format(tmp_path):
+    def load(*rows, limit=None):
+        write_rows(tmp_path / "prompts.jsonl", rows)
+        return reading.load_prompts(str(tmp_path / "prompts.jsonl"), limit=limit)
+
     rows = [{"prompt": "Say hello.", "category": "qa"}, {"id": "x", "messages": MULTI}, {"messages": SINGLE[:1]}]
-    prompts = reading.load_prompts(write(tmp_path / "prompts.jsonl", *map(json.dumps, rows)))
+    prompts = load(*rows)
     assert [prompt["messages"] for prompt in prompts] == [SINGLE[:1], MULTI[:3], SINGLE[:1]]
     assert [(prompt["id"], prompt["category"]) for prompt in prompts] == [("0", "qa"), ("x", "all"), ("2", "all")]
-    rows[0] |= {"tags": ["short"]}
-    rows[1] |= {"dropped": "too long"}
-    prompts = reading.load_prompts(write(tmp_path / "prompts.jsonl", *map(json.dumps, rows)), limit=2)
+    prompts = load(rows[0] | {"tags": ["short"]}, rows[1] | {"dropped": "too long"}, rows[2], limit=2)
     assert [(prompt["messages"], prompt["tags"]) for prompt in prompts] == [(SINGLE[:1], ["short"]), (SINGLE[:1], [])]
     with pytest.raises(ValueError, match=r"prompts\.jsonl:1: tags must be a list of texts"):
-        reading.load_prompts(write(tmp_path / "prompts.jsonl", '{"prompt": "a", "tags": "b"}'))
+        load({"prompt": "a", "tags": "b"})
     with pytest.raises(ValueError, match=r"prompts\.jsonl:1: no prompt"):
-        reading.load_prompts(write(tmp_path / "prompts.jsonl", "{}"))
+        load({})
 
 
 # Batches
@@ -254,10 +180,18 @@ def test_truncation_is_counted():
     assert data.truncate(make_row(7, 4), 7) is None
 
 
-def test_packing_is_first_fit():
+def test_packs_count_supervised_tokens_and_have_a_fingerprint():
     rows = [make_row(1, num, str(num)) for num in (5, 4, 3, 2, 1)]  # of 6, 5, 4, 3, 2 tokens
-    packs = [*Packs(Rows.of(rows), length=10)]
-    assert [[row.id for row in pack] for pack in packs] == [["5", "3"], ["4", "2", "1"]]
+    assert [[row.id for row in pack] for pack in Packs(Rows.of(rows), length=10)] == [["5", "3"], ["4", "2", "1"]]
+    rows = [make_row(2, 3), make_row(0, 4), make_row(3, 1)]
+    packs = Packs(Rows.of(rows), length=10)
+    assert len(packs) == 2 and packs[1] == [rows[2]]
+    batch = data.collate([packs[0], packs[1]], length=10, pad_token=0)
+    assert packs.num_supervised == batch.loss_mask.sum() == 3 + 3 + 1
+    assert packs.fingerprint == Packs(Rows.of(rows), length=10).fingerprint and len(packs.fingerprint) == 16
+    assert packs.fingerprint != Packs(Rows.of([*rows[:2], make_row(2, 2)]), length=10).fingerprint
+    with pytest.warns(UserWarning), pytest.raises(ValueError, match="Raise the length"):
+        Packs(Rows.of(rows[2:]), length=2)
 
 
 def test_collate_and_attention_against_a_loop():
@@ -280,18 +214,6 @@ def test_collate_and_attention_against_a_loop():
             attended = [other for other in range(place + 1) if flat[other][0] == document]
             assert attention[index, 0, place].nonzero().flatten().tolist() == attended
     assert torch.equal(batch.to("cpu").tokens, batch.tokens)
-
-
-def test_packs_count_supervised_tokens_and_have_a_fingerprint():
-    rows = [make_row(2, 3), make_row(0, 4), make_row(3, 1)]
-    packs = Packs(Rows.of(rows), length=10)
-    assert len(packs) == 2 and packs[1] == [rows[2]]
-    batch = data.collate([packs[0], packs[1]], length=10, pad_token=0)
-    assert packs.num_supervised == batch.loss_mask.sum() == 3 + 3 + 1
-    assert packs.fingerprint == Packs(Rows.of(rows), length=10).fingerprint and len(packs.fingerprint) == 16
-    assert packs.fingerprint != Packs(Rows.of([*rows[:2], make_row(2, 2)]), length=10).fingerprint
-    with pytest.warns(UserWarning), pytest.raises(ValueError, match="Raise the length"):
-        Packs(Rows.of(rows[2:]), length=2)
 
 
 # Scripts
@@ -347,9 +269,7 @@ def test_continuing_adds_rows_and_names_nested_settings(tmp_path):
 
 def test_jobs_and_their_answers(tokenizer, small_target):
     """The longest prompts of a temperature come first, and an answer depends on its job alone."""
-    prompts = [
-        {"id": str(index), "category": "qa", "messages": SINGLE[:1] * (index + 1), "tags": []} for index in range(3)
-    ]
+    prompts = [{"id": f"{n}", "category": "qa", "messages": SINGLE[:1] * (n + 1), "tags": []} for n in range(3)]
     jobs = list_jobs(tokenizer, prompts, parse_temperatures("1.0,0"))
     short = [
         dataclasses.replace(job, tokens=[number % 6 for number in range(len(job.tokens) % 11 + 2)]) for job in jobs

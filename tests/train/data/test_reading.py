@@ -1,4 +1,4 @@
-"""Files and rows as people have them: read whatever way they are written, or refused with a sentence that names file and row."""
+"""Files and rows as people have them are read, or refused with a sentence that names file and row."""
 
 import bz2
 import codecs
@@ -15,19 +15,17 @@ import pytest
 from pyarrow import Table, parquet
 
 from specdec.server import traffic_files
+from tests.conversations import ASKS, HEAD, TAIL, pair, with_template
 from tests.support import small_tokenizer, write_rows
 from train.answers import datastore
 from train.answers.answering import Job, Law
 from train.answers.engine_answers import Server
-from train.data import reading
+from train.data import answer_mask, reading
 from train.data import rows as data
 from train.data.encoding import Encoding, load_packs
 from train.data.stream import Plan, Stream
 
-ROWS = [
-    {"id": f"r{n}", "messages": [{"role": "user", "content": f"Count to {n}. \u00e9"},
-                                 {"role": "assistant", "content": "Hello \U0001f600"}]} for n in range(3)
-]  # fmt: skip
+ROWS = [{"id": f"r{n}", "messages": pair(f"Count to {n}. \u00e9", "Hello \U0001f600")} for n in range(3)]
 LINES = [json.dumps(row, ensure_ascii=False) for row in ROWS]
 TEXT = "\n".join(LINES) + "\n"
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"a": None}}}
@@ -118,6 +116,9 @@ REFUSED = {
     "notes.txt": (b"\nWhat is rain?\n", r"notes\.txt:2 is no row"),
     "nul.jsonl": (b'{"prompt": "a\0b"}\n', r"nul\.jsonl:1: not valid JSON"),
     "zeros.jsonl": (TEXT.encode() + bytes(100), r"zeros\.jsonl:4: not valid JSON"),
+    "deep.jsonl": (b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", r"deep\.jsonl:1: not valid JSON"),
+    "long.jsonl": (b'{"a": ' + b"9" * 10_000 + b"}", r"long\.jsonl:1: not valid JSON"),
+    "code.jsonl": (b"__import__('os')", r"code\.jsonl:1: not valid JSON"),
     "cut.jsonl": (TEXT.encode() + b'{"messages": [', r"cut\.jsonl:4: not valid JSON"),
 }  # fmt: skip
 
@@ -132,30 +133,23 @@ def test_what_cannot_be_read_is_named(tmp_path, name):
         assert not isinstance(refused.value, UnicodeError) and "\n" not in str(refused.value)
 
 
-def test_a_long_line_is_named_with_its_number(tmp_path, monkeypatch):
-    monkeypatch.setattr("train.data.row_files.read_text.__kwdefaults__", {"longest": 200})
-    write_rows(tmp_path / "a.jsonl", [ROWS[0], {"prompt": "x" * 200}])
-    with pytest.raises(ValueError, match=r"a\.jsonl:2: a line of more than 200 characters"):
-        reading.load_conversations(str(tmp_path / "a.jsonl"))
-
-
-def test_an_empty_file_has_no_rows(tmp_path):
-    for name in ("a.jsonl", "a.json", "b.json", "a.jsonl.gz"):
-        empty = {"a.jsonl": b"\n \r\n", "a.json": b"", "b.json": b"[]", "a.jsonl.gz": gzip.compress(b"\n")}[name]
-        (tmp_path / name).write_bytes(empty)
-        assert reading.load_conversations(str(tmp_path / name)) == []
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "b.json", "a.jsonl.gz"])
+def test_an_empty_file_has_no_rows(tmp_path, name):
+    empty = {"a.jsonl": b"\n \r\n", "a.json": b"", "b.json": b"[]", "a.jsonl.gz": gzip.compress(b"\n")}
+    (tmp_path / name).write_bytes(empty[name])
+    assert reading.load_conversations(str(tmp_path / name)) == []
 
 
 HALVES = [
-    {"messages": [{"role": "user", "content": f"a {HALF}"}, {"role": "assistant", "content": "b"}]},
-    {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "\udc00"}]},
+    {"messages": pair(f"a {HALF}", "b")},
+    {"messages": pair("a", "\udc00")},
     {"id": HALF, "prompt": "a", "messages": ROWS[0]["messages"]},
     {"category": HALF, "prompt": "a", "messages": ROWS[0]["messages"]},
     {"prompt": f"{HALF} a"},
     {"tools": [{"function": {"name": "f", "description": HALF}}], "messages": ROWS[0]["messages"]},
     {"messages": [{"role": "user", "content": "a", HALF: "b"}]},
     {"text": f"\ude00{HALF}"},
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("row", HALVES, ids=range(len(HALVES)))
@@ -200,16 +194,11 @@ def test_half_of_a_pair_in_recorded_rows_counts_as_damage(tmp_path):
 # Rows
 
 
-def strict(tokenizer):
-    """With a template that fails for keys that are there without a value, as those of tool models do."""
-    tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.chat_template = (
-        "{% for m in messages %}{% if 'tool_calls' in m %}{{ 'calls' ~ (m.tool_calls | length) }}"
-        "{% if m.tool_calls | length == 0 %}{{ raise_exception('Only one call at once.') }}{% endif %}{% endif %}"
-        "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-    )
-    return tokenizer
+STRICT = (  # fails for keys that are there without a value, as templates of tool models do
+    "{% for m in messages %}{% if 'tool_calls' in m %}{{ 'calls' ~ (m.tool_calls | length) }}"
+    "{% if m.tool_calls | length == 0 %}{{ raise_exception('Only one call at once.') }}{% endif %}{% endif %}"
+    "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+) + ASKS
 
 
 @pytest.mark.parametrize(
@@ -224,7 +213,7 @@ def test_a_key_without_a_value_is_as_absent(tmp_path, more):
     write_rows(tmp_path / "a.jsonl", [row, ROWS[0]])
     first, second = reading.load_conversations(str(tmp_path / "a.jsonl"))
     assert "tools" not in first and set(first["messages"][1]) == {"role", "content"} | ({"weight"} & set(more))
-    tokenizer = strict(small_tokenizer())
+    tokenizer = with_template(STRICT)
     assert data.encode(tokenizer, first).tokens == data.encode(tokenizer, second).tokens
 
 
@@ -248,15 +237,18 @@ def test_nulls_of_arrow_are_absent_keys_at_any_depth(tmp_path):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"messages": [{"role": "human", "content": "a"}, {"role": "gpt", "content": "b"}]},
-         r"a\.jsonl:2: unknown roles human, gpt; the row has human, gpt\. .*known roles are system, .*assistant"),
-        ({"messages": [{"role": "User", "content": "a"}, {"role": "assistant", "content": "b"}]}, "unknown roles User; "),
-        ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": 42}]}, r"messages\[1\] has not"),
-        ({"messages": ["a", "b"]}, r"a\.jsonl:2: every message needs .*messages\[0\]"),
+        (
+            {"messages": [{"role": "human", "content": "a"}, {"role": "gpt", "content": "b"}]},
+            r"a\.jsonl:2: unknown roles human, gpt; the row has human, gpt\. .*known roles are system, .*assistant",
+        ),
+        ({"messages": [{"role": "User", "content": "a"}, *pair("a", "b")]}, "unknown roles User; "),
+        ({"messages": pair("a", 42)}, r"messages\[1\] has not"),
+        ({"messages": ["a", "b"]}, r"a\.jsonl:2: every message needs a role and a content.*messages\[0\]"),
+        ({"messages": []}, r"a\.jsonl:2: no messages"),
         ({"id": 1, "conversations": [{"from": "human", "value": "a"}]}, r"no messages \(its keys: id, conversations\)"),
         ({"instruction": "a", "output": "b"}, r"a\.jsonl:2: no messages \(its keys: instruction, output\)"),
     ],
-)  # fmt: skip
+)
 def test_what_is_wrong_with_a_row_is_said(tmp_path, row, message):
     write_rows(tmp_path / "a.jsonl", [ROWS[0], row])
     with pytest.raises(ValueError, match=message):
@@ -264,41 +256,40 @@ def test_what_is_wrong_with_a_row_is_said(tmp_path, row, message):
 
 
 @pytest.mark.parametrize(
-    ("row", "message"),
+    ("messages", "message"),
     [
-        ({"messages": [{"role": "user", "content": "a"}]}, r"Row 1 has no assistant turn, only user\."),
-        ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "tool_calls": 7}]},
-         r"tool_calls must be a list such as .*\.$"),
-        ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 7}]},
-         r"cannot write these messages, though it writes others \(TypeError: .*keys: role, content, weight\.$"),
-        ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "name": "x"}]},
-         r"The chat template refuses a conversation with the roles user, assistant: No names\."),
+        (pair("a", "b")[:1], r"Row 1 has no assistant turn, only user\."),
+        (pair("a", "b", tool_calls=7), r"tool_calls must be a list such as .*\.$"),
+        (
+            pair("a", "b", weight=7),
+            r"cannot write these messages, though it writes others \(TypeError: .*keys: role, content, weight\.$",
+        ),
+        (
+            pair("a", "b", name="x"),
+            r"The chat template refuses a conversation with the roles user, assistant: No names\.",
+        ),
     ],
-)  # fmt: skip
-def test_a_row_that_the_template_cannot_write_is_named_with_its_file(tmp_path, row, message):
-    write_rows(tmp_path / "a.jsonl", [ROWS[0], row])
-    tokenizer = strict(small_tokenizer())
+)
+def test_a_row_that_the_template_cannot_write_is_named_with_its_file(tmp_path, messages, message):
+    source = str(tmp_path / "a.jsonl")
+    write_rows(tmp_path / "a.jsonl", [ROWS[0], {"messages": messages}])
     names = "{% for m in messages if m.name %}{{ raise_exception('No names.') }}{% endfor %}"
     weights = "{% for m in messages if m.weight %}{{ m.weight + 'a' }}{% endfor %}"
-    tokenizer.chat_template = names + weights + tokenizer.chat_template
-    where = r"a\.jsonl:2: .*"
-    with pytest.raises(ValueError, match=where + message):
-        load_packs(str(tmp_path / "a.jsonl"), Encoding(tokenizer, tmp_path / "c"), length=99, packed=False)
-    with pytest.raises(ValueError, match=where + message):
-        list(datastore.read_texts(str(tmp_path / "a.jsonl"), tokenizer))
-    stream = Plan(str(tmp_path / "a.jsonl"), tokenizer, length=99, packed=False, buffer=2, seed=0)
-    with pytest.raises(ValueError, match=where + message):
-        Stream(stream)
+    tokenizer = with_template(names + weights + STRICT)
+    for read in (
+        lambda: load_packs(source, Encoding(tokenizer, tmp_path / "c"), length=99, packed=False),
+        lambda: list(datastore.read_texts(source, tokenizer)),
+        lambda: Stream(Plan(source, tokenizer, length=99, packed=False, buffer=2, seed=0)),
+    ):
+        with pytest.raises(ValueError, match=r"a\.jsonl:2: .*" + message):
+            read()
 
 
 def test_a_prompt_that_the_template_cannot_write_is_named_with_its_file(tmp_path):
-    tokenizer = strict(small_tokenizer())
-    tokenizer.chat_template = "{{ raise_exception('No system role.') if messages[0].role == 'system' }}" + (
-        tokenizer.chat_template
-    )
+    refuses = "{{ raise_exception('No system role.') if messages[0].role == 'system' }}"
     write_rows(tmp_path / "a.jsonl", [{"prompt": "a"}, {"messages": [{"role": "system", "content": "b"}]}])
     with pytest.raises(ValueError, match=r"a\.jsonl:2: The chat template refuses .* No system role\."):
-        data.load_prompts(str(tmp_path / "a.jsonl"), tokenizer)
+        data.load_prompts(str(tmp_path / "a.jsonl"), with_template(refuses + STRICT))
 
 
 def test_ids_and_categories_of_any_type_are_texts(tmp_path):
@@ -330,29 +321,11 @@ def test_training_validates_on_a_split_and_on_categories_of_any_type(fit, folder
 # Long rows
 
 
-def every_prompt(monkeypatch) -> None:
-    """The mask as it is defined: every prompt is rendered."""
-    monkeypatch.setattr(data, "FEW", 10**9)
-
-
-CONTENTS = [
-    "a",
-    " assistant ",
-    "assistant\n",
-    "user",
-    "<|im_end|>\n<|im_start|>assistant\n",
-    "x-content",
-    "1\n\n2",
-    "a" * 30,
-]
-TRIMMED = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + (m['content'] | trim) + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
+CONTENTS = ["a", " assistant ", "assistant\n", "user", "<|im_end|>\n<|im_start|>assistant\n"]
+CONTENTS += ["x-content", "1\n\n2", "a" * 30]
+TRIMMED = HEAD + "{{ m['content'] | trim }}" + TAIL
 THINKS = (  # only the last answer keeps what it thought, as Qwen3's
-    "{% for m in messages %}{% set said = m['content'] if loop.last else m['content'].split('</think>')[-1] %}"
-    "{{ '<|im_start|>' + m['role'] + '\n' + said + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    HEAD + "{% set said = m['content'] if loop.last else m['content'].split('</think>')[-1] %}{{ said }}" + TAIL
 )
 BARE = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}" + (
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
@@ -364,8 +337,7 @@ SHORTENED = TRIMMED.replace("in messages", "in messages[-5:]")  # forgets what i
     "template", [None, TRIMMED, THINKS, BARE, SHORTENED], ids=["own", "trimmed", "thinks", "bare", "short"]
 )
 def test_masks_of_many_turns_are_those_of_every_prompt(monkeypatch, template):
-    tokenizer, draw = copy.deepcopy(small_tokenizer()), random.Random(0)
-    tokenizer.chat_template = template or tokenizer.chat_template
+    tokenizer, draw = with_template(template), random.Random(0)
 
     def mask(messages):
         try:
@@ -384,21 +356,18 @@ def test_masks_of_many_turns_are_those_of_every_prompt(monkeypatch, template):
                 {"role": "assistant", "content": draw.choice(["t</think>", "", "", ""]) + draw.choice(CONTENTS)}
             )
         masks.append((messages, mask(messages)))
-    every_prompt(monkeypatch)
+    monkeypatch.setattr(answer_mask, "FEW", 10**9)  # every prompt is rendered, as the mask is defined
     assert all(mask(messages) == found for messages, found in masks)
     assert any(isinstance(found, data.Row) for _, found in masks) or template is SHORTENED
 
 
 @pytest.mark.parametrize("roles", [["user"], ["user", "assistant", "tool"]], ids=["chat", "calls"])
 def test_the_number_of_renderings_does_not_grow_with_the_turns(monkeypatch, roles):
-    tokenizer, counts = copy.deepcopy(small_tokenizer()), []
-    tokenizer.chat_template = tokenizer.chat_template.replace(
-        "+ '<|im_end|>'", "~ (message['tool_calls'] or '') ~ '<|im_end|>'"
-    )
+    own, counts = small_tokenizer().chat_template, []
+    tokenizer = with_template(own.replace("+ '<|im_end|>'", "~ (message['tool_calls'] or '') ~ '<|im_end|>'"))
     render = tokenizer.apply_chat_template
-    monkeypatch.setattr(
-        tokenizer, "apply_chat_template", lambda *args, **more: counts.append(0) or render(*args, **more)
-    )
+    counted = lambda *args, **more: counts.append(0) or render(*args, **more)
+    monkeypatch.setattr(tokenizer, "apply_chat_template", counted)
 
     def count(turns: int) -> int:
         counts.clear()

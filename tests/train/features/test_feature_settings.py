@@ -4,13 +4,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import Accelerator
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 
 from specdec.target.model import Target
-from tests.support import make_drafter, make_target, random_tokens
-from train import feature_settings
+from tests.support import ROOT, make_drafter, make_target, random_tokens
+from train import build
+from train.build import count_missing, open_features
+from train.config import RunConfig
 from train.data.packing import Packs, Rows
 from train.data.rows import Row
-from train.feature_settings import FeatureSettings, num_missing
 from train.features import outputs as features
 from train.features.outputs import Folder
 
@@ -47,43 +51,51 @@ def test_only_what_is_read_and_not_there_counts(target, packs, tmp_path):
     folder = Folder(target, (1, 2), tmp_path / "cache")
     reads = list(range(1, len(packs), 3))
     wanted = lengths(packs, reads)
-    assert num_missing(folder, packs, reads) == sum(wanted.values()) < packs.num_tokens
-    assert num_missing(folder, packs, range(len(packs))) == packs.num_tokens
+    assert count_missing(folder, packs, reads) == sum(wanted.values()) < packs.num_tokens
+    assert count_missing(folder, packs, range(len(packs))) == packs.num_tokens
     there = set(list(wanted)[::2])
     fill(folder, packs, there | (set(range(NUM)) - set(wanted)))  # others in the folder make no room for these
-    assert num_missing(folder, packs, reads) == sum(num for row, num in wanted.items() if row not in there)
+    assert count_missing(folder, packs, reads) == sum(num for row, num in wanted.items() if row not in there)
     fill(folder, packs, set(wanted))
-    assert num_missing(folder, packs, reads) == 0
+    assert count_missing(folder, packs, reads) == 0
 
 
 def test_rows_that_are_read_several_times_are_written_once(target, packs, tmp_path):
     twice = Packs(packs.rows, length=LONG, numbers=torch.arange(NUM).repeat(2).numpy())
     folder = Folder(target, (1, 2), tmp_path / "cache")
-    assert num_missing(folder, twice, range(len(twice))) == packs.num_tokens == twice.num_tokens / 2
+    assert count_missing(folder, twice, range(len(twice))) == packs.num_tokens == twice.num_tokens / 2
 
 
 def test_of_many_documents_a_sample_is_looked_for(target, packs, tmp_path, monkeypatch):
-    monkeypatch.setattr(feature_settings, "SAMPLE", 10)
+    monkeypatch.setattr(build, "SAMPLE", 10)
     looked = []
     monkeypatch.setattr(Folder, "has", lambda folder, tokens: looked.append(len(tokens)) or False)
-    found = num_missing(Folder(target, (1, 2), tmp_path / "cache"), packs, range(len(packs)))
+    found = count_missing(Folder(target, (1, 2), tmp_path / "cache"), packs, range(len(packs)))
     assert len(looked) == 10 and found == 4 * sum(looked)
 
 
 @pytest.mark.parametrize("few", [True, False])
 def test_a_short_run_on_much_data_fits_on_the_disk(target, packs, tmp_path, monkeypatch, few):
-    settings = FeatureSettings("cached", None, 1, 1.0, {}, str(tmp_path / "cache"), [], None)
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        options = [
+            "run=some",
+            f"features.folder={tmp_path}/cache",
+            "solve_packs=0",
+            f"train.steps={2 if few else 1000}",
+        ]
+        config = RunConfig.of(OmegaConf.to_container(compose("train", overrides=options), resolve=True))
     drafter, said = make_drafter(target, "eagle"), []
-    reads = list(range(len(packs)))[: 2 if few else None]
+    monkeypatch.setattr(build, "MEASURED", 0)
+    monkeypatch.setattr(build.progress, "note", said.append)
+    reads = build.permutation(len(packs), 0)[:2] if few else list(range(len(packs)))
     whole = Folder(target, drafter.target_layers, tmp_path / "cache").num_bytes(packs.num_tokens)
     monkeypatch.setattr(features.shutil, "disk_usage", lambda path: SimpleNamespace(free=whole // 2))
-    given = {"engine": None, "streamed": False, "reads": reads, "main": True, "say": said.append}
     if few:
-        settings.open(drafter, packs, **given)
+        open_features(config, drafter, packs, Accelerator(cpu=True), None)
         share = sum(lengths(packs, reads).values()) / packs.num_tokens
         assert said == [
             f"features up to {share * whole / 1e9:.2f} GB will be written to {tmp_path}/cache as they are needed"
         ]
     else:
         with pytest.raises(ValueError, match=r"Cached features need .* GB .* fewer steps, less data"):
-            settings.open(drafter, packs, **given)
+            open_features(config, drafter, packs, Accelerator(cpu=True), None)

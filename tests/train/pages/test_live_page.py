@@ -8,7 +8,7 @@ from specdec.target.model import Target
 from tests.browser import Browser, needed
 from tests.specdec.server.test_app import serving
 from tests.support import save_target
-from train.pages.live_page import live_page
+from train.pages.page import live_page
 
 FOUND = """new Promise((done, fail) => {
   const end = Date.now() + 30000;
@@ -17,7 +17,7 @@ FOUND = """new Promise((done, fail) => {
     if (!/times as fast|The answers ended/.test(said) && Date.now() < end) return setTimeout(look, 20);
     const text = name => document.querySelector(`#${name} .answer`).textContent;
     const root = document.documentElement;
-    done({said, drafted: text("drafted"), plain: text("plain"), rounds: document.querySelectorAll("#sizes rect").length,
+    done({said, drafted: text("drafted"), plain: text("plain"), figure: document.querySelector("#drafted .figure").textContent,
       tree: document.querySelectorAll("#tree li").length, wide: root.scrollWidth - root.clientWidth,
       back: getComputedStyle(document.body).backgroundColor});
   };
@@ -44,7 +44,7 @@ def test_a_browser_asks_and_shows_both_answers(url, tmp_path):
             found = browser.value(FOUND)
             assert "Both answers are the same" in found["said"] or "first tokens" in found["said"], found
             assert found["drafted"] == found["plain"] != ""
-            assert found["tree"] == 4 and found["rounds"] > 2  # the root and a chain of 3; two bars for each round
+            assert found["tree"] == 4 and " drafts accepted" in found["figure"]  # the root and a chain of 3
             assert found["wide"] <= 0  # nothing to scroll to on a phone
             backs[scheme] = found["back"]
         typed = 'document.querySelector("textarea").value = "Say blue 1 times."; document.querySelector("form button").click()'

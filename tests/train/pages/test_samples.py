@@ -2,7 +2,7 @@
 
 import torch
 
-from specdec.measuring.measurement import Prompt
+from specdec.measuring.measure import Prompt
 from specdec.unroll import replay
 from tests.support import make_drafter, prompts_of, save_target, small_tokenizer
 from train.pages.samples import Token, _pieces, samples, trace

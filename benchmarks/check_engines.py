@@ -1,0 +1,245 @@
+"""Whether real engines (`make engines`) run exported drafters as they were trained: tau, answers and drafts at temperature 0.
+
+    python -m benchmarks.check_engines checkpoint=checkpoints/shipped/eagle3,checkpoints/shipped/mtp limit=16
+
+record=true writes the figures to served.json beside each checkpoint. tests/benchmarks/test_engines.py does the same with
+tiny heads of every family in every format.
+"""
+
+import contextlib
+import copy
+import json
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks import common
+from benchmarks.engines import get_engines, llamacpp
+from benchmarks.engines.vllm import Vllm
+from specdec.core import files, hub
+from specdec.core.sampling import Sampling
+from specdec.decoding.decoder import Decoder
+from specdec.decoding.drafting import Drafting
+from specdec.export.cards import SERVED, SERVED_FIELDS, Provenance
+from specdec.export.engines import ExportForm, make_form
+from specdec.export.folder import write_export
+from specdec.export.layout import draft_from_all
+from specdec.heads.base import Drafter
+from specdec.heads.dflash import BlockDrafter
+from specdec.heads.mtp import MTP
+from specdec.measuring.measure import top2_gap
+from specdec.proposers.base import Proposer
+from specdec.target.model import Target
+from train.data import rows as data
+
+FORMATS = ("vllm", "speculators", "medusa", "gguf")
+VLLM, LLAMA_CPP = f"vLLM {get_engines.VLLM}", f"llama.cpp, xllamacpp {get_engines.XLLAMACPP}"
+TOLERANCE = 0.02  # of tau, served against decoded here
+
+
+@dataclass(frozen=True)
+class CheckOptions:
+    checkpoint: str  # comma list of trained heads
+    formats: str = ",".join(FORMATS)
+    prompts: str = common.HELDOUT
+    thinking: bool | None = None  # of prompts that do not say theirs
+    limit: int = 16
+    max_new_tokens: int = 64
+    num_drafts: int = 3  # in a round, at most as many as the head has
+    record: bool = False
+    out: str = "engines.json"
+    target_name: str | None = None
+    target_dtype: str = "float32"
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """What a decoder did with P prompts.
+
+    answers: [P][.] token ids
+    rounds: [P] passes of the target after the prompt's own
+    drafted: by (prompt, tokens of the answer so far), the ids drafted there; empty where an engine does not report them
+    accepted, offered: drafted tokens, of those that the answer had room for
+    """
+
+    answers: list[list[int]]
+    rounds: list[int]
+    drafted: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+    accepted: int = 0
+    offered: int = 0
+
+    @property
+    def tau(self) -> float:
+        return sum(len(answer) - 1 for answer in self.answers) / max(1, sum(self.rounds))
+
+
+def agree(ids: list[int], others: list[int]) -> bool:
+    """Whether two lists are equal as far as the shorter one goes."""
+    return all(one == other for one, other in zip(ids, others))
+
+
+class TreeRecorder(Proposer):
+    """Another proposer, whose trees are kept."""
+
+    def __init__(self, proposer: Proposer):
+        self.proposer, self.target_layers, self.depth = proposer, proposer.target_layers, proposer.depth
+        self.trees: list[list[list[int]]] = []  # [rounds][B][1 + K] token ids, the root first
+
+    def begin(self, tokens, num):
+        self.proposer.begin(tokens, num)
+
+    def commit(self, tokens, features, num, counts):
+        self.proposer.commit(tokens, features, num, counts)
+
+    def propose(self, sampling, generator):
+        tree = self.proposer.propose(sampling, generator)
+        self.trees.append(tree.tokens.tolist())
+        return tree
+
+
+@dataclass(frozen=True)
+class ServedHead:
+    """A drafter to be served, and what to serve it with."""
+
+    name: str
+    drafter: Drafter
+    prompts: list[list[int]]
+    stop: set[int]
+    provenance: Provenance
+
+
+def decode_here(drafter: Drafter, head: ServedHead, chosen: CheckOptions) -> Decoding:
+    """Greedy decoding with chains of drafts, by this project's decoder."""
+    recorder = TreeRecorder(Drafting(depth=head.provenance.num_drafts).proposer(drafter))
+    decoder = Decoder(drafter.target, recorder, sampling=Sampling(), stop=head.stop)
+    generation, drafted = decoder.generate(head.prompts, chosen.max_new_tokens), {}
+    for row, accepted in enumerate(generation.accepted):
+        written = 1  # by the prompt's own pass
+        for trees, count in zip(recorder.trees, accepted):
+            drafted[row, written] = trees[row][1:]
+            written += count + 1
+    return Decoding(generation.tokens, list(map(len, generation.accepted)), drafted)
+
+
+def decode_in_vllm(head: ServedHead, form: ExportForm, folder: Path, chosen: CheckOptions) -> Decoding:
+    num = head.provenance.num_drafts
+    dtype, longest = str(head.drafter.target.dtype).removeprefix("torch."), max(map(len, head.prompts))
+    given: Any = {"dtype": dtype, "max_model_len": longest + chosen.max_new_tokens + num + 9}
+    settings = form.settings_for(str(folder), num)
+    with contextlib.closing(Vllm(head.drafter.target.name, speculative=settings, **given)) as engine:
+        reply = engine.generate(head.prompts, chosen.max_new_tokens, head.stop)
+    drafted = {(row, written): ids for row, rounds in enumerate(reply.rounds) for ids, written in rounds if ids}
+    pairs = [(ids, reply.answers[row][written:]) for (row, written), ids in drafted.items()]
+    right = [list(map(int.__eq__, ids, rest)) for ids, rest in pairs]  # as far as the answer goes
+    accepted, offered = sum([*each, False].index(False) for each in right), sum(map(len, right))
+    return Decoding(reply.answers, list(map(len, reply.rounds)), drafted, accepted, offered)
+
+
+def decode_in_llamacpp(head: ServedHead, form: ExportForm, folder: Path, chosen: CheckOptions) -> Decoding:
+    kind, num, target = form.settings["kind"], head.provenance.num_drafts, head.drafter.target.name
+    whole, draft = str(folder.with_suffix(".target.gguf")), str(folder.with_suffix(".gguf"))
+    llamacpp.convert(target, whole)
+    llamacpp.convert(str(folder), draft, target=None if kind == "simple" else target)
+    context = max(map(len, head.prompts)) + chosen.max_new_tokens + num + 2
+    answers, counts = [], []
+    given: Any = {"draft": draft, "context": context, "kind": kind, "num": num, "cache": "f32"}
+    with contextlib.closing(llamacpp.LlamaCpp(whole, **given)) as engine:
+        for prompt in head.prompts:
+            answers.append(engine.generate(prompt, chosen.max_new_tokens, head.stop))
+            counts.append(engine.counts)
+    accepted, offered = sum(each.accepted for each in counts), sum(each.drafted for each in counts)
+    return Decoding(answers, [each.rounds or 0 for each in counts], accepted=accepted, offered=offered)
+
+
+def compare(target: Target, prompts: list[list[int]], *, own: Decoding, drafts: Decoding, served: Decoding) -> dict:
+    """An engine's decoding (served) beside this project's (own); drafts: here too, by a drafter that computes what the
+    engine computes.
+
+    -> largest_gap: where answers differ, the largest difference between the target's two best logits at that place
+    same_drafts: rounds with the same drafts, of those that start at the same place (rounds_compared); None where the
+        engine does not report its drafts
+    """
+    pairs = list(zip(prompts, own.answers, served.answers))
+    gaps = [top2_gap(target, *pair, Sampling()) for pair in pairs if pair[1] != pair[2]]
+    rounds = drafts.drafted.keys() & served.drafted.keys()
+    same = sum(agree(served.drafted[key], drafts.drafted[key]) for key in rounds)
+    return {
+        "num_prompts": len(prompts),
+        "tau": own.tau,
+        "served_tau": served.tau,
+        "difference": served.tau / own.tau - 1,
+        "same_answers": len(pairs) - len(gaps),
+        "largest_gap": max((gap for gap in gaps if gap is not None), default=None),
+        "same_drafts": same if served.drafted else None,
+        "rounds_compared": len(rounds),
+        "accepted": served.accepted,
+        "offered": served.offered,
+    }
+
+
+def check_head(head: ServedHead, format_name: str, folder: Path, chosen: CheckOptions) -> dict:
+    """Exports to `folder` and serves it. -> the row for `out`: `compare`, and what was compared"""
+    form, num, target = make_form(head.drafter, format_name), head.provenance.num_drafts, head.drafter.target
+    write_export(form, folder, dtype=target.dtype, provenance=head.provenance)
+    drafter = draft_from_all(head.drafter) if form.whole_vocabulary else head.drafter
+    served = (decode_in_llamacpp if format_name == "gguf" else decode_in_vllm)(head, form, folder, chosen)
+    own = drafts = decode_here(drafter, head, chosen)
+    if isinstance(drafter, MTP) and not drafter.zero_first:  # vLLM's embedding in the first slot is zero
+        drafter = copy.copy(drafter)
+        drafter.zero_first = True
+        drafts = decode_here(drafter, head, chosen)
+    return {
+        "name": head.name,
+        "engine": LLAMA_CPP if format_name == "gguf" else VLLM,
+        "format": format_name,
+        "num_drafts": num,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "max_new_tokens": chosen.max_new_tokens,
+        **compare(target, head.prompts, own=own, drafts=drafts, served=served),
+    }
+
+
+def main(arguments: list[str]) -> None:
+    chosen = common.read_options(CheckOptions, __doc__, arguments)
+    formats = common.split(chosen.formats)
+    if not set(formats) <= set(FORMATS):
+        raise ValueError(f"formats={chosen.formats}: engines on a CPU take {', '.join(FORMATS)}.")
+    if not (llamacpp.ENGINES / "ready").is_file():
+        raise ValueError("There are no engines to check: `make engines` sets them up (4 GB, a few minutes).")
+    subject = common.load_subject(chosen.checkpoint, name=chosen.target_name, dtype=chosen.target_dtype, device="cpu")
+    found = data.load_prompts(chosen.prompts, subject.tokenizer, limit=chosen.limit, thinking=chosen.thinking)
+    rows = []
+    for name, drafter in subject.heads.items():
+        folder, num = subject.folders[name], chosen.num_drafts
+        if chosen.record and hub.pinned(folder) != str(folder):
+            raise ValueError(f"record=true writes beside the checkpoint, and {folder} is on the Hub: name a copy.")
+        if drafter.depth is not None:
+            num = drafter.depth if isinstance(drafter, BlockDrafter) else min(num, drafter.depth)
+        provenance = Provenance.read(folder, target=subject.target, license="other", data=None, num_drafts=num)
+        recorded = dict(provenance.served)
+        head = ServedHead(name, drafter, [prompt.tokens for prompt in found], subject.stop, provenance)
+        for format_name in formats:
+            try:
+                make_form(drafter, format_name)
+            except ValueError as error:  # the format has no such family
+                print(f"{name}, format={format_name}: {error}")
+                continue
+            with tempfile.TemporaryDirectory() as scratch:
+                row = check_head(head, format_name, Path(scratch, "head"), chosen)
+            row |= {"prompts": Path(chosen.prompts).name, "faithful": abs(row["difference"]) < TOLERANCE}
+            print(", ".join(f"{key} {common.show(value)}" for key, value in row.items()), flush=True)
+            rows.append(row)
+            files.write_text(Path(chosen.out), json.dumps(rows, indent=2) + "\n")
+            if chosen.record:
+                recorded[f"{row['engine']}, format={format_name}"] = {key: row[key] for key in SERVED_FIELDS}
+                files.write_text(folder / SERVED, json.dumps(recorded, indent=2) + "\n")
+    if not rows:
+        raise ValueError("Nothing was served: none of the formats takes these drafters.")
+    if wrong := [f"{row['name']} ({row['format']})" for row in rows if not row["faithful"]]:
+        raise ValueError(f"the engine does not run these as they were trained: {', '.join(wrong)}.")
+    print(f"{len(rows)} of {len(rows)} are faithful; written: {chosen.out}")
+
+
+if __name__ == "__main__":
+    common.run(main)

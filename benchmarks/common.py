@@ -1,0 +1,118 @@
+"""Options, targets and heads of the benchmarks: python -m benchmarks.NAME KEY=VALUE ..., in the root of the clone."""
+
+import inspect
+import sys
+import types
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from specdec import checkpoint
+from specdec.heads.base import Drafter
+from specdec.target.model import Target, load_tokenizer
+from train.data import rows as data
+
+ROOT = Path(__file__).resolve().parents[1]
+TARGET = "targets/smollm2-135m"
+HELDOUT = "data/prompts_heldout.jsonl"
+Options = TypeVar("Options")
+
+
+def read_options(kind: type[Options], docstring: str | None, arguments: list[str]) -> Options:
+    """A frozen dataclass, filled from KEY=VALUE; target.name= is its field target_name.
+
+    A field of type tuple[str, ...] takes every NAME.KEY=VALUE, as KEY=VALUE. Raises ValueError for anything unknown.
+    """
+    if {"-h", "--help"} & set(arguments):
+        print(docstring, inspect.getsource(kind), sep="\n")
+        raise SystemExit
+    known, given = typing.get_type_hints(kind), dict[str, Any]()
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        name, (group, _, rest) = key.replace(".", "_"), key.partition(".")
+        if equals and name in known:
+            given[name] = parse(key, known[name], value)
+        elif equals and known.get(group) == tuple[str, ...]:
+            given[group] = (*given.get(group, ()), f"{rest}={value}")
+        else:
+            raise ValueError(f"There is no option {argument}: give KEY=VALUE of {', '.join(known)}.")
+    try:
+        return kind(**given)
+    except TypeError as error:
+        raise ValueError(f"{error}; --help lists the options.") from None
+
+
+def parse(key: str, kind: Any, text: str) -> Any:
+    kinds = typing.get_args(kind) or (kind,)
+    if types.NoneType in kinds and text == "null":
+        return None
+    try:
+        return {"true": True, "false": False}[text] if kinds[0] is bool else kinds[0](text)
+    except (KeyError, ValueError):
+        raise ValueError(f"{key}={text} must be of type {kinds[0].__name__}.") from None
+
+
+def split(text: str) -> list[str]:
+    """The parts of a comma list."""
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def read_numbers(key: str, text: str, least: int = 1) -> list[int]:
+    """The whole numbers of a comma list. Raises ValueError for none, and for one below `least`."""
+    if not text or not all(part.isdecimal() and int(part) >= least for part in split(text)):
+        raise ValueError(f"{key}={text} must be a comma list of whole numbers from {least} on.")
+    return [int(part) for part in split(text)]
+
+
+def format_rows(rows: list[dict]) -> str:
+    """A table in Markdown, with a column for each key; lists are left out."""
+    keys = {key for row in rows for key, value in row.items() if not isinstance(value, list)}
+    columns = [key for key in dict.fromkeys(key for row in rows for key in row) if key in keys]
+    lines = [columns, ["---"] * len(columns)]
+    lines += [["" if row.get(key) is None else show(row[key]) for key in columns] for row in rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def show(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else f"{value:,}" if type(value) is int else str(value)
+
+
+def run(main: Callable[[list[str]], None]) -> None:
+    """Runs a benchmark; a mistake of the user (ValueError) ends it with one sentence."""
+    try:
+        main(sys.argv[1:])
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from None
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A target, its tokenizer and the tokens that end an answer; trained heads and their folders, by name."""
+
+    target: Target
+    tokenizer: PreTrainedTokenizerBase
+    stop: set[int]
+    heads: dict[str, Drafter]
+    folders: dict[str, Path]
+
+
+def load_subject(checkpoints: str, *, name: str | None, dtype: str, device: str | None) -> Subject:
+    """checkpoints: comma list of trained heads; name: of the target; None: the first head's, or the default target"""
+    folders = {checkpoint.name_of(Path(given)): checkpoint.resolve(given) for given in split(checkpoints)}
+    for folder in folders.values():
+        name = name or str(checkpoint.read_json(folder / "drafter.json")["target"])
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    target = Target.load(name or TARGET, dtype=dtype, device=device)
+    heads = {key: checkpoint.load(folder, target) for key, folder in folders.items()}
+    if target.adapted or any(not isinstance(head, Drafter) for head in heads.values()):
+        raise ValueError(
+            f"checkpoint={checkpoints}: a head that changes its target cannot be compared with other systems."
+        )
+    tokenizer = load_tokenizer(target.name)
+    stop = data.stop_tokens(tokenizer, target.model.generation_config)
+    return Subject(target, tokenizer, stop, typing.cast(dict[str, Drafter], heads), folders)

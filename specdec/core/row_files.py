@@ -1,0 +1,218 @@
+"""Files of rows, and what becomes of a damaged line.
+
+Files of users (`read_file`): lines in any Unicode encoding, compressed with gzip or not, JSON documents, parquet. What
+a file is follows from its first bytes; only a name that ends in .json says more, as one document may hold all rows. A
+damaged line is refused with its place, the cause and what to do.
+
+Files that this project appends to (`read_own_lines`): JSONL in UTF-8. A damaged line is yielded as None, so that the
+caller skips or refuses it. `cut_damaged_end` removes what a killed writer left behind.
+"""
+
+import contextlib
+import gzip
+import io
+import json
+import mmap
+import re
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, TextIO
+
+from specdec.core.untrusted import is_text
+
+FORMS = (
+    "a .jsonl file, a folder of .jsonl files (each of them may be compressed: .jsonl.gz), a .json or .parquet file, "
+    "a folder made by datasets' save_to_disk, or the name of a dataset"
+)
+LINES = (".jsonl", ".jsonl.gz")
+PARQUET = (".parquet",)
+LONGEST_LINE = 2**26  # characters
+LONGEST_DOCUMENT = 2**28  # characters
+GZIP = b"\x1f\x8b"
+SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+OTHERS = {
+    b"\x28\xb5\x2f\xfd": "compressed with zstd",
+    b"\xfd7zXZ\x00": "compressed with xz",
+    b"BZh": "compressed with bzip2",
+    b"PK\x03\x04": "a zip archive",
+    b"7z\xbc\xaf\x27\x1c": "a 7z archive",
+    b"ARROW1": "a single Arrow file",
+}
+
+
+def read_text(path: Path, *, longest: int = LONGEST_LINE) -> Iterator[str]:
+    """Yields the lines of a text file in UTF-8, UTF-16 or UTF-32, with or without a byte-order mark.
+
+    longest: characters of a line; a small compressed file can hold a huge one
+    Raises ValueError, naming the line, for a longer line, a damaged file, and bytes that are no such text.
+    """
+    number = 0
+    try:
+        with _open(path) as file:
+            while line := file.readline(longest + 1):
+                number += 1
+                if len(line) > longest:
+                    raise ValueError(f"{path}:{number}: a line of more than {longest:,} characters cannot be a row.")
+                _check_utf8(line, f"{path}:{number}")
+                yield line.removeprefix("\ufeff")  # of a file that was joined to another one too
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{path} is not whole {error.encoding.upper()} text behind line {number} ({error.reason}). "
+            "Save it as UTF-8."
+        ) from None
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(
+            f"{path}: the compressed file is incomplete or damaged after line {number} ({error}). "
+            "Copy or make the file again."
+        ) from None
+
+
+@contextlib.contextmanager
+def _open(path: Path) -> Iterator[TextIO]:
+    with path.open("rb") as raw:
+        first = raw.peek(len(GZIP))
+        content: Any = gzip.GzipFile(fileobj=raw) if first.startswith(GZIP) else raw
+        start = content.peek(8)
+        for magic, what in OTHERS.items():
+            if start.startswith(magic):
+                raise ValueError(f"{path} is {what}, which is not read here. Unpack it first, and give {FORMS}.")
+        encoding = json.detect_encoding(start[:4])
+        utf8 = encoding.startswith("utf-8")
+        # Bytes that are not UTF-8 become lone surrogates, so that their line is known
+        yield io.TextIOWrapper(content, encoding, errors="surrogateescape" if utf8 else "strict")
+
+
+def _check_utf8(line: str, place: str) -> None:
+    if line.isascii():
+        return
+    try:
+        line.encode()
+    except UnicodeEncodeError as error:
+        byte = ord(line[error.start]) - 0xDC00
+        raise ValueError(
+            f"{place}: byte 0x{byte:02x} is not UTF-8. Save the file as UTF-8; of a Latin-1 file, "
+            "`iconv -f latin1 -t utf-8 FILE` makes one."
+        ) from None
+
+
+def read_lines(path: Path) -> Iterator[tuple[str, str]]:
+    """Yields (place, line) for every line that is not blank."""
+    for number, line in enumerate(read_text(path), start=1):
+        if line.strip():
+            yield f"{path}:{number}", line
+
+
+def read_file(path: Path) -> Iterator[tuple[str, str | dict]]:
+    """Yields (place, JSON text) of each row, or (place, row) of parquet. Raises ValueError for other files."""
+    name = path.name.lower().removesuffix(".gz")
+    with path.open("rb") as file:
+        if name.endswith(PARQUET) or file.read(4) == b"PAR1":
+            yield from read_parquet(path, file)
+            return
+    lines = read_document(path) if name.endswith(".json") else read_lines(path)
+    for place, line in lines:
+        if not name.endswith((".jsonl", ".json")) and not line.lstrip().startswith("{"):
+            raise ValueError(f"{place} is no row: {path.name} holds no JSON. Give {FORMS}.")
+        yield place, line
+
+
+def read_document(path: Path) -> Iterator[tuple[str, str]]:
+    """The rows of a .json file: a list, {"data": list}, one row, or lines as in a .jsonl file."""
+    lines: list[str] = []
+    length = 0
+    for line in read_text(path, longest=LONGEST_DOCUMENT):
+        lines.append(line)
+        length += len(line)
+        if length > LONGEST_DOCUMENT:
+            break
+    try:
+        found = json.loads("".join(lines)) if length <= LONGEST_DOCUMENT else None
+    except (ValueError, RecursionError) as error:
+        found = error
+    if isinstance(found, dict):
+        wrapped = isinstance(found.get("data"), list) and not {"messages", "prompt", "text"} & set(found)
+        found = found["data"] if wrapped else [found]
+    if isinstance(found, list):
+        yield from ((f"{path} row {index}", json.dumps(row)) for index, row in enumerate(found))
+        return
+    first = next((line for line in lines if line.strip()), "")
+    if not first.strip():
+        return
+    try:
+        json.loads(first)
+    except (ValueError, RecursionError):
+        if found is None:
+            raise ValueError(
+                f"{path} has more than {LONGEST_DOCUMENT:,} characters. Give a .jsonl file, with one row a line."
+            ) from None
+        raise ValueError(f"{path}: not valid JSON ({found}). Repair it, or give {FORMS}.") from None
+    yield from read_lines(path)
+
+
+def read_parquet(path: Path, file: BinaryIO) -> Iterator[tuple[str, dict]]:
+    import pyarrow  # here: most sources are text
+    from pyarrow import parquet
+
+    try:
+        batches = parquet.ParquetFile(file).iter_batches(batch_size=256)
+        rows = (row for batch in batches for row in batch.to_pylist())
+        yield from ((f"{path} row {index}", row) for index, row in enumerate(rows))
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(
+            f"{path}: the parquet file is damaged or incomplete ({str(error).splitlines()[0]}). Copy or make it again."
+        ) from None
+
+
+def parse_line(place: str, line: str) -> dict:
+    """The JSON object of a line. Raises ValueError, naming the place, for what is none or has half a surrogate pair."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:  # also numbers of thousands of digits
+        raise ValueError(f"{place}: not valid JSON ({error}). Repair or remove the line.") from None
+    if type(row) is not dict:
+        more = " Give a file with all rows in one list the ending .json." if type(row) is list else ""
+        raise ValueError(f"{place}: expected a JSON object, found {type(row).__name__}.{more}")
+    if SURROGATE.search(line) and not is_text(row):
+        key = next(key for key, value in row.items() if not is_text({key: value}))
+        raise ValueError(
+            f"{place}: {json.dumps(key)} has half of a surrogate pair (\\ud800 .. \\udfff), which is no character. "
+            "Repair or remove the line."
+        )
+    return row
+
+
+# Files that this project appends to
+
+
+def read_own_lines(path: Path) -> Iterator[tuple[int, dict | None]]:
+    """Yields (line number, row), None for a damaged line. A last line without its end is left out."""
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.endswith(b"\n") and line.strip():
+                yield number, _parse_own(line)
+
+
+def cut_damaged_end(path: Path, *, only_unfinished: bool = False) -> int:
+    """Cuts off a last line that has no end or is not a JSON object. -> bytes that were cut
+
+    only_unfinished: a last line with an end stays, whatever it holds
+    """
+    size = path.stat().st_size
+    if not size:
+        return 0
+    with path.open("r+b") as file:
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            end = content.rfind(b"\n") + 1
+            if end == size and not only_unfinished:
+                start = content.rfind(b"\n", 0, size - 1) + 1
+                end = start if _parse_own(content[start:]) is None else size
+        file.truncate(end)
+    return size - end
+
+
+def _parse_own(line: bytes) -> dict | None:
+    try:
+        return parse_line("", line.decode())
+    except ValueError:  # also bytes that are not UTF-8
+        return None

@@ -1,0 +1,305 @@
+"""Decoding as measurement: every prompt is decoded plainly and by each method, round by round in turn, under the same settings."""
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from specdec.core.generation import Generation
+from specdec.core.grammar import Constraint, Grammar, Grammars, unpack
+from specdec.core.sampling import Sampling
+from specdec.decoding.decoder import Decoder
+from specdec.decoding.drafting import Drafting
+from specdec.heads.base import Drafter, Head
+from specdec.proposers.base import Proposer
+from specdec.proposers.growth import Stopping
+from specdec.target.model import Target
+from specdec.unroll import replay
+
+BATCHES = 2  # whose prompts the methods decode side by side, before the next ones begin
+WARM_UP = 8  # tokens
+FROZEN = "the frozen target"
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    id: str
+    category: str
+    tokens: list[int]
+    tags: tuple[str, ...] = ()
+    grammar: Grammar | None = None  # that the answer is to follow
+
+
+@dataclass(frozen=True)
+class PromptReplay:
+    """One prompt, replayed along an answer that the target wrote."""
+
+    prompt: Prompt
+    replayed_rounds: float  # expected rounds of drafting along the answer
+    replayed_accepted: list[float]  # [K] expected rounds that accept at least d drafts
+
+
+@dataclass(frozen=True)
+class PromptResult:
+    """One prompt, decoded plainly and by one method at one temperature."""
+
+    prompt: Prompt
+    plain: Generation
+    drafted: Generation
+    replayed_rounds: float  # expected rounds of drafting along the plain answer; nan if replay does not apply
+    replayed_accepted: list[float]  # [K] expected rounds that accept at least d drafts; empty if replay does not apply
+    gap: float | None  # at temperature 0, where the answers differ: the target's top-2 logit gap there; else None
+    auto: Generation | None = None  # decoded with proposers/auto.py, if that is measured beside
+
+    @property
+    def num_rounds(self) -> int:
+        return len(self.drafted.accepted[0])
+
+    @property
+    def first_difference(self) -> int | None:
+        """The first token of the drafted answer that is not the plain one's; None if they are the same."""
+        return first_difference(self.plain.tokens[0], self.drafted.tokens[0])
+
+    @property
+    def num_emitted(self) -> int:
+        """Tokens emitted by drafted rounds."""
+        return sum(self.drafted.accepted[0]) + self.num_rounds
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way to draft, which is measured beside plain decoding of its target."""
+
+    name: str
+    target: Target
+    proposer: Proposer
+    drafting: Drafting
+    baseline: str = FROZEN  # a name of the target's plain decoding; methods of one target share it
+    head: Head | None = None  # to replay along plain answers; None for a proposer that is not trained
+
+    def replayed(self, settings: "MeasureSettings") -> Drafter | None:
+        """The head, if replay applies: it knows the target's free distribution only. At temperature 0 a draft counts if it is the
+        answer's next token, by any distribution."""
+        sampling, head = settings.sampling, self.head
+        free = sampling.greedy or settings.grammars is None
+        applies = free and isinstance(head, Drafter) and self.drafting.replayable(head, sampling)
+        return head if applies and isinstance(head, Drafter) else None
+
+
+@dataclass(frozen=True)
+class MeasureSettings:
+    """How prompts are decoded. seed: with the number of a prompt that of its random numbers
+
+    batch: prompts decoded at once: when an answer ends, the next prompt takes its place. An answer's times are its share of
+        those of the batch
+    grammars: compiles those of prompts; None: no answer follows one
+    Raises ValueError for a batch below 1.
+    """
+
+    sampling: Sampling
+    stop: set[int]
+    max_new_tokens: int
+    seed: int = 0
+    batch: int = 1
+    grammars: Grammars | None = None
+
+    def __post_init__(self):
+        if self.batch < 1:
+            raise ValueError(f"batch={self.batch} must be at least 1.")
+
+
+def measure(
+    methods: Sequence[Method],
+    prompts: list[Prompt],
+    settings: MeasureSettings,
+    *,
+    numbers: list[int] | None = None,
+    source: str = "",
+    progress: Callable[[list], Iterable] = iter,
+) -> Iterator[list[dict[str, PromptResult]]]:
+    """Decodes each prompt plainly and by each method, round by round in turn, after a warm-up.
+
+    Yields the results of each group of prompts: for each prompt those of the methods, by name. The time of compiling is not
+    counted. Proposers first forget what they learned from earlier batches.
+    numbers: of the prompts, for random numbers and the order; None: 0, 1, 2 ..
+    source: of the prompts, for messages
+    progress: what the groups are taken from; it may end early
+    Raises ValueError for a prompt that cannot be decoded, and for two methods of one name.
+    """
+    decoders = make_decoders(methods, settings)
+    for decoder in decoders.values():
+        check_prompts(decoder, prompts, settings.max_new_tokens, source=source)
+    for decoder in decoders.values():
+        generator = seeded_generator(decoder.target, settings.seed)
+        decoder.generate([prompts[0].tokens], min(WARM_UP, settings.max_new_tokens), generator=generator)
+    for method in methods:
+        method.proposer.forget()
+    numbered = list(zip(numbers or range(len(prompts)), prompts, strict=True))
+    for pairs in progress(split_turns(numbered, settings.batch)):
+        group = [prompt for _, prompt in pairs]
+        constraint = constrain_each(settings.grammars, group)
+        generations = decode_side_by_side(
+            decoders,
+            [prompt.tokens for prompt in group],
+            settings.max_new_tokens,
+            rows=settings.batch,
+            seeds=[settings.seed + number for number, _ in pairs],
+            turn=pairs[0][0] // settings.batch,
+            constraint=constraint,
+        )
+        yield [
+            {
+                method.name: judge(
+                    method,
+                    prompt,
+                    generations[method.baseline][place],
+                    generations[method.name][place],
+                    settings,
+                    constraint(place),
+                )
+                for method in methods
+            }
+            for place, prompt in enumerate(group)
+        ]
+
+
+def make_decoders(methods: Sequence[Method], settings: MeasureSettings) -> dict[str, Decoder]:
+    """A decoder for each method, and one of plain decoding for each baseline, by their names."""
+    decoders: dict[str, Decoder] = {}
+    for method in methods:
+        if method.name in decoders:
+            raise ValueError(f"Two methods are called {method.name}: give them different names.")
+        shared = decoders[method.baseline].runner if method.baseline in decoders else method.drafting.runner()
+        common: dict[str, Any] = {"sampling": settings.sampling, "stop": settings.stop, "runner": shared}
+        if method.baseline not in decoders:
+            decoders[method.baseline] = Decoder(method.target, None, **common)
+        decoders[method.name] = method.drafting.decoder(method.target, method.proposer, **common)
+    return decoders
+
+
+def check_prompts(decoder: Decoder, prompts: Iterable[Prompt], max_new_tokens: int, *, source: str = "") -> None:
+    """Raises ValueError, naming the prompt, for one that cannot be decoded: before the others are. source: of all"""
+    for prompt in prompts:
+        try:
+            decoder.check([prompt.tokens], max_new_tokens)
+        except ValueError as error:
+            raise ValueError(f"{f'{source}, ' if source else ''}prompt {prompt.id}: {error}") from None
+
+
+def constrain_each(grammars: Grammars | None, prompts: list[Prompt]) -> Callable[[int], Constraint | None]:
+    """For Decoder.answers: the constraint of each prompt's answer, which is new with every call."""
+    return lambda number: grammars.constraint(prompts[number].grammar) if grammars else None
+
+
+def split_turns(items: list[Item], batch: int) -> list[list[Item]]:
+    """What the methods decode side by side: single items; for a batch several batches, so that its rows are mostly full"""
+    size = 1 if batch == 1 else BATCHES * batch
+    num = max(1, round(len(items) / size))
+    borders = [place * len(items) // num for place in range(num + 1)]
+    return [items[start:end] for start, end in zip(borders, borders[1:])]
+
+
+def decode_side_by_side(
+    decoders: Mapping[str, Decoder],
+    prompts: list[list[int]],
+    max_new_tokens: int,
+    *,
+    rows: int,
+    seeds: list[int],
+    turn: int = 0,
+    constraint: Callable[[int], Constraint | None] = lambda number: None,
+) -> dict[str, list[Generation]]:
+    """The answers of several decoders to prompts, at most `rows` of them at once, in the order of the prompts.
+
+    After every round the decoder that has emitted the fewest tokens goes on. So all are at the same place of the same answers
+    at nearly the same time, and other load of the machine affects all alike. All hold their caches at once.
+    seeds: of each prompt's random numbers; turn: rotates which decoder begins; constraint: see Decoder.answers
+    """
+    names = list(decoders)
+    names = names[turn % len(names) :] + names[: turn % len(names)]
+
+    def begin(decoder: Decoder) -> Iterator[tuple[int, list[tuple[int, Generation]]]]:
+        generator = lambda number: seeded_generator(decoder.target, seeds[number])
+        return decoder.rounds(prompts, max_new_tokens, rows=rows, generator=generator, constraint=constraint)
+
+    running = {name: begin(decoders[name]) for name in names}
+    emitted = dict.fromkeys(names, 0)
+    found: dict[str, dict[int, Generation]] = {name: {} for name in decoders}
+    while running:
+        name = min(running, key=lambda name: emitted[name])
+        round_ = next(running[name], None)
+        if round_ is None:
+            del running[name]
+        else:
+            emitted[name] += round_[0]
+            found[name] |= dict(round_[1])
+    return {name: [answer[number] for number in range(len(prompts))] for name, answer in found.items()}
+
+
+def judge(
+    method: Method,
+    prompt: Prompt,
+    plain: Generation,
+    drafted: Generation,
+    settings: MeasureSettings,
+    constraint: Constraint | None = None,
+) -> PromptResult:
+    """One prompt's result from its two answers. constraint: of the grammar that they follow, at their beginning"""
+    rounds, accepted, gap = float("nan"), [], None
+    sampling, head = settings.sampling, method.replayed(settings)
+    if head is not None:
+        accepting = replay.acceptance(
+            head, prompt.tokens, plain.tokens[0], depth=method.drafting.depth, temperature=sampling.temperature
+        )
+        rounds, counts = replay.rounds(accepting)
+        accepted = counts.tolist()
+    if sampling.greedy:
+        gap = top2_gap(method.target, prompt.tokens, plain.tokens[0], drafted.tokens[0], sampling, constraint)
+    return PromptResult(prompt, plain, drafted, rounds, accepted, gap)
+
+
+def name_drafting(drafting: Drafting) -> str:
+    """A short name of the shape: chain of 3, tree of 4x3x8 (depth x width x nodes)."""
+    shape = drafting.shape
+    if drafting.stopping is not None:
+        return f"chain of up to {shape.depth}, stopping below {Stopping(**drafting.stopping).threshold:.2f}"
+    return str(shape) if shape.chain else f"tree of {shape.depth}x{shape.width}x{shape.nodes}"
+
+
+def seeded_generator(target: Target, seed: int) -> torch.Generator:
+    """Random numbers on the target's device."""
+    return torch.Generator(target.device).manual_seed(seed)
+
+
+def first_difference(answer: list[int], other: list[int]) -> int | None:
+    """The place of the first token where two answers differ, from 0; None if they are the same."""
+    pairs = enumerate(itertools.zip_longest(answer, other))
+    return next((place for place, (own, others) in pairs if own != others), None)
+
+
+def top2_gap(
+    target: Target,
+    prompt: list[int],
+    answer: list[int],
+    other: list[int],
+    sampling: Sampling,
+    constraint: Constraint | None = None,
+) -> float | None:
+    """The gap between the target's two largest logits at the first token where two greedy answers differ; None if they
+    are the same. A gap as small as the rounding of the dtype means a near tie, which rounding may decide either way."""
+    same = first_difference(answer, other)
+    if same is None:
+        return None
+    tokens = torch.tensor([prompt + answer[:same]], device=target.device)
+    logits = target.logits(target.read(tokens, ()).final[:, -1:])  # [1, 1, V]
+    before = torch.zeros_like(logits, dtype=torch.bool).scatter_(2, tokens[None], True)
+    logits = sampling.penalise(logits, before)
+    if constraint:
+        constraint.take(answer[:same])
+        allowed = unpack([[constraint.following()]], logits.shape[-1], logits.device)
+        logits = logits.masked_fill(~allowed, -torch.inf)
+    top = logits[0, 0].topk(2).values
+    return float(top[0] - top[1])

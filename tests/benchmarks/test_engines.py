@@ -1,0 +1,288 @@
+"""Tests of benchmarks/engines and check_engines.py. Real engines serve tiny random targets where `make engines` has set them up."""
+
+import contextlib
+import functools
+import itertools
+import sys
+import zipfile
+from pathlib import Path
+
+import hydra
+import pytest
+import torch
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from benchmarks import check_engines
+from benchmarks.check_engines import CheckOptions, Decoding, ServedHead
+from benchmarks.engines import get_engines, llamacpp
+from benchmarks.engines.llamacpp import LlamaCpp, convert
+from benchmarks.engines.vllm import Vllm, VllmReply
+from specdec.export.cards import Provenance
+from tests.benchmarks import tiny_heads
+from tests.support import REAL_TARGET, ROOT, save_eagle, save_target, write_prompts
+
+PYTHON = str(ROOT / "engines" / "bin" / "python")
+missing = pytest.mark.skipif(
+    not (ROOT / "engines" / "ready").is_file(), reason="the engines are not installed: make engines"
+)
+PROMPTS = [[11, 42, 7, 300, 5], [9, 400, 401], [77, 3, 3, 250, 18, 21, 90]]
+NEW, K = 14, 3
+
+
+def engines(test):
+    """Marks a test that needs the real engines."""
+    return pytest.mark.engines(pytest.mark.slow(missing(test)))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A folder with a target and a draft model: the target with noise, so that many drafts are right and many wrong."""
+    folder = tmp_path_factory.mktemp("engines")
+    tokenizer = AutoTokenizer.from_pretrained(REAL_TARGET)  # needed by the converter of llama.cpp
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=len(tokenizer), hidden_size=128, intermediate_size=256, num_hidden_layers=6,
+                         num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=512,
+                         initializer_range=0.1, bos_token_id=1, eos_token_id=2)  # fmt: skip
+    model = LlamaForCausalLM(config)
+    for name in ("target", "draft"):
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+        with torch.no_grad():
+            for parameter in model.model.layers.parameters():
+                parameter += 0.01 * torch.randn_like(parameter)
+    return folder
+
+
+@functools.cache
+def load(folder: Path) -> LlamaForCausalLM:
+    return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+@torch.no_grad()
+def greedy(folder: Path, prompt: list[int], num: int) -> list[int]:
+    model, tokens = load(folder), list(prompt)
+    for _ in range(num):
+        tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+@pytest.fixture(scope="module")
+def plain(folder) -> list[list[int]]:
+    return [greedy(folder / "target", prompt, NEW) for prompt in PROMPTS]
+
+
+def start_vllm(folder: Path, draft: str):
+    speculative = {"method": "draft_model", "model": str(folder / draft), "num_speculative_tokens": K}
+    given = {"dtype": "float32", "max_model_len": 64, "python": PYTHON}
+    return contextlib.closing(Vllm(str(folder / "target"), speculative=speculative, **given))
+
+
+def emitted(reply: VllmReply) -> list[list[int]]:
+    """Tokens [P][rounds] that each round added to the answer, including the target's own token."""
+    starts = [[written for _, written in rounds] for rounds in reply.rounds]
+    return [
+        [end - start for start, end in itertools.pairwise([*row, len(answer)])]
+        for row, answer in zip(starts, reply.answers)
+    ]
+
+
+@engines
+def test_vllm_with_the_target_as_its_draft_model_accepts_everything(folder, plain):
+    with start_vllm(folder, "target") as engine:
+        reply = engine.generate(PROMPTS, NEW, set())
+        alone = [engine.generate([prompt], NEW, set()) for prompt in PROMPTS]
+        stop = plain[0][5]
+        cut = engine.generate(PROMPTS[:1], NEW, {stop})
+        with pytest.raises(ValueError, match="exceed 64"):
+            engine.generate(PROMPTS, 60, set())
+    assert reply.answers == plain == [single.answers[0] for single in alone]
+    assert reply.rounds == [single.rounds[0] for single in alone]
+    for answer, rounds in zip(plain, reply.rounds):
+        assert [written for _, written in rounds] == [1, 5, 9, 13]
+        for drafted, written in rounds[:3]:
+            assert drafted == answer[written : written + K]
+    # The last of 14 tokens comes from a round whose drafts, after the end, were accepted too.
+    assert emitted(reply) == [[4, 4, 4, 1]] * 3
+    length = plain[0].index(stop) + 1
+    assert cut.answers == [plain[0][:length]] and sum(emitted(cut)[0]) == length - 1
+
+
+@engines
+def test_vllm_records_what_a_draft_model_drafts(folder, plain):
+    with start_vllm(folder, "draft") as engine:
+        reply = engine.generate(PROMPTS, NEW, set())
+    assert reply.answers == plain and max(itertools.chain(*emitted(reply))) > 1
+    for prompt, answer, rounds, counts in zip(PROMPTS, plain, reply.rounds, emitted(reply)):
+        for (drafted, written), num in zip(rounds, counts):
+            assert drafted == greedy(folder / "draft", prompt + answer[:written], K)
+            right = next((i for i, (a, b) in enumerate(zip(drafted, answer[written:])) if a != b), K)
+            assert num == min(right + 1, len(answer) - written)
+
+
+@engines
+def test_vllm_names_the_reason_for_refusing_a_folder(folder):
+    with pytest.raises(ValueError, match=r"cannot load .*target with .*nowhere: .*nowhere"):
+        start_vllm(folder, "nowhere")
+
+
+@engines
+def test_llama_cpp_gives_plain_answers_and_counts_drafts(folder, plain, monkeypatch):
+    monkeypatch.setattr(llamacpp, "ENGINES", ROOT / "engines")
+    for name in ("target", "draft"):
+        convert(str(folder / name), str(folder / f"{name}.gguf"))
+    counts = {}
+    for draft in ("target", "draft", None):
+        given = {"context": 7 + NEW, "cache": "f32", "draft": draft and str(folder / f"{draft}.gguf"), "num": K}
+        with contextlib.closing(LlamaCpp(str(folder / "target.gguf"), **given)) as engine:
+            for prompt, answer in zip(PROMPTS, plain):
+                assert engine.generate(prompt, NEW, set()) == answer
+                counts[draft, len(prompt)] = engine.counts.rounds, engine.counts.drafted, engine.counts.accepted
+    # Four rounds emit 4, 4, 4 and 1: llama.cpp drafts nothing for the last token of an answer.
+    assert all(counts["target", len(prompt)] == (4, 9, 9) for prompt in PROMPTS)
+    assert all(4 < counts["draft", len(prompt)][0] < NEW for prompt in PROMPTS)
+    assert all(counts[None, len(prompt)] == (0, 0, 0) for prompt in PROMPTS)
+
+
+@engines
+def test_llama_cpp_looks_up_drafts_without_a_drafter(folder, monkeypatch):
+    monkeypatch.setattr(llamacpp, "ENGINES", ROOT / "engines")
+    convert(str(folder / "target"), str(folder / "looked-up.gguf"))
+    prompt = [11, 42, 7, 300, 5] * 4
+    answers = {}
+    for kind in ("simple", *llamacpp.LOOKUPS):
+        settings = {"size_n": 2, "size_m": 4} if kind == "ngram-simple" else None
+        given = {"context": len(prompt) + NEW, "cache": "f32", "kind": kind, "settings": settings}
+        with contextlib.closing(LlamaCpp(str(folder / "looked-up.gguf"), **given)) as engine:
+            answers[kind] = engine.generate(prompt, NEW, set())
+            assert engine.counted is (kind != "simple")
+            assert engine.counts.rounds == (NEW - 1 - engine.counts.accepted if engine.counted else 0)
+    assert all(answer == answers["simple"] for answer in answers.values())
+
+
+def test_rounds_of_llama_cpp_follow_from_its_counters():
+    count = functools.partial(llamacpp.count, max_new_tokens=12)
+    assert count([[10], [40], [0]], fixed=True, num_tokens=12).rounds == 11
+    # an end token was drafted, and two drafts after it
+    assert count([[2], [10], [6]], fixed=True, num_tokens=7).rounds == 2
+    # a look-up drafts whatever it finds; where an end token was drafted, its rounds are not known
+    assert count([[2], [20], [7]], fixed=False, num_tokens=12).rounds == 4
+    assert count([[2], [20], [7]], fixed=False, num_tokens=9).rounds is None
+
+
+def test_missing_engines_are_refused(monkeypatch):
+    monkeypatch.setattr(llamacpp, "ENGINES", Path("nowhere"))
+    for make in (
+        lambda: Vllm("t", speculative=None, dtype="float32", max_model_len=8, python="nowhere"),
+        lambda: convert("model", "out"),
+        lambda: check_engines.main(["checkpoint=head"]),
+    ):
+        with pytest.raises(ValueError, match="make engines"):
+            make()
+
+
+def test_the_output_of_a_failed_converter_is_shown(tmp_path, monkeypatch):
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").symlink_to(sys.executable)
+    (tmp_path / "llama.cpp").mkdir()
+    (tmp_path / "llama.cpp" / "convert_hf_to_gguf.py").write_text("import sys; print('one\\ntwo'); sys.exit('three')")
+    monkeypatch.setattr(llamacpp, "ENGINES", tmp_path)
+    with pytest.raises(ValueError, match=r"converter refuses model: .*one \| two"):
+        convert("model", "out")
+
+
+def test_get_engines_skips_packages_without_a_cpu_build_and_finished_installs(tmp_path, capsys):
+    requires = ["numpy", "torch==2.12", "torchvision", "hs_connectors==1", "click>=8; python_version > '3'",
+                "ray; extra == 'x'"]  # fmt: skip
+    for name, lines in (("a", requires), ("hs-connectors", ["torch>=2", "fastapi[standard]<1"])):
+        metadata = f"Name: {name}\n" + "".join(f"Requires-Dist: {line}\n" for line in lines) + "\nAbout torch.\n"
+        with zipfile.ZipFile(tmp_path / f"{name}.whl", "w") as wheel:
+            wheel.writestr(f"{name}.dist-info/METADATA", metadata)
+    assert get_engines.requirements(tmp_path) == ["click>=8; python_version > '3'", "fastapi[standard]<1", "numpy"]
+    (tmp_path / "ready").write_text(get_engines.PINS)
+    get_engines.main([str(tmp_path)])
+    assert "already there" in capsys.readouterr().out
+
+
+def is_faithful(row: dict, *, exact: bool) -> bool:
+    """Whether the engine drafts as trained: the same answers, and the same drafts but for near ties, or else as many
+    accepted. exact: every draft of the head is right, so the engine must accept every one."""
+    if row["same_answers"] < row["num_prompts"] or not row["offered"] or (exact and row["accepted"] < row["offered"]):
+        return False
+    if row["same_drafts"] is None:
+        return abs(row["difference"]) < 1e-6
+    return row["rounds_compared"] > 0 and row["same_drafts"] >= 0.98 * row["rounds_compared"]
+
+
+def test_an_engine_is_compared_with_this_decoder(target):
+    prompts, answers = [[1, 2, 3], [4, 5]], [[7, 8, 9, 10], [11, 12, 13, 14]]
+    drafted = {(0, 1): [8, 9], (0, 3): [10, 3], (1, 1): [12, 1], (1, 3): [14, 2]}
+    own = Decoding(answers, [2, 2], drafted)
+    row = check_engines.compare(target, prompts, own=own, drafts=own, served=Decoding(answers, [2, 2], drafted, 4, 5))
+    assert row["tau"] == row["served_tau"] == 1.5 and row["same_drafts"] == row["rounds_compared"] == 4
+    assert is_faithful(row, exact=False) and not is_faithful(row, exact=True) and row["largest_gap"] is None
+    changed = Decoding([answers[0], [11, 13]], [3, 1], {(0, 1): [9, 9], (0, 2): [9], (1, 1): [12, 1]}, 1, 5)
+    row = check_engines.compare(target, prompts, own=own, drafts=own, served=changed)
+    assert (
+        row["same_answers"] == 1 and row["largest_gap"] > 0 and (row["same_drafts"], row["rounds_compared"]) == (1, 2)
+    )
+    unknown = check_engines.compare(target, prompts, own=own, drafts=own, served=Decoding(answers, [2, 2], {}, 4, 5))
+    assert unknown["same_drafts"] is None and is_faithful(unknown, exact=False)
+
+
+def test_check_engines_refuses(monkeypatch, tmp_path):
+    save_eagle(tmp_path / "head", save_target(tmp_path / "target"))
+    write_prompts(tmp_path / "prompts.jsonl", 2)
+    (tmp_path / "ready").write_text("")
+    monkeypatch.setattr(llamacpp, "ENGINES", tmp_path)
+    given = [f"checkpoint={tmp_path}/head", f"prompts={tmp_path}/prompts.jsonl", "limit=1"]
+    with pytest.raises(ValueError, match="engines on a CPU take vllm"):
+        check_engines.main([*given, "formats=onnx"])
+    with pytest.raises(ValueError, match=r"missing 1 required positional argument: 'checkpoint'"):
+        check_engines.main([])
+    monkeypatch.setattr(check_engines.hub, "pinned", lambda folder: "user/head@1")
+    with pytest.raises(ValueError, match=r"record=true writes beside the checkpoint, and .* is on the Hub"):
+        check_engines.main([*given, "record=true"])
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """A tiny target, prompts without near ties, and its answers as rows."""
+    target = tiny_heads.make_target(tmp_path_factory.mktemp("tiny") / "target", tokenizer=str(REAL_TARGET))
+    prompts = tiny_heads.make_prompts(target, 4, num_tokens=32)
+    return target, prompts, tiny_heads.answered(target, prompts, 32)
+
+
+@engines
+@pytest.mark.parametrize("case", tiny_heads.CASES, ids=str)
+def test_a_tiny_head_is_served_as_it_was_trained(tiny, case, monkeypatch, tmp_path):
+    """With every draft right a faithful engine accepts all of them; with noise on the weights, some drafts are wrong."""
+    monkeypatch.chdir(ROOT)
+    target, prompts, rows = tiny
+    with hydra.initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        config = OmegaConf.to_container(hydra.compose("train", overrides=[f"head={case.head}"]).head, resolve=True)
+    torch.manual_seed(1)
+    vocab = tiny_heads.small_vocab(rows) if case.reduced else None
+    drafter = instantiate({**config["drafter"], **case.arguments, "_convert_": "all"}, target, vocab=vocab)
+    document = {
+        "_target_": "specdec.tiny.Tiny",
+        "versions": {"specdec": "0"},
+        "reads_layers": list(drafter.target_layers),
+    }
+    about = (document, target.name, target.fingerprint(), None, {}, "its own answers", "other", tiny_heads.NUM_DRAFTS)
+    provenance, chosen = Provenance("tiny", *about), CheckOptions("", max_new_tokens=24)
+
+    def share_right(drafter) -> float:
+        decoding = check_engines.decode_here(drafter, ServedHead("", drafter, prompts, set(), provenance), chosen)
+        right = [check_engines.agree(ids, decoding.answers[row][at:]) for (row, at), ids in decoding.drafted.items()]
+        return sum(right) / len(right)
+
+    right = tiny_heads.overfit(drafter, rows, config["objective"], depth=tiny_heads.NUM_DRAFTS, share_right=share_right)
+    noisy = tiny_heads.perturbed(right, share_right=share_right)
+    for format_name in case.formats:
+        for kind, each in (("right", right), ("noisy", noisy)):
+            head = ServedHead(f"{case}", each, prompts, set(), provenance)
+            row = check_engines.check_head(head, format_name, tmp_path / f"{format_name}-{kind}", chosen)
+            assert is_faithful(row, exact=kind == "right"), row
+            assert kind == "right" or row["accepted"] < row["offered"]

@@ -1,0 +1,201 @@
+"""Tests of benchmarks/rivals.py: stand-ins for llama.cpp and vLLM answer as the tiny target does, or fail."""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import rivals
+from benchmarks.engines import llamacpp, vllm
+from benchmarks.engines.child import Child
+from benchmarks.engines.vllm import VllmReply
+from specdec import checkpoint
+from specdec.heads.draft import Draft
+from specdec.target.model import Target
+from tests.support import save_eagle, save_target, write_prompts
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("bench")
+    target = save_target(folder / "target")
+    torch.manual_seed(0)
+    checkpoint.save(folder / "draft", Draft(target, num_layers=1), {"_target_": "specdec.heads.draft.Draft"})
+    save_eagle(folder / "eagle", target)
+    write_prompts(folder / "prompts.jsonl", 4)
+    return folder
+
+
+@pytest.fixture
+def engines(monkeypatch, folder) -> list[tuple]:
+    """Stand-ins for both engines. -> what happened to them, in order; ngram-mod fails at its first prompt, suffix at its start"""
+    target, events = Target.load(str(folder / "target"), dtype="float32"), []
+
+    def greedy(prompt: list[int], num: int, stop: set[int]) -> list[int]:
+        text = target.model.generate(
+            torch.tensor([prompt]), max_new_tokens=num, do_sample=False, eos_token_id=sorted(stop)
+        )
+        return text[0, len(prompt) :].tolist()
+
+    class FakeLlamaCpp:
+        def __init__(self, gguf, *, context, draft=None, kind="simple", num=3):
+            assert Path(gguf).is_file() and (draft is None or Path(draft).is_file())
+            self.kind, self.counted = kind, draft is not None or kind != "simple"
+            events.append(("start", kind))
+
+        def generate(self, prompt, max_new_tokens, stop):
+            if self.kind == "ngram-mod":
+                raise ValueError("it is out\nof memory")
+            tokens = greedy(prompt, max_new_tokens, stop)
+            self.counts = llamacpp.Counts((len(tokens) - 1) // 2 if self.kind == "simple" else None)
+            return tokens if self.kind != "ngram-cache" else [*tokens[:-1], 5]
+
+        def close(self):
+            events.append(("close", self.kind))
+
+    class FakeVllm:
+        def __init__(self, target, *, speculative, dtype, max_model_len, eager):
+            assert dtype == "float32" and eager
+            if speculative and speculative["method"] == "suffix":
+                raise ValueError("Arctic Inference [1] is required")
+            if speculative and "model" in speculative:
+                assert json.loads(Path(speculative["model"], "config.json").read_text())
+            events.append(("start", "vllm"))
+
+        def generate(self, prompts, max_new_tokens, stop):
+            answer = greedy(prompts[0], max_new_tokens, stop)
+            return VllmReply([answer], [[([], 1)] * (len(answer) - 1)])
+
+        def close(self):
+            events.append(("close", "vllm"))
+
+    def convert(model, out, *, target=None, outtype):
+        assert outtype == "f32" and Path(model, "config.json").is_file()
+        Path(out).write_text("GGUF")
+        events.append(("convert", Path(out).name))
+
+    monkeypatch.setattr(llamacpp, "find_python", lambda: "python")
+    monkeypatch.setattr(llamacpp, "convert", convert)
+    monkeypatch.setattr(llamacpp, "LlamaCpp", FakeLlamaCpp)
+    monkeypatch.setattr(vllm, "check_vllm", lambda python: None)
+    monkeypatch.setattr(vllm, "Vllm", FakeVllm)
+    return events
+
+
+@pytest.fixture
+def run(folder, capsys):
+    """run(...) -> what rivals.py printed, and the methods of its JSON"""
+
+    def run(*arguments: str) -> tuple[str, dict]:
+        out = folder / "figures.json"
+        shared = ["target.dtype=float32", "target.device=cpu", f"target.name={folder}/target", "compile=false"]
+        shared += [f"prompts={folder}/prompts.jsonl", "limit=2", "max_new_tokens=6", "repeats=2", f"out={out}"]
+        rivals.main([*shared, *arguments])
+        return capsys.readouterr().out, json.loads(out.read_text())["methods"]
+
+    return run
+
+
+def test_one_table_of_all_rivals_that_outlives_those_that_fail(run, folder, engines):
+    printed, methods = run(f"checkpoint={folder}/draft", "rivals=transformers,llamacpp,vllm", "proposers=ngram")
+    name = f"{folder.name}/draft"
+    failures = {key: cell["failure"] for key, cell in methods.items() if "failure" in cell}
+    assert failures == {
+        "llama.cpp, ngram-mod": "it is out of memory",
+        "vLLM, suffix": "Arctic Inference [1] is required",
+    }
+    assert "it is out of memory" in printed and "Arctic Inference [1]" in printed
+    for key in ("transformers generate", f"generate, assistant_model {name}, 2 drafts", "generate, prompt lookup",
+                f"generate, custom_generate {name}, chain of 2", "llama.cpp, plain", f"llama.cpp, {name}, 2 drafts", "vLLM, plain",
+                f"vLLM, {name}, 2 drafts", "plain", f"{name}, chain of 2", f"{name}, auto", "ngram"):  # fmt: skip
+        cell = methods[key]
+        assert cell["same_as_plain"] == cell["same_as_own_plain"] == 2 and cell["tau"] > 0
+        assert all(cell[figure] > 0 for figure in ("tokens_per_second", "to_plain", "to_own_plain", "to_generate"))
+    assert methods["llama.cpp, plain"]["tau"] == methods["vLLM, plain"]["tau"] == methods["plain"]["tau"] == 1
+    assert methods[f"llama.cpp, {name}, 2 drafts"]["tau"] > 1
+    changed = methods["llama.cpp, ngram-cache"]  # its last token is another one; its rounds are not known
+    assert changed["same_as_plain"] == changed["same_as_own_plain"] == 0 and "tau" not in changed
+    # Each file is made once, look-ups start again before each of the two repeats, and everything is closed at the end.
+    made = [name for event, name in engines if event == "convert"]
+    assert made == ["target.gguf", f"{folder.name}-draft-gguf.gguf"]
+    started, closed = ([kind for event, kind in engines if event == wanted] for wanted in ("start", "close"))
+    assert started.count("ngram-cache") == 2 and started.count("simple") == 2 and started.count("vllm") == 3
+    assert sorted(started) == sorted(closed)
+
+
+def test_a_head_that_an_engine_cannot_serve_says_so(run, folder, engines):
+    _, methods = run(f"checkpoint={folder}/eagle", "rivals=llamacpp", "limit=1", "repeats=1")
+    failure = methods[f"llama.cpp, {folder.name}/eagle, 2 drafts"]["failure"]
+    assert "llama.cpp cannot run Eagle" in failure and "draft models" in failure
+    assert not any("lookup" in name or "vLLM" in name for name in methods)
+
+
+def test_missing_engines_are_one_row_each(run, monkeypatch):
+    monkeypatch.setattr(llamacpp, "ENGINES", Path("nowhere"))
+    monkeypatch.setattr(llamacpp.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(vllm, "PYTHON", "nowhere/python")
+    _, methods = run("rivals=llamacpp,vllm", "limit=1", "repeats=1")
+    failures = {name: cell["failure"] for name, cell in methods.items() if "failure" in cell}
+    assert failures.keys() == {"llamacpp", "vllm"} and all("`make engines`" in text for text in failures.values())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["rivals="], "nothing to time: give checkpoint="),
+        (["rivals=llama"], "rivals=llama: there are transformers, llamacpp, vllm"),
+        (["tree=a"], "tree=a must be a comma list"),
+        (["chains=3"], "There is no option chains=3: give KEY=VALUE of checkpoint"),
+        (["compile=maybe"], "compile=maybe must be of type bool"),
+    ],
+)
+def test_wrong_options_are_refused(run, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        run(*arguments)
+
+
+COUNTING = """
+import json, os, subprocess, sys, threading
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+print("{}", flush=True)
+for line in sys.stdin:
+    print(json.dumps({"pid": os.getpid(), "child": child.pid}), flush=True)
+"""
+
+
+def wait_for(pid: int, *states: str) -> None:
+    """states: letters of /proc for a process: T is stopped; Z has ended; empty: there is none"""
+    end, found = time.monotonic() + 10, None
+    while found not in states:
+        assert time.monotonic() < end, f"process {pid} is {found!r}, not one of {states}"
+        try:
+            found = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except FileNotFoundError:
+            found = ""
+        time.sleep(0.01)
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").is_file(), reason="needs /proc")
+def test_engines_are_stopped_between_requests_and_end_with_all_their_processes(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(COUNTING)
+    child = Child(program, {}, python=sys.executable, name="it", loads="nothing", environment={})
+    for _ in range(2):
+        reply = child.ask({})
+        for pid in reply.values():
+            wait_for(pid, "T")
+    assert os.getpgid(reply["child"]) == reply["pid"]
+    child.close()
+    child.close()
+    wait_for(reply["pid"], "")
+    wait_for(reply["child"], "", "Z")
+    program.write_text("import os, signal; print('{}', flush=True); os.kill(os.getpid(), signal.SIGKILL)")
+    child = Child(program, {}, python=sys.executable, name="it", loads="nothing", environment={})
+    with pytest.raises(ValueError, match=f"it cannot answer: its process ended with -{signal.SIGKILL:d}"):
+        child.ask({})
+    child.close()

@@ -1,0 +1,368 @@
+"""Tests of scripts/evaluate.py on tiny checkpoints: reports, comparisons, batch sizes, replay, explanations, refusals."""
+
+from helpers import decoding, explaining, loading
+
+import json
+import re
+import shutil
+
+import pytest
+import safetensors.torch
+import torch
+
+from scripts import evaluate
+from specdec import checkpoint
+from specdec.core import files
+from specdec.core.timing import fastest_batch
+from specdec.heads.eagle import Eagle
+from specdec.heads.medusa import Medusa2
+from specdec.measuring.measure import name_drafting
+from specdec.proposers.candidates import Acceptance, Kind
+from specdec.target.model import Target
+from specdec.unroll.replay import acceptance
+from tests.support import save_eagle, save_target, write_prompts, write_rows
+from train.data import rows as data
+
+pytestmark = pytest.mark.slow
+
+TRAINING = {"tokens": 2_000_000, "tokens_per_second": 1234.5, "peak_memory": 2**30, "seconds": 1620.0}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("evaluate")
+    save_target(folder / "other", seed=1)
+    target = save_target(folder / "target")
+    for seed, name in enumerate(("one", "two")):
+        save_eagle(folder / name / "step_000001", target, seed=seed)
+        (folder / name / "best").write_text("step_000001\n")
+    shape = {"num_heads": 2, "lora_rank": 2}
+    torch.manual_seed(0)
+    adapting = Medusa2(target, **shape)  # from here on `target` is adapted
+    for name, parameter in adapting.named_parameters():
+        if "lora" in name:
+            parameter.data = 0.3 * torch.randn_like(parameter)
+    spec = {"_target_": "specdec.heads.medusa.Medusa2", **shape}
+    checkpoint.save(folder / "adapting" / "step_000001", adapting.decodable(), spec)
+    (folder / "adapting" / "best").write_text("step_000001\n")
+    write_prompts(folder / "prompts.jsonl", 3)
+    return folder
+
+
+@pytest.fixture
+def run(folder, run_script):
+    def run(*arguments):
+        values = {"checkpoint": f"{folder}/one", "prompts": f"{folder}/prompts.jsonl", "max_new_tokens": "6",
+                  "target.dtype": "float32", "out": f"{folder}/report.json"}  # fmt: skip
+        values |= dict(argument.split("=", 1) for argument in arguments)
+        return run_script(evaluate, *(f"{key}={value}" for key, value in values.items()))
+
+    return run
+
+
+# One method
+
+
+def test_a_report_has_every_figure_at_every_temperature(run, folder):
+    printed = run("decode.temperature=0,1")
+    assert "tau decoded" in printed and "tau replayed" in printed and "lossless" in printed
+    report = json.loads((folder / "report.json").read_text())
+    for key in ("tau", "tau_ci", "survival", "acceptance", "tokens_per_second", "baseline_tokens_per_second", "speedup",
+                "speedup_ci", "identical_outputs", "by_category", "settings", "auto"):  # fmt: skip
+        assert key in report
+    assert report["identical_outputs"] == 1 and report["tau"] == pytest.approx(1 + sum(report["survival"]))
+    assert report["tau"] == pytest.approx(report["replayed_tau"])
+    assert set(report["by_category"]) == {"a", "b"} and [each["temperature"] for each in report["temperatures"]] == [
+        0,
+        1,
+    ]
+
+
+def test_batches_give_the_same_figures(run, folder):
+    found = []
+    for batch in (1, 3):
+        run(f"batch={batch}", "decode.width=2", "decode.depth=3")
+        found.append(json.loads((folder / "report.json").read_text()))
+    assert found[0]["tau"] == found[1]["tau"] and found[0]["survival"] == found[1]["survival"]
+    assert found[1]["identical_outputs"] == 1 and found[1]["settings"]["batch"] == 3
+
+
+def test_the_fastest_batch_is_chosen_by_tokens_per_second(run, monkeypatch):
+    prompts = [[n] for n in range(20)]
+    rates = {1: 10.0, 4: 30.0, 16: 20.0}
+    assert fastest_batch(lambda group: rates[len(group)], prompts) == 4
+    assert fastest_batch(lambda group: rates[len(group)], prompts, sizes=(1, 16)) == 16
+    assert fastest_batch(lambda group: float(len(group)), prompts[:15]) == 4  # fewer than 16 prompts
+    monkeypatch.setattr(evaluate, "fastest_batch", lambda decode, prompts: 3 if decode(prompts) > 0 else 0)
+    assert "decoding 3 prompts at once, which is fastest here" in run("batch=null")
+
+
+def test_auto_is_explained(run, folder):
+    printed = run("explain=true", "proposer.suffix.num=4")
+    found = json.loads((folder / "report.json").read_text())["explained"]
+    assert len(found) == 1 and sum(found[0]["by_nodes"].values()) == found[0]["rounds"] > 0
+    assert min(found[0]["pass_ms"].values()) > 0 and found[0]["tokens_per_round"]["measured"] >= 1
+    assert "by the drafter" in printed and "tokens expected" in printed
+    beside = run("explain=true", "proposer=head", "decode.temperature=1", "batch=2")
+    assert "speedup auto" in beside and "tokens expected" in beside
+    with pytest.raises(ValueError, match="explain=true explains proposer=auto, which ngram is not"):
+        run("explain=true", "proposer=ngram")
+
+
+def test_probabilities_are_compared_with_what_was_accepted():
+    recorded, known = explaining.RecordedAcceptance(), Acceptance()
+    cases = [(0.15, True), (0.15, False), (0.25, False), (0.35, True), (0.25, True)]
+    expected = []
+    for estimate, accepted in cases:
+        kind = Kind("head", estimate, 1)
+        expected.append(known.probability(kind))
+        for each in (recorded, known):
+            each.learn(kind, accepted)
+    first, second = explaining.calibrate(recorded)
+    assert (first["source"], first["low"], first["high"], first["num"]) == ("head", 0.1, 0.3, 4)
+    assert first["drafter"] == pytest.approx(0.8 / 4) and first["accepted"] == 0.5
+    assert first["auto"] == pytest.approx(
+        (sum(expected[:3]) + expected[4]) / 4
+    )  # what was expected before it was known
+    assert second["num"] == 1 and second["accepted"] == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["checkpoint=nowhere"], "does not exist"),
+        (["decode.temperature=hot"], "give numbers"),
+        (["decode.temperature=-1"], "0 .greedy. or above"),
+        (["decode.depth=0"], "decode.depth=0 must be a whole number from 1 to 1024"),
+        (["prompts=nowhere.jsonl"], "There is no file"),
+        (["max_new_tokens=100000"], "positions"),
+        (["batch=0"], "batch=0 must be a whole number from 1 to 65536"),
+        (["limit=0"], "limit=0 must be a whole number of 1 or more, or null"),
+        (["target.name={folder}/other"], "fingerprint"),
+        (["checkpoint=", "proposer=head"], "needs a trained head"),
+        (["proposer=auto", "proposer.costs=nowhere.json"], "costs=nowhere.json must be a JSON file"),
+        (["checkpoint={folder}/one,{folder}/one"], "Two runs are called one"),
+        (["checkpoint=", "chains=2"], "nothing to compare"),
+        (["chains=2", "explain=true"], "explain=true and target.tp= are for one method"),
+        (["chains=1,two"], "chains=1,two cannot be read: give a comma list of DEPTH, such as 1,2,3"),
+        (["trees=4x3"], "DEPTHxWIDTHxNODES, such as"),
+        (["trees=3x2x2"], "cannot hold a path"),
+        (["chains=0"], "at least 1"),
+        (["batches=1,x"], "batches=1,x: give numbers"),
+        (["batches=0"], "batches=0: give numbers of 1 or more"),
+        (["proposers=ngrams"], "no proposer 'ngrams'; there are: .*ngram"),
+        (["proposers=ngram,ngram"], "list each once"),
+        (["checkpoint=", "proposers=head"], "needs a trained head"),
+        (["proposers=ngram", "proposer.ngram.most=3"], "ngram has the settings"),
+        (["proposers=ngram", "proposer.max=3"], "proposer.NAME.KEY"),
+        (["proposers=ngram", "proposer.ngram.max=none"], "proposer.ngram.max=none must be a whole number"),
+        (["checkpoint={folder}/adapting", "proposers=head"], "adapts its target, which the other proposers share"),
+        (["proposers=ngram", "proposer.ngram.checkpoint={folder}/one"], "ngram holds no trained head"),
+        (["checkpoint={folder}/adapting", "answers=x.jsonl"], "adapts its target, which did not write these answers"),
+        (["checkpoint=", "answers=x.jsonl"], "answers= replays trained heads"),
+    ],
+)
+def test_wrong_arguments_are_refused(refuse, folder, tmp_path, arguments, message):
+    refuse(message, *(argument.format(folder=folder) for argument in arguments), f"out={tmp_path}/out")
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("chekpoint=x", "no option 'chekpoint'. Did you mean 'checkpoint'"),
+        ("limit=many", "limit"),
+        ("temperature=1", "Did you mean 'decode.temperature'"),
+    ],
+)
+def test_misspelt_options_are_refused(run, argument, message):
+    with pytest.raises(SystemExit, match=message):
+        run(argument)
+
+
+# Comparisons
+
+SEVERAL = (
+    "checkpoint={folder}/one,{folder}/two",
+    "proposers=ngram",
+    "chains=3",
+    "trees=3x2x4",
+    "decode.temperature=0,1",
+)
+
+
+@pytest.fixture
+def compare(run, folder):
+    """compare("key=value", ...) -> what is printed by a comparison of two heads in two shapes and a proposer"""
+    return lambda *arguments: run(
+        *(each.format(folder=folder) for each in SEVERAL), *(arguments or [f"out={folder}/out"])
+    )
+
+
+@pytest.fixture
+def compared(compare, folder):
+    """The folder of a finished comparison, its report and its rows."""
+    compare()
+    out = folder / "out"
+    rows = [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]
+    return out, json.loads((out / "report.json").read_text()), rows
+
+
+def test_a_comparison_has_the_reports_of_every_method(compared):
+    out, report, rows = compared
+    names = {"one, chain of 3", "one, tree of 3x2x4", "two, chain of 3", "two, tree of 3x2x4", "ngram"}
+    assert len(rows) == 6 and set(report["temperatures"]) == {"0", "1"}
+    for temperature, column in report["temperatures"].items():
+        assert set(column) == names
+        for name, each in column.items():
+            own = [row["methods"][name]["drafted"] for row in rows if row["temperature"] == float(temperature)]
+            rounds, emitted = sum(len(one["accepted"][0]) for one in own), sum(len(one["tokens"][0]) - 1 for one in own)
+            assert each["num_rounds"] == rounds and each["tau"] == pytest.approx(emitted / rounds)
+            assert ("replayed_tau" in each) == ("chain" in name)
+            if temperature == "0":
+                assert each["identical_outputs"] == 1
+    chain = report["temperatures"]["0"]["one, chain of 3"]
+    assert chain["replayed_tau"] == pytest.approx(chain["tau"])
+    first, differences = "one, chain of 3", report["tau minus that of one, chain of 3"]["0"]
+    assert differences[first] == [0, [0, 0]]
+    fastest = max(
+        (name for name in names if name != "ngram"), key=lambda name: report["temperatures"]["0"][name]["speedup"]
+    )
+    assert fastest.endswith(name_drafting(decoding.read_drafting(f"{out}/report.json", compile=None)))
+    page = (out / "comparison.html").read_text()
+    inside = json.loads(page.split('id="data">')[1].split("</script>")[0])
+    assert {t: set(column) for t, column in inside["reports"].items()} == dict.fromkeys(("0", "1"), names)
+    assert len(page) < 1_000_000 and not re.search(r"(src|href)=.http", page)
+
+
+def test_the_same_command_continues_an_interrupted_comparison(compare, compared):
+    out, _, rows = compared
+    path = out / "rows.jsonl"
+    content = path.read_text()
+    finished = "".join(content.splitlines(keepends=True)[:2])
+    for partial, num in ((finished, 2), (content[:-200], 5), (content[:-1], 5)):  # the last two: killed while writing
+        path.write_text(partial)
+        compare()
+        continued = [json.loads(line) for line in path.read_text().splitlines()]
+        assert path.read_text().startswith("".join(content.splitlines(keepends=True)[:num]))
+        for before, after in zip(rows, continued, strict=True):
+            assert (before["number"], before["temperature"]) == (after["number"], after["temperature"])
+            for name in ("one, tree of 3x2x4", "two, tree of 3x2x4", "ngram"):
+                assert before["methods"][name]["drafted"]["tokens"] == after["methods"][name]["drafted"]["tokens"]
+    path.write_text(content[:-200] + "\n")
+    with pytest.raises(ValueError, match="line 6 is damaged: delete that line"):
+        compare()
+    path.write_text(content)
+
+
+def test_other_settings_are_refused(compare, compared, run, folder, tmp_path):
+    with pytest.raises(ValueError, match=r"max_new_tokens \(then 6, now 7\).*another out="):
+        compare(f"out={folder}/out", "max_new_tokens=7")
+    with pytest.raises(ValueError, match="checkpoint"):
+        compare(f"out={folder}/out", f"checkpoint={folder}/one")
+    with pytest.raises(ValueError, match=r"proposers\.ngram\.max \(then 6, now 4\)"):
+        compare(f"out={folder}/out", "proposer.ngram.max=4")
+    shutil.copytree(folder / "two", tmp_path / "two")  # other tests use the original
+    arguments = [
+        "checkpoint=",
+        "proposers=auto",
+        f"proposer.checkpoint={tmp_path}/two",
+        "limit=1",
+        f"out={tmp_path}/changed",
+    ]
+    run(*arguments)
+    step = tmp_path / "two" / "step_000001"
+    tensors = safetensors.torch.load_file(step / "drafter.safetensors")
+    tensors = {name: 2 * value if value.is_floating_point() else value for name, value in tensors.items()}
+    safetensors.torch.save_file(tensors, step / "drafter.safetensors")
+    with pytest.raises(ValueError, match=r"drafter\.safetensors is damaged"):
+        run(*arguments)
+    (step / files.CHECKSUMS).unlink()
+    with pytest.raises(ValueError, match=rf"files\.{step} \(then"):
+        run(*arguments)
+
+
+def test_a_proposer_with_a_head_is_decoded_with_each_checkpoint(compare, folder):
+    few = ["proposers=auto,ngram", "limit=1", "chains=2", "trees=", "decode.temperature=0"]
+    for out, more, expected in (("each", [], {"auto with one", "auto with two", "ngram"}),
+                                ("named", [f"proposer.checkpoint={folder}/two"], {"auto", "ngram"})):  # fmt: skip
+        compare(*few, *more, f"out={folder}/{out}")
+        column = json.loads((folder / out / "report.json").read_text())["temperatures"]["0"]
+        assert set(column) == expected | {"one, chain of 2", "two, chain of 2"}
+
+
+def test_depth_is_limited_by_the_drafter_and_an_adapting_drafter_has_its_own_target(compare, folder):
+    printed = compare(f"checkpoint={folder}/adapting", f"out={folder}/shallow", "limit=1")
+    report = json.loads((folder / "shallow" / "report.json").read_text())["temperatures"]["0"]
+    assert {"adapting, chain of 2", "adapting, tree of 2x2x4"} < set(report)
+    row = json.loads((folder / "shallow" / "rows.jsonl").read_text().splitlines()[0])
+    adapted = "the target adapted by adapting"
+    assert set(row["plain"]) == {adapted, "the frozen target"} and f"beside {adapted}" in printed
+    assert row["plain"][adapted]["tokens"] != row["plain"]["the frozen target"]["tokens"]
+    assert report["adapting, chain of 2"]["adapted_target"] and not report["ngram"]["adapted_target"]
+
+
+def test_batch_sizes_are_compared_with_full_batches(run, folder, monkeypatch):
+    """Every token is a stop token here, which ignore_stop=true ignores. A further size is added to what is there."""
+    monkeypatch.setattr(data, "stop_tokens", lambda *_: set(range(100_000)))
+    given = [f"out={folder}/batches", "ignore_stop=true"]
+    run(*given, "batches=1", "chains=2")
+    run(*given, "batches=4,1", "chains=2")
+    report = json.loads((folder / "batches" / "report.json").read_text())
+    column = report["temperatures"]["0"]
+    assert list(report["settings"]["checkpoint"]) == ["one"] and report["settings"]["num_prompts"] == 3
+    assert set(column) == {"one, chain of 2, batch 1", "one, chain of 2, batch 4"}
+    taus = {each["tau"] for each in column.values()}
+    assert len(taus) == 1 and all(each["num_prompts"] == 4 for each in column.values())
+    rows = [json.loads(line) for line in (folder / "batches" / "rows.jsonl").read_text().splitlines()]
+    assert [row["batch"] for row in rows] == [1] * 3 + [1] + [4] * 4
+    assert all(len(row["methods"]["one, chain of 2"]["drafted"]["tokens"][0]) == 6 for row in rows)
+
+
+# Replay
+
+
+def test_replay_compares_heads_on_the_same_answers(run, folder, tmp_path):
+    """At temperature 1, with figures that are computed here, answer by answer."""
+    torch.manual_seed(9)
+    surer = Eagle(Target.load(str(folder / "target"), dtype="float32"), vocab=torch.arange(0, 61, 4))
+    with torch.no_grad():
+        for parameter in surer.parameters():
+            parameter.mul_(5)
+    checkpoint.save(tmp_path / "second", surer, {"_target_": "specdec.heads.eagle.Eagle"})
+    rows = [{"messages": [{"role": "user", "content": f"w{n} w3"}, {"role": "assistant", "content": f"w{n} w{4 * n} w{36 - 4 * n} w8 w4"}],
+             "temperature": 1, "category": "ab"[n % 2]} for n in range(2, 6)]  # fmt: skip
+    write_rows(tmp_path / "answers.jsonl", rows)
+    given = [f"answers={tmp_path}/answers.jsonl", "hold_out=null", "decode.temperature=1", "decode.depth=4"]
+    printed = run(f"checkpoint={folder}/one,{tmp_path}/second", *given)
+    taus = []
+    for name in (folder / "one", tmp_path / "second"):
+        loaded = loading.load(str(name), loading.TargetOptions(dtype="float32"))
+        emitted, rounds = {"a": 0, "b": 0}, {"a": 0.0, "b": 0.0}
+        for row in rows:
+            encoded = data.encode(loaded.tokenizer, row | {"id": "x"})
+            start, stop = data.last_answer(encoded)
+            prompt, answer = encoded.tokens[:start], encoded.tokens[start:stop]
+            accepting = acceptance(loaded.drafter, prompt, answer, depth=4, temperature=1)
+            rounds[row["category"]] += expected_rounds(accepting.tolist(), 1, len(answer))
+            emitted[row["category"]] += len(answer) - 1
+        taus.append(sum(emitted.values()) / sum(rounds.values()))
+        assert f"replayed tau {taus[-1]:.3f} (" in printed and "chain of 4, temperature 1, 4 answers" in printed
+        assert ", ".join(f"{name} {emitted[name] / rounds[name]:.2f}" for name in "ab") in printed
+    assert abs(taus[0] - taus[1]) > 0.001 and f"{taus[1] - taus[0]:+.3f} (" in printed
+    assert printed.count("the same answers") == 1
+    with pytest.raises(ValueError, match=r"no row at decode\.temperature=0"):
+        run(f"answers={tmp_path}/answers.jsonl", "hold_out=null")
+    write_rows(tmp_path / "wrong.jsonl", [{"id": "r7", "messages": [{"role": "user", "content": "a"}]}])
+    with pytest.raises(ValueError, match=r"wrong\.jsonl: Row r7 has no assistant turn"):
+        run(f"answers={tmp_path}/wrong.jsonl", "hold_out=null")
+
+
+def expected_rounds(accepting: list[list[float]], start: int, num_tokens: int) -> float:
+    """Of a chain along an answer, from its token `start` on. accepting[d - 1][s]: probability that the round at s accepts draft d"""
+    if start >= num_tokens:
+        return 0.0
+    number, alive = 1.0, 1.0
+    for d, probability in enumerate(accepting):
+        number += alive * (1 - probability[start]) * expected_rounds(accepting, start + d + 1, num_tokens)
+        alive *= probability[start]
+    return number + alive * expected_rounds(accepting, start + len(accepting) + 1, num_tokens)

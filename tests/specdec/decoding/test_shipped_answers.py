@@ -1,0 +1,55 @@
+"""Shipped heads on their real target: drafting gives the answers of transformers' generate, but for near ties of rounding."""
+
+import pytest
+
+from specdec import checkpoint
+from specdec.core.sampling import Sampling
+from specdec.decoding.decoder import Decoder
+from specdec.decoding.drafting import Drafting
+from specdec.measuring.measure import top2_gap
+from specdec.proposers.auto import Auto
+from specdec.target.model import Target, load_tokenizer
+from tests.loops import transformers_answer
+from tests.support import REAL_TARGET, ROOT
+from train.data import rows as data
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not REAL_TARGET.exists(), reason="needs make setup"),
+]
+NUM_NEW, ROWS = 16, 2
+
+
+@pytest.fixture(scope="module")
+def target():
+    return Target.load(str(REAL_TARGET), dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def prompts(target):
+    tokenizer = load_tokenizer(target.name)
+    found = data.load_prompts(
+        str(ROOT / "data" / "prompts_heldout.jsonl"), tokenizer, split=None, limit=2, thinking=None
+    )
+    return sorted((prompt.tokens for prompt in found), key=len)
+
+
+@pytest.fixture(scope="module")
+def expected(target, prompts):
+    return [transformers_answer(target, prompt, NUM_NEW) for prompt in prompts]
+
+
+@pytest.mark.parametrize("head", ["eagle3", "mtp"])
+def test_plain_chain_tree_and_auto_answer_as_generate(target, prompts, expected, head):
+    drafter = checkpoint.load(checkpoint.resolve(ROOT / "checkpoints" / "shipped" / head), target)
+    proposers = {"plain": None, "chain": Drafting(4).proposer(drafter), "tree": Drafting(4, 3, 10).proposer(drafter)}
+    proposers["auto"] = Auto.usual(target, proposers["chain"])
+    for name, proposer in proposers.items():
+        decoder = Decoder(target, proposer, sampling=Sampling(), stop=set())
+        found = dict(decoder.answers(prompts, NUM_NEW, rows=ROWS))
+        gaps = [
+            top2_gap(target, prompt, answer, found[number].tokens[0], Sampling())
+            for number, (prompt, answer) in enumerate(zip(prompts, expected))
+        ]
+        assert all(gap is None or gap < 1e-3 for gap in gaps), f"{name}: {gaps}"
+    assert all(len(answer) > 8 for answer in expected)

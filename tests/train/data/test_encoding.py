@@ -1,0 +1,362 @@
+"""Tests of encoded data sets: the cache on disk, rows that hold token ids, mapped packs, weights."""
+
+import copy
+import gzip
+import json
+import multiprocessing
+import os
+import re
+import signal
+import time
+from fractions import Fraction
+from pathlib import Path
+
+import datasets
+import numpy
+import pyarrow
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+from transformers import AutoTokenizer
+
+from specdec.core import files
+from tests.conversations import conversations, make_plan, pair, read
+from tests.small_server import STOP
+from tests.support import REAL_TARGET, ROOT, small_tokenizer, write_rows
+from train.data import packing, reading
+from train.data import rows as data
+from train.data.encoding import Encoding, load_packs
+from train.data.packing import SCHEMA, Packs, Rows, first_fit
+from train.data.reading import Source, read_sources
+from train.data.stream import Stream
+
+pytestmark = pytest.mark.slow
+
+SHIPPED = ROOT / "data" / "train.jsonl"
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(REAL_TARGET)
+
+
+@pytest.fixture
+def load(tmp_path):
+    """load(train, workers=1, length=64, ...): the packs of a source, with settings of Encoding and of load_packs"""
+
+    def load(train, tokenizer=None, *, limit=None, workers=None, **more) -> Packs:
+        tokenizer = tokenizer or small_tokenizer()
+        encoding = Encoding(tokenizer, tmp_path / "cache", limit=limit, workers=workers)
+        return load_packs(train, encoding, **{"length": 64, "packed": False, **more})
+
+    return load
+
+
+def ids(packs) -> list[str]:
+    return [row.id for pack in packs for row in pack]
+
+
+# The cache
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_rows_from_the_cache_equal_those_encoded_one_by_one(load, tokenizer, tmp_path, workers, monkeypatch):
+    monkeypatch.setattr("train.data.encoding.BATCH", 7)
+    rows = reading.load_conversations(str(SHIPPED), limit=50)
+    packs = load(str(SHIPPED), tokenizer, limit=50, workers=workers, length=4096)
+    assert [pack[0] for pack in packs] == [data.encode(tokenizer, row) for row in rows]
+    folders = sorted(path for path in (tmp_path / "cache").iterdir() if path.is_dir())
+    assert [folder.name.split("-")[0] for folder in folders] == ["packs", "rows"]
+
+
+def test_a_second_start_encodes_nothing_and_every_change_is_noticed(load, tmp_path, monkeypatch):
+    calls = []
+    encode = data.encode
+    monkeypatch.setattr(data, "encode", lambda *given: calls.append(given) or encode(*given))
+    path = tmp_path / "rows.jsonl"
+    source = conversations(path, 9)
+
+    def encoded(**more) -> int:
+        calls.clear()
+        load(source, **more)
+        return len(calls)
+
+    assert encoded() == 9 and encoded() == 0 and encoded(limit=4) == 4
+    before = path.stat()
+    path.write_text(path.read_text().replace("Count from 3", "Count from 4"))  # of the same size
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert encoded() == 9
+    other = copy.deepcopy(small_tokenizer())
+    other.chat_template = other.chat_template.replace("You are a helpful", "You are an unhelpful")
+    assert other.chat_template != small_tokenizer().chat_template and encoded(tokenizer=other) == 9
+    assert encoded() == 0
+    for file in (tmp_path / "cache").glob("rows-*/encoded.arrow"):
+        file.write_bytes(file.read_bytes()[:-9])
+    with pytest.warns(UserWarning, match=r"rows-\w+ is damaged \(encoded.arrow has other bytes .* made again"):
+        assert encoded() == 9
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"messages": [', r"rows\.jsonl:3: not valid JSON"),
+        ('{"messages": []}', r"rows\.jsonl:3: no messages"),
+        ('{"id": "seven", "messages": [{"role": "user", "content": "Hi"}]}', "Row seven has no assistant turn"),
+    ],
+)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_row_that_cannot_be_encoded_is_named(load, tmp_path, line, message, workers):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(Path(conversations(tmp_path / "two.jsonl", 2)).read_text() + line + "\n")
+    with pytest.raises(ValueError, match=message):
+        load(str(path), workers=workers)
+    assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
+
+
+def test_a_process_that_is_killed_is_a_sentence(load, tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "encode", lambda *given: os.kill(os.getpid(), signal.SIGKILL))
+    with pytest.raises(ValueError, match=r"process that encoded .*rows\.jsonl ended .*lower workers=2"):
+        load(conversations(tmp_path / "rows.jsonl", 9), workers=2)
+
+
+def test_a_damaged_file_and_an_empty_file_are_refused(load, tmp_path):
+    (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress(SHIPPED.read_bytes())[:-20])
+    (tmp_path / "empty.jsonl").write_text("\n")
+    for name, message in (("rows.jsonl.gz", r"incomplete or damaged after line \d+"), ("empty.jsonl", "no rows in")):
+        with pytest.raises(ValueError, match=message):
+            load(str(tmp_path / name))
+
+
+def test_datasets_and_files_give_the_same_packs(load, tmp_path):
+    rows = [{key: row[key] for key in ("id", "messages")} for row in reading.load_conversations(str(SHIPPED), limit=12)]
+    saved = [{**row, "line": "a column of this name"} for row in rows]
+    datasets.Dataset.from_list(saved).save_to_disk(tmp_path / "saved")
+    (tmp_path / "files").mkdir()
+    write_rows(tmp_path / "files" / "a.jsonl", rows[:5])
+    (tmp_path / "files" / "b.jsonl.gz").write_bytes(gzip.compress("\n".join(map(json.dumps, rows[5:])).encode()))
+    packs = [load(str(tmp_path / name), length=512, packed=True) for name in ("saved", "files")]
+    assert packs[0].fingerprint == packs[1].fingerprint and ids(packs[0]) == ids(packs[1])
+    assert len(ids(load(str(tmp_path / "saved"), length=512, limit=5))) == 5
+    stream = Stream(make_plan(small_tokenizer(), str(tmp_path / "saved"), length=512, packed=False, buffer=12))
+    assert sorted(name for pack in read(stream, range(12)) for name in pack) == sorted(row["id"] for row in rows)
+
+
+def test_progress_names_the_source_and_counts_rows_and_tokens(load, tmp_path, capsys):
+    packs = load(conversations(tmp_path / "rows.jsonl", 30), length=4096)
+    num_tokens = sum(len(pack[0].tokens) for pack in packs)
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert re.fullmatch(rf"encoding rows.jsonl: 30/30 rows in \d+ s, {num_tokens:,} tokens, [\d,]+ tokens/s", last)
+
+
+# Folders that are kept
+
+
+def write_number(folder: Path) -> None:
+    (folder / "number.bin").write_bytes(bytes(range(256)))
+
+
+def keep(folder: Path, make) -> None:
+    files.keep_folder(folder, make, option="cache=")
+
+
+def die(folder: Path) -> None:
+    """Makes half a folder and is killed."""
+    keep(folder, lambda partial: (write_number(partial), os.kill(os.getpid(), signal.SIGKILL)))
+
+
+def count(folder: Path, calls: Path) -> None:
+    def make(partial: Path) -> None:
+        with calls.open("a") as file:
+            file.write("made\n")
+        time.sleep(0.3)
+        write_number(partial)
+
+    keep(folder, make)
+
+
+def test_a_killed_process_leaves_nothing_wrong_and_of_several_one_makes_the_folder(tmp_path):
+    fork, folder = multiprocessing.get_context("fork"), tmp_path / "kept"
+    child = fork.Process(target=die, args=(folder,))
+    child.start()
+    child.join(30)
+    assert child.exitcode == -signal.SIGKILL and not folder.exists()
+    children = [fork.Process(target=count, args=(folder, tmp_path / "calls")) for _ in range(3)]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join(30)
+    assert [child.exitcode for child in children] == [0] * 3 and (tmp_path / "calls").read_text() == "made\n"
+    assert (folder / "number.bin").exists() and not list(tmp_path.glob("*.partial"))
+
+
+@pytest.mark.parametrize("damage", ["flipped", "truncated", "missing", "sums"])
+def test_a_damaged_folder_is_made_again(tmp_path, damage):
+    folder = tmp_path / "kept"
+    keep(folder, write_number)
+    path = folder / "number.bin"
+    if damage in ("flipped", "truncated"):
+        path.write_bytes(bytes([1, *range(1, 256)]) if damage == "flipped" else bytes(range(100)))
+    else:
+        (path if damage == "missing" else folder / files.CHECKSUMS).unlink()
+    with pytest.warns(UserWarning, match="kept is damaged .* made again"):
+        keep(folder, write_number)
+    assert path.read_bytes() == bytes(range(256))
+
+
+def test_a_full_disk_is_a_sentence(tmp_path):
+    def make(partial: Path) -> None:
+        write_number(partial)
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(ValueError, match=r"kept could not be written .*No space.*Free some disk space.*cache="):
+        keep(tmp_path / "kept", make)
+    assert {path.name for path in tmp_path.iterdir()} <= {"kept.lock"}
+
+
+# Rows that hold the token ids that the target read and wrote
+
+
+def kept_row(**changes) -> dict:
+    tokenizer = small_tokenizer()
+    digest, _ = data.vocabulary(tokenizer, len(tokenizer))
+    messages = pair("a", "the the")
+    prompt = data.encode_prompt(tokenizer, messages[:1])
+    letters = [
+        token for letter in "the the" for token in tokenizer(letter)["input_ids"]
+    ]  # not as the tokenizer cuts it
+    ids = {"tokens": [*prompt, *letters, STOP], "prompt_tokens": len(prompt), "tokenizer": digest}
+    return {"id": "x", "category": "c", "messages": messages, **ids, **changes}
+
+
+def test_kept_ids_reach_the_packs(load, tmp_path):
+    tokenizer, row = small_tokenizer(), kept_row()
+    plain = data.encode(tokenizer, {**row, "tokens": None})
+    text = tokenizer.decode(plain.tokens).rstrip("\n")
+    assert plain.tokens != row["tokens"] and tokenizer.decode(row["tokens"]) == text
+    write_rows(tmp_path / "rows.jsonl", [row, {key: row[key] for key in ("id", "messages")}])
+    packs = load(str(tmp_path / "rows.jsonl"))
+    found = {tuple(each.tokens): each.mask for number in range(2) for each in packs[number]}
+    num_new = len(row["tokens"]) - row["prompt_tokens"]
+    assert found[tuple(row["tokens"])] == [False] * row["prompt_tokens"] + [True] * num_new
+    assert tuple(plain.tokens) in found
+
+
+def test_ids_of_another_tokenizer_are_not_used():
+    tokenizer = small_tokenizer()
+    for row in (kept_row(tokenizer="0" * 16), kept_row(tokenizer=None)):
+        with pytest.warns(UserWarning, match="Row x and perhaps others have token ids of another tokenizer"):
+            assert data.encode(tokenizer, row) == data.encode(tokenizer, {**row, "tokens": None})
+    longer = copy.deepcopy(tokenizer)
+    longer.add_tokens(["something"])
+    with pytest.warns(UserWarning, match="another tokenizer"):
+        data.encode(longer, kept_row())
+    others = kept_row(prompt_tokens=None, tokens=17, thinking="I think")  # fields of these names, but of others
+    assert data.encode(tokenizer, others).tokens
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"tokens": [1, 2, 10**6]}, "ids from 0 to"),
+        ({"tokens": [1, 2, -1]}, "ids from 0 to"),
+        ({"tokens": [1, 2, True]}, "ids from 0 to"),
+        ({"tokens": "abc"}, "ids from 0 to"),
+        ({"prompt_tokens": 0}, "prompt_tokens=0 must be at least 1"),
+        ({"prompt_tokens": 10**6}, "below the number of tokens"),
+        ({"prompt_tokens": 1.5}, "prompt_tokens=1.5"),
+        ({"prompt_tokens": [3]}, r"prompt_tokens=\[3\]"),
+    ],
+)
+def test_ids_that_cannot_be_right_are_refused(changes, what):
+    with pytest.raises(ValueError, match=f"Row x: .*{what}"):
+        data.encode(small_tokenizer(), kept_row(**changes))
+
+
+# Packs
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_packing_equals_the_obvious_first_fit(seed):
+    generator = numpy.random.default_rng(seed)
+    num, capacity = int(generator.integers(1, 400)), 50
+    lengths = generator.integers(1, capacity + 1, num).tolist()
+    free, expected = [], []
+    for length in lengths:
+        index = next((index for index, room in enumerate(free) if room >= length), len(free))
+        free += [capacity] * (index == len(free))
+        free[index] -= length
+        expected.append(index)
+    assert first_fit(lengths, capacity).tolist() == expected
+
+
+def test_packs_of_the_shipped_data_are_those_of_earlier_versions(load, tokenizer):
+    """Runs that were begun before can be resumed."""
+    with pytest.warns(UserWarning, match="Of 800 rows, 65 are cut at 256 tokens and 0 are skipped"):
+        packs = load(str(SHIPPED), tokenizer, length=256, packed=True)
+    assert (len(packs), packs.fingerprint, packs.num_supervised) == (740, "1015e3d3075e1527", 84963)
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
+def test_packs_are_mapped_and_not_loaded(tmp_path):
+    def anonymous() -> int:
+        return int(re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+
+    num, length = 10_000, 1000
+    ends = numpy.arange(num + 1, dtype=numpy.int32) * length
+    tokens = numpy.arange(num * length, dtype=numpy.int32) % 977
+    lists = {"tokens": tokens, "mask": (tokens % 2 == 0).astype(numpy.uint8)}
+    columns = {name: pyarrow.ListArray.from_arrays(ends, values) for name, values in lists.items()}
+    rest = {"id": ["a"], "category": ["b"], "supervised": [length // 2], "greedy": [False], "thinking": [0]}
+    table = pyarrow.table(columns | {name: value * num for name, value in rest.items()}, schema=SCHEMA)
+    with pyarrow.ipc.new_stream(tmp_path / packing.ENCODED, SCHEMA) as file:
+        file.write_table(table, max_chunksize=1000)
+    del tokens, lists, columns, table
+    pyarrow.default_memory_pool().release_unused()
+    before = anonymous()
+    packs = Packs(Rows.load([tmp_path]), length=2048, folder=tmp_path / "packs")
+    assert len(packs) == num // 2 and packs[3][0].tokens[:2] == [138, 139]
+    assert anonymous() - before < 15e6  # a quarter of the arrays' 50 MB
+
+
+# Several sources
+
+
+def test_forms_of_sources():
+    one = Fraction(1)
+    assert read_sources("a") == [Source("a", one)]
+    assert read_sources(["a", "b"]) == [Source("a", one), Source("b", one)]
+    assert read_sources({"a": 2, "b": 0.5}) == [Source("a", one * 2), Source("b", one / 2)]
+    for wrong in ([], {}, ["a", "a"], {"a": 0}, {"a": -1.0}, {"a": "2"}, {"a": float("inf")}):
+        with pytest.raises(ValueError, match="train="):
+            read_sources(wrong)
+    for weight, counts in ((2, [2] * 6), (0.5, [0, 1] * 3), (1.5, [1, 2] * 3)):
+        assert packing.count_copies(6, Fraction(str(weight))).tolist() == counts
+    assert reading.order_sources(read_sources({"a": 1, "b": 0.5})) == [0, 0, 1]
+
+
+@pytest.mark.parametrize("given", ["[a.jsonl,data/b.jsonl]", "{a.jsonl: 2, data/b.jsonl: 0.5}"])
+def test_several_sources_on_the_command_line(given):
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        config = compose("train", overrides=[f"data.train={given}"])
+    found = read_sources(OmegaConf.to_container(config.data)["train"])
+    assert [source.name for source in found] == ["a.jsonl", "data/b.jsonl"]
+    assert [float(source.weight) for source in found] == ([2, 0.5] if ":" in given else [1, 1])
+
+
+def test_weights_say_how_often_rows_occur(load, tmp_path):
+    train = {conversations(tmp_path / "a.jsonl", 6): 2, conversations(tmp_path / "b.jsonl", 4): 0.5}
+    packs = load(train, length=256)
+    once = [f"a-{n}" for n in range(6)]
+    assert ids(packs) == [*once, "b-1", "b-3", *once]
+    both = load(list(train), length=256, packed=True)
+    assert sorted(ids(both)) == sorted([*once, *(f"b-{n}" for n in range(4))])
+    assert both.fingerprint != packs.fingerprint
+    assert ids(load(list(train), tokens=1)) == ["a-0"]
+    with pytest.raises(ValueError, match="Only 0 rows"):
+        load(list(train), hold_out=1)
+
+
+def test_hold_out_equals_that_of_scripts(load, tokenizer):
+    _, rest = reading.hold_out(reading.load_conversations(str(SHIPPED), limit=40), 5)
+    packs = load(str(SHIPPED), tokenizer, limit=40, length=4096, hold_out=5)
+    assert ids(packs) == [row["id"] for row in rest]

@@ -1,0 +1,391 @@
+"""What a run is made of, from its settings: processes, target, data, drafter, objective, optimizer, validation, trainer."""
+
+import math
+import os
+import pkgutil
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+import transformers
+import yaml
+from accelerate import Accelerator, PartialState
+from accelerate.utils import InitProcessGroupKwargs, set_seed
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from specdec import checkpoint
+from specdec.core import devices, hub, precision
+from specdec.core.sampling import Sampling
+from specdec.heads.base import Head
+from specdec.measuring.measure import Prompt, check_prompts
+from specdec.target.model import Target, load_tokenizer
+from train import display, distributed, optimization, progress
+from train.config import VLLM, RunConfig, fixed_settings
+from train.data import reading
+from train.data import rows as data
+from train.data.encoding import Encoding, load_packs
+from train.data.loader import Material, permutation
+from train.data.packing import Packs, draft_vocab
+from train.data.stream import Plan, Stream
+from train.distributed import Group, Waiting, compute_by_main
+from train.features import vllm_features
+from train.features.engine_client import EngineClient
+from train.features.engine_features import EngineTarget
+from train.features.outputs import Features, Folder, Kept, Online
+from train.onpolicy import OnPolicy
+from train.pages import facts
+from train.ranges import named
+from train.state import RunFolder
+from train.trainer import MEASURED, Trainer
+from train.validate import Validation
+
+PRECISIONS = {"bf16": "bf16", "fp32": "no"}  # of train.py, and what accelerate calls them
+SAMPLE = 2000  # documents that are looked for in a folder before training
+
+
+def make_trainer(
+    config: RunConfig, path: Path, accelerator: Accelerator, console: progress.Results
+) -> tuple[Trainer, PreTrainedTokenizerBase]:
+    """The trainer of a run before its first step, and the target's tokenizer. path: the run's folder
+
+    Refuses now what would fail after hours of training.
+    """
+    target, tokenizer = load_target(config, accelerator)
+    stop = data.stop_tokens(tokenizer, target.model.generation_config)
+    loaded = load_data(config, tokenizer, target, accelerator)
+    packs, stream = (loaded.first, loaded) if isinstance(loaded, Stream) else (loaded, None)
+    rows = reading.load_prompts(config.data.heldout, split=config.data.heldout_split)
+    with reading.at(str(config.data.heldout)):
+        prompts = encode_prompts(config, tokenizer, packs, reading.spread(rows, config.validation.num_prompts))
+    drafter, spec = make_drafter(config, target, packs)
+    drafter.to(accelerator.device)
+    with named("features"):
+        engine = connect_engine(config, drafter, prompts, console)
+    with named("head.objective"):
+        objective = make(config.head["objective"], drafter)
+    with named("optimizer"):
+        optimizer = optimization.make_optimizer(drafter, config.optimizer, adapter=config.head.get("adapter"))
+    display.start(progress.note, config, drafter, packs, len(prompts))
+    validation = make_validation(config, drafter, prompts, stop, accelerator, console, engine)
+    material = make_material(config, drafter, packs, stream, stop, accelerator, engine)
+    inputs = {"heldout": reading.digest_of(rows), **target_inputs(target), "files": stream and stream.files}
+    folder = RunFolder(path, spec, fixed_settings(config.document()) | inputs)
+    scheduler = optimization.schedule(optimizer, config.optimizer, steps=config.train.steps)
+    parts: dict[str, Any] = {"material": material, "validation": validation, "settings": config.train, "folder": folder}
+    return Trainer(accelerator, objective, optimizer, scheduler, **parts), tokenizer
+
+
+def make(settings: dict, *arguments: Any, **more: Any) -> Any:
+    """What `_target_` names, made with the other settings. Raises ValueError for one that it does not have."""
+    others = {key: value for key, value in settings.items() if key != "_target_"}
+    try:
+        return pkgutil.resolve_name(settings["_target_"])(*arguments, **others, **more)
+    except TypeError as error:
+        raise ValueError(str(error)) from error
+
+
+# Processes and precision
+
+
+def start_processes(config: RunConfig) -> tuple[Accelerator, RunConfig]:
+    """Seeds everything, sets the threads of a CPU, and puts what the device computes in, in the place of `auto`."""
+    set_seed(config.train.seed)
+    transformers.utils.logging.disable_progress_bar()
+    with named("train"):
+        plugin = distributed.make_plugin(config.train.shard)
+    cpu = not torch.accelerator.is_available()  # said outright, or several processes would not find each other
+    timeout = timedelta(minutes=config.train.timeout + 1)  # a little more than the trainer waits, which says what for
+    config = choose_precision(config, PartialState(cpu=cpu, timeout=timeout).device)
+    mixed, handlers = PRECISIONS[config.precision], [InitProcessGroupKwargs(timeout=timeout)]
+    accelerator = Accelerator(cpu=cpu, mixed_precision=mixed, fsdp_plugin=plugin, kwargs_handlers=handlers)
+    distributed.use_plugin(accelerator, plugin)
+    # One process has `cuda`, which no tensor's device equals
+    accelerator.state.device = devices.numbered(accelerator.device)
+    if accelerator.device.type == "cpu":  # the launcher sets one thread a process
+        torch.set_num_threads(config.threads or max(1, (os.cpu_count() or 1) // accelerator.num_processes))
+    return accelerator, config
+
+
+def recall_precision(config: RunConfig, path: Path) -> RunConfig:
+    """`auto` of a run that is resumed is what it was in the first launch, on whatever machine. path: of the run"""
+    before = path / "config.yaml"
+    if not config.resume or not before.exists():
+        return config
+    then = yaml.safe_load(before.read_text()) or {}
+    dtype = then.get("target", {}).get("dtype", precision.AUTO)
+    return config.with_precision(then.get("precision", precision.AUTO), dtype)
+
+
+def choose_precision(config: RunConfig, device: torch.device) -> RunConfig:
+    """Puts what the main process' device computes in, in the place of each `auto`, and says so."""
+    asked = precision.AUTO in (config.precision, config.target.dtype)
+    if not asked and device.type != "cpu":
+        return config
+    choose = lambda: precision.choose(device)
+    choice = compute_by_main(choose, "what the device computes in", minutes=config.train.timeout)
+    config = config.with_precision({"bfloat16": "bf16", "float32": "fp32"}[choice.dtype], choice.dtype)
+    chosen = f"precision={config.precision} target.dtype={config.target.dtype}"
+    if asked:
+        progress.note(f"{chosen} ({choice.reason})")
+    elif choice.dtype == "float32" and "bf" in f"{config.precision} {config.target.dtype}":
+        progress.note(f"{chosen} is slow here ({choice.reason}); auto is fp32 and float32")
+    return config
+
+
+# Target and data
+
+
+def load_target(config: RunConfig, accelerator: Accelerator) -> tuple[Target, PreTrainedTokenizerBase]:
+    """The whole target, or only what is before and behind its layers where a server has these."""
+    chosen, ends, num = config.target, bool(config.features.urls), accelerator.num_processes
+    if chosen.device == "auto" and num > 1:
+        raise ValueError(
+            f"target.device=auto spreads one target over all GPUs, and {num} processes would each load one: use accelerate "
+            "launch --num_processes 1, or target.device=null."
+        )
+    given: dict[str, Any] = {"revision": chosen.revision, "trust_remote_code": chosen.trust_remote_code}
+    with named("target"):
+        tokenizer = load_tokenizer(chosen.name, **given)
+        data.check_offsets(tokenizer)
+        given |= {"dtype": chosen.dtype, "device": chosen.device or accelerator.device}
+        if ends:
+            return Target.load_ends(chosen.name, **given | {"device": accelerator.device}), tokenizer
+        if chosen.shard:
+            return Target.load_sharded(chosen.name, **given), tokenizer
+        return Target.load(chosen.name, tp=chosen.tp, **given), tokenizer
+
+
+def target_inputs(target: Target) -> dict[str, str | None]:
+    """Digests by which a resumed run knows its target. Of quantised and of unread layers only the embeddings are compared."""
+    whole = target.fingerprint()
+    return {"target": None if "-" in whole else whole, "embeddings": target.embeddings_fingerprint()}
+
+
+def packs_rows(target: Target, *, length: int, pack: bool | None) -> bool:
+    """Whether rows of `length` tokens hold several conversations. pack: as the user wishes; None: if the target can read them so
+
+    Raises ValueError for a length, or for packing, that the target cannot read.
+    """
+    limit, boundary = target.max_positions, target.rotary_boundary
+    if limit is not None and length > limit:
+        raise ValueError(f"data.length={length}: {target.name} reads {limit} positions, so lower it to at most that.")
+    if boundary is not None and length > boundary:
+        raise ValueError(
+            f"data.length={length}: {target.name} turns keys by other angles in texts longer than {boundary} tokens "
+            "(LongRoPE), and would in all rows of a batch at once: lower it to at most that."
+        )
+    if pack and target.recurrent:
+        raise ValueError(
+            f"data.pack=true: {target.name} has recurrent or convolution layers, whose state would run from one conversation into "
+            "the next. Leave data.pack=null, which then gives each conversation a row of its own."
+        )
+    return not target.recurrent if pack is None else pack
+
+
+def load_data(
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, target: Target, accelerator: Accelerator
+) -> Packs | Stream:
+    """The conversations that are trained on, all of them packed, or read as they come."""
+    chosen = config.data
+    same: dict[str, Any] = {name: getattr(chosen, name) for name in ("train", "hold_out", "tokens", "length")}
+    same |= {"packed": packs_rows(target, length=chosen.length, pack=chosen.pack)}
+    source: dict[str, Any] = {name: getattr(chosen, name) for name in ("split", "limit", "thinking")}
+    with named("data"):
+        if chosen.stream:
+            plan = Plan(tokenizer=tokenizer, buffer=chosen.buffer, seed=config.train.seed, **source, **same)
+            group = Group.of(accelerator, target)
+            return Stream(plan, process=group.number, num_processes=group.num)
+        encoding = Encoding(tokenizer, Path(chosen.cache), workers=chosen.workers, **source)
+        return load_packs(encoding=encoding, **same)  # whichever process encodes shows it
+
+
+def encode_prompts(
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, packs: Packs, rows: list[dict]
+) -> list[Prompt]:
+    """Held-out prompts, in the thinking mode of the rows that are trained on, unless the settings or a prompt say another."""
+    thinking = packs.modes[0] if config.data.thinking is None and len(packs.modes) == 1 else config.data.thinking
+    return data.encode_prompts(rows, tokenizer, thinking=thinking, trained=packs.modes)
+
+
+# The drafter
+
+
+def pin_start(config: RunConfig, path: Path) -> RunConfig:
+    """Adds the commit to `start` if that is a head on the Hub: today's, or in a resumed run the one of its first launch.
+
+    path: of the run
+    """
+    start = config.start
+    if start is None:
+        return config
+    if not hub.is_head(start):
+        checkpoint.read_json(checkpoint.resolve(start) / "drafter.json")  # refused now, before anything is loaded
+        return config
+    recorded = facts.read(path).get("start", {})
+    if config.resume and recorded.get("given") == start:
+        return replace(config, start=recorded["used"])
+    pin = lambda: hub.pinned(checkpoint.resolve(start))
+    pinned = compute_by_main(pin, "the head that training starts from", minutes=config.train.timeout)
+    return replace(config, start=pinned)
+
+
+def make_drafter(config: RunConfig, target: Target, packs: Packs) -> tuple[Head, dict]:
+    """A new drafter as the settings say, or the one of the checkpoint `start`, and its spec for checkpoints."""
+    spec = config.head["drafter"]
+    if config.start is None:
+        vocab = choose_vocab(config, target, packs)
+        with named("head.drafter"):
+            return make(spec, target, vocab=vocab), spec
+    keep = config.start_vocab == "keep"
+    new_vocab = None if keep else lambda before: choose_vocab(config, target, packs, before=before)
+    drafter, start_spec = checkpoint.start(config.start, target, spec, new_vocab)
+    if start_spec["_target_"] != spec["_target_"]:
+        raise ValueError(
+            f"start={config.start} holds {start_spec['_target_']} and head={spec['_target_']}: give head= "
+            "the family of the checkpoint. Its sizes and vocabulary are then the checkpoint's, the objective is the head's."
+        )
+    return drafter, start_spec
+
+
+def choose_vocab(config: RunConfig, target: Target, packs: Packs, *, before: Tensor | None = None) -> Tensor | None:
+    """The draft vocabulary: increasing ids [W]; None: all tokens. before: of the checkpoint that is trained further"""
+    choice, size = "data" if config.start is None else config.start_vocab, config.head["vocab_size"]
+    count = lambda: draft_vocab(packs, choice, before, size=size, num_tokens=target.vocab_size)
+    vocab = compute_by_main(count, "the draft vocabulary", minutes=config.train.timeout)
+    if choice == "more" and before is not None and vocab is not None and len(vocab) == len(before):
+        progress.note(
+            f"start_vocab=more adds no token: the head drafts {len(before):,}, and an eighth more than head.vocab_size={size} are "
+            "allowed, of tokens that are frequent here and could not be drafted"
+        )
+    return vocab
+
+
+# The target's outputs
+
+
+def connect_engine(
+    config: RunConfig, drafter: Head, prompts: list[Prompt], console: progress.Results
+) -> EngineTarget | None:
+    """The servers that read texts, or vLLM in this process, tried; None: the target in this process does."""
+    chosen, target = config.features, drafter.target
+    if not chosen.urls:
+        return None
+    answers = max(len(prompt.tokens) for prompt in prompts) + config.validation.max_new_tokens
+    layers = (*drafter.target_layers, *target.layer_ids(chosen.layers))
+    if chosen.urls != VLLM:
+        times = {"patience": chosen.patience, "longest": chosen.patience / 2}
+        served = EngineClient(chosen.urls, in_flight=chosen.in_flight, say=console.say, **times)
+        return EngineTarget(served, target, layers)
+    if distributed.num_processes() > 1:
+        raise ValueError(
+            "engine=vllm would load the target once in each process: start a server (python scripts/launch_engine.py) "
+            "and give engine=URL to all of them."
+        )
+    client = vllm_features.InProcess(
+        target.name,
+        dtype=str(target.dtype).removeprefix("torch."),
+        trust_remote_code=target.trust_remote_code,
+        layers=sorted({*layers, target.num_layers}),
+        longest=max(config.data.length, answers) + 1,
+        in_flight=chosen.in_flight,
+        more=chosen.vllm,
+    )
+    return EngineTarget(client, target, layers)
+
+
+def open_features(
+    config: RunConfig, drafter: Head, packs: Packs, accelerator: Accelerator, engine: EngineTarget | None
+) -> Features:
+    """The source of the target's outputs: computed for every batch, or kept in a folder, which the main process makes.
+
+    Says how large a folder will be. Raises ValueError for a folder of another target or a disk too small.
+    """
+    chosen, target, layers = config.features, drafter.target, drafter.target_layers
+    if chosen.mode == "online":
+        return Online(target, layers)
+    if chosen.mode == "engine":
+        return Kept(target, layers, folder=None, reader=engine)
+    num = config.train.steps * config.train.batch * config.train.accumulation * Group.of(accelerator, target).num
+    num = max(num, config.solve_packs if config.start is None else 0, MEASURED)
+    folder = Folder(target, (*layers, *target.layer_ids(chosen.layers)), Path(chosen.folder), bits=chosen.bits)
+    size = folder.num_bytes(count_missing(folder, packs, permutation(len(packs), config.train.seed)[:num]))
+    if size:
+        folder.check_space(size)
+        progress.note(f"features up to {size / 1e9:.2f} GB will be written to {chosen.folder} as they are needed")
+    if accelerator.is_main_process:
+        folder.open()
+    return Kept(target, layers, folder=folder, reader=engine)
+
+
+def count_missing(folder: Folder, packs: Packs, reads: list[int]) -> int:
+    """Tokens that a folder lacks of the documents of some packs; of many documents it looks for an even sample."""
+    numbers = numpy.unique(numpy.concatenate([packs.members[packs.ends[at] : packs.ends[at + 1]] for at in reads]))
+    sample = numbers[:: math.ceil(len(numbers) / SAMPLE)]
+    texts = [torch.tensor(packs.rows.arrays(number, packs.length)[0]) for number in sample.tolist()]
+    missing = sum(len(text) for text in texts if not folder.has(text))
+    return round(missing * len(numbers) / len(sample))
+
+
+def make_material(
+    config: RunConfig,
+    drafter: Head,
+    packs: Packs,
+    stream: Stream | None,
+    stop: set[int],
+    accelerator: Accelerator,
+    engine: EngineTarget | None,
+) -> Material:
+    """What steps are made of."""
+    features = None  # the objective reads an adapted target itself, with gradient
+    if not drafter.adapts_target:
+        with named("features"):
+            features = open_features(config, drafter, packs, accelerator, engine)
+        waiting = Waiting(config.train.timeout, accelerator.process_index, accelerator.num_processes)
+        with waiting("the folder of features"):
+            accelerator.wait_for_everyone()
+    chosen, on_policy = config.data, None
+    with named("data"):
+        if chosen.on_policy:
+            shares = {"on_policy": chosen.on_policy, "on_policy_temperature": chosen.on_policy_temperature}
+            on_policy = OnPolicy(drafter, packs, length=chosen.length, stop=stop, **shares)
+        return Material(packs, chosen.length, features, on_policy, stream, chosen.ahead)
+
+
+# Validation
+
+
+def make_validation(
+    config: RunConfig,
+    drafter: Head,
+    prompts: list[Prompt],
+    stop: set[int],
+    accelerator: Accelerator,
+    console: progress.Results,
+    engine: EngineTarget | None,
+) -> Validation:
+    """What the trainer calls at every validation."""
+    drafting, sampling = config.decode, Sampling(temperature=config.validation.temperature)
+    if engine is None:
+        with named("decode"):
+            proposer, runner = drafting.proposer(drafter), drafting.runner()
+            decoder = drafting.decoder(drafter.target, proposer, sampling=sampling, stop=stop, runner=runner)
+        with named("validation"):
+            check_prompts(decoder, prompts, config.validation.max_new_tokens, source=config.data.heldout)
+    validation = Validation(accelerator, drafter, prompts, config=config, stop=stop, console=console, engine=engine)
+    ema = config.train.ema
+    if engine is not None and not validation.replays:
+        raise ValueError(
+            "features.engine=: without the target in this process a drafter is judged by replay, which needs a chain "
+            "(decode=chain) and validation.decode=best or end. Or use features.mode=online."
+        )
+    if ema is not None and not validation.replays:
+        raise ValueError(
+            f"train.ema={ema} lets replay choose between the weights and their average, and replay does not apply "
+            "here: it needs a chain (decode=chain), a head that leaves the target as it is, train.best_by=tau, and "
+            "validation.decode=best or end. Or set train.ema=null."
+        )
+    return validation

@@ -1,0 +1,289 @@
+"""All settings of a run: one frozen record of conf/train.yaml, built and checked once, before anything is loaded."""
+
+import math
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from specdec import checkpoint
+from specdec.core.precision import AUTO
+from specdec.decoding.drafting import Drafting
+from specdec.heads.base import Head
+from train import ranges
+from train.ranges import named, refuse
+
+VLLM = "vllm"  # as features.engine: vLLM in this process
+SHARDED_OPTIMIZER = "adamw"  # computes every number of a weight from that number's gradient alone, so it works on parts
+
+
+@dataclass(frozen=True)
+class TargetSettings:
+    """conf/target"""
+
+    name: str
+    revision: str | None
+    dtype: str
+    device: str | None
+    tp: int
+    shard: bool
+    trust_remote_code: bool
+
+    def __post_init__(self):
+        where = self.device not in (None, "auto")
+        wrong = {
+            f"device={self.device} must be null (where the head trains) or auto (over all GPUs).": where,
+            f"tp={self.tp} cuts a target over some processes that read the same, and shard=true keeps its layers in parts over "
+            "all of them: use one of the two.": self.shard and self.tp > 1,
+        }
+        refuse(wrong)
+
+
+@dataclass(frozen=True)
+class DataSettings:
+    """conf/data"""
+
+    train: str | list[str] | dict[str, float]
+    split: str | None
+    heldout: str
+    heldout_split: str | None
+    thinking: bool | None
+    length: int  # tokens of a pack
+    pack: bool | None
+    limit: int | None  # rows of each source
+    hold_out: int  # rows
+    tokens: int | None  # supervised ones
+    on_policy: float  # share of the micro-batches
+    on_policy_temperature: float
+    cache: str  # folder
+    workers: int | None
+    ahead: int  # micro-batches
+    stream: bool
+    buffer: int  # rows
+
+
+@dataclass(frozen=True)
+class FeatureSettings:
+    """conf/train.yaml, `features`: where the target's outputs come from"""
+
+    mode: str  # cached, online or engine
+    engine: str | list[str] | None
+    in_flight: int  # texts
+    patience: float  # minutes
+    vllm: dict  # arguments of vLLM in this process
+    folder: str
+    layers: list[int]
+    bits: int | None
+
+    def __post_init__(self):
+        online, vllm = self.mode == "online" and self.urls, self.vllm and self.urls != VLLM
+        wrong = {
+            "mode=engine needs the URL of a server: engine=http://localhost:8000 (python scripts/launch_engine.py starts "
+            "one); or engine=vllm, in this process.": self.mode == "engine" and not self.urls,
+            "mode=online runs the target in this process: use mode=engine, or engine=null.": online,
+            "vllm= has arguments of vLLM in this process: give engine=vllm too, or give them to the server.": vllm,
+        }
+        refuse(wrong)
+
+    @property
+    def urls(self) -> str:
+        """A comma list of the servers; empty if the target is in this process."""
+        return ",".join(self.engine) if isinstance(self.engine, list) else self.engine or ""
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """conf/train.yaml, `optimizer`"""
+
+    name: str
+    lr: float
+    muon_lr: float | None  # of the matrices that muon trains; None: lr
+    betas: list[float]  # of AdamW
+    weight_decay: float
+    schedule: str
+    warmup: int  # steps
+    decay: float  # share of the steps, of wsd
+    final: float  # of lr, where a schedule ends
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """conf/train.yaml, `train`. Every unit is a step of the optimizer unless it says otherwise."""
+
+    steps: int
+    batch: int  # packs for each process and micro-batch
+    accumulation: int  # micro-batches in a step
+    max_grad_norm: float  # 0: gradients are not clipped
+    log_every: int  # 0, here and below: never but at the end
+    validate_every: int
+    validate_first: bool  # before training too
+    save_every: int | None  # None or 0: by minutes only
+    save_minutes: float | None  # None or 0: by steps only; neither: at the end and after a signal
+    best_by: str  # the figure that chooses the best checkpoint: tau or speedup
+    skip_not_finite: bool  # leave out a step whose loss is not finite, rather than stop
+    timeout: float  # minutes that a process waits for the others
+    seed: int
+    shard: bool = False  # each process keeps a part of the drafter and of its training state (FSDP2)
+    ema: float | None = None  # decay of the average of the weights; None: none is kept
+
+    @property
+    def limit(self) -> float:
+        """Of the gradient's norm; infinite: it is not clipped."""
+        return self.max_grad_norm or math.inf
+
+
+@dataclass(frozen=True)
+class ValidationSettings:
+    """conf/train.yaml, `validation`: how a drafter is judged while it is trained"""
+
+    num_prompts: int
+    max_new_tokens: int
+    temperature: float
+    decode: str  # best, end or always
+    auto: str  # never, end or always
+    share: float | None  # of the training time; None: any
+    answers: str  # folder
+
+
+PARTS: dict[str, Any] = {
+    "target": TargetSettings,
+    "data": DataSettings,
+    "decode": Drafting,
+    "features": FeatureSettings,
+    "optimizer": OptimizerSettings,
+    "train": TrainSettings,
+    "validation": ValidationSettings,
+}
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """conf/train.yaml. Raises ValueError, naming the option, for what does not fit together."""
+
+    head: dict  # drafter, objective, vocab_size, lr and, for heads that change the target, adapter
+    target: TargetSettings
+    data: DataSettings
+    decode: Drafting
+    run: str
+    start: str | None
+    start_vocab: str
+    resume: bool | str
+    tracker: str
+    progress: str
+    threads: int | None
+    precision: str
+    solve_packs: int
+    features: FeatureSettings
+    optimizer: OptimizerSettings
+    train: TrainSettings
+    validation: ValidationSettings
+
+    @classmethod
+    def of(cls, document: dict) -> "RunConfig":
+        """document: conf/train.yaml with the user's options, in groups"""
+        ranges.check(document, free=("head.",))  # a new head has options of its own
+        parts = {}
+        for name, part in PARTS.items():
+            with named(name):
+                parts[name] = _make(part, document[name], f"{name}.")
+        return _make(cls, document | parts)
+
+    def __post_init__(self):
+        start, target, data, features, train = self.start_vocab, self.target, self.data, self.features, self.train
+        adapts, by, written, urls = self.adapts_target, train.best_by, data.on_policy, features.urls
+        here = "for which the target must be in this process: use features.mode=online."
+        served, parts, shared = f"features.engine={urls}:", "train.shard=true:", "target.shard=true:"
+        optimizer, new = self.optimizer.name, self.start is None and start != "keep"
+        wrong = {
+            f"start_vocab={start} is for a checkpoint that is trained further: give start=, too.": new,
+            "A head that adapts the target needs head.adapter: {lr, delay}, see conf/head/medusa2.yaml.": adapts
+            and "adapter" not in self.head,
+            "features.mode=cached keeps the target's outputs for every text, and data.stream=true reads texts once: use "
+            "features.mode=online or engine.": features.mode == "cached" and data.stream,
+            # A server reads the texts
+            f"{served} the head changes the target, {here}": urls and adapts,
+            f"{served} data.on_policy lets the target judge texts that the draft writes, {here}": urls and written,
+            f"{served} train.best_by={by} is measured by decoding, {here}": urls and by != "tau",
+            f"{served} target.tp={target.tp} cuts a target in these processes, {here}": urls and target.tp > 1,
+            f"{served} target.shard=true keeps the target's layers in these processes, {here}": urls and target.shard,
+            # The drafter is in parts
+            f"{parts} {self.drafter_class.__name__} trains an adapter inside the target, which is whole in every process: set "
+            "train.shard=false.": train.shard and adapts,
+            f"{parts} optimizer.name={optimizer} needs whole matrices, and each process has a part of them: use "
+            f"optimizer.name={SHARDED_OPTIMIZER}, or set train.shard=false.": train.shard
+            and optimizer != SHARDED_OPTIMIZER,
+            f"{parts} data.on_policy={written} lets every process write with the whole draft model at every step: set "
+            "data.on_policy=0 or train.shard=false.": train.shard and written,
+            # The target's layers are in parts
+            f"{shared} head={self.head['drafter']['_target_']} changes the target, which must then be whole in each process: set "
+            "target.shard=false.": target.shard and adapts,
+            f"{shared} train.best_by=speedup would measure how fast layers are gathered for each pass, and not how fast drafts "
+            "are: use train.best_by=tau.": target.shard and by == "speedup",
+            f"{shared} with data.on_policy={written} some processes read files while others need the target: use "
+            "features.mode=online.": target.shard and written and features.mode != "online",
+        }
+        refuse(wrong)
+
+    @property
+    def drafter_class(self) -> type[Head]:
+        return checkpoint.drafter_class(self.head["drafter"]["_target_"])
+
+    @property
+    def adapts_target(self) -> bool:
+        return self.drafter_class.adapts_target
+
+    def with_precision(self, precision: str, dtype: str) -> "RunConfig":
+        """These in the place of each `auto`. dtype: of the target"""
+        target = replace(self.target, dtype=dtype) if self.target.dtype == AUTO else self.target
+        return replace(self, precision=precision if self.precision == AUTO else self.precision, target=target)
+
+    def document(self) -> dict:
+        """In groups, as conf/train.yaml has it."""
+        return asdict(self)
+
+    def less_memory(self, *, num_processes: int) -> str:
+        """Which options of this run lower the memory that it needs."""
+        objective, train = self.head["objective"], self.train
+        lower, give = [f"data.length={self.data.length}"], []
+        if train.batch > 1:
+            lower.append(f"train.batch={train.batch} (raise train.accumulation={train.accumulation} as much)")
+        if getattr(self.drafter_class, "depth", 0) is None:
+            lower.append(f"head.objective.depth={objective['depth']}")
+        if objective.get("gradient_checkpointing") is False:
+            give.append("head.objective.gradient_checkpointing=true")
+        if self.start is None and self.head.get("vocab_size", 0) is None:
+            give.append("head.vocab_size=32000")
+        if num_processes > 1 and not train.shard:
+            give.append("train.shard=true")
+        if self.target.device is None and not self.features.urls:
+            give.append("target.device=auto with more GPUs")
+        return f"lower {' or '.join(lower)}" + (f", or give {' or '.join(give)}" if give else "")
+
+
+def _make(part: type, given: dict, group: str = "") -> Any:
+    """part: a dataclass; group: the beginning of its options' names"""
+    for key in given.keys() - part.__dataclass_fields__.keys():  # type: ignore[attr-defined]
+        raise ValueError(f"There is no option {group + key!r}. See --help.")
+    return part(**given)
+
+
+# Settings by dotted name
+
+
+def fixed_settings(document: dict) -> dict:
+    """The settings that a run's figures depend on, by dotted name."""
+    free: tuple[str, ...] = ("resume", "tracker", "threads", "features", "decode", "validation", "run", "progress")
+    free += ("target.device", "target.tp", "target.shard", "target.trust_remote_code")
+    # What is read, a stream and its buffer too, is in the fingerprint
+    free += tuple(f"data.{key}" for key in ("split", "heldout_split", "cache", "workers", "ahead", "stream", "buffer"))
+    freely = "log_every validate_every validate_first save_every save_minutes best_by timeout skip_not_finite shard"
+    free += tuple(f"train.{key}" for key in freely.split())
+    return flat(document, without=free)
+
+
+def flat(settings: dict, prefix: str = "", *, without: tuple[str, ...] = ()) -> dict:
+    """Settings by dotted name. without: names of settings and of groups that are left out"""
+    found: dict = {}
+    for key, value in settings.items():
+        if prefix + key not in without:
+            inner = isinstance(value, dict)
+            found |= flat(value, f"{prefix}{key}.", without=without) if inner else {prefix + key: value}
+    return found

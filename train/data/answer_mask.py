@@ -1,0 +1,191 @@
+r"""Which tokens of a rendered conversation the assistant wrote.
+
+The mask comes from the chat template alone: from its generation markers, or from rendering the conversation up to each
+assistant turn.
+
+    rendered   <user>Hi<end>\n<assistant>\nHello!<end>\n<user>Bye<end>\n<assistant>\nSee you!<end>\n
+    prompt 1   <user>Hi<end>\n<assistant>\n
+    prompt 2   <user>Hi<end>\n<assistant>\nHello!<end>\n<user>Bye<end>\n<assistant>\n
+    mask                                   ^^^^^^^^^^^                               ^^^^^^^^^^^^^
+
+A turn ends with the first special token after its content. The template's text behind that token belongs to no turn.
+"""
+
+import bisect
+import functools
+import re
+import warnings
+from collections.abc import Callable
+
+from transformers import PreTrainedTokenizerBase
+
+from train.data.chat_template import Marked, find_form, render
+
+FEW = 3  # answers; of more, not every prompt is rendered
+ADVICE = "add {% generation %} markers around what the assistant writes to its chat_template.jinja"
+
+
+def mask_spans(starts: list[int], spans: list[tuple[int, int]]) -> list[bool]:
+    """Mask of the tokens that begin in a span [start, stop) of characters.
+
+    starts: increasing places of the tokens' first characters
+    This is not transformers' own mask: where a tokenizer drops white space, that one goes on to the end of the text.
+    """
+    mask = [False] * len(starts)
+    for span in spans:
+        first, last = (bisect.bisect_left(starts, place) for place in span)
+        mask[first:last] = [True] * (last - first)
+    return mask
+
+
+def find_content_end(text: str, content: str, start: int, stop: int) -> int:
+    """Where `content` ends in text[start:stop]; `start` if it is not found because the template changed it."""
+    for wanted in (content, content.strip()):
+        found = text.find(wanted, start, stop)
+        if found >= 0:
+            return found + len(wanted)
+    return start
+
+
+def find_turns(
+    tokenizer: PreTrainedTokenizerBase, conversation: dict, text: str, options: dict, marked: tuple[Marked, str]
+) -> tuple[list[tuple[int, int, int]], bool | None]:
+    """(start, content end, stop) of every assistant turn, in characters; the turn ends somewhere from content end to
+    stop. Beside them, the thinking mode of the last one. options: as `render`; marked: of `mark`
+    """
+    messages = conversation["messages"]
+    answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    if answers[0] == 0:
+        raise ValueError(f"Row {conversation['id']} begins with the assistant's turn. Put a user message before it.")
+    starts, mode = find_answers(tokenizer, messages, options, text, answers)
+    if starts is None:
+        raise ValueError(
+            f"Row {conversation['id']}: the chat template of {tokenizer.name_or_path} rewrites history (a rendered "
+            f"prompt is not the beginning of the rendered conversation), so what the assistant wrote cannot be told "
+            f"from it. To train on such conversations, {ADVICE}."
+        )
+    stops = starts[1:] + [len(text)]
+    contents = [messages[index]["content"] for index in answers]
+    ends = [find_content_end(text, *turn) for turn in zip(contents, starts, stops, strict=True)]
+    for place, index in enumerate(answers):
+        end = marked[0].find_end(index, marked[1], text, starts[place], find_form(tokenizer).end)
+        ends[place] = ends[place] if end is None else end
+    return list(zip(starts, ends, stops, strict=True)), mode
+
+
+def find_answers(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict], options: dict, text: str, answers: list[int]
+) -> tuple[list[int] | None, bool | None]:
+    """-> where in a conversation's text the answers begin, None if unknown; and the thinking mode of the last one
+
+    What the template itself writes before an answer without thoughts is the end of a prompt with thinking=false. An
+    answer in the history may follow another prompt than a new one.
+    """
+    form, mode = find_form(tokenizer), options["thinking"]
+    rendered: Callable[..., str] = functools.partial(render, tokenizer, **options)
+    starts = find_starts(rendered, messages, text, answers)
+    as_new = starts is not None
+    if starts is None and mode is not None:
+        starts = find_starts(functools.partial(rendered, thinking=None), messages, text, answers)
+    if starts is None:
+        return None, mode
+    last = starts[-1]
+    for place, index in enumerate(answers if form.without and not mode else ()):
+        content, start = messages[index]["content"].strip(), starts[place]
+        behind = start + len(form.without)
+        written = content and text.startswith(content, start)
+        if not written and text.startswith(form.without, start) and text.startswith(content, behind):
+            starts[place] = behind
+    if not as_new and text[: starts[-1]] != rendered(messages[: answers[-1]], add_generation_prompt=True):
+        return None, mode
+    if mode is None and starts[-1] > last:
+        return starts, False
+    answer = messages[answers[-1]]
+    content = answer["content"].strip()
+    if mode is None and form.mode and not answer.get("reasoning_content") and text.find(content, last) > last:
+        warnings.warn(
+            f"The chat template of {tokenizer.name_or_path} writes a text of its own before answers, which is "
+            "supervised: say in the rows, or by thinking=, in which mode they were written "
+            '("thinking": true or false).',
+            stacklevel=2,
+        )
+    return starts, mode
+
+
+def find_starts(rendered: Callable[..., str], messages: list[dict], text: str, answers: list[int]) -> list[int] | None:
+    """How long the prompts of some answers are, in characters; None if one is not the beginning of `text`.
+
+    rendered: `render` with all but messages and add_generation_prompt
+    A prompt that ends with a content and what the template wrote behind one before is not rendered again, as each
+    rendering takes time for all messages before it. The last one is, which shows that earlier turns are not rewritten.
+    """
+    ends = find_ends(rendered, messages, text) if len(answers) > FEW else None
+    openings: dict[tuple[str, str], list[str]] = {}  # by the roles before and behind them
+    starts = []
+    for index in answers:
+        end = ends[index - 1] if ends else None
+        known = openings.setdefault((messages[index - 1]["role"], messages[index]["role"]), [])
+        opening = next((each for each in known if end is not None and text.startswith(each, end)), None)
+        if opening is not None and end is not None and index != answers[-1]:
+            starts.append(end + len(opening))
+            continue
+        prompt = rendered(messages[:index], add_generation_prompt=True)
+        if not text.startswith(prompt):
+            return None
+        if end is not None and end <= len(prompt) and opening is None:
+            known.append(prompt[end:])
+        starts.append(len(prompt))
+    return starts
+
+
+def find_ends(rendered: Callable[..., str], messages: list[dict], text: str) -> list[int | None] | None:
+    """Where the content of each message ends in the rendered conversation `text`; None for an empty one.
+
+    A second rendering has a name in the place of each content. None unless both are the same around the contents.
+    """
+    name = "x-content-{:06d}-x"
+    named = [
+        {**message, "content": name.format(index)} if message["content"].strip() else message
+        for index, message in enumerate(messages)
+    ]
+    try:
+        found = rendered(named, add_generation_prompt=False)
+    except ValueError:
+        return None
+    places = [index for index, message in enumerate(messages) if message["content"].strip()]
+    first, *parts = re.split(r"x-content-(\d{6})-x", found)
+    if "x-content-" in text or [int(number) for number in parts[::2]] != places or not text.startswith(first):
+        return None
+    ends: list[int | None] = [None] * len(messages)
+    place = len(first)
+    for index, behind in zip(places, parts[1::2]):
+        content = messages[index]["content"]
+        forms = (content, content.strip(), content.rstrip(), content.lstrip())
+        written = next((each for each in forms if text.startswith(each + behind, place)), None)
+        if written is None:
+            return None
+        ends[index] = place + len(written)
+        place += len(written) + len(behind)
+    return ends if place == len(text) else None
+
+
+def find_special(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Ids of special tokens, including those that a tokenizer marks as special without naming them."""
+    added = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return added | set(tokenizer.all_special_ids)
+
+
+def derive_mask(
+    tokens: list[int], starts: list[int], turns: list[tuple[int, int, int]], special: set[int]
+) -> list[bool]:
+    """Mask of the tokens that begin inside a turn; `starts`: increasing places of the tokens' first characters.
+
+    A turn ends with the first special token after its content, or with its content where none follows.
+    """
+    mask = [False] * len(tokens)
+    for turn in turns:
+        first, content_end, stop = (bisect.bisect_left(starts, place) for place in turn)
+        ends = (index + 1 for index in range(content_end, stop) if tokens[index] in special)
+        end = next(ends, min(content_end, stop))
+        mask[first:end] = [True] * (end - first)
+    return mask

@@ -1,0 +1,403 @@
+"""Judging a drafter on held-out prompts while it is trained: by replay often, by decoding when there is time.
+
+The target answers the prompts once (`TargetAnswers`). Replay along these answers costs one pass over them and gives tau.
+Decoding adds speed and losslessness, and takes many times as long, so it is given a share of the training time.
+"""
+
+import functools
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+from torch import Tensor
+
+from specdec.core import rules
+from specdec.core.sampling import Sampling
+from specdec.heads.base import Drafter, Head
+from specdec.measuring import report as figures
+from specdec.measuring.measure import (
+    MeasureSettings,
+    Method,
+    Prompt,
+    PromptReplay,
+    PromptResult,
+    check_prompts,
+    measure,
+)
+from specdec.measuring.report import PromptCounts, Report, in_parts, prompt_counts, summarise, undecoded, with_replays
+from specdec.proposers.auto import Auto
+from specdec.proposers.base import Proposer
+from specdec.proposers.costs import Costs
+from specdec.target.experts import experts_of
+from specdec.target.model import Target, TargetOutput
+from specdec.unroll import replay
+from train import display, progress
+from train.answers.target_answers import TargetAnswers
+from train.config import RunConfig
+from train.distributed import Group
+from train.features.engine_features import EngineTarget
+
+AUTO_SHARE = 1 / 3  # of what validation has taken so far: the most that auto may take at the end
+MOST_KEPT = 2**28  # bytes of the target's states for these texts
+LEAST = 2  # prompts that are decoded at the end, however short the training was: one has no interval
+BATCH_TOKENS = 4096  # of prompts and answers that are replayed at once, padding included
+
+
+class Validation:
+    """Judges drafters. All processes call it together; each does a part of the prompts, the same as those it holds a target with.
+
+    config: its `validation` and `decode`, and of `train` best_by and seed
+    console: prints reports and sentences
+    engine: reads texts and writes the target's answers in place of a target here; then nothing is decoded
+    Where replay applies (`replays`), it decides which step is the best. Where it does not (trees, heads that adapt the
+    target, best_by=speedup), all prompts are decoded, if there is time for it.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        drafter: Head,
+        prompts: list[Prompt],
+        *,
+        config: RunConfig,
+        stop: set[int],
+        console: progress.Results,
+        engine: EngineTarget | None = None,
+    ):
+        self.settings, self.drafting = config.validation, config.decode
+        self.best_by, self.seed = config.train.best_by, config.train.seed
+        self.target, self.prompts, self.stop, self.engine = drafter.target, prompts, stop, engine
+        self.console = console
+        self.accelerator, self.group = accelerator, Group.in_step(accelerator, drafter.target)
+        self.sampling = Sampling(temperature=self.settings.temperature)
+        self.adapts, self.drafts = drafter.adapts_target, isinstance(drafter, Drafter)
+        self.replays = (
+            self.settings.decode != "always"
+            and self.best_by == "tau"
+            and not self.adapts
+            and self.drafting.replayable(drafter, self.sampling)
+        )
+        # What later validations use again
+        self.costs: dict[Path, Costs] = {}  # of auto, as far as they are known
+        self.answers: list[list[int]] | None = None
+        self.read: dict[int, tuple[Tensor, Tensor]] = {}  # features and final states, by a batch's first prompt
+        self.seconds = dict.fromkeys(("answers", "replay", "decode", "auto"), 0.0)  # spent so far
+        self.each: float | None = None  # seconds of decoding a prompt plainly and with drafts, as far as is known
+
+    @property
+    def figure(self) -> str:
+        """The figure of a report that chooses the best step."""
+        return "replayed_tau" if self.replays else self.best_by
+
+    @property
+    def traceable(self) -> bool:
+        """Whether replay can say what was drafted along the answers, in this process alone."""
+        alone = self.engine is None and self.target.share.size == 1
+        return alone and self.answers is not None and self.sampling.greedy and self.drafting.stopping is None
+
+    def __call__(
+        self, candidates: dict[str, Head], *, step: int, trained: float, best: float | None, required: bool
+    ) -> tuple[Head, Report] | None:
+        """The best of the candidates, frozen drafters by name, and its report; None if there is no time to decode.
+
+        trained: seconds of training so far; best: the figure to beat; required: whether it may not be put off
+        """
+        left = self._left(trained)
+        if not self.replays:
+            ((_, frozen),) = candidates.items()
+            results = self._decode_all(frozen, step, left, required)
+            if results is None:
+                return None
+            report = in_parts(self._summarise(results), results, self._summarise)
+            report = replace(report, by_prompt=prompt_counts(results))
+            return frozen, self._finish(self._with_auto(report, frozen), step)
+        replays = {name: self.replay(frozen) for name, frozen in candidates.items()}
+        taus = {name: figures.replayed_tau(each) for name, each in replays.items()}
+        kept = max(taus, key=lambda name: taus[name])
+        replayed = lambda part: with_replays(undecoded(self.settings.temperature), part)
+        report = in_parts(replayed(replays[kept]), replays[kept], replayed)
+        report = replace(report, by_prompt=prompt_counts(replays[kept]))
+        if len(candidates) > 1:
+            report = replace(report, ema={"kept": kept, **taus})
+        left = self._left(trained)
+        wanted = self.engine is None and self.settings.decode == "best" and not required
+        better = best is None or taus[kept] > best
+        if self._agreed(wanted and better and (left is None or LEAST * (self.each or 0.0) <= left)):
+            report = self._with_decoded(report, candidates[kept], left)
+        return candidates[kept], self._finish(report, step)
+
+    def unfinished(self, report: Report) -> bool:
+        """Whether `decode_best` has something to add to the report of the best step."""
+        return self._partly_decoded(report) or (self._wants_auto(report, end=True) and not self.adapts)
+
+    def decode_best(self, frozen: Head, report: Report, *, trained: float) -> Report:
+        """At the end: the report of the best step with what decoding its checkpoint gives."""
+        if self.engine is not None:
+            return report
+        if self._partly_decoded(report):
+            report = self._with_decoded(report, frozen, self._left(trained))
+        return self._finish(self._with_auto(report, frozen, end=True), report.step)
+
+    def cost(self, trained: float) -> str:
+        """One sentence on what validation took."""
+        parts = ", ".join(f"{name} {spent:.1f} s" for name, spent in self.seconds.items() if spent)
+        total = sum(self.seconds.values())
+        return f"validation took {100 * total / trained if trained else 0:.1f} % of the {trained:.0f} s of training ({parts})"
+
+    # Replay
+
+    def replay(self, frozen: Head) -> list[PromptReplay]:
+        """tau along the target's answers, the same in all processes."""
+        assert isinstance(frozen, Drafter)
+        answers = self.answers = self.answers or self._answer()
+        lengths = [len(prompt.tokens) + len(answer) for prompt, answer in zip(self.prompts, answers)]
+        mine = self.group.mine(sort_by_length(range(len(lengths)), lengths))
+        done = []
+        with self._timed("replay"):
+            batches = batch_texts(mine, lengths, self.target)
+            for numbers in progress.track(batches, "validation: replay", unit="prompts", size=len):
+                texts = [(self.prompts[number].tokens, answers[number]) for number in numbers]
+                accepts = replay.acceptances(
+                    frozen,
+                    texts,
+                    depth=self.drafting.depth,
+                    temperature=self.settings.temperature,
+                    output=self._read(frozen, numbers[0], texts),
+                )
+                for number, accept in zip(numbers, accepts):
+                    rounds, accepted = replay.rounds(accept)
+                    done.append((number, PromptReplay(self.prompts[number], rounds, accepted.tolist())))
+            return [each for _, each in sorted(self.group.gather(done), key=lambda pair: pair[0])]
+
+    def _answer(self) -> list[list[int]]:
+        """The target's answers, read from the disk or written now."""
+        with self._timed("answers"):
+            answered = TargetAnswers.of(
+                self.accelerator,
+                self.target,
+                self.prompts,
+                sampling=self.sampling,
+                max_new_tokens=self.settings.max_new_tokens,
+                stop=self.stop,
+                seed=self.seed,
+                folder=Path(self.settings.answers),
+                engine=self.engine,
+            )
+        self.each = self.each or 2 * answered.seconds  # drafting needs at most as many passes
+        return answered.answers
+
+    def _read(self, frozen: Drafter, first: int, texts: list[tuple[list[int], list[int]]]) -> TargetOutput:
+        """What the target reads in a batch, in memory from the second time on if all batches take at most MOST_KEPT bytes.
+
+        first: number of its first prompt
+        """
+        if first in self.read:
+            return TargetOutput(*(each.to(self.target.device) for each in self.read[first]))
+        output = self.engine.read(frozen, texts) if self.engine else replay.read(frozen, texts)
+        kept = output.features.cpu(), output.final[..., : 0 if self.sampling.greedy else None].cpu()
+        if sum(each.nbytes for pair in [*self.read.values(), kept] for each in pair) <= MOST_KEPT:
+            self.read[first] = kept
+        return output
+
+    # Decoding
+
+    def _with_decoded(self, report: Report, frozen: Head, left: float | None) -> Report:
+        """A report of replay and the decoding of as many prompts as there is time for, but at least LEAST."""
+        results = self._decode(frozen, self._within(left, at_least=LEAST, whole=False))
+        kept = [name for name in vars(report) if name.startswith("replayed_")]
+        kept += ["ema", "step", "training", "by_category", "by_tag", "by_prompt"]
+        known = {name: getattr(report, name) for name in kept}
+        return self._with_auto(replace(self._summarise(results), **known), frozen)
+
+    def _decode_all(self, frozen: Head, step: int, left: float | None, required: bool) -> list[PromptResult] | None:
+        """All prompts, as figures of different prompts cannot be compared; None if that takes longer than is left."""
+        if required or left is None or self.settings.decode == "always":
+            return self._decode(frozen, iter)
+        if self.settings.decode == "end":
+            return None
+        in_group = -(-len(self.prompts) // self.group.num)
+        if self._agreed(left > 0 and (self.each or 0.0) * in_group <= left):
+            results = self._decode(frozen, self._within(left, at_least=1, whole=True))
+            if len(results) == len(self.prompts):
+                return results
+        self.console.say(f"step {step}: validation is put off: decoding takes more than is left of validation.share")
+        return None
+
+    def _decode(self, frozen: Head, take: Callable) -> list[PromptResult]:
+        """Decodes what `take` gives this process of its prompts. -> the results of all processes"""
+        mine, done = self._mine(), []
+        with self._timed("decode"):
+            begun = time.perf_counter()
+            if mine:
+                replayed = None if self.replays else frozen
+                done = self._measure(self.drafting.proposer(frozen), mine, replayed, take, "decoding")
+                self.each = (time.perf_counter() - begun) / max(1, len(done))
+            return [result for _, result in sorted(self.group.gather(done), key=lambda pair: pair[0])]
+
+    def _partly_decoded(self, report: Report) -> bool:
+        """Whether it was only replayed, or decoded in part."""
+        return self.replays and report.num_prompts != report.replayed_prompts
+
+    def _wants_auto(self, report: Report, *, end: bool) -> bool:
+        known = report.auto is not None or self.engine is not None or not self.drafts
+        return not known and self.settings.auto in (("end", "always") if end else ("always",))
+
+    def _with_auto(self, report: Report, frozen: Head, *, end: bool = False) -> Report:
+        """The report with figures of auto on the prompts that were decoded, or at the end on as many as AUTO_SHARE allows.
+
+        Auto takes turns with plain decoding in a pass of its own, so nothing else in the report changes.
+        """
+        auto = self._make_auto(frozen) if self._wants_auto(report, end=end) else None
+        if auto is None:
+            return report
+        mine = self._mine()[: -(-report.num_prompts // self.group.num)]
+        left = AUTO_SHARE * sum(self.seconds.values()) if end and self.settings.auto == "end" else None
+        take = self._within(left, at_least=LEAST, whole=False)
+        with self._timed("auto"):
+            results = self.group.gather(self._measure(auto, mine, None, take, "decoding with auto") if mine else [])
+        found = self._summarise([replace(result, auto=result.drafted) for _, result in results]).auto
+        assert found is not None
+        return replace(report, auto={"num_prompts": len(results), **found})
+
+    def _make_auto(self, frozen: Head) -> Auto | None:
+        """None, with a sentence, where it cannot draft: a run does not end for it."""
+        try:
+            auto = Auto.usual(self.target, self.drafting.proposer(frozen))
+            auto.opened = self.costs
+            auto.progress = functools.partial(progress.track, unit="sizes")
+            runner = self.drafting.runner()
+            decoder = self.drafting.decoder(self.target, auto, sampling=self.sampling, stop=self.stop, runner=runner)
+            check_prompts(decoder, self.prompts, self.settings.max_new_tokens)  # of all processes: all must agree
+        except ValueError as error:
+            self.console.say(f"speedup auto is left out: {error}")
+            return None
+        return auto
+
+    def _measure(
+        self, proposer: Proposer, mine: list[int], replayed: Head | None, take: Callable, what: str
+    ) -> list[tuple[int, PromptResult]]:
+        """Prompts of these numbers, plainly and with the proposer's drafts. -> as many as `take` gives, numbered
+
+        what: is done, for the progress
+        """
+
+        def shown(groups: list) -> Iterable:
+            return progress.track(take(groups), f"validation: {what}", unit="prompts", total=len(groups))
+
+        found = measure(
+            [Method("drafted", self.target, proposer, self.drafting, head=replayed)],
+            [self.prompts[number] for number in mine],
+            MeasureSettings(self.sampling, self.stop, self.settings.max_new_tokens, seed=self.seed),
+            numbers=mine,
+            progress=shown,
+        )
+        return list(zip(mine, [each["drafted"] for group in found for each in group]))
+
+    def _within(self, left: float | None, *, at_least: int, whole: bool) -> Callable[[list], Iterator]:
+        """What gives `measure` its prompts as long as the next one, or all of them (`whole`), fit into `left` seconds."""
+        at_least = -(-at_least // self.group.num)
+
+        def take(groups: list) -> Iterator:
+            begun = time.perf_counter()
+            for number, group in enumerate(groups):
+                wanted = (len(groups) if whole else number + 1) * (time.perf_counter() - begun) / max(1, number)
+                late = left is not None and number >= at_least and wanted > left
+                if self.group.share.all_say(late)[0]:
+                    return
+                yield group
+
+        return take
+
+    def _summarise(self, results: list[PromptResult]) -> Report:
+        return summarise(
+            results,
+            depth=self.drafting.depth,
+            temperature=self.settings.temperature,
+            adapted=self.target.adapted,
+            lossy=self.drafting.rule in rules.LOSSY,
+        )
+
+    def _finish(self, report: Report, step: int | None) -> Report:
+        """Adds what was judged, and prints the report."""
+        experts = experts_of(self.target.config.to_dict())
+        numbers = None if experts is None else [experts.num, experts.per_token]
+        report = replace(report, shape=str(self.drafting.shape), step=step, experts=numbers)
+        display.validation(self.console, report, self.drafting.shape)
+        return report
+
+    # Time and processes
+
+    def _left(self, trained: float) -> float | None:
+        """Seconds that validation may still take; None: any number."""
+        return None if self.settings.share is None else self.settings.share * trained - sum(self.seconds.values())
+
+    def _agreed(self, decision: bool) -> bool:
+        """The main process's decision, whose clock counts."""
+        return broadcast_object_list([decision])[0]
+
+    @contextmanager
+    def _timed(self, kind: str) -> Iterator[None]:
+        begun = time.perf_counter()
+        yield
+        self.seconds[kind] += time.perf_counter() - begun
+
+    def _mine(self) -> list[int]:
+        """Numbers of the prompts that this process decodes."""
+        return list(self.group.mine(range(len(self.prompts))))
+
+
+# Replay of many answers: those of similar lengths in one batch
+
+
+@dataclass(frozen=True)
+class Written:
+    """What the target wrote to a prompt, at a temperature: token ids."""
+
+    prompt: list[int]
+    answer: list[int]
+    temperature: float
+
+
+def replay_texts(drafter: Drafter, texts: Sequence[Written], *, depth: int, what: str) -> list[tuple[float, Tensor]]:
+    """For each text what `specdec.unroll.replay.rounds` gives: the number of rounds, and accepted [K]. what: is shown
+
+    depth: of the chain, or as many drafts as the drafter can make
+    """
+    depth = min(depth, drafter.depth or depth)
+    lengths = [len(text.prompt) + len(text.answer) for text in texts]
+    found: dict[int, tuple[float, Tensor]] = {}
+    groups: list[tuple[float, list[int]]] = []  # of one temperature
+    for temperature in sorted({text.temperature for text in texts}):
+        same = [number for number, text in enumerate(texts) if text.temperature == temperature]
+        groups += [(temperature, group) for group in batch_texts(same, lengths, drafter.target)]
+    for temperature, numbers in progress.track(groups, what, unit="answers", size=lambda group: len(group[1])):
+        pairs = [(texts[number].prompt, texts[number].answer) for number in numbers]
+        accepts = replay.acceptances(drafter, pairs, depth=depth, temperature=temperature)
+        found |= {number: replay.rounds(accept) for number, accept in zip(numbers, accepts, strict=True)}
+    return [found[number] for number in range(len(texts))]
+
+
+def count_replays(judged: Sequence[tuple[float, Tensor]]) -> list[PromptCounts]:
+    """What tau of each text is made of. judged: by `replay_texts`"""
+    return [PromptCounts(number, number + float(accepted.sum())) for number, accepted in judged]
+
+
+def sort_by_length(numbers: Iterable[int], lengths: Sequence[int]) -> list[int]:
+    """The longest first"""
+    return sorted(numbers, key=lambda number: (-lengths[number], number))
+
+
+def batch_texts(numbers: Iterable[int], lengths: Sequence[int], target: Target) -> list[list[int]]:
+    """Numbers of texts that are read together, of at most BATCH_TOKENS with the padding. lengths: of all texts, in tokens"""
+    most = BATCH_TOKENS if target.rotary_boundary is None else 0  # of LongRoPE one: a batch has one set of angles
+    found: list[list[int]] = []
+    for number in sort_by_length(numbers, lengths):  # the first of a batch is its longest
+        if found and (1 + len(found[-1])) * lengths[found[-1][0]] <= most:
+            found[-1].append(number)
+        else:
+            found.append([number])
+    return found
