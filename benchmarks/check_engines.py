@@ -21,7 +21,7 @@ from specdec.core import files, hub
 from specdec.core.sampling import Sampling
 from specdec.decoding.decoder import Decoder
 from specdec.decoding.drafting import Drafting
-from specdec.export.cards import SERVED, SERVED_FIELDS, Provenance
+from specdec.export import cards
 from specdec.export.engines import ExportForm, make_form
 from specdec.export.folder import write_export
 from specdec.export.layout import draft_from_all
@@ -106,7 +106,7 @@ class ServedHead:
     drafter: Drafter
     prompts: list[list[int]]
     stop: set[int]
-    provenance: Provenance
+    provenance: cards.Provenance
 
 
 def decode_here(drafter: Drafter, head: ServedHead, chosen: CheckOptions) -> Decoding:
@@ -216,7 +216,7 @@ def main(arguments: list[str]) -> None:
             raise ValueError(f"record=true writes beside the checkpoint, and {folder} is on the Hub: name a copy.")
         if drafter.depth is not None:
             num = drafter.depth if isinstance(drafter, BlockDrafter) else min(num, drafter.depth)
-        provenance = Provenance.read(folder, target=subject.target, license="other", data=None, num_drafts=num)
+        provenance = cards.Provenance.read(folder, target=subject.target, license="other", data=None, num_drafts=num)
         recorded = dict(provenance.served)
         head = ServedHead(name, drafter, [prompt.tokens for prompt in found], subject.stop, provenance)
         for format_name in formats:
@@ -232,8 +232,8 @@ def main(arguments: list[str]) -> None:
             rows.append(row)
             files.write_text(Path(chosen.out), json.dumps(rows, indent=2) + "\n")
             if chosen.record:
-                recorded[f"{row['engine']}, format={format_name}"] = {key: row[key] for key in SERVED_FIELDS}
-                files.write_text(folder / SERVED, json.dumps(recorded, indent=2) + "\n")
+                recorded[f"{row['engine']}, format={format_name}"] = {key: row[key] for key in cards.SERVED_FIELDS}
+                files.write_text(folder / cards.SERVED, json.dumps(recorded, indent=2) + "\n")
     if not rows:
         raise ValueError("Nothing was served: none of the formats takes these drafters.")
     if wrong := [f"{row['name']} ({row['format']})" for row in rows if not row["faithful"]]:

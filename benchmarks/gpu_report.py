@@ -166,7 +166,7 @@ def read_prompt(target: Target, prompt: list[int], *, room: int) -> RowCache:
     tokens, cache = torch.tensor([prompt], device=target.device), target.cache(1)
     cache.make_room(len(prompt) + room)
     cache.reserve(len(prompt))
-    mask = masks.pending(masks.causal(len(prompt), target.device), cache.lengths, cache.visible)
+    mask = masks.pending_mask(masks.causal_mask(len(prompt), target.device), cache.lengths, cache.visible)
     target.read(tokens, (), positions=cache.slots, mask=mask, cache=cache)
     cache.commit(torch.full_like(cache.lengths, len(prompt)), [len(prompt)])
     return cache

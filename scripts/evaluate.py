@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerBase
 
 from specdec import checkpoint
 from specdec.core import files, hub, rules
-from specdec.core.timing import fastest_batch
+from specdec.core.clock import fastest_batch
 from specdec.decoding.drafting import Drafting
 from specdec.export.cards import SERVED
 from specdec.heads.base import Drafter

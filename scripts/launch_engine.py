@@ -11,6 +11,7 @@ from helpers import loading
 from helpers.layers import layers_of
 from helpers.options import option, options, run
 
+import contextlib
 import json
 import os
 import shlex
@@ -21,24 +22,23 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
 
 from specdec.target.model import Target
-from train.features import vllm_features
 from train.ranges import named
 
-ROUTE = "hidden_states_route.HiddenStatesRoute"  # of train/in_vllm
-FOLDER = "SPECDEC_HIDDEN_STATES"  # the variable that tells it the folder
-PYTHON = "engines/bin/python"  # which `make engines` installs
-KV_SPACE = "VLLM_CPU_KVCACHE_SPACE"  # GiB
+MODULES = Path(__file__).resolve().parents[1] / "train" / "features" / "in_vllm"  # what vLLM imports by name
+FOLDER = "SPECDEC_HIDDEN_STATES"  # the variable that names the folder to hidden_states_route.py
+PYTHON = "engines/bin/python"  # where `make engines` installs vLLM
 READY_WITHIN = 1800  # seconds; large targets load slowly
 
 
 @dataclass(frozen=True)
-class Engine:
+class EngineOptions:
     heads: str = option("eagle3", "comma list of the heads to be trained (conf/head): their layers are given")
     layers: str | None = option(None, "list such as [2,15,28] of the layers to give instead; the last one always is")
     port: int = option(8000, "port of the server")
@@ -53,42 +53,61 @@ class Engine:
     target: loading.TargetOptions = field(default_factory=loading.TargetOptions)
 
 
-def command(chosen: Engine, target: Target, layers: list[int], folder: str) -> list[str]:
-    hidden = vllm_features.settings(layers, folder)
+def make_command(chosen: EngineOptions, target: Target, layers: list[int], folder: str) -> list[str]:
+    """vLLM's command line, with the hidden states of `layers` as files in `folder`."""
+    speculative = {
+        "method": "extract_hidden_states",
+        "num_speculative_tokens": 1,
+        "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": layers}},
+    }
+    connector = {
+        "kv_connector": "HiddenStatesConnector",
+        "kv_connector_module_path": "hidden_states_connector",
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": {"shared_storage_path": folder},
+    }
+    given = {
+        "--model": target.name,
+        "--dtype": str(target.dtype).removeprefix("torch."),
+        "--max-model-len": str(min(chosen.max_model_len, target.max_positions or chosen.max_model_len)),
+        "--host": chosen.host,
+        "--port": str(chosen.port),
+        "--speculative-config": json.dumps(speculative),
+        "--kv-transfer-config": json.dumps(connector),
+        "--middleware": "hidden_states_route.HiddenStatesRoute",  # for machines that do not see the folder
+    }
     parallel = {"--tensor-parallel-size": chosen.tensor_parallel, "--data-parallel-size": chosen.data_parallel}
-    return [
-        chosen.python, "-m", "vllm.entrypoints.openai.api_server", "--model", target.name,
-        "--dtype", str(target.dtype).removeprefix("torch."), "--max-model-len", str(length(chosen, target)),
-        "--host", chosen.host, "--port", str(chosen.port),
-        "--no-enable-prefix-caching",  # a cached prefix would have no hidden states
-        *[word for name, number in parallel.items() if number > 1 for word in (name, str(number))],
-        "--speculative-config", json.dumps(hidden["speculative_config"]),
-        "--kv-transfer-config", json.dumps(hidden["kv_transfer_config"]),
-        "--middleware", ROUTE,  # for machines that do not see the folder
-        *(["--trust-remote-code"] if target.trust_remote_code else []),
-        *shlex.split(chosen.more),
-    ]  # fmt: skip
+    given |= {name: str(number) for name, number in parallel.items() if number > 1}
+    words = [
+        chosen.python,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        *(word for pair in given.items() for word in pair),
+    ]
+    words.append("--no-enable-prefix-caching")  # a cached prefix would have no hidden states
+    return words + ["--trust-remote-code"] * target.trust_remote_code + shlex.split(chosen.more)
 
 
-def length(chosen: Engine, target: Target) -> int:
-    return min(chosen.max_model_len, target.max_positions or chosen.max_model_len)
+def make_environment(folder: str) -> dict[str, str]:
+    """The variables that vLLM needs. The first three matter on a CPU only."""
+    given = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
+    path = os.pathsep.join(filter(None, [str(MODULES), os.environ.get("PYTHONPATH")]))
+    return given | dict(os.environ) | {"PYTHONPATH": path, FOLDER: folder}
 
 
-def environment(folder: str) -> dict[str, str]:
-    """The variables that vLLM needs. The first ones matter on a CPU only."""
-    given = {KV_SPACE: "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
-    return given | dict(os.environ) | {"PYTHONPATH": vllm_features.search_path(), FOLDER: folder}
-
-
-def make_folder(chosen: Engine) -> tuple[str, bool]:
-    """-> where hidden states are written, and whether it is new and ours to delete"""
+@contextlib.contextmanager
+def open_folder(chosen: EngineOptions) -> Iterator[str]:
+    """Where hidden states are written; a new folder is deleted at the end."""
     if chosen.folder is not None:
         Path(chosen.folder).mkdir(parents=True, exist_ok=True)
-        return str(Path(chosen.folder).resolve()), False
-    return tempfile.mkdtemp(prefix=vllm_features.PREFIX, dir=vllm_features.memory()), True
+        yield str(Path(chosen.folder).resolve())
+        return
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="specdec-states-", dir=memory, ignore_cleanup_errors=True) as folder:
+        yield folder
 
 
-def check(chosen: Engine) -> None:
+def check(chosen: EngineOptions) -> None:
     if not Path(chosen.python).is_file() and shutil.which(chosen.python) is None:
         raise ValueError(
             f"There is no vLLM: {chosen.python} does not exist. `make engines` sets it up for a CPU (4 GB); on a GPU machine "
@@ -101,12 +120,12 @@ def check(chosen: Engine) -> None:
             )
 
 
-def serve(chosen: Engine, target: Target, layers: list[int]) -> int:
+def run_server(chosen: EngineOptions, target: Target, layers: list[int], folder: str) -> int:
     """Runs the server until it ends or is stopped. -> its exit status"""
-    folder, own = make_folder(chosen)
     started = time.monotonic()
     # A session of its own: Ctrl-C reaches this process, which then ends the server and all of its processes
-    server = subprocess.Popen(command(chosen, target, layers, folder), env=environment(folder), start_new_session=True)
+    words = make_command(chosen, target, layers, folder)
+    server = subprocess.Popen(words, env=make_environment(folder), start_new_session=True)
     url = f"http://localhost:{chosen.port}"
     try:
         while server.poll() is None and time.monotonic() - started < READY_WITHIN:
@@ -120,24 +139,14 @@ def serve(chosen: Engine, target: Target, layers: list[int]) -> int:
             print(f"use: features.engine={url} (train.py), engine={url} (scripts/answer.py)", flush=True)
         return server.wait()
     finally:
-        stop(server)
-        if own:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def stop(server: subprocess.Popen) -> None:
-    for number, patience in ((signal.SIGTERM, 10), (signal.SIGKILL, None)):
-        try:
-            os.killpg(server.pid, number)
-            server.wait(patience)
-        except ProcessLookupError:
-            return
-        except subprocess.TimeoutExpired:
-            continue
+        for number, patience in ((signal.SIGTERM, 10), (signal.SIGKILL, None)):
+            with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                os.killpg(server.pid, number)
+                server.wait(patience)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    chosen = options(Engine, __doc__, arguments)
+    chosen = options(EngineOptions, __doc__, arguments)
     name = chosen.target.name or loading.default_target()
     with named("target"):
         target = Target.load_ends(
@@ -146,12 +155,14 @@ def main(arguments: list[str] | None = None) -> None:
     layers = layers_of(target, heads=chosen.heads, layers=chosen.layers)
     if chosen.print:
         folder = str(Path(chosen.folder or "engine-states").absolute())
-        words = shlex.join(command(chosen, target, layers, folder))
-        print(f"PYTHONPATH={vllm_features.MODULES} {FOLDER}={shlex.quote(folder)} {words}")
+        words = shlex.join(make_command(chosen, target, layers, folder))
+        print(f"PYTHONPATH={MODULES} {FOLDER}={shlex.quote(folder)} {words}")
         return
     check(chosen)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    if status := serve(chosen, target, layers):
+    with open_folder(chosen) as folder:
+        status = run_server(chosen, target, layers, folder)
+    if status:
         raise ValueError(f"vLLM ended with status {status}; its last lines above say why.")
 
 

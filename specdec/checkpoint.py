@@ -23,7 +23,7 @@ from specdec.decoding.drafting import Drafting
 from specdec.heads.base import Head
 from specdec.proposers.base import Proposer
 from specdec.target.adapter import check_unadapted, merge
-from specdec.target.ends import UNREAD
+from specdec.target.loading import UNREAD
 from specdec.target.model import Target
 
 HEADS = "specdec.heads."

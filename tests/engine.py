@@ -10,7 +10,7 @@ import torch
 
 from specdec.target.model import Target
 from tests.small_server import DELETE, Reply, SmallServer
-from train.features.engine_states import ROUTE
+from train.features.engine_features import ROUTE
 
 
 class TinyEngine(SmallServer):

@@ -225,7 +225,7 @@ def text_logits(drafter, tokens: torch.Tensor) -> torch.Tensor:
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
     h = torch.zeros(*tokens.shape, 0)
     _, readout = drafter.step(
-        1, h, tokens, positions, masks.documents(torch.zeros_like(tokens)), UnrollCache().at_step(1)
+        1, h, tokens, positions, masks.document_mask(torch.zeros_like(tokens)), UnrollCache().at_step(1)
     )
     return drafter.logits(1, readout)
 

@@ -10,10 +10,10 @@ import pytest
 from hydra.utils import instantiate
 
 from specdec.export.engines import make_form
-from specdec.heads.borrowed import embedding_scale
+from specdec.heads.blocks import embedding_scale
 from specdec.target import attention
-from specdec.target.experts import experts_of
 from specdec.target.model import Target
+from specdec.target.structure import experts_of
 from tests.families import FAMILIES, Family, make
 from tests.support import ROOT, load_head
 

@@ -24,7 +24,7 @@ from specdec.heads.base import Head
 from specdec.measuring.measure import Prompt, check_prompts
 from specdec.target.model import Target, load_tokenizer
 from train import display, distributed, optimization, progress
-from train.config import VLLM, RunConfig, fixed_settings
+from train.config import RunConfig, fixed_settings
 from train.data import reading
 from train.data import rows as data
 from train.data.encoding import Encoding, load_packs
@@ -32,10 +32,10 @@ from train.data.loader import Material, permutation
 from train.data.packing import Packs, draft_vocab
 from train.data.stream import Plan, Stream
 from train.distributed import Group, Waiting, compute_by_main
-from train.features import vllm_features
 from train.features.engine_client import EngineClient
 from train.features.engine_features import EngineTarget
-from train.features.outputs import Features, Folder, Kept, Online
+from train.features.feature_files import FeatureFolder
+from train.features.outputs import Features, Kept, Online
 from train.onpolicy import OnPolicy
 from train.pages import facts
 from train.ranges import named
@@ -64,7 +64,7 @@ def make_trainer(
     drafter, spec = make_drafter(config, target, packs)
     drafter.to(accelerator.device)
     with named("features"):
-        engine = connect_engine(config, drafter, prompts, console)
+        engine = connect_engine(config, drafter, console)
     with named("head.objective"):
         objective = make(config.head["objective"], drafter)
     with named("optimizer"):
@@ -267,34 +267,14 @@ def choose_vocab(config: RunConfig, target: Target, packs: Packs, *, before: Ten
 # The target's outputs
 
 
-def connect_engine(
-    config: RunConfig, drafter: Head, prompts: list[Prompt], console: progress.Results
-) -> EngineTarget | None:
-    """The servers that read texts, or vLLM in this process, tried; None: the target in this process does."""
+def connect_engine(config: RunConfig, drafter: Head, console: progress.Results) -> EngineTarget | None:
+    """The servers that read texts, tried; None: the target in this process does."""
     chosen, target = config.features, drafter.target
     if not chosen.urls:
         return None
-    answers = max(len(prompt.tokens) for prompt in prompts) + config.validation.max_new_tokens
-    layers = (*drafter.target_layers, *target.layer_ids(chosen.layers))
-    if chosen.urls != VLLM:
-        times = {"patience": chosen.patience, "longest": chosen.patience / 2}
-        served = EngineClient(chosen.urls, in_flight=chosen.in_flight, say=console.say, **times)
-        return EngineTarget(served, target, layers)
-    if distributed.num_processes() > 1:
-        raise ValueError(
-            "engine=vllm would load the target once in each process: start a server (python scripts/launch_engine.py) "
-            "and give engine=URL to all of them."
-        )
-    client = vllm_features.InProcess(
-        target.name,
-        dtype=str(target.dtype).removeprefix("torch."),
-        trust_remote_code=target.trust_remote_code,
-        layers=sorted({*layers, target.num_layers}),
-        longest=max(config.data.length, answers) + 1,
-        in_flight=chosen.in_flight,
-        more=chosen.vllm,
-    )
-    return EngineTarget(client, target, layers)
+    times = {"patience": chosen.patience, "longest": chosen.patience / 2}
+    client = EngineClient(chosen.urls, in_flight=chosen.in_flight, say=console.say, **times)
+    return EngineTarget(client, target, (*drafter.target_layers, *target.layer_ids(chosen.layers)))
 
 
 def open_features(
@@ -311,7 +291,7 @@ def open_features(
         return Kept(target, layers, folder=None, reader=engine)
     num = config.train.steps * config.train.batch * config.train.accumulation * Group.of(accelerator, target).num
     num = max(num, config.solve_packs if config.start is None else 0, MEASURED)
-    folder = Folder(target, (*layers, *target.layer_ids(chosen.layers)), Path(chosen.folder), bits=chosen.bits)
+    folder = FeatureFolder(target, (*layers, *target.layer_ids(chosen.layers)), Path(chosen.folder), bits=chosen.bits)
     size = folder.num_bytes(count_missing(folder, packs, permutation(len(packs), config.train.seed)[:num]))
     if size:
         folder.check_space(size)
@@ -321,7 +301,7 @@ def open_features(
     return Kept(target, layers, folder=folder, reader=engine)
 
 
-def count_missing(folder: Folder, packs: Packs, reads: list[int]) -> int:
+def count_missing(folder: FeatureFolder, packs: Packs, reads: list[int]) -> int:
     """Tokens that a folder lacks of the documents of some packs; of many documents it looks for an even sample."""
     numbers = numpy.unique(numpy.concatenate([packs.members[packs.ends[at] : packs.ends[at + 1]] for at in reads]))
     sample = numbers[:: math.ceil(len(numbers) / SAMPLE)]

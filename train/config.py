@@ -11,7 +11,6 @@ from specdec.heads.base import Head
 from train import ranges
 from train.ranges import named, refuse
 
-VLLM = "vllm"  # as features.engine: vLLM in this process
 SHARDED_OPTIMIZER = "adamw"  # computes every number of a weight from that number's gradient alone, so it works on parts
 
 
@@ -68,18 +67,16 @@ class FeatureSettings:
     engine: str | list[str] | None
     in_flight: int  # texts
     patience: float  # minutes
-    vllm: dict  # arguments of vLLM in this process
     folder: str
     layers: list[int]
     bits: int | None
 
     def __post_init__(self):
-        online, vllm = self.mode == "online" and self.urls, self.vllm and self.urls != VLLM
+        online = self.mode == "online" and self.urls
         wrong = {
             "mode=engine needs the URL of a server: engine=http://localhost:8000 (python scripts/launch_engine.py starts "
-            "one); or engine=vllm, in this process.": self.mode == "engine" and not self.urls,
+            "one).": self.mode == "engine" and not self.urls,
             "mode=online runs the target in this process: use mode=engine, or engine=null.": online,
-            "vllm= has arguments of vLLM in this process: give engine=vllm too, or give them to the server.": vllm,
         }
         refuse(wrong)
 

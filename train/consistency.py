@@ -74,7 +74,7 @@ class Reader:
         self.at = place(batch, starts, num)  # [B, n, M]
         self.cache = target.cache(num_rows)
         self.cache.make_room(length + self.at[0].numel())
-        self.text = self.read(batch.tokens, batch.positions, masks.documents(batch.documents))  # [B, T, D]
+        self.text = self.read(batch.tokens, batch.positions, masks.document_mask(batch.documents))  # [B, T, D]
         self.cache.commit(torch.full_like(self.cache.lengths, length), [length] * num_rows)
         before = (starts - 1).clamp(min=0)[..., None].expand(-1, -1, target.width)  # [B, M, D]
         self.first = target.logits(self.text.gather(1, before)).argmax(-1)  # [B, M] each block's first token
@@ -87,7 +87,7 @@ class Reader:
 
     def greedy(self) -> Continuation:
         """Greedy decoding of all blocks, one token of each in a pass."""
-        mask = masks.jacobi_blocks(self.batch.documents, self.starts, self.num)
+        mask = masks.jacobi_mask(self.batch.documents, self.starts, self.num)
         mask = mask.unflatten(2, self.at.shape[1:])  # [B, 1, n, M, T + n*M]
         token, tokens, final = self.first, [], []
         for k in range(self.num):
@@ -102,7 +102,7 @@ class Reader:
         for iteration in range(int(passes.max())):
             chosen = (passes > iteration).nonzero()[:, 0]  # [M']
             self.cache.drop_pending()  # this pass overwrites the last one
-            mask = masks.jacobi_blocks(self.batch.documents, self.starts[:, chosen], self.num)  # [B, 1, n*M', T + n*M']
+            mask = masks.jacobi_mask(self.batch.documents, self.starts[:, chosen], self.num)  # [B, 1, n*M', T + n*M']
             final = self.read(state[:, :, chosen].flatten(1), self.at[:, :, chosen].flatten(1), mask)
             choices = self.target.logits(final).argmax(-1).unflatten(1, (self.num, len(chosen)))  # [B, n, M']
             state[:, :, chosen] = torch.cat([self.first[:, None, chosen], choices[:, :-1]], dim=1)
@@ -163,8 +163,8 @@ class ConsistencyObjective(nn.Module):
 
         # One pass over [text, states], with gradient
         length = batch.tokens.shape[1]
-        over_text = nn.functional.pad(masks.documents(batch.documents), (0, self.depth * num_blocks))
-        over_states = masks.jacobi_blocks(batch.documents, starts, self.depth)  # [B, 1, n*M, T + n*M]
+        over_text = nn.functional.pad(masks.document_mask(batch.documents), (0, self.depth * num_blocks))
+        over_states = masks.jacobi_mask(batch.documents, starts, self.depth)  # [B, 1, n*M, T + n*M]
         final = target.read(
             torch.cat([batch.tokens, states.flatten(1)], dim=1),
             (),

@@ -11,11 +11,10 @@ from torch.utils.checkpoint import checkpoint
 from specdec.heads.base import Drafter, Slots
 from specdec.target.adapter import original as original_target
 from specdec.target.model import Target, TargetOutput
-from specdec.unroll.plan import ROUND, Part, Plan, plan
-from specdec.unroll.run import Unrolled, unroll
+from specdec.unroll.plan import ROUND_SLOTS, Unrolled, UnrollPart, UnrollPlan, plan_unroll, unroll
 from train import losses
 from train.data.rows import Batch, answers
-from train.features.outputs import read
+from train.features.outputs import read_outputs
 from train.losses import LOSSES
 from train.ranges import refuse
 
@@ -146,7 +145,7 @@ class Objective(nn.Module):
         if chosen.noise and self.training:
             features = features + (torch.rand_like(features) * 2 - 1) * chosen.noise
         host = batch.on_host
-        steps = plan(
+        steps = plan_unroll(
             self.drafter,
             host.documents,
             host.positions,
@@ -187,10 +186,10 @@ class Objective(nn.Module):
         """The outputs of the adapted target, with gradient, and of the original one."""
         target, layers = self.drafter.target, self.drafter.target_layers
         with original_target(target):
-            original = read(target, batch, ())
-        return read(target, batch, layers, gradient=True), original
+            original = read_outputs(target, batch, ())
+        return read_outputs(target, batch, layers, gradient=True), original
 
-    def _judge(self, part: Part, batch: Batch, final: Tensor, unrolled: Unrolled, compare: bool) -> Judgement:
+    def _judge(self, part: UnrollPart, batch: Batch, final: Tensor, unrolled: Unrolled, compare: bool) -> Judgement:
         """-> [K, M] each, for the M goals of a part"""
         drafter = self.drafter
         rows, position = unrolled.plan.goals[part.goals].unbind(1)
@@ -251,7 +250,7 @@ class Objective(nn.Module):
         logits = (target.logits(part) / self.temperature for part in judge.split(_num_slots(target)))
         return torch.cat([part.logsumexp(-1).float() for part in logits])
 
-    def _weigh(self, judged: Judgement, batch: Batch, steps: Plan) -> Tensor:
+    def _weigh(self, judged: Judgement, batch: Batch, steps: UnrollPlan) -> Tensor:
         """The scalar loss"""
         factors = [share / step.share if step.share else 0.0 for share, step in zip(self.shares, steps.steps)]
         losses_by_goal = judged["pointwise"]
@@ -264,7 +263,7 @@ class Objective(nn.Module):
         return self._weigh_texts(judged, weights, losses_by_goal, batch, steps)
 
     def _weigh_texts(
-        self, judged: Judgement, weights: Tensor, losses_by_goal: Tensor, batch: Batch, steps: Plan
+        self, judged: Judgement, weights: Tensor, losses_by_goal: Tensor, batch: Batch, steps: UnrollPlan
     ) -> Tensor:
         """The scalar loss, with weights or losses that look at several depths of a slot, or at whole texts."""
         num_rows, length = batch.tokens.shape
@@ -326,7 +325,7 @@ def _in_parts(part: Callable[..., Tensor], target: Target, *values: Tensor) -> T
 
 def _rounded(function: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
     """function(values [M, E]) -> [M, W], computed on a multiple of ROUND rows"""
-    return function(nn.functional.pad(values, (0, 0, 0, -len(values) % ROUND)))[: len(values)]
+    return function(nn.functional.pad(values, (0, 0, 0, -len(values) % ROUND_SLOTS)))[: len(values)]
 
 
 def num_logits(drafter: Drafter, losses: Collection[str]) -> int:

@@ -139,7 +139,7 @@ RANGES = {
     "limit": COUNT.or_null, "data.thinking": FLAG.or_null, "hold_out": whole(0), "data.tokens": COUNT.or_null, "on_policy": SHARE,
     "on_policy_temperature": number(0), "cache": TEXT, "workers": FEW.or_null, "ahead": whole(0, 1024), "stream": FLAG,
     "buffer": COUNT, "features.mode": choice("cached", "online", "engine"), "features.engine": TEXT.or_list.or_null,
-    "in_flight": whole(1, 65536), "patience": number(0, 10**6), "vllm.*": ANY, "features.vllm": GROUP, "features.folder": TEXT,
+    "in_flight": whole(1, 65536), "patience": number(0, 10**6), "features.folder": TEXT,
     "features.layers": whole().list_of(), "bits": choice(8).or_null,
     # Optimizer and loop
     "optimizer.name": choice("adamw", "adamw8bit", "muon"), "lr": number(0), "muon_lr": number(0).or_null,

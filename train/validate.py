@@ -1,6 +1,6 @@
 """Judging a drafter on held-out prompts while it is trained: by replay often, by decoding when there is time.
 
-The target answers the prompts once (`TargetAnswers`). Replay along these answers costs one pass over them and gives tau.
+The target answers the prompts once (`HeldoutAnswers`). Replay along these answers costs one pass over them and gives tau.
 Decoding adds speed and losslessness, and takes many times as long, so it is given a share of the training time.
 """
 
@@ -32,11 +32,11 @@ from specdec.measuring.report import PromptCounts, Report, in_parts, prompt_coun
 from specdec.proposers.auto import Auto
 from specdec.proposers.base import Proposer
 from specdec.proposers.costs import Costs
-from specdec.target.experts import experts_of
 from specdec.target.model import Target, TargetOutput
+from specdec.target.structure import experts_of
 from specdec.unroll import replay
 from train import display, progress
-from train.answers.target_answers import TargetAnswers
+from train.answers.answering import HeldoutAnswers
 from train.config import RunConfig
 from train.distributed import Group
 from train.features.engine_features import EngineTarget
@@ -176,19 +176,18 @@ class Validation:
     def _answer(self) -> list[list[int]]:
         """The target's answers, read from the disk or written now."""
         with self._timed("answers"):
-            answered = TargetAnswers.of(
-                self.accelerator,
+            kept = HeldoutAnswers(
                 self.target,
-                self.prompts,
-                sampling=self.sampling,
-                max_new_tokens=self.settings.max_new_tokens,
-                stop=self.stop,
-                seed=self.seed,
-                folder=Path(self.settings.answers),
+                self.sampling,
+                self.settings.max_new_tokens,
+                self.stop,
+                self.seed,
+                Path(self.settings.answers),
                 engine=self.engine,
             )
-        self.each = self.each or 2 * answered.seconds  # drafting needs at most as many passes
-        return answered.answers
+            answers, slowest = kept.get(self.prompts, self.group)
+        self.each = self.each or 2 * slowest  # drafting needs at most as many passes
+        return answers
 
     def _read(self, frozen: Drafter, first: int, texts: list[tuple[list[int], list[int]]]) -> TargetOutput:
         """What the target reads in a batch, in memory from the second time on if all batches take at most MOST_KEPT bytes.

@@ -17,7 +17,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from specdec.core import cuda_graph, precision
+from specdec.core import precision
 
 LINEAR = {torch.ops.aten.mm.default: (None, 0, 1), torch.ops.aten.addmm.default: (0, 1, 2)}  # bias, input, weight.T
 # The kernels between the products are too small for several threads; C++ around them saves a third of the overhead.
@@ -180,7 +180,7 @@ class Runner:
 
     def __init__(self, compile: bool = False, *, cuda_graphs: bool = False):
         self.compile, self.cuda_graphs, self.seconds = compile, cuda_graphs, 0.0
-        self.graphs, self.pool = dict[tuple, cuda_graph.Replay](), cuda_graph.GraphPool()
+        self.graphs, self.pool = dict[tuple, Replay](), GraphPool()
         self.known: dict[tuple, Callable | list[Callable]] = {}
         self.packed: dict[tuple[int, ...], Tensor] = {}  # by the addresses of the weights
 
@@ -222,7 +222,7 @@ class Runner:
         if key not in self.graphs:
             compiling, start = self.seconds, time.perf_counter()
             try:
-                self.graphs[key] = cuda_graph.capture(function, inputs, self.pool)
+                self.graphs[key] = capture_graph(function, inputs, self.pool)
             except RuntimeError as error:
                 self.cuda_graphs = False
                 warnings.warn(
@@ -281,3 +281,64 @@ class Runner:
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+# CUDA graphs: what a function of tensors gives the device to do, recorded once and then started as a whole.
+#
+# A pass of a small or well compiled target is over before Python has launched the hundreds of kernels of the next one.
+# torch's own way (inductor's cudagraphs) would copy all weights and K and V at each call, because here they are arguments
+# of compiled functions (specdec/core/compile.py), so whole passes are captured instead.
+
+WARM_UP = 2  # calls before the capture, for what happens only once: workspaces, compiling, choosing kernels
+
+Replay = Callable[..., tuple[Tensor, ...]]
+
+
+class GraphPool:
+    """The memory of all graphs of one runner: they are replayed one after the other, so they need it only once.
+
+    A replay overwrites the intermediate results of other graphs, which is harmless on one stream: a graph reads only its own
+    inputs, which lie outside of the pool, what stays in memory, and what the same replay has written. Its outputs stay its own
+    while it is kept, and they are copied before the next replay. A graph that is dropped leaves its outputs' memory to later
+    captures. The graphs beside it lose nothing, because torch gives no memory of a pool back while a graph of it lives.
+    When none is left, torch refuses the handle: so it is a runner's, not the process's, and a runner keeps its newest graph.
+    """
+
+    @functools.cached_property
+    def handle(self):
+        return torch.cuda.graph_pool_handle()
+
+    @functools.cached_property
+    def stream(self) -> torch.cuda.Stream:
+        """Of all captures: memory that one has left is used again on the same stream only."""
+        return torch.cuda.Stream()
+
+
+def capture_graph(function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor], pool: GraphPool) -> Replay:
+    """`function` as a graph: the result copies its arguments to where the graph reads, starts it, and copies the outputs.
+
+    The function is called several times with these inputs, which must have the same effect as once. It must not wait for
+    the device, and what it reads or writes besides its arguments must stay where it is in memory.
+    Raises RuntimeError where it cannot be captured.
+    """
+    if any(value.device.type != "cuda" for value in inputs):
+        raise RuntimeError("only what runs on a CUDA device can be a CUDA graph")
+    own, graph = [value.clone() for value in inputs], torch.cuda.CUDAGraph()
+    with torch.cuda.device(own[0].device):  # streams are those of the current device
+        current, aside = torch.cuda.current_stream(), pool.stream
+        aside.wait_stream(current)
+        with torch.cuda.stream(aside):  # the documentation of torch asks for a stream other than the default one
+            for _ in range(WARM_UP):
+                function(*own)
+        current.wait_stream(aside)
+        # Other threads may use the device meanwhile
+        with torch.cuda.graph(graph, pool=pool.handle, stream=aside, capture_error_mode="thread_local"):
+            outputs = function(*own)
+
+    def replay(*given: Tensor) -> tuple[Tensor, ...]:
+        for place, value in zip(own, given, strict=True):
+            place.copy_(value)
+        graph.replay()
+        return tuple(value.clone() for value in outputs)  # the next replay overwrites them
+
+    return replay

@@ -1,15 +1,20 @@
 """Who attends to whom. Every mask is boolean, True where a query may see a key (docs/architecture.md)."""
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
+from specdec.core import devices
 
-def causal(num: int, device) -> Tensor:
+
+def causal_mask(num: int, device) -> Tensor:
     """[num, num]: each entry sees itself and those before it."""
     return torch.ones(num, num, dtype=torch.bool, device=device).tril()
 
 
-def documents(index: Tensor, *, lag: int = 0) -> Tensor:
+def document_mask(index: Tensor, *, lag: int = 0) -> Tensor:
     """index [B, T], the document of each entry (-1: none) -> [B, 1, T, T]: causal inside each document.
 
     lag: an entry sees itself, and those that stand at least `lag` before it. An entry of no document sees itself only: a
@@ -17,16 +22,16 @@ def documents(index: Tensor, *, lag: int = 0) -> Tensor:
     """
     num = index.shape[1]
     same = (index[:, :, None] == index[:, None, :]) & (index >= 0)[:, None, :]  # [B, T, T]
-    mask = same & causal(num, index.device).tril(-lag) | torch.eye(num, dtype=torch.bool, device=index.device)
+    mask = same & causal_mask(num, index.device).tril(-lag) | torch.eye(num, dtype=torch.bool, device=index.device)
     return mask[:, None]
 
 
-def committed(lengths: Tensor, visible: int) -> Tensor:
+def committed_mask(lengths: Tensor, visible: int) -> Tensor:
     """lengths [B] -> [B, 1, 1, visible]: only the committed entries are seen."""
     return (torch.arange(visible, device=lengths.device) < lengths[:, None])[:, None, None]
 
 
-def pending(ancestors: Tensor, lengths: Tensor, visible: int) -> Tensor:
+def pending_mask(ancestors: Tensor, lengths: Tensor, visible: int) -> Tensor:
     """The mask of queries that stand behind each row's committed entries.
 
     ancestors [B, S, P] (or [S, P]): which of the row's P pending entries each of the S queries sees (itself included)
@@ -42,7 +47,7 @@ def pending(ancestors: Tensor, lengths: Tensor, visible: int) -> Tensor:
     return ((offset < 0)[:, None] | (inside[:, None] & ancestors.gather(2, column)))[:, None]
 
 
-def jacobi_blocks(index: Tensor, starts: Tensor, num: int) -> Tensor:
+def jacobi_mask(index: Tensor, starts: Tensor, num: int) -> Tensor:
     """The mask of M blocks of `num` tokens behind a text of T tokens. Each block continues the text before its start.
 
     index [B, T]: documents, as in `documents`; starts [B, M]: where in the row each block's first token would stand.
@@ -58,5 +63,87 @@ def jacobi_blocks(index: Tensor, starts: Tensor, num: int) -> Tensor:
     document = index.gather(1, (starts - 1).clamp(min=0))  # [B, M] of the token before the start
     text = (index[:, None] == document[..., None]) & (places < starts[..., None])  # [B, M, T]
     own = torch.eye(starts.shape[1], dtype=torch.bool, device=index.device)  # [M, M]
-    own = (causal(num, index.device)[:, None, :, None] & own[None, :, None]).flatten(2).flatten(0, 1)  # [n*M, n*M]
+    own = (causal_mask(num, index.device)[:, None, :, None] & own[None, :, None]).flatten(2).flatten(0, 1)  # [n*M, n*M]
     return torch.cat([text.repeat(1, num, 1), own.expand(len(index), -1, -1)], dim=-1)[:, None]
+
+
+# Packed documents, each in a row of its own, so that plain causal attention reads them without a mask.
+
+ALIKE = 0.75  # documents in one batch have at least this share of the longest one's length
+
+
+def group_alike(lengths: Sequence[int], joins: Callable[[int, int, int], bool]) -> list[list[int]]:
+    """Numbers of texts in groups of similar length, the longest texts first.
+
+    joins(longest, length, num): whether a text of this length joins a group of `num` texts
+    """
+    groups: list[list[int]] = []
+    for number in sorted(range(len(lengths)), key=lambda number: (-lengths[number], number)):
+        if groups and joins(lengths[groups[-1][0]], lengths[number], len(groups[-1])):
+            groups[-1].append(number)
+        else:
+            groups.append([number])
+    return groups
+
+
+@dataclass(frozen=True)
+class Documents:
+    """groups: documents of similar length, [n, L] each: the place of every token in the flattened pack; rows shorter than
+        L are filled up with place 0, behind their own tokens
+    back: [B, T] the place of each token of the packs among the flattened groups; some place for padding
+    """
+
+    groups: tuple[Tensor, ...]
+    back: Tensor
+
+    @classmethod
+    def of(cls, index: Tensor) -> "Documents":
+        """index [B, T], on the CPU: the document of each token, -1: none. A document's tokens stand one after the other."""
+        num_rows, length = index.shape
+        flat = index + torch.arange(num_rows)[:, None] * (length + 1)  # no two rows share a number
+        flat = torch.where(index < 0, -1, flat).flatten()
+        numbers, counts = torch.unique_consecutive(flat, return_counts=True)
+        starts = counts.cumsum(0) - counts
+        found = [(n, s) for number, s, n in zip(numbers.tolist(), starts.tolist(), counts.tolist()) if number >= 0]
+        groups, back, size = [], torch.zeros(num_rows * length, dtype=torch.long), 0
+        for numbers in group_alike([n for n, _ in found], lambda longest, length, num: length >= ALIKE * longest):
+            longest = found[numbers[0]][0]
+            group = torch.zeros(len(numbers), longest, dtype=torch.long)
+            for row, (n, start) in enumerate(found[number] for number in numbers):
+                group[row, :n] = torch.arange(start, start + n)
+                back[start : start + n] = size + row * longest + torch.arange(n)
+            groups.append(group)
+            size += group.numel()
+        return cls(tuple(groups), back.view(num_rows, length))
+
+    def to(self, device: torch.device) -> "Documents":
+        *groups, back = devices.move([*self.groups, self.back], device)
+        return Documents(tuple(groups), back)
+
+    def read(self, tokens: Tensor, function: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """Applies function(tokens [n, L], positions [n, L]) -> [n, L, E] to every group. tokens [B, T] -> [B, T, E]"""
+        flat = tokens.flatten()
+        parts = []
+        for group in self.groups:
+            positions = torch.arange(group.shape[1], device=flat.device).expand_as(group)
+            parts.append(function(flat[group], positions).flatten(0, 1))
+        return (parts[0] if len(parts) == 1 else torch.cat(parts))[self.back]
+
+
+@dataclass(frozen=True)
+class Together:
+    """The documents of packs, read in one call whatever they are, with a mask [B, 1, T, T]: for a module that all processes of
+    a run must call equally often.
+
+    index, positions [B, T]: the document of each token, -1: none; its position there
+    """
+
+    index: Tensor
+    positions: Tensor
+
+    def to(self, device: torch.device) -> "Together":
+        return Together(*devices.move([self.index, self.positions], device))
+
+    def read(self, tokens: Tensor, function: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
+        """function(tokens, positions [B, T], mask) -> [B, T, E]"""
+        return function(tokens, self.positions, document_mask(self.index))

@@ -10,6 +10,8 @@ import time
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 AUTO = "auto"
 # With one of these, a library uses less than the CPU has.
@@ -91,3 +93,67 @@ def _seconds(left: torch.Tensor, right: torch.Tensor) -> float:
     begun = time.perf_counter()
     torch.nn.functional.linear(left, right).sum().item()
     return time.perf_counter() - begun
+
+
+# Products of few rows with a large matrix in float32 on a CPU: what plain decoding and verification spend their time on.
+#
+# A BLAS may have no good kernel for them. MKL on an AMD processor takes two or three times as long for x @ weight.T with 2 to 4 rows as
+# with one, and weight @ x.T is then up to twice as fast (results/44-other-machines.md). Which of the two is faster here depends on the shape, and is
+# measured once for each.
+
+FEW_ROWS = range(2, 5)  # with one row or with more than these, the usual way is as fast or faster
+FEW_ROWS_LEAST = 1 << 18  # numbers of a matrix: reading a smaller one is not what takes the time
+FEW_ROWS_NUMBERS = 6 << 20  # of the matrices that are measured: 25 MB, which few caches hold
+FEW_ROWS_TIMES = 5  # of each way, in turn; the shortest counts
+CLEARLY = 0.85  # of the time that the usual way takes, from which the other one is used
+
+
+def prepare_few_rows(model: nn.Module) -> None:
+    """Makes the linear layers of a frozen model take the faster way."""
+    for module in model.modules():
+        if type(module) is nn.Linear and _is_large(module.weight):
+            module.forward = functools.partial(_few_rows_forward, module)  # type: ignore[method-assign]
+
+
+def multiply_few_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """torch.nn.functional.linear: x [.., D], weight [E, D] -> [.., E]. The faster way is taken where no gradient is wanted."""
+    rows = x.numel() // x.shape[-1] if x.numel() else 0
+    # a function that is traced keeps the usual product, which the compiler knows
+    if rows not in FEW_ROWS or not _is_large(weight) or torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack():
+        return F.linear(x, weight, bias)
+    if (
+        torch.distributed.is_initialized()
+    ):  # processes that hold a target together must round alike, and a clock decides here
+        return F.linear(x, weight, bias)
+    if not is_faster_turned(rows, *weight.shape, torch.get_num_threads()):
+        return F.linear(x, weight, bias)
+    out = torch.mm(weight, x.reshape(rows, -1).t()).t()
+    return (out if bias is None else out + bias).reshape(*x.shape[:-1], -1)
+
+
+def _few_rows_forward(module: nn.Linear, x: Tensor) -> Tensor:
+    return multiply_few_rows(x, module.weight, module.bias)
+
+
+def _is_large(weight: Tensor) -> bool:
+    plain = type(weight) in (Tensor, nn.Parameter)  # not one that is quantised or divided
+    return plain and weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel() >= FEW_ROWS_LEAST
+
+
+@functools.cache
+def is_faster_turned(rows: int, outputs: int, inputs: int, threads: int) -> bool:
+    """Whether weight @ x.T is clearly faster than x @ weight.T, for x [rows, inputs] and weight [outputs, inputs]."""
+    outputs = min(outputs, max(1, FEW_ROWS_NUMBERS // inputs))  # the time is in proportion
+    weights = [torch.ones(outputs, inputs) for _ in range(max(1, FEW_ROWS_NUMBERS // (outputs * inputs)))]
+    x = torch.ones(rows, inputs)
+    usual, turned = [], []
+    for _ in range(FEW_ROWS_TIMES):
+        begun = time.perf_counter()
+        for weight in weights:
+            F.linear(x, weight)
+        between = time.perf_counter()
+        for weight in weights:
+            torch.mm(weight, x.t())
+        usual.append(between - begun)
+        turned.append(time.perf_counter() - between)
+    return min(turned) < CLEARLY * min(usual)

@@ -46,7 +46,7 @@ class Tree:
         """-> [B, N, N] bool; row i marks node i and its ancestors."""
         num_rows, num_nodes = self.parents.shape
         if self.linear:
-            return masks.causal(num_nodes, self.parents.device).expand(num_rows, -1, -1)
+            return masks.causal_mask(num_nodes, self.parents.device).expand(num_rows, -1, -1)
         seen = torch.eye(num_nodes, dtype=torch.bool, device=self.parents.device).repeat(num_rows, 1, 1)
         above = self.parents.clamp(min=0)  # [B, N] the node 1, 2, 4, .. places further up; the root above itself
         for _ in range((num_nodes - 1).bit_length()):

@@ -1,4 +1,4 @@
-"""Rows that are decoded together: prompts join between rounds, and rows leave when their answers have ended."""
+"""Rows that are decoded together: prompts are read and join between rounds, and rows leave when their answers have ended."""
 
 import itertools
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from specdec.core import grammar, rules
+from specdec.core import grammar, masks, rules
 from specdec.core.cache import RowCache
 from specdec.core.clock import Moment, RoundClock
 from specdec.core.devices import given
@@ -15,9 +15,8 @@ from specdec.core.generation import STAGES, Ends, Generation, RoundCost
 from specdec.core.grammar import Constraint
 from specdec.core.sampling import NO_TOKEN, AnySampling, Randomness, Sampling, of_rows
 from specdec.core.tree import Tree, root
-from specdec.decoding.prefill import Prefill
 from specdec.proposers.base import Opening, Proposer
-from specdec.target.model import Target
+from specdec.target.model import Target, TargetOutput
 from specdec.target.verifier import Verifier
 
 
@@ -94,6 +93,60 @@ class Step:
     @property
     def accepted(self) -> list[int]:
         return [max(0, len(tokens) - 1) for tokens in self.tokens]
+
+
+class Prefill:
+    """Prompts that join a batch together, as far as they were read.
+
+    layers: hidden states that are kept
+    tokens [R, T]: the prompts, right-padded; num [R]: their lengths, `counts` on the host
+    pieces: where the reading of each piece began and ended
+    """
+
+    def __init__(self, target: Target, layers: tuple[int, ...], prompts: list[list[int]]):
+        self.target, self.layers = target, layers
+        self.counts = [len(prompt) for prompt in prompts]
+        self.num = torch.tensor(self.counts, device=target.device)
+        padded = torch.nn.utils.rnn.pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True)
+        self.tokens = padded.to(target.device)
+        self.cache = target.cache(len(prompts))
+        self.place, self.pieces = 0, list[tuple[Moment, Moment]]()
+        self.outputs: list[TargetOutput] = []
+
+    @property
+    def done(self) -> bool:
+        return self.place == self.tokens.shape[1]
+
+    @property
+    def divisible(self) -> bool:
+        """Whether pieces give what the whole gives: windows, recurrent states and LongRoPE's angles need the whole prompt."""
+        target = self.target
+        return not (target.windowed or target.recurrent) and target.rotary_boundary is None
+
+    def advance(self, most: int | None = None) -> None:
+        """Reads on. most: tokens, of all prompts together, with their padding; None: all that are left"""
+        start, end = self.place, self.tokens.shape[1]
+        if start == end:
+            return
+        if most is not None and self.divisible:
+            end = min(end, start + max(1, most // len(self.counts)))
+        length, device = end - start, self.target.device
+        counts = [min(max(0, count - start), length) for count in self.counts]
+        self.cache.reserve(length, counts)
+        positions = torch.arange(start, end, device=device).expand(len(counts), -1)
+        mask = masks.pending_mask(masks.causal_mask(length, device), self.cache.lengths, self.cache.visible)
+        piece = self.tokens[:, start:end]
+        self.outputs.append(self.target.read(piece, self.layers, positions=positions, mask=mask, cache=self.cache))
+        self.cache.commit((self.num - start).clamp(0, length), counts)
+        self.place = end
+
+    def output(self) -> tuple[Tensor, Tensor]:
+        """Once all is read -> the last state of each prompt [R, D], and the features of all tokens [R, T, F*D]"""
+        final, features = self.outputs[0].final, self.outputs[0].features
+        if len(self.outputs) > 1:
+            final = torch.cat([output.final for output in self.outputs], dim=1)
+            features = torch.cat([output.features for output in self.outputs], dim=1)
+        return final[self.cache.rows[:, 0], self.num - 1], features
 
 
 class Batch:
@@ -206,9 +259,7 @@ class Batch:
             real = torch.arange(following.shape[1], device=following.device) < num_kept[:, None]
             self.marks.scatter_(1, torch.where(real, following, self.newest[:, None]), True)
         self.behind = verified, kept, clock.mark()
-        if (
-            not clock.queued
-        ):  # else the device has not come so far, and what followed the last wait is counted in its place
+        if not clock.queued:  # else the device is not there yet, and what followed the last wait counts in its place
             behind = self.behind
         places = [(start, drafted), (drafted, verified), *itertools.pairwise(behind)]
         stages = dict.fromkeys(STAGES, 0.0) | dict(zip(STAGES, itertools.starmap(clock.seconds, places)))
@@ -253,7 +304,7 @@ class Batch:
         self._settle_sampling()
 
     def _settle_sampling(self, *, new: bool = False) -> None:
-        """Follows the rows. A proposer is told if laws of another kind are asked for; new: than in another batch, perhaps."""
+        """Recomputes the batch's sampling. The proposer is notified if its kind changed or the batch is new."""
         before, self.sampling = self.sampling, of_rows([self._sampling_of(row) for row in self.rows])
         if self.proposer and (new or self.sampling.kind != before.kind):
             self.proposer.meet(self.verify, self.sampling)

@@ -5,8 +5,8 @@ from torch import Tensor, nn
 from specdec.export import layout
 from specdec.export.layout import BLOCK_FIELDS, Layout, Shapes
 from specdec.heads.dflash import BlockDrafter
-from specdec.target.layer_kinds import FULL, SLIDING
 from specdec.target.model import Target
+from specdec.target.structure import FULL, SLIDING
 
 MASK = "mask_embedding.pt"
 FIELDS = BLOCK_FIELDS | {"block_size", "num_target_layers", "layer_types", "dflash_config", "draft_vocab_size"}

@@ -13,12 +13,11 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from specdec.heads.base import Drafter
-from specdec.heads.borrowed import embedding_scale
-from specdec.heads.decoder_block import block_config
+from specdec.heads.blocks import block_config, embedding_scale
 from specdec.heads.dflash import BlockDrafter
 from specdec.heads.eagle import Eagle3
-from specdec.target.layer_kinds import FULL, SLIDING
 from specdec.target.model import Target
+from specdec.target.structure import FULL, SLIDING
 
 Shapes = dict[str, tuple[int, ...]]
 SIZES = "hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim hidden_act rms_norm_eps".split()

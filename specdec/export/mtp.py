@@ -5,9 +5,9 @@ from torch import Tensor
 
 from specdec.export import layout
 from specdec.export.layout import BLOCK_FIELDS, Layout, Shapes
+from specdec.heads.blocks import fields_of
 from specdec.heads.mtp import MTP
 from specdec.heads.native import MIMO, swap_halves
-from specdec.heads.sizes import fields_of
 from specdec.target.model import Target
 
 FIELDS = BLOCK_FIELDS | {"num_nextn_predict_layers"}

@@ -14,11 +14,18 @@ from transformers.models.llama.modeling_llama import LlamaMLP, apply_rotary_pos_
 from specdec.core import span_attention
 from specdec.core.cache import RowCache
 from specdec.core.span_attention import Seen, within
-from specdec.heads.base import Drafter
-from specdec.heads.borrowed import embedding_scale, norm_gain
-from specdec.heads.decoder_block import RMSNorm, Rotary, block_config, ridge, row_cache
-from specdec.heads.layers import five_layers, windows
-from specdec.heads.sized_linear import SizedLinear
+from specdec.heads.base import Drafter, SizedLinear
+from specdec.heads.blocks import (
+    RMSNorm,
+    Rotary,
+    block_config,
+    embedding_scale,
+    five_layers,
+    layer_windows,
+    norm_gain,
+    ridge,
+    row_cache,
+)
 from specdec.target.model import Target
 
 
@@ -107,7 +114,11 @@ class BlockDrafter(Drafter):
         vocab: Tensor | None = None,
     ):
         super().__init__(target, vocab=vocab)
-        self.window, self.windows, self.window_causal = window, windows(window, full_layers, num_layers), window_causal
+        self.window, self.windows, self.window_causal = (
+            window,
+            layer_windows(window, full_layers, num_layers),
+            window_causal,
+        )
         width = target.width
         self.depth = self.num_drafts = num_drafts
         self.anchor_predicts = anchor_predicts

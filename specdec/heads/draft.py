@@ -9,14 +9,20 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from specdec.core.cache import RowCache
 from specdec.heads.base import Drafter
-from specdec.heads.borrowed import embedding_rows, embedding_scale, norm_gain
-from specdec.heads.decoder_block import llama_config
-from specdec.heads.sizes import attention_heads, fields_of, mlp_width
+from specdec.heads.blocks import (
+    attention_heads,
+    embedding_rows,
+    embedding_scale,
+    fields_of,
+    llama_config,
+    mlp_width,
+    norm_gain,
+)
 from specdec.target import attention
 from specdec.target.adapter import NEEDS_PEFT
-from specdec.target.experts import experts_of
 from specdec.target.loading import load_tokenizer
 from specdec.target.model import Target
+from specdec.target.structure import experts_of
 
 NUM_LAYERS = 2
 

@@ -10,18 +10,18 @@ from torch import Tensor, nn
 
 from specdec.core.cache import RowCache
 from specdec.core.span_attention import within
-from specdec.heads.base import Drafter, Slots
-from specdec.heads.decoder_block import (
+from specdec.heads.base import Drafter, SizedLinear, Slots
+from specdec.heads.blocks import (
     Block,
     DecoderLayer,
     RMSNorm,
     Rotary,
     block_config,
+    layer_windows,
     ridge,
     row_cache,
+    three_layers,
 )
-from specdec.heads.layers import three_layers, windows
-from specdec.heads.sized_linear import SizedLinear
 from specdec.target.model import Target
 
 SELF = 4.0  # squared scale of EAGLE-3's first queries and keys: how strongly a position attends to itself
@@ -149,7 +149,7 @@ class Eagle3(_Eagle):
         width, eps = target.width, self.config.rms_norm_eps
         self.target_layers = target.layer_ids(target_layers or three_layers(target))
         self.norm_output, self.norm_before_residual = norm_output, norm_before_residual
-        self.window, self.windows = window, windows(window, full_layers, num_layers)
+        self.window, self.windows = window, layer_windows(window, full_layers, num_layers)
         num = len(self.target_layers)
         self.input_norm = RMSNorm(num * width, eps=eps) if norm_before_fc else None
         self.fc_norm = nn.ModuleList([RMSNorm(width, eps=eps) for _ in range(num)] if norm_features else [])

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from specdec.core.cache import RowCache
 from specdec.heads.adapter import AdaptsTarget
 from specdec.heads.base import Drafter
-from specdec.heads.decoder_block import block_config, ridge, row_cache
+from specdec.heads.blocks import block_config, ridge, row_cache
 from specdec.target.model import Target
 
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from specdec.core.cache import RowCache
 from specdec.core.span_attention import Seen
 from specdec.heads.base import Drafter
-from specdec.heads.decoder_block import Block, RMSNorm, Rotary, block_config, ridge, row_cache
+from specdec.heads.blocks import Block, RMSNorm, Rotary, block_config, ridge, row_cache
 from specdec.heads.native import read
 from specdec.target.model import Target
 

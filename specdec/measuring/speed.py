@@ -5,8 +5,8 @@ import time
 import torch
 
 from specdec.measuring.report import Report
-from specdec.target.experts import Experts, experts_of, share_of_growth
 from specdec.target.model import Target
+from specdec.target.structure import Experts, experts_of, share_of_growth
 
 MOST_READ = 2**30  # bytes
 

@@ -20,7 +20,7 @@ import statistics
 import sys
 import time
 from collections import Counter, deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -34,7 +34,7 @@ from specdec.core.grammar import Constraint
 from specdec.core.sampling import AnySampling, Randomness, RowSampling, pick, uniforms
 from specdec.core.tree import Tree, certain, plant, root
 from specdec.proposers.base import Proposer
-from specdec.proposers.candidates import Acceptance, Candidates, Kind, RowCandidates
+from specdec.proposers.candidates import Acceptance, Best, Candidates, Kind, RowCandidates
 from specdec.proposers.costs import SIZES, Costs, MeasuredCosts, describe_conditions, find_file, read_told
 from specdec.proposers.growth import widened
 from specdec.proposers.heads import HeadProposer
@@ -53,7 +53,7 @@ SHORTEST = 8  # rounds between two rounds without drafts that are made to measur
 
 
 @dataclass(frozen=True)
-class Choice:
+class AutoRound:
     """What one round drafts, and what is expected of it."""
 
     size: int  # nodes of a row's tree, the root included
@@ -64,16 +64,9 @@ class Choice:
     tokens: float  # expected, of all rows
     seconds: float  # expected, of verification and drafting
     plain: float  # seconds that plain decoding takes for as many tokens in as many rows
-
-
-@dataclass(frozen=True)
-class AutoRound:
-    """A round between `propose` and `timed`."""
-
-    choice: Choice
-    rows: list[RowCandidates]
     promised: float  # accepted drafts by the sum of their probabilities
     head_seconds: float  # that the head took
+    rows: list[RowCandidates]  # emptied once they were taught
 
 
 @dataclass
@@ -89,9 +82,9 @@ class Account:
     trials: int = 0  # of these, rounds to see whether it pays by now
     checks: int = 0  # rounds that drafted nothing, to see what that takes by now
     sizes: Counter[int] = field(default_factory=Counter)  # rounds by the nodes of their trees
-    choices: deque[Choice] = field(default_factory=lambda: deque(maxlen=4096))  # of the last rounds
+    choices: deque[AutoRound] = field(default_factory=lambda: deque(maxlen=4096))  # of the last rounds
 
-    def add(self, choice: Choice) -> None:
+    def add(self, choice: AutoRound) -> None:
         """One round, before it is verified."""
         self.rounds += 1
         self.sizes[choice.size] += 1
@@ -148,7 +141,7 @@ class Schedule:
         """lost: seconds that such rounds are expected to lose; fastest: seconds of the fastest round"""
         return waited >= min(LONGEST, lost / (LEARNING * fastest))
 
-    def add(self, choice: Choice) -> None:
+    def add(self, choice: AutoRound) -> None:
         drafts = choice.size > 1
         self.trying = choice.trial and self.head > 0  # the first round of a trial reads what was committed meanwhile
         self.head = 0 if choice.head else self.head + 1
@@ -247,11 +240,8 @@ class Auto(Proposer):
         if self.num_rows != len(tokens):
             self.num_rows, self.speedup = len(tokens), (0.0, 0.0)
         self.schedule.head = max(1, self.schedule.head)  # the head has prompts to read
-        self.joined, self.newly, self.round = (
-            0,
-            0,
-            None,
-        )  # newly: tokens of the last round, which a head reads in any case
+        self.joined, self.round = 0, None
+        self.newly = 0  # tokens of the last round, which a head reads in any case
         assert self.costs is not None
         self.costs.prepare(len(tokens))
 
@@ -267,6 +257,7 @@ class Auto(Proposer):
             return  # the prompts
         for candidates, new in zip(self.round.rows, rows):
             candidates.teach(new)
+        self.round.rows.clear()
         self.newly = sum(counts)
         tokens_got = sum(len(self.ends.cut([], new[:left])[0]) for new, left in zip(rows, self.left))
         emitting = sum(map(bool, rows))
@@ -307,35 +298,47 @@ class Auto(Proposer):
     def propose(self, sampling, generator):
         assert self.costs is not None
         self.joining, self.joined = FORGET * self.joining + (1 - FORGET) * self.joined, 0
-        candidates = self._candidates(self.costs)
-        fastest = min(candidates.curve.values())
-        # User-supplied costs need no checks
-        lost = 2 * (self.schedule.advantage - 1) * fastest
-        due = self.schedule.plain >= SHORTEST and self.schedule.is_due(self.schedule.plain, lost, fastest)
-        check = due and self.costs.steps is None
-        idle = self.schedule.idle
+        candidates, schedule = self._candidates(self.costs), self.schedule
+        fastest, plain = min(candidates.curve.values()), candidates.curve[1]
+        lost = 2 * (schedule.advantage - 1) * fastest
+        due = schedule.plain >= SHORTEST and schedule.is_due(schedule.plain, lost, fastest)
+        check = due and self.costs.steps is None  # user-supplied costs need none
         # Where looking at texts takes long and nothing is worth drafting, most rounds do without
-        if idle < SHORTEST or idle % SHORTEST == 0 or self._seconds("texts") < 0.01 * fastest:
+        if schedule.idle < SHORTEST or schedule.idle % SHORTEST == 0 or self._seconds("texts") < 0.01 * fastest:
             self._look(candidates.rows)
         head = trial = False
-        levels: list[Tensor] = []
-        head_seconds = drafting = 0.0
+        distributions, drafting, head_seconds = list[Tensor](), 0.0, 0.0
         if self.head is not None and not check and candidates.room:
             head, trial = self._wants_head(self.head, candidates, fastest)
             if head:
-                levels, drafting, head_seconds = self._grow(self.head, candidates, sampling, generator)
-        tree, self.round = self._plant(candidates, levels, drafting, plain=check)
-        choice = replace(self.round.choice, head=head, trial=trial, check=check)
-        self.round = replace(self.round, choice=choice, head_seconds=head_seconds)
-        self.schedule.add(choice)
-        self.account.add(choice)
+                distributions, drafting, head_seconds = self._grow(self.head, candidates, sampling, generator)
+        active = len(self.running)
+        best = Best(1, plain, float(active)) if check else candidates.best()
+        tree, sources = self._plant(candidates.rows, best.size, distributions)
+        self.round = AutoRound(
+            size=tree.tokens.shape[1],
+            sources=sources,
+            head=head,
+            trial=trial,
+            check=check,
+            tokens=best.tokens,
+            seconds=best.seconds + drafting,
+            plain=best.tokens * plain / max(1, active),
+            promised=(best.tokens - active) / candidates.faith,
+            head_seconds=head_seconds,
+            rows=candidates.rows,
+        )
+        gained, spent = self.speedup
+        self.speedup = FORGET * gained, FORGET * spent + self.round.seconds / fastest
+        schedule.add(self.round)
+        self.account.add(self.round)
         return tree
 
     def timed(self, cost):
         assert self.round is not None
         if self.costs is None or self.costs.steps is not None:
             return
-        size, verify = self.round.choice.size, cost.stages["verify"]
+        size, verify = self.round.size, cost.stages["verify"]
         say = self.target.share.all_say  # processes with one target must decide alike
         verifying, rest = say(verify)[0], say(cost.seconds - verify - self.round.head_seconds)[0]
         self.costs.observe(self.num_rows, size, verifying, self.entries)
@@ -397,7 +400,7 @@ class Auto(Proposer):
         late = self._num_late(head)
         _, first = head.absorb()
         state, logits, *_ = first
-        seen = masks.causal(depth, device).expand(len(rows), -1, -1)
+        seen = masks.causal_mask(depth, device).expand(len(rows), -1, -1)
         spine, distributions = [0] * len(rows), list[Tensor]()
         for level in range(1, depth + 1):
             if sampling.greedy:
@@ -436,43 +439,24 @@ class Auto(Proposer):
             row.normalise()
         return distributions, self._seconds("absorb") + (level - 1) * self._seconds("step"), timer.spent
 
-    def _plant(
-        self, candidates: Candidates, distributions: list[Tensor], drafting: float, *, plain: bool
-    ) -> tuple[Tree, AutoRound]:
-        """The tree of the best size, and what is expected of it.
-
-        distributions: [B, W] of each sampled level; drafting: expected seconds so far; plain: nothing is drafted
-        """
-        rows, curve, device = candidates.rows, candidates.curve, self.target.device
-        active = len(self.running)
-        size, verifying, expected = (1, curve[1], float(active)) if plain else candidates.best()
-        seconds, as_plain = verifying + drafting, expected * curve[1] / max(1, active)
-        gained, spent = self.speedup
-        self.speedup = FORGET * gained, FORGET * spent + seconds / min(curve.values())
-        promised = (expected - active) / candidates.faith
-        sources = Counter[str]()
+    def _plant(self, rows: list[RowCandidates], size: int, distributions: list[Tensor]) -> tuple[Tree, Counter[str]]:
+        """-> the tree of `size` nodes in each row, and who drafts them. distributions: [B, W] of each sampled level"""
+        device, sources = self.target.device, Counter[str]()
         if size == 1:
-            tree = root(given(self.newest, device))
-        else:
-            chosen = [row.choose(size - 1, chain=self.linear) for row in rows]
-            for each in chosen:
-                sources.update(each.sources)
-            tree = plant(self.newest, [each.drafts for each in chosen], device)
-            tree = tree.filled(min(size - 1, self.depth) if tree.linear else size - 1)
-            if distributions:
-                tree = self._with_distributions(tree, distributions, [each.drawn for each in chosen])
-        choice = Choice(tree.tokens.shape[1], sources, False, False, False, expected, seconds, as_plain)
-        return tree, AutoRound(choice, rows, promised, 0.0)
-
-    def _with_distributions(self, tree: Tree, distributions: list[Tensor], drawn: list[list[int]]) -> Tree:
-        """drawn [B]: numbers of the sampled nodes, level by level"""
+            return root(given(self.newest, device)), sources
+        chosen = [row.choose(size - 1, chain=self.linear) for row in rows]
+        for each in chosen:
+            sources.update(each.sources)
+        tree = plant(self.newest, [each.drafts for each in chosen], device)
+        tree = tree.filled(min(size - 1, self.depth) if tree.linear else size - 1)
+        if not distributions:
+            return tree, sources
         assert self.head is not None
         probs = certain(tree.tokens, self.target.vocab_size, distributions[0].dtype)  # [B, N, V]
-        every = torch.arange(len(drawn), device=self.target.device)
         for level, distribution in enumerate(distributions):
-            places = given([numbers[level] for numbers in drawn], self.target.device)
-            probs[every, places] = widened(self.head.drafter, distribution)
-        return Tree(tree.tokens, tree.parents, probs, tree.linear)
+            places = given([each.drawn[level] for each in chosen], device)
+            probs[torch.arange(len(rows), device=device), places] = widened(self.head.drafter, distribution)
+        return Tree(tree.tokens, tree.parents, probs, tree.linear), sources
 
     def _num_late(self, head: HeadProposer) -> int:
         """Tokens that the head has to read beside those of the last round: prompts, and what came since it drafted."""

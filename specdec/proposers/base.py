@@ -103,7 +103,7 @@ class Proposer(ABC):
 
     def meet(self, verifier: Verifier, sampling: AnySampling) -> None:  # noqa: B027  # most proposers have nothing to do
         """Tells what will verify its trees, once a decoder is made with this proposer, when a batch begins, and between rounds
-        when laws of another kind (`Sampling.kind`) are asked for."""
+        when distributions of another kind (`Sampling.kind`) are asked for."""
 
     def timed(self, cost: RoundCost) -> None:  # noqa: B027  # most proposers have nothing to do
         """Tells, after `commit`, what the round took, unless something was compiled in it."""

@@ -83,7 +83,7 @@ class Acceptance:
         return 0.5 if counter is None else counter.correct(0.5)
 
 
-class Chosen(NamedTuple):
+class ChosenDrafts(NamedTuple):
     """The drafts of one row that are verified."""
 
     drafts: Nodes
@@ -181,12 +181,14 @@ class RowCandidates:
         """The path probabilities of the nodes in this order."""
         return [self.probabilities[node] for node in self.order(chain=chain)]
 
-    def choose(self, num: int, *, chain: bool) -> Chosen:
+    def choose(self, num: int, *, chain: bool) -> ChosenDrafts:
         """The first `num` nodes of the order, numbered from 1, parents first."""
         nodes = sorted(self.order(chain=chain)[:num])
         number = {0: 0, **{node: place for place, node in enumerate(nodes, 1)}}
         drafts = [(self.tokens[node], number[self.parents[node]]) for node in nodes]
-        return Chosen(drafts, [number[node] for node in self.drawn], [self.kinds[node][-1].source for node in nodes])
+        return ChosenDrafts(
+            drafts, [number[node] for node in self.drawn], [self.kinds[node][-1].source for node in nodes]
+        )
 
     def settle_beside(self, num: int) -> None:
         """Before anything is drawn: the `num` likeliest nodes are verified beside what will be drawn, whatever that is."""

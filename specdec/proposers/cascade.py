@@ -16,12 +16,13 @@ from specdec.target.verifier import Verifier
 class Cascade(Proposer):
     """Useful if a pass spends most of its time on a long context: passes over a part of the cache do not.
 
-    The part of a row's cache is chosen anew each round: the first `sinks` entries, the last `window` entries, and of those
-    between them the `chunks` chunks of `chunk` entries whose keys are most similar to the newest keys. `inner` drafts for
-    the target on that part, which verifies token by token, until every row has exactly `num` drafts. These have the laws
-    of the target on the part, and verification by the full target uses these laws. A repetition penalty is applied only
-    by the full target.
+    The part of a row's cache is chosen anew each round: the first `sinks` entries, the last `window` entries, and between
+    them the `chunks` chunks of `chunk` entries whose keys are most similar to the newest keys. `inner` drafts for the target
+    on that part, which verifies token by token, until every row has exactly `num` drafts. These have the distributions of the
+    target on the part, and verification by the full target uses them. Only the full target applies a repetition penalty.
     """
+
+    linear = True
 
     def __init__(
         self,
@@ -54,20 +55,14 @@ class Cascade(Proposer):
                 f"The layers of {target.name} are on several devices, and a cascade needs one: set target.device=cuda."
             )
         self.target, self.inner = target, inner
-        self.linear = True
-        self.depth = num
-        self.sinks, self.window, self.chunks, self.chunk = sinks, window, chunks, chunk
+        self.depth, self.sinks, self.window, self.chunks, self.chunk = num, sinks, window, chunks, chunk
+        self.budget = sinks + window + chunks * chunk  # entries of the part
         self.target_layers = inner.target_layers
         self.runner = Runner(compile)
 
     @property
     def compile_seconds(self) -> float:
         return self.runner.seconds + self.inner.compile_seconds
-
-    @property
-    def budget(self) -> int:
-        """The number of entries of the part."""
-        return self.sinks + self.window + self.chunks * self.chunk
 
     def share(self, cache):
         self.full = cache
@@ -105,9 +100,8 @@ class Cascade(Proposer):
         draws = rules.Draws(generator)
         self._take_part()
         mark = inner.mark()
-        rows = part.rows
         tokens = self.newest[:, None].repeat(1, 2 + num)  # [B, 2 + num] root, drafts, and a place for the surplus
-        laws: Tensor | None = None  # [B, 2 + num, V]
+        probs: Tensor | None = None  # [B, 2 + num, V]
         done, known = torch.zeros_like(self.newest), [0] * len(tokens)  # [B] drafts so far; the same on the host
         while min(known) < num:
             tree = inner.propose(sampling, generator)
@@ -115,26 +109,26 @@ class Cascade(Proposer):
                 tree = tree.rounded(inner.depth)
             verdict = verifier(tree, part, draws)
             path, following = verdict.along(tree, inner.depth)  # [B, P] each
-            # No more than a row still needs, so that the part keeps its size; but at least one, because finished rows
-            # take part until the last row is finished.
+            # A row takes no more than it still needs, so that the part keeps its size, but at least one: finished rows
+            # take part until the last row is finished
             kept = torch.minimum(verdict.num_kept, (num - done).clamp(min=1))  # [B]
-            counts = kept.tolist()
             place = done[:, None] + torch.arange(1, 1 + path.shape[1], device=done.device)  # [B, P]
             wanted = (place <= num) & (place <= (done + kept)[:, None])
             place = torch.where(wanted, place, 1 + num)
             tokens.scatter_(1, place, following)
             if verdict.law is not None:
-                if laws is None:
-                    laws = verdict.law.new_zeros(*tokens.shape, verdict.law.shape[-1])
-                laws[rows, place] = verdict.law[rows, path]
+                if probs is None:
+                    probs = verdict.law.new_zeros(*tokens.shape, verdict.law.shape[-1])
+                probs[part.rows, place] = verdict.law[part.rows, path]
             done = done + kept
-            known = [before + count for before, count in zip(known, counts)]
             if not tree.linear:
                 part.keep(path)
+            counts = kept.tolist()
+            known = [before + count for before, count in zip(known, counts)]
             part.commit(kept, counts)
-            inner.commit(following, verdict.output.features[rows, path], kept, counts)
+            inner.commit(following, verdict.output.features[part.rows, path], kept, counts)
         inner.rewind(mark)
-        return chain(tokens[:, : 1 + num], None if laws is None else laws[:, : 1 + num])
+        return chain(tokens[:, : 1 + num], None if probs is None else probs[:, : 1 + num])
 
     def _take_part(self) -> None:
         self.part.take_part(self.full, self._entries())

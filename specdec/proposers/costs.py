@@ -244,7 +244,7 @@ class PassTimer:
         length = min(CONTEXT, (target.max_positions or 2 * CONTEXT) // 2)
         positions = torch.arange(length, device=device).expand(rows, -1)
         self.cache.reserve(length, [length] * rows)
-        mask = masks.pending(masks.causal(length, device), self.cache.lengths, self.cache.visible)
+        mask = masks.pending_mask(masks.causal_mask(length, device), self.cache.lengths, self.cache.visible)
         target.read(self._tokens(length), (), positions=positions, mask=mask, cache=self.cache)
         self._commit(length)
         if context > CONTEXT:

@@ -26,11 +26,11 @@ def check_children(children: str) -> None:
 
 @dataclass(frozen=True)
 class Stopping:
-    """Drafting stops as soon as the estimated chance that a draft is accepted is below `threshold`.
+    """Drafting stops as soon as the estimated probability that a draft is accepted is below `threshold`.
 
-    The chance of one more draft is sigmoid(bias + weight * x + confidence_weight * c), where x is the log-odds of the
-    drafter's most likely token and c the logit of its confidence head (0 without one). The chance of a path is the
-    product of its drafts' chances. No token that was drawn enters this estimate before it is offered to verification,
+    The probability of one more draft is sigmoid(bias + weight * x + confidence_weight * c), where x is the log-odds of the
+    drafter's most likely token and c the logit of its confidence head (0 without one). The probability of a path is the
+    product of its drafts' probabilities. No token that was drawn enters this estimate before it is offered to verification,
     so sampling stays lossless (docs/methods.md, section 1).
     """
 
@@ -39,7 +39,7 @@ class Stopping:
     confidence_weight: float = 0.0
     threshold: float = 0.0
 
-    def log_chance(self, evidence: Tensor) -> Tensor:
+    def log_probability(self, evidence: Tensor) -> Tensor:
         """evidence [B, 2], x and c -> [B]"""
         return F.logsigmoid(self.bias + self.weight * evidence[:, 0] + self.confidence_weight * evidence[:, 1])
 
@@ -68,28 +68,28 @@ class Steps(Protocol):
         """
 
     def goes_on(self, evidence: Tensor) -> bool:
-        """Whether to offer one more draft, by the evidence [B, 2] of its law; called once for each depth."""
+        """Whether to offer one more draft, by the evidence [B, 2] of its distribution; called once for each depth."""
 
 
 def grow_chain(
     steps: Steps, newest: Tensor, first: StepOutput, sampling: AnySampling, generator: torch.Generator | None
 ) -> Tree:
-    """Greedy: the most likely tokens; else sampled ones, with their laws. newest [B], first: step 1 of this token"""
+    """Greedy: the most likely tokens; else sampled ones, with their distributions. newest [B], first: step 1 of this token"""
     depth = steps.shape.depth
-    (state, logits, evidence, _), tokens, laws = first, [newest], []
-    seen = masks.causal(depth, newest.device).expand(len(newest), -1, -1)
+    (state, logits, evidence, _), tokens, distributions = first, [newest], []
+    seen = masks.causal_mask(depth, newest.device).expand(len(newest), -1, -1)
     for d in range(1, depth + 1):
         if not steps.goes_on(evidence):
             break
         if sampling.greedy:
             draft = logits[:, 0].argmax(-1)
         else:
-            laws.append(sampling.law(logits[:, 0]))  # [B, W]
-            draft = pick(laws[-1], uniforms(len(newest), generator, newest.device))
+            distributions.append(sampling.law(logits[:, 0]))  # [B, W]
+            draft = pick(distributions[-1], uniforms(len(newest), generator, newest.device))
         tokens.append(steps.drafter.to_target(draft))
         if d < depth:
             state, logits, evidence, _ = steps.step(d + 1, d - 1, state, tokens[-1][:, None], seen[:, d - 1 : d, :d])
-    return chain(torch.stack(tokens, dim=1), _spread(steps.drafter, laws) if laws else None)
+    return chain(torch.stack(tokens, dim=1), _spread(steps.drafter, distributions) if distributions else None)
 
 
 def grow_tree(steps: Steps, newest: Tensor, first: StepOutput) -> Tree:
@@ -178,7 +178,7 @@ def grow_sampled_tree(
     for parent in parents[1:]:
         depths.append(depths[parent] + 1)
     tokens = [newest] + [newest] * (len(parents) - 1)
-    laws = [torch.zeros(0)] * (len(parents) - 1)
+    distributions = [torch.zeros(0)] * (len(parents) - 1)
     state, logits, evidence, _ = first
     level, pending = [0], 0  # the nodes that `logits` belong to, in order
     seen = torch.zeros(num_rows, 1, 0, dtype=torch.bool, device=newest.device)
@@ -187,12 +187,12 @@ def grow_sampled_tree(
             parents = parents[: depths.index(d)]
             break
         for place, node in enumerate(level):
-            law = sampling.law(logits[:, place])  # [B, W]
+            distribution = sampling.law(logits[:, place])  # [B, W]
             for child in [child for child in range(1, len(parents)) if parents[child] == node]:
-                draft = pick(law, uniforms(len(newest), generator, newest.device))
-                laws[child - 1], tokens[child] = law, drafter.to_target(draft)
+                draft = pick(distribution, uniforms(len(newest), generator, newest.device))
+                distributions[child - 1], tokens[child] = distribution, drafter.to_target(draft)
                 if steps.children == "distinct":
-                    law = _without(law, draft)
+                    distribution = _without(distribution, draft)
         following = [node for node in range(len(parents)) if depths[node] == d and node in parents]
         if not following or d == depth:
             break
@@ -206,28 +206,28 @@ def grow_sampled_tree(
     if num_nodes == 1:
         return root(newest)
     shape = given(parents, newest.device).expand(num_rows, -1)
-    return Tree(torch.stack(tokens[:num_nodes], dim=1), shape, _spread(drafter, laws[: num_nodes - 1]))
+    return Tree(torch.stack(tokens[:num_nodes], dim=1), shape, _spread(drafter, distributions[: num_nodes - 1]))
 
 
-def _without(law: Tensor, draft: Tensor) -> Tensor:
-    """law [B, W] once draft [B] was drawn and not put back. If nothing is left, another token gets probability 1."""
-    rest = law.scatter(1, draft[:, None], 0)
+def _without(distribution: Tensor, draft: Tensor) -> Tensor:
+    """distribution [B, W] once draft [B] was drawn and not put back. If nothing is left, another token gets probability 1."""
+    rest = distribution.scatter(1, draft[:, None], 0)
     total = rest.sum(-1, keepdim=True)
-    other = F.one_hot((draft + 1) % law.shape[1], law.shape[1]).to(law.dtype)
-    return torch.where(total > 0, rest / total.clamp(min=torch.finfo(law.dtype).tiny), other)
+    other = F.one_hot((draft + 1) % distribution.shape[1], distribution.shape[1]).to(distribution.dtype)
+    return torch.where(total > 0, rest / total.clamp(min=torch.finfo(distribution.dtype).tiny), other)
 
 
-def _spread(drafter: Drafter, laws: list[Tensor]) -> Tensor:
-    """N laws over the draft vocabulary, [B, W] each -> [B, 1 + N, V]; 0 for the root and for tokens outside of it"""
-    return widened(drafter, torch.stack([torch.zeros_like(laws[0]), *laws], dim=1))
+def _spread(drafter: Drafter, distributions: list[Tensor]) -> Tensor:
+    """N distributions over the draft vocabulary, [B, W] each -> [B, 1 + N, V]; 0 for the root and for tokens outside of it"""
+    return widened(drafter, torch.stack([torch.zeros_like(distributions[0]), *distributions], dim=1))
 
 
-def widened(drafter: Drafter, law: Tensor) -> Tensor:
-    """A law over the draft vocabulary, [..., W] -> [..., V]; 0 for tokens outside of it"""
+def widened(drafter: Drafter, distribution: Tensor) -> Tensor:
+    """A distribution over the draft vocabulary, [..., W] -> [..., V]; 0 for tokens outside of it"""
     if drafter.draft_to_target is None:
-        return law
-    wide = law.new_zeros(*law.shape[:-1], drafter.target.vocab_size)
-    wide[..., drafter.draft_to_target] = law
+        return distribution
+    wide = distribution.new_zeros(*distribution.shape[:-1], drafter.target.vocab_size)
+    wide[..., drafter.draft_to_target] = distribution
     return wide
 
 
@@ -235,19 +235,21 @@ FIRST_CHILD, NEXT_CHILD = 0.6, 0.4  # assumed acceptance of a first child; of ea
 
 
 def static_parents(shape: TreeShape) -> list[int]:
-    """The parents of a fixed tree, level by level (Sequoia, 2402.12374, with equal chances at all positions).
+    """The parents of a fixed tree, level by level (Sequoia, 2402.12374, with equal probabilities at all positions).
 
     Its nodes are the `nodes` paths that are most likely to be accepted if the children of every node are accepted with
-    the chances 0.6, 0.24, 0.096 .. in order.
+    the probabilities 0.6, 0.24, 0.096 .. in order.
     """
-    best: list[tuple[float, int, tuple[int, ...]]] = [(-FIRST_CHILD, 1, (0,))]  # -chance, depth, ranks along the path
+    best: list[tuple[float, int, tuple[int, ...]]] = [
+        (-FIRST_CHILD, 1, (0,))
+    ]  # -probability, depth, ranks along the path
     chosen: list[tuple[int, ...]] = []
     while best and len(chosen) < shape.nodes:
-        chance, depth, ranks = heapq.heappop(best)
+        probability, depth, ranks = heapq.heappop(best)
         chosen.append(ranks)
         if depth < shape.depth:
-            heapq.heappush(best, (chance * FIRST_CHILD, depth + 1, (*ranks, 0)))
+            heapq.heappush(best, (probability * FIRST_CHILD, depth + 1, (*ranks, 0)))
         if ranks[-1] + 1 < shape.width:
-            heapq.heappush(best, (chance * NEXT_CHILD, depth, (*ranks[:-1], ranks[-1] + 1)))
+            heapq.heappush(best, (probability * NEXT_CHILD, depth, (*ranks[:-1], ranks[-1] + 1)))
     paths = [(), *sorted(chosen, key=lambda ranks: (len(ranks), ranks))]
     return [-1, *(paths.index(path[:-1]) for path in paths[1:])]

@@ -51,7 +51,7 @@ class Committed(NamedTuple):
         return self._replace(rows=[None if row in rows else own for row, own in enumerate(self.rows)])
 
 
-class New(NamedTuple):
+class NewTokens(NamedTuple):
     """What the rows of a batch have not read yet: the first num[b] of S tokens in row b."""
 
     tokens: Tensor  # [B, S]
@@ -60,11 +60,11 @@ class New(NamedTuple):
     counts: list[int]  # `num` on the host
 
 
-def joined(parts: list[Committed], *, fixed: bool) -> New:
+def joined(parts: list[Committed], *, fixed: bool) -> NewTokens:
     """What several commits brought, as one. fixed: filled up to one of few lengths"""
     first, device = parts[0], parts[0].tokens.device
     if len(parts) == 1 and first.rows == list(range(len(first.counts))):
-        return New(first.tokens, first.features, first.num, first.counts)
+        return NewTokens(first.tokens, first.features, first.num, first.counts)
     index = [list[int]() for _ in first.rows]  # of each row, places in the flat tokens of all parts
     start = 0
     for part in parts:
@@ -79,7 +79,7 @@ def joined(parts: list[Committed], *, fixed: bool) -> New:
     place = given([places + [0] * (length - len(places)) for places in index], device)  # [B, S]
     tokens = torch.cat([part.tokens.flatten() for part in parts])
     features = torch.cat([part.features.flatten(0, 1) for part in parts])
-    return New(tokens[place], features[place], given(counts, device), counts)
+    return NewTokens(tokens[place], features[place], given(counts, device), counts)
 
 
 class HeadProposer(Proposer):
@@ -251,14 +251,16 @@ class HeadProposer(Proposer):
         return values.tolist(), tokens.tolist()
 
     def goes_on(self, evidence: Tensor) -> bool:
-        """See growth.Steps: whether the next draft's estimated chance reaches the threshold in any row."""
+        """See growth.Steps: whether the next draft's estimated probability reaches the threshold in any row."""
         if self.stopping is None:
             return True
         self.evidence.append(evidence)
         if self.stopping.threshold == 0:
             return True
-        chance = sum(map(self.stopping.log_chance, self.evidence), evidence.new_zeros(len(evidence))).exp()  # [B]
-        return bool(chance.max() >= self.stopping.threshold)
+        probability = sum(
+            map(self.stopping.log_probability, self.evidence), evidence.new_zeros(len(evidence))
+        ).exp()  # [B]
+        return bool(probability.max() >= self.stopping.threshold)
 
     def _evidence(self, d: int, readout: Tensor, logits: Tensor) -> Tensor:
         """readout [B, w, R], logits [B, w, W] of step d -> [B, 2] of the first node; [B, 0] without stopping"""
@@ -300,10 +302,12 @@ class HeadProposer(Proposer):
         behind = (place >= num_new)[None]
         after = num[:, None] + torch.arange(more, device=h.device)  # [B, K - 1] slots of the steps behind
         slots = torch.cat([place[:num_new].expand(len(h), -1), after], dim=1)  # [B, S + K - 1], of the new ones
-        seen = masks.causal(num_new + more, h.device) & (behind | (place < num[:, None]))[:, None]  # [B, ., S + K - 1]
+        seen = (
+            masks.causal_mask(num_new + more, h.device) & (behind | (place < num[:, None]))[:, None]
+        )  # [B, ., S + K - 1]
         seen = seen | torch.eye(num_new + more, dtype=torch.bool, device=h.device)
         cache.reserve(num_new + more)
-        mask = masks.pending(seen, cache.lengths, cache.visible)
+        mask = masks.pending_mask(seen, cache.lengths, cache.visible)
         positions = cache.lengths[:, None] + drafter.first_slot + slots
         state, readout = drafter.step(1, h, torch.cat([tokens, blank[1]], dim=1), positions, mask, cache)
         return state[:, :1, :0], torch.cat([_newest(readout, num), readout[:, num_new:]], dim=1)
@@ -325,11 +329,11 @@ class HeadProposer(Proposer):
         cache.reserve(num_new)
         if drafter.attends in ("none", "block"):
             drafter.context(h, positions - 1, cache)
-            seen = masks.committed(cache.lengths + num, cache.visible)
+            seen = masks.committed_mask(cache.lengths + num, cache.visible)
             h, tokens, positions = (_newest(x, num) for x in (h, tokens, positions))
             return drafter.step(1, h, tokens, positions, seen, cache)
 
-        mask = masks.pending(masks.causal(num_new, start.device), cache.lengths, cache.visible)
+        mask = masks.pending_mask(masks.causal_mask(num_new, start.device), cache.lengths, cache.visible)
         state, readout = drafter.step(1, h, tokens, positions, mask, cache)
         newest = _newest(state, num), _newest(readout, num)
         if drafter.attends != "depth":
@@ -352,7 +356,7 @@ class HeadProposer(Proposer):
             cache.reserve(tokens.shape[1])
             if drafter.attends == "depth":
                 seen = torch.zeros_like(seen)  # the earlier nodes are entries of other modules; a node sees itself
-            mask = masks.pending(seen, cache.lengths, cache.visible)
+            mask = masks.pending_mask(seen, cache.lengths, cache.visible)
             if drafter.attends == "depth":
                 mask = _lagging(mask, d, cache)
         state, readout = drafter.step(d, state, tokens, positions, mask, cache)

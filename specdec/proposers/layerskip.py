@@ -15,10 +15,10 @@ from specdec.target.compiled import CompiledTarget, check_layers
 from specdec.target.model import Target
 
 
-def layer_numbers(target: Target, layers: int | Sequence[int] | None) -> tuple[int, ...]:
-    """Numbers of the target's layers. layers: how many of the first, or a list (0 is the first layer, -1 the last), or None
+def find_layers(target: Target, layers: int | Sequence[int] | None) -> tuple[int, ...]:
+    """layers: how many of the first, or a list of numbers (0 is the first layer, -1 the last); None: the first two thirds
 
-    None: the first two thirds. Raises ValueError unless the layers exist and are strictly increasing.
+    Raises ValueError unless the layers exist and are strictly increasing.
     """
     num = target.num_layers
     if layers is None:
@@ -37,22 +37,16 @@ def layer_numbers(target: Target, layers: int | Sequence[int] | None) -> tuple[i
     return numbers
 
 
-def num_shared(numbers: tuple[int, ...]) -> int:
-    """E, the largest number for which layers 0 .. E-1 are all among `numbers`."""
-    return sum(number == place for place, number in enumerate(numbers))
-
-
 class LayerSkip(Proposer):
     """A chain of `depth` drafts, each by a pass through the chosen `layers`, the final norm and the LM head.
 
-    These passes read the committed tokens' K and V in the target's own cache, which are right for every layer, and write
-    those of the drafts behind them. If layers 0 .. E-1 are among the chosen ones, then the drafts' K and V in these layers
-    are those of a full pass, and so are the hidden states after them. Verification continues from these states, and
-    overwrites the drafts' K and V in the other layers.
+    These passes read the committed tokens' K and V in the target's own cache, and write those of the drafts behind them. If
+    layers 0 .. E-1 are among the chosen ones, the drafts' K and V in these layers, and the hidden states after them, are
+    those of a full pass: verification continues from there, and overwrites the drafts' K and V in the other layers.
 
     At temperature > 0 drafts are sampled.
-    threshold: drafting stops once the product of the chances of the most likely tokens, by the drafting layers, is below
-        it in every row. It depends on laws only, not on drawn tokens (docs/methods.md, section 1)
+    threshold: drafting stops once the product of the most likely tokens' probabilities is below it in every row. It depends
+        on distributions only, not on drawn tokens (docs/methods.md, section 1)
     """
 
     target_layers = ()
@@ -67,14 +61,14 @@ class LayerSkip(Proposer):
         threshold: float = 0.0,
         compile: bool = False,
     ):
-        self.layers = layer_numbers(target, layers)
+        self.layers = find_layers(target, layers)
         if depth < 1:
             raise ValueError(f"depth={depth} must be at least 1.")
         if not 0 <= threshold < 1:
             raise ValueError(f"threshold={threshold} must be at least 0, which never stops, and below 1.")
         check_layers(target, "it cannot draft with some of them; choose another proposer.")
         self.target, self.depth, self.threshold = target, depth, threshold
-        self.num_shared = num_shared(self.layers)  # E
+        self.num_shared = sum(number == place for place, number in enumerate(self.layers))  # E
         self.varies = threshold > 0
         self.runner = Runner(compile)
         self.compiled = CompiledTarget(target, self.runner)
@@ -95,28 +89,25 @@ class LayerSkip(Proposer):
     @torch.no_grad()
     def propose(self, sampling, generator):
         self.cache.make_room(1 + self.depth)  # now, so that every pass and verification read the same capacity
-        tokens, laws, states = [self.newest], [], []
+        tokens, distributions, states = [self.newest], [], []
         certainty = torch.zeros((), device=self.newest.device)
         for _ in range(self.depth):
             before, h = self._run(tokens[-1], self.layers)
             states.append(before)
-            logits, best, log_chance = self.runner("draft", self._read_out, h)
-            certainty = certainty + log_chance
+            logits, best, log_probability = self.runner("draft", self._read_out, h)
+            certainty = certainty + log_probability
             if not sampling.greedy:
-                laws.append(sampling.law(logits))
-                uniform = uniforms(len(best), generator, best.device)
-                best = pick(laws[-1], uniform)
+                distributions.append(sampling.law(logits))
+                best = pick(distributions[-1], uniforms(len(best), generator, best.device))
             tokens.append(best)
             if self.threshold and bool(certainty.max().exp() < self.threshold):
                 break
         if self.num_shared:
             states.append(self._run(tokens[-1], self.layers[: self.num_shared])[0])
         self.cache.drop_pending()
-        probs = torch.stack([torch.zeros_like(laws[0]), *laws], dim=1) if laws else None
-        tree = chain(torch.stack(tokens, dim=1), probs)
-        if self.num_shared:
-            tree = dataclasses.replace(tree, done=PartialPass(torch.cat(states, dim=1), self.num_shared))
-        return tree
+        probs = torch.stack([torch.zeros_like(distributions[0]), *distributions], dim=1) if distributions else None
+        done = PartialPass(torch.cat(states, dim=1), self.num_shared) if self.num_shared else None
+        return dataclasses.replace(chain(torch.stack(tokens, dim=1), probs), done=done)
 
     def _run(self, tokens: Tensor, numbers: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """Runs layers on one more token of each row [B] -> h [B, 1, D] after the first E layers, and after all of them"""
@@ -124,17 +115,14 @@ class LayerSkip(Proposer):
         cache.reserve(1)
 
         def begin(tokens, slots):
-            return *self.compiled.begin(tokens, slots), masks.committed(slots[:, 0] + 1, cache.visible)
+            return *self.compiled.begin(tokens, slots), masks.committed_mask(slots[:, 0] + 1, cache.visible)
 
         h, *rotary, mask = run(("begin", cache.visible), begin, tokens[:, None], cache.slots)
         states = self.compiled.run_layers(h, numbers, rotary=rotary, positions=cache.slots, mask=mask, cache=cache)
         return states[self.num_shared], states[-1]
 
     def _read_out(self, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """h [B, 1, D] -> logits [B, V], the most likely token [B], the logarithm of its chance [B]
-
-        The latter is 0 without a threshold, which alone needs it.
-        """
+        """h [B, 1, D] -> logits [B, V], the most likely token [B], its log-probability [B], which is 0 without a threshold"""
         logits = self.target.logits(self.target.norm(h))[:, 0]
         top, best = logits.max(-1)
         return logits, best, top - logits.logsumexp(-1) if self.threshold else torch.zeros_like(top)

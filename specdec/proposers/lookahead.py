@@ -1,8 +1,8 @@
 """Lookahead decoding (2402.02057): the target guesses its own next tokens; the smallest case is plain Jacobi decoding.
 
 A window of columns stands ahead of the text. A column is a trajectory of Jacobi iteration: N - 1 tokens at consecutive
-positions. Each of them was the target's most likely token after the tokens before it, and is one round younger than the
-token before it. With window=3 columns a, b, c, ngram=4, and the newest committed token, the root, at position p:
+positions, each the target's most likely token after those before it, and one round younger. With window=3 columns a, b, c,
+ngram=4, and the newest committed token, the root, at position p:
 
     position    p      p+1    p+2    p+3    p+4    p+5    p+6
     level 0     root   a0     b0     c0                          a chain under the root
@@ -10,18 +10,9 @@ token before it. With window=3 columns a, b, c, ngram=4, and the newest committe
     level 2                          a2     b2     c2            a2 hangs under a1, b2 under b1, c2 under c1
     choices                                 a3     b3     c3     the target's most likely token after a2, b2, c2
 
-So c2 sees the text, the root, a0 b0 c0 and c1: the paper's mask is that of a tree's ancestors. After the round a0 a1 a2 a3,
-b0 b1 b2 b3 and c0 c1 c2 c3 go to the pool, and the columns are a1 a2 a3, b1 b2 b3, c1 c2 c3. The root has moved by one
-position, and by one more for each accepted draft. Guesses keep their positions:
-
-    none accepted    the root is at p+1, and a1 stands right behind it, at p+2: the columns are a, b, c
-    one accepted     the root is at p+2, where a1 stood; b1 stands right behind it: the columns are b, c, a
-
-A column that the root has passed becomes the last one. Its tokens still follow one another, but at other positions. At
-first each column has one token of the text; each round adds a level.
-
-The n-grams of the pool that begin with the root's token hang under the root. Nodes with the same path are one node, in the
-window too, because the target's output there is the same.
+After the round a0 a1 a2 a3, b0 .. b3 and c0 .. c3 go to the pool, and the columns are a1 a2 a3, b1 b2 b3, c1 c2 c3. Guesses
+keep their positions, so a column that the root has passed by accepted drafts becomes the last one. The n-grams of the pool
+that begin with the root's token hang under the root. Nodes with the same path are one node.
 """
 
 from dataclasses import dataclass, field
@@ -33,7 +24,7 @@ from specdec.target.model import Target
 
 @dataclass
 class Window:
-    """What is kept beside a row's text."""
+    """The state of one row."""
 
     columns: list[list[int]] = field(default_factory=list)  # the tokens of each column, the oldest first
     ends: list[int] = field(default_factory=list)  # the node of each column's last token
@@ -68,17 +59,17 @@ class Lookahead(TextProposer):
         return Window()
 
     def extend(self, row, new):
-        columns, accepted = self.states[row].columns, len(new) - 1
-        self.states[row].columns = columns[accepted:] + columns[:accepted]
+        state, accepted = self.states[row], len(new) - 1
+        state.columns = state.columns[accepted:] + state.columns[:accepted]
         if self.from_text:
             text = self.texts[row]
             for end in range(max(self.ngram, len(text) - len(new) + 1), len(text) + 1):
-                self.keep(row, text[end - self.ngram : end])
+                self._keep(row, text[end - self.ngram : end])
 
     def draft(self, row):
-        text, columns = self.texts[row], self.states[row].columns
-        if not columns:
-            columns += [[text[number * len(text) // self.window]] for number in range(self.window)]
+        text, state = self.texts[row], self.states[row]
+        if not state.columns:
+            state.columns = [[text[number * len(text) // self.window]] for number in range(self.window)]
         draft: Nodes = []
         numbers: dict[tuple[int, int], int] = {}  # of nodes, by token and parent
 
@@ -91,12 +82,11 @@ class Lookahead(TextProposer):
                 node = numbers[token, node]
             return node
 
-        ends, node = [], 0
-        for first, *later in columns:
+        state.ends, node = [], 0
+        for first, *later in state.columns:
             node = hang([first], node)
-            ends.append(hang(later, node))
-        self.states[row].ends = ends
-        for guess in self.states[row].pool.get(text[-1], ()):
+            state.ends.append(hang(later, node))
+        for guess in state.pool.get(text[-1], ()):
             hang(guess, 0)
         return draft
 
@@ -105,11 +95,11 @@ class Lookahead(TextProposer):
             for column, end in zip(self.states[row].columns, self.states[row].ends):
                 column.append(tokens[end])
                 if len(column) == self.ngram:
-                    self.keep(row, column)
+                    self._keep(row, column)
                     del column[0]
 
-    def keep(self, row: int, ngram: list[int]) -> None:
-        """Adds an n-gram to the pool. If there are too many with its first token, the oldest of them is dropped."""
+    def _keep(self, row: int, ngram: list[int]) -> None:
+        """Adds an n-gram to the pool, and drops the oldest one with its first token if there are too many."""
         first, *guess = ngram
         pool = self.states[row].pool.setdefault(first, {})
         pool.pop(tuple(guess), None)

@@ -17,24 +17,24 @@ from specdec.target.loading import load_tokenizer
 from specdec.target.model import Target
 
 
-class Match(NamedTuple):
+class SuffixMatch(NamedTuple):
     """The longest end of a text that occurs in an automaton."""
 
     state: int
     length: int
 
 
-NOWHERE = Match(0, 0)
+NOWHERE = SuffixMatch(0, 0)
 
 
 @dataclass
-class Place:
+class RowMemory:
     """What is kept beside a row's text."""
 
     own: "Automaton"  # of the text
     start: int = 0  # where its answer starts
-    young: Match = NOWHERE  # the longest match in each generation of the memory
-    old: Match = NOWHERE
+    young: SuffixMatch = NOWHERE  # the longest match in each generation of the memory
+    old: SuffixMatch = NOWHERE
 
 
 class Suffix(TextProposer):
@@ -46,7 +46,7 @@ class Suffix(TextProposer):
     enters the memory when the next prompt takes its place, or else with the end of the batch.
 
     num: the largest number of drafts; factor, offset: at most ceil(factor * length of the match) + offset drafts
-    least: the smallest estimated chance that a draft and all drafts before it are accepted
+    least: the smallest estimated probability that a draft and all drafts before it are accepted
     memory: the number of tokens of the latest answers that are kept for certain; up to twice as many are kept. 0: none
     datastore: a folder as specdec/proposers/datastore.py writes it, whose last texts are remembered from the start; None: nothing is
     """
@@ -74,7 +74,7 @@ class Suffix(TextProposer):
         self.datastore, self.known = datastore, [] if datastore is None else last_texts(target, datastore, memory)
         self.forget()
         self.texts: list[list[int]] = []
-        self.states: list[Place] = []
+        self.states: list[RowMemory] = []
 
     def forget(self):
         self.younger, self.older = Automaton(), Automaton()  # two generations of memory
@@ -109,7 +109,7 @@ class Suffix(TextProposer):
             self.younger.append(token)
 
     def fresh(self, text):
-        return Place(Automaton())
+        return RowMemory(Automaton())
 
     def extend(self, row, new):
         for token in new:
@@ -219,12 +219,12 @@ class Automaton:
         self.counts.append(count)
         return len(self.links) - 1
 
-    def repeated(self) -> Match:
+    def repeated(self) -> SuffixMatch:
         """The longest end of the current text that occurred before."""
         state = max(0, self.links[self.last])
-        return Match(state, self.lengths[state])
+        return SuffixMatch(state, self.lengths[state])
 
-    def follow(self, match: Match, token: int) -> Match:
+    def follow(self, match: SuffixMatch, token: int) -> SuffixMatch:
         """The longest end that occurs of the matched string and the token."""
         state, length = match
         while token not in self.children[state]:
@@ -232,21 +232,21 @@ class Automaton:
                 return NOWHERE
             state = self.links[state]
             length = self.lengths[state]
-        return Match(self.children[state][token], length + 1)
+        return SuffixMatch(self.children[state][token], length + 1)
 
-    def most_likely(self, match: Match, num: int, least: float) -> list[Guess]:
+    def most_likely(self, match: SuffixMatch, num: int, least: float) -> list[Guess]:
         """At most `num` nodes that may follow the state's strings, the most likely first; of equals the first found.
 
-        The chance of a token is its share of all tokens that followed; the chance of a path is the product, and must be at
+        The probability of a token is its share of all tokens that followed; the probability of a path is the product, and must be at
         least `least`. If nothing ever followed a string, as at the end of a text, its longest suffix is used that something
-        followed. A guess states a smaller chance: that of one more token that followed, of which nothing is known, and the
+        followed. A guess states a smaller probability: that of one more token that followed, of which nothing is known, and the
         less the shorter the string is.
         """
         draft: list[Guess] = []
         order = itertools.count()
-        # minus the chance of the path, order, stated chance, token, parent, state, depth
+        # minus the probability of the path, order, stated probability, token, parent, state, depth
         heap: list[tuple[float, int, float, int, int, int, int]] = []
-        state, chance, depth = match.state, 1.0, 0
+        state, probability, depth = match.state, 1.0, 0
         while True:
             while state > 0 and not self.children[state]:
                 state = self.links[state]
@@ -254,13 +254,13 @@ class Automaton:
                 following = [(token, child, self.counts[child]) for token, child in self.children[state].items()]
                 total = sum(count for _, _, count in following)
                 for token, child, count in following:
-                    if chance * count / total >= least:
+                    if probability * count / total >= least:
                         known = match.length + depth
                         stated = count / (total + 1) * known / (known + 1)
-                        path = -chance * count / total
+                        path = -probability * count / total
                         heapq.heappush(heap, (path, next(order), stated, token, len(draft), child, depth + 1))
             if not heap or len(draft) == num:
                 return draft
             negative, _, stated, token, parent, state, depth = heapq.heappop(heap)
-            chance = -negative
+            probability = -negative
             draft.append(Guess(token, parent, stated, match.length + depth - 1))

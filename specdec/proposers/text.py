@@ -120,7 +120,7 @@ class Ngram(RetractableTextProposer):
         self.depth = num
 
     def fresh(self, text):
-        return Index(text, self.min, self.max)
+        return NgramIndex(text, self.min, self.max)
 
     def extend(self, row, new):
         self.states[row].extend(len(new))
@@ -138,7 +138,7 @@ class Ngram(RetractableTextProposer):
         return list(zip(copy, range(self.num)))
 
 
-class Index:
+class NgramIndex:
     """The latest place behind each n-gram of a text, min <= n <= max, at which another token follows.
 
     text: a list that the caller extends and cuts, calling `extend` and `retract`

@@ -16,7 +16,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 from transformers import PreTrainedTokenizerBase
 
-from specdec.core import plain_text, token_ids
+from specdec.core import token_text
 from specdec.core.generation import Ends, StopStrings, reached
 from specdec.core.grammar import Constraint, Grammar
 from specdec.server import recording, traffic
@@ -340,10 +340,10 @@ def _encode(served: Served, settings: Settings) -> list[int]:
     tokens: Any = settings.prompt
     if settings.text is not None:
         try:
-            tokens = plain_text.encode(served.tokenizer, settings.text)
+            tokens = token_text.encode_text(served.tokenizer, settings.text)
         except ValueError as error:
             raise RequestError(str(error), parameter="prompt") from None
-    size = token_ids.num_ids(served.tokenizer)
+    size = token_text.num_ids(served.tokenizer)
     if not tokens or not all(isinstance(token, int) and 0 <= token < size for token in tokens):
         raise RequestError(
             f"prompt must be one text that is not empty, or token ids from 0 to {size - 1}.", parameter="prompt"

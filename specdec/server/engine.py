@@ -14,9 +14,8 @@ import torch
 from specdec.core.generation import Ends
 from specdec.core.grammar import Constraint
 from specdec.core.sampling import Sampling
-from specdec.decoding.batch import Batch, Request, Step
+from specdec.decoding.batch import Batch, Prefill, Request, Step
 from specdec.decoding.decoder import Decoder
-from specdec.decoding.prefill import Prefill
 
 LOG = logging.getLogger(__name__)
 TOGETHER = 8192  # tokens of prompts that are read together, filled up to the longest; one prompt may have more

@@ -18,7 +18,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from specdec.core import plain_text
+from specdec.core import token_text
 from specdec.proposers import datastore
 from specdec.server.traffic_files import TrafficFiles
 from specdec.server.traffic_files import read as read
@@ -308,7 +308,7 @@ class Recorder:
             prompt, said = self.encode_chat(before, row["thinking"], **tools), last["content"]
         else:
             text, said = row["texts"]
-            prompt = plain_text.encode(self.tokenizer, text)
+            prompt = token_text.encode_text(self.tokenizer, text)
         answer = self.tokenizer(said, add_special_tokens=False)["input_ids"] + ([] if end is None else [end])
         if not prompt or not answer:
             raise ValueError("its prompt or its answer has no tokens")

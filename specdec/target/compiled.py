@@ -10,8 +10,8 @@ from torch import Tensor
 from specdec.core.cache import RowCache
 from specdec.core.compile import Runner
 from specdec.core.tree import PartialPass
-from specdec.target.layer_kinds import LayerMasks
 from specdec.target.model import Target, TargetOutput
+from specdec.target.structure import LayerMasks
 
 
 class CompiledTarget:

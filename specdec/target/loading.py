@@ -1,6 +1,8 @@
 """Loads a target's model and its tokenizer from a folder or the Hugging Face Hub, and refuses what cannot be a target."""
 
 import contextlib
+import hashlib
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -8,7 +10,10 @@ from typing import Any, cast
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
-from torch import nn
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import (
     CONFIG_MAPPING,
@@ -26,14 +31,14 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.quantizers import AutoHfQuantizer
 from transformers.utils import is_accelerate_available
 
-from specdec.core import few_rows, hub, plain_text, precision, token_ids
+from specdec.core import hub, precision, token_text
 from specdec.core.devices import numbered, out_of_memory
+from specdec.core.shards import Shards
 from specdec.target import attention
 from specdec.target import parallel as target_parallel
-from specdec.target.fingerprint import quantisation_of
-from specdec.target.layer_kinds import check_supported
-from specdec.target.parallel import Share
-from specdec.target.structure import find_blocks
+from specdec.target import structure as target_structure
+from specdec.target.parallel import Share, whole
+from specdec.target.structure import check_supported, find_blocks
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16, "float64": torch.float64}
 NEWER = "Install a newer transformers that specdec allows (pip install -U specdec), or choose another target."
@@ -91,7 +96,7 @@ def load_model(
             f"Use another machine, {missing}, or choose a target that is not quantised."
         ) from error
     check_complete(model, about, name)
-    few_rows.prepare(model)
+    precision.prepare_few_rows(model)
     return model, quantisation, share
 
 
@@ -179,8 +184,8 @@ def load_tokenizer(
     tokenizer = _read(AutoTokenizer.from_pretrained, name, **origin)
     with contextlib.suppress(ValueError, AttributeError):  # a tokenizer without a model
         config = _read(AutoConfig.from_pretrained, name, **origin).get_text_config(decoder=True)
-        token_ids.limit(tokenizer, config.vocab_size, name)
-    plain_text.expect_opening(tokenizer, name, **origin)
+        token_text.limit_ids(tokenizer, config.vocab_size, name)
+    token_text.expect_opening(tokenizer, name, **origin)
     return tokenizer
 
 
@@ -287,3 +292,229 @@ def _read(load: Callable, name: str, **kwargs):
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+# The parts of a target without its layers: their values come from the safetensors files, one tensor at a time.
+
+UNREAD = "layers-unread"  # ends the fingerprint of a target whose layers were not compared
+
+
+@torch.no_grad()
+def fill_ends(model: PreTrainedModel, parts: tuple[nn.Module, ...], shards: Shards) -> None:
+    """Gives the parameters of some parts of the model their values, in the dtype that they have.
+
+    A matrix that is the same in two parts (a tied LM head) stays so. Raises ValueError for a tensor that is missing.
+    """
+    names = {parameter: name for name, parameter in model.named_parameters()}  # a shared one has its first name
+    modules = {module: name for name, module in model.named_modules()}
+    filled: dict[Tensor, nn.Parameter] = {}
+    read: set[str] = set()
+    for part in parts:
+        for parameter in list(part.parameters()):
+            if not parameter.is_meta:
+                continue
+            if parameter not in filled:
+                filled[parameter] = _read_parameter(names[parameter], parameter, shards, read)
+            _replace(model, parameter, filled[parameter])
+        for module in part.modules():
+            _fill_buffers(model, module, modules[module], shards)
+
+
+def read_ends_part(model: PreTrainedModel, part: nn.Module, shards: Shards) -> dict[str, Tensor]:
+    """The values of a part's parameters, by their names in it, in their dtype. Raises ValueError for a tensor that is missing."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    read: set[str] = set()
+    return {name: _read_parameter(names[value], value, shards, read).data for name, value in part.named_parameters()}
+
+
+def _read_parameter(name: str, parameter: Tensor, shards: Shards, read: set[str]) -> nn.Parameter:
+    """read: the tensors that were read before, to which this one is added"""
+    shape = tuple(parameter.shape)
+    key = shards.find(name, shape)
+    if key is None and len(shape) == 2:  # GPT-NeoX's files have another name for the LM head
+        others = [other for other in shards.files if other not in read and shards.shape(other) == shape]
+        key = others[0] if len(others) == 1 else None
+    if key is None:
+        raise ValueError(
+            f"{shards.name} has no tensor {name} of shape {list(parameter.shape)}, which is needed where the target is read "
+            "part by part. Take a complete copy of it, or load the whole target."
+        )
+    read.add(key)
+    value = shards[key]
+    if not value.is_floating_point() or value.element_size() == 1:
+        raise ValueError(f"{shards.name}: its tensor {key} is quantised, and heads need plain matrices.")
+    return nn.Parameter(value.to(parameter.dtype).clone(), requires_grad=False)  # not the file's own pages
+
+
+def _fill_buffers(model: PreTrainedModel, module: nn.Module, place: str, shards: Shards) -> None:
+    """What no file holds, such as Gemma's scale of embeddings, is computed as transformers does when it loads a model.
+
+    place: the module's name in the model
+    """
+    missing = {name: buffer for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta}
+    for name, buffer in missing.items():
+        kept = name not in module._non_persistent_buffers_set
+        module.register_buffer(name, torch.empty_like(buffer, device="cpu"), persistent=kept)
+    if missing:
+        for parameter in module.parameters(recurse=False):
+            parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # so that it keeps its values
+        model._init_weights(module)
+    for name, buffer in missing.items():
+        key = (
+            None if name in module._non_persistent_buffers_set else shards.find(f"{place}.{name}", tuple(buffer.shape))
+        )
+        if key is not None:
+            module.get_buffer(name).copy_(shards[key])
+
+
+def _replace(model: nn.Module, old: Tensor, new: nn.Parameter) -> None:
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter is old:
+                setattr(module, name, new)
+
+
+# What identifies the weights of a target, and how they are quantised.
+
+FINGERPRINT_SIZES = ("hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads", "intermediate_size")
+NUM_VALUES = 64  # of every tensor, so that nothing is copied or converted as a whole
+
+
+def quantisation_of(config) -> str | None:
+    """The method in a model's configuration and its bits, such as bitsandbytes-4bit or fp8; None: not quantised."""
+    fields = config.to_dict().get("quantization_config")
+    if not fields:
+        return None
+    fields = fields if isinstance(fields, dict) else fields.to_dict()
+    method = fields.get("quant_method", "unknown")
+    bits = 4 if fields.get("load_in_4bit") else 8 if fields.get("load_in_8bit") else fields.get("bits")
+    return f"{getattr(method, 'value', method)}{f'-{bits}bit' if bits else ''}"
+
+
+def fingerprint_of_model(model: PreTrainedModel, config, quantisation: str | None) -> str:
+    """16 hex digits of the sizes and of some values of every parameter, rounded to bfloat16; `-METHOD` if quantised.
+
+    config: of the text part
+    """
+    if quantisation is None:
+        return _digest(config, model.named_parameters())
+    # GPTQ, AWQ and others keep packed weights in buffers
+    tensors = [(name, value) for name, value in model.state_dict().items() if isinstance(value, Tensor)]
+    return f"{_digest(config, (part for pair in tensors for part in _plain(*pair)))}-{quantisation}"
+
+
+def fingerprint_of_shards(shards: Shards, model: PreTrainedModel, config, quantisation: str | None) -> str | None:
+    """`fingerprint` of a model whose parameters have no values, from its files; None where these have no tensor for each
+    parameter (quantised models, and those whose experts are stored one by one), or are not all here."""
+    if quantisation is not None or not shards.here:
+        return None
+    places = {name: shards.find(name, tuple(value.shape)) for name, value in model.named_parameters()}
+    keys = [key for key in places.values() if key is not None]
+    if len(set(keys)) < len(places):
+        return None
+    return _digest(config, ((name, shards[str(key)]) for name, key in places.items()))
+
+
+def embeddings_fingerprint(embed: nn.Module, norm: nn.Module, config) -> str:
+    """16 hex digits of the sizes, the embedding and the last norm, which quantisers leave as they are."""
+    parts = (("embed", embed), ("norm", norm))
+    return _digest(config, [(f"{part}.{name}", p) for part, module in parts for name, p in module.named_parameters()])
+
+
+def _digest(config, tensors) -> str:
+    digest = hashlib.sha256()
+    fields = config.to_dict()
+    digest.update(json.dumps({key: fields[key] for key in FINGERPRINT_SIZES if key in fields}).encode())
+    for name, tensor in sorted(tensors, key=lambda pair: pair[0]):
+        flat = whole(tensor.detach()).reshape(-1)
+        sample = flat[:: max(1, len(flat) // NUM_VALUES)][:NUM_VALUES].to(torch.bfloat16).float().cpu()
+        digest.update(name.encode() + sample.numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _plain(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
+    """The tensor, or those that it is made of: torchao keeps packed values and scales in one."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return [(name, tensor)]
+    parts, _ = tensor.__tensor_flatten__()
+    return [pair for part in parts for pair in _plain(f"{name}.{part}", vars(tensor)[part])]
+
+
+# A target whose layers are kept in parts by all processes of a run (FSDP2). Each process reads its own texts.
+#
+# A process keeps 1/N of every layer. A layer is gathered from all processes before it computes, and dropped after that. Embedding,
+# final norm and LM head are whole in every process, because heads read them, and so is all else outside of the layers.
+#
+# All processes must call the target equally often, or they wait for each other: `Share.behind` says how often another process
+# calls it more. They may call it with different tokens.
+
+WHOLE = "Use shard=false; then tp=N, device=auto or an engine hold a target that is too large for one device."
+
+
+def load_sharded(
+    name: str, *, dtype: str, device: str | torch.device, revision: str | None, trust_remote_code: bool = False
+) -> tuple[PreTrainedModel, Share]:
+    """The model with this process' part of each layer, and all processes. All call this; none holds more than one whole layer.
+
+    Arguments as of target_loading.load_model, but one device. Raises ValueError with what to do.
+    """
+    num = dist.get_world_size() if dist.is_initialized() else 1
+    if num == 1:
+        raise ValueError(
+            "shard=true keeps a part of the target's layers in each process, and there is one process: start several (accelerate "
+            "launch --num_processes 8, or torchrun --nproc_per_node 8), or set shard=false."
+        )
+    if str(device) == "auto":
+        raise ValueError(
+            "device=auto spreads a target's layers over the devices of one process, and shard=true keeps a part of each layer in "
+            "every process: use device=null with shard=true, or shard=false with auto."
+        )
+    place = find_devices(device)[0]
+    origin: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    if (quantisation := quantisation_of(load_config(name, **origin))) is not None:
+        raise ValueError(f"{name} is quantised ({quantisation}), and shard=true divides only plain weights. {WHOLE}")
+    mesh = init_device_mesh(place.type, (num,), mesh_dim_names=("shard",))
+    share = Share(num, mesh, same=False)
+    dtype = agreed_dtype(dtype, place, share)
+    model, _ = load_skeleton(name, dtype=dtype, **origin)
+    _check_sharded_dtype(model, DTYPES[dtype], name)
+    _fill_sharded(model, Shards(name, revision=revision), mesh, name)
+    return model.to(place), share  # type: ignore[arg-type]
+
+
+def _check_sharded_dtype(model: PreTrainedModel, dtype: torch.dtype, name: str) -> None:
+    """Raises ValueError for a model of which transformers keeps some parts in 32 bits."""
+    kept = {*(model._keep_in_fp32_modules_strict or ())}
+    if dtype == torch.float16:
+        kept |= {*(model._keep_in_fp32_modules or ())}
+    names = [
+        part for part, _ in [*model.named_parameters(), *model.named_buffers()] if any(key in part for key in kept)
+    ]
+    if names and dtype in (torch.bfloat16, torch.float16):
+        raise ValueError(
+            f"{name}: {names[0]} and other parts stay in 32 bits beside {dtype}, and shard=true gives all parts one type: use "
+            "dtype=float32, or shard=false."
+        )
+
+
+def _fill_sharded(model: PreTrainedModel, shards: Shards, mesh: DeviceMesh, name: str) -> None:
+    decoder = target_structure.find_decoder(model)
+    blocks = target_structure.find_blocks(decoder, model.config.get_text_config(decoder=True).num_hidden_layers, name)
+    for block in blocks:
+        _read_sharded(model, (block,), shards)
+        try:
+            fully_shard(block, mesh=mesh, reshard_after_forward=True)
+        except (ValueError, RuntimeError, AssertionError) as error:
+            raise ValueError(f"{name}: a layer cannot be divided ({' '.join(str(error).split())}). {WHOLE}") from error
+    _read_sharded(model, (model.get_input_embeddings(), model.get_output_embeddings()), shards)
+    _read_sharded(model, (model,), shards)
+    inside = {id(parameter) for block in blocks for parameter in block.parameters()}
+    others = {parameter for parameter in decoder.parameters() if id(parameter) not in inside}
+    fully_shard(decoder, mesh=mesh, ignored_params=others)  # so that layers share streams, and are gathered ahead
+
+
+def _read_sharded(model: PreTrainedModel, parts: tuple[nn.Module, ...], shards: Shards) -> None:
+    try:
+        fill_ends(model, parts, shards)
+    except ValueError as error:
+        raise ValueError(f"shard=true reads a target part by part from its files. {error} {WHOLE}") from error

@@ -15,21 +15,25 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from specdec.core import few_rows, masks, precision
-from specdec.core.cache import RowCache
-from specdec.core.layer_states import LayerStates
+from specdec.core import masks, precision
+from specdec.core.cache import LayerStates, RowCache
 from specdec.core.shards import Shards
-from specdec.target import attention, layer_kinds
-from specdec.target import ends as target_ends
-from specdec.target import sharding as target_sharding
+from specdec.target import attention, loading
 from specdec.target import structure as target_structure
-from specdec.target.fingerprint import embeddings_fingerprint, fingerprint, fingerprint_of_shards, quantisation_of
-from specdec.target.layer_kinds import LayerMasks, check_supported
 from specdec.target.loading import DTYPES as DTYPES
-from specdec.target.loading import check_dtype, find_devices, load_model, load_skeleton
+from specdec.target.loading import (
+    check_dtype,
+    embeddings_fingerprint,
+    find_devices,
+    fingerprint_of_model,
+    fingerprint_of_shards,
+    load_model,
+    load_skeleton,
+    quantisation_of,
+)
 from specdec.target.loading import load_tokenizer as load_tokenizer
 from specdec.target.parallel import Share, whole
-from specdec.target.structure import LogitShape
+from specdec.target.structure import LayerMasks, LogitShape, check_supported
 
 
 @dataclass(frozen=True)
@@ -79,15 +83,15 @@ class Target:
         self.blocks = target_structure.find_blocks(self.decoder, config.num_hidden_layers, name)
         self.num_layers = len(self.blocks)
         if shards is not None:
-            target_ends.fill(model, (self.embed, self.lm_head), shards)
-        self.kinds = layer_kinds.find(model, config, name)
+            loading.fill_ends(model, (self.embed, self.lm_head), shards)
+        self.kinds = target_structure.find_layer_kinds(model, config, name)
         self._find_parts()
         if shards is not None:
-            target_ends.fill(model, (self.norm,), shards)
+            loading.fill_ends(model, (self.norm,), shards)
             whole = fingerprint_of_shards(shards, model, config, self.quantisation)
-            self._fingerprint = whole or f"{self.embeddings_fingerprint()}-{target_ends.UNREAD}"
+            self._fingerprint = whole or f"{self.embeddings_fingerprint()}-{loading.UNREAD}"
         else:
-            self._fingerprint = fingerprint(model, config, self.quantisation)
+            self._fingerprint = fingerprint_of_model(model, config, self.quantisation)
             self._check_logits()
 
     @classmethod
@@ -156,7 +160,7 @@ class Target:
         Arguments as of `load`, but one device.
         """
         origin: dict = {"revision": revision, "trust_remote_code": trust_remote_code}
-        model, share = target_sharding.load(name, dtype=dtype, device=device, **origin)
+        model, share = loading.load_sharded(name, dtype=dtype, device=device, **origin)
         target = cls(model, name=name, trust_remote_code=trust_remote_code, share=share)
         if target.recurrent:
             raise ValueError(
@@ -174,7 +178,7 @@ class Target:
         """The parameters of a layer, from the files if it is not here."""
         block = self.blocks[number]
         if self.shards is not None:
-            return target_ends.read_part(self.model, block, self.shards)
+            return loading.read_ends_part(self.model, block, self.shards)
         return {name: whole(value) for name, value in block.state_dict().items()}
 
     @property
@@ -253,7 +257,7 @@ class Target:
 
     def cache(self, batch: int) -> RowCache:
         """An empty cache for `batch` rows."""
-        states = LayerStates(layer_kinds.state_layers(self.config)) if self.recurrent else None
+        states = LayerStates(target_structure.state_layers(self.config)) if self.recurrent else None
         return RowCache(self._shapes, batch=batch, device=self.device, states=states)
 
     def read(
@@ -313,7 +317,7 @@ class Target:
     def logits(self, final: Tensor) -> Tensor:
         """[..., D] -> [..., V], float32 (float64 for a float64 target)"""
         weight = self.lm_head.weight
-        logits = self.shape_logits(few_rows.linear(final.to(weight.device), weight, self.lm_head.bias))
+        logits = self.shape_logits(precision.multiply_few_rows(final.to(weight.device), weight, self.lm_head.bias))
         return logits.to(self.device, torch.promote_types(logits.dtype, torch.float32))
 
     def _watch_mixer(self, place: int, mixer: nn.Module, cache: RowCache):
@@ -338,7 +342,7 @@ class Target:
             blocks = target_structure.find_blocks(decoder, len(blocks), self.name)
         tokens = self._sample_text().to(device)
         positions = torch.arange(tokens.shape[1], device=device)[None]
-        seen = self.layer_masks(masks.causal(tokens.shape[1], device)[None, None], positions, None)
+        seen = self.layer_masks(masks.causal_mask(tokens.shape[1], device)[None, None], positions, None)
         advice = (
             target_structure.ANOTHER
             if self.whole
@@ -348,7 +352,7 @@ class Target:
             # The norm's output is what the LM head reads
             norm = target_structure.find_norm(decoder, blocks, tokens, positions, seen)
             recorder = target_structure.record(
-                decoder, blocks, layer_kinds.state_layers(self.config), tokens, positions, seen
+                decoder, blocks, target_structure.state_layers(self.config), tokens, positions, seen
             )
         names = {module: name for name, module in decoder.named_modules()}
         if not self.whole and norm not in names:
@@ -369,7 +373,7 @@ class Target:
         features, final = [], []
         for part in tokens.split(2 * num // 3, dim=1):
             cache.reserve(part.shape[1])
-            mask = masks.pending(masks.causal(part.shape[1], self.device), cache.lengths, cache.visible)
+            mask = masks.pending_mask(masks.causal_mask(part.shape[1], self.device), cache.lengths, cache.visible)
             with target_structure.refusals(self.name, self.decoder):
                 output = self.read(part, tuple(range(self.num_layers)), positions=cache.slots, mask=mask, cache=cache)
             features.append(output.features)

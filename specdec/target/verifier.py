@@ -118,7 +118,7 @@ class Verifier:
             tree = Tree(tokens, parents, None, linear=linear)
             ancestors = tree.ancestors()  # [B, N, N]
             positions = (lengths + skipped)[:, None] + ancestors.sum(-1) - 1  # [B, N]
-            return positions, masks.pending(ancestors, lengths, cache.visible)
+            return positions, masks.pending_mask(ancestors, lengths, cache.visible)
 
         positions, mask = self.runner(("place", linear, cache.visible), place, tokens, parents, lengths, skipped)
         return self.compiled.read(tokens, self.hidden_states, positions=positions, mask=mask, cache=cache, done=done)

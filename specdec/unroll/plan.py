@@ -16,21 +16,24 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from specdec.core import devices
-from specdec.core.documents import Documents, Together
+from specdec.core.cache import UnrollCache
+from specdec.core.masks import Documents, Together
 from specdec.core.span_attention import Span, spans
 from specdec.heads.base import Drafter
 
 LEAST_KEPT = 0.2  # share of the slots that the deepest steps run on at least (P-EAGLE, 2602.01469, section 4)
-ROUND = 32  # numbers of chosen slots are multiples of it: libraries prepare each shape of a matrix product once, and keep it
+ROUND_SLOTS = 32  # numbers of chosen slots are multiples of it: libraries prepare each shape of a matrix product once, and keep it
 
 
 @dataclass(frozen=True)
-class Step:
+class UnrollStep:
     """One step of the unroll, on S slots of each row."""
 
     kept: Tensor | None  # [B, S] the places of these slots among those of the step before; None: the same slots
@@ -52,14 +55,16 @@ class Step:
             *([] if self.kept is None else [self.kept]),
         ]
 
-    def with_tensors(self, reads: Tensor, positions: Tensor, goals: Tensor, places: Tensor, *more: Tensor) -> "Step":
+    def with_tensors(
+        self, reads: Tensor, positions: Tensor, goals: Tensor, places: Tensor, *more: Tensor
+    ) -> "UnrollStep":
         seen = None if self.seen is None else self.seen.on(*more[:2])
         kept = None if self.kept is None else more[-1]
         return replace(self, kept=kept, reads=reads, positions=positions, seen=seen, goals=goals, places=places)
 
 
 @dataclass(frozen=True)
-class Part:
+class UnrollPart:
     """Some goals that stand one after the other, and where each step has them."""
 
     goals: slice
@@ -67,7 +72,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Plan:
+class UnrollPlan:
     """first: the first slot; num_columns: slots of each row; goals [G, 2]: row and position of each goal, in order
     positions [B, columns]: of the slots in their documents; steps: K of them
     documents: for draft models, which read whole texts: the documents' columns, in groups or all in one pass
@@ -77,11 +82,11 @@ class Plan:
     num_columns: int
     goals: Tensor
     positions: Tensor
-    steps: list[Step]
+    steps: list[UnrollStep]
     documents: Documents | Together | None
     numbers: list[list[int]]  # the goals of each step, as Python numbers
 
-    def to(self, device: torch.device) -> "Plan":
+    def to(self, device: torch.device) -> "UnrollPlan":
         """The same plan with its tensors on a device; nothing waits for it."""
         tensors = [self.goals, self.positions]
         counts = []
@@ -96,15 +101,17 @@ class Plan:
         documents = self.documents and self.documents.to(device)
         return replace(self, goals=goals, positions=positions, steps=steps, documents=documents)
 
-    def parts(self, size: int) -> Iterator[Part]:
+    def parts(self, size: int) -> Iterator[UnrollPart]:
         """All goals, `size` at a time."""
         num = len(self.goals)
         for start in range(0, num, size):
             stop = min(start + size, num)
-            yield Part(slice(start, stop), [slice(bisect_left(n, start), bisect_left(n, stop)) for n in self.numbers])
+            yield UnrollPart(
+                slice(start, stop), [slice(bisect_left(n, start), bisect_left(n, stop)) for n in self.numbers]
+            )
 
 
-def plan(
+def plan_unroll(
     drafter: Drafter,
     documents: Tensor,
     positions: Tensor,
@@ -114,7 +121,7 @@ def plan(
     anchors: int | None = None,
     keep: float = 1.0,
     one_pass: bool = False,
-) -> Plan:
+) -> UnrollPlan:
     """documents (-1: padding), positions [B, T]; goals [B, T] bool: tokens to be guessed. All of them on the CPU
 
     Steps whose keys no later slot reads run on slots with a goal only.
@@ -139,7 +146,7 @@ def plan(
         wanted[rows[exists[d - 1]], at[exists[d - 1]] - d - first] = True
         return wanted
 
-    steps: list[Step] = []
+    steps: list[UnrollStep] = []
     # The first step that runs on chosen slots only, because no other slot reads its keys
     chosen_from = {"block": 1, "path": 2, "none": 2, "depth": depth + 1, "text": depth + 1}[kind]
     order, place, share, most = every, every, 1.0, 0
@@ -161,7 +168,7 @@ def plan(
         found = place[rows, column]  # [G]
         known = (exists[d - 1] & (found >= 0)).nonzero()[:, 0]
         steps.append(
-            Step(
+            UnrollStep(
                 kept=kept,
                 reads=(order + first + (0 if kind == "text" else d - 1)).clamp(max=length - 1),
                 positions=at_slots.gather(1, order) + (0 if kind == "text" else d - 1),
@@ -172,11 +179,11 @@ def plan(
             )
         )
     texts = (Together(index, at_slots) if one_pass else Documents.of(index)) if kind == "text" else None
-    return Plan(first, num, listed, at_slots, steps, texts, [step.goals.tolist() for step in steps])
+    return UnrollPlan(first, num, listed, at_slots, steps, texts, [step.goals.tolist() for step in steps])
 
 
 def _rounded_up(num: float) -> int:
-    return math.ceil(num / ROUND) * ROUND
+    return math.ceil(num / ROUND_SLOTS) * ROUND_SLOTS
 
 
 def _choose(wanted: Tensor, limit: int | None) -> tuple[Tensor, Tensor]:
@@ -195,3 +202,60 @@ def _choose(wanted: Tensor, limit: int | None) -> tuple[Tensor, Tensor]:
     place = torch.full_like(wanted, -1, dtype=torch.long)
     place.scatter_(1, order, torch.arange(num).expand_as(order))
     return order, torch.where(wanted, place, -1)
+
+
+# The training unroll: a drafter's steps over every slot of a text, for training and replay (unroll_plan.py).
+
+
+@dataclass(frozen=True)
+class Unrolled:
+    """States and readouts of every step, on the slots that the plan names."""
+
+    states: list[Tensor]  # K of [B, S_d, H]
+    readouts: list[Tensor]  # K of [B, S_d, R]
+    plan: UnrollPlan
+
+    def at(self, values: list[Tensor], d: int, part: UnrollPart) -> Tensor:
+        """Step d of the slots that guess the goals of a part -> [M, .], in the order of `plan.steps[d - 1].goals`"""
+        return values[d - 1].flatten(0, 1).index_select(0, self.plan.steps[d - 1].places[part.steps[d - 1]])
+
+
+def unroll(
+    drafter: Drafter, tokens: Tensor, features: Tensor, plan: UnrollPlan, *, gradient_checkpointing: bool = False
+) -> Unrolled:
+    """tokens [B, T], features [B, T, F*D], and a plan for their masks, on one device
+
+    gradient_checkpointing: whether a step's activations are computed again in the backward pass, instead of being kept
+    """
+    h = drafter.encode(features[:, : plan.num_columns])  # the feature of column c is that of the slot before it
+    if drafter.attends == "text":
+        readout = _read_texts(drafter, tokens, plan, gradient_checkpointing)
+        return Unrolled([h] * len(plan.steps), [readout] * len(plan.steps), plan)
+    cache = UnrollCache()
+    drafter.context(h, plan.positions - 1, cache)
+    states, readouts = [], []
+    for d, step in enumerate(plan.steps, start=1):
+        if step.kept is not None:
+            h = h.gather(1, step.kept[..., None].expand(-1, -1, h.shape[-1]))
+        arguments = h, tokens.gather(1, step.reads), step.positions, step.seen, cache.at_step(d, step.kept)
+        if gradient_checkpointing and torch.is_grad_enabled():
+            h, readout = checkpoint(partial(drafter.step, d), *arguments, use_reentrant=False)
+        else:
+            h, readout = drafter.step(d, *arguments)
+        states.append(h)
+        readouts.append(readout)
+    return Unrolled(states, readouts, plan)
+
+
+def _read_texts(drafter: Drafter, tokens: Tensor, plan: UnrollPlan, gradient_checkpointing: bool) -> Tensor:
+    """The readouts [B, columns, R] of a draft model, which reads each document from its beginning."""
+
+    def read(tokens: Tensor, positions: Tensor, mask: Tensor | None = None) -> Tensor:
+        h = drafter.encode(torch.zeros(*tokens.shape, 0, device=tokens.device))
+        arguments = h, tokens, positions, mask, UnrollCache()
+        if gradient_checkpointing and torch.is_grad_enabled():
+            return checkpoint(partial(drafter.step, 1), *arguments, use_reentrant=False)[1]
+        return drafter.step(1, *arguments)[1]
+
+    assert plan.documents is not None
+    return plan.documents.read(tokens, read)

@@ -14,8 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from specdec.heads.base import Drafter
 from specdec.target.model import TargetOutput
-from specdec.unroll.plan import plan
-from specdec.unroll.run import unroll
+from specdec.unroll.plan import plan_unroll, unroll
 
 CHUNK = 256  # goals whose [., V] logits exist at a time
 
@@ -121,7 +120,7 @@ def _by_start(
     goals = (positions > begins) & (positions < lengths)  # the first token of an answer is not drafted
     documents = torch.where(positions < lengths, 0, -1)
     device = drafter.target.device
-    steps = plan(drafter, documents, positions, goals, depth=depth).to(device)
+    steps = plan_unroll(drafter, documents, positions, goals, depth=depth).to(device)
     tokens, begins = padded.to(device), begins.to(device)
     unrolled = unroll(drafter, tokens, output.features, steps)
     # [B, K, T + 1]: the guess of depth d for a token belongs to the round that began d - 1 tokens before. The last entry is

@@ -19,7 +19,7 @@ from benchmarks.check_engines import CheckOptions, Decoding, ServedHead
 from benchmarks.engines import get_engines, llamacpp
 from benchmarks.engines.llamacpp import LlamaCpp, convert
 from benchmarks.engines.vllm import Vllm, VllmReply
-from specdec.export.cards import Provenance
+from specdec.export import cards
 from tests.benchmarks import tiny_heads
 from tests.support import REAL_TARGET, ROOT, save_eagle, save_target, write_prompts
 
@@ -271,7 +271,7 @@ def test_a_tiny_head_is_served_as_it_was_trained(tiny, case, monkeypatch, tmp_pa
         "reads_layers": list(drafter.target_layers),
     }
     about = (document, target.name, target.fingerprint(), None, {}, "its own answers", "other", tiny_heads.NUM_DRAFTS)
-    provenance, chosen = Provenance("tiny", *about), CheckOptions("", max_new_tokens=24)
+    provenance, chosen = cards.Provenance("tiny", *about), CheckOptions("", max_new_tokens=24)
 
     def share_right(drafter) -> float:
         decoding = check_engines.decode_here(drafter, ServedHead("", drafter, prompts, set(), provenance), chosen)

@@ -16,7 +16,6 @@ import pytest
 from scripts import launch_engine
 from specdec.target.model import Target
 from tests.support import REAL_TARGET, ROOT, child_environment
-from train.features.vllm_features import MODULES
 
 engines = pytest.mark.skipif(
     not (ROOT / "engines" / "ready").is_file(), reason="the engines are not installed: make engines"
@@ -45,8 +44,10 @@ def test_the_printed_command_serves_what_the_heads_read(monkeypatch, capsys):
     connector = json.loads(given["--kv-transfer-config"])
     assert connector["kv_connector_extra_config"] == {"shared_storage_path": "/tmp/states"}
     route = given["--middleware"].rpartition(".")[0]
-    assert all((MODULES / f"{name}.py").is_file() for name in (connector["kv_connector_module_path"], route))
-    assert f"PYTHONPATH={MODULES}" in words and "SPECDEC_HIDDEN_STATES=/tmp/states" in words
+    assert all(
+        (launch_engine.MODULES / f"{name}.py").is_file() for name in (connector["kv_connector_module_path"], route)
+    )
+    assert f"PYTHONPATH={launch_engine.MODULES}" in words and "SPECDEC_HIDDEN_STATES=/tmp/states" in words
 
 
 def test_layers_may_be_given(monkeypatch, capsys):

@@ -13,7 +13,7 @@ import torch
 from scripts import evaluate
 from specdec import checkpoint
 from specdec.core import files
-from specdec.core.timing import fastest_batch
+from specdec.core.clock import fastest_batch
 from specdec.heads.eagle import Eagle
 from specdec.heads.medusa import Medusa2
 from specdec.measuring.measure import name_drafting

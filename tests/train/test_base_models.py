@@ -9,7 +9,7 @@ import pytest
 from transformers import GenerationConfig, LlamaConfig
 
 from scripts import answer, generate, show_data
-from specdec.core import plain_text
+from specdec.core import token_text
 from specdec.server.text import StreamedText
 from specdec.target.model import load_tokenizer
 from tests.conversations import pair
@@ -81,22 +81,22 @@ def test_texts_begin_as_the_model_expects(case, tmp_path, tokenizer):
     told = [str(each.message) for each in found if "in front of texts" in str(each.message)]
     assert len(told) == said and all(name in each and "add_bos_token" in each for each in told)
     text = tokenizer(TEXT)["input_ids"]
-    assert plain_text.encode(loaded, TEXT) == first + text and plain_text.encode(loaded, "") == first
+    assert token_text.encode_text(loaded, TEXT) == first + text and token_text.encode_text(loaded, "") == first
     if first:  # never twice
-        assert plain_text.encode(loaded, tokenizer.decode(first) + TEXT) == first + text
+        assert token_text.encode_text(loaded, tokenizer.decode(first) + TEXT) == first + text
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            assert plain_text.encode(load_tokenizer(save(tmp_path / "again", loaded)), TEXT) == first + text
+            assert token_text.encode_text(load_tokenizer(save(tmp_path / "again", loaded)), TEXT) == first + text
 
 
 def test_chat_models_keep_their_tokenizer_and_prompts_no_end(tmp_path, tokenizer):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert plain_text.encode(load_tokenizer(save(tmp_path, small_tokenizer())), TEXT)[0] != BEGIN
-    text = plain_text.encode(tokenizer, TEXT)
+        assert token_text.encode_text(load_tokenizer(save(tmp_path, small_tokenizer())), TEXT)[0] != BEGIN
+    text = token_text.encode_text(tokenizer, TEXT)
     tokenizer.add_eos_token = tokenizer.add_bos_token = True
     assert tokenizer(TEXT)["input_ids"] == [BEGIN, *text, END]
-    assert plain_text.encode(tokenizer, TEXT) == [BEGIN, *text]
+    assert token_text.encode_text(tokenizer, TEXT) == [BEGIN, *text]
 
 
 # Rows
@@ -177,7 +177,7 @@ def test_the_text_of_an_answer_goes_on_from_its_prompt():
         return "".join(words[token] for token in tokens).lstrip()
 
     fake = type("Tokenizer", (), {"decode": staticmethod(decode)})()
-    assert answering.written(fake, [1, 2], set(), before=[0]).text == " two three"
+    assert answering.make_answer(fake, [1, 2], set(), before=[0]).text == " two three"
     streamed = StreamedText(decode, before=[0])
     assert "".join([streamed.add(1), streamed.add(2), streamed.end()]) == " two three"
 

@@ -158,7 +158,7 @@ WRITES = {
     "write_folder": lambda path, size: files.write_folder(
         path.with_name("folder"), tensors={"a.safetensors": {"a": torch.zeros(size)}}, documents={"b.json": {}}
     ),
-    "feature_files": lambda path, size: feature_files.write(path, {"a": torch.zeros(size)}),
+    "feature_files": lambda path, size: feature_files.write_tensors(path, {"a": torch.zeros(size)}),
 }
 
 
@@ -245,7 +245,7 @@ def test_damaged_features_are_named_and_made_again(fit):
 def test_every_flipped_bit_of_a_pack_is_found(tmp_path):
     path = tmp_path / "pack.safetensors"
     wanted = torch.arange(6, dtype=torch.bfloat16).view(2, 3)
-    feature_files.write(path, {"4": wanted, "8": wanted + 1})
+    feature_files.write_tensors(path, {"4": wanted, "8": wanted + 1})
     content = path.read_bytes()
     for place in range(len(content)):
         for bit in range(8):
@@ -253,13 +253,13 @@ def test_every_flipped_bit_of_a_pack_is_found(tmp_path):
             damaged[place] ^= 1 << bit
             path.write_bytes(damaged)
             with contextlib.suppress(ValueError):  # or the flip is of no consequence, such as of a blank in the header
-                read = feature_files.read(path, ["4", "8"])
+                read = feature_files.read_tensors(path, ["4", "8"])
                 assert (
                     torch.equal(read[0], wanted) and torch.equal(read[1], wanted + 1) and read[0].dtype == wanted.dtype
                 )
     torch.save({}, path)
     with pytest.raises(ValueError, match="truncated or damaged"):
-        feature_files.read(path, ["4"])
+        feature_files.read_tensors(path, ["4"])
 
 
 def test_unfinished_files_of_killed_processes_are_removed_when_they_are_old(tmp_path):

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from specdec.core import devices
-from specdec.heads.decoder_block import Rotary, llama_config, ridge
+from specdec.heads.blocks import Rotary, llama_config, ridge
 from specdec.target import attention
 from specdec.target.model import Target
 from tests.support import load_head, make_drafter, make_target

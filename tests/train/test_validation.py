@@ -19,7 +19,7 @@ from specdec.measuring.report import Report
 from specdec.unroll import replay
 from tests.support import log_of, make_drafter, prompts_of, report_of, same_weights, weights_of
 from train import validate
-from train.answers import target_answers
+from train.answers import answering
 from train.config import ValidationSettings
 from train.state import RunFolder
 from train.trainer import Trainer
@@ -75,7 +75,7 @@ def test_tau_along_kept_answers_is_the_decoded_tau(make, small_target, monkeypat
     drafter = make_drafter(small_target, head).decodable()
     first = make(drafter)
     written = judge(first, drafter)
-    monkeypatch.setattr(target_answers, "Decoder", None)  # nothing can be written any more
+    monkeypatch.setattr(answering, "Decoder", None)  # nothing can be written any more
     again = make(drafter)
     read = again.replay(drafter)
     monkeypatch.setattr(replay, "read", None)  # from now on, what the target reads is in memory
@@ -118,7 +118,7 @@ def clock(monkeypatch):
     """Time that only decoding takes: 10 seconds a prompt. Answers and replays take none."""
     now = [0.0]
     monkeypatch.setattr(validate, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    monkeypatch.setattr(target_answers, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(answering, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     measure = validate.measure
 
     def slow(*arguments, progress, **more):

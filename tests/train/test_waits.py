@@ -21,7 +21,8 @@ from tests.support import HEADS, load_head, make_target, random_tokens
 from train.data.rows import Row, collate
 from train.features.engine_client import BadAnswer
 from train.features.engine_features import EngineTarget
-from train.features.outputs import Folder, Kept, Online
+from train.features.feature_files import FeatureFolder
+from train.features.outputs import Kept, Online
 from train.objective import Objective, slots
 
 VOCAB = 61
@@ -255,7 +256,7 @@ class Ready:
 def test_states_of_an_engine_get_their_norm_where_the_step_takes_them(device, kept, tmp_path):
     """Without a wait, or with one for all documents of a batch, whose states a folder keeps."""
     target = make_target(VOCAB, num_layers=4, device=ELSEWHERE)
-    folder = Folder(target, (1, 2), tmp_path / "cache") if kept else None
+    folder = FeatureFolder(target, (1, 2), tmp_path / "cache") if kept else None
     if folder:
         folder.open()
     source, batch = Kept(target, (1, 4), folder=folder, reader=Ready(target.width)), make_batch()  # 4: the final state

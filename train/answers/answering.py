@@ -1,28 +1,42 @@
 """The target's answers to prompts, as conversations to train on: a drafter learns from what its target writes.
 
-Three things write them: the decoder of this project (OwnDecoder), a server (engine_answers.py), vLLM in this process
-(vllm_answers.py). All of them take jobs and yield what was written, some jobs at a time.
+The decoder of this project (`OwnDecoder`) or a server (engine_answers.py) writes them. Both take jobs and yield what was
+written, some jobs at a time. `HeldoutAnswers` are those that validation replays: plain, and kept for later runs.
 """
 
 import functools
 import hashlib
+import json
+import time
+import warnings
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 import torch
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedTokenizerBase
 
+from specdec.core import files
 from specdec.core.compile import Runner
 from specdec.core.sampling import Sampling
 from specdec.decoding.decoder import Decoder
+from specdec.measuring.measure import Prompt, seeded_generator
 from specdec.target.model import Target
+from train import progress
+from train.answers.resumable import digest
 from train.data import chat_template, reading
 from train.data import rows as data
+from train.distributed import Group
+from train.features.engine_features import EngineTarget
+
+HELDOUT_ROWS = 8  # held-out prompts that the target answers at once
 
 
 @dataclass(frozen=True)
-class Job:
+class AnswerJob:
     """One answer to write."""
 
     id: str
@@ -40,34 +54,12 @@ class Job:
         """The tokens that the text of the answer goes on from; none for the answer to messages."""
         return [] if self.prompt is None else self.tokens
 
-    @classmethod
-    def of(
-        cls,
-        tokenizer: PreTrainedTokenizerBase,
-        prompt: dict,
-        temperatures: Iterable[float],
-        *,
-        thinking: bool | None = None,
-        tags: tuple[str, ...] = (),
-    ) -> "list[Job]":
-        """Of a row of reading.load_prompts, one for each temperature. thinking: its mode, if it does not say it"""
-        shared: dict = {
-            "category": prompt["category"],
-            "messages": prompt["messages"],
-            "tokens": data.encode_row(tokenizer, prompt, thinking=thinking),
-            "tags": tuple(dict.fromkeys([*prompt["tags"], *tags])),
-            "prompt": None if tokenizer.chat_template else prompt.get("prompt"),
-            "options": ({} if thinking is None else {"thinking": thinking}) | chat_template.options_of(prompt),
-            "place": prompt.get("place", ""),
-        }
-        return [cls(id=f"{prompt['id']}@{each:g}", temperature=each, **shared) for each in temperatures]
-
 
 @dataclass(frozen=True)
-class Law:
-    """How texts are sampled, and where they end. Each text has a random seed of its own, which follows from `seed` and its id."""
+class AnswerSettings:
+    """How answers are sampled, and where they end. The random seed of an answer follows from `seed` and the id of its job."""
 
-    stop: frozenset[int]  # tokens that end a text
+    stop: frozenset[int]  # tokens that end an answer
     max_new_tokens: int
     top_p: float = 1.0
     seed: int = 0
@@ -78,7 +70,7 @@ class Law:
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenAnswer:
     """What the target wrote for one job."""
 
     text: str
@@ -87,9 +79,9 @@ class Written:
     num_tokens: int
 
 
-class Writer(Protocol):
-    def write(self, jobs: Iterable[Job], finished: Collection[str] = ()) -> Iterator[list[tuple[Job, Written]]]:
-        """What was written for the jobs, some of them at a time. finished: ids of jobs that are left out"""
+class AnswerWriter(Protocol):
+    def write(self, jobs: Iterable[AnswerJob]) -> Iterator[list[tuple[AnswerJob, WrittenAnswer]]]:
+        """What was written for the jobs, some of them at a time."""
         ...
 
 
@@ -100,35 +92,46 @@ def list_jobs(
     *,
     thinking: bool | None = None,
     tags: tuple[str, ...] = (),
-) -> list[Job]:
-    """One job for each prompt and temperature. tags: added to those of the prompts; thinking: mode of prompts that do not say theirs
+) -> list[AnswerJob]:
+    """One job for each prompt and temperature.
 
+    prompts: rows of reading.load_prompts; tags: added to theirs; thinking: mode of prompts that do not name theirs
     Raises ValueError if two prompts have the same id, or for a thinking mode that the chat template does not have.
     """
     chat_template.check_mode(tokenizer, thinking)
-    jobs = [job for prompt in prompts for job in Job.of(tokenizer, prompt, temperatures, thinking=thinking, tags=tags)]
-    if len({job.id for job in jobs}) < len(jobs):
-        known: dict[str, Job] = {}
-        first, second = next((known[job.id], job) for job in jobs if known.setdefault(job.id, job) is not job)
-        raise ValueError(
-            f"Two prompts have the same id, {first.id.rpartition('@')[0]} ({first.place}; {second.place}). Make the ids unique."
-        )
-    return jobs
+    jobs: dict[str, AnswerJob] = {}
+    for prompt in prompts:
+        shared: dict = {
+            "category": prompt["category"],
+            "messages": prompt["messages"],
+            "tokens": data.encode_row(tokenizer, prompt, thinking=thinking),
+            "tags": tuple(dict.fromkeys([*prompt["tags"], *tags])),
+            "prompt": None if tokenizer.chat_template else prompt.get("prompt"),
+            "options": ({} if thinking is None else {"thinking": thinking}) | chat_template.options_of(prompt),
+            "place": prompt.get("place", ""),
+        }
+        for temperature in temperatures:
+            job = AnswerJob(id=f"{prompt['id']}@{temperature:g}", temperature=temperature, **shared)
+            if (first := jobs.setdefault(job.id, job)) is not job:
+                raise ValueError(
+                    f"Two prompts have the same id, {prompt['id']} ({first.place}; {job.place}). Make the ids unique."
+                )
+    return list(jobs.values())
 
 
-def written(
+def make_answer(
     tokenizer: PreTrainedTokenizerBase, tokens: list[int], stop: Collection[int], before: list[int] | None = None
-) -> Written:
-    """tokens: what the target wrote, with the token that ended it; before: Job.before, as spaces may depend on it"""
+) -> WrittenAnswer:
+    """tokens: what the target wrote, with the token that ended it; before: AnswerJob.before, as spaces may depend on it"""
     finish = "stop" if tokens[-1] in stop else "length"
     said, before = tokens[:-1] if finish == "stop" else tokens, before or []
     decode = functools.partial(tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     text = str(decode(before + said))[len(str(decode(before))) :]
     text = text.rstrip("\ufffd") if finish == "length" else text  # the cut may fall inside a character
-    return Written(text, finish, tokens, len(tokens))
+    return WrittenAnswer(text, finish, tokens, len(tokens))
 
 
-def conversation(job: Job, answer: Written, *, tokenizer: str) -> dict:
+def make_row(job: AnswerJob, answer: WrittenAnswer, *, tokenizer: str) -> dict:
     """A row to train on. tokenizer: digest of the vocabulary that the ids belong to (data.vocabulary)"""
     row = {"id": job.id, "category": job.category, "temperature": job.temperature, "finish": answer.finish}
     row |= job.options
@@ -149,45 +152,128 @@ def conversation(job: Job, answer: Written, *, tokenizer: str) -> dict:
 
 @dataclass(frozen=True)
 class OwnDecoder:
-    """A `Writer` that decodes in this process, `batch` jobs at once: when an answer ends, the next job takes its place.
+    """An `AnswerWriter` that decodes in this process, `batch` jobs at once: when an answer ends, the next job takes its place.
 
-    An answer's random numbers follow from its job's id, whatever is decoded beside it. runner: compiles the target's passes
+    The random numbers of an answer follow from the id of its job, whatever is decoded beside it.
+    runner: compiles the target's passes
     """
 
     target: Target
     tokenizer: PreTrainedTokenizerBase
-    law: Law
+    settings: AnswerSettings
     batch: int
     runner: Runner = field(default_factory=Runner)
 
-    def write(self, jobs: Iterable[Job], finished: Collection[str] = ()) -> Iterator[list[tuple[Job, Written]]]:
+    def write(self, jobs: Iterable[AnswerJob]) -> Iterator[list[tuple[AnswerJob, WrittenAnswer]]]:
         """Of each temperature the longest prompts come first, so that too little memory shows at once."""
-        missing = sorted((job for job in jobs if job.id not in finished), key=lambda job: -len(job.tokens))
+        ordered = sorted(jobs, key=lambda job: -len(job.tokens))
         plain = Decoder(self.target, None, sampling=Sampling(), stop=set())
-        for job in missing:  # now, not after the others are answered
+        for job in ordered:  # now, not after the others are answered
             with reading.at(", ".join(filter(None, (job.place, f"prompt {job.id}")))):
-                plain.check([job.tokens], self.law.max_new_tokens)
-        for temperature in sorted({job.temperature for job in missing}):
-            yield from self._answer([job for job in missing if job.temperature == temperature])
+                plain.check([job.tokens], self.settings.max_new_tokens)
+        for temperature in sorted({job.temperature for job in ordered}):
+            yield from self._answer([job for job in ordered if job.temperature == temperature])
 
-    def _answer(self, jobs: list[Job]) -> Iterator[list[tuple[Job, Written]]]:
+    def _answer(self, jobs: list[AnswerJob]) -> Iterator[list[tuple[AnswerJob, WrittenAnswer]]]:
         """Jobs of one temperature, in their order. An answer that ends early waits for those before it."""
 
         def generator(number: int) -> torch.Generator:
-            seed = self.law.seed_of(jobs[number].id, bits=56)
+            seed = self.settings.seed_of(jobs[number].id, bits=56)
             return torch.Generator(self.target.device).manual_seed(seed)
 
-        sampling = Sampling(jobs[0].temperature, top_p=self.law.top_p)
-        decoder = Decoder(self.target, None, sampling=sampling, stop=set(self.law.stop), runner=self.runner)
+        chosen, stop = self.settings, set(self.settings.stop)
+        sampling = Sampling(jobs[0].temperature, top_p=chosen.top_p)
+        decoder = Decoder(self.target, None, sampling=sampling, stop=stop, runner=self.runner)
         prompts = [job.tokens for job in jobs]
-        waiting: dict[int, list[int]] = {}
+        early: dict[int, list[int]] = {}
         num_done = 0
-        for number, answer in decoder.answers(prompts, self.law.max_new_tokens, rows=self.batch, generator=generator):
-            waiting[number] = answer.tokens[0]
+        for number, answer in decoder.answers(prompts, chosen.max_new_tokens, rows=self.batch, generator=generator):
+            early[number] = answer.tokens[0]
             done = []
-            while num_done in waiting:
-                tokens = waiting.pop(num_done)
-                done.append((jobs[num_done], written(self.tokenizer, tokens, self.law.stop, jobs[num_done].before)))
+            while num_done in early:
+                job = jobs[num_done]
+                done.append((job, make_answer(self.tokenizer, early.pop(num_done), stop, job.before)))
                 num_done += 1
             if done:
                 yield done
+
+
+@dataclass(frozen=True)
+class HeldoutAnswers:
+    """The target's plain answers to held-out prompts, kept in a file of `folder` that runs share.
+
+    engine: writes them in place of the target here
+    """
+
+    target: Target
+    sampling: Sampling
+    max_new_tokens: int
+    stop: set[int]
+    seed: int
+    folder: Path
+    engine: EngineTarget | None = None
+
+    def get(self, prompts: list[Prompt], group: Group) -> tuple[list[list[int]], float]:
+        """-> the answers, read from the disk or written now; the longest seconds that HELDOUT_ROWS of them took to write
+
+        All processes call it together; each group of them writes a part.
+        """
+        about = {
+            "target": self.target.fingerprint(),
+            "dtype": str(self.target.dtype),
+            "prompts": digest(json.dumps([prompt.tokens for prompt in prompts]).encode()),
+            "sampling": asdict(self.sampling),
+            "max_new_tokens": self.max_new_tokens,
+            "stop": sorted(self.stop),
+            "seed": None if self.sampling.greedy else self.seed,
+            **({} if self.engine is None else {"engine": True}),  # in another process, numbers are rounded otherwise
+        }
+        path = self.folder / f"{digest(json.dumps(about).encode())}.json"
+        main = PartialState().is_main_process
+        (known,) = broadcast_object_list([_read_kept(path, about, len(prompts)) if main else None])
+        if known is not None:
+            return known
+        written = []
+        starts = group.mine(range(0, len(prompts), HELDOUT_ROWS))
+        size = lambda start: min(HELDOUT_ROWS, len(prompts) - start)
+        for start in progress.track(starts, "answers of the target", unit="prompts", size=size):
+            begun = time.perf_counter()
+            tokens = [prompt.tokens for prompt in prompts[start : start + HELDOUT_ROWS]]
+            written.append((start, self._write(start, tokens), time.perf_counter() - begun))
+        groups = sorted(group.gather(written))
+        answers, seconds = [each for _, some, _ in groups for each in some], max(took for *_, took in groups)
+        if main:
+            kept = {"about": about, "answers": answers, "seconds": seconds, "digest": _digest_of(answers)}
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                files.write_text(path, json.dumps(kept) + "\n")
+            except (OSError, ValueError) as error:  # they are in memory, so training goes on
+                warnings.warn(
+                    f"{path} could not be written ({error}): a later run answers these prompts again", stacklevel=1
+                )
+        return answers, seconds
+
+    def _write(self, start: int, prompts: list[list[int]]) -> list[list[int]]:
+        """start: number of the first prompt"""
+        seed = self.seed + start
+        if self.engine is not None:
+            return self.engine.answer(
+                prompts, sampling=self.sampling, max_new_tokens=self.max_new_tokens, stop=self.stop, seed=seed
+            )
+        decoder = Decoder(self.target, None, sampling=self.sampling, stop=self.stop)
+        return decoder.generate(prompts, self.max_new_tokens, generator=seeded_generator(self.target, seed)).tokens
+
+
+def _read_kept(path: Path, about: dict, num: int) -> tuple[list[list[int]], float] | None:
+    """None if there is no such file, or a damaged one, which is written again."""
+    try:
+        document = json.loads(path.read_text())
+        answers = document["answers"]
+        whole = _digest_of(answers) == document["digest"] and document["about"] == about and len(answers) == num
+        return (answers, document["seconds"]) if whole else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _digest_of(answers: list[list[int]]) -> str:
+    return digest(json.dumps(answers).encode())

@@ -8,31 +8,29 @@ vLLM takes and gives token ids. Other servers give the text only (v1/completions
     chat   v1/chat/completions, messages  text          the server; the answer is tokenised again
 """
 
-import dataclasses
 import functools
 import warnings
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from specdec.core.untrusted import is_text
-from train.answers.answering import Job, Law, Written, written
+from train.answers.answering import AnswerJob, AnswerSettings, WrittenAnswer, make_answer
 from train.data import chat_template
 from train.features.engine_client import BadAnswer, EngineClient, Refused
-from train.features.engine_features import EngineTarget
-from train.features.engine_states import discard
-from train.features.outputs import Folder, normed
+from train.features.engine_features import EngineTarget, apply_final_norm, discard_states
+from train.features.feature_files import FeatureFolder
 
 AHEAD = 4  # requests that wait for an earlier answer, for each one in flight
 PATHS = {"ids": "v1/completions", "text": "v1/completions", "chat": "v1/chat/completions"}
-WAYS = tuple(PATHS)
 
 
-class Server:
+class AnswerServer:
     """The target in one server, or in several that are used in turn.
 
     name: the target's, which the server's model is compared with
@@ -41,28 +39,20 @@ class Server:
     Raises ValueError, with what to do, if a server does not answer or has another tokenizer.
     """
 
-    def __init__(
-        self,
-        client: EngineClient,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        name: str,
-        example: Job,
-    ):
+    def __init__(self, client: EngineClient, tokenizer: PreTrainedTokenizerBase, *, name: str, example: AnswerJob):
         self.client, self.tokenizer = client, tokenizer
         self.model, self.limit = self._choose_model(name)
         self._check_tokenizer(example)
         self.way = self._find_way(example)
 
-    def body(self, job: Job, law: Law, way: str | None = None) -> dict:
+    def make_body(self, job: AnswerJob, settings: AnswerSettings, way: str) -> dict:
         """The request for a job. What this interface leaves open is set here, so that the model's defaults do not count."""
-        way = way or self.way
         body = {
             "model": self.model,
-            "max_tokens": law.max_new_tokens,
+            "max_tokens": settings.max_new_tokens,
             "temperature": job.temperature,
-            "top_p": law.top_p,
-            "seed": law.seed_of(job.id, bits=31),
+            "top_p": settings.top_p,
+            "seed": settings.seed_of(job.id, bits=31),
         }
         if way == "chat":
             template = chat_template.template_arguments(self.tokenizer, job.options.get("thinking"))
@@ -71,57 +61,58 @@ class Server:
         body["prompt"] = job.tokens
         if way == "text":
             return body
-        ends = {"stop_token_ids": sorted(law.stop), "ignore_eos": True}  # only `stop` ends an answer
+        ends = {"stop_token_ids": sorted(settings.stop), "ignore_eos": True}  # only `stop` ends an answer
         return body | ends | {"return_token_ids": True, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
-    def read(self, answer: dict, job: Job, law: Law, way: str | None = None) -> Written:
+    def read_answer(self, answer: dict, job: AnswerJob, settings: AnswerSettings) -> WrittenAnswer:
         """What came back for a job. Raises BadAnswer for what may be right the next time."""
-        way = way or self.way
         try:
             choice = answer["choices"][0]
             finish = choice["finish_reason"]
-            if way == "ids":
-                return self._read_ids(choice["token_ids"], finish, job, law)
-            said = choice if way == "text" else choice["message"]
-            text = said["text" if way == "text" else "content"] or ""
-            thoughts, calls = said.get("reasoning") or said.get("reasoning_content"), said.get("tool_calls")
+            if self.way == "ids":
+                return self._read_ids(choice["token_ids"], finish, job, settings)
+            said = choice if self.way == "text" else choice["message"]
+            text = said["text" if self.way == "text" else "content"] or ""
+            removed = {
+                "thinking": ("reasoning", said.get("reasoning") or said.get("reasoning_content")),
+                "calls of tools": ("tool", said.get("tool_calls")),
+            }
         except (KeyError, IndexError, TypeError, AttributeError) as error:
             raise BadAnswer(f"it has no answer of the interface's form ({type(error).__name__}: {error})") from error
-        if thoughts:
-            raise ValueError(
-                "The server takes the thinking out of the answers, so it is not known what the target wrote. Start it "
-                "without a reasoning parser."
-            )
-        if calls:
-            raise ValueError(
-                "The server takes calls of tools out of the answers, so it is not known what the target wrote. Start it "
-                "without a tool parser."
-            )
+        for what, (parser, found) in removed.items():
+            if found:
+                raise ValueError(
+                    f"The server takes {what} out of the answers, so it is not known what the target wrote. Start it without a "
+                    f"{parser} parser."
+                )
         if finish not in ("stop", "length"):
             raise BadAnswer(f"the answer to {job.id} ended because of {finish!r}")
         if not is_text(text):  # half of a surrogate pair, where a server cut a character
             text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
             text = text.rstrip("\ufffd") if finish == "length" else text
         usage = answer.get("usage") or {}
-        return Written(text, finish, None, int(usage.get("completion_tokens") or 0))
+        return WrittenAnswer(text, finish, None, int(usage.get("completion_tokens") or 0))
 
-    def _read_ids(self, tokens: list, finish: str, job: Job, law: Law) -> Written:
+    def _read_ids(self, tokens: list, finish: str, job: AnswerJob, settings: AnswerSettings) -> WrittenAnswer:
         if not isinstance(tokens, list) or not tokens or not all(type(token) is int for token in tokens):
             raise BadAnswer(f"the answer to {job.id} has no token ids")
-        ended = tokens[-1] in law.stop
+        ended = tokens[-1] in settings.stop
         if finish not in ("stop", "length") or (finish == "stop" and not ended):
             raise BadAnswer(
                 f"the answer to {job.id} ended because of {finish!r} with token {tokens[-1]}, which is none of the "
-                f"target's stop tokens {sorted(law.stop)}"
+                f"target's stop tokens {sorted(settings.stop)}"
             )
-        if not ended and len(tokens) != law.max_new_tokens:
-            raise BadAnswer(f"the answer to {job.id} was cut after {len(tokens)} tokens, not {law.max_new_tokens}")
-        return written(self.tokenizer, tokens, law.stop, job.before)
+        if not ended and len(tokens) != settings.max_new_tokens:
+            raise BadAnswer(f"the answer to {job.id} was cut after {len(tokens)} tokens, not {settings.max_new_tokens}")
+        return make_answer(self.tokenizer, tokens, settings.stop, job.before)
 
     # What the servers are
 
-    def check_length(self, longest: int, name: str = "The longest prompt") -> None:
-        """longest: tokens of the longest prompt, which `name` names, and its answer. Raises ValueError if a server cannot read so many."""
+    def check_length(self, longest: int, name: str) -> None:
+        """Raises ValueError if a server cannot read so many tokens.
+
+        longest: tokens of the longest prompt, which `name` names, and its answer
+        """
         if self.limit is not None and self.limit < longest:
             raise ValueError(
                 f"{name} and its answer may need {longest} tokens, and the server's max_model_len is {self.limit}. "
@@ -130,10 +121,10 @@ class Server:
 
     def _choose_model(self, name: str) -> tuple[str, int | None]:
         """The name that all servers have for the target, and how many tokens they can read, if they say so."""
-        found = self.client.describe_models()
-        common = [str(model["id"]) for model in found[0] if all(_named(models, model["id"]) for models in found)]
+        found = [{str(model["id"]): model for model in models} for models in self.client.describe_models()]
+        common = [each for each in found[0] if all(each in models for models in found)]
         if not common:
-            names = "; ".join(", ".join(str(model["id"]) for model in models) for models in found)
+            names = "; ".join(", ".join(models) for models in found)
             raise ValueError(f"The servers have no model in common ({names}). Give those of one target.")
         last = PurePosixPath(name).name.lower()
         model = next((each for each in common if PurePosixPath(each).name.lower() == last), None)
@@ -143,10 +134,10 @@ class Server:
                 f"The server's model is called {model}, and target.name={name}: make sure that they are the same.",
                 stacklevel=2,
             )
-        limits = [_named(models, model)[0].get("max_model_len") for models in found]
+        limits = [models[model].get("max_model_len") for models in found]
         return model, min((limit for limit in limits if isinstance(limit, int)), default=None)
 
-    def _check_tokenizer(self, example: Job) -> None:
+    def _check_tokenizer(self, example: AnswerJob) -> None:
         """Compares ids where servers have /tokenize, as vLLM has."""
         text = self.tokenizer.decode(example.tokens, clean_up_tokenization_spaces=False)
         wanted = self.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -162,103 +153,100 @@ class Server:
         except Refused:
             return
 
-    def _find_way(self, example: Job) -> str:
-        """The first way that all servers go."""
-        law = Law(stop=frozenset(), max_new_tokens=1)
-        for way in WAYS if example.prompt is None else ("ids", "text"):
+    def _find_way(self, example: AnswerJob) -> str:
+        """The first way that all servers support."""
+        settings = AnswerSettings(stop=frozenset(), max_new_tokens=1)
+        for way in PATHS if example.prompt is None else ("ids", "text"):
             try:
-                body, read = self.body(example, law, way), functools.partial(_try, self.client, example, way)
+                body, check = self.make_body(example, settings, way), functools.partial(self._check_way, example, way)
                 for _ in self.client.urls:
-                    self.client.post(PATHS[way], body, read)
+                    self.client.post(PATHS[way], body, check)
                 return way
-            except (Refused, _Other) as error:
+            except (Refused, _UnsupportedWay) as error:
                 reason = str(error)
         taken = "neither token ids nor messages" if example.prompt is None else "no token ids"
         raise ValueError(f"The server takes {taken}. {reason}")
 
-
-class _Other(ValueError):
-    """A server does not go a way."""
-
-
-def _named(models: list[dict], name: str) -> list[dict]:
-    return [model for model in models if model["id"] == name]
-
-
-def _try(client: EngineClient, example: Job, way: str, answer: dict) -> None:
-    """Raises _Other if an answer of one token is not of that way."""
-    try:
-        choice = answer["choices"][0]
-        if way == "ids" and not (isinstance(choice.get("token_ids"), list) and choice["token_ids"]):
-            raise _Other("It does not return token ids.")
-        discard(client, answer, [*example.tokens, *(choice.get("token_ids") or ())])
-        if way != "chat":
+    def _check_way(self, example: AnswerJob, way: str, answer: dict) -> None:
+        """Raises _UnsupportedWay if an answer of one token is not of that way."""
+        try:
+            choice = answer["choices"][0]
+            ids = choice.get("token_ids")
+            if way == "ids" and not (isinstance(ids, list) and ids):
+                raise _UnsupportedWay("It does not return token ids.")
+            discard_states(self.client, answer, [*example.tokens, *(ids or ())])
+            if way == "chat":
+                choice["message"]["content"]
+                return
             num = (answer.get("usage") or {}).get("prompt_tokens", len(example.tokens))
             if num != len(example.tokens):
-                raise _Other(f"It counts {num} tokens in a prompt of {len(example.tokens)} ids.")
+                raise _UnsupportedWay(f"It counts {num} tokens in a prompt of {len(example.tokens)} ids.")
             choice["text"]
-        else:
-            choice["message"]["content"]
-    except (KeyError, IndexError, TypeError, AttributeError) as error:
-        raise _Other(f"Its answers have another form than OpenAI's ({type(error).__name__}: {error}).") from error
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise _UnsupportedWay(f"Its answers have another form than OpenAI's ({reason}).") from error
 
 
-@dataclasses.dataclass(frozen=True)
-class States:
-    """Where the hidden states of answers go, which come with them, so that training reads no text again.
+class _UnsupportedWay(ValueError):
+    """A server does not take or give what a way needs."""
+
+
+@dataclass(frozen=True)
+class AnswerStates:
+    """Where the hidden states that come with answers are kept, so that training reads no text again.
 
     source: the same servers; folder: with the layers that they give
     """
 
     source: EngineTarget
-    folder: Folder
+    folder: FeatureFolder
 
-    def keep(self, answer: dict, job: Job, tokens: list[int]) -> None:
+    def keep(self, answer: dict, job: AnswerJob, tokens: list[int]) -> None:
         """Writes the states of a prompt and its answer. Those of the last token, which nothing needs, are zero."""
         new, states = self.source.receive(answer, job.tokens)
         if new != tokens:
             raise BadAnswer(f"the hidden states of {job.id} are of another answer")
         *parts, final = self.source.select(states, self.folder.layers)
         target = self.source.target
-        parts.append(normed(target, final.to(target.device), (target.num_layers,)).cpu())
+        parts.append(apply_final_norm(target, final.to(target.device), (target.num_layers,)).cpu())
         padded = [torch.cat([part, part.new_zeros(1, part.shape[1])]) for part in parts]
         self.folder.write(torch.tensor(job.tokens + tokens), padded)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class ServerWriter:
-    """A `Writer` whose jobs are answered by a server, in their order. states: None: hidden states are not kept"""
+    """An `AnswerWriter` whose jobs are answered by a server, in their order. states: None: hidden states are not kept"""
 
-    server: Server
-    law: Law
+    server: AnswerServer
+    settings: AnswerSettings
     in_flight: int
-    states: States | None = None
+    states: AnswerStates | None = None
 
-    def write(self, jobs: Iterable[Job], finished: Collection[str] = ()) -> Iterator[list[tuple[Job, Written]]]:
-        missing = (job for job in jobs if job.id not in finished)
-        return in_order(self._submit, missing, ahead=AHEAD * self.in_flight)
+    def write(self, jobs: Iterable[AnswerJob]) -> Iterator[list[tuple[AnswerJob, WrittenAnswer]]]:
+        return in_order(self._submit, iter(jobs), ahead=AHEAD * self.in_flight)
 
-    def _submit(self, job: Job) -> "Future[Written]":
-        server, body = self.server, self.server.body(job, self.law)
+    def _submit(self, job: AnswerJob) -> "Future[WrittenAnswer]":
+        server = self.server
+        body = server.make_body(job, self.settings, server.way)
         if self.states:
             body["kv_transfer_params"] = {"include_output_tokens": True}
 
-        def read(answer: dict) -> Written:
-            found = server.read(answer, job, self.law)
+        def read(answer: dict) -> WrittenAnswer:
+            found = server.read_answer(answer, job, self.settings)
             if found.tokens is not None and self.states:
                 self.states.keep(answer, job, found.tokens)
             elif found.tokens is not None:
-                discard(server.client, answer, job.tokens + found.tokens)
+                discard_states(server.client, answer, job.tokens + found.tokens)
             return found
 
         return server.client.submit(PATHS[server.way], body, read)
 
 
 def in_order(
-    submit: Callable[[Job], "Future[Written]"], jobs: Iterator[Job], *, ahead: int
-) -> Iterator[list[tuple[Job, Written]]]:
+    submit: Callable[[AnswerJob], "Future[WrittenAnswer]"], jobs: Iterator[AnswerJob], *, ahead: int
+) -> Iterator[list[tuple[AnswerJob, WrittenAnswer]]]:
     """Yields the results of the first jobs as soon as they are there. ahead: jobs that may be under way behind the first one"""
-    waiting: deque[tuple[Job, Future[Written]]] = deque()
+    waiting: deque[tuple[AnswerJob, Future[WrittenAnswer]]] = deque()
     try:
         while True:
             while len(waiting) < ahead and (job := next(jobs, None)) is not None:
@@ -267,7 +255,7 @@ def in_order(
                 return
             done = [(waiting[0][0], waiting[0][1].result())]
             waiting.popleft()
-            while waiting and waiting[0][1].done():
+            while waiting and waiting[0][1].done() and waiting[0][1].exception() is None:  # else it raises next time
                 job, future = waiting.popleft()
                 done.append((job, future.result()))
             yield done

@@ -30,7 +30,7 @@ import tokenizers
 import transformers
 from transformers import PreTrainedTokenizerBase
 
-from specdec.core import files, plain_text, row_files, token_ids
+from specdec.core import files, row_files, token_text
 from specdec.proposers import datastore
 from train import progress
 from train.data import answer_mask, chat_template, packing, reading
@@ -41,7 +41,7 @@ Numbered = tuple[int, str, str | dict]  # index in its source, place, and what r
 BATCH = 100  # rows that a process encodes at a time
 AHEAD = 4  # batches for each process that are read before they are written
 ROWS_PER_WORKER = 2_000  # starting a process pays from so many rows on
-MODULES = (data, answer_mask, chat_template, reading, packing, row_files, plain_text, token_ids)
+MODULES = (data, answer_mask, chat_template, reading, packing, row_files, token_text)
 CODE = [__file__, *(str(module.__file__) for module in MODULES)]  # decides about the encoded rows
 
 
@@ -66,7 +66,7 @@ class Encoding:
         parts = [
             tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else datastore.fingerprint(tokenizer),
             tokenizer.chat_template,
-            token_ids.num_ids(tokenizer),
+            token_text.num_ids(tokenizer),
             {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
             [library.__version__ for library in (transformers, tokenizers, jinja2)],
             [Path(path).read_text(encoding="utf-8") for path in CODE],

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import BatchEncoding, PreTrainedTokenizerBase
 
-from specdec.core import devices, plain_text, token_ids
+from specdec.core import devices, token_text
 from specdec.core.untrusted import is_text
 from specdec.measuring.measure import Prompt
 from specdec.proposers import datastore
@@ -92,7 +92,7 @@ def encode_prompt(
 def tokenise(tokenizer: PreTrainedTokenizerBase, text: str, **more) -> BatchEncoding:
     """The encoding of a text. Raises ValueError for a token that the target has no embedding for."""
     encoding = tokenizer(text, add_special_tokens=False, **more)
-    token_ids.check(tokenizer, encoding["input_ids"])
+    token_text.check_ids(tokenizer, encoding["input_ids"])
     return encoding
 
 
@@ -148,7 +148,7 @@ def encode_row(tokenizer: PreTrainedTokenizerBase, row: dict, *, thinking: bool 
     with reading.at(row.get("place") or f"prompt {row['id']}"):
         if row.get("prompt") is None or tokenizer.chat_template or "tools" in row:
             return encode_prompt(tokenizer, row["messages"], **{"thinking": thinking, **options_of(row)})
-        tokens = plain_text.encode(tokenizer, row["prompt"])
+        tokens = token_text.encode_text(tokenizer, row["prompt"])
         if not tokens:
             raise ValueError("The prompt is empty, and the target puts no token in front of texts: write one.")
         return tokens
@@ -170,7 +170,7 @@ def vocabulary(tokenizer: PreTrainedTokenizerBase, num_entries: int) -> tuple[st
 
     num_entries: len(tokenizer), which changes if tokens are added
     """
-    return datastore.fingerprint(tokenizer), token_ids.num_ids(tokenizer)
+    return datastore.fingerprint(tokenizer), token_text.num_ids(tokenizer)
 
 
 def take_kept_ids(tokenizer: PreTrainedTokenizerBase, conversation: dict) -> Row | None:
@@ -214,7 +214,7 @@ def encode_plain(tokenizer: PreTrainedTokenizerBase, conversation: dict, prompt:
     A completion ends with the end-of-text token, unless the row has `finish: "length"`: the target did not write one
     there. Raises ValueError if nothing is left to guess.
     """
-    before, said = plain_text.encode_pair(tokenizer, prompt or "", completion)
+    before, said = token_text.encode_pair(tokenizer, prompt or "", completion)
     end = tokenizer.eos_token_id
     if prompt is not None and end is not None and conversation.get("finish") != "length" and said[-1:] != [end]:
         said = [*said, end]

@@ -1,4 +1,4 @@
-"""Inference servers over HTTP: a bounded number of requests in flight, asked again when an answer is lost or bad.
+"""Inference servers over HTTP: a bounded number of requests in flight, sent again when an answer is lost or bad.
 
 vLLM and every other server with OpenAI's interface (https://platform.openai.com/docs/api-reference) can be used.
 """
@@ -13,7 +13,7 @@ import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import httpx
 
@@ -23,7 +23,10 @@ Result = TypeVar("Result")
 TRIES = 5  # of one request whose answers are bad
 LONGEST_PAUSE = 10.0  # seconds between two tries
 CONNECTING = 10.0  # seconds
-SERVER = "specdec_server"  # the key of an answer under which its server stands
+SERVER = "specdec_server"  # the key under which an answer names its server
+START = (
+    "Start one with python scripts/launch_engine.py, or give the URL of one that runs, such as http://localhost:8000."
+)
 
 
 class BadAnswer(ValueError):
@@ -34,37 +37,13 @@ class Refused(ValueError):
     """A request that the server does not understand or does not allow (status 4xx)."""
 
 
-class Client(Protocol):
-    """What reads texts and answers prompts: servers, or vLLM in this process (train/features/vllm_features.py)."""
-
-    urls: list[str]  # one for each server
-
-    def submit(self, path: str, body: dict, read: Callable[[dict], Result]) -> "Future[Result]":
-        """What `read` makes of the JSON that answers POST `path`; it raises BadAnswer for an answer that is to be asked for again."""
-        ...
-
-    def models(self) -> list[list[str]]:
-        """The names of the models of each server."""
-        ...
-
-    def fetch(self, url: str, path: str) -> bytes:
-        """A file that the server hands out. Raises BadAnswer if it does not."""
-        ...
-
-    def delete(self, url: str, path: str) -> None:
-        """Deletes such a file."""
-        ...
-
-    def close(self) -> None: ...
-
-
 class EngineClient:
     """One or several servers with the same model, used in turn.
 
     urls: comma list such as http://localhost:8000, with or without /v1
     in_flight: requests that are under way at once
     patience: minutes without any answer after which a request gives up; a server that was restarted meanwhile is used again
-    longest: minutes that one answer may take before the request is sent again; None: any
+    longest: minutes that one answer may take before the request is sent again; None: no limit
     say: prints a sentence, when servers stop to answer and when they answer again
     Raises ValueError, here and in every request, with what to do. A request that a server refuses raises Refused.
     """
@@ -78,10 +57,8 @@ class EngineClient:
         longest: float | None = None,
         say: Callable[[str], None] = print,
     ):
-        if in_flight < 1 or patience < 0:
-            raise ValueError(f"in_flight={in_flight} must be at least 1, and patience={patience} not negative.")
-        logging.getLogger("httpx").setLevel(logging.WARNING)  # it tells every request
-        self.urls = [_base(url) for url in urls.split(",")]
+        logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every request
+        self.urls = [_base_url(url) for url in urls.split(",")]
         self.patience, self.say = patience, say
         key = os.environ.get("OPENAI_API_KEY")
         self.client = httpx.Client(
@@ -105,11 +82,12 @@ class EngineClient:
     def post(self, path: str, body: dict, read: Callable[[dict], Result]) -> Result:
         """The result of POST `path`, such as v1/completions.
 
-        read: makes the result of the answer's JSON; raises BadAnswer for an answer that is to be asked for again
+        read: makes the result of the answer's JSON; raises BadAnswer for an answer that must be requested again
         """
         begun, bad = time.monotonic(), 0
         for number in itertools.count():
-            url = self._next()
+            with self.guard:
+                url = next(self.turns)
             try:
                 result = read(self._send(url, path, body))
             except httpx.TransportError as error:
@@ -121,16 +99,15 @@ class EngineClient:
             else:
                 self._answered(url)
                 return result
-            if self.closed.wait(min(LONGEST_PAUSE, 0.25 * 2 ** (number // len(self.urls)))):
+            if self.closed.wait(min(LONGEST_PAUSE, 0.25 * 2 ** min(number // len(self.urls), 16))):
                 break
         raise ValueError("The client of the engine was closed.")
 
-    def models(self) -> list[list[str]]:
-        """The names of the models of each server. Raises ValueError at once if one does not answer."""
-        return [[str(model["id"]) for model in models] for models in self.describe_models()]
-
     def describe_models(self) -> list[list[dict]]:
-        """What each server says about its models: `id`, and vLLM also `max_model_len`. Raises ValueError as `models`."""
+        """What each server says about its models: `id`, and vLLM also `max_model_len`.
+
+        Raises ValueError at once if a server does not answer.
+        """
         found = []
         for url in self.urls:
             try:
@@ -185,23 +162,20 @@ class EngineClient:
             raise BadAnswer("no JSON object")
         return document | {SERVER: url}
 
-    def _next(self) -> str:
-        with self.guard:
-            return next(self.turns)
-
     def _lost(self, url: str, error: Exception, begun: float) -> None:
         with self.guard:
             first = url not in self.silent
             self.silent.add(url)
         if self.closed.is_set():
             return
+        proxy = loopback.through(url)
         if first:
             self.say(
-                f"{url} does not answer{loopback.through(url)} ({_reason(error)}); it is asked again for up to {self.patience:g} minutes."
+                f"{url} does not answer{proxy} ({_reason(error)}); it is asked again for up to {self.patience:g} minutes."
             )
         if time.monotonic() - begun > 60 * self.patience:
             raise ValueError(
-                f"No server has answered for {self.patience:g} minutes ({url}{loopback.through(url)}: {_reason(error)}). {START}"
+                f"No server has answered for {self.patience:g} minutes ({url}{proxy}: {_reason(error)}). {START}"
             )
 
     def _answered(self, url: str) -> None:
@@ -212,13 +186,10 @@ class EngineClient:
             self.say(f"{url} answers again.")
 
 
-START = (
-    "Start one with python scripts/launch_engine.py, or give the URL of one that runs, such as http://localhost:8000."
-)
-
-
-def _base(url: str) -> str:
+def _base_url(url: str) -> str:
     base = url.strip().rstrip("/").removesuffix("/v1")
+    if base == "vllm":
+        raise ValueError(f"engine=vllm: vLLM no longer runs inside this process. {START}")
     if not base.startswith(("http://", "https://")):
         raise ValueError(f"{url!r} is not the URL of a server, such as http://localhost:8000.")
     return base

@@ -1,16 +1,23 @@
 """vLLM as the source of the target's outputs: one request reads a text, and its hidden states come as a file.
 
-The file is deleted when it was read (engine_states.py). vLLM numbers hidden states as `Target` does, but the last one is the
-state before the final norm, which is applied where a step takes them.
+in_vllm/hidden_states_connector.py writes the file, in_vllm/hidden_states_route.py hands it out over HTTP, and it is deleted
+here once it was read. vLLM numbers hidden states as `Target` does, but the last one is the state before the final norm. The
+norm is applied where a step takes the states.
 """
 
+import contextlib
+import fcntl
 import itertools
 import json
+import shutil
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 
+import safetensors
+import safetensors.torch
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -19,72 +26,144 @@ from specdec.core import devices
 from specdec.core.sampling import Sampling
 from specdec.heads.base import Drafter
 from specdec.target.model import Target, TargetOutput
-from train.features.engine_client import BadAnswer, Client
-from train.features.engine_states import StateFile, discard
-from train.features.outputs import normed
+from train.features.engine_client import SERVER, BadAnswer, EngineClient
 
+ROUTE = "v1/hidden_states"
+ENOUGH = 64 * 2**20  # bytes; a disk with less is called full
 CHECK_EVERY = 16  # texts of which one is compared with the token that the engine chose
 CLOSE = 0.25  # standard deviations of the logits by which that token may fall short of the best one here
 RESTART = "Start it again with python scripts/launch_engine.py"
-Served = tuple[list[int], Tensor]  # new tokens; the states of the text, [t, layers, D]
+
+
+class StateFile:
+    """The file that came with an answer. It has the tensors token_ids [t] and hidden_states [t, layers, D]."""
+
+    def __init__(self, client: EngineClient, path: Path, server: str):
+        self.client, self.path, self.server = client, path, server
+        self.lock = path.with_name(path.name + ".lock")  # held until the file is written
+
+    @classmethod
+    def of(cls, client: EngineClient, answer: dict) -> "StateFile | None":
+        """answer: as `EngineClient.post` has it; None: it comes without hidden states"""
+        path = (answer.get("kv_transfer_params") or {}).get("hidden_states_path")
+        if not isinstance(path, str) or not path.endswith(".safetensors"):
+            return None
+        return cls(client, Path(path), answer[SERVER])
+
+    @property
+    def here(self) -> bool:
+        """Whether this machine sees the file, or the lock of one that is being written."""
+        return self.path.exists() or self.lock.exists()
+
+    def load(self) -> tuple[dict[str, Tensor], dict]:
+        """The tensors and the metadata, as soon as they are written. Raises BadAnswer if they cannot be read."""
+        try:
+            content = self._read() if self.here else self.client.fetch(self.server, f"{ROUTE}/{self.path.name}")
+            tensors = safetensors.torch.load(content)
+        except (OSError, ValueError, safetensors.SafetensorError) as error:
+            raise BadAnswer(f"the hidden states in {self.path} cannot be read ({error}). {self._advice()}") from error
+        header = content[8 : 8 + int.from_bytes(content[:8], "little")]
+        return tensors, json.loads(header).get("__metadata__", {})
+
+    def delete(self) -> None:
+        if not self.here:
+            self.client.delete(self.server, f"{ROUTE}/{self.path.name}")
+        for each in (self.path, self.lock):
+            with contextlib.suppress(OSError):
+                each.unlink()
+
+    def _read(self) -> bytes:
+        with contextlib.suppress(FileNotFoundError), self.lock.open() as held:
+            fcntl.flock(held, fcntl.LOCK_SH)
+        return self.path.read_bytes()
+
+    def _advice(self) -> str:
+        if not self.path.parent.is_dir():
+            return (
+                "Start the engine with python scripts/launch_engine.py, which hands them out over HTTP, or let both machines "
+                "see its folder under the same path"
+            )
+        free = shutil.disk_usage(self.path.parent).free
+        if free < ENOUGH:
+            return (
+                f"The disk of {self.path.parent} is full ({free / 2**20:.0f} MiB free): make room, or start the engine with "
+                "folder="
+            )
+        return "The engine's log says why; it may have been stopped, or its disk be full"
+
+
+def discard_states(client: EngineClient, answer: dict, tokens: list[int]) -> None:
+    """Deletes the hidden states of a text that nobody wants, if the server has written them."""
+    file = StateFile.of(client, answer)
+    if file is not None:
+        with contextlib.suppress(BadAnswer, KeyError):
+            ids = file.load()[0]["token_ids"].tolist()
+            if ids and ids == tokens[: len(ids)]:
+                file.delete()
 
 
 class EngineTarget:
-    """The target in a server, in several that are used in turn, or in vLLM in this process.
+    """The target in a server, or in several that are used in turn.
 
     target: without its layers, or whole
     layers: numbers of the hidden states that are needed beside the final one
     Raises ValueError, with what to do, if a server has another model or gives no hidden states, or not these.
     """
 
-    def __init__(self, client: Client, target: Target, layers: tuple[int, ...]):
+    def __init__(self, client: EngineClient, target: Target, layers: tuple[int, ...]):
         self.client, self.target = client, target
         self.layers = tuple(sorted({*layers, target.num_layers}))
-        self.models = dict(zip(client.urls, (names[0] for names in client.models())))
+        self.model = str(client.describe_models()[0][0]["id"])
         self.numbers, self.guard = itertools.count(), threading.Lock()
         self.stored: tuple[int, ...] | None = None  # the layers in the server's files, once known
-        self._try()
+        tokens = torch.arange(1, 9) % target.vocab_size
+        for _ in client.urls:  # they are asked in turn
+            self.submit(tokens, self.layers).result()
 
     # Outputs of texts
 
     def submit(self, tokens: Tensor, layers: tuple[int, ...]) -> "Future[list[Tensor]]":
-        """tokens [t] -> [t, D] for each of these layers, as of a `Reader`: on the CPU, before the final norm"""
+        """tokens [t] -> [t, D] for each of these layers, on the CPU, before the final norm"""
         ids = tokens.tolist()
-        body = self.body(ids, max_tokens=1)
         checked = next(self.numbers) % CHECK_EVERY == 0
 
         def read(answer: dict) -> list[Tensor]:
             new, states = self.receive(answer, ids)
             return self.select(states, layers, chosen=new[0] if checked else None)
 
-        return self.client.submit("v1/completions", body, read)
+        return self.client.submit("v1/completions", self.make_body(ids, max_tokens=1), read)
 
     def read(self, drafter: Drafter, texts: list[tuple[list[int], list[int]]]) -> TargetOutput:
         """As specdec.unroll.replay.read: prompts and their answers -> features [B, T, F*D], final [B, T, D]"""
         layers = (*drafter.target_layers, self.target.num_layers)
         futures = [self.submit(torch.tensor(prompt + answer), layers) for prompt, answer in texts]
         rows = [torch.cat(future.result(), dim=-1) for future in futures]
-        both = normed(self.target, pad_sequence(rows, batch_first=True).to(self.target.device), layers)
+        both = apply_final_norm(self.target, pad_sequence(rows, batch_first=True).to(self.target.device), layers)
         return TargetOutput(*both.split([both.shape[-1] - self.target.width, self.target.width], dim=-1))
 
     def answer(
         self, prompts: Sequence[list[int]], *, sampling: Sampling, max_new_tokens: int, stop: set[int], seed: int
     ) -> list[list[int]]:
         """Plain answers, each with the token that ended it. Numbers of prompts are added to the seed."""
-        law = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k or 0}
+        sampled = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k or 0}
 
         def submit(number: int, prompt: list[int]) -> "Future[list[int]]":
-            body = self.body(prompt, max_tokens=max_new_tokens, stop=stop) | law | {"seed": seed + number}
-            return self.client.submit("v1/completions", body, lambda answer: self._answered(answer, prompt))
+            def read(answer: dict) -> list[int]:
+                new = _new_tokens(answer)
+                discard_states(self.client, answer, [*prompt, *new])  # the server writes them all the same
+                return new
+
+            body = self.make_body(prompt, max_tokens=max_new_tokens, stop=stop) | sampled | {"seed": seed + number}
+            return self.client.submit("v1/completions", body, read)
 
         return [future.result() for future in [submit(*pair) for pair in enumerate(prompts)]]
 
     # One request
 
-    def body(self, prompt: list[int], *, max_tokens: int, stop: set[int] = frozenset()) -> dict:  # type: ignore[assignment]
+    def make_body(self, prompt: list[int], *, max_tokens: int, stop: Collection[int] = ()) -> dict:
         """stop: tokens that end the answer"""
         return {
-            "model": next(iter(self.models.values())),
+            "model": self.model,
             "prompt": prompt,
             "max_tokens": max_tokens,
             "temperature": 0,
@@ -94,12 +173,12 @@ class EngineTarget:
             "kv_transfer_params": {"include_output_tokens": True},
         }
 
-    def receive(self, answer: dict, prompt: list[int]) -> Served:
-        """The new tokens, and the states of all tokens but the last, [t, layers, D], which the engine never read.
+    def receive(self, answer: dict, prompt: list[int]) -> tuple[list[int], Tensor]:
+        """-> the new tokens, and the states of all tokens but the last, [t, layers, D], which the engine never read
 
         Raises BadAnswer for what may be right the next time, and ValueError for a server that was started otherwise.
         """
-        new = self._new_tokens(answer)
+        new = _new_tokens(answer)
         file = StateFile.of(self.client, answer)
         if file is None:
             raise ValueError(f"The server at {', '.join(self.client.urls)} gives no hidden states. {RESTART}.")
@@ -143,29 +222,6 @@ class EngineTarget:
                 )
         return [states[:, self.stored.index(layer)].to(target.dtype) for layer in layers]
 
-    # Checks of the server
-
-    def _try(self) -> None:
-        """Reads a short text. Raises ValueError for a server that cannot be used."""
-        tokens = torch.arange(1, 9) % self.target.vocab_size
-        for _ in self.client.urls:  # they are asked in turn
-            self.submit(tokens, self.layers).result()
-
-    def _new_tokens(self, answer: dict) -> list[int]:
-        try:
-            new = answer["choices"][0]["token_ids"]
-        except (KeyError, IndexError, TypeError):
-            new = None
-        if not isinstance(new, list) or not new:
-            raise ValueError("The server does not return token ids (return_token_ids): use vLLM 0.10.2 or newer.")
-        return [int(token) for token in new]
-
-    def _answered(self, answer: dict, prompt: list[int]) -> list[int]:
-        """The new tokens. Hidden states, which the server writes all the same, are deleted."""
-        new = self._new_tokens(answer)
-        discard(self.client, answer, [*prompt, *new])
-        return new
-
     def _check_layers(self, states: Tensor, about: dict) -> None:
         num, width = states.shape[1:]
         if width != self.target.width:
@@ -187,3 +243,21 @@ class EngineTarget:
                 "python scripts/launch_engine.py starts one whose files do.",
                 stacklevel=2,
             )
+
+
+def apply_final_norm(target: Target, states: Tensor, layers: tuple[int, ...]) -> Tensor:
+    """states [..., layers * D] of an EngineTarget, on the target's device -> the same with the final norm, applied in place"""
+    for layer, part in zip(layers, states.split(target.width, dim=-1), strict=True):
+        if layer == target.num_layers:
+            part.copy_(target.norm(part))
+    return states
+
+
+def _new_tokens(answer: dict) -> list[int]:
+    try:
+        new = answer["choices"][0]["token_ids"]
+    except (KeyError, IndexError, TypeError):
+        new = None
+    if not isinstance(new, list) or not new:
+        raise ValueError("The server does not return token ids (return_token_ids): use vLLM 0.10.2 or newer.")
+    return [int(token) for token in new]

@@ -1,8 +1,15 @@
-"""Files of cached features: one for each document, with a checksum for each tensor, so that a damaged one is found and made again."""
+"""Cached features in a folder: one file for each document, with a checksum for each tensor.
 
+A truncated or damaged file is named in a warning and made again.
+"""
+
+import hashlib
+import json
 import os
+import shutil
 import threading
 import time
+import warnings
 import zlib
 from pathlib import Path
 
@@ -11,12 +18,99 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from specdec.core.files import unwritable
+from specdec.core.files import unwritable, write_text
+from specdec.core.untrusted import read_json
+from specdec.target.model import Target
 
 STALE = 3600  # seconds after which an unfinished file is one that a killed process has left
 
 
-def write(path: Path, tensors: dict[str, Tensor]) -> None:
+class FeatureFolder:
+    """Outputs of single documents in a folder, found by their tokens.
+
+    layers: numbers of the hidden states that files hold, the final one included
+    bits: 16 or 32 as the target computes them, or 8 with a scale for each token
+    Raises ValueError for a folder that was made by another target, in another form, or without these layers.
+    """
+
+    def __init__(self, target: Target, layers: tuple[int, ...], path: Path, *, bits: int | None = None):
+        self.path, self.target, self.bits = path, target, bits
+        self.about: dict = {
+            "target": target.fingerprint(),
+            "dtype": str(target.dtype),
+            "bits": bits,
+            "layers": sorted({*layers, target.num_layers}),
+            "files": "documents",
+        }
+        if (path / "about.json").exists():
+            made = read_json(path / "about.json")
+            wrong = [key for key in self.about if key != "layers" and made.get(key) != self.about[key]]
+            wrong += [] if set(self.about["layers"]) <= set(made.get("layers", ())) else ["layers"]
+            if wrong:
+                raise ValueError(
+                    f"The cached features in {path} were made with another {', '.join(wrong)}. Delete the folder, give another "
+                    "folder=, or use mode=online (layers= lets heads that read other layers share a folder)."
+                )
+            self.about = made  # every file holds all layers that the folder was made with
+        self.layers: tuple[int, ...] = tuple(self.about["layers"])
+
+    def open(self) -> None:
+        """Makes the folder."""
+        if not (self.path / "about.json").exists():
+            self.path.mkdir(parents=True, exist_ok=True)
+            write_text(self.path / "about.json", json.dumps(self.about, indent=2) + "\n")
+        remove_stale(self.path)
+
+    def num_bytes(self, num_tokens: int) -> int:
+        size = 1 if self.bits == 8 else self.target.embed.weight.element_size()
+        return num_tokens * len(self.layers) * (self.target.width * size + (4 if self.bits == 8 else 0))
+
+    def check_space(self, num_bytes: int) -> None:
+        """Raises ValueError if the disk is too small."""
+        existing = next(parent for parent in (self.path, *self.path.absolute().parents) if parent.exists())
+        free = shutil.disk_usage(existing).free
+        if free < 1.1 * num_bytes:
+            raise ValueError(
+                f"Cached features need {num_bytes / 1e9:.1f} GB and {free / 1e9:.1f} GB are free: use mode=online or engine "
+                "(which keep nothing), bits=8, fewer steps, less data, or another folder=."
+            )
+
+    def has(self, tokens: Tensor) -> bool:
+        return self._file(tokens).exists()
+
+    def read(self, tokens: Tensor, layers: tuple[int, ...]) -> list[Tensor] | None:
+        """[t, D] for each of these layers; None, with a warning if it is damaged, for a file that must be made."""
+        path = self._file(tokens)
+        if not path.exists():
+            return None
+        names = [str(layer) for layer in layers]
+        try:
+            if self.bits != 8:
+                return read_tensors(path, names)
+            values = read_tensors(path, [*names, *(f"{name}.scale" for name in names)])
+        except ValueError as error:
+            warnings.warn(f"{error} It is made again.", RuntimeWarning, stacklevel=2)
+            path.unlink(missing_ok=True)
+            return None
+        halves = values[: len(names)], values[len(names) :]
+        return [from_8_bits(*pair, self.target.dtype) for pair in zip(*halves)]
+
+    def write(self, tokens: Tensor, states: list[Tensor]) -> None:
+        """states: [t, D] for each of `layers`"""
+        path = self._file(tokens)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        tensors = {str(layer): state.cpu().contiguous() for layer, state in zip(self.layers, states, strict=True)}
+        write_tensors(path, to_8_bits(tensors) if self.bits == 8 else tensors)
+
+    def _file(self, tokens: Tensor) -> Path:
+        name = hashlib.sha256(tokens.to(torch.int32).numpy().tobytes()).hexdigest()[:32]
+        return self.path / name[:2] / f"{name[2:]}.safetensors"
+
+
+# One file
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     """The file appears whole or not at all. Raises ValueError, and leaves nothing behind, if the disk is full."""
     partial = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}.partial")
     try:
@@ -28,7 +122,7 @@ def write(path: Path, tensors: dict[str, Tensor]) -> None:
         raise unwritable(path, error) from error
 
 
-def read(path: Path, names: list[str]) -> list[Tensor]:
+def read_tensors(path: Path, names: list[str]) -> list[Tensor]:
     """Some tensors of a file. Raises ValueError if the file is truncated or one of them is damaged."""
     try:
         with safetensors.safe_open(path, framework="pt") as file:

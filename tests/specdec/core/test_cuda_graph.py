@@ -9,7 +9,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from specdec.core import compile, cuda_graph, rules
+from specdec.core import compile, rules
 from specdec.core.compile import Runner
 from specdec.core.sampling import Sampling
 from specdec.core.tree import Nodes, plant
@@ -36,7 +36,7 @@ def record(function, inputs, pool=None):
     """Stands in for cuda_graph.capture on a CPU, with the same rules: whatever `function` takes from the host is as it was
     now, and tensors are read and written where they are in memory now."""
     own = [value.clone() for value in inputs]
-    for _ in range(cuda_graph.WARM_UP):
+    for _ in range(compile.WARM_UP):
         function(*own)
     graph = make_fx(lambda *inputs: function(*inputs))(*own)
     outputs = graph(*own)
@@ -57,7 +57,7 @@ def record(function, inputs, pool=None):
 def test_passes_from_graphs_give_the_same_answers(shallow, traced, monkeypatch, head, shape, compiled):
     """Batches of the same shape with caches at other addresses, and caches that grow while they are used."""
     captured = []
-    monkeypatch.setattr(cuda_graph, "capture", lambda *arguments: captured.append(1) or record(*arguments))
+    monkeypatch.setattr(compile, "capture", lambda *arguments: captured.append(1) or record(*arguments))
     drafter = head and make_drafter(shallow, head, True)
     runner = Runner(compiled, cuda_graphs=True)
     graphed = decoder_of(shallow, drafter, shape, compiled=compiled, runner=runner)
@@ -69,7 +69,7 @@ def test_passes_from_graphs_give_the_same_answers(shallow, traced, monkeypatch, 
 
 def test_a_graph_for_each_cache_and_not_too_many(monkeypatch):
     captured = []
-    monkeypatch.setattr(cuda_graph, "capture", lambda function, inputs, pool: captured.append(function) or function)
+    monkeypatch.setattr(compile, "capture", lambda function, inputs, pool: captured.append(function) or function)
     monkeypatch.setattr(compile, "MOST_GRAPHS", 2)
     runner, caches = Runner(cuda_graphs=True), [torch.zeros(2), torch.ones(2), torch.ones(2)]
     for cache in (*caches, caches[2], caches[0]):
@@ -102,7 +102,7 @@ def test_a_captured_pass_reads_nothing_that_dies_with_its_answer(shallow, traced
 
         return replay
 
-    monkeypatch.setattr(cuda_graph, "capture", capture)
+    monkeypatch.setattr(compile, "capture", capture)
     runner, cache = Runner(family == "compiled", cuda_graphs=True), target.cache(2)
     verify = Verifier(target, sampling=Sampling(), rule="token", runner=runner, hidden_states=(1, 2))
     for drafts in DRAFTS:
@@ -213,7 +213,7 @@ def test_graphs_of_a_runner_have_one_pool_and_none_disturbs_another(pools, monke
 
 
 def test_decoders_that_share_a_runner_share_no_graph_with_other_features(shallow, monkeypatch):
-    monkeypatch.setattr(cuda_graph, "capture", record)
+    monkeypatch.setattr(compile, "capture", record)
     runner, cache = Runner(cuda_graphs=True), shallow.cache(1)
     for layers in ((1,), (0, 2), (1,)):
         verify = Verifier(shallow, sampling=Sampling(), rule="token", runner=runner, hidden_states=layers)

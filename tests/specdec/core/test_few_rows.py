@@ -1,18 +1,18 @@
-"""Tests of specdec/core/few_rows.py: the other way to multiply gives the same, and is taken where it is measured to be faster."""
+"""Tests of specdec/core/precision.py: the other way to multiply gives the same, and is taken where it is measured to be faster."""
 
 import pytest
 import torch
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from specdec.core import few_rows
+from specdec.core import precision
 
 
 @pytest.fixture(params=[True, False])
 def faster(monkeypatch, request):
     """Whether the other way is told to be faster. -> the shapes that were asked for"""
     asked = []
-    monkeypatch.setattr(few_rows, "is_faster_turned", lambda *shape: asked.append(shape[:3]) or request.param)
+    monkeypatch.setattr(precision, "is_faster_turned", lambda *shape: asked.append(shape[:3]) or request.param)
     return asked
 
 
@@ -23,7 +23,7 @@ def test_both_ways_give_the_same(faster, shape, bias):
     model = nn.Sequential(nn.Linear(512, 512, bias=bias), nn.Linear(512, 8))
     x = torch.randn(*shape, 512)
     wanted = model(x)
-    few_rows.prepare(model)
+    precision.prepare_few_rows(model)
     with torch.no_grad():
         found = model(x)
     torch.testing.assert_close(found, wanted.detach())
@@ -33,12 +33,12 @@ def test_both_ways_give_the_same(faster, shape, bias):
 
 def test_gradients_other_dtypes_and_traces_keep_the_usual_product(faster):
     layer = nn.Linear(512, 512)
-    few_rows.prepare(layer)
+    precision.prepare_few_rows(layer)
     layer(torch.randn(3, 512, requires_grad=True)).sum().backward()
     with torch.no_grad():
-        few_rows.linear(torch.randn(3, 512).double(), layer.weight.double())
-        few_rows.linear(torch.randn(3, 512).bfloat16(), layer.weight.bfloat16())
-        graph = make_fx(lambda x: few_rows.linear(x, layer.weight.detach()))(torch.randn(3, 512)).graph
+        precision.multiply_few_rows(torch.randn(3, 512).double(), layer.weight.double())
+        precision.multiply_few_rows(torch.randn(3, 512).bfloat16(), layer.weight.bfloat16())
+        graph = make_fx(lambda x: precision.multiply_few_rows(x, layer.weight.detach()))(torch.randn(3, 512)).graph
     assert faster == []
     assert not any("mm" in str(node.target) and node.args[0].op == "get_attr" for node in graph.nodes)
 
@@ -46,16 +46,16 @@ def test_gradients_other_dtypes_and_traces_keep_the_usual_product(faster):
 def test_processes_that_hold_a_target_together_multiply_alike(faster, monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     with torch.no_grad():
-        few_rows.linear(torch.randn(3, 512), torch.randn(512, 512))
+        precision.multiply_few_rows(torch.randn(3, 512), torch.randn(512, 512))
     assert faster == []
 
 
 def test_what_is_faster_is_measured_once_for_a_shape(monkeypatch):
-    few_rows.is_faster_turned.cache_clear()
+    precision.is_faster_turned.cache_clear()
     counted = []
     product = torch.mm
     monkeypatch.setattr(torch, "mm", lambda *given: counted.append(1) or product(*given))
-    assert few_rows.is_faster_turned(3, 512, 512, 1) in (True, False)
+    assert precision.is_faster_turned(3, 512, 512, 1) in (True, False)
     num = len(counted)
-    few_rows.is_faster_turned(3, 512, 512, 1)
+    precision.is_faster_turned(3, 512, 512, 1)
     assert len(counted) == num > 0

@@ -74,7 +74,7 @@ def test_lossless_where_drafting_sometimes_stops_early(rule, shape, children, mo
         def propose(*arguments, original_propose=original_propose, proposer=proposer, sizes=sizes):
             tree = original_propose(*arguments)
             sizes.add(tree.tokens.shape[1])
-            chances.add(float(sum(map(proposer.stopping.log_chance, proposer.evidence)).exp()))
+            chances.add(float(sum(map(proposer.stopping.log_probability, proposer.evidence)).exp()))
             return tree
 
         proposer.propose = propose

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from specdec.heads.decoder_block import RMSNorm, Rotary
+from specdec.heads.blocks import RMSNorm, Rotary
 
 
 @pytest.fixture(autouse=True)

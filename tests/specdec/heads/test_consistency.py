@@ -92,12 +92,12 @@ def test_all_blocks_in_one_pass_equal_each_block_alone():
     torch.manual_seed(0)
     target, starts = make().target, cut(BATCH, N)
     states = torch.randint(V, (2, N, starts.shape[1]))
-    top = torch.nn.functional.pad(masks.documents(BATCH.documents), (0, states[0].numel()))
+    top = torch.nn.functional.pad(masks.document_mask(BATCH.documents), (0, states[0].numel()))
     final = target.read(
         torch.cat([BATCH.tokens, states.flatten(1)], dim=1),
         (),
         positions=torch.cat([BATCH.positions, place(BATCH, starts, N).flatten(1)], dim=1),
-        mask=torch.cat([top, masks.jacobi_blocks(BATCH.documents, starts, N)], dim=2),
+        mask=torch.cat([top, masks.jacobi_mask(BATCH.documents, starts, N)], dim=2),
     ).final
     laws = target.logits(final[:, BATCH.tokens.shape[1] :]).log_softmax(-1).unflatten(1, states.shape[1:])
     for row, number, text in each_block(starts):

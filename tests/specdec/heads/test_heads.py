@@ -14,8 +14,7 @@ from specdec.core.tree import TreeShape
 from specdec.proposers.heads import HeadProposer
 from specdec.target import attention
 from specdec.unroll import plan as unroll_plan
-from specdec.unroll.plan import plan
-from specdec.unroll.run import unroll
+from specdec.unroll.plan import plan_unroll, unroll
 from tests.loops import follow
 from tests.support import VARIANTS, chain_of, load_head, make_drafter, paired, random_tokens
 
@@ -38,7 +37,7 @@ def text(any_drafter):
 def unroll_row(drafter, tokens, features, *, goals=None, documents=None, positions=None, keep=1.0):
     """The unroll over one row; by default one document in which every token is a goal."""
     num = len(tokens)
-    steps = plan(
+    steps = plan_unroll(
         drafter,
         torch.zeros(1, num, dtype=torch.long) if documents is None else documents[None],
         torch.arange(num)[None] if positions is None else positions[None],
@@ -190,7 +189,7 @@ def test_rows_of_a_batch_equal_separate_rows(any_drafter, text):
     goals[1, [9]] = True
     depth = depth_of(any_drafter)
     with torch.no_grad():
-        steps = plan(
+        steps = plan_unroll(
             any_drafter,
             torch.zeros_like(goals, dtype=torch.long),
             torch.arange(LENGTH).expand(2, -1),
@@ -356,7 +355,9 @@ def test_blocks_that_attend_in_parts_give_the_same_values_and_gradients(target, 
     for limit in (2**27, 300):
         monkeypatch.setattr(span_attention, "CHUNK", limit)
         goals = torch.ones(1, LENGTH, dtype=torch.bool)
-        steps = plan(drafter, torch.zeros_like(goals, dtype=torch.long), torch.arange(LENGTH)[None], goals, depth=4)
+        steps = plan_unroll(
+            drafter, torch.zeros_like(goals, dtype=torch.long), torch.arange(LENGTH)[None], goals, depth=4
+        )
         unrolled = unroll(drafter, tokens[None], features, steps)
         results.append((unrolled.states[0], torch.autograd.grad(unrolled.states[0].sum(), drafter.fc.weight)[0]))
     torch.testing.assert_close(results[0], results[1], atol=1e-10, rtol=0)

@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
+from specdec.heads.base import SizedLinear
 from specdec.heads.eagle import Eagle3
-from specdec.heads.sized_linear import SizedLinear
 from tests.support import make_target
 
 SIZES = torch.tensor([0.01, 1.0, 2.0, 5000.0])

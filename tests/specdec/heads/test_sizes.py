@@ -9,15 +9,21 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from specdec.core.sampling import Sampling
 from specdec.decoding.decoder import Decoder
 from specdec.export.eagle import default_layers
-from specdec.heads.borrowed import embedding_rows, embedding_scale, norm_gain
-from specdec.heads.decoder_block import Rotary, block_config
+from specdec.heads.blocks import (
+    POSITIONS,
+    Rotary,
+    block_config,
+    embedding_rows,
+    embedding_scale,
+    five_layers,
+    norm_gain,
+    three_layers,
+)
 from specdec.heads.dflash import BlockDrafter
 from specdec.heads.draft import Draft
 from specdec.heads.eagle import Eagle, Eagle3
-from specdec.heads.layers import five_layers, three_layers
 from specdec.heads.medusa import Medusa
 from specdec.heads.mtp import MTP
-from specdec.heads.sizes import POSITIONS
 from specdec.proposers.heads import HeadProposer
 from specdec.target import attention
 from specdec.target.model import Target

@@ -8,7 +8,7 @@ from torch import nn
 from specdec.core.cache import UnrollCache
 from specdec.core.span_attention import spans
 from specdec.heads.base import Slots
-from specdec.heads.decoder_block import RIDGE
+from specdec.heads.blocks import RIDGE
 from specdec.heads.eagle import Eagle
 from tests.support import load_head, make_target
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from specdec.core.clock import interleave
 from specdec.core.generation import Generation
-from specdec.core.timing import interleave
 from specdec.decoding.drafting import Drafting
 from specdec.measuring.measure import Prompt, PromptResult
 from specdec.measuring.report import Report, Training, summarise, summarise_by_category

@@ -133,7 +133,7 @@ def read_prompts(target, prompts):
     padded = torch.nn.utils.rnn.pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True)
     cache.reserve(padded.shape[1])
     positions = torch.arange(padded.shape[1]).expand(len(prompts), -1)
-    mask = masks.pending(masks.causal(padded.shape[1], "cpu"), cache.lengths, cache.visible)
+    mask = masks.pending_mask(masks.causal_mask(padded.shape[1], "cpu"), cache.lengths, cache.visible)
     target.read(padded, (), positions=positions, mask=mask, cache=cache)
     cache.commit(num, num.tolist())
     return cache
@@ -156,7 +156,7 @@ def test_the_part_gives_the_logits_of_a_mask_over_the_whole_text(target, argumen
     logits = logits_on_the_part(target, cascade(target, **arguments), read_prompts(target, PROMPTS), NEW)
     for row, prompt in enumerate(PROMPTS):
         text, num = torch.tensor([prompt + NEW[row].tolist()]), len(prompt)
-        mask = masks.causal(num + 3, "cpu")
+        mask = masks.causal_mask(num + 3, "cpu")
         if num > arguments["sinks"] + arguments["window"]:
             mask[num:, arguments["sinks"] : num - arguments["window"]] = False
         expected = target.logits(target.read(text, (), mask=mask[None, None]).final)[0, num:]

@@ -42,7 +42,7 @@ def propose(target: Target, proposer: LayerSkip, prompts, sampling: Sampling):
     length = padded.shape[1] - 1
     cache = target.cache(len(prompts))
     cache.reserve(length)
-    mask = masks.pending(masks.causal(length, None), cache.lengths, cache.visible)
+    mask = masks.pending_mask(masks.causal_mask(length, None), cache.lengths, cache.visible)
     target.read(padded[:, :-1], (), positions=cache.slots, mask=mask, cache=cache)
     cache.commit(num, num.tolist())
     proposer.share(cache)

@@ -174,7 +174,7 @@ class Knowing(Lookahead):
         super().begin(tokens, num)
         for row, text in enumerate(self.known):
             for start in range(len(text) - self.ngram + 1):
-                self.keep(row, text[start : start + self.ngram])
+                self._keep(row, text[start : start + self.ngram])
 
 
 def test_correct_ngrams_of_the_pool_are_accepted(target):

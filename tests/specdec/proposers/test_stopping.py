@@ -200,8 +200,8 @@ def test_evidence_holds_log_odds_and_confidence(any_drafter, target):
 def test_chances_are_logistic_in_the_evidence():
     stopping = Stopping(weight=0.5, bias=-0.2, confidence_weight=2.0)
     evidence = torch.tensor([[1.0, 0.3], [-2.0, 1.0]])
-    for (x, c), log_chance in zip(evidence.tolist(), stopping.log_chance(evidence).tolist()):
-        assert math.exp(log_chance) == pytest.approx(1 / (1 + math.exp(0.2 - 0.5 * x - 2 * c)))
+    for (x, c), log_probability in zip(evidence.tolist(), stopping.log_probability(evidence).tolist()):
+        assert math.exp(log_probability) == pytest.approx(1 / (1 + math.exp(0.2 - 0.5 * x - 2 * c)))
 
 
 def test_no_threshold_changes_the_answers(any_drafter, target):
@@ -220,7 +220,7 @@ def test_no_threshold_changes_the_answers(any_drafter, target):
         for emitted in decoder.stream(prompts, 6, result=generation):
             generation.tokens = [before + tokens for before, tokens in zip(generation.tokens, emitted.tokens)]
             if fraction == 0 and proposer.evidence:
-                chances.append(float(sum(map(Stopping().log_chance, proposer.evidence)).max().exp()))
+                chances.append(float(sum(map(Stopping().log_probability, proposer.evidence)).max().exp()))
         assert generation.tokens == plain.tokens
         check_counters(generation)
         if fraction == 0:

@@ -12,7 +12,7 @@ from specdec.decoding.drafting import Drafting
 from specdec.measuring.measure import MeasureSettings, Method, Prompt, measure
 from specdec.proposers import datastore as store
 from specdec.proposers import suffix
-from specdec.proposers.suffix import NOWHERE, Automaton, Match, Suffix
+from specdec.proposers.suffix import NOWHERE, Automaton, Suffix, SuffixMatch
 from tests.support import random_tokens
 from tests.texts import begin, check_rounds, commit, repeating_texts
 
@@ -107,7 +107,7 @@ def test_matches_and_trees_along_a_text():
                 (memory, others, match.state, matched),
             ):
                 for num, least in ((20, 0.3), (9, 0.07)):
-                    guesses = automaton.most_likely(Match(state, len(part)), num, least)
+                    guesses = automaton.most_likely(SuffixMatch(state, len(part)), num, least)
                     draft = [(guess.token, guess.parent) for guess in guesses]
                     assert draft == best_first(known, part, num, least)
                 num_branched += any(parent != number for number, (_, parent) in enumerate(draft))

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from specdec.target.experts import Experts, experts_of, share_of_growth
+from specdec.target.structure import Experts, experts_of, share_of_growth
 
 
 def test_numbers_of_experts_by_hand():

@@ -161,7 +161,7 @@ def check_documents(family, batch, output, layers) -> None:
     """The outputs for packed documents are those with a mask over the pack or, where no mask can cut them, of each alone."""
     target, real = target_of(family), batch.documents >= 0
     if not family.recurrent:
-        mask = masks.documents(batch.documents)
+        mask = masks.document_mask(batch.documents)
         packed = target.read(batch.tokens, layers, positions=batch.positions, mask=mask)
         torch.testing.assert_close(output.features[real], packed.features[real], atol=1e-4, rtol=1e-4)
     for document in range(2):

@@ -7,7 +7,7 @@ import torch
 from hydra.utils import instantiate
 from transformers import AutoModelForCausalLM
 
-from specdec.core import plain_text
+from specdec.core import token_text
 from specdec.core.sampling import Sampling
 from specdec.core.tree import Tree, TreeShape
 from specdec.decoding.decoder import Decoder
@@ -41,8 +41,8 @@ def gemma():
 def prompts(tokenizer):
     """A short text, one that an answer takes across the window, one beyond it."""
     rows = [json.loads(line) for line in (ROOT / "data" / "prompts_train.jsonl").read_text().splitlines()[:40]]
-    text = plain_text.encode(tokenizer, " ".join(row["prompt"] for row in rows))
-    return [plain_text.encode(tokenizer, "The capital of France is"), text[:505], text[:600]]
+    text = token_text.encode_text(tokenizer, " ".join(row["prompt"] for row in rows))
+    return [token_text.encode_text(tokenizer, "The capital of France is"), text[:505], text[:600]]
 
 
 @pytest.fixture(scope="module")

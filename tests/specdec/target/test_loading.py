@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from specdec.heads.medusa import Medusa2
 from specdec.target import loading as target_loading
-from specdec.target.fingerprint import fingerprint
+from specdec.target.loading import fingerprint_of_model
 from specdec.target.model import Target
 from tests.families import FAMILIES, configuration, make
 from tests.saved_targets import PROMPT, SIZES, check_decoding, edit, save
@@ -122,7 +122,7 @@ def test_the_fingerprint_of_an_unquantised_target_stays_what_checkpoints_hold():
     with torch.no_grad():
         for number, parameter in enumerate(model.parameters()):
             parameter.copy_((torch.arange(parameter.numel()) % 97 - 48 + number).view(parameter.shape) / 64)
-    assert fingerprint(model, model.config, None) == "b627ab7eb7640233"
+    assert fingerprint_of_model(model, model.config, None) == "b627ab7eb7640233"
 
 
 # Multimodal targets

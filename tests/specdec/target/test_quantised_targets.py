@@ -21,7 +21,7 @@ from specdec.heads.eagle import Eagle
 from specdec.heads.medusa import Medusa2
 from specdec.proposers.heads import HeadProposer
 from specdec.target import loading as target_loading
-from specdec.target.fingerprint import quantisation_of
+from specdec.target.loading import quantisation_of
 from specdec.target.model import Target
 from tests.families import FAMILIES, Family, make
 from tests.saved_targets import PROMPT, SIZES, check_decoding, edit, save

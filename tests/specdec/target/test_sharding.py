@@ -16,7 +16,8 @@ from tests import families
 from tests.support import save_word_model
 from tests.together import together
 from train.data.rows import Batch
-from train.features.outputs import Folder, Kept, Online
+from train.features.feature_files import FeatureFolder
+from train.features.outputs import Kept, Online
 
 MODULE = "tests.specdec.target.test_sharding"
 FAMILIES = ["gemma4_text-shared", "phi3"]  # with values beside the layers, joined matrices
@@ -85,7 +86,7 @@ def difference(first, second) -> float:
 def kept(whole: Target, parts: Target, path: str) -> list[float]:
     """Features through a folder of each process: when both lack all, when only the first lacks some, and when none does."""
     path = f"{path}-{dist.get_rank()}"
-    folder = Folder(parts, (1, 2), Path(path))
+    folder = FeatureFolder(parts, (1, 2), Path(path))
     folder.open()
     source, goal, found = Kept(parts, (1, 2), folder=folder), Online(whole, (1, 2))(batch()), []
     for remove in (False, dist.get_rank() == 0, False):

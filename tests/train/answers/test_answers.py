@@ -1,10 +1,9 @@
-"""Tests of answers that servers write: order, token ids, resuming, other interfaces, refusals, prompts of the target's own."""
+"""Tests of answers that servers write: order, token ids, resuming, other interfaces, refusals."""
 
 import copy
 import json
 import sys
 import threading
-import types
 
 import pytest
 from transformers import LlamaConfig
@@ -12,7 +11,7 @@ from transformers import LlamaConfig
 from scripts import answer
 from tests.small_server import STOP, Model, SmallServer
 from tests.support import save_target, small_tokenizer, write_rows
-from train.answers import answering, self_prompts
+from train.answers import answering
 from train.answers.engine_answers import in_order
 from train.data import rows as data
 from train.features import engine_client
@@ -103,13 +102,13 @@ def test_an_interrupted_run_continues_where_it_was(run, folder):
     assert run(model) == whole and model.num == 1 + len(whole) - len(before)
     model = Model()
     assert run(model) == whole and not run.server.requests  # nothing is left to write, so nobody is asked
-    for other in ("seed=1", "thinking=true", "tag=x", "engine=vllm", "engine=null"):
+    for other in ("seed=1", "thinking=true", "tag=x", "engine=null"):
         with pytest.raises(ValueError, match=r"was begun with other settings|no thinking mode"):
             run(model, other)
 
 
 def test_in_order_holds_back_what_came_early():
-    jobs = [answering.Job(str(n), "", 0, [], []) for n in range(7)]
+    jobs = [answering.AnswerJob(str(n), "", 0, [], []) for n in range(7)]
     futures = {}
 
     def submit(job):
@@ -122,8 +121,12 @@ def test_in_order_holds_back_what_came_early():
     assert set(futures) == {"0", "1", "2"}
     threading.Timer(0.05, lambda: futures["3"].set_result("3")).start()
     assert [job.id for job, _ in next(groups)] == ["3"] and set(futures) == {"0", "1", "2", "3", "4", "5"}
-    groups.close()
-    assert futures["4"].cancelled() and futures["5"].cancelled()
+    futures["4"].set_result("4")
+    futures["5"].set_exception(ValueError("lost"))
+    assert [job.id for job, _ in next(groups)] == ["4"]  # what came before a failure is not lost with it
+    with pytest.raises(ValueError, match="lost"):
+        next(groups)
+    assert futures["6"].cancelled()
 
 
 # Servers without token ids
@@ -178,17 +181,16 @@ def test_thinking_mode(run, folder):
         (Model(token_ids=[5, 6], finish_reason="length"), [], "cut after 2 tokens, not 160"),
         (Model(token_ids=["a"]), [], "has no token ids"),
         (Model("chat", reasoning="Hm."), [], "without a reasoning parser"),
-        (Model("deaf"), ["prompts=self", "num_prompts=2"], "prompts=self needs a server that takes and gives token ids"),
-        (Model(), ["prompts=self"], "num_prompts= says how many"),
-        (Model(), ["num_prompts=2"], "num_prompts= says how many"),
+        (Model(), ["prompts=self"], r"the target no longer writes prompts itself\. Give prompts=FILE"),
+        (Model(), ["engine=null", "features.folder=x"], r"features\.folder= keeps hidden states that a server gives"),
+        (Model("deaf"), ["features.folder=x"], r"features\.folder= needs a server that takes and gives token ids"),
         (Model(), ["thinking=true"], "has no thinking mode"),
         (Model(), ["in_flight=0"], "in_flight=0 must be a whole number from 1 to 65536"),
         (Model(), ["decode.top_p=0"], "decode.top_p=0.0 must be a number above 0 and at most 1"),
-        (Model(), ["engine=vllm"], "engine=vllm needs vLLM in this Python"),
+        (Model(), ["engine=vllm"], r"engine=vllm: vLLM no longer runs inside this process.*launch_engine\.py"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_refused_with_a_sentence(run, model, arguments, what, monkeypatch):
-    monkeypatch.setitem(sys.modules, "vllm", None)
+def test_what_cannot_be_is_refused_with_a_sentence(run, model, arguments, what):
     with pytest.raises(ValueError, match=what):
         run(model, "limit=2", *arguments)
 
@@ -216,117 +218,17 @@ def test_servers_of_different_models_are_refused(run):
         run(Model(), f"engine={server.url},{other.url}")
 
 
-# Prompts of the target's own
-
-SAID = ["How do I bake a cake with plums?", "how do I bake a cake, with plums!", "Hi", "", "What is the tallest mountain of Peru?",
-        "yes yes yes yes yes yes yes yes yes yes yes yes", "Please tell me about the moons of Jupiter."]  # fmt: skip
-REASONS = [None, "nearly the same as another", "too short", "empty", None, "repeats itself", None]
-
-
-class Talkative(Model):
-    """Writes the user's turns of SAID, by the number of the request, and answers."""
-
-    def write(self, prompt: str, body: dict) -> tuple[dict, int]:
-        if not self.tokenizer.decode(body["prompt"]).endswith("user\n") or body["max_tokens"] == 1:
-            return super().write(prompt, body)
-        ids = [*self.tokenizer(f"{SAID[self.turns[body['seed']] % 7]} ")["input_ids"], STOP]
-        return {"text": "", "ids": ids, "finish_reason": "stop"}, len(ids)
-
-    def __init__(self):
-        super().__init__()
-        law = answering.Law(frozenset(), 1)
-        self.turns = {law.seed_of(self_prompts.name(n), bits=31): n for n in range(100)}
-
-
-def test_prompts_of_its_own_are_filtered_and_answered(run, folder):
-    rows = run(Talkative(), "prompts=self", "num_prompts=3", "decode.temperature=0", "batch=2")
-    path = folder / "answers.jsonl.prompts.jsonl"
-    drawn = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [row["prompt"] for row in drawn] == SAID and [row.get("dropped") for row in drawn] == REASONS
-    assert [row["messages"][0]["content"] for row in rows] == [
-        text for text, reason in zip(SAID, REASONS) if not reason
-    ]
-    assert [row["id"] for row in rows] == ["self-0000000@0", "self-0000004@0", "self-0000006@0"]
-    assert "the target wrote 7 prompts, of which 3 are kept (1 " in run.printed
-    written = path.read_text()
-    lines = written.splitlines(keepends=True)
-    path.write_text("".join(lines[:5]))  # as after an interruption
-    (folder / "answers.jsonl").unlink()
-    assert run(Talkative(), "prompts=self", "num_prompts=3", "decode.temperature=0", "batch=2") == rows
-    assert path.read_text() == written
-    with pytest.raises(ValueError, match=r"prompts.jsonl was begun with other settings: temperature \(then 1"):
-        run(Talkative(), "prompts=self", "num_prompts=3", "self_prompts.temperature=0.5")
-
-
-def test_a_target_that_cannot_write_prompts_ends_with_a_sentence(run, monkeypatch):
-    monkeypatch.setattr(self_prompts, "ENOUGH", 10)
-    monkeypatch.setattr(self_prompts, "FEWEST", 0.5)
-    with pytest.raises(
-        ValueError, match=r"Only 2 of 1\d prompts that the target wrote are good .*self_prompts\.temperature="
-    ):
-        monkeypatch.setattr(sys.modules[__name__], "SAID", [*SAID[:2], "", "", "What is the tallest river?", "", ""])
-        run(Talkative(), "prompts=self", "num_prompts=30", "decode.temperature=0", "in_flight=1")
-
-
-def test_near_duplicates_are_found_and_others_are_not():
-    judge = self_prompts.Filter(small_tokenizer())
-    long = "Write a short story about a lighthouse keeper who finds a letter in a bottle, and what he does with it."
-    other = "Explain in simple words how a lighthouse works, and why ships need them on dark and stormy nights."
-    assert judge.judge(long, "stop") is None and judge.judge(other, "stop") is None
-    assert judge.judge(long.replace("short ", "brief "), "stop") == "nearly the same as another"
-    assert judge.judge(long.upper() + "!!", "stop") == "nearly the same as another"
-    assert judge.judge(long, "length") == "unfinished" and judge.judge("x" * 9000, "stop") == "too long"
-    assert judge.judge("\u4f60\u597d\uff0c\u8bf7\u95ee\u4eca\u5929\u5929\u6c14\u600e\u4e48\u6837\uff1f", "stop") is None
-
-
-def test_the_opening_of_the_users_turn():
-    tokenizer = copy.deepcopy(small_tokenizer())
-    opening = self_prompts.find_opening(tokenizer, {STOP})
-    whole = data.encode_prompt(tokenizer, [{"role": "user", "content": "Hi"}])
-    assert whole[: len(opening.tokens)] == opening.tokens and tokenizer.decode(opening.tokens).endswith("user\n")
-    assert opening.ends == {STOP}
-    for template in ("{% for m in messages %}{{ 'Q: ' + m['content'] + ' A: ' }}{% endfor %}", "{{ messages|length }}"):
-        tokenizer.chat_template = template
-        with pytest.raises(ValueError, match=r"prompts=self: the chat template .* no special token behind"):
-            self_prompts.find_opening(tokenizer, {STOP})
-
-
 # Other writers
 
 
-def test_our_own_decoder_writes_prompts_and_keeps_ids(run, tmp_path):
-    save_target(tmp_path / "target")
-    arguments = ["engine=null", "prompts=self", "num_prompts=3", "decode.temperature=0", "max_new_tokens=8", "batch=8",
-                 "self_prompts.max_tokens=200", "target.dtype=float32", "target.device=cpu"]  # fmt: skip
+def test_our_own_decoder_keeps_ids_and_continues(run, folder):
+    save_target(folder / "target")
+    arguments = ["engine=null", "limit=3", "decode.temperature=0", "max_new_tokens=8", "batch=8", "target.dtype=float32",
+                 "target.device=cpu"]  # fmt: skip
     rows = run(Model(), *arguments)
     assert len(rows) == 3 and not run.server.requests
     assert all(len(row["tokens"]) <= row["prompt_tokens"] + 8 for row in rows)
-    path = tmp_path / "answers.jsonl.prompts.jsonl"
-    first, written = path.read_text().splitlines(keepends=True)[0], path.read_text()
-    path.write_text(first)
-    assert run(Model(), *arguments, out="answers.jsonl") == rows and path.read_text() == written
-
-
-def test_vllm_in_this_process(run, folder, monkeypatch):
-    """With a module in vLLM's place; vLLM itself is tried with `engines/bin/python`."""
-    model, made = Model(), {}
-
-    class LLM:
-        def __init__(self, **settings):
-            made.update(settings)
-
-        def generate(self, prompts, sampling, use_tqdm):
-            outputs = []
-            for prompt, law in zip(prompts, sampling, strict=True):
-                assert law.stop_token_ids == [STOP] and law.ignore_eos and not law.detokenize
-                choice, _ = model.write(json.dumps(prompt["prompt_token_ids"]), vars(law))
-                outputs.append(types.SimpleNamespace(outputs=[types.SimpleNamespace(token_ids=tuple(choice["ids"]))]))
-            return outputs
-
-    module = types.ModuleType("vllm")
-    module.LLM, module.SamplingParams = LLM, types.SimpleNamespace
-    monkeypatch.setitem(sys.modules, "vllm", module)
-    served = run(Model(), out="served.jsonl")
-    assert run(Model(), "engine=vllm", "in_flight=1") == served
-    assert made["max_num_seqs"] == 1 and made["generation_config"] == "vllm"
-    assert made["max_model_len"] == max(row["prompt_tokens"] for row in served) + 160
+    path = folder / "answers.jsonl"
+    written = path.read_text()
+    path.write_text(written.splitlines(keepends=True)[0])  # as after an interruption
+    assert run(Model(), *arguments) == rows and path.read_text() == written

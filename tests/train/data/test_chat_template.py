@@ -114,9 +114,9 @@ def test_prompts_and_answers_keep_tools_and_mode(tmp_path):
     assert first["tools"] == [TOOL] and "tools" not in second
     jobs = answering.list_jobs(tokenizer, [first, second], [0.0])
     assert json.dumps(TOOL) in tokenizer.decode(jobs[0].tokens) and "get_tide" not in tokenizer.decode(jobs[1].tokens)
-    written = answering.Written("Hi", "stop", None, 1)
-    kept = answering.conversation(jobs[0], written, tokenizer="t")
-    assert kept["tools"] == [TOOL] and "tools" not in answering.conversation(jobs[1], written, tokenizer="t")
+    written = answering.WrittenAnswer("Hi", "stop", None, 1)
+    kept = answering.make_row(jobs[0], written, tokenizer="t")
+    assert kept["tools"] == [TOOL] and "tools" not in answering.make_row(jobs[1], written, tokenizer="t")
     encoded = data.encode(tokenizer, kept)
     assert encoded.tokens[: encoded.mask.index(True)] == jobs[0].tokens
 

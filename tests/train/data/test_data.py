@@ -18,7 +18,7 @@ from scripts.show_data import ShowData
 from specdec.core import masks
 from tests.conversations import ASKS, as_row, pair, supervised
 from tests.support import REAL_TARGET, write_rows
-from train.answers.answering import Law, OwnDecoder, Written, list_jobs, written
+from train.answers.answering import AnswerSettings, OwnDecoder, WrittenAnswer, list_jobs, make_answer
 from train.answers.resumable import Resumable, read_rows
 from train.data import reading
 from train.data import rows as data
@@ -197,7 +197,7 @@ def test_packs_count_supervised_tokens_and_have_a_fingerprint():
 def test_collate_and_attention_against_a_loop():
     packs = [*Packs(Rows.of([make_row(2, 3), make_row(0, 4), make_row(3, 1), make_row(1, 2)]), length=10)]
     batch = data.collate(packs, length=12, pad_token=99)
-    attention = masks.documents(batch.documents)
+    attention = masks.document_mask(batch.documents)
     assert attention.shape == (2, 1, 12, 12) and attention.dtype == torch.bool
     for index, rows in enumerate(packs):
         flat = [(document, position, row) for document, row in enumerate(rows) for position in range(len(row.tokens))]
@@ -274,11 +274,15 @@ def test_jobs_and_their_answers(tokenizer, small_target):
     short = [
         dataclasses.replace(job, tokens=[number % 6 for number in range(len(job.tokens) % 11 + 2)]) for job in jobs
     ]
-    law = Law(frozenset({2}), 16, seed=3)
+    settings = AnswerSettings(frozenset({2}), 16, seed=3)
 
     def answers(batch: int, finished=()) -> list[tuple[str, list[int]]]:
-        writer = OwnDecoder(small_target, tokenizer, law, batch)
-        return [(job.id, answer.tokens) for group in writer.write(short, finished) for job, answer in group]
+        writer = OwnDecoder(small_target, tokenizer, settings, batch)
+        return [
+            (job.id, answer.tokens)
+            for group in writer.write(job for job in short if job.id not in finished)
+            for job, answer in group
+        ]
 
     alone = answers(1)
     lengths = {job.id: len(job.tokens) for job in short}
@@ -293,8 +297,8 @@ def test_jobs_and_their_answers(tokenizer, small_target):
 
 def test_an_answer_is_trimmed_at_its_end(tokenizer):
     hello, end = tokenizer("Hello")["input_ids"], tokenizer.eos_token_id
-    assert written(tokenizer, [*hello, end], {end}) == Written("Hello", "stop", [*hello, end], len(hello) + 1)
-    assert written(tokenizer, hello, {end}) == Written("Hello", "length", hello, len(hello))
+    assert make_answer(tokenizer, [*hello, end], {end}) == WrittenAnswer("Hello", "stop", [*hello, end], len(hello) + 1)
+    assert make_answer(tokenizer, hello, {end}) == WrittenAnswer("Hello", "length", hello, len(hello))
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ from specdec.server import traffic_files
 from tests.conversations import ASKS, HEAD, TAIL, pair, with_template
 from tests.support import small_tokenizer, write_rows
 from train.answers import datastore
-from train.answers.answering import Job, Law
-from train.answers.engine_answers import Server
+from train.answers.answering import AnswerJob, AnswerSettings
+from train.answers.engine_answers import AnswerServer
 from train.data import answer_mask, reading
 from train.data import rows as data
 from train.data.encoding import Encoding, load_packs
@@ -179,10 +179,10 @@ def test_a_typed_prompt_that_is_no_text_is_refused():
 
 @pytest.mark.parametrize(("finish", "text"), [("length", "a"), ("stop", "a\ufffd")])
 def test_half_of_a_pair_in_the_answer_of_a_server_is_replaced(finish, text):
-    server = object.__new__(Server)
+    server = object.__new__(AnswerServer)
     server.way = "text"
     answer = {"choices": [{"text": f"a{HALF}", "finish_reason": finish}]}
-    assert server.read(answer, Job("a", "b", 0.0, [], [1]), Law(frozenset(), 4)).text == text
+    assert server.read_answer(answer, AnswerJob("a", "b", 0.0, [], [1]), AnswerSettings(frozenset(), 4)).text == text
 
 
 def test_half_of_a_pair_in_recorded_rows_counts_as_damage(tmp_path):

@@ -21,10 +21,8 @@ from tests.engine import TinyEngine
 from tests.small_server import DELETE
 from tests.support import ROOT, losses_of, write_rows
 from train.features.engine_client import EngineClient
-from train.features.engine_features import EngineTarget
-from train.features.engine_states import ROUTE
-from train.features.outputs import Folder
-from train.features.vllm_features import InProcess
+from train.features.engine_features import ROUTE, EngineTarget
+from train.features.feature_files import FeatureFolder
 
 LAYERS = [2, 3, 4, 5, 6, 8]  # what these heads read of the tiny target's 8 layers, and the last
 HEADS = ["eagle3", "mtp", "dflash", "medusa", "draft"]
@@ -127,180 +125,89 @@ def test_answers_alone_leave_no_files_behind(engine, folder, tmp_path, monkeypat
     assert not list(engine.folder.glob("*.safetensors")) and len(Path("answers.jsonl").read_text().splitlines()) == 3
 
 
-def test_hidden_states_of_answers_need_a_server(folder, tmp_path, monkeypatch, engine):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=r"features\.folder= keeps hidden states that a server gives"):
-        answer(monkeypatch, engine, folder, "engine=null", "features.folder=cache")
-
-
 # What is wrong with an answer, and what is said
 
 
-def cut(number, made):
+def cut(made):
     made["tensors"] = {name: value[:-1] for name, value in made["tensors"].items()}
 
 
-def other_model(number, made):
-    made["tensors"]["hidden_states"] = torch.randn_like(made["tensors"]["hidden_states"])
+def change(function, **about):
+    """A fault of the hidden states [t, layers, D]: what `function` makes of them. about: the metadata"""
+
+    def fault(made):
+        made["tensors"]["hidden_states"] = function(made["tensors"]["hidden_states"])
+        made["about"] = about or made["about"]
+
+    return fault
 
 
-def no_file(number, made):
-    made["tensors"] = None
-
-
-def not_finite(number, made):
-    made["tensors"]["hidden_states"][0, 0, 0] = float("nan")
-
-
-def zero(number, made):
-    made["tensors"]["hidden_states"][1] = 0
-
-
-def fewer_layers(number, made):
-    made["tensors"]["hidden_states"] = made["tensors"]["hidden_states"][:, 1:]
-    made["about"] = {"layers": "[3, 4, 5, 6, 8]"}
-
-
-def unnamed_layers(number, made):
-    made["tensors"]["hidden_states"] = made["tensors"]["hidden_states"][:, 1:]
-    made["about"] = {}
-
-
-def narrow(number, made):
-    made["tensors"]["hidden_states"] = made["tensors"]["hidden_states"][..., 1:]
-
-
-def no_states(number, made):
-    made["answer"].pop("kv_transfer_params")
-
-
-def no_ids(number, made):
-    made["answer"]["choices"][0].pop("token_ids")
+def fill_token(number, value):
+    return lambda states: states.index_fill(0, torch.tensor(number), value)
 
 
 FAULTS = {
-    cut: "prefix caching must be off",
-    other_model: "serves another model than .* or other layers",
-    no_file: "cannot be read .* The engine's log says why",
-    not_finite: "some hidden states are not finite",
-    zero: "are all zero",
-    fewer_layers: r"gives layers \[3, 4, 5, 6, 8\], and the head needs \[2, 4, 5, 8\].*'layers=\[2, 4, 5, 8\]'",
-    unnamed_layers: r"gives 5 layers, and the head needs",
-    narrow: "it serves another model",
-    no_states: r"gives no hidden states\. Start it again with python scripts/launch_engine.py",
-    no_ids: "does not return token ids",
+    "cut": (cut, "prefix caching must be off"),
+    "other model": (change(torch.randn_like), "serves another model than .* or other layers"),
+    "no file": (lambda made: made.update(tensors=None), "cannot be read .* The engine's log says why"),
+    "not finite": (change(fill_token(0, float("nan"))), "are not finite"),
+    "zero": (change(fill_token(1, 0)), "are all zero"),
+    "fewer layers": (
+        change(lambda states: states[:, 1:], layers="[3, 4, 5, 6, 8]"),
+        r"gives layers \[3, 4, 5, 6, 8\], and the head needs \[2, 4, 5, 8\].*'layers=\[2, 4, 5, 8\]'",
+    ),
+    "unnamed layers": (change(lambda states: states[:, 1:], other=""), "gives 5 layers, and the head needs"),
+    "narrow": (change(lambda states: states[..., 1:]), "it serves another model"),
+    "no states": (
+        lambda made: made["answer"].pop("kv_transfer_params"),
+        r"gives no hidden states\. Start it again with python scripts/launch_engine.py",
+    ),
+    "no ids": (lambda made: made["answer"]["choices"][0].pop("token_ids"), "does not return token ids"),
 }
-
-
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_a_server_that_is_not_right_is_refused_with_a_reason(engine, ends, fault, monkeypatch):
-    monkeypatch.setattr("train.features.engine_client.LONGEST_PAUSE", 0.01)
-    engine.spoil = fault
-    with pytest.raises(ValueError, match=FAULTS[fault]):
-        EngineTarget(EngineClient(engine.url), ends, (2, 4, 5))
-
-
-@pytest.mark.parametrize("fault", [cut, no_file, not_finite, zero], ids=lambda fault: fault.__name__)
-def test_a_bad_answer_is_asked_for_again(engine, ends, fault, monkeypatch):
-    monkeypatch.setattr("train.features.engine_client.LONGEST_PAUSE", 0.01)
-    source = EngineTarget(EngineClient(engine.url), ends, (2, 4, 5))
-    num = len(engine.completions)
-    engine.spoil = lambda number, made: fault(number, made) if number == num else None
-    states = source.submit(torch.tensor([5, 6, 7]), (2, 8)).result()
-    assert [tuple(state.shape) for state in states] == [(3, ends.width)] * 2 and len(engine.completions) == num + 2
-
-
-def test_hidden_states_are_fetched_where_the_folder_is_not_seen(engine, ends, tmp_path):
-    near = EngineTarget(EngineClient(engine.url), ends, (2, 4, 5)).submit(torch.tensor([5, 6, 7]), (2, 8)).result()
-    engine.seen = tmp_path / "elsewhere"
-    source = EngineTarget(EngineClient(engine.url), ends, (2, 4, 5))
-    far = source.submit(torch.tensor([5, 6, 7]), (2, 8)).result()
-    assert all(torch.equal(*pair) for pair in zip(near, far))
-    assert [path for path in engine.paths() if ROUTE in path and not path.startswith(DELETE)]
-    assert not list(engine.folder.glob("*.safetensors"))
-
-
-def test_a_server_that_hands_no_files_out_is_named(engine, ends, tmp_path, monkeypatch):
-    monkeypatch.setattr("train.features.engine_client.LONGEST_PAUSE", 0.01)
-    monkeypatch.setattr(engine, "_file", lambda path: (404, {}))
-    engine.seen = tmp_path / "elsewhere"
-    with pytest.raises(ValueError, match=r"status 404.*launch_engine.py, which hands them out over HTTP, or let both"):
-        EngineTarget(EngineClient(engine.url), ends, (2,))
-
-
-class TinyVllm:
-    """The part of the package vllm that engine=vllm uses, over a TinyEngine."""
-
-    SamplingParams = SimpleNamespace
-
-    def __init__(self, engine: TinyEngine, given: dict):
-        self.engine, self.given, self.sizes = engine, given, []
-
-    def generate(self, prompts, laws, use_tqdm):
-        self.sizes.append(len(prompts))
-        answers = [
-            self.engine.complete({"prompt": p["prompt_token_ids"], **vars(law)}) for p, law in zip(prompts, laws)
-        ]
-        return [
-            SimpleNamespace(
-                outputs=[SimpleNamespace(token_ids=answer["choices"][0]["token_ids"])],
-                kv_transfer_params=answer["kv_transfer_params"],
-            )
-            for answer in answers
-        ]
+TEXT = torch.tensor([5, 6, 7])
 
 
 @pytest.fixture
-def vllm(engine, monkeypatch) -> TinyVllm:
-    tiny = TinyVllm(engine, {})
-    monkeypatch.setitem(sys.modules, "vllm", tiny)
-    monkeypatch.setenv("PYTHONPATH", "")
-    monkeypatch.setattr("train.answers.vllm_answers.load", lambda name, **given: tiny.given.update(given) or tiny)
-    return tiny
-
-
-def test_vllm_in_this_process_is_another_source(fit, engine, vllm):
-    fit("online", "features.mode=online")
-    fit("vllm", "features.mode=engine", "features.engine=vllm", "+features.vllm.seed=3")
-    online, served = losses_of("online"), losses_of("vllm")
-    assert all(abs(online[step] - served[step]) < 1e-4 * online[step] for step in online)
-    assert max(vllm.sizes) > 1 and vllm.given["seed"] == 3 and not engine.requests
-    assert not list(engine.folder.glob("*.safetensors"))
-
-
-def test_bad_answers_of_vllm_in_this_process_are_asked_for_again(engine, vllm, ends):
-    def client() -> InProcess:
-        given = {"dtype": "float32", "trust_remote_code": False, "layers": LAYERS, "longest": 99, "in_flight": 4}
-        return InProcess("target", **given, more={})
-
-    source = EngineTarget(client(), ends, (2,))
-    num = len(engine.completions)
-    engine.spoil = lambda number, made: not_finite(number, made) if number == num else None
-    assert len(source.submit(torch.tensor([5, 6, 7]), (2,)).result()[0]) == 3 and len(engine.completions) == num + 2
-    source.client.close()
-    engine.spoil = not_finite
-    with pytest.raises(ValueError, match=r"vLLM gave 5 bad answers in a row. The last one: some hidden states are not"):
-        EngineTarget(client(), ends, (2,))
-    vllm.generate = lambda *_, **__: 1 / 0
-    with pytest.raises(ValueError, match="vLLM in this process failed: division by zero"):
-        EngineTarget(client(), ends, (2,))
-
-
-def test_arguments_of_vllm_need_vllm_in_this_process(fit):
-    with pytest.raises(
-        ValueError, match=r"features\.vllm= has arguments of vLLM in this process: give features.engine=vllm too"
-    ):
-        fit("refused", "+features.vllm.seed=3")
-
-
-def test_a_full_disk_of_the_engine_is_named(engine, ends, monkeypatch):
+def source(engine, ends, monkeypatch):
+    """source(layer, ..., setting=...): the target in the engine; bad answers are asked for again at once"""
     monkeypatch.setattr("train.features.engine_client.LONGEST_PAUSE", 0.01)
-    monkeypatch.setattr(
-        "train.features.engine_states.shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000})()
-    )
-    engine.spoil = no_file
+    return lambda *layers, **settings: EngineTarget(EngineClient(engine.url, **settings), ends, layers)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_server_that_is_not_right_is_refused_with_a_reason(engine, source, name):
+    fault, what = FAULTS[name]
+    engine.spoil = lambda number, made: fault(made)
+    with pytest.raises(ValueError, match=what):
+        source(2, 4, 5)
+
+
+@pytest.mark.parametrize("name", ["cut", "no file", "not finite", "zero"])
+def test_a_bad_answer_is_asked_for_again(engine, source, name):
+    good, num = source(2, 4, 5), len(engine.completions)
+    engine.spoil = lambda number, made: FAULTS[name][0](made) if number == num else None
+    states = good.submit(TEXT, (2, 8)).result()
+    width = good.target.width
+    assert [tuple(state.shape) for state in states] == [(3, width)] * 2 and len(engine.completions) == num + 2
+
+
+def test_hidden_states_are_fetched_where_the_folder_is_not_seen(engine, source, tmp_path, monkeypatch):
+    near = source(2, 4, 5).submit(TEXT, (2, 8)).result()
+    engine.seen = tmp_path / "elsewhere"
+    far = source(2, 4, 5).submit(TEXT, (2, 8)).result()
+    assert all(torch.equal(*pair) for pair in zip(near, far))
+    assert [path for path in engine.paths() if ROUTE in path and not path.startswith(DELETE)]
+    assert not list(engine.folder.glob("*.safetensors"))
+    monkeypatch.setattr(engine, "_file", lambda path: (404, {}))
+    with pytest.raises(ValueError, match=r"status 404.*launch_engine.py, which hands them out over HTTP, or let both"):
+        source(2)
+
+
+def test_a_full_disk_of_the_engine_is_named(engine, source, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
+    engine.spoil = lambda number, made: made.update(tensors=None)
     with pytest.raises(ValueError, match=r"The disk of .* is full \(0 MiB free\)"):
-        EngineTarget(EngineClient(engine.url), ends, (2,))
+        source(2)
 
 
 @pytest.mark.parametrize(
@@ -308,6 +215,8 @@ def test_a_full_disk_of_the_engine_is_named(engine, ends, monkeypatch):
     [
         (("features.engine=null",), r"features.mode=engine needs the URL of a server"),
         (("features.engine=localhost:8000",), "is not the URL of a server"),
+        (("features.engine=vllm",), r"features\.engine=vllm: vLLM no longer runs inside .*launch_engine\.py"),
+        (("+features.vllm.enforce_eager=true",), r"There is no option .features\.vllm\.enforce_eager"),
         (("features.engine=http://127.0.0.1:9",), "No server with OpenAI's interface answers at http://127.0.0.1:9"),
         (("features.mode=online",), r"features\.mode=online runs the target in this process"),
         (("features.mode=offline",), "must be one of cached, online, engine"),
@@ -359,16 +268,16 @@ def connector(monkeypatch):
     for depth in range(1, len(parts) + 1):
         monkeypatch.setitem(sys.modules, ".".join(parts[:depth]), ModuleType(parts[depth - 1]))
     sys.modules[".".join(parts)].example_hidden_states_connector = module
-    monkeypatch.syspath_prepend(str(ROOT / "train" / "in_vllm"))
+    monkeypatch.syspath_prepend(str(ROOT / "train" / "features" / "in_vllm"))
     monkeypatch.delitem(sys.modules, "hidden_states_connector", raising=False)
     yield importlib.import_module("hidden_states_connector").HiddenStatesConnector()
     sys.modules.pop("hidden_states_connector", None)
 
 
 @pytest.mark.parametrize("gpu", [False, True])
-def test_an_engine_with_more_layers_than_the_head_reads_serves_it(engine, ends, connector, monkeypatch, gpu):
+def test_an_engine_with_more_layers_than_the_head_reads_serves_it(engine, source, connector, monkeypatch, gpu):
     """On a GPU vLLM's own writer runs."""
-    wanted = EngineTarget(EngineClient(engine.url), ends, (2, 4)).submit(torch.tensor([5, 6, 7]), (2, 8)).result()
+    wanted = source(2, 4).submit(TEXT, (2, 8)).result()
 
     def write(number, made):
         tensors, path = made["tensors"], made["answer"]["kv_transfer_params"]["hidden_states_path"]
@@ -384,27 +293,26 @@ def test_an_engine_with_more_layers_than_the_head_reads_serves_it(engine, ends, 
         made["tensors"] = None  # it is written
 
     engine.spoil = write
-    found = EngineTarget(EngineClient(engine.url), ends, (2, 4)).submit(torch.tensor([5, 6, 7]), (2, 8)).result()
+    found = source(2, 4).submit(TEXT, (2, 8)).result()
     assert all(torch.equal(*pair) for pair in zip(wanted, found, strict=True))
 
 
-def test_files_that_do_not_name_their_layers_are_taken_for_those_of_the_head_with_a_warning(engine, ends):
+def test_files_that_do_not_name_their_layers_are_taken_for_those_of_the_head_with_a_warning(engine, source):
     engine.spoil = lambda number, made: made.update(about={})
     with pytest.warns(
         UserWarning, match=r"do not say which layers they hold: \[2, 3, 4, 5, 6, 8\], which the head needs"
     ):
-        source = EngineTarget(EngineClient(engine.url), ends, (2, 3, 4, 5, 6))
-    assert source.stored == tuple(LAYERS)
+        assert source(2, 3, 4, 5, 6).stored == tuple(LAYERS)
 
 
-def test_what_is_in_flight_is_bounded(engine, ends):
-    source = EngineTarget(EngineClient(engine.url, in_flight=3), ends, (2,))
-    futures = [source.submit(torch.arange(1, 20 + n) % 50, (2,)) for n in range(24)]
+def test_what_is_in_flight_is_bounded(engine, source):
+    reader = source(2, in_flight=3)
+    futures = [reader.submit(torch.arange(1, 20 + n) % 50, (2,)) for n in range(24)]
     assert all(len(future.result()[0]) == 19 + n for n, future in enumerate(futures)) and engine.most <= 3
 
 
 def test_8_bits_keep_each_token_to_half_a_step(ends, tmp_path):
-    folder = Folder(ends, (2,), tmp_path / "cache", bits=8)
+    folder = FeatureFolder(ends, (2,), tmp_path / "cache", bits=8)
     folder.open()
     tokens, states = torch.arange(5), [torch.randn(5, ends.width) * scale for scale in (1, 100)]
     folder.write(tokens, states)

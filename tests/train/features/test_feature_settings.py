@@ -15,8 +15,8 @@ from train.build import count_missing, open_features
 from train.config import RunConfig
 from train.data.packing import Packs, Rows
 from train.data.rows import Row
-from train.features import outputs as features
-from train.features.outputs import Folder
+from train.features import feature_files
+from train.features.feature_files import FeatureFolder
 
 NUM, LONG = 40, 30  # rows, of 5 to 44 tokens, cut at 30
 
@@ -38,7 +38,7 @@ def lengths(packs: Packs, reads: list[int]) -> dict[int, int]:
     return {int(row.id): len(row.tokens) for at in reads for row in packs[at]}
 
 
-def fill(folder: Folder, packs: Packs, rows: set[int]) -> None:
+def fill(folder: FeatureFolder, packs: Packs, rows: set[int]) -> None:
     folder.open()
     for at in range(len(packs)):
         for row in packs[at]:
@@ -48,7 +48,7 @@ def fill(folder: Folder, packs: Packs, rows: set[int]) -> None:
 
 
 def test_only_what_is_read_and_not_there_counts(target, packs, tmp_path):
-    folder = Folder(target, (1, 2), tmp_path / "cache")
+    folder = FeatureFolder(target, (1, 2), tmp_path / "cache")
     reads = list(range(1, len(packs), 3))
     wanted = lengths(packs, reads)
     assert count_missing(folder, packs, reads) == sum(wanted.values()) < packs.num_tokens
@@ -62,15 +62,15 @@ def test_only_what_is_read_and_not_there_counts(target, packs, tmp_path):
 
 def test_rows_that_are_read_several_times_are_written_once(target, packs, tmp_path):
     twice = Packs(packs.rows, length=LONG, numbers=torch.arange(NUM).repeat(2).numpy())
-    folder = Folder(target, (1, 2), tmp_path / "cache")
+    folder = FeatureFolder(target, (1, 2), tmp_path / "cache")
     assert count_missing(folder, twice, range(len(twice))) == packs.num_tokens == twice.num_tokens / 2
 
 
 def test_of_many_documents_a_sample_is_looked_for(target, packs, tmp_path, monkeypatch):
     monkeypatch.setattr(build, "SAMPLE", 10)
     looked = []
-    monkeypatch.setattr(Folder, "has", lambda folder, tokens: looked.append(len(tokens)) or False)
-    found = count_missing(Folder(target, (1, 2), tmp_path / "cache"), packs, range(len(packs)))
+    monkeypatch.setattr(FeatureFolder, "has", lambda folder, tokens: looked.append(len(tokens)) or False)
+    found = count_missing(FeatureFolder(target, (1, 2), tmp_path / "cache"), packs, range(len(packs)))
     assert len(looked) == 10 and found == 4 * sum(looked)
 
 
@@ -88,8 +88,8 @@ def test_a_short_run_on_much_data_fits_on_the_disk(target, packs, tmp_path, monk
     monkeypatch.setattr(build, "MEASURED", 0)
     monkeypatch.setattr(build.progress, "note", said.append)
     reads = build.permutation(len(packs), 0)[:2] if few else list(range(len(packs)))
-    whole = Folder(target, drafter.target_layers, tmp_path / "cache").num_bytes(packs.num_tokens)
-    monkeypatch.setattr(features.shutil, "disk_usage", lambda path: SimpleNamespace(free=whole // 2))
+    whole = FeatureFolder(target, drafter.target_layers, tmp_path / "cache").num_bytes(packs.num_tokens)
+    monkeypatch.setattr(feature_files.shutil, "disk_usage", lambda path: SimpleNamespace(free=whole // 2))
     if few:
         open_features(config, drafter, packs, Accelerator(cpu=True), None)
         share = sum(lengths(packs, reads).values()) / packs.num_tokens

@@ -9,28 +9,26 @@ import warnings
 from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
-from specdec.core import token_ids
 
-
-def opening(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def opening_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The tokens that the tokenizer puts in front of a text."""
     text, whole = tokenizer("a", add_special_tokens=False)["input_ids"], tokenizer("a")["input_ids"]
     places = range(len(whole) - len(text) + 1)
     return next((whole[:place] for place in places if whole[place : place + len(text)] == text), [])
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """The tokens after which a model continues the text: no end-of-text token follows, whatever the tokenizer adds.
 
     Raises ValueError for a token that the target has no embedding for.
     """
-    tokens, first = tokenizer(text, add_special_tokens=False)["input_ids"], opening(tokenizer)
-    return token_ids.check(tokenizer, tokens if tokens[: len(first)] == first else first + tokens)
+    tokens, first = tokenizer(text, add_special_tokens=False)["input_ids"], opening_tokens(tokenizer)
+    return check_ids(tokenizer, tokens if tokens[: len(first)] == first else first + tokens)
 
 
 def encode_pair(tokenizer: PreTrainedTokenizerBase, prompt: str, completion: str) -> tuple[list[int], list[int]]:
     """-> the tokens of `encode(prompt)`, and those that the text goes on with: cut as the whole text is, if that is possible"""
-    before, whole = encode(tokenizer, prompt), encode(tokenizer, prompt + completion)
+    before, whole = encode_text(tokenizer, prompt), encode_text(tokenizer, prompt + completion)
     if whole[: len(before)] == before:
         return before, whole[len(before) :]
     return before, tokenizer(completion, add_special_tokens=False)["input_ids"]
@@ -45,7 +43,7 @@ def expect_opening(
     not also as the end of a text, as models do that expect none. `add_bos_token` in tokenizer_config.json has the last word.
     """
     begin = tokenizer.bos_token_id
-    if tokenizer.chat_template or begin is None or not hasattr(tokenizer, "add_bos_token") or opening(tokenizer):
+    if tokenizer.chat_template or begin is None or not hasattr(tokenizer, "add_bos_token") or opening_tokens(tokenizer):
         return
     stated = get_tokenizer_config(name, revision=revision).get("add_bos_token")
     if stated is None:
@@ -68,3 +66,39 @@ def expect_opening(
             )
     if stated:
         tokenizer.add_bos_token = True
+
+
+# Ids of a tokenizer that a target has no embedding for: texts with them are refused, before the target reads them.
+
+ROWS = "rows_of_embedding"  # attribute of a tokenizer that has more ids than the target has embeddings
+
+
+def limit_ids(tokenizer: PreTrainedTokenizerBase, rows: int, name: str) -> None:
+    """Remembers the number of the target's embeddings if the tokenizer has higher ids, and warns. name: of the target"""
+    names = {token: word for word, token in tokenizer.get_vocab().items() if token >= rows}
+    if names:
+        setattr(tokenizer, ROWS, rows)
+        shown = ", ".join(f"{names[token]} ({token})" for token in sorted(names)[:5])
+        warnings.warn(
+            f"The tokenizer of {name} has {len(names)} tokens for which the model's embedding, of {rows} rows, has none: {shown}"
+            f"{', ..' if len(names) > 5 else ''}. Texts with them are refused.",
+            stacklevel=2,
+        )
+
+
+def num_ids(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The highest id that texts may have, plus 1."""
+    highest = max(tokenizer.get_vocab().values())
+    return min(highest + 1, getattr(tokenizer, ROWS, highest + 1))
+
+
+def check_ids(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> list[int]:
+    """The tokens. Raises ValueError for an id that the target has no embedding for."""
+    rows = getattr(tokenizer, ROWS, None)
+    if rows is not None and max(tokens, default=0) >= rows:
+        wrong = max(tokens)
+        raise ValueError(
+            f"The text, or what is put around it, has the token {tokenizer.convert_ids_to_tokens(wrong)} ({wrong}), and the "
+            f"embedding of {tokenizer.name_or_path} has {rows} rows. Remove it, or take the tokenizer that belongs to the model."
+        )
+    return tokens

@@ -1,0 +1,341 @@
+"""What trained heads share: Llama's decoder block, whose attention takes its keys from the cache, and ridge regression."""
+
+from collections.abc import Iterable, Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, PreTrainedConfig
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from specdec.core.cache import RowCache
+from specdec.core.devices import exact_products
+from specdec.core.span_attention import Seen
+from specdec.target.model import Target
+from specdec.target.structure import experts_of
+
+RMSNorm = LlamaRMSNorm
+RIDGE = 0.01  # relative to the mean of the Gram matrix's diagonal
+
+
+@exact_products()
+def ridge(pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
+    """The matrix A [D, E] for which A x is nearest to y over all chunks of pairs x [M, E], y [M, D]; at least float32
+
+    See docs/methods.md, section 5.
+    """
+    gram = cross = torch.zeros(())
+    for x, y in pairs:
+        x, y = (part.to(torch.promote_types(part.dtype, torch.float32)) for part in (x, y))
+        gram = gram.to(x) + x.T @ x
+        cross = cross.to(x) + x.T @ y.to(x)
+    gram.diagonal().add_(RIDGE * gram.diagonal().mean())
+    return torch.linalg.solve(gram, cross).T
+
+
+def row_cache(config: LlamaConfig, weight: Tensor, *, layers: int, batch: int) -> RowCache:
+    """An empty cache for attention of these shapes, in the dtype and on the device of `weight`."""
+    return RowCache.alike(
+        num_layers=layers,
+        batch=batch,
+        num_heads=cast(int, config.num_key_value_heads),
+        head_dim=cast(int, config.head_dim),
+        dtype=weight.dtype,
+        device=weight.device,
+    )
+
+
+IMPORTED = ("num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_parameters", "hidden_act")
+
+
+def block_config(target: Target, *, intermediate_size: int | None, block: dict | None = None) -> LlamaConfig:
+    """The configuration of a head's block: `llama_config`, with the fields of `block` in which published heads differ.
+
+    Raises ValueError for fields outside IMPORTED, and for a target whose embeddings have another width than its states.
+    """
+    if not set(block or ()) <= set(IMPORTED):
+        raise ValueError(f"block={block} may hold {', '.join(IMPORTED)} and nothing else.")
+    check_one_width(target)
+    config = llama_config(target, intermediate_size=intermediate_size)
+    if block:
+        config = LlamaConfig(**{**config.to_dict(), **block})
+    return config
+
+
+def llama_config(target: Target, *, intermediate_size: int | None) -> LlamaConfig:
+    """A Llama of the target's width, with its heads and rotary embedding as far as a Llama has such (sizes.py)."""
+    fields = fields_of(target.config)
+    queries, keys, head_dim = attention_heads(fields, target.width)
+    return LlamaConfig(
+        hidden_size=target.width,
+        intermediate_size=intermediate_size or mlp_width(fields, target.width),
+        num_attention_heads=queries,
+        num_key_value_heads=keys,
+        head_dim=head_dim,
+        rms_norm_eps=norm_epsilon(fields),
+        rope_parameters=rotary_parameters(fields, head_dim),
+        max_position_embeddings=target.max_positions or POSITIONS,
+        hidden_act="silu",
+    )
+
+
+class Rotary(LlamaRotaryEmbedding):
+    """h (for its dtype and device), positions [B, S] -> cos, sin [B, S, head_dim]; has no parameters."""
+
+
+class Attention(nn.Module):
+    """Grouped-query attention over the keys that the cache returns. width: of the input, E"""
+
+    def __init__(self, config: LlamaConfig, *, width: int, layer: int):
+        super().__init__()
+        self.layer = layer
+        self.head_dim = cast(int, config.head_dim)
+        queries = config.num_attention_heads * self.head_dim
+        keys = cast(int, config.num_key_value_heads) * self.head_dim
+        self.q_proj = nn.Linear(width, queries, bias=config.attention_bias)
+        self.k_proj = nn.Linear(width, keys, bias=config.attention_bias)
+        self.v_proj = nn.Linear(width, keys, bias=config.attention_bias)
+        self.o_proj = nn.Linear(queries, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Seen, cache) -> Tensor:
+        """x [B, S, E], rotary cos and sin [B, S, head_dim], mask [B, 1, S, keys] or spans -> [B, S, D]"""
+        shape = (*x.shape[:2], -1, self.head_dim)
+        query, key, value = (p(x).view(shape).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
+        query, key = apply_rotary_pos_emb(query, key, *rotary)  # [B, heads, S, head_dim]
+        query, key = query.to(value.dtype), key.to(value.dtype)
+        out = cache.attend(self.layer, query, key, value, mask)  # [B, heads, S, head_dim]
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+    def alone(self, x: Tensor) -> Tensor:
+        """What it gives where every position attends to itself only: x [M, E] -> [M, D]"""
+        value = self.v_proj(x).unflatten(-1, (-1, self.head_dim))  # [M, groups, head_dim]
+        heads = self.o_proj.in_features // self.head_dim
+        return self.o_proj(value.repeat_interleave(heads // value.shape[-2], dim=-2).flatten(-2))
+
+
+class Block(nn.Module):
+    """Attention and MLP, each with a residual; the head itself applies the norm before attention."""
+
+    def __init__(self, config: LlamaConfig, *, width: int, layer: int):
+        super().__init__()
+        self.self_attn = Attention(config, width=width, layer=layer)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp = LlamaMLP(config)
+
+    def forward(self, x: Tensor, residual: Tensor, rotary: tuple[Tensor, Tensor], mask: Seen, cache) -> Tensor:
+        """x [B, S, E] into attention, residual [B, S, D] -> [B, S, D]"""
+        h = residual + self.self_attn(x, rotary, mask, cache)
+        return h + self.mlp(self.post_attention_layernorm(h))
+
+    def alone(self, h: Tensor) -> Tensor:
+        """`forward` without attention: h [M, D] -> [M, D]"""
+        return h + self.mlp(self.post_attention_layernorm(h))
+
+    @torch.no_grad()
+    def start_as_identity(self) -> None:
+        """Sets weights so that forward(x, residual) = residual."""
+        self.self_attn.o_proj.weight.zero_()
+        self.mlp.down_proj.weight.zero_()
+
+    @torch.no_grad()
+    def solve_mlp(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Sets the MLP's last matrix by ridge regression on its hidden units, which stay random.
+
+        pairs: h [M, D] before the MLP, and what h and the MLP's output together are to be nearest to, [M, D]
+        """
+        self.mlp.down_proj.weight.copy_(ridge((self._units(h), goal - h) for h, goal in pairs))
+
+    def _units(self, h: Tensor) -> Tensor:
+        x = self.post_attention_layernorm(h)
+        return self.mlp.act_fn(self.mlp.gate_proj(x)) * self.mlp.up_proj(x)
+
+
+class DecoderLayer(Block):
+    """A whole layer of a Llama, with the norm before its attention."""
+
+    def __init__(self, config: LlamaConfig, *, layer: int):
+        super().__init__(config, width=config.hidden_size, layer=layer)
+        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(self, h: Tensor, rotary: tuple[Tensor, Tensor], mask: Seen, cache) -> Tensor:  # type: ignore[override]
+        """h [B, S, D] -> [B, S, D]"""
+        return super().forward(self.input_layernorm(h), h, rotary, mask, cache)
+
+
+# The sizes of a head's Llama block for a target of any family, from the fields of the target's configuration.
+
+LATENT = ("kv_lora_rank", "q_lora_rank")  # attention that makes keys, values or queries from a narrower vector
+ROTARY = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")  # kinds that Llama's block and engines have
+THETA = 10_000.0
+POSITIONS = 32_768  # of a head whose target has no limit
+ROUND_WIDTH = 64  # widths of an MLP that are computed are multiples of it
+
+
+def fields_of(config: PreTrainedConfig) -> dict:
+    """All fields, under the names of the family and under those that families have in common."""
+    fields = config.to_dict()
+    return fields | {common: fields[own] for common, own in config.attribute_map.items() if own in fields}
+
+
+def first_field(fields: dict, *names: str):
+    """The first of these fields that is set, or None."""
+    return next((fields[name] for name in names if fields.get(name) is not None), None)
+
+
+def attention_heads(fields: dict, width: int) -> tuple[int, int, int]:
+    """-> number of query heads, number of key heads, width of a head: those of the target, where it has such heads.
+
+    Latent attention, recurrent targets and layers that differ have none that fit a Llama block. Then a head is as wide as
+    the greatest power of two, at most 128, that divides the width into four or more heads; four queries share a key.
+    """
+    queries = fields.get("num_attention_heads")
+    if isinstance(queries, int) and first_field(fields, *LATENT) is None:
+        keys, size = _key_heads(fields, queries), fields.get("head_dim") or width // queries
+        if isinstance(keys, int) and isinstance(size, int) and queries % keys == 0 and size % 2 == 0:
+            return queries, keys, size
+    size = next((size for size in (128, 64, 32, 16, 8, 4) if width % size == 0 and width // size >= 4), 2)
+    queries = width // size
+    return queries, queries // 4 if queries % 4 == 0 else queries, size
+
+
+def _key_heads(fields: dict, queries: int) -> int:
+    if fields.get("multi_query") and not fields.get("new_decoder_architecture"):  # Falcon, GPT-BigCode
+        return 1
+    return first_field(fields, "num_key_value_heads", "num_kv_heads") or queries
+
+
+def mlp_width(fields: dict, width: int) -> int:
+    """The width of the target's dense MLP: 4 x width if the configuration names none, the widest if layers differ.
+
+    Of a mixture without a dense MLP it is the width of one expert, and of experts narrower than 2 x width that of all that
+    a token uses: one of them alone would be a far smaller network than the MLP that the head stands for.
+    """
+    dense = first_field(fields, "intermediate_size_mlp", "intermediate_size", "n_inner", "ffn_hidden_size", "ffn_dim")
+    if isinstance(dense, list | tuple):
+        dense = max(dense)
+    experts = experts_of(fields)
+    own = first_field(fields, "moe_intermediate_size", "expert_ffn_hidden_size")
+    # A configuration with one size only means an expert, under either name
+    if experts is None or "intermediate_size_mlp" in fields or (own is not None and dense not in (None, own)):
+        return dense or 4 * width
+    expert = own or dense or 4 * width
+    if expert >= 2 * width:
+        return expert
+    shared = first_field(
+        fields, "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size"
+    )
+    if shared is None:
+        shared = expert * (first_field(fields, "n_shared_experts", "num_shared_experts", "moe_num_shared_experts") or 0)
+    return -(-(expert * experts.per_token + shared) // ROUND_WIDTH) * ROUND_WIDTH
+
+
+def rotary_parameters(fields: dict, head_dim: int) -> dict:
+    """The target's rotary embedding as `rope_parameters` of a block that turns whole heads of this width.
+
+    Targets with several (by the type of a layer): that of full attention. Targets with none, and kinds that Llama's block
+    has not: the plain one. LongRoPE's factors belong to the target's own frequencies and are left out if there are fewer
+    or more of these here.
+    """
+    rope = fields.get("rope_parameters") or {}
+    by_type = [value for value in rope.values() if isinstance(value, dict)]
+    if by_type:
+        rope = rope.get("full_attention") or by_type[0]
+    rope = {key: value for key, value in rope.items() if key != "partial_rotary_factor"}
+    rope.setdefault("rope_theta", THETA)
+    rope.setdefault("rope_type", "default")
+    lists = [value for key, value in rope.items() if key in ("short_factor", "long_factor")]
+    if rope["rope_type"] not in ROTARY or any(len(factors) != head_dim // 2 for factors in lists):
+        return {"rope_type": "default", "rope_theta": rope["rope_theta"]}
+    return rope
+
+
+def norm_epsilon(fields: dict) -> float:
+    names = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "layernorm_epsilon", "norm_eps")
+    epsilon = first_field(fields, *names)
+    return 1e-6 if epsilon is None else epsilon
+
+
+# What a head takes over from its target's ends: embeddings and the gain of the last norm, for norms of all kinds.
+
+
+@torch.no_grad()
+def norm_gain(target: Target) -> Tensor:
+    """What the target's last norm multiplies a normalised state by, [D].
+
+    This is the weight of an RMSNorm of Llama's kind. Other norms have none, or add 1 to it, or subtract the mean, so it is
+    measured: a vector of +1 and -1 is normalised already.
+    """
+    ones = torch.ones(target.width, dtype=target.dtype, device=target.device)
+    ones[1::2] = -1
+    up, down = (target.norm(sign * ones[None, None])[0, 0] for sign in (1, -1))
+    gain = (up - down) / 2 * ones  # without the bias that some norms add
+    weight = dict(target.norm.named_parameters()).get("weight")
+    return weight if weight is not None and torch.allclose(weight, gain, rtol=0.02, atol=0.01) else gain
+
+
+@torch.no_grad()
+def embedding_scale(target: Target) -> float:
+    """What the target's embedding module multiplies its rows by: 1 for most families."""
+    token = target.embed.weight[:16].float().norm(dim=1).argmax()  # the row of a padding token is zero
+    row, out = target.embed.weight[token].float(), target.embed(token).float()
+    return 1.0 if torch.equal(out, row) else float(out.norm() / row.norm())
+
+
+@torch.no_grad()
+def embedding_rows(target: Target) -> Tensor:
+    """[V, D] what the target's embedding module returns for every token"""
+    return torch.cat([target.embed(part) for part in torch.arange(target.vocab_size, device=target.device).split(4096)])
+
+
+def check_one_width(target: Target) -> None:
+    """Raises ValueError for a target whose embeddings are narrower than its hidden states."""
+    width = target.embed.weight.shape[1]
+    if width != target.width:
+        raise ValueError(
+            f"{target.name} has embeddings of {width} and hidden states of {target.width}, and this head joins the two: "
+            "train a draft model (head=draft)."
+        )
+
+
+# Which of the target's hidden states a head reads if it is not told, and which of its own layers see a window only.
+
+SHALLOW = 7  # layers: below, (2, L // 2, L - 3) does not increase
+
+
+def three_layers(target: Target) -> tuple[int, ...]:
+    """EAGLE-3's: near the input, in the middle, near the output, (2, L // 2, L - 3) as engines and published heads have it.
+
+    Where that does not exist, the middle and its neighbours; for three layers these are 0, 1, 2, and 0 is the embedding.
+    """
+    num = _check_num_layers(target)
+    middle = num // 2
+    return (middle - 1, middle, middle + 1) if num < SHALLOW else (2, middle, num - 3)
+
+
+def five_layers(target: Target) -> tuple[int, ...]:
+    """DFlash's: five, evenly from 2 to L - 2 (the outputs of layers 1 to L - 3); fewer if there are not so many."""
+    last = _check_num_layers(target) - 2
+    return tuple(sorted({2 + round(number * (last - 2) / 4) for number in range(5)}))
+
+
+def _check_num_layers(target: Target) -> int:
+    """The number of layers. Raises ValueError if there are too few."""
+    if target.num_layers < 3:
+        raise ValueError(
+            f"{target.name} has {target.num_layers} layers, and the default of target_layers needs three: name the hidden "
+            f"states to read (0..{target.num_layers}), or train a head that reads the last one only, such as eagle or mtp."
+        )
+    return target.num_layers
+
+
+def layer_windows(window: int | None, full_layers: Sequence[int] | None, num_layers: int) -> list[int | None]:
+    """Positions that each layer of a head sees; None: all. full_layers: those that see all of them all the same
+
+    Raises ValueError for a window below 2 positions, and for layers that the head does not have.
+    """
+    if window is not None and window < 2:
+        raise ValueError(f"window={window} must be 2 positions or more; null: all.")
+    full_layers = full_layers or ()
+    if not set(full_layers) <= set(range(num_layers)):
+        raise ValueError(f"full_layers={list(full_layers)} must be layers of this head, 0 .. {num_layers - 1}.")
+    return [None if layer in full_layers else window for layer in range(num_layers)]
