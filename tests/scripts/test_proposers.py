@@ -22,7 +22,7 @@ from specdec.proposers.auto import Auto
 from specdec.target.model import Target
 from tests.support import make_drafter, make_target, random_tokens
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 V, NUM_NEW = 6, 24
 CHAIN = Drafting(3)

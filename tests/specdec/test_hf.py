@@ -28,7 +28,7 @@ from specdec.hf import Speculative
 from tests.generate_laws import distance, law_of
 from tests.support import load_head, make_drafter, make_target, random_tokens
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 V, PAD = 12, 0  # so few tokens that a random drafter is sometimes right
 LENGTHS, LETTERS = (5, 12, 2, 9), "abcdefghijkl"

@@ -100,7 +100,7 @@ CHILDREN = {"distinct tree": "distinct", "independent tree": "independent"}
 CASES = ["plain", "forced", "chain", "chosen tree", "distinct tree", "independent tree"]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("rule", ["token", "block"])
 @pytest.mark.parametrize("case, sampling", [(case, "all" if place % 2 else "warm") for place, case in enumerate(CASES)])
 def test_answers_have_the_law_of_the_constrained_target(case, sampling, rule, monkeypatch):
@@ -110,7 +110,7 @@ def test_answers_have_the_law_of_the_constrained_target(case, sampling, rule, mo
         assert error(decoder, number, monkeypatch) < 1e-12
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_grammar_that_drops_sampled_drafts_is_detected(monkeypatch):
     """Negative control: to leave out a sampled draft because of what it is changes the law."""
     wrong = grammar.constrain
@@ -130,7 +130,7 @@ def test_a_grammar_that_drops_sampled_drafts_is_detected(monkeypatch):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_auto_keeps_the_law_of_the_constrained_target(monkeypatch):
     monkeypatch.setattr(auto, "DEEPEST", 2)  # the enumeration knows rounds of up to three tokens
     decoder = decoder_of("auto", "warm", "token")

@@ -124,7 +124,7 @@ def test_block_on_a_chain_is_block_verification(seed):
     torch.testing.assert_close(laws, torch.tensor(direct, dtype=torch.float64), rtol=0, atol=1e-12)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("drafting", DRAFTINGS)
 def test_block_verification_accepts_more_than_token_verification(drafting):
     """Block verification accepts at least as much as token verification (as much without draws); typical more."""

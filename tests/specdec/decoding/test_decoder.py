@@ -235,7 +235,7 @@ TREE = TreeShape(depth=2, width=2, nodes=4)
 SAMPLED = [(None, False, "eagle"), (TREE, False, "eagle"), (chain_of(3), True, "eagle")]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("shape, reduced, head", SAMPLED + [(chain_of(2), False, head) for head in HEADS], ids=str)
 def test_sampled_text_has_the_targets_law(shape, reduced, head):
     """The first tokens that rounds emit, over many answers: chi-square against the exact law."""

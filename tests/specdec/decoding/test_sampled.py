@@ -13,7 +13,7 @@ from specdec.proposers.heads import HeadProposer
 from tests.enumeration import SAMPLINGS, answer_statistic, decoder_error, sampled_target, without_temperature
 from tests.support import chain_of, make_drafter
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 CHAIN, TREE = chain_of(2), TreeShape(depth=2, width=2, nodes=4)
 

@@ -16,7 +16,7 @@ from train.consistency import ConsistencyObjective, Reader, cut, draw, place
 from train.data.rows import Row, collate
 from train.optimization import parameter_groups
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 V, N = 11, 4
 CONFIG = load_head("consistency")

@@ -213,7 +213,7 @@ def test_rows_of_a_batch_equal_separate_rows(any_drafter, text):
 @paired("any_drafter, some", VARIANTS, [[1], [12], [6, 7], [2, 5, 11]])
 def test_sparse_goals_give_the_readouts_of_all_goals(any_drafter, text, some, monkeypatch):
     """Later steps run on few slots, with the same readouts there as if they run on all slots."""
-    monkeypatch.setattr(unroll_plan, "ROUND", 1)
+    monkeypatch.setattr(unroll_plan, "ROUND_SLOTS", 1)
     sparse = unroll_row(any_drafter, *text, goals=torch.isin(torch.arange(LENGTH), torch.tensor(some)))
     full = unroll_row(any_drafter, *text)
     for d in range(1, depth_of(any_drafter) + 1):
@@ -228,7 +228,7 @@ def test_sparse_goals_give_the_readouts_of_all_goals(any_drafter, text, some, mo
 
 def test_fewer_slots_from_step_to_step_give_the_readouts_of_all_slots(any_drafter, text, monkeypatch):
     """Each step runs on a part of the slots of the step before, with the same readouts there."""
-    monkeypatch.setattr(unroll_plan, "ROUND", 1)
+    monkeypatch.setattr(unroll_plan, "ROUND_SLOTS", 1)
     depth, tokens, features = depth_of(any_drafter), *text
     if any_drafter.attends not in ("path", "none"):
         return

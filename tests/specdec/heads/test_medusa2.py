@@ -23,7 +23,7 @@ from train.data.rows import Row, collate
 from train.objective import Objective
 from train.optimization import parameter_groups
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 CONFIG = load_head("medusa2")
 ROW = Row("0", "all", random_tokens(0, 14, 6), [False] * 4 + [True] * 10)

@@ -114,6 +114,7 @@ def test_nothing_is_drafted_where_every_node_costs_a_pass(small_target):
 BUSY = {1: 1.0, 2: 2.3, 3: 2.9, 4: 3.1, 5: 3.3, 8: 4.0}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("copies", [False, True])
 def test_beside_busy_processes_it_stays_near_plain_decoding(small_target, copies):
     """By told costs. copies: whether the text repeats, so that a suffix tree is often right."""

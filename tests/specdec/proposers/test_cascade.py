@@ -16,7 +16,7 @@ from specdec.target.verifier import Verifier
 from tests.enumeration import answer_statistic, sampled_target, without_temperature
 from tests.support import chain_of, check_counters, greedy, make_drafter, prompts_of, random_tokens
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 TREE = TreeShape(depth=2, width=2, nodes=4)
 SMALL = {"num": 4, "sinks": 1, "window": 3, "chunks": 0, "chunk": 1}

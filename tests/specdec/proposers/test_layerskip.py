@@ -24,7 +24,7 @@ from tests.enumeration import SAMPLINGS, answer_statistic, decoder_error, sample
 from tests.loops import logits_of_layers
 from tests.support import NUM_NEW, SUBSETS, greedy, make_target, prompts_of, random_tokens, scale_forward
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 GREEDY = Sampling()
 

@@ -31,7 +31,7 @@ from tests.support import (
     random_tokens,
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 CHAIN, TREE = chain_of(4), TreeShape(depth=3, width=3, nodes=8)
 STOPPING = Stopping(threshold=0.3)

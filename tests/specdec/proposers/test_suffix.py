@@ -224,7 +224,7 @@ def test_memory_is_bounded():
     assert none.younger.num_tokens == none.older.num_tokens == 0
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_decoding_accepts_the_drafts_of_a_naive_search(small_target):
     def drafts_after(prompt, answer):
         text = prompt + answer
@@ -248,7 +248,7 @@ def test_decoding_with_memory_takes_fewer_rounds(small_target):
     assert sum(map(len, again.accepted)) < 0.8 * sum(map(len, first.accepted))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_measurement_begins_without_memory(small_target):
     """Although the warm-up decodes the first prompt."""
     prompts = [Prompt(str(seed), "", random_tokens(seed, 9, 6)) for seed in (0, 1, 0)]
