@@ -70,7 +70,7 @@ def test_a_size_beyond_the_longest_chain_is_not_filled_up_with_a_longer_one(smal
 
 
 def test_prompts_join_and_leave(small_target):
-    """Three rows at a time; ended answers enter the memory of the suffix tree, and chances are kept."""
+    """Three rows at a time; ended answers enter the memory of the suffix tree, and probabilities are kept."""
     prompts = [*repeating_texts(3, 12), *[random_tokens(seed, 5, small_target.vocab_size) for seed in range(4)]]
     plain = [Decoder(small_target, None, sampling=Sampling(), stop={2}).generate([p], 30).tokens[0] for p in prompts]
     for head in ("eagle", "medusa", None):

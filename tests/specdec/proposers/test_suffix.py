@@ -49,20 +49,20 @@ def following(known: list[list[int]], part: tuple[int, ...]) -> dict[int, int]:
 
 def best_first(known: list[list[int]], part: tuple[int, ...], num: int, least: float) -> list[tuple[int, int]]:
     """The drafts after `part`: the most likely candidate of a plain list is taken repeatedly."""
-    draft, candidates, chance = [], [], 1.0
+    draft, candidates, probability = [], [], 1.0
     while True:
         while part and not following(known, part):
             part = part[1:]
         counts = following(known, part) if part else {}
         for token, count in counts.items():
-            share = chance * count / sum(counts.values())
+            share = probability * count / sum(counts.values())
             if share >= least:
                 candidates.append((share, token, len(draft), (*part, token)))
         if not candidates or len(draft) == num:
             return draft
         best = max(candidates, key=lambda candidate: candidate[0])  # the first of equal ones
         candidates.remove(best)
-        chance, token, parent, part = best
+        probability, token, parent, part = best
         draft.append((token, parent))
 
 
