@@ -20,7 +20,6 @@ from specdec.core import token_text
 from specdec.core.generation import Ends, StopStrings, reached
 from specdec.core.grammar import Constraint, Grammar
 from specdec.server import recording, traffic
-from specdec.server.asgi import read_body, refuse, wait_until_gone
 from specdec.server.engine import End, Engine, Event, Job, Round
 from specdec.server.metrics import Metrics
 from specdec.server.protocol import ChatRequest, CompletionRequest, RequestError, Settings, parse
@@ -216,8 +215,13 @@ def make_app(served: Served) -> Starlette:
             Route("/v1/completions", partial(_complete, served, CompletionRequest), methods=["POST"]),
         ],
         lifespan=lifespan,
-        exception_handlers={RequestError: refuse, 404: _refuse_path, 405: _refuse_path},
+        exception_handlers={RequestError: _refuse, 404: _refuse_path, 405: _refuse_path},
     )
+
+
+async def _refuse(_: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestError)
+    return JSONResponse(error.to_json(), error.status, headers=error.headers)
 
 
 async def _refuse_path(request: Request, error: Exception) -> Response:
@@ -239,7 +243,7 @@ async def _complete(served: Served, kind: type[Settings], request: Request) -> R
     answer.recorded_as = form.id if traffic.allowed(request.headers, settings.store) else None
     if settings.stream:
         return StreamingResponse(_stream(answer, form), media_type="text/event-stream")
-    gone = asyncio.ensure_future(wait_until_gone(request))
+    gone = asyncio.ensure_future(_wait_until_gone(request))
     whole = asyncio.ensure_future(_whole(answer, form))
     try:
         await asyncio.wait({gone, whole}, return_when=asyncio.FIRST_COMPLETED)
@@ -251,10 +255,21 @@ async def _complete(served: Served, kind: type[Settings], request: Request) -> R
 
 
 async def _read_body(request: Request, most: int) -> bytes:
-    """Raises RequestError for a body that is longer, and for one that is not said to be JSON."""
+    """Raises RequestError for a body that is not said to be JSON, or has more than `most` bytes, before all of it is read."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise RequestError("Send the body with the header Content-Type: application/json.", status=415)
-    return await read_body(request, most)
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > most:
+            raise RequestError(f"The body is longer than the {most} bytes that this server takes.", status=413)
+    return bytes(body)
+
+
+async def _wait_until_gone(request: Request) -> None:
+    """Returns when the client has left. The body must have been read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 def _known(served: Served, name: str) -> str:
