@@ -6,7 +6,7 @@
 
 http://localhost:8000 is a page on which drafted and plain answers are written side by side. Beside OpenAI's fields, requests may
 have top_k, repetition_penalty, ignore_eos, structured_outputs, chat_template_kwargs (enable_thinking), speculate=false for an answer without drafts, and details=true for
-what every round drafted. /metrics counts drafts under vLLM's names. record=FOLDER records conversations, to train on them
+what every round drafted. /health counts tokens, rounds and drafts. record=FOLDER records conversations, to train on them
 (docs/traffic.md); nothing is recorded without it. Ctrl-C or SIGTERM: what runs is finished, a second one ends it.
 docs/serving.md says when to serve with vLLM, SGLang or llama.cpp instead.
 """
@@ -74,7 +74,6 @@ def main(arguments: list[str] | None = None) -> None:
 
         from specdec.server.app import Served, make_app
         from specdec.server.engine import Engine
-        from specdec.server.metrics import Metrics
     except ImportError as error:
         raise ValueError(f"Serving needs more packages ({error}): pip install '.[serve]'") from error
     if chosen.watch is not None:
@@ -103,12 +102,10 @@ def main(arguments: list[str] | None = None) -> None:
         return Grammars(own, loaded.target.vocab_size, stop)
 
     model = chosen.model or loaded.target.name
-    metrics = Metrics(model)
     head = checkpoint.name_of(loaded.checkpoint) if loaded.checkpoint else None
     engine = Engine(
-        drafted, plain, rows=chosen.rows, queue=chosen.queue, prefill_tokens=chosen.prefill_tokens, head=head,
-        saw=metrics.saw_step,
-    )  # fmt: skip
+        drafted, plain, rows=chosen.rows, queue=chosen.queue, prefill_tokens=chosen.prefill_tokens, head=head
+    )
     positions = loaded.target.max_positions
     longest = chosen.max_length if positions is None else min(chosen.max_length, positions - loaded.proposer.depth)
     drafts = f"{loaded.title} of {chosen.checkpoint}" if chosen.checkpoint else loaded.title
@@ -116,7 +113,6 @@ def main(arguments: list[str] | None = None) -> None:
     recorder = recording.open_recorder(record, origin, loaded.tokenizer) if record else None
     served = Served(
         engine=engine,
-        metrics=metrics,
         tokenizer=loaded.tokenizer,
         engine_tokenizer=copy.deepcopy(loaded.tokenizer),
         encode_chat=functools.partial(data.encode_prompt, loaded.tokenizer),

@@ -1,14 +1,15 @@
-"""HTTP: OpenAI's interface, metrics and the page, in front of the engine."""
+"""HTTP: OpenAI's interface, the state of the server and the page, in front of the engine."""
 
 import asyncio
 import contextlib
 import json
 import time
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -20,11 +21,11 @@ from specdec.core import token_text
 from specdec.core.generation import Ends, StopStrings, reached
 from specdec.core.grammar import Constraint, Grammar
 from specdec.server import recording, traffic
-from specdec.server.engine import End, Engine, Event, Job, Round
-from specdec.server.metrics import Metrics
+from specdec.server.engine import End, Engine, Event, Job, Reason, Round
 from specdec.server.protocol import ChatRequest, CompletionRequest, RequestError, Settings, parse
 from specdec.server.text import StreamedText
 
+COUNTS = ("prompt_tokens", "tokens", "rounds", "drafted", "accepted", *(f"requests_{reason}" for reason in get_args(Reason)))
 NO_RETRY = {"x-should-retry": "false"}  # of OpenAI's clients, which otherwise ask again after such an error
 
 
@@ -41,10 +42,10 @@ class Served:
     max_body: bytes; page: the live page
     compile_grammar: raises ValueError for one that cannot be used; None: requests cannot have grammars
     recorder: writes down what is answered; None: nothing is recorded
+    counts: of tokens, rounds, drafts and accepted drafts so far, and of requests by their ends; /health shows them
     """
 
     engine: Engine
-    metrics: Metrics
     tokenizer: PreTrainedTokenizerBase
     engine_tokenizer: PreTrainedTokenizerBase
     encode_chat: Callable[..., list[int]]
@@ -58,6 +59,7 @@ class Served:
     page: str = ""
     compile_grammar: Callable[[Grammar], Constraint | None] | None = None
     recorder: traffic.Recorder | None = None
+    counts: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(COUNTS, 0)))
 
 
 def decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
@@ -74,18 +76,16 @@ class Answer:
     job: Job
     text: StreamedText
     events: asyncio.Queue[Event]
-    began: float
     recorded_as: str | None = None  # the id of its row; None: it is not recorded
     said: str = ""  # the text so far
 
     async def pieces(self) -> AsyncIterator[tuple[list[str], Round | None, str | None]]:
         """Text of each token, the round that they came from, and at the end the reason. Raises RequestError if the request failed."""
-        metrics, served = self.served.metrics, self.served
+        counts = self.served.counts
         while True:
             event = await self.events.get()
             if isinstance(event, End):
-                metrics.ended.labels(served.model, event.reason).inc()
-                metrics.whole.labels(served.model).observe(time.monotonic() - self.began)
+                counts[f"requests_{event.reason}"] += 1
                 if event.reason in ("timeout", "error"):
                     status = 504 if event.reason == "timeout" else 500
                     raise RequestError(event.message, status=status, headers=NO_RETRY)
@@ -94,9 +94,9 @@ class Answer:
                 self._record(event.reason)
                 yield [rest], None, event.reason
                 return
-            if event.drafted is None:
-                metrics.first_token.labels(served.model).observe(time.monotonic() - self.began)
-            metrics.saw_round(event)
+            counts["tokens"] += len(event.tokens)
+            if event.drafted is not None:
+                counts.update(rounds=1, drafted=event.drafted, accepted=event.accepted)
             ends = self.job.ends.tokens
             pieces = ["" if token in ends else self.text.add(token) for token in event.tokens]
             self.said += "".join(pieces)
@@ -186,13 +186,16 @@ def make_app(served: Served) -> Starlette:
         return HTMLResponse(served.page)
 
     async def health(_: Request) -> Response:
-        found: dict[str, Any] = {"status": "ok" if served.engine.alive else "dead"}
+        engine = served.engine
+        found: dict[str, Any] = {
+            "status": "ok" if engine.alive else "dead",
+            "running": engine.num_running,
+            "waiting": engine.num_waiting,
+            **served.counts,
+        }
         if served.recorder:
             found["recording"] = served.recorder.alive
-        return JSONResponse(found, 200 if served.engine.alive else 503)
-
-    async def metrics(_: Request) -> Response:
-        return Response(served.metrics.text(served.engine), media_type="text/plain; version=0.0.4")
+        return JSONResponse(found, 200 if engine.alive else 503)
 
     async def models(request: Request) -> Response:
         names = (served.model, *served.other_names)
@@ -208,7 +211,6 @@ def make_app(served: Served) -> Starlette:
         routes=[
             Route("/", page),
             Route("/health", health),
-            Route("/metrics", metrics),
             Route("/v1/models", models),
             Route("/v1/models/{name:path}", models),
             Route("/v1/chat/completions", partial(_complete, served, ChatRequest), methods=["POST"]),
@@ -298,7 +300,6 @@ def _begin(served: Served, settings: Settings, constraint: Constraint | None) ->
         loop.call_soon_threadsafe(events.put_nowait, event)
 
     strings = StopStrings(settings.stop_strings, decoder(served.engine_tokenizer)) if settings.stop_strings else None
-    began = time.monotonic()
     job = Job(
         prompt,
         settings.most_tokens or room,
@@ -308,7 +309,7 @@ def _begin(served: Served, settings: Settings, constraint: Constraint | None) ->
         seed=settings.seed,
         speculate=settings.speculate,
         watch=settings.details,
-        deadline=began + served.timeout,
+        deadline=time.monotonic() + served.timeout,
         constraint=constraint,
     )
     try:
@@ -321,10 +322,10 @@ def _begin(served: Served, settings: Settings, constraint: Constraint | None) ->
             status=429,
             headers={"Retry-After": "1"},
         )
-    served.metrics.prompt_tokens.labels(served.model).inc(len(prompt))
+    served.counts["prompt_tokens"] += len(prompt)
     before = prompt if isinstance(settings, CompletionRequest) else ()
     text = StreamedText(decoder(served.tokenizer), settings.stop_strings, before)
-    return Answer(served, settings, job, text, events, began)
+    return Answer(served, settings, job, text, events)
 
 
 def _constrain(served: Served, grammar: Grammar) -> Constraint | None:

@@ -5,7 +5,6 @@ import copy
 import functools
 import json
 import time
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -17,7 +16,6 @@ from specdec.decoding.decoder import Decoder
 from specdec.proposers.heads import HeadProposer
 from specdec.server.app import Served, make_app
 from specdec.server.engine import Engine
-from specdec.server.metrics import Metrics
 from tests.running import running
 from tests.support import chain_of, greedy, make_drafter, small_tokenizer
 from train.data import rows as data
@@ -32,12 +30,11 @@ def serving(target, *, rows=4, queue=64, template=None, **settings):
     tokenizer = copy.deepcopy(small_tokenizer())
     proposer = HeadProposer(make_drafter(target, "eagle3"), chain_of(3))
     drafted, plain = (Decoder(target, each, sampling=Sampling(), stop=STOP) for each in (proposer, None))
-    metrics = Metrics("tiny")
-    engine = Engine(drafted, plain, rows=rows, queue=queue, head="run/step", saw=metrics.saw_step)
+    engine = Engine(drafted, plain, rows=rows, queue=queue, head="run/step")
     usual = {"stop": frozenset(STOP), "model": "tiny", "max_length": 400, "max_body": 20000, "page": "<h1>a page</h1>"}
     tokenizer.chat_template = template or tokenizer.chat_template
     encode = functools.partial(data.encode_prompt, tokenizer)
-    served = Served(engine, metrics, tokenizer, small_tokenizer(), encode, **(usual | settings))
+    served = Served(engine, tokenizer, small_tokenizer(), encode, **(usual | settings))
     with running(make_app(served)) as url:
         yield url, served
     assert not engine.alive
@@ -193,35 +190,24 @@ def test_clients_that_leave_free_their_rows(server):
         with contextlib.suppress(httpx.TimeoutException), asking as answer:
             next(answer.iter_lines())
         await_idle(served)
-    written = counted(url, "vllm:generation_tokens_total")
+    written = httpx.get(f"{url}/health").json()["tokens"]
     time.sleep(0.3)
-    assert counted(url, "vllm:generation_tokens_total") == written
+    assert httpx.get(f"{url}/health").json()["tokens"] == written
 
 
-def counted(url: str, name: str, **labels: str) -> float:
-    text = urllib.request.urlopen(f"{url}/metrics").read().decode()
-    lines = [line for line in text.splitlines() if line.startswith(name + "{")]
-    return sum(float(line.rpartition(" ")[2]) for line in lines if all(f'{k}="{v}"' in line for k, v in labels.items()))
-
-
-def test_metrics_count_what_usage_says(server, client):
+def test_health_counts_what_usage_says(server, client):
     url, served = server
     await_idle(served)
-    names = {
-        "drafted": "vllm:spec_decode_num_draft_tokens_total",
-        "accepted": "vllm:spec_decode_num_accepted_tokens_total",
-        "rounds": "vllm:spec_decode_num_drafts_total",
-    }
-    before = {key: counted(url, name) for key, name in names.items()}
-    first = counted(url, "vllm:spec_decode_num_accepted_tokens_per_pos_total", position="0")
-    ended = counted(url, "vllm:request_success_total")
-    usages = [ask(client, question).usage.speculation for question in QUESTIONS[:4]]
-    for key, name in names.items():
-        assert counted(url, name) - before[key] == sum(usage[key] for usage in usages)
-    by_position = [(usage["accepted_by_position"] or [0])[0] for usage in usages]
-    assert counted(url, "vllm:spec_decode_num_accepted_tokens_per_pos_total", position="0") - first == sum(by_position)
-    assert counted(url, "vllm:request_success_total") - ended == 4
-    assert counted(url, "vllm:num_requests_running") == 0
+    before = httpx.get(f"{url}/health").json()
+    usages = [ask(client, question).usage for question in QUESTIONS[:4]]
+    after = httpx.get(f"{url}/health").json()
+    assert after["status"] == "ok" and after["running"] == after["waiting"] == 0 and "recording" not in after
+    for name in ("rounds", "drafted", "accepted"):
+        assert after[name] - before[name] == sum(usage.speculation[name] for usage in usages)
+    assert after["tokens"] - before["tokens"] == sum(usage.completion_tokens for usage in usages)
+    assert after["prompt_tokens"] - before["prompt_tokens"] == sum(usage.prompt_tokens for usage in usages)
+    ended = [sum(found[f"requests_{reason}"] for reason in ("stop", "length")) for found in (before, after)]
+    assert ended[1] - ended[0] == 4
 
 
 def test_models_health_and_page(server, client):
@@ -230,7 +216,6 @@ def test_models_health_and_page(server, client):
     assert client.models.retrieve("tiny").id == "tiny"
     with pytest.raises(openai.NotFoundError, match="no model 'big'"):
         client.models.retrieve("big")
-    assert httpx.get(f"{url}/health").json() == {"status": "ok"}
     assert httpx.get(url).text == "<h1>a page</h1>"
     missing = httpx.get(f"{url}/v1/chat/completions")
     assert missing.status_code == 405 and "GET" in missing.json()["error"]["message"]
