@@ -20,12 +20,19 @@ from transformers import PreTrainedTokenizerBase
 from specdec.core import token_text
 from specdec.core.generation import Ends, StopStrings, reached
 from specdec.core.grammar import Constraint, Grammar
-from specdec.server import recording, traffic
 from specdec.server.engine import End, Engine, Event, Job, Reason, Round
 from specdec.server.protocol import ChatRequest, CompletionRequest, RequestError, Settings, parse
+from specdec.server.record import Exchange, Recorder, allows_recording
 from specdec.server.text import StreamedText
 
-COUNTS = ("prompt_tokens", "tokens", "rounds", "drafted", "accepted", *(f"requests_{reason}" for reason in get_args(Reason)))
+COUNTS = (
+    "prompt_tokens",
+    "tokens",
+    "rounds",
+    "drafted",
+    "accepted",
+    *(f"requests_{reason}" for reason in get_args(Reason)),
+)
 NO_RETRY = {"x-should-retry": "false"}  # of OpenAI's clients, which otherwise ask again after such an error
 
 
@@ -58,8 +65,12 @@ class Served:
     max_body: int = 1 << 20
     page: str = ""
     compile_grammar: Callable[[Grammar], Constraint | None] | None = None
-    recorder: traffic.Recorder | None = None
+    recorder: Recorder | None = None
     counts: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(COUNTS, 0)))
+
+    def thinking_of(self, chat: ChatRequest) -> bool | None:
+        """The mode of a chat; None: the template's default"""
+        return self.thinking if chat.thinking is None else chat.thinking
 
 
 def decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
@@ -103,17 +114,32 @@ class Answer:
             yield pieces, event, None
 
     def _record(self, reason: str) -> None:
-        if self.recorded_as is None or self.served.recorder is None:
+        recorder, settings, job = self.served.recorder, self.settings, self.job
+        if self.recorded_as is None or recorder is None:
             return
-        recording.record(
-            self.served.recorder,
-            self.settings,
-            self.job,
-            name=self.recorded_as,
+        chat = settings if isinstance(settings, ChatRequest) else None
+        generation = job.request.generation
+        (tokens,), (accepted,) = generation.tokens, generation.accepted
+        exchange = Exchange(
+            job.prompt + tokens,
+            len(job.prompt),
+            tokens[-1] if tokens[-1] in job.ends.tokens else None,
+            reason,
+            job.sampling,
+            accepted,
+            sum(generation.drafted),
+            messages=[message.to_row() for message in chat.messages] if chat else None,
+            prompt=settings.text if isinstance(settings, CompletionRequest) else None,
             text=self.said,
-            finish=reason,
-            thinking=self.served.thinking,
+            metadata=settings.metadata,
+            seed=settings.seed,
+            grammar=grammar.to_row() if (grammar := settings.grammar()) else None,
+            thinking=self.served.thinking_of(chat) if chat else None,
+            tools=chat.offered if chat else None,
+            head=job.head,
+            name=self.recorded_as,
         )
+        recorder.record(exchange)
 
     def usage(self) -> dict[str, Any]:
         """As OpenAI's, with what became of the drafts. Once the answer has ended, as the engine counts until then."""
@@ -242,7 +268,7 @@ async def _complete(served: Served, kind: type[Settings], request: Request) -> R
     constraint = await asyncio.to_thread(_constrain, served, grammar) if grammar else None
     answer = _begin(served, settings, constraint)
     form = Form(isinstance(settings, ChatRequest), settings.model or served.model)
-    answer.recorded_as = form.id if traffic.allowed(request.headers, settings.store) else None
+    answer.recorded_as = form.id if allows_recording(request.headers, settings.store) else None
     if settings.stream:
         return StreamingResponse(_stream(answer, form), media_type="text/event-stream")
     gone = asyncio.ensure_future(_wait_until_gone(request))
@@ -348,8 +374,8 @@ def _encode(served: Served, settings: Settings) -> list[int]:
             )
         try:
             tools = {"tools": settings.offered} if settings.offered else {}
-            mode = served.thinking if settings.thinking is None else settings.thinking
-            return served.encode_chat([message.to_row() for message in settings.messages], mode, **tools)
+            messages = [message.to_row() for message in settings.messages]
+            return served.encode_chat(messages, served.thinking_of(settings), **tools)
         except ValueError as error:
             raise RequestError(str(error), parameter="messages") from None
     assert isinstance(settings, CompletionRequest)

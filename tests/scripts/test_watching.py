@@ -1,9 +1,10 @@
 """Tests of how a server follows its checkpoint: a failure is tried again, and what is said has happened."""
 
-from helpers import loading, proposers, watching
+from helpers import loading, proposers
 
 import pytest
 
+from scripts.serve import Watcher
 from specdec.core import files
 from specdec.core.sampling import Sampling
 from specdec.decoding.decoder import Decoder
@@ -37,7 +38,7 @@ def test_a_failure_that_passes_is_tried_again(tmp_path, monkeypatch, capsys):
     engine = Engine(Decoder(target, build(), sampling=Sampling(), stop=STOP), plain, rows=2, queue=4, head="first")
     engine.start()
     try:
-        look = watching.make_look(given, loaded, Drafting(), engine, decoder)
+        look = Watcher(given, loaded, Drafting(), engine, decoder).look
         look()
         files.write_text(tmp_path / "best", "heads/0002\n")
         with monkeypatch.context() as patch, pytest.raises(OSError, match="busy"):
@@ -77,7 +78,7 @@ def test_a_head_that_comes_into_use_while_the_one_before_is_read_is_taken(tmp_pa
     engine = Engine(decoder(loaded.proposer), decoder(None), rows=2, queue=4, head="first")
     engine.start()
     try:
-        watching.make_look(given, loaded, Drafting(), engine, decoder)()
+        Watcher(given, loaded, Drafting(), engine, decoder).look()
         assert engine.lanes[True].head.endswith("0002") and "0002" in capsys.readouterr().out
     finally:
         engine.stop()

@@ -110,12 +110,13 @@ def agree(model, speculative, inputs, **settings) -> torch.Tensor:
     """
     results = []
     criteria = settings.pop("rule", None)
-    for extra in ({}, {"custom_generate": speculative}):
+    for drafted in (False, True):
         streamer = Recorder()
+        extra = {"custom_generate": speculative, "token_streamer": streamer} if drafted else {"streamer": streamer}
         if criteria is not None:
             extra["stopping_criteria"] = [until := Until(criteria)]
         settings = {"do_sample": False, "pad_token_id": PAD, "max_new_tokens": 24} | settings
-        answer = model.generate(**inputs, **settings, **extra, streamer=streamer)
+        answer = model.generate(**inputs, **settings, **extra)
         results.append((answer, streamer.seen, until.seen if criteria is not None else None))
     (reference, *reference_records), (answers, *records) = results
     assert answers.dtype == torch.long and answers.tolist() == reference.tolist()
@@ -197,12 +198,10 @@ def test_stop_strings_are_honoured(model, eagle):
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
     whole = agree(model, eagle, inputs_of())
     string = "".join(LETTERS[token] for token in whole[0, 15:18])
-    ends = {"stop_strings": [string], "tokenizer": tokenizer, "eos_token_id": 5}
-    answers = agree(model, eagle, inputs_of(), **ends)
-    assert answers.tolist() != agree(model, eagle, inputs_of(), eos_token_id=5).tolist()
-    del ends["stop_strings"], ends["tokenizer"]
-    criteria = StopStringCriteria(tokenizer, [string])
-    assert agree(model, eagle, inputs_of(), **ends, stopping_criteria=[criteria]).tolist() == answers.tolist()
+    settings = {"eos_token_id": 5, "do_sample": False, "pad_token_id": PAD, "max_new_tokens": 24}
+    plain = model.generate(**inputs_of(), stop_strings=[string], tokenizer=tokenizer, **settings)
+    answers = agree(model, eagle, inputs_of(), **settings, stopping_criteria=[StopStringCriteria(tokenizer, [string])])
+    assert answers.tolist() == plain.tolist() != agree(model, eagle, inputs_of(), eos_token_id=5).tolist()
 
 
 def test_a_generation_config_and_an_output_object_are_honoured(model, eagle):
@@ -287,8 +286,6 @@ REFUSED = [
     ({"logits_processor": LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.9, 13)])}, "prompt_ignore_length=13"),
     ({"top_p": 0.0, "do_sample": True}, "top_p=0"),
     ({"prompt_lookup_num_tokens": 2}, r"assisted_generation \(prompt_lookup_num_tokens\)"),
-    ({"negative_prompt_ids": torch.tensor([[1, 2]])}, "negative_prompt_ids"),
-    ({"synced_gpus": True}, "synced_gpus"),
     ({"cache_implementation": "static"}, "cache_implementation=static"),
     ({"prefill_chunk_size": 2}, "prefill_chunk_size"),
     ({"position_ids": torch.arange(12).expand(4, -1)}, "these position_ids"),
@@ -305,7 +302,6 @@ def test_further_models_caches_and_embeddings_are_refused(model, eagle):
     inputs = inputs_of(1)
     embeds = model.get_input_embeddings()(inputs["input_ids"])
     for extra, words in (
-        ({"assistant_model": model, **inputs}, "assistant_model"),
         ({"past_key_values": filled_cache(model), **inputs}, "past_key_values"),
         ({"past_key_values": DynamicCache(config=model.config), **inputs}, "past_key_values"),
         ({"inputs_embeds": embeds}, "inputs_embeds"),
