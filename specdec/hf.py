@@ -42,7 +42,7 @@ from specdec.server.record import Exchange, Recorder
 from specdec.target import attention
 from specdec.target.model import Target, load_tokenizer
 
-# What changes logits, in the order in which Sampling does it; the last normalises, which changes no law.
+# What changes logits, in the order in which Sampling does it; the last normalises, which changes no distribution.
 PROCESSORS: tuple[type, ...] = (
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
@@ -116,45 +116,45 @@ class Speculative:
         **model_kwargs,
     ) -> Tensor | GenerateDecoderOnlyOutput:
         """input_ids [B, T] -> [B, T + new], or that in an output object; called by `generate`"""
-        _check(model, generation_config, model_kwargs)
-        sampling, ignored = _sampling(logits_processor, bool(generation_config.do_sample), input_ids.shape[1])
-        mask = _mask(input_ids, model_kwargs)
-        pad = _pad(generation_config, stopping_criteria)
+        _check_settings(model, generation_config, model_kwargs)
+        sampling, ignored = _read_sampling(logits_processor, bool(generation_config.do_sample), input_ids.shape[1])
+        mask = _read_mask(input_ids, model_kwargs)
+        pad = _find_pad(generation_config, stopping_criteria)
         num_new = (stopping_criteria.max_length or generation_config.max_length) - input_ids.shape[1]
         prompts = [tokens[real].tolist() for tokens, real in zip(input_ids, mask)]
         result = Generation([[] for _ in prompts], [[] for _ in prompts])
-        with _borrowed(model):
+        with _borrow_model(model):
             loaded = self._load(model)
-            recorder = self._recorder(loaded)
+            recorder = self._open_recorder(loaded)
             decoder = loaded.drafting.decoder(
                 loaded.target, loaded.proposer, sampling=sampling, stop=set(), runner=loaded.runner
             )
             penalised = None
             if sampling.penalises:
-                penalised = _marks(input_ids[:, ignored:], loaded.target.vocab_size)
-            constraints = self._constrain(generation_config, loaded.target.vocab_size, len(prompts))
+                penalised = _mark_tokens(input_ids[:, ignored:], loaded.target.vocab_size)
+            constraints = self._make_constraints(generation_config, loaded.target.vocab_size, len(prompts))
             rounds = decoder.stream(
                 prompts, max(1, num_new), penalised=penalised, result=result, constraints=constraints
             )
             sequences = _hand_out(rounds, result, input_ids, stopping_criteria, pad, token_streamer)
         self.last = result
         if recorder is not None:
-            for exchange in self._exchanges(prompts, result, sampling, num_new, _ends(generation_config)):
+            for exchange in self._make_exchanges(prompts, result, sampling, num_new, _find_ends(generation_config)):
                 recorder.record(exchange)
         if generation_config.return_dict_in_generate:
             return GenerateDecoderOnlyOutput(sequences=sequences)  # type: ignore[arg-type]  # they are whole numbers
         return sequences
 
-    def _constrain(self, config: GenerationConfig, vocab_size: int, num: int) -> list[Constraint | None] | None:
+    def _make_constraints(self, config: GenerationConfig, vocab_size: int, num: int) -> list[Constraint | None] | None:
         """Of each answer, at its beginning."""
         if self._grammar is None or self._tokenizer is None:
             return None
-        key = vocab_size, _ends(config)
+        key = vocab_size, _find_ends(config)
         if self._grammars is None or self._grammars[0] != key:
             self._grammars = key, Grammars(self._tokenizer, *key)
         return [self._grammars[1].constraint(self._grammar) for _ in range(num)]
 
-    def _recorder(self, loaded: _Loaded) -> Recorder | None:
+    def _open_recorder(self, loaded: _Loaded) -> Recorder | None:
         """Raises ValueError if the folder cannot be used, or if the model's tokenizer is not found."""
         if self.record is None:
             return None
@@ -166,7 +166,7 @@ class Speculative:
         assert isinstance(self.record, Recorder)
         return self.record
 
-    def _exchanges(
+    def _make_exchanges(
         self, prompts: list[list[int]], result: Generation, sampling: Sampling, num_new: int, stop: set[int]
     ) -> Iterator[Exchange]:
         """Each row as a request and its answer, of which only ids are known. stop: ids that end an answer"""
@@ -246,17 +246,17 @@ def _hand_out(
         streamer.end()
     for row, length in enumerate(lengths):
         result.tokens[row] = result.tokens[row][:length]
-        result.accepted[row] = _within(result.accepted[row], length)
+        result.accepted[row] = _cut_counts(result.accepted[row], length)
     return input_ids
 
 
-def _ends(config: GenerationConfig) -> set[int]:
+def _find_ends(config: GenerationConfig) -> set[int]:
     """Token ids that end an answer."""
     ends = config._eos_token_tensor
     return set() if ends is None else set(ends.flatten().tolist())
 
 
-def _within(accepted: list[int], length: int) -> list[int]:
+def _cut_counts(accepted: list[int], length: int) -> list[int]:
     """The drafts emitted by each round, of those rounds that an answer of `length` tokens consists of."""
     counts, left = [], length - 1
     for count in accepted:
@@ -267,7 +267,7 @@ def _within(accepted: list[int], length: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def _borrowed(model: PreTrainedModel) -> Iterator[None]:
+def _borrow_model(model: PreTrainedModel) -> Iterator[None]:
     """Within, the model can be a Target. Afterwards its attention, training modes and requires_grad are as before."""
     config = model.config.get_text_config()
     implementation = config._attn_implementation
@@ -289,7 +289,7 @@ def _refusal(setting: str, advice: str) -> ValueError:
     return ValueError(f"Speculative cannot honour {setting}: {advice}, or call generate without custom_generate.")
 
 
-def _check(model: PreTrainedModel, config: GenerationConfig, arguments: dict[str, Any]) -> None:
+def _check_settings(model: PreTrainedModel, config: GenerationConfig, arguments: dict[str, Any]) -> None:
     """Raises ValueError for what the decoder does not support."""
     if model.config.is_encoder_decoder:
         raise _refusal("an encoder and decoder", "take a decoder-only model")
@@ -315,7 +315,7 @@ def _check(model: PreTrainedModel, config: GenerationConfig, arguments: dict[str
             raise _refusal(name, "it takes token ids, their attention_mask and no further models, so leave it out")
 
 
-def _sampling(processors: LogitsProcessorList, do_sample: bool, length: int) -> tuple[Sampling, int]:
+def _read_sampling(processors: LogitsProcessorList, do_sample: bool, length: int) -> tuple[Sampling, int]:
     """The sampling that the processors amount to, and how many of the prompts' `length` columns a penalty leaves out.
 
     Raises ValueError for processors that do something else.
@@ -354,7 +354,7 @@ def _sampling(processors: LogitsProcessorList, do_sample: bool, length: int) -> 
     return sampling, ignored
 
 
-def _mask(input_ids: Tensor, model_kwargs: dict[str, Any]) -> Tensor:
+def _read_mask(input_ids: Tensor, model_kwargs: dict[str, Any]) -> Tensor:
     """[B, T] bool, the prompts' tokens. Raises ValueError for right padding and positions that do not count them."""
     mask = model_kwargs.get("attention_mask")
     mask = torch.ones_like(input_ids) if mask is None else mask
@@ -367,7 +367,7 @@ def _mask(input_ids: Tensor, model_kwargs: dict[str, Any]) -> Tensor:
     return mask
 
 
-def _pad(config: GenerationConfig, criteria: StoppingCriteriaList) -> int | None:
+def _find_pad(config: GenerationConfig, criteria: StoppingCriteriaList) -> int | None:
     """What `generate` puts behind an answer that ended; None where it lets such an answer go on, without an eos token."""
     if not any(hasattr(criterion, "eos_token_id") for criterion in criteria):
         return None
@@ -378,7 +378,7 @@ def _pad(config: GenerationConfig, criteria: StoppingCriteriaList) -> int | None
     return int(config._pad_token_tensor)
 
 
-def _marks(tokens: Tensor, vocab_size: int) -> Tensor:
+def _mark_tokens(tokens: Tensor, vocab_size: int) -> Tensor:
     """tokens [B, T] -> [B, V] bool, where they are; like `generate`, the padding too, and none past the vocabulary"""
     marks = torch.zeros(len(tokens), vocab_size + 1, dtype=torch.bool, device=tokens.device)
     return marks.scatter_(1, tokens.clamp(max=vocab_size), True)[:, :-1]

@@ -171,29 +171,24 @@ class Form:
         self.id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
         self.created = int(time.time())
 
-    def whole(self, text: str, reason: str, usage: dict) -> dict:
+    def write_whole(self, text: str, reason: str, usage: dict) -> dict:
         said = {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
-        choice = {"index": 0, **said, "logprobs": None, "finish_reason": reason}
-        return self._document("chat.completion" if self.chat else "text_completion", [choice], usage=usage)
+        return self._write("chat.completion", said, reason, usage=usage)
 
-    def first(self) -> list[dict]:
-        """What a stream of chunks begins with."""
-        return [self.chunk({"role": "assistant", "content": ""})] if self.chat else []
+    def write_chunk(self, text: str | None, reason: str | None = None, **more: Any) -> dict:
+        """A part of a stream. text: None in one without a choice, as the last one with the usage"""
+        said: dict | None = None if text is None else {"text": text}
+        if self.chat and text is not None:
+            said = {"delta": {"content": text} if text else {}}
+        return self._write("chat.completion.chunk", said, reason, **more)
 
-    def piece(self, text: str, reason: str | None = None, **more: Any) -> dict:
-        if not self.chat:
-            return self.chunk({"text": text}, reason, **more)
-        return self.chunk({"content": text} if text else {}, reason, **more)
+    def write_first(self) -> dict:
+        """What the stream of a chat begins with."""
+        return self._write("chat.completion.chunk", {"delta": {"role": "assistant", "content": ""}}, None)
 
-    def chunk(self, said: dict, reason: str | None = None, **more: Any) -> dict:
-        choice = {"index": 0, **({"delta": said} if self.chat else said), "logprobs": None, "finish_reason": reason}
-        return self._document("chat.completion.chunk" if self.chat else "text_completion", [choice], **more)
-
-    def last(self, usage: dict) -> dict:
-        """The chunk of stream_options.include_usage."""
-        return self._document("chat.completion.chunk" if self.chat else "text_completion", [], usage=usage)
-
-    def _document(self, kind: str, choices: list[dict], **more: Any) -> dict:
+    def _write(self, kind: str, said: dict | None, reason: str | None, **more: Any) -> dict:
+        choices = [] if said is None else [{"index": 0, **said, "logprobs": None, "finish_reason": reason}]
+        kind = kind if self.chat else "text_completion"
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices, **more}
 
 
@@ -396,7 +391,7 @@ def _encode(served: Served, settings: Settings) -> list[int]:
 async def _whole(answer: Answer, form: Form) -> dict:
     async for _, _, reason in answer.pieces():
         if reason is not None:
-            return form.whole(answer.said, reason, answer.usage())
+            return form.write_whole(answer.said, reason, answer.usage())
     raise AssertionError("an answer ends with a reason")
 
 
@@ -408,14 +403,14 @@ async def _stream(answer: Answer, form: Form) -> AsyncIterator[str]:
         return f"data: {json.dumps(document)}\n\n"
 
     try:
-        for chunk in form.first():
-            yield sent(chunk)
+        if form.chat:
+            yield sent(form.write_first())
         async for pieces, done, reason in answer.pieces():
             text, more = "".join(pieces), {"round": _details(served, pieces, done)} if settings.details and done else {}
             if text or reason or more:
-                yield sent(form.piece(text, reason, **more))
+                yield sent(form.write_chunk(text, reason, **more))
         if settings.details or (settings.stream_options and settings.stream_options.include_usage):
-            yield sent(form.last(answer.usage()))
+            yield sent(form.write_chunk(None, usage=answer.usage()))
         yield "data: [DONE]\n\n"
     except RequestError as error:
         yield sent(error.to_json())

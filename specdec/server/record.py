@@ -1,15 +1,12 @@
 """Records conversations that are served, as rows to train on. Nothing is recorded unless somebody asks for it. docs/traffic.md
 
-Rows are appended to traffic-000001.jsonl, traffic-000002.jsonl, ... in one folder. Each recorder holds a lock (flock) on the file
-that it writes, so that several processes can share a folder. The system frees the lock when a process ends, by kill -9 too.
+Rows are appended to the newest of the files traffic-000001.jsonl, ... of a folder, by one process at a time.
 """
 
 import dataclasses
-import fcntl
 import hashlib
 import json
 import logging
-import os
 import re
 import threading
 import time
@@ -21,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import filelock
 from transformers import PreTrainedTokenizerBase
 
 from specdec.core import files, row_files
@@ -33,7 +31,7 @@ MOST_WAITING = 1_000  # rows that wait to be written; further ones are dropped
 LONGEST_NAME = 200  # characters of a conversation's id and of a tag
 OPT_OUT = "x-record"  # a request with this header and the value `false` is not recorded
 CATEGORY = "traffic"
-NAME = re.compile(r"traffic-(\d{6,})\.jsonl")
+NAME = re.compile(r"traffic-\d{6,}\.jsonl")
 
 
 @dataclass(frozen=True)
@@ -119,8 +117,15 @@ class Recorder:
         self.stopped = self.closed = False  # by a failure; by `close`
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self.path, self._held = _open_file(self.folder)
-        except OSError as error:
+            self._lock = filelock.FileLock(self.folder / ".lock")
+            self._lock.acquire(timeout=0)
+            self.path = (list_files(self.folder) or [self.folder / "traffic-000001.jsonl"])[-1]
+            self.path.touch(mode=0o600)
+            if cut := row_files.cut_damaged_end(self.path):
+                LOG.warning("%s ended with a damaged line, which was cut off (%d bytes).", self.path, cut)
+        except filelock.Timeout:
+            raise ValueError(f"Another process records in {folder}: choose another folder.") from None
+        except (OSError, NotImplementedError) as error:
             raise ValueError(f"Nothing can be recorded in {folder} ({error}): choose another folder.") from error
         self._thread = ThreadPoolExecutor(1, "recorder")  # a program that ends waits for what is left
         self._waiting, self._guard = 0, threading.Lock()
@@ -154,11 +159,9 @@ class Recorder:
     def close(self) -> None:
         """Writes what waits, and ends."""
         with self._guard:
-            if self.closed:
-                return
             self.closed = True
         self._thread.shutdown()
-        os.close(self._held)
+        self._lock.release()
 
     def flush(self) -> None:
         """Waits until the rows so far are written."""
@@ -179,9 +182,7 @@ class Recorder:
             with self._guard:
                 self._waiting -= 1
         try:
-            if not os.fstat(self._held).st_nlink:  # the file was deleted
-                old, (self.path, self._held) = self._held, _open_file(self.folder)
-                os.close(old)
+            self.path.touch(mode=0o600)  # if it was moved away
             if length + sum(path.stat().st_size for path in list_files(self.folder)) > self.max_bytes:
                 raise ValueError(f"the folder has record_max_bytes={self.max_bytes}: move its files away")
             files.append(self.path, line, synced=False)
@@ -235,7 +236,10 @@ def allows_recording(headers: Mapping[str, str], store: Any) -> bool:
 
 def list_files(folder: Path) -> list[Path]:
     """The files of recorded rows in a folder, oldest first."""
-    return sorted((path for path in folder.glob("traffic-*.jsonl") if NAME.fullmatch(path.name)), key=_number)
+    return sorted(
+        (path for path in folder.glob("traffic-*.jsonl") if NAME.fullmatch(path.name)),
+        key=lambda path: int(path.stem[8:]),
+    )
 
 
 def read_rows(folder: str | Path) -> Iterator[dict]:
@@ -260,51 +264,3 @@ def read_lines(paths: list[Path]) -> Iterator[tuple[str, dict | None]]:
     """Yields where a line is and its row, None for a damaged one. A last line without its end is being written: it is left out."""
     for path in paths:
         yield from ((f"{path.name}:{number}", row) for number, row in row_files.read_own_lines(path))
-
-
-def _number(path: Path) -> int:
-    match = NAME.fullmatch(path.name)
-    assert match is not None
-    return int(match[1])
-
-
-def _open_file(folder: Path) -> tuple[Path, int]:
-    """-> the newest file of a folder if nobody writes it, else a new one; and a descriptor that holds its lock.
-
-    Cuts off the damaged ends of files that nobody writes. Raises OSError where that cannot be done.
-    """
-    found: tuple[Path, int] | None = None
-    paths = list_files(folder)
-    for path in paths:
-        descriptor = _lock(path)
-        if descriptor is None:
-            continue
-        if cut := row_files.cut_damaged_end(path):
-            LOG.warning("%s ended with a damaged line, which was cut off (%d bytes).", path, cut)
-        if path == paths[-1]:
-            found = path, descriptor
-        else:
-            os.close(descriptor)
-    number = _number(paths[-1]) if paths else 0
-    while found is None:
-        number += 1
-        path = folder / f"traffic-{number:06}.jsonl"
-        try:
-            descriptor = _lock(path, os.O_CREAT | os.O_EXCL)
-        except FileExistsError:  # another writer was faster
-            continue
-        found = None if descriptor is None else (path, descriptor)
-    return found
-
-
-def _lock(path: Path, more: int = 0) -> int | None:
-    """-> a descriptor that holds the lock of a file; None if another process has it. more: flags of `open`"""
-    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | more, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return descriptor
-    except OSError as error:
-        os.close(descriptor)
-        if isinstance(error, BlockingIOError):
-            return None
-        raise

@@ -170,25 +170,22 @@ def test_the_reader_skips_damaged_lines_and_counts_them(tmp_path):
         names_in(tmp_path / "nothing")
 
 
-def test_two_writers_have_files_of_their_own(tmp_path):
-    record(tmp_path, chat("old"))
+def test_one_recorder_writes_in_a_folder_and_others_may_go_on(tmp_path):
     first = make_recorder(tmp_path)
-    with (tmp_path / "traffic-000001.jsonl").open("ab") as file:
-        file.write(b'{"id": "not yet')  # it is being written
-    second = make_recorder(tmp_path)
-    assert second.path.name == "traffic-000002.jsonl" and b"not yet" in first.path.read_bytes()
-    row_files.cut_damaged_end(first.path)
-    threads = [
-        threading.Thread(target=lambda name, recorder: [recorder.record(chat(f"{name} {n}")) for n in range(50)], args=pair)
-        for pair in (("first", first), ("second", second))
-    ]  # fmt: skip
+    with pytest.raises(ValueError, match=r"Another process records in .*choose another folder"):
+        Recorder(tmp_path)
+    lists = [[chat(f"{name} {n}") for n in range(50)] for name in "ab"]
+    threads = [threading.Thread(target=lambda each=each: [first.record(row) for row in each]) for each in lists]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     first.close()
-    second.close()
-    assert names_in(tmp_path) == ["old", *(f"{name} {n}" for name in ("first", "second") for n in range(50))]
+    (tmp_path / "traffic-000001.jsonl").rename(tmp_path / "traffic-000002.jsonl")
+    record(tmp_path, chat("new"))
+    names = names_in(tmp_path)
+    assert sorted(names) == sorted([*(each.name for rows in lists for each in rows), "new"]) and names[-1] == "new"
+    assert [path.name for path in recording.list_files(tmp_path)] == ["traffic-000002.jsonl"]  # the newest goes on
 
 
 def test_recording_stops_at_its_limit(tmp_path, caplog):
