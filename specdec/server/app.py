@@ -47,7 +47,7 @@ class Served:
     thinking: the mode of requests that do not say theirs
     stop: token ids that end an answer; max_length: tokens of a prompt and its answer; timeout: seconds of a request
     max_body: bytes; page: the live page
-    compile_grammar: raises ValueError for one that cannot be used; None: requests cannot have grammars
+    compile_grammar: raises ValueError for one that cannot be used
     recorder: writes down what is answered; None: nothing is recorded
     counts: of tokens, rounds, drafts and accepted drafts so far, and of requests by their ends; /health shows them
     """
@@ -56,6 +56,7 @@ class Served:
     tokenizer: PreTrainedTokenizerBase
     engine_tokenizer: PreTrainedTokenizerBase
     encode_chat: Callable[..., list[int]]
+    compile_grammar: Callable[[Grammar], Constraint | None]
     stop: frozenset[int]
     model: str
     other_names: tuple[str, ...] = ()
@@ -64,7 +65,6 @@ class Served:
     thinking: bool | None = None
     max_body: int = 1 << 20
     page: str = ""
-    compile_grammar: Callable[[Grammar], Constraint | None] | None = None
     recorder: Recorder | None = None
     counts: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(COUNTS, 0)))
 
@@ -352,8 +352,6 @@ def _begin(served: Served, settings: Settings, constraint: Constraint | None) ->
 def _constrain(served: Served, grammar: Grammar) -> Constraint | None:
     """The constraint of an answer that begins. Raises RequestError for a grammar that cannot be used."""
     try:
-        if served.compile_grammar is None:
-            raise ValueError("This server cannot follow a grammar: leave response_format out.")
         return served.compile_grammar(grammar)
     except ValueError as error:
         raise RequestError(str(error), parameter="response_format") from None

@@ -11,6 +11,7 @@ import httpx
 import openai
 import pytest
 
+from specdec.core.grammar import Grammars
 from specdec.core.sampling import Sampling
 from specdec.decoding.decoder import Decoder
 from specdec.proposers.heads import HeadProposer
@@ -31,10 +32,13 @@ def serving(target, *, rows=4, queue=64, template=None, **settings):
     proposer = HeadProposer(make_drafter(target, "eagle3"), chain_of(3))
     drafted, plain = (Decoder(target, each, sampling=Sampling(), stop=STOP) for each in (proposer, None))
     engine = Engine(drafted, plain, rows=rows, queue=queue, head="run/step")
+    grammars = functools.cache(lambda: Grammars(small_tokenizer(), target.vocab_size, STOP))
     usual = {"stop": frozenset(STOP), "model": "tiny", "max_length": 400, "max_body": 20000, "page": "<h1>a page</h1>"}
     tokenizer.chat_template = template or tokenizer.chat_template
     encode = functools.partial(data.encode_prompt, tokenizer)
-    served = Served(engine, tokenizer, small_tokenizer(), encode, **(usual | settings))
+    served = Served(
+        engine, tokenizer, small_tokenizer(), encode, lambda each: grammars().constraint(each), **(usual | settings)
+    )
     with running(make_app(served)) as url:
         yield url, served
     assert not engine.alive
