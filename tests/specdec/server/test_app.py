@@ -132,11 +132,12 @@ def test_completions_take_text_or_token_ids(client, tiny):
 
 
 def test_settings_of_sampling(client):
-    assert ask(client, "a", temperature=1, seed=3).choices == ask(client, "a", temperature=1, seed=3).choices
-    found = {ask(client, "a", temperature=1).choices[0].message.content for _ in range(5)}
-    assert len(found) > 1
-    only = {ask(client, "a", temperature=1, extra_body={"top_k": 1}).choices[0].message.content for _ in range(3)}
-    assert only == {ask(client, "a", temperature=0).choices[0].message.content}
+    def text(**more) -> str:
+        return ask(client, "a", **more).choices[0].message.content
+
+    assert text(temperature=1, seed=3) == text(temperature=1, seed=3)
+    assert len({text(temperature=1) for _ in range(5)}) > 1
+    assert {text(temperature=1, extra_body={"top_k": 1}) for _ in range(3)} == {text(temperature=0)}
     free, never = (
         ask(client, "a", max_tokens=30, extra_body={"ignore_eos": True, "repetition_penalty": penalty})
         for penalty in (1.0, 100.0)
@@ -260,29 +261,17 @@ def test_what_cannot_be_answered_is_refused_with_a_sentence(server, body, status
     assert error["message"].endswith((".", "?"))
 
 
-def test_harmless_fields_of_openai_are_allowed(client):
-    found = ask(
-        client, "a", n=1, user="me", frequency_penalty=0, tools=[], response_format={"type": "text"}, logprobs=False
-    )
-    assert found.choices[0].message.role == "assistant"
-
-
-def test_a_page_elsewhere_cannot_post_forms(server):
-    found = httpx.post(
-        f"{server[0]}/v1/completions", content=b'{"prompt": "a"}', headers={"Content-Type": "text/plain"}
-    )
-    assert found.status_code == 415
+def test_harmless_fields_are_allowed_and_forms_of_other_pages_are_not(server, client):
+    harmless = {"n": 1, "user": "me", "frequency_penalty": 0, "tools": [], "response_format": {"type": "text"}}
+    assert ask(client, "a", **harmless, logprobs=False).choices[0].message.role == "assistant"
+    headers = {"Content-Type": "text/plain"}
+    assert httpx.post(f"{server[0]}/v1/completions", content=b'{"prompt": "a"}', headers=headers).status_code == 415
 
 
 def test_a_round_for_the_page_holds_its_tokens_and_its_tree(server, answers):
     question = QUESTIONS[0]
-    body = {
-        "messages": [{"role": "user", "content": question}],
-        "temperature": 0,
-        "max_tokens": 24,
-        "stream": True,
-        "details": True,
-    }
+    body = {"messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": 24}
+    body |= {"stream": True, "details": True}
     with httpx.stream("POST", f"{server[0]}/v1/chat/completions", json=body) as answer:
         lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
     assert lines[-1] == "[DONE]"
@@ -297,12 +286,9 @@ def test_a_round_for_the_page_holds_its_tokens_and_its_tree(server, answers):
 
 def test_a_full_queue_and_a_late_answer(tiny):
     body = {"prompt": "a", "max_tokens": 380, "ignore_eos": True}
-    with serving(tiny, rows=1, queue=1) as (url, _):
-        with ThreadPoolExecutor(6) as pool:
-            codes = sorted(
-                answer.status_code
-                for answer in pool.map(lambda _: httpx.post(f"{url}/v1/completions", json=body, timeout=60), range(6))
-            )
+    with serving(tiny, rows=1, queue=1) as (url, _), ThreadPoolExecutor(6) as pool:
+        post = lambda _: httpx.post(f"{url}/v1/completions", json=body, timeout=60).status_code
+        codes = sorted(pool.map(post, range(6)))
         assert codes[0] == 200 and codes[-1] == 429
     with serving(tiny, timeout=0.05) as (url, _), openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client:
         start = time.monotonic()
