@@ -117,7 +117,9 @@ class Recorder:
         self.stopped = self.closed = False  # by a failure; by `close`
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._lock = filelock.FileLock(self.folder / ".lock")
+            self._lock = filelock.FileLock(
+                self.folder / ".lock", thread_local=False
+            )  # `close` may come from any thread
             self._lock.acquire(timeout=0)
             self.path = (list_files(self.folder) or [self.folder / "traffic-000001.jsonl"])[-1]
             self.path.touch(mode=0o600)
@@ -152,7 +154,8 @@ class Recorder:
                 return
             if self._waiting < MOST_WAITING:
                 self._waiting += 1
-                self._thread.submit(self._write, exchange, time.time())
+                row = {"time": time.time(), **self.origin}
+                self._thread.submit(self._write, exchange, row, self.tokenizer)
                 return
         self._say("slow", f"Rows come faster than they are written: those beyond {MOST_WAITING:,} are dropped.")
 
@@ -167,13 +170,14 @@ class Recorder:
         """Waits until the rows so far are written."""
         self._thread.submit(lambda: None).result()
 
-    def _write(self, exchange: Exchange, now: float) -> None:
+    def _write(self, exchange: Exchange, row: dict, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        """row: the fields that the exchange does not know"""
         try:
-            assert self.tokenizer is not None, "set_origin comes first"
-            exchange = exchange.decode(self.tokenizer)
+            assert tokenizer is not None, "set_origin comes first"
+            exchange = exchange.decode(tokenizer)
             if self.stopped or not self._chooses(exchange.conversation):
                 return
-            line = json.dumps(self._make_row(exchange, now), ensure_ascii=False, default=str) + "\n"
+            line = json.dumps(row | self._make_row(exchange), ensure_ascii=False, default=str) + "\n"
             length = len(line.encode())  # half a surrogate pair, which JSON can hold, is no text
         except Exception as error:
             self._say(type(error).__name__, f"A row was not recorded ({type(error).__name__}: {error}).")
@@ -190,12 +194,11 @@ class Recorder:
             self.stopped = True
             self._say("stopped", f"Recording has stopped ({error}). Answers go on; start again to record.")
 
-    def _make_row(self, exchange: Exchange, now: float) -> dict:
+    def _make_row(self, exchange: Exchange) -> dict:
         tags = list(dict.fromkeys([*exchange.tags, *self.tags]))
         messages = exchange.messages and [*exchange.messages, {"role": "assistant", "content": exchange.text}]
         return {
             "id": exchange.name or uuid.uuid4().hex,
-            "time": now,
             "conversation": exchange.conversation,
             "category": tags[0] if tags else CATEGORY,
             "tags": tags,
@@ -204,7 +207,6 @@ class Recorder:
             "tokens": exchange.tokens,
             "prompt_tokens": exchange.num_prompt,
             "ids": "given",
-            **self.origin,
             **dataclasses.asdict(exchange.sampling),
             "seed": exchange.seed,
             "grammar": exchange.grammar,
