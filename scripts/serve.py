@@ -140,17 +140,16 @@ class Watcher:
 
     def run(self, seconds: float) -> None:
         """Looks every so many seconds, for ever."""
-        said = ""
+        said = None
         while True:
             time.sleep(seconds)
             try:
                 self.look()
-                said = ""
+                said = None
             except Exception as error:  # the drafts before go on
-                sentence = f"warning: the drafts were not replaced: {error}"
-                if sentence != said:
-                    print(sentence, flush=True)
-                said = sentence
+                if str(error) != said:
+                    print(f"warning: the drafts were not replaced: {error}", flush=True)
+                said = str(error)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -209,8 +208,9 @@ def main(arguments: list[str] | None = None) -> None:
         progress.note(f"warning: anyone who reaches {place} can use this server: it asks for no password.")
     logging.basicConfig(level=logging.WARNING)
     address = "http://{}:{}".format(*listening.getsockname()[:2])
-    share = "all" if chosen.record_rate == 1 else f"{100 * chosen.record_rate:g} % of the"
-    recorded = f"; {share} conversations are recorded in {chosen.record}" if recorder else ""
+    recorded = (
+        f"; {100 * chosen.record_rate:g} % of the conversations are recorded in {chosen.record}" if recorder else ""
+    )
     print(f"{model}, drafted by {drafts}: {address} (page), {address}/v1 (OpenAI's interface){recorded}", flush=True)
     if chosen.watch is not None:
         watcher = Watcher(chosen, loaded, drafting, engine, decoder)

@@ -1,6 +1,6 @@
 """Records conversations that are served, as rows to train on. Nothing is recorded unless somebody asks for it. docs/traffic.md
 
-Rows are appended to the newest of the files traffic-000001.jsonl, ... of a folder, by one process at a time.
+Rows are appended to the newest of the files traffic-000001.jsonl, ... of a folder, by one recorder at a time.
 """
 
 import dataclasses
@@ -126,7 +126,7 @@ class Recorder:
             if cut := row_files.cut_damaged_end(self.path):
                 LOG.warning("%s ended with a damaged line, which was cut off (%d bytes).", self.path, cut)
         except filelock.Timeout:
-            raise ValueError(f"Another process records in {folder}: choose another folder.") from None
+            raise ValueError(f"Another recorder writes in {folder}: choose another folder.") from None
         except (OSError, NotImplementedError) as error:
             raise ValueError(f"Nothing can be recorded in {folder} ({error}): choose another folder.") from error
         self._thread = ThreadPoolExecutor(1, "recorder")  # a program that ends waits for what is left
