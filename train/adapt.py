@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from specdec.heads.base import Drafter
 from specdec.measuring import report as figures
 from specdec.measuring.report import PromptCounts
-from specdec.server import traffic_files
+from specdec.server import record
 from train import validate
 from train.data import reading
 from train.data import rows as data
@@ -126,7 +126,7 @@ def read_traffic(folder: Path, wanted: TrafficSource) -> tuple[Answers, dict[str
     if not folder.is_dir():
         raise ValueError(f"traffic={folder} is not a folder: give the one that recorded answers are written to.")
     paths = sorted(path for path in folder.iterdir() if path.name.endswith(".jsonl"))
-    parsed = [wanted.parse(row, place=place) for place, row in traffic_files.read_lines(paths)]
+    parsed = [wanted.parse(row, place=place) for place, row in record.read_lines(paths)]
     left_out = collections.Counter(each for each in parsed if isinstance(each, str))
     found = [each for each in parsed if isinstance(each, RecordedAnswer)]
     if not found:

@@ -14,7 +14,7 @@ import datasets
 import pytest
 from pyarrow import Table, parquet
 
-from specdec.server import traffic_files
+from specdec.server import record
 from tests.conversations import ASKS, HEAD, TAIL, pair, with_template
 from tests.support import small_tokenizer, write_rows
 from train.answers import datastore
@@ -188,7 +188,7 @@ def test_half_of_a_pair_in_the_answer_of_a_server_is_replaced(finish, text):
 def test_half_of_a_pair_in_recorded_rows_counts_as_damage(tmp_path):
     write_rows(tmp_path / "traffic-000001.jsonl", [{"id": "a"}, {"id": "b", "messages": [{"content": HALF}]}])
     with pytest.warns(UserWarning, match="1 damaged lines were skipped"):
-        assert list(traffic_files.read(tmp_path)) == [{"id": "a"}]
+        assert list(record.read_rows(tmp_path)) == [{"id": "a"}]
 
 
 # Rows
