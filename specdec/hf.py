@@ -76,7 +76,7 @@ class Speculative:
     checkpoint: a step's folder, a run's folder for its best step, or user/name[@revision] on the Hugging Face Hub
     decode: how to draft and verify; None: how much to draft is chosen every round (proposers/auto.py), not compiled
     grammar: that all answers follow (specdec.core.grammar.Grammar); give `generate` the tokenizer= then
-    record: a folder, or a recorder with a tokenizer, to which prompts and answers are written (docs/adapting.md); None: nowhere
+    record: a folder, or a recorder with a tokenizer, to which prompts and answers are written (docs/traffic.md); None: nowhere
 
     The drafter is loaded at the first call and kept, with the model, until a call with another model. Raises ValueError
     for a model that is not the checkpoint's target, and for settings of `generate` that this decoder does not support.

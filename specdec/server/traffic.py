@@ -1,4 +1,4 @@
-"""Records conversations that are served, as rows to train on. Nothing is recorded unless somebody asks for it. docs/adapting.md"""
+"""Records conversations that are served, as rows to train on. Nothing is recorded unless somebody asks for it. docs/traffic.md"""
 
 import copy
 import dataclasses
