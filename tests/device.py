@@ -1,4 +1,4 @@
-"""Tests on another device: with TEST_DEVICE=cuda, tensors and models that tests make are there (docs/development.md).
+"""Tests on another device: with TEST_DEVICE=cuda, tensors and models that tests make are there (CONTRIBUTING.md).
 
 What the library makes itself is left alone, because it must find the right device by its inputs: that is what such a run
 tests. So torch.set_default_device, which would put everything there, is not used.

@@ -23,6 +23,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from specdec import command
 from specdec.core.sampling import Sampling
 from specdec.core.tree import TreeShape
 from specdec.decoding.decoder import Decoder
@@ -40,8 +41,9 @@ PAGES = [*GUIDES, *LOGS, ROOT / "data" / "README.md", ROOT / "checkpoints" / "RE
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 START = re.compile(
-    r"(python scripts/\w+\.py|python train\.py|accelerate launch\b.*train\.py|torchrun\b.*(train|scripts/\w+)\.py)"
+    r"(python scripts/(?!VERB)\w+\.py|python train\.py|accelerate launch\b.*train\.py|torchrun\b.*(train|scripts/\w+)\.py)"
 )
+VERB = re.compile(r"^specdec (\w+)(?= |$)")  # the console command; a verb is a file of scripts/, or train
 FOREIGN_PATH = re.compile(r"(?<![\w.<-])/(?:home|root|tmp|work|mnt|opt|var|Users)/|\.\./shared\b")
 
 
@@ -59,15 +61,26 @@ def anchors(path: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def commands(path: Path) -> list[str]:
-    """Commands that a page tells the reader to run, from code blocks and from code inside sentences."""
+def lines_of_code(path: Path) -> list[str]:
+    """From code blocks and from code inside sentences."""
     text = path.read_text()
     blocks = "\n".join(body for _, body in FENCE.findall(text)).replace("\\\n", " ")
     spans = re.findall(r"`([^`\n]+)`", FENCE.sub("", text))
-    lines = [line.strip().removesuffix(" &") for line in [*blocks.splitlines(), *spans]]
-    lines = [re.sub(r"^specdec train(?= )", "python train.py", line) for line in lines]
-    lines = [re.sub(r"^specdec (\w+)(?= )", r"python scripts/\1.py", line) for line in lines]
-    return [line for line in lines if START.match(line)]
+    return [line.strip().removesuffix(" &") for line in [*blocks.splitlines(), *spans]]
+
+
+def commands(path: Path) -> list[str]:
+    """Commands that a page tells the reader to run."""
+    return [line for line in map(as_script, lines_of_code(path)) if START.match(line)]
+
+
+def as_script(line: str) -> str:
+    """`specdec VERB key=value ..` as the command of its file; other lines, and a verb without options, as they are."""
+    verb = VERB.match(line)
+    if verb is None or verb.end() == len(line) or verb[1] == "VERB":
+        return line
+    file = "train.py" if verb[1] == "train" else f"scripts/{verb[1]}.py"
+    return f"python {file}{line[verb.end() :]}"
 
 
 def listed(select) -> list:
@@ -98,13 +111,21 @@ def test_pages_are_ascii(path):
     assert path.read_text().isascii()
 
 
-def test_the_readme_is_short_and_every_page_is_listed():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 200
+def test_the_documentation_is_short_and_every_page_is_listed():
+    lines = {path: len(path.read_text().splitlines()) for path in GUIDES}
+    assert lines[ROOT / "README.md"] <= 120
+    assert sum(count for path, count in lines.items() if path.parent == ROOT / "docs") <= 2200
     listed_pages = set(LINK.findall((ROOT / "docs" / "README.md").read_text()))
     assert {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"} <= listed_pages
 
 
 # Commands
+
+
+@pytest.mark.parametrize("path", GUIDES, ids=name_of)
+def test_verbs_of_the_console_command_exist(path):
+    named = {verb[1] for line in lines_of_code(path) if (verb := VERB.match(line))} - {"VERB"}
+    assert named <= set(command.find_verbs())
 
 
 def option_class(script: str) -> type:

@@ -1,6 +1,6 @@
 """What a measurement says: acceptance length (tau), speed and losslessness, overall and by category, as a record and as JSON.
 
-Intervals are 95 % bootstrap intervals over prompts (docs/figures.md).
+Intervals are 95 % bootstrap intervals over prompts (docs/glossary.md).
 """
 
 import math
@@ -52,7 +52,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Report:
-    """Figures of drafting on a set of prompts (docs/figures.md). `*_ci` are 95 % bootstrap intervals over prompts.
+    """Figures of drafting on a set of prompts (docs/glossary.md). `*_ci` are 95 % bootstrap intervals over prompts.
 
     What is counted or timed by decoding is None where nothing was decoded.
     """

@@ -113,7 +113,7 @@ def test_a_signal_to_any_process_ends_all_within_20_steps(runs, printed):
 
 
 def test_two_nodes_by_torchrun(folder, tmp_path):
-    """Two launchers, as docs/many-processes.md starts them on two machines. One process speaks, not one of each machine."""
+    """Two launchers, as docs/scaling.md starts them on two machines. One process speaks, not one of each machine."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "1",
                 "--rdzv_backend", "c10d", "--rdzv_id", "7", "--rdzv_endpoint", f"localhost:{free_ports(1)[0]}"]  # fmt: skip
     command = [*launcher, str(ROOT / "train.py"), *train_overrides(folder, "nodes", *SHARD, "train.steps=2", "train.validate_every=2")]  # fmt: skip
