@@ -1,6 +1,8 @@
-"""accelerate launch train.py head=eagle    trains a drafter; validation decodes.
+"""Trains a drafter; validation decodes.
 
-python train.py -m head=eagle,mtp optimizer.lr=3e-4,1e-3    trains several, one after the other, and compares them (docs/tracking.md)."""
+    accelerate launch train.py head=eagle
+    python train.py -m head=eagle,mtp optimizer.lr=3e-4,1e-3    trains several, one after the other, and compares them (docs/tracking.md)
+"""
 
 import specdec.core.threads  # noqa: F401  says how threads wait, before torch is imported
 

@@ -184,7 +184,7 @@ def adapt(given: Adapt, home: Home, console: progress.Results) -> None:
     judge_new(given, home, plan, trained, console)
 
 
-def load(given: Adapt, folder: Path) -> loading.Loaded:
+def load(given: Adapt, folder: Path) -> tuple[loading.Loaded, Drafter]:
     """The head with its target. Raises ValueError for a head that replay does not apply to."""
     advice = "train it by train.py start=."
     if loading.adapts(folder):
@@ -192,7 +192,7 @@ def load(given: Adapt, folder: Path) -> loading.Loaded:
     loaded = loading.load(str(folder), given.target)
     if not isinstance(loaded.drafter, Drafter):
         raise ValueError(f"{folder} does not draft by steps, so it cannot be judged by replay: {advice}")
-    return loaded
+    return loaded, loaded.drafter
 
 
 def prepare(given: Adapt, home: Home, settings: dict, console: progress.Results) -> AdaptationPlan:
@@ -218,7 +218,7 @@ def prepare(given: Adapt, home: Home, settings: dict, console: progress.Results)
         raise adaptation.TooFew(
             f"{num} held-out conversations fit into length={given.length}: a head is judged by {adaptation.ENOUGH} or more. Record more."
         )
-    loaded = load(given, home.current)
+    loaded, drafter = load(given, home.current)
     sources = find_old(given.old, home.first, loaded.target.name)
     try:
         older = adaptation.OldRows(
@@ -244,7 +244,7 @@ def prepare(given: Adapt, home: Home, settings: dict, console: progress.Results)
         texts = [*rest, *(answer for answer in answers if answer.time <= until), *new]
         console.say(f"{home.path / 'datastore'}: {home.store(number, texts, tokenizer):,} tokens to draft from")
     before = {
-        kind: given.limits.judge(loaded.drafter, slices[kind], what=f"judging the head in use, {kind} answers")
+        kind: given.limits.judge(drafter, slices[kind], what=f"judging the head in use, {kind} answers")
         for kind in KINDS
     }
     about = {"until": max(answer.time for answer in new), "notes": notes_on(left_out, slices), "settings": settings}
@@ -282,8 +282,7 @@ def notes_on(left_out: dict[str, int], slices: dict[str, adaptation.Answers]) ->
 def judge_new(given: Adapt, home: Home, plan: AdaptationPlan, trained: Path, console: progress.Results) -> None:
     """Judges the trained head, and takes it into use or not."""
     begun = time.perf_counter()
-    loaded = load(given, trained)
-    drafter = loaded.drafter
+    loaded, drafter = load(given, trained)
     start = checkpoint.start(home.path / plan.start, loaded.target, {}, lambda _: drafter.draft_to_target)[0]
     weights, whole = start.state_dict(), checkpoint.read_tensors(trained / "drafter.safetensors")
 
@@ -301,7 +300,11 @@ def judge_new(given: Adapt, home: Home, plan: AdaptationPlan, trained: Path, con
     )
     new, old = plan.training[: plan.num_new], plan.training[plan.num_new :]
     ran = checkpoint.read_json(trained / "report.json")["training"]
-    training = {"new_answers": len(new), "new_tokens": adaptation.count_tokens(new), "old_answers": len(old)}
+    training: dict[str, Any] = {
+        "new_answers": len(new),
+        "new_tokens": adaptation.count_tokens(new),
+        "old_answers": len(old),
+    }
     training |= {"old_tokens": adaptation.count_tokens(old), "mixing": mixing, "steps": size_training(given, plan)[1]}
     training |= {"tokens_read": ran["tokens"], "lr": choose_rate(given, home)}
     minutes = {"training": ran["seconds"] / 60, "judging after": (time.perf_counter() - begun) / 60}
@@ -357,7 +360,8 @@ def find_head(head: Path, given: str | None) -> str:
     module = str(document["_target_"]).split(".")[-2]
     unlike = {}
     for name in names:
-        drafter = OmegaConf.to_container(OmegaConf.load(loading.CONF / "head" / f"{name}.yaml").drafter, resolve=False)
+        file = OmegaConf.load(loading.CONF / "head" / f"{name}.yaml")
+        drafter: Any = OmegaConf.to_container(file.drafter, resolve=False)
         if drafter["_target_"] == document["_target_"]:
             unlike[name] = sum(document.get(key) != value for key, value in drafter.items()), name != module
     if not unlike:

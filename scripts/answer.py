@@ -187,7 +187,7 @@ def check_prompts(answers: Resumable, jobs: list[AnswerJob], source: str) -> Non
 def write_answers(chosen: AnswerOptions, console: rich.console.Console) -> None:
     check(chosen)
     temperatures = parse_temperatures(chosen.decode.temperature)
-    tokenizer = load_tokenizer(chosen.target.name, trust_remote_code=chosen.target.trust_remote_code)
+    tokenizer = load_tokenizer(str(chosen.target.name), trust_remote_code=chosen.target.trust_remote_code)
     stop = stop_tokens(tokenizer, chosen.target)
     prompts = reading.load_prompts(chosen.prompts, split=chosen.split, limit=chosen.limit)
     if not prompts:

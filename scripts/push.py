@@ -50,8 +50,8 @@ def main(arguments: list[str] | None = None) -> None:
     loaded = loading.load(chosen.checkpoint, chosen.target)  # a damaged checkpoint is not shared
     folder, document = loaded.folder, checkpoint.read_json(loaded.folder / "drafter.json")
     target = chosen.base_model or str(document["target"])
-    contents = read(folder, document | {"target": target})
-    card = make_card(chosen, loaded, target)
+    contents = collect_files(folder, document | {"target": target})
+    card = compose_card(chosen, loaded, target)
     contents["README.md"] = card.encode()
     for name, content in contents.items():
         print(f"{name:<22} {len(content) if isinstance(content, bytes) else content.stat().st_size:>12,} bytes")
@@ -73,7 +73,7 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"Next: specdec evaluate checkpoint={chosen.repo}@{commit.oid}")
 
 
-def read(folder: Path, document: dict) -> dict[str, Path | bytes]:
+def collect_files(folder: Path, document: dict) -> dict[str, Path | bytes]:
     """The files to share, by name. document: for drafter.json"""
     own = [folder / name for name in (*hub.FILES, "report.html")]
     contents: dict[str, Path | bytes] = {path.name: path for path in own if path.exists()}
@@ -85,7 +85,7 @@ def read(folder: Path, document: dict) -> dict[str, Path | bytes]:
     return contents
 
 
-def make_card(chosen: Push, loaded: loading.Loaded, target: str) -> str:
+def compose_card(chosen: Push, loaded: loading.Loaded, target: str) -> str:
     """The model card. target: its name in the card"""
     data = chosen.data or loading.trained_on(loaded.folder)
     provenance = Provenance.read(

@@ -40,7 +40,7 @@ class TinyEngine(SmallServer):
         return None if answer is None else (200, answer)
 
     def _file(self, path: str) -> Reply:
-        """As train/in_vllm/hidden_states_route.py."""
+        """As train/features/in_vllm/hidden_states_route.py."""
         file = self.folder / path.rpartition("/")[2]
         if not file.exists():
             return 404, {}

@@ -225,11 +225,8 @@ class Hub:
                 try:
                     status, headers, content = hub.answer(self.command, path, body, token)
                 except Refusal as refusal:
-                    status, headers, content = (
-                        refusal.status,
-                        refusal.headers,
-                        {"error": refusal.headers["X-Error-Message"]},
-                    )
+                    status, headers = refusal.status, refusal.headers
+                    content = {"error": headers["X-Error-Message"]}
                 sent = content if isinstance(content, bytes) else json.dumps(content).encode()
                 self.send_response(status)
                 for key, value in {**headers, "Content-Length": str(len(sent))}.items():
@@ -250,6 +247,5 @@ def entry(path: str, content: bytes) -> dict:
     """A file as the Hub lists it."""
     oid = hashlib.sha1(f"blob {len(content)}\0".encode() + content).hexdigest()
     large = {"oid": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 130}
-    return {"type": "file", "path": path, "size": len(content), "oid": oid} | (
-        {"lfs": large} if path.endswith(LARGE) else {}
-    )
+    found = {"type": "file", "path": path, "size": len(content), "oid": oid}
+    return {**found, "lfs": large} if path.endswith(LARGE) else found

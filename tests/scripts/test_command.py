@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 import time
+import tomllib
 
 import pytest
 
@@ -11,7 +12,7 @@ import specdec
 from specdec import command
 from tests.support import ROOT, child_environment, save_eagle, save_target
 
-VERBS = ("adapt", "answer", "datastore", "evaluate", "export", "generate", "get_target", "import", "launch_engine", "push",
+VERBS = ("adapt", "answer", "datastore", "demo", "evaluate", "export", "generate", "get_target", "import", "launch_engine", "push",
          "report", "serve", "show_data", "train")  # fmt: skip
 
 
@@ -21,7 +22,7 @@ def test_help_lists_every_verb_at_once_without_torch():
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=child_environment())
     assert ran.returncode == 0 and time.perf_counter() - begun < 5, ran.stderr  # about 0.2 s with nothing beside
     lines = {line.split()[0]: line.split(maxsplit=1)[1] for line in ran.stdout.splitlines() if line.startswith("  ")}
-    assert set(VERBS) <= set(lines) and all("python scripts/" not in lines[verb] for verb in VERBS)
+    assert sorted(lines) == sorted(VERBS) and not set(command.GONE) & set(VERBS)
 
 
 def test_a_verb_runs_with_its_arguments(tmp_path, capsys):
@@ -38,6 +39,7 @@ def test_a_verb_runs_with_its_arguments(tmp_path, capsys):
     ("verb", "sentence"),
     [
         ("evalute", "There is no verb 'evalute'. Did you mean 'evaluate'? Verbs: adapt, answer"),
+        ("compare", "There is no specdec compare any more. specdec evaluate checkpoint=A,B compares heads"),
         ("identity", "There is no specdec identity any more. Tests compare decoding with transformers' generate"),
     ],
 )
@@ -58,6 +60,12 @@ def test_training_prints_its_help(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         command.main(["train", "--help"])
     assert "Options, KEY=VALUE, and their defaults (conf/train.yaml)" in capsys.readouterr().out
+
+
+def test_the_wheel_lists_every_package():
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    folders = {path.parent.relative_to(ROOT) for path in (ROOT / "specdec").rglob("*.py")}
+    assert set(listed) - {"specdec._clone"} == {".".join(folder.parts) for folder in folders}
 
 
 def test_the_example_of_the_page_runs(tmp_path, monkeypatch, capsys):

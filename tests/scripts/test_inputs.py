@@ -76,7 +76,7 @@ def test_the_split_of_a_dataset_of_the_hub(monkeypatch):
 @pytest.mark.parametrize("script", [answer, evaluate], ids=lambda script: script.__name__)
 def test_the_folder_of_a_result_is_made_before_anything_is_loaded(run, monkeypatch, tmp_path, script):
     monkeypatch.setattr(Target, "load", None)
-    kind = script.Answer if script is answer else script.Evaluate
+    kind = script.AnswerOptions if script is answer else script.Evaluate
     given = options(kind, "", ["prompts=p.jsonl", f"out={tmp_path}/a/b/name"])
     assert given.out == f"{tmp_path}/a/b/name" and list((tmp_path / "a" / "b").iterdir()) == []
     (tmp_path / "file").write_text("")

@@ -72,7 +72,7 @@ def started(checkpoint, *more: str):
         child.wait()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_command_follows_its_checkpoint_records_and_finishes_what_runs(folder, run_folder, tmp_path):
     body = {**QUESTION, "max_tokens": 300, "ignore_eos": True}
     ask = lambda: httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()

@@ -282,5 +282,5 @@ def conditions(common: dict[str, Any]) -> str:
     ]
     return (
         f"{', '.join(known)}. The best step of each run. tau: {TAU}. Intervals are 95 % bootstrap intervals over prompts. The runs were "
-        "decoded at different times: scripts/compare.py checkpoint=A,B decodes the best ones in turn, which compares their speed fairly."
+        "decoded at different times: specdec evaluate checkpoint=A,B decodes the best ones in turn, which compares their speed fairly."
     )

@@ -309,7 +309,7 @@ def test_an_answer_is_trimmed_at_its_end(tokenizer):
             "no option 'rows'. Did you mean 'row'. Known options: data, row, num, max_length, split, thinking, target.name",
         ),
         (["target.name=a"], "Give a value for: data"),
-        (["target.name=a", "data=b", "row=x"], "row: Value 'x'"),
+        (["target.name=a", "data=b", "row=x"], "row=x must be a whole number"),
         (["target"], "not of the form key=value"),
     ],
 )
