@@ -23,6 +23,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks import common
 from specdec import command
 from specdec.core.sampling import Sampling
 from specdec.core.tree import TreeShape
@@ -128,13 +129,14 @@ def test_verbs_of_the_console_command_exist(path):
     assert named <= set(command.find_verbs())
 
 
-def option_class(script: str) -> type:
-    """The dataclass that a script passes to `options`."""
-    tree = ast.parse((ROOT / "scripts" / f"{script}.py").read_text())
+def option_class(file: str) -> type:
+    """The dataclass that a command passes to `options`. file: such as scripts/answer.py or benchmarks/rivals.py"""
+    tree = ast.parse((ROOT / file).read_text())
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    names = [call.args[0].id for call in calls if ast.unparse(call.func) in ("options", "options.options")]
-    assert len(names) == 1, f"scripts/{script}.py should call options(DATACLASS, __doc__) once, not {len(names)} times"
-    return getattr(importlib.import_module(f"scripts.{script}"), names[0])
+    readers = ("options", "options.options", "common.read_options")
+    names = [call.args[0].id for call in calls if ast.unparse(call.func) in readers]
+    assert len(names) == 1, f"{file} should call options(DATACLASS, __doc__) once, not {len(names)} times"
+    return getattr(importlib.import_module(file.removesuffix(".py").replace("/", ".")), names[0])
 
 
 def check_files(arguments: list[str]) -> None:
@@ -166,12 +168,20 @@ def check_proposers(arguments: list[str]) -> None:
             assert any(last in each for each in owners), f"{key} is no setting of {', '.join(settings)}"
 
 
+@pytest.mark.parametrize("path", [*GUIDES, ROOT / "benchmarks" / "README.md"], ids=name_of)
+def test_commands_of_benchmarks_name_existing_options(path):
+    for line in lines_of_code(path):
+        if match := re.match(r"python -m benchmarks\.(\w+)", line):
+            declared = option_class(f"benchmarks/{match[1]}.py")
+            common.read_options(declared, "", shlex.split(line, comments=True)[3:])
+
+
 @pytest.mark.parametrize("command", listed(lambda command: " scripts/" in command))
 def test_commands_of_scripts_name_existing_options(command, monkeypatch):
     words = shlex.split(command, comments=True)
     script, *arguments = words[next(place for place, word in enumerate(words) if word.startswith("scripts/")) :]
     assert (ROOT / script).exists(), f"{script} does not exist"
-    declared = option_class(Path(script).stem)
+    declared = option_class(script)
     names = {option.name: option for option in flatten(declared)}
     prefixes = tuple(option.prefix for option in names.values() if option.prefix)
     for argument in arguments:
