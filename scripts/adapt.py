@@ -36,7 +36,7 @@ from specdec.heads.base import Drafter
 from specdec.proposers import datastore
 from train import adapt as adaptation
 from train import progress
-from train.adapt_folder import KINDS, AdaptationPlan, Home
+from train.adapt_folder import AdaptationPlan, Home
 from train.answers.resumable import check_settings
 from train.config import flat
 from train.data import reading
@@ -111,8 +111,6 @@ def watch(given: Adapt, home: Home, console: progress.Results) -> None:
     try:
         while True:
             try:
-                if not home.training.exists():
-                    look(given, home)
                 adapt(given, home, console)
             except adaptation.TooFew as error:
                 if str(error) != said:
@@ -120,14 +118,6 @@ def watch(given: Adapt, home: Home, console: progress.Results) -> None:
             time.sleep(given.watch or 0)
     except KeyboardInterrupt:
         console.say(f"stopped; {home.path} stands for {home.current.name}")
-
-
-def look(given: Adapt, home: Home) -> None:
-    """Raises TooFew unless there are so many tokens that no adaptation has looked at that min_tokens are left to train on."""
-    tried = max((each["until"] for each in home.history()), default=float("-inf"))
-    answers, _ = adaptation.read_traffic(Path(given.traffic), source_of(given, home))
-    new = adaptation.count_tokens(answer for answer in answers if answer.time > tried)
-    check_tokens(int(new * (1 - given.heldout_share)), given.min_tokens)
 
 
 def check_tokens(tokens: int, needed: int) -> None:
@@ -163,24 +153,29 @@ def adapt(given: Adapt, home: Home, console: progress.Results) -> None:
     judge_new(given, home, plan, trained, console)
 
 
-def load(given: Adapt, folder: Path) -> loading.Loaded:
-    """The head with its target. Raises ValueError for a head that replay does not apply to."""
-    advice = "train it by train.py start=."
-    if loading.adapts(folder):
-        raise ValueError(f"{folder} changes its target, so answers recorded with it are others' then: {advice}")
-    loaded = loading.load(str(folder), given.target)
-    if not isinstance(loaded.drafter, Drafter):
-        raise ValueError(f"{folder} does not draft by steps, so it cannot be judged by replay: {advice}")
-    return loaded
+def check_head(folder: Path) -> None:
+    """Raises ValueError for a head that replay does not apply to."""
+    kind = checkpoint.drafter_class(str(checkpoint.read_json(folder / "drafter.json").get("_target_")))
+    if kind.adapts_target or not issubclass(kind, Drafter):
+        why = (
+            "changes its target, which would not have written these answers" if kind.adapts_target else "takes no steps"
+        )
+        raise ValueError(f"{folder} {why}, so it cannot be judged by replay: train it by train.py start=.")
 
 
 def prepare(given: Adapt, home: Home, settings: dict) -> AdaptationPlan:
-    """Reads and splits the rows, and judges the head in use. -> what to train"""
-    until = max((each["until"] for each in home.history() if each["decision"] == "accepted"), default=float("-inf"))
+    """Reads and splits the rows. -> what to train. With watch=, enough of the rows must be new to all adaptations."""
+    check_head(home.current)
     find_head(home.first, given.head)  # which refuses a wrong one now
+    never, past = float("-inf"), home.history()
+    tried = max((each["until"] for each in past), default=never)
+    until = max((each["until"] for each in past if each["decision"] == "accepted"), default=never)
     source = source_of(given, home)
     answers, left_out = adaptation.read_traffic(Path(given.traffic), source)
     new = [answer for answer in answers if answer.time > until]
+    if given.watch is not None:
+        tokens = adaptation.count_tokens(answer for answer in answers if answer.time > tried)
+        check_tokens(int(tokens * (1 - given.heldout_share)), given.min_tokens)
     if not new:
         raise adaptation.TooFew(
             f"traffic={given.traffic} has no rows that are newer than those of the head in use: record more."
@@ -190,46 +185,40 @@ def prepare(given: Adapt, home: Home, settings: dict) -> AdaptationPlan:
     training = adaptation.drop_known(training, earlier)
     if given.max_tokens is not None:
         training = adaptation.take_tokens(reversed(training), given.max_tokens)[::-1]
-    check_tokens(adaptation.count_tokens(training), given.min_tokens)
+    check_tokens(tokens := adaptation.count_tokens(training), given.min_tokens)
     num = len({answer.conversation for answer in heldout if len(answer.prompt) + 2 <= given.length})
     if num < adaptation.ENOUGH:
         raise adaptation.TooFew(
             f"{num} held-out conversations fit into length={given.length}: a head is judged by {adaptation.ENOUGH} or more. Record more."
         )
-    loaded = load(given, home.current)
-    old, rest = choose_old(given, home, loaded, [*heldout, *training, *earlier], adaptation.count_tokens(training))
+    old, rest = choose_old(given, home, source, [*heldout, *training, *earlier], tokens)
     old += adaptation.drop_known(earlier, [*heldout, *training])
     slices = {"new": given.limits.choose(heldout), "old": given.limits.choose(old)}
-    before = {
-        kind: given.limits.judge(loaded.drafter, slices[kind], what=f"judging the head in use, {kind} answers")
-        for kind in KINDS
-    }
     about = {"until": max(answer.time for answer in new), "notes": notes_on(left_out, slices), "settings": settings}
     start = str(home.current.relative_to(home.path))
-    plan = AdaptationPlan(home.next_number(), start, [*training, *rest], len(training), slices, before, about)
+    plan = AdaptationPlan(home.next_number(), start, [*training, *rest], len(training), slices, about)
     home.save_plan(plan, source.tokenizer)
     return plan
 
 
 def choose_old(
-    given: Adapt, home: Home, loaded: loading.Loaded, taken: adaptation.Answers, tokens: int
+    given: Adapt, home: Home, source: adaptation.TrafficSource, taken: adaptation.Answers, tokens: int
 ) -> tuple[adaptation.Answers, adaptation.Answers]:
     """-> old answers that forgetting is judged on, the same ones at every adaptation, and others to train on.
 
     taken: answers that are used already; tokens: new ones that are trained on
     """
-    sources, tokenizer = find_old(given.old, home.first, loaded.target.name), loaded.tokenizer
-    earlier = [
-        {**answer.to_row(datastore.fingerprint(tokenizer)), "category": "adapted"} for answer in home.known("trained")
-    ]
+    sources = find_old(given.old, home.first, source.target)
+    tokenizer = load_tokenizer(source.target, given.target.trust_remote_code)
+    earlier = [{**answer.to_row(source.tokenizer), "category": "adapted"} for answer in home.known("trained")]
     try:
-        rows = [row for source in sources for row in reading.load_conversations(source)]
+        rows = [row for name in sources for row in reading.load_conversations(name)]
         with reading.at(f"old={','.join(sources)}"):
             drawn = list(itertools.islice(adaptation.draw_old(rows, tokenizer, seed=given.seed), given.judged))
-            held = adaptation.drop_known(drawn, taken)
             rest = adaptation.draw_old([*rows, *earlier], tokenizer, seed=given.seed)
-            share = given.old_share / (1 - given.old_share)
-            return held, adaptation.take_tokens(adaptation.drop_known(rest, [*taken, *drawn]), int(share * tokens))
+            most = int(given.old_share / (1 - given.old_share) * tokens)
+            unused = adaptation.drop_known(rest, [*taken, *drawn])
+            return adaptation.drop_known(drawn, taken), adaptation.take_tokens(unused, most)
     except ValueError as error:
         raise ValueError(f"old={','.join(sources)}: {error} Give old=FILE, or old= for no old rows.") from None
 
@@ -249,11 +238,18 @@ def notes_on(left_out: dict[str, int], slices: dict[str, adaptation.Answers]) ->
 
 def judge_new(given: Adapt, home: Home, plan: AdaptationPlan, trained: Path, console: progress.Results) -> None:
     """Judges the trained head, and takes it into use or not."""
-    loaded = load(given, trained)
-    changes = {}
-    for kind in KINDS:
-        after = given.limits.judge(loaded.drafter, plan.heldout[kind], what=f"judging the new head, {kind} answers")
-        changes[kind] = adaptation.TauChange.of(plan.heldout[kind], plan.before[kind], after)
+    loaded = loading.load(str(home.path / plan.start), given.target)
+    heads = {"the head in use": loaded.drafter, "the new head": checkpoint.load(trained, loaded.target)}
+    changes = {
+        kind: adaptation.TauChange.of(
+            answers,
+            *(
+                given.limits.judge(head, answers, what=f"judging {name}, {kind} answers")
+                for name, head in heads.items()
+            ),
+        )
+        for kind, answers in plan.heldout.items()
+    }
     assert changes["new"] is not None
     good, reasons = adaptation.decide(changes["new"], changes["old"], tolerance=given.tolerance)
     tokens = [adaptation.count_tokens(part) for part in (plan.training[: plan.num_new], plan.training[plan.num_new :])]
@@ -292,24 +288,14 @@ def settings_of(head: Path) -> dict[str, Any]:
 
 
 def find_head(head: Path, given: str | None) -> str:
-    """The file of conf/head for a checkpoint. Of several with its class that one whose sizes are most like its own."""
+    """The file of conf/head for a checkpoint: `given`, or the first one with its class."""
     confs = {path.stem: OmegaConf.load(path) for path in sorted((loading.CONF / "head").glob("*.yaml"))}
-    if given is not None:
-        if given not in confs:
-            raise ValueError(f"There is no head {given!r}; there are: {', '.join(confs)}.")
-        return given
-    document = checkpoint.read_json(head / "drafter.json")
-    drafters: dict[str, Any] = {
-        name: OmegaConf.to_container(conf.drafter, resolve=False) for name, conf in confs.items()
-    }
-    unlike = {
-        name: sum(document.get(key) != value for key, value in drafter.items())
-        for name, drafter in drafters.items()
-        if drafter["_target_"] == document["_target_"]
-    }
-    if not unlike:
-        raise ValueError(f"{head} holds {document['_target_']}, for which conf/head has no file: give head=NAME.")
-    return min(unlike, key=lambda name: unlike[name])
+    kind = checkpoint.read_json(head / "drafter.json")["_target_"]
+    found = [name for name, conf in confs.items() if name == given or (given is None and conf.drafter._target_ == kind)]
+    if not found:
+        what = f"There is no head {given!r}" if given else f"No file of conf/head is of {kind}: give head=NAME"
+        raise ValueError(f"{what}; there are: {', '.join(confs)}.")
+    return found[0]
 
 
 def find_old(given: str | None, head: Path, target: str) -> list[str]:

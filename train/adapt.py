@@ -9,7 +9,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from specdec.heads.base import Drafter
+from specdec.heads.base import Drafter, Head
 from specdec.measuring import report as figures
 from specdec.measuring.report import PromptCounts
 from specdec.server import traffic_files
@@ -216,8 +216,9 @@ class JudgeLimits:
         step = max(1.0, len(fit) / self.num)
         return [fit[int(place * step)] for place in range(min(self.num, len(fit)))]
 
-    def judge(self, drafter: Drafter, answers: Answers, *, what: str) -> list[PromptCounts]:
+    def judge(self, drafter: Head, answers: Answers, *, what: str) -> list[PromptCounts]:
         """What tau is made of, of each answer, by replay at the temperature that it was written at. what: is shown"""
+        assert isinstance(drafter, Drafter)
         texts = [
             validate.Written(each.prompt, each.answer[: self.length - len(each.prompt)], each.temperature)
             for each in answers

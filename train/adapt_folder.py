@@ -20,7 +20,7 @@ from typing import Any
 
 from specdec import checkpoint
 from specdec.core import files
-from specdec.measuring.report import TAU, PromptCounts
+from specdec.measuring.report import TAU
 from train.adapt import Answers, read_answers, to_lines
 from train.pages.page import Section, Table, render_page, write_figure
 
@@ -33,7 +33,7 @@ class AdaptationPlan:
 
     number: of the new head; start: the head that is trained further, such as heads/0001
     training: answers to train on, num_new new ones and then old ones; heldout: answers of all KINDS
-    before: what tau of these is made of with the head in use; about: further facts, as JSON
+    about: further facts, as JSON
     """
 
     number: str
@@ -41,7 +41,6 @@ class AdaptationPlan:
     training: Answers
     num_new: int
     heldout: dict[str, Answers]
-    before: dict[str, list[PromptCounts]]
     about: dict
 
 
@@ -98,9 +97,7 @@ class Home:
         _make_private(partial)
         for name, answers in {"train": plan.training, **plan.heldout}.items():
             (partial / f"{name}.jsonl").write_text(to_lines(answers, tokenizer))
-        counts = {kind: [[each.num_rounds, each.num_emitted] for each in plan.before[kind]] for kind in KINDS}
-        document = {"number": plan.number, "start": plan.start, "num_new": plan.num_new}
-        document |= {"before": counts, "about": plan.about}
+        document = {"number": plan.number, "start": plan.start, "num_new": plan.num_new, "about": plan.about}
         (partial / "plan.json").write_text(json.dumps(document, indent=1) + "\n")
         for path in (*partial.iterdir(), partial):
             files.sync(path)
@@ -117,7 +114,6 @@ class Home:
             read_answers(self.training / "train.jsonl"),
             document["num_new"],
             {kind: read_answers(self.training / f"{kind}.jsonl") for kind in KINDS},
-            {kind: [PromptCounts(*each) for each in document["before"][kind]] for kind in KINDS},
             document["about"],
         )
 

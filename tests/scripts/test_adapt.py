@@ -17,7 +17,6 @@ from specdec import checkpoint
 from specdec.proposers import datastore
 from specdec.target.model import Target
 from tests.support import ROOT, child_environment, save_eagle, save_target, small_tokenizer, train_command, write_rows
-from train import adapt as adaptation
 from train.adapt import RecordedAnswer
 from train.lock import lock
 
@@ -211,7 +210,7 @@ def test_packs_hold_the_longest_row_and_steps_read_all_rows():
     def size(lengths, **more):
         row = lambda num: {"tokens": [1] * num, "prompt_tokens": 3}
         answers = [RecordedAnswer.from_row(row(num), place="a") for num in lengths]
-        return adapt.size_training(given(**more), adapt.AdaptationPlan("", "", answers, 0, {}, {}, {}))
+        return adapt.size_training(given(**more), adapt.AdaptationPlan("", "", answers, 0, {}, {}))
 
     assert [size([10, longest])[0] for longest in (20, 512, 513, 700, 2000)] == [512, 512, 640, 768, 1024]
     assert size([700], length=300)[0] == 512  # as train.py has it
@@ -220,16 +219,19 @@ def test_packs_hold_the_longest_row_and_steps_read_all_rows():
     assert size([512], training={"train.steps": "7"})[1] == 7
 
 
-def test_watching_counts_what_is_left_to_train_on(made, tmp_path):
-    """As `prepare` does after the split: otherwise each look would begin an adaptation that ends at once."""
-    home = adapt.Home(tmp_path / "adapted")
-    home.begin(str(made / "head"))
+def test_watching_counts_what_is_left_to_train_on(made, run_adapt, monkeypatch):
+    """As after the split: otherwise each look would begin an adaptation that ends at once."""
     total = sum(len(row["tokens"]) - row["prompt_tokens"] for row in rows_of(range(1, 41), target=str(made / "target")))
-    given = functools.partial(adapt.Adapt, checkpoint="", traffic=str(made / "traffic"), out="")
-    with pytest.raises(adaptation.TooFew, match="new tokens to train on"):
-        adapt.look(given(min_tokens=total), home)
-    adapt.look(given(min_tokens=int(0.8 * total)), home)
-    adapt.look(given(min_tokens=total, heldout_share=0), home)
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(adapt.time, "sleep", stop)
+    assert "new tokens to train on (min_tokens)" in run_adapt("watch=5", f"min_tokens={total}")
+    trained = []
+    monkeypatch.setattr(adapt, "run_train", lambda arguments: trained.append(arguments) or 130)
+    run_adapt("watch=5", f"min_tokens={int(0.79 * total)}")
+    assert len(trained) == 1
 
 
 def test_what_forgetting_is_judged_on_is_not_trained_on(made, run_adapt, monkeypatch):

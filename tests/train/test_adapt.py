@@ -143,9 +143,10 @@ def test_numbers_go_on_beside_what_a_kill_left(tmp_path):
 
 def test_texts_of_users_are_for_their_owner_alone(tmp_path):
     home = Home(tmp_path)
-    heldout, before = {"new": [answer(2)], "old": []}, {"new": [], "old": []}
-    plan = AdaptationPlan("0002", "heads/0001", [answer(1)], 1, heldout, before, {})
+    plan = AdaptationPlan("0002", "heads/0001", [answer(1)], 1, {"new": [answer(2)], "old": []}, {})
     home.save_plan(plan, "abc")
+    earlier = json.loads((tmp_path / "training" / "plan.json").read_text()) | {"before": {"mix": []}}
+    (tmp_path / "training" / "plan.json").write_text(json.dumps(earlier))  # as earlier versions wrote it
     assert home.read_plan() == plan
     with pytest.raises(ValueError, match="drafter"):
         home.accept(plan, tmp_path / "none", {}, "abc")  # the rows are written first

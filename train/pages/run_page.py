@@ -143,7 +143,7 @@ def tabulate(name: str, parts: Mapping[str, Report]) -> Table:
 
 
 def mark_samples(samples: Sequence[dict]) -> Markup:
-    """Answers whose drafts are marked. samples: as `train.pages.samples.samples` gives them"""
+    """Answers whose drafts are marked. samples: as `train.pages.samples.sample_answers` gives them"""
     found = KEY if samples else Markup("")
     refused = Markup('<span class="refused" title="refused: {}">{}</span>')
     for sample in samples:
