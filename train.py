@@ -95,8 +95,8 @@ def fit_alone(config: RunConfig, path: Path, accelerator: Accelerator) -> int:
             page = write_page(path, trainer.validation, tokenizer, prompts=heldout, split=split)
             console.say(f"report: {page}")
             report = checkpoint.read_json(page.with_name("report.json"))
-            tracker.report(trainer.step, "best", report)
-            tracker.page(trainer.step, page, worth(Report.from_json(report))[1])
+            tracker.log(trainer.step, "best", report)
+            tracker.attach(page, worth(Report.from_json(report))[1])
     display.end(console, trainer)
     return 130 if trainer.interrupted == signal.SIGINT else 0  # a scheduler is to see that all is well
 

@@ -207,7 +207,8 @@ def cut_damaged_end(path: Path, *, only_unfinished: bool = False) -> int:
             if end == size and not only_unfinished:
                 start = content.rfind(b"\n", 0, size - 1) + 1
                 end = start if _parse_own(content[start:]) is None else size
-        file.truncate(end)
+        if end < size:
+            file.truncate(end)
     return size - end
 
 
