@@ -91,11 +91,10 @@ def list_jobs(
     temperatures: list[float],
     *,
     thinking: bool | None = None,
-    tags: tuple[str, ...] = (),
 ) -> list[AnswerJob]:
     """One job for each prompt and temperature.
 
-    prompts: rows of reading.load_prompts; tags: added to theirs; thinking: mode of prompts that do not name theirs
+    prompts: rows of reading.load_prompts; thinking: mode of prompts that do not name theirs
     Raises ValueError if two prompts have the same id, or for a thinking mode that the chat template does not have.
     """
     chat_template.check_mode(tokenizer, thinking)
@@ -105,7 +104,7 @@ def list_jobs(
             "category": prompt["category"],
             "messages": prompt["messages"],
             "tokens": data.encode_row(tokenizer, prompt, thinking=thinking),
-            "tags": tuple(dict.fromkeys([*prompt["tags"], *tags])),
+            "tags": tuple(prompt["tags"]),
             "prompt": None if tokenizer.chat_template else prompt.get("prompt"),
             "options": ({} if thinking is None else {"thinking": thinking}) | chat_template.options_of(prompt),
             "place": prompt.get("place", ""),

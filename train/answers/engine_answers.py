@@ -1,11 +1,10 @@
 """Answers of a server with OpenAI's interface, many at once, in the order of the jobs.
 
-vLLM takes and gives token ids. Other servers give the text only (v1/completions), or take messages (v1/chat/completions):
+vLLM takes and gives token ids. Other servers take messages and give text:
 
-    way    request                        answer        who decides about template and tokens
-    ids    v1/completions, ids            ids           this project
-    text   v1/completions, ids            text          this project, but the answer is tokenised again
-    chat   v1/chat/completions, messages  text          the server; the answer is tokenised again
+    way    request                        answer        chat template and tokens
+    ids    v1/completions, ids            ids           of this project
+    chat   v1/chat/completions, messages  text          of the server; the answer is tokenised again
 """
 
 import functools
@@ -16,18 +15,16 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from specdec.core.untrusted import is_text
 from train.answers.answering import AnswerJob, AnswerSettings, WrittenAnswer, make_answer
 from train.data import chat_template
 from train.features.engine_client import BadAnswer, EngineClient, Refused
-from train.features.engine_features import EngineTarget, apply_final_norm, discard_states
-from train.features.feature_files import FeatureFolder
+from train.features.engine_features import discard_states
 
 AHEAD = 4  # requests that wait for an earlier answer, for each one in flight
-PATHS = {"ids": "v1/completions", "text": "v1/completions", "chat": "v1/chat/completions"}
+PATHS = {"ids": "v1/completions", "chat": "v1/chat/completions"}
 
 
 class AnswerServer:
@@ -58,11 +55,9 @@ class AnswerServer:
             template = chat_template.template_arguments(self.tokenizer, job.options.get("thinking"))
             tools = {"tools": job.options["tools"]} if "tools" in job.options else {}
             return body | tools | {"messages": job.messages} | ({"chat_template_kwargs": template} if template else {})
-        body["prompt"] = job.tokens
-        if way == "text":
-            return body
         ends = {"stop_token_ids": sorted(settings.stop), "ignore_eos": True}  # only `stop` ends an answer
-        return body | ends | {"return_token_ids": True, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+        others = {"return_token_ids": True, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+        return body | {"prompt": job.tokens} | ends | others
 
     def read_answer(self, answer: dict, job: AnswerJob, settings: AnswerSettings) -> WrittenAnswer:
         """What came back for a job. Raises BadAnswer for what may be right the next time."""
@@ -71,8 +66,8 @@ class AnswerServer:
             finish = choice["finish_reason"]
             if self.way == "ids":
                 return self._read_ids(choice["token_ids"], finish, job, settings)
-            said = choice if self.way == "text" else choice["message"]
-            text = said["text" if self.way == "text" else "content"] or ""
+            said = choice["message"]
+            text = said["content"] or ""
             removed = {
                 "thinking": ("reasoning", said.get("reasoning") or said.get("reasoning_content")),
                 "calls of tools": ("tool", said.get("tool_calls")),
@@ -156,7 +151,7 @@ class AnswerServer:
     def _find_way(self, example: AnswerJob) -> str:
         """The first way that all servers support."""
         settings = AnswerSettings(stop=frozenset(), max_new_tokens=1)
-        for way in PATHS if example.prompt is None else ("ids", "text"):
+        for way in PATHS if example.prompt is None else ("ids",):
             try:
                 body, check = self.make_body(example, settings, way), functools.partial(self._check_way, example, way)
                 for _ in self.client.urls:
@@ -177,11 +172,6 @@ class AnswerServer:
             discard_states(self.client, answer, [*example.tokens, *(ids or ())])
             if way == "chat":
                 choice["message"]["content"]
-                return
-            num = (answer.get("usage") or {}).get("prompt_tokens", len(example.tokens))
-            if num != len(example.tokens):
-                raise _UnsupportedWay(f"It counts {num} tokens in a prompt of {len(example.tokens)} ids.")
-            choice["text"]
         except (KeyError, IndexError, TypeError, AttributeError) as error:
             reason = f"{type(error).__name__}: {error}"
             raise _UnsupportedWay(f"Its answers have another form than OpenAI's ({reason}).") from error
@@ -192,35 +182,12 @@ class _UnsupportedWay(ValueError):
 
 
 @dataclass(frozen=True)
-class AnswerStates:
-    """Where the hidden states that come with answers are kept, so that training reads no text again.
-
-    source: the same servers; folder: with the layers that they give
-    """
-
-    source: EngineTarget
-    folder: FeatureFolder
-
-    def keep(self, answer: dict, job: AnswerJob, tokens: list[int]) -> None:
-        """Writes the states of a prompt and its answer. Those of the last token, which nothing needs, are zero."""
-        new, states = self.source.receive(answer, job.tokens)
-        if new != tokens:
-            raise BadAnswer(f"the hidden states of {job.id} are of another answer")
-        *parts, final = self.source.select(states, self.folder.layers)
-        target = self.source.target
-        parts.append(apply_final_norm(target, final.to(target.device), (target.num_layers,)).cpu())
-        padded = [torch.cat([part, part.new_zeros(1, part.shape[1])]) for part in parts]
-        self.folder.write(torch.tensor(job.tokens + tokens), padded)
-
-
-@dataclass(frozen=True)
 class ServerWriter:
-    """An `AnswerWriter` whose jobs are answered by a server, in their order. states: None: hidden states are not kept"""
+    """An `AnswerWriter` whose jobs are answered by a server, in their order."""
 
     server: AnswerServer
     settings: AnswerSettings
     in_flight: int
-    states: AnswerStates | None = None
 
     def write(self, jobs: Iterable[AnswerJob]) -> Iterator[list[tuple[AnswerJob, WrittenAnswer]]]:
         return in_order(self._submit, iter(jobs), ahead=AHEAD * self.in_flight)
@@ -228,14 +195,10 @@ class ServerWriter:
     def _submit(self, job: AnswerJob) -> "Future[WrittenAnswer]":
         server = self.server
         body = server.make_body(job, self.settings, server.way)
-        if self.states:
-            body["kv_transfer_params"] = {"include_output_tokens": True}
 
         def read(answer: dict) -> WrittenAnswer:
             found = server.read_answer(answer, job, self.settings)
-            if found.tokens is not None and self.states:
-                self.states.keep(answer, job, found.tokens)
-            elif found.tokens is not None:
+            if found.tokens is not None:
                 discard_states(server.client, answer, job.tokens + found.tokens)
             return found
 

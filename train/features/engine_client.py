@@ -188,10 +188,8 @@ class EngineClient:
 
 def _base_url(url: str) -> str:
     base = url.strip().rstrip("/").removesuffix("/v1")
-    if base == "vllm":
-        raise ValueError(f"engine=vllm: vLLM no longer runs inside this process. {START}")
     if not base.startswith(("http://", "https://")):
-        raise ValueError(f"{url!r} is not the URL of a server, such as http://localhost:8000.")
+        raise ValueError(f"{url!r} is not the URL of a server. {START}")
     return base
 
 

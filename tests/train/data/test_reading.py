@@ -180,8 +180,8 @@ def test_a_typed_prompt_that_is_no_text_is_refused():
 @pytest.mark.parametrize(("finish", "text"), [("length", "a"), ("stop", "a\ufffd")])
 def test_half_of_a_pair_in_the_answer_of_a_server_is_replaced(finish, text):
     server = object.__new__(AnswerServer)
-    server.way = "text"
-    answer = {"choices": [{"text": f"a{HALF}", "finish_reason": finish}]}
+    server.way = "chat"
+    answer = {"choices": [{"message": {"content": f"a{HALF}"}, "finish_reason": finish}]}
     assert server.read_answer(answer, AnswerJob("a", "b", 0.0, [], [1]), AnswerSettings(frozenset(), 4)).text == text
 
 

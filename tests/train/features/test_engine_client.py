@@ -201,7 +201,7 @@ def test_closing_ends_a_request_between_two_tries(client_of, monkeypatch):
     [
         ("localhost:8000", "is not the URL of a server"),
         ("http://localhost:8000,", "is not the URL of a server"),
-        ("http://localhost:8000,vllm", r"engine=vllm: vLLM no longer runs inside this process.*launch_engine\.py"),
+        ("http://localhost:8000,vllm", r"'vllm' is not the URL of a server.*launch_engine\.py"),
     ],
 )
 def test_what_is_no_url_is_refused(urls, what):
