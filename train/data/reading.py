@@ -5,7 +5,7 @@ data.train=[a.jsonl,b.jsonl]             several, each read once an epoch
 'data.train={a.jsonl: 2, b.jsonl: 0.5}'  an epoch has a twice and every second row of b
 
 The reader is the project's own, not that of `datasets`: that one replaces half of a surrogate pair by nothing, reads no
-UTF-16, takes {"data": [...]} for one row, and names no file and line where a row is damaged.
+UTF-16, and names no file and line where a row is damaged.
 """
 
 import contextlib
@@ -252,11 +252,10 @@ def load_prompts(source: str, *, split: str | None = None, limit: int | None = N
     answer, with `thinking` and `tools` where a row has them.
 
     A row has a `prompt` (text: a user's message for chat models), or `messages`, of which an assistant's at the end is
-    left out; `prompt` is None then. Rows with `dropped`, which a filter of prompts left out, are not read.
+    left out; `prompt` is None then.
     """
-    rows = ((place, row) for place, row in read_rows(source, split) if not row.get("dropped"))
     prompts = []
-    for index, (place, row) in enumerate(itertools.islice(rows, limit)):
+    for index, (place, row) in enumerate(itertools.islice(read_rows(source, split), limit)):
         with at(place):
             prompts.append({**_to_prompt(name_row(row, index), place), "place": place, **options_of(row)})
     return prompts

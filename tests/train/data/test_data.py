@@ -159,7 +159,7 @@ def test_prompts_are_read_from_every_format(tmp_path):
     prompts = load(*rows)
     assert [prompt["messages"] for prompt in prompts] == [SINGLE[:1], MULTI[:3], SINGLE[:1]]
     assert [(prompt["id"], prompt["category"]) for prompt in prompts] == [("0", "qa"), ("x", "all"), ("2", "all")]
-    prompts = load(rows[0] | {"tags": ["short"]}, rows[1] | {"dropped": "too long"}, rows[2], limit=2)
+    prompts = load(rows[0] | {"tags": ["short"]}, rows[2], rows[1], limit=2)
     assert [(prompt["messages"], prompt["tags"]) for prompt in prompts] == [(SINGLE[:1], ["short"]), (SINGLE[:1], [])]
     with pytest.raises(ValueError, match=r"prompts\.jsonl:1: tags must be a list of texts"):
         load({"prompt": "a", "tags": "b"})

@@ -66,7 +66,7 @@ def test_rows_from_the_cache_equal_those_encoded_one_by_one(load, tokenizer, tmp
     packs = load(str(SHIPPED), tokenizer, limit=50, workers=workers, length=4096)
     assert [pack[0] for pack in packs] == [data.encode(tokenizer, row) for row in rows]
     folders = sorted(path for path in (tmp_path / "cache").iterdir() if path.is_dir())
-    assert [folder.name.split("-")[0] for folder in folders] == ["packs", "rows"]
+    assert [folder.name.split("-")[0] for folder in folders] == ["rows"]
 
 
 def test_a_second_start_encodes_nothing_and_every_change_is_noticed(load, tmp_path, monkeypatch):
@@ -313,7 +313,7 @@ def test_packs_are_mapped_and_not_loaded(tmp_path):
     del tokens, lists, columns, table
     pyarrow.default_memory_pool().release_unused()
     before = anonymous()
-    packs = Packs(Rows.load([tmp_path]), length=2048, folder=tmp_path / "packs")
+    packs = Packs(Rows.load([tmp_path]), length=2048)
     assert len(packs) == num // 2 and packs[3][0].tokens[:2] == [138, 139]
     assert anonymous() - before < 15e6  # a quarter of the arrays' 50 MB
 

@@ -8,7 +8,6 @@ import io
 import json
 import lzma
 import random
-import zipfile
 
 import datasets
 import pytest
@@ -30,13 +29,6 @@ LINES = [json.dumps(row, ensure_ascii=False) for row in ROWS]
 TEXT = "\n".join(LINES) + "\n"
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"a": None}}}
 HALF = "\ud83d"
-
-
-def zipped() -> bytes:
-    file = io.BytesIO()
-    with zipfile.ZipFile(file, "w") as archive:
-        archive.writestr("rows.jsonl", TEXT)
-    return file.getvalue()
 
 
 def tabled() -> bytes:
@@ -61,7 +53,7 @@ READ = {
     "lines.txt": TEXT.encode(),
     "text.jsonl.gz": TEXT.encode(),
     "list.json": json.dumps(ROWS).encode(),
-    "pretty.json": json.dumps({"version": 1, "data": ROWS}, indent=2).encode("utf-16"),
+    "pretty.json": json.dumps(ROWS, indent=2).encode("utf-16"),
     "lines.json": TEXT.encode(),
     "list.json.gz": gzip.compress(json.dumps(ROWS).encode()),
     "table.parquet": tabled(),
@@ -101,12 +93,11 @@ REFUSED = {
     "latin.jsonl": ((TEXT + LINES[0]).replace("\U0001f600", "").encode("latin-1"), r"latin\.jsonl:1: byte 0xe9 is not UTF-8.*iconv"),
     "second.jsonl": (LINES[0].encode() + b"\n{\"prompt\": \"caf\x80\"}", r"second\.jsonl:2: byte 0x80 is not UTF-8"),
     "odd.jsonl": (TEXT.encode("utf-16")[:-1], r"odd\.jsonl is not whole UTF-16.* text behind line \d"),
-    "rows.jsonl": (b"\x28\xb5\x2f\xfd\x00\x00", r"rows\.jsonl is compressed with zstd.*Unpack it first"),
-    "rows.zst": (b"\x28\xb5\x2f\xfd\x00\x00", "compressed with zstd"),
-    "xz.jsonl": (lzma.compress(TEXT.encode()), "compressed with xz"),
-    "bz.jsonl": (bz2.compress(TEXT.encode()), "compressed with bzip2"),
-    "twice.jsonl.gz": (gzip.compress(lzma.compress(TEXT.encode())), "compressed with xz"),
-    "rows.zip": (zipped(), "is a zip archive"),
+    "rows.jsonl": (b"\x28\xb5\x2f\xfd\x00\x00", r"rows\.jsonl is compressed otherwise than with gzip.*Unpack it first"),
+    "xz.jsonl": (lzma.compress(TEXT.encode()), "compressed otherwise"),
+    "bz.jsonl": (bz2.compress(TEXT.encode()), "compressed otherwise"),
+    "twice.jsonl.gz": (gzip.compress(lzma.compress(TEXT.encode())), "compressed otherwise"),
+    "rows.zip": (b"PK\x03\x04rest", "compressed otherwise"),
     "half.parquet": (tabled()[:-30], r"half\.parquet: the parquet file is damaged or incomplete"),
     "text.parquet": (TEXT.encode(), r"text\.parquet: the parquet file is damaged"),
     "half.json": (json.dumps(ROWS)[:-3].encode(), r"half\.json: not valid JSON.*Give|half\.json: not valid JSON.*give"),
@@ -262,7 +253,7 @@ def test_what_is_wrong_with_a_row_is_said(tmp_path, row, message):
         (pair("a", "b", tool_calls=7), r"tool_calls must be a list such as .*\.$"),
         (
             pair("a", "b", weight=7),
-            r"cannot write these messages, though it writes others \(TypeError: .*keys: role, content, weight\.$",
+            r"cannot write these messages \(TypeError: .*keys, role, content, weight; if",
         ),
         (
             pair("a", "b", name="x"),
