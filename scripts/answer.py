@@ -24,8 +24,8 @@ from specdec.core.compile import Runner
 from specdec.target.model import load_tokenizer
 from train import progress, ranges
 from train.answers import answering
-from train.answers.answering import AnswerJob, AnswerSettings, AnswerWriter, OwnDecoder
-from train.answers.engine_answers import AnswerServer, ServerWriter
+from train.answers.answering import AnswerJob, AnswerSettings, OwnDecoder
+from train.answers.engine_answers import AnswerServer
 from train.answers.resumable import Resumable, digest, resumable
 from train.data import chat_template, reading
 from train.data import rows as data
@@ -95,7 +95,7 @@ def open_writer(
     settings: AnswerSettings,
     jobs: list[AnswerJob],
     console: rich.console.Console,
-) -> Iterator[tuple[AnswerWriter, dict[str, str]]]:
+) -> Iterator[tuple[OwnDecoder | AnswerServer, dict[str, str]]]:
     """The servers, or this project's decoder; with what identifies the target, where this process has loaded it."""
     if chosen.engine is None:
         target = loading.load_target(chosen.target).target
@@ -104,18 +104,13 @@ def open_writer(
         return
     last = max(jobs, key=lambda job: len(job.tokens))
     with contextlib.closing(EngineClient(chosen.engine, in_flight=chosen.in_flight, say=console.print)) as client:
-        server = AnswerServer(client, tokenizer, name=str(chosen.target.name), example=jobs[0])
+        server = AnswerServer(client, tokenizer, settings, name=str(chosen.target.name), example=jobs[0])
         console.print(f"{server.model} at {', '.join(client.urls)} {WAYS[server.way]}.")
         server.check_length(len(last.tokens) + chosen.max_new_tokens, f"{last.place}: the longest prompt, {last.id},")
-        yield ServerWriter(server, settings, chosen.in_flight), {}
+        yield server, {}
 
 
 # Answers
-
-
-def digest_of(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Changes with the tokens and with how prompts are rendered."""
-    return digest(repr([data.vocabulary(tokenizer, len(tokenizer))[0], tokenizer.chat_template]).encode())
 
 
 def check_prompts(answers: Resumable, jobs: list[AnswerJob], source: str) -> None:
@@ -159,25 +154,22 @@ def write_answers(chosen: AnswerOptions, console: rich.console.Console) -> None:
         if None in finished:
             raise ValueError(f"{chosen.out} has rows without an id, so it was not written by this command. {ADVICE}")
         check_prompts(answers, jobs, chosen.prompts)
-        answers.same(tokenizer_or_chat_template=digest_of(tokenizer))
+        vocabulary, _ = data.vocabulary(tokenizer, len(tokenizer))
+        answers.same(tokenizer_or_chat_template=digest(repr([vocabulary, tokenizer.chat_template]).encode()))
         missing = [job for job in jobs if job.id not in finished]
         progress.note(f"{len(jobs)} answers to write, {len(jobs) - len(missing)} of them are in {chosen.out} already.")
         if missing:
             settings = AnswerSettings(frozenset(stop), chosen.max_new_tokens, chosen.decode.top_p, chosen.seed)
             with open_writer(chosen, tokenizer, settings, jobs, console) as (writer, weights):
                 answers.same(**weights)
-                write_missing(chosen, tokenizer, writer, missing, answers, console)
+                written = write_missing(writer, missing, answers, vocabulary)
+                console.print(f"{chosen.out}: {written}.")
 
 
 def write_missing(
-    chosen: AnswerOptions,
-    tokenizer: PreTrainedTokenizerBase,
-    writer: AnswerWriter,
-    missing: list[AnswerJob],
-    answers: Resumable,
-    console: rich.console.Console,
-) -> None:
-    vocabulary, _ = data.vocabulary(tokenizer, len(tokenizer))
+    writer: OwnDecoder | AnswerServer, missing: list[AnswerJob], answers: Resumable, vocabulary: str
+) -> str:
+    """Appends rows. -> how many were written, cut and empty. vocabulary: its digest"""
     ends: Counter[str] = Counter()
     with progress.start("answering", len(missing), unit="answers") as shown:
         for group in writer.write(missing):
@@ -185,9 +177,9 @@ def write_missing(
             ends.update(answer.finish for _, answer in group)
             ends.update("empty" for _, answer in group if not answer.text.strip())
             shown.advance(len(group), num_tokens=sum(answer.num_tokens for _, answer in group))
-    console.print(
-        f"{chosen.out}: {shown.done} answers written, {shown.num_tokens} tokens in {shown.seconds:.0f} s; {ends['length']} "
-        f"were cut at {chosen.max_new_tokens} tokens, {ends['empty']} are empty."
+    return (
+        f"{shown.done} answers written, {shown.num_tokens} tokens in {shown.seconds:.0f} s; {ends['length']} were cut at "
+        f"{writer.settings.max_new_tokens} tokens, {ends['empty']} are empty"
     )
 
 

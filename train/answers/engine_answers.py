@@ -12,7 +12,6 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from transformers import PreTrainedTokenizerBase
@@ -28,7 +27,7 @@ PATHS = {"ids": "v1/completions", "chat": "v1/chat/completions"}
 
 
 class AnswerServer:
-    """The target in one server, or in several that are used in turn.
+    """The target in one server, or in several that are used in turn, which answer jobs in their order.
 
     name: the target's, which the server's model is compared with
     example: a job, with which it is found out what the servers understand
@@ -36,11 +35,32 @@ class AnswerServer:
     Raises ValueError, with what to do, if a server does not answer or has another tokenizer.
     """
 
-    def __init__(self, client: EngineClient, tokenizer: PreTrainedTokenizerBase, *, name: str, example: AnswerJob):
-        self.client, self.tokenizer = client, tokenizer
+    def __init__(
+        self,
+        client: EngineClient,
+        tokenizer: PreTrainedTokenizerBase,
+        settings: AnswerSettings,
+        *,
+        name: str,
+        example: AnswerJob,
+    ):
+        self.client, self.tokenizer, self.settings = client, tokenizer, settings
         self.model, self.limit = self._choose_model(name)
         self._check_tokenizer(example)
         self.way = self._find_way(example)
+
+    def write(self, jobs: Iterable[AnswerJob]) -> Iterator[list[tuple[AnswerJob, WrittenAnswer]]]:
+        """What was written for the jobs, some of them at a time."""
+        return in_order(self._submit, iter(jobs), ahead=AHEAD * self.client.in_flight)
+
+    def _submit(self, job: AnswerJob) -> "Future[WrittenAnswer]":
+        def read(answer: dict) -> WrittenAnswer:
+            found = self.read_answer(answer, job)
+            if found.tokens is not None:
+                discard_states(self.client, answer, job.tokens + found.tokens)
+            return found
+
+        return self.client.submit(PATHS[self.way], self.make_body(job, self.settings, self.way), read)
 
     def make_body(self, job: AnswerJob, settings: AnswerSettings, way: str) -> dict:
         """The request for a job. What this interface leaves open is set here, so that the model's defaults do not count."""
@@ -59,13 +79,13 @@ class AnswerServer:
         others = {"return_token_ids": True, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
         return body | {"prompt": job.tokens} | ends | others
 
-    def read_answer(self, answer: dict, job: AnswerJob, settings: AnswerSettings) -> WrittenAnswer:
+    def read_answer(self, answer: dict, job: AnswerJob) -> WrittenAnswer:
         """What came back for a job. Raises BadAnswer for what may be right the next time."""
         try:
             choice = answer["choices"][0]
             finish = choice["finish_reason"]
             if self.way == "ids":
-                return self._read_ids(choice["token_ids"], finish, job, settings)
+                return self._read_ids(choice["token_ids"], finish, job)
             said = choice["message"]
             text = said["content"] or ""
             removed = {
@@ -88,7 +108,8 @@ class AnswerServer:
         usage = answer.get("usage") or {}
         return WrittenAnswer(text, finish, None, int(usage.get("completion_tokens") or 0))
 
-    def _read_ids(self, tokens: list, finish: str, job: AnswerJob, settings: AnswerSettings) -> WrittenAnswer:
+    def _read_ids(self, tokens: list, finish: str, job: AnswerJob) -> WrittenAnswer:
+        settings = self.settings
         if not isinstance(tokens, list) or not tokens or not all(type(token) is int for token in tokens):
             raise BadAnswer(f"the answer to {job.id} has no token ids")
         ended = tokens[-1] in settings.stop
@@ -179,30 +200,6 @@ class AnswerServer:
 
 class _UnsupportedWay(ValueError):
     """A server does not take or give what a way needs."""
-
-
-@dataclass(frozen=True)
-class ServerWriter:
-    """An `AnswerWriter` whose jobs are answered by a server, in their order."""
-
-    server: AnswerServer
-    settings: AnswerSettings
-    in_flight: int
-
-    def write(self, jobs: Iterable[AnswerJob]) -> Iterator[list[tuple[AnswerJob, WrittenAnswer]]]:
-        return in_order(self._submit, iter(jobs), ahead=AHEAD * self.in_flight)
-
-    def _submit(self, job: AnswerJob) -> "Future[WrittenAnswer]":
-        server = self.server
-        body = server.make_body(job, self.settings, server.way)
-
-        def read(answer: dict) -> WrittenAnswer:
-            found = server.read_answer(answer, job, self.settings)
-            if found.tokens is not None:
-                discard_states(server.client, answer, job.tokens + found.tokens)
-            return found
-
-        return server.client.submit(PATHS[server.way], body, read)
 
 
 def in_order(

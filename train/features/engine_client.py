@@ -59,7 +59,7 @@ class EngineClient:
     ):
         logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every request
         self.urls = [_base_url(url) for url in urls.split(",")]
-        self.patience, self.say = patience, say
+        self.in_flight, self.patience, self.say = in_flight, patience, say
         key = os.environ.get("OPENAI_API_KEY")
         self.client = httpx.Client(
             **loopback.client_options(*self.urls),

@@ -171,9 +171,9 @@ def test_a_typed_prompt_that_is_no_text_is_refused():
 @pytest.mark.parametrize(("finish", "text"), [("length", "a"), ("stop", "a\ufffd")])
 def test_half_of_a_pair_in_the_answer_of_a_server_is_replaced(finish, text):
     server = object.__new__(AnswerServer)
-    server.way = "chat"
+    server.way, server.settings = "chat", AnswerSettings(frozenset(), 4)
     answer = {"choices": [{"message": {"content": f"a{HALF}"}, "finish_reason": finish}]}
-    assert server.read_answer(answer, AnswerJob("a", "b", 0.0, [], [1]), AnswerSettings(frozenset(), 4)).text == text
+    assert server.read_answer(answer, AnswerJob("a", "b", 0.0, [], [1])).text == text
 
 
 def test_half_of_a_pair_in_recorded_rows_counts_as_damage(tmp_path):
