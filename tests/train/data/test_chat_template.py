@@ -88,28 +88,23 @@ def test_what_the_template_leaves_out_is_refused_with_file_and_row(tmp_path, tem
         data.load_prompts(source, tokenizer)
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"tools": [1]}, r"a\.jsonl:1: tools must be a list"),
-        ({"tools": "get_tide"}, r"a\.jsonl:1: tools must be a list"),
-        ({"messages": [PLAIN[0], {**PLAIN[1], "tool_calls": "x"}]}, r"a\.jsonl:1: tool_calls must be a list"),
-    ],
-)
-def test_what_is_no_tool_is_refused(tmp_path, given, message):
-    write_rows(tmp_path / "a.jsonl", [{"messages": PLAIN, **given}])
-    with pytest.raises(ValueError, match=message):
-        reading.load_conversations(str(tmp_path / "a.jsonl"))
-    with pytest.raises(ValueError, match=message):
-        reading.load_prompts(str(tmp_path / "a.jsonl"))
+def test_what_is_no_tool_is_refused(tmp_path):
+    calls = [PLAIN[0], {**PLAIN[1], "tool_calls": "x"}]
+    for given, name in (
+        ({"tools": [1]}, "tools"),
+        ({"tools": "get_tide"}, "tools"),
+        ({"messages": calls}, "tool_calls"),
+    ):
+        write_rows(tmp_path / "a.jsonl", [{"messages": PLAIN, **given}])
+        for load in (reading.load_conversations, reading.load_prompts):
+            with pytest.raises(ValueError, match=rf"a\.jsonl:1: {name} must be a list"):
+                load(str(tmp_path / "a.jsonl"))
 
 
 def test_prompts_and_answers_keep_tools_and_mode(tmp_path):
     tokenizer = with_template(CALLS)
-    write_rows(
-        tmp_path / "p.jsonl",
-        [{"id": "a", "prompt": "Tide?", "tools": json.dumps([TOOL])}, {"prompt": "b", "tools": []}],
-    )
+    rows = [{"id": "a", "prompt": "Tide?", "tools": json.dumps([TOOL])}, {"prompt": "b", "tools": []}]
+    write_rows(tmp_path / "p.jsonl", rows)
     (first, second) = reading.load_prompts(str(tmp_path / "p.jsonl"))
     assert first["tools"] == [TOOL] and "tools" not in second
     jobs = answering.list_jobs(tokenizer, [first, second], [0.0])
